@@ -1,0 +1,164 @@
+r"""geo3k: a geometry problem with a diagram. The model may have an answer scored by a tool before it gives its last one.
+
+A reply with ``<tool_call>{"name": "calc_score", "arguments": {"answer": "15"}}</tool_call>`` gets the answer's score as an
+observation; a reply without a call ends the episode, and the answer in its last ``\boxed{}`` earns 1 or 0.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from functools import lru_cache
+from typing import Any
+
+from math_verify import LatexExtractionConfig, parse, verify
+
+from vlmrl import Env, Task, obs
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that time-outs are off; SAFE stands in for them
+
+ANSWER = {"type": "string", "description": "The answer, for example 12 or 5\\sqrt{3}."}
+TOLERANCE = 0.01  # relative, where the answer or the right one is rounded
+SPELLINGS = {"π": r"\pi ", "²": "^2", "×": r"\times ", "·": r"\cdot ", "−": "-", "\\$": "", "$": "", "\\%": "", "%": ""}
+LENGTHS = r"[kcm]?m|in|ft|yd|inch(?:es)?|feet|meters?|miles?|units?"
+UNITS = re.compile(rf"(?<=[\d}})i]) ?(?:deg(?:rees?)?|(?:square |sq\.? )?(?:{LENGTHS})(?: ?\^ ?\{{?[23]\}}?)?)$")
+# What math-verify may read. Its time-outs work in the main thread only, and 9^{9^9} would hold the whole process; and
+# out of prose it picks a number ("\angle 4" is 4). So: arithmetic, one-letter variables, at most two one-digit powers.
+SAFE = re.compile(
+    r"(?!.*\*\*)(?!(?:.*\^){3})(?:\\(?:[dt]?frac|sqrt|pi|cdot|times|div|left|right|leq?|geq?)(?![a-zA-Z])"
+    r"|(?<![a-zA-Z])[a-df-zA-DF-Z](?![a-zA-Z])|\^ ?(?:\d(?!\d)|\{ ?\d ?\})|[\d .,+*/:=<>(){}-])+"
+)
+
+
+class Geo3kEnv(Env):
+    """One problem: ``task.answer`` is the right answer; where ``task.data`` has ``choices``, their letters count too.
+
+    Without ``score_in_observation`` the tool says only that it has the answer, not whether it is right.
+    """
+
+    tools = [  # noqa: RUF012
+        {
+            "type": "function",
+            "function": {
+                "name": "calc_score",
+                "description": "Score an answer to the problem before giving it as the final one.",
+                "parameters": {"type": "object", "properties": {"answer": ANSWER}, "required": ["answer"]},
+            },
+        }
+    ]
+
+    def __init__(self, task: Task, score_in_observation: bool = True) -> None:
+        super().__init__(task)
+        self.score_in_observation = score_in_observation
+        self.calls = 0
+        self.judged = False
+
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        end = response_text.rfind("</tool_call>")
+        start = response_text.rfind("<tool_call>", 0, max(end, 0))
+        if start < 0:
+            self.judged = True
+            boxed = last_boxed(response_text)
+            return obs(), True, {"reward": self.score(boxed), "format": float(bool(boxed)), "tool_calls": self.calls}
+        self.calls += 1
+        answer, problem = submitted(response_text[start + len("<tool_call>") : end])
+        text = problem or self.verdict(answer)
+        if self.turn == self.max_turns - 2:
+            text += " This was the last check: reply now with the final answer in \\boxed{}, without a tool call."
+        return obs(text), False, {"bad_calls": float(bool(problem))}
+
+    def finish(self, ending: str) -> float | None:
+        """An episode cut off before its final answer earns 0; a judged one has its reward already."""
+        return None if self.judged else 0.0
+
+    def verdict(self, answer: str) -> str:
+        if not self.score_in_observation:
+            return "The answer was received."
+        if self.score(answer):
+            return "Score: 1. The answer is right: give it as the final answer in \\boxed{}."
+        return "Score: 0. The answer is wrong: look at the diagram again and check each step."
+
+    def score(self, answer: str) -> float:
+        return float(is_right(answer, str(self.task.answer), tuple(self.task.data.get("choices") or ())))
+
+
+def submitted(call: str) -> tuple[str, str]:
+    """The answer inside a tool call and ``""``, or ``""`` and what is wrong with the call."""
+    try:
+        made = json.loads(call, parse_constant=_refuse)
+        arguments = made.get("arguments") if isinstance(made, dict) else None
+        arguments = json.loads(arguments, parse_constant=_refuse) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError) as error:
+        return "", f"The tool call is not valid JSON ({str(error)[:100]})."
+    name = made.get("name") if isinstance(made, dict) else None
+    if name != "calc_score":
+        return "", f"There is no tool {json.dumps(name)[:50]}: the only one is calc_score."
+    answer = arguments.get("answer") if isinstance(arguments, dict) else None
+    answer = str(answer) if isinstance(answer, (int, float)) and not isinstance(answer, bool) else answer
+    if not isinstance(answer, str) or not answer.strip():
+        return "", 'The tool call has no answer: calc_score takes {"answer": "..."} with a text that is not empty.'
+    return last_boxed(answer) or answer, ""
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def last_boxed(text: str) -> str:
+    r"""What is in the last closed ``\boxed{...}``, braces inside it included; ``""`` where there is none."""
+    opened: list[re.Match[str]] = []
+    start = end = 0
+    for token in re.finditer(r"\\boxed\s*\{|(?<!\\)[{}]", text):
+        if token.group() != "}":
+            opened.append(token)
+        elif opened and (opening := opened.pop()).group() != "{" and opening.end() > start:
+            start, end = opening.end(), token.start()
+    return text[start:end].strip()
+
+
+def is_right(answer: str, gold: str, choices: tuple[str, ...] = ()) -> bool:
+    """Whether ``answer`` means ``gold``: the same text, the letter of the right choice, or the same mathematics.
+
+    A decimal number may be rounded (8.66 for 5 sqrt 3, or the other way round), but not nearer to another choice.
+    """
+    answer, gold, *options = map(plain, (answer, gold, *choices))
+    if options and (letter := re.fullmatch(r"\(?([A-Z])[).]?", answer)):
+        return gold in options[ord(letter[1]) - ord("A") :][:1]
+    if not answer or answer.replace(" ", "") == gold.replace(" ", ""):
+        return bool(answer)
+    if not re.search("[=<>]", gold):
+        answer = answer.rsplit("=", 1)[-1].strip()
+    mine, right = number(answer), number(gold)
+    if mine is None or right is None:
+        return bool(read(gold) and read(answer)) and verify(read(gold), read(answer), timeout_seconds=None)
+    rounded = "." in answer or ("." in gold and mine != round(mine))
+    others = [value for option in options if option != gold and (value := number(option)) is not None]
+    near = abs(mine - right) <= (TOLERANCE if rounded else 1e-9) * abs(right)
+    return near and all(abs(mine - right) <= abs(mine - other) for other in others)
+
+
+def plain(text: str) -> str:
+    """One spelling: no dollars, units, degrees or text commands."""
+    text = re.sub(r"√ ?(\d+)", r"\\sqrt{\1}", re.sub(r"√ ?\(([^()]*)\)", r"\\sqrt{\1}", text))
+    for old, new in SPELLINGS.items():
+        text = text.replace(old, new)
+    text = re.sub(r"\\(?:text|mathrm|textbf)\s*\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\^\s*\\circ|\^\s*\{\s*\\circ\s*\}|\\[,;! ]|[°~]", " ", text)
+    return UNITS.sub("", " ".join(text.split()).rstrip("."))
+
+
+@lru_cache(maxsize=4096)
+def read(text: str) -> list[Any]:
+    """What math-verify makes of a plain text; nothing, where it is not simple mathematics (see ``SAFE``)."""
+    safe = len(text) <= 80 and SAFE.fullmatch(text)
+    return parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=0) if safe else []
+
+
+@lru_cache(maxsize=4096)
+def number(text: str) -> float | None:
+    """The real number that a plain text stands for, if it does."""
+    try:
+        return float(read(text)[0].evalf())
+    except (IndexError, TypeError, ValueError, AttributeError, OverflowError):
+        return None

@@ -1,0 +1,442 @@
+"""Rows and generators become tasks: columns, pictures, paths, splits, order."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets as hf
+import pytest
+from PIL import Image
+
+from vlmrl.config import Data
+from vlmrl.data import load_tasks, task_seed
+from vlmrl.types import Task
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(hf.config, "HF_DATASETS_CACHE", tmp_path / "hf_cache")
+
+
+def png(color: str = "red") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 3), color).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+A, B, C = png("red"), png("green"), png("blue")
+
+
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def placed(prompt: Any, images: Any = None, **options: Any) -> Task:
+    """The one task of a generator that returns this row."""
+    row = {"prompt": prompt, "images": images}
+    return load_tasks(Data(generator=lambda index, seed: row, size=1, **options))[0]
+
+
+def image(source: Any) -> dict[str, Any]:
+    return {"type": "image", "image": source}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def content(task: Task) -> Any:
+    assert len(task.prompt) == 1 and task.prompt[0]["role"] == "user"
+    return task.prompt[0]["content"]
+
+
+# A string prompt
+
+
+def test_a_string_without_pictures_stays_a_string_and_its_mark_is_prose():
+    assert placed("What does <image> mean in HTML?").prompt == [
+        {"role": "user", "content": "What does <image> mean in HTML?"}
+    ]
+
+
+def test_a_mark_counts_only_as_often_as_the_row_has_pictures():
+    task = placed("<image>Is <image> a tag? <image>", [A])
+    assert content(task) == [image(A), text("Is <image> a tag? <image>")]
+    assert task.images == [A]
+
+
+def test_marks_take_the_pictures_in_order():
+    assert content(placed("from <image> to <image>", [A, B])) == [text("from "), image(A), text(" to "), image(B)]
+
+
+def test_pictures_without_a_mark_go_first_and_the_order_stays():
+    assert content(placed("Compare.", [A, B])) == [image(A), image(B), text("Compare.")]
+    task = placed("See <image> here", [A, B, C])
+    assert content(task) == [image(A), image(B), text("See "), image(C), text(" here")]
+    assert task.images == [A, B, C]
+
+
+def test_one_picture_needs_no_list():
+    assert content(placed("<image>", A)) == [image(A)]
+    pil = Image.new("RGB", (2, 2))
+    assert content(placed("x", pil))[0]["image"] is pil
+
+
+def test_a_picture_that_is_none_names_its_task():
+    with pytest.raises(ValueError, match="task 0 of generator.*must be bytes, a path.*None"):
+        placed("<image><image>", [A, None])
+
+
+# A list of messages
+
+
+def test_bare_image_parts_take_the_pictures_in_order():
+    prompt = [
+        {"role": "system", "content": "Look at <image>."},
+        {"role": "user", "content": [{"type": "image"}, text("and <image>"), {"type": "image"}]},
+    ]
+    task = placed(prompt, [A, B])
+    assert task.prompt == [
+        {"role": "system", "content": "Look at <image>."},
+        {"role": "user", "content": [image(A), text("and <image>"), image(B)]},
+    ]
+    assert prompt[1]["content"][0] == {"type": "image"}  # the row itself is left alone
+
+
+def test_user_strings_are_marked_over_all_messages_and_others_are_not():
+    prompt = [
+        {"role": "user", "content": "<image> first"},
+        {"role": "assistant", "content": "I see <image>"},
+        {"role": "user", "content": "then <image> not <image>"},
+    ]
+    assert placed(prompt, [A, B]).prompt == [
+        {"role": "user", "content": [image(A), text(" first")]},
+        {"role": "assistant", "content": "I see <image>"},
+        {"role": "user", "content": [text("then "), image(B), text(" not <image>")]},
+    ]
+
+
+def test_unmarked_pictures_go_before_the_first_user_string():
+    prompt = [{"role": "user", "content": "one"}, {"role": "user", "content": "two <image>"}]
+    assert [m["content"] for m in placed(prompt, [A, B]).prompt] == [
+        [image(A), text("one")],
+        [text("two "), image(B)],
+    ]
+
+
+def test_bare_parts_and_marks_together():
+    prompt = [{"role": "user", "content": [{"type": "image"}]}, {"role": "user", "content": "<image> <image>"}]
+    assert [m["content"] for m in placed(prompt, [A, B]).prompt] == [[image(A)], [image(B), text(" <image>")]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "images", "numbers"),
+    [
+        ([{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}], [A], "1 pictures for 2 image parts"),
+        ([{"role": "user", "content": [{"type": "image"}]}], [A, B], "2 pictures for 1 image parts"),
+        ([{"role": "user", "content": [text("no place")]}], [A], "1 pictures for 0 image parts"),
+        ([{"role": "user", "content": [{"type": "image"}]}], None, "0 pictures for 1 image parts"),
+    ],
+)
+def test_counts_that_do_not_work_out_are_named(prompt, images, numbers):
+    with pytest.raises(ValueError, match=f"task 0 of generator.*: {numbers}"):
+        placed(prompt, images)
+
+
+def test_parts_with_their_own_source_keep_it_in_one_form():
+    prompt = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "image": A},
+                {"type": "image", "url": "https://x.org/a.png", "text": None},
+                {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+                {"type": "image", "base64": "aGk="},
+                {"type": "image", "image": None},
+                "plain",
+            ],
+        }
+    ]
+    task = placed(prompt, [B])
+    sources = [A, "https://x.org/a.png", "data:image/png;base64,AAAA", b"hi", B]
+    assert content(task) == [*map(image, sources), text("plain")]
+    assert task.images == sources
+
+
+def test_other_keys_of_messages_stay_and_empty_ones_go():
+    prompt = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "name": None}]
+    assert placed(prompt).prompt == [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]
+
+
+@pytest.mark.parametrize("prompt", [None, 3, [], ["hi"], [{"content": "no role"}]])
+def test_a_prompt_of_another_kind_is_refused(prompt):
+    with pytest.raises(ValueError, match="must be a string or a list of messages"):
+        placed(prompt)
+
+
+def test_the_system_prompt_goes_before_a_prompt_without_one():
+    assert placed("hi", system_prompt="Be brief.").prompt == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+    ]
+    own = [{"role": "system", "content": "Mine"}, {"role": "user", "content": "hi"}]
+    assert placed(own, system_prompt="Be brief.").prompt == own
+
+
+# Rows
+
+
+def test_a_row_becomes_a_task(tmp_path):
+    path = jsonl(tmp_path / "geo" / "train.jsonl", [{"problem": "1+1?", "gold": "2", "level": 3, "tags": ["a"]}])
+    source = load_tasks(Data(str(path), columns={"prompt": "problem", "answer": "gold"}, seed=7))
+    assert len(source) == 1
+    assert source[0] == Task(
+        "geo/train/0",
+        [{"role": "user", "content": "1+1?"}],
+        answer="2",
+        data={"level": 3, "tags": ["a"]},
+        source=str(path),
+        seed=task_seed(7, 0),
+    )
+
+
+def test_seeds_are_stable_and_differ():
+    assert [task_seed(0, 0), task_seed(0, 1), task_seed(1, 0)] == [713683445, 1419524863, 208367845]
+
+
+def test_a_missing_mapped_column_lists_the_columns(tmp_path):
+    path = str(jsonl(tmp_path / "a.jsonl", [{"problem": "x", "gold": "2"}]))
+    with pytest.raises(ValueError, match=r"maps 'prompt' to 'prompt'.*columns are: problem, gold"):
+        load_tasks(Data(path))
+    for name in ("images", "answer"):
+        with pytest.raises(ValueError, match=rf"maps '{name}' to '{name}'"):
+            load_tasks(Data(path, columns={"prompt": "problem", name: name}))
+    assert load_tasks(Data(path, columns={"prompt": "problem"}))[0].answer is None
+
+
+def test_an_empty_answer_names_its_row(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "answer": "1"}, {"prompt": "y", "answer": None}])
+    source = load_tasks(Data(str(path)))
+    assert source[0].answer == "1"
+    with pytest.raises(ValueError, match=r"row 1 of .*a\.jsonl.*column 'answer' is empty"):
+        source[1]
+
+
+def test_messages_of_mixed_content_survive_json(tmp_path):
+    rows = [
+        {"prompt": [{"role": "user", "content": "hi"}], "answer": 1},
+        {"prompt": [{"role": "user", "content": [{"type": "image"}, text("x")]}], "answer": "C", "images": ["p.png"]},
+    ]
+    (tmp_path / "p.png").write_bytes(A)
+    path = jsonl(tmp_path / "a.jsonl", rows)
+    source = load_tasks(Data(str(path)))
+    assert (source[0].prompt, source[0].answer, source[0].images) == ([{"role": "user", "content": "hi"}], 1, [])
+    assert (content(source[1]), source[1].answer) == ([image(str(tmp_path / "p.png")), text("x")], "C")
+
+
+def test_picture_paths_are_found_beside_the_file_then_from_base_dir(tmp_path):
+    (tmp_path / "set" / "images").mkdir(parents=True)
+    (tmp_path / "set" / "images" / "0.png").write_bytes(A)
+    (tmp_path / "1.png").write_bytes(B)
+    rows = [{"prompt": "x", "images": name} for name in ("images/0.png", "1.png", "gone.png", "http://x/2.png")]
+    path = jsonl(tmp_path / "set" / "a.jsonl", rows)
+    source = load_tasks(Data(str(path)), tmp_path)
+    assert source[0].images == [str(tmp_path / "set" / "images" / "0.png")]
+    assert source[1].images == [str(tmp_path / "1.png")]
+    assert source[3].images == ["http://x/2.png"]
+    with pytest.raises(ValueError, match=r"row 2 .* no picture 'gone\.png'\. Looked at: .*set/gone\.png, .*gone\.png"):
+        source[2]
+
+
+def test_pictures_are_not_decoded(tmp_path, monkeypatch):
+    features = hf.Features({"prompt": hf.Value("string"), "images": hf.List(hf.Image()), "extra": hf.Image()})
+    row = {"prompt": "x", "images": [{"bytes": A, "path": None}, {"bytes": b"no picture", "path": None}], "extra": None}
+    hf.Dataset.from_list([row], features=features).to_parquet(tmp_path / "a.parquet")
+    monkeypatch.setattr(Image, "open", None)
+    task = load_tasks(Data(str(tmp_path / "a.parquet")))[0]
+    assert task.images == [{"bytes": A, "path": None}, {"bytes": b"no picture", "path": None}]
+    assert task.data == {"extra": None}
+
+
+def test_a_column_of_single_pictures_and_pictures_inside_messages(tmp_path):
+    message = {"role": hf.Value("string"), "content": hf.List({"type": hf.Value("string"), "image": hf.Image()})}
+    features = hf.Features({"prompt": hf.List(message), "picture": hf.Image()})
+    own = {"bytes": A, "path": None}
+    parts = [{"type": "image", "image": own}, {"type": "image", "image": None}]
+    row = {"prompt": [{"role": "user", "content": parts}], "picture": {"bytes": B, "path": None}}
+    hf.Dataset.from_list([row], features=features).to_parquet(tmp_path / "a.parquet")
+    task = load_tasks(Data(str(tmp_path / "a.parquet"), columns={"images": "picture"}))[0]
+    assert content(task) == [image(own), image({"bytes": B, "path": None})]
+
+
+# Paths and splits
+
+
+def test_paths_are_looked_for_in_base_dir_then_in_the_working_directory(tmp_path, monkeypatch):
+    jsonl(tmp_path / "recipes" / "data" / "a.jsonl", [{"prompt": "recipe"}])
+    jsonl(tmp_path / "work" / "data" / "a.jsonl", [{"prompt": "work"}])
+    monkeypatch.chdir(tmp_path / "work")
+    assert content(load_tasks(Data("data/a.jsonl"), tmp_path / "recipes")[0]) == "recipe"
+    assert content(load_tasks(Data("data/a.jsonl"), tmp_path / "elsewhere")[0]) == "work"
+
+
+@pytest.mark.parametrize("name", ["gone.parquet", "data/gone.jsonl", "./gone", "a/b/c", "/gone/folder"])
+def test_a_missing_local_path_names_every_place(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="does not exist. Looked at") as error:
+        load_tasks(Data(name), tmp_path / "recipes")
+    for root in (tmp_path / "recipes", tmp_path):
+        assert str((root / name).resolve()) in str(error.value)
+
+
+def test_a_hub_name_that_fails_tells_both(tmp_path, monkeypatch):
+    def refuse(path, split):
+        raise FileNotFoundError("no such dataset")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hf, "load_dataset", refuse)
+    with pytest.raises(ValueError, match=rf"'some/name' is nothing local .*{tmp_path}.* the hub says: no such dataset"):
+        load_tasks(Data("some/name"))
+
+
+def test_a_hub_name_is_given_to_datasets(monkeypatch):
+    rows = hf.Dataset.from_list([{"problem": "x"}])
+    monkeypatch.setattr(hf, "load_dataset", lambda path, split: {("hiyouga/geometry3k", "test"): rows}[path, split])
+    task = load_tasks(Data("hiyouga/geometry3k", "test", columns={"prompt": "problem"}))[0]
+    assert (task.id, task.source) == ("geometry3k/test/0", "hiyouga/geometry3k")
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"one of \.parquet, \.json, \.jsonl or a folder"):
+        load_tasks(Data(str(tmp_path / "a.txt")))
+
+
+def test_a_folder_of_files_has_splits_by_name(tmp_path):
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "validation"):
+        hf.Dataset.from_list([{"prompt": name}]).to_parquet(tmp_path / "geo" / "data" / f"{name}.parquet")
+    (tmp_path / "geo" / "README.md").write_text("not data")
+    source = load_tasks(Data(str(tmp_path / "geo")))
+    assert [content(source[i]) for i in range(len(source))] == ["train-00000-of-00002", "train-00001-of-00002"]
+    assert source[1].id == "geo/train/1"
+    assert content(load_tasks(Data(str(tmp_path / "geo"), "validation"))[0]) == "validation"
+    with pytest.raises(ValueError, match=r"data.split 'test' names no file.*data/validation\.parquet"):
+        load_tasks(Data(str(tmp_path / "geo"), "test"))
+
+
+def test_files_that_name_no_split_are_all_train(tmp_path):
+    jsonl(tmp_path / "geo" / "part_1.jsonl", [{"prompt": "1"}])
+    jsonl(tmp_path / "geo" / "part_2.jsonl", [{"prompt": "2"}])
+    assert len(load_tasks(Data(str(tmp_path / "geo")))) == 2
+    with pytest.raises(ValueError, match="names no file"):
+        load_tasks(Data(str(tmp_path / "geo"), "validation"))
+    jsonl(tmp_path / "geo" / "test.jsonl", [{"prompt": "3"}])
+    with pytest.raises(ValueError, match="names no file"):
+        load_tasks(Data(str(tmp_path / "geo")))
+
+
+def test_an_empty_folder_says_so(tmp_path):
+    with pytest.raises(ValueError, match=r"has: no \.parquet, \.json, \.jsonl file"):
+        load_tasks(Data(str(tmp_path)))
+
+
+def test_a_split_may_be_a_slice(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": str(i)} for i in range(5)])
+    source = load_tasks(Data(str(path), "train[3:]"))
+    assert [content(source[i]) for i in range(len(source))] == ["3", "4"]
+
+
+def test_folders_saved_by_datasets(tmp_path):
+    rows = hf.Dataset.from_list([{"prompt": "x"}])
+    rows.save_to_disk(tmp_path / "one")
+    hf.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "two")
+    assert content(load_tasks(Data(str(tmp_path / "one")))[0]) == "x"
+    assert load_tasks(Data(str(tmp_path / "two"), "test"))[0].id == "two/test/0"
+    with pytest.raises(ValueError, match="data.split 'val' is not in .*two, which has: train, test"):
+        load_tasks(Data(str(tmp_path / "two"), "val"))
+
+
+# Order
+
+
+def test_order_is_a_stable_shuffle_of_seed_and_epoch():
+    def source(**options: Any):
+        return load_tasks(Data(generator=lambda index, seed: {"prompt": "x"}, size=8, **options))
+
+    assert source(shuffle=False).order(3) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert source().order(0) == [0, 2, 1, 4, 6, 7, 3, 5]
+    assert source().order(0) == source().order(0) != source().order(1)
+    assert source(seed=1).order(0) != source().order(0)
+    assert sorted(source().order(1)) == list(range(8))
+
+
+def test_limit_takes_the_first_rows(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": str(i)} for i in range(5)])
+    source = load_tasks(Data(str(path), limit=2))
+    assert len(source) == 2 and sorted(source.order(0)) == [0, 1]
+    with pytest.raises(IndexError, match=r"task index 2 is not in 0\.\.1"):
+        source[2]
+    assert len(load_tasks(Data(str(path), limit=50))) == 5
+
+
+# Generators
+
+
+def counting(index: int, seed: int, *, step: int = 1) -> dict[str, Any]:
+    return {"prompt": f"{index}+{step}?", "answer": str(index + step), "level": seed % 2}
+
+
+def test_a_generator_makes_tasks_from_index_and_seed():
+    source = load_tasks(Data(generator=counting, size=3, options={"step": 10}, seed=5))
+    assert len(source) == 3
+    assert source[2] == Task(
+        "counting/5/2",
+        [{"role": "user", "content": "2+10?"}],
+        answer="12",
+        data={"level": task_seed(5, 2) % 2},
+        source="counting",
+        seed=task_seed(5, 2),
+    )
+
+
+def test_a_generator_from_a_file(tmp_path):
+    (tmp_path / "maze.py").write_text(
+        "from vlmrl import Task\n"
+        "def make(index, seed, size=4):\n"
+        "    return Task(f'maze/{size}/{index}', [{'role': 'user', 'content': 'go'}], data={'seed': seed})\n"
+    )
+    task = load_tasks(Data(generator="maze.py:make", size=1, system_prompt="s"), tmp_path)[0]
+    assert (task.id, task.seed, task.source) == ("maze/4/0", task_seed(0, 0), "maze.py:make")
+    assert task.data == {"seed": task.seed}
+    assert [message["role"] for message in task.prompt] == ["system", "user"]
+
+
+def test_options_that_do_not_fit_are_told_at_once():
+    with pytest.raises(ValueError, match=r"counting.*unexpected keyword argument 'stride'"):
+        load_tasks(Data(generator=counting, size=1, options={"stride": 2}))
+    with pytest.raises(ValueError, match="must be a function"):
+        load_tasks(Data(generator="math:pi", size=1))
+
+
+@pytest.mark.parametrize("made", [None, "x", {"answer": "1"}])
+def test_what_is_no_task_is_refused(made):
+    with pytest.raises(ValueError, match="must return a Task or a dict with a prompt"):
+        load_tasks(Data(generator=lambda index, seed: made, size=1))[0]
+
+
+def test_our_datasets_folder_never_shadows_hugging_faces():
+    with pytest.raises(ValueError, match=r"Hugging Face's package.*datasets/geo3k\.py:make"):
+        load_tasks(Data(generator="datasets.geo3k:make", size=1))
+    assert not (ROOT / "datasets" / "__init__.py").exists()
+    code = "import datasets; print(datasets.__file__, hasattr(datasets, 'load_dataset'))"
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "site-packages" in shown and "True" in shown

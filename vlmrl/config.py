@@ -1,0 +1,250 @@
+"""The settings of a run: frozen dataclasses, checked when they are made.
+
+A recipe returns one :class:`Config`; the command line overrides any field of it (``--optim.lr 1e-6``). The docstring of
+a field is its help text. Every complaint names the field, the rule and the value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from tyro.conf import Suppress
+
+Options = dict[str, str | int | float | bool | None]
+Code = Annotated[Callable[..., Any] | None, Suppress]
+"""A function or class handed over in Python; from the command line the same thing is named by a string."""
+
+
+def _require(ok: bool, name: str, rule: str, value: object) -> None:
+    if not ok:
+        raise ValueError(f"{name} must be {rule}, but it is {value!r}.")
+
+
+def _positive(prefix: str, config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _require(value is None or (math.isfinite(value) and value > 0), f"{prefix}.{name}", "greater than 0", value)
+
+
+@dataclass(frozen=True)
+class Model:
+    path: str = "tiny:qwen3_vl"
+    """A hub name, a folder in Hugging Face form, or `tiny:qwen3_vl` / `tiny:qwen2_5_vl`, which are built on the spot."""
+    device: str = "auto"
+    """`auto` (the first CUDA GPU, otherwise the CPU), or a torch device such as `cuda:1`."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto`: bfloat16 on a GPU, float32 on a CPU. The optimizer's own copy is float32 either way."""
+    chat_template: str | None = None
+    """A Jinja file, or the name of one in `vlmrl/templates`; unset: the model's own."""
+    random_weights: bool = False
+    """Take only the configuration, the tokenizer and the processor from `path`, and draw the weights."""
+    max_image_pixels: int | None = None
+    """Shrink pictures to at most this many pixels; unset: the processor's own limit."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.path), "model.path", "a hub name, a folder or tiny:FAMILY", self.path)
+        _positive("model", self, "max_image_pixels")
+
+
+@dataclass(frozen=True)
+class Data:
+    path: str | None = None
+    """A hub name, a parquet, json or jsonl file, or a folder of them."""
+    split: str = "train"
+    columns: dict[str, str] = field(default_factory=dict)
+    """Where prompt, images and answer are found, if not under these names: `prompt problem`."""
+    generator: str | Code = None
+    """`file.py:function` or `module:function`, called as `function(index, seed, **options)` to make each task."""
+    size: int | None = None
+    """How many tasks the generator makes."""
+    limit: int | None = None
+    """Take only the first so many rows."""
+    shuffle: bool = True
+    system_prompt: str | None = None
+    """Put before every prompt that has no system message of its own."""
+    seed: int = 0
+    options: Options = field(default_factory=dict)
+    """Keyword options of the generator."""
+
+    def __post_init__(self) -> None:
+        sources = "exactly one of data.path and data.generator must be set"
+        if (self.path is None) == (self.generator is None):
+            raise ValueError(f"{sources}, but path is {self.path!r} and generator is {self.generator!r}.")
+        if self.generator is not None:
+            _require(self.size is not None, "data.size", "set when data.generator is", self.size)
+        _positive("data", self, "size", "limit")
+        known = {"prompt", "images", "answer"}
+        _require(set(self.columns) <= known, "data.columns", f"a mapping from {sorted(known)}", self.columns)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    group_size: int = 8
+    """Trajectories per task: the group of a GRPO baseline."""
+    max_turns: int = 1
+    max_tokens: int = 4096
+    """The budget of a whole trajectory: prompt, pictures, replies and observations."""
+    max_reply_tokens: int = 1024
+    """The most tokens one reply may take."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: off."""
+    stop: tuple[str, ...] = ()
+    """Stop strings; the matched one stays in the reply."""
+    max_concurrent: int = 256
+    """Trajectories in play at once."""
+    max_env_retries_per_turn: int = 1
+    """Fresh envs tried after an env error, each replaying the turns so far."""
+    env_timeout: float = 60.0
+    """Seconds that one call of an env may take."""
+    engine_timeout: float = 600.0
+    """Seconds that one reply may take."""
+    max_refills: int = 2
+    """Failed members of a group are played anew, so many times; then the group is dropped and counted."""
+    max_failed_fraction: float = 0.25
+    """The run stops when more of a step's trajectories fail."""
+    truncated_reward: float | None = None
+    """What a truncated trajectory counts that got no reward from its env; unset: that is an error."""
+
+    def __post_init__(self) -> None:
+        positive = ("group_size", "max_turns", "max_tokens", "max_reply_tokens", "max_concurrent", "env_timeout")
+        _positive("rollout", self, *positive, "engine_timeout")
+        _require(self.temperature >= 0, "rollout.temperature", "0 (greedy) or more", self.temperature)
+        _require(0 < self.top_p <= 1, "rollout.top_p", "in (0, 1]", self.top_p)
+        _require(self.top_k >= 0, "rollout.top_k", "0 (off) or more", self.top_k)
+        _require(0 <= self.max_failed_fraction <= 1, "rollout.max_failed_fraction", "in [0, 1]", self.max_failed_fraction)
+        for name in ("max_env_retries_per_turn", "max_refills"):
+            _require(getattr(self, name) >= 0, f"rollout.{name}", "0 or more", getattr(self, name))
+
+
+@dataclass(frozen=True)
+class Algo:
+    advantage: str = "grpo"
+    """A name in `vlmrl.algos.ADVANTAGES`."""
+    advantage_options: Options = field(default_factory=dict)
+    loss: str = "ppo"
+    """A name in `vlmrl.algos.LOSSES`."""
+    loss_options: Options = field(default_factory=dict)
+    """Such as `clip_low 0.2 clip_high 0.28`."""
+    reduction: str = "token_mean"
+    """A name in `vlmrl.algos.REDUCTIONS`."""
+    kl_coef: float = 0.0
+    """Weight of the KL penalty towards the starting weights; 0: no reference model is kept."""
+    kl: Literal["k1", "k2", "k3"] = "k3"
+
+    def __post_init__(self) -> None:
+        _require(self.kl_coef >= 0, "algo.kl_coef", "0 or more", self.kl_coef)
+
+
+@dataclass(frozen=True)
+class Optim:
+    lr: float = 1e-6
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    grad_clip: float = 1.0
+    """The largest norm of the whole gradient."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls to 0 over the run, after the warm-up."""
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        _positive("optim", self, "lr", "grad_clip")
+        _require(self.warmup_steps >= 0, "optim.warmup_steps", "0 or more", self.warmup_steps)
+
+
+@dataclass(frozen=True)
+class Train:
+    steps: int = 100
+    """Batches to train on."""
+    groups_per_batch: int = 16
+    """Groups rolled out before each update."""
+    groups_per_step: int | None = None
+    """Groups per optimizer step; it divides `groups_per_batch`. Unset: one step a batch."""
+    tokens_per_micro_batch: int = 16384
+    """Padded tokens in one forward; gradients accumulate over as many as the batch needs."""
+    gradient_checkpointing: bool = False
+    shuffle_rewards: bool = False
+    """A control: permute the rewards over each batch. Whatever is still learnt was not learnt from reward."""
+
+    def __post_init__(self) -> None:
+        _positive("train", self, "groups_per_batch", "groups_per_step", "tokens_per_micro_batch")
+        _require(self.steps >= 0, "train.steps", "0 or more", self.steps)
+        per_step = self.groups_per_step or self.groups_per_batch
+        rule = f"a divisor of train.groups_per_batch ({self.groups_per_batch})"
+        _require(self.groups_per_batch % per_step == 0, "train.groups_per_step", rule, per_step)
+
+
+@dataclass(frozen=True)
+class Eval:
+    data: Data | None = None
+    """Held-out tasks; unset: no evaluation."""
+    every: int = 0
+    """Evaluate after each so many batches as well as before and after the run; 0: only then."""
+    temperature: float = 1.0
+    samples_per_task: int = 1
+    blank_images: bool = False
+    """At the end, evaluate once more with every picture blanked: what is left was not learnt by seeing."""
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 0, "eval.every", "0 or more", self.every)
+        _require(self.temperature >= 0, "eval.temperature", "0 (greedy) or more", self.temperature)
+        _positive("eval", self, "samples_per_task")
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """Supervised steps before reinforcement learning, on episodes played by a script."""
+
+    demonstrate: str | Code = None
+    """`file.py:function`, called as `function(task, turn)`: the reply to imitate at that turn. Unset: no warm start."""
+    steps: int = 0
+    """Optimizer steps."""
+    trajectories_per_step: int = 64
+    lr: float = 1e-3
+
+    def __post_init__(self) -> None:
+        _require(self.steps >= 0, "warm_start.steps", "0 or more", self.steps)
+        _positive("warm_start", self, "trajectories_per_step", "lr")
+        if self.steps:
+            _require(self.demonstrate is not None, "warm_start.demonstrate", "set when warm_start.steps is", None)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run needs. A recipe fills it in; the command line overrides it."""
+
+    name: str = "run"
+    """The run's folder is `output_dir/name`."""
+    output_dir: str = "runs"
+    model: Model = field(default_factory=Model)
+    data: Data | None = None
+    env: str | Code = None
+    """`module:Name` or `file.py:Name` of an env class or of a factory `build(task, **options)`."""
+    env_options: Options = field(default_factory=dict)
+    """Keyword options of the env."""
+    reward: str | Code = None
+    """For a single turn, instead of an env: `function(text, task) -> float`."""
+    rollout: Rollout = field(default_factory=Rollout)
+    algo: Algo = field(default_factory=Algo)
+    optim: Optim = field(default_factory=Optim)
+    train: Train = field(default_factory=Train)
+    eval: Eval = field(default_factory=Eval)
+    warm_start: WarmStart = field(default_factory=WarmStart)
+    seed: int = 0
+    deterministic: bool = False
+    """Rollouts in waves in task order: the same run twice gives the same numbers, at some cost in speed."""
+    save_model: bool = True
+    """Write the trained weights to the run's folder, in Hugging Face form."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.name) and "/" not in self.name, "name", "a plain folder name", self.name)
+        if self.env is not None and self.reward is not None:
+            raise ValueError("env and reward cannot both be set: a reward function stands for a whole single-turn env.")
+        if self.reward is not None:
+            _require(self.rollout.max_turns == 1, "rollout.max_turns", "1 with a reward function", self.rollout.max_turns)
+        budget = f"less than rollout.max_tokens ({self.rollout.max_tokens})"
+        _require(self.rollout.max_reply_tokens < self.rollout.max_tokens, "rollout.max_reply_tokens", budget, self.rollout.max_reply_tokens)

@@ -1,0 +1,1 @@
+"""Inference engines: the protocol in `base.py`, one file for each way to sample."""

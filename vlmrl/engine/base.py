@@ -1,0 +1,121 @@
+"""What the turn loop asks of an inference engine, and nothing more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from vlmrl.types import Completion, MediaItem
+
+
+class EngineError(Exception):
+    """An engine that did not answer, after its own retries: the trajectory is lost, never scored."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample one reply. ``temperature`` 0 is greedy; ``top_k`` 0 is off; the same ``seed`` draws the same numbers."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One reply to sample: ids with one placeholder per picture, and the pictures in order.
+
+    Requests of one trajectory share ``trajectory_id``, so that an engine can keep what it computed for earlier turns. Ids sort
+    in task order.
+    """
+
+    trajectory_id: str
+    prompt_ids: Sequence[int]
+    media: Sequence[MediaItem] = field(default_factory=list)
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=256))
+
+
+class Engine(Protocol):
+    """Samples replies. ``policy_version`` counts the weight updates it has received."""
+
+    policy_version: int
+
+    async def generate(self, request: Request) -> Completion:
+        """One reply. Raises EngineError where none can be had, ValueError for a request that is wrong in itself."""
+        ...
+
+    def release(self, trajectory_id: str) -> None:
+        """The trajectory is over: forget what was kept for it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class WaveEngine(Protocol):
+    """An engine that can also sample many requests as one batch, whose make-up is then the caller's."""
+
+    policy_version: int
+
+    async def generate_wave(self, requests: Sequence[Request]) -> list[Completion]: ...
+    def release(self, trajectory_id: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class Waves:
+    """An engine that waits until every live trajectory has asked, then samples all in task order: the deterministic mode.
+
+    The runner calls :meth:`join` before trajectories start and :meth:`leave` as each one ends.
+    """
+
+    def __init__(self, engine: WaveEngine) -> None:
+        self.engine = engine
+        self._live = 0
+        self._waiting: list[tuple[Request, asyncio.Future[Completion]]] = []
+        self._running: set[asyncio.Task[None]] = set()
+
+    @property
+    def policy_version(self) -> int:
+        return self.engine.policy_version
+
+    def join(self, count: int) -> None:
+        self._live += count
+
+    def leave(self) -> None:
+        self._live -= 1
+        self._start_if_complete()
+
+    async def generate(self, request: Request) -> Completion:
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, future))
+        self._start_if_complete()
+        return await future
+
+    def release(self, trajectory_id: str) -> None:
+        self.engine.release(trajectory_id)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _start_if_complete(self) -> None:
+        if self._waiting and len(self._waiting) >= self._live:
+            wave, self._waiting = sorted(self._waiting, key=lambda pair: pair[0].trajectory_id), []
+            task = asyncio.create_task(self._run(wave))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    async def _run(self, wave: list[tuple[Request, asyncio.Future[Completion]]]) -> None:
+        try:
+            completions = await self.engine.generate_wave([request for request, _ in wave])
+        except BaseException as error:
+            for _, future in wave:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        for (_, future), completion in zip(wave, completions, strict=True):
+            if not future.done():
+                future.set_result(completion)

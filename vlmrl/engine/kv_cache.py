@@ -1,0 +1,115 @@
+"""The embedded engine's key-value store: a batch that rows join and leave, in buffers that grow by doubling.
+
+Rows have different lengths and stand right-aligned; ``valid`` marks the columns that hold a token. The model sees it as an
+ordinary Hugging Face cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+RowCache = list[tuple[torch.Tensor, torch.Tensor]]
+"""One row's keys and values ``[heads, tokens, head_dim]``, by layer."""
+
+
+class GrowingLayer(DynamicLayer):
+    """A cache layer that writes into spare room instead of copying all it holds at each token."""
+
+    def __init__(self, keys: torch.Tensor | None = None, values: torch.Tensor | None = None) -> None:
+        super().__init__()
+        if keys is not None and values is not None:
+            self.lazy_initialization(keys, values)
+            self.keys, self.values = keys, values
+        self._room: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        length, added = self.keys.shape[2], key_states.shape[2]
+        if self._room is None or self._room[0].shape[2] < length + added:
+            self._room = tuple(_grown(old, new, length + added) for old, new in ((self.keys, key_states), (self.values, value_states)))  # type: ignore[assignment]
+        keys, values = self._room  # type: ignore[misc]
+        keys[:, :, length : length + added] = key_states
+        values[:, :, length : length + added] = value_states
+        self.keys, self.values = keys[:, :, : length + added], values[:, :, : length + added]
+        return self.keys, self.values
+
+
+def _grown(old: torch.Tensor, new: torch.Tensor, needed: int) -> torch.Tensor:
+    rows, heads, _, size = new.shape
+    room = new.new_empty(rows, heads, needed + max(64, needed // 2), size)
+    room[:, :, : old.shape[2]] = old
+    return room
+
+
+class BatchCache:
+    """The keys and values of a batch of rows, with ``valid`` ``[rows, columns]``."""
+
+    def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]], valid: torch.Tensor) -> None:
+        self.valid = valid
+        self.hf = Cache(layers=[GrowingLayer(keys, values) for keys, values in layers])
+
+    @classmethod
+    def empty(cls, num_layers: int, rows: int, device: torch.device) -> BatchCache:
+        cache = cls([], torch.zeros(rows, 0, dtype=torch.bool, device=device))
+        cache.hf = Cache(layers=[GrowingLayer() for _ in range(num_layers)])
+        return cache
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[RowCache]) -> BatchCache:
+        """Rows of different lengths, right-aligned."""
+        length = max(row[0][0].shape[1] for row in rows)
+        device = rows[0][0][0].device
+        valid = torch.zeros(len(rows), length, dtype=torch.bool, device=device)
+        for index, row in enumerate(rows):
+            valid[index, length - row[0][0].shape[1] :] = True
+        layers = []
+        for layer in range(len(rows[0])):
+            pair = [torch.stack([_left_pad(row[layer][part], length) for row in rows]) for part in (0, 1)]
+            layers.append((pair[0], pair[1]))
+        return cls(layers, valid)
+
+    @property
+    def columns(self) -> int:
+        return self.valid.shape[1]
+
+    def extend(self, valid: torch.Tensor) -> None:
+        """Say which of the columns that the next forward adds hold a token, ``[rows, added]``."""
+        self.valid = torch.cat([self.valid, valid], dim=1)
+
+    def select(self, rows: torch.Tensor) -> BatchCache:
+        """Only ``rows`` (each as often as named), packed tight: holes and columns that nobody uses are dropped."""
+        valid = self.valid[rows]
+        length = int(valid.sum(1).max()) if len(rows) else 0
+        order = valid.to(torch.uint8).argsort(dim=1, stable=True)[:, valid.shape[1] - length :]
+        layers = []
+        for layer in self.hf.layers:
+            index = order[:, None, :, None].expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3])
+            layers.append((layer.keys[rows].gather(2, index), layer.values[rows].gather(2, index)))
+        return BatchCache(layers, valid.gather(1, order))
+
+    def row(self, index: int) -> RowCache:
+        """One row's own tokens."""
+        columns = self.valid[index].nonzero().flatten()
+        return [(layer.keys[index][:, columns], layer.values[index][:, columns]) for layer in self.hf.layers]
+
+    def join(self, other: BatchCache) -> BatchCache:
+        """These rows and then the other's."""
+        length = max(self.columns, other.columns)
+        valid = torch.cat([_left_pad(part.valid[:, :, None], length)[..., 0] for part in (self, other)])
+        layers = []
+        for mine, theirs in zip(self.hf.layers, other.hf.layers, strict=True):
+            keys = torch.cat([_left_pad(mine.keys, length), _left_pad(theirs.keys, length)])
+            values = torch.cat([_left_pad(mine.values, length), _left_pad(theirs.values, length)])
+            layers.append((keys, values))
+        return BatchCache(layers, valid)
+
+
+def _left_pad(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    """Zeros before the second to last dimension, up to ``length``."""
+    return torch.nn.functional.pad(tensor, (0, 0, length - tensor.shape[-2], 0))

@@ -1,0 +1,58 @@
+"""An engine whose replies a function writes: warm starts, `vlmrl play` by hand, and tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from vlmrl.engine.base import Request
+from vlmrl.renderer import Renderer, expand
+from vlmrl.types import Completion
+
+
+class ScriptedEngine:
+    """Calls ``reply(request, turn)`` for each reply's text and gives it as tokens with logprob 0, end of turn included.
+
+    ``reply`` may be ``async``. It may return a Completion instead, to play a special ending.
+    """
+
+    def __init__(
+        self,
+        reply: Callable[[Request, int], str | Completion | Awaitable[str | Completion]],
+        renderer: Renderer,
+        *,
+        end_turns: bool = True,
+    ) -> None:
+        self.policy_version = 0
+        self._reply = reply
+        self._renderer = renderer
+        self._end_turns = end_turns
+        self._turns: Counter[str] = Counter()
+
+    async def generate(self, request: Request) -> Completion:
+        turn = self._turns[request.trajectory_id]
+        self._turns[request.trajectory_id] += 1
+        reply = self._reply(request, turn)
+        if asyncio.iscoroutine(reply):
+            reply = await reply
+        if isinstance(reply, Completion):
+            return reply
+        assert isinstance(reply, str)
+        ids = self._renderer.tokenizer.encode(reply, add_special_tokens=False)
+        if self._end_turns:
+            ids = [*ids, self._renderer.end_of_turn_id]
+        prompt = expand(request.prompt_ids, self._renderer.image_token_id, request.media)
+        if len(ids) > request.sampling.max_tokens:
+            ids = ids[: request.sampling.max_tokens]
+            return Completion(ids, [0.0] * len(ids), "length", [0] * len(ids), len(prompt))
+        return Completion(ids, [0.0] * len(ids), "stop", [0] * len(ids), len(prompt))
+
+    async def generate_wave(self, requests: list[Request]) -> list[Completion]:
+        return [await self.generate(request) for request in requests]
+
+    def release(self, trajectory_id: str) -> None:
+        del self._turns[trajectory_id]
+
+    def close(self) -> None:
+        pass

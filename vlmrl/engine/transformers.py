@@ -1,0 +1,331 @@
+"""The embedded engine: samples from a :class:`Policy` in this process, in batches that requests join as they come.
+
+One daemon thread owns the model while it generates. What was computed is kept where it can be used again: a picture's
+features as long as the weights stay, a trajectory's keys and values from turn to turn, and equal prompts are run once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from vlmrl.engine.base import EngineError, Request
+from vlmrl.engine.kv_cache import BatchCache, RowCache
+from vlmrl.engine.sampling import Draws, sample, temperatures
+from vlmrl.media import merge_mm_inputs
+from vlmrl.model.families import merged_grid, rope_positions
+from vlmrl.model.policy import ImageFeatures, Policy
+from vlmrl.renderer import Renderer, expand
+from vlmrl.types import Completion, MediaItem
+
+LINGER = 0.002  # seconds to wait for company before an idle engine starts
+JOIN_EVERY = 16  # tokens after which waiting requests join at the latest
+
+
+@dataclass
+class _Kept:
+    """A trajectory between turns: its tokens so far, their keys and values, the next position, the pictures counted."""
+
+    token_ids: list[int]
+    rows: RowCache
+    next_position: int
+    num_media: int
+
+
+@dataclass(eq=False)
+class _Row:
+    """One request while it is served."""
+
+    request: Request
+    future: Future[Completion]
+    prompt_ids: list[int]
+    draws: Draws
+    next_position: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stop_reason: str | None = None
+    abandoned: bool = False
+
+
+class TransformersEngine:
+    """Serves requests from ``policy``. ``keep_kv`` keeps keys and values between the turns of a trajectory.
+
+    ``prefill_tokens`` bounds the padded tokens of one prompt forward. ``images_encoded`` and ``tokens_prefilled`` count work done.
+    """
+
+    def __init__(self, policy: Policy, renderer: Renderer, *, keep_kv: bool = True, prefill_tokens: int = 16384) -> None:
+        self.policy = policy
+        self.policy_version = 0
+        self.images_encoded = 0
+        self.tokens_prefilled = 0
+        self._renderer = renderer
+        self._keep_kv = keep_kv
+        self._prefill_tokens = prefill_tokens
+        self._num_layers = policy.config.get_text_config().num_hidden_layers
+        self._inbox: queue.SimpleQueue[list[_Row] | None] = queue.SimpleQueue()
+        self._features: dict[str, ImageFeatures] = {}
+        self._kept: dict[str, _Kept] = {}
+        self._lock = threading.Lock()  # between the engine's thread and release or a weight update
+        threading.Thread(target=self._serve, name="vlmrl-engine", daemon=True).start()
+
+    async def generate(self, request: Request) -> Completion:
+        return (await self.generate_wave([request]))[0]
+
+    async def generate_wave(self, requests: Sequence[Request]) -> list[Completion]:
+        """All of ``requests`` as one batch that nothing else joins before it has begun."""
+        rows = [self._row(request) for request in requests]
+        self._inbox.put(rows)
+        try:
+            return list(await asyncio.gather(*(asyncio.wrap_future(row.future) for row in rows)))
+        except asyncio.CancelledError:
+            for row in rows:
+                row.abandoned = True
+            raise
+
+    def release(self, trajectory_id: str) -> None:
+        with self._lock:
+            self._kept.pop(trajectory_id, None)
+
+    def weights_changed(self, policy_version: int) -> None:
+        """The policy's weights are new: forget all that the old ones computed."""
+        with self._lock:
+            self.policy_version = policy_version
+            self._features.clear()
+            self._kept.clear()
+
+    def close(self) -> None:
+        self._inbox.put(None)
+
+    def _row(self, request: Request) -> _Row:
+        """Refuses, before anything runs, a request whose placeholders and pictures do not match."""
+        marks = request.prompt_ids.count(self.policy.image_token_id) if self.policy.image_token_id is not None else 0
+        if marks != len(request.media):
+            raise ValueError(
+                f"trajectory {request.trajectory_id}: the prompt has {marks} picture placeholders, but {len(request.media)} pictures came with it."
+            )
+        prompt = expand(request.prompt_ids, self.policy.image_token_id, request.media)
+        return _Row(request, Future(), prompt, Draws(request.sampling.seed))
+
+    def _serve(self) -> None:
+        running = _Batch(self)
+        while True:
+            arrived = self._receive(block=not running.rows)
+            if arrived is None:
+                return
+            try:
+                with torch.inference_mode():
+                    if arrived:
+                        running.admit(arrived)
+                    for _ in range(JOIN_EVERY):
+                        if not running.rows or self._inbox.qsize() * 4 > len(running.rows):
+                            break
+                        running.advance()
+            except Exception as error:
+                for row in {*arrived, *running.rows}:
+                    if not row.future.done():
+                        row.future.set_exception(EngineError(f"the embedded engine failed: {type(error).__name__}: {error}"))
+                running = _Batch(self)
+
+    def _receive(self, block: bool) -> list[_Row] | None:
+        """Everything that waits, or ``None`` at the end; an idle engine lingers for requests made at the same moment."""
+        arrived: list[_Row] = []
+        if block:
+            first = self._inbox.get()
+            if first is None:
+                return None
+            arrived += first
+            if len(first) == 1:
+                time.sleep(LINGER)
+        while not self._inbox.empty():
+            more = self._inbox.get()
+            if more is None:
+                return None
+            arrived += more
+        return [row for row in arrived if row.future.set_running_or_notify_cancel()]
+
+    def _encode(self, media: Sequence[MediaItem]) -> None:
+        """Features of the pictures that are new under these weights, all in one pass."""
+        new = {item.id: item for item in media if item.id not in self._features}
+        if new:
+            features = self.policy.encode_images(merge_mm_inputs(list(new.values())))
+            self._features |= dict(zip(new, features, strict=True))
+            self.images_encoded += len(new)
+
+    def _resume(self, row: _Row) -> _Kept | None:
+        with self._lock:
+            kept = self._kept.pop(row.request.trajectory_id, None)
+        if kept is None or row.prompt_ids[: len(kept.token_ids)] != kept.token_ids:
+            return None
+        return kept
+
+    def _keep(self, row: _Row, rows: RowCache, version: int) -> None:
+        cached = row.prompt_ids + row.token_ids[:-1]  # the last token was never fed
+        with self._lock:
+            if version == self.policy_version:
+                self._kept[row.request.trajectory_id] = _Kept(cached, rows, row.next_position, len(row.request.media))
+
+    def _grid(self, item: MediaItem) -> tuple[int, int]:
+        return merged_grid(item.mm_inputs["image_grid_thw"], self.policy.merge_size)
+
+
+class _Batch:
+    """The rows in generation, and their cache."""
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        self.engine = engine
+        self.policy = engine.policy
+        self.rows: list[_Row] = []
+        self.cache: BatchCache | None = None
+
+    def admit(self, arrived: list[_Row]) -> None:
+        """Run the new rows' prompts, draw their first tokens, and let them join. Equal prompts are run once."""
+        fresh: dict[tuple[object, ...], list[_Row]] = {}
+        resumed: list[tuple[_Row, _Kept]] = []
+        for row in arrived:
+            kept = self.engine._resume(row)
+            if kept is not None:
+                resumed.append((row, kept))
+            else:
+                key = (tuple(row.request.prompt_ids), tuple(item.id for item in row.request.media))
+                fresh.setdefault(key, []).append(row)
+        self.engine._encode([item for row in arrived for item in row.request.media])
+        for part in self._chunks(list(fresh.values()), lambda rows: len(rows[0].prompt_ids)):
+            self._prefill(part, [None] * len(part))
+        for pairs in self._chunks(resumed, lambda pair: len(pair[0].prompt_ids)):
+            self._prefill([[row] for row, _ in pairs], [kept for _, kept in pairs])
+
+    def advance(self) -> None:
+        """One more token for every row."""
+        cache, rows = self.cache, self.rows
+        assert cache is not None
+        device = self.policy.device
+        cache.extend(torch.ones(len(rows), 1, dtype=torch.bool, device=device))
+        tokens = torch.tensor([[row.token_ids[-1]] for row in rows], device=device)
+        positions = torch.tensor([[row.next_position] for row in rows], device=device).expand(3, -1, -1)
+        hidden = self.policy.hidden(tokens, positions, cache.valid[:, None, None, :], cache=cache.hf)
+        for row in rows:
+            row.next_position += 1
+        self._draw(rows, hidden[:, -1])
+        self._retire()
+
+    def _chunks(self, items: list, length) -> list[list]:  # type: ignore[type-arg, no-untyped-def]
+        """Items of like length together, as many as fit into one forward."""
+        parts: list[list] = []  # type: ignore[type-arg]
+        longest = 0
+        for item in sorted(items, key=length):
+            longest = max(longest, length(item))
+            if not parts or (len(parts[-1]) + 1) * longest > self.engine._prefill_tokens:
+                parts.append([])
+                longest = length(item)
+            parts[-1].append(item)
+        return parts
+
+    def _prefill(self, prompts: list[list[_Row]], kept: Sequence[_Kept | None]) -> None:
+        """Run one forward over distinct prompts, each shared by the rows of its list, after what is ``kept`` of them."""
+        device = self.policy.device
+        heads = [rows[0] for rows in prompts]
+        done = [0 if k is None else len(k.token_ids) for k in kept]
+        seen = [0 if k is None else k.num_media for k in kept]
+        new_ids = [row.prompt_ids[n:] for row, n in zip(heads, done, strict=True)]
+        length = max(map(len, new_ids))
+        tokens = torch.zeros(len(heads), length, dtype=torch.long)
+        positions = torch.zeros(3, len(heads), length, dtype=torch.long)
+        real = torch.zeros(len(heads), length, dtype=torch.bool)
+        for index, (row, ids, k) in enumerate(zip(heads, new_ids, kept, strict=True)):
+            grids = [self.engine._grid(item) for item in row.request.media[seen[index] :]]
+            start = 0 if k is None else k.next_position
+            place, following = rope_positions(ids, grids, self.policy.image_token_id, start)
+            tokens[index, length - len(ids) :] = torch.tensor(ids)
+            positions[:, index, length - len(ids) :] = place
+            real[index, length - len(ids) :] = True
+            for member in prompts[index]:
+                member.next_position = following
+        tokens, positions, real = tokens.to(device), positions.to(device), real.to(device)
+        rows = [k.rows for k in kept if k is not None]
+        cache = BatchCache.of_rows(rows) if rows else BatchCache.empty(self.engine._num_layers, len(heads), device)
+        mask = _prefill_mask(cache.valid, real)
+        cache.extend(real)
+        images = [
+            self.engine._features[item.id] for row, n in zip(heads, seen, strict=True) for item in row.request.media[n:]
+        ]
+        hidden = self.policy.hidden(tokens, positions, mask, images, cache.hf)[:, -1]
+        self.engine.tokens_prefilled += sum(map(len, new_ids))
+        owner = torch.tensor([index for index, rows in enumerate(prompts) for _ in rows], device=device)
+        members = [row for rows in prompts for row in rows]
+        self._draw(members, hidden[owner])
+        joined = cache.select(owner)
+        self.cache = joined if self.cache is None else self._packed().join(joined)
+        self.rows += members
+        self._retire()
+
+    def _packed(self) -> BatchCache:
+        assert self.cache is not None
+        return self.cache.select(torch.arange(len(self.rows), device=self.policy.device))
+
+    def _draw(self, rows: list[_Row], hidden: torch.Tensor) -> None:
+        params = [row.request.sampling for row in rows]
+        logits = self.policy.logits(hidden, temperatures(params, hidden.device))
+        ids, logprobs = sample(logits, params, [row.draws[len(row.token_ids)] for row in rows])
+        for row, token, logprob in zip(rows, ids, logprobs, strict=True):
+            row.token_ids.append(token)
+            row.logprobs.append(logprob)
+            row.stop_reason = self._stop_reason(row)
+
+    def _stop_reason(self, row: _Row) -> str | None:
+        if row.token_ids[-1] in self.engine._renderer.stop_ids:
+            return "stop"
+        stops = row.request.sampling.stop
+        if stops:
+            tail = self.engine._renderer.decode(row.token_ids[-max(map(len, stops)) - 4 :])
+            if any(stop in tail for stop in stops):
+                return "stop"
+        return "length" if len(row.token_ids) >= row.request.sampling.max_tokens else None
+
+    def _retire(self) -> None:
+        """Answer the finished rows, keep their keys and values, and go on with the rest."""
+        going = []
+        for index, row in enumerate(self.rows):
+            if row.stop_reason is None and not row.abandoned:
+                going.append(index)
+                continue
+            version = self.engine.policy_version
+            if self.engine._keep_kv and row.stop_reason == "stop":
+                assert self.cache is not None
+                self.engine._keep(row, self.cache.row(index), version)
+            if not row.future.done():
+                row.future.set_result(
+                    Completion(
+                        row.token_ids,
+                        row.logprobs,
+                        row.stop_reason or "abort",  # type: ignore[arg-type]
+                        [version] * len(row.token_ids),
+                        prompt_tokens=len(row.prompt_ids),
+                    )
+                )
+        if len(going) == len(self.rows):
+            return
+        self.rows = [self.rows[index] for index in going]
+        if going:
+            assert self.cache is not None
+            self.cache = self.cache.select(torch.tensor(going, device=self.policy.device))
+        else:
+            self.cache = None
+
+
+def _prefill_mask(past: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """``[rows, 1, new, past + new]``: a new token sees its row's past and the new ones up to itself.
+
+    Padding looks at itself, since a query that may look nowhere gives NaN.
+    """
+    rows, length = real.shape
+    causal = torch.ones(length, length, dtype=torch.bool, device=real.device).tril()
+    itself = torch.eye(length, dtype=torch.bool, device=real.device)
+    new = (causal & real[:, None, :]) | itself
+    return torch.cat([past[:, None, :].expand(rows, length, -1), new], dim=2)[:, None]

@@ -1,0 +1,217 @@
+"""One trajectory's env while it is played: its thread, its deadlines, its retries.
+
+The turn loop talks to an env only through :class:`EnvSession`. Plain methods run in a daemon thread that is this env's own,
+async ones are awaited; each call has a deadline. After an error a fresh env replays the turns so far, and what it shows is
+compared with what was shown the first time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+
+from vlmrl.env import Env, EnvSpec, RetryTurn
+from vlmrl.threads import DaemonPool
+from vlmrl.types import Message, Task
+
+
+class EnvError(Exception):
+    """An env that failed for good: the trajectory is lost, never scored."""
+
+
+class EnvContractError(ValueError):
+    """An env that breaks the contract: no retry can mend it, so the run stops."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one ``step`` gave, with the observation already made into messages."""
+
+    messages: list[Message]
+    done: bool
+    reward: float | None
+    metrics: dict[str, float]
+
+
+class EnvSession:
+    """Plays one task's env: ``start``, then ``step`` for each reply, ``finish`` once, ``close`` always.
+
+    ``timeout`` is in seconds, per call. ``seconds`` counts the time spent in the env, ``counts`` its errors, time-outs and retries.
+    """
+
+    def __init__(self, spec: EnvSpec, task: Task, *, max_turns: int, timeout: float, max_retries: int) -> None:
+        self._spec = spec
+        self._task = task
+        self._max_turns = max_turns
+        self._timeout = timeout
+        self._max_retries = max_retries
+        self._env: Env | None = None
+        self._thread: DaemonPool | None = None
+        self._played: list[tuple[str, str]] = []  # each reply and the digest of what the env answered
+        self._start_digest: str | None = None
+        self.seconds = 0.0
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        assert self._env is not None
+        return self._env.tools
+
+    async def start(self) -> list[Message] | None:
+        """Build the env and reset it: the messages the episode starts with, or ``None``."""
+        return await self._with_retries(self._open)
+
+    async def step(self, reply: str) -> StepResult:
+        """Answer a reply. Raises :class:`RetryTurn` where the env wants another one, EnvError where it failed for good."""
+
+        async def attempt() -> StepResult:
+            if self._env is None:
+                await self._replay()
+            return await self._step(reply)
+
+        result = await self._with_retries(attempt)
+        self._played.append((reply, _digest(result)))
+        return result
+
+    async def finish(self, ending: str, last_reply: str) -> float | None:
+        async def attempt() -> float | None:
+            if self._env is None:
+                await self._replay()
+            assert self._env is not None
+            self._env.last_reply = last_reply
+            reward = await self._call(self._env.finish, ending)
+            return None if reward is None else _number("finish", reward, self._spec.name)
+
+        return await self._with_retries(attempt)
+
+    async def close(self) -> None:
+        """Close the env in its own thread; a hung or failing one is left to end by itself."""
+        env, thread, self._env, self._thread = self._env, self._thread, None, None
+        if env is not None and thread is not None:
+            try:
+                async with asyncio.timeout(self._timeout):
+                    await _await_result(await thread.run(env.close))
+            except Exception:
+                self.counts["close_errors"] += 1
+        if thread is not None:
+            thread.close()
+
+    async def _with_retries(self, attempt: Callable[[], Any]) -> Any:
+        for retries_left in reversed(range(self._max_retries + 1)):
+            try:
+                return await attempt()
+            except (RetryTurn, EnvContractError, EnvError):
+                raise
+            except Exception as error:
+                kind = "timeouts" if isinstance(error, TimeoutError) else "errors"
+                self.counts[kind] += 1
+                reason = f"no answer in {self._timeout:g} s" if kind == "timeouts" else f"{type(error).__name__}: {error}"
+                where = f"env {self._spec.name}, task {self._task.id}, turn {len(self._played)}"
+                replayable = self._env is None or self._env.replayable
+                self._abandon()
+                if retries_left == 0 or not replayable:
+                    raise EnvError(f"{where}: {reason}") from error
+                self.counts["retries"] += 1
+        raise AssertionError("unreachable")
+
+    async def _open(self) -> list[Message] | None:
+        self._thread = DaemonPool("env")
+        env: Env = await self._call(self._spec.build, self._task)
+        env.max_turns = self._max_turns
+        self._env = env
+        messages = await self._call(env.reset)
+        digest = _digest(messages)
+        if self._start_digest not in (None, digest):
+            raise EnvError(f"env {self._spec.name}, task {self._task.id}: reset gave other messages when replayed.")
+        self._start_digest = digest
+        return messages
+
+    async def _replay(self) -> None:
+        """A fresh env, brought to where the old one was."""
+        await self._open()
+        for turn, (reply, digest) in enumerate(self._played):
+            result = await self._step(reply, turn)
+            if _digest(result) != digest:
+                raise EnvError(
+                    f"env {self._spec.name}, task {self._task.id}, turn {turn}: the observation differs when replayed. Make it "
+                    "depend on self.seed and the replies alone, or set replayable = False."
+                )
+
+    async def _step(self, reply: str, turn: int | None = None) -> StepResult:
+        env = self._env
+        assert env is not None
+        env.turn, env.last_reply = len(self._played) if turn is None else turn, reply
+        answer = await self._call(env.step, reply)
+        if not (isinstance(answer, tuple) and len(answer) == 3 and isinstance(answer[0], dict) and isinstance(answer[2], dict)):
+            raise EnvContractError(f"env {self._spec.name}: step must return (observation dict, done, info dict), not {answer!r}.")
+        observation, done, info = answer
+        messages = [] if done else await self._call(env.format_observation, observation)
+        info = dict(info)
+        reward = info.pop("reward", None)
+        return StepResult(
+            messages=[messages] if isinstance(messages, dict) else list(messages),
+            done=bool(done),
+            reward=None if reward is None else _number("info['reward']", reward, self._spec.name),
+            metrics={key: float(value) for key, value in info.items() if isinstance(value, int | float)},
+        )
+
+    async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
+        """One call under a deadline: plain functions in the env's thread, coroutines in the event loop."""
+        assert self._thread is not None
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(self._timeout):
+                if inspect.iscoroutinefunction(method):
+                    return await method(*args)
+                return await _await_result(await self._thread.run(method, *args))
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    def _abandon(self) -> None:
+        """Let go of a broken env: its close is queued behind whatever hangs in its thread."""
+        if self._thread is not None:
+            if self._env is not None and not inspect.iscoroutinefunction(self._env.close):
+                self._thread.submit(self._env.close)
+            self._thread.close()
+        self._env, self._thread = None, None
+
+
+async def _await_result(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _number(name: str, value: Any, env: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if number != number or number in (float("inf"), float("-inf")):
+        raise EnvContractError(f"env {env}: {name} must be a finite number, but it is {value!r}.")
+    return number
+
+
+def _digest(value: Any) -> str:
+    """A hash of messages and results that is equal for equal content; pictures count by their pixels."""
+
+    def plain(item: Any) -> Any:
+        if isinstance(item, StepResult):
+            return plain([item.messages, item.done, item.reward])
+        if isinstance(item, Image.Image):
+            return ("image", item.mode, item.size, plain(item.tobytes()))
+        if isinstance(item, bytes):
+            return hashlib.blake2b(item, digest_size=16).hexdigest()
+        if isinstance(item, dict):
+            return sorted((str(key), plain(inner)) for key, inner in item.items())
+        if isinstance(item, list | tuple):
+            return [plain(inner) for inner in item]
+        return repr(item)
+
+    return hashlib.blake2b(repr(plain(value)).encode(), digest_size=16).hexdigest()

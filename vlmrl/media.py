@@ -1,0 +1,186 @@
+"""Pictures: from any source to a content hash, tensors and an engine payload, each made once.
+
+The turn loop asks :class:`MediaStore` for every picture of a prompt or an observation and keeps the :class:`MediaItem` it gets.
+Packing merges the items' tensors with :func:`merge_mm_inputs`. The store itself keeps only weak references: a picture lives
+as long as a trajectory or sample that shows it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torchvision.transforms.v2 import functional as tv
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+from vlmrl.threads import DaemonPool
+from vlmrl.types import ImageSource, MediaItem
+
+ANY_SIZE = {"min_pixels": 1, "max_pixels": 2**62}
+
+
+class MediaStore:
+    """Makes each distinct picture's :class:`MediaItem` once, whoever asks for it and however often.
+
+    ``image_processor`` is the model's own; ``max_pixels`` lowers its limit. ``transform``, applied to each decoded picture, serves
+    controls such as :func:`blank`. ``seen`` counts the pictures asked for, ``processed`` those that went through the processor.
+    """
+
+    def __init__(
+        self,
+        image_processor: Any,
+        *,
+        max_pixels: int | None = None,
+        transform: Callable[[Image.Image], Image.Image] | None = None,
+        threads: int = 4,
+    ) -> None:
+        self._processor = image_processor
+        self._factor = image_processor.patch_size * image_processor.merge_size
+        self._min_pixels = image_processor.size["shortest_edge"]
+        self._max_pixels = min(max_pixels or 2**62, image_processor.size["longest_edge"])
+        self._transform = transform
+        self._pool = DaemonPool("media", threads)
+        self._lock = threading.Lock()
+        self._items: weakref.WeakValueDictionary[str, MediaItem] = weakref.WeakValueDictionary()
+        self._ids: dict[str, str] = {}  # source key -> content hash
+        self._pending: dict[str, Future[MediaItem]] = {}
+        self.seen = 0
+        self.processed = 0
+
+    async def get(self, source: ImageSource) -> MediaItem:
+        """The picture's item. Loading and processing run in the store's threads, never in the event loop."""
+        return await self._pool.run(self.load, source)
+
+    def load(self, source: ImageSource) -> MediaItem:
+        """The same, here and now; safe from any thread. Raises ValueError for what is no picture."""
+        key = source_key(source)
+        with self._lock:
+            self.seen += 1
+            item = self._items.get(self._ids.get(key, ""))
+            if item is not None:
+                return item
+            pending = self._pending.get(key)
+            mine = Future[MediaItem]() if pending is None else None
+            if mine is not None:
+                self._pending[key] = mine
+        if mine is None:
+            assert pending is not None
+            return pending.result()
+        try:
+            item = self._make(key, source)
+            mine.set_result(item)
+            return item
+        except BaseException as error:
+            mine.set_exception(error)
+            raise
+        finally:
+            with self._lock:
+                del self._pending[key]
+
+    def _make(self, key: str, source: ImageSource) -> MediaItem:
+        image = load_image(source)
+        if self._transform is not None:
+            image = self._transform(image)
+        content = content_hash(image)
+        with self._lock:
+            self._ids[key] = content
+            known = self._items.get(content)
+        if known is not None:
+            return known
+        item = self._process(content, image)
+        with self._lock:
+            self.processed += 1
+            return self._items.setdefault(content, item)
+
+    def _process(self, content: str, image: Image.Image) -> MediaItem:
+        """Resize to what the processor would choose, with its own filter, then let it make the tensors."""
+        width, height = image.size
+        size = smart_resize(height, width, self._factor, self._min_pixels, self._max_pixels)
+        if size != (height, width):
+            pixels = tv.pil_to_tensor(image)
+            image = tv.to_pil_image(tv.resize(pixels, list(size), tv.InterpolationMode.BICUBIC, antialias=True))
+        inputs = dict(self._processor(images=[image], do_resize=False, return_tensors="pt"))
+        tokens = int(inputs["image_grid_thw"].prod()) // self._processor.merge_size**2
+        return MediaItem(content, image, inputs, tokens)
+
+
+def merge_mm_inputs(items: Sequence[MediaItem]) -> dict[str, torch.Tensor]:
+    """The items' tensors joined along their first dimension: one ``torch.cat`` per key.
+
+    Two pictures of 16 and 24 patches give ``pixel_values`` ``[40, patch]`` and ``image_grid_thw`` ``[2, 3]``. Raises ValueError
+    where a key is missing from some items or holds no tensor.
+    """
+    if not items:
+        return {}
+    keys = items[0].mm_inputs.keys()
+    for item in items:
+        if item.mm_inputs.keys() != keys:
+            raise ValueError(
+                f"mm_inputs of picture {item.id} have the keys {sorted(item.mm_inputs)}, but those of picture {items[0].id} "
+                f"have {sorted(keys)}: all pictures of a batch must come from one processor."
+            )
+        for key, value in item.mm_inputs.items():
+            if not isinstance(value, torch.Tensor):
+                raise ValueError(f"mm_inputs[{key!r}] of picture {item.id} must be a tensor, but it is a {type(value).__name__}.")
+    return {key: torch.cat([item.mm_inputs[key] for item in items]) for key in keys}
+
+
+def load_image(source: ImageSource) -> Image.Image:
+    """Any :data:`ImageSource` as an RGB picture of its own size; transparency becomes white."""
+    from qwen_vl_utils import fetch_image
+
+    if isinstance(source, dict):
+        source = source.get("bytes") or source.get("path")
+    try:
+        if isinstance(source, bytes):
+            source = Image.open(io.BytesIO(source))
+        elif isinstance(source, Path):
+            source = str(source)
+        # Half a patch times its merge size is a factor of one: the size is left alone, since the processor's rule decides it.
+        return fetch_image({"image": source, **ANY_SIZE}, image_patch_size=0.5)  # type: ignore[arg-type]
+    except Exception as error:
+        raise ValueError(f"a picture does not load: {describe(source)}: {error}") from error
+
+
+def source_key(source: ImageSource) -> str:
+    """A key that is equal for equal sources and costs no decoding."""
+    if isinstance(source, dict):
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, Image.Image):
+        return "pixels:" + content_hash(source)
+    if isinstance(source, bytes):
+        return "bytes:" + hashlib.blake2b(source, digest_size=16).hexdigest()
+    text = str(source)
+    if text.startswith(("http://", "https://", "data:")):
+        return text if len(text) < 200 else "text:" + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    path = Path(text.removeprefix("file://"))
+    stamp = path.stat() if path.is_file() else None
+    return f"file:{path.absolute()}:{stamp and (stamp.st_mtime_ns, stamp.st_size)}"
+
+
+def content_hash(image: Image.Image) -> str:
+    """A hash of mode, size and pixels: the same for two encodings of one picture."""
+    digest = hashlib.blake2b(f"{image.mode}{image.size}".encode(), digest_size=16)
+    digest.update(image.tobytes())
+    return digest.hexdigest()
+
+
+def describe(source: ImageSource) -> str:
+    """The source in a few words, for an error."""
+    if isinstance(source, bytes):
+        return f"{len(source)} bytes beginning with {source[:8]!r}"
+    text = repr(source)
+    return text if len(text) < 120 else text[:117] + "..."
+
+
+def blank(image: Image.Image) -> Image.Image:
+    """A grey picture of the same size: a control that shows what can be done without seeing."""
+    return Image.new("RGB", image.size, (128, 128, 128))

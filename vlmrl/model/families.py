@@ -1,0 +1,70 @@
+"""What differs between model families, in one table, and the rotary positions they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Family:
+    """Facts about one ``model_type``. ``vision``: it reads pictures, and its positions are M-RoPE triples."""
+
+    vision: bool
+
+
+FAMILIES = {
+    "qwen2_vl": Family(vision=True),
+    "qwen2_5_vl": Family(vision=True),
+    "qwen3_vl": Family(vision=True),
+    "qwen2": Family(vision=False),
+    "qwen3": Family(vision=False),
+}
+
+
+def family_of(config: Any) -> Family:
+    """The family of a Hugging Face config. Raises ValueError for one that was never checked."""
+    if config.model_type not in FAMILIES:
+        raise ValueError(f"model type {config.model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}.")
+    return FAMILIES[config.model_type]
+
+
+def rope_positions(
+    token_ids: Sequence[int], grids: Sequence[tuple[int, int]], image_token_id: int | None, start: int = 0
+) -> tuple[torch.Tensor, int]:
+    """M-RoPE positions ``[3, tokens]`` (temporal, height, width) of a row or of its continuation, and the next free position.
+
+    A text token takes the next position in all three. A picture of ``grids`` (height, width in visual tokens, after merging)
+    takes one temporal position, spreads its rows and columns from there, and the text goes on after the larger side::
+
+        rope_positions([7, 9, 9, 8], [(1, 2)], image_token_id=9) == [[0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]], 4
+
+    Source: Qwen2-VL, arXiv 2409.12191, section 2.1; the tests compare it with each model's own rule.
+    """
+    ids = torch.as_tensor(token_ids, dtype=torch.long)
+    parts: list[torch.Tensor] = []
+    done = 0
+    visual = (ids == image_token_id).nonzero().flatten().tolist() if image_token_id is not None and grids else []
+    cursor = 0
+    for height, width in grids:
+        first = visual[cursor]
+        parts.append((torch.arange(first - done) + start).expand(3, -1))
+        start += first - done
+        rows = torch.arange(height).repeat_interleave(width)
+        columns = torch.arange(width).repeat(height)
+        parts.append(torch.stack([torch.zeros_like(rows), rows, columns]) + start)
+        start += max(height, width)
+        done = first + height * width
+        cursor += height * width
+    rest = len(ids) - done
+    parts.append((torch.arange(rest) + start).expand(3, -1))
+    return torch.cat(parts, dim=1), start + rest
+
+
+def merged_grid(image_grid_thw: torch.Tensor, merge_size: int) -> tuple[int, int]:
+    """A picture's height and width in visual tokens, from its grid of patches ``[1, 3]``."""
+    _, height, width = image_grid_thw[0].tolist()
+    return height // merge_size, width // merge_size

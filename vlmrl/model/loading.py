@@ -1,0 +1,103 @@
+"""A model with its tokenizer and processor, from a hub name, a folder, or built on the spot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+)
+
+from vlmrl import tiny
+from vlmrl.config import Model
+from vlmrl.loading import resolve_path
+from vlmrl.media import MediaStore, blank
+from vlmrl.model.families import family_of
+from vlmrl.model.policy import Policy
+from vlmrl.renderer import Renderer
+
+TEMPLATES = Path(__file__).parent.parent / "templates"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """All that comes out of one model folder: the policy, the renderer, and the picture stores (``None`` for a text model)."""
+
+    policy: Policy
+    renderer: Renderer
+    tokenizer: Any
+    image_processor: Any
+    max_image_pixels: int | None
+
+    def new_store(self, blank_images: bool = False) -> MediaStore | None:
+        if self.image_processor is None:
+            return None
+        transform = blank if blank_images else None
+        return MediaStore(self.image_processor, max_pixels=self.max_image_pixels, transform=transform)
+
+    def save(self, folder: Path) -> None:
+        """Weights, tokenizer and processor in Hugging Face form."""
+        self.policy.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        if self.image_processor is not None:
+            self.image_processor.save_pretrained(folder)
+
+
+def load_model(config: Model, base_dir: Path | None, cache_dir: Path, seed: int) -> LoadedModel:
+    """Load what ``config`` names. ``cache_dir`` holds models built on the spot; ``seed`` draws random weights."""
+    path = tiny.resolve(config.path, cache_dir)
+    if not path.startswith(("/", "~")):
+        local = [place for place in (base_dir, Path.cwd()) if place and (place / path).is_dir()]
+        path = str(local[0] / path) if local else path
+    hf_config = AutoConfig.from_pretrained(path)
+    family = family_of(hf_config)
+    device, dtype = pick_device(config.device), config.dtype
+    torch_dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}.get(dtype) or getattr(torch, dtype)
+    auto = AutoModelForImageTextToText if family.vision else AutoModelForCausalLM
+    if config.random_weights:
+        torch.manual_seed(seed)
+        with torch.device(device):
+            model = auto.from_config(hf_config, dtype=torch_dtype, attn_implementation="sdpa")
+    else:
+        model = auto.from_pretrained(path, dtype=torch_dtype, attn_implementation="sdpa", device_map={"": device})
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    image_processor = AutoImageProcessor.from_pretrained(path) if family.vision else None
+    image_token = tokenizer.convert_ids_to_tokens(hf_config.image_token_id) if family.vision else None
+    renderer = Renderer(
+        tokenizer,
+        image_token=image_token,
+        chat_template=_chat_template(config.chat_template, base_dir),
+        stop_ids=_stop_ids(path),
+    )
+    return LoadedModel(Policy(model), renderer, tokenizer, image_processor, config.max_image_pixels)
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def _chat_template(name: str | None, base_dir: Path | None) -> str | None:
+    """A template of ours by name, or a file's text."""
+    if name is None:
+        return None
+    ours = TEMPLATES / f"{name}.jinja"
+    return (ours if ours.is_file() else resolve_path(name, base_dir)).read_text()
+
+
+def _stop_ids(path: str) -> list[int]:
+    """The ids at which the model's own generation settings end a reply."""
+    try:
+        ids = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:
+        return []
+    return [ids] if isinstance(ids, int) else list(ids or [])

@@ -1,0 +1,142 @@
+"""The one place that knows how a Hugging Face model is run, for the engine and for the trainer alike.
+
+A :class:`Policy` wraps the model. The trainer calls it like any module: ``policy(batch, temperature) -> logprobs``. The engine
+uses :meth:`Policy.hidden` and :meth:`Policy.logits` with a cache. Both get the same distribution: after temperature, and with
+the media placeholder ids banned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from vlmrl.model.families import family_of
+from vlmrl.types import Batch
+
+HEAD_CHUNK = 1024  # tokens whose full-vocabulary logits exist at once
+
+
+@dataclass(frozen=True)
+class ImageFeatures:
+    """One picture as the decoder reads it: ``embeds`` ``[tokens, hidden]``, and one more such tensor per deepstack layer."""
+
+    embeds: torch.Tensor
+    deepstack: tuple[torch.Tensor, ...] = ()
+
+
+@dataclass
+class _FeatureOutput:
+    """What Hugging Face's forward reads from ``get_image_features``: features by picture occurrence."""
+
+    pooler_output: tuple[torch.Tensor, ...]
+    deepstack_features: list[tuple[torch.Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Per token ``[rows, length]``, float32, zero where no target is: the logprob and the distribution's entropy, in nats."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+
+
+class Policy(nn.Module):
+    """A causal language model, with or without eyes. ``banned_ids`` have no probability, for sampling and training alike."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.config = model.config
+        self.family = family_of(model.config)
+        self.merge_size: int = model.config.vision_config.spatial_merge_size if self.family.vision else 1
+        self.image_token_id: int | None = model.config.image_token_id if self.family.vision else None
+        self.banned_ids = [model.config.image_token_id, model.config.video_token_id] if self.family.vision else []
+        self._features: _FeatureOutput | None = None
+        attention = getattr(model.config.get_text_config(), "_attn_implementation", None)
+        if attention == "eager":
+            raise ValueError("attn_implementation must not be eager: it adds a boolean mask as numbers. Load with sdpa.")
+        if self.family.vision:
+            # Each distinct picture is encoded once and put wherever it occurs; the model's own method refuses that.
+            model.model.get_image_features = lambda *args, **kwargs: self._features
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    def forward(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
+        """The logprob of each token that ``batch.targets`` marks, given all before it in its row."""
+        features = self.encode_images(batch.mm_inputs) if batch.mm_inputs else []
+        occurrences = [features[index] for index in batch.image_order]
+        hidden = self.hidden(batch.token_ids, batch.position_ids, None, occurrences)
+        rows, places = batch.targets.nonzero(as_tuple=True)
+        chosen = hidden[rows, places - 1]  # a token is predicted by the one before it: the only shift there is
+        labels = batch.token_ids[rows, places]
+        scores = [self._score(chosen[i : i + HEAD_CHUNK], labels[i : i + HEAD_CHUNK], temperature) for i in range(0, len(labels), HEAD_CHUNK)]
+        shape = batch.token_ids.shape
+        if not scores:
+            return TokenScores(hidden.new_zeros(shape, dtype=torch.float32), hidden.new_zeros(shape, dtype=torch.float32))
+        logprobs, entropy = (torch.cat(parts) for parts in zip(*scores, strict=True))
+        zeros = logprobs.new_zeros(shape)
+        return TokenScores(zeros.index_put((rows, places), logprobs), zeros.index_put((rows, places), entropy))
+
+    def hidden(
+        self,
+        token_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        images: Sequence[ImageFeatures] = (),
+        cache: Any = None,
+    ) -> torch.Tensor:
+        """Last hidden states ``[rows, length, hidden]``.
+
+        ``position_ids`` ``[3, rows, length]``; ``attention_mask`` ``[rows, 1, length, keys]``, True where a query may look, or
+        ``None`` for plain causal rows; ``images`` by occurrence, in row order; ``cache`` a Hugging Face cache.
+        """
+        inputs: dict[str, Any] = {"position_ids": position_ids if self.family.vision else position_ids[0]}
+        if images:
+            levels = zip(*(image.deepstack for image in images), strict=True)
+            self._features = _FeatureOutput(tuple(image.embeds for image in images), list(levels))
+            inputs |= {"pixel_values": images[0].embeds, "image_grid_thw": None}  # stand-ins: the features are ready
+        if attention_mask is None and cache is None and not self.family.vision:
+            attention_mask = torch.ones_like(token_ids)  # or 2-D positions would be searched for packed rows
+        try:
+            output = self.model.model(
+                input_ids=token_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=cache is not None, **inputs
+            )
+        finally:
+            self._features = None
+        return output.last_hidden_state
+
+    def encode_images(self, mm_inputs: dict[str, torch.Tensor]) -> list[ImageFeatures]:
+        """The features of each picture in ``mm_inputs``, by the model's own vision tower."""
+        inner = self.model.model
+        inputs = {key: value.to(self.device) for key, value in mm_inputs.items()}
+        output = type(inner).get_image_features(inner, **inputs, return_dict=True)
+        deepstack = getattr(output, "deepstack_features", None) or []
+        levels = zip(*deepstack, strict=True) if deepstack else ((),) * len(output.pooler_output)
+        return [ImageFeatures(embeds, tuple(more)) for embeds, more in zip(output.pooler_output, levels, strict=True)]
+
+    def logits(self, hidden: torch.Tensor, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
+        """Float32 logits ``[n, vocabulary]`` of hidden states ``[n, hidden]``, after temperature and the ban."""
+        logits = self.model.lm_head(hidden).float() / temperature
+        if self.banned_ids:
+            logits[:, self.banned_ids] = torch.finfo(torch.float32).min
+        return logits
+
+    def _score(self, hidden: torch.Tensor, labels: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs and entropies of one chunk; its logits are made anew for the gradient instead of kept."""
+
+        def score(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            logprobs = self.logits(hidden, temperature).log_softmax(-1)
+            return logprobs.gather(-1, labels[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+        return checkpoint(score, hidden, use_reentrant=False) if torch.is_grad_enabled() else score(hidden)

@@ -1,0 +1,68 @@
+"""What a run says while it goes: one live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class RunProgress:
+    """A bar for each phase of a run: ``with progress.phase("train", 100) as phase: phase.advance(reward=0.4)``."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False)
+
+    def phase(self, name: str, total: int) -> Phase:
+        return Phase(self.console, name, total)
+
+
+class Phase:
+    """One bar. On a terminal it is redrawn in place; elsewhere a line is printed at most every ``quiet`` seconds."""
+
+    def __init__(self, console: Console, name: str, total: int, quiet: float = 10.0) -> None:
+        self._console = console
+        self._name = name
+        self._total = total
+        self._done = 0
+        self._quiet = quiet
+        self._began = self._printed = time.monotonic()
+        self._bar = Progress(
+            TextColumn("{task.description:<11}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            transient=False,
+        )
+        self._task = self._bar.add_task(name, total=total, note="")
+
+    def __enter__(self) -> Phase:
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._console.is_terminal:
+            self._bar.stop()
+
+    def advance(self, **numbers: float | None) -> None:
+        """One unit done; ``numbers`` are shown beside the bar."""
+        self._done += 1
+        note = "  ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in numbers.items() if value is not None)
+        self._bar.update(self._task, advance=1, note=note)
+        now = time.monotonic()
+        if not self._console.is_terminal and (now - self._printed > self._quiet or self._done == self._total):
+            left = (now - self._began) / self._done * (self._total - self._done)
+            self._console.print(f"{self._name:<11} {self._done}/{self._total}  {note}  {left:.0f} s left", highlight=False)
+            self._printed = now
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,0 +1,198 @@
+"""Messages to token ids, and a reply's ids to text.
+
+The turn loop renders the prompt once and each observation as a delta, so that no sampled id is ever encoded again. A
+delta is what the chat template writes after a fixed base conversation, cut after the base's last end-of-turn id: the
+newline that Qwen's templates put after ``<|im_end|>`` is thus its first token.
+
+Ids made here hold one placeholder per picture, as engines want them; :func:`expand` gives the form that models are
+trained on, with one placeholder per visual token.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vlmrl.types import ImageSource, MediaItem, Message
+
+BASE: list[Message] = [{"role": "system", "content": "."}, {"role": "user", "content": "."}]
+SENTINELS = 0x100000  # a private-use plane: a stand-in for each special token that occurs in somebody's text
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Token ids with one placeholder per picture, and the pictures' sources in order."""
+
+    token_ids: list[int]
+    images: list[ImageSource]
+
+
+class Renderer:
+    """Renders with one tokenizer and one chat template.
+
+    ``image_token`` is the text of the model's picture placeholder; ``None`` for a text model. ``end_of_turn`` is the text of the
+    token that closes a turn; by default the tokenizer's end-of-sequence token. ``stop_ids`` are the ids that end a reply.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        image_token: str | None = None,
+        chat_template: str | None = None,
+        end_of_turn: str | None = None,
+        stop_ids: Iterable[int] = (),
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template or tokenizer.chat_template
+        if not self.chat_template:
+            raise ValueError("the tokenizer has no chat template; name one with model.chat_template (`chatml` is ours).")
+        self.image_token = image_token
+        self.image_token_id = None if image_token is None else tokenizer.convert_tokens_to_ids(image_token)
+        self.end_of_turn = end_of_turn or tokenizer.eos_token
+        self.end_of_turn_id: int = tokenizer.convert_tokens_to_ids(self.end_of_turn)
+        self.stop_ids = frozenset({self.end_of_turn_id, *stop_ids})
+        added = tokenizer.added_tokens_decoder
+        self._special = {token.content: index for index, token in added.items() if token.special}
+        self._special_pattern = re.compile("(" + "|".join(map(re.escape, sorted(self._special, reverse=True))) + ")")
+        self._stand_ins = {text: chr(SENTINELS + i) for i, text in enumerate(self._special)}
+        self._plain_tokenizer = copy.deepcopy(tokenizer)  # encodes the special tokens' texts as plain text
+        self._bases: dict[str, str] = {}
+        self.opening = self._find_opening()
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Rendered:
+        """The whole conversation, ready for a reply."""
+        clean, images = self._clean(messages)
+        return self._finish(self._template(clean, self._clean_tools(tools)), images, messages)
+
+    def delta(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, close: bool = False) -> Rendered:
+        """What an observation adds after a reply's end-of-turn id; with ``close`` that id comes first, since it was not sampled."""
+        clean, images = self._clean(messages)
+        schemas = self._clean_tools(tools)
+        base = self._base(schemas)
+        full = self._template([*BASE, *clean], schemas)
+        if not full.startswith(base):
+            raise ValueError(
+                "the chat template rewrites earlier messages when an observation comes, so observations cannot be appended; "
+                f"it rendered {full[: len(base)]!r} where the conversation had {base!r}."
+            )
+        text = (self.end_of_turn if close else "") + full[len(base) :]
+        return self._finish(text, images, messages)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """A reply as an env reads it: what the generation prompt opened, the decoded ids, no end-of-turn token."""
+        ids = list(token_ids[:-1]) if token_ids and token_ids[-1] in self.stop_ids else list(token_ids)
+        return self.opening + self.decode(ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def encode(self, text: str) -> list[int]:
+        """Plain text: a special token written in it stays text."""
+        return self._plain_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    def _finish(self, text: str, images: list[ImageSource], messages: Sequence[Message]) -> Rendered:
+        ids = self._encode(text)
+        shown = 0 if self.image_token_id is None else ids.count(self.image_token_id)
+        if shown != len(images):
+            roles = sorted({message["role"] for message in messages})
+            raise ValueError(
+                f"messages hold {len(images)} pictures, but the chat template shows {shown} (roles: {', '.join(roles)}). Some "
+                "templates lose the pictures of tool messages: let format_observation return a user message."
+            )
+        return Rendered(ids, images)
+
+    def _encode(self, text: str) -> list[int]:
+        if not any(mark in text for mark in self._stand_ins.values()):
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = []
+        for piece in self._special_pattern.split(text):
+            if piece in self._special:
+                ids.append(self._special[piece])
+            elif piece:
+                for original, stand_in in self._stand_ins.items():
+                    piece = piece.replace(stand_in, original)
+                ids.extend(self.encode(piece))
+        return ids
+
+    def _template(self, messages: list[Message], tools: list[dict[str, Any]] | None, generate: bool = True) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, chat_template=self.chat_template, tokenize=False, add_generation_prompt=generate
+        )
+
+    def _base(self, tools: list[dict[str, Any]] | None) -> str:
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._bases:
+            text = self._template(BASE, tools, generate=False)
+            end = text.rfind(self.end_of_turn)
+            if end < 0:
+                raise ValueError(f"the chat template never writes the end-of-turn token {self.end_of_turn!r}.")
+            self._bases[key] = text[: end + len(self.end_of_turn)]
+        return self._bases[key]
+
+    def _find_opening(self) -> str:
+        """What the generation prompt writes into the reply, such as ``<think>``: all after its role line."""
+        prompt = self._template(BASE, None)[len(self._base(None)) :]
+        _, _, opening = prompt.partition("assistant\n")
+        return opening
+
+    def _clean(self, messages: Sequence[Message]) -> tuple[list[Message], list[ImageSource]]:
+        """Messages whose texts hold no special token and whose pictures are bare marks, and the pictures."""
+        images: list[ImageSource] = []
+        clean = []
+        for message in messages:
+            safe = _map_texts({k: v for k, v in message.items() if k not in ("role", "content")}, self._escape)
+            content = self._clean_content(message, images)
+            clean.append({"role": message["role"], "content": content, **safe})
+        if images and self.image_token is None:
+            raise ValueError(f"messages hold {len(images)} pictures, but the model reads text only.")
+        return clean, images
+
+    def _clean_content(self, message: Message, images: list[ImageSource]) -> str | list[dict[str, Any]]:
+        content = message.get("content") or ""
+        if isinstance(content, str):
+            return self._escape(content)
+        parts: list[dict[str, Any]] = []
+        for part in content:
+            if part["type"] == "text":
+                parts.append({"type": "text", "text": self._escape(part["text"])})
+            elif part["type"] == "image":
+                images.append(part["image"])
+                parts.append({"type": "image"})
+            else:
+                raise ValueError(f"a message part must have the type text or image, but it has {part['type']!r}.")
+        if all(part["type"] == "text" for part in parts):
+            return "".join(part["text"] for part in parts)  # some text templates silently drop lists
+        return parts
+
+    def _clean_tools(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
+        return _map_texts(list(tools), self._escape) if tools else None
+
+    def _escape(self, text: str) -> str:
+        return self._special_pattern.sub(lambda match: self._stand_ins[match[0]], text)
+
+
+def expand(token_ids: Sequence[int], image_token_id: int | None, media: Sequence[MediaItem]) -> list[int]:
+    """One placeholder per picture to one per visual token: ``[1, P, 2]`` with a picture of 3 tokens is ``[1, P, P, P, 2]``."""
+    if not media:
+        return list(token_ids)
+    expanded: list[int] = []
+    items = iter(media)
+    for token in token_ids:
+        expanded.extend([token] * next(items).num_tokens if token == image_token_id else [token])
+    return expanded
+
+
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """The same structure with every string in it changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _map_texts(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map_texts(item, change) for item in value]
+    return value

@@ -1,0 +1,1 @@
+"""Playing tasks: one trajectory in `turn_loop.py`, groups of them in `runner.py`."""

@@ -1,0 +1,116 @@
+"""Many groups at once: concurrency, refills of failed members, and the line at which failures stop the run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from vlmrl.engine.base import Waves
+from vlmrl.rollout.turn_loop import TurnLoop
+from vlmrl.types import Task, Trajectory
+
+
+class RolloutError(RuntimeError):
+    """Too many trajectories failed."""
+
+
+@dataclass
+class Rollouts:
+    """What one call of :meth:`Runner.play` gave: whole groups, and the trajectories that failed on the way."""
+
+    groups: list[list[Trajectory]] = field(default_factory=list)
+    failed: list[Trajectory] = field(default_factory=list)
+    dropped_groups: int = 0
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [trajectory for group in self.groups for trajectory in group]
+
+
+class Runner:
+    """Plays groups of ``group_size`` trajectories through one turn loop.
+
+    Where the loop's engine is a :class:`Waves`, groups are played in whole waves in task order, so that a run can be repeated.
+    """
+
+    def __init__(self, loop: TurnLoop, *, group_size: int | None = None) -> None:
+        self.loop = loop
+        self.config = loop.config
+        self.group_size = group_size or self.config.group_size
+        self._waves = loop.engine if isinstance(loop.engine, Waves) else None
+
+    async def play(
+        self, tasks: Iterator[Task], count: int, label: str, on_end: Callable[[Trajectory], None] = lambda trajectory: None
+    ) -> Rollouts:
+        """``count`` whole groups, drawing as many tasks as that needs (fewer groups only where the tasks run out).
+
+        ``label`` begins every id; ``on_end`` is called as each trajectory ends. Raises RolloutError when more than
+        ``max_failed_fraction`` of the trajectories asked for have failed, with the commonest reasons.
+        """
+        rollouts = Rollouts()
+        slots = asyncio.Semaphore(self.config.max_concurrent)
+        at_once = max(1, self.config.max_concurrent // self.group_size) if self._waves else count
+        started = 0
+
+        def ended(trajectory: Trajectory) -> None:
+            if trajectory.failed:
+                rollouts.failed.append(trajectory)
+                self._stop_if_too_many(rollouts.failed, count * self.group_size)
+            on_end(trajectory)
+
+        while len(rollouts.groups) < count:
+            wanted = min(at_once, count - len(rollouts.groups))
+            batch = [task for task, _ in zip(tasks, range(wanted), strict=False)]
+            if not batch:
+                break
+            if self._waves:
+                self._waves.join(len(batch) * self.group_size)
+            ids = [f"{label}/{started + index:05d}" for index in range(len(batch))]
+            started += len(batch)
+            for group in await _gather([self._group(task, name, slots, ended) for task, name in zip(batch, ids, strict=True)]):
+                if any(trajectory.failed for trajectory in group):
+                    rollouts.dropped_groups += 1
+                else:
+                    rollouts.groups.append(group)
+        return rollouts
+
+    async def _group(self, task: Task, group_id: str, slots: asyncio.Semaphore, ended: Callable[[Trajectory], None]) -> list[Trajectory]:
+        return await _gather([self._member(task, group_id, member, slots, ended) for member in range(self.group_size)])
+
+    async def _member(
+        self, task: Task, group_id: str, member: int, slots: asyncio.Semaphore, ended: Callable[[Trajectory], None]
+    ) -> Trajectory:
+        """One member of a group, played anew when it fails, ``max_refills`` times."""
+        try:
+            async with slots:
+                for refill in range(self.config.max_refills + 1):
+                    suffix = f".{refill}" if refill else ""
+                    trajectory = await self.loop.play(task, group_id, f"{group_id}/{member:02d}{suffix}")
+                    ended(trajectory)
+                    if not trajectory.failed:
+                        break
+                return trajectory
+        finally:
+            if self._waves:
+                self._waves.leave()
+
+    def _stop_if_too_many(self, failed: list[Trajectory], asked: int) -> None:
+        limit = self.config.max_failed_fraction
+        if len(failed) > limit * asked:
+            reasons = Counter(trajectory.error or str(trajectory.ending) for trajectory in failed).most_common(3)
+            told = "\n".join(f"  {number}x {reason}" for reason, number in reasons)
+            raise RolloutError(
+                f"{len(failed)} trajectories of {asked} failed, more than rollout.max_failed_fraction ({limit:g}) allows:\n{told}"
+            )
+
+
+async def _gather(coroutines: list) -> list:  # type: ignore[type-arg]
+    """Run all; if one raises, stop the others and raise its error alone."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

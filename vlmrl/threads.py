@@ -1,0 +1,49 @@
+"""Daemon threads that run plain functions for the event loop.
+
+asyncio's default pool has few threads, moves work between them and keeps the process alive behind a hung call. These do
+not: an env owns one (`DaemonPool("env")`), the media store a few, and none of them outlives the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+
+class DaemonPool:
+    """``size`` daemon threads that take calls from one queue; with size 1, all calls run in order in one thread."""
+
+    def __init__(self, name: str, size: int = 1) -> None:
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._size = size
+        for index in range(size):
+            threading.Thread(target=self._work, name=f"vlmrl-{name}-{index}", daemon=True).start()
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._queue.put((future, function, args))
+        return future
+
+    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Await ``function(*args)``. Cancelling gives up the wait; a call that has begun goes on in its thread."""
+        return await asyncio.wrap_future(self.submit(function, *args))
+
+    def close(self) -> None:
+        """Let the threads end after what is queued already."""
+        for _ in range(self._size):
+            self._queue.put(None)
+
+    def _work(self) -> None:
+        while (call := self._queue.get()) is not None:
+            future, function, args = call
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:  # whatever a user's code raises belongs to the caller
+                future.set_exception(error)
+            del call, future, function, args  # an idle thread keeps nothing alive

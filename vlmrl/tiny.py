@@ -1,0 +1,280 @@
+"""Tiny real models, made on the spot: a Qwen3-VL or Qwen2.5-VL of about 1 million parameters, with random weights.
+
+    folder = build("/tmp/tiny", "qwen3_vl")                  # an ordinary Hugging Face model folder
+    processor = AutoProcessor.from_pretrained(folder)        # a real Qwen3VLProcessor
+    resolve("tiny:qwen3_vl", cache_dir="~/.cache/vlmrl")     # the same by name, built once
+
+Nothing is downloaded. The classes, the special tokens and the processors are those of the large models, so what runs and is
+tested with a tiny one is the code that runs with them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+
+PREFIX = "tiny:"
+TEMPLATE = Path(__file__).parent / "templates" / "chatml.jinja"
+HEAD_DIM = 32
+VOCAB_SIZE = 512  # of the model; as in the real ones, the last few ids belong to no token
+
+SPECIAL_TOKENS = (
+    "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> <|quad_start|> "
+    "<|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>"
+)
+PLAIN_TOKENS = "<tool_call> </tool_call> <tool_response> </tool_response> <think> </think>"
+"""Qwen's added tokens: the special ones, which decoding may skip, and those which are ordinary text of one id."""
+
+BARE = "system user assistant tool zoom answer name arguments What Which How The Answer Closer yes no red green blue yellow"
+SPACED = (
+    "red green blue yellow black white orange purple gray pink brown is the of in this that and to a you can at "
+    "color colour shape square circle triangle image picture box letter number many there left right top bottom not with "
+    "answer zoom call"
+)
+JOINTS = ('{"', '":', '",', '"}', "}}", '"}}', "]}}", "],", " [", ' {"', ' "', "</", "\n\n")
+WORDS = (*BARE.split(), *JOINTS, *(" " + word for word in SPACED.split()))
+"""What the tokenizer writes as one token each; all other text is written in pieces of these, or in bytes."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What tells one family from another: its classes, the patch side in pixels, and its own config fields."""
+
+    config: type[Any]
+    model: type[PreTrainedModel]
+    processor: type[ProcessorMixin]
+    video_processor: type[Any]
+    patch_size: int
+    text: dict[str, Any]
+    vision: dict[str, Any]
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen3_vl": Family(
+        config=Qwen3VLConfig,
+        model=Qwen3VLForConditionalGeneration,
+        processor=Qwen3VLProcessor,
+        video_processor=Qwen3VLVideoProcessor,
+        patch_size=16,
+        text={
+            "head_dim": HEAD_DIM,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [6, 5, 5],
+                "mrope_interleaved": True,
+            },
+        },
+        vision={"num_position_embeddings": 16 * 16, "deepstack_visual_indexes": [0]},
+    ),
+    "qwen2_5_vl": Family(
+        config=Qwen2_5_VLConfig,
+        model=Qwen2_5_VLForConditionalGeneration,
+        processor=Qwen2_5_VLProcessor,
+        video_processor=Qwen2VLVideoProcessor,
+        patch_size=14,
+        text={"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}},
+        vision={"window_size": 112, "fullatt_block_indexes": [1], "tokens_per_second": 2},
+    ),
+}
+
+
+def build(
+    folder: str | Path,
+    family: str = "qwen3_vl",
+    *,
+    seed: int = 0,
+    hidden_size: int = 128,
+    num_layers: int = 4,
+    vision_hidden_size: int = 64,
+    vision_depth: int = 3,
+    max_pixels: int = 256 * 256,
+) -> Path:
+    """Write a tiny model into ``folder`` and return it: config, weights, tokenizer, processor and chat template.
+
+    The same arguments give the same files. ``hidden_size`` is a multiple of 64, ``vision_hidden_size`` of 16. A picture keeps
+    its size, rounded to merged tokens (32 pixels, or 28 for qwen2_5_vl), up to ``max_pixels``; from there it is scaled down.
+
+    Raises:
+        ValueError: an unknown family, or a size that cannot be cut into heads.
+    """
+    facts = _family(family)
+    _check_multiple("hidden_size", hidden_size, 2 * HEAD_DIM)
+    _check_multiple("vision_hidden_size", vision_hidden_size, 16)
+    target = Path(folder).expanduser()
+    target.mkdir(parents=True, exist_ok=True)
+    words = tokenizer()
+    config = _config(facts, words, hidden_size, num_layers, vision_hidden_size, vision_depth)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
+        _model(facts, config, words, seed).save_pretrained(scratch)
+        _processor(facts, words, max_pixels).save_pretrained(scratch)
+        files = sorted(Path(scratch).iterdir(), key=lambda file: (file.name == "config.json", file.name))
+        for file in files:  # config.json comes last: a folder that has it is complete
+            os.replace(file, target / file.name)
+    return target
+
+
+def resolve(path: str, cache_dir: str | Path) -> str:
+    """The folder of ``tiny:qwen3_vl`` or ``tiny:qwen2_5_vl``, built in ``cache_dir`` if it is not there; else ``path`` itself.
+
+    The folder's name holds a hash of what the model is made from, so that a changed recipe is never served from the cache.
+    """
+    if not path.startswith(PREFIX):
+        return path
+    family = path.removeprefix(PREFIX)
+    _family(family)
+    recipe = Path(__file__).read_bytes() + TEMPLATE.read_bytes() + transformers.__version__.encode()
+    folder = Path(cache_dir).expanduser() / f"tiny-{family}-{hashlib.sha256(recipe).hexdigest()[:8]}"
+    return str(folder if (folder / "config.json").exists() else build(folder, family))
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of about 500 tokens with Qwen's special tokens; decoding gives back any text.
+
+    ``tokenizer().encode('{"name": "zoom"')`` has six ids: each of :data:`WORDS` is one token.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = _merges([_in_byte_letters(word) for word in WORDS])
+    vocab = {token: index for index, token in enumerate([*alphabet, *("".join(pair) for pair in merges)])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS.split()])
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in PLAIN_TOKENS.split()])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+        model_max_length=32768,
+        chat_template=TEMPLATE.read_text(),
+    )
+
+
+def _merges(words: list[str]) -> list[tuple[str, str]]:
+    """BPE merges, by rank, that make each word one token: each word's leftover pieces are joined from the left.
+
+    ``["ab", "cab"]`` gives ``[("a", "b"), ("c", "ab")]``. Merges ranked later never undo a word that came before.
+    """
+    ranks: dict[tuple[str, str], int] = {}
+    for word in words:
+        pieces = list(word)
+        while len(pieces) > 1:
+            known = [pair for pair in pairwise(pieces) if pair in ranks]
+            pair = min(known, key=ranks.__getitem__) if known else (pieces[0], pieces[1])
+            ranks.setdefault(pair, len(ranks))
+            pieces = _join(pieces, pair)
+    return list(ranks)
+
+
+def _join(pieces: list[str], pair: tuple[str, str]) -> list[str]:
+    joined: list[str] = []
+    for piece in pieces:
+        if joined and (joined[-1], piece) == pair:
+            joined[-1] += piece
+        else:
+            joined.append(piece)
+    return joined
+
+
+def _in_byte_letters(text: str) -> str:
+    """The text in byte-level BPE's alphabet of visible letters, ``" red"`` as ``"Ġred"``."""
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return "".join(piece for piece, _ in whole.pre_tokenize_str(text))
+
+
+def _config(
+    facts: Family, words: PreTrainedTokenizerFast, hidden: int, layers: int, vision_hidden: int, vision_depth: int
+) -> Any:
+    ids = words.get_vocab()
+    text = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // HEAD_DIM,
+        "num_key_value_heads": hidden // HEAD_DIM // 2,
+        "max_position_embeddings": 32768,
+        "bos_token_id": None,
+        "eos_token_id": words.eos_token_id,
+        "tie_word_embeddings": True,
+    }
+    vision = {
+        "depth": vision_depth,
+        "hidden_size": vision_hidden,
+        "intermediate_size": 4 * vision_hidden,
+        "num_heads": 4,
+        "out_hidden_size": hidden,
+        "patch_size": facts.patch_size,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+    }
+    return facts.config(
+        text_config=text | facts.text,
+        vision_config=vision | facts.vision,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=True,
+    )
+
+
+def _model(facts: Family, config: Any, words: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = facts.model(config)
+    model.generation_config.eos_token_id = [words.eos_token_id, words.pad_token_id]
+    model.generation_config.pad_token_id = words.pad_token_id
+    return model
+
+
+def _processor(facts: Family, words: PreTrainedTokenizerFast, max_pixels: int) -> ProcessorMixin:
+    sizes: dict[str, Any] = {
+        "patch_size": facts.patch_size,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "size": {"shortest_edge": (2 * facts.patch_size) ** 2, "longest_edge": max_pixels},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    return facts.processor(
+        image_processor=Qwen2VLImageProcessor(**sizes),
+        tokenizer=words,
+        video_processor=facts.video_processor(**sizes),
+        chat_template=words.chat_template,
+    )
+
+
+def _family(name: str) -> Family:
+    if name not in FAMILIES:
+        raise ValueError(f"tiny model family must be one of {', '.join(FAMILIES)}, got {name!r}")
+    return FAMILIES[name]
+
+
+def _check_multiple(name: str, value: int, of: int) -> None:
+    if value < of or value % of:
+        raise ValueError(f"{name} must be a positive multiple of {of}, got {value}")

@@ -1,0 +1,40 @@
+"""Float32 masters for a model that computes in bfloat16: the optimizer sees only these."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class MasterWeights:
+    """Float32 copies of a model's trainable parameters, and of their gradients over all micro-batches.
+
+    A gradient is added to its master's, in float32, as soon as backward has made it. Where the model is float32 already, the
+    parameters are their own masters. :meth:`publish` writes the masters into the model after an optimizer step.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self.parameters: list[nn.Parameter] = []
+        for parameter in module.parameters():
+            if not parameter.requires_grad:
+                continue
+            if parameter.dtype == torch.float32:
+                self.parameters.append(parameter)
+                continue
+            master = nn.Parameter(parameter.detach().float())
+            self._pairs.append((parameter, master))
+            self.parameters.append(master)
+            parameter.register_post_accumulate_grad_hook(lambda p, master=master: _move_gradient(p, master))
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        for parameter, master in self._pairs:
+            parameter.copy_(master)
+
+
+def _move_gradient(parameter: torch.Tensor, master: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    gradient = parameter.grad.float()
+    master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+    parameter.grad = None

@@ -1,0 +1,218 @@
+"""The nouns of vlmrl, one for each stage of the way data goes.
+
+    dataset row -> Task -> (turn loop) -> Trajectory of Turns -> Sample -> Batch
+
+Every module passes these on and nothing else. They hold data; the verbs live in the modules that make them.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from PIL import Image
+
+Message = dict[str, Any]
+"""A chat message in the plain Hugging Face form: ``{"role": "user", "content": "hi"}``, or with a list of parts as its
+content: ``[{"type": "image", "image": pil}, {"type": "text", "text": "What is it?"}]``."""
+
+ImageSource = Any
+"""Anything a picture can be loaded from: a PIL image, encoded bytes, a path, a URL, a data URI, or the Hugging Face
+``datasets`` form ``{"bytes": ..., "path": ...}``."""
+
+Ending = Literal["env_done", "max_turns", "max_tokens", "length", "aborted", "error"]
+"""Why a trajectory ended: the env said so; the turn limit; the token budget of the whole trajectory; a reply hit its own
+limit; it was stopped from outside; an env or engine error that retries did not mend."""
+
+TRUNCATED: frozenset[str] = frozenset({"max_tokens", "length"})
+"""The endings that cut an episode short of what the env would have made of it."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One dataset row, ready to be played: ``Task("train/3", [{"role": "user", "content": "2+2?"}], answer="4")``.
+
+    ``prompt`` holds its pictures inside the messages; ``images`` names the same sources again, in order. ``data`` has every
+    column that was not mapped. ``seed`` is the same for all members of a group.
+    """
+
+    id: str
+    prompt: list[Message]
+    images: list[ImageSource] = field(default_factory=list)
+    answer: Any = None
+    data: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
+    seed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class MediaItem:
+    """One distinct picture, processed once: its content hash, its pixels at the model's size, its tensors.
+
+    ``mm_inputs`` are the processor's outputs under the model's own keyword names, for this picture alone, for example
+    ``pixel_values`` ``[patches, channels * temporal * patch * patch]`` and ``image_grid_thw`` ``[1, 3]``. ``num_tokens`` is how
+    many placeholder tokens the picture takes in an expanded prompt.
+    """
+
+    id: str
+    image: Image.Image
+    mm_inputs: dict[str, torch.Tensor]
+    num_tokens: int
+
+    @cached_property
+    def data_uri(self) -> str:
+        """The picture as a PNG data URI, made once: what goes over the wire to an inference server."""
+        buffer = io.BytesIO()
+        self.image.save(buffer, format="PNG", compress_level=1)
+        return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine sampled: ``Completion([101, 7], [-0.1, -2.3], "stop", [4, 4], prompt_tokens=212)``.
+
+    ``logprobs`` are natural logs after temperature and the ban, before top-p and top-k. ``stop_reason`` is ``stop`` (an
+    end-of-turn id, which is then the last of ``token_ids``, or a stop string), ``length`` or ``abort``.
+    ``prompt_tokens`` counts the prompt as the engine saw it, pictures expanded.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    stop_reason: Literal["stop", "length", "abort"]
+    policy_versions: list[int]
+    prompt_tokens: int
+
+
+@dataclass
+class Turn:
+    """One model reply and the environment's answer to it.
+
+    ``prompt_ids`` are only the tokens that are new before this reply: the whole prompt at the first turn, afterwards what
+    closes the last reply and renders the observation. They are expanded: one placeholder per visual token.
+    ``media`` are the pictures of ``prompt_ids``, in order. ``reward`` stays ``None`` until somebody gives one.
+    """
+
+    prompt_ids: list[int]
+    media: list[MediaItem]
+    response_ids: list[int]
+    logprobs: list[float]
+    policy_versions: list[int]
+    stop_reason: str
+    text: str
+    messages: list[Message] = field(default_factory=list)
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    engine_seconds: float = 0.0
+    env_seconds: float = 0.0
+
+
+@dataclass
+class Trajectory:
+    """All turns of one episode of one task, with its ending.
+
+    ``final_reward`` is what ``Env.finish`` returned. ``error`` says what happened where the ending is ``error``.
+    """
+
+    id: str
+    group_id: str
+    task: Task
+    turns: list[Turn] = field(default_factory=list)
+    ending: Ending | None = None
+    final_reward: float | None = None
+    error: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def turn_rewards(self) -> list[float | None]:
+        return [turn.reward for turn in self.turns]
+
+    @property
+    def reward(self) -> float | None:
+        """The sum of the turns' rewards and the final one; ``None`` where nobody gave any."""
+        given = [r for r in (*self.turn_rewards, self.final_reward) if r is not None]
+        return float(sum(given)) if given else None
+
+    @property
+    def failed(self) -> bool:
+        return self.ending in ("error", "aborted")
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(turn.prompt_ids) + len(turn.response_ids) for turn in self.turns)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(turn.response_ids) for turn in self.turns)
+
+
+@dataclass
+class Sample:
+    """One trainable row. The lists beside ``response_ids`` have its length.
+
+    A reply ``[5, 6]``, an observation ``[7]`` and a reply ``[8]`` after the prompt ``[1, 2]``, with reward 1::
+
+        Sample(prompt_token_ids=[1, 2], response_ids=[5, 6, 7, 8], loss_mask=[1, 1, 0, 1],
+               rollout_logprobs=[-.1, -.2, 0., -.3], rewards=[0., 0., 0., 1.], policy_versions=[3, 3, 3, 3], ...)
+
+    ``media`` are the row's pictures in token order, by reference: nothing is copied until a micro-batch is built.
+    ``advantage`` is ``None`` until the group's baseline is known.
+    """
+
+    prompt_token_ids: list[int]
+    response_ids: list[int]
+    loss_mask: list[int]
+    rollout_logprobs: list[float]
+    rewards: list[float]
+    policy_versions: list[int]
+    group_id: str
+    trajectory_id: str
+    is_last_step: bool
+    stop_reason: str
+    media: list[MediaItem] = field(default_factory=list)
+    advantage: float | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.prompt_token_ids + self.response_ids
+
+    @property
+    def image_ids(self) -> list[str]:
+        """The content hashes of the row's pictures, in token order."""
+        return [item.id for item in self.media]
+
+    @property
+    def reward(self) -> float:
+        return float(sum(self.rewards))
+
+    def __len__(self) -> int:
+        return len(self.prompt_token_ids) + len(self.response_ids)
+
+
+@dataclass
+class Batch:
+    """One micro-batch: rows padded on the right to one length, and each distinct picture's tensors once.
+
+    ``token_ids`` is ``[rows, length]``, ``position_ids`` ``[3, rows, length]`` (temporal, height, width). ``targets``
+    ``[rows, length]`` marks the tokens whose logprobs a loss needs. ``mm_inputs`` are merged over the distinct pictures;
+    ``image_order`` says, for each picture occurrence in row order, which of the distinct ones it is.
+    """
+
+    token_ids: torch.Tensor
+    position_ids: torch.Tensor
+    targets: torch.Tensor
+    mm_inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    image_order: Sequence[int] = ()
+
+    def to(self, device: torch.device | str) -> Batch:
+        return Batch(
+            self.token_ids.to(device),
+            self.position_ids.to(device),
+            self.targets.to(device),
+            {key: value.to(device) for key, value in self.mm_inputs.items()},
+            self.image_order,
+        )
