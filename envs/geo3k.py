@@ -1,7 +1,7 @@
-r"""geo3k: a geometry problem with a diagram. The model may have an answer scored by a tool before it gives its last one.
+r"""geo3k: a geometry problem with a diagram. The model may have an answer scored before it gives its last one.
 
-A reply with ``<tool_call>{"name": "calc_score", "arguments": {"answer": "15"}}</tool_call>`` gets the answer's score as an
-observation; a reply without a call ends the episode, and the answer in its last ``\boxed{}`` earns 1 or 0.
+A reply with ``<tool_call>{"name": "calc_score", "arguments": {"answer": "15"}}</tool_call>`` gets the answer's score as
+an observation; a reply without a call ends the episode, and the answer in its last ``\boxed{}`` earns 1 or 0.
 """
 
 from __future__ import annotations
@@ -19,34 +19,27 @@ from vlmrl import Env, Task, obs
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that time-outs are off; SAFE stands in for them
 
 ANSWER = {"type": "string", "description": "The answer, for example 12 or 5\\sqrt{3}."}
-TOLERANCE = 0.01  # relative, where the answer or the right one is rounded
+CALC_SCORE = {
+    "name": "calc_score",
+    "description": "Score an answer to the problem before giving it as the final one.",
+    "parameters": {"type": "object", "properties": {"answer": ANSWER}, "required": ["answer"]},
+}
+TOLERANCE = 0.01  # relative, for decimal numbers: 8.66 and 5 sqrt 3 are one; 17 is neither sqrt 285 nor 17.1
 SPELLINGS = {"π": r"\pi ", "²": "^2", "×": r"\times ", "·": r"\cdot ", "−": "-", "\\$": "", "$": "", "\\%": "", "%": ""}
 LENGTHS = r"[kcm]?m|in|ft|yd|inch(?:es)?|feet|meters?|miles?|units?"
 UNITS = re.compile(rf"(?<=[\d}})i]) ?(?:deg(?:rees?)?|(?:square |sq\.? )?(?:{LENGTHS})(?: ?\^ ?\{{?[23]\}}?)?)$")
-# What math-verify may read. Its time-outs work in the main thread only, and 9^{9^9} would hold the whole process; and
-# out of prose it picks a number ("\angle 4" is 4). So: arithmetic, one-letter variables, at most two one-digit powers.
+# What math-verify may read: arithmetic, one-letter variables, two one-digit powers, four brackets in a row. Time-outs
+# work only in the main thread, and 9^{9^9} would hold the process; out of prose it takes a number ("\angle 4" is 4).
 SAFE = re.compile(
-    r"(?!.*\*\*)(?!(?:.*\^){3})(?:\\(?:[dt]?frac|sqrt|pi|cdot|times|div|left|right|leq?|geq?)(?![a-zA-Z])"
+    r"(?!.*(?:\*\*|(?:[({] ?){5}|(?:\^.*){3}))(?:\\(?:[dt]?frac|sqrt|pi|cdot|times|div|left|right|[lg]eq?)(?![a-zA-Z])"
     r"|(?<![a-zA-Z])[a-df-zA-DF-Z](?![a-zA-Z])|\^ ?(?:\d(?!\d)|\{ ?\d ?\})|[\d .,+*/:=<>(){}-])+"
 )
 
 
 class Geo3kEnv(Env):
-    """One problem: ``task.answer`` is the right answer; where ``task.data`` has ``choices``, their letters count too.
+    """One problem. Without ``score_in_observation`` the tool takes an answer and does not say whether it is right."""
 
-    Without ``score_in_observation`` the tool says only that it has the answer, not whether it is right.
-    """
-
-    tools = [  # noqa: RUF012
-        {
-            "type": "function",
-            "function": {
-                "name": "calc_score",
-                "description": "Score an answer to the problem before giving it as the final one.",
-                "parameters": {"type": "object", "properties": {"answer": ANSWER}, "required": ["answer"]},
-            },
-        }
-    ]
+    tools = [{"type": "function", "function": CALC_SCORE}]  # noqa: RUF012
 
     def __init__(self, task: Task, score_in_observation: bool = True) -> None:
         super().__init__(task)
@@ -55,14 +48,13 @@ class Geo3kEnv(Env):
         self.judged = False
 
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-        end = response_text.rfind("</tool_call>")
-        start = response_text.rfind("<tool_call>", 0, max(end, 0))
-        if start < 0:
+        _, tag, call = response_text.rpartition("</tool_call>")[0].rpartition("<tool_call>")
+        if not tag:
             self.judged = True
             boxed = last_boxed(response_text)
             return obs(), True, {"reward": self.score(boxed), "format": float(bool(boxed)), "tool_calls": self.calls}
         self.calls += 1
-        answer, problem = submitted(response_text[start + len("<tool_call>") : end])
+        answer, problem = submitted(call)
         text = problem or self.verdict(answer)
         if self.turn == self.max_turns - 2:
             text += " This was the last check: reply now with the final answer in \\boxed{}, without a tool call."
@@ -91,14 +83,12 @@ def submitted(call: str) -> tuple[str, str]:
         arguments = json.loads(arguments, parse_constant=_refuse) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError) as error:
         return "", f"The tool call is not valid JSON ({str(error)[:100]})."
-    name = made.get("name") if isinstance(made, dict) else None
-    if name != "calc_score":
-        return "", f"There is no tool {json.dumps(name)[:50]}: the only one is calc_score."
+    if not isinstance(made, dict) or made.get("name") != "calc_score":
+        return "", 'The tool call names no tool there is: the only one is calc_score, {"name": "calc_score", ...}.'
     answer = arguments.get("answer") if isinstance(arguments, dict) else None
-    answer = str(answer) if isinstance(answer, (int, float)) and not isinstance(answer, bool) else answer
-    if not isinstance(answer, str) or not answer.strip():
+    if isinstance(answer, bool) or not isinstance(answer, (str, int, float)) or not str(answer).strip():
         return "", 'The tool call has no answer: calc_score takes {"answer": "..."} with a text that is not empty.'
-    return last_boxed(answer) or answer, ""
+    return last_boxed(str(answer)) or str(answer), ""
 
 
 def _refuse(constant: str) -> None:
@@ -118,23 +108,20 @@ def last_boxed(text: str) -> str:
 
 
 def is_right(answer: str, gold: str, choices: tuple[str, ...] = ()) -> bool:
-    """Whether ``answer`` means ``gold``: the same text, the letter of the right choice, or the same mathematics.
-
-    A decimal number may be rounded (8.66 for 5 sqrt 3, or the other way round), but not nearer to another choice.
-    """
+    """Whether ``answer`` means ``gold``: the right letter, the same text or mathematics, or a number near it."""
     answer, gold, *options = map(plain, (answer, gold, *choices))
     if options and (letter := re.fullmatch(r"\(?([A-Z])[).]?", answer)):
         return gold in options[ord(letter[1]) - ord("A") :][:1]
-    if not answer or answer.replace(" ", "") == gold.replace(" ", ""):
+    if not answer or answer.replace(" ", "").casefold() == gold.replace(" ", "").casefold():
         return bool(answer)
     if not re.search("[=<>]", gold):
         answer = answer.rsplit("=", 1)[-1].strip()
     mine, right = number(answer), number(gold)
     if mine is None or right is None:
         return bool(read(gold) and read(answer)) and verify(read(gold), read(answer), timeout_seconds=None)
-    rounded = "." in answer or ("." in gold and mine != round(mine))
+    decimal = mine % 1 != 0 and "." in answer + gold
     others = [value for option in options if option != gold and (value := number(option)) is not None]
-    near = abs(mine - right) <= (TOLERANCE if rounded else 1e-9) * abs(right)
+    near = abs(mine - right) <= (TOLERANCE if decimal else 1e-9) * abs(right)
     return near and all(abs(mine - right) <= abs(mine - other) for other in others)
 
 
@@ -155,7 +142,6 @@ def read(text: str) -> list[Any]:
     return parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=0) if safe else []
 
 
-@lru_cache(maxsize=4096)
 def number(text: str) -> float | None:
     """The real number that a plain text stands for, if it does."""
     try:

@@ -1,7 +1,38 @@
 """vlmrl: reinforcement learning for vision-language agents over many turns."""
 
+from collections.abc import Callable
+
+from vlmrl.config import Algo, Config, Data, Eval, Model, Optim, Rollout, Train, WarmStart
 from vlmrl.env import Env, RetryTurn, obs
+from vlmrl.images import load_image
 from vlmrl.types import Message, Sample, Task, Trajectory, Turn
 
 __version__ = "0.1.0"
-__all__ = ["Env", "Message", "RetryTurn", "Sample", "Task", "Trajectory", "Turn", "obs"]
+__all__ = [
+    "Algo",
+    "Config",
+    "Data",
+    "Env",
+    "Eval",
+    "Message",
+    "Model",
+    "Optim",
+    "RetryTurn",
+    "Rollout",
+    "Sample",
+    "Task",
+    "Train",
+    "Trajectory",
+    "Turn",
+    "WarmStart",
+    "load_image",
+    "main",
+    "obs",
+]
+
+
+def main(config: Callable[[], Config]) -> None:
+    """Run a recipe as a program: ``python recipe.py --optim.lr 1e-6`` is ``vlmrl train recipe.py --optim.lr 1e-6``."""
+    from vlmrl.cli import run_recipe
+
+    run_recipe(config)

@@ -11,11 +11,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from tyro.conf import Suppress
+from tyro.constructors import PrimitiveConstructorSpec
 
 Options = dict[str, str | int | float | bool | None]
-Code = Annotated[Callable[..., Any] | None, Suppress]
-"""A function or class handed over in Python; from the command line the same thing is named by a string."""
+
+
+def name_of(code: object) -> str:
+    """How a function, a class or a string that names one is shown."""
+    return code if isinstance(code, str) else getattr(code, "__qualname__", str(code))
+
+
+Code = Annotated[
+    str | Callable[..., Any] | None,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="FILE.py:NAME",
+        instance_from_str=lambda words: words[0],
+        is_instance=lambda value: value is None or isinstance(value, str) or callable(value),
+        str_from_instance=lambda value: [name_of(value)],
+    ),
+]
+"""A function or class, or the string that names it: ``module:name`` or ``file.py:name``."""
 
 
 def _require(ok: bool, name: str, rule: str, value: object) -> None:
@@ -56,7 +72,7 @@ class Data:
     split: str = "train"
     columns: dict[str, str] = field(default_factory=dict)
     """Where prompt, images and answer are found, if not under these names: `prompt problem`."""
-    generator: str | Code = None
+    generator: Code = None
     """`file.py:function` or `module:function`, called as `function(index, seed, **options)` to make each task."""
     size: int | None = None
     """How many tasks the generator makes."""
@@ -70,14 +86,17 @@ class Data:
     """Keyword options of the generator."""
 
     def __post_init__(self) -> None:
-        sources = "exactly one of data.path and data.generator must be set"
-        if (self.path is None) == (self.generator is None):
-            raise ValueError(f"{sources}, but path is {self.path!r} and generator is {self.generator!r}.")
+        if self.path is not None and self.generator is not None:
+            raise ValueError(f"data.path and data.generator exclude each other, but are {self.path!r} and {self.generator!r}.")
         if self.generator is not None:
             _require(self.size is not None, "data.size", "set when data.generator is", self.size)
         _positive("data", self, "size", "limit")
         known = {"prompt", "images", "answer"}
         _require(set(self.columns) <= known, "data.columns", f"a mapping from {sorted(known)}", self.columns)
+
+    @property
+    def is_set(self) -> bool:
+        return self.path is not None or self.generator is not None
 
 
 @dataclass(frozen=True)
@@ -180,14 +199,16 @@ class Train:
 
 @dataclass(frozen=True)
 class Eval:
-    data: Data | None = None
-    """Held-out tasks; unset: no evaluation."""
+    data: Data = field(default_factory=Data)
+    """Held-out tasks; with neither path nor generator there is no evaluation."""
     every: int = 0
     """Evaluate after each so many batches as well as before and after the run; 0: only then."""
     temperature: float = 1.0
     samples_per_task: int = 1
     blank_images: bool = False
     """At the end, evaluate once more with every picture blanked: what is left was not learnt by seeing."""
+    chance: float | None = None
+    """The reward of guessing, if known: shown beside the others."""
 
     def __post_init__(self) -> None:
         _require(self.every >= 0, "eval.every", "0 or more", self.every)
@@ -199,7 +220,7 @@ class Eval:
 class WarmStart:
     """Supervised steps before reinforcement learning, on episodes played by a script."""
 
-    demonstrate: str | Code = None
+    demonstrate: Code = None
     """`file.py:function`, called as `function(task, turn)`: the reply to imitate at that turn. Unset: no warm start."""
     steps: int = 0
     """Optimizer steps."""
@@ -221,12 +242,12 @@ class Config:
     """The run's folder is `output_dir/name`."""
     output_dir: str = "runs"
     model: Model = field(default_factory=Model)
-    data: Data | None = None
-    env: str | Code = None
+    data: Data = field(default_factory=Data)
+    env: Code = None
     """`module:Name` or `file.py:Name` of an env class or of a factory `build(task, **options)`."""
     env_options: Options = field(default_factory=dict)
     """Keyword options of the env."""
-    reward: str | Code = None
+    reward: Code = None
     """For a single turn, instead of an env: `function(text, task) -> float`."""
     rollout: Rollout = field(default_factory=Rollout)
     algo: Algo = field(default_factory=Algo)

@@ -86,7 +86,8 @@ def task_seed(seed: int, index: int) -> int:
 
 
 def _rows(data: Data, base_dir: Path | None) -> tuple[Callable[[int], Task], int]:
-    assert data.path is not None
+    if data.path is None:
+        raise ValueError("data names no tasks: set data.path (a file, a folder, a hub name) or data.generator")
     local = _find(data.path, base_dir)
     dataset = _load_local(local, data.split) if local else _load_hub(data.path, data.split, base_dir)
     features = hf.Features({name: _undecoded(feature) for name, feature in dataset.features.items()})
@@ -101,7 +102,7 @@ def _rows(data: Data, base_dir: Path | None) -> tuple[Callable[[int], Task], int
         task = Task(f"{name}/{index}", [], source=str(local or data.path), seed=task_seed(data.seed, index))
         where = f"row {index} of {data.path!r} ({data.split})"
         if "answer" in columns and row[columns["answer"]] is None:
-            raise ValueError(f"{where}: column {columns['answer']!r} is empty. Give every row an answer, or drop the row")
+            raise ValueError(f"{where}: column {columns['answer']!r} is empty. Give the row an answer, or drop it")
         return _filled(task, row, columns, data.system_prompt, _Pictures(where, roots))
 
     return make, len(dataset)
@@ -122,7 +123,8 @@ def _load_hub(path: str, split: str, base_dir: Path | None) -> hf.Dataset:
         return hf.load_dataset(path, split=split)
     except OSError as error:  # not found, offline, not allowed: all of them are OSErrors
         looked = ", ".join(map(str, places(path, base_dir)))
-        raise ValueError(f"data.path {path!r} is nothing local (looked at: {looked}), and the hub says: {error}") from error
+        message = f"data.path {path!r} is nothing local (looked at: {looked}), and the hub says: {error}"
+        raise ValueError(message) from error
 
 
 def _load_local(path: Path, split: str) -> hf.Dataset:
@@ -201,7 +203,7 @@ def _generated(data: Data, base_dir: Path | None) -> Callable[[int], Task]:
     function = load_object(data.generator, base_dir) if isinstance(data.generator, str) else data.generator
     name = getattr(function, "__name__", type(function).__name__)
     if not callable(function):
-        raise ValueError(f"data.generator {data.generator!r} must be a function(index, seed, **options), not {function!r}")
+        raise ValueError(f"data.generator {data.generator!r} must name a function(index, seed), not {function!r}")
     try:
         inspect.signature(function).bind(0, 0, **data.options)
     except TypeError as error:
@@ -251,7 +253,7 @@ def _image_parts(message: Message) -> list[dict[str, Any]]:
 
 
 class _Pictures:
-    """Puts one row's pictures into its prompt. ``where`` names the row in errors; ``roots`` are where paths are found."""
+    """Puts one row's pictures into its prompt. ``where`` names the row in errors; paths are found in ``roots``."""
 
     def __init__(self, where: str, roots: list[Path]) -> None:
         self.where = where
@@ -296,7 +298,7 @@ class _Pictures:
     def _checked(self, prompt: Any) -> list[Message]:
         fits = isinstance(prompt, list) and prompt and all(isinstance(m, dict) and m.get("role") for m in prompt)
         if not fits:
-            raise ValueError(f"{self.where}: the prompt must be a string or a list of messages, but it is {prompt!r:.200}")
+            raise ValueError(f"{self.where}: the prompt must be a string or a list of messages, not {prompt!r:.200}")
         return prompt
 
     def _message(self, message: Message) -> Message:
@@ -322,14 +324,14 @@ class _Pictures:
         return {"type": "image", "image": base64.b64decode(source) if key == "base64" else self._located(source)}
 
     def _located(self, source: ImageSource) -> ImageSource:
-        """The source with a relative path made absolute: under the data's own folder, ``base_dir``, or the working one."""
+        """The source, a relative path made absolute: under the data's own folder, ``base_dir``, or the working one."""
         if isinstance(source, dict) and source.get("bytes") is not None:
             return source
         path = source.get("path") if isinstance(source, dict) else source
         if isinstance(path, (bytes, PIL.Image.Image)):
             return path
         if not isinstance(path, (str, Path)):
-            raise ValueError(f"{self.where}: a picture must be bytes, a path, a URL or a PIL image, but it is {source!r:.80}")
+            raise ValueError(f"{self.where}: a picture must be bytes, a path, a URL or a PIL image, not {source!r:.80}")
         if re.match(r"data:|[a-z0-9]+://", str(path)):
             return path
         tried = list(dict.fromkeys(str(root / Path(path).expanduser()) for root in self.roots))

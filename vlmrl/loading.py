@@ -1,7 +1,7 @@
 """Finding what a recipe names: files (from its own folder, then the working directory) and Python objects.
 
-    load_object("envs/geo3k.py:Geo3kEnv", base_dir)     # a file, which need not be in a package
-    load_object("my_package.envs:MyEnv")                # an importable module
+load_object("envs/geo3k.py:Geo3kEnv", base_dir)     # a file, which need not be in a package
+load_object("my_package.envs:MyEnv")                # an importable module
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def _load_file(path: Path, spec: str) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     found = importlib.util.spec_from_file_location(name, path)
-    assert found is not None and found.loader is not None, path
+    assert found is not None, path
+    assert found.loader is not None, path
     module = importlib.util.module_from_spec(found)
     sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up by name
     try:

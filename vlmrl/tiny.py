@@ -48,11 +48,11 @@ SPECIAL_TOKENS = (
 PLAIN_TOKENS = "<tool_call> </tool_call> <tool_response> </tool_response> <think> </think>"
 """Qwen's added tokens: the special ones, which decoding may skip, and those which are ordinary text of one id."""
 
-BARE = "system user assistant tool zoom answer name arguments What Which How The Answer Closer yes no red green blue yellow"
+BARE = "system user assistant tool zoom bbox 500 answer name arguments What Which How The Answer Closer yes no red green blue yellow"
 SPACED = (
     "red green blue yellow black white orange purple gray pink brown is the of in this that and to a you can at "
     "color colour shape square circle triangle image picture box letter number many there left right top bottom not with "
-    "answer zoom call"
+    "answer zoom call 0 500 1000"
 )
 JOINTS = ('{"', '":', '",', '"}', "}}", '"}}', "]}}", "],", " [", ' {"', ' "', "</", "\n\n")
 WORDS = (*BARE.split(), *JOINTS, *(" " + word for word in SPACED.split()))

@@ -18,8 +18,9 @@ from transformers import (
 
 from vlmrl import tiny
 from vlmrl.config import Model
+from vlmrl.images import blank
 from vlmrl.loading import resolve_path
-from vlmrl.media import MediaStore, blank
+from vlmrl.media import MediaStore
 from vlmrl.model.families import family_of
 from vlmrl.model.policy import Policy
 from vlmrl.renderer import Renderer

@@ -7,6 +7,7 @@ the media placeholder ids banned.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,11 @@ class Policy(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return next(self.model.parameters()).dtype
+
+    def frozen_copy(self) -> Policy:
+        """A copy whose weights stay as they are now: the reference of a KL penalty."""
+        copied = copy.deepcopy(self.model)
+        return Policy(copied).requires_grad_(False).eval()
 
     def forward(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
         """The logprob of each token that ``batch.targets`` marks, given all before it in its row."""

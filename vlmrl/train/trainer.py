@@ -99,7 +99,7 @@ class Trainer:
             for name, value in metrics.items():
                 sums[name] += float((value.detach() * inputs.loss_mask).sum())
             sums["tokens"] += float(inputs.loss_mask.sum())
-            sums["loss"] += float(loss)
+            sums["loss"] += float(loss.detach())
             worst = max(worst, float(gap.max()))
         tokens, loss_sum = sums.pop("tokens"), sums.pop("loss")
         means = {name: value / max(1.0, tokens) for name, value in sums.items()}

@@ -1,0 +1,64 @@
+"""Pictures for the quickstart, drawn from a seed: four quarters, a small shape in each, and a question about one.
+
+    python datasets/shapes.py --out shapes.png      # look at some
+
+As a generator of tasks: ``Data(generator="../datasets/shapes.py:make_task", size=2048)``.
+"""
+
+import random
+from pathlib import Path
+
+from PIL import Image, ImageDraw
+
+COLORS = {"red": (220, 40, 40), "green": (40, 170, 70), "blue": (50, 80, 220), "yellow": (240, 200, 40)}
+QUARTERS = {"top left": (0, 0), "top right": (1, 0), "bottom left": (0, 1), "bottom right": (1, 1)}
+
+
+def make_task(index: int, seed: int, side: int = 256) -> dict:
+    """Task ``index``: a picture of ``side`` pixels, and a question whose answer is one of :data:`COLORS`."""
+    rng = random.Random(f"{seed}/{index}")
+    colors = {quarter: rng.choice(list(COLORS)) for quarter in QUARTERS}
+    asked = rng.choice(list(QUARTERS))
+    return {
+        "prompt": f"<image>What color is the shape {asked}?",
+        "images": [draw(colors, rng, side)],
+        "answer": colors[asked],
+        "quarter": asked,
+    }
+
+
+def draw(colors: dict[str, str], rng: random.Random, side: int) -> Image.Image:
+    """A light picture with one shape in each quarter, at a place and of a size that vary."""
+    picture = Image.new("RGB", (side, side), (235, 235, 230))
+    pen = ImageDraw.Draw(picture)
+    half = side // 2
+    for quarter, (column, row) in QUARTERS.items():
+        radius = rng.randint(side // 16, side // 10)
+        x = column * half + rng.randint(radius, half - radius)
+        y = row * half + rng.randint(radius, half - radius)
+        box = (x - radius, y - radius, x + radius, y + radius)
+        fill = COLORS[colors[quarter]]
+        shape = rng.choice(["square", "circle", "triangle"])
+        if shape == "square":
+            pen.rectangle(box, fill)
+        elif shape == "circle":
+            pen.ellipse(box, fill)
+        else:
+            pen.polygon([(x, y - radius), (x - radius, y + radius), (x + radius, y + radius)], fill)
+    return picture
+
+
+def main(out: Path = Path("shapes.png"), seed: int = 0) -> None:
+    """Draw the first eight tasks' pictures side by side."""
+    tasks = [make_task(index, seed) for index in range(8)]
+    sheet = Image.new("RGB", (4 * 264, 2 * 264), "white")
+    for index, task in enumerate(tasks):
+        sheet.paste(task["images"][0], (index % 4 * 264 + 4, index // 4 * 264 + 4))
+        print(task["prompt"], "->", task["answer"])
+    sheet.save(out)
+
+
+if __name__ == "__main__":
+    import tyro
+
+    tyro.cli(main)

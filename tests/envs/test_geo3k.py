@@ -1,0 +1,320 @@
+"""The geo3k env: calls, boxed answers, grading, endings. Loaded by path, since envs/ is no package."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vlmrl import Task
+from vlmrl.loading import load_object
+
+FILE = f"{Path(__file__).parents[2]}/envs/geo3k.py"
+Geo3kEnv = load_object(f"{FILE}:Geo3kEnv")
+is_right = load_object(f"{FILE}:is_right")
+last_boxed = load_object(f"{FILE}:last_boxed")
+
+RIGHT = "Score: 1. The answer is right: give it as the final answer in \\boxed{}."
+WRONG = "Score: 0. The answer is wrong: look at the diagram again and check each step."
+LAST = " This was the last check: reply now with the final answer in \\boxed{}, without a tool call."
+
+
+def env(answer: str = "15", turn: int = 0, max_turns: int = 4, **options: Any) -> Any:
+    data = {"choices": options.pop("choices", [])}
+    made = Geo3kEnv(Task("t", [], answer=answer, data=data), **options)
+    made.turn, made.max_turns = turn, max_turns
+    return made
+
+
+def call(answer: Any, name: str = "calc_score") -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'answer': answer}})}\n</tool_call>"
+
+
+def raw(text: str) -> str:
+    return f"<tool_call>{text}</tool_call>"
+
+
+# Calls
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"), [("15", RIGHT), ("14", WRONG), (15, RIGHT), (15.0, RIGHT), ("\\boxed{15}", RIGHT)]
+)
+def test_a_call_gets_the_score_and_the_episode_goes_on(answer, text):
+    assert env().step("I think so. " + call(answer)) == ({"obs_str": text}, False, {"bad_calls": 0.0})
+
+
+def test_the_last_call_of_a_reply_counts():
+    assert env().step(call("14") + " no, " + call("15"))[0]["obs_str"] == RIGHT
+    assert env().step(call("15") + call("14") + " \\boxed{15}")[0]["obs_str"] == WRONG
+
+
+def test_arguments_may_be_a_json_string():
+    assert env().step(raw('{"name": "calc_score", "arguments": "{\\"answer\\": \\"15\\"}"}'))[0]["obs_str"] == RIGHT
+
+
+@pytest.mark.parametrize(
+    ("reply", "says"),
+    [
+        (call("15", name="calculator"), "the only one is calc_score"),
+        (raw("[]"), "the only one is calc_score"),
+        (raw('"calc_score"'), "the only one is calc_score"),
+        (raw("{'name': 'calc_score'}"), "not valid JSON (Expecting property name enclosed in double quotes"),
+        (raw(""), "not valid JSON"),
+        (raw('{"name": "calc_score", "arguments": {"answer": "15"},}'), "not valid JSON"),
+        (raw('{"name": "calc_score", "arguments": {"answer": NaN}}'), "not valid JSON (NaN is not JSON)"),
+        (raw('{"name": "calc_score", "arguments": "answer=15"}'), "not valid JSON"),
+        (raw("[" * 100_000), "not valid JSON"),
+        (raw('{"name": "calc_score", "arguments": {"answer": ' + "1" * 5000 + "}}"), "not valid JSON"),
+        (call(""), "has no answer"),
+        (call("  \n"), "has no answer"),
+        (call(None), "has no answer"),
+        (call(True), "has no answer"),
+        (call(["15"]), "has no answer"),
+        (raw('{"name": "calc_score"}'), "has no answer"),
+        (raw('{"name": "calc_score", "arguments": {"value": "15"}}'), "has no answer"),
+        (raw('{"name": "calc_score", "arguments": "[15]"}'), "has no answer"),
+    ],
+)
+def test_a_wrong_call_is_explained_and_the_episode_goes_on(reply, says):
+    observation, done, info = env().step(reply)
+    assert says in observation["obs_str"]
+    assert len(observation["obs_str"]) < 250
+    assert (done, info) == (False, {"bad_calls": 1.0})
+
+
+def test_the_last_chance_is_said():
+    assert env(turn=1, max_turns=4).step(call("14"))[0]["obs_str"] == WRONG
+    assert env(turn=2, max_turns=4).step(call("14"))[0]["obs_str"] == WRONG + LAST
+    assert env(turn=2, max_turns=4).step(raw("x"))[0]["obs_str"].endswith(LAST)
+    assert env(turn=3, max_turns=4).step(call("14"))[0]["obs_str"] == WRONG
+
+
+def test_the_score_can_be_kept_back():
+    blind = env(score_in_observation=False)
+    assert [blind.step(call(a))[0]["obs_str"] for a in ("15", "14")] == ["The answer was received."] * 2
+    assert "not valid JSON" in blind.step(raw("x"))[0]["obs_str"]
+
+
+def test_the_tool_has_a_schema():
+    (tool,) = Geo3kEnv.tools
+    assert tool["type"] == "function"
+    assert tool["function"]["name"] == "calc_score"
+    assert tool["function"]["parameters"]["required"] == ["answer"]
+
+
+# Endings
+
+
+def test_a_reply_without_a_call_is_judged():
+    assert env().step("so \\boxed{15}") == ({"obs_str": ""}, True, {"reward": 1.0, "format": 1.0, "tool_calls": 0})
+    assert env().step("so \\boxed{14}")[2] == {"reward": 0.0, "format": 1.0, "tool_calls": 0}
+    assert env().step("it is 15")[2] == {"reward": 0.0, "format": 0.0, "tool_calls": 0}
+    assert env().step("\\boxed{ }")[2] == {"reward": 0.0, "format": 0.0, "tool_calls": 0}
+
+
+def test_half_a_call_is_no_call():
+    for reply in ("<tool_call>{", "</tool_call>", "</tool_call><tool_call>"):
+        assert env().step(reply + "\\boxed{15}")[1:] == (True, {"reward": 1.0, "format": 1.0, "tool_calls": 0})
+
+
+def test_every_ending_has_one_reward():
+    judged = env()
+    judged.step(call("15"))
+    assert judged.step("\\boxed{15}")[2] == {"reward": 1.0, "format": 1.0, "tool_calls": 1}
+    assert judged.finish("env_done") is None
+    for ending in ("max_turns", "max_tokens", "length"):
+        cut = env()
+        assert "reward" not in cut.step(call("15"))[2]
+        assert cut.finish(ending) == 0.0
+        assert env().finish(ending) == 0.0
+
+
+# The boxed answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("", ""),
+        ("\\boxed{}", ""),
+        ("\\boxed{5}", "5"),
+        ("\\boxed{5} or \\boxed{6}.", "6"),
+        ("\\boxed {5}", "5"),
+        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("\\boxed{5\\sqrt{\\frac{1}{2}}} {x}", "5\\sqrt{\\frac{1}{2}}"),
+        ("\\boxed{\\boxed{5}}", "5"),
+        ("\\boxed{\\{5\\}}", "\\{5\\}"),
+        ("\\boxed{5} then \\boxed{6", "5"),
+        ("\\boxed{5 ", ""),
+        ("} \\boxed{5}", "5"),
+        ("{ \\boxed{5}", "5"),
+        ("boxed{5}", ""),
+    ],
+)
+def test_last_boxed(text, answer):
+    assert last_boxed(text) == answer
+
+
+def test_a_reply_that_repeats_itself_is_read_in_time():
+    start = time.perf_counter()
+    last_boxed("\\boxed{" * 20_000)
+    env().step("<tool_call>" * 20_000)
+    assert time.perf_counter() - start < 2
+
+
+# Grading
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("15", "15"),
+        (" $15$. ", "15"),
+        ("15.0", "15"),
+        ("+15", "15"),
+        ("15 cm", "15"),
+        ("15\\text{ cm}", "15"),
+        ("15 \\mathrm{~m}", "15"),
+        ("12\\text{ units}^2", "12"),
+        ("12 square units", "12"),
+        ("30^\\circ", "30"),
+        ("30^{\\circ}", "30"),
+        ("30°", "30"),
+        ("30 degrees", "30"),
+        ("x = 15", "15"),
+        ("m\\angle A = 30^\\circ", "30"),
+        ("1,000", "1000"),
+        ("-8", "- 8"),
+        ("3/7", "\\frac { 3 } { 7 }"),
+        ("\\dfrac{6}{14}", "\\frac { 3 } { 7 }"),
+        ("3\\frac{1}{2}", "3.5"),
+        ("\\sqrt{12}", "2 \\sqrt { 3 }"),
+        ("8√13", "8 \\sqrt { 13 }"),
+        ("√(13)", "\\sqrt{13}"),
+        ("12π", "12 \\pi"),
+        ("12\\pi cm", "12 \\pi"),
+        ("5/9", "5:9"),
+        ("10y(2y-1)", "20 y^2 - 10 y"),
+        ("60 > x", "x < 60"),
+        ("b + a = 90", "a + b = 90"),
+        ("Not enough information", "not enough information"),
+        ("\\angle 1\\cong\\angle 4", "\\angle 1 \\cong \\angle 4"),
+        # rounded: 5 sqrt 3 = 8.660, 3/7 = 0.4286, 12 pi = 37.699, sqrt 285 = 16.882
+        ("8.66", "5 \\sqrt { 3 }"),
+        ("5 \\sqrt{3}", "8.66"),
+        ("0.43", "\\frac { 3 } { 7 }"),
+        ("37.7", "12 \\pi"),
+        ("16.9", "\\sqrt { 285 }"),
+    ],
+)
+def test_right(answer, gold):
+    assert is_right(answer, gold)
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("", "15"),
+        ("$", "15"),
+        ("=", "15"),
+        ("14", "15"),
+        ("-15", "15"),
+        ("8", "- 8"),
+        ("15x", "15"),
+        ("5, 15", "15"),
+        ("5 or 15", "15"),
+        ("109", "108"),  # within 1%, but whole
+        ("109.0", "108"),
+        ("17", "\\sqrt { 285 }"),
+        ("17", "16.9"),
+        ("\\sqrt{89}", "2 \\sqrt { 22 }"),  # 9.434 and 9.381, both exact
+        ("8.5", "5 \\sqrt { 3 }"),  # 1.8% off
+        ("8√3", "8"),
+        ("4", "\\angle 1 \\cong \\angle 4"),
+        ("the answer is 15", "15"),
+        ("C", "15"),
+        ("1/0", "15"),
+        ("\\frac{1}{0}", "15"),
+        ("x < 61", "x < 60"),
+        ("20y^2+10y", "20 y^2 - 10 y"),
+    ],
+)
+def test_wrong(answer, gold):
+    assert not is_right(answer, gold)
+
+
+def test_letters_count_where_there_are_choices():
+    choices = ("5", "14", "15", "35")
+    for right in ("C", "(C)", "C.", "C)", "\\text{C}", "15"):
+        assert is_right(right, "15", choices)
+    for wrong in ("A", "(B)", "D", "E", "Z", "14"):
+        assert not is_right(wrong, "15", choices)
+    assert env(choices=list(choices)).step("\\boxed{C}")[2]["reward"] == 1.0
+    assert env().step("\\boxed{C}")[2]["reward"] == 0.0
+    assert env(choices=None).step("\\boxed{15}")[2]["reward"] == 1.0
+
+
+def test_a_number_nearer_to_another_choice_is_wrong():
+    choices = ("16.1", "16.2", "17", "18")
+    assert is_right("16.19", "16.2", choices)
+    assert is_right("16.2", "16.2", choices)
+    assert not is_right("16.1", "16.2", choices)
+    assert not is_right("16.11", "16.2", choices)
+    assert is_right("16.11", "16.2")  # without choices within 1%
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "9^{9^{9^9}}",
+        "9**9**9",
+        "9^{99999999}",
+        "99999999!",
+        "1E9999999",
+        "1 E 9999999",
+        "\\binom{10000000}{5000000}",
+        "\\sum_{i=1}^{100000000} i",
+        "(x+1)^{200}(y+2)^{200}",
+        "((((((9^9)^9)^9)^9)^9)^9)",
+        "{" * 40 + "5" + "}" * 40,
+        "(" * 39 + "5" + ")" * 39,
+        "9" * 100_000,
+        "\\frac" * 5_000,
+        " " * 50_000 + "x",
+    ],
+)
+def test_what_would_take_for_ever_is_wrong_at_once(answer):
+    start = time.perf_counter()
+    is_right(answer, "15")
+    assert time.perf_counter() - start < 2
+
+
+def test_it_works_outside_the_main_thread():
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(is_right("\\frac{6}{14}", "\\frac{3}{7}")), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert seen == [True]
+    symbolic = threading.Thread(target=lambda: seen.append(is_right("b+a=91", "a + b = 91")), daemon=True)
+    symbolic.start()
+    symbolic.join(10)
+    assert seen == [True, True]
+
+
+def test_the_episode_in_the_readme_is_what_the_env_plays():
+    section = (Path(FILE).parent / "README.md").read_text().split("## geo3k")[1].split("\n## ")[0]
+    episode = section.split("```\n")[-2]
+    assert "Use parallelogram M N P R" in episode
+    said = re.split(r"^(?:user|assistant|reward)> ", episode, flags=re.MULTILINE)[2:]  # after the prompt
+    replies, answers = said[0::2], said[1::2]
+    played = env("6.45", max_turns=4, choices=["6.45", "12.9", "17.9", "35.8"])
+    for played.turn, (reply, answer) in enumerate(zip(replies, answers, strict=True)):
+        observation, done, info = played.step(reply)
+        assert (str(info["reward"]) if done else observation["obs_str"]) == answer.strip()
+    assert done

@@ -1,0 +1,251 @@
+"""The main loop: roll out groups, audit, train, hand the new weights to the engine.
+
+:func:`build` makes a run's parts from its config and :func:`train` plays it; the command line calls both. Each stage is a
+function or an object of its own, so this file reads like the algorithm.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from vlmrl.algos import ADVANTAGES
+from vlmrl.config import Algo, Config, Data, Optim
+from vlmrl.data import TaskSource, load_tasks
+from vlmrl.engine.base import Engine, Request, Waves
+from vlmrl.engine.scripted import ScriptedEngine
+from vlmrl.engine.transformers import TransformersEngine
+from vlmrl.env import EnvSpec, resolve_env
+from vlmrl.evaluate import Evaluation, evaluate
+from vlmrl.loading import load_object
+from vlmrl.media import MediaStore
+from vlmrl.metrics import RunLog, draw_curve, trajectory_metrics
+from vlmrl.model.loading import LoadedModel, load_model
+from vlmrl.progress import RunProgress
+from vlmrl.rollout.runner import Rollouts, Runner
+from vlmrl.rollout.turn_loop import TurnLoop
+from vlmrl.samples import audit, concat
+from vlmrl.train.trainer import Trainer, choose
+from vlmrl.types import Sample, Task, Trajectory
+from vlmrl.viewer import write_page
+
+PAGE_TRAJECTORIES = 64  # of the last batch, shown on the trajectory page
+
+
+@dataclass
+class Run:
+    """The parts of one run, made from ``config``. Paths in it were resolved from ``base_dir``, the recipe's folder."""
+
+    config: Config
+    base_dir: Path | None
+    spec: EnvSpec
+    tasks: TaskSource
+    held_out: TaskSource | None
+    model: LoadedModel
+    store: MediaStore | None
+    engine: TransformersEngine
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.output_dir) / self.config.name
+
+    def runner(self, *, group_size: int | None = None, engine: Engine | None = None, store: MediaStore | None = None) -> Runner:
+        """A runner over this run's env; ``engine`` and ``store`` may be others than the run's own."""
+        engine = engine or (Waves(self.engine) if self.config.deterministic else self.engine)
+        loop = TurnLoop(self.spec, engine, self.model.renderer, store or self.store, self.config.rollout, self.config.seed)
+        return Runner(loop, group_size=group_size)
+
+
+def build(config: Config, base_dir: Path | None = None) -> Run:
+    """Everything a run needs. What can be wrong with a config is found here, cheap things first."""
+    spec = resolve_env(config.env, config.reward, dict(config.env_options), base_dir)
+    choose("algo.advantage", config.algo.advantage, ADVANTAGES)
+    tasks = _load(config.data, "data", base_dir)
+    held_out = _load(config.eval.data, "eval.data", base_dir) if config.eval.data.is_set else None
+    cache_dir = Path(config.output_dir) / ".models"
+    torch.manual_seed(config.seed)
+    model = load_model(config.model, base_dir, cache_dir, config.seed)
+    if config.train.gradient_checkpointing:
+        model.policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    engine = TransformersEngine(model.policy, model.renderer, keep_kv=config.rollout.max_turns > 1)
+    return Run(config, base_dir, spec, tasks, held_out, model, model.new_store(), engine)
+
+
+def _load(data: Data, field: str, base_dir: Path | None) -> TaskSource:
+    if not data.is_set:
+        raise ValueError(f"{field} must be set: give it a path or a generator.")
+    return load_tasks(data, base_dir)
+
+
+async def train(run: Run, log: RunLog, progress: RunProgress) -> dict[str, float]:
+    """Warm start, evaluation, the steps, evaluation again. Returns the summary, which `summary.json` holds too."""
+    config = run.config
+    if config.warm_start.steps:
+        await warm_start(run, progress)
+    summary = await _evaluate_into({}, "reward_before", run, log, 0, progress)
+    trainer = _trainer(run)
+    runner = run.runner()
+    tasks = endless(run.tasks)
+    rollouts = Rollouts()
+    try:
+        with progress.phase("train", config.train.steps) as phase:
+            for step in range(1, config.train.steps + 1):
+                began = time.perf_counter()
+                rollouts = await runner.play(tasks, config.train.groups_per_batch, f"step{step:06d}")
+                rolled_out = time.perf_counter()
+                metrics = train_on(run, trainer, rollouts.trajectories)
+                run.engine.weights_changed(trainer.steps_done)
+                seconds = {"time/rollout": rolled_out - began, "time/train": time.perf_counter() - rolled_out}
+                row = step_metrics(run, rollouts) | metrics | seconds
+                log.log(step, row)
+                rate = row["sampled_tokens"] / (time.perf_counter() - began)
+                phase.advance(reward=row.get("reward/mean"), reply_tokens=row["sampled_tokens/mean"], tokens_per_s=rate)
+                if config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
+                    await _evaluate_into({}, "", run, log, step, progress)
+    finally:
+        leave_behind(run, log, rollouts.trajectories)
+    await _evaluate_into(summary, "reward_after", run, log, config.train.steps, progress)
+    if config.eval.blank_images:
+        await _evaluate_into(summary, "reward_blanked", run, log, config.train.steps, progress, blank_images=True)
+    (run.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    leave_behind(run, log, rollouts.trajectories)
+    if config.save_model:
+        run.model.save(run.folder / "model")
+    return summary
+
+
+def train_on(run: Run, trainer: Trainer, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """One batch: emit, audit, give the advantages, update."""
+    began = time.perf_counter()
+    samples = [sample for trajectory in trajectories for sample in concat(trajectory)]
+    policy = run.model.policy
+    audit(samples, trajectories, image_token_id=policy.image_token_id, banned_ids=policy.banned_ids)
+    audited = time.perf_counter() - began
+    give_advantages(samples, trajectories, run.config)
+    return trainer.step(samples) | {"time/audit": audited}
+
+
+def give_advantages(samples: Sequence[Sample], trajectories: Sequence[Trajectory], config: Config) -> None:
+    """One advantage a trajectory, from its whole reward, given to every sample of it."""
+    rewards = [trajectory.reward for trajectory in trajectories]
+    if config.train.shuffle_rewards:
+        random.Random(f"{config.seed}/{trajectories[0].id}").shuffle(rewards)
+    compute = ADVANTAGES[config.algo.advantage]
+    groups = [trajectory.group_id for trajectory in trajectories]
+    values = compute(torch.tensor(rewards, dtype=torch.float32), groups, **config.algo.advantage_options).tolist()
+    of = {trajectory.id: value for trajectory, value in zip(trajectories, values, strict=True)}
+    for sample in samples:
+        sample.advantage = of[sample.trajectory_id]
+
+
+async def warm_start(run: Run, progress: RunProgress) -> None:
+    """Imitate scripted episodes, played through the same loop, with cross entropy on the scripted replies."""
+    config = run.config.warm_start
+    demonstrate = load_object(config.demonstrate, run.base_dir) if isinstance(config.demonstrate, str) else config.demonstrate
+    playing: dict[str, Task] = {}
+
+    def reply(request: Request, turn: int) -> str:
+        assert demonstrate is not None
+        return demonstrate(playing[request.trajectory_id], turn)
+
+    runner = run.runner(group_size=1, engine=ScriptedEngine(reply, run.model.renderer))
+    trainer = Trainer(
+        run.model.policy,
+        Algo(loss="sft"),
+        Optim(lr=config.lr, schedule="linear"),
+        total_steps=config.steps,
+        tokens_per_micro_batch=run.config.train.tokens_per_micro_batch,
+    )
+    tasks = endless(run.tasks)
+    with progress.phase("warm start", config.steps) as phase:
+        for step in range(config.steps):
+            batch = [next(tasks) for _ in range(config.trajectories_per_step)]
+            playing = {f"warm{step:06d}/{index:05d}/00": task for index, task in enumerate(batch)}
+            rollouts = await runner.play(iter(batch), len(batch), f"warm{step:06d}")
+            samples = [sample for trajectory in rollouts.trajectories for sample in concat(trajectory)]
+            for sample in samples:
+                sample.advantage = 0.0  # cross entropy asks for none
+            phase.advance(loss=trainer.step(samples)["loss"])
+    run.engine.weights_changed(run.engine.policy_version)
+
+
+async def evaluate_run(run: Run, progress: RunProgress, *, label: str, blank_images: bool = False) -> Evaluation:
+    """The held-out tasks under the run's current weights."""
+    if run.held_out is None:
+        raise ValueError("eval.data must be set for an evaluation.")
+    config = run.config
+    rollout = replace(config.rollout, temperature=config.eval.temperature)
+    runner = run.runner(group_size=config.eval.samples_per_task, store=run.model.new_store(blank_images))
+    runner.loop.config = rollout
+    tasks = [run.held_out[index] for index in range(len(run.held_out))]
+    with progress.phase("evaluate", len(tasks) * runner.group_size) as phase:
+        return await evaluate(runner, tasks, label, lambda trajectory: phase.advance(reward=trajectory.reward))
+
+
+async def _evaluate_into(
+    summary: dict[str, float], name: str, run: Run, log: RunLog, step: int, progress: RunProgress, blank_images: bool = False
+) -> dict[str, float]:
+    """Evaluate if there is anything held out; log the numbers, and put them into the summary under ``name``."""
+    if run.held_out is None:
+        return summary
+    kind = "blanked" if blank_images else "eval"
+    result = await evaluate_run(run, progress, label=f"{kind}{step:06d}", blank_images=blank_images)
+    row = {f"{kind}/{key}": value for key, value in trajectory_metrics(result.trajectories).items()}
+    log.log(step, row | {f"{kind}/standard_error": result.standard_error})
+    if name:
+        summary[name] = result.reward
+        summary[f"{name}_standard_error"] = result.standard_error
+    return summary
+
+
+def step_metrics(run: Run, rollouts: Rollouts) -> dict[str, float]:
+    """What the rollouts of one step were like."""
+    metrics = trajectory_metrics(rollouts.trajectories)
+    metrics["sampled_tokens"] = float(sum(trajectory.num_sampled for trajectory in rollouts.trajectories))
+    metrics["failed"] = float(len(rollouts.failed))
+    metrics["groups/dropped"] = float(rollouts.dropped_groups)
+    if run.store is not None:
+        metrics["images/seen"], metrics["images/processed"] = float(run.store.seen), float(run.store.processed)
+    metrics["images/encoded"] = float(run.engine.images_encoded)
+    return metrics
+
+
+def leave_behind(run: Run, log: RunLog, trajectories: Sequence[Trajectory]) -> None:
+    """The reward curve, the trajectory page and the last batch's records."""
+    if not trajectories:
+        return
+    chance = run.config.eval.chance
+    levels = {} if chance is None else {"chance": chance}
+    draw_curve(log.rows(), run.folder / "reward.png", title=run.config.name, levels=levels)
+    shown = trajectories[:PAGE_TRAJECTORIES]
+    write_page(shown, run.folder / "trajectories.html", title=run.config.name, decode=run.model.renderer.decode)
+
+
+def endless(tasks: TaskSource) -> Iterator[Task]:
+    """Epoch after epoch, each in its own order."""
+    epoch = 0
+    while True:
+        for index in tasks.order(epoch):
+            yield tasks[index]
+        epoch += 1
+
+
+def _trainer(run: Run) -> Trainer:
+    config = run.config
+    steps_per_batch = config.train.groups_per_batch // (config.train.groups_per_step or config.train.groups_per_batch)
+    return Trainer(
+        run.model.policy,
+        config.algo,
+        config.optim,
+        total_steps=config.train.steps * steps_per_batch,
+        tokens_per_micro_batch=config.train.tokens_per_micro_batch,
+        temperature=config.rollout.temperature or 1.0,
+        groups_per_step=config.train.groups_per_step,
+        reference=run.model.policy.frozen_copy() if config.algo.kl_coef else None,
+    )

@@ -1,0 +1,77 @@
+"""A training run as a program: its folder, its plan, its progress, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+from vlmrl import loop
+from vlmrl.config import Config
+from vlmrl.metrics import RunLog
+from vlmrl.progress import RunProgress
+
+
+def run_training(config: Config, base_dir: Path, *, dry_run: bool = False) -> None:
+    """Build, train, and say where everything is. Ctrl-C keeps what there is and exits with 130."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    progress = RunProgress()
+    run = loop.build(config, base_dir)
+    progress.say(plan(run))
+    if dry_run:
+        return
+    _set_aside(run.folder)
+    began = time.monotonic()
+    log = RunLog(run.folder)
+    log.write_config(config)
+    try:
+        summary = asyncio.run(loop.train(run, log, progress))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        progress.say(f"\nstopped after {time.monotonic() - began:.0f} s; what there is lies in {run.folder}")
+        raise SystemExit(130) from None
+    finally:
+        log.close()
+        run.engine.close()
+    progress.say(report(run, summary, time.monotonic() - began))
+
+
+def plan(run: loop.Run) -> str:
+    """What is about to happen, in a few lines."""
+    config, policy = run.config, run.model.policy
+    millions = sum(p.numel() for p in policy.parameters()) / 1e6
+    held_out = f", {len(run.held_out)} held out" if run.held_out is not None else ""
+    sampled = config.train.groups_per_batch * config.rollout.group_size
+    lines = [
+        f"model     {config.model.path} ({policy.config.model_type}, {millions:.1f} M parameters) on {policy.device}, {policy.dtype}",
+        f"data      {len(run.tasks)} tasks{held_out}",
+        f"env       {run.spec.name}, at most {config.rollout.max_turns} turns and {config.rollout.max_tokens} tokens",
+        f"training  {config.train.steps} steps of {config.train.groups_per_batch} groups x {config.rollout.group_size} = {sampled} "
+        f"trajectories; {config.algo.advantage} + {config.algo.loss}, lr {config.optim.lr:g}",
+        f"output    {run.folder}",
+    ]
+    return "\n".join(lines)
+
+
+def report(run: loop.Run, summary: dict[str, float], seconds: float) -> str:
+    """The end of a run: what was reached, and what to open."""
+    lines = [f"\ndone in {seconds:.0f} s"]
+    titles = {"reward_before": "before", "reward_after": "after", "reward_blanked": "after, pictures blanked"}
+    for key, title in titles.items():
+        if key in summary:
+            lines.append(f"held-out reward {title}: {summary[key]:.3f} +- {summary[f'{key}_standard_error']:.3f}")
+    if "reward_blanked" in summary and run.config.eval.chance is not None:
+        off = (summary["reward_blanked"] - run.config.eval.chance) / max(summary["reward_blanked_standard_error"], 1e-9)
+        lines.append(f"guessing would give {run.config.eval.chance:.3f}: the blanked reward is {abs(off):.1f} standard errors from it")
+    for name, title in {"reward.png": "curve", "trajectories.html": "trajectories", "metrics.jsonl": "metrics", "model": "model"}.items():
+        if (run.folder / name).exists():
+            lines.append(f"{title:<13} {run.folder / name}")
+    return "\n".join(lines)
+
+
+def _set_aside(folder: Path) -> None:
+    """Move an earlier run of this name to `name.1`, `name.2`, and so on: nothing is overwritten."""
+    if not folder.exists():
+        return
+    number = next(n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}.{n}").exists())
+    folder.rename(folder.with_name(f"{folder.name}.{number}"))
