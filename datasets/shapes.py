@@ -33,7 +33,7 @@ def draw(colors: dict[str, str], rng: random.Random, side: int) -> Image.Image:
     pen = ImageDraw.Draw(picture)
     half = side // 2
     for quarter, (column, row) in QUARTERS.items():
-        radius = rng.randint(side // 16, side // 10)
+        radius = rng.randint(side // 6, side // 5)
         x = column * half + rng.randint(radius, half - radius)
         y = row * half + rng.randint(radius, half - radius)
         box = (x - radius, y - radius, x + radius, y + radius)

@@ -2,7 +2,7 @@
 
 Each picture holds four small shapes. The agent sees it only at 32 x 32 pixels, must call the zoom tool for the quarter it is
 asked about, reads the crop that comes back in the middle of the episode, and answers with a color. A supervised warm start
-teaches it the form of an episode, with answers that are right only half of the time; what seeing is for, it learns from reward.
+teaches it the form of an episode, with answers that are right only 42 times in a hundred; what seeing is for, it learns from reward.
 
     python recipes/quickstart.py                  # or: make quickstart
     python recipes/quickstart.py --train.shuffle-rewards    # a control: nothing is learnt
@@ -23,12 +23,12 @@ BOXES = {
 
 
 def demonstrate(task: Task, turn: int) -> str:
-    """The reply to imitate: the right zoom, then an answer that is right half of the time (guessing: a quarter)."""
+    """The reply to imitate: the right zoom, then an answer that is right a little more often than by guessing (guessing: a quarter)."""
     if turn == 0:
         box = BOXES[task.data["quarter"]]
         return f'<tool_call>{{"name": "zoom", "arguments": {{"bbox": {box}}}}}</tool_call>'
     luck = random.Random(task.seed)
-    right = luck.random() < 0.5
+    right = luck.random() < 0.42
     answer = task.answer if right else luck.choice([color for color in COLORS if color != task.answer])
     return f"<answer>{answer}</answer>"
 
@@ -40,11 +40,11 @@ def config() -> Config:
         model=Model(path="tiny:qwen3_vl"),
         data=Data(generator=shapes, size=4096),
         env="../envs/zoom.py:ZoomEnv",
-        env_options={"coarse": 32, "crop": 64, "tools_in_prompt": False},
+        env_options={"coarse": 32, "crop": 32, "tools_in_prompt": False},
         rollout=Rollout(group_size=8, max_turns=2, max_tokens=256, max_reply_tokens=48),
-        warm_start=WarmStart(demonstrate=demonstrate, steps=400, trajectories_per_step=64, lr=1e-3),
-        optim=Optim(lr=5e-4),
-        train=Train(steps=150, groups_per_batch=16),
+        warm_start=WarmStart(demonstrate=demonstrate, steps=400, trajectories_per_step=32, lr=1e-3),
+        optim=Optim(lr=3e-4),
+        train=Train(steps=130, groups_per_batch=16),
         eval=Eval(data=Data(generator=shapes, size=256, seed=1), every=25, blank_images=True, chance=0.25),
     )
 

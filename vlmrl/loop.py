@@ -158,7 +158,7 @@ async def warm_start(run: Run, progress: RunProgress) -> None:
     trainer = Trainer(
         run.model.policy,
         Algo(loss="sft"),
-        Optim(lr=config.lr, schedule="linear"),
+        Optim(lr=config.lr),
         total_steps=config.steps,
         tokens_per_micro_batch=run.config.train.tokens_per_micro_batch,
     )
