@@ -184,8 +184,14 @@ async def evaluate_run(run: Run, progress: RunProgress, *, label: str, blank_ima
     runner = run.runner(group_size=config.eval.samples_per_task, store=run.model.new_store(blank_images))
     runner.loop.config = rollout
     tasks = [run.held_out[index] for index in range(len(run.held_out))]
+    rewards: list[float] = []
     with progress.phase("evaluate", len(tasks) * runner.group_size) as phase:
-        return await evaluate(runner, tasks, label, lambda trajectory: phase.advance(reward=trajectory.reward))
+
+        def ended(trajectory: Trajectory) -> None:
+            rewards.extend([] if trajectory.reward is None else [trajectory.reward])
+            phase.advance(reward=sum(rewards) / len(rewards) if rewards else None)
+
+        return await evaluate(runner, tasks, label, ended)
 
 
 async def _evaluate_into(

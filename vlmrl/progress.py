@@ -13,7 +13,7 @@ class RunProgress:
     """A bar for each phase of a run: ``with progress.phase("train", 100) as phase: phase.advance(reward=0.4)``."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console()
+        self.console = console or Console(soft_wrap=True)
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -54,6 +55,7 @@ class LoadedModel:
 
 def load_model(config: Model, base_dir: Path | None, cache_dir: Path, seed: int) -> LoadedModel:
     """Load what ``config`` names. ``cache_dir`` holds models built on the spot; ``seed`` draws random weights."""
+    transformers.utils.logging.disable_progress_bar()  # the run shows its own
     path = tiny.resolve(config.path, cache_dir)
     if not path.startswith(("/", "~")):
         local = [place for place in (base_dir, Path.cwd()) if place and (place / path).is_dir()]

@@ -1,0 +1,34 @@
+# `make quickstart` and `make test` work on a fresh machine: they make .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install quickstart test lint bench clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@echo "Setting up $(VENV): torch is large, this takes a few minutes the first time."
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --editable '.[dev]'
+	@touch $(STAMP)
+
+quickstart: $(STAMP)
+	$(BIN)/python recipes/quickstart.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'trl==1.16.0'
+	$(BIN)/python benchmarks/vs_trl.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,108 @@
+"""`vlmrl play`: try an env out before training, with the embedded engine or by typing the replies."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+
+from vlmrl.config import Data, Model, Options, Rollout
+from vlmrl.data import load_tasks
+from vlmrl.engine.base import Engine, Request
+from vlmrl.engine.scripted import ScriptedEngine
+from vlmrl.engine.transformers import TransformersEngine
+from vlmrl.env import resolve_env
+from vlmrl.metrics import messages_text
+from vlmrl.model.loading import load_model
+from vlmrl.renderer import Renderer
+from vlmrl.rollout.turn_loop import TurnLoop
+from vlmrl.types import Trajectory
+from vlmrl.viewer import write_page
+
+
+@dataclass(frozen=True)
+class PlayArguments:
+    env: tyro.conf.Positional[str]
+    """`module:Name` or `file.py:Name`."""
+    data: str
+    """A dataset (hub name, parquet, json, jsonl, folder) or a generator of tasks (`file.py:function`)."""
+    n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 4
+    """How many tasks to play."""
+    by_hand: bool = False
+    """Type the replies instead of sampling them."""
+    env_options: Options = field(default_factory=dict)
+    columns: dict[str, str] = field(default_factory=dict)
+    """Where prompt, images and answer are found, if not under these names."""
+    split: str = "train"
+    model: Model = field(default_factory=Model)
+    rollout: Rollout = field(default_factory=lambda: Rollout(max_turns=4, max_reply_tokens=128, truncated_reward=0.0))
+    page: Path | None = None
+    """Write the episodes, with their pictures, to this HTML file too."""
+    seed: int = 0
+
+
+async def play(settings: PlayArguments) -> None:
+    """Play an env on a few tasks and print what happens: what the model read, what it said, what it was given for it."""
+    console = Console(soft_wrap=True, highlight=False)
+    base_dir = Path.cwd()
+    spec = resolve_env(settings.env, None, dict(settings.env_options), base_dir)
+    generated = ".py:" in settings.data
+    data = (
+        Data(generator=settings.data, size=settings.n)
+        if generated
+        else Data(path=settings.data, split=settings.split, columns=settings.columns, shuffle=False)
+    )
+    tasks = load_tasks(data, base_dir)
+    model = load_model(settings.model, base_dir, Path(tempfile.gettempdir()) / "vlmrl-models", settings.seed)
+    engine: Engine = TransformersEngine(model.policy, model.renderer)
+    if settings.by_hand:
+        engine = ScriptedEngine(Typist(console, model.renderer).reply, model.renderer)
+    loop = TurnLoop(spec, engine, model.renderer, model.new_store(), settings.rollout, settings.seed)
+    played = []
+    for index in range(min(settings.n, len(tasks))):
+        trajectory = await loop.play(tasks[index], f"play/{index:05d}", f"play/{index:05d}/00")
+        _print(console, trajectory)
+        played.append(trajectory)
+    rewards = [trajectory.reward for trajectory in played if trajectory.reward is not None]
+    console.print(f"\n{len(played)} episodes, mean reward {sum(rewards) / max(1, len(rewards)):.3f}")
+    if settings.page is not None:
+        write_page(played, settings.page, title=spec.name, decode=model.renderer.decode)
+        console.print(f"episodes with pictures: {settings.page}")
+
+
+class Typist:
+    """Shows what the model would read, raw, with pictures as files, and takes the reply from the keyboard."""
+
+    def __init__(self, console: Console, renderer: Renderer) -> None:
+        self._console = console
+        self._renderer = renderer
+        self._folder = Path(tempfile.mkdtemp(prefix="vlmrl-play-"))
+        self._shown: dict[str, tuple[int, int]] = {}
+
+    async def reply(self, request: Request, turn: int) -> str:
+        tokens, pictures = self._shown.get(request.trajectory_id, (0, 0))
+        self._console.print(f"[dim]{escape(self._renderer.decode(request.prompt_ids[tokens:]))}[/dim]")
+        for number, item in enumerate(request.media[pictures:], start=pictures):
+            file = self._folder / f"{request.trajectory_id.replace('/', '-')}-{number}.png"
+            item.image.save(file)
+            self._console.print(f"[cyan]picture {number}: {file}[/cyan]")
+        self._shown[request.trajectory_id] = (len(request.prompt_ids), len(request.media))
+        return await asyncio.to_thread(self._console.input, "reply> ")
+
+
+def _print(console: Console, trajectory: Trajectory) -> None:
+    """One episode as a transcript."""
+    console.print(f"\n[bold]task {escape(trajectory.task.id)}[/bold]  answer {escape(repr(trajectory.task.answer))}")
+    for number, turn in enumerate(trajectory.turns):
+        sizes = "".join(f" {item.image.width}x{item.image.height} px, {item.num_tokens} tokens;" for item in turn.media)
+        console.print(f"[dim]{escape(messages_text(turn.messages))}[/dim]" + (f"[cyan] pictures:{sizes}[/cyan]" if sizes else ""))
+        given = "" if turn.reward is None else f"  reward {turn.reward:g}"
+        console.print(f"[green]turn {number}>[/green] {escape(turn.text)}[yellow]{given}[/yellow]")
+    reward = "none" if trajectory.reward is None else f"{trajectory.reward:g}"
+    console.print(f"[bold]{trajectory.ending}[/bold], reward {reward}" + (f": {escape(trajectory.error)}" if trajectory.error else ""))
