@@ -67,7 +67,13 @@ class Renderer:
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Rendered:
         """The whole conversation, ready for a reply."""
         clean, images = self._clean(messages)
-        return self._finish(self._template(clean, self._clean_tools(tools)), images, messages)
+        schemas = self._clean_tools(tools)
+        if schemas and self._base(schemas) == self._base(None):
+            raise ValueError(
+                f"the env has {len(schemas)} tools, but the chat template does not show them; set model.chat_template (`chatml` is "
+                "ours and shows them), or leave Env.tools empty and describe the tools in the prompt."
+            )
+        return self._finish(self._template(clean, schemas), images, messages)
 
     def delta(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, close: bool = False) -> Rendered:
         """What an observation adds after a reply's end-of-turn id; with ``close`` that id comes first, since it was not sampled."""

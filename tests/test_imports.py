@@ -1,0 +1,82 @@
+"""The import directions of the design, held over the syntax trees."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+LEVELS = [
+    {"types", "config", "threads", "loading", "images"},
+    {"env", "env_session", "media", "renderer", "data", "tiny", "model"},
+    {"engine", "samples", "algos"},
+    {"rollout", "train"},
+    {"metrics", "progress", "evaluate", "viewer"},
+    {"loop"},
+    {"run", "play", "cli"},
+]
+LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
+
+
+def modules():
+    return sorted(path for path in (ROOT / "vlmrl").rglob("*.py") if path != ROOT / "vlmrl/__init__.py")
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(ROOT / "vlmrl").parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> set[str]:
+    """Every module name that a file imports, at the top or inside a function."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" if node.module == "vlmrl" else str(node.module) for alias in node.names}
+    return names
+
+
+def test_every_module_has_a_level():
+    assert {part_of(path) for path in modules()} == set(LEVEL)
+
+
+def test_imports_point_down_only():
+    wrong = []
+    for path in modules():
+        for name in imported(path):
+            if name.startswith("vlmrl."):
+                part = name.split(".")[1]
+                if LEVEL[part] > LEVEL[part_of(path)]:
+                    wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong
+
+
+def test_rollout_and_train_never_meet():
+    for path in modules():
+        other = {"rollout": "vlmrl.train", "train": "vlmrl.rollout"}.get(part_of(path))
+        assert other is None or not any(name.startswith(other) for name in imported(path)), path
+
+
+def test_sglang_and_ray_are_imported_in_one_file_each():
+    allowed = {"sglang": "vlmrl/engine/sglang.py", "ray": "vlmrl/cluster.py"}
+    for path in modules():
+        for name in imported(path):
+            package = name.split(".")[0]
+            assert package not in allowed or str(path.relative_to(ROOT)) == allowed[package], f"{path} imports {name}"
+
+
+def test_types_need_only_torch_and_pil():
+    outside = {name.split(".")[0] for name in imported(ROOT / "vlmrl/types.py")}
+    assert outside <= {"__future__", "base64", "io", "collections", "dataclasses", "functools", "typing", "torch", "PIL"}
+
+
+def test_envs_import_only_public_names():
+    for path in (ROOT / "envs").glob("*.py"):
+        assert not [name for name in imported(path) if name.startswith("vlmrl.") and name.count(".") > 1], path
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            assert not (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vlmrl.")), path
+
+
+def test_the_datasets_folder_is_no_package():
+    assert not (ROOT / "datasets/__init__.py").exists()

@@ -1,0 +1,210 @@
+"""The trainer against plain sums over single rows."""
+
+import copy
+
+import pytest
+import torch
+from PIL import Image
+
+from vlmrl import tiny
+from vlmrl.config import Algo, Model, Optim
+from vlmrl.model.loading import load_model
+from vlmrl.model.policy import Policy
+from vlmrl.train.master_weights import MasterWeights
+from vlmrl.train.packing import collate, per_token, split
+from vlmrl.train.trainer import Trainer, learning_rate_factor
+from vlmrl.types import Sample
+
+
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl"])
+def model(request, tmp_path_factory):
+    folder = tiny.build(tmp_path_factory.mktemp("model") / request.param, request.param)
+    return load_model(Model(path=str(folder), device="cpu"), None, folder.parent, seed=0)
+
+
+def sample(model, name, pictures, response, mask, group="g", advantage=1.0):
+    """A row whose prompt shows pictures of the given sizes; ``response`` and ``mask`` as given."""
+    store = model.new_store()
+    media = [store.load(Image.effect_noise(size, 90).convert("RGB")) for size in pictures]
+    prompt = [5, 6]
+    for item in media:
+        prompt += [model.policy.image_token_id] * item.num_tokens + [7]
+    return Sample(
+        prompt_token_ids=prompt,
+        response_ids=response,
+        loss_mask=mask,
+        rollout_logprobs=[-1.0 * m for m in mask],
+        rewards=[0.0] * len(response),
+        policy_versions=[0] * len(response),
+        group_id=group,
+        trajectory_id=name,
+        is_last_step=True,
+        stop_reason="stop",
+        media=media,
+        advantage=advantage,
+    )
+
+
+def mixed_samples(model):
+    """Text and pictures, long and short, two groups; the last row shows the first one's picture again."""
+    rows = [
+        sample(model, "a", [(64, 96)], [10, 11, 12, 13], [1, 1, 0, 1], "g1", 1.0),
+        sample(model, "b", [], [20, 21], [1, 1], "g1", -1.0),
+        sample(model, "c", [(32, 32), (96, 64)], [30, 31, 32], [1, 0, 1], "g2", 0.5),
+    ]
+    again = sample(model, "d", [], [40], [1], "g2", -2.0)
+    again.media = rows[0].media
+    again.prompt_token_ids = rows[0].prompt_token_ids
+    return [*rows, again]
+
+
+def row_logprobs(model, row):
+    """One row through Hugging Face's own forward, with its own positions: an independent reference."""
+    policy = model.policy
+    inner = policy.model.model
+    kept, inner.get_image_features = inner.get_image_features, type(inner).get_image_features.__get__(inner)
+    try:
+        ids = torch.tensor([row.token_ids])
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if row.media:
+            inputs["pixel_values"] = torch.cat([item.mm_inputs["pixel_values"] for item in row.media])
+            inputs["image_grid_thw"] = torch.cat([item.mm_inputs["image_grid_thw"] for item in row.media])
+            inputs["mm_token_type_ids"] = (ids == policy.image_token_id).int()
+            inner.rope_deltas = None
+        logits = policy.model(**inputs).logits.float()[0]
+    finally:
+        inner.get_image_features = kept
+    logits[:, policy.banned_ids] = -torch.inf
+    logprobs = logits.log_softmax(-1)
+    start = len(row.prompt_token_ids)
+    return torch.stack([logprobs[start + i - 1, token] for i, token in enumerate(row.response_ids)])
+
+
+def test_a_mixed_micro_batch_scores_each_row_as_if_alone(model):
+    rows = mixed_samples(model)
+    with torch.no_grad():
+        batch = collate(rows, model.policy.image_token_id, model.policy.merge_size)
+        scores = model.policy(batch)
+        assert len(batch.mm_inputs["image_grid_thw"]) == 3 and len(batch.image_order) == 4  # each distinct picture once
+        for index, row in enumerate(rows):
+            start = len(row.prompt_token_ids)
+            expected = row_logprobs(model, row)
+            for place, mask in enumerate(row.loss_mask):
+                got = scores.logprobs[index, start + place].item()
+                assert got == pytest.approx(expected[place].item() if mask else 0.0, abs=2e-6)
+
+
+def test_swapping_a_picture_moves_the_logprobs(model):
+    row = sample(model, "a", [(64, 64)], [10, 11], [1, 1])
+    other = copy.copy(row)
+    other.media = sample(model, "b", [(64, 64)], [10], [1]).media
+    with torch.no_grad():
+        first, second = (
+            model.policy(collate([r], model.policy.image_token_id, model.policy.merge_size)).logprobs for r in (row, other)
+        )
+    assert (first - second).abs().max() > 1e-5
+
+
+def gradients(model, rows, tokens_per_micro_batch):
+    policy = model.policy
+    policy.zero_grad()
+    trainer = Trainer(policy, Algo(), Optim(lr=1e-9), total_steps=1, tokens_per_micro_batch=tokens_per_micro_batch)
+    trainer._apply_gradient = lambda: {}  # keep the gradient
+    trainer.step(rows)
+    return {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+
+
+def test_the_gradient_does_not_depend_on_micro_batches(model):
+    """Trap 15: the loss is averaged over the mini-batch's tokens, not per micro-batch."""
+    rows = mixed_samples(model)
+    whole, cut = gradients(model, rows, 10**6), gradients(model, rows, 1)
+    for name, gradient in whole.items():
+        assert (gradient - cut[name]).norm() <= 1e-5 * gradient.norm() + 1e-9, name
+
+
+def test_the_gradient_is_that_of_the_formula(model):
+    """At ratio 1 the PPO gradient is -sum over trained tokens of A * grad logprob / tokens."""
+    rows = mixed_samples(model)
+    got = gradients(model, rows, 10**6)
+    model.policy.zero_grad()
+    tokens = sum(sum(row.loss_mask) for row in rows)
+    loss = sum(
+        -(row_logprobs(model, row) * torch.tensor(row.loss_mask)).sum() * row.advantage / tokens for row in rows
+    )
+    loss.backward()
+    for name, parameter in model.policy.named_parameters():
+        assert (parameter.grad - got[name]).norm() <= 1e-4 * parameter.grad.norm() + 1e-7, name
+
+
+def test_a_batch_is_cut_into_optimizer_steps_by_groups(model):
+    rows = mixed_samples(model)
+    before = copy.deepcopy(model.policy.state_dict())
+    trainer = Trainer(model.policy, Algo(), Optim(lr=1e-4), total_steps=2, tokens_per_micro_batch=10**6, groups_per_step=1)
+    metrics = trainer.step(rows)
+    assert trainer.steps_done == 2
+    assert metrics["ratio"] != 1.0  # the second step is off the policy the old logprobs came from
+    model.policy.load_state_dict(before)
+
+
+def test_kl_needs_a_reference_and_pulls_towards_it(model):
+    with pytest.raises(ValueError, match=r"algo.kl_coef is 0.1, so a reference policy must be given"):
+        Trainer(model.policy, Algo(kl_coef=0.1), Optim(), total_steps=1, tokens_per_micro_batch=100)
+    before = copy.deepcopy(model.policy.state_dict())
+    reference = model.policy.frozen_copy()
+    rows = mixed_samples(model)
+    for row in rows:
+        row.advantage = 0.0
+    trainer = Trainer(
+        model.policy, Algo(kl_coef=1.0), Optim(lr=1e-3), total_steps=9, tokens_per_micro_batch=10**6, reference=reference
+    )
+    assert trainer.step(rows)["kl"] == pytest.approx(0.0, abs=1e-6)
+    with torch.no_grad():
+        for parameter in model.policy.parameters():
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    kl = [trainer.step(rows)["kl"] for _ in range(5)]
+    assert kl[0] > 0 and kl[-1] < kl[0]
+    model.policy.load_state_dict(before)
+
+
+def test_unknown_names_list_the_known_ones(model):
+    with pytest.raises(ValueError, match=r"algo.loss must be one of ppo, sft, but it is 'pp0'"):
+        Trainer(model.policy, Algo(loss="pp0"), Optim(), total_steps=1, tokens_per_micro_batch=100)
+
+
+def test_eager_attention_is_refused(model):
+    """Trap 18: eager adds a boolean mask as numbers."""
+    eager = copy.deepcopy(model.policy.model)
+    eager.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="must not be eager"):
+        Policy(eager)
+
+
+def test_split_keeps_within_the_padded_budget(model):
+    rows = [sample(model, str(n), [], [1] * n, [1] * n) for n in (3, 1, 2)]  # lengths 5, 3, 4
+    assert split(rows, 10) == [[0, 2], [1]]
+    assert split(rows, 1) == [[0], [2], [1]]
+
+
+def test_per_token_stands_beside_the_response(model):
+    row = sample(model, "a", [], [8, 9], [0, 1])
+    assert per_token([row], lambda s: s.loss_mask).tolist() == [[0.0, 0.0, 0.0, 1.0]]
+
+
+def test_learning_rate_schedules():
+    optim = Optim(lr=1.0, schedule="linear", warmup_steps=2)
+    assert [learning_rate_factor(optim, step, 6) for step in range(7)] == pytest.approx([1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25, 0])
+    assert learning_rate_factor(Optim(schedule="cosine"), 5, 10) == pytest.approx(0.5)
+    assert learning_rate_factor(Optim(schedule="constant"), 9, 10) == 1.0
+
+
+def test_bfloat16_weights_train_through_float32_masters():
+    """Two gradients of 1 and 2**-9 add up in float32; in bfloat16 the second would vanish."""
+    module = torch.nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    masters = MasterWeights(module)
+    for scale in (1.0, 2.0**-9):
+        (module.weight * scale).sum().backward()
+    assert masters.parameters[0].grad.item() == 1.0 + 2.0**-9 and module.weight.grad is None
+    with torch.no_grad():
+        masters.parameters[0].fill_(1.0 + 2.0**-12)
+    masters.publish()
+    assert module.weight.item() == 1.0 and masters.parameters[0].item() == 1.0 + 2.0**-12
