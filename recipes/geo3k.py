@@ -5,8 +5,8 @@
     python recipes/geo3k.py --dry-run              # resolve everything, print the plan, stop
 
 Any other Qwen-VL: ``--model.path Qwen/Qwen2.5-VL-3B-Instruct --model.chat-template chatml`` (Qwen2.5-VL's own template does not
-show tools, and is refused with an env that has some). With ``--env-options score_in_observation False`` the tool does not
-tell the score.
+show tools, and is refused with an env that has some). With ``--env-options.no-score-in-observation`` the
+tool does not tell the score.
 
 The group size, the rate and the clip range are those of common GRPO runs on this dataset; no full run of this recipe
 has been measured yet.

@@ -11,7 +11,7 @@ LEVELS = [
     {"rollout", "train"},
     {"metrics", "progress", "evaluate", "viewer"},
     {"loop"},
-    {"run", "play", "cli"},
+    {"run", "play", "cli", "__main__"},
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 

@@ -115,6 +115,7 @@ def resolve_env(
         raise ValueError(f"exactly one of env and reward must be set, but env is {env!r} and reward is {reward!r}.")
     if reward is not None:
         function = load_object(reward, base_dir) if isinstance(reward, str) else reward
+        _check_reward(function, _name(function))
         return EnvSpec(_name(function), partial(RewardEnv, function=function))
     target = load_object(env, base_dir) if isinstance(env, str) else env
     name = _name(target)
@@ -142,6 +143,15 @@ def _build(target: Callable[..., Any], options: dict[str, Any], name: str, share
         raise ValueError(f"env factory {name} must return a vlmrl.Env, but it returned a {type(env).__name__}.")
     env.shared, env.seed = shared, task.seed
     return env
+
+
+def _check_reward(function: Any, name: str) -> None:
+    if not callable(function):
+        raise ValueError(f"reward {name} must be a function (text, task), but it is a {type(function).__name__}.")
+    try:
+        inspect.signature(function).bind("", None)
+    except TypeError as error:
+        raise ValueError(f"reward {name} must be called as {name}(text, task), but: {error}.") from None
 
 
 def _check_class(cls: type, name: str) -> None:

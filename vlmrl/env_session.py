@@ -31,6 +31,10 @@ class EnvContractError(ValueError):
     """An env that breaks the contract: no retry can mend it, so the run stops."""
 
 
+class _DeadlineError(Exception):
+    """A call of the env that took too long."""
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What one ``step`` gave, with the observation already made into messages."""
@@ -93,16 +97,16 @@ class EnvSession:
         return await self._with_retries(attempt)
 
     async def close(self) -> None:
-        """Close the env in its own thread; a hung or failing one is left to end by itself."""
-        env, thread, self._env, self._thread = self._env, self._thread, None, None
-        if env is not None and thread is not None:
-            try:
-                async with asyncio.timeout(self._timeout):
-                    await _await_result(await thread.run(env.close))
-            except Exception:
-                self.counts["close_errors"] += 1
-        if thread is not None:
-            thread.close()
+        """Close the env; a hung or failing one is left to end by itself."""
+        try:
+            if self._env is not None:
+                await self._call(self._env.close)
+        except Exception:
+            self.counts["close_errors"] += 1
+        finally:
+            if self._thread is not None:
+                self._thread.close()
+            self._env, self._thread = None, None
 
     async def _with_retries(self, attempt: Callable[[], Any]) -> Any:
         for retries_left in reversed(range(self._max_retries + 1)):
@@ -111,12 +115,12 @@ class EnvSession:
             except (RetryTurn, EnvContractError, EnvError):
                 raise
             except Exception as error:
-                kind = "timeouts" if isinstance(error, TimeoutError) else "errors"
-                self.counts[kind] += 1
-                reason = f"no answer in {self._timeout:g} s" if kind == "timeouts" else f"{type(error).__name__}: {error}"
+                late = isinstance(error, _DeadlineError)
+                self.counts["timeouts" if late else "errors"] += 1
+                reason = str(error) if late else f"{type(error).__name__}: {error}"
                 where = f"env {self._spec.name}, task {self._task.id}, turn {len(self._played)}"
                 replayable = self._env is None or self._env.replayable
-                self._abandon()
+                await self._abandon()
                 if retries_left == 0 or not replayable:
                     raise EnvError(f"{where}: {reason}") from error
                 self.counts["retries"] += 1
@@ -127,7 +131,8 @@ class EnvSession:
         env: Env = await self._call(self._spec.build, self._task)
         env.max_turns = self._max_turns
         self._env = env
-        messages = await self._call(env.reset)
+        shown = await self._call(env.reset)
+        messages = None if shown is None else _messages("reset", shown, self._spec.name)
         digest = _digest(messages)
         if self._start_digest not in (None, digest):
             raise EnvError(f"env {self._spec.name}, task {self._task.id}: reset gave other messages when replayed.")
@@ -153,11 +158,11 @@ class EnvSession:
         if not (isinstance(answer, tuple) and len(answer) == 3 and isinstance(answer[0], dict) and isinstance(answer[2], dict)):
             raise EnvContractError(f"env {self._spec.name}: step must return (observation dict, done, info dict), not {answer!r}.")
         observation, done, info = answer
-        messages = [] if done else await self._call(env.format_observation, observation)
+        shown = [] if done else await self._call(env.format_observation, observation)
         info = dict(info)
         reward = info.pop("reward", None)
         return StepResult(
-            messages=[messages] if isinstance(messages, dict) else list(messages),
+            messages=_messages("format_observation", shown, self._spec.name),
             done=bool(done),
             reward=None if reward is None else _number("info['reward']", reward, self._spec.name),
             metrics={key: float(value) for key, value in info.items() if isinstance(value, int | float)},
@@ -168,24 +173,34 @@ class EnvSession:
         assert self._thread is not None
         began = time.perf_counter()
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self._timeout) as deadline:
                 if inspect.iscoroutinefunction(method):
                     return await method(*args)
                 return await _await_result(await self._thread.run(method, *args))
+        except TimeoutError as error:
+            if deadline.expired():
+                raise _DeadlineError(f"no answer in {self._timeout:g} s") from error
+            raise
         finally:
             self.seconds += time.perf_counter() - began
 
-    def _abandon(self) -> None:
-        """Let go of a broken env: its close is queued behind whatever hangs in its thread."""
-        if self._thread is not None:
-            if self._env is not None and not inspect.iscoroutinefunction(self._env.close):
-                self._thread.submit(self._env.close)
-            self._thread.close()
-        self._env, self._thread = None, None
+    async def _abandon(self) -> None:
+        """Let go of a broken env: a plain close is queued behind whatever hangs in its thread, and nobody waits for it."""
+        if self._env is not None and self._thread is not None and not inspect.iscoroutinefunction(self._env.close):
+            self._thread.submit(self._env.close)
+            self._env = None
+        await self.close()
 
 
 async def _await_result(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
+
+
+def _messages(name: str, value: Any, env: str) -> list[Message]:
+    messages = [value] if isinstance(value, dict) else value
+    if not isinstance(messages, list | tuple) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise EnvContractError(f"env {env}: {name} must return messages (dicts with a role), but it returned {value!r}.")
+    return list(messages)
 
 
 def _number(name: str, value: Any, env: str) -> float:

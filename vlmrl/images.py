@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from PIL import Image
@@ -11,29 +15,30 @@ from PIL import Image
 from vlmrl.types import ImageSource
 
 ANY_SIZE = {"min_pixels": 1, "max_pixels": 2**62}
+_DECODING = threading.Lock()  # a PIL image that was opened, but not yet read, breaks when two threads read it
 
 
 def load_image(source: ImageSource) -> Image.Image:
     """Any :data:`ImageSource` as an RGB picture of its own size; transparency becomes white."""
     from qwen_vl_utils import fetch_image
 
-    if isinstance(source, dict):
-        source = source.get("bytes") or source.get("path")
-    try:
-        if isinstance(source, bytes):
-            source = Image.open(io.BytesIO(source))
-        elif isinstance(source, Path):
-            source = str(source)
-        # Half a patch times its merge size is a factor of one: the size is left alone, since the processor's rule decides it.
-        return fetch_image({"image": source, **ANY_SIZE}, image_patch_size=0.5)  # type: ignore[arg-type]
-    except Exception as error:
-        raise ValueError(f"a picture does not load: {describe(source)}: {error}") from error
+    source = _content(source)
+    with _naming(source):
+        image = _open(source)
+        if isinstance(image, Image.Image) and image.has_transparency_data:
+            image = image.convert("RGBA")  # the one mode that fetch_image puts on white
+        # Half a patch times the merge size is a factor of one: the size is left to the processor's own rule.
+        return fetch_image({"image": image, **ANY_SIZE}, image_patch_size=0.5)
 
 
 def source_key(source: ImageSource) -> str:
     """A key that is equal for equal sources and costs no decoding."""
-    if isinstance(source, dict):
-        source = source.get("bytes") or source.get("path")
+    source = _content(source)
+    with _naming(source):
+        return _key(source)
+
+
+def _key(source: ImageSource) -> str:
     if isinstance(source, Image.Image):
         return "pixels:" + content_hash(source)
     if isinstance(source, bytes):
@@ -48,9 +53,35 @@ def source_key(source: ImageSource) -> str:
 
 def content_hash(image: Image.Image) -> str:
     """A hash of mode, size and pixels: the same for two encodings of one picture."""
+    with _DECODING:
+        image.load()
     digest = hashlib.blake2b(f"{image.mode}{image.size}".encode(), digest_size=16)
     digest.update(image.tobytes())
     return digest.hexdigest()
+
+
+def _content(source: ImageSource) -> ImageSource:
+    """The Hugging Face form without its dict."""
+    return (source.get("bytes") or source.get("path")) if isinstance(source, dict) else source
+
+
+def _open(source: ImageSource) -> ImageSource:
+    """A PIL image, except for what is left to fetch_image: URLs, and what no picture can be loaded from."""
+    if isinstance(source, str) and source.startswith("data:") and "base64," in source:
+        source = base64.b64decode(source.partition("base64,")[2])
+    if isinstance(source, bytes):
+        return Image.open(io.BytesIO(source))
+    if isinstance(source, str | Path) and not str(source).startswith(("http://", "https://")):
+        return Image.open(str(source).removeprefix("file://"))
+    return source
+
+
+@contextmanager
+def _naming(source: ImageSource) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"a picture does not load: {describe(source)}: {error}") from error
 
 
 def describe(source: ImageSource) -> str:

@@ -72,7 +72,7 @@ def build(config: Config, base_dir: Path | None = None) -> Run:
     torch.manual_seed(config.seed)
     model = load_model(config.model, base_dir, cache_dir, config.seed)
     if config.train.gradient_checkpointing:
-        model.policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.policy.enable_gradient_checkpointing()
     engine = TransformersEngine(model.policy, model.renderer, keep_kv=config.rollout.max_turns > 1)
     return Run(config, base_dir, spec, tasks, held_out, model, model.new_store(), engine)
 
@@ -104,6 +104,7 @@ async def train(run: Run, log: RunLog, progress: RunProgress) -> dict[str, float
                 seconds = {"time/rollout": rolled_out - began, "time/train": time.perf_counter() - rolled_out}
                 row = step_metrics(run, rollouts) | metrics | seconds
                 log.log(step, row)
+                log.log_trajectories(step, rollouts.trajectories)
                 rate = row["sampled_tokens"] / (time.perf_counter() - began)
                 phase.advance(reward=row.get("reward/mean"), reply_tokens=row["sampled_tokens/mean"], tokens_per_s=rate)
                 if config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
@@ -158,7 +159,7 @@ async def warm_start(run: Run, progress: RunProgress) -> None:
     trainer = Trainer(
         run.model.policy,
         Algo(loss="sft"),
-        Optim(lr=config.lr),
+        Optim(lr=config.lr, schedule="cosine", warmup_steps=config.steps // 20),
         total_steps=config.steps,
         tokens_per_micro_batch=run.config.train.tokens_per_micro_batch,
     )

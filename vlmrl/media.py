@@ -1,8 +1,8 @@
 """Pictures: from any source to a content hash, tensors and an engine payload, each made once.
 
-The turn loop asks :class:`MediaStore` for every picture of a prompt or an observation and keeps the :class:`MediaItem` it gets.
-Packing merges the items' tensors with :func:`merge_mm_inputs`. The store itself keeps only weak references: a picture lives
-as long as a trajectory or sample that shows it.
+The turn loop asks :class:`MediaStore` for every picture of a prompt or an observation and keeps the :class:`MediaItem`
+it gets. Packing merges the items' tensors with :func:`merge_mm_inputs`. The store itself keeps only weak references: a
+picture lives as long as a trajectory or sample that shows it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from vlmrl.types import ImageSource, MediaItem
 class MediaStore:
     """Makes each distinct picture's :class:`MediaItem` once, whoever asks for it and however often.
 
-    ``image_processor`` is the model's own; ``max_pixels`` lowers its limit. ``transform``, applied to each decoded picture, serves
-    controls such as :func:`vlmrl.images.blank`. ``seen`` counts the pictures asked for, ``processed`` those that went through the processor.
+    ``image_processor`` is the model's own; ``max_pixels`` lowers its limit. ``transform``, applied to each decoded
+    picture, serves controls such as :func:`vlmrl.images.blank`. ``seen`` counts the pictures asked for, ``processed``
+    those that went through the processor.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class MediaStore:
         self._lock = threading.Lock()
         self._items: weakref.WeakValueDictionary[str, MediaItem] = weakref.WeakValueDictionary()
         self._ids: dict[str, str] = {}  # source key -> content hash
-        self._pending: dict[str, Future[MediaItem]] = {}
+        self._pending: dict[
+            str, Future[MediaItem]
+        ] = {}  # by source key while loading, by content hash while processing
         self.seen = 0
         self.processed = 0
 
@@ -57,21 +60,24 @@ class MediaStore:
 
     def load(self, source: ImageSource) -> MediaItem:
         """The same, here and now; safe from any thread. Raises ValueError for what is no picture."""
-        key = source_key(source)
         with self._lock:
             self.seen += 1
-            item = self._items.get(self._ids.get(key, ""))
+        key = source_key(source)
+        return self._once(key, lambda: self._load(key, source))
+
+    def _once(self, key: str, make: Callable[[], MediaItem]) -> MediaItem:
+        """The living item of a source key or content hash; else what ``make`` gives to one thread while others wait."""
+        with self._lock:
+            item = self._items.get(self._ids.get(key, key))
             if item is not None:
                 return item
             pending = self._pending.get(key)
-            mine = Future[MediaItem]() if pending is None else None
-            if mine is not None:
-                self._pending[key] = mine
-        if mine is None:
-            assert pending is not None
+            if pending is None:
+                mine = self._pending[key] = Future()
+        if pending is not None:
             return pending.result()
         try:
-            item = self._make(key, source)
+            item = make()
             mine.set_result(item)
             return item
         except BaseException as error:
@@ -81,20 +87,15 @@ class MediaStore:
             with self._lock:
                 del self._pending[key]
 
-    def _make(self, key: str, source: ImageSource) -> MediaItem:
+    def _load(self, key: str, source: ImageSource) -> MediaItem:
         image = load_image(source)
         if self._transform is not None:
             image = self._transform(image)
         content = content_hash(image)
+        item = self._once(content, lambda: self._process(content, image))
         with self._lock:
             self._ids[key] = content
-            known = self._items.get(content)
-        if known is not None:
-            return known
-        item = self._process(content, image)
-        with self._lock:
-            self.processed += 1
-            return self._items.setdefault(content, item)
+        return item
 
     def _process(self, content: str, image: Image.Image) -> MediaItem:
         """Resize to what the processor would choose, with its own filter, then let it make the tensors."""
@@ -105,14 +106,18 @@ class MediaStore:
             image = tv.to_pil_image(tv.resize(pixels, list(size), tv.InterpolationMode.BICUBIC, antialias=True))
         inputs = dict(self._processor(images=[image], do_resize=False, return_tensors="pt"))
         tokens = int(inputs["image_grid_thw"].prod()) // self._processor.merge_size**2
-        return MediaItem(content, image, inputs, tokens)
+        item = MediaItem(content, image, inputs, tokens)
+        with self._lock:
+            self.processed += 1
+            self._items[content] = item
+        return item
 
 
 def merge_mm_inputs(items: Sequence[MediaItem]) -> dict[str, torch.Tensor]:
     """The items' tensors joined along their first dimension: one ``torch.cat`` per key.
 
-    Two pictures of 16 and 24 patches give ``pixel_values`` ``[40, patch]`` and ``image_grid_thw`` ``[2, 3]``. Raises ValueError
-    where a key is missing from some items or holds no tensor.
+    Two pictures of 16 and 24 patches give ``pixel_values`` ``[40, patch]`` and ``image_grid_thw`` ``[2, 3]``. Raises
+    ValueError where a key is missing from some items or holds no tensor.
     """
     if not items:
         return {}
@@ -120,10 +125,12 @@ def merge_mm_inputs(items: Sequence[MediaItem]) -> dict[str, torch.Tensor]:
     for item in items:
         if item.mm_inputs.keys() != keys:
             raise ValueError(
-                f"mm_inputs of picture {item.id} have the keys {sorted(item.mm_inputs)}, but those of picture {items[0].id} "
-                f"have {sorted(keys)}: all pictures of a batch must come from one processor."
+                f"mm_inputs of picture {item.id} have the keys {sorted(item.mm_inputs)}, but those of picture "
+                f"{items[0].id} have {sorted(keys)}: all pictures of a batch must come from one processor."
             )
         for key, value in item.mm_inputs.items():
             if not isinstance(value, torch.Tensor):
-                raise ValueError(f"mm_inputs[{key!r}] of picture {item.id} must be a tensor, but it is a {type(value).__name__}.")
+                raise ValueError(
+                    f"mm_inputs[{key!r}] of picture {item.id} must be a tensor, but it is a {type(value).__name__}."
+                )
     return {key: torch.cat([item.mm_inputs[key] for item in items]) for key in keys}

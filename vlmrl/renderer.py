@@ -15,12 +15,13 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from vlmrl.types import ImageSource, MediaItem, Message
 
 BASE: list[Message] = [{"role": "system", "content": "."}, {"role": "user", "content": "."}]
-SENTINELS = 0x100000  # a private-use plane: a stand-in for each special token that occurs in somebody's text
+ESCAPE = "\U00100000"  # a private-use character: with the next one it stands for a special token in a text, or itself
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,9 @@ class Rendered:
 class Renderer:
     """Renders with one tokenizer and one chat template.
 
-    ``image_token`` is the text of the model's picture placeholder; ``None`` for a text model. ``end_of_turn`` is the text of the
-    token that closes a turn; by default the tokenizer's end-of-sequence token. ``stop_ids`` are the ids that end a reply.
+    ``image_token`` is the text of the model's picture placeholder; ``None`` for a text model. ``end_of_turn`` is the
+    text of the token that closes a turn; by default the tokenizer's end-of-sequence token. ``stop_ids`` are the ids
+    that end a reply.
     """
 
     def __init__(
@@ -50,7 +52,9 @@ class Renderer:
         self.tokenizer = tokenizer
         self.chat_template = chat_template or tokenizer.chat_template
         if not self.chat_template:
-            raise ValueError("the tokenizer has no chat template; name one with model.chat_template (`chatml` is ours).")
+            raise ValueError(
+                "the tokenizer has no chat template; name one with model.chat_template (`chatml` is ours)."
+            )
         self.image_token = image_token
         self.image_token_id = None if image_token is None else tokenizer.convert_tokens_to_ids(image_token)
         self.end_of_turn = end_of_turn or tokenizer.eos_token
@@ -59,7 +63,11 @@ class Renderer:
         added = tokenizer.added_tokens_decoder
         self._special = {token.content: index for index, token in added.items() if token.special}
         self._special_pattern = re.compile("(" + "|".join(map(re.escape, sorted(self._special, reverse=True))) + ")")
-        self._stand_ins = {text: chr(SENTINELS + i) for i, text in enumerate(self._special)}
+        self._unsafe_pattern = re.compile(f"{self._special_pattern.pattern}|{ESCAPE}")
+        self._stand_ins = {
+            text: ESCAPE + chr(ord(ESCAPE) + i) for i, text in enumerate([*self._special, ESCAPE], start=1)
+        }
+        self._originals = {stand_in: text for text, stand_in in self._stand_ins.items()}
         self._plain_tokenizer = copy.deepcopy(tokenizer)  # encodes the special tokens' texts as plain text
         self._bases: dict[str, str] = {}
         self.opening = self._find_opening()
@@ -70,21 +78,23 @@ class Renderer:
         schemas = self._clean_tools(tools)
         if schemas and self._base(schemas) == self._base(None):
             raise ValueError(
-                f"the env has {len(schemas)} tools, but the chat template does not show them; set model.chat_template (`chatml` is "
-                "ours and shows them), or leave Env.tools empty and describe the tools in the prompt."
+                f"the env has {len(schemas)} tools, but the chat template does not show them; set model.chat_template "
+                "(`chatml` is ours and shows them), or leave Env.tools empty and describe the tools in the prompt."
             )
         return self._finish(self._template(clean, schemas), images, messages)
 
-    def delta(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, close: bool = False) -> Rendered:
-        """What an observation adds after a reply's end-of-turn id; with ``close`` that id comes first, since it was not sampled."""
+    def delta(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, close: bool = False
+    ) -> Rendered:
+        """What an observation adds after a reply's end-of-turn id; with ``close`` that id comes first."""
         clean, images = self._clean(messages)
         schemas = self._clean_tools(tools)
         base = self._base(schemas)
         full = self._template([*BASE, *clean], schemas)
         if not full.startswith(base):
             raise ValueError(
-                "the chat template rewrites earlier messages when an observation comes, so observations cannot be appended; "
-                f"it rendered {full[: len(base)]!r} where the conversation had {base!r}."
+                "the chat template rewrites earlier messages when an observation comes, so observations cannot be "
+                f"appended; it rendered {full[: len(base)]!r} where the conversation had {base!r}."
             )
         text = (self.end_of_turn if close else "") + full[len(base) :]
         return self._finish(text, images, messages)
@@ -107,22 +117,20 @@ class Renderer:
         if shown != len(images):
             roles = sorted({message["role"] for message in messages})
             raise ValueError(
-                f"messages hold {len(images)} pictures, but the chat template shows {shown} (roles: {', '.join(roles)}). Some "
-                "templates lose the pictures of tool messages: let format_observation return a user message."
+                f"messages hold {len(images)} pictures, but the template shows {shown} (roles: {', '.join(roles)}). "
+                "Some templates lose the pictures of tool messages: let format_observation return a user message."
             )
         return Rendered(ids, images)
 
     def _encode(self, text: str) -> list[int]:
-        if not any(mark in text for mark in self._stand_ins.values()):
+        if ESCAPE not in text:
             return self.tokenizer.encode(text, add_special_tokens=False)
         ids: list[int] = []
         for piece in self._special_pattern.split(text):
             if piece in self._special:
                 ids.append(self._special[piece])
             elif piece:
-                for original, stand_in in self._stand_ins.items():
-                    piece = piece.replace(stand_in, original)
-                ids.extend(self.encode(piece))
+                ids.extend(self.encode(re.sub(f"{ESCAPE}.", lambda match: self._originals[match[0]], piece)))
         return ids
 
     def _template(self, messages: list[Message], tools: list[dict[str, Any]] | None, generate: bool = True) -> str:
@@ -151,9 +159,8 @@ class Renderer:
         images: list[ImageSource] = []
         clean = []
         for message in messages:
-            safe = _map_texts({k: v for k, v in message.items() if k not in ("role", "content")}, self._escape)
-            content = self._clean_content(message, images)
-            clean.append({"role": message["role"], "content": content, **safe})
+            safe = _map_texts({key: value for key, value in message.items() if key != "content"}, self._escape)
+            clean.append(safe | {"content": self._clean_content(message, images)})
         if images and self.image_token is None:
             raise ValueError(f"messages hold {len(images)} pictures, but the model reads text only.")
         return clean, images
@@ -163,14 +170,15 @@ class Renderer:
         if isinstance(content, str):
             return self._escape(content)
         parts: list[dict[str, Any]] = []
-        for part in content:
-            if part["type"] == "text":
-                parts.append({"type": "text", "text": self._escape(part["text"])})
-            elif part["type"] == "image":
-                images.append(part["image"])
-                parts.append({"type": "image"})
+        for kind, run in groupby(content, lambda part: part["type"]):
+            if kind == "text":  # joined before it is escaped, or a special token in two parts would slip through
+                parts.append({"type": "text", "text": self._escape("".join(part["text"] for part in run))})
+            elif kind == "image":
+                shown = [part["image"] for part in run]
+                images.extend(shown)
+                parts.extend({"type": "image"} for _ in shown)
             else:
-                raise ValueError(f"a message part must have the type text or image, but it has {part['type']!r}.")
+                raise ValueError(f"a message part must have the type text or image, but it has {kind!r}.")
         if all(part["type"] == "text" for part in parts):
             return "".join(part["text"] for part in parts)  # some text templates silently drop lists
         return parts
@@ -179,11 +187,11 @@ class Renderer:
         return _map_texts(list(tools), self._escape) if tools else None
 
     def _escape(self, text: str) -> str:
-        return self._special_pattern.sub(lambda match: self._stand_ins[match[0]], text)
+        return self._unsafe_pattern.sub(lambda match: self._stand_ins[match[0]], text)
 
 
 def expand(token_ids: Sequence[int], image_token_id: int | None, media: Sequence[MediaItem]) -> list[int]:
-    """One placeholder per picture to one per visual token: ``[1, P, 2]`` with a picture of 3 tokens is ``[1, P, P, P, 2]``."""
+    """One placeholder per picture to one per visual token: ``[1, P, 2]`` of 3 tokens is ``[1, P, P, P, 2]``."""
     if not media:
         return list(token_ids)
     expanded: list[int] = []
@@ -194,11 +202,11 @@ def expand(token_ids: Sequence[int], image_token_id: int | None, media: Sequence
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """The same structure with every string in it changed."""
+    """The same structure with every string in it changed, keys too."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {key: _map_texts(item, change) for key, item in value.items()}
+        return {_map_texts(key, change): _map_texts(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_map_texts(item, change) for item in value]
     return value

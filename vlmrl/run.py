@@ -60,9 +60,10 @@ def report(run: loop.Run, summary: dict[str, float], seconds: float) -> str:
     for key, title in titles.items():
         if key in summary:
             lines.append(f"held-out reward {title}: {summary[key]:.3f} +- {summary[f'{key}_standard_error']:.3f}")
-    if "reward_blanked" in summary and run.config.eval.chance is not None:
-        off = (summary["reward_blanked"] - run.config.eval.chance) / max(summary["reward_blanked_standard_error"], 1e-9)
-        lines.append(f"guessing would give {run.config.eval.chance:.3f}: the blanked reward is {abs(off):.1f} standard errors from it")
+    chance, error = run.config.eval.chance, summary.get("reward_blanked_standard_error", 0.0)
+    if chance is not None and error > 0:
+        off = abs(summary["reward_blanked"] - chance) / error
+        lines.append(f"guessing would give {chance:.3f}: the blanked reward is {off:.1f} standard errors from it")
     for name, title in {"reward.png": "curve", "trajectories.html": "trajectories", "metrics.jsonl": "metrics", "model": "model"}.items():
         if (run.folder / name).exists():
             lines.append(f"{title:<13} {run.folder / name}")

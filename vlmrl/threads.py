@@ -10,7 +10,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 
@@ -45,5 +45,14 @@ class DaemonPool:
             try:
                 future.set_result(function(*args))
             except BaseException as error:  # whatever a user's code raises belongs to the caller
-                future.set_exception(error)
+                future.set_exception(_harmless(error))
             del call, future, function, args  # an idle thread keeps nothing alive
+
+
+def _harmless(error: BaseException) -> BaseException:
+    """The same as a RuntimeError where asyncio would take it for its own: a cancellation, the end of a coroutine or of the loop."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration | CancelledError):
+        return error
+    harmless = RuntimeError(f"{type(error).__name__}: {error}")
+    harmless.__cause__ = error
+    return harmless

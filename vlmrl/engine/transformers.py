@@ -31,12 +31,17 @@ JOIN_EVERY = 16  # tokens after which waiting requests join at the latest
 
 @dataclass
 class _Kept:
-    """A trajectory between turns: its tokens so far, their keys and values, the next position, the pictures counted."""
+    """A trajectory between turns: its tokens and pictures so far, their keys and values, the next position."""
 
     token_ids: list[int]
+    media_ids: list[str]
     rows: RowCache
     next_position: int
-    num_media: int
+
+    def begins(self, row: _Row) -> bool:
+        """Whether ``row`` goes on from here, with at least one new token to run."""
+        length, pictures = len(self.token_ids), [item.id for item in row.request.media[: len(self.media_ids)]]
+        return length < len(row.prompt_ids) and row.prompt_ids[:length] == self.token_ids and pictures == self.media_ids
 
 
 @dataclass(eq=False)
@@ -73,7 +78,8 @@ class TransformersEngine:
         self._features: dict[str, ImageFeatures] = {}
         self._kept: dict[str, _Kept] = {}
         self._lock = threading.Lock()  # between the engine's thread and release or a weight update
-        threading.Thread(target=self._serve, name="vlmrl-engine", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="vlmrl-engine", daemon=True)
+        self._thread.start()
 
     async def generate(self, request: Request) -> Completion:
         return (await self.generate_wave([request]))[0]
@@ -101,7 +107,9 @@ class TransformersEngine:
             self._kept.clear()
 
     def close(self) -> None:
+        """End the engine's thread: one that still ran torch while the interpreter shuts down could abort the process."""
         self._inbox.put(None)
+        self._thread.join(timeout=10)
 
     def _row(self, request: Request) -> _Row:
         """Refuses, before anything runs, a request whose placeholders and pictures do not match."""
@@ -161,15 +169,14 @@ class TransformersEngine:
     def _resume(self, row: _Row) -> _Kept | None:
         with self._lock:
             kept = self._kept.pop(row.request.trajectory_id, None)
-        if kept is None or row.prompt_ids[: len(kept.token_ids)] != kept.token_ids:
-            return None
-        return kept
+        return kept if kept is not None and kept.begins(row) else None
 
     def _keep(self, row: _Row, rows: RowCache, version: int) -> None:
         cached = row.prompt_ids + row.token_ids[:-1]  # the last token was never fed
+        pictures = [item.id for item in row.request.media]
         with self._lock:
             if version == self.policy_version:
-                self._kept[row.request.trajectory_id] = _Kept(cached, rows, row.next_position, len(row.request.media))
+                self._kept[row.request.trajectory_id] = _Kept(cached, pictures, rows, row.next_position)
 
     def _grid(self, item: MediaItem) -> tuple[int, int]:
         return merged_grid(item.mm_inputs["image_grid_thw"], self.policy.merge_size)
@@ -232,7 +239,7 @@ class _Batch:
         device = self.policy.device
         heads = [rows[0] for rows in prompts]
         done = [0 if k is None else len(k.token_ids) for k in kept]
-        seen = [0 if k is None else k.num_media for k in kept]
+        seen = [0 if k is None else len(k.media_ids) for k in kept]
         new_ids = [row.prompt_ids[n:] for row, n in zip(heads, done, strict=True)]
         length = max(map(len, new_ids))
         tokens = torch.zeros(len(heads), length, dtype=torch.long)
@@ -283,7 +290,8 @@ class _Batch:
             return "stop"
         stops = row.request.sampling.stop
         if stops:
-            tail = self.engine._renderer.decode(row.token_ids[-max(map(len, stops)) - 4 :])
+            longest = max(len(stop.encode()) for stop in stops)  # a token is one byte at least
+            tail = self.engine._renderer.decode(row.token_ids[-longest - 4 :])
             if any(stop in tail for stop in stops):
                 return "stop"
         return "length" if len(row.token_ids) >= row.request.sampling.max_tokens else None

@@ -80,7 +80,7 @@ def load_model(config: Model, base_dir: Path | None, cache_dir: Path, seed: int)
         chat_template=_chat_template(config.chat_template, base_dir),
         stop_ids=_stop_ids(path),
     )
-    return LoadedModel(Policy(model), renderer, tokenizer, image_processor, config.max_image_pixels)
+    return LoadedModel(Policy(model).eval(), renderer, tokenizer, image_processor, config.max_image_pixels)
 
 
 def pick_device(name: str) -> torch.device:

@@ -78,6 +78,11 @@ class Policy(nn.Module):
         copied = copy.deepcopy(self.model)
         return Policy(copied).requires_grad_(False).eval()
 
+    def enable_gradient_checkpointing(self) -> None:
+        """Recompute the layers' activations for the gradient instead of keeping them. Takes effect in training mode."""
+        old_name = self.model.gradient_checkpointing_enable  # deprecated where the new one exists
+        getattr(self.model, "activation_checkpointing_enable", old_name)({"use_reentrant": False})
+
     def forward(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
         """The logprob of each token that ``batch.targets`` marks, given all before it in its row."""
         features = self.encode_images(batch.mm_inputs) if batch.mm_inputs else []

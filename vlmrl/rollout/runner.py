@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from vlmrl.engine.base import Waves
 from vlmrl.rollout.turn_loop import TurnLoop
@@ -50,8 +51,8 @@ class Runner:
         ``max_failed_fraction`` of the trajectories asked for have failed, with the commonest reasons.
         """
         rollouts = Rollouts()
-        slots = asyncio.Semaphore(self.config.max_concurrent)
         at_once = max(1, self.config.max_concurrent // self.group_size) if self._waves else count
+        slots = asyncio.Semaphore(at_once * self.group_size if self._waves else self.config.max_concurrent)  # a wave is never cut
         started = 0
 
         def ended(trajectory: Trajectory) -> None:
@@ -62,7 +63,7 @@ class Runner:
 
         while len(rollouts.groups) < count:
             wanted = min(at_once, count - len(rollouts.groups))
-            batch = [task for task, _ in zip(tasks, range(wanted), strict=False)]
+            batch = list(islice(tasks, wanted))
             if not batch:
                 break
             if self._waves:

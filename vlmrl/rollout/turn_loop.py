@@ -42,7 +42,7 @@ class _Piece:
 class TurnLoop:
     """Plays one task at a time per call of :meth:`play`; any number of calls run side by side."""
 
-    def __init__(self, spec: EnvSpec, engine: Engine, renderer: Renderer, store: MediaStore, config: Rollout, seed: int = 0) -> None:
+    def __init__(self, spec: EnvSpec, engine: Engine, renderer: Renderer, store: MediaStore | None, config: Rollout, seed: int = 0) -> None:
         self.spec = spec
         self.engine = engine
         self.renderer = renderer
@@ -166,10 +166,13 @@ class TurnLoop:
 
     async def _load(self, rendered: Rendered, messages: list[Message]) -> _Piece:
         """Load a rendered piece's pictures, all at once."""
-        try:
-            media = list(await asyncio.gather(*map(self.store.get, rendered.images)))
-        except ValueError as error:
-            raise EnvError(str(error)) from error
+        media: list[MediaItem] = []
+        if rendered.images:
+            assert self.store is not None  # the renderer of a text model refuses pictures
+            try:
+                media += await asyncio.gather(*map(self.store.get, rendered.images))
+            except ValueError as error:
+                raise EnvError(str(error)) from error
         expanded = expand(rendered.token_ids, self.renderer.image_token_id, media)
         return _Piece(rendered.token_ids, expanded, media, messages)
 

@@ -6,9 +6,10 @@ from vlmrl.types import Sample, Trajectory
 
 
 def concat(trajectory: Trajectory) -> list[Sample]:
-    """One sample for the whole episode: the prompt, then all replies (mask 1) and observations (mask 0, logprob 0, reward 0).
+    """One sample for the whole episode: the prompt, then all replies and observations.
 
-    Each turn's reward stands on its last sampled token, the final one on the last token of all.
+    Replies have mask 1; observations have mask 0, logprob 0, reward 0. Each turn's reward stands on its last sampled
+    token, the final one on the last token of all.
     """
     first = trajectory.turns[0]
     sample = Sample(

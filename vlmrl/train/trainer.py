@@ -65,6 +65,7 @@ class Trainer:
         for mini_batch, old_logprobs in zip(mini_batches, old, strict=True):
             for name, value in self._update(mini_batch, old_logprobs).items():
                 totals[name] = max(totals[name], value) if name.endswith("/max") else totals[name] + value / len(mini_batches)
+        self.policy.eval()  # in training mode, checkpointed layers take no cache, and an engine may share this model
         return dict(totals)
 
     def _mini_batches(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:

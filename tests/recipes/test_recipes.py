@@ -1,0 +1,95 @@
+"""The recipes, run as a user would: short, from another folder, on tiny models."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+ROOT = Path(__file__).parent.parent.parent
+SHARED = Path(os.environ.get("VLMRL_SHARED", ROOT.parent / "shared"))
+SMALL_TEXT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+SMALL_VISION = {
+    "qwen3-vl": {"hidden_size": 32, "intermediate_size": 64, "depth": 2, "num_heads": 2, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
+    "qwen2.5-vl": {"hidden_size": 32, "intermediate_size": 64, "depth": 2, "num_heads": 2, "out_hidden_size": 64, "fullatt_block_indexes": [1]},
+}
+CONFIGS = {"qwen3-vl": "Qwen3-VL-2B-Instruct", "qwen2.5-vl": "Qwen2.5-VL-3B-Instruct"}
+
+
+def run(*arguments, cwd, timeout=400):
+    done = subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_minimal_grpo_is_a_page_and_runs(tmp_path):
+    recipe = ROOT / "recipes/minimal_grpo.py"
+    assert len(recipe.read_text().splitlines()) <= 200
+    told = run(recipe, "--steps", 2, "--warm-steps", 2, "--groups", 2, "--group-size", 2, cwd=tmp_path)
+    assert "step    2  reward" in told
+
+
+@pytest.mark.parametrize("recipe", ["quickstart.py", "geo3k.py"])
+def test_recipes_are_short(recipe):
+    assert len((ROOT / "recipes" / recipe).read_text().splitlines()) <= 100
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
+    told = run(ROOT / "recipes/quickstart.py", "--dry-run", cwd=tmp_path)
+    assert "ZoomEnv, at most 2 turns and 256 tokens" in told and "4096 tasks, 256 held out" in told
+    assert not (tmp_path / "runs/quickstart").exists()
+
+
+def small_model(family: str, folder: Path) -> Path:
+    """The real processor, tokenizer and chat template beside a small configuration of the real vocabulary."""
+    shutil.copytree(SHARED / "data/qwen" / family, folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)
+    config = AutoConfig.from_pretrained(_config_folder(family, folder))
+    for part, changes in ((config.get_text_config(), SMALL_TEXT), (config.vision_config, SMALL_VISION[family])):
+        for name, value in changes.items():
+            setattr(part, name, value)
+    text = config.get_text_config()
+    text.head_dim = 32
+    text.layer_types = ["full_attention"] * text.num_hidden_layers
+    sections = [6, 5, 5]
+    text.rope_parameters = {**text.rope_parameters, "mrope_section": sections}
+    text.pad_token_id = None
+    config.save_pretrained(folder)
+    return folder
+
+
+def _config_folder(family: str, folder: Path) -> Path:
+    source = json.loads((SHARED / f"data/qwen/configs/{CONFIGS[family]}.config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(source))
+    return folder
+
+
+@pytest.mark.parametrize(("family", "template"), [("qwen3-vl", None), ("qwen2.5-vl", "chatml")])
+def test_geo3k_runs_two_steps_on_real_problems(tmp_path, family, template):
+    """Real diagrams, processor and tokenizer; random weights, so replies are noise and are cut off: rewards are 0."""
+    if not (SHARED / "data/geometry3k").is_dir():
+        pytest.skip(f"no shared data at {SHARED}: set VLMRL_SHARED")
+    prepared = tmp_path / "geo3k"
+    run(ROOT / "datasets/geo3k.py", "--out", prepared, "--source", SHARED / "data/geometry3k", cwd=tmp_path)
+    model = small_model(family, tmp_path / family)
+    options = ["--model.chat-template", template] if template else []
+    told = run(
+        ROOT / "recipes/geo3k.py",
+        *("--model.path", model, "--model.random-weights", "--model.device", "cpu", "--output-dir", tmp_path / "runs"),
+        *("--data.path", prepared / "train.parquet", "--eval.data.path", prepared / "validation.parquet"),
+        *("--train.steps", 2, "--train.groups-per-batch", 2, "--rollout.group-size", 4, "--eval.data.limit", 2),
+        *("--rollout.max-reply-tokens", 16, "--model.max-image-pixels", 128 * 128),
+        *options,
+        cwd=tmp_path,
+    )
+    rows = [json.loads(line) for line in (tmp_path / "runs/geo3k/metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    assert len(steps) == 2, told
+    assert all(row["images/mean"] == 1.0 and row["rollout_gap/max"] < 1e-4 for row in steps)
+    assert torch.isfinite(torch.tensor([row["grad_norm"] for row in steps])).all()

@@ -1,0 +1,336 @@
+"""Many groups at once: ids and order, refills, the line at which failures stop the run, and work that is done once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout_fixtures import COLORS, a_task, picture, script, turn_loop
+from vlmrl import Env, Model, Task, Trajectory, obs, tiny
+from vlmrl.config import Rollout
+from vlmrl.engine.base import Request, Waves
+from vlmrl.engine.transformers import TransformersEngine
+from vlmrl.env import resolve_env
+from vlmrl.env_session import EnvContractError
+from vlmrl.model.loading import LoadedModel, load_model
+from vlmrl.rollout.runner import RolloutError, Rollouts, Runner
+from vlmrl.rollout.turn_loop import TurnLoop
+
+Step = tuple[dict[str, Any], bool, dict[str, Any]]
+
+
+class Once(Env):
+    def step(self, response_text: str) -> Step:
+        return obs(), True, {"reward": 1.0}
+
+
+def tasks(count: int | None = None) -> Iterator[Task]:
+    numbers = itertools.count() if count is None else range(count)
+    return (a_task(f"Task {number}", id=f"train/{number}", seed=number) for number in numbers)
+
+
+def runner(env: Any = Once, reply: Any = lambda request, turn: "a", group_size: int = 2, **rollout: Any) -> Runner:
+    return Runner(turn_loop(env, reply, **rollout), group_size=group_size)
+
+
+def play(runner: Runner, source: Iterator[Task], count: int, **options: Any) -> Rollouts:
+    return asyncio.run(runner.play(source, count, "step1", **options))
+
+
+def failing(*ids: str, once: bool = False) -> type[Env]:
+    """An env that fails in the trajectories of the tasks ``ids``; with ``once``, only in the first of each."""
+    failed: list[str] = []
+
+    class Fails(Once):
+        replayable = False
+
+        def step(self, response_text: str) -> Step:
+            if self.task.id in ids and not (once and self.task.id in failed):
+                failed.append(self.task.id)
+                raise OSError(f"no luck with {self.task.id}")
+            return super().step(response_text)
+
+    return Fails
+
+
+def test_groups_come_in_task_order_with_ids_that_sort_likewise():
+    async def slow_first(request: Request, turn: int) -> str:
+        await asyncio.sleep(0.02 if "/00000/" in request.trajectory_id else 0)
+        return "a"
+
+    ended: list[Trajectory] = []
+    rollouts = play(runner(reply=slow_first), tasks(), 3, on_end=ended.append)
+    assert [[t.id for t in group] for group in rollouts.groups] == [
+        ["step1/00000/00", "step1/00000/01"],
+        ["step1/00001/00", "step1/00001/01"],
+        ["step1/00002/00", "step1/00002/01"],
+    ]
+    assert [[t.group_id for t in group] for group in rollouts.groups] == [[f"step1/{i:05d}"] * 2 for i in range(3)]
+    assert [[t.task.id for t in group] for group in rollouts.groups] == [[f"train/{i}"] * 2 for i in range(3)]
+    assert [t.id for t in rollouts.trajectories] == sorted(t.id for t in ended)
+    assert (rollouts.failed, rollouts.dropped_groups) == ([], 0)
+
+
+def test_only_as_many_tasks_are_drawn_as_are_played():
+    source = tasks()
+    play(runner(), source, 3)
+    assert next(source).id == "train/3"
+
+
+def test_fewer_groups_come_only_where_the_tasks_run_out():
+    rollouts = play(runner(), tasks(2), 5)
+    assert [group[0].task.id for group in rollouts.groups] == ["train/0", "train/1"]
+
+
+def test_no_more_trajectories_than_allowed_are_in_play_at_once():
+    playing, most = 0, 0
+
+    class Counted(Once):
+        def __init__(self, task: Task) -> None:
+            nonlocal playing, most
+            playing += 1
+            most = max(most, playing)
+
+        def close(self) -> None:
+            nonlocal playing
+            playing -= 1
+
+    async def reply(request: Request, turn: int) -> str:
+        await asyncio.sleep(0.003)
+        return "a"
+
+    rollouts = play(runner(Counted, reply, group_size=4, max_concurrent=3), tasks(), 4)
+    assert len(rollouts.trajectories) == 16
+    assert (playing, most) == (0, 3)
+
+
+def test_a_failed_member_is_refilled_under_an_id_and_seed_of_its_own():
+    seeds: dict[str, int] = {}
+
+    def reply(request: Request, turn: int) -> str:
+        seeds[request.trajectory_id] = request.sampling.seed
+        return "a"
+
+    rollouts = play(runner(failing("train/1", once=True), reply), tasks(), 3)
+    (failed,) = rollouts.failed
+    assert failed.error is not None
+    assert "no luck with train/1" in failed.error
+    first, second = rollouts.groups[1]
+    assert sorted([first.id, second.id]) != ["step1/00001/00", "step1/00001/01"]
+    assert f"{failed.id}.1" in (first.id, second.id)
+    assert seeds[failed.id] != seeds[f"{failed.id}.1"]
+    assert [len(group) for group in rollouts.groups] == [2, 2, 2]
+    assert all(t.reward == 1.0 for t in rollouts.trajectories)
+    assert rollouts.dropped_groups == 0
+
+
+def test_a_group_that_stays_incomplete_is_dropped_and_another_task_takes_its_place():
+    rollouts = play(runner(failing("train/1"), max_refills=1, max_failed_fraction=1.0), tasks(), 3)
+    assert [group[0].task.id for group in rollouts.groups] == ["train/0", "train/2", "train/3"]
+    assert [len(group) for group in rollouts.groups] == [2, 2, 2]
+    assert rollouts.dropped_groups == 1
+    assert sorted(t.id for t in rollouts.failed) == [f"step1/00001/{member}" for member in ("00", "00.1", "01", "01.1")]
+    assert not any(t.failed for t in rollouts.trajectories)
+
+
+def test_too_many_failures_stop_the_run_with_the_commonest_reasons():
+    broken = [f"train/{number}" for number in range(4)]
+    with pytest.raises(RolloutError) as raised:
+        play(runner(failing(*broken), max_refills=0, max_failed_fraction=0.25), tasks(), 8)
+    told, *reasons = str(raised.value).splitlines()
+    assert re.fullmatch(r"[5-8] trajectories of 16 failed, more than rollout.max_failed_fraction \(0.25\) allows:", told)
+    assert len(reasons) == 3
+    assert all(re.fullmatch(r"  [12]x env .*Fails, task (.*), turn 0: OSError: no luck with \1", reason) for reason in reasons)
+
+
+def test_failures_up_to_the_line_do_not_stop_the_run():
+    rollouts = play(runner(failing("train/0", "train/1"), max_refills=0, max_failed_fraction=0.25), tasks(), 8)
+    assert (len(rollouts.groups), len(rollouts.failed), rollouts.dropped_groups) == (8, 4, 2)
+
+
+def test_envs_that_always_fail_end_the_run_even_if_all_may_fail():
+    class Broken(Once):
+        def step(self, response_text: str) -> Step:
+            raise OSError("always")
+
+    with pytest.raises(RolloutError, match=r"[56] trajectories of 4 failed"):
+        play(runner(Broken, max_failed_fraction=1.0), tasks(), 2)
+
+
+def test_env_steps_of_many_trajectories_overlap():
+    class Slow(Env):
+        def step(self, response_text: str) -> Step:
+            time.sleep(0.05)
+            return obs("next"), False, {"reward": 1.0}
+
+    slow = runner(Slow, group_size=8, max_turns=2)
+    began = time.perf_counter()
+    rollouts = play(slow, tasks(), 8)
+    seconds = time.perf_counter() - began
+    assert [len(t.turns) for t in rollouts.trajectories] == [2] * 64
+    assert seconds < 3.2  # one after another, the two turns alone would be 6.4 s
+
+
+class Gallery(Env):
+    """Shows one more picture each turn; which ones, the task's seed says. No member is handed the object of another."""
+
+    def step(self, response_text: str) -> Step:
+        time.sleep(random.random() / 500)
+        color = COLORS[(self.seed + self.turn + 1) % len(COLORS)]
+        return obs("Next:", images=[picture(color, (32 * (self.turn + 2), 32 + 32 * self.seed))]), False, {"reward": 1.0}
+
+
+def gallery(count: int) -> Iterator[Task]:
+    return (a_task("First:", [picture(COLORS[seed], (32, 32 + 32 * seed))], id=f"train/{seed}", seed=seed) for seed in range(count))
+
+
+def test_each_distinct_picture_is_processed_once_however_many_turns_and_members_see_it():
+    many = runner(Gallery, group_size=8, max_turns=8)
+    rollouts = play(many, gallery(2), 2)
+    store = many.loop.store
+    assert store is not None
+    shown = [[[item.id for item in turn.media] for turn in t.turns] for group in rollouts.groups for t in group]
+    assert all(len(turns) == 8 and all(len(media) == 1 for media in turns) for turns in shown)
+    assert shown[:8] == [shown[0]] * 8
+    assert shown[8:] == [shown[8]] * 8
+    distinct = {media[0] for turns in shown for media in turns}
+    assert len(distinct) == 16
+    assert store.seen == 2 * 8 * 8
+    assert store.processed / len(distinct) == 1.00
+    items = [[turn.media[0] for turn in t.turns] for t in rollouts.groups[0]]
+    assert all(mine is first for member in items for mine, first in zip(member, items[0], strict=True))
+
+
+@pytest.mark.parametrize("waves", [False, True])
+def test_an_error_in_one_trajectory_stops_the_rest_and_leaves_no_task_behind(waves: bool):
+    released: list[str] = []
+    closed: list[str] = []
+
+    class Breaks(Env):
+        def step(self, response_text: str) -> Any:
+            return "no tuple"
+
+        def close(self) -> None:
+            closed.append(self.task.id)
+
+    async def reply(request: Request, turn: int) -> str:
+        if not request.trajectory_id.startswith("step1/00001/01"):
+            await asyncio.sleep(3600)
+        return "a"
+
+    engine = script(lambda request, turn: reply(request, turn))
+    release, engine.release = engine.release, lambda name: (released.append(name), release(name))[1]  # type: ignore[method-assign,func-returns-value]
+    if waves:
+        engine = Waves(script(lambda request, turn: "a"))  # type: ignore[assignment]
+
+    async def go() -> None:
+        with pytest.raises(EnvContractError, match="step must return"):
+            await runner(Breaks, engine).play(tasks(), 4, "step1")
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    began = time.perf_counter()
+    asyncio.run(go())
+    assert time.perf_counter() - began < 60
+    assert sorted(closed) == [f"train/{number}" for number in range(4) for _ in range(2)]
+    if not waves:
+        assert len(released) == 8
+
+
+def test_cancelling_from_outside_stops_everything():
+    async def forever(request: Request, turn: int) -> str:
+        await asyncio.sleep(3600)
+        return "a"
+
+    async def go() -> None:
+        running = asyncio.create_task(runner(reply=lambda request, turn: forever(request, turn)).play(tasks(), 4, "step1"))
+        await asyncio.sleep(0.05)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(go())
+
+
+def test_threads_of_envs_do_not_pile_up():
+    before = threading.active_count()
+    play(runner(group_size=8), tasks(), 8)
+    deadline = time.monotonic() + 20
+    while threading.active_count() > before + 8 and time.monotonic() < deadline:  # 4 are the picture store's
+        time.sleep(0.01)
+    assert threading.active_count() <= before + 8
+
+
+def test_waves_larger_than_the_concurrency_limit_do_not_wait_for_each_other_forever():
+    sizes: list[int] = []
+
+    class Counting:
+        policy_version = 0
+
+        def __init__(self) -> None:
+            self.inner = script(lambda request, turn: "a")
+
+        async def generate_wave(self, requests: list[Request]) -> Any:
+            sizes.append(len(requests))
+            return await self.inner.generate_wave(requests)
+
+        def release(self, trajectory_id: str) -> None: ...
+        def close(self) -> None: ...
+
+    def waves(**limits: Any) -> Rollouts:
+        sizes.clear()
+        return asyncio.run(asyncio.wait_for(runner(Once, Waves(Counting()), group_size=4, **limits).play(tasks(), 3, "step1"), 30))
+
+    assert len(waves(max_concurrent=2).groups) == 3  # a wave holds whole groups, one at least
+    assert sizes == [4, 4, 4]
+    assert len(waves(max_concurrent=9).groups) == 3
+    assert sizes == [8, 4]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder = tiny.build(tmp_path_factory.mktemp("tiny") / "qwen3_vl")
+    return load_model(Model(path=str(folder), device="cpu", dtype="float32"), None, folder, seed=0)
+
+
+class Uneven(Gallery):
+    """Episodes of different lengths, whose steps take different times, and now and then fail once."""
+
+    failures: set[str] = set()
+
+    def step(self, response_text: str) -> Step:
+        observation, _, info = super().step(response_text)
+        if "t" in response_text and response_text not in self.failures and len(self.failures) < 2:
+            self.failures.add(response_text)
+            raise OSError("once")
+        return observation, len(response_text) % 3 == 0, info
+
+
+def waves_of(model: LoadedModel, folder: Path) -> list[Any]:
+    Uneven.failures.clear()
+    engine = TransformersEngine(model.policy, model.renderer)
+    rollout = Rollout(group_size=3, max_turns=3, max_reply_tokens=12, max_tokens=400, max_concurrent=6, truncated_reward=0.0)
+    loop = TurnLoop(resolve_env(Uneven), Waves(engine), model.renderer, model.new_store(), rollout, seed=3)
+    rollouts = asyncio.run(Runner(loop).play(gallery(4), 4, "step1"))
+    engine.close()
+    return [
+        (t.id, t.ending, [(u.prompt_ids, u.response_ids, u.logprobs, [m.id for m in u.media]) for u in t.turns])
+        for t in rollouts.trajectories
+    ]
+
+
+def test_waves_give_the_same_trajectories_twice_to_the_last_bit(model: LoadedModel, tmp_path: Path):
+    first, second = waves_of(model, tmp_path), waves_of(model, tmp_path)
+    assert first == second
+    assert len(first) == 12
+    assert len({len(turns) for _, _, turns in first}) > 1  # or the waves were never uneven
+    assert len({str(turns) for _, _, turns in first}) == 12
