@@ -28,8 +28,8 @@ def make_task(index: int, seed: int, side: int = 256) -> dict:
 
 
 def draw(colors: dict[str, str], rng: random.Random, side: int) -> Image.Image:
-    """A light picture with one shape in each quarter, at a place and of a size that vary."""
-    picture = Image.new("RGB", (side, side), (235, 235, 230))
+    """A grey picture with one shape in each quarter, at a place and of a size that vary."""
+    picture = Image.new("RGB", (side, side), (128, 128, 128))
     pen = ImageDraw.Draw(picture)
     half = side // 2
     for quarter, (column, row) in QUARTERS.items():

@@ -1,21 +1,25 @@
-"""What the tests of env, rollout and engine share: one tokenizer, one picture processor, tasks, and a way to play them."""
+"""What the tests of env, rollout and engine share: a renderer, a picture store, tasks, and a way to play them."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
+from torch import nn
 from transformers import Qwen2VLImageProcessor
 
 from vlmrl import tiny
-from vlmrl.config import Rollout
+from vlmrl.config import Model, Rollout
 from vlmrl.engine.base import Engine, Request
 from vlmrl.engine.scripted import ScriptedEngine
 from vlmrl.env import EnvSpec, resolve_env
 from vlmrl.media import MediaStore
+from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.renderer import Renderer
 from vlmrl.rollout.turn_loop import TurnLoop
 from vlmrl.types import Completion, Task, Trajectory
@@ -77,3 +81,27 @@ def completion(text: str, prompt_tokens: int, stop_reason: str = "stop", end: bo
 
 def decoded(token_ids: Sequence[int]) -> str:
     return renderer().decode(token_ids)
+
+
+def sharp_model(folder: Path, end: float = 5.0) -> LoadedModel:
+    """The tiny model of ``folder`` in float32 on the CPU, made :func:`sharp`."""
+    loaded = load_model(Model(path=str(folder), device="cpu", dtype="float32"), None, folder, seed=0)
+    sharpen(loaded.policy.model, end)
+    return loaded
+
+
+def sharpen(model: Any, end: float) -> None:
+    """Random weights that say something: a larger decoder, and a head that ends turns the more the larger ``end`` is.
+
+    As they come, all tokens are nearly equally likely, so that a wrong position or picture would hardly show.
+    """
+    text = model.config.get_text_config()
+    head = nn.Linear(text.hidden_size, text.vocab_size)
+    with torch.no_grad():
+        for name, parameter in model.model.language_model.layers.named_parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(5.0 if "q_proj" in name or "k_proj" in name else 3.0)
+        head.weight.copy_(model.lm_head.weight * 8)
+        head.bias.zero_()
+        head.bias[renderer().end_of_turn_id] = end
+    model.lm_head = head.requires_grad_(False)

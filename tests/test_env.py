@@ -59,7 +59,7 @@ def test_seed_and_shared_are_there_when_init_runs():
 
 
 def test_a_file_and_a_module_are_named_by_a_string(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    text = "from vlmrl import Env, obs\nclass Mine(Env):\n    def step(self, text):\n        return obs('mine'), True, {}\n"
+    text = "from vlmrl import Env, obs\nclass Mine(Env):\n    def step(self, text): return obs('mine'), True, {}\n"
     (tmp_path / "my_env_module.py").write_text(text)
     spec = resolve_env("my_env_module.py:Mine", base_dir=tmp_path)
     assert spec.build(TASK).step("a") == ({"obs_str": "mine"}, True, {})

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from PIL import Image
-
 from rollout_fixtures import a_task, completion, play, script
+
 from vlmrl import Env, RetryTurn, Task, obs
 from vlmrl.env import resolve_env
 from vlmrl.env_session import EnvContractError, EnvError, EnvSession
@@ -194,7 +194,7 @@ def test_a_hung_async_step_is_given_up_too():
             raise AssertionError
 
     session = new_session(Hangs, timeout=0.1, max_retries=0)
-    with pytest.raises(EnvError, match="no answer in 0.1 s"):
+    with pytest.raises(EnvError, match=r"no answer in 0\.1 s"):
         asyncio.run(started(session, lambda: session.step("a")))
     assert session.counts == {"timeouts": 1}
 
@@ -235,7 +235,11 @@ print(trajectory.ending, trajectory.metrics["env_timeouts"], time.time(), flush=
 
 def test_nothing_hung_keeps_the_process_from_ending():
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(Path(__file__).parent)], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", SCRIPT, str(Path(__file__).parent)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     ended = time.time()
     ending, timeouts, last = done.stdout.split()
@@ -455,7 +459,7 @@ def test_messages_that_are_none_stop_the_run(method: str, value: Any):
 @pytest.mark.parametrize("fails", ["reset", "step", "finish"])
 def test_every_env_that_was_made_is_closed_once(fails: str, is_async: bool):
     class Made(Logged):
-        envs: list[Any] = []
+        envs: ClassVar[list[Any]] = []
         closed = threading.Semaphore(0)
 
         def __init__(self, task: Task) -> None:

@@ -62,18 +62,18 @@ def test_decoding_gives_back_any_text(text, folders):
 
 def test_special_tokens_have_their_ids_and_kinds():
     words = tiny.tokenizer()
-    assert len(words) == 492
-    assert words.encode("<|endoftext|><|im_start|><|im_end|>") == [472, 473, 474]
-    assert words.encode("<|vision_start|><|vision_end|><|image_pad|><|video_pad|>") == [481, 482, 484, 485]
-    assert words.encode("<tool_call></tool_call><think></think>") == [486, 487, 490, 491]
+    assert len(words) == 503
+    assert words.encode("<|endoftext|><|im_start|><|im_end|>") == [483, 484, 485]
+    assert words.encode("<|vision_start|><|vision_end|><|image_pad|><|video_pad|>") == [492, 493, 495, 496]
+    assert words.encode("<tool_call></tool_call><think></think>") == [497, 498, 501, 502]
     assert (words.eos_token, words.pad_token, words.bos_token) == ("<|im_end|>", "<|endoftext|>", None)
-    assert words.decode([486, 474, 484, 491], skip_special_tokens=True) == "<tool_call></think>"
+    assert words.decode([497, 485, 495, 502], skip_special_tokens=True) == "<tool_call></think>"
 
 
 def test_special_looking_text_can_be_encoded_as_text():
     words = tiny.tokenizer()
     ids = words.encode("a<|image_pad|>", split_special_tokens=True)
-    assert 484 not in ids
+    assert 495 not in ids
     assert words.decode(ids) == "a<|image_pad|>"
 
 
@@ -81,7 +81,7 @@ def test_each_listed_word_is_one_token():
     words = tiny.tokenizer()
     assert [word for word in tiny.WORDS if len(words.encode(word)) != 1] == []
     pieces = [words.decode([token]) for token in words.encode('{"name": "zoom", "arguments": {"x": 12')]
-    assert pieces == ['{"', "name", '":', ' "', "zoom", '",', ' "', "arguments", '":', ' {"', "x", '":', " ", "1", "2"]
+    assert pieces == ['{"', "name", '":', ' "', "zoom", '",', ' "', "arguments", '":', ' {"', "x", '":', " 1", "2"]
 
 
 @pytest.mark.parametrize("family", CLASSES)
@@ -94,8 +94,8 @@ def test_the_folder_loads_as_the_real_classes(family, folders):
     assert (images.temporal_patch_size, images.merge_size) == (2, 2)
     assert 1_000_000 < model.num_parameters() < 3_000_000
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    assert (model.config.image_token_id, model.config.text_config.vocab_size) == (484, 512)
-    assert model.generation_config.eos_token_id == [474, 472]
+    assert (model.config.image_token_id, model.config.text_config.vocab_size) == (495, 512)
+    assert model.generation_config.eos_token_id == [485, 483]
     assert processor.chat_template == processor.tokenizer.chat_template == tiny.TEMPLATE.read_text()
 
 
@@ -115,7 +115,7 @@ def test_a_picture_goes_through_processor_and_model(family, size, grid, tokens, 
     messages = [{"role": "user", "content": [{"type": "image", "image": Image.new("RGB", size, "red")}]}]
     inputs = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
     assert inputs["image_grid_thw"].tolist() == [grid]
-    assert (inputs["input_ids"] == 484).sum() == tokens
+    assert (inputs["input_ids"] == 495).sum() == tokens
     with torch.no_grad():
         logits = model(**inputs).logits
         other = model(**inputs | {"pixel_values": -inputs["pixel_values"]}).logits

@@ -52,10 +52,11 @@ def _key(source: ImageSource) -> str:
 
 
 def content_hash(image: Image.Image) -> str:
-    """A hash of mode, size and pixels: the same for two encodings of one picture."""
+    """A hash of mode, size, pixels and their palette: the same for two encodings of one picture."""
     with _DECODING:
         image.load()
-    digest = hashlib.blake2b(f"{image.mode}{image.size}".encode(), digest_size=16)
+    meaning = (image.mode, image.size, image.getpalette(None), image.info.get("transparency"))
+    digest = hashlib.blake2b(repr(meaning).encode(), digest_size=16)
     digest.update(image.tobytes())
     return digest.hexdigest()
 

@@ -159,7 +159,7 @@ async def warm_start(run: Run, progress: RunProgress) -> None:
     trainer = Trainer(
         run.model.policy,
         Algo(loss="sft"),
-        Optim(lr=config.lr, schedule="cosine", warmup_steps=config.steps // 20),
+        Optim(lr=config.lr, warmup_steps=config.steps // 20),
         total_steps=config.steps,
         tokens_per_micro_batch=run.config.train.tokens_per_micro_batch,
     )

@@ -117,8 +117,8 @@ class Renderer:
         if shown != len(images):
             roles = sorted({message["role"] for message in messages})
             raise ValueError(
-                f"messages hold {len(images)} pictures, but the template shows {shown} (roles: {', '.join(roles)}). "
-                "Some templates lose the pictures of tool messages: let format_observation return a user message."
+                f"messages hold {len(images)} pictures, but the chat template shows {shown} (roles: {', '.join(roles)})."
+                " Some templates lose those of tool messages: let format_observation return a user message."
             )
         return Rendered(ids, images)
 

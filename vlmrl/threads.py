@@ -50,7 +50,7 @@ class DaemonPool:
 
 
 def _harmless(error: BaseException) -> BaseException:
-    """The same as a RuntimeError where asyncio would take it for its own: a cancellation, the end of a coroutine or of the loop."""
+    """As a RuntimeError, if asyncio would take it for its own: a cancellation, or the end of a coroutine or of the loop."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration | CancelledError):
         return error
     harmless = RuntimeError(f"{type(error).__name__}: {error}")

@@ -9,19 +9,18 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from rollout_fixtures import COLORS, a_task, picture, script, sharp_model, turn_loop
 
-from rollout_fixtures import COLORS, a_task, picture, script, turn_loop
-from vlmrl import Env, Model, Task, Trajectory, obs, tiny
+from vlmrl import Env, Task, Trajectory, obs, tiny
 from vlmrl.config import Rollout
 from vlmrl.engine.base import Request, Waves
 from vlmrl.engine.transformers import TransformersEngine
 from vlmrl.env import resolve_env
 from vlmrl.env_session import EnvContractError
-from vlmrl.model.loading import LoadedModel, load_model
+from vlmrl.model.loading import LoadedModel
 from vlmrl.rollout.runner import RolloutError, Rollouts, Runner
 from vlmrl.rollout.turn_loop import TurnLoop
 
@@ -147,9 +146,13 @@ def test_too_many_failures_stop_the_run_with_the_commonest_reasons():
     with pytest.raises(RolloutError) as raised:
         play(runner(failing(*broken), max_refills=0, max_failed_fraction=0.25), tasks(), 8)
     told, *reasons = str(raised.value).splitlines()
-    assert re.fullmatch(r"[5-8] trajectories of 16 failed, more than rollout.max_failed_fraction \(0.25\) allows:", told)
+    assert re.fullmatch(
+        r"[5-8] trajectories of 16 failed, more than rollout.max_failed_fraction \(0.25\) allows:", told
+    )
     assert len(reasons) == 3
-    assert all(re.fullmatch(r"  [12]x env .*Fails, task (.*), turn 0: OSError: no luck with \1", reason) for reason in reasons)
+    assert all(
+        re.fullmatch(r"  [12]x env .*Fails, task (.*), turn 0: OSError: no luck with \1", reason) for reason in reasons
+    )
 
 
 def test_failures_up_to_the_line_do_not_stop_the_run():
@@ -186,11 +189,18 @@ class Gallery(Env):
     def step(self, response_text: str) -> Step:
         time.sleep(random.random() / 500)
         color = COLORS[(self.seed + self.turn + 1) % len(COLORS)]
-        return obs("Next:", images=[picture(color, (32 * (self.turn + 2), 32 + 32 * self.seed))]), False, {"reward": 1.0}
+        return (
+            obs("Next:", images=[picture(color, (32 * (self.turn + 2), 32 + 32 * self.seed))]),
+            False,
+            {"reward": 1.0},
+        )
 
 
 def gallery(count: int) -> Iterator[Task]:
-    return (a_task("First:", [picture(COLORS[seed], (32, 32 + 32 * seed))], id=f"train/{seed}", seed=seed) for seed in range(count))
+    return (
+        a_task("First:", [picture(COLORS[seed], (32, 32 + 32 * seed))], id=f"train/{seed}", seed=seed)
+        for seed in range(count)
+    )
 
 
 def test_each_distinct_picture_is_processed_once_however_many_turns_and_members_see_it():
@@ -251,7 +261,9 @@ def test_cancelling_from_outside_stops_everything():
         return "a"
 
     async def go() -> None:
-        running = asyncio.create_task(runner(reply=lambda request, turn: forever(request, turn)).play(tasks(), 4, "step1"))
+        running = asyncio.create_task(
+            runner(reply=lambda request, turn: forever(request, turn)).play(tasks(), 4, "step1")
+        )
         await asyncio.sleep(0.05)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -288,7 +300,9 @@ def test_waves_larger_than_the_concurrency_limit_do_not_wait_for_each_other_fore
 
     def waves(**limits: Any) -> Rollouts:
         sizes.clear()
-        return asyncio.run(asyncio.wait_for(runner(Once, Waves(Counting()), group_size=4, **limits).play(tasks(), 3, "step1"), 30))
+        return asyncio.run(
+            asyncio.wait_for(runner(Once, Waves(Counting()), group_size=4, **limits).play(tasks(), 3, "step1"), 30)
+        )
 
     assert len(waves(max_concurrent=2).groups) == 3  # a wave holds whole groups, one at least
     assert sizes == [4, 4, 4]
@@ -298,39 +312,65 @@ def test_waves_larger_than_the_concurrency_limit_do_not_wait_for_each_other_fore
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    folder = tiny.build(tmp_path_factory.mktemp("tiny") / "qwen3_vl")
-    return load_model(Model(path=str(folder), device="cpu", dtype="float32"), None, folder, seed=0)
+    return sharp_model(tiny.build(tmp_path_factory.mktemp("tiny") / "qwen3_vl"))
 
 
 class Uneven(Gallery):
     """Episodes of different lengths, whose steps take different times, and now and then fail once."""
 
-    failures: set[str] = set()
+    failures: ClassVar[set[str]] = set()
 
     def step(self, response_text: str) -> Step:
         observation, _, info = super().step(response_text)
-        if "t" in response_text and response_text not in self.failures and len(self.failures) < 2:
+        if self.turn and response_text not in self.failures and len(self.failures) < 2:
             self.failures.add(response_text)
             raise OSError("once")
-        return observation, len(response_text) % 3 == 0, info
+        return observation, len(response_text) % 5 == 0, info
 
 
-def waves_of(model: LoadedModel, folder: Path) -> list[Any]:
+def waves_of(model: LoadedModel) -> list[Any]:
     Uneven.failures.clear()
     engine = TransformersEngine(model.policy, model.renderer)
-    rollout = Rollout(group_size=3, max_turns=3, max_reply_tokens=12, max_tokens=400, max_concurrent=6, truncated_reward=0.0)
+    rollout = Rollout(
+        group_size=3, max_turns=3, max_reply_tokens=60, max_tokens=600, max_concurrent=6, truncated_reward=0.0
+    )
     loop = TurnLoop(resolve_env(Uneven), Waves(engine), model.renderer, model.new_store(), rollout, seed=3)
     rollouts = asyncio.run(Runner(loop).play(gallery(4), 4, "step1"))
     engine.close()
+    assert len(Uneven.failures) == 2
     return [
         (t.id, t.ending, [(u.prompt_ids, u.response_ids, u.logprobs, [m.id for m in u.media]) for u in t.turns])
         for t in rollouts.trajectories
     ]
 
 
-def test_waves_give_the_same_trajectories_twice_to_the_last_bit(model: LoadedModel, tmp_path: Path):
-    first, second = waves_of(model, tmp_path), waves_of(model, tmp_path)
+def test_waves_give_the_same_trajectories_twice_to_the_last_bit(model: LoadedModel):
+    first, second = waves_of(model), waves_of(model)
     assert first == second
     assert len(first) == 12
-    assert len({len(turns) for _, _, turns in first}) > 1  # or the waves were never uneven
+    assert {len(turns) for _, _, turns in first} == {1, 2, 3}  # or the waves were never uneven
     assert len({str(turns) for _, _, turns in first}) == 12
+
+
+def test_a_wave_starts_when_all_who_live_have_asked_and_is_in_task_order():
+    waves_seen: list[list[str]] = []
+
+    class Naming:
+        policy_version = 3
+
+        async def generate_wave(self, requests: list[Request]) -> list[Any]:
+            waves_seen.append([request.trajectory_id for request in requests])
+            return [f"to {request.trajectory_id}" for request in requests]
+
+    async def go() -> None:
+        waves = Waves(Naming())  # type: ignore[arg-type]
+        waves.join(4)
+        asking = [asyncio.create_task(waves.generate(Request(name, [1]))) for name in ("g/02", "g/00", "g/01")]
+        await asyncio.sleep(0.01)
+        assert waves_seen == []  # the fourth may still ask
+        waves.leave()
+        assert await asyncio.gather(*asking) == ["to g/02", "to g/00", "to g/01"]
+        assert waves_seen == [["g/00", "g/01", "g/02"]]
+        assert waves.policy_version == 3
+
+    asyncio.run(go())

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-
 from rollout_fixtures import (
     ASSISTANT,
     END,
@@ -26,6 +25,7 @@ from rollout_fixtures import (
     script,
     turn_loop,
 )
+
 from vlmrl import Env, obs, tiny
 from vlmrl.config import Rollout
 from vlmrl.engine.base import EngineError, Request
@@ -39,7 +39,7 @@ Step = tuple[dict[str, Any], bool, dict[str, Any]]
 
 
 def env(*observations: dict[str, Any], reward: float | None = 1.0, finish: float | None = None) -> type[Env]:
-    """An env that shows ``observations`` one after another, gives ``reward`` each turn, and is done at the reply ``done``."""
+    """Shows ``observations`` one after another, gives ``reward`` each turn, and is done at the reply ``done``."""
 
     class Shows(Env):
         def step(self, response_text: str) -> Step:
@@ -166,7 +166,12 @@ def test_an_observation_that_does_not_fit_is_left_out_whole(with_picture: bool):
     before = len(whole.turns[0].prompt_ids) + len(whole.turns[0].response_ids)
     added = len(whole.turns[1].prompt_ids)
     assert added > 16
-    for room, turns, ending in [(1, 2, "max_tokens"), (0, 1, "max_tokens"), (-added + 1, 1, "max_tokens"), (6, 2, "env_done")]:
+    for room, turns, ending in [
+        (1, 2, "max_tokens"),
+        (0, 1, "max_tokens"),
+        (-added + 1, 1, "max_tokens"),
+        (6, 2, "env_done"),
+    ]:
         limits = {"max_tokens": before + added + room, "max_reply_tokens": 30}
         trajectory = play(env(seen, seen), ["a", "done"], **limits)
         assert (len(trajectory.turns), trajectory.ending) == (turns, ending), room
@@ -215,7 +220,9 @@ def test_a_truncated_reply_is_not_shown_to_step():
         (["a" * 90], {"max_reply_tokens": 5}, "length", "or set rollout.truncated_reward"),
     ],
 )
-def test_an_episode_without_any_reward_stops_the_run(replies: list[str], limits: dict[str, Any], ending: str, remedy: str):
+def test_an_episode_without_any_reward_stops_the_run(
+    replies: list[str], limits: dict[str, Any], ending: str, remedy: str
+):
     said = rf"Shows, task train/7: the episode ended \({ending}\) without a reward: .*{remedy}"
     with pytest.raises(EnvContractError, match=said):
         play(env(obs("x"), reward=None), replies, a_task(id="train/7"), **limits)
@@ -250,7 +257,9 @@ def test_a_prompt_without_room_for_a_reply_fails_with_what_to_do():
 
 
 def test_an_engine_that_counts_the_prompt_differently_is_refused():
-    with pytest.raises(ValueError, match=r"trajectory g/00, turn 0: the engine counted 3 prompt tokens, but the renderer \d+"):
+    with pytest.raises(
+        ValueError, match=r"trajectory g/00, turn 0: the engine counted 3 prompt tokens, but the renderer \d+"
+    ):
         play(env(), lambda request, turn: completion("a", prompt_tokens=3))
 
 
@@ -316,7 +325,9 @@ def test_the_engine_is_told_when_a_trajectory_is_over_however_it_ended():
 
 def test_tools_of_an_env_are_shown_in_the_prompt_and_not_in_observations():
     class Tooled(env(obs("x"), obs("y"))):  # type: ignore[misc]
-        tools = [{"type": "function", "function": {"name": "zoom", "parameters": {"type": "object"}}}]
+        tools: ClassVar[list[dict[str, Any]]] = [
+            {"type": "function", "function": {"name": "zoom", "parameters": {"type": "object"}}}
+        ]
 
     first, second = play(Tooled, ["a", "b"], max_turns=2).turns
     assert "zoom" in decoded(first.prompt_ids)
@@ -340,7 +351,9 @@ def test_special_tokens_in_an_observation_stay_text():
 
 
 def test_a_text_model_needs_no_picture_store():
-    loop = TurnLoop(resolve_env(env(obs("x"))), script(["a", "done"]), Renderer(tiny.tokenizer()), None, Rollout(max_turns=2))
+    loop = TurnLoop(
+        resolve_env(env(obs("x"))), script(["a", "done"]), Renderer(tiny.tokenizer()), None, Rollout(max_turns=2)
+    )
     assert asyncio.run(loop.play(a_task(), "g", "g/00")).ending == "env_done"
     with pytest.raises(ValueError, match="reads text only"):
         asyncio.run(loop.play(a_task("What?", [picture()]), "g", "g/01"))
@@ -371,7 +384,12 @@ def test_each_request_has_a_seed_of_its_own_that_a_second_run_draws_again():
         asyncio.run(loop.play(a_task(seed=task_seed), "g", trajectory_id))
         return found
 
-    runs = [seeds(0, 5, "step1/00000/00"), seeds(1, 5, "step1/00000/00"), seeds(0, 6, "step1/00000/00"), seeds(0, 5, "step1/00000/01")]
+    runs = [
+        seeds(0, 5, "step1/00000/00"),
+        seeds(1, 5, "step1/00000/00"),
+        seeds(0, 6, "step1/00000/00"),
+        seeds(0, 5, "step1/00000/01"),
+    ]
     assert len({seed for run in runs for seed in run}) == 8
     assert seeds(0, 5, "step1/00000/00") == runs[0]
     assert derive_seed(0, 5, "00", 0, 0) == runs[0][0]

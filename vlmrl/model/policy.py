@@ -35,7 +35,7 @@ class _FeatureOutput:
     """What Hugging Face's forward reads from ``get_image_features``: features by picture occurrence."""
 
     pooler_output: tuple[torch.Tensor, ...]
-    deepstack_features: list[tuple[torch.Tensor, ...]]
+    deepstack_features: list[Any]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Policy(nn.Module):
         self.image_token_id: int | None = model.config.image_token_id if self.family.vision else None
         self.banned_ids = [model.config.image_token_id, model.config.video_token_id] if self.family.vision else []
         self._features: _FeatureOutput | None = None
+        self._joined_deepstack = False
         attention = getattr(model.config.get_text_config(), "_attn_implementation", None)
         if attention == "eager":
             raise ValueError("attn_implementation must not be eager: it adds a boolean mask as numbers. Load with sdpa.")
@@ -114,8 +115,10 @@ class Policy(nn.Module):
         """
         inputs: dict[str, Any] = {"position_ids": position_ids if self.family.vision else position_ids[0]}
         if images:
-            levels = zip(*(image.deepstack for image in images), strict=True)
-            self._features = _FeatureOutput(tuple(image.embeds for image in images), list(levels))
+            levels: list[Any] = list(zip(*(image.deepstack for image in images), strict=True))
+            if self._joined_deepstack:
+                levels = [torch.cat(level) for level in levels]
+            self._features = _FeatureOutput(tuple(image.embeds for image in images), levels)
             inputs |= {"pixel_values": images[0].embeds, "image_grid_thw": None}  # stand-ins: the features are ready
         if attention_mask is None and cache is None and not self.family.vision:
             attention_mask = torch.ones_like(token_ids)  # or 2-D positions would be searched for packed rows
@@ -133,6 +136,9 @@ class Policy(nn.Module):
         inputs = {key: value.to(self.device) for key, value in mm_inputs.items()}
         output = type(inner).get_image_features(inner, **inputs, return_dict=True)
         deepstack = getattr(output, "deepstack_features", None) or []
+        if deepstack and isinstance(deepstack[0], torch.Tensor):  # transformers before 5.23 leaves the pictures joined
+            self._joined_deepstack = True
+            deepstack = [level.split([len(embeds) for embeds in output.pooler_output]) for level in deepstack]
         levels = zip(*deepstack, strict=True) if deepstack else ((),) * len(output.pooler_output)
         return [ImageFeatures(embeds, tuple(more)) for embeds, more in zip(output.pooler_output, levels, strict=True)]
 

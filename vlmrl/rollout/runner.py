@@ -52,7 +52,8 @@ class Runner:
         """
         rollouts = Rollouts()
         at_once = max(1, self.config.max_concurrent // self.group_size) if self._waves else count
-        slots = asyncio.Semaphore(at_once * self.group_size if self._waves else self.config.max_concurrent)  # a wave is never cut
+        limit = at_once * self.group_size if self._waves else self.config.max_concurrent  # a wave is never cut
+        slots = asyncio.Semaphore(limit)
         started = 0
 
         def ended(trajectory: Trajectory) -> None:

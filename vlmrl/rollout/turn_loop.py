@@ -42,7 +42,15 @@ class _Piece:
 class TurnLoop:
     """Plays one task at a time per call of :meth:`play`; any number of calls run side by side."""
 
-    def __init__(self, spec: EnvSpec, engine: Engine, renderer: Renderer, store: MediaStore | None, config: Rollout, seed: int = 0) -> None:
+    def __init__(
+        self,
+        spec: EnvSpec,
+        engine: Engine,
+        renderer: Renderer,
+        store: MediaStore | None,
+        config: Rollout,
+        seed: int = 0,
+    ) -> None:
         self.spec = spec
         self.engine = engine
         self.renderer = renderer

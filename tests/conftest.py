@@ -1,0 +1,37 @@
+"""Fixtures for all tests: the tiny models, built once, and the shared material, where it is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from vlmrl import tiny
+
+
+@pytest.fixture(scope="session")
+def qwen3_vl(tmp_path_factory) -> Path:
+    """The folder of a tiny Qwen3-VL."""
+    return tiny.build(tmp_path_factory.mktemp("models") / "qwen3_vl", "qwen3_vl")
+
+
+@pytest.fixture(scope="session")
+def qwen2_5_vl(tmp_path_factory) -> Path:
+    """The folder of a tiny Qwen2.5-VL."""
+    return tiny.build(tmp_path_factory.mktemp("models") / "qwen2_5_vl", "qwen2_5_vl")
+
+
+@pytest.fixture(params=["qwen3_vl", "qwen2_5_vl"])
+def tiny_folder(request) -> Path:
+    """The folder of each tiny family in turn."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The material beside the checkout: real tokenizers, processors, chat templates, diagrams."""
+    folder = Path(os.environ.get("VLMRL_SHARED") or Path(__file__).parents[2] / "shared")
+    if not (folder / "data").is_dir():
+        pytest.skip(f"needs the shared material: {folder}/data does not exist (set VLMRL_SHARED to where it is)")
+    return folder

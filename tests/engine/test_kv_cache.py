@@ -1,0 +1,103 @@
+"""The batch cache: rows of different lengths join, leave and are copied with the values they had."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vlmrl.engine.kv_cache import BatchCache, GrowingLayer, RowCache
+
+CPU = torch.device("cpu")
+
+
+def row(*values: float) -> RowCache:
+    """Two layers of one head and one dimension: keys as given, values negative, the second layer ten times as large."""
+    keys = torch.tensor(values)[None, :, None]
+    return [(keys, -keys), (keys * 10, keys * -10)]
+
+
+def rows_of(cache: BatchCache) -> list[list[float]]:
+    """The keys that each row holds, after checking that values and second layer have moved along."""
+    found = []
+    for index in range(len(cache.valid)):
+        (keys, values), (more_keys, more_values) = cache.row(index)
+        assert torch.equal(values, -keys)
+        assert torch.equal(more_keys, keys * 10)
+        assert torch.equal(more_values, keys * -10)
+        found.append(keys[0, :, 0].tolist())
+    return found
+
+
+def grow(cache: BatchCache, new: Sequence[Sequence[float]], valid: Sequence[Sequence[int]]) -> None:
+    """One forward's worth of new columns."""
+    keys = torch.tensor(new, dtype=torch.float32)[:, None, :, None]
+    cache.extend(torch.tensor(valid, dtype=torch.bool))
+    for layer, factor in enumerate((1, 10)):
+        cache.hf.update(keys * factor, -keys * factor, layer)
+
+
+def test_rows_of_different_lengths_stand_right_aligned():
+    cache = BatchCache.of_rows([row(1, 2, 3), row(7)])
+    assert cache.valid.tolist() == [[True, True, True], [False, False, True]]
+    assert cache.hf.layers[0].keys[:, 0, :, 0].tolist() == [[1, 2, 3], [0, 0, 7]]
+    assert rows_of(cache) == [[1, 2, 3], [7]]
+    assert cache.columns == cache.hf.get_seq_length() == 3
+
+
+def test_a_cache_grows_from_nothing_and_padding_is_no_token():
+    cache = BatchCache.empty(2, 2, CPU)
+    assert cache.columns == 0
+    grow(cache, [[0, 5], [6, 7]], [[0, 1], [1, 1]])
+    grow(cache, [[8], [9]], [[1], [1]])
+    assert rows_of(cache) == [[5, 8], [6, 7, 9]]
+    assert cache.hf.get_seq_length() == 3
+
+
+def test_joined_rows_follow_with_their_own_values():
+    long, short = BatchCache.of_rows([row(1, 2, 3, 4), row(5)]), BatchCache.of_rows([row(6, 7)])
+    assert rows_of(long.join(short)) == [[1, 2, 3, 4], [5], [6, 7]]
+    joined = short.join(long)
+    assert joined.valid.tolist() == [[False, False, True, True], [True] * 4, [False, False, False, True]]
+    grow(joined, [[8], [9], [10]], [[1], [1], [1]])
+    assert rows_of(joined) == [[6, 7, 8], [1, 2, 3, 4, 9], [5, 10]]
+
+
+def test_selected_rows_are_copies_packed_tight():
+    cache = BatchCache.of_rows([row(1, 2, 3), row(4), row(5, 6)])
+    grow(cache, [[0, 7], [0, 8], [9, 10]], [[0, 1], [0, 1], [1, 1]])  # holes in the first two rows
+    chosen = cache.select(torch.tensor([1, 1, 2]))
+    assert rows_of(chosen) == [[4, 8], [4, 8], [5, 6, 9, 10]]
+    assert chosen.columns == 4
+    assert chosen.hf.layers[0].keys[0, 0, :, 0].tolist()[2:] == [4, 8]  # no hole is left between them
+    assert cache.select(torch.tensor([1])).columns == 2
+    grow(chosen, [[11], [12], [13]], [[1], [1], [1]])
+    assert rows_of(chosen) == [[4, 8, 11], [4, 8, 12], [5, 6, 9, 10, 13]]
+    assert rows_of(cache) == [[1, 2, 3, 7], [4, 8], [5, 6, 9, 10]]
+
+
+def test_a_kept_row_is_not_changed_by_what_the_batch_does_next():
+    cache = BatchCache.of_rows([row(1, 2), row(3)])
+    grow(cache, [[4], [5]], [[1], [1]])
+    kept = cache.row(0)
+    grow(cache, [[6], [7]], [[1], [1]])
+    assert kept[0][0][0, :, 0].tolist() == [1, 2, 4]
+    assert rows_of(BatchCache.of_rows([kept, row(9)])) == [[1, 2, 4], [9]]
+
+
+def test_a_layer_keeps_its_values_over_many_tokens_and_copies_them_seldom():
+    layer = GrowingLayer()
+    places = set()
+    for token in range(300):
+        keys, values = layer.update(torch.full((2, 1, 1, 1), float(token)), torch.full((2, 1, 1, 1), -float(token)))
+        places.add(keys.data_ptr())
+        assert keys.shape == (2, 1, token + 1, 1)
+    assert keys[1, 0, :, 0].tolist() == [float(token) for token in range(300)]
+    assert values[0, 0, :, 0].tolist() == [-float(token) for token in range(300)]
+    assert len(places) < 8
+
+
+def test_a_layer_takes_more_at_once_than_it_has_room_for():
+    layer = GrowingLayer(torch.ones(1, 1, 2, 1), -torch.ones(1, 1, 2, 1))
+    keys, _ = layer.update(torch.arange(500.0)[None, None, :, None], torch.arange(500.0)[None, None, :, None])
+    assert keys[0, 0, :, 0].tolist() == [1.0, 1.0, *map(float, range(500))]

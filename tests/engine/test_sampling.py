@@ -1,0 +1,100 @@
+"""Drawing tokens: the inverse of a cumulative distribution, filters, and ids that must never come."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from vlmrl.engine.base import SamplingParams
+from vlmrl.engine.sampling import Draws, sample, temperatures
+
+TENTHS = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
+LAST = 1 - 2**-53  # the largest number that a draw can be
+
+
+def draw(logits: torch.Tensor, number: float, **options: float) -> tuple[int, float]:
+    (token,), (logprob,) = sample(logits, [SamplingParams(8, **options)], [number])  # type: ignore[arg-type]
+    return token, logprob
+
+
+@pytest.mark.parametrize(
+    ("number", "token"),
+    [(0.0, 0), (0.0999, 0), (0.1001, 1), (0.2999, 1), (0.3001, 2), (0.5999, 2), (0.6001, 3), (LAST, 3)],
+)
+def test_a_number_falls_into_its_tokens_share(number: float, token: int):
+    assert draw(TENTHS, number) == (token, pytest.approx(TENTHS[0, token].item()))
+
+
+@pytest.mark.parametrize(("number", "token"), [(0.0, 2), (0.4285, 2), (0.4287, 3), (LAST, 3)])  # 3/7 is 0.42857
+def test_top_k_leaves_the_likeliest_and_logprobs_stay_those_of_the_whole(number: float, token: int):
+    assert draw(TENTHS, number, top_k=2) == (token, pytest.approx(TENTHS[0, token].item()))
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [
+        (0.01, {3}),
+        (0.35, {3}),
+        (0.45, {2, 3}),
+        (0.65, {2, 3}),
+        (0.75, {1, 2, 3}),
+        (0.95, {0, 1, 2, 3}),
+        (1.0, {0, 1, 2, 3}),
+    ],
+)
+def test_top_p_leaves_the_fewest_that_hold_it(top_p: float, kept: set[int]):
+    assert {draw(TENTHS, number / 100, top_p=top_p)[0] for number in range(100)} == kept
+
+
+def test_top_p_counts_what_top_k_left():
+    # of 3, 2, 1 (0.4, 0.3, 0.2) the first two hold 0.78 of what is left, but only 0.7 of all
+    assert {draw(TENTHS, number / 100, top_k=3, top_p=0.75)[0] for number in range(100)} == {2, 3}
+
+
+def test_each_row_has_its_own_options_and_number():
+    logits = TENTHS.expand(5, -1)
+    params = [
+        SamplingParams(8),
+        SamplingParams(8, temperature=0),
+        SamplingParams(8, top_k=1),
+        SamplingParams(8, top_p=0.65),
+        SamplingParams(8, top_k=100),
+    ]
+    ids, logprobs = sample(logits, params, [0.05, 0.05, 0.05, 0.05, 0.15])
+    assert ids == [0, 3, 3, 2, 1]
+    assert logprobs == pytest.approx([TENTHS[0, token].item() for token in ids])
+
+
+def test_draws_follow_the_distribution():
+    numbers = Draws(0)
+    counts = Counter(sample(TENTHS.expand(4000, -1), [SamplingParams(8)] * 4000, [numbers[i] for i in range(4000)])[0])
+    for token, share in enumerate([0.1, 0.2, 0.3, 0.4]):
+        assert counts[token] / 4000 == pytest.approx(share, abs=0.03)  # 4 standard deviations
+
+
+@pytest.mark.parametrize("number", [0.0, 0.5, LAST])
+@pytest.mark.parametrize("options", [{}, {"top_k": 4}, {"top_p": 0.9999}, {"temperature": 0.0}])
+@pytest.mark.parametrize("banned", [[0], [5], [0, 1, 4, 5]])
+def test_banned_ids_are_never_drawn(banned: list[int], options: dict[str, float], number: float):
+    logits = torch.tensor([[9.0, -3.0, 1.0, 2.0, 40.0, 90.0]])
+    logits[:, banned] = torch.finfo(torch.float32).min
+    token, logprob = draw(logits, number, **options)
+    assert token not in banned
+    assert -100 < logprob <= 0
+
+
+def test_temperatures_are_per_row_and_greedy_rows_report_at_one():
+    params = [SamplingParams(8, temperature=0.5), SamplingParams(8, temperature=0), SamplingParams(8)]
+    assert temperatures(params, torch.device("cpu")).tolist() == [[0.5], [1.0], [1.0]]
+
+
+def test_a_seeds_numbers_depend_on_the_place_alone():
+    first, again, other = Draws(7), Draws(7), Draws(8)
+    backwards = [again[index] for index in reversed(range(200))][::-1]
+    assert [first[index] for index in range(200)] == backwards
+    assert len(set(backwards)) == 200
+    assert all(0 <= number < 1 for number in backwards)
+    assert not {other[index] for index in range(200)} & set(backwards)
+    assert Draws(2**63 - 1)[0] != Draws(0)[0]

@@ -1,0 +1,378 @@
+"""The audit: each rule is broken on purpose, and the message says where and with which numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+from fakes import PAD, make_item, make_trajectory, make_turn, step_wise
+
+from vlmrl.samples import AuditError, audit, concat
+from vlmrl.types import Sample
+
+BANNED = {PAD, 10}
+
+
+def row(**changes) -> Sample:
+    """The row of the literal trajectory: response 5 6 | 7 P P P 8 | 5 4 6, where P is the placeholder."""
+    (sample,) = concat(make_trajectory())
+    return replace(sample, **changes)
+
+
+def check(*samples: Sample, trajectories=None) -> None:
+    audit(samples, trajectories, image_token_id=PAD, banned_ids=BANNED)
+
+
+def refuse(message: str, *samples: Sample, trajectories=None) -> None:
+    with pytest.raises(AuditError, match=f"^{re.escape(message)}$"):
+        check(*samples, trajectories=trajectories)
+
+
+def changed(values: list, place: int, value) -> list:
+    return [*values[:place], value, *values[place + 1 :]]
+
+
+# What is right passes
+
+
+def test_concat_rows_pass():
+    first, second = make_trajectory("a"), make_trajectory("b")
+    check(*concat(first), *concat(second), trajectories=[second, first])
+
+
+def test_step_wise_rows_pass():
+    first, second = make_trajectory("a"), make_trajectory("b")
+    check(*step_wise(first), *step_wise(second), trajectories=[first, second])
+
+
+def test_a_text_batch_passes_and_the_placeholder_id_is_then_a_token_like_others():
+    trajectory = make_trajectory(turns=[make_turn([1, PAD], [5], [-0.1])])
+    audit(concat(trajectory), [trajectory])
+
+
+def test_one_picture_twice_and_a_final_reward_on_an_unsampled_last_token_pass():
+    item = make_item("red", 2)
+    trajectory = make_trajectory(
+        turns=[
+            make_turn([PAD, PAD, 1], [5], [0.0], media=[item]),
+            make_turn([7, PAD, PAD, 1], [6], [-0.2], media=[item]),
+        ]
+    )
+    (sample,) = concat(trajectory)
+    sample.response_ids += [5]  # an end-of-turn id that was added, not sampled
+    sample.loss_mask += [0]
+    sample.rollout_logprobs += [0.0]
+    sample.policy_versions += [3]
+    sample.rewards = [*sample.rewards[:-1], 0.0, 1.0]
+    check(sample, trajectories=[trajectory])
+
+
+def test_numbers_just_above_zero_pass():
+    check(row(rollout_logprobs=changed(row().rollout_logprobs, 0, 1e-7)))
+
+
+# One row
+
+
+def test_an_empty_batch():
+    with pytest.raises(AuditError, match="the batch holds no samples"):
+        audit([])
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "rollout_logprobs", "rewards", "policy_versions"])
+def test_lists_of_unequal_length(name):
+    refuse(f"trajectory t: {name} has 9 entries, but response_ids has 10.", row(**{name: getattr(row(), name)[:-1]}))
+
+
+def test_an_empty_prompt_or_response():
+    refuse("trajectory t: prompt and response must not be empty, but have 0 and 10 tokens.", row(prompt_token_ids=[]))
+    empty = {name: [] for name in ("response_ids", "loss_mask", "rollout_logprobs", "rewards", "policy_versions")}
+    refuse("trajectory t: prompt and response must not be empty, but have 4 and 0 tokens.", row(**empty))
+
+
+@pytest.mark.parametrize(("value", "shown"), [(2, "[0, 1, 2]"), (-1, "[-1, 0, 1]"), (0.5, "[0, 0.5, 1]")])
+def test_mask_values(value, shown):
+    message = f"trajectory t: loss_mask must hold 0 and 1 only, but it holds {shown}."
+    refuse(message, row(loss_mask=changed(row().loss_mask, 3, value)))
+
+
+def test_a_mask_of_zeros():
+    refuse("trajectory t: no token has mask 1, so there is nothing to train on.", row(loss_mask=[0] * 10))
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, 0.5])
+def test_logprobs_that_are_none(value):
+    message = (
+        f"trajectory t, turn 1, response token 8: rollout_logprobs must be finite and at most 0, but it is {value}."
+    )
+    refuse(message, row(rollout_logprobs=changed(row().rollout_logprobs, 8, value)))
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
+def test_rewards_that_are_none(value):
+    message = f"trajectory t, turn 0, response token 1: rewards must be finite, but it is {value}."
+    refuse(message, row(rewards=changed(row().rewards, 1, value)))
+
+
+def test_logprob_or_reward_on_a_token_that_was_not_sampled():
+    where = "trajectory t, turn 1, response token 2: it was not sampled (mask 0), so its logprob and reward must be 0,"
+    refuse(f"{where} but they are -0.3 and 0.0.", row(rollout_logprobs=changed(row().rollout_logprobs, 2, -0.3)))
+    refuse(f"{where} but they are 0.0 and 0.5.", row(rewards=changed(row().rewards, 2, 0.5)))
+
+
+@pytest.mark.parametrize("token", sorted(BANNED))
+def test_a_sampled_media_placeholder(token):
+    message = f"trajectory t, turn 1, response token 8: the banned id {token}, a media placeholder, was sampled."
+    refuse(message, row(response_ids=changed(row().response_ids, 8, token)))
+
+
+def test_a_banned_id_among_observations_is_no_sample():
+    check(row(response_ids=changed(row().response_ids, 6, 10)))
+
+
+# Pictures
+
+
+def test_placeholder_runs_too_short_and_too_long():
+    short = row(prompt_token_ids=[1, PAD, 2])
+    message = (
+        "trajectory t, turn 0, picture 0 (red): 1 placeholder tokens stand in the row, but its grid [1, 2, 4] makes 2."
+    )
+    refuse(message, short)
+    long = row(response_ids=changed(row().response_ids, 6, PAD))
+    message = (
+        "trajectory t, turn 1, picture 1 (blue): 4 placeholder tokens stand in the row, but its grid [1, 2, 6] makes 3."
+    )
+    refuse(message, long)
+
+
+def test_a_picture_missing_and_one_too_many():
+    red, blue = row().media
+    shows = "trajectory t: the row shows 2 pictures (runs of [2, 3] placeholder tokens), but holds"
+    refuse(f"{shows} 1 (red).", row(media=[red]))
+    refuse(f"{shows} 0 (none).", row(media=[]))
+    refuse(f"{shows} 3 (red, blue, red).", row(media=[red, blue, red]))
+    message = "trajectory t: the row shows 1 pictures (runs of [3] placeholder tokens), but holds 2 (red, blue)."
+    refuse(message, row(prompt_token_ids=[1, 2]))
+
+
+def test_a_run_that_is_cut_in_two():
+    message = "trajectory t: the row shows 3 pictures (runs of [2, 1, 1] placeholder tokens), but holds 2 (red, blue)."
+    refuse(message, row(response_ids=changed(row().response_ids, 4, 7)))
+
+
+def test_pictures_of_unequal_size_in_the_wrong_order():
+    message = (
+        "trajectory t, turn 0, picture 0 (blue): 2 placeholder tokens stand in the row, but its grid [1, 2, 6] makes 3."
+    )
+    refuse(message, row(media=row().media[::-1]))
+
+
+def test_pictures_in_a_batch_for_a_text_model():
+    with pytest.raises(AuditError, match=r"^trajectory t: 2 pictures in a batch for a text model\.$"):
+        audit([row()])
+
+
+def test_the_second_row_is_named_with_its_turn():
+    rows = step_wise(make_trajectory())
+    rows[1].rollout_logprobs[2] = 1.0
+    message = "trajectory t, turn 1, response token 2: rollout_logprobs must be finite and at most 0, but it is 1.0."
+    refuse(message, *rows)
+
+
+def three_turns():
+    return make_trajectory(
+        turns=[make_turn([1], [5, 6], [-0.1, -0.2]), *(make_turn([7, 8], [5], [-0.3]) for _ in "12")]
+    )
+
+
+@pytest.mark.parametrize(("place", "turn"), list(enumerate([0, 0, 1, 1, 1, 2, 2, 2])))
+def test_the_turn_of_each_token_is_named(place, turn):
+    (sample,) = concat(three_turns())  # 5 6 | 7 8 5 | 7 8 5
+    sample.rewards[place] = math.nan
+    refuse(f"trajectory t, turn {turn}, response token {place}: rewards must be finite, but it is nan.", sample)
+
+
+def test_turns_are_counted_in_the_rows_of_the_same_trajectory_only():
+    other, trajectory = make_trajectory("other"), three_turns()
+    rows = [*concat(other), *step_wise(trajectory)]
+    rows[3].rewards[0] = math.inf
+    refuse("trajectory t, turn 2, response token 0: rewards must be finite, but it is inf.", *rows)
+
+
+# The order of rows
+
+
+def test_rows_that_are_not_contiguous():
+    first, second = step_wise(make_trajectory("a"))
+    other = concat(make_trajectory("b"))
+    refuse("trajectory a: its rows are not contiguous in the batch.", first, *other, second)
+
+
+def test_last_steps():
+    first, second = step_wise(make_trajectory())
+    message = "trajectory t: is_last_step must be set on its last row alone, but it is"
+    refuse(f"{message} [False, False].", first, replace(second, is_last_step=False))
+    refuse(f"{message} [True, True].", replace(first, is_last_step=True), second)
+    refuse(f"{message} [True, False].", second, first)
+    refuse(f"{message} [False].", replace(row(), is_last_step=False))
+
+
+# Against the trajectories
+
+
+def test_a_sampled_token_dropped():
+    trajectory = make_trajectory()
+    sample = row(loss_mask=changed(row().loss_mask, 0, 0), rollout_logprobs=changed(row().rollout_logprobs, 0, 0.0))
+    message = (
+        "trajectory t, turn 0: at token 0 of the reply (id, logprob) (5, -0.1) was sampled, but (6, -0.2) is trained; "
+        "5 tokens were sampled and 4 have mask 1."
+    )
+    refuse(message, sample, trajectories=[trajectory])
+
+
+def test_the_last_sampled_token_dropped():
+    (sample,) = concat(trajectory := make_trajectory())
+    for values in (sample.response_ids, sample.loss_mask, sample.rollout_logprobs, sample.policy_versions):
+        values.pop()
+    sample.rewards.pop(0)
+    sample.rewards[1], sample.rewards[0] = 0.0, 0.25
+    message = (
+        "trajectory t, turn 1: at token 2 of the reply (id, logprob) (6, -0.5) was sampled, but nothing is trained; "
+        "5 tokens were sampled and 4 have mask 1."
+    )
+    refuse(message, sample, trajectories=[trajectory])
+
+
+def test_a_sampled_token_altered():
+    message = (
+        "trajectory t, turn 1: at token 1 of the reply (id, logprob) (4, -0.4) was sampled, but {} is trained; "
+        "5 tokens were sampled and 5 have mask 1."
+    )
+    token = row(response_ids=changed(row().response_ids, 8, 3))
+    refuse(message.format("(3, -0.4)"), token, trajectories=[make_trajectory()])
+    logprob = row(rollout_logprobs=changed(row().rollout_logprobs, 8, -0.45))
+    refuse(message.format("(4, -0.45)"), logprob, trajectories=[make_trajectory()])
+
+
+def test_a_turn_trained_twice():
+    trajectory = make_trajectory()
+    first, second = step_wise(trajectory)
+    message = (
+        "trajectory t, turn 1: at token 0 of the reply (id, logprob) (5, -0.3) was sampled, but (5, -0.1) is trained; "
+        "5 tokens were sampled and 7 have mask 1."
+    )
+    refuse(message, first, first, second, trajectories=[trajectory])
+    again = replace(second, is_last_step=False, rewards=[0.0] * 3)
+    message = (
+        "trajectory t: 5 tokens were sampled and 8 have mask 1; "
+        "the first that was never sampled is (id, logprob) (5, -0.3)."
+    )
+    refuse(message, first, again, second, trajectories=[trajectory])
+
+
+def test_a_token_that_was_not_sampled_with_mask_1():
+    observed = row(loss_mask=changed(row().loss_mask, 6, 1))
+    message = (
+        "trajectory t, turn 1: at token 0 of the reply (id, logprob) (5, -0.3) was sampled, but (8, 0.0) is trained; "
+        "5 tokens were sampled and 6 have mask 1."
+    )
+    refuse(message, observed, trajectories=[make_trajectory()])
+
+
+def test_an_inverted_mask():
+    flipped = row(loss_mask=[1 - m for m in row().loss_mask], rollout_logprobs=[0.0] * 10, rewards=[0.0] * 9 + [1.25])
+    with pytest.raises(AuditError, match="trajectory t, turn 0, response token 3: the banned id 9"):
+        check(flipped, trajectories=[make_trajectory()])
+
+
+def test_a_synthetic_end_of_turn_trained():
+    (sample,) = concat(trajectory := make_trajectory())
+    sample.response_ids += [2]
+    sample.loss_mask += [1]
+    sample.rollout_logprobs += [0.0]
+    sample.policy_versions += [3]
+    sample.rewards += [0.0]
+    message = (
+        "trajectory t: 5 tokens were sampled and 6 have mask 1; "
+        "the first that was never sampled is (id, logprob) (2, 0.0)."
+    )
+    refuse(message, sample, trajectories=[trajectory])
+
+
+def same_size_pictures():
+    turns = [
+        make_turn([1, PAD, PAD, 2], [5], [-0.1], media=[make_item("red", 2)]),
+        make_turn([7, PAD, PAD, 8, PAD, PAD], [6], [-0.2], media=[make_item("blue", 2), make_item("green", 2)]),
+    ]
+    return make_trajectory(turns=turns)
+
+
+def test_pictures_of_one_size_swapped():
+    trajectory = same_size_pictures()
+    (sample,) = concat(trajectory)
+    red, blue, green = sample.media
+    message = (
+        "trajectory t, turn 1, picture 1: the env showed blue, but the row holds green "
+        "(3 pictures were shown, the row holds 3)."
+    )
+    refuse(message, replace(sample, media=[red, green, blue]), trajectories=[trajectory])
+    message = (
+        "trajectory t, turn 0, picture 0: the env showed red, but the row holds blue "
+        "(3 pictures were shown, the row holds 3)."
+    )
+    refuse(message, replace(sample, media=[blue, red, green]), trajectories=[trajectory])
+
+
+def test_pictures_swapped_in_a_row_that_is_not_the_last():
+    trajectory = same_size_pictures()
+    first, second = step_wise(trajectory)
+    message = (
+        "trajectory t, turn 0, picture 0: the env showed red, but the row holds blue "
+        "(3 pictures were shown, the row holds 1)."
+    )
+    refuse(message, replace(first, media=second.media[1:2]), second, trajectories=[trajectory])
+
+
+def test_a_picture_lost_together_with_its_placeholders():
+    trajectory = same_size_pictures()
+    (sample,) = concat(trajectory)
+    for values in (
+        sample.response_ids,
+        sample.loss_mask,
+        sample.rollout_logprobs,
+        sample.rewards,
+        sample.policy_versions,
+    ):
+        del values[5:7]
+    message = (
+        "trajectory t, turn 1, picture 2: the env showed green, but the row holds nothing "
+        "(3 pictures were shown, the row holds 2)."
+    )
+    refuse(message, replace(sample, media=sample.media[:2]), trajectories=[trajectory])
+
+
+def test_rewards_that_do_not_add_up():
+    message = "trajectory t: the rows' rewards add up to {}, but the trajectory's is {}."
+    lost = row(rewards=changed(row().rewards, 1, 0.0))
+    refuse(message.format(1.0, 1.25), lost, trajectories=[make_trajectory()])
+    twice = [
+        replace(sample, rewards=[0.0] * (len(sample.rewards) - 1) + [1.25]) for sample in step_wise(make_trajectory())
+    ]
+    refuse(message.format(2.5, 1.25), *twice, trajectories=[make_trajectory()])
+    nobody = make_trajectory(turns=[make_turn([1], [5], [-0.1])], final_reward=None)
+    refuse(message.format(0.0, None), *concat(nobody), trajectories=[nobody])
+
+
+@pytest.mark.parametrize("ending", ["error", "aborted"])
+def test_a_failed_trajectory(ending):
+    failed = make_trajectory(ending=ending, error="the env hung")
+    refuse("trajectory t failed (the env hung) and must not be trained on.", row(), trajectories=[failed])
+
+
+def test_a_trajectory_that_was_never_played_and_one_that_is_missing():
+    refuse("trajectory t is in the batch, but it was never played.", row(), trajectories=[make_trajectory("a")])
+    played = [make_trajectory("b"), make_trajectory("t"), make_trajectory("a")]
+    refuse("trajectories ['a', 'b'] were played, but are not in the batch.", row(), trajectories=played)

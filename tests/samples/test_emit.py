@@ -1,0 +1,87 @@
+"""Trajectories become rows: literal tokens in, literal rows out."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict
+
+from fakes import PAD, make_item, make_trajectory, make_turn
+
+from vlmrl.samples import concat
+
+
+def test_concat_writes_replies_with_mask_1_and_observations_with_mask_0():
+    (row,) = concat(make_trajectory())
+    assert row.prompt_token_ids == [1, PAD, PAD, 2]
+    assert row.response_ids == [5, 6, 7, PAD, PAD, PAD, 8, 5, 4, 6]
+    assert row.loss_mask == [1, 1, 0, 0, 0, 0, 0, 1, 1, 1]
+    assert row.rollout_logprobs == [-0.1, -0.2, 0, 0, 0, 0, 0, -0.3, -0.4, -0.5]
+    assert row.rewards == [0, 0.25, 0, 0, 0, 0, 0, 0, 0, 1.0]
+    assert row.policy_versions == [3] * 10
+    assert row.image_ids == ["red", "blue"]
+    assert (row.group_id, row.trajectory_id, row.is_last_step, row.stop_reason) == ("g", "t", True, "length")
+    assert row.advantage is None
+    assert row.reward == 1.25
+    assert len(row) == 14
+
+
+def test_a_single_turn():
+    turn = make_turn([1, 2], [5], [-0.5], policy_versions=[7])
+    (row,) = concat(make_trajectory(turns=[turn]))
+    lists = (
+        row.prompt_token_ids,
+        row.response_ids,
+        row.loss_mask,
+        row.rollout_logprobs,
+        row.rewards,
+        row.policy_versions,
+    )
+    assert lists == ([1, 2], [5], [1], [-0.5], [1.0], [7])
+    assert row.media == []
+
+
+def test_a_turns_reward_and_the_final_one_meet_on_the_last_token():
+    turns = [make_turn([1], [5, 6], [-0.1, -0.2], reward=-0.5), make_turn([7], [8], [-0.3], reward=0.25)]
+    (row,) = concat(make_trajectory(turns=turns, final_reward=2.0))
+    assert row.rewards == [0, -0.5, 0, 2.25]
+
+
+def test_rewards_nobody_gave_are_zero():
+    turns = [make_turn([1], [5], [-0.1], reward=None), make_turn([7], [8], [-0.3], reward=0.5)]
+    (row,) = concat(make_trajectory(turns=turns, final_reward=None))
+    assert row.rewards == [0, 0, 0.5]
+
+
+def test_policy_versions_change_within_a_reply_and_observations_take_the_next_ones():
+    turns = [
+        make_turn([1], [5, 6], [0.0, 0.0], policy_versions=[3, 4]),
+        make_turn([7, 7], [8], [0.0], policy_versions=[5]),
+    ]
+    (row,) = concat(make_trajectory(turns=turns))
+    assert row.policy_versions == [3, 4, 5, 5, 5]
+
+
+def test_pictures_are_held_by_reference_and_one_picture_may_come_twice():
+    item = make_item("red", 1)
+    turns = [make_turn([PAD], [5], [0.0], media=[item]), make_turn([PAD], [5], [0.0], media=[item])]
+    (row,) = concat(make_trajectory(turns=turns))
+    assert row.media[0] is row.media[1] is item
+
+
+def test_concat_leaves_the_trajectory_as_it_was():
+    def lists(trajectory):
+        return [
+            asdict(turn, dict_factory=lambda fields: {k: v for k, v in fields if k != "media"})
+            for turn in trajectory.turns
+        ]
+
+    trajectory = make_trajectory()
+    trajectory.turns = [copy.copy(turn) for turn in trajectory.turns]
+    for turn in trajectory.turns:
+        turn.media = []
+    before = copy.deepcopy(lists(trajectory))
+    (row,) = concat(trajectory)
+    for values in (row.prompt_token_ids, row.response_ids, row.rollout_logprobs, row.policy_versions):
+        values[:] = [0] * len(values)
+    row.media.append(make_item("green", 1))
+    assert lists(trajectory) == before
