@@ -45,12 +45,14 @@ class ZoomEnv(Env):
         self.tools = [ZOOM] if tools_in_prompt else []
 
     def reset(self):
-        (message,) = self.task.prompt
-        parts = [
-            {"type": "image", "image": fit(self.picture, self.coarse)} if p["type"] == "image" else p
-            for p in message["content"]
-        ]
-        return [{"role": "user", "content": parts}]
+        coarse = {"type": "image", "image": fit(self.picture, self.coarse)}
+        messages = []
+        for message in self.task.prompt:
+            content = message["content"]
+            if not isinstance(content, str):
+                content = [coarse if part["type"] == "image" else part for part in content]
+            messages.append({**message, "content": content})
+        return messages
 
     def step(self, response_text):
         if answer := re.findall(r"<answer>(.*?)</answer>", response_text, re.DOTALL):
@@ -64,9 +66,10 @@ class ZoomEnv(Env):
         except ValueError as error:
             return obs(f"{error} Try again."), False, {"zooms": 0}
         width, height = self.picture.size
-        pixels = [round(corner * side / 1000) for corner, side in zip(box, (width, height, width, height), strict=True)]
-        pixels[2:] = max(pixels[2], pixels[0] + 1), max(pixels[3], pixels[1] + 1)
-        return obs("Closer:", images=[fit(self.picture.crop(pixels), self.crop)]), False, {"zooms": 1}
+        left, top = box[0] * width // 1000, box[1] * height // 1000
+        right, bottom = max(left + 1, box[2] * width // 1000), max(top + 1, box[3] * height // 1000)
+        closer = self.picture.crop((left, top, right, bottom))
+        return obs("Closer:", images=[fit(closer, self.crop)]), False, {"zooms": 1}
 
     def finish(self, ending):
         return None if ending == "env_done" else 0.0  # an episode without an answer is a wrong one
@@ -78,7 +81,7 @@ def read_box(call: str) -> list[int]:
         parsed = json.loads(call)
         name, arguments = parsed["name"], parsed["arguments"]
         box = [int(corner) for corner in arguments["bbox"]]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         raise ValueError('A call is {"name": "zoom", "arguments": {"bbox": [left, top, right, bottom]}}.') from None
     if name != "zoom":
         raise ValueError(f"There is no tool {name!r}; the only one is zoom.")

@@ -249,6 +249,7 @@ def test_data_uri_holds_the_same_pixels(store):
         (5, "5: "),
         (Image.new("RGB", (1, 500)), "size=1x500 .*aspect ratio"),
     ],
+    ids=["path", "Path", "long", "bytes", "cut", "uri", "empty", "None", "hf", "number", "narrow"],
 )
 def test_what_is_no_picture_is_named(source, named, store):
     for load in (load_image, store.load, lambda source: asyncio.run(store.get(source))):

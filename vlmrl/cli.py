@@ -49,7 +49,7 @@ def main() -> None:
 def run_recipe(config: Callable[[], Config]) -> None:
     """Train as a recipe file run as a program asks."""
     file = Path(inspect.getfile(config)).resolve()
-    _train(config, inspect.getmodule(config).__doc__ or "", file.parent, sys.argv[1:])  # type: ignore[union-attr]
+    _train(config, inspect.getmodule(config).__doc__ or "", file.parent, sys.argv[1:])
 
 
 def train_command(arguments: Sequence[str]) -> None:
@@ -92,7 +92,7 @@ def _load_recipe(command: str, arguments: Sequence[str]) -> tuple[Callable[[], C
         raise SystemExit(f"usage: vlmrl {command} RECIPE [options]\n\nRECIPE is a Python file with config() -> Config.")
     with _errors_in_one_line():
         config = load_object(f"{arguments[0]}:config")
-    doc: Any = inspect.getmodule(config).__doc__  # type: ignore[union-attr]
+    doc: Any = inspect.getmodule(config).__doc__
     return config, doc or "", Path(arguments[0]).resolve().parent, list(arguments[1:])
 
 

@@ -134,7 +134,7 @@ def resolve_env(
 
 def _build(target: Callable[..., Any], options: dict[str, Any], name: str, shared: Any, task: Task) -> Env:
     if isinstance(target, type):
-        env = target.__new__(target)
+        env: Env = target.__new__(target)  # type: ignore[call-overload]
         env.task, env.shared, env.seed = task, shared, task.seed  # there already when __init__ runs
         env.__init__(task, **options)  # type: ignore[misc]
         return env

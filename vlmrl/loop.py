@@ -57,8 +57,8 @@ class Run:
 
     def runner(self, *, group_size: int | None = None, engine: Engine | None = None, store: MediaStore | None = None) -> Runner:
         """A runner over this run's env; ``engine`` and ``store`` may be others than the run's own."""
-        engine = engine or (Waves(self.engine) if self.config.deterministic else self.engine)
-        loop = TurnLoop(self.spec, engine, self.model.renderer, store or self.store, self.config.rollout, self.config.seed)
+        own: Engine = Waves(self.engine) if self.config.deterministic else self.engine
+        loop = TurnLoop(self.spec, engine or own, self.model.renderer, store or self.store, self.config.rollout, self.config.seed)
         return Runner(loop, group_size=group_size)
 
 

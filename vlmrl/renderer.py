@@ -115,10 +115,10 @@ class Renderer:
         ids = self._encode(text)
         shown = 0 if self.image_token_id is None else ids.count(self.image_token_id)
         if shown != len(images):
-            roles = sorted({message["role"] for message in messages})
+            roles = ", ".join(sorted({message["role"] for message in messages}))
             raise ValueError(
-                f"messages hold {len(images)} pictures, but the chat template shows {shown} (roles: {', '.join(roles)})."
-                " Some templates lose those of tool messages: let format_observation return a user message."
+                f"messages hold {len(images)} pictures, but the chat template shows {shown} (roles: {roles}). "
+                "Some templates lose those of tool messages: let format_observation return a user message."
             )
         return Rendered(ids, images)
 

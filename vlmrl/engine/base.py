@@ -43,7 +43,8 @@ class Request:
 class Engine(Protocol):
     """Samples replies. ``policy_version`` counts the weight updates it has received."""
 
-    policy_version: int
+    @property
+    def policy_version(self) -> int: ...
 
     async def generate(self, request: Request) -> Completion:
         """One reply. Raises EngineError where none can be had, ValueError for a request that is wrong in itself."""
@@ -59,7 +60,8 @@ class Engine(Protocol):
 class WaveEngine(Protocol):
     """An engine that can also sample many requests as one batch, whose make-up is then the caller's."""
 
-    policy_version: int
+    @property
+    def policy_version(self) -> int: ...
 
     async def generate_wave(self, requests: Sequence[Request]) -> list[Completion]: ...
     def release(self, trajectory_id: str) -> None: ...

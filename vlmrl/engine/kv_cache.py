@@ -19,6 +19,9 @@ RowCache = list[tuple[torch.Tensor, torch.Tensor]]
 class GrowingLayer(DynamicLayer):
     """A cache layer that writes into spare room instead of copying all it holds at each token."""
 
+    keys: torch.Tensor
+    values: torch.Tensor
+
     def __init__(self, keys: torch.Tensor | None = None, values: torch.Tensor | None = None) -> None:
         super().__init__()
         if keys is not None and values is not None:
@@ -52,12 +55,14 @@ class BatchCache:
 
     def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]], valid: torch.Tensor) -> None:
         self.valid = valid
-        self.hf = Cache(layers=[GrowingLayer(keys, values) for keys, values in layers])
+        self.layers = [GrowingLayer(keys, values) for keys, values in layers]
+        self.hf = Cache(layers=list(self.layers))
 
     @classmethod
     def empty(cls, num_layers: int, rows: int, device: torch.device) -> BatchCache:
         cache = cls([], torch.zeros(rows, 0, dtype=torch.bool, device=device))
-        cache.hf = Cache(layers=[GrowingLayer() for _ in range(num_layers)])
+        cache.layers = [GrowingLayer() for _ in range(num_layers)]
+        cache.hf = Cache(layers=list(cache.layers))
         return cache
 
     @classmethod
@@ -88,7 +93,7 @@ class BatchCache:
         length = int(valid.sum(1).max()) if len(rows) else 0
         order = valid.to(torch.uint8).argsort(dim=1, stable=True)[:, valid.shape[1] - length :]
         layers = []
-        for layer in self.hf.layers:
+        for layer in self.layers:
             index = order[:, None, :, None].expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3])
             layers.append((layer.keys[rows].gather(2, index), layer.values[rows].gather(2, index)))
         return BatchCache(layers, valid.gather(1, order))
@@ -96,14 +101,14 @@ class BatchCache:
     def row(self, index: int) -> RowCache:
         """One row's own tokens."""
         columns = self.valid[index].nonzero().flatten()
-        return [(layer.keys[index][:, columns], layer.values[index][:, columns]) for layer in self.hf.layers]
+        return [(layer.keys[index][:, columns], layer.values[index][:, columns]) for layer in self.layers]
 
     def join(self, other: BatchCache) -> BatchCache:
         """These rows and then the other's."""
         length = max(self.columns, other.columns)
         valid = torch.cat([_left_pad(part.valid[:, :, None], length)[..., 0] for part in (self, other)])
         layers = []
-        for mine, theirs in zip(self.hf.layers, other.hf.layers, strict=True):
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
             keys = torch.cat([_left_pad(mine.keys, length), _left_pad(theirs.keys, length)])
             values = torch.cat([_left_pad(mine.values, length), _left_pad(theirs.values, length)])
             layers.append((keys, values))

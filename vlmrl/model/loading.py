@@ -73,7 +73,7 @@ def load_model(config: Model, base_dir: Path | None, cache_dir: Path, seed: int)
         model = auto.from_pretrained(path, dtype=torch_dtype, attn_implementation="sdpa", device_map={"": device})
     tokenizer = AutoTokenizer.from_pretrained(path)
     image_processor = AutoImageProcessor.from_pretrained(path) if family.vision else None
-    image_token = tokenizer.convert_ids_to_tokens(hf_config.image_token_id) if family.vision else None
+    image_token = str(tokenizer.convert_ids_to_tokens(hf_config.image_token_id)) if family.vision else None
     renderer = Renderer(
         tokenizer,
         image_token=image_token,

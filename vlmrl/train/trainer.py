@@ -110,7 +110,7 @@ class Trainer:
         norm = float(torch.nn.utils.clip_grad_norm_(self._weights.parameters, self._grad_clip))
         if not math.isfinite(norm):
             raise FloatingPointError(f"optimizer step {self.steps_done}: the gradient's norm is {norm}; nothing was updated.")
-        rate = self.scheduler.get_last_lr()[0]
+        rate = float(self.scheduler.get_last_lr()[0])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()

@@ -1,0 +1,92 @@
+"""The zoom env by hand: crops in thousandths, explaining observations, one reward."""
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from vlmrl.loading import load_object
+from vlmrl.types import Task
+
+ROOT = Path(__file__).parent.parent.parent
+ZoomEnv = load_object(f"{ROOT / 'envs/zoom.py'}:ZoomEnv")
+make_task = load_object(f"{ROOT / 'datasets/shapes.py'}:make_task")
+
+
+def quarters() -> Image.Image:
+    """200 x 100: red top left, green top right, blue bottom left, yellow bottom right."""
+    picture = Image.new("RGB", (200, 100), "yellow")
+    for color, box in (("red", (0, 0, 100, 50)), ("green", (100, 0, 200, 50)), ("blue", (0, 50, 100, 100))):
+        picture.paste(color, box)
+    return picture
+
+
+def env(**options):
+    prompt = [{"role": "user", "content": [{"type": "image", "image": quarters()}, {"type": "text", "text": "What color?"}]}]
+    made = ZoomEnv(Task("t", prompt, [quarters()], answer="Blue"), **options)
+    made.max_turns = 4
+    return made
+
+
+def call(box):
+    return f'I look. <tool_call>\n{{"name": "zoom", "arguments": {{"bbox": {box}}}}}\n</tool_call>'
+
+
+def test_the_first_picture_is_coarse():
+    (message,) = env(coarse=20).reset()
+    picture, text = message["content"]
+    assert picture["image"].size == (20, 10) and text["text"] == "What color?"
+
+
+@pytest.mark.parametrize(
+    ("box", "size", "color"),
+    [
+        ([0, 500, 500, 1000], (64, 32), (0, 0, 255)),  # the blue quarter, 100 x 50 pixels
+        ([500, 0, 1000, 500], (64, 32), (0, 128, 0)),
+        ([0, 0, 1, 1], (64, 64), (255, 0, 0)),  # less than a pixel is one pixel
+        ([999, 999, 1000, 1000], (64, 64), (255, 255, 0)),  # also at the edge
+    ],
+)
+def test_a_call_brings_the_crop(box, size, color):
+    observation, done, info = env(crop=64).step(call(box))
+    (crop,) = observation["multi_modal_data"]["image"]
+    assert observation["obs_str"] == "Closer:" and not done and info == {"zooms": 1}
+    assert crop.size == size and crop.getpixel((size[0] // 2, size[1] // 2)) == color
+
+
+@pytest.mark.parametrize(
+    ("reply", "told"),
+    [
+        ("Blue, I think.", "Call zoom, or give your answer"),
+        ("<tool_call>{</tool_call>", "A call is {"),
+        ('<tool_call>{"name": "crop", "arguments": {"bbox": [0, 0, 1, 1]}}</tool_call>', "There is no tool 'crop'"),
+        (call([0, 0, 1001, 5]), "bbox must be left < right"),
+        (call([5, 0, 5, 5]), "bbox must be left < right"),
+        (call([1, 2, 3]), "bbox must be left < right"),
+        (call('"abc"'), "A call is {"),
+        ("<tool_call>[]</tool_call>", "A call is {"),
+        (call("[0, 0, Infinity, 5]"), "A call is {"),
+    ],
+)
+def test_a_wrong_call_is_explained_and_goes_on(reply, told):
+    observation, done, info = env().step(reply)
+    assert told in observation["obs_str"] and not done and "reward" not in info
+
+
+def test_the_last_answer_is_judged_without_regard_to_case():
+    assert env().step("<answer>red</answer> no, <answer> blue </answer>")[1:] == (True, {"reward": 1.0, "answered": 1})
+    assert env().step("<answer>red</answer>")[2]["reward"] == 0.0
+
+
+def test_an_episode_without_an_answer_counts_zero():
+    assert env().finish("max_turns") == 0.0 and env().finish("length") == 0.0 and env().finish("env_done") is None
+
+
+def test_shapes_are_the_same_for_the_same_seed_and_show_their_answer():
+    one, two, other = make_task(3, 0), make_task(3, 0), make_task(3, 1)
+    assert one["prompt"] == two["prompt"] and one["images"][0].tobytes() == two["images"][0].tobytes()
+    assert one["images"][0].tobytes() != other["images"][0].tobytes()
+    colors = {"red": (220, 40, 40), "green": (40, 170, 70), "blue": (50, 80, 220), "yellow": (240, 200, 40)}
+    column, row = {"top left": (0, 0), "top right": (1, 0), "bottom left": (0, 1), "bottom right": (1, 1)}[one["quarter"]]
+    quarter = one["images"][0].crop((column * 128, row * 128, column * 128 + 128, row * 128 + 128))
+    assert {color for _, color in quarter.getcolors()} == {(128, 128, 128), colors[one["answer"]]}
