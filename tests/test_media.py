@@ -186,7 +186,8 @@ def test_pictures_that_differ_in_their_palette_only_are_different(store):
     red, blue = Image.new("P", (32, 32), 1), Image.new("P", (32, 32), 1)
     red.putpalette([0, 0, 0, 255, 0, 0])
     blue.putpalette([0, 0, 0, 0, 0, 255])
-    assert [store.load(image).image.getpixel((0, 0)) for image in (red, blue)] == [(255, 0, 0), (0, 0, 255)]
+    items = [store.load(image) for image in (red, blue)]
+    assert [item.image.getpixel((0, 0)) for item in items] == [(255, 0, 0), (0, 0, 255)]
 
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl"])
@@ -209,6 +210,12 @@ def test_max_pixels_lowers_the_processors_limit_and_never_raises_it(processor):
     assert (small.image.size, small.num_tokens) == ((96, 64), 6)
     processor.size = {"shortest_edge": 32 * 32, "longest_edge": 100 * 100}
     assert_exact(small, image, processor)
+
+
+def test_max_pixels_below_the_processors_minimum_is_kept(processor):
+    processor.size = {"shortest_edge": 64 * 64, "longest_edge": 256 * 256}
+    item = MediaStore(processor, max_pixels=32 * 32).load(noise((640, 480)))
+    assert (item.image.size, item.num_tokens, item.mm_inputs["image_grid_thw"].tolist()) == ((32, 32), 1, [[1, 2, 2]])
 
 
 def test_transform_comes_before_hash_and_size(processor):

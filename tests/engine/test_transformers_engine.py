@@ -573,3 +573,24 @@ def test_a_failed_engine_costs_trajectories_and_never_the_run(mine: LoadedModel,
     assert len(trajectories) == 4
     assert any(trajectory.id.endswith(".1") for trajectory in trajectories)
     assert not any(trajectory.failed for trajectory in trajectories)
+
+
+def test_a_closed_engine_answers_nobody_and_lets_nobody_wait(mine: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+    with torch.no_grad():
+        mine.policy.model.lm_head.bias[list(mine.renderer.stop_ids)] = -200.0  # it would go on for 20000 tokens
+    engine = TransformersEngine(mine.policy, mine.renderer)
+    sizes = watch_rows(engine, monkeypatch)
+
+    async def go() -> None:
+        waiting = asyncio.create_task(engine.generate(a_request(mine, "What?", max_tokens=20000)))
+        while len(sizes) < 5:
+            await asyncio.sleep(0.005)
+        engine.close()
+        assert not engine._thread.is_alive()
+        with pytest.raises(EngineError, match="the embedded engine was closed"):
+            await waiting
+        with pytest.raises(EngineError, match="the embedded engine is closed"):
+            await engine.generate(a_request(mine, "What?"))
+
+    asyncio.run(asyncio.wait_for(go(), 60))
+    engine.close()  # a second time does no harm

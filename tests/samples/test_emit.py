@@ -55,10 +55,10 @@ def test_rewards_nobody_gave_are_zero():
 def test_policy_versions_change_within_a_reply_and_observations_take_the_next_ones():
     turns = [
         make_turn([1], [5, 6], [0.0, 0.0], policy_versions=[3, 4]),
-        make_turn([7, 7], [8], [0.0], policy_versions=[5]),
+        make_turn([7, 7], [8, 8], [0.0, 0.0], policy_versions=[5, 6]),
     ]
     (row,) = concat(make_trajectory(turns=turns))
-    assert row.policy_versions == [3, 4, 5, 5, 5]
+    assert row.policy_versions == [3, 4, 5, 5, 5, 6]
 
 
 def test_pictures_are_held_by_reference_and_one_picture_may_come_twice():

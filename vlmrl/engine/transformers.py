@@ -10,7 +10,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -74,10 +74,11 @@ class TransformersEngine:
         self._keep_kv = keep_kv
         self._prefill_tokens = prefill_tokens
         self._num_layers = policy.config.get_text_config().num_hidden_layers
-        self._inbox: queue.SimpleQueue[list[_Row] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[list[_Row]] = queue.SimpleQueue()
         self._features: dict[str, ImageFeatures] = {}
         self._kept: dict[str, _Kept] = {}
         self._lock = threading.Lock()  # between the engine's thread and release or a weight update
+        self._closed = False
         self._thread = threading.Thread(target=self._serve, name="vlmrl-engine", daemon=True)
         self._thread.start()
 
@@ -86,6 +87,8 @@ class TransformersEngine:
 
     async def generate_wave(self, requests: Sequence[Request]) -> list[Completion]:
         """All of ``requests`` as one batch that nothing else joins before it has begun."""
+        if self._closed:
+            raise EngineError("the embedded engine is closed.")
         rows = [self._row(request) for request in requests]
         self._inbox.put(rows)
         try:
@@ -107,8 +110,12 @@ class TransformersEngine:
             self._kept.clear()
 
     def close(self) -> None:
-        """End the engine's thread: one that still ran torch while the interpreter shuts down could abort the process."""
-        self._inbox.put(None)
+        """End the engine's thread, which would abort the process if it ran torch while the interpreter shuts down.
+
+        Who still waits gets an EngineError.
+        """
+        self._closed = True
+        self._inbox.put([])  # wakes an idle thread
         self._thread.join(timeout=10)
 
     def _row(self, request: Request) -> _Row:
@@ -125,37 +132,31 @@ class TransformersEngine:
         running = _Batch(self)
         while True:
             arrived = self._receive(block=not running.rows)
-            if arrived is None:
+            if self._closed:
+                _fail({*arrived, *running.rows}, "the embedded engine was closed.")
                 return
             try:
                 with torch.inference_mode():
                     if arrived:
                         running.admit(arrived)
                     for _ in range(JOIN_EVERY):
-                        if not running.rows or self._inbox.qsize() * 4 > len(running.rows):
+                        if not running.rows or self._closed or self._inbox.qsize() * 4 > len(running.rows):
                             break
                         running.advance()
             except Exception as error:
-                for row in {*arrived, *running.rows}:
-                    if not row.future.done():
-                        row.future.set_exception(EngineError(f"the embedded engine failed: {type(error).__name__}: {error}"))
+                _fail({*arrived, *running.rows}, f"the embedded engine failed: {type(error).__name__}: {error}")
                 running = _Batch(self)
 
-    def _receive(self, block: bool) -> list[_Row] | None:
-        """Everything that waits, or ``None`` at the end; an idle engine lingers for requests made at the same moment."""
+    def _receive(self, block: bool) -> list[_Row]:
+        """Everything that waits; an idle engine lingers for requests made at the same moment."""
         arrived: list[_Row] = []
         if block:
             first = self._inbox.get()
-            if first is None:
-                return None
             arrived += first
             if len(first) == 1:
                 time.sleep(LINGER)
         while not self._inbox.empty():
-            more = self._inbox.get()
-            if more is None:
-                return None
-            arrived += more
+            arrived += self._inbox.get()
         return [row for row in arrived if row.future.set_running_or_notify_cancel()]
 
     def _encode(self, media: Sequence[MediaItem]) -> None:
@@ -325,6 +326,12 @@ class _Batch:
             self.cache = self.cache.select(torch.tensor(going, device=self.policy.device))
         else:
             self.cache = None
+
+
+def _fail(rows: Collection[_Row], reason: str) -> None:
+    for row in rows:
+        if not row.future.done():
+            row.future.set_exception(EngineError(reason))
 
 
 def _prefill_mask(past: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
