@@ -51,7 +51,9 @@ def emit(trajectories: list[Trajectory], policy: Policy) -> list[Sample]:
     return samples
 
 
-def update(policy: Policy, optimizer: torch.optim.Optimizer, samples: list[Sample], advantages: list[float], loss: str) -> float:
+def update(
+    policy: Policy, optimizer: torch.optim.Optimizer, samples: list[Sample], advantages: list[float], loss: str
+) -> float:
     """One optimizer step on all samples, in micro-batches of 64 rows, under weights that count the whole batch's tokens."""
     mask = per_token(samples, lambda sample: sample.loss_mask)
     weights = REDUCTIONS["token_mean"](mask, [sample.group_id for sample in samples])
@@ -81,7 +83,9 @@ def update(policy: Policy, optimizer: torch.optim.Optimizer, samples: list[Sampl
 def main(steps: int = 100, warm_steps: int = 400, groups: int = 16, group_size: int = 8, seed: int = 0) -> float:
     """Train and print the reward as it climbs; returns the mean reward of the last ten steps."""
     tasks = load_tasks(Data(generator="../datasets/shapes.py:make_task", size=4096), HERE)
-    env = resolve_env("../envs/zoom.py:ZoomEnv", options={"coarse": 32, "crop": 32, "tools_in_prompt": False}, base_dir=HERE)
+    env = resolve_env(
+        "../envs/zoom.py:ZoomEnv", options={"coarse": 32, "crop": 32, "tools_in_prompt": False}, base_dir=HERE
+    )
     model = load_model(Model(path="tiny:qwen3_vl", device="cpu"), HERE, Path("runs/.models"), seed)
     policy, renderer, store = model.policy, model.renderer, model.new_store()
     rollout = Rollout(group_size=group_size, max_turns=2, max_tokens=256, max_reply_tokens=48)
@@ -92,7 +96,9 @@ def main(steps: int = 100, warm_steps: int = 400, groups: int = 16, group_size: 
     for step in range(warm_steps):
         batch = [tasks[next(order)] for _ in range(32)]
         playing = {f"warm/{index:05d}/00": task for index, task in enumerate(batch)}
-        script = ScriptedEngine(lambda request, turn, playing=playing: demonstrate(playing[request.trajectory_id], turn), renderer)
+        script = ScriptedEngine(
+            lambda request, turn, playing=playing: demonstrate(playing[request.trajectory_id], turn), renderer
+        )
         runner = Runner(TurnLoop(env, script, renderer, store, rollout, seed), group_size=1)
         rollouts = asyncio.run(runner.play(iter(batch), len(batch), "warm"))
         loss = update(policy, optimizer, emit(rollouts.trajectories, policy), [0.0] * len(batch), "sft")

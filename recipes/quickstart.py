@@ -23,7 +23,7 @@ BOXES = {
 
 
 def demonstrate(task: Task, turn: int) -> str:
-    """The reply to imitate: the right zoom, then an answer that is right a little more often than by guessing (guessing: a quarter)."""
+    """The reply to imitate: the right zoom, then an answer that is right 42 times in a hundred."""
     if turn == 0:
         box = BOXES[task.data["quarter"]]
         return f'<tool_call>{{"name": "zoom", "arguments": {{"bbox": {box}}}}}</tool_call>'
@@ -43,8 +43,8 @@ def config() -> Config:
         env_options={"coarse": 32, "crop": 32, "tools_in_prompt": False},
         rollout=Rollout(group_size=8, max_turns=2, max_tokens=256, max_reply_tokens=48),
         warm_start=WarmStart(demonstrate=demonstrate, steps=400, trajectories_per_step=32, lr=1e-3),
-        optim=Optim(lr=3e-4),
-        train=Train(steps=130, groups_per_batch=16),
+        optim=Optim(lr=2e-4, betas=(0.9, 0.999), schedule="linear", warmup_steps=10),
+        train=Train(steps=150, groups_per_batch=16),
         eval=Eval(data=Data(generator=shapes, size=256, seed=1), every=25, blank_images=True, chance=0.25),
     )
 

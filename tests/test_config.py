@@ -27,7 +27,10 @@ ROOT = Path(__file__).parent.parent
         (lambda: WarmStart(steps=3), "warm_start.demonstrate must be set when warm_start.steps is"),
         (lambda: Config(name="a/b"), "name must be a plain folder name, but it is 'a/b'."),
         (lambda: Config(env="a:b", reward="c:d"), "env and reward cannot both be set"),
-        (lambda: Config(reward="c:d", rollout=Rollout(max_turns=2)), "rollout.max_turns must be 1 with a reward function"),
+        (
+            lambda: Config(reward="c:d", rollout=Rollout(max_turns=2)),
+            "rollout.max_turns must be 1 with a reward function",
+        ),
         (
             lambda: Train(groups_per_batch=16, groups_per_step=5),
             "train.groups_per_step must be a divisor of train.groups_per_batch (16), but it is 5.",
@@ -44,7 +47,9 @@ def test_a_wrong_value_is_refused_by_name(make, message):
 
 
 def run(*arguments, cwd):
-    return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def test_a_recipes_help_reads_like_documentation(tmp_path):

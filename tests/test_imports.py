@@ -32,7 +32,9 @@ def imported(path: Path) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            names |= {f"{node.module}.{alias.name}" if node.module == "vlmrl" else str(node.module) for alias in node.names}
+            names |= {
+                f"{node.module}.{alias.name}" if node.module == "vlmrl" else str(node.module) for alias in node.names
+            }
     return names
 
 
@@ -67,7 +69,17 @@ def test_sglang_and_ray_are_imported_in_one_file_each():
 
 def test_types_need_only_torch_and_pil():
     outside = {name.split(".")[0] for name in imported(ROOT / "vlmrl/types.py")}
-    assert outside <= {"__future__", "base64", "io", "collections", "dataclasses", "functools", "typing", "torch", "PIL"}
+    assert outside <= {
+        "__future__",
+        "base64",
+        "io",
+        "collections",
+        "dataclasses",
+        "functools",
+        "typing",
+        "torch",
+        "PIL",
+    }
 
 
 def test_envs_import_only_public_names():

@@ -54,7 +54,14 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
     folder = tmp_path / "runs/quickstart"
     summary = json.loads((folder / "summary.json").read_text())
     assert {"reward_before", "reward_after", "reward_blanked"} <= summary.keys()
-    for name in ("config.json", "metrics.jsonl", "trajectories.jsonl", "reward.png", "trajectories.html", "model/config.json"):
+    for name in (
+        "config.json",
+        "metrics.jsonl",
+        "trajectories.jsonl",
+        "reward.png",
+        "trajectories.html",
+        "model/config.json",
+    ):
         assert (folder / name).stat().st_size > 0, name
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
@@ -66,10 +73,14 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
 
 def test_an_earlier_run_is_moved_aside(tmp_path, capsys):
     config = short_quickstart(tmp_path)
-    config = replace(config, warm_start=WarmStart(), eval=Eval(), train=replace(config.train, steps=1), save_model=False)
+    config = replace(
+        config, warm_start=WarmStart(), eval=Eval(), train=replace(config.train, steps=1), save_model=False
+    )
     for _ in range(2):
         run_training(config, RECIPES)
-    assert (tmp_path / "runs/quickstart/metrics.jsonl").exists() and (tmp_path / "runs/quickstart.1/metrics.jsonl").exists()
+    assert (tmp_path / "runs/quickstart/metrics.jsonl").exists() and (
+        tmp_path / "runs/quickstart.1/metrics.jsonl"
+    ).exists()
 
 
 def test_a_deterministic_run_repeats(tmp_path):
@@ -77,7 +88,12 @@ def test_a_deterministic_run_repeats(tmp_path):
     for name in ("one", "two"):
         config = short_quickstart(tmp_path, name=name, deterministic=True)
         _, rows, summary = train(replace(config, warm_start=replace(config.warm_start, steps=10)))
-        kept.append(([{k: v for k, v in row.items() if not k.startswith("time") and "seconds" not in k} for row in rows], summary))
+        kept.append(
+            (
+                [{k: v for k, v in row.items() if not k.startswith("time") and "seconds" not in k} for row in rows],
+                summary,
+            )
+        )
     assert kept[0] == kept[1]
 
 
@@ -125,7 +141,9 @@ def test_an_env_that_never_pays_is_named(tmp_path):
 
 
 def test_an_env_that_always_breaks_stops_the_run_with_its_reason(tmp_path):
-    with pytest.raises(RolloutError, match=r"(?s)failed, more than rollout.max_failed_fraction.*OSError: the disk is full"):
+    with pytest.raises(
+        RolloutError, match=r"(?s)failed, more than rollout.max_failed_fraction.*OSError: the disk is full"
+    ):
         train(one_env_config(tmp_path, Breaks))
 
 
@@ -157,7 +175,10 @@ def test_shuffled_rewards_keep_their_values_but_not_their_places():
     given = {}
     for shuffled in (False, True):
         samples = [S(t) for t in trajectories]
-        config = Config(train=Train(shuffle_rewards=shuffled), algo=replace(Config().algo, advantage_options={"scale_by_std": False}))
+        config = Config(
+            train=Train(shuffle_rewards=shuffled),
+            algo=replace(Config().algo, advantage_options={"scale_by_std": False}),
+        )
         loop.give_advantages(samples, trajectories, config)
         given[shuffled] = [s.advantage for s in samples]
     assert given[False] == [-1.5, -0.5, 0.5, 1.5] * 4
@@ -165,7 +186,17 @@ def test_shuffled_rewards_keep_their_values_but_not_their_places():
 
 
 def test_ctrl_c_stops_cleanly_and_keeps_what_there_is(tmp_path):
-    command = [sys.executable, "-u", RECIPES / "quickstart.py", "--output-dir", tmp_path, "--warm-start.steps", "0", "--eval.data.size", "4"]
+    command = [
+        sys.executable,
+        "-u",
+        RECIPES / "quickstart.py",
+        "--output-dir",
+        tmp_path,
+        "--warm-start.steps",
+        "0",
+        "--eval.data.size",
+        "4",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     metrics = tmp_path / "quickstart/metrics.jsonl"
     deadline = time.monotonic() + 120

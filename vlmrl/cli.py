@@ -37,7 +37,11 @@ class TrainArguments:
 def main() -> None:
     """The console script."""
     arguments = sys.argv[1:]
-    commands: dict[str, Callable[[Sequence[str]], None]] = {"train": train_command, "eval": eval_command, "play": play_command}
+    commands: dict[str, Callable[[Sequence[str]], None]] = {
+        "train": train_command,
+        "eval": eval_command,
+        "play": play_command,
+    }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return
@@ -66,7 +70,9 @@ def eval_command(arguments: Sequence[str]) -> None:
 
         run = loop.build(settings, folder)
         result = asyncio.run(loop.evaluate_run(run, RunProgress(), label="eval"))
-        print(f"held-out reward {result.reward:.3f} +- {result.standard_error:.3f} on {len(result.trajectories)} trajectories")
+        print(
+            f"held-out reward {result.reward:.3f} +- {result.standard_error:.3f} on {len(result.trajectories)} trajectories"
+        )
 
 
 def play_command(arguments: Sequence[str]) -> None:

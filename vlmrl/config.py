@@ -87,7 +87,9 @@ class Data:
 
     def __post_init__(self) -> None:
         if self.path is not None and self.generator is not None:
-            raise ValueError(f"data.path and data.generator exclude each other, but are {self.path!r} and {self.generator!r}.")
+            raise ValueError(
+                f"data.path and data.generator exclude each other, but are {self.path!r} and {self.generator!r}."
+            )
         if self.generator is not None:
             _require(self.size is not None, "data.size", "set when data.generator is", self.size)
         _positive("data", self, "size", "limit")
@@ -135,7 +137,9 @@ class Rollout:
         _require(self.temperature >= 0, "rollout.temperature", "0 (greedy) or more", self.temperature)
         _require(0 < self.top_p <= 1, "rollout.top_p", "in (0, 1]", self.top_p)
         _require(self.top_k >= 0, "rollout.top_k", "0 (off) or more", self.top_k)
-        _require(0 <= self.max_failed_fraction <= 1, "rollout.max_failed_fraction", "in [0, 1]", self.max_failed_fraction)
+        _require(
+            0 <= self.max_failed_fraction <= 1, "rollout.max_failed_fraction", "in [0, 1]", self.max_failed_fraction
+        )
         for name in ("max_env_retries_per_turn", "max_refills"):
             _require(getattr(self, name) >= 0, f"rollout.{name}", "0 or more", getattr(self, name))
 
@@ -266,6 +270,13 @@ class Config:
         if self.env is not None and self.reward is not None:
             raise ValueError("env and reward cannot both be set: a reward function stands for a whole single-turn env.")
         if self.reward is not None:
-            _require(self.rollout.max_turns == 1, "rollout.max_turns", "1 with a reward function", self.rollout.max_turns)
+            _require(
+                self.rollout.max_turns == 1, "rollout.max_turns", "1 with a reward function", self.rollout.max_turns
+            )
         budget = f"less than rollout.max_tokens ({self.rollout.max_tokens})"
-        _require(self.rollout.max_reply_tokens < self.rollout.max_tokens, "rollout.max_reply_tokens", budget, self.rollout.max_reply_tokens)
+        _require(
+            self.rollout.max_reply_tokens < self.rollout.max_tokens,
+            "rollout.max_reply_tokens",
+            budget,
+            self.rollout.max_reply_tokens,
+        )

@@ -37,7 +37,7 @@ class Env(abc.ABC):
     the optional classmethod ``setup(cls, **options)`` returned, made once per process.
     """
 
-    tools: list[dict[str, Any]] = []  # JSON schemas handed to the chat template
+    tools: list[dict[str, Any]] = []  # noqa: RUF012  JSON schemas handed to the chat template
     replayable: bool = True  # the same seed and replies give the same observations
 
     turn: int = 0
@@ -120,14 +120,18 @@ def resolve_env(
     target = load_object(env, base_dir) if isinstance(env, str) else env
     name = _name(target)
     if not callable(target):
-        raise ValueError(f"env {name} must be a class or a function that builds an env, but it is a {type(target).__name__}.")
+        raise ValueError(
+            f"env {name} must be a class or a function that builds an env, but it is a {type(target).__name__}."
+        )
     if isinstance(target, type):
         _check_class(target, name)
     try:
         inspect.signature(target).bind(None, **options)
     except TypeError as error:
         known = [str(p) for p in list(inspect.signature(target).parameters.values())[1:]]
-        raise ValueError(f"env_options {options} do not fit {name}: {error}; it takes {', '.join(known) or 'none'}.") from None
+        raise ValueError(
+            f"env_options {options} do not fit {name}: {error}; it takes {', '.join(known) or 'none'}."
+        ) from None
     shared = target.setup(**options) if hasattr(target, "setup") else None
     return EnvSpec(name, partial(_build, target, options, name, shared))
 
@@ -158,7 +162,9 @@ def _check_class(cls: type, name: str) -> None:
     if not callable(getattr(cls, "step", None)) or getattr(cls.step, "__isabstractmethod__", False):  # type: ignore[attr-defined]
         raise ValueError(f"env {name} must define step(self, response_text), but it does not.")
     if not issubclass(cls, Env):
-        raise ValueError(f"env {name} must subclass vlmrl.Env, but its bases are {[base.__name__ for base in cls.__bases__]}.")
+        raise ValueError(
+            f"env {name} must subclass vlmrl.Env, but its bases are {[base.__name__ for base in cls.__bases__]}."
+        )
 
 
 def _name(target: Any) -> str:

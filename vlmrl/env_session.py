@@ -155,8 +155,15 @@ class EnvSession:
         assert env is not None
         env.turn, env.last_reply = len(self._played) if turn is None else turn, reply
         answer = await self._call(env.step, reply)
-        if not (isinstance(answer, tuple) and len(answer) == 3 and isinstance(answer[0], dict) and isinstance(answer[2], dict)):
-            raise EnvContractError(f"env {self._spec.name}: step must return (observation dict, done, info dict), not {answer!r}.")
+        if not (
+            isinstance(answer, tuple)
+            and len(answer) == 3
+            and isinstance(answer[0], dict)
+            and isinstance(answer[2], dict)
+        ):
+            raise EnvContractError(
+                f"env {self._spec.name}: step must return (observation dict, done, info dict), not {answer!r}."
+            )
         observation, done, info = answer
         shown = [] if done else await self._call(env.format_observation, observation)
         info = dict(info)
@@ -203,7 +210,9 @@ async def _await_result(value: Any) -> Any:
 def _messages(name: str, value: Any, env: str) -> list[Message]:
     messages = [value] if isinstance(value, dict) else value
     if not isinstance(messages, list | tuple) or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise EnvContractError(f"env {env}: {name} must return messages (dicts with a role), but it returned {value!r}.")
+        raise EnvContractError(
+            f"env {env}: {name} must return messages (dicts with a role), but it returned {value!r}."
+        )
     return list(messages)
 
 

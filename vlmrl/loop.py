@@ -55,10 +55,14 @@ class Run:
     def folder(self) -> Path:
         return Path(self.config.output_dir) / self.config.name
 
-    def runner(self, *, group_size: int | None = None, engine: Engine | None = None, store: MediaStore | None = None) -> Runner:
+    def runner(
+        self, *, group_size: int | None = None, engine: Engine | None = None, store: MediaStore | None = None
+    ) -> Runner:
         """A runner over this run's env; ``engine`` and ``store`` may be others than the run's own."""
         own: Engine = Waves(self.engine) if self.config.deterministic else self.engine
-        loop = TurnLoop(self.spec, engine or own, self.model.renderer, store or self.store, self.config.rollout, self.config.seed)
+        loop = TurnLoop(
+            self.spec, engine or own, self.model.renderer, store or self.store, self.config.rollout, self.config.seed
+        )
         return Runner(loop, group_size=group_size)
 
 
@@ -148,7 +152,9 @@ def give_advantages(samples: Sequence[Sample], trajectories: Sequence[Trajectory
 async def warm_start(run: Run, progress: RunProgress) -> None:
     """Imitate scripted episodes, played through the same loop, with cross entropy on the scripted replies."""
     config = run.config.warm_start
-    demonstrate = load_object(config.demonstrate, run.base_dir) if isinstance(config.demonstrate, str) else config.demonstrate
+    demonstrate = (
+        load_object(config.demonstrate, run.base_dir) if isinstance(config.demonstrate, str) else config.demonstrate
+    )
     playing: dict[str, Task] = {}
 
     def reply(request: Request, turn: int) -> str:
@@ -196,7 +202,13 @@ async def evaluate_run(run: Run, progress: RunProgress, *, label: str, blank_ima
 
 
 async def _evaluate_into(
-    summary: dict[str, float], name: str, run: Run, log: RunLog, step: int, progress: RunProgress, blank_images: bool = False
+    summary: dict[str, float],
+    name: str,
+    run: Run,
+    log: RunLog,
+    step: int,
+    progress: RunProgress,
+    blank_images: bool = False,
 ) -> dict[str, float]:
     """Evaluate if there is anything held out; log the numbers, and put them into the summary under ``name``."""
     if run.held_out is None:

@@ -101,8 +101,13 @@ def _print(console: Console, trajectory: Trajectory) -> None:
     console.print(f"\n[bold]task {escape(trajectory.task.id)}[/bold]  answer {escape(repr(trajectory.task.answer))}")
     for number, turn in enumerate(trajectory.turns):
         sizes = "".join(f" {item.image.width}x{item.image.height} px, {item.num_tokens} tokens;" for item in turn.media)
-        console.print(f"[dim]{escape(messages_text(turn.messages))}[/dim]" + (f"[cyan] pictures:{sizes}[/cyan]" if sizes else ""))
+        console.print(
+            f"[dim]{escape(messages_text(turn.messages))}[/dim]" + (f"[cyan] pictures:{sizes}[/cyan]" if sizes else "")
+        )
         given = "" if turn.reward is None else f"  reward {turn.reward:g}"
         console.print(f"[green]turn {number}>[/green] {escape(turn.text)}[yellow]{given}[/yellow]")
     reward = "none" if trajectory.reward is None else f"{trajectory.reward:g}"
-    console.print(f"[bold]{trajectory.ending}[/bold], reward {reward}" + (f": {escape(trajectory.error)}" if trajectory.error else ""))
+    console.print(
+        f"[bold]{trajectory.ending}[/bold], reward {reward}"
+        + (f": {escape(trajectory.error)}" if trajectory.error else "")
+    )

@@ -48,19 +48,25 @@ class Phase:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._console.is_terminal:
             self._bar.stop()
 
     def advance(self, **numbers: float | None) -> None:
         """One unit done; ``numbers`` are shown beside the bar."""
         self._done += 1
-        note = "  ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in numbers.items() if value is not None)
+        note = "  ".join(
+            f"{name.replace('_', ' ')} {_short(value)}" for name, value in numbers.items() if value is not None
+        )
         self._bar.update(self._task, advance=1, note=note)
         now = time.monotonic()
         if not self._console.is_terminal and (now - self._printed > self._quiet or self._done == self._total):
             left = (now - self._began) / self._done * (self._total - self._done)
-            self._console.print(f"{self._name:<11} {self._done}/{self._total}  {note}  {left:.0f} s left", highlight=False)
+            self._console.print(
+                f"{self._name:<11} {self._done}/{self._total}  {note}  {left:.0f} s left", highlight=False
+            )
             self._printed = now
 
 

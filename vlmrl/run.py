@@ -64,7 +64,12 @@ def report(run: loop.Run, summary: dict[str, float], seconds: float) -> str:
     if chance is not None and error > 0:
         off = abs(summary["reward_blanked"] - chance) / error
         lines.append(f"guessing would give {chance:.3f}: the blanked reward is {off:.1f} standard errors from it")
-    for name, title in {"reward.png": "curve", "trajectories.html": "trajectories", "metrics.jsonl": "metrics", "model": "model"}.items():
+    for name, title in {
+        "reward.png": "curve",
+        "trajectories.html": "trajectories",
+        "metrics.jsonl": "metrics",
+        "model": "model",
+    }.items():
         if (run.folder / name).exists():
             lines.append(f"{title:<13} {run.folder / name}")
     return "\n".join(lines)

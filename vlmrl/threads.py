@@ -18,7 +18,9 @@ class DaemonPool:
     """``size`` daemon threads that take calls from one queue; with size 1, all calls run in order in one thread."""
 
     def __init__(self, name: str, size: int = 1) -> None:
-        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = (
+            queue.SimpleQueue()
+        )
         self._size = size
         for index in range(size):
             threading.Thread(target=self._work, name=f"vlmrl-{name}-{index}", daemon=True).start()

@@ -68,7 +68,9 @@ def test_ppo_gradient_agrees_with_finite_differences():
 
 
 def test_sft_is_the_negative_logprob():
-    assert LOSSES["sft"](inputs([[-0.5, -2.0]], [[0.0, 0.0]], [[9.0, 9.0]], [[1, 0]])).per_token.tolist() == [[0.5, 2.0]]
+    assert LOSSES["sft"](inputs([[-0.5, -2.0]], [[0.0, 0.0]], [[9.0, 9.0]], [[1, 0]])).per_token.tolist() == [
+        [0.5, 2.0]
+    ]
 
 
 def test_kl_estimators_by_hand():

@@ -22,7 +22,9 @@ def quarters() -> Image.Image:
 
 
 def env(**options):
-    prompt = [{"role": "user", "content": [{"type": "image", "image": quarters()}, {"type": "text", "text": "What color?"}]}]
+    prompt = [
+        {"role": "user", "content": [{"type": "image", "image": quarters()}, {"type": "text", "text": "What color?"}]}
+    ]
     made = ZoomEnv(Task("t", prompt, [quarters()], answer="Blue"), **options)
     made.max_turns = 4
     return made
@@ -87,6 +89,8 @@ def test_shapes_are_the_same_for_the_same_seed_and_show_their_answer():
     assert one["prompt"] == two["prompt"] and one["images"][0].tobytes() == two["images"][0].tobytes()
     assert one["images"][0].tobytes() != other["images"][0].tobytes()
     colors = {"red": (220, 40, 40), "green": (40, 170, 70), "blue": (50, 80, 220), "yellow": (240, 200, 40)}
-    column, row = {"top left": (0, 0), "top right": (1, 0), "bottom left": (0, 1), "bottom right": (1, 1)}[one["quarter"]]
+    column, row = {"top left": (0, 0), "top right": (1, 0), "bottom left": (0, 1), "bottom right": (1, 1)}[
+        one["quarter"]
+    ]
     quarter = one["images"][0].crop((column * 128, row * 128, column * 128 + 128, row * 128 + 128))
     assert {color for _, color in quarter.getcolors()} == {(128, 128, 128), colors[one["answer"]]}

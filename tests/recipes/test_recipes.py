@@ -13,16 +13,38 @@ from transformers import AutoConfig
 
 ROOT = Path(__file__).parent.parent.parent
 SHARED = Path(os.environ.get("VLMRL_SHARED", ROOT.parent / "shared"))
-SMALL_TEXT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+SMALL_TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 SMALL_VISION = {
-    "qwen3-vl": {"hidden_size": 32, "intermediate_size": 64, "depth": 2, "num_heads": 2, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
-    "qwen2.5-vl": {"hidden_size": 32, "intermediate_size": 64, "depth": 2, "num_heads": 2, "out_hidden_size": 64, "fullatt_block_indexes": [1]},
+    "qwen3-vl": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "depth": 2,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "deepstack_visual_indexes": [0],
+    },
+    "qwen2.5-vl": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "depth": 2,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "fullatt_block_indexes": [1],
+    },
 }
 CONFIGS = {"qwen3-vl": "Qwen3-VL-2B-Instruct", "qwen2.5-vl": "Qwen2.5-VL-3B-Instruct"}
 
 
 def run(*arguments, cwd, timeout=400):
-    done = subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -100,7 +100,8 @@ def test_swapping_a_picture_moves_the_logprobs(model):
     other.media = sample(model, "b", [(64, 64)], [10], [1]).media
     with torch.no_grad():
         first, second = (
-            model.policy(collate([r], model.policy.image_token_id, model.policy.merge_size)).logprobs for r in (row, other)
+            model.policy(collate([r], model.policy.image_token_id, model.policy.merge_size)).logprobs
+            for r in (row, other)
         )
     assert (first - second).abs().max() > 1e-5
 
@@ -128,9 +129,7 @@ def test_the_gradient_is_that_of_the_formula(model):
     got = gradients(model, rows, 10**6)
     model.policy.zero_grad()
     tokens = sum(sum(row.loss_mask) for row in rows)
-    loss = sum(
-        -(row_logprobs(model, row) * torch.tensor(row.loss_mask)).sum() * row.advantage / tokens for row in rows
-    )
+    loss = sum(-(row_logprobs(model, row) * torch.tensor(row.loss_mask)).sum() * row.advantage / tokens for row in rows)
     loss.backward()
     for name, parameter in model.policy.named_parameters():
         assert (parameter.grad - got[name]).norm() <= 1e-4 * parameter.grad.norm() + 1e-7, name
@@ -139,7 +138,9 @@ def test_the_gradient_is_that_of_the_formula(model):
 def test_a_batch_is_cut_into_optimizer_steps_by_groups(model):
     rows = mixed_samples(model)
     before = copy.deepcopy(model.policy.state_dict())
-    trainer = Trainer(model.policy, Algo(), Optim(lr=1e-4), total_steps=2, tokens_per_micro_batch=10**6, groups_per_step=1)
+    trainer = Trainer(
+        model.policy, Algo(), Optim(lr=1e-4), total_steps=2, tokens_per_micro_batch=10**6, groups_per_step=1
+    )
     metrics = trainer.step(rows)
     assert trainer.steps_done == 2
     assert metrics["ratio"] != 1.0  # the second step is off the policy the old logprobs came from
@@ -155,7 +156,12 @@ def test_kl_needs_a_reference_and_pulls_towards_it(model):
     for row in rows:
         row.advantage = 0.0
     trainer = Trainer(
-        model.policy, Algo(kl_coef=1.0), Optim(lr=1e-3), total_steps=9, tokens_per_micro_batch=10**6, reference=reference
+        model.policy,
+        Algo(kl_coef=1.0),
+        Optim(lr=1e-3),
+        total_steps=9,
+        tokens_per_micro_batch=10**6,
+        reference=reference,
     )
     assert trainer.step(rows)["kl"] == pytest.approx(0.0, abs=1e-6)
     with torch.no_grad():
@@ -192,7 +198,9 @@ def test_per_token_stands_beside_the_response(model):
 
 def test_learning_rate_schedules():
     optim = Optim(lr=1.0, schedule="linear", warmup_steps=2)
-    assert [learning_rate_factor(optim, step, 6) for step in range(7)] == pytest.approx([1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25, 0])
+    assert [learning_rate_factor(optim, step, 6) for step in range(7)] == pytest.approx(
+        [1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25, 0]
+    )
     assert learning_rate_factor(Optim(schedule="cosine"), 5, 10) == pytest.approx(0.5)
     assert learning_rate_factor(Optim(schedule="constant"), 9, 10) == 1.0
 

@@ -29,13 +29,17 @@ class GrowingLayer(DynamicLayer):
             self.keys, self.values = keys, values
         self._room: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         length, added = self.keys.shape[2], key_states.shape[2]
         if self._room is None or self._room[0].shape[2] < length + added:
-            self._room = tuple(_grown(old, new, length + added) for old, new in ((self.keys, key_states), (self.values, value_states)))  # type: ignore[assignment]
+            self._room = tuple(
+                _grown(old, new, length + added) for old, new in ((self.keys, key_states), (self.values, value_states))
+            )  # type: ignore[assignment]
         keys, values = self._room  # type: ignore[misc]
         keys[:, :, length : length + added] = key_states
         values[:, :, length : length + added] = value_states

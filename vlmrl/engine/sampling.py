@@ -23,7 +23,9 @@ class Draws:
         return self._numbers[index]
 
 
-def sample(logits: torch.Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]) -> tuple[list[int], list[float]]:
+def sample(
+    logits: torch.Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]
+) -> tuple[list[int], list[float]]:
     """One token per row of ``logits`` ``[rows, vocabulary]`` (float32, after temperature and the ban), by inverting the
     cumulative distribution at each row's number in [0, 1).
 

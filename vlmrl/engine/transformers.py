@@ -65,7 +65,9 @@ class TransformersEngine:
     ``prefill_tokens`` bounds the padded tokens of one prompt forward. ``images_encoded`` and ``tokens_prefilled`` count work done.
     """
 
-    def __init__(self, policy: Policy, renderer: Renderer, *, keep_kv: bool = True, prefill_tokens: int = 16384) -> None:
+    def __init__(
+        self, policy: Policy, renderer: Renderer, *, keep_kv: bool = True, prefill_tokens: int = 16384
+    ) -> None:
         self.policy = policy
         self.policy_version = 0
         self.images_encoded = 0
@@ -123,7 +125,8 @@ class TransformersEngine:
         marks = request.prompt_ids.count(self.policy.image_token_id) if self.policy.image_token_id is not None else 0
         if marks != len(request.media):
             raise ValueError(
-                f"trajectory {request.trajectory_id}: the prompt has {marks} picture placeholders, but {len(request.media)} pictures came with it."
+                f"trajectory {request.trajectory_id}: the prompt has {marks} picture placeholders, but "
+                f"{len(request.media)} pictures came with it."
             )
         prompt = expand(request.prompt_ids, self.policy.image_token_id, request.media)
         return _Row(request, Future(), prompt, Draws(request.sampling.seed))

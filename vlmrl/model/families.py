@@ -28,7 +28,9 @@ FAMILIES = {
 def family_of(config: Any) -> Family:
     """The family of a Hugging Face config. Raises ValueError for one that was never checked."""
     if config.model_type not in FAMILIES:
-        raise ValueError(f"model type {config.model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}.")
+        raise ValueError(
+            f"model type {config.model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}."
+        )
     return FAMILIES[config.model_type]
 
 

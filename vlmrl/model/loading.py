@@ -63,7 +63,9 @@ def load_model(config: Model, base_dir: Path | None, cache_dir: Path, seed: int)
     hf_config = AutoConfig.from_pretrained(path)
     family = family_of(hf_config)
     device, dtype = pick_device(config.device), config.dtype
-    torch_dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}.get(dtype) or getattr(torch, dtype)
+    torch_dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}.get(dtype) or getattr(
+        torch, dtype
+    )
     auto = AutoModelForImageTextToText if family.vision else AutoModelForCausalLM
     if config.random_weights:
         torch.manual_seed(seed)

@@ -61,7 +61,9 @@ class Policy(nn.Module):
         self._joined_deepstack = False
         attention = getattr(model.config.get_text_config(), "_attn_implementation", None)
         if attention == "eager":
-            raise ValueError("attn_implementation must not be eager: it adds a boolean mask as numbers. Load with sdpa.")
+            raise ValueError(
+                "attn_implementation must not be eager: it adds a boolean mask as numbers. Load with sdpa."
+            )
         if self.family.vision:
             # Each distinct picture is encoded once and put wherever it occurs; the model's own method refuses that.
             model.model.get_image_features = lambda *args, **kwargs: self._features
@@ -92,10 +94,15 @@ class Policy(nn.Module):
         rows, places = batch.targets.nonzero(as_tuple=True)
         chosen = hidden[rows, places - 1]  # a token is predicted by the one before it: the only shift there is
         labels = batch.token_ids[rows, places]
-        scores = [self._score(chosen[i : i + HEAD_CHUNK], labels[i : i + HEAD_CHUNK], temperature) for i in range(0, len(labels), HEAD_CHUNK)]
+        scores = [
+            self._score(chosen[i : i + HEAD_CHUNK], labels[i : i + HEAD_CHUNK], temperature)
+            for i in range(0, len(labels), HEAD_CHUNK)
+        ]
         shape = batch.token_ids.shape
         if not scores:
-            return TokenScores(hidden.new_zeros(shape, dtype=torch.float32), hidden.new_zeros(shape, dtype=torch.float32))
+            return TokenScores(
+                hidden.new_zeros(shape, dtype=torch.float32), hidden.new_zeros(shape, dtype=torch.float32)
+            )
         logprobs, entropy = (torch.cat(parts) for parts in zip(*scores, strict=True))
         zeros = logprobs.new_zeros(shape)
         return TokenScores(zeros.index_put((rows, places), logprobs), zeros.index_put((rows, places), entropy))
@@ -124,7 +131,11 @@ class Policy(nn.Module):
             attention_mask = torch.ones_like(token_ids)  # or 2-D positions would be searched for packed rows
         try:
             output = self.model.model(
-                input_ids=token_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=cache is not None, **inputs
+                input_ids=token_ids,
+                attention_mask=attention_mask,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                **inputs,
             )
         finally:
             self._features = None
@@ -149,7 +160,9 @@ class Policy(nn.Module):
             logits[:, self.banned_ids] = torch.finfo(torch.float32).min
         return logits
 
-    def _score(self, hidden: torch.Tensor, labels: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def _score(
+        self, hidden: torch.Tensor, labels: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs and entropies of one chunk; its logits are made anew for the gradient instead of kept."""
 
         def score(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

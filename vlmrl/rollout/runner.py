@@ -43,7 +43,11 @@ class Runner:
         self._waves = loop.engine if isinstance(loop.engine, Waves) else None
 
     async def play(
-        self, tasks: Iterator[Task], count: int, label: str, on_end: Callable[[Trajectory], None] = lambda trajectory: None
+        self,
+        tasks: Iterator[Task],
+        count: int,
+        label: str,
+        on_end: Callable[[Trajectory], None] = lambda trajectory: None,
     ) -> Rollouts:
         """``count`` whole groups, drawing as many tasks as that needs (fewer groups only where the tasks run out).
 
@@ -71,14 +75,18 @@ class Runner:
                 self._waves.join(len(batch) * self.group_size)
             ids = [f"{label}/{started + index:05d}" for index in range(len(batch))]
             started += len(batch)
-            for group in await _gather([self._group(task, name, slots, ended) for task, name in zip(batch, ids, strict=True)]):
+            for group in await _gather(
+                [self._group(task, name, slots, ended) for task, name in zip(batch, ids, strict=True)]
+            ):
                 if any(trajectory.failed for trajectory in group):
                     rollouts.dropped_groups += 1
                 else:
                     rollouts.groups.append(group)
         return rollouts
 
-    async def _group(self, task: Task, group_id: str, slots: asyncio.Semaphore, ended: Callable[[Trajectory], None]) -> list[Trajectory]:
+    async def _group(
+        self, task: Task, group_id: str, slots: asyncio.Semaphore, ended: Callable[[Trajectory], None]
+    ) -> list[Trajectory]:
         return await _gather([self._member(task, group_id, member, slots, ended) for member in range(self.group_size)])
 
     async def _member(

@@ -129,7 +129,9 @@ class TurnLoop:
             except RetryTurn as error:
                 resampled += 1
                 if resampled > self.config.max_env_retries_per_turn:
-                    raise EnvError(f"env {self.spec.name}, task {trajectory.task.id}: RetryTurn {resampled} times: {error}") from error
+                    raise EnvError(
+                        f"env {self.spec.name}, task {trajectory.task.id}: RetryTurn {resampled} times: {error}"
+                    ) from error
         context.engine_ids += completion.token_ids
         context.length += len(completion.token_ids)
         if resampled:
@@ -152,7 +154,9 @@ class TurnLoop:
             async with asyncio.timeout(c.engine_timeout):
                 completion = await self.engine.generate(request)
         except TimeoutError:
-            raise EngineError(f"trajectory {trajectory.id}: no reply in rollout.engine_timeout ({c.engine_timeout:g} s).") from None
+            raise EngineError(
+                f"trajectory {trajectory.id}: no reply in rollout.engine_timeout ({c.engine_timeout:g} s)."
+            ) from None
         if completion.prompt_tokens != context.length:
             raise ValueError(
                 f"trajectory {trajectory.id}, turn {len(trajectory.turns)}: the engine counted {completion.prompt_tokens} prompt "

@@ -53,7 +53,9 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self._weights.parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
         )
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: learning_rate_factor(optim, step, total_steps))
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: learning_rate_factor(optim, step, total_steps)
+        )
         if algo.kl_coef and reference is None:
             raise ValueError(f"algo.kl_coef is {algo.kl_coef}, so a reference policy must be given.")
 
@@ -64,7 +66,9 @@ class Trainer:
         totals: dict[str, float] = defaultdict(float)
         for mini_batch, old_logprobs in zip(mini_batches, old, strict=True):
             for name, value in self._update(mini_batch, old_logprobs).items():
-                totals[name] = max(totals[name], value) if name.endswith("/max") else totals[name] + value / len(mini_batches)
+                totals[name] = (
+                    max(totals[name], value) if name.endswith("/max") else totals[name] + value / len(mini_batches)
+                )
         self.policy.eval()  # in training mode, checkpointed layers take no cache, and an engine may share this model
         return dict(totals)
 
@@ -109,7 +113,9 @@ class Trainer:
     def _apply_gradient(self) -> dict[str, float]:
         norm = float(torch.nn.utils.clip_grad_norm_(self._weights.parameters, self._grad_clip))
         if not math.isfinite(norm):
-            raise FloatingPointError(f"optimizer step {self.steps_done}: the gradient's norm is {norm}; nothing was updated.")
+            raise FloatingPointError(
+                f"optimizer step {self.steps_done}: the gradient's norm is {norm}; nothing was updated."
+            )
         rate = float(self.scheduler.get_last_lr()[0])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
