@@ -72,7 +72,7 @@ def load_model(config: Model, base_dir: Path | None, cache_dir: Path, seed: int)
         with torch.device(device):
             model = auto.from_config(hf_config, dtype=torch_dtype, attn_implementation="sdpa")
     else:
-        model = auto.from_pretrained(path, dtype=torch_dtype, attn_implementation="sdpa", device_map={"": device})
+        model = auto.from_pretrained(path, dtype=torch_dtype, attn_implementation="sdpa").to(device)
     tokenizer = AutoTokenizer.from_pretrained(path)
     image_processor = AutoImageProcessor.from_pretrained(path) if family.vision else None
     image_token = str(tokenizer.convert_ids_to_tokens(hf_config.image_token_id)) if family.vision else None
