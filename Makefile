@@ -27,8 +27,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'trl==1.16.0'
-	$(BIN)/python benchmarks/vs_trl.py
+	$(BIN)/python benchmarks/keep_kv.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
