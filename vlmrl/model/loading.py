@@ -66,7 +66,7 @@ def load_model(config: Model, base_dir: Path | None, cache_dir: Path, seed: int)
     torch_dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}.get(dtype) or getattr(
         torch, dtype
     )
-    auto = AutoModelForImageTextToText if family.vision else AutoModelForCausalLM
+    auto: Any = AutoModelForImageTextToText if family.vision else AutoModelForCausalLM
     if config.random_weights:
         torch.manual_seed(seed)
         with torch.device(device):
