@@ -176,18 +176,14 @@ class EnvSession:
         )
 
     async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
-        """One call under a deadline: plain functions in the env's thread, coroutines in the event loop.
-
-        A cancellation ends the wait, but takes no call from the thread's queue: a close that waits there still happens.
-        """
+        """One call under a deadline: plain functions in the env's thread, coroutines in the event loop."""
         assert self._thread is not None
         began = time.perf_counter()
         try:
             async with asyncio.timeout(self._timeout) as deadline:
                 if inspect.iscoroutinefunction(method):
                     return await method(*args)
-                future = asyncio.wrap_future(self._thread.submit(method, *args))
-                return await _await_result(await asyncio.shield(future))
+                return await _await_result(await self._thread.run(method, *args))
         except TimeoutError as error:
             if deadline.expired():
                 raise _DeadlineError(f"no answer in {self._timeout:g} s") from error

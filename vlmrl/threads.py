@@ -27,11 +27,12 @@ class DaemonPool:
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # from here on it cannot be cancelled: what is queued will be called
         self._queue.put((future, function, args))
         return future
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Await ``function(*args)``. Cancelling gives up the wait; a call that has begun goes on in its thread."""
+        """Await ``function(*args)``. Cancelling gives up the wait, never the call: a `close` must not get lost."""
         return await asyncio.wrap_future(self.submit(function, *args))
 
     def close(self) -> None:
@@ -42,8 +43,6 @@ class DaemonPool:
     def _work(self) -> None:
         while (call := self._queue.get()) is not None:
             future, function, args = call
-            if not future.set_running_or_notify_cancel():
-                continue
             try:
                 future.set_result(function(*args))
             except BaseException as error:  # whatever a user's code raises belongs to the caller
