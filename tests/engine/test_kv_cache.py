@@ -6,22 +6,29 @@ from collections.abc import Sequence
 
 import torch
 
-from vlmrl.engine.kv_cache import BatchCache, GrowingLayer, RowCache
+from vlmrl.engine.kv_cache import BatchCache, GrowingLayer
 
 CPU = torch.device("cpu")
 
 
-def row(*values: float) -> RowCache:
+def row(*values: float) -> BatchCache:
     """Two layers of one head and one dimension: keys as given, values negative, the second layer ten times as large."""
-    keys = torch.tensor(values)[None, :, None]
-    return [(keys, -keys), (keys * 10, keys * -10)]
+    keys = torch.tensor(values)[None, None, :, None]
+    return BatchCache([(keys, -keys), (keys * 10, keys * -10)], torch.ones(1, len(values), dtype=torch.bool))
+
+
+def rows(*parts: BatchCache) -> BatchCache:
+    return BatchCache.join(parts)
 
 
 def rows_of(cache: BatchCache) -> list[list[float]]:
     """The keys that each row holds, after checking that values and second layer have moved along."""
     found = []
     for index in range(len(cache.valid)):
-        (keys, values), (more_keys, more_values) = cache.row(index)
+        columns = cache.valid[index].nonzero().flatten()
+        (keys, values), (more_keys, more_values) = (
+            (layer.keys[index][:, columns], layer.values[index][:, columns]) for layer in cache.layers
+        )
         assert torch.equal(values, -keys)
         assert torch.equal(more_keys, keys * 10)
         assert torch.equal(more_values, keys * -10)
@@ -38,7 +45,7 @@ def grow(cache: BatchCache, new: Sequence[Sequence[float]], valid: Sequence[Sequ
 
 
 def test_rows_of_different_lengths_stand_right_aligned():
-    cache = BatchCache.of_rows([row(1, 2, 3), row(7)])
+    cache = rows(row(1, 2, 3), row(7))
     assert cache.valid.tolist() == [[True, True, True], [False, False, True]]
     assert cache.hf.layers[0].keys[:, 0, :, 0].tolist() == [[1, 2, 3], [0, 0, 7]]
     assert rows_of(cache) == [[1, 2, 3], [7]]
@@ -55,16 +62,16 @@ def test_a_cache_grows_from_nothing_and_padding_is_no_token():
 
 
 def test_joined_rows_follow_with_their_own_values():
-    long, short = BatchCache.of_rows([row(1, 2, 3, 4), row(5)]), BatchCache.of_rows([row(6, 7)])
-    assert rows_of(long.join(short)) == [[1, 2, 3, 4], [5], [6, 7]]
-    joined = short.join(long)
+    long, short = rows(row(1, 2, 3, 4), row(5)), rows(row(6, 7))
+    assert rows_of(rows(long, short)) == [[1, 2, 3, 4], [5], [6, 7]]
+    joined = rows(short, long)
     assert joined.valid.tolist() == [[False, False, True, True], [True] * 4, [False, False, False, True]]
     grow(joined, [[8], [9], [10]], [[1], [1], [1]])
     assert rows_of(joined) == [[6, 7, 8], [1, 2, 3, 4, 9], [5, 10]]
 
 
 def test_selected_rows_are_copies_packed_tight():
-    cache = BatchCache.of_rows([row(1, 2, 3), row(4), row(5, 6)])
+    cache = rows(row(1, 2, 3), row(4), row(5, 6))
     grow(cache, [[0, 7], [0, 8], [9, 10]], [[0, 1], [0, 1], [1, 1]])  # holes in the first two rows
     chosen = cache.select(torch.tensor([1, 1, 2]))
     assert rows_of(chosen) == [[4, 8], [4, 8], [5, 6, 9, 10]]
@@ -77,12 +84,24 @@ def test_selected_rows_are_copies_packed_tight():
 
 
 def test_a_kept_row_is_not_changed_by_what_the_batch_does_next():
-    cache = BatchCache.of_rows([row(1, 2), row(3)])
+    cache = rows(row(1, 2), row(3))
     grow(cache, [[4], [5]], [[1], [1]])
-    kept = cache.row(0)
+    kept = cache.taken([0])
     grow(cache, [[6], [7]], [[1], [1]])
-    assert kept[0][0][0, :, 0].tolist() == [1, 2, 4]
-    assert rows_of(BatchCache.of_rows([kept, row(9)])) == [[1, 2, 4], [9]]
+    assert rows_of(kept) == [[1, 2, 4]]
+    assert rows_of(rows(kept, row(9))) == [[1, 2, 4], [9]]
+
+
+def test_all_rows_of_a_well_packed_cache_are_taken_without_a_copy():
+    cache = rows(row(1, 2, 3, 4), row(5, 6, 7, 8))
+    assert cache.taken([0, 1]) is cache
+    assert rows_of(cache.taken([1, 0])) == [[5, 6, 7, 8], [1, 2, 3, 4]]
+    grow(cache, [[0, 0], [0, 9]], [[0, 0], [0, 1]])  # six columns for five tokens at most
+    assert cache.taken([0, 1]) is cache
+    grow(cache, [[0], [0]], [[0], [0]])
+    packed = cache.taken([0, 1])
+    assert packed is not cache
+    assert (packed.columns, rows_of(packed)) == (5, [[1, 2, 3, 4], [5, 6, 7, 8, 9]])
 
 
 def test_a_layer_keeps_its_values_over_many_tokens_and_copies_them_seldom():

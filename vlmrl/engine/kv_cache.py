@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-RowCache = list[tuple[torch.Tensor, torch.Tensor]]
-"""One row's keys and values ``[heads, tokens, head_dim]``, by layer."""
+SLACK = 1.25  # columns over tokens, from which on a cache is packed before it is used again
 
 
 class GrowingLayer(DynamicLayer):
@@ -70,17 +69,16 @@ class BatchCache:
         return cache
 
     @classmethod
-    def of_rows(cls, rows: Sequence[RowCache]) -> BatchCache:
-        """Rows of different lengths, right-aligned."""
-        length = max(row[0][0].shape[1] for row in rows)
-        device = rows[0][0][0].device
-        valid = torch.zeros(len(rows), length, dtype=torch.bool, device=device)
-        for index, row in enumerate(rows):
-            valid[index, length - row[0][0].shape[1] :] = True
+    def join(cls, parts: Sequence[BatchCache]) -> BatchCache:
+        """The rows of all parts, one part after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        length = max(part.columns for part in parts)
+        valid = torch.cat([_left_pad(part.valid[:, :, None], length)[..., 0] for part in parts])
         layers = []
-        for layer in range(len(rows[0])):
-            pair = [torch.stack([_left_pad(row[layer][part], length) for row in rows]) for part in (0, 1)]
-            layers.append((pair[0], pair[1]))
+        for layer in zip(*(part.layers for part in parts), strict=True):
+            keys = torch.cat([_left_pad(part.keys, length) for part in layer])
+            layers.append((keys, torch.cat([_left_pad(part.values, length) for part in layer])))
         return cls(layers, valid)
 
     @property
@@ -102,21 +100,11 @@ class BatchCache:
             layers.append((layer.keys[rows].gather(2, index), layer.values[rows].gather(2, index)))
         return BatchCache(layers, valid.gather(1, order))
 
-    def row(self, index: int) -> RowCache:
-        """One row's own tokens."""
-        columns = self.valid[index].nonzero().flatten()
-        return [(layer.keys[index][:, columns], layer.values[index][:, columns]) for layer in self.layers]
-
-    def join(self, other: BatchCache) -> BatchCache:
-        """These rows and then the other's."""
-        length = max(self.columns, other.columns)
-        valid = torch.cat([_left_pad(part.valid[:, :, None], length)[..., 0] for part in (self, other)])
-        layers = []
-        for mine, theirs in zip(self.layers, other.layers, strict=True):
-            keys = torch.cat([_left_pad(mine.keys, length), _left_pad(theirs.keys, length)])
-            values = torch.cat([_left_pad(mine.values, length), _left_pad(theirs.values, length)])
-            layers.append((keys, values))
-        return BatchCache(layers, valid)
+    def taken(self, rows: Sequence[int]) -> BatchCache:
+        """``rows`` in this order: this very cache where they are all it has and it is packed well, otherwise a copy."""
+        if list(rows) == list(range(len(self.valid))) and self.columns <= SLACK * int(self.valid.sum(1).max()):
+            return self
+        return self.select(torch.tensor(rows, device=self.valid.device))
 
 
 def _left_pad(tensor: torch.Tensor, length: int) -> torch.Tensor:

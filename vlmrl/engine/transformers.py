@@ -13,11 +13,12 @@ import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 
 from vlmrl.engine.base import EngineError, Request
-from vlmrl.engine.kv_cache import BatchCache, RowCache
+from vlmrl.engine.kv_cache import BatchCache
 from vlmrl.engine.sampling import Draws, sample, temperatures
 from vlmrl.media import merge_mm_inputs
 from vlmrl.model.families import merged_grid, rope_positions
@@ -25,17 +26,19 @@ from vlmrl.model.policy import ImageFeatures, Policy
 from vlmrl.renderer import Renderer, expand
 from vlmrl.types import Completion, MediaItem
 
-LINGER = 0.002  # seconds to wait for company before an idle engine starts
+LINGER = 0.004  # an idle engine starts when nothing has come for so many seconds
+LONGEST_LINGER = 0.05
 JOIN_EVERY = 16  # tokens after which waiting requests join at the latest
 
 
 @dataclass
 class _Kept:
-    """A trajectory between turns: its tokens and pictures so far, their keys and values, the next position."""
+    """A trajectory between turns: its tokens and pictures so far, row ``index`` of ``cache``, and the next position."""
 
     token_ids: list[int]
     media_ids: list[str]
-    rows: RowCache
+    cache: BatchCache
+    index: int
     next_position: int
 
     def begins(self, row: _Row) -> bool:
@@ -62,7 +65,8 @@ class _Row:
 class TransformersEngine:
     """Serves requests from ``policy``. ``keep_kv`` keeps keys and values between the turns of a trajectory.
 
-    ``prefill_tokens`` bounds the padded tokens of one prompt forward. ``images_encoded`` and ``tokens_prefilled`` count work done.
+    ``prefill_tokens`` bounds the padded tokens of one prompt forward. ``images_encoded``, ``tokens_prefilled`` and ``seconds_busy``
+    count work done.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class TransformersEngine:
         self.policy_version = 0
         self.images_encoded = 0
         self.tokens_prefilled = 0
+        self.seconds_busy = 0.0
         self._renderer = renderer
         self._keep_kv = keep_kv
         self._prefill_tokens = prefill_tokens
@@ -138,6 +143,7 @@ class TransformersEngine:
             if self._closed:
                 _fail({*arrived, *running.rows}, "the embedded engine was closed.")
                 return
+            began = time.perf_counter()
             try:
                 with torch.inference_mode():
                     if arrived:
@@ -149,15 +155,20 @@ class TransformersEngine:
             except Exception as error:
                 _fail({*arrived, *running.rows}, f"the embedded engine failed: {type(error).__name__}: {error}")
                 running = _Batch(self)
+            self.seconds_busy += time.perf_counter() - began
 
     def _receive(self, block: bool) -> list[_Row]:
-        """Everything that waits; an idle engine lingers for requests made at the same moment."""
+        """Everything that waits. An idle engine lingers while requests keep coming: what starts together stays together."""
         arrived: list[_Row] = []
         if block:
-            first = self._inbox.get()
-            arrived += first
-            if len(first) == 1:
-                time.sleep(LINGER)
+            arrived += self._inbox.get()
+            began = time.perf_counter()
+            lingers = len(arrived) == 1  # a wave is whole, and an empty list is a call to close
+            while lingers and time.perf_counter() - began < LONGEST_LINGER:
+                try:
+                    arrived += self._inbox.get(timeout=LINGER)
+                except queue.Empty:
+                    break
         while not self._inbox.empty():
             arrived += self._inbox.get()
         return [row for row in arrived if row.future.set_running_or_notify_cancel()]
@@ -175,12 +186,12 @@ class TransformersEngine:
             kept = self._kept.pop(row.request.trajectory_id, None)
         return kept if kept is not None and kept.begins(row) else None
 
-    def _keep(self, row: _Row, rows: RowCache, version: int) -> None:
+    def _keep(self, row: _Row, cache: BatchCache, index: int, version: int) -> None:
         cached = row.prompt_ids + row.token_ids[:-1]  # the last token was never fed
         pictures = [item.id for item in row.request.media]
         with self._lock:
             if version == self.policy_version:
-                self._kept[row.request.trajectory_id] = _Kept(cached, pictures, rows, row.next_position)
+                self._kept[row.request.trajectory_id] = _Kept(cached, pictures, cache, index, row.next_position)
 
     def _grid(self, item: MediaItem) -> tuple[int, int]:
         return merged_grid(item.mm_inputs["image_grid_thw"], self.policy.merge_size)
@@ -210,6 +221,7 @@ class _Batch:
         for part in self._chunks(list(fresh.values()), lambda rows: len(rows[0].prompt_ids)):
             self._prefill(part, [None] * len(part))
         for pairs in self._chunks(resumed, lambda pair: len(pair[0].prompt_ids)):
+            pairs.sort(key=lambda pair: (id(pair[1].cache), pair[1].index))  # as they lie in their caches
             self._prefill([[row] for row, _ in pairs], [kept for _, kept in pairs])
 
     def advance(self) -> None:
@@ -259,8 +271,8 @@ class _Batch:
             for member in prompts[index]:
                 member.next_position = following
         tokens, positions, real = tokens.to(device), positions.to(device), real.to(device)
-        rows = [k.rows for k in kept if k is not None]
-        cache = BatchCache.of_rows(rows) if rows else BatchCache.empty(self.engine._num_layers, len(heads), device)
+        past = [k for k in kept if k is not None]
+        cache = _resumed(past) if past else BatchCache.empty(self.engine._num_layers, len(heads), device)
         mask = _prefill_mask(cache.valid, real)
         cache.extend(real)
         images = [
@@ -268,17 +280,15 @@ class _Batch:
         ]
         hidden = self.policy.hidden(tokens, positions, mask, images, cache.hf)[:, -1]
         self.engine.tokens_prefilled += sum(map(len, new_ids))
-        owner = torch.tensor([index for index, rows in enumerate(prompts) for _ in rows], device=device)
+        owner = [index for index, rows in enumerate(prompts) for _ in rows]
         members = [row for rows in prompts for row in rows]
-        self._draw(members, hidden[owner])
-        joined = cache.select(owner)
-        self.cache = joined if self.cache is None else self._packed().join(joined)
+        self._draw(members, hidden[torch.tensor(owner, device=device)])
+        joined = cache.taken(owner)
+        self.cache = (
+            joined if self.cache is None else BatchCache.join([self.cache.taken(range(len(self.rows))), joined])
+        )
         self.rows += members
         self._retire()
-
-    def _packed(self) -> BatchCache:
-        assert self.cache is not None
-        return self.cache.select(torch.arange(len(self.rows), device=self.policy.device))
 
     def _draw(self, rows: list[_Row], hidden: torch.Tensor) -> None:
         params = [row.request.sampling for row in rows]
@@ -302,33 +312,35 @@ class _Batch:
 
     def _retire(self) -> None:
         """Answer the finished rows, keep their keys and values, and go on with the rest."""
-        going = []
-        for index, row in enumerate(self.rows):
-            if row.stop_reason is None and not row.abandoned:
-                going.append(index)
-                continue
-            version = self.engine.policy_version
-            if self.engine._keep_kv and row.stop_reason == "stop":
-                assert self.cache is not None
-                self.engine._keep(row, self.cache.row(index), version)
-            if not row.future.done():
-                row.future.set_result(
-                    Completion(
-                        row.token_ids,
-                        row.logprobs,
-                        row.stop_reason or "abort",  # type: ignore[arg-type]
-                        [version] * len(row.token_ids),
-                        prompt_tokens=len(row.prompt_ids),
-                    )
-                )
+        going = [i for i, row in enumerate(self.rows) if row.stop_reason is None and not row.abandoned]
         if len(going) == len(self.rows):
             return
-        self.rows = [self.rows[index] for index in going]
-        if going:
-            assert self.cache is not None
-            self.cache = self.cache.select(torch.tensor(going, device=self.policy.device))
-        else:
-            self.cache = None
+        cache, rows = self.cache, self.rows
+        assert cache is not None
+        version = self.engine.policy_version
+        leaving = sorted(set(range(len(rows))) - set(going))
+        if self.engine._keep_kv:
+            stopped = [index for index in leaving if rows[index].stop_reason == "stop"]
+            own = cache.taken(stopped) if going and stopped else cache  # not the whole batch for the sake of a few
+            for place, index in enumerate(stopped):
+                self.engine._keep(rows[index], own, place if going else index, version)
+        for index in leaving:
+            _answer(rows[index], version)
+        self.rows = [rows[index] for index in going]
+        self.cache = cache.taken(going) if going else None
+
+
+def _answer(row: _Row, version: int) -> None:
+    if not row.future.done():
+        reason = row.stop_reason or "abort"
+        versions = [version] * len(row.token_ids)
+        row.future.set_result(Completion(row.token_ids, row.logprobs, reason, versions, len(row.prompt_ids)))  # type: ignore[arg-type]
+
+
+def _resumed(kept: Sequence[_Kept]) -> BatchCache:
+    """The rows of ``kept``, of which those of one cache stand together."""
+    parts = groupby(kept, lambda k: id(k.cache))
+    return BatchCache.join([rows[0].cache.taken([k.index for k in rows]) for rows in (list(part) for _, part in parts)])
 
 
 def _fail(rows: Collection[_Row], reason: str) -> None:
