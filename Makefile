@@ -27,7 +27,11 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/keep_kv.py
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
+	$(BIN)/python benchmarks/keep_kv.py --turns 4
+	$(BIN)/python benchmarks/keep_kv.py --turns 8
+	$(BIN)/python benchmarks/vs_trl.py --turns 4
+	$(BIN)/python benchmarks/vs_trl.py --turns 8
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
