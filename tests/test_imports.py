@@ -9,7 +9,7 @@ LEVELS = [
     {"env", "env_session", "media", "renderer", "data", "tiny", "model"},
     {"engine", "samples", "algos"},
     {"rollout", "train"},
-    {"metrics", "progress", "evaluate", "viewer"},
+    {"metrics", "progress", "evaluate", "viewer", "canary"},
     {"loop"},
     {"run", "play", "cli", "__main__"},
 ]

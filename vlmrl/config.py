@@ -128,6 +128,16 @@ class Rollout:
     """Failed members of a group are played anew, so many times; then the group is dropped and counted."""
     max_failed_fraction: float = 0.25
     """The run stops when more of a step's trajectories fail."""
+    history: Literal["append", "inline", "rerender"] = "append"
+    """`append`: replies stay as sampled and observations follow, as the template writes them. `inline`: the episode is one
+    assistant message, observations are bare text inside it. `rerender`: the messages are templated anew before each reply."""
+    history_policy: Code = None
+    """For `rerender`: `keep_last_images`, `drop_thinking`, `last_turns`, or a function from messages to messages."""
+    history_options: Options = field(default_factory=dict)
+    """Keyword options of the policy, such as `k 2`."""
+    samples: Literal["concat", "step_wise", "merged"] = "concat"
+    """What is trained: `concat`: one row per trajectory. `step_wise`: one row per turn, with exactly the prompt it had. `merged`:
+    step-wise rows joined wherever one's prompt goes on from the one before."""
     truncated_reward: float | None = None
     """What a truncated trajectory counts that got no reward from its env; unset: that is an error."""
 
@@ -140,8 +150,17 @@ class Rollout:
         _require(
             0 <= self.max_failed_fraction <= 1, "rollout.max_failed_fraction", "in [0, 1]", self.max_failed_fraction
         )
+        if self.history_policy is not None:
+            _require(self.history == "rerender", "rollout.history", "rerender with a history_policy", self.history)
+        if self.history_options:
+            _require(self.history_policy is not None, "rollout.history_policy", "set when history_options are", None)
         for name in ("max_env_retries_per_turn", "max_refills"):
             _require(getattr(self, name) >= 0, f"rollout.{name}", "0 or more", getattr(self, name))
+
+    @property
+    def needs_rendered_rows(self) -> bool:
+        """One row of a history that is rendered anew: its tokens are encoded again, so it has no rollout logprobs."""
+        return self.history == "rerender" and self.samples == "concat"
 
 
 @dataclass(frozen=True)
@@ -190,6 +209,8 @@ class Train:
     tokens_per_micro_batch: int = 16384
     """Padded tokens in one forward; gradients accumulate over as many as the batch needs."""
     gradient_checkpointing: bool = False
+    canary: bool = True
+    """Before the first update, swap one picture and demand that logprobs move."""
     shuffle_rewards: bool = False
     """A control: permute the rewards over each batch. Whatever is still learnt was not learnt from reward."""
 

@@ -12,10 +12,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from vlmrl.algos import ADVANTAGES
+from vlmrl.canary import check_pictures
 from vlmrl.config import Algo, Config, Data, Optim
 from vlmrl.data import TaskSource, load_tasks
 from vlmrl.engine.base import Engine, Request, Waves
@@ -28,9 +30,11 @@ from vlmrl.media import MediaStore
 from vlmrl.metrics import RunLog, draw_curve, trajectory_metrics
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.progress import RunProgress
+from vlmrl.rollout.history import HistoryPolicy, resolve_policy
 from vlmrl.rollout.runner import Rollouts, Runner
 from vlmrl.rollout.turn_loop import TurnLoop
-from vlmrl.samples import audit, concat
+from vlmrl.samples import audit, concat, emit
+from vlmrl.train.gaps import TurnGap
 from vlmrl.train.trainer import Trainer, choose
 from vlmrl.types import Sample, Task, Trajectory
 from vlmrl.viewer import write_page
@@ -50,6 +54,7 @@ class Run:
     model: LoadedModel
     store: MediaStore | None
     engine: TransformersEngine
+    history_policy: HistoryPolicy | None
 
     @property
     def folder(self) -> Path:
@@ -59,9 +64,17 @@ class Run:
         self, *, group_size: int | None = None, engine: Engine | None = None, store: MediaStore | None = None
     ) -> Runner:
         """A runner over this run's env; ``engine`` and ``store`` may be others than the run's own."""
-        own: Engine = Waves(self.engine) if self.config.deterministic else self.engine
+        config = self.config
+        in_waves = config.deterministic or config.rollout.max_turns == 1  # a single turn is one batch
+        own: Engine = Waves(self.engine) if in_waves else self.engine
         loop = TurnLoop(
-            self.spec, engine or own, self.model.renderer, store or self.store, self.config.rollout, self.config.seed
+            self.spec,
+            engine or own,
+            self.model.renderer,
+            store or self.store,
+            config.rollout,
+            config.seed,
+            self.history_policy,
         )
         return Runner(loop, group_size=group_size)
 
@@ -69,16 +82,22 @@ class Run:
 def build(config: Config, base_dir: Path | None = None) -> Run:
     """Everything a run needs. What can be wrong with a config is found here, cheap things first."""
     spec = resolve_env(config.env, config.reward, dict(config.env_options), base_dir)
+    history_policy = resolve_policy(config.rollout, base_dir)
     choose("algo.advantage", config.algo.advantage, ADVANTAGES)
     tasks = _load(config.data, "data", base_dir)
     held_out = _load(config.eval.data, "eval.data", base_dir) if config.eval.data.is_set else None
     cache_dir = Path(config.output_dir) / ".models"
     torch.manual_seed(config.seed)
     model = load_model(config.model, base_dir, cache_dir, config.seed)
+    if config.rollout.needs_rendered_rows and not model.renderer.marks_replies:
+        raise ValueError(
+            "rollout.history rerender with rollout.samples concat needs a chat template with {% generation %} markers; set "
+            "rollout.samples step_wise, or model.chat_template (`chatml` and `chatml_drop_thinking` have them)."
+        )
     if config.train.gradient_checkpointing:
         model.policy.enable_gradient_checkpointing()
     engine = TransformersEngine(model.policy, model.renderer, keep_kv=config.rollout.max_turns > 1)
-    return Run(config, base_dir, spec, tasks, held_out, model, model.new_store(), engine)
+    return Run(config, base_dir, spec, tasks, held_out, model, model.new_store(), engine, history_policy)
 
 
 def _load(data: Data, field: str, base_dir: Path | None) -> TaskSource:
@@ -103,6 +122,8 @@ async def train(run: Run, log: RunLog, progress: RunProgress) -> dict[str, float
                 began = time.perf_counter()
                 rollouts = await runner.play(tasks, config.train.groups_per_batch, f"step{step:06d}")
                 rolled_out = time.perf_counter()
+                if step == 1 and config.train.canary and run.store is not None:
+                    await check_pictures(run.model.policy, run.engine, run.store, rollouts.trajectories)
                 metrics = train_on(run, trainer, rollouts.trajectories)
                 run.engine.weights_changed(trainer.steps_done)
                 seconds = {"time/rollout": rolled_out - began, "time/train": time.perf_counter() - rolled_out}
@@ -125,15 +146,28 @@ async def train(run: Run, log: RunLog, progress: RunProgress) -> dict[str, float
     return summary
 
 
-def train_on(run: Run, trainer: Trainer, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def train_on(run: Run, trainer: Trainer, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """One batch: emit, audit, give the advantages, update."""
     began = time.perf_counter()
-    samples = [sample for trajectory in trajectories for sample in concat(trajectory)]
+    how = run.config.rollout.samples
+    samples = [sample for trajectory in trajectories for sample in emit(trajectory, how)]
     policy = run.model.policy
-    audit(samples, trajectories, image_token_id=policy.image_token_id, banned_ids=policy.banned_ids)
+    report = audit(samples, trajectories, image_token_id=policy.image_token_id, banned_ids=policy.banned_ids)
     audited = time.perf_counter() - began
     give_advantages(samples, trajectories, run.config)
-    return trainer.step(samples) | {"time/audit": audited}
+    metrics: dict[str, Any] = {**trainer.step(samples), "time/audit": audited, "samples": report.samples}
+    metrics["samples/unmerged"] = sum(len(trajectory.turns) for trajectory in trajectories)
+    metrics |= {f"left_out/{reason}": count for reason, count in report.left_out.items()}
+    return metrics | note_gaps(trajectories, trainer.gaps)
+
+
+def note_gaps(trajectories: Sequence[Trajectory], gaps: Sequence[TurnGap]) -> dict[str, str]:
+    """Write each turn's gap between trainer and rollout into the turn, and name the turn with the largest."""
+    by_id = {trajectory.id: trajectory for trajectory in trajectories}
+    for gap in gaps:
+        by_id[gap.trajectory_id].turns[gap.turn].rollout_gap = gap.max
+    worst = max(gaps, key=lambda gap: gap.max, default=None)
+    return {} if worst is None else {"rollout_gap/worst": f"{worst.trajectory_id}, turn {worst.turn}"}
 
 
 def give_advantages(samples: Sequence[Sample], trajectories: Sequence[Trajectory], config: Config) -> None:

@@ -2,7 +2,7 @@
 
 The turn loop renders the prompt once and each observation as a delta, so that no sampled id is ever encoded again. A
 delta is what the chat template writes after a fixed base conversation, cut after the base's last end-of-turn id: the
-newline that Qwen's templates put after ``<|im_end|>`` is thus its first token.
+newline that Qwen's templates put after ``<|im_end|>`` is thus its first token. `rollout/history.py` says when which is used.
 
 Ids made here hold one placeholder per picture, as engines want them; :func:`expand` gives the form that models are
 trained on, with one placeholder per visual token.
@@ -15,8 +15,10 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby, pairwise
 from typing import Any
+
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from vlmrl.types import ImageSource, MediaItem, Message
 
@@ -70,6 +72,7 @@ class Renderer:
         self._originals = {stand_in: text for text, stand_in in self._stand_ins.items()}
         self._plain_tokenizer = copy.deepcopy(tokenizer)  # encodes the special tokens' texts as plain text
         self._bases: dict[str, str] = {}
+        self._picture: str | None = None
         self.opening = self._find_opening()
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Rendered:
@@ -99,10 +102,52 @@ class Renderer:
         text = (self.end_of_turn if close else "") + full[len(base) :]
         return self._finish(text, images, messages)
 
-    def text(self, token_ids: Sequence[int]) -> str:
-        """A reply as an env reads it: what the generation prompt opened, the decoded ids, no end-of-turn token."""
+    def inline(self, messages: Sequence[Message]) -> Rendered:
+        """What an observation adds inside a reply that goes on: its bare text, and its pictures as the template writes them."""
+        clean, images = self._clean(messages)
+        text = ""
+        for message in clean:
+            content = message["content"]
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            text += "".join(part["text"] if part["type"] == "text" else self._picture_text() for part in parts)
+        return self._finish(text, images, messages)
+
+    def conversation(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
+    ) -> tuple[Rendered, list[int]]:
+        """A finished conversation, and a mask that is 1 on the ids that the template's generation markers enclose.
+
+        The text is encoded in pieces cut at the markers, as it would have been sampled.
+        """
+        if not self.marks_replies:
+            raise ValueError(
+                "the chat template has no {% generation %} markers, so it cannot be told which tokens are the replies'; set "
+                "model.chat_template (`chatml` and `chatml_drop_thinking` have them), or rollout.samples to step_wise."
+            )
+        clean, images = self._clean(messages)
+        marked: Any = render_jinja_template(
+            [clean],
+            tools=self._clean_tools(tools),  # type: ignore[arg-type]
+            chat_template=self.chat_template,
+            return_assistant_tokens_mask=True,
+            **self.tokenizer.special_tokens_map,
+        )
+        texts, spans = marked
+        edges = [0, *chain.from_iterable(spans[0]), len(texts[0])]
+        pieces = [self._encode(texts[0][start:end]) for start, end in pairwise(edges)]
+        ids = list(chain.from_iterable(pieces))
+        self._check_pictures(ids, images, messages)
+        return Rendered(ids, images), [index % 2 for index, piece in enumerate(pieces) for _ in piece]
+
+    @property
+    def marks_replies(self) -> bool:
+        """Whether the template marks what the assistant generated."""
+        return bool(re.search(r"\{%-?\s*generation\s*-?%\}", self.chat_template))
+
+    def text(self, token_ids: Sequence[int], opened: bool = True) -> str:
+        """A reply as an env reads it: what the generation prompt ``opened``, the decoded ids, no end-of-turn token."""
         ids = list(token_ids[:-1]) if token_ids and token_ids[-1] in self.stop_ids else list(token_ids)
-        return self.opening + self.decode(ids)
+        return (self.opening if opened else "") + self.decode(ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -113,6 +158,10 @@ class Renderer:
 
     def _finish(self, text: str, images: list[ImageSource], messages: Sequence[Message]) -> Rendered:
         ids = self._encode(text)
+        self._check_pictures(ids, images, messages)
+        return Rendered(ids, images)
+
+    def _check_pictures(self, ids: Sequence[int], images: Sequence[ImageSource], messages: Sequence[Message]) -> None:
         shown = 0 if self.image_token_id is None else ids.count(self.image_token_id)
         if shown != len(images):
             roles = ", ".join(sorted({message["role"] for message in messages}))
@@ -120,7 +169,6 @@ class Renderer:
                 f"messages hold {len(images)} pictures, but the chat template shows {shown} (roles: {roles}). "
                 "Some templates lose those of tool messages: let format_observation return a user message."
             )
-        return Rendered(ids, images)
 
     def _encode(self, text: str) -> list[int]:
         if ESCAPE not in text:
@@ -147,6 +195,16 @@ class Renderer:
                 raise ValueError(f"the chat template never writes the end-of-turn token {self.end_of_turn!r}.")
             self._bases[key] = text[: end + len(self.end_of_turn)]
         return self._bases[key]
+
+    def _picture_text(self) -> str:
+        """A picture as the template writes it, such as ``<|vision_start|><|image_pad|><|vision_end|>``."""
+        if self._picture is None:
+            parts = [{"type": "text", "text": "("}, {"type": "image"}, {"type": "text", "text": ")"}]
+            before = self._template([*BASE, {"role": "user", "content": [parts[0], parts[2]]}], None)
+            after = self._template([*BASE, {"role": "user", "content": parts}], None)
+            start = before.rindex("()") + 1
+            self._picture = after[start : len(after) - (len(before) - start)]
+        return self._picture
 
     def _find_opening(self) -> str:
         """What the generation prompt writes into the reply, such as ``<think>``: all after its role line."""
@@ -199,6 +257,16 @@ def expand(token_ids: Sequence[int], image_token_id: int | None, media: Sequence
     for token in token_ids:
         expanded.extend([token] * next(items).num_tokens if token == image_token_id else [token])
     return expanded
+
+
+def collapse(token_ids: Sequence[int], image_token_id: int | None, media: Sequence[MediaItem]) -> list[int]:
+    """The reverse of :func:`expand`: ``[1, P, P, P, 2]`` of a picture of 3 tokens is ``[1, P, 2]``."""
+    collapsed: list[int] = []
+    place, items = 0, iter(media)
+    while place < len(token_ids):
+        collapsed.append(token_ids[place])
+        place += next(items).num_tokens if token_ids[place] == image_token_id else 1
+    return collapsed
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -95,6 +95,10 @@ class Turn:
     ``prompt_ids`` are only the tokens that are new before this reply: the whole prompt at the first turn, afterwards what
     closes the last reply and renders the observation. They are expanded: one placeholder per visual token.
     ``media`` are the pictures of ``prompt_ids``, in order. ``reward`` stays ``None`` until somebody gives one.
+
+    They follow the first ``kept`` tokens and ``kept_media`` pictures of what the model had before it; ``None``: all of them. A
+    history that is rendered anew keeps less. ``dropped`` counts the tokens at this reply's end that no later prompt holds.
+    ``rollout_gap`` is the largest difference, in nats, between the trainer's and the rollout's logprobs, once it was trained on.
     """
 
     prompt_ids: list[int]
@@ -105,10 +109,14 @@ class Turn:
     stop_reason: str
     text: str
     messages: list[Message] = field(default_factory=list)
+    kept: int | None = None
+    kept_media: int | None = None
+    dropped: int = 0
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     engine_seconds: float = 0.0
     env_seconds: float = 0.0
+    rollout_gap: float | None = None
 
 
 @dataclass
@@ -116,6 +124,8 @@ class Trajectory:
     """All turns of one episode of one task, with its ending.
 
     ``final_reward`` is what ``Env.finish`` returned. ``error`` says what happened where the ending is ``error``.
+    ``tail_ids`` follow the last reply and are never trained. ``samples`` are the rows that were made while it was played; unset,
+    they are emitted from the turns.
     """
 
     id: str
@@ -126,6 +136,24 @@ class Trajectory:
     final_reward: float | None = None
     error: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    tail_ids: list[int] = field(default_factory=list)
+    samples: list[Sample] | None = None
+
+    def prompts(self) -> Iterator[tuple[list[int], list[MediaItem]]]:
+        """For each turn, the whole prompt that its reply was sampled from, and the pictures in it.
+
+        The two lists grow in place from turn to turn: copy what is to be kept.
+        """
+        token_ids: list[int] = []
+        media: list[MediaItem] = []
+        for turn in self.turns:
+            if turn.kept is not None:
+                del token_ids[turn.kept :]
+                del media[turn.kept_media :]
+            token_ids += turn.prompt_ids
+            media += turn.media
+            yield token_ids, media
+            token_ids += turn.response_ids[: len(turn.response_ids) - turn.dropped]
 
     @property
     def turn_rewards(self) -> list[float | None]:
@@ -160,13 +188,14 @@ class Sample:
                rollout_logprobs=[-.1, -.2, 0., -.3], rewards=[0., 0., 0., 1.], policy_versions=[3, 3, 3, 3], ...)
 
     ``media`` are the row's pictures in token order, by reference: nothing is copied until a micro-batch is built.
+    ``rollout_logprobs`` are ``None`` where the row's tokens are not the sampled ones (a conversation rendered anew as one row).
     ``advantage`` is ``None`` until the group's baseline is known.
     """
 
     prompt_token_ids: list[int]
     response_ids: list[int]
     loss_mask: list[int]
-    rollout_logprobs: list[float]
+    rollout_logprobs: list[float] | None
     rewards: list[float]
     policy_versions: list[int]
     group_id: str

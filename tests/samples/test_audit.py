@@ -7,9 +7,9 @@ import re
 from dataclasses import replace
 
 import pytest
-from fakes import PAD, make_item, make_trajectory, make_turn, step_wise
+from fakes import PAD, make_item, make_trajectory, make_turn
 
-from vlmrl.samples import AuditError, audit, concat
+from vlmrl.samples import AuditError, audit, concat, merge_prefixes, step_wise
 from vlmrl.types import Sample
 
 BANNED = {PAD, 10}
@@ -52,7 +52,7 @@ def test_a_text_batch_passes_and_the_placeholder_id_is_then_a_token_like_others(
     audit(concat(trajectory), [trajectory])
 
 
-def test_one_picture_twice_and_a_final_reward_on_an_unsampled_last_token_pass():
+def test_one_picture_twice_and_a_tail_that_was_not_sampled_pass():
     item = make_item("red", 2)
     trajectory = make_trajectory(
         turns=[
@@ -60,13 +60,28 @@ def test_one_picture_twice_and_a_final_reward_on_an_unsampled_last_token_pass():
             make_turn([7, PAD, PAD, 1], [6], [-0.2], media=[item]),
         ]
     )
-    (sample,) = concat(trajectory)
-    sample.response_ids += [5]  # an end-of-turn id that was added, not sampled
-    sample.loss_mask += [0]
-    sample.rollout_logprobs += [0.0]
-    sample.policy_versions += [3]
-    sample.rewards = [*sample.rewards[:-1], 0.0, 1.0]
-    check(sample, trajectories=[trajectory])
+    trajectory.tail_ids = [5]  # an end-of-turn id that was added, not sampled
+    check(*concat(trajectory), trajectories=[trajectory])
+
+
+def test_merged_rows_pass_and_the_report_counts():
+    trajectory = make_trajectory()
+    report = audit(merge_prefixes(step_wise(trajectory)), [trajectory], image_token_id=PAD)
+    assert (report.samples, report.trained_tokens, report.left_out) == (1, 5, {})
+    assert audit(step_wise(trajectory), [trajectory], image_token_id=PAD).samples == 2
+
+
+def test_a_dropped_end_of_turn_is_left_out_by_name_in_one_row_and_trained_in_two():
+    turns = [make_turn([1, 4], [5, 2], [-0.1, -0.2]), make_turn([7], [6, 2], [-0.3, -0.4])]
+    turns[0].dropped = 1  # inline: the second prompt is 1 4 5 7
+    trajectory = make_trajectory(turns=turns)
+    (joined,) = concat(trajectory)
+    assert (joined.prompt_token_ids, joined.response_ids, joined.loss_mask) == ([1, 4], [5, 7, 6, 2], [1, 0, 1, 1])
+    assert audit([joined], [trajectory]).left_out == {"inline_end_of_turn": 1}
+    rows = step_wise(trajectory)
+    assert [(r.prompt_token_ids, r.response_ids) for r in rows] == [([1, 4], [5, 2]), ([1, 4, 5, 7], [6, 2])]
+    assert audit(rows, [trajectory]).left_out == {}
+    assert audit(merge_prefixes(rows), [trajectory]).samples == 2  # the first row's end of turn is in no later prompt
 
 
 def test_numbers_just_above_zero_pass():
@@ -223,14 +238,19 @@ def test_last_steps():
 # Against the trajectories
 
 
-def test_a_sampled_token_dropped():
-    trajectory = make_trajectory()
-    sample = row(loss_mask=changed(row().loss_mask, 0, 0), rollout_logprobs=changed(row().rollout_logprobs, 0, 0.0))
-    message = (
-        "trajectory t, turn 0: at token 0 of the reply (id, logprob) (5, -0.1) was sampled, but (6, -0.2) is trained; "
-        "5 tokens were sampled and 4 have mask 1."
+def reply(where: str, wanted: str, held: str, length: int, trained: int) -> str:
+    return (
+        f"trajectory t, {where} must be {wanted}, as sampled, but it is {held}; the reply has {length} tokens, the row "
+        f"{trained} with mask 1."
     )
-    refuse(message, sample, trajectories=[trajectory])
+
+
+def test_a_sampled_token_masked():
+    sample = row(loss_mask=changed(row().loss_mask, 0, 0), rollout_logprobs=changed(row().rollout_logprobs, 0, 0.0))
+    wanted = "id 5, logprob -0.1, policy version 3, mask 1"
+    held = "id 5, logprob 0.0, policy version 3, mask 0"
+    message = reply("turn 0, token 0 of the reply (response token 0)", wanted, held, 2, 4)
+    refuse(message, sample, trajectories=[make_trajectory()])
 
 
 def test_the_last_sampled_token_dropped():
@@ -239,47 +259,78 @@ def test_the_last_sampled_token_dropped():
         values.pop()
     sample.rewards.pop(0)
     sample.rewards[1], sample.rewards[0] = 0.0, 0.25
-    message = (
-        "trajectory t, turn 1: at token 2 of the reply (id, logprob) (6, -0.5) was sampled, but nothing is trained; "
-        "5 tokens were sampled and 4 have mask 1."
-    )
+    wanted = "id 6, logprob -0.5, policy version 3, mask 1"
+    held = "id nothing, logprob nothing, policy version nothing, mask nothing"
+    message = reply("turn 1, token 2 of the reply (response token 9)", wanted, held, 3, 4)
     refuse(message, sample, trajectories=[trajectory])
 
 
-def test_a_sampled_token_altered():
-    message = (
-        "trajectory t, turn 1: at token 1 of the reply (id, logprob) (4, -0.4) was sampled, but {} is trained; "
-        "5 tokens were sampled and 5 have mask 1."
-    )
-    token = row(response_ids=changed(row().response_ids, 8, 3))
-    refuse(message.format("(3, -0.4)"), token, trajectories=[make_trajectory()])
-    logprob = row(rollout_logprobs=changed(row().rollout_logprobs, 8, -0.45))
-    refuse(message.format("(4, -0.45)"), logprob, trajectories=[make_trajectory()])
+@pytest.mark.parametrize(
+    ("name", "value", "held"),
+    [
+        ("response_ids", 3, "id 3, logprob -0.4, policy version 3, mask 1"),
+        ("rollout_logprobs", -0.45, "id 4, logprob -0.45, policy version 3, mask 1"),
+        ("policy_versions", 4, "id 4, logprob -0.4, policy version 4, mask 1"),
+    ],
+)
+def test_a_sampled_token_altered(name, value, held):
+    wanted = "id 4, logprob -0.4, policy version 3, mask 1"
+    message = reply("turn 1, token 1 of the reply (response token 8)", wanted, held, 3, 5)
+    refuse(message, row(**{name: changed(getattr(row(), name), 8, value)}), trajectories=[make_trajectory()])
 
 
 def test_a_turn_trained_twice():
     trajectory = make_trajectory()
     first, second = step_wise(trajectory)
-    message = (
-        "trajectory t, turn 1: at token 0 of the reply (id, logprob) (5, -0.3) was sampled, but (5, -0.1) is trained; "
-        "5 tokens were sampled and 7 have mask 1."
-    )
+    message = "trajectory t, turn 1, prompt token 4: the model saw 5 (11 tokens), but the row has nothing (4 tokens)."
     refuse(message, first, first, second, trajectories=[trajectory])
     again = replace(second, is_last_step=False, rewards=[0.0] * 3)
-    message = (
-        "trajectory t: 5 tokens were sampled and 8 have mask 1; "
-        "the first that was never sampled is (id, logprob) (5, -0.3)."
-    )
+    message = "trajectory t: 3 tokens have mask 1 in a row after the last turn, but were never sampled."
     refuse(message, first, again, second, trajectories=[trajectory])
+
+
+def test_a_turn_that_no_row_trains():
+    trajectory = make_trajectory()
+    first, _ = step_wise(trajectory)
+    message = "trajectory t, turn 1: 3 tokens were sampled from here on, but no row holds them."
+    refuse(message, replace(first, is_last_step=True), trajectories=[trajectory])
+
+
+def test_a_prompt_that_the_model_did_not_see():
+    trajectory = make_trajectory()
+    first, second = step_wise(trajectory)
+    altered = replace(second, prompt_token_ids=changed(second.prompt_token_ids, 6, 4))
+    message = "trajectory t, turn 1, prompt token 6: the model saw 7 (11 tokens), but the row has 4 (11 tokens)."
+    refuse(message, first, altered, trajectories=[trajectory])
+
+
+def test_an_observation_altered_or_lost():
+    message = (
+        "trajectory t, turn 1, observation token 0 (response token 2): the env showed 7, which has mask 0, but the row has 4 "
+        "with mask 0."
+    )
+    refuse(message, row(response_ids=changed(row().response_ids, 2, 4)), trajectories=[make_trajectory()])
+
+
+def test_a_row_that_goes_on_over_a_prompt_rendered_anew():
+    trajectory = make_trajectory()
+    (sample,) = concat(trajectory)
+    trajectory.turns[1].kept, trajectory.turns[1].kept_media = 3, 1
+    message = "trajectory t, turn 1: its prompt was rendered anew, so the row must end before it, but it goes on at response token 2."
+    refuse(message, sample, trajectories=[trajectory])
 
 
 def test_a_token_that_was_not_sampled_with_mask_1():
     observed = row(loss_mask=changed(row().loss_mask, 6, 1))
     message = (
-        "trajectory t, turn 1: at token 0 of the reply (id, logprob) (5, -0.3) was sampled, but (8, 0.0) is trained; "
-        "5 tokens were sampled and 6 have mask 1."
+        "trajectory t, turn 1, observation token 4 (response token 6): the env showed 8, which has mask 0, but the row has 8 "
+        "with mask 1."
     )
     refuse(message, observed, trajectories=[make_trajectory()])
+
+
+def test_a_row_of_another_group():
+    refuse("trajectory t is of group g, but a row says h.", row(group_id="h"), trajectories=[make_trajectory()])
 
 
 def test_an_inverted_mask():
@@ -296,8 +347,7 @@ def test_a_synthetic_end_of_turn_trained():
     sample.policy_versions += [3]
     sample.rewards += [0.0]
     message = (
-        "trajectory t: 5 tokens were sampled and 6 have mask 1; "
-        "the first that was never sampled is (id, logprob) (2, 0.0)."
+        "trajectory t: the row ends with 1 tokens from response token 10 on, 1 of them with mask 1, that no turn has."
     )
     refuse(message, sample, trajectories=[trajectory])
 
@@ -314,25 +364,16 @@ def test_pictures_of_one_size_swapped():
     trajectory = same_size_pictures()
     (sample,) = concat(trajectory)
     red, blue, green = sample.media
-    message = (
-        "trajectory t, turn 1, picture 1: the env showed blue, but the row holds green "
-        "(3 pictures were shown, the row holds 3)."
-    )
+    message = "trajectory t, turn 1, picture 1: the env showed blue, but the row holds green (3 pictures in the row)."
     refuse(message, replace(sample, media=[red, green, blue]), trajectories=[trajectory])
-    message = (
-        "trajectory t, turn 0, picture 0: the env showed red, but the row holds blue "
-        "(3 pictures were shown, the row holds 3)."
-    )
+    message = "trajectory t, turn 0, picture 0: the env showed red, but the row holds blue (3 pictures in the row)."
     refuse(message, replace(sample, media=[blue, red, green]), trajectories=[trajectory])
 
 
 def test_pictures_swapped_in_a_row_that_is_not_the_last():
     trajectory = same_size_pictures()
     first, second = step_wise(trajectory)
-    message = (
-        "trajectory t, turn 0, picture 0: the env showed red, but the row holds blue "
-        "(3 pictures were shown, the row holds 1)."
-    )
+    message = "trajectory t, turn 0, picture 0: the env showed red, but the row holds blue (1 pictures in the row)."
     refuse(message, replace(first, media=second.media[1:2]), second, trajectories=[trajectory])
 
 
@@ -348,8 +389,7 @@ def test_a_picture_lost_together_with_its_placeholders():
     ):
         del values[5:7]
     message = (
-        "trajectory t, turn 1, picture 2: the env showed green, but the row holds nothing "
-        "(3 pictures were shown, the row holds 2)."
+        "trajectory t, turn 1, picture 2: the env showed green, but the row holds nothing (2 pictures in the row)."
     )
     refuse(message, replace(sample, media=sample.media[:2]), trajectories=[trajectory])
 

@@ -17,7 +17,20 @@ from vlmrl.env import EnvSpec, RetryTurn
 from vlmrl.env_session import EnvContractError, EnvError, EnvSession
 from vlmrl.media import MediaStore
 from vlmrl.renderer import Rendered, Renderer, expand
-from vlmrl.types import TRUNCATED, Completion, Ending, MediaItem, Message, Task, Trajectory, Turn
+from vlmrl.rollout.history import Append, HistoryPolicy, Rerender, new_history
+from vlmrl.types import TRUNCATED, Completion, Ending, MediaItem, Message, Sample, Task, Trajectory, Turn
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """New tokens for the context: rendered messages with their pictures loaded. ``kept`` and ``kept_media`` as in a Turn."""
+
+    engine_ids: list[int]
+    token_ids: list[int]
+    media: list[MediaItem]
+    messages: list[Message]
+    kept: int | None = None
+    kept_media: int | None = None
 
 
 @dataclass
@@ -28,19 +41,60 @@ class _Context:
     media: list[MediaItem] = field(default_factory=list)
     length: int = 0
 
+    def length_with(self, piece: _Piece) -> int:
+        return (self.length if piece.kept is None else piece.kept) + len(piece.token_ids)
 
-@dataclass(frozen=True)
-class _Piece:
-    """New tokens for the context: rendered messages with their pictures loaded."""
+    def append(self, piece: _Piece) -> None:
+        if piece.kept is not None:
+            self._cut(piece.kept, piece.kept_media or 0)
+        self.engine_ids += piece.engine_ids
+        self.media += piece.media
+        self.length += len(piece.token_ids)
 
-    engine_ids: list[int]
-    token_ids: list[int]
-    media: list[MediaItem]
-    messages: list[Message]
+    def append_reply(self, token_ids: list[int]) -> None:
+        self.engine_ids += token_ids
+        self.length += len(token_ids)
+
+    def drop(self, count: int) -> None:
+        """Forget the last tokens, which are no picture's."""
+        del self.engine_ids[len(self.engine_ids) - count :]
+        self.length -= count
+
+    def what_is_new(self, whole: _Piece, image_token_id: int | None) -> _Piece:
+        """The part of a whole prompt that this context does not begin with. A picture counts by its content."""
+        pairs = enumerate(zip(self.engine_ids, whole.engine_ids[:-1], strict=False))
+        shorter = min(len(self.engine_ids), len(whole.engine_ids) - 1)
+        same = next((place for place, (old, new) in pairs if old != new), shorter)
+        places = [place for place in range(same) if whole.engine_ids[place] == image_token_id]
+        for number, place in enumerate(places):
+            if self.media[number].id != whole.media[number].id:
+                same, places = place, places[:number]
+                break
+        kept = same + sum(item.num_tokens - 1 for item in whole.media[: len(places)])
+        new_ids, new_media = whole.engine_ids[same:], whole.media[len(places) :]
+        return _Piece(new_ids, whole.token_ids[kept:], new_media, whole.messages, kept, len(places))
+
+    def _cut(self, kept: int, kept_media: int) -> None:
+        del self.media[kept_media:]
+        del self.engine_ids[kept - sum(item.num_tokens - 1 for item in self.media) :]
+        self.length = kept
+
+
+@dataclass
+class _Episode:
+    """One trajectory while it is played."""
+
+    trajectory: Trajectory
+    session: EnvSession
+    history: Append
+    context: _Context = field(default_factory=_Context)
 
 
 class TurnLoop:
-    """Plays one task at a time per call of :meth:`play`; any number of calls run side by side."""
+    """Plays one task at a time per call of :meth:`play`; any number of calls run side by side.
+
+    ``history_policy`` rewrites the messages where ``config.history`` is ``rerender``.
+    """
 
     def __init__(
         self,
@@ -50,6 +104,7 @@ class TurnLoop:
         store: MediaStore | None,
         config: Rollout,
         seed: int = 0,
+        history_policy: HistoryPolicy | None = None,
     ) -> None:
         self.spec = spec
         self.engine = engine
@@ -57,6 +112,7 @@ class TurnLoop:
         self.store = store
         self.config = config
         self.seed = seed
+        self.history_policy = history_policy
 
     async def play(self, task: Task, group_id: str, trajectory_id: str) -> Trajectory:
         """One episode. A failure of env or engine is told by the trajectory's ``ending`` and ``error``, never raised."""
@@ -70,9 +126,15 @@ class TurnLoop:
             max_retries=config.max_env_retries_per_turn,
         )
         try:
-            trajectory.ending = await self._play(task, trajectory, session)
+            messages = await session.start() or task.prompt
+            episode = _Episode(
+                trajectory, session, new_history(config, self.renderer, session.tools, self.history_policy)
+            )
+            trajectory.ending = await self._play(episode, messages)
             if trajectory.ending != "aborted":
                 await self._finish(trajectory, session)
+                if config.needs_rendered_rows:
+                    trajectory.samples = [await self._rendered_row(episode)]
         except (EnvError, EngineError) as error:
             trajectory.ending, trajectory.error = "error", str(error)
         finally:
@@ -82,43 +144,53 @@ class TurnLoop:
         trajectory.metrics["env_seconds"] = session.seconds
         return trajectory
 
-    async def _play(self, task: Task, trajectory: Trajectory, session: EnvSession) -> Ending:
-        messages = await session.start() or task.prompt
-        context = _Context()
-        piece = await self._load(self.renderer.prompt(messages, session.tools), messages)
+    async def _play(self, episode: _Episode, messages: list[Message]) -> Ending:
+        trajectory, history, context = episode.trajectory, episode.history, episode.context
+        piece = await self._load(history.prompt(messages), messages)
         if len(piece.token_ids) >= self.config.max_tokens:
             raise EnvError(
-                f"task {task.id}: the prompt has {len(piece.token_ids)} tokens and leaves no room for a reply within "
+                f"task {trajectory.task.id}: the prompt has {len(piece.token_ids)} tokens and leaves no room for a reply within "
                 f"rollout.max_tokens ({self.config.max_tokens}): raise it, or shrink the pictures (model.max_image_pixels)."
             )
         while True:
-            turn, done = await self._turn(piece, context, trajectory, session)
+            context.append(piece)
+            turn, answer = await self._turn(piece, episode)
             trajectory.turns.append(turn)
-            if turn.stop_reason == "abort":
-                return "aborted"
-            if turn.stop_reason == "length":
-                return "length" if len(turn.response_ids) == self.config.max_reply_tokens else "max_tokens"
-            if done is None:
-                return "env_done"
-            if len(trajectory.turns) == self.config.max_turns:
-                return "max_turns"
-            close = turn.response_ids[-1:] != [self.renderer.end_of_turn_id]
-            piece = await self._load(self.renderer.delta(done, session.tools, close=close), done)
-            if context.length + len(piece.token_ids) >= self.config.max_tokens:
-                return "max_tokens"
+            ending = self._ending(trajectory, answer)
+            if ending is None:
+                assert answer is not None
+                step = history.following(turn, answer)
+                piece = await self._load(step.rendered, answer)
+                if step.anew:
+                    piece = context.what_is_new(piece, self.renderer.image_token_id)
+                if context.length_with(piece) - step.dropped >= self.config.max_tokens:
+                    ending = "max_tokens"
+            if ending is not None:
+                trajectory.tail_ids = history.tail(turn)
+                return ending
+            context.drop(step.dropped)
+            turn.dropped = step.dropped
 
-    async def _turn(
-        self, piece: _Piece, context: _Context, trajectory: Trajectory, session: EnvSession
-    ) -> tuple[Turn, list[Message] | None]:
+    def _ending(self, trajectory: Trajectory, answer: list[Message] | None) -> Ending | None:
+        """Why the episode ends after its last turn, if it does. ``answer`` is the observation, ``None`` where there is none."""
+        turn = trajectory.turns[-1]
+        if turn.stop_reason == "abort":
+            return "aborted"
+        if turn.stop_reason == "length":
+            return "length" if len(turn.response_ids) == self.config.max_reply_tokens else "max_tokens"
+        if answer is None:
+            return "env_done"
+        return "max_turns" if len(trajectory.turns) == self.config.max_turns else None
+
+    async def _turn(self, piece: _Piece, episode: _Episode) -> tuple[Turn, list[Message] | None]:
         """Sample one reply and have the env answer it: the turn, and the observation's messages unless the episode is done."""
-        context.engine_ids += piece.engine_ids
-        context.media += piece.media
-        context.length += len(piece.token_ids)
+        trajectory, session = episode.trajectory, episode.session
+        opened = episode.history.opens_replies or not trajectory.turns
         resampled = 0
         while True:
             began = time.perf_counter()
-            completion = await self._generate(context, trajectory, resampled)
-            turn = self._new_turn(piece, completion)
+            completion = await self._generate(episode.context, trajectory, resampled)
+            turn = self._new_turn(piece, completion, opened)
             turn.engine_seconds = time.perf_counter() - began
             if completion.stop_reason != "stop":
                 break
@@ -132,8 +204,7 @@ class TurnLoop:
                     raise EnvError(
                         f"env {self.spec.name}, task {trajectory.task.id}: RetryTurn {resampled} times: {error}"
                     ) from error
-        context.engine_ids += completion.token_ids
-        context.length += len(completion.token_ids)
+        episode.context.append_reply(completion.token_ids)
         if resampled:
             turn.metrics["turns_resampled"] = float(resampled)
         if completion.stop_reason != "stop":
@@ -164,7 +235,7 @@ class TurnLoop:
             )
         return completion
 
-    def _new_turn(self, piece: _Piece, completion: Completion) -> Turn:
+    def _new_turn(self, piece: _Piece, completion: Completion, opened: bool) -> Turn:
         return Turn(
             prompt_ids=piece.token_ids,
             media=piece.media,
@@ -172,8 +243,10 @@ class TurnLoop:
             logprobs=completion.logprobs,
             policy_versions=completion.policy_versions,
             stop_reason=completion.stop_reason,
-            text=self.renderer.text(completion.token_ids),
+            text=self.renderer.text(completion.token_ids, opened),
             messages=piece.messages,
+            kept=piece.kept,
+            kept_media=piece.kept_media,
         )
 
     async def _load(self, rendered: Rendered, messages: list[Message]) -> _Piece:
@@ -187,6 +260,36 @@ class TurnLoop:
                 raise EnvError(str(error)) from error
         expanded = expand(rendered.token_ids, self.renderer.image_token_id, media)
         return _Piece(rendered.token_ids, expanded, media, messages)
+
+    async def _rendered_row(self, episode: _Episode) -> Sample:
+        """The whole conversation, rendered anew, as one row: its replies are encoded again, so it has no rollout logprobs."""
+        trajectory, history = episode.trajectory, episode.history
+        assert isinstance(history, Rerender)
+        messages = history.rewritten(with_reply=trajectory.turns[-1])
+        rendered, marks = self.renderer.conversation(messages, history.tools)
+        piece = await self._load(rendered, messages)
+        sizes = iter(piece.media)
+        is_image = [token == self.renderer.image_token_id for token in rendered.token_ids]
+        mask = [
+            mark
+            for mark, image in zip(marks, is_image, strict=True)
+            for _ in range(next(sizes).num_tokens if image else 1)
+        ]
+        first, last = mask.index(1), len(mask) - 1 - mask[::-1].index(1)
+        length = len(mask) - first
+        return Sample(
+            prompt_token_ids=piece.token_ids[:first],
+            response_ids=piece.token_ids[first:],
+            loss_mask=mask[first:],
+            rollout_logprobs=None,
+            rewards=[trajectory.reward or 0.0 if place == last - first else 0.0 for place in range(length)],
+            policy_versions=trajectory.turns[-1].policy_versions[-1:] * length,
+            group_id=trajectory.group_id,
+            trajectory_id=trajectory.id,
+            is_last_step=True,
+            stop_reason=trajectory.turns[-1].stop_reason,
+            media=piece.media,
+        )
 
     async def _finish(self, trajectory: Trajectory, session: EnvSession) -> None:
         assert trajectory.ending is not None

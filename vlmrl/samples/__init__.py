@@ -1,6 +1,6 @@
 """Trajectories to trainable rows: `emit.py` makes them, `audit.py` checks them."""
 
-from vlmrl.samples.audit import AuditError, audit
-from vlmrl.samples.emit import concat
+from vlmrl.samples.audit import AuditError, Report, audit
+from vlmrl.samples.emit import EMIT, concat, emit, merge_prefixes, step_wise
 
-__all__ = ["AuditError", "audit", "concat"]
+__all__ = ["EMIT", "AuditError", "Report", "audit", "concat", "emit", "merge_prefixes", "step_wise"]

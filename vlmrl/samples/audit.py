@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from itertools import chain, compress, groupby, pairwise, zip_longest
+from dataclasses import dataclass, field
+from itertools import chain, groupby, pairwise
+from typing import Any
 
 import numpy as np
 
-from vlmrl.types import Sample, Trajectory
+from vlmrl.types import MediaItem, Sample, Trajectory
 
 TOLERANCE = 1e-6
 
@@ -22,31 +24,44 @@ class AuditError(ValueError):
     """A batch that must not be trained on."""
 
 
+@dataclass(frozen=True)
+class Report:
+    """What a batch that passed holds. ``left_out`` counts sampled tokens that no sample trains, by reason."""
+
+    samples: int
+    trained_tokens: int
+    left_out: dict[str, int] = field(default_factory=dict)
+
+
 def audit(
     samples: Sequence[Sample],
     trajectories: Sequence[Trajectory] | None = None,
     *,
     image_token_id: int | None = None,
     banned_ids: Collection[int] = (),
-) -> None:
-    """Check the rules of a batch; with ``trajectories``, also that what is trained is what was sampled.
+) -> Report:
+    """Check the rules of a batch; with ``trajectories``, also that what is trained is what was sampled, after what was shown.
 
-    ``image_token_id`` is the model's picture placeholder, ``banned_ids`` the ids that can never have been sampled.
+    ``image_token_id`` is the model's picture placeholder, ``banned_ids`` the ids that can never have been sampled. All rows of
+    a batch of columns are checked alike, whoever made them. Raises AuditError at the first rule that is broken.
     """
     if not samples:
         raise AuditError("the batch holds no samples.")
+    banned = list(banned_ids)
     for row, sample in enumerate(samples):
         _check_lengths(sample)
-        _check_values(samples, row, list(banned_ids))
+        _check_values(samples, row, banned)
         _check_pictures(samples, row, image_token_id)
     _check_order(samples)
-    if trajectories is not None:
-        _check_origin(samples, trajectories)
+    left_out = _check_origin(samples, trajectories) if trajectories is not None else Counter[str]()
+    return Report(len(samples), sum(sum(sample.loss_mask) for sample in samples), dict(left_out))
 
 
 def _check_lengths(sample: Sample) -> None:
     size = len(sample.response_ids)
     for name in ("loss_mask", "rollout_logprobs", "rewards", "policy_versions"):
+        if name == "rollout_logprobs" and sample.rollout_logprobs is None:
+            continue
         length = len(getattr(sample, name))
         if length != size:
             raise AuditError(
@@ -69,7 +84,8 @@ def _check_values(samples: Sequence[Sample], row: int, banned_ids: list[int]) ->
     sampled = np.array(sample.loss_mask, dtype=bool)
     if not sampled.any():
         raise AuditError(f"trajectory {name}: no token has mask 1, so there is nothing to train on.")
-    logprobs, rewards = np.array(sample.rollout_logprobs, dtype=float), np.array(sample.rewards, dtype=float)
+    given = sample.rollout_logprobs if sample.rollout_logprobs is not None else [0.0] * len(sample.rewards)
+    logprobs, rewards = np.array(given, dtype=float), np.array(sample.rewards, dtype=float)
     paid = rewards != 0
     paid[-1] = False  # the final reward may stand on a last token that was not sampled
     rules = (
@@ -91,7 +107,7 @@ def _check_values(samples: Sequence[Sample], row: int, banned_ids: list[int]) ->
         if broken.any():
             place = int(broken.argmax())
             numbers = message.format(
-                logprob=sample.rollout_logprobs[place], reward=sample.rewards[place], token=sample.response_ids[place]
+                logprob=given[place], reward=sample.rewards[place], token=sample.response_ids[place]
             )
             raise AuditError(
                 f"trajectory {name}, turn {_turn_of(samples, row, place)}, response token {place}: {numbers}"
@@ -133,9 +149,10 @@ def _check_order(samples: Sequence[Sample]) -> None:
             raise AuditError(f"trajectory {name}: is_last_step must be set on its last row alone, but it is {flags}.")
 
 
-def _check_origin(samples: Sequence[Sample], trajectories: Sequence[Trajectory]) -> None:
-    """Every sampled token is trained once, as it was sampled, and the rewards add up to the trajectory's."""
+def _check_origin(samples: Sequence[Sample], trajectories: Sequence[Trajectory]) -> Counter[str]:
+    """Every sampled token is trained once, as it was sampled and after what was shown; the rewards add up."""
     by_id = {trajectory.id: trajectory for trajectory in trajectories}
+    left_out = Counter[str]()
     for name, group in groupby(samples, lambda s: s.trajectory_id):
         rows = list(group)
         trajectory = by_id.pop(name, None)
@@ -143,9 +160,10 @@ def _check_origin(samples: Sequence[Sample], trajectories: Sequence[Trajectory])
             raise AuditError(f"trajectory {name} is in the batch, but it was never played.")
         if trajectory.failed:
             raise AuditError(f"trajectory {name} failed ({trajectory.error}) and must not be trained on.")
-        _compare_tokens(trajectory, rows)
-        for row in rows:
-            _compare_pictures(trajectory, row)
+        if rows[0].group_id != trajectory.group_id:
+            raise AuditError(f"trajectory {name} is of group {trajectory.group_id}, but a row says {rows[0].group_id}.")
+        if all(row.rollout_logprobs is not None for row in rows):
+            _Origin(trajectory, rows, left_out).check()
         reward = sum(row.reward for row in rows)
         if trajectory.reward is None or not math.isclose(
             reward, trajectory.reward, rel_tol=TOLERANCE, abs_tol=TOLERANCE
@@ -153,46 +171,137 @@ def _check_origin(samples: Sequence[Sample], trajectories: Sequence[Trajectory])
             raise AuditError(
                 f"trajectory {name}: the rows' rewards add up to {reward}, but the trajectory's is {trajectory.reward}."
             )
-    if by_id:
-        raise AuditError(f"trajectories {sorted(by_id)} were played, but are not in the batch.")
+    missing = sorted(trajectory.id for trajectory in by_id.values() if not trajectory.failed)
+    if missing:
+        raise AuditError(f"trajectories {missing} were played, but are not in the batch.")
+    return left_out
 
 
-def _compare_tokens(trajectory: Trajectory, rows: Sequence[Sample]) -> None:
-    """What has mask 1 in the rows is what the turns sampled: ids and logprobs, in order."""
-    turns = trajectory.turns
-    ids = list(chain.from_iterable(compress(row.response_ids, row.loss_mask) for row in rows))
-    logprobs = list(chain.from_iterable(compress(row.rollout_logprobs, row.loss_mask) for row in rows))
-    if ids == list(chain.from_iterable(turn.response_ids for turn in turns)) and logprobs == list(
-        chain.from_iterable(turn.logprobs for turn in turns)
-    ):
-        return
-    places = [(turn, place) for turn, t in enumerate(turns) for place in range(len(t.response_ids))]
-    sampled = [(turns[turn].response_ids[place], turns[turn].logprobs[place]) for turn, place in places]
-    trained = list(zip(ids, logprobs, strict=True))
-    counts = f"{len(sampled)} tokens were sampled and {len(trained)} have mask 1"
-    for where, wanted, found in zip_longest(places, sampled, trained):
-        if where is None:
+class _Origin:
+    """Walks a trajectory's rows and turns side by side: each row is a prompt, then one reply or more with what lies between."""
+
+    def __init__(self, trajectory: Trajectory, rows: Sequence[Sample], left_out: Counter[str]) -> None:
+        self.trajectory = trajectory
+        self.rows = rows
+        self.left_out = left_out
+        self.turn = 0
+        self.pictures = 0  # of the row, checked so far
+
+    def check(self) -> None:
+        turns = self.trajectory.turns
+        prompts = self.trajectory.prompts()
+        for row in self.rows:
+            if self.turn == len(turns):
+                raise AuditError(
+                    f"trajectory {self.trajectory.id}: {sum(row.loss_mask)} tokens have mask 1 in a row after the last turn, "
+                    "but were never sampled."
+                )
+            self._check_prompt(row, *next(prompts))
+            place = self._check_reply(row, 0)
+            self.turn += 1
+            while place < len(row.response_ids) and self.turn < len(turns):
+                next(prompts)
+                place = self._check_reply(row, self._check_between(row, place))
+                self.turn += 1
+            self._check_tail(row, place)
+        if self.turn < len(turns):
+            rest = sum(len(turn.response_ids) for turn in turns[self.turn :])
             raise AuditError(
-                f"trajectory {trajectory.id}: {counts}; the first that was never sampled is (id, logprob) {found}."
-            )
-        if wanted != found:
-            raise AuditError(
-                f"trajectory {trajectory.id}, turn {where[0]}: at token {where[1]} of the reply (id, logprob) {wanted} "
-                f"was sampled, but {found or 'nothing'} is trained; {counts}."
+                f"trajectory {self.trajectory.id}, turn {self.turn}: {rest} tokens were sampled from here on, but no row holds them."
             )
 
-
-def _compare_pictures(trajectory: Trajectory, row: Sample) -> None:
-    """A row's pictures are those the env showed, from the first on; the last row's are all of them."""
-    shown = [(item.id, turn) for turn, t in enumerate(trajectory.turns) for item in t.media]
-    wanted = shown if row.is_last_step else shown[: len(row.media)]
-    for index, (pair, held) in enumerate(zip_longest(wanted, row.image_ids)):
-        picture, turn = pair or ("nothing", len(trajectory.turns) - 1)
-        if picture != held:
+    def _check_prompt(self, row: Sample, ids: list[int], media: list[MediaItem]) -> None:
+        if row.prompt_token_ids != ids:
+            place = _first_difference(row.prompt_token_ids, ids)
             raise AuditError(
-                f"trajectory {trajectory.id}, turn {turn}, picture {index}: the env showed {picture}, but the row "
-                f"holds {held or 'nothing'} ({len(shown)} pictures were shown, the row holds {len(row.media)})."
+                f"{self._where}, prompt token {place}: the model saw {_at(ids, place)} ({len(ids)} tokens), but the row "
+                f"has {_at(row.prompt_token_ids, place)} ({len(row.prompt_token_ids)} tokens)."
             )
+        self.pictures = 0
+        self._check_media(row, media)
+
+    def _check_between(self, row: Sample, place: int) -> int:
+        """What the env added before this turn's reply, inside the row; its mask is 0."""
+        turn = self.trajectory.turns[self.turn]
+        if turn.kept is not None:
+            raise AuditError(
+                f"{self._where}: its prompt was rendered anew, so the row must end before it, but it goes on at response token "
+                f"{place}."
+            )
+        self._check_media(row, turn.media)
+        end = place + len(turn.prompt_ids)
+        held = row.response_ids[place:end]
+        if held != turn.prompt_ids or any(row.loss_mask[place:end]):
+            at = _first_difference(held, turn.prompt_ids)
+            if at == len(turn.prompt_ids):
+                at = row.loss_mask.index(1, place, end) - place
+            mask = f"mask {_at(row.loss_mask, place + at)}"
+            raise AuditError(
+                f"{self._where}, observation token {at} (response token {place + at}): the env showed "
+                f"{_at(turn.prompt_ids, at)}, which has mask 0, but the row has {_at(held, at)} with {mask}."
+            )
+        return end
+
+    def _check_reply(self, row: Sample, place: int) -> int:
+        """This turn's reply at ``place``: ids, mask, logprobs and policy versions as the engine gave them."""
+        turn = self.trajectory.turns[self.turn]
+        length = len(turn.response_ids)
+        if turn.dropped and row.response_ids[place : place + length] != turn.response_ids:
+            length -= turn.dropped
+            self.left_out["inline_end_of_turn"] += turn.dropped
+        assert row.rollout_logprobs is not None
+        end = place + length
+        sampled: list[list[Any]] = [turn.response_ids, turn.logprobs, turn.policy_versions, [1] * length]
+        trained: list[list[Any]] = [row.response_ids, row.rollout_logprobs, row.policy_versions, row.loss_mask]
+        wanted, held = [values[:length] for values in sampled], [values[place:end] for values in trained]
+        if held == wanted:
+            return end
+        at = min(_first_difference(old, new) for old, new in zip(wanted, held, strict=True))
+        names = ("id", "logprob", "policy version", "mask")
+        told = [", ".join(f"{n} {_at(v, at)}" for n, v in zip(names, lists, strict=True)) for lists in (wanted, held)]
+        raise AuditError(
+            f"{self._where}, token {at} of the reply (response token {place + at}) must be {told[0]}, as sampled, but it is "
+            f"{told[1]}; the reply has {len(turn.response_ids)} tokens, the row {sum(row.loss_mask)} with mask 1."
+        )
+
+    def _check_tail(self, row: Sample, place: int) -> None:
+        if len(row.media) != self.pictures:
+            raise AuditError(
+                f"trajectory {self.trajectory.id}, turn {self.turn - 1}, picture {self.pictures}: the env showed {self.pictures} "
+                f"pictures up to here, but the row holds {len(row.media)}."
+            )
+        rest = row.response_ids[place:]
+        allowed = self.trajectory.tail_ids if self.turn == len(self.trajectory.turns) else []
+        if any(row.loss_mask[place:]) or (rest and rest != allowed):
+            raise AuditError(
+                f"trajectory {self.trajectory.id}: the row ends with {len(rest)} tokens from response token {place} on, "
+                f"{sum(row.loss_mask[place:])} of them with mask 1, that no turn has."
+            )
+
+    def _check_media(self, row: Sample, media: Sequence[MediaItem]) -> None:
+        """The row's next pictures are ``media``."""
+        start = self.pictures
+        self.pictures += len(media)
+        held, wanted = row.image_ids[start : start + len(media)], [item.id for item in media]
+        if held != wanted:
+            at = _first_difference(held, wanted)
+            raise AuditError(
+                f"{self._where}, picture {start + at}: the env showed {_at(wanted, at)}, but the row holds {_at(held, at)} "
+                f"({len(row.media)} pictures in the row)."
+            )
+
+    @property
+    def _where(self) -> str:
+        return f"trajectory {self.trajectory.id}, turn {self.turn}"
+
+
+def _first_difference(a: Sequence[object], b: Sequence[object]) -> int:
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((place for place, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
+def _at(values: Sequence[object], place: int) -> object:
+    return values[place] if place < len(values) else "nothing"
 
 
 def _turn_of(samples: Sequence[Sample], row: int, place: int) -> int:

@@ -10,11 +10,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from vlmrl.algos import KL, LOSSES, REDUCTIONS, LossInputs
 from vlmrl.config import Algo, Optim
 from vlmrl.model.policy import Policy, TokenScores
+from vlmrl.train.gaps import TurnGap, summarise, turn_gaps
 from vlmrl.train.master_weights import MasterWeights
 from vlmrl.train.packing import collate, per_token, split
 from vlmrl.types import Sample
@@ -42,6 +44,7 @@ class Trainer:
         self.policy = policy
         self.reference = reference
         self.steps_done = 0
+        self.gaps: list[TurnGap] = []  # of the last batch
         self._algo = algo
         self._loss = choose("algo.loss", algo.loss, LOSSES)
         self._reduction = choose("algo.reduction", algo.reduction, REDUCTIONS)
@@ -60,17 +63,19 @@ class Trainer:
             raise ValueError(f"algo.kl_coef is {algo.kl_coef}, so a reference policy must be given.")
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Train once on each sample, one optimizer step for each ``groups_per_step`` groups (all, where that is unset)."""
+        """Train once on each sample: one optimizer step for each ``groups_per_step`` groups (all, where that is unset).
+
+        The samples of one trajectory stand in a row.
+        """
         mini_batches = list(self._mini_batches(samples))
         old = [self._score_all(mini_batch) for mini_batch in mini_batches] if len(mini_batches) > 1 else [None]
         totals: dict[str, float] = defaultdict(float)
+        self.gaps = []
         for mini_batch, old_logprobs in zip(mini_batches, old, strict=True):
             for name, value in self._update(mini_batch, old_logprobs).items():
-                totals[name] = (
-                    max(totals[name], value) if name.endswith("/max") else totals[name] + value / len(mini_batches)
-                )
+                totals[name] += value / len(mini_batches)
         self.policy.eval()  # in training mode, checkpointed layers take no cache, and an engine may share this model
-        return dict(totals)
+        return {**totals, **summarise(self.gaps)}
 
     def _mini_batches(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
         groups: dict[str, list[Sample]] = defaultdict(list)
@@ -85,7 +90,7 @@ class Trainer:
         """One optimizer step, its gradient gathered over micro-batches under weights fixed for all of them."""
         weights = self._reduction(per_token(samples, lambda sample: sample.loss_mask), [s.group_id for s in samples])
         sums: dict[str, float] = defaultdict(float)
-        worst = 0.0
+        scored: dict[int, np.ndarray] = {}
         self.policy.train()
         for rows in split(samples, self._micro_tokens):
             part = [samples[row] for row in rows]
@@ -99,16 +104,19 @@ class Trainer:
                 per_token_loss, metrics["kl"] = per_token_loss + self._algo.kl_coef * kl, kl
             loss = (per_token_loss * weights[rows, :length].to(per_token_loss.device)).sum()
             loss.backward()
-            gap = ((inputs.logprobs.detach() - inputs.rollout_logprobs) * inputs.loss_mask).abs()
-            metrics |= {"entropy": scores.entropy, "rollout_gap/mean": gap}
+            metrics["entropy"] = scores.entropy
             for name, value in metrics.items():
                 sums[name] += float((value.detach() * inputs.loss_mask).sum())
             sums["tokens"] += float(inputs.loss_mask.sum())
             sums["loss"] += float(loss.detach())
-            worst = max(worst, float(gap.max()))
+            old = inputs.old_logprobs.cpu().numpy()
+            scored |= {
+                row: old[i, len(samples[row].prompt_token_ids) : len(samples[row])] for i, row in enumerate(rows)
+            }
+        self.gaps += turn_gaps(samples, [scored[row] for row in range(len(samples))])
         tokens, loss_sum = sums.pop("tokens"), sums.pop("loss")
         means = {name: value / max(1.0, tokens) for name, value in sums.items()}
-        return {"loss": loss_sum, "rollout_gap/max": worst, "tokens": tokens, **means, **self._apply_gradient()}
+        return {"loss": loss_sum, "tokens": tokens, **means, **self._apply_gradient()}
 
     def _apply_gradient(self) -> dict[str, float]:
         norm = float(torch.nn.utils.clip_grad_norm_(self._weights.parameters, self._grad_clip))
@@ -131,10 +139,14 @@ class Trainer:
             assert self.reference is not None
             with torch.no_grad():
                 reference = self._score(self.reference, samples).logprobs
+        old = scores.logprobs.detach() if old_logprobs is None else old_logprobs
+        rollout = old  # the best there is where the rollout's are not known
+        if all(sample.rollout_logprobs is not None for sample in samples):
+            rollout = per_token(samples, lambda sample: sample.rollout_logprobs or ()).to(device)
         return LossInputs(
             logprobs=scores.logprobs,
-            old_logprobs=scores.logprobs.detach() if old_logprobs is None else old_logprobs,
-            rollout_logprobs=per_token(samples, lambda sample: sample.rollout_logprobs).to(device),
+            old_logprobs=old,
+            rollout_logprobs=rollout,
             advantages=per_token(samples, _advantages).to(device),
             loss_mask=per_token(samples, lambda sample: sample.loss_mask).to(device),
             ref_logprobs=reference,

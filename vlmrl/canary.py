@@ -1,0 +1,83 @@
+"""The canary: before training starts, one picture is swapped, and logprobs must move, in the trainer and in the engine.
+
+Pixels that get lost on their way leave everything running and the reward falling; this finds it in a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from PIL import Image
+
+from vlmrl.engine.base import Engine, Request, SamplingParams
+from vlmrl.media import MediaStore
+from vlmrl.model.policy import Policy
+from vlmrl.renderer import collapse
+from vlmrl.samples import step_wise
+from vlmrl.train.packing import collate
+from vlmrl.types import MediaItem, Sample, Trajectory
+
+MOVES = 1e-5  # nats; far above what batching changes, far below what a picture does
+TOKENS = 4  # that the engine is asked for
+
+
+class CanaryError(RuntimeError):
+    """Pictures do not reach the model."""
+
+
+@dataclass(frozen=True)
+class Canary:
+    """The largest change of a logprob, in nats, when one picture is another one."""
+
+    trainer: float
+    engine: float
+
+
+async def check_pictures(
+    policy: Policy, engine: Engine, store: MediaStore, trajectories: Sequence[Trajectory]
+) -> Canary | None:
+    """Swap the first picture there is; ``None`` where no trajectory has one. Raises CanaryError where nothing moves."""
+    row = next((row for trajectory in trajectories for row in step_wise(trajectory) if row.media), None)
+    if row is None:
+        return None
+    swapped = replace(row, media=[await store.get(_noise(row.media[0])), *row.media[1:]])
+    canary = Canary(_trainer_moves(policy, row, swapped), await _engine_moves(policy, engine, row, swapped))
+    for side, moved in vars(canary).items():
+        if moved <= MOVES:
+            raise CanaryError(
+                f"trajectory {row.trajectory_id}, picture 0 ({row.media[0].id}): with noise in its place the {side}'s logprobs moved "
+                f"by {moved:.2g} nats, where more than {MOVES:g} was expected. Pictures do not reach the model there: training "
+                "would be blind. (train.canary False skips this check.)"
+            )
+    return canary
+
+
+def _noise(item: MediaItem) -> Image.Image:
+    width, height = item.image.size
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+@torch.no_grad()
+def _trainer_moves(policy: Policy, row: Sample, swapped: Sample) -> float:
+    scores = [
+        policy(collate([each], policy.image_token_id, policy.merge_size).to(policy.device)).logprobs
+        for each in (row, swapped)
+    ]
+    return float((scores[0] - scores[1]).abs().max())
+
+
+async def _engine_moves(policy: Policy, engine: Engine, row: Sample, swapped: Sample) -> float:
+    """Greedy replies to both: infinite where they differ, otherwise the largest difference of their logprobs."""
+    replies = []
+    for name, each in (("kept", row), ("swapped", swapped)):
+        ids = collapse(each.prompt_token_ids, policy.image_token_id, each.media)
+        request = Request(f"canary/{name}", ids, each.media, SamplingParams(TOKENS, temperature=0))
+        replies.append(await engine.generate(request))
+        engine.release(request.trajectory_id)
+    kept, other = replies
+    if kept.token_ids != other.token_ids:
+        return float("inf")
+    return max(abs(a - b) for a, b in zip(kept.logprobs, other.logprobs, strict=True))

@@ -1,0 +1,170 @@
+"""What the next reply is sampled from: the three history modes, and the policies of the one that renders anew.
+
+The turn loop makes one history per trajectory with :func:`new_history` and asks it for the prompt and, after each reply, for what
+follows. ``append`` adds the observation as the chat template writes it; ``inline`` adds it inside the reply, which goes on;
+``rerender`` templates the whole conversation anew, after a policy such as :func:`keep_last_images` has rewritten it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vlmrl.config import Rollout, name_of
+from vlmrl.loading import load_object
+from vlmrl.renderer import Rendered, Renderer
+from vlmrl.types import Message, Turn
+
+Messages = list[Message]
+HistoryPolicy = Callable[[Messages], Messages]
+THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What follows a reply. ``dropped`` tokens at the reply's end go first; ``anew``: this is the whole next prompt."""
+
+    rendered: Rendered
+    dropped: int = 0
+    anew: bool = False
+
+
+class Append:
+    """One trajectory's history: replies stay as sampled, an observation is a delta after them. Base of the other modes.
+
+    ``opens_replies``: a new generation prompt, with all it opens, stands before each reply, not only before the first.
+    """
+
+    opens_replies = True
+
+    def __init__(self, renderer: Renderer, tools: Sequence[dict[str, Any]]) -> None:
+        self.renderer = renderer
+        self.tools = tools
+
+    def prompt(self, messages: Sequence[Message]) -> Rendered:
+        return self.renderer.prompt(messages, self.tools)
+
+    def following(self, turn: Turn, messages: Sequence[Message]) -> Continuation:
+        close = turn.response_ids[-1:] != [self.renderer.end_of_turn_id]
+        return Continuation(self.renderer.delta(messages, self.tools, close=close))
+
+    def tail(self, turn: Turn) -> list[int]:
+        """What stands after the last reply, never trained."""
+        return []
+
+
+class Inline(Append):
+    """The whole episode is one assistant message: an end of turn sampled in its midst is dropped, and one closes the last reply."""
+
+    opens_replies = False
+
+    def following(self, turn: Turn, messages: Sequence[Message]) -> Continuation:
+        sampled_end = turn.response_ids[-1] in self.renderer.stop_ids
+        return Continuation(self.renderer.inline(messages), dropped=int(sampled_end))
+
+    def tail(self, turn: Turn) -> list[int]:
+        return [] if turn.response_ids[-1] in self.renderer.stop_ids else [self.renderer.end_of_turn_id]
+
+
+class Rerender(Append):
+    """The conversation so far, replies as messages, rewritten by ``policy`` and templated anew before each reply."""
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        tools: Sequence[dict[str, Any]],
+        policy: HistoryPolicy = list,
+    ) -> None:
+        super().__init__(renderer, tools)
+        self.messages: Messages = []
+        self._policy = policy
+
+    def prompt(self, messages: Sequence[Message]) -> Rendered:
+        self.messages = list(messages)
+        return super().prompt(self.rewritten())
+
+    def following(self, turn: Turn, messages: Sequence[Message]) -> Continuation:
+        self.messages += [reply_message(turn), *messages]
+        return Continuation(super().prompt(self.rewritten()), anew=True)
+
+    def rewritten(self, with_reply: Turn | None = None) -> Messages:
+        """The conversation as the policy shows it, after one more reply where that is given."""
+        return self._policy([*self.messages, *([reply_message(with_reply)] if with_reply else [])])
+
+
+def reply_message(turn: Turn) -> Message:
+    return {"role": "assistant", "content": turn.text}
+
+
+def new_history(
+    config: Rollout, renderer: Renderer, tools: Sequence[dict[str, Any]], policy: HistoryPolicy | None = None
+) -> Append:
+    """The history that ``config.history`` names; ``policy`` is for ``rerender``."""
+    if config.history == "rerender":
+        return Rerender(renderer, tools, policy or list)
+    return {"append": Append, "inline": Inline}[config.history](renderer, tools)
+
+
+def keep_last_images(messages: Messages, k: int = 1) -> Messages:
+    """Only the last ``k`` pictures stay; a message whose only content was a picture becomes an empty one."""
+    left = sum(part["type"] == "image" for message in messages for part in _parts(message)) - k
+    kept: Messages = []
+    for message in messages:
+        parts = []
+        for part in _parts(message):
+            left -= part["type"] == "image"
+            if part["type"] != "image" or left < 0:
+                parts.append(part)
+        kept.append({**message, "content": parts} if len(parts) < len(_parts(message)) else message)
+    return kept
+
+
+def drop_thinking(messages: Messages) -> Messages:
+    """Replies without their ``<think>`` blocks, for templates that keep them."""
+    return [
+        {**message, "content": THINKING.sub("", message["content"])} if _is_plain_reply(message) else message
+        for message in messages
+    ]
+
+
+def last_turns(messages: Messages, k: int = 1) -> Messages:
+    """What came before the first reply, then only the last ``k`` replies, each with what answered it."""
+    replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(replies) <= k:
+        return messages
+    return messages[: replies[0]] + (messages[replies[-k] :] if k else messages[replies[-1] + 1 :])
+
+
+def _is_plain_reply(message: Message) -> bool:
+    return message["role"] == "assistant" and isinstance(message.get("content"), str)
+
+
+def _parts(message: Message) -> list[dict[str, Any]]:
+    content = message.get("content") or []
+    return [] if isinstance(content, str) else content
+
+
+def resolve_policy(config: Rollout, base_dir: Path | None = None) -> HistoryPolicy | None:
+    """The function that ``config.history_policy`` names, one of :data:`HISTORY_POLICIES` or a user's own, with its options."""
+    named = config.history_policy
+    if named is None:
+        return None
+    if isinstance(named, str):
+        named = HISTORY_POLICIES.get(named) or load_object(named, base_dir)
+    try:
+        inspect.signature(named).bind([], **config.history_options)
+    except TypeError as error:
+        raise ValueError(f"rollout.history_options do not fit {name_of(named)}: {error}.") from error
+    return partial(named, **config.history_options)
+
+
+HISTORY_POLICIES: dict[str, Callable[..., Messages]] = {
+    "keep_last_images": keep_last_images,
+    "drop_thinking": drop_thinking,
+    "last_turns": last_turns,
+}
