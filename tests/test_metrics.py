@@ -13,6 +13,7 @@ from vlmrl.metrics import (
     messages_text,
     plain,
     read_rows,
+    repetition,
     smooth,
     trajectory_metrics,
     trajectory_record,
@@ -119,10 +120,14 @@ def test_plain_keeps_json_and_names_the_rest():
 
 def test_trajectory_metrics_by_hand():
     good = trajectory([turn(0.5, {"hit": 1.0}, [PICTURE]), turn(0.5, {"hit": 0.0, "iou": 0.5}, [PICTURE])])
-    bad = trajectory([turn(0.0, response_ids=[7])], "length", metrics={"env_retries": 2.0})
-    failed = trajectory([turn(9.0, {"hit": 9.0}, [PICTURE] * 9)], "error", error="boom", metrics={"env_retries": 4.0})
+    bad = trajectory([turn(0.0, response_ids=[7])], "length", metrics={"env_timeouts": 2.0})
+    failed = trajectory([turn(9.0, {"hit": 9.0}, [PICTURE] * 9)], "error", error="boom", metrics={"env_timeouts": 4.0})
     result = trajectory_metrics([good, bad, failed])
     endings = {key: value for key, value in result.items() if key.startswith("ending/")}
+    of_turns = {key: result.pop(key) for key in list(result) if key.startswith("turn/")}
+    assert of_turns["turn/sampled_tokens/mean"] == pytest.approx(5 / 3) and of_turns["turn/sampled_tokens/max"] == 2.0
+    assert of_turns["turn/new_prompt_tokens/mean"] == 3.0
+    assert of_turns["turn/repetition/max"] == of_turns["turn/env_seconds/max"] == 0.0
     assert endings == {
         "ending/env_done": 1 / 3,
         "ending/max_turns": 0.0,
@@ -138,18 +143,31 @@ def test_trajectory_metrics_by_hand():
         "reward/std": 0.5,
         "reward/min": 0.0,
         "reward/max": 1.0,
+        "truncated": 1 / 3,
         "turns/mean": 1.5,
+        "turns/max": 2.0,
         "sampled_tokens/mean": 2.5,
         "sampled_tokens/max": 4.0,
         "images/mean": 1.0,
         "env/hit": 0.5,
         "env/iou": 0.5,
-        "trajectory/env_retries": 3.0,
+        "retries/env_errors": 0.0,
+        "retries/env_timeouts": 6.0,
+        "retries/turns_resampled": 0.0,
+        "trajectory/env_timeouts": 3.0,
     }
 
 
+def test_repetition_counts_runs_of_four_tokens_that_came_before():
+    assert repetition([1, 2, 3, 4, 5]) == 0.0
+    assert repetition([1] * 7) == 0.75
+    assert repetition([1, 2, 3, 4] * 2) == pytest.approx(1 / 5)  # five runs, the last of which is the first
+    assert repetition([1, 1, 1]) == 0.0
+
+
 def test_what_is_not_known_is_left_out():
-    assert trajectory_metrics([]) == {"trajectories": 0.0, "failed": 0.0}
+    none = dict.fromkeys(("retries/env_errors", "retries/env_timeouts", "retries/turns_resampled"), 0.0)
+    assert trajectory_metrics([]) == {"trajectories": 0.0, "failed": 0.0} | none
     result = trajectory_metrics([trajectory([turn(1.0)], "aborted")])
     assert result["failed"] == 1.0 and not any(key.startswith(("reward", "turns")) for key in result)
 
@@ -189,6 +207,10 @@ def test_a_trajectory_record_is_json_and_says_what_happened():
         "sampled_tokens": 2,
         "mean_logprob": -1.0,
         "policy_versions": [4],
+        "repetition": 0.0,
+        "engine_seconds": 0.0,
+        "env_seconds": 0.0,
+        "rollout_gap": None,
     }
     assert (second["observation"], second["pictures"]) == ("On.", [])
 

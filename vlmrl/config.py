@@ -128,6 +128,8 @@ class Rollout:
     """Failed members of a group are played anew, so many times; then the group is dropped and counted."""
     max_failed_fraction: float = 0.25
     """The run stops when more of a step's trajectories fail."""
+    generate: Code = None
+    """An async function of client, renderer and task that plays an episode in place of the turn loop; env is then unset."""
     history: Literal["append", "inline", "rerender"] = "append"
     """`append`: replies stay as sampled and observations follow, as the template writes them. `inline`: the episode is one
     assistant message, observations are bare text inside it. `rerender`: the messages are templated anew before each reply."""
@@ -290,6 +292,8 @@ class Config:
         _require(bool(self.name) and "/" not in self.name, "name", "a plain folder name", self.name)
         if self.env is not None and self.reward is not None:
             raise ValueError("env and reward cannot both be set: a reward function stands for a whole single-turn env.")
+        if self.rollout.generate is not None and (self.env is not None or self.reward is not None):
+            raise ValueError("rollout.generate plays whole episodes by itself, so env and reward must be unset.")
         if self.reward is not None:
             _require(
                 self.rollout.max_turns == 1, "rollout.max_turns", "1 with a reward function", self.rollout.max_turns

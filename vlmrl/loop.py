@@ -30,10 +30,11 @@ from vlmrl.media import MediaStore
 from vlmrl.metrics import RunLog, draw_curve, trajectory_metrics
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.progress import RunProgress
+from vlmrl.rollout.generator import Generate, GeneratorLoop, resolve_generate
 from vlmrl.rollout.history import HistoryPolicy, resolve_policy
 from vlmrl.rollout.runner import Rollouts, Runner
 from vlmrl.rollout.turn_loop import TurnLoop
-from vlmrl.samples import audit, concat, emit
+from vlmrl.samples import audit, emit
 from vlmrl.train.gaps import TurnGap
 from vlmrl.train.trainer import Trainer, choose
 from vlmrl.types import Sample, Task, Trajectory
@@ -44,11 +45,15 @@ PAGE_TRAJECTORIES = 64  # of the last batch, shown on the trajectory page
 
 @dataclass
 class Run:
-    """The parts of one run, made from ``config``. Paths in it were resolved from ``base_dir``, the recipe's folder."""
+    """The parts of one run, made from ``config``. Paths in it were resolved from ``base_dir``, the recipe's folder.
+
+    Episodes are played by the env of ``spec``, or by ``generate``.
+    """
 
     config: Config
     base_dir: Path | None
-    spec: EnvSpec
+    spec: EnvSpec | None
+    generate: Generate | None
     tasks: TaskSource
     held_out: TaskSource | None
     model: LoadedModel
@@ -63,25 +68,23 @@ class Run:
     def runner(
         self, *, group_size: int | None = None, engine: Engine | None = None, store: MediaStore | None = None
     ) -> Runner:
-        """A runner over this run's env; ``engine`` and ``store`` may be others than the run's own."""
+        """A runner of this run's episodes; ``engine`` and ``store`` may be others than the run's own."""
         config = self.config
         in_waves = config.deterministic or config.rollout.max_turns == 1  # a single turn is one batch
         own: Engine = Waves(self.engine) if in_waves else self.engine
-        loop = TurnLoop(
-            self.spec,
-            engine or own,
-            self.model.renderer,
-            store or self.store,
-            config.rollout,
-            config.seed,
-            self.history_policy,
-        )
-        return Runner(loop, group_size=group_size)
+        parts = (engine or own, self.model.renderer, store or self.store, config.rollout, config.seed)
+        if self.spec is None:
+            assert self.generate is not None
+            return Runner(GeneratorLoop(self.generate, *parts), group_size=group_size)
+        return Runner(TurnLoop(self.spec, *parts, self.history_policy), group_size=group_size)
 
 
 def build(config: Config, base_dir: Path | None = None) -> Run:
     """Everything a run needs. What can be wrong with a config is found here, cheap things first."""
-    spec = resolve_env(config.env, config.reward, dict(config.env_options), base_dir)
+    generate = resolve_generate(config.rollout, base_dir)
+    spec = None
+    if generate is None:
+        spec = resolve_env(config.env, config.reward, dict(config.env_options), base_dir)
     history_policy = resolve_policy(config.rollout, base_dir)
     choose("algo.advantage", config.algo.advantage, ADVANTAGES)
     tasks = _load(config.data, "data", base_dir)
@@ -97,7 +100,7 @@ def build(config: Config, base_dir: Path | None = None) -> Run:
     if config.train.gradient_checkpointing:
         model.policy.enable_gradient_checkpointing()
     engine = TransformersEngine(model.policy, model.renderer, keep_kv=config.rollout.max_turns > 1)
-    return Run(config, base_dir, spec, tasks, held_out, model, model.new_store(), engine, history_policy)
+    return Run(config, base_dir, spec, generate, tasks, held_out, model, model.new_store(), engine, history_policy)
 
 
 def _load(data: Data, field: str, base_dir: Path | None) -> TaskSource:
@@ -209,7 +212,7 @@ async def warm_start(run: Run, progress: RunProgress) -> None:
             batch = [next(tasks) for _ in range(config.trajectories_per_step)]
             playing = {f"warm{step:06d}/{index:05d}/00": task for index, task in enumerate(batch)}
             rollouts = await runner.play(iter(batch), len(batch), f"warm{step:06d}")
-            samples = [sample for trajectory in rollouts.trajectories for sample in concat(trajectory)]
+            samples = [s for trajectory in rollouts.trajectories for s in emit(trajectory, run.config.rollout.samples)]
             for sample in samples:
                 sample.advantage = 0.0  # cross entropy asks for none
             phase.advance(loss=trainer.step(samples)["loss"])
@@ -271,7 +274,7 @@ def step_metrics(run: Run, rollouts: Rollouts) -> dict[str, float]:
 
 def leave_behind(run: Run, log: RunLog, trajectories: Sequence[Trajectory]) -> None:
     """The reward curve, the trajectory page and the last batch's records."""
-    if not trajectories:
+    if not trajectories or not log.rows():
         return
     chance = run.config.eval.chance
     levels = {} if chance is None else {"chance": chance}

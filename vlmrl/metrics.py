@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self, get_args
 
-from vlmrl.types import Ending, Message, Trajectory, Turn
+from vlmrl.types import TRUNCATED, Ending, Message, Trajectory, Turn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -151,27 +151,53 @@ def plain(value: Any) -> Any:
 def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Summarise a batch of trajectories, for one row of ``metrics.jsonl``.
 
-    Over those that did not fail: ``reward/mean|std|min|max``, ``turns/mean``, ``sampled_tokens/mean|max``, ``images/mean``
-    (a trajectory), and ``env/<name>`` (the mean over the turns that carry it). Over all: ``trajectories``, ``failed``,
-    ``ending/<reason>`` (fractions) and ``trajectory/<name>`` (the mean over the trajectories that carry it). What nothing is
+    Over those that did not fail: ``reward/mean|std|min|max``, ``turns/mean|max``, ``sampled_tokens/mean|max``, ``images/mean``
+    (a trajectory), ``turn/<what>/mean|max`` (a turn's tokens, seconds and :func:`repetition`), and ``env/<name>`` (the mean over
+    the turns that carry it). Over all: ``trajectories``, ``failed``, ``ending/<reason>`` and ``truncated`` (fractions),
+    ``retries/<kind>`` (counts) and ``trajectory/<name>`` (the mean over the trajectories that carry it). What nothing is
     known about is left out: two trajectories with rewards 0 and 1 give ``reward/std`` 0.5, none give no ``reward/`` at all.
     """
     played = [t for t in trajectories if not t.failed]
+    turns = [turn for t in played for turn in t.turns]
     rewards = [t.reward for t in played if t.reward is not None]
     result = {"trajectories": float(len(trajectories)), "failed": float(len(trajectories) - len(played))}
     result |= _ending_fractions(trajectories)
     result |= _summary("reward", rewards, "mean", "std", "min", "max")
-    result |= _summary("turns", [len(t.turns) for t in played], "mean")
+    result |= _summary("turns", [len(t.turns) for t in played], "mean", "max")
     result |= _summary("sampled_tokens", [t.num_sampled for t in played], "mean", "max")
     result |= _summary("images", [sum(len(turn.media) for turn in t.turns) for t in played], "mean")
-    result |= _means("env", [turn.metrics for t in played for turn in t.turns])
+    result |= _summary("turn/sampled_tokens", [len(turn.response_ids) for turn in turns], "mean", "max")
+    result |= _summary("turn/new_prompt_tokens", [len(turn.prompt_ids) for turn in turns], "mean", "max")
+    result |= _summary("turn/engine_seconds", [turn.engine_seconds for turn in turns], "mean", "max")
+    result |= _summary("turn/env_seconds", [turn.env_seconds for turn in turns], "mean", "max")
+    result |= _summary("turn/repetition", [repetition(turn.response_ids) for turn in turns], "mean", "max")
+    result |= _retries(trajectories)
+    result |= _means("env", [turn.metrics for turn in turns])
     result |= _means("trajectory", [t.metrics for t in trajectories])
     return result
 
 
+def repetition(token_ids: Sequence[int], length: int = 4) -> float:
+    """The share of the runs of ``length`` tokens that occurred before: 0 in ``1 2 3 4 5``, 3/4 in ``1 1 1 1 1 1 1``."""
+    runs = list(zip(*(token_ids[start:] for start in range(length)), strict=False))
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
+
+
+def _retries(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    counts = {f"retries/{kind}": 0.0 for kind in ("env_errors", "env_timeouts", "turns_resampled")}
+    for trajectory in trajectories:
+        for metrics in (trajectory.metrics, *(turn.metrics for turn in trajectory.turns)):
+            for name in counts:
+                counts[name] += metrics.get(name.removeprefix("retries/"), 0.0)
+    return counts
+
+
 def _ending_fractions(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     counts = Counter(t.ending for t in trajectories)
-    return {f"ending/{reason}": counts[reason] / len(trajectories) for reason in get_args(Ending) if trajectories}
+    fractions = {f"ending/{reason}": counts[reason] / len(trajectories) for reason in get_args(Ending) if trajectories}
+    return fractions | (
+        {"truncated": sum(fractions[f"ending/{reason}"] for reason in TRUNCATED)} if trajectories else {}
+    )
 
 
 def _summary(name: str, values: Sequence[float], *kinds: str) -> dict[str, float]:
@@ -223,6 +249,10 @@ def _turn_record(turn: Turn, first: bool) -> dict[str, Any]:
         "sampled_tokens": len(turn.response_ids),
         "mean_logprob": plain(statistics.fmean(turn.logprobs)) if turn.logprobs else None,
         "policy_versions": sorted(set(turn.policy_versions)),
+        "repetition": repetition(turn.response_ids),
+        "engine_seconds": plain(turn.engine_seconds),
+        "env_seconds": plain(turn.env_seconds),
+        "rollout_gap": plain(turn.rollout_gap),
     }
 
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from vlmrl import loop
-from vlmrl.config import Config
+from vlmrl.config import Config, name_of
 from vlmrl.metrics import RunLog
 from vlmrl.progress import RunProgress
 
@@ -42,10 +42,11 @@ def plan(run: loop.Run) -> str:
     millions = sum(p.numel() for p in policy.parameters()) / 1e6
     held_out = f", {len(run.held_out)} held out" if run.held_out is not None else ""
     sampled = config.train.groups_per_batch * config.rollout.group_size
+    plays = run.spec.name if run.spec else name_of(config.rollout.generate)
     lines = [
         f"model     {config.model.path} ({policy.config.model_type}, {millions:.1f} M parameters) on {policy.device}, {policy.dtype}",
         f"data      {len(run.tasks)} tasks{held_out}",
-        f"env       {run.spec.name}, at most {config.rollout.max_turns} turns and {config.rollout.max_tokens} tokens",
+        f"env       {plays}, at most {config.rollout.max_turns} turns and {config.rollout.max_tokens} tokens",
         f"training  {config.train.steps} steps of {config.train.groups_per_batch} groups x {config.rollout.group_size} = {sampled} "
         f"trajectories; {config.algo.advantage} + {config.algo.loss}, lr {config.optim.lr:g}",
         f"output    {run.folder}",

@@ -109,14 +109,14 @@ class Turn:
     stop_reason: str
     text: str
     messages: list[Message] = field(default_factory=list)
-    kept: int | None = None
-    kept_media: int | None = None
-    dropped: int = 0
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     engine_seconds: float = 0.0
     env_seconds: float = 0.0
     rollout_gap: float | None = None
+    kept: int | None = None
+    kept_media: int | None = None
+    dropped: int = 0
 
 
 @dataclass

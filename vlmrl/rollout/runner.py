@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Protocol
 
-from vlmrl.engine.base import Waves
-from vlmrl.rollout.turn_loop import TurnLoop
+from vlmrl.config import Rollout
+from vlmrl.engine.base import Engine, Waves
 from vlmrl.types import Task, Trajectory
 
 
@@ -30,13 +31,22 @@ class Rollouts:
         return [trajectory for group in self.groups for trajectory in group]
 
 
+class EpisodeLoop(Protocol):
+    """Plays one episode per call: the turn loop, or a user's generator."""
+
+    engine: Engine
+    config: Rollout
+
+    async def play(self, task: Task, group_id: str, trajectory_id: str) -> Trajectory: ...
+
+
 class Runner:
-    """Plays groups of ``group_size`` trajectories through one turn loop.
+    """Plays groups of ``group_size`` trajectories through one loop.
 
     Where the loop's engine is a :class:`Waves`, groups are played in whole waves in task order, so that a run can be repeated.
     """
 
-    def __init__(self, loop: TurnLoop, *, group_size: int | None = None) -> None:
+    def __init__(self, loop: EpisodeLoop, *, group_size: int | None = None) -> None:
         self.loop = loop
         self.config = loop.config
         self.group_size = group_size or self.config.group_size

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vlmrl.config import Rollout
 from vlmrl.engine.base import Engine, EngineError, Request, SamplingParams
@@ -71,8 +71,8 @@ class _Context:
                 same, places = place, places[:number]
                 break
         kept = same + sum(item.num_tokens - 1 for item in whole.media[: len(places)])
-        new_ids, new_media = whole.engine_ids[same:], whole.media[len(places) :]
-        return _Piece(new_ids, whole.token_ids[kept:], new_media, whole.messages, kept, len(places))
+        new = _Piece(whole.engine_ids[same:], whole.token_ids[kept:], whole.media[len(places) :], whole.messages)
+        return new if kept == self.length else replace(new, kept=kept, kept_media=len(places))
 
     def _cut(self, kept: int, kept_media: int) -> None:
         del self.media[kept_media:]

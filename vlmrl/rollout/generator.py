@@ -1,0 +1,239 @@
+"""A user's own generator in place of the turn loop: ``rollout.generate`` names an async function.
+
+    async def generate(client, renderer, task):
+        prompt = renderer.prompt(task.prompt)
+        reply = await client.generate(prompt.token_ids, prompt.images)
+        return client.trajectory(reward=float(task.answer in renderer.text(reply.token_ids)))
+
+It plays one episode of ``task`` and returns ``client.trajectory(...)``, or columns (see `samples/columns.py`). The client records what
+it sampled; the audit compares the rows with that record, so what is trained is what was sampled here, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from vlmrl.config import Rollout, name_of
+from vlmrl.engine.base import Engine, EngineError, Request, SamplingParams
+from vlmrl.loading import load_object
+from vlmrl.media import MediaStore
+from vlmrl.renderer import Renderer, expand
+from vlmrl.rollout.turn_loop import derive_seed
+from vlmrl.samples.columns import from_columns
+from vlmrl.types import Completion, ImageSource, MediaItem, Sample, Task, Trajectory, Turn
+
+Generate = Callable[["Client", Renderer, Task], Awaitable[Trajectory | Mapping[str, Any]]]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One reply that was sampled, with the whole expanded prompt before it."""
+
+    prompt_ids: list[int]
+    media: list[MediaItem]
+    completion: Completion
+
+
+class Client:
+    """Samples for one episode: token ids and pictures in, a Completion out. ``calls`` counts the replies so far."""
+
+    def __init__(self, loop: GeneratorLoop, trajectory: Trajectory) -> None:
+        self.trajectory_id = trajectory.id
+        self.group_id = trajectory.group_id
+        self._loop = loop
+        self._task = trajectory.task
+        self._calls: list[_Call] = []
+
+    @property
+    def calls(self) -> int:
+        return len(self._calls)
+
+    async def generate(
+        self, prompt_ids: Sequence[int], images: Sequence[ImageSource] = (), **sampling: Any
+    ) -> Completion:
+        """One reply to a prompt that has one placeholder per picture, as the renderer makes it.
+
+        ``sampling`` overrides fields of :class:`~vlmrl.engine.base.SamplingParams`, but ``temperature``, which the trainer must know.
+        """
+        if "temperature" in sampling:
+            raise ValueError(
+                "temperature cannot be set by a generator: set rollout.temperature, which the trainer uses too."
+            )
+        loop, config = self._loop, self._loop.config
+        media = await self.pictures(images)
+        expanded = expand(prompt_ids, loop.renderer.image_token_id, media)
+        limit = min(config.max_reply_tokens, config.max_tokens - len(expanded))
+        if limit < 1:
+            raise ValueError(f"the prompt has {len(expanded)} tokens, and rollout.max_tokens is {config.max_tokens}.")
+        seed = derive_seed(loop.seed, self._task.seed, self.trajectory_id.rpartition("/")[2], self.calls)
+        params = SamplingParams(limit, config.temperature, config.top_p, config.top_k, config.stop, seed)
+        request = Request(self.trajectory_id, list(prompt_ids), media, replace(params, **sampling))
+        async with asyncio.timeout(config.engine_timeout):
+            completion = await loop.engine.generate(request)
+        self._calls.append(_Call(expanded, media, completion))
+        return completion
+
+    async def pictures(self, images: Sequence[ImageSource]) -> list[MediaItem]:
+        """Each picture loaded and processed, once however often it is asked for."""
+        if images and self._loop.store is None:
+            raise ValueError(f"{len(images)} pictures for a model that reads text only.")
+        return (
+            list(await asyncio.gather(*(self._loop.store.get(image) for image in images))) if self._loop.store else []
+        )
+
+    def trajectory(self, reward: float, *, metrics: Mapping[str, float] | None = None) -> Trajectory:
+        """The episode: every reply sampled so far, in order, and its whole reward."""
+        return Trajectory(
+            self.trajectory_id,
+            self.group_id,
+            self._task,
+            self._turns(self._calls),
+            ending="env_done",
+            final_reward=float(reward),
+            metrics=dict(metrics or {}),
+        )
+
+    def adopt(self, result: Any) -> Trajectory:
+        """What a generator returned, as this episode's trajectory. Raises ValueError where it holds what was not sampled here."""
+        if isinstance(result, Mapping):
+            return self.from_columns(result)
+        if not isinstance(result, Trajectory):
+            raise ValueError(
+                f"a generator must return client.trajectory(...) or columns, but it returned {result!r:.100}."
+            )
+        if result.id != self.trajectory_id:
+            raise ValueError(f"the trajectory must be {self.trajectory_id}, but its id is {result.id}.")
+        sampled = [(call.completion.token_ids, call.completion.logprobs) for call in self._calls]
+        for number, turn in enumerate(result.turns):
+            if (turn.response_ids, turn.logprobs) not in sampled:
+                raise ValueError(
+                    f"trajectory {result.id}, turn {number}: its reply was never sampled by this generator's client."
+                )
+        return result
+
+    def from_columns(self, columns: Mapping[str, Any]) -> Trajectory:
+        """The same from columns of this one episode; replies that no row trains are left out and counted."""
+        samples = from_columns(columns)
+        if {sample.trajectory_id for sample in samples} != {self.trajectory_id}:
+            names = sorted({sample.trajectory_id for sample in samples})
+            raise ValueError(
+                f"column 'trajectory_ids' must be {self.trajectory_id} in every row, but it holds {names}."
+            )
+        used = list(self._used(samples))
+        versions = iter([version for call in used for version in call.completion.policy_versions])
+        for sample in samples:
+            sample.group_id = self.group_id
+            known = [next(versions, 0) if mask else None for mask in sample.loss_mask]
+            sample.policy_versions = _filled(known)
+        metrics = {"replies_unused": float(self.calls - len(used)), **(columns.get("rollout_metrics") or {})}
+        trajectory = self.trajectory(sum(sample.reward for sample in samples), metrics=metrics)
+        trajectory.turns = self._turns(used)
+        trajectory.samples = samples
+        return trajectory
+
+    def _used(self, samples: Sequence[Sample]) -> Iterator[_Call]:
+        """The recorded replies that the rows train, in order; a trained run that was never sampled gets the next reply."""
+        calls = iter(self._calls)
+        for sample in samples:
+            place = 0
+            for mask, run in groupby(sample.loss_mask):
+                end = place + len(list(run))
+                if mask:
+                    ids = sample.response_ids[place:end]
+                    call = next((call for call in calls if call.completion.token_ids == ids), None)
+                    if call is None:
+                        raise ValueError(
+                            f"trajectory {self.trajectory_id}, response tokens {place} to {end - 1}: they have mask 1, but this "
+                            f"generator's client never sampled them: {ids[:20]}."
+                        )
+                    yield call
+                place = end
+
+    def _turns(self, calls: Sequence[_Call]) -> list[Turn]:
+        turns: list[Turn] = []
+        seen: list[int] = []
+        shown: list[str] = []
+        for call in calls:
+            goes_on = call.prompt_ids[: len(seen)] == seen and [m.id for m in call.media[: len(shown)]] == shown
+            turn = Turn(
+                prompt_ids=call.prompt_ids[len(seen) :] if goes_on else call.prompt_ids,
+                media=call.media[len(shown) :] if goes_on else call.media,
+                response_ids=call.completion.token_ids,
+                logprobs=call.completion.logprobs,
+                policy_versions=call.completion.policy_versions,
+                stop_reason=call.completion.stop_reason,
+                text=self._loop.renderer.text(call.completion.token_ids),
+                kept=None if goes_on else 0,
+                kept_media=None if goes_on else 0,
+            )
+            turns.append(turn)
+            seen, shown = call.prompt_ids + call.completion.token_ids, [item.id for item in call.media]
+        return turns
+
+
+class GeneratorLoop:
+    """What the runner plays when ``rollout.generate`` is set; the same interface as the turn loop."""
+
+    def __init__(
+        self,
+        generate: Generate,
+        engine: Engine,
+        renderer: Renderer,
+        store: MediaStore | None,
+        config: Rollout,
+        seed: int,
+    ) -> None:
+        self.generate = generate
+        self.engine = engine
+        self.renderer = renderer
+        self.store = store
+        self.config = config
+        self.seed = seed
+
+    async def play(self, task: Task, group_id: str, trajectory_id: str) -> Trajectory:
+        """One episode. What the generator raises makes the trajectory fail; what it returns must be its client's."""
+        trajectory = Trajectory(trajectory_id, group_id, task)
+        client = Client(self, trajectory)
+        limit = self.config.max_turns * (self.config.engine_timeout + self.config.env_timeout)
+        try:
+            async with asyncio.timeout(limit):
+                result = await self.generate(client, self.renderer, task)
+            return client.adopt(result)
+        except TimeoutError:
+            trajectory.error = (
+                f"{name_of(self.generate)}, task {task.id}: no end within {limit:g} s, or no reply in time."
+            )
+        except EngineError as error:
+            trajectory.error = str(error)
+        except Exception as error:
+            trajectory.error = f"{name_of(self.generate)}, task {task.id}: {type(error).__name__}: {error}"
+        finally:
+            self.engine.release(trajectory_id)
+        trajectory.ending = "error"
+        return trajectory
+
+
+def resolve_generate(config: Rollout, base_dir: Path | None = None) -> Generate | None:
+    named = config.generate
+    function = load_object(named, base_dir) if isinstance(named, str) else named
+    if function is not None and not inspect.iscoroutinefunction(function):
+        raise ValueError(
+            f"rollout.generate must be an async function of client, renderer and task, but it is {name_of(named)}."
+        )
+    return function
+
+
+def _filled(versions: Sequence[int | None]) -> list[int]:
+    """Unsampled tokens take the version of the sampled one that follows, at the end the last one's."""
+    filled: list[int] = []
+    following = next((version for version in reversed(versions) if version is not None), 0)
+    for version in reversed(versions):
+        following = following if version is None else version
+        filled.append(following)
+    return filled[::-1]

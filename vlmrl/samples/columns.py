@@ -1,0 +1,101 @@
+"""Samples as columns, the field's usual generator output, and back: how a user's own generator hands in what it made.
+
+    {"prompt_token_ids": [[1, 2]], "response_ids": [[5, 6]], "loss_masks": [[1, 1]], "rollout_logprobs": [[-.1, -.2]],
+     "rewards": [1.0], "stop_reasons": ["stop"], "trajectory_ids": ["step1/0/0"], "is_last_step": [True],
+     "rollout_metrics": {"calls": 2.0}, "rollout_expert_indices": None}
+
+Every column has one entry per row, but ``rollout_metrics``, which are numbers of the whole batch. ``group_ids``, ``policy_versions``
+and ``media`` (each row's :class:`~vlmrl.types.MediaItem` list) make it complete; they may be left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vlmrl.types import Sample
+
+REQUIRED = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "trajectory_ids", "is_last_step")
+OPTIONAL = ("stop_reasons", "rollout_logprobs", "group_ids", "policy_versions", "media")
+OF_THE_BATCH = ("rollout_metrics", "rollout_expert_indices")
+
+
+def to_columns(samples: Sequence[Sample], rollout_metrics: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """All samples by column; rewards are per token. ``rollout_logprobs`` is ``None`` where a row has none."""
+    known = all(sample.rollout_logprobs is not None for sample in samples)
+    return {
+        "prompt_token_ids": [sample.prompt_token_ids for sample in samples],
+        "response_ids": [sample.response_ids for sample in samples],
+        "rewards": [sample.rewards for sample in samples],
+        "loss_masks": [sample.loss_mask for sample in samples],
+        "stop_reasons": [sample.stop_reason for sample in samples],
+        "rollout_metrics": dict(rollout_metrics or {}),
+        "rollout_logprobs": [sample.rollout_logprobs for sample in samples] if known else None,
+        "trajectory_ids": [sample.trajectory_id for sample in samples],
+        "rollout_expert_indices": None,
+        "is_last_step": [sample.is_last_step for sample in samples],
+        "group_ids": [sample.group_id for sample in samples],
+        "policy_versions": [sample.policy_versions for sample in samples],
+        "media": [sample.media for sample in samples],
+    }
+
+
+def from_columns(columns: Mapping[str, Any]) -> list[Sample]:
+    """The rows. A reward given as one number stands on the row's last token with mask 1.
+
+    Without ``group_ids`` a group is what trajectory ids have in common before their last ``/``. Raises ValueError naming the column
+    that is missing, unknown, of another length, or of a kind that is not supported. What the numbers must be, the audit checks.
+    """
+    size = _check(columns)
+    group_ids = columns.get("group_ids") or [str(name).rpartition("/")[0] for name in columns["trajectory_ids"]]
+    return [_row(columns, index, str(group_ids[index])) for index in range(size)]
+
+
+def _check(columns: Mapping[str, Any]) -> int:
+    """How many rows there are."""
+    for name in columns:
+        if name not in (*REQUIRED, *OPTIONAL, *OF_THE_BATCH):
+            raise ValueError(
+                f"column {name!r} is not known; there are {', '.join((*REQUIRED, *OPTIONAL, *OF_THE_BATCH))}."
+            )
+    for name in REQUIRED:
+        if columns.get(name) is None:
+            raise ValueError(f"column {name!r} must be given.")
+    size = len(columns["prompt_token_ids"])
+    for name in (*REQUIRED, *OPTIONAL):
+        if columns.get(name) is not None and len(columns[name]) != size:
+            raise ValueError(f"column {name!r} has {len(columns[name])} rows, but prompt_token_ids has {size}.")
+    if columns.get("rollout_expert_indices") is not None:
+        raise ValueError("column 'rollout_expert_indices' must be None: no mixture-of-experts model is supported.")
+    for name, value in (columns.get("rollout_metrics") or {}).items():
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(
+                f"rollout_metrics[{name!r}] must be one finite number of the whole batch, but it is {value!r}."
+            )
+    return size
+
+
+def _row(columns: Mapping[str, Any], index: int, group_id: str) -> Sample:
+    def given(name: str, otherwise: Any) -> Any:
+        return otherwise if columns.get(name) is None else columns[name][index]
+
+    mask = [int(value) for value in columns["loss_masks"][index]]
+    reward = columns["rewards"][index]
+    if isinstance(reward, int | float):
+        last = len(mask) - 1 - mask[::-1].index(1) if 1 in mask else len(mask) - 1
+        reward = [float(reward) if place == last else 0.0 for place in range(len(mask))]
+    logprobs = given("rollout_logprobs", None)
+    return Sample(
+        prompt_token_ids=list(columns["prompt_token_ids"][index]),
+        response_ids=list(columns["response_ids"][index]),
+        loss_mask=mask,
+        rollout_logprobs=None if logprobs is None else [float(value) for value in logprobs],
+        rewards=[float(value) for value in reward],
+        policy_versions=list(given("policy_versions", [0] * len(mask))),
+        group_id=group_id,
+        trajectory_id=str(columns["trajectory_ids"][index]),
+        is_last_step=bool(columns["is_last_step"][index]),
+        stop_reason=str(given("stop_reasons", "stop")),
+        media=list(given("media", [])),
+    )
