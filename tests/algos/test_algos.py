@@ -86,3 +86,11 @@ def test_token_mean_counts_the_whole_mini_batch():
     weights = REDUCTIONS["token_mean"](torch.tensor([[1.0, 0.0], [1.0, 1.0]]), ["a", "b"])
     assert torch.allclose(weights, torch.tensor([[1 / 3, 0.0], [1 / 3, 1 / 3]]))
     assert REDUCTIONS["token_mean"](torch.zeros(2, 2), ["a", "b"]).sum() == 0
+
+
+def test_prompt_mean_gives_each_group_the_same_weight():
+    mask = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
+    weights = REDUCTIONS["prompt_mean"](mask, ["a", "b", "b"])
+    assert torch.allclose(weights, torch.tensor([[1 / 2, 0.0], [1 / 6, 1 / 6], [0.0, 1 / 6]]))
+    masked = REDUCTIONS["prompt_mean"](torch.tensor([[0.0, 0.0], [1.0, 1.0]]), ["a", "b"])
+    assert torch.allclose(masked, torch.tensor([[0.0, 0.0], [0.5, 0.5]]))

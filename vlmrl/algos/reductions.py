@@ -15,4 +15,17 @@ def token_mean(loss_mask: torch.Tensor, group_ids: Sequence[str]) -> torch.Tenso
     return loss_mask / loss_mask.sum().clamp(min=1)
 
 
-REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {"token_mean": token_mean}
+def prompt_mean(loss_mask: torch.Tensor, group_ids: Sequence[str]) -> torch.Tensor:
+    """Every prompt counts the same, and within it every trained token of its group; ``[rows, length]`` in and out.
+
+    Masks [[1, 0], [1, 1]] of groups a and b give [[1/2, 0], [1/4, 1/4]]. A group without trained tokens counts for nothing.
+    Source: the prompt average of ScaleRL, arXiv 2510.13786.
+    """
+    names = {name: index for index, name in enumerate(dict.fromkeys(group_ids))}
+    group_of = torch.tensor([names[name] for name in group_ids], device=loss_mask.device)
+    tokens = loss_mask.new_zeros(len(names)).index_add(0, group_of, loss_mask.sum(1))
+    alive = (tokens > 0).sum().clamp(min=1)
+    return loss_mask / (tokens.clamp(min=1) * alive)[group_of, None]
+
+
+REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {"token_mean": token_mean, "prompt_mean": prompt_mean}

@@ -76,7 +76,8 @@ class Client:
         request = Request(self.trajectory_id, list(prompt_ids), media, replace(params, **sampling))
         async with asyncio.timeout(config.engine_timeout):
             completion = await loop.engine.generate(request)
-        self._calls.append(_Call(expanded, media, completion))
+        own = replace(completion, token_ids=list(completion.token_ids), logprobs=list(completion.logprobs))
+        self._calls.append(_Call(expanded, media, own))  # a copy: the caller may change its lists
         return completion
 
     async def pictures(self, images: Sequence[ImageSource]) -> list[MediaItem]:

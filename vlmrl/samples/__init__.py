@@ -1,6 +1,18 @@
-"""Trajectories to trainable rows: `emit.py` makes them, `audit.py` checks them."""
+"""Trajectories to trainable rows: `emit.py` makes them, `audit.py` checks them, `columns.py` hands them out and in."""
 
 from vlmrl.samples.audit import AuditError, Report, audit
+from vlmrl.samples.columns import from_columns, to_columns
 from vlmrl.samples.emit import EMIT, concat, emit, merge_prefixes, step_wise
 
-__all__ = ["EMIT", "AuditError", "Report", "audit", "concat", "emit", "merge_prefixes", "step_wise"]
+__all__ = [
+    "EMIT",
+    "AuditError",
+    "Report",
+    "audit",
+    "concat",
+    "emit",
+    "from_columns",
+    "merge_prefixes",
+    "step_wise",
+    "to_columns",
+]

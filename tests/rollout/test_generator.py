@@ -1,0 +1,152 @@
+"""A user's own generator: recorded, audited, and failing as a trajectory, never as a run."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from rollout_fixtures import PAD, a_task, new_store, picture, renderer, script
+
+from vlmrl.config import Config, Rollout
+from vlmrl.rollout.generator import GeneratorLoop, resolve_generate
+from vlmrl.samples import AuditError, audit, concat, emit
+from vlmrl.types import Completion
+
+TASK = a_task("What?", [picture("red")])
+
+
+def play(generate, replies=("one", "two", "three"), **rollout):
+    config = Rollout(max_turns=3, max_tokens=500, max_reply_tokens=50, **rollout)
+    loop = GeneratorLoop(generate, script(replies), renderer(), new_store(), config, seed=0)
+    return asyncio.run(loop.play(TASK, "step1/0", "step1/0/00"))
+
+
+def check(trajectory, how="concat"):
+    return audit(emit(trajectory, how), [trajectory], image_token_id=renderer().image_token_id)
+
+
+async def two_turns(client, renderer, task):
+    """A prompt with a picture, a reply, one more user message with another picture, a reply."""
+    prompt = renderer.prompt(task.prompt)
+    first = await client.generate(prompt.token_ids, prompt.images)
+    more = renderer.delta([{"role": "user", "content": [{"type": "image", "image": picture("blue")}]}])
+    ids = [*prompt.token_ids, *first.token_ids, *more.token_ids]
+    await client.generate(ids, [*prompt.images, *more.images])
+    return client.trajectory(reward=1.0, metrics={"calls": client.calls})
+
+
+def test_an_episode_of_two_turns_is_one_linear_history():
+    trajectory = play(two_turns)
+    assert (trajectory.ending, trajectory.reward, trajectory.metrics) == ("env_done", 1.0, {"calls": 2})
+    assert [turn.text for turn in trajectory.turns] == ["one", "two"]
+    assert [turn.kept for turn in trajectory.turns] == [None, None]
+    assert [len(turn.media) for turn in trajectory.turns] == [1, 1]
+    assert check(trajectory).samples == 1
+    assert check(trajectory, "step_wise").samples == 2
+    (row,) = concat(trajectory)
+    assert renderer().decode(row.token_ids).count(PAD) == 4  # expanded, two tokens a picture
+
+
+def as_columns(client, ids, prompt_ids, completion, **more):
+    return {
+        "prompt_token_ids": [prompt_ids],
+        "response_ids": [completion.token_ids],
+        "loss_masks": [[1] * len(completion.token_ids)],
+        "rollout_logprobs": [completion.logprobs],
+        "rewards": [0.5],
+        "trajectory_ids": [client.trajectory_id],
+        "is_last_step": [True],
+    } | more
+
+
+async def best_of_two(client, renderer, task):
+    """Two replies to a text prompt, the second of which is trained."""
+    ids = renderer.prompt([{"role": "user", "content": "Hi"}]).token_ids
+    await client.generate(ids)
+    reply = await client.generate(ids)
+    return as_columns(client, ids, ids, reply, rollout_metrics={"tried": 2.0})
+
+
+def test_columns_are_audited_and_unused_replies_counted():
+    trajectory = play(best_of_two)
+    assert trajectory.error is None
+    assert (trajectory.reward, trajectory.metrics) == (0.5, {"replies_unused": 1.0, "tried": 2.0})
+    assert [turn.text for turn in trajectory.turns] == ["two"]
+    assert trajectory.samples is not None and trajectory.samples[0].group_id == "step1/0"
+    assert check(trajectory).trained_tokens == len(trajectory.turns[0].response_ids)
+
+
+def test_policy_versions_come_from_the_record():
+    def reply(request, turn):
+        return Completion([5, 6, renderer().end_of_turn_id], [-0.1] * 3, "stop", [7, 7, 8], len(request.prompt_ids))
+
+    trajectory = play(best_of_two, reply)
+    assert trajectory.samples[0].policy_versions == [7, 7, 8]
+    check(trajectory)
+
+
+def test_a_prompt_that_was_not_shown_is_found_by_the_audit():
+    async def lying(client, renderer, task):
+        ids = renderer.prompt([{"role": "user", "content": "Hi"}]).token_ids
+        return as_columns(client, ids, [*ids, 5], await client.generate(ids))
+
+    with pytest.raises(AuditError, match=r"turn 0, prompt token \d+: the model saw nothing"):
+        check(play(lying))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"response_ids": [[5, 5]], "loss_masks": [[1, 1]], "rollout_logprobs": [[0.0, 0.0]]}, "never sampled them"),
+        ({"trajectory_ids": ["another"]}, "'trajectory_ids' must be step1/0/00 in every row"),
+        ({"rewards": None}, "column 'rewards' must be given"),
+    ],
+)
+def test_columns_that_are_wrong_fail_the_trajectory(change, message):
+    async def generate(client, renderer, task):
+        ids = renderer.prompt([{"role": "user", "content": "Hi"}]).token_ids
+        return as_columns(client, ids, ids, await client.generate(ids), **change)
+
+    trajectory = play(generate)
+    assert trajectory.failed and message in trajectory.error
+
+
+@pytest.mark.parametrize(
+    ("sampling", "error"), [({"temperature": 0.5}, "set rollout.temperature"), ({"top_q": 1}, "unexpected keyword")]
+)
+def test_sampling_that_cannot_be_is_refused(sampling, error):
+    async def generate(client, renderer, task):
+        await client.generate(renderer.prompt(task.prompt).token_ids, [picture()], **sampling)
+
+    assert error in play(generate).error
+
+
+def test_a_generator_that_raises_hangs_or_returns_nothing_fails_its_trajectory():
+    async def raises(client, renderer, task):
+        raise OSError("disk full")
+
+    async def hangs(client, renderer, task):
+        await asyncio.sleep(60)
+
+    async def nothing(client, renderer, task):
+        return None
+
+    assert "OSError: disk full" in play(raises).error
+    assert "no end within" in play(hangs, engine_timeout=0.02, env_timeout=0.02).error
+    assert "must return client.trajectory(...) or columns, but it returned None" in play(nothing).error
+
+
+def test_a_trajectory_with_tokens_that_were_never_sampled_is_refused():
+    async def forged(client, renderer, task):
+        trajectory = await two_turns(client, renderer, task)
+        trajectory.turns[1].response_ids = [5]
+        return trajectory
+
+    assert "turn 1: its reply was never sampled" in play(forged).error
+
+
+def test_generate_is_checked_at_the_start():
+    with pytest.raises(ValueError, match="must be an async function"):
+        resolve_generate(Rollout(generate=print))
+    with pytest.raises(ValueError, match="env and reward must be unset"):
+        Config(rollout=Rollout(generate=two_turns), env="x.py:Env")
