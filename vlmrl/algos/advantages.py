@@ -15,15 +15,73 @@ def grpo(rewards: torch.Tensor, group_ids: Sequence[str], scale_by_std: bool = T
     ``rewards`` ``[trajectories]``; the same shape comes back. Rewards 1, 0, 0, 1 give +-0.8660. ``scale_by_std=False`` leaves the
     difference as it is (Dr. GRPO, arXiv 2503.20783). Source: GRPO, arXiv 2402.03300, section 4.1.
     """
+
+    def of_group(group: torch.Tensor) -> torch.Tensor:
+        if len(group) == 1:
+            return group
+        return (group - group.mean()) / (group.std() + EPS if scale_by_std else 1.0)
+
+    return _by_group(rewards, group_ids, of_group)
+
+
+def rloo(rewards: torch.Tensor, group_ids: Sequence[str]) -> torch.Tensor:
+    """Reward minus the mean of the others in its group: 1, 0, 0, 1 give 2/3, -2/3, -2/3, 2/3. A group of one keeps its reward.
+
+    Source: RLOO, arXiv 2402.14740, section 3.
+    """
+
+    def of_group(group: torch.Tensor) -> torch.Tensor:
+        others = (group.sum() - group) / max(1, len(group) - 1)
+        return group - others
+
+    return _by_group(rewards, group_ids, of_group)
+
+
+def maxrl(rewards: torch.Tensor, group_ids: Sequence[str]) -> torch.Tensor:
+    """Reward minus the group's mean, over that mean: 1, 0, 0, 0 give 3, -1, -1, -1, so that hard tasks count more.
+
+    For rewards of 0 or more. A group whose mean is 0 gives 0. Source: MaxRL, arXiv 2602.02710.
+    """
+    if bool((rewards < 0).any()):
+        raise ValueError(
+            f"maxrl divides by a group's mean reward, so rewards must be 0 or more, but one is {float(rewards.min())}."
+        )
+
+    def of_group(group: torch.Tensor) -> torch.Tensor:
+        mean = group.mean()
+        return (group - mean) / mean if mean > EPS else torch.zeros_like(group)
+
+    return _by_group(rewards, group_ids, of_group)
+
+
+def reinforce_pp(rewards: torch.Tensor, group_ids: Sequence[str], group_baseline: bool = False) -> torch.Tensor:
+    """Rewards whitened over the whole batch: minus its mean, over its unbiased standard deviation.
+
+    ``group_baseline`` first subtracts each group's mean. Rewards 1, 0, 0, 1 give +-0.8660. A batch of one keeps its reward.
+    Source: REINFORCE++, arXiv 2501.03262, section 3.
+    """
+    if len(rewards) == 1:
+        return rewards.clone()
+    if group_baseline:
+        rewards = grpo(rewards, group_ids, scale_by_std=False)
+    return (rewards - rewards.mean()) / (rewards.std() + EPS)
+
+
+def _by_group(
+    rewards: torch.Tensor, group_ids: Sequence[str], of_group: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
     advantages = torch.empty_like(rewards)
-    names = list(group_ids)
-    for name in dict.fromkeys(names):
-        members = torch.tensor([other == name for other in names], device=rewards.device)
-        group = rewards[members]
-        centred = group - group.mean() if len(group) > 1 else group
-        scale = group.std() + EPS if scale_by_std and len(group) > 1 else 1.0
-        advantages[members] = centred / scale
+    names = {name: index for index, name in enumerate(dict.fromkeys(group_ids))}
+    group_of = torch.tensor([names[name] for name in group_ids], device=rewards.device)
+    for index in range(len(names)):
+        members = group_of == index
+        advantages[members] = of_group(rewards[members])
     return advantages
 
 
-ADVANTAGES: dict[str, Callable[..., torch.Tensor]] = {"grpo": grpo}
+ADVANTAGES: dict[str, Callable[..., torch.Tensor]] = {
+    "grpo": grpo,
+    "rloo": rloo,
+    "maxrl": maxrl,
+    "reinforce_pp": reinforce_pp,
+}

@@ -12,7 +12,10 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss may read. Only ``logprobs`` carries a gradient; ``ref_logprobs`` is there where a reference model is."""
+    """What a loss may read. Only ``logprobs`` carries a gradient; ``ref_logprobs`` is there where a reference model is.
+
+    Raises ValueError at the first logprob with mask 1 that is not finite.
+    """
 
     logprobs: torch.Tensor
     old_logprobs: torch.Tensor
@@ -20,6 +23,19 @@ class LossInputs:
     advantages: torch.Tensor
     loss_mask: torch.Tensor
     ref_logprobs: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("logprobs", "old_logprobs", "ref_logprobs"):
+            values = getattr(self, name)
+            if values is not None:
+                refuse_infinite(name, values, self.loss_mask)
+
+
+def refuse_infinite(name: str, values: torch.Tensor, loss_mask: torch.Tensor) -> None:
+    wrong = ~values.isfinite() & (loss_mask > 0)
+    if bool(wrong.any()):
+        row, place = wrong.nonzero()[0].tolist()
+        raise ValueError(f"{name}[{row}, {place}] must be finite, but it is {float(values[row, place])}.")
 
 
 @dataclass(frozen=True)
@@ -35,16 +51,103 @@ def ppo(inputs: LossInputs, clip_low: float = 0.2, clip_high: float = 0.28) -> L
 
     Source: PPO, arXiv 1707.06347, equation 7; the asymmetric clip is DAPO's, arXiv 2503.14476, equation 10.
     """
-    ratio = torch.exp((inputs.logprobs - inputs.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    gain, clipped_gain = ratio * inputs.advantages, clipped * inputs.advantages
-    metrics = {"clip_fraction": (clipped_gain < gain).float(), "ratio": ratio.detach()}
-    return LossOutputs(-torch.minimum(gain, clipped_gain), metrics)
+    return _clipped(inputs.logprobs - inputs.old_logprobs, inputs.advantages, clip_low, clip_high)
+
+
+def dual_clip(inputs: LossInputs, clip_low: float = 0.2, clip_high: float = 0.28, c: float = 3.0) -> LossOutputs:
+    """:func:`ppo`, and where the advantage is negative never worse than -c A: a huge ratio cannot take over the batch.
+
+    Source: Ye et al., "Mastering Complex Control in MOBA Games", arXiv 1912.09729, equation 4.
+    """
+    clipped = ppo(inputs, clip_low, clip_high)
+    bound = -c * inputs.advantages
+    bounded = (inputs.advantages < 0) & (clipped.per_token > bound)
+    metrics = clipped.metrics | {"dual_clip_fraction": bounded.to(inputs.logprobs.dtype)}
+    return LossOutputs(torch.where(bounded, bound, clipped.per_token), metrics)
+
+
+def gspo(inputs: LossInputs, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossOutputs:
+    """:func:`ppo` with one ratio a row, the geometric mean of its tokens' ratios; in the token form, each token gets its gradient.
+
+    A row is the sequence: an episode in concat samples, a turn in step-wise ones.
+    Source: GSPO, arXiv 2507.18071, equations 7 and 13 (GSPO-token).
+    """
+    mask = inputs.loss_mask
+    tokens = mask.sum(1, keepdim=True).clamp(min=1)
+    log_ratio = ((inputs.logprobs - inputs.old_logprobs) * mask).sum(1, keepdim=True) / tokens
+    token_form = inputs.logprobs - inputs.logprobs.detach() + log_ratio.detach()
+    return _clipped(token_form, inputs.advantages, clip_low, clip_high)
+
+
+def cispo(inputs: LossInputs, ratio_min: float = 0.0, ratio_max: float = 5.0) -> LossOutputs:
+    """-sg(clip(r, ratio_min, ratio_max)) A log p: the weight is clipped, and no token loses its gradient.
+
+    Source: MiniMax-M1, arXiv 2506.13585, equation 4; the bound of 5 is ScaleRL's, arXiv 2510.13786.
+    """
+    ratio = _ratio(inputs).detach()
+    clipped = ratio.clamp(ratio_min, ratio_max)
+    metrics = {"clip_fraction": (clipped != ratio).to(ratio.dtype), "ratio": ratio}
+    return LossOutputs(-clipped * inputs.advantages * inputs.logprobs, metrics)
+
+
+def sapo(inputs: LossInputs, tau_pos: float = 1.0, tau_neg: float = 1.05) -> LossOutputs:
+    """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate in place of the clip, with a tau for each sign of the advantage.
+
+    At r = 1 its gradient is that of -r A. Source: SAPO, arXiv 2511.20347, equations 5 and 6.
+    """
+    ratio = _ratio(inputs)
+    tau = torch.where(inputs.advantages > 0, tau_pos, tau_neg).to(ratio.dtype)
+    gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    return LossOutputs(-gate * inputs.advantages, {"ratio": ratio.detach()})
+
+
+def dppo_tv(inputs: LossInputs, limit: float = 0.15, ratio_max: float = 20.0) -> LossOutputs:
+    """-r A, but nothing where the token's probability has already moved by more than ``limit`` in the wanted direction.
+
+    The move is the total variation of the two-way choice "this token or another". ``ratio_max`` truncates the weight.
+    Source: DPPO, "Rethinking the Trust Region in LLM RL", arXiv 2602.04879 (binary TV).
+    """
+    p, old = inputs.logprobs.detach().exp(), inputs.old_logprobs.exp()
+    return _trust_region(inputs, (p - old).abs() > limit, ratio_max)
+
+
+def dppo_kl(inputs: LossInputs, limit: float = 0.05, ratio_max: float = 20.0) -> LossOutputs:
+    """:func:`dppo_tv` with KL(old || new) of the two-way choice in place of total variation, in nats.
+
+    Source: arXiv 2602.04879 (binary KL).
+    """
+    p, old = (x.detach().exp().clamp(1e-8, 1 - 1e-7) for x in (inputs.logprobs, inputs.old_logprobs))
+    kl = old * (old / p).log() + (1 - old) * ((1 - old) / (1 - p)).log()
+    return _trust_region(inputs, kl > limit, ratio_max)
+
+
+def reinforce(inputs: LossInputs) -> LossOutputs:
+    """-A log p. Source: Williams, 1992. On-policy: a second step on the same samples is biased."""
+    return LossOutputs(-inputs.advantages * inputs.logprobs)
 
 
 def sft(inputs: LossInputs) -> LossOutputs:
     """Cross entropy of the tokens with mask 1: -logprob. Advantages and ratios play no part."""
     return LossOutputs(-inputs.logprobs)
+
+
+def _ratio(inputs: LossInputs) -> torch.Tensor:
+    return torch.exp((inputs.logprobs - inputs.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def _clipped(log_ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float) -> LossOutputs:
+    ratio = torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    gain, clipped_gain = ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    metrics = {"clip_fraction": (clipped_gain < gain).to(ratio.dtype), "ratio": ratio.detach()}
+    return LossOutputs(-torch.minimum(gain, clipped_gain), metrics)
+
+
+def _trust_region(inputs: LossInputs, far: torch.Tensor, ratio_max: float) -> LossOutputs:
+    ratio = _ratio(inputs).detach()
+    onward = torch.where(inputs.advantages > 0, ratio > 1, ratio < 1)
+    kept = (~(far & onward)).to(ratio.dtype)
+    metrics = {"clip_fraction": 1 - kept, "ratio": ratio}
+    return LossOutputs(-kept * ratio.clamp(max=ratio_max) * inputs.advantages * inputs.logprobs, metrics)
 
 
 def kl_k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
@@ -63,5 +166,25 @@ def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     return torch.exp(log_ratio) - 1 - log_ratio
 
 
-LOSSES: dict[str, Callable[..., LossOutputs]] = {"ppo": ppo, "sft": sft}
-KL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+def kl_abs(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """|log(p / ref)|: a plain distance, no estimate of the KL."""
+    return (logprobs - ref_logprobs).abs()
+
+
+LOSSES: dict[str, Callable[..., LossOutputs]] = {
+    "ppo": ppo,
+    "dual_clip": dual_clip,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "reinforce": reinforce,
+    "sft": sft,
+}
+KL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "k1": kl_k1,
+    "k2": kl_k2,
+    "k3": kl_k3,
+    "abs": kl_abs,
+}

@@ -28,4 +28,29 @@ def prompt_mean(loss_mask: torch.Tensor, group_ids: Sequence[str]) -> torch.Tens
     return loss_mask / (tokens.clamp(min=1) * alive)[group_of, None]
 
 
-REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {"token_mean": token_mean, "prompt_mean": prompt_mean}
+def sequence_mean(loss_mask: torch.Tensor, group_ids: Sequence[str]) -> torch.Tensor:
+    """Every row counts the same, and within it every trained token; ``[rows, length]`` in and out.
+
+    Masks [[1, 0], [1, 1]] give [[1/2, 0], [1/4, 1/4]]. A row is an episode in concat samples and a turn in step-wise ones.
+    Source: GRPO, arXiv 2402.03300, equation 3.
+    """
+    tokens = loss_mask.sum(1, keepdim=True)
+    return loss_mask / (tokens.clamp(min=1) * (tokens > 0).sum().clamp(min=1))
+
+
+def seq_mean_token_sum_norm(loss_mask: torch.Tensor, group_ids: Sequence[str], norm: float = 1024.0) -> torch.Tensor:
+    """Each row's sum over a constant ``norm`` (in tokens), averaged over the rows: no length changes a token's weight.
+
+    Masks [[1, 0], [1, 1]] and norm 10 give [[1/20, 0], [1/20, 1/20]]. Source: Dr. GRPO, arXiv 2503.20783, section 3.3.
+    """
+    if norm <= 0:
+        raise ValueError(f"seq_mean_token_sum_norm: norm must be greater than 0, but it is {norm}.")
+    return loss_mask / (norm * (loss_mask.sum(1) > 0).sum().clamp(min=1))
+
+
+REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean,
+    "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
+    "prompt_mean": prompt_mean,
+}
