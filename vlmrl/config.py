@@ -118,6 +118,8 @@ class Rollout:
     """Stop strings; the matched one stays in the reply."""
     max_concurrent: int = 256
     """Trajectories in play at once."""
+    over_sampling: float = 1.0
+    """Start so many times the groups a batch needs, keep the first that finish, and stop the stragglers."""
     max_env_retries_per_turn: int = 1
     """Fresh envs tried after an env error, each replaying the turns so far."""
     env_timeout: float = 60.0
@@ -147,6 +149,7 @@ class Rollout:
         positive = ("group_size", "max_turns", "max_tokens", "max_reply_tokens", "max_concurrent", "env_timeout")
         _positive("rollout", self, *positive, "engine_timeout")
         _require(self.temperature >= 0, "rollout.temperature", "0 (greedy) or more", self.temperature)
+        _require(self.over_sampling >= 1, "rollout.over_sampling", "1 (off) or more", self.over_sampling)
         _require(0 < self.top_p <= 1, "rollout.top_p", "in (0, 1]", self.top_p)
         _require(self.top_k >= 0, "rollout.top_k", "0 (off) or more", self.top_k)
         _require(
@@ -170,18 +173,66 @@ class Algo:
     advantage: str = "grpo"
     """A name in `vlmrl.algos.ADVANTAGES`."""
     advantage_options: Options = field(default_factory=dict)
+    credit: Literal["trajectory", "turn"] = "trajectory"
+    """`turn`: each turn has its own advantage, from what is paid from it on; for envs that pay turn by turn."""
     loss: str = "ppo"
     """A name in `vlmrl.algos.LOSSES`."""
     loss_options: Options = field(default_factory=dict)
     """Such as `clip_low 0.2 clip_high 0.28`."""
     reduction: str = "token_mean"
     """A name in `vlmrl.algos.REDUCTIONS`."""
+    reduction_options: Options = field(default_factory=dict)
+    corrections: tuple[str, ...] = ()
+    """Names in `vlmrl.algos.CORRECTIONS`, for a rollout policy that is not the trainer's; their factors are multiplied."""
+    correction_options: Options = field(default_factory=dict)
+    """Such as `token_truncation.cap 2.0`."""
     kl_coef: float = 0.0
-    """Weight of the KL penalty towards the starting weights; 0: no reference model is kept."""
-    kl: Literal["k1", "k2", "k3"] = "k3"
+    """Weight of the KL penalty towards the reference; 0: no reference model is kept."""
+    kl: Literal["k1", "k2", "k3", "abs"] = "k3"
+    kl_in_reward: bool = False
+    """Take the KL off the trajectory's reward instead of adding it to the loss."""
+    reference: str | None = None
+    """The reference model's hub name or folder; unset: the weights that training starts from."""
+    entropy_coef: float = 0.0
+    """Weight of an entropy bonus."""
+    filters: tuple[str, ...] = ()
+    """Which groups are trained: names in `vlmrl.algos.FILTERS`, or `file.py:function` of a group's trajectories."""
+    filter_options: Options = field(default_factory=dict)
+    """Such as `reward_band.high 0.9`."""
+    dynamic_sampling: Literal["off", "filter", "replace"] = "off"
+    """What becomes of a batch that the filters left short: `filter`: sample on until it is full, `replace`: repeat kept groups."""
+    mask_truncated: bool = False
+    """Leave trajectories that a length limit cut off out of the loss; they still count in their group's baseline."""
+    overlong_buffer: int = 0
+    """Tokens before `rollout.max_tokens` over which the reward falls by up to 1; 0: off."""
 
     def __post_init__(self) -> None:
         _require(self.kl_coef >= 0, "algo.kl_coef", "0 or more", self.kl_coef)
+        _require(self.overlong_buffer >= 0, "algo.overlong_buffer", "0 (off) or more", self.overlong_buffer)
+        if "gae" in (self.advantage, self.loss):
+            raise ValueError(
+                "gae is not offered: it needs a critic, and vlmrl trains none. Take a group baseline, such as grpo."
+            )
+        if self.kl_in_reward:
+            _require(self.kl_coef > 0, "algo.kl_coef", "greater than 0 with kl_in_reward", self.kl_coef)
+        if self.dynamic_sampling != "off":
+            _require(bool(self.filters), "algo.filters", "set with dynamic_sampling", self.filters)
+        for options, names in (("correction_options", self.corrections), ("filter_options", self.filters)):
+            for key in getattr(self, options):
+                _require(
+                    key.rpartition(".")[0] in names, f"algo.{options}", f"NAME.OPTION of one of {list(names)}", key
+                )
+        if self.credit == "turn":
+            _require(
+                self.advantage != "reinforce_pp", "algo.advantage", "a group baseline with credit turn", self.advantage
+            )
+            _require(not self.kl_in_reward, "algo.kl_in_reward", "False with credit turn", self.kl_in_reward)
+            _require(not self.overlong_buffer, "algo.overlong_buffer", "0 with credit turn", self.overlong_buffer)
+
+    def options_of(self, name: str) -> Options:
+        """The options of one correction or filter: those whose key is ``name.option``."""
+        given = {**self.correction_options, **self.filter_options}
+        return {key.rpartition(".")[2]: value for key, value in given.items() if key.rpartition(".")[0] == name}
 
 
 @dataclass(frozen=True)
@@ -261,6 +312,24 @@ class WarmStart:
             _require(self.demonstrate is not None, "warm_start.demonstrate", "set when warm_start.steps is", None)
 
 
+def _check_samples(algo: Algo, rollout: Rollout) -> None:
+    """Algorithms that the form of the samples makes wrong or impossible."""
+    if rollout.samples == "step_wise" and algo.advantage == "reinforce_pp":
+        raise ValueError(
+            "algo.advantage reinforce_pp is defined over batches of one row per episode, and step-wise rows count an episode once "
+            "per turn: set rollout.samples to concat or merged, or take grpo or rloo."
+        )
+    if rollout.needs_rendered_rows and algo.corrections:
+        raise ValueError(
+            f"algo.corrections {list(algo.corrections)} need the rollout's logprobs, and rows rendered anew (rollout.history rerender "
+            "with samples concat) have none: set rollout.samples to step_wise."
+        )
+    if rollout.needs_rendered_rows and algo.credit == "turn":
+        raise ValueError(
+            "algo.credit turn needs to know each turn's tokens: set rollout.samples to step_wise with rerender."
+        )
+
+
 @dataclass(frozen=True)
 class Config:
     """Everything a run needs. A recipe fills it in; the command line overrides it."""
@@ -292,11 +361,16 @@ class Config:
         _require(bool(self.name) and "/" not in self.name, "name", "a plain folder name", self.name)
         if self.env is not None and self.reward is not None:
             raise ValueError("env and reward cannot both be set: a reward function stands for a whole single-turn env.")
+        _check_samples(self.algo, self.rollout)
         if self.rollout.generate is not None and (self.env is not None or self.reward is not None):
             raise ValueError("rollout.generate plays whole episodes by itself, so env and reward must be unset.")
         if self.reward is not None:
             _require(
                 self.rollout.max_turns == 1, "rollout.max_turns", "1 with a reward function", self.rollout.max_turns
+            )
+        if self.deterministic and self.rollout.over_sampling > 1:
+            raise ValueError(
+                "rollout.over_sampling keeps what finishes first, which no run repeats: set deterministic to False."
             )
         budget = f"less than rollout.max_tokens ({self.rollout.max_tokens})"
         _require(

@@ -7,7 +7,6 @@ function or an object of its own, so this file reads like the algorithm.
 from __future__ import annotations
 
 import json
-import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,8 @@ from typing import Any
 
 import torch
 
-from vlmrl.algos import ADVANTAGES
+from vlmrl.algos import ADVANTAGES, CORRECTIONS
+from vlmrl.algos.filters import is_overlong
 from vlmrl.canary import check_pictures
 from vlmrl.config import Algo, Config, Data, Optim
 from vlmrl.data import TaskSource, load_tasks
@@ -29,15 +29,18 @@ from vlmrl.loading import load_object
 from vlmrl.media import MediaStore
 from vlmrl.metrics import RunLog, draw_curve, trajectory_metrics
 from vlmrl.model.loading import LoadedModel, load_model
+from vlmrl.model.policy import Policy
 from vlmrl.progress import RunProgress
+from vlmrl.rollout.batches import Filter, GroupBatch, fill, resolve_filters
 from vlmrl.rollout.generator import Generate, GeneratorLoop, resolve_generate
 from vlmrl.rollout.history import HistoryPolicy, resolve_policy
-from vlmrl.rollout.runner import Rollouts, Runner
+from vlmrl.rollout.runner import Runner
 from vlmrl.rollout.turn_loop import TurnLoop
 from vlmrl.samples import audit, emit
-from vlmrl.train.gaps import TurnGap
+from vlmrl.train.credit import give_advantages
+from vlmrl.train.gaps import TurnGap, summarise, turn_gaps
 from vlmrl.train.trainer import Trainer, choose
-from vlmrl.types import Sample, Task, Trajectory
+from vlmrl.types import Task, Trajectory
 from vlmrl.viewer import write_page
 
 PAGE_TRAJECTORIES = 64  # of the last batch, shown on the trajectory page
@@ -60,6 +63,7 @@ class Run:
     store: MediaStore | None
     engine: TransformersEngine
     history_policy: HistoryPolicy | None
+    filters: list[Filter]
 
     @property
     def folder(self) -> Path:
@@ -87,6 +91,9 @@ def build(config: Config, base_dir: Path | None = None) -> Run:
         spec = resolve_env(config.env, config.reward, dict(config.env_options), base_dir)
     history_policy = resolve_policy(config.rollout, base_dir)
     choose("algo.advantage", config.algo.advantage, ADVANTAGES)
+    for name in config.algo.corrections:
+        choose("algo.corrections", name, CORRECTIONS)
+    filters = resolve_filters(config.algo, base_dir)
     tasks = _load(config.data, "data", base_dir)
     held_out = _load(config.eval.data, "eval.data", base_dir) if config.eval.data.is_set else None
     cache_dir = Path(config.output_dir) / ".models"
@@ -100,7 +107,9 @@ def build(config: Config, base_dir: Path | None = None) -> Run:
     if config.train.gradient_checkpointing:
         model.policy.enable_gradient_checkpointing()
     engine = TransformersEngine(model.policy, model.renderer, keep_kv=config.rollout.max_turns > 1)
-    return Run(config, base_dir, spec, generate, tasks, held_out, model, model.new_store(), engine, history_policy)
+    return Run(
+        config, base_dir, spec, generate, tasks, held_out, model, model.new_store(), engine, history_policy, filters
+    )
 
 
 def _load(data: Data, field: str, base_dir: Path | None) -> TaskSource:
@@ -118,32 +127,34 @@ async def train(run: Run, log: RunLog, progress: RunProgress) -> dict[str, float
     trainer = _trainer(run)
     runner = run.runner()
     tasks = endless(run.tasks)
-    rollouts = Rollouts()
+    played: list[Trajectory] = []
     try:
         with progress.phase("train", config.train.steps) as phase:
             for step in range(1, config.train.steps + 1):
                 began = time.perf_counter()
-                rollouts = await runner.play(tasks, config.train.groups_per_batch, f"step{step:06d}")
+                wanted, mode = config.train.groups_per_batch, config.algo.dynamic_sampling
+                batch = await fill(runner, tasks, wanted, f"step{step:06d}", run.filters, mode)
                 rolled_out = time.perf_counter()
+                played = batch.rollouts.trajectories
                 if step == 1 and config.train.canary and run.store is not None:
-                    await check_pictures(run.model.policy, run.engine, run.store, rollouts.trajectories)
-                metrics = train_on(run, trainer, rollouts.trajectories)
+                    await check_pictures(run.model.policy, run.engine, run.store, played)
+                metrics = train_on(run, trainer, batch.trajectories)
                 run.engine.weights_changed(trainer.steps_done)
                 seconds = {"time/rollout": rolled_out - began, "time/train": time.perf_counter() - rolled_out}
-                row = step_metrics(run, rollouts) | metrics | seconds
+                row = step_metrics(run, batch) | metrics | seconds
                 log.log(step, row)
-                log.log_trajectories(step, rollouts.trajectories)
+                log.log_trajectories(step, played)
                 rate = row["sampled_tokens"] / (time.perf_counter() - began)
                 phase.advance(reward=row.get("reward/mean"), reply_tokens=row["sampled_tokens/mean"], tokens_per_s=rate)
                 if config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
                     await _evaluate_into({}, "", run, log, step, progress)
     finally:
-        leave_behind(run, log, rollouts.trajectories)
+        leave_behind(run, log, played)
     await _evaluate_into(summary, "reward_after", run, log, config.train.steps, progress)
     if config.eval.blank_images:
         await _evaluate_into(summary, "reward_blanked", run, log, config.train.steps, progress, blank_images=True)
     (run.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    leave_behind(run, log, rollouts.trajectories)
+    leave_behind(run, log, played)
     if config.save_model:
         run.model.save(run.folder / "model")
     return summary
@@ -155,35 +166,30 @@ def train_on(run: Run, trainer: Trainer, trajectories: Sequence[Trajectory]) -> 
     how = run.config.rollout.samples
     samples = [sample for trajectory in trajectories for sample in emit(trajectory, how)]
     policy = run.model.policy
+    metrics: dict[str, Any] = {"samples/unmerged": sum(len(trajectory.turns) for trajectory in trajectories)}
+    if not samples:
+        return metrics | {"samples": 0}
     report = audit(samples, trajectories, image_token_id=policy.image_token_id, banned_ids=policy.banned_ids)
-    audited = time.perf_counter() - began
-    give_advantages(samples, trajectories, run.config)
-    metrics: dict[str, Any] = {**trainer.step(samples), "time/audit": audited, "samples": report.samples}
-    metrics["samples/unmerged"] = sum(len(trajectory.turns) for trajectory in trajectories)
+    metrics |= {"time/audit": time.perf_counter() - began, "samples": report.samples}
     metrics |= {f"left_out/{reason}": count for reason, count in report.left_out.items()}
-    return metrics | note_gaps(trajectories, trainer.gaps)
+    penalties = trainer.kl_by_trajectory(samples) if run.config.algo.kl_in_reward else {}
+    coef = run.config.algo.kl_coef
+    give_advantages(samples, trajectories, run.config, {name: coef * kl for name, kl in penalties.items()})
+    if run.config.algo.mask_truncated:
+        overlong = {trajectory.id for trajectory in trajectories if is_overlong(trajectory)}
+        metrics["left_out/overlong"] = sum(sum(s.loss_mask) for s in samples if s.trajectory_id in overlong)
+        samples = [sample for sample in samples if sample.trajectory_id not in overlong]
+    if samples:
+        metrics |= trainer.step(samples)
+    return metrics | note_gaps(trajectories, turn_gaps(trajectories, samples, trainer.scored))
 
 
-def note_gaps(trajectories: Sequence[Trajectory], gaps: Sequence[TurnGap]) -> dict[str, str]:
-    """Write each turn's gap between trainer and rollout into the turn, and name the turn with the largest."""
+def note_gaps(trajectories: Sequence[Trajectory], gaps: Sequence[TurnGap]) -> dict[str, float | str]:
+    """Write each turn's gap between trainer and rollout into the turn; the summary of all of them."""
     by_id = {trajectory.id: trajectory for trajectory in trajectories}
     for gap in gaps:
         by_id[gap.trajectory_id].turns[gap.turn].rollout_gap = gap.max
-    worst = max(gaps, key=lambda gap: gap.max, default=None)
-    return {} if worst is None else {"rollout_gap/worst": f"{worst.trajectory_id}, turn {worst.turn}"}
-
-
-def give_advantages(samples: Sequence[Sample], trajectories: Sequence[Trajectory], config: Config) -> None:
-    """One advantage a trajectory, from its whole reward, given to every sample of it."""
-    rewards = [trajectory.reward for trajectory in trajectories]
-    if config.train.shuffle_rewards:
-        random.Random(f"{config.seed}/{trajectories[0].id}").shuffle(rewards)
-    compute = ADVANTAGES[config.algo.advantage]
-    groups = [trajectory.group_id for trajectory in trajectories]
-    values = compute(torch.tensor(rewards, dtype=torch.float32), groups, **config.algo.advantage_options).tolist()
-    of = {trajectory.id: value for trajectory, value in zip(trajectories, values, strict=True)}
-    for sample in samples:
-        sample.advantage = of[sample.trajectory_id]
+    return summarise(gaps)
 
 
 async def warm_start(run: Run, progress: RunProgress) -> None:
@@ -260,12 +266,14 @@ async def _evaluate_into(
     return summary
 
 
-def step_metrics(run: Run, rollouts: Rollouts) -> dict[str, float]:
-    """What the rollouts of one step were like."""
+def step_metrics(run: Run, batch: GroupBatch) -> dict[str, float]:
+    """What was played for one step, also what the filters then left out."""
+    rollouts = batch.rollouts
     metrics = trajectory_metrics(rollouts.trajectories)
     metrics["sampled_tokens"] = float(sum(trajectory.num_sampled for trajectory in rollouts.trajectories))
     metrics["failed"] = float(len(rollouts.failed))
     metrics["groups/dropped"] = float(rollouts.dropped_groups)
+    metrics["groups/stopped"], metrics["groups/filtered"] = float(rollouts.stopped_groups), float(batch.filtered)
     if run.store is not None:
         metrics["images/seen"], metrics["images/processed"] = float(run.store.seen), float(run.store.processed)
     metrics["images/encoded"] = float(run.engine.images_encoded)
@@ -303,5 +311,17 @@ def _trainer(run: Run) -> Trainer:
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
         temperature=config.rollout.temperature or 1.0,
         groups_per_step=config.train.groups_per_step,
-        reference=run.model.policy.frozen_copy() if config.algo.kl_coef else None,
+        reference=_reference(run),
     )
+
+
+def _reference(run: Run) -> Policy | None:
+    """The policy that a KL penalty pulls towards: the one that is named, or the weights as they are now."""
+    algo = run.config.algo
+    if not algo.kl_coef:
+        return None
+    if algo.reference is None:
+        return run.model.policy.frozen_copy()
+    named = replace(run.config.model, path=algo.reference, random_weights=False)
+    cache_dir = Path(run.config.output_dir) / ".models"
+    return load_model(named, run.base_dir, cache_dir, run.config.seed).policy.requires_grad_(False).eval()

@@ -189,7 +189,7 @@ class Sample:
 
     ``media`` are the row's pictures in token order, by reference: nothing is copied until a micro-batch is built.
     ``rollout_logprobs`` are ``None`` where the row's tokens are not the sampled ones (a conversation rendered anew as one row).
-    ``advantage`` is ``None`` until the group's baseline is known.
+    ``advantage``, one number or one per response token, is ``None`` until the group's baseline is known.
     """
 
     prompt_token_ids: list[int]
@@ -203,7 +203,7 @@ class Sample:
     is_last_step: bool
     stop_reason: str
     media: list[MediaItem] = field(default_factory=list)
-    advantage: float | None = None
+    advantage: float | list[float] | None = None
 
     @property
     def token_ids(self) -> list[int]:

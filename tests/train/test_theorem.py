@@ -11,6 +11,7 @@ from PIL import Image
 from vlmrl.config import Algo, Model, Optim
 from vlmrl.model.loading import load_model
 from vlmrl.samples import audit, concat, merge_prefixes, step_wise
+from vlmrl.train.gaps import turn_gaps
 from vlmrl.train.trainer import Trainer
 from vlmrl.types import Task, Trajectory, Turn
 
@@ -108,7 +109,10 @@ def test_other_replies_give_other_gradients(model):
 
 def test_gaps_are_told_by_turn_in_every_form(model):
     trajectories = play(model, "one")
-    gaps = {form: gradients(model, trajectories, form, "token_mean", None).gaps for form in FORMS}
+    gaps = {}
+    for form, emit in FORMS.items():
+        trainer = gradients(model, trajectories, form, "token_mean", None)
+        gaps[form] = turn_gaps(trajectories, [s for t in trajectories for s in emit(t)], trainer.scored)
     places = [(t.id, number) for t in trajectories for number in range(len(t.turns))]
     for form, found in gaps.items():
         assert [(gap.trajectory_id, gap.turn) for gap in found] == places, form

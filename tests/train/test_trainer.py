@@ -173,7 +173,7 @@ def test_kl_needs_a_reference_and_pulls_towards_it(model):
 
 
 def test_unknown_names_list_the_known_ones(model):
-    with pytest.raises(ValueError, match=r"algo.loss must be one of ppo, sft, but it is 'pp0'"):
+    with pytest.raises(ValueError, match=r"algo.loss must be one of cispo, .*, ppo, .*, sft, but it is 'pp0'"):
         Trainer(model.policy, Algo(loss="pp0"), Optim(), total_steps=1, tokens_per_micro_batch=100)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 from vlmrl.config import Rollout
 from vlmrl.engine.base import Engine, Waves
@@ -20,11 +21,15 @@ class RolloutError(RuntimeError):
 
 @dataclass
 class Rollouts:
-    """What one call of :meth:`Runner.play` gave: whole groups, and the trajectories that failed on the way."""
+    """What one call of :meth:`Runner.play` gave: whole groups, and the trajectories that failed on the way.
+
+    ``dropped_groups`` had a failed member; ``stopped_groups`` were stragglers of over-sampling.
+    """
 
     groups: list[list[Trajectory]] = field(default_factory=list)
     failed: list[Trajectory] = field(default_factory=list)
     dropped_groups: int = 0
+    stopped_groups: int = 0
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -58,14 +63,18 @@ class Runner:
         count: int,
         label: str,
         on_end: Callable[[Trajectory], None] = lambda trajectory: None,
+        over_sampling: float = 1.0,
     ) -> Rollouts:
         """``count`` whole groups, drawing as many tasks as that needs (fewer groups only where the tasks run out).
 
-        ``label`` begins every id; ``on_end`` is called as each trajectory ends. Raises RolloutError when more than
+        ``label`` begins every id; ``on_end`` is called as each trajectory ends. ``over_sampling`` times as many groups are started
+        as are missing; once there are enough, the others are stopped. Raises RolloutError when more than
         ``max_failed_fraction`` of the trajectories asked for have failed, with the commonest reasons.
         """
         rollouts = Rollouts()
-        at_once = max(1, self.config.max_concurrent // self.group_size) if self._waves else count
+        at_once = (
+            max(1, self.config.max_concurrent // self.group_size) if self._waves else math.ceil(count * over_sampling)
+        )
         limit = at_once * self.group_size if self._waves else self.config.max_concurrent  # a wave is never cut
         slots = asyncio.Semaphore(limit)
         started = 0
@@ -77,21 +86,25 @@ class Runner:
             on_end(trajectory)
 
         while len(rollouts.groups) < count:
-            wanted = min(at_once, count - len(rollouts.groups))
-            batch = list(islice(tasks, wanted))
+            missing = count - len(rollouts.groups)
+            batch = list(islice(tasks, min(at_once, math.ceil(missing * over_sampling))))
             if not batch:
                 break
             if self._waves:
                 self._waves.join(len(batch) * self.group_size)
             ids = [f"{label}/{started + index:05d}" for index in range(len(batch))]
             started += len(batch)
-            for group in await _gather(
-                [self._group(task, name, slots, ended) for task, name in zip(batch, ids, strict=True)]
-            ):
-                if any(trajectory.failed for trajectory in group):
-                    rollouts.dropped_groups += 1
-                else:
+            playing = [self._group(task, name, slots, ended) for task, name in zip(batch, ids, strict=True)]
+            if len(batch) > missing:
+                groups = await _first(playing, missing, _is_whole)
+                rollouts.stopped_groups += len(batch) - len(groups)
+            else:
+                groups = await _gather(playing)
+            for group in groups:
+                if _is_whole(group):
                     rollouts.groups.append(group)
+                else:
+                    rollouts.dropped_groups += 1
         return rollouts
 
     async def _group(
@@ -124,6 +137,28 @@ class Runner:
             raise RolloutError(
                 f"{len(failed)} trajectories of {asked} failed, more than rollout.max_failed_fraction ({limit:g}) allows:\n{told}"
             )
+
+
+def _is_whole(group: list[Trajectory]) -> bool:
+    return not any(trajectory.failed for trajectory in group)
+
+
+async def _first(
+    coroutines: list[Coroutine[Any, Any, list[Trajectory]]], count: int, counts: Callable[[list[Trajectory]], bool]
+) -> list[list[Trajectory]]:
+    """What finished until ``count`` results count, in the order they were asked for; the others are cancelled."""
+    futures = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    pending = set(futures)
+    try:
+        while pending and sum(counts(future.result()) for future in futures if future.done()) < count:
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for future in pending:
+            future.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+    results = [future.result() for future in futures if future not in pending]
+    whole = [result for result in results if counts(result)][:count]
+    return [result for result in results if not counts(result)] + whole
 
 
 async def _gather(coroutines: list) -> list:  # type: ignore[type-arg]

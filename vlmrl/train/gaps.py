@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from vlmrl.types import Sample
+from vlmrl.samples.spans import reply_spans
+from vlmrl.types import Sample, Trajectory
 
 
 @dataclass(frozen=True)
@@ -23,40 +23,46 @@ class TurnGap:
     k3: float
 
 
-def turn_gaps(samples: Sequence[Sample], logprobs: Sequence[np.ndarray]) -> list[TurnGap]:
-    """The gap of each turn in ``samples``, a trajectory's rows in order; ``logprobs`` are the trainer's, ``[response]`` a row.
+def turn_gaps(
+    trajectories: Sequence[Trajectory], samples: Sequence[Sample], logprobs: Sequence[np.ndarray]
+) -> list[TurnGap]:
+    """The gap of each turn that ``samples`` train; ``logprobs`` are the trainer's, one array ``[response]`` for each sample.
 
     A row without rollout logprobs has none. k3 is the mean of exp(d) - 1 - d, d the trainer's logprob minus the rollout's
     (Schulman, "Approximating KL divergence", 2020).
     """
+    rows: dict[str, list[int]] = {}
+    for index, sample in enumerate(samples):
+        rows.setdefault(sample.trajectory_id, []).append(index)
     places: list[tuple[str, int]] = []
     differences: list[np.ndarray] = []
-    turns_before = Counter[str]()
-    for sample, scored in zip(samples, logprobs, strict=True):
-        edges = np.flatnonzero(np.diff(sample.loss_mask, prepend=0, append=0))
-        first, count = turns_before[sample.trajectory_id], len(edges) // 2
-        turns_before[sample.trajectory_id] += count
-        if sample.rollout_logprobs is not None:
-            d = scored.astype(np.float64) - np.array(sample.rollout_logprobs)
-            places += [(sample.trajectory_id, first + number) for number in range(count)]
-            differences += [d[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True)]
+    for trajectory in trajectories:
+        own = rows.get(trajectory.id, [])
+        for span in reply_spans(trajectory, [samples[index] for index in own]):
+            if span.end > span.start:
+                index, part = own[span.row], slice(span.start, span.end)
+                rollout = np.array((samples[index].rollout_logprobs or [])[part])
+                places.append((trajectory.id, span.turn))
+                differences.append(logprobs[index][part].astype(np.float64) - rollout)
     if not places:
         return []
     sizes = np.array([len(d) for d in differences])
     starts = np.cumsum(sizes) - sizes
     d = np.concatenate(differences)
     mean, k3 = np.add.reduceat(np.abs(d), starts) / sizes, np.add.reduceat(np.expm1(d) - d, starts) / sizes
-    rows = zip(places, sizes, mean, np.maximum.reduceat(np.abs(d), starts), k3, strict=True)
-    return [TurnGap(name, turn, int(n), float(m), float(top), float(k)) for (name, turn), n, m, top, k in rows]
+    numbers = zip(places, sizes, mean, np.maximum.reduceat(np.abs(d), starts), k3, strict=True)
+    return [TurnGap(name, turn, int(n), float(m), float(top), float(k)) for (name, turn), n, m, top, k in numbers]
 
 
-def summarise(gaps: Sequence[TurnGap]) -> dict[str, float]:
-    """``rollout_gap/mean|max|k3`` over all tokens; nothing where no gap is known."""
+def summarise(gaps: Sequence[TurnGap]) -> dict[str, float | str]:
+    """``rollout_gap/mean|max|k3`` over all tokens, and the turn that is ``worst``; nothing where no gap is known."""
     if not gaps:
         return {}
     tokens = sum(gap.tokens for gap in gaps)
+    worst = max(gaps, key=lambda gap: gap.max)
     return {
         "rollout_gap/mean": sum(gap.mean * gap.tokens for gap in gaps) / tokens,
-        "rollout_gap/max": max(gap.max for gap in gaps),
+        "rollout_gap/max": worst.max,
         "rollout_gap/k3": sum(gap.k3 * gap.tokens for gap in gaps) / tokens,
+        "rollout_gap/worst": f"{worst.trajectory_id}, turn {worst.turn}",
     }

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
-from vlmrl.algos import KL, LOSSES, REDUCTIONS, LossInputs
+from vlmrl.algos import CORRECTIONS, KL, LOSSES, REDUCTIONS, LossInputs
+from vlmrl.algos.corrections import mismatch
 from vlmrl.config import Algo, Optim
 from vlmrl.model.policy import Policy, TokenScores
-from vlmrl.train.gaps import TurnGap, summarise, turn_gaps
 from vlmrl.train.master_weights import MasterWeights
 from vlmrl.train.packing import collate, per_token, split
 from vlmrl.types import Sample
@@ -44,7 +45,9 @@ class Trainer:
         self.policy = policy
         self.reference = reference
         self.steps_done = 0
-        self.gaps: list[TurnGap] = []  # of the last batch
+        self.scored: list[
+            np.ndarray
+        ] = []  # logprobs of the last batch's responses, sample by sample, before its update
         self._algo = algo
         self._loss = choose("algo.loss", algo.loss, LOSSES)
         self._reduction = choose("algo.reduction", algo.reduction, REDUCTIONS)
@@ -67,56 +70,82 @@ class Trainer:
 
         The samples of one trajectory stand in a row.
         """
-        mini_batches = list(self._mini_batches(samples))
-        old = [self._score_all(mini_batch) for mini_batch in mini_batches] if len(mini_batches) > 1 else [None]
+        mini_batches = self._mini_batches(samples)
+        parts = [[samples[index] for index in indices] for indices in mini_batches]
+        old = [self._score_all(part) for part in parts] if len(parts) > 1 else [None]
         totals: dict[str, float] = defaultdict(float)
-        self.gaps = []
-        for mini_batch, old_logprobs in zip(mini_batches, old, strict=True):
-            for name, value in self._update(mini_batch, old_logprobs).items():
+        self.scored = [np.empty(0)] * len(samples)
+        for indices, part, old_logprobs in zip(mini_batches, parts, old, strict=True):
+            for name, value in self._update(part, indices, old_logprobs).items():
                 totals[name] += value / len(mini_batches)
         self.policy.eval()  # in training mode, checkpointed layers take no cache, and an engine may share this model
-        return {**totals, **summarise(self.gaps)}
+        return dict(totals)
 
-    def _mini_batches(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-        groups: dict[str, list[Sample]] = defaultdict(list)
-        for sample in samples:
-            groups[sample.group_id].append(sample)
-        names = list(groups)
-        size = self._groups_per_step or len(names)
-        for first in range(0, len(names), size):
-            yield [sample for name in names[first : first + size] for sample in groups[name]]
+    def _mini_batches(self, samples: Sequence[Sample]) -> list[list[int]]:
+        """The indices of each optimizer step's samples: a fixed number of groups, however many rows they have."""
+        groups: dict[str, list[int]] = defaultdict(list)
+        for index, sample in enumerate(samples):
+            groups[sample.group_id].append(index)
+        members = list(groups.values())
+        size = self._groups_per_step or len(members)
+        return [list(chain.from_iterable(members[first : first + size])) for first in range(0, len(members), size)]
 
-    def _update(self, samples: list[Sample], old_logprobs: torch.Tensor | None) -> dict[str, float]:
+    def _update(self, samples: list[Sample], indices: list[int], old_logprobs: torch.Tensor | None) -> dict[str, float]:
         """One optimizer step, its gradient gathered over micro-batches under weights fixed for all of them."""
-        weights = self._reduction(per_token(samples, lambda sample: sample.loss_mask), [s.group_id for s in samples])
+        mask = per_token(samples, lambda sample: sample.loss_mask)
+        weights = self._reduction(mask, [s.group_id for s in samples], **self._algo.reduction_options)
         sums: dict[str, float] = defaultdict(float)
-        scored: dict[int, np.ndarray] = {}
         self.policy.train()
         for rows in split(samples, self._micro_tokens):
             part = [samples[row] for row in rows]
             length = max(map(len, part))
             scores = self._score(self.policy, part)
             inputs = self._loss_inputs(part, scores, None if old_logprobs is None else old_logprobs[rows, :length])
-            outputs = self._loss(inputs, **self._algo.loss_options)
-            per_token_loss, metrics = outputs.per_token, dict(outputs.metrics)
-            if inputs.ref_logprobs is not None:
-                kl = KL[self._algo.kl](inputs.logprobs, inputs.ref_logprobs)
-                per_token_loss, metrics["kl"] = per_token_loss + self._algo.kl_coef * kl, kl
+            per_token_loss, metrics = self._per_token_loss(inputs, scores)
             loss = (per_token_loss * weights[rows, :length].to(per_token_loss.device)).sum()
             loss.backward()
-            metrics["entropy"] = scores.entropy
+            tokens = float(inputs.loss_mask.sum())
             for name, value in metrics.items():
-                sums[name] += float((value.detach() * inputs.loss_mask).sum())
-            sums["tokens"] += float(inputs.loss_mask.sum())
+                sums[name] += float((value.detach() * inputs.loss_mask).sum() if value.dim() else value * tokens)
+            sums["tokens"] += tokens
             sums["loss"] += float(loss.detach())
             old = inputs.old_logprobs.cpu().numpy()
-            scored |= {
-                row: old[i, len(samples[row].prompt_token_ids) : len(samples[row])] for i, row in enumerate(rows)
-            }
-        self.gaps += turn_gaps(samples, [scored[row] for row in range(len(samples))])
+            for i, row in enumerate(rows):
+                self.scored[indices[row]] = old[i, len(samples[row].prompt_token_ids) : len(samples[row])]
         tokens, loss_sum = sums.pop("tokens"), sums.pop("loss")
         means = {name: value / max(1.0, tokens) for name, value in sums.items()}
         return {"loss": loss_sum, "tokens": tokens, **means, **self._apply_gradient()}
+
+    def _per_token_loss(self, inputs: LossInputs, scores: TokenScores) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The policy's loss, corrected, with the penalties that are set; metrics per token ``[rows, length]`` or single."""
+        algo = self._algo
+        outputs = self._loss(inputs, **algo.loss_options)
+        per_token_loss, metrics = outputs.per_token, {**outputs.metrics, "entropy": scores.entropy}
+        if algo.corrections:
+            probabilities = (inputs.old_logprobs, inputs.rollout_logprobs, inputs.loss_mask)
+            metrics |= {f"mismatch/{name}": value for name, value in mismatch(*probabilities).items()}
+            for name in algo.corrections:
+                factors, told = CORRECTIONS[name](*probabilities, **algo.options_of(name))
+                per_token_loss = per_token_loss * factors
+                metrics |= {f"correction/{name}/{key}": value for key, value in told.items()}
+        if inputs.ref_logprobs is not None:
+            kl = KL[algo.kl](inputs.logprobs, inputs.ref_logprobs)
+            per_token_loss, metrics["kl"] = per_token_loss + algo.kl_coef * kl, kl
+        if algo.entropy_coef:
+            per_token_loss = per_token_loss - algo.entropy_coef * scores.entropy
+        return per_token_loss, metrics
+
+    @torch.no_grad()
+    def kl_by_trajectory(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Each trajectory's KL to the reference, in nats, summed over its trained tokens: what a penalty on rewards takes off."""
+        assert self.reference is not None
+        rows = list(samples)
+        difference = KL[self._algo.kl](self._score_all(rows), self._score_all(rows, self.reference))
+        masked = difference * per_token(rows, lambda sample: sample.loss_mask).to(difference.device)
+        total: dict[str, float] = defaultdict(float)
+        for sample, value in zip(samples, masked.sum(1).tolist(), strict=True):
+            total[sample.trajectory_id] += value
+        return dict(total)
 
     def _apply_gradient(self) -> dict[str, float]:
         norm = float(torch.nn.utils.clip_grad_norm_(self._weights.parameters, self._grad_clip))
@@ -135,7 +164,7 @@ class Trainer:
     def _loss_inputs(self, samples: list[Sample], scores: TokenScores, old_logprobs: torch.Tensor | None) -> LossInputs:
         device = scores.logprobs.device
         reference = None
-        if self._algo.kl_coef:
+        if self._algo.kl_coef and not self._algo.kl_in_reward:
             assert self.reference is not None
             with torch.no_grad():
                 reference = self._score(self.reference, samples).logprobs
@@ -157,12 +186,12 @@ class Trainer:
         return policy(batch, self._temperature)
 
     @torch.no_grad()
-    def _score_all(self, samples: list[Sample]) -> torch.Tensor:
-        """The current logprobs ``[rows, length]`` of a mini-batch: the old policy of the updates to come."""
+    def _score_all(self, samples: list[Sample], policy: Policy | None = None) -> torch.Tensor:
+        """The logprobs ``[rows, length]`` of a mini-batch: by default the current ones, the old policy of the updates to come."""
         logprobs = torch.zeros(len(samples), max(map(len, samples)), device=self.policy.device)
         for rows in split(samples, self._micro_tokens):
             part = [samples[row] for row in rows]
-            logprobs[rows, : max(map(len, part))] = self._score(self.policy, part).logprobs
+            logprobs[rows, : max(map(len, part))] = self._score(policy or self.policy, part).logprobs
         return logprobs
 
 
@@ -184,4 +213,6 @@ def choose(field: str, name: str, registry: dict[str, Any]) -> Any:
 def _advantages(sample: Sample) -> list[float]:
     if sample.advantage is None:
         raise ValueError(f"trajectory {sample.trajectory_id}: its advantage was never computed.")
+    if isinstance(sample.advantage, list):
+        return sample.advantage
     return [sample.advantage] * len(sample.response_ids)

@@ -1,0 +1,91 @@
+"""Batches of groups that have something to teach: filters, and what becomes of a batch that they left short."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from vlmrl.algos import FILTERS
+from vlmrl.config import Algo
+from vlmrl.loading import load_object
+from vlmrl.rollout.runner import RolloutError, Rollouts, Runner
+from vlmrl.types import Task, Trajectory
+
+Group = list[Trajectory]
+Filter = Callable[[Sequence[Trajectory]], bool]
+ROUNDS = 16  # of sampling for one batch, before it is given up
+
+
+@dataclass
+class GroupBatch:
+    """``groups`` are trained; ``rollouts`` is all that was played for them, the ``filtered`` groups too."""
+
+    groups: list[Group] = field(default_factory=list)
+    filtered: int = 0
+    rollouts: Rollouts = field(default_factory=Rollouts)
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [trajectory for group in self.groups for trajectory in group]
+
+
+async def fill(
+    runner: Runner, tasks: Iterator[Task], count: int, label: str, filters: Sequence[Filter], mode: str
+) -> GroupBatch:
+    """``count`` groups that pass all ``filters``; with ``mode`` off, those of ``count`` that do.
+
+    ``filter`` samples on until the batch is full, ``replace`` repeats kept groups. Raises RolloutError where no group passes.
+    """
+    batch = GroupBatch()
+    for number in range(ROUNDS):
+        suffix = f".{number}" if number else ""
+        played = await runner.play(
+            tasks, count - len(batch.groups), label + suffix, over_sampling=runner.config.over_sampling
+        )
+        _add(batch.rollouts, played)
+        kept = [group for group in played.groups if all(keep(group) for keep in filters)]
+        batch.filtered += len(played.groups) - len(kept)
+        batch.groups += kept
+        if mode != "filter" or len(batch.groups) == count or not played.groups:
+            break
+    else:
+        raise RolloutError(
+            f"{label}: after {ROUNDS} rounds only {len(batch.groups)} of {count} groups passed algo.filters: tasks are too easy or "
+            "too hard, or the filters too strict."
+        )
+    if mode == "replace" and 0 < len(batch.groups) < count:
+        copies = math.ceil(count / len(batch.groups))
+        batch.groups = [_copy(group, number) for number in range(copies) for group in batch.groups][:count]
+    return batch
+
+
+def resolve_filters(algo: Algo, base_dir: Path | None = None) -> list[Filter]:
+    """The functions that ``algo.filters`` names, with their options. Raises ValueError where one is not there or does not fit."""
+    found: list[Filter] = []
+    for name in algo.filters:
+        function = FILTERS.get(name) or load_object(name, base_dir)
+        options = algo.options_of(name)
+        try:
+            inspect.signature(function).bind([], **options)
+        except TypeError as error:
+            raise ValueError(f"algo.filter_options do not fit {name}: {error}.") from error
+        found.append(partial(function, **options))
+    return found
+
+
+def _add(total: Rollouts, played: Rollouts) -> None:
+    total.groups += played.groups
+    total.failed += played.failed
+    total.dropped_groups += played.dropped_groups
+    total.stopped_groups += played.stopped_groups
+
+
+def _copy(group: Group, number: int) -> Group:
+    """The same trajectories under other ids; the first copy is the group itself."""
+    if not number:
+        return group
+    return [replace(t, id=f"{t.id}+{number}", group_id=f"{t.group_id}+{number}") for t in group]
