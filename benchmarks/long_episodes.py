@@ -72,7 +72,9 @@ def play(title: str, turns: int, side: int, repeats: int) -> None:
     slope, start = np.polyfit(np.arange(len(own)), own, 1)
     quarter = max(1, len(own) // 4)
     print(f"{title}: {trajectory.num_tokens} tokens, {turns} turns")
-    print(f"  the loop's own work: {start:.2f} ms, {1000 * slope:+.1f} us with each turn; last quarter / first: ", end="")
+    print(
+        f"  the loop's own work: {start:.2f} ms, {1000 * slope:+.1f} us with each turn; last quarter / first: ", end=""
+    )
     print(f"{own[-quarter:].mean() / own[:quarter].mean():.2f}")
 
 

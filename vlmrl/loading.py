@@ -10,8 +10,10 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -93,3 +95,12 @@ def _similar(name: str, owner: Any) -> str:
     public = [other for other in vars(owner) if not other.startswith("_")]
     close = difflib.get_close_matches(name, public, n=5)
     return f"Close names: {', '.join(close)}" if close else f"It has: {', '.join(sorted(public)) or 'nothing public'}"
+
+
+def check_options(field: str, function: Callable[..., Any], arguments: int, options: Mapping[str, Any]) -> None:
+    """Raises ValueError where ``function`` cannot be called with so many plain arguments and these options."""
+    try:
+        inspect.signature(function).bind(*[None] * arguments, **options)
+    except TypeError as error:
+        name = getattr(function, "__qualname__", str(function))
+        raise ValueError(f"{field} do not fit {name}: {error}; it is {name}{inspect.signature(function)}.") from error

@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
-from vlmrl.algos import ADVANTAGES, CORRECTIONS
+from vlmrl.algos import ADVANTAGES, CORRECTIONS, LOSSES, REDUCTIONS
 from vlmrl.algos.filters import is_overlong
 from vlmrl.canary import check_pictures
-from vlmrl.config import Algo, Config, Data, Optim
+from vlmrl.config import Algo, Config, Data, Optim, Options
 from vlmrl.data import TaskSource, load_tasks
 from vlmrl.engine.base import Engine, Request, Waves
 from vlmrl.engine.scripted import ScriptedEngine
 from vlmrl.engine.transformers import TransformersEngine
 from vlmrl.env import EnvSpec, resolve_env
 from vlmrl.evaluate import Evaluation, evaluate
-from vlmrl.loading import load_object
+from vlmrl.loading import check_options, load_object
 from vlmrl.media import MediaStore
 from vlmrl.metrics import RunLog, draw_curve, trajectory_metrics
 from vlmrl.model.loading import LoadedModel, load_model
@@ -90,9 +90,7 @@ def build(config: Config, base_dir: Path | None = None) -> Run:
     if generate is None:
         spec = resolve_env(config.env, config.reward, dict(config.env_options), base_dir)
     history_policy = resolve_policy(config.rollout, base_dir)
-    choose("algo.advantage", config.algo.advantage, ADVANTAGES)
-    for name in config.algo.corrections:
-        choose("algo.corrections", name, CORRECTIONS)
+    _check_algo(config.algo)
     filters = resolve_filters(config.algo, base_dir)
     tasks = _load(config.data, "data", base_dir)
     held_out = _load(config.eval.data, "eval.data", base_dir) if config.eval.data.is_set else None
@@ -112,6 +110,19 @@ def build(config: Config, base_dir: Path | None = None) -> Run:
     )
 
 
+def _check_algo(algo: Algo) -> None:
+    """Every name is in its registry, and its options fit the function's signature."""
+    chosen: list[tuple[str, str, dict[str, Any], int, Options]] = [
+        ("advantage", algo.advantage, ADVANTAGES, 2, algo.advantage_options),
+        ("loss", algo.loss, LOSSES, 1, algo.loss_options),
+        ("reduction", algo.reduction, REDUCTIONS, 2, algo.reduction_options),
+        *(("correction", name, CORRECTIONS, 3, algo.options_of(name)) for name in algo.corrections),
+    ]
+    for kind, name, registry, arguments, options in chosen:
+        field = "algo.corrections" if kind == "correction" else f"algo.{kind}"
+        check_options(f"algo.{kind}_options", choose(field, name, registry), arguments, options)
+
+
 def _load(data: Data, field: str, base_dir: Path | None) -> TaskSource:
     if not data.is_set:
         raise ValueError(f"{field} must be set: give it a path or a generator.")
@@ -124,7 +135,7 @@ async def train(run: Run, log: RunLog, progress: RunProgress) -> dict[str, float
     if config.warm_start.steps:
         await warm_start(run, progress)
     summary = await _evaluate_into({}, "reward_before", run, log, 0, progress)
-    trainer = _trainer(run)
+    trainer = new_trainer(run)
     runner = run.runner()
     tasks = endless(run.tasks)
     played: list[Trajectory] = []
@@ -300,7 +311,7 @@ def endless(tasks: TaskSource) -> Iterator[Task]:
         epoch += 1
 
 
-def _trainer(run: Run) -> Trainer:
+def new_trainer(run: Run) -> Trainer:
     config = run.config
     steps_per_batch = config.train.groups_per_batch // (config.train.groups_per_step or config.train.groups_per_batch)
     return Trainer(

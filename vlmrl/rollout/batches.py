@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from vlmrl.algos import FILTERS
 from vlmrl.config import Algo
-from vlmrl.loading import load_object
+from vlmrl.loading import check_options, load_object
 from vlmrl.rollout.runner import RolloutError, Rollouts, Runner
 from vlmrl.types import Task, Trajectory
 
@@ -69,10 +68,7 @@ def resolve_filters(algo: Algo, base_dir: Path | None = None) -> list[Filter]:
     for name in algo.filters:
         function = FILTERS.get(name) or load_object(name, base_dir)
         options = algo.options_of(name)
-        try:
-            inspect.signature(function).bind([], **options)
-        except TypeError as error:
-            raise ValueError(f"algo.filter_options do not fit {name}: {error}.") from error
+        check_options("algo.filter_options", function, 1, options)
         found.append(partial(function, **options))
     return found
 

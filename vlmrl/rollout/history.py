@@ -7,7 +7,6 @@ follows. ``append`` adds the observation as the chat template writes it; ``inlin
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vlmrl.config import Rollout, name_of
-from vlmrl.loading import load_object
+from vlmrl.config import Rollout
+from vlmrl.loading import check_options, load_object
 from vlmrl.renderer import Rendered, Renderer
 from vlmrl.types import Message, Turn
 
@@ -156,10 +155,7 @@ def resolve_policy(config: Rollout, base_dir: Path | None = None) -> HistoryPoli
         return None
     if isinstance(named, str):
         named = HISTORY_POLICIES.get(named) or load_object(named, base_dir)
-    try:
-        inspect.signature(named).bind([], **config.history_options)
-    except TypeError as error:
-        raise ValueError(f"rollout.history_options do not fit {name_of(named)}: {error}.") from error
+    check_options("rollout.history_options", named, 1, config.history_options)
     return partial(named, **config.history_options)
 
 

@@ -1,0 +1,63 @@
+"""A loss and an advantage written in a user's own recipe file, as the README shows them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+RECIPE = '''
+import torch
+import vlmrl
+from vlmrl import Algo, Config, Data, Rollout, Train
+from vlmrl.algos import ADVANTAGES, LOSSES, LossOutputs
+
+
+def half(inputs, scale=0.5):
+    """Half of REINFORCE."""
+    return LossOutputs(-scale * inputs.advantages * inputs.logprobs)
+
+
+def sign(rewards, group_ids):
+    """+1 for what was paid, -1 for what was not."""
+    return torch.where(rewards > 0, 1.0, -1.0)
+
+
+LOSSES["half"], ADVANTAGES["sign"] = half, sign
+
+
+def make_task(index, seed):
+    return {"prompt": "Say a.", "answer": "a"}
+
+
+def config():
+    return Config(
+        name="own",
+        data=Data(generator="own.py:make_task", size=8),
+        reward=lambda text, task: float("a" in text),
+        rollout=Rollout(group_size=2, max_tokens=64, max_reply_tokens=8),
+        algo=Algo(loss="half", loss_options={"scale": 0.25}, advantage="sign"),
+        train=Train(steps=1, groups_per_batch=2),
+        save_model=False,
+    )
+
+
+if __name__ == "__main__":
+    vlmrl.main(config)
+'''
+
+
+def run(folder: Path, recipe: str = RECIPE) -> subprocess.CompletedProcess:
+    (folder / "own.py").write_text(recipe)
+    return subprocess.run([sys.executable, "own.py"], cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_a_recipe_with_its_own_loss_and_advantage_trains(tmp_path):
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "sign + half" in done.stdout and (tmp_path / "runs/own/metrics.jsonl").exists()
+
+
+def test_options_that_do_not_fit_are_refused_before_anything_is_played(tmp_path):
+    done = run(tmp_path, RECIPE.replace('"scale": 0.25', '"scala": 2'))
+    assert done.returncode != 0
+    assert "algo.loss_options do not fit half" in done.stderr and "half(inputs, scale=0.5)" in done.stderr
+    assert not (tmp_path / "runs/own").exists()

@@ -1,0 +1,103 @@
+"""Filters, dynamic sampling and over-sampling: which groups are trained, and what is told about the others."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from rollout_fixtures import a_task, turn_loop
+
+from vlmrl.config import Algo
+from vlmrl.env import Env, obs
+from vlmrl.rollout.batches import fill, resolve_filters
+from vlmrl.rollout.runner import RolloutError, Runner
+
+
+class Paid(Env):
+    """Every second task pays its members 0 and 1, the others pay all of them 1."""
+
+    def step(self, response_text):
+        even = int(self.task.id) % 2 == 0
+        return obs(), True, {"reward": float(response_text == "1" or not even)}
+
+
+def runner(env=Paid, **rollout):
+    """Members 00 and 01 of a group say 0 and 1."""
+    replies = lambda request, turn: str(int(request.trajectory_id[-1]) % 2)  # noqa: E731
+    return Runner(turn_loop(env, replies, group_size=2, **rollout))
+
+
+def tasks(count=100):
+    return iter([a_task(id=str(number), seed=number) for number in range(count)])
+
+
+def play(count, mode="off", filters=("zero_variance",), supply=100, **rollout):
+    """A batch of ``count`` groups out of ``supply`` tasks."""
+    keep = resolve_filters(Algo(filters=filters))
+    return asyncio.run(fill(runner(**rollout), tasks(supply), count, "s", keep, mode))
+
+
+def ids(batch):
+    return [group[0].task.id for group in batch.groups]
+
+
+def test_without_filters_a_batch_is_what_was_played():
+    assert ids(play(4, filters=())) == ["0", "1", "2", "3"]
+
+
+def test_a_filter_leaves_a_short_batch_and_counts():
+    batch = play(4)
+    assert (ids(batch), batch.filtered) == (["0", "2"], 2)
+    assert len(batch.rollouts.trajectories) == 8  # what was left out is still told in the metrics
+
+
+def test_dynamic_sampling_goes_on_until_the_batch_is_full():
+    batch = play(4, "filter")
+    assert (ids(batch), batch.filtered) == (["0", "2", "4", "6"], 3)
+    assert len({group[0].group_id for group in batch.groups}) == 4  # later rounds have ids of their own
+
+
+def test_replace_repeats_kept_groups_under_other_ids():
+    batch = play(5, "replace")
+    assert ids(batch) == ["0", "2", "4", "0", "2"]
+    names = [trajectory.id for trajectory in batch.trajectories]
+    assert len(set(names)) == 10 and names[6] == names[0] + "+1"
+
+
+def test_dynamic_sampling_gives_up_in_clear_words_and_ends_with_the_tasks():
+    def never(group):
+        return False
+
+    with pytest.raises(RolloutError, match=r"s: after 16 rounds only 0 of 2 groups passed algo.filters"):
+        asyncio.run(fill(runner(), tasks(), 2, "s", [never], "filter"))
+    assert ids(play(8, "filter", supply=5)) == ["0", "2", "4"]
+
+
+def test_a_users_own_filter_by_path(tmp_path):
+    (tmp_path / "mine.py").write_text("def small(group, most):\n    return int(group[0].task.id) <= most\n")
+    algo = Algo(filters=("mine.py:small",), filter_options={"mine.py:small.most": 1})
+    batch = asyncio.run(fill(runner(), tasks(), 3, "s", resolve_filters(algo, tmp_path), "off"))
+    assert ids(batch) == ["0", "1"]
+    with pytest.raises(ValueError, match=r"algo.filter_options do not fit small: missing a required argument"):
+        resolve_filters(Algo(filters=("mine.py:small",)), tmp_path)
+
+
+class Slow(Env):
+    """Task 1 never ends; the others do at once."""
+
+    closed: list[str] = []  # noqa: RUF012
+
+    async def step(self, response_text):
+        await asyncio.sleep(30 if self.task.id == "1" else 0)
+        return obs(), True, {"reward": 1.0}
+
+    def close(self):
+        self.closed.append(self.task.id)
+
+
+def test_over_sampling_stops_the_stragglers_and_closes_their_envs():
+    Slow.closed.clear()
+    batch = play(2, filters=(), over_sampling=1.5, env=Slow)
+    assert ids(batch) == ["0", "2"]
+    assert batch.rollouts.stopped_groups == 1 and batch.rollouts.failed == []
+    assert Slow.closed.count("1") == 2
