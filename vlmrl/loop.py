@@ -322,6 +322,7 @@ def new_trainer(run: Run) -> Trainer:
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
         temperature=config.rollout.temperature or 1.0,
         groups_per_step=config.train.groups_per_step,
+        share_prefixes=config.train.share_prefixes,
         reference=_reference(run),
     )
 

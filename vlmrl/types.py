@@ -229,6 +229,9 @@ class Batch:
     ``token_ids`` is ``[rows, length]``, ``position_ids`` ``[3, rows, length]`` (temporal, height, width). ``targets``
     ``[rows, length]`` marks the tokens whose logprobs a loss needs. ``mm_inputs`` are merged over the distinct pictures;
     ``image_order`` says, for each picture occurrence in row order, which of the distinct ones it is.
+
+    A row may also be a tree of samples that begin alike (`train/prefix_tree.py`): then ``ends`` ``[rows, length]`` says where each
+    token's subtree ends, and ``parents`` which token each one follows.
     """
 
     token_ids: torch.Tensor
@@ -236,6 +239,8 @@ class Batch:
     targets: torch.Tensor
     mm_inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     image_order: Sequence[int] = ()
+    ends: torch.Tensor | None = None
+    parents: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         return Batch(
@@ -244,4 +249,6 @@ class Batch:
             self.targets.to(device),
             {key: value.to(device) for key, value in self.mm_inputs.items()},
             self.image_order,
+            None if self.ends is None else self.ends.to(device),
+            None if self.parents is None else self.parents.to(device),
         )

@@ -90,9 +90,11 @@ class Policy(nn.Module):
         """The logprob of each token that ``batch.targets`` marks, given all before it in its row."""
         features = self.encode_images(batch.mm_inputs) if batch.mm_inputs else []
         occurrences = [features[index] for index in batch.image_order]
-        hidden = self.hidden(batch.token_ids, batch.position_ids, None, occurrences)
+        mask = None if batch.ends is None else tree_mask(batch.ends)
+        hidden = self.hidden(batch.token_ids, batch.position_ids, mask, occurrences)
         rows, places = batch.targets.nonzero(as_tuple=True)
-        chosen = hidden[rows, places - 1]  # a token is predicted by the one before it: the only shift there is
+        before = places - 1 if batch.parents is None else batch.parents[rows, places]
+        chosen = hidden[rows, before]  # a token is predicted by the one before it: the only shift there is
         labels = batch.token_ids[rows, places]
         scores = [
             self._score(chosen[i : i + HEAD_CHUNK], labels[i : i + HEAD_CHUNK], temperature)
@@ -170,3 +172,9 @@ class Policy(nn.Module):
             return logprobs.gather(-1, labels[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 
         return checkpoint(score, hidden, use_reentrant=False) if torch.is_grad_enabled() else score(hidden)
+
+
+def tree_mask(ends: torch.Tensor) -> torch.Tensor:
+    """``[rows, 1, length, length]``: a token sees its ancestors and itself. ``ends`` as in :class:`~vlmrl.types.Batch`."""
+    places = torch.arange(ends.shape[1], device=ends.device)
+    return ((places[None, None, :] <= places[None, :, None]) & (places[None, :, None] < ends[:, None, :]))[:, None]

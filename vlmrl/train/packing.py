@@ -1,51 +1,162 @@
-"""Samples to micro-batches: rows of like length together, each distinct picture once, positions as the row alone has them.
+"""Samples to micro-batches: what begins alike as one tree, the rest as rows of like length; each distinct picture once.
 
-The trainer calls :func:`split` once per mini-batch and :func:`collate` for each part.
+The trainer calls :func:`split` once per mini-batch and :func:`collate` for each part. A token has the rotary position that its own
+row gives it, whatever is packed beside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from vlmrl.media import merge_mm_inputs
 from vlmrl.model.families import merged_grid, rope_positions
-from vlmrl.types import Batch, Sample
+from vlmrl.model.policy import TokenScores
+from vlmrl.train import prefix_tree
+from vlmrl.train.prefix_tree import Tree
+from vlmrl.types import Batch, MediaItem, Sample
+
+WORTH_SHARING = 1.25  # tokens of the rows over tokens of their tree, from which on the tree is the faster way
 
 
-def split(samples: Sequence[Sample], tokens_per_micro_batch: int) -> list[list[int]]:
-    """Indices of the rows of each micro-batch, longest rows first, so that padded they stay within the budget.
+@dataclass(frozen=True)
+class Part:
+    """One micro-batch: ``rows`` of the samples it was split from, as ``trees`` or, where there are none, one by one."""
 
-    A row that is longer than the budget gets a micro-batch of its own. Lengths 5, 2, 4 and a budget of 10 give [[0, 2], [1]].
+    rows: list[int]
+    trees: list[Tree]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A batch, and where its samples' tokens lie in it: ``places`` ``[samples, length]`` into the flattened batch, -1 for padding.
+
+    ``None``: each sample is a row of the batch.
     """
-    parts: list[list[int]] = []
-    for index in sorted(range(len(samples)), key=lambda i: -len(samples[i])):
-        if not parts or (len(parts[-1]) + 1) * len(samples[parts[-1][0]]) > tokens_per_micro_batch:
-            parts.append([])
-        parts[-1].append(index)
+
+    batch: Batch
+    places: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> Packed:
+        return Packed(self.batch.to(device), None if self.places is None else self.places.to(device))
+
+    def by_sample(self, scores: TokenScores) -> TokenScores:
+        """Scores of the batch as ``[samples, length]``."""
+        places = self.places
+        if places is None:
+            return scores
+        taken = [values.flatten()[places.clamp(min=0)] * (places >= 0) for values in (scores.logprobs, scores.entropy)]
+        return TokenScores(*taken)
+
+
+def split(
+    samples: Sequence[Sample],
+    tokens_per_micro_batch: int,
+    *,
+    share_prefixes: bool = False,
+    image_token_id: int | None = None,
+    merge_size: int = 1,
+) -> list[Part]:
+    """Micro-batches of at most so many padded tokens, the longest first; what is longer by itself gets one of its own.
+
+    With ``share_prefixes`` the rows of a group become trees where that saves enough; a tree that is too large is cut. Rows of
+    lengths 5, 2, 4 and a budget of 10 give rows [0, 2] and [1].
+    """
+    alone = list(range(len(samples)))
+    parts: list[Part] = []
+    if share_prefixes:
+        trees, alone = _trees(samples, tokens_per_micro_batch, image_token_id, merge_size)
+        for bin in _bins([len(tree) for tree in trees], tokens_per_micro_batch):
+            chosen = [trees[index] for index in bin]
+            parts.append(Part([row for tree in chosen for row in tree.rows], chosen))
+    for bin in _bins([len(samples[row]) for row in alone], tokens_per_micro_batch):
+        parts.append(Part([alone[index] for index in bin], []))
     return parts
 
 
+def _trees(
+    samples: Sequence[Sample], budget: int, image_token_id: int | None, merge_size: int
+) -> tuple[list[Tree], list[int]]:
+    """The trees that are worth it, and the rows that stay alone."""
+    groups: dict[str, list[int]] = {}
+    for index, sample in enumerate(samples):
+        groups.setdefault(sample.group_id, []).append(index)
+    atoms = prefix_tree.atoms_of(samples, image_token_id)
+    trees: list[Tree] = []
+    alone: list[int] = []
+    for group in groups.values():
+        for rows in prefix_tree.cut(atoms, group, budget):
+            if sum(len(samples[row]) for row in rows) >= WORTH_SHARING * prefix_tree.unique_tokens(atoms, rows):
+                trees.append(prefix_tree.build(samples, atoms, rows, image_token_id, merge_size))
+            else:
+                alone += rows
+    return trees, sorted(alone)
+
+
+def _bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices that are padded together, longest first."""
+    bins: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if not bins or (len(bins[-1]) + 1) * lengths[bins[-1][0]] > budget:
+            bins.append([])
+        bins[-1].append(index)
+    return bins
+
+
+def pack(samples: Sequence[Sample], part: Part, image_token_id: int | None, merge_size: int) -> Packed:
+    """The batch of one part. ``samples`` are those the part was split from."""
+    rows = [samples[row] for row in part.rows]
+    if not part.trees:
+        return Packed(collate(rows, image_token_id, merge_size))
+    length = max(map(len, part.trees))
+    shape = (len(part.trees), length)
+    token_ids, parents = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    ends = torch.arange(1, length + 1).repeat(len(part.trees), 1)  # padding sees itself
+    position_ids = torch.zeros(3, *shape, dtype=torch.long)
+    places = torch.full((len(rows), max(map(len, rows))), -1, dtype=torch.long)
+    number = 0
+    for index, tree in enumerate(part.trees):
+        size = len(tree)
+        token_ids[index, :size] = torch.from_numpy(tree.token_ids)
+        parents[index, :size] = torch.from_numpy(tree.parents)
+        ends[index, :size] = torch.from_numpy(tree.ends)
+        position_ids[:, index, :size] = tree.position_ids
+        for path in tree.paths:
+            sample = rows[number]
+            trained = np.flatnonzero(sample.loss_mask) + len(sample.prompt_token_ids)
+            places[number, trained] = torch.from_numpy(path[trained]) + index * length
+            number += 1
+    targets = torch.zeros(len(part.trees) * length, dtype=torch.bool)
+    targets[places[places >= 0]] = True
+    media = [item for tree in part.trees for item in tree.media]
+    merged, order = _distinct(media)
+    batch = Batch(token_ids, position_ids, targets.view(shape), merged, order, ends, parents)
+    return Packed(batch, places)
+
+
 def collate(samples: Sequence[Sample], image_token_id: int | None, merge_size: int) -> Batch:
-    """Rows padded on the right, with M-RoPE positions of their own, and the distinct pictures' tensors merged once."""
+    """One row a sample, padded on the right, with M-RoPE positions of their own, and the distinct pictures' tensors merged once."""
     length = max(map(len, samples))
     token_ids = torch.zeros(len(samples), length, dtype=torch.long)
     position_ids = torch.zeros(3, len(samples), length, dtype=torch.long)
-    distinct = {item.id: item for sample in samples for item in sample.media}
-    index_of = {name: index for index, name in enumerate(distinct)}
     for row, sample in enumerate(samples):
         ids = sample.token_ids
         grids = [merged_grid(item.mm_inputs["image_grid_thw"], merge_size) for item in sample.media]
         token_ids[row, : len(ids)] = torch.tensor(ids)
         position_ids[:, row, : len(ids)], _ = rope_positions(ids, grids, image_token_id)
-    return Batch(
-        token_ids=token_ids,
-        position_ids=position_ids,
-        targets=per_token(samples, lambda sample: sample.loss_mask).bool(),
-        mm_inputs=merge_mm_inputs(list(distinct.values())),
-        image_order=[index_of[name] for sample in samples for name in sample.image_ids],
-    )
+    merged, order = _distinct([item for sample in samples for item in sample.media])
+    targets = per_token(samples, lambda sample: sample.loss_mask).bool()
+    return Batch(token_ids, position_ids, targets, merged, order)
+
+
+def _distinct(media: Sequence[MediaItem]) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Each distinct picture's tensors once, merged, and for each occurrence which of them it is."""
+    distinct = {item.id: item for item in media}
+    index_of = {name: index for index, name in enumerate(distinct)}
+    return merge_mm_inputs(list(distinct.values())), [index_of[item.id] for item in media]
 
 
 def per_token(samples: Sequence[Sample], values: Callable[[Sample], Sequence[float]]) -> torch.Tensor:

@@ -19,7 +19,7 @@ from vlmrl.algos.corrections import mismatch
 from vlmrl.config import Algo, Optim
 from vlmrl.model.policy import Policy, TokenScores
 from vlmrl.train.master_weights import MasterWeights
-from vlmrl.train.packing import collate, per_token, split
+from vlmrl.train.packing import Part, pack, per_token, split
 from vlmrl.types import Sample
 
 
@@ -41,6 +41,7 @@ class Trainer:
         temperature: float = 1.0,
         groups_per_step: int | None = None,
         reference: Policy | None = None,
+        share_prefixes: bool = True,
     ) -> None:
         self.policy = policy
         self.reference = reference
@@ -54,6 +55,7 @@ class Trainer:
         self._temperature = temperature
         self._micro_tokens = tokens_per_micro_batch
         self._groups_per_step = groups_per_step
+        self._share_prefixes = share_prefixes
         self._grad_clip = optim.grad_clip
         self._weights = MasterWeights(policy)
         self.optimizer = torch.optim.AdamW(
@@ -96,11 +98,14 @@ class Trainer:
         weights = self._reduction(mask, [s.group_id for s in samples], **self._algo.reduction_options)
         sums: dict[str, float] = defaultdict(float)
         self.policy.train()
-        for rows in split(samples, self._micro_tokens):
+        for micro_batch in self._split(samples):
+            rows = micro_batch.rows
             part = [samples[row] for row in rows]
             length = max(map(len, part))
-            scores = self._score(self.policy, part)
-            inputs = self._loss_inputs(part, scores, None if old_logprobs is None else old_logprobs[rows, :length])
+            scores = self._score(self.policy, samples, micro_batch)
+            reference = self._reference_logprobs(samples, micro_batch)
+            old = None if old_logprobs is None else old_logprobs[rows, :length]
+            inputs = self._loss_inputs(part, scores, old, reference)
             per_token_loss, metrics = self._per_token_loss(inputs, scores)
             loss = (per_token_loss * weights[rows, :length].to(per_token_loss.device)).sum()
             loss.backward()
@@ -109,9 +114,9 @@ class Trainer:
                 sums[name] += float((value.detach() * inputs.loss_mask).sum() if value.dim() else value * tokens)
             sums["tokens"] += tokens
             sums["loss"] += float(loss.detach())
-            old = inputs.old_logprobs.cpu().numpy()
+            before = inputs.old_logprobs.cpu().numpy()
             for i, row in enumerate(rows):
-                self.scored[indices[row]] = old[i, len(samples[row].prompt_token_ids) : len(samples[row])]
+                self.scored[indices[row]] = before[i, len(samples[row].prompt_token_ids) : len(samples[row])]
         tokens, loss_sum = sums.pop("tokens"), sums.pop("loss")
         means = {name: value / max(1.0, tokens) for name, value in sums.items()}
         return {"loss": loss_sum, "tokens": tokens, **means, **self._apply_gradient()}
@@ -161,13 +166,14 @@ class Trainer:
         self.steps_done += 1
         return {"grad_norm": norm, "lr": rate}
 
-    def _loss_inputs(self, samples: list[Sample], scores: TokenScores, old_logprobs: torch.Tensor | None) -> LossInputs:
+    def _loss_inputs(
+        self,
+        samples: list[Sample],
+        scores: TokenScores,
+        old_logprobs: torch.Tensor | None,
+        reference: torch.Tensor | None,
+    ) -> LossInputs:
         device = scores.logprobs.device
-        reference = None
-        if self._algo.kl_coef and not self._algo.kl_in_reward:
-            assert self.reference is not None
-            with torch.no_grad():
-                reference = self._score(self.reference, samples).logprobs
         old = scores.logprobs.detach() if old_logprobs is None else old_logprobs
         rollout = old  # the best there is where the rollout's are not known
         if all(sample.rollout_logprobs is not None for sample in samples):
@@ -181,17 +187,34 @@ class Trainer:
             ref_logprobs=reference,
         )
 
-    def _score(self, policy: Policy, samples: list[Sample]) -> TokenScores:
-        batch = collate(samples, policy.image_token_id, policy.merge_size).to(policy.device)
-        return policy(batch, self._temperature)
+    @torch.no_grad()
+    def _reference_logprobs(self, samples: list[Sample], part: Part) -> torch.Tensor | None:
+        if not self._algo.kl_coef or self._algo.kl_in_reward:
+            return None
+        assert self.reference is not None
+        return self._score(self.reference, samples, part).logprobs
+
+    def _split(self, samples: list[Sample]) -> list[Part]:
+        policy = self.policy
+        return split(
+            samples,
+            self._micro_tokens,
+            share_prefixes=self._share_prefixes,
+            image_token_id=policy.image_token_id,
+            merge_size=policy.merge_size,
+        )
+
+    def _score(self, policy: Policy, samples: list[Sample], part: Part) -> TokenScores:
+        packed = pack(samples, part, policy.image_token_id, policy.merge_size).to(policy.device)
+        return packed.by_sample(policy(packed.batch, self._temperature))
 
     @torch.no_grad()
     def _score_all(self, samples: list[Sample], policy: Policy | None = None) -> torch.Tensor:
         """The logprobs ``[rows, length]`` of a mini-batch: by default the current ones, the old policy of the updates to come."""
         logprobs = torch.zeros(len(samples), max(map(len, samples)), device=self.policy.device)
-        for rows in split(samples, self._micro_tokens):
-            part = [samples[row] for row in rows]
-            logprobs[rows, : max(map(len, part))] = self._score(policy or self.policy, part).logprobs
+        for part in self._split(samples):
+            scores = self._score(policy or self.policy, samples, part).logprobs
+            logprobs[part.rows, : scores.shape[1]] = scores
         return logprobs
 
 
