@@ -74,7 +74,8 @@ class Run:
     ) -> Runner:
         """A runner of this run's episodes; ``engine`` and ``store`` may be others than the run's own."""
         config = self.config
-        in_waves = config.deterministic or config.rollout.max_turns == 1  # a single turn is one batch
+        single = config.rollout.max_turns == 1 and self.generate is None
+        in_waves = config.deterministic or single  # a single turn is one batch
         own: Engine = Waves(self.engine) if in_waves else self.engine
         parts = (engine or own, self.model.renderer, store or self.store, config.rollout, config.seed)
         if self.spec is None:
@@ -104,7 +105,9 @@ def build(config: Config, base_dir: Path | None = None) -> Run:
         )
     if config.train.gradient_checkpointing:
         model.policy.enable_gradient_checkpointing()
-    engine = TransformersEngine(model.policy, model.renderer, keep_kv=config.rollout.max_turns > 1)
+    engine = TransformersEngine(
+        model.policy, model.renderer, keep_kv=config.rollout.max_turns > 1 or generate is not None
+    )
     return Run(
         config, base_dir, spec, generate, tasks, held_out, model, model.new_store(), engine, history_policy, filters
     )

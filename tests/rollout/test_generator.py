@@ -85,6 +85,15 @@ def test_policy_versions_come_from_the_record():
     check(trajectory)
 
 
+def test_logprobs_that_columns_leave_out_come_from_the_record_too():
+    async def without(client, renderer, task):
+        return {**await best_of_two(client, renderer, task), "rollout_logprobs": None}
+
+    trajectory = play(without)
+    assert trajectory.samples[0].rollout_logprobs == trajectory.turns[0].logprobs
+    check(trajectory)
+
+
 def test_a_prompt_that_was_not_shown_is_found_by_the_audit():
     async def lying(client, renderer, task):
         ids = renderer.prompt([{"role": "user", "content": "Hi"}]).token_ids
@@ -131,8 +140,12 @@ def test_a_generator_that_raises_hangs_or_returns_nothing_fails_its_trajectory()
     async def nothing(client, renderer, task):
         return None
 
+    async def unsampled(client, renderer, task):
+        return client.trajectory(reward=1.0)
+
     assert "OSError: disk full" in play(raises).error
     assert "no end within" in play(hangs, engine_timeout=0.02, env_timeout=0.02).error
+    assert "it has no turns; sample with client.generate" in play(unsampled).error
     assert "must return client.trajectory(...) or columns, but it returned None" in play(nothing).error
 
 

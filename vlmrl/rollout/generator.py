@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -38,6 +39,7 @@ class _Call:
     prompt_ids: list[int]
     media: list[MediaItem]
     completion: Completion
+    seconds: float
 
 
 class Client:
@@ -74,10 +76,13 @@ class Client:
         seed = derive_seed(loop.seed, self._task.seed, self.trajectory_id.rpartition("/")[2], self.calls)
         params = SamplingParams(limit, config.temperature, config.top_p, config.top_k, config.stop, seed)
         request = Request(self.trajectory_id, list(prompt_ids), media, replace(params, **sampling))
+        began = time.perf_counter()
         async with asyncio.timeout(config.engine_timeout):
             completion = await loop.engine.generate(request)
         own = replace(completion, token_ids=list(completion.token_ids), logprobs=list(completion.logprobs))
-        self._calls.append(_Call(expanded, media, own))  # a copy: the caller may change its lists
+        self._calls.append(
+            _Call(expanded, media, own, time.perf_counter() - began)
+        )  # a copy: the caller may change its lists
         return completion
 
     async def pictures(self, images: Sequence[ImageSource]) -> list[MediaItem]:
@@ -110,6 +115,8 @@ class Client:
             )
         if result.id != self.trajectory_id:
             raise ValueError(f"the trajectory must be {self.trajectory_id}, but its id is {result.id}.")
+        if not result.turns:
+            raise ValueError(f"trajectory {result.id}: it has no turns; sample with client.generate before it ends.")
         sampled = [(call.completion.token_ids, call.completion.logprobs) for call in self._calls]
         for number, turn in enumerate(result.turns):
             if (turn.response_ids, turn.logprobs) not in sampled:
@@ -128,10 +135,13 @@ class Client:
             )
         used = list(self._used(samples))
         versions = iter([version for call in used for version in call.completion.policy_versions])
+        logprobs = iter([logprob for call in used for logprob in call.completion.logprobs])
         for sample in samples:
             sample.group_id = self.group_id
-            known = [next(versions, 0) if mask else None for mask in sample.loss_mask]
-            sample.policy_versions = _filled(known)
+            sample.policy_versions = _filled([next(versions, 0) if mask else None for mask in sample.loss_mask])
+            recorded = [next(logprobs, 0.0) if mask else 0.0 for mask in sample.loss_mask]
+            if sample.rollout_logprobs is None:
+                sample.rollout_logprobs = recorded
         metrics = {"replies_unused": float(self.calls - len(used)), **(columns.get("rollout_metrics") or {})}
         trajectory = self.trajectory(sum(sample.reward for sample in samples), metrics=metrics)
         trajectory.turns = self._turns(used)
@@ -170,6 +180,7 @@ class Client:
                 policy_versions=call.completion.policy_versions,
                 stop_reason=call.completion.stop_reason,
                 text=self._loop.renderer.text(call.completion.token_ids),
+                engine_seconds=call.seconds,
                 kept=None if goes_on else 0,
                 kept_media=None if goes_on else 0,
             )

@@ -91,9 +91,9 @@ class Rerender(Append):
         self.messages += [reply_message(turn), *messages]
         return Continuation(super().prompt(self.rewritten()), anew=True)
 
-    def rewritten(self, with_reply: Turn | None = None) -> Messages:
-        """The conversation as the policy shows it, after one more reply where that is given."""
-        return self._policy([*self.messages, *([reply_message(with_reply)] if with_reply else [])])
+    def rewritten(self) -> Messages:
+        """The conversation as the policy shows it."""
+        return self._policy(list(self.messages))
 
 
 def reply_message(turn: Turn) -> Message:

@@ -17,7 +17,7 @@ from vlmrl.env import EnvSpec, RetryTurn
 from vlmrl.env_session import EnvContractError, EnvError, EnvSession
 from vlmrl.media import MediaStore
 from vlmrl.renderer import Rendered, Renderer, expand
-from vlmrl.rollout.history import Append, HistoryPolicy, Rerender, new_history
+from vlmrl.rollout.history import Append, HistoryPolicy, Rerender, new_history, reply_message
 from vlmrl.types import TRUNCATED, Completion, Ending, MediaItem, Message, Sample, Task, Trajectory, Turn
 
 
@@ -262,10 +262,13 @@ class TurnLoop:
         return _Piece(rendered.token_ids, expanded, media, messages)
 
     async def _rendered_row(self, episode: _Episode) -> Sample:
-        """The whole conversation, rendered anew, as one row: its replies are encoded again, so it has no rollout logprobs."""
+        """The conversation, rendered anew, as one row: its replies are encoded again, so it has no rollout logprobs.
+
+        What the history policy or the template cut out of earlier replies is not in it; the last reply is.
+        """
         trajectory, history = episode.trajectory, episode.history
         assert isinstance(history, Rerender)
-        messages = history.rewritten(with_reply=trajectory.turns[-1])
+        messages = [*history.rewritten(), reply_message(trajectory.turns[-1])]
         rendered, marks = self.renderer.conversation(messages, history.tools)
         piece = await self._load(rendered, messages)
         sizes = iter(piece.media)
@@ -275,6 +278,10 @@ class TurnLoop:
             for mark, image in zip(marks, is_image, strict=True)
             for _ in range(next(sizes).num_tokens if image else 1)
         ]
+        if 1 not in mask:
+            raise EnvError(
+                f"trajectory {trajectory.id}: the chat template's generation markers enclose no token of its replies."
+            )
         first, last = mask.index(1), len(mask) - 1 - mask[::-1].index(1)
         length = len(mask) - first
         return Sample(

@@ -164,6 +164,9 @@ def _check_origin(samples: Sequence[Sample], trajectories: Sequence[Trajectory])
             raise AuditError(f"trajectory {name} is of group {trajectory.group_id}, but a row says {rows[0].group_id}.")
         if all(row.rollout_logprobs is not None for row in rows):
             _Origin(trajectory, rows, left_out).check()
+        else:
+            trained = sum(sum(row.loss_mask) for row in rows)
+            left_out["rendered_anew"] += max(0, trajectory.num_sampled - trained)
         reward = sum(row.reward for row in rows)
         if trajectory.reward is None or not math.isclose(
             reward, trajectory.reward, rel_tol=TOLERANCE, abs_tol=TOLERANCE
