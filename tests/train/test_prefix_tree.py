@@ -16,7 +16,7 @@ from vlmrl.model.families import rope_positions
 from vlmrl.model.loading import load_model
 from vlmrl.model.policy import tree_mask
 from vlmrl.train import prefix_tree
-from vlmrl.train.packing import pack, split
+from vlmrl.train.packing import Sharing, pack, split
 from vlmrl.train.trainer import Trainer
 from vlmrl.types import Sample
 
@@ -31,7 +31,7 @@ def row(ids, media=(), name="t", group="g", prompt=1, mask=None):
 
 def tree_of(*rows):
     atoms = prefix_tree.atoms_of(rows, PAD)
-    return prefix_tree.build(rows, atoms, range(len(rows)), PAD, 2)
+    return prefix_tree.build(rows, atoms, prefix_tree.in_order(atoms, range(len(rows))), PAD, 2)
 
 
 # The layout
@@ -70,10 +70,9 @@ def test_pictures_count_by_content_not_by_placeholder():
 def test_a_tree_that_is_too_large_is_cut_where_least_is_repeated():
     rows = [row([1, 2, 3, 4, branch, *range(10, 16)]) for branch in (5, 6)] + [row([1, 7, *range(20, 29)])]
     atoms = prefix_tree.atoms_of(rows, None)
-    assert prefix_tree.unique_tokens(atoms, [0, 1, 2]) == 4 + 2 * 7 + 10
-    assert prefix_tree.cut(atoms, [0, 1, 2], 28) == [[0, 1, 2]]
-    assert prefix_tree.cut(atoms, [0, 1, 2], 27) == [[0, 1], [2]]  # one token is repeated, not four
-    assert prefix_tree.cut(atoms, [0, 1, 2], 5) == [[0], [1], [2]]
+    assert prefix_tree.cut(atoms, [0, 1, 2], 28) == [([0, 1, 2], 4 + 2 * 7 + 10)]
+    assert prefix_tree.cut(atoms, [0, 1, 2], 27) == [([0, 1], 18), ([2], 11)]  # one token is repeated, not four
+    assert prefix_tree.cut(atoms, [0, 1, 2], 5) == [([0], 11), ([1], 11), ([2], 11)]
 
 
 # Against rows of their own
@@ -129,7 +128,7 @@ def train(model, rows, budget, share):
 @pytest.mark.parametrize("budget", [10**6, 60])
 @pytest.mark.parametrize("seed", range(3))
 def test_logprobs_and_gradients_are_those_of_single_rows(model, monkeypatch, seed, budget):
-    monkeypatch.setattr("vlmrl.train.packing.WORTH_SHARING", 0.0)  # trees for all
+    monkeypatch.setattr("vlmrl.train.packing.MASKED", -1e9)  # trees for all
     rows = random_rows(model, seed)
     plain, plain_metrics = train(model, rows, 1, share=False)
     shared, shared_metrics = train(model, rows, budget, share=True)
@@ -145,13 +144,14 @@ def test_positions_are_those_the_row_has_alone_and_pictures_are_encoded_once(mod
     rows = random_rows(model, seed)
     policy = model.policy
     atoms = prefix_tree.atoms_of(rows, policy.image_token_id)
-    tree = prefix_tree.build(rows, atoms, range(len(rows)), policy.image_token_id, policy.merge_size)
+    ordered = prefix_tree.in_order(atoms, range(len(rows)))
+    tree = prefix_tree.build(rows, atoms, ordered, policy.image_token_id, policy.merge_size)
     for index, path in zip(tree.rows, tree.paths, strict=True):
         grids = [tuple((item.mm_inputs["image_grid_thw"][0, 1:] // 2).tolist()) for item in rows[index].media]
         wanted, _ = rope_positions(rows[index].token_ids, grids, policy.image_token_id)
         assert torch.equal(tree.position_ids[:, path], wanted)
         assert tree.token_ids[path].tolist() == rows[index].token_ids
-    for part in split(rows, 10**6, share_prefixes=True, image_token_id=policy.image_token_id, merge_size=2):
+    for part in split(rows, 10**6, Sharing(policy.image_token_id, 2, policy.attention_balance)):
         packed = pack(rows, part, policy.image_token_id, 2)
         pictures = {item.id for index in part.rows for item in rows[index].media}
         assert len(packed.batch.mm_inputs.get("image_grid_thw", [])) == len(pictures)
@@ -159,9 +159,19 @@ def test_positions_are_those_the_row_has_alone_and_pictures_are_encoded_once(mod
         assert shown == sum(item.num_tokens for tree in part.trees for item in tree.media) or not part.trees
 
 
-def test_what_shares_little_stays_in_rows():
-    rows = [row([1, *range(start, start + 20)], name=str(start)) for start in (10, 40, 70)]
-    (part,) = split(rows, 10**6, share_prefixes=True)
+def test_a_tree_is_built_where_it_is_cheaper_than_rows():
+    sharing = Sharing(None, 1, balance=1000.0)
+    little = [row([1, *range(start, start + 20)], name=str(start)) for start in (10, 40, 70)]
+    (part,) = split(little, 10**6, sharing)
     assert part.trees == [] and part.rows == [0, 1, 2]
-    (part,) = split([row([1, *range(20), last], name=str(last)) for last in (5, 6, 7)], 10**6, share_prefixes=True)
-    assert len(part.trees) == 1 and len(part.trees[0]) == 24
+    much = [row([1, *range(20), last], name=str(last)) for last in (5, 6, 7)]
+    (part,) = split(much, 10**6, sharing)
+    assert [len(tree) for tree in part.trees] == [24]
+    assert split(much, 10**6, replace(sharing, balance=1.0))[0].trees == []  # where attention is all that costs
+
+
+def test_branches_that_are_long_share_in_smaller_trees():
+    rows = [row([*range(500), *range(1000 * n, 1000 * n + 400)], name=str(n)) for n in range(1, 9)]
+    parts = split(rows, 10**6, Sharing(None, 1, balance=10_000.0))
+    sizes = [len(tree.rows) for part in parts for tree in part.trees]
+    assert sum(sizes) == 8 and 1 < max(sizes) < 8

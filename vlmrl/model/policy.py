@@ -76,6 +76,17 @@ class Policy(nn.Module):
     def dtype(self) -> torch.dtype:
         return next(self.model.parameters()).dtype
 
+    @property
+    def attention_balance(self) -> float:
+        """The length at which a causal row's attention costs as much as all the rest: a token's multiplications outside it, its
+        weights' number, over those of one pair of tokens, twice the width of all layers' heads.
+        """
+        text = self.config.get_text_config()
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        width = head * text.num_attention_heads * text.num_hidden_layers
+        layers = getattr(self.model.model, "language_model", self.model.model).layers
+        return sum(p.numel() for p in layers.parameters()) / (2 * width)
+
     def frozen_copy(self) -> Policy:
         """A copy whose weights stay as they are now: the reference of a KL penalty."""
         copied = copy.deepcopy(self.model)

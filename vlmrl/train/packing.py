@@ -19,7 +19,7 @@ from vlmrl.train import prefix_tree
 from vlmrl.train.prefix_tree import Tree
 from vlmrl.types import Batch, MediaItem, Sample
 
-WORTH_SHARING = 1.25  # tokens of the rows over tokens of their tree, from which on the tree is the faster way
+MASKED = 4.0  # what attention under a tree's mask costs for each pair of tokens, over that of a causal row
 
 
 @dataclass(frozen=True)
@@ -52,48 +52,72 @@ class Packed:
         return TokenScores(*taken)
 
 
-def split(
-    samples: Sequence[Sample],
-    tokens_per_micro_batch: int,
-    *,
-    share_prefixes: bool = False,
-    image_token_id: int | None = None,
-    merge_size: int = 1,
-) -> list[Part]:
+@dataclass(frozen=True)
+class Sharing:
+    """What is needed to share prefixes. ``balance``: the length at which a row's attention costs as much as all else."""
+
+    image_token_id: int | None
+    merge_size: int
+    balance: float
+
+    def cost(self, tokens: int, pairs: float) -> float:
+        """In units of one token's work outside attention; ``pairs`` of tokens that look at each other, causal rows' halved."""
+        return tokens + pairs / self.balance
+
+
+def split(samples: Sequence[Sample], tokens_per_micro_batch: int, sharing: Sharing | None = None) -> list[Part]:
     """Micro-batches of at most so many padded tokens, the longest first; what is longer by itself gets one of its own.
 
-    With ``share_prefixes`` the rows of a group become trees where that saves enough; a tree that is too large is cut. Rows of
-    lengths 5, 2, 4 and a budget of 10 give rows [0, 2] and [1].
+    With ``sharing`` the rows of a group become trees where that is the cheaper way. Rows of lengths 5, 2, 4 and a budget of 10
+    give rows [0, 2] and [1].
     """
     alone = list(range(len(samples)))
     parts: list[Part] = []
-    if share_prefixes:
-        trees, alone = _trees(samples, tokens_per_micro_batch, image_token_id, merge_size)
-        for bin in _bins([len(tree) for tree in trees], tokens_per_micro_batch):
-            chosen = [trees[index] for index in bin]
-            parts.append(Part([row for tree in chosen for row in tree.rows], chosen))
-    for bin in _bins([len(samples[row]) for row in alone], tokens_per_micro_batch):
-        parts.append(Part([alone[index] for index in bin], []))
+    if sharing is not None:
+        trees, alone = _trees(samples, tokens_per_micro_batch, sharing)
+        for chosen in _bins([len(tree) for tree in trees], tokens_per_micro_batch):
+            together = [trees[index] for index in chosen]
+            parts.append(Part([row for tree in together for row in tree.rows], together))
+    for chosen in _bins([len(samples[row]) for row in alone], tokens_per_micro_batch):
+        parts.append(Part([alone[index] for index in chosen], []))
     return parts
 
 
-def _trees(
-    samples: Sequence[Sample], budget: int, image_token_id: int | None, merge_size: int
-) -> tuple[list[Tree], list[int]]:
+def _trees(samples: Sequence[Sample], budget: int, sharing: Sharing) -> tuple[list[Tree], list[int]]:
     """The trees that are worth it, and the rows that stay alone."""
     groups: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
         groups.setdefault(sample.group_id, []).append(index)
-    atoms = prefix_tree.atoms_of(samples, image_token_id)
+    atoms = prefix_tree.atoms_of(samples, sharing.image_token_id)
     trees: list[Tree] = []
     alone: list[int] = []
     for group in groups.values():
-        for rows in prefix_tree.cut(atoms, group, budget):
-            if sum(len(samples[row]) for row in rows) >= WORTH_SHARING * prefix_tree.unique_tokens(atoms, rows):
-                trees.append(prefix_tree.build(samples, atoms, rows, image_token_id, merge_size))
+        for rows, is_tree in _cheapest(atoms, prefix_tree.in_order(atoms, group), budget, sharing):
+            if is_tree:
+                trees.append(prefix_tree.build(samples, atoms, rows, sharing.image_token_id, sharing.merge_size))
             else:
                 alone += rows
     return trees, sorted(alone)
+
+
+def _cheapest(
+    atoms: Sequence[np.ndarray], ordered: list[int], budget: int, sharing: Sharing
+) -> list[tuple[list[int], bool]]:
+    """A group cut into parts, each a tree or not: smaller trees share less and have fewer pairs of tokens to mask."""
+
+    def priced(size: int) -> tuple[float, list[tuple[list[int], bool]]]:
+        total, chosen = 0.0, []
+        for rows, unique in prefix_tree.cut(atoms, ordered, size):
+            as_tree = sharing.cost(unique, MASKED * unique**2 / 2)
+            as_rows = sum(sharing.cost(len(atoms[row]), len(atoms[row]) ** 2 / 2) for row in rows)
+            total += min(as_tree, as_rows)
+            chosen.append((rows, as_tree < as_rows))
+        return total, chosen
+
+    sizes = [budget]
+    while sizes[-1] > max(len(atoms[row]) for row in ordered):
+        sizes.append(sizes[-1] * 2 // 3)
+    return min((priced(size) for size in sizes), key=lambda pair: pair[0])[1]
 
 
 def _bins(lengths: Sequence[int], budget: int) -> list[list[int]]:

@@ -41,12 +41,11 @@ class Tree:
 def build(
     samples: Sequence[Sample],
     atoms: Sequence[np.ndarray],
-    rows: Sequence[int],
+    ordered: Sequence[int],
     image_token_id: int | None,
     merge_size: int,
 ) -> Tree:
-    """One tree of ``samples[row]`` for each of ``rows``; ``atoms`` are those of :func:`atoms_of` for all samples."""
-    ordered = in_order(atoms, rows)
+    """One tree of ``samples[row]`` for each row of ``ordered``, which stand as :func:`in_order` gives them."""
     token_ids: list[np.ndarray] = []
     positions: list[torch.Tensor] = []
     parents: list[np.ndarray] = []
@@ -71,35 +70,28 @@ def build(
     for path in paths:  # in layout order, so that a later row's end is the larger one
         ends[path] = path[-1] + 1
     return Tree(
-        ordered, np.concatenate(token_ids), torch.cat(positions, 1), np.concatenate(parents), ends, paths, media
+        list(ordered), np.concatenate(token_ids), torch.cat(positions, 1), np.concatenate(parents), ends, paths, media
     )
 
 
-def unique_tokens(atoms: Sequence[np.ndarray], rows: Sequence[int]) -> int:
-    """How many tokens the tree of these rows has."""
-    ordered = in_order(atoms, rows)
-    shared = sum(shared_length(atoms[a], atoms[b]) for a, b in pairwise(ordered))
-    return sum(len(atoms[row]) for row in rows) - shared
-
-
-def cut(atoms: Sequence[np.ndarray], rows: Sequence[int], budget: int) -> list[list[int]]:
-    """``rows`` in parts whose trees hold at most ``budget`` tokens, cut where neighbours share least.
+def cut(atoms: Sequence[np.ndarray], ordered: Sequence[int], budget: int) -> list[tuple[list[int], int]]:
+    """``ordered`` rows in parts whose trees hold at most ``budget`` tokens, cut where neighbours share least, with those tokens.
 
     A single row may be longer than the budget.
     """
-    ordered = in_order(atoms, rows)
     shared = [0, *(shared_length(atoms[a], atoms[b]) for a, b in pairwise(ordered))]
-    parts: list[list[int]] = []
+    new = [len(atoms[row]) - known for row, known in zip(ordered, shared, strict=True)]
+    parts: list[tuple[list[int], int]] = []
     first = 0
     while first < len(ordered):
         size, last = len(atoms[ordered[first]]), first + 1
-        while last < len(ordered) and size + len(atoms[ordered[last]]) - shared[last] <= budget:
-            size += len(atoms[ordered[last]]) - shared[last]
+        while last < len(ordered) and size + new[last] <= budget:
+            size += new[last]
             last += 1
         if last < len(ordered):  # of the cuts that leave at least half of a part, the one that repeats least
             half = first + (last - first + 1) // 2
             last = min(range(half, last + 1), key=lambda place: (shared[place], -place))
-        parts.append(ordered[first:last])
+        parts.append((list(ordered[first:last]), shared[first] + sum(new[first:last])))
         first = last
     return parts
 

@@ -19,7 +19,7 @@ from vlmrl.algos.corrections import mismatch
 from vlmrl.config import Algo, Optim
 from vlmrl.model.policy import Policy, TokenScores
 from vlmrl.train.master_weights import MasterWeights
-from vlmrl.train.packing import Part, pack, per_token, split
+from vlmrl.train.packing import Part, Sharing, pack, per_token, split
 from vlmrl.types import Sample
 
 
@@ -196,13 +196,8 @@ class Trainer:
 
     def _split(self, samples: list[Sample]) -> list[Part]:
         policy = self.policy
-        return split(
-            samples,
-            self._micro_tokens,
-            share_prefixes=self._share_prefixes,
-            image_token_id=policy.image_token_id,
-            merge_size=policy.merge_size,
-        )
+        sharing = Sharing(policy.image_token_id, policy.merge_size, policy.attention_balance)
+        return split(samples, self._micro_tokens, sharing if self._share_prefixes else None)
 
     def _score(self, policy: Policy, samples: list[Sample], part: Part) -> TokenScores:
         packed = pack(samples, part, policy.image_token_id, policy.merge_size).to(policy.device)
