@@ -19,7 +19,8 @@ from vlmrl.train import prefix_tree
 from vlmrl.train.prefix_tree import Tree
 from vlmrl.types import Batch, MediaItem, Sample
 
-MASKED = 4.0  # what attention under a tree's mask costs for each pair of tokens, over that of a causal row
+MASKED = 2.0  # what attention under a tree's mask costs for each pair of tokens, over that of a causal row
+ALIKE = 0.9  # trees are padded together only where the shortest is so long, over the longest
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def split(samples: Sequence[Sample], tokens_per_micro_batch: int, sharing: Shari
     parts: list[Part] = []
     if sharing is not None:
         trees, alone = _trees(samples, tokens_per_micro_batch, sharing)
-        for chosen in _bins([len(tree) for tree in trees], tokens_per_micro_batch):
+        for chosen in _bins([len(tree) for tree in trees], tokens_per_micro_batch, ALIKE):
             together = [trees[index] for index in chosen]
             parts.append(Part([row for tree in together for row in tree.rows], together))
     for chosen in _bins([len(samples[row]) for row in alone], tokens_per_micro_batch):
@@ -120,11 +121,12 @@ def _cheapest(
     return min((priced(size) for size in sizes), key=lambda pair: pair[0])[1]
 
 
-def _bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices that are padded together, longest first."""
+def _bins(lengths: Sequence[int], budget: int, alike: float = 0.0) -> list[list[int]]:
+    """Indices that are padded together, longest first, none shorter than ``alike`` times the longest."""
     bins: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if not bins or (len(bins[-1]) + 1) * lengths[bins[-1][0]] > budget:
+        longest = lengths[bins[-1][0]] if bins else 0
+        if not bins or (len(bins[-1]) + 1) * longest > budget or lengths[index] < alike * longest:
             bins.append([])
         bins[-1].append(index)
     return bins
