@@ -64,6 +64,8 @@ def reinforce_pp(rewards: torch.Tensor, group_ids: Sequence[str], group_baseline
         return rewards.clone()
     if group_baseline:
         rewards = grpo(rewards, group_ids, scale_by_std=False)
+    if _all_equal(rewards):
+        return torch.zeros_like(rewards)
     return (rewards - rewards.mean()) / (rewards.std() + EPS)
 
 
@@ -75,8 +77,14 @@ def _by_group(
     group_of = torch.tensor([names[name] for name in group_ids], device=rewards.device)
     for index in range(len(names)):
         members = group_of == index
-        advantages[members] = of_group(rewards[members])
+        group = rewards[members]
+        advantages[members] = torch.zeros_like(group) if _all_equal(group) else of_group(group)
     return advantages
+
+
+def _all_equal(rewards: torch.Tensor) -> bool:
+    """Several equal rewards: their mean's rounding error must not be scaled up to an advantage."""
+    return len(rewards) > 1 and bool((rewards == rewards[0]).all())
 
 
 ADVANTAGES: dict[str, Callable[..., torch.Tensor]] = {

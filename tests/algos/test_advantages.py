@@ -1,0 +1,91 @@
+"""Advantages against numbers worked out by hand."""
+
+import math
+
+import pytest
+import torch
+
+from vlmrl.algos import ADVANTAGES
+
+
+def advantages(name, rewards, groups, **options):
+    return ADVANTAGES[name](torch.tensor(rewards, dtype=torch.float64), list(groups), **options).tolist()
+
+
+def test_grpo_by_hand():
+    # Group a: 1, 0, 0, 1: mean 1/2, unbiased std sqrt(4 * 1/4 / 3) = 0.57735. Group b: 3, 1: mean 2, std sqrt(2).
+    rewards = torch.tensor([1.0, 0.0, 3.0, 0.0, 1.0, 1.0])
+    groups = ["a", "a", "b", "a", "a", "b"]
+    got = ADVANTAGES["grpo"](rewards, groups)
+    assert got.tolist() == pytest.approx([0.866025, -0.866025, 0.707107, -0.866025, 0.866025, -0.707107], abs=1e-5)
+    assert ADVANTAGES["grpo"](rewards, groups, scale_by_std=False).tolist() == [0.5, -0.5, 1.0, -0.5, 0.5, -1.0]
+
+
+def test_rloo_subtracts_the_mean_of_the_others():
+    # Group a: 1, 0, 0, 1: others of a 1: (0 + 0 + 1) / 3 = 1/3; of a 0: (1 + 0 + 1) / 3 = 2/3. Group b: 3, 1: 3 - 1, 1 - 3.
+    got = advantages("rloo", [1.0, 0.0, 3.0, 0.0, 1.0, 1.0], "aabaab")
+    assert got == pytest.approx([2 / 3, -2 / 3, 2.0, -2 / 3, 2 / 3, -2.0])
+
+
+def test_maxrl_divides_by_the_groups_mean_reward():
+    # Group a: 1, 0, 0, 0: mean 1/4, so (3/4) / (1/4) = 3 and -1. Group b: 3, 1: mean 2, so 1/2 and -1/2.
+    got = advantages("maxrl", [1.0, 0.0, 3.0, 0.0, 0.0, 1.0], "aabaab")
+    assert got == pytest.approx([3.0, -1.0, 0.5, -1.0, -1.0, -0.5])
+
+
+def test_maxrl_of_a_group_without_reward_is_zero_and_its_neighbours_are_untouched():
+    assert advantages("maxrl", [0.0, 1.0, 0.0, 0.0], "abab") == [0.0, 1.0, 0.0, -1.0]
+
+
+def test_maxrl_refuses_a_negative_reward_and_names_it():
+    with pytest.raises(ValueError, match=r"must be 0 or more, but one is -0\.5"):
+        advantages("maxrl", [1.0, -0.5], "aa")
+
+
+def test_reinforce_pp_whitens_the_whole_batch():
+    # 4, 0, 2, 2: mean 2, unbiased variance (4 + 4 + 0 + 0) / 3, so 2 / sqrt(8 / 3) = sqrt(3 / 2).
+    got = advantages("reinforce_pp", [4.0, 0.0, 2.0, 2.0], "aabb")
+    assert got == pytest.approx([math.sqrt(1.5), -math.sqrt(1.5), 0.0, 0.0], abs=1e-5)
+
+
+def test_reinforce_pp_with_a_group_baseline_subtracts_it_first():
+    # Group a: 5, 3: +-1. Group b: 1, -1: +-1. Whitened: mean 0, unbiased variance 4 / 3, so +-sqrt(3) / 2.
+    got = advantages("reinforce_pp", [5.0, 3.0, 1.0, -1.0], "aabb", group_baseline=True)
+    assert got == pytest.approx([0.866025, -0.866025, 0.866025, -0.866025], abs=1e-5)
+    # Without it: mean 2, deviations 3, 1, -1, -3, variance 20 / 3, std 2.58199.
+    got = advantages("reinforce_pp", [5.0, 3.0, 1.0, -1.0], "aabb")
+    assert got == pytest.approx([1.161895, 0.387298, -0.387298, -1.161895], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_a_group_of_one_keeps_its_reward_but_for_maxrl(name):
+    assert advantages(name, [0.7], "a") == ([0.0] if name == "maxrl" else [0.7])
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_equal_rewards_have_no_advantage(name):
+    assert advantages(name, [2.0, 2.0, 2.0, 2.0], "aabb") == [0.0] * 4
+    # In float32 the mean of eight 10.1 is 1e-6 off, as much as what keeps the division by the std finite.
+    assert ADVANTAGES[name](torch.full((8,), 10.1), ["a"] * 8).tolist() == [0.0] * 8
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "maxrl"])
+def test_another_groups_rewards_do_not_matter(name):
+    alone = advantages(name, [1.0, 0.0, 0.5], "aaa")
+    beside = advantages(name, [100.0, 1.0, 7.0, 0.0, 0.5, 0.0], "babaab")
+    assert [beside[i] for i in (1, 3, 4)] == pytest.approx(alone)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "maxrl"])
+def test_a_groups_advantages_sum_to_zero(name):
+    assert sum(advantages(name, [1.0, 0.25, 0.5, 0.0, 3.0], "aaaaa")) == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_huge_and_tiny_rewards_stay_finite_and_the_rewards_are_not_written_to(name):
+    for scale in (1e-30, 1e15):
+        rewards = torch.tensor([1.0, 0.0, 0.0, 1.0]) * scale
+        before = rewards.clone()
+        got = ADVANTAGES[name](rewards, ["a", "a", "a", "a"])
+        assert got.isfinite().all() and got.shape == rewards.shape and got.dtype == rewards.dtype
+        assert torch.equal(rewards, before)
