@@ -74,7 +74,7 @@ def test_an_unknown_field_is_named(tmp_path):
         (["--env", "nowhere.py:Env"], "'nowhere.py' does not exist"),
         (["--env", "../envs/zoom.py:Zoom"], "has no 'Zoom'"),
         (["--env-options.course", "32"], "--env-options.course"),
-        (["--algo.advantage", "gae"], "algo.advantage must be one of"),
+        (["--algo.advantage", "gpro"], "algo.advantage must be one of"),
         (["--data.generator", "../datasets/shapes.py:nothing"], "has no 'nothing'"),
         (["--model.path", "./no_such_model"], "no_such_model"),
         (["--optim.lr", "-1"], "optim.lr must be greater than 0"),

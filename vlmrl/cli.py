@@ -69,7 +69,7 @@ def eval_command(arguments: Sequence[str]) -> None:
         from vlmrl.progress import RunProgress
 
         run = loop.build(settings, folder)
-        result = asyncio.run(loop.evaluate_run(run, RunProgress(), label="eval"))
+        result = _until_interrupted(lambda: asyncio.run(loop.evaluate_run(run, RunProgress(), label="eval")))
         print(
             f"held-out reward {result.reward:.3f} +- {result.standard_error:.3f} on {len(result.trajectories)} trajectories"
         )
@@ -80,7 +80,16 @@ def play_command(arguments: Sequence[str]) -> None:
 
     settings = tyro.cli(PlayArguments, args=arguments, prog="vlmrl play", description=play.__doc__)
     with _errors_in_one_line():
-        asyncio.run(play(settings))
+        _until_interrupted(lambda: asyncio.run(play(settings)))
+
+
+def _until_interrupted(play: Callable[[], Any]) -> Any:
+    """Ctrl-C, and the end of what is typed, end a command in one line, with status 130."""
+    try:
+        return play()
+    except (KeyboardInterrupt, EOFError):
+        print("\nstopped", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def _train(config: Callable[[], Config], doc: str, folder: Path, arguments: Sequence[str]) -> None:

@@ -360,7 +360,7 @@ class Config:
     """Write the trained weights to the run's folder, in Hugging Face form."""
 
     def __post_init__(self) -> None:
-        _require(bool(self.name) and "/" not in self.name, "name", "a plain folder name", self.name)
+        _require(self.name not in ("", ".", "..") and "/" not in self.name, "name", "a plain folder name", self.name)
         if self.env is not None and self.reward is not None:
             raise ValueError("env and reward cannot both be set: a reward function stands for a whole single-turn env.")
         _check_samples(self.algo, self.rollout)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
+import numbers
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -85,12 +86,19 @@ class EnvSession:
         self._played.append((reply, _digest(result)))
         return result
 
-    async def finish(self, ending: str, last_reply: str) -> float | None:
+    async def finish(self, ending: str, last_reply: str, last_turn: int | None = None) -> float | None:
+        """Ask once for the final reward; after an error, a fresh env that has replayed the episode is asked again.
+
+        ``last_turn`` is the last reply's number where no ``step`` has seen it.
+        """
+
         async def attempt() -> float | None:
             if self._env is None:
                 await self._replay()
             assert self._env is not None
             self._env.last_reply = last_reply
+            if last_turn is not None:
+                self._env.turn = last_turn
             reward = await self._call(self._env.finish, ending)
             return None if reward is None else _number("finish", reward, self._spec.name)
 
@@ -107,6 +115,10 @@ class EnvSession:
             if self._thread is not None:
                 self._thread.close()
             self._env, self._thread = None, None
+
+    async def abandon(self) -> None:
+        """Let go of the env without waiting for it: for a run that is being stopped."""
+        await self._abandon(wait=False)
 
     async def _with_retries(self, attempt: Callable[[], Any]) -> Any:
         for retries_left in reversed(range(self._max_retries + 1)):
@@ -172,7 +184,11 @@ class EnvSession:
             messages=_messages("format_observation", shown, self._spec.name),
             done=bool(done),
             reward=None if reward is None else _number("info['reward']", reward, self._spec.name),
-            metrics={key: float(value) for key, value in info.items() if isinstance(value, int | float)},
+            metrics={
+                key: _number(f"info[{key!r}]", value, self._spec.name)
+                for key, value in info.items()
+                if isinstance(value, numbers.Real)
+            },
         )
 
     async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
@@ -191,10 +207,15 @@ class EnvSession:
         finally:
             self.seconds += time.perf_counter() - began
 
-    async def _abandon(self) -> None:
-        """Let go of a broken env: a plain close is queued behind whatever hangs in its thread, and nobody waits for it."""
+    async def _abandon(self, wait: bool = True) -> None:
+        """Let go of a broken env: a plain close is queued behind whatever hangs in its thread, and nobody waits for it.
+
+        An async close is waited for, unless ``wait`` is False.
+        """
         if self._env is not None and self._thread is not None and not inspect.iscoroutinefunction(self._env.close):
             self._thread.submit(self._env.close)
+            self._env = None
+        if not wait:
             self._env = None
         await self.close()
 
@@ -209,7 +230,23 @@ def _messages(name: str, value: Any, env: str) -> list[Message]:
         raise EnvContractError(
             f"env {env}: {name} must return messages (dicts with a role), but it returned {value!r}."
         )
+    for message in messages:
+        _check_texts(name, message.get("content"), env)
     return list(messages)
+
+
+def _check_texts(name: str, content: Any, env: str) -> None:
+    """A message's content is text that can be encoded, or a list of parts with such texts."""
+    texts = (
+        [part.get("text", "") for part in content if isinstance(part, dict)] if isinstance(content, list) else [content]
+    )
+    for text in texts:
+        if text is not None and not isinstance(text, str):
+            raise EnvContractError(f"env {env}: the text that {name} gives must be a str, but it is {text!r}.")
+        try:
+            (text or "").encode()
+        except UnicodeEncodeError as error:
+            raise EnvContractError(f"env {env}: the text that {name} gives cannot be encoded: {error}.") from error
 
 
 def _number(name: str, value: Any, env: str) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 from vlmrl.types import ImageSource
 
@@ -19,16 +19,27 @@ _DECODING = threading.Lock()  # a PIL image that was opened, but not yet read, b
 
 
 def load_image(source: ImageSource) -> Image.Image:
-    """Any :data:`ImageSource` as an RGB picture of its own size; transparency becomes white."""
+    """Any :data:`ImageSource` as an RGB picture of its own size, upright; transparency becomes white."""
     from qwen_vl_utils import fetch_image
 
     source = _content(source)
     with _naming(source):
         image = _open(source)
-        if isinstance(image, Image.Image) and image.has_transparency_data:
-            image = image.convert("RGBA")  # the one mode that fetch_image puts on white
+        if isinstance(image, Image.Image):
+            image = _upright(image)
+            if image.has_transparency_data:
+                image = image.convert("RGBA")  # the one mode that fetch_image puts on white
         # Half a patch times the merge size is a factor of one: the size is left to the processor's own rule.
         return fetch_image({"image": image, **ANY_SIZE}, image_patch_size=0.5)
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Turned as its camera says. Raises ValueError for more than 8 bits a channel, which would be clipped, not scaled."""
+    if image.mode.startswith(("I", "F")):
+        raise ValueError(
+            f"mode {image.mode} holds more than 8 bits a channel; scale it to 0..255 first, for example with numpy."
+        )
+    return ImageOps.exif_transpose(image)
 
 
 def source_key(source: ImageSource) -> str:

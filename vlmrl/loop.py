@@ -162,6 +162,10 @@ async def train(run: Run, log: RunLog, progress: RunProgress) -> dict[str, float
                 phase.advance(reward=row.get("reward/mean"), reply_tokens=row["sampled_tokens/mean"], tokens_per_s=rate)
                 if config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
                     await _evaluate_into({}, "", run, log, step, progress)
+    except BaseException:
+        if config.save_model and trainer.steps_done:  # a stopped or broken run keeps what it has learnt
+            run.model.save(run.folder / "model")
+        raise
     finally:
         leave_behind(run, log, played)
     await _evaluate_into(summary, "reward_after", run, log, config.train.steps, progress)

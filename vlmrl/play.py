@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from vlmrl.metrics import messages_text
 from vlmrl.model.loading import load_model
 from vlmrl.renderer import Renderer
 from vlmrl.rollout.turn_loop import TurnLoop
+from vlmrl.threads import DaemonPool
 from vlmrl.types import Trajectory
 from vlmrl.viewer import write_page
 
@@ -84,6 +84,7 @@ class Typist:
         self._renderer = renderer
         self._folder = Path(tempfile.mkdtemp(prefix="vlmrl-play-"))
         self._shown: dict[str, tuple[int, int]] = {}
+        self._keyboard = DaemonPool("keyboard")  # a daemon: a prompt that nobody answers keeps no process alive
 
     async def reply(self, request: Request, turn: int) -> str:
         tokens, pictures = self._shown.get(request.trajectory_id, (0, 0))
@@ -93,7 +94,7 @@ class Typist:
             item.image.save(file)
             self._console.print(f"[cyan]picture {number}: {file}[/cyan]")
         self._shown[request.trajectory_id] = (len(request.prompt_ids), len(request.media))
-        return await asyncio.to_thread(self._console.input, "reply> ")
+        return await self._keyboard.run(self._console.input, "reply> ")
 
 
 def _print(console: Console, trajectory: Trajectory) -> None:

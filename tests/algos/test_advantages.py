@@ -22,7 +22,7 @@ def test_grpo_by_hand():
 
 
 def test_rloo_subtracts_the_mean_of_the_others():
-    # Group a: 1, 0, 0, 1: others of a 1: (0 + 0 + 1) / 3 = 1/3; of a 0: (1 + 0 + 1) / 3 = 2/3. Group b: 3, 1: 3 - 1, 1 - 3.
+    # Group a: 1, 0, 0, 1: the others of a 1 have mean (0 + 0 + 1) / 3, those of a 0 (1 + 0 + 1) / 3. Group b: 3, 1: +-2.
     got = advantages("rloo", [1.0, 0.0, 3.0, 0.0, 1.0, 1.0], "aabaab")
     assert got == pytest.approx([2 / 3, -2 / 3, 2.0, -2 / 3, 2 / 3, -2.0])
 
@@ -52,9 +52,6 @@ def test_reinforce_pp_with_a_group_baseline_subtracts_it_first():
     # Group a: 5, 3: +-1. Group b: 1, -1: +-1. Whitened: mean 0, unbiased variance 4 / 3, so +-sqrt(3) / 2.
     got = advantages("reinforce_pp", [5.0, 3.0, 1.0, -1.0], "aabb", group_baseline=True)
     assert got == pytest.approx([0.866025, -0.866025, 0.866025, -0.866025], abs=1e-5)
-    # Without it: mean 2, deviations 3, 1, -1, -3, variance 20 / 3, std 2.58199.
-    got = advantages("reinforce_pp", [5.0, 3.0, 1.0, -1.0], "aabb")
-    assert got == pytest.approx([1.161895, 0.387298, -0.387298, -1.161895], abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -70,15 +67,11 @@ def test_equal_rewards_have_no_advantage(name):
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "maxrl"])
-def test_another_groups_rewards_do_not_matter(name):
+def test_another_groups_rewards_do_not_matter_and_a_groups_advantages_sum_to_zero(name):
     alone = advantages(name, [1.0, 0.0, 0.5], "aaa")
+    assert sum(alone) == pytest.approx(0.0, abs=1e-12)
     beside = advantages(name, [100.0, 1.0, 7.0, 0.0, 0.5, 0.0], "babaab")
     assert [beside[i] for i in (1, 3, 4)] == pytest.approx(alone)
-
-
-@pytest.mark.parametrize("name", ["grpo", "rloo", "maxrl"])
-def test_a_groups_advantages_sum_to_zero(name):
-    assert sum(advantages(name, [1.0, 0.25, 0.5, 0.0, 3.0], "aaaaa")) == pytest.approx(0.0, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -86,6 +79,4 @@ def test_huge_and_tiny_rewards_stay_finite_and_the_rewards_are_not_written_to(na
     for scale in (1e-30, 1e15):
         rewards = torch.tensor([1.0, 0.0, 0.0, 1.0]) * scale
         before = rewards.clone()
-        got = ADVANTAGES[name](rewards, ["a", "a", "a", "a"])
-        assert got.isfinite().all() and got.shape == rewards.shape and got.dtype == rewards.dtype
-        assert torch.equal(rewards, before)
+        assert ADVANTAGES[name](rewards, ["a"] * 4).isfinite().all() and torch.equal(rewards, before)

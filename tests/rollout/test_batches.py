@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from rollout_fixtures import a_task, turn_loop
@@ -100,4 +101,7 @@ def test_over_sampling_stops_the_stragglers_and_closes_their_envs():
     batch = play(2, filters=(), over_sampling=1.5, env=Slow)
     assert ids(batch) == ["0", "2"]
     assert batch.rollouts.stopped_groups == 1 and batch.rollouts.failed == []
+    deadline = time.monotonic() + 5
+    while Slow.closed.count("1") < 2 and time.monotonic() < deadline:  # nobody waits for a stopped env's close
+        time.sleep(0.01)
     assert Slow.closed.count("1") == 2

@@ -148,7 +148,8 @@ def test_too_many_failures_stop_the_run_with_the_commonest_reasons():
         play(runner(failing(*broken), max_refills=0, max_failed_fraction=0.25), tasks(), 8)
     told, *reasons = str(raised.value).splitlines()
     assert re.fullmatch(
-        r"[5-8] trajectories of 16 failed, more than rollout.max_failed_fraction \(0.25\) allows:", told
+        r"[5-8] trajectories failed where 16 were asked for, more than rollout.max_failed_fraction \(0.25\) allows:",
+        told,
     )
     assert len(reasons) == 3
     assert all(
@@ -166,7 +167,7 @@ def test_envs_that_always_fail_end_the_run_even_if_all_may_fail(caplog: pytest.L
         def step(self, response_text: str) -> Step:
             raise OSError("always")
 
-    with pytest.raises(RolloutError, match=r"[56] trajectories of 4 failed"):
+    with pytest.raises(RolloutError, match=r"[56] trajectories failed where 4 were asked for"):
         play(runner(Broken, max_failed_fraction=1.0), tasks(), 2)
     gc.collect()
     assert [record.getMessage() for record in caplog.records] == []  # asyncio tells of errors that nobody looked at

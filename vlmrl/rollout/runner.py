@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from typing import Any, Protocol
 from vlmrl.config import Rollout
 from vlmrl.engine.base import Engine, Waves
 from vlmrl.types import Task, Trajectory
+
+ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
 
 
 class RolloutError(RuntimeError):
@@ -132,10 +135,12 @@ class Runner:
     def _stop_if_too_many(self, failed: list[Trajectory], asked: int) -> None:
         limit = self.config.max_failed_fraction
         if len(failed) > limit * asked:
-            reasons = Counter(trajectory.error or str(trajectory.ending) for trajectory in failed).most_common(3)
-            told = "\n".join(f"  {number}x {reason}" for reason, number in reasons)
+            told = (ADDRESS.sub("0x...", trajectory.error or str(trajectory.ending)) for trajectory in failed)
+            reasons = Counter(told).most_common(3)
+            lines = "\n".join(f"  {number}x {reason}" for reason, number in reasons)
             raise RolloutError(
-                f"{len(failed)} trajectories of {asked} failed, more than rollout.max_failed_fraction ({limit:g}) allows:\n{told}"
+                f"{len(failed)} trajectories failed where {asked} were asked for, more than rollout.max_failed_fraction ({limit:g}) "
+                f"allows:\n{lines}"
             )
 
 

@@ -137,6 +137,9 @@ class TurnLoop:
                     trajectory.samples = [await self._rendered_row(episode)]
         except (EnvError, EngineError) as error:
             trajectory.ending, trajectory.error = "error", str(error)
+        except asyncio.CancelledError:
+            await session.abandon()
+            raise
         finally:
             self.engine.release(trajectory_id)
             await session.close()
@@ -146,7 +149,7 @@ class TurnLoop:
 
     async def _play(self, episode: _Episode, messages: list[Message]) -> Ending:
         trajectory, history, context = episode.trajectory, episode.history, episode.context
-        piece = await self._load(history.prompt(messages), messages)
+        piece = await self._load(history.prompt(messages), messages, trajectory)
         if len(piece.token_ids) >= self.config.max_tokens:
             raise EnvError(
                 f"task {trajectory.task.id}: the prompt has {len(piece.token_ids)} tokens and leaves no room for a reply within "
@@ -160,7 +163,7 @@ class TurnLoop:
             if ending is None:
                 assert answer is not None
                 step = history.following(turn, answer)
-                piece = await self._load(step.rendered, answer)
+                piece = await self._load(step.rendered, answer, trajectory)
                 if step.anew:
                     piece = context.what_is_new(piece, self.renderer.image_token_id)
                 if context.length_with(piece) - step.dropped >= self.config.max_tokens:
@@ -249,7 +252,7 @@ class TurnLoop:
             kept_media=piece.kept_media,
         )
 
-    async def _load(self, rendered: Rendered, messages: list[Message]) -> _Piece:
+    async def _load(self, rendered: Rendered, messages: list[Message], trajectory: Trajectory) -> _Piece:
         """Load a rendered piece's pictures, all at once."""
         media: list[MediaItem] = []
         if rendered.images:
@@ -257,7 +260,7 @@ class TurnLoop:
             try:
                 media += await asyncio.gather(*map(self.store.get, rendered.images))
             except ValueError as error:
-                raise EnvError(str(error)) from error
+                raise EnvError(f"task {trajectory.task.id}, turn {len(trajectory.turns)}: {error}") from error
         expanded = expand(rendered.token_ids, self.renderer.image_token_id, media)
         return _Piece(rendered.token_ids, expanded, media, messages)
 
@@ -270,7 +273,7 @@ class TurnLoop:
         assert isinstance(history, Rerender)
         messages = [*history.rewritten(), reply_message(trajectory.turns[-1])]
         rendered, marks = self.renderer.conversation(messages, history.tools)
-        piece = await self._load(rendered, messages)
+        piece = await self._load(rendered, messages, trajectory)
         sizes = iter(piece.media)
         is_image = [token == self.renderer.image_token_id for token in rendered.token_ids]
         mask = [
@@ -300,7 +303,8 @@ class TurnLoop:
 
     async def _finish(self, trajectory: Trajectory, session: EnvSession) -> None:
         assert trajectory.ending is not None
-        trajectory.final_reward = await session.finish(trajectory.ending, trajectory.turns[-1].text)
+        last = len(trajectory.turns) - 1
+        trajectory.final_reward = await session.finish(trajectory.ending, trajectory.turns[last].text, last)
         if trajectory.reward is None and trajectory.ending in TRUNCATED:
             trajectory.final_reward = self.config.truncated_reward
         if trajectory.reward is None:
