@@ -30,8 +30,10 @@ bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
 	$(BIN)/python benchmarks/keep_kv.py --turns 4
 	$(BIN)/python benchmarks/keep_kv.py --turns 8
+	$(BIN)/python benchmarks/long_episodes.py
 	$(BIN)/python benchmarks/vs_trl.py --turns 4
 	$(BIN)/python benchmarks/vs_trl.py --turns 8
+	$(BIN)/python benchmarks/algorithms.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

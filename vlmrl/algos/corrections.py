@@ -83,7 +83,9 @@ def mismatch(
     tokens = loss_mask.sum().clamp(min=1)
     k1 = -log_ratio.sum() / tokens
     k3 = ((log_ratio.exp() - 1 - log_ratio) * loss_mask).sum() / tokens
-    return {"ratio_max": log_ratio.exp().max(), "k1": k1, "k3": k3, "perplexity_ratio": k1.exp()}
+    trained = loss_mask > 0
+    largest = log_ratio[trained].max().exp() if bool(trained.any()) else torch.ones_like(tokens)
+    return {"ratio_max": largest, "k1": k1, "k3": k3, "perplexity_ratio": k1.exp()}
 
 
 def _log_ratio(old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,8 @@ def gspo(inputs: LossInputs, clip_low: float = 3e-4, clip_high: float = 4e-4) ->
     """
     mask = inputs.loss_mask
     tokens = mask.sum(1, keepdim=True).clamp(min=1)
-    log_ratio = ((inputs.logprobs - inputs.old_logprobs) * mask).sum(1, keepdim=True) / tokens
+    difference = torch.where(mask > 0, inputs.logprobs - inputs.old_logprobs, 0.0)
+    log_ratio = difference.sum(1, keepdim=True) / tokens
     token_form = inputs.logprobs - inputs.logprobs.detach() + log_ratio.detach()
     return _clipped(token_form, inputs.advantages, clip_low, clip_high)
 
