@@ -10,8 +10,10 @@ import pytest
 from test_loop import RECIPES, short_quickstart, train
 
 from vlmrl import loop
-from vlmrl.config import Config, Data, Eval, Model, Rollout, Train, WarmStart
+from vlmrl.config import Algo, Config, Data, Eval, Model, Rollout, Train, WarmStart
 from vlmrl.loading import load_object
+from vlmrl.samples import concat
+from vlmrl.train.credit import give_advantages
 
 TURNS = 3
 
@@ -146,3 +148,52 @@ def test_a_single_turn_goes_to_the_engine_as_one_batch(tmp_path, taught, monkeyp
 def test_history_settings_that_do_not_fit_are_refused(rollout, message):
     with pytest.raises(ValueError, match=message):
         Rollout(**rollout)
+
+
+def test_penalties_and_corrections_in_a_whole_step(tmp_path, taught):
+    """KL off the reward towards a named reference, an entropy bonus, a correction, and truncated episodes left out."""
+    base = config(tmp_path, taught)
+    algo = Algo(
+        kl_coef=0.1,
+        kl="k1",
+        kl_in_reward=True,
+        reference="tiny:qwen3_vl",
+        entropy_coef=0.01,
+        corrections=("token_truncation", "veto"),
+        mask_truncated=True,
+    )
+    run, rows, _ = train(replace(base, algo=algo, train=Train(steps=1, groups_per_batch=4)))
+    run.engine.close()
+    row = rows[-1]
+    assert row["left_out/overlong"] >= 0
+    assert row["correction/token_truncation/fraction"] == row["correction/veto/fraction"] == 0.0
+    assert row["mismatch/ratio_max"] == pytest.approx(1.0, abs=1e-3) and row["entropy"] > 0
+
+
+def test_a_step_that_the_filters_leave_empty_is_told_and_not_trained(tmp_path, taught):
+    never = Algo(filters=("reward_band",), filter_options={"reward_band.low": 2.0, "reward_band.high": 3.0})
+    run, rows, _ = train(replace(config(tmp_path, taught), algo=never))
+    run.engine.close()
+    assert (rows[-1]["groups/filtered"], rows[-1]["samples"]) == (2.0, 0) and "loss" not in rows[-1]
+
+
+def test_a_kl_penalty_on_rewards_lowers_what_strays_from_the_reference(tmp_path, taught):
+    base = config(tmp_path, taught)
+    run = loop.build(
+        replace(base, algo=Algo(kl_coef=0.5, kl="k1", kl_in_reward=True, reference="tiny:qwen3_vl")), RECIPES
+    )
+    trainer = loop.new_trainer(run)
+    batch = asyncio.run(run.runner().play(loop.endless(run.tasks), 2, "x"))
+    samples = [sample for trajectory in batch.trajectories for sample in concat(trajectory)]
+    kl = trainer.kl_by_trajectory(samples)
+    run.engine.close()
+    for trajectory, sample in zip(batch.trajectories, samples, strict=True):
+        mine = sum(logprob for logprob, mask in zip(sample.rollout_logprobs, sample.loss_mask, strict=True) if mask)
+        assert kl[trajectory.id] > 10 and mine < 0  # a taught model is far from a random one
+    give_advantages(
+        samples, batch.trajectories, replace(base, algo=Algo(advantage_options={"scale_by_std": False})), kl
+    )
+    members = batch.groups[0]
+    worth = [t.reward - kl[t.id] for t in members]
+    mean = sum(worth) / len(worth)
+    assert [s.advantage for s in samples[: len(members)]] == pytest.approx([w - mean for w in worth], abs=1e-3)

@@ -22,7 +22,7 @@ def test_grpo_by_hand():
 
 
 def test_rloo_subtracts_the_mean_of_the_others():
-    # Group a: 1, 0, 0, 1: the others of a 1 have mean (0 + 0 + 1) / 3, those of a 0 (1 + 0 + 1) / 3. Group b: 3, 1: +-2.
+    # Group a: 1, 0, 0, 1: the others of a 1 have mean (0 + 0 + 1) / 3, those of a 0 (1 + 0 + 1) / 3. Group b: +-2.
     got = advantages("rloo", [1.0, 0.0, 3.0, 0.0, 1.0, 1.0], "aabaab")
     assert got == pytest.approx([2 / 3, -2 / 3, 2.0, -2 / 3, 2 / 3, -2.0])
 
