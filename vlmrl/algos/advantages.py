@@ -27,7 +27,7 @@ def grpo(rewards: torch.Tensor, group_ids: Sequence[str], scale_by_std: bool = T
 def rloo(rewards: torch.Tensor, group_ids: Sequence[str]) -> torch.Tensor:
     """Reward minus the mean of the others in its group: 1, 0, 0, 1 give 2/3, -2/3, -2/3, 2/3. A group of one keeps its reward.
 
-    Source: RLOO, arXiv 2402.14740, section 3.
+    Source: RLOO, arXiv 2402.14740.
     """
 
     def of_group(group: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,7 @@ def reinforce_pp(rewards: torch.Tensor, group_ids: Sequence[str], group_baseline
     """Rewards whitened over the whole batch: minus its mean, over its unbiased standard deviation.
 
     ``group_baseline`` first subtracts each group's mean. Rewards 1, 0, 0, 1 give +-0.8660. A batch of one keeps its reward.
-    Source: REINFORCE++, arXiv 2501.03262, section 3.
+    Source: REINFORCE++, arXiv 2501.03262.
     """
     if len(rewards) == 1:
         return rewards.clone()

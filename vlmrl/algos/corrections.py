@@ -30,7 +30,7 @@ def token_truncation(
 def sequence_truncation(
     old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, loss_mask: torch.Tensor, cap: float = 2.0
 ) -> Correction:
-    """min(R, cap) for all tokens of a row, R the product of their ratios. Source: as :func:`token_truncation`."""
+    """min(R, cap) for all tokens of a row, R the product of their ratios. Source: as :func:`geometric_mask`."""
     total = _log_ratio(old_logprobs, rollout_logprobs, loss_mask).sum(1, keepdim=True)
     ratio = total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().expand_as(loss_mask)
     return _keep_padding(ratio.clamp(max=cap), ratio > cap, loss_mask)

@@ -57,7 +57,7 @@ def ppo(inputs: LossInputs, clip_low: float = 0.2, clip_high: float = 0.28) -> L
 def dual_clip(inputs: LossInputs, clip_low: float = 0.2, clip_high: float = 0.28, c: float = 3.0) -> LossOutputs:
     """:func:`ppo`, and where the advantage is negative never worse than -c A: a huge ratio cannot take over the batch.
 
-    Source: Ye et al., "Mastering Complex Control in MOBA Games", arXiv 1912.09729, equation 4.
+    Source: Ye et al., "Mastering Complex Control in MOBA Games", arXiv 1912.09729.
     """
     clipped = ppo(inputs, clip_low, clip_high)
     bound = -c * inputs.advantages
@@ -94,7 +94,7 @@ def cispo(inputs: LossInputs, ratio_min: float = 0.0, ratio_max: float = 5.0) ->
 def sapo(inputs: LossInputs, tau_pos: float = 1.0, tau_neg: float = 1.05) -> LossOutputs:
     """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate in place of the clip, with a tau for each sign of the advantage.
 
-    At r = 1 its gradient is that of -r A. Source: SAPO, arXiv 2511.20347, equations 5 and 6.
+    At r = 1 its gradient is that of -r A. Source: SAPO, arXiv 2511.20347.
     """
     ratio = _ratio(inputs)
     tau = torch.where(inputs.advantages > 0, tau_pos, tau_neg).to(ratio.dtype)
@@ -103,9 +103,10 @@ def sapo(inputs: LossInputs, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Los
 
 
 def dppo_tv(inputs: LossInputs, limit: float = 0.15, ratio_max: float = 20.0) -> LossOutputs:
-    """-r A, but nothing where the token's probability has already moved by more than ``limit`` in the wanted direction.
+    """-sg(r) A log p, but nothing where the token's probability has already moved by more than ``limit`` in the wanted direction.
 
-    The move is the total variation of the two-way choice "this token or another". ``ratio_max`` truncates the weight.
+    The move is the total variation of the two-way choice "this token or another", from the old policy (in the paper, from the
+    one that sampled; they differ by the rollout gap). ``ratio_max`` truncates the weight.
     Source: DPPO, "Rethinking the Trust Region in LLM RL", arXiv 2602.04879 (binary TV).
     """
     p, old = inputs.logprobs.detach().exp(), inputs.old_logprobs.exp()

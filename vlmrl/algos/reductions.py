@@ -10,7 +10,7 @@ import torch
 def token_mean(loss_mask: torch.Tensor, group_ids: Sequence[str]) -> torch.Tensor:
     """Every trained token of the mini-batch counts the same; ``[rows, length]`` in and out.
 
-    Masks [[1, 0], [1, 1]] give [[1/3, 0], [1/3, 1/3]]. Source: DAPO, arXiv 2503.14476, equation 8.
+    Masks [[1, 0], [1, 1]] give [[1/3, 0], [1/3, 1/3]]. Source: DAPO, arXiv 2503.14476, as its released code has it.
     """
     return loss_mask / loss_mask.sum().clamp(min=1)
 
@@ -41,7 +41,7 @@ def sequence_mean(loss_mask: torch.Tensor, group_ids: Sequence[str]) -> torch.Te
 def seq_mean_token_sum_norm(loss_mask: torch.Tensor, group_ids: Sequence[str], norm: float = 1024.0) -> torch.Tensor:
     """Each row's sum over a constant ``norm`` (in tokens), averaged over the rows: no length changes a token's weight.
 
-    Masks [[1, 0], [1, 1]] and norm 10 give [[1/20, 0], [1/20, 1/20]]. Source: Dr. GRPO, arXiv 2503.20783, section 3.3.
+    Masks [[1, 0], [1, 1]] and norm 10 give [[1/20, 0], [1/20, 1/20]]. Source: Dr. GRPO, arXiv 2503.20783, section 3.2.
     """
     if norm <= 0:
         raise ValueError(f"seq_mean_token_sum_norm: norm must be greater than 0, but it is {norm}.")

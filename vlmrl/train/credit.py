@@ -71,4 +71,4 @@ def paid_from(trajectory: Trajectory, turn: int) -> float:
 
 def _advantages(rewards: Sequence[float], group_ids: Sequence[str], algo: Algo) -> list[float]:
     compute = ADVANTAGES[algo.advantage]
-    return compute(torch.tensor(rewards, dtype=torch.float32), group_ids, **algo.advantage_options).tolist()
+    return compute(torch.tensor(rewards, dtype=torch.float64), group_ids, **algo.advantage_options).tolist()
