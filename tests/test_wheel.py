@@ -48,7 +48,7 @@ def blocks(language):
 
 
 def test_the_readmes_env_trains_from_another_folder(site, tmp_path):
-    env, recipe = blocks("python")
+    env, recipe, *_ = blocks("python")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/guess.py").write_text(env)
     (tmp_path / "mine/recipe.py").write_text(recipe)
