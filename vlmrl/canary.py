@@ -43,6 +43,8 @@ async def check_pictures(
     row = next((row for trajectory in trajectories for row in step_wise(trajectory) if row.media), None)
     if row is None:
         return None
+    assert policy.image_token_id is not None  # or there were no pictures
+    row = _from_first_picture(row, policy.image_token_id)
     swapped = replace(row, media=[await store.get(_noise(row.media[0])), *row.media[1:]])
     canary = Canary(_trainer_moves(policy, row, swapped), await _engine_moves(policy, engine, row, swapped))
     for side, moved in vars(canary).items():
@@ -53,6 +55,25 @@ async def check_pictures(
                 "would be blind. (train.canary False skips this check.)"
             )
     return canary
+
+
+def _from_first_picture(row: Sample, image_token_id: int) -> Sample:
+    """The same tokens, where all text after the first picture counts as response.
+
+    A trained reply may be so sure that no picture moves it; the text that stands before it never is.
+    """
+    ids = row.token_ids
+    cut = ids.index(image_token_id) + row.media[0].num_tokens + 1  # a picture is closed by a token of its own
+    size = len(ids) - cut
+    return replace(
+        row,
+        prompt_token_ids=ids[:cut],
+        response_ids=ids[cut:],
+        loss_mask=[int(id != image_token_id) for id in ids[cut:]],
+        rollout_logprobs=[0.0] * size,
+        rewards=[0.0] * size,
+        policy_versions=[0] * size,
+    )
 
 
 def _noise(item: MediaItem) -> Image.Image:
@@ -70,11 +91,12 @@ def _trainer_moves(policy: Policy, row: Sample, swapped: Sample) -> float:
 
 
 async def _engine_moves(policy: Policy, engine: Engine, row: Sample, swapped: Sample) -> float:
-    """Greedy replies to both: infinite where they differ, otherwise the largest difference of their logprobs."""
+    """Greedy continuations right after both pictures: infinite where they differ, else the largest difference of logprobs."""
     replies = []
     for name, each in (("kept", row), ("swapped", swapped)):
-        ids = collapse(each.prompt_token_ids, policy.image_token_id, each.media)
-        request = Request(f"canary/{name}", ids, each.media, SamplingParams(TOKENS, temperature=0))
+        shown = each.media[:1]
+        ids = collapse(each.prompt_token_ids, policy.image_token_id, shown)
+        request = Request(f"canary/{name}", ids, shown, SamplingParams(TOKENS, temperature=0))
         replies.append(await engine.generate(request))
         engine.release(request.trajectory_id)
     kept, other = replies

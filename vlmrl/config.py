@@ -370,6 +370,10 @@ class Config:
             _require(
                 self.rollout.max_turns == 1, "rollout.max_turns", "1 with a reward function", self.rollout.max_turns
             )
+        if self.train.shuffle_rewards and self.algo.credit == "turn":
+            raise ValueError(
+                "train.shuffle_rewards permutes whole episodes' rewards: set algo.credit to trajectory for that control."
+            )
         if self.deterministic and self.rollout.over_sampling > 1:
             raise ValueError(
                 "rollout.over_sampling keeps what finishes first, which no run repeats: set deterministic to False."

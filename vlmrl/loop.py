@@ -220,7 +220,7 @@ async def warm_start(run: Run, progress: RunProgress) -> None:
 
     def reply(request: Request, turn: int) -> str:
         assert demonstrate is not None
-        return demonstrate(playing[request.trajectory_id], turn)
+        return demonstrate(playing[request.trajectory_id.partition(".")[0]], turn)  # a refill's id has a suffix
 
     runner = run.runner(group_size=1, engine=ScriptedEngine(reply, run.model.renderer))
     trainer = Trainer(
@@ -240,6 +240,7 @@ async def warm_start(run: Run, progress: RunProgress) -> None:
             for sample in samples:
                 sample.advantage = 0.0  # cross entropy asks for none
             phase.advance(loss=trainer.step(samples)["loss"])
+    trainer.close()
     run.engine.weights_changed(run.engine.policy_version)
 
 

@@ -216,3 +216,14 @@ def test_bfloat16_weights_train_through_float32_masters():
         masters.parameters[0].fill_(1.0 + 2.0**-12)
     masters.publish()
     assert module.weight.item() == 1.0 and masters.parameters[0].item() == 1.0 + 2.0**-12
+
+
+def test_two_trainers_of_a_bfloat16_model_follow_each_other(tmp_path):
+    """As a warm start and the training after it: the first lets go of the gradients."""
+    folder = tiny.build(tmp_path / "m", "qwen3_vl")
+    loaded = load_model(Model(path=str(folder), device="cpu", dtype="bfloat16"), None, tmp_path, seed=0)
+    rows = [sample(loaded, "a", [], [20, 21], [1, 1])]
+    for _ in range(2):
+        trainer = Trainer(loaded.policy, Algo(), Optim(lr=1e-3), total_steps=1, tokens_per_micro_batch=100)
+        assert trainer.step(rows)["grad_norm"] > 0
+        trainer.close()

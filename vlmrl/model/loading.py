@@ -48,6 +48,7 @@ class LoadedModel:
     def save(self, folder: Path) -> None:
         """Weights, tokenizer and processor in Hugging Face form."""
         self.policy.model.save_pretrained(folder)
+        self.tokenizer.chat_template = self.renderer.chat_template  # the one it was trained with
         self.tokenizer.save_pretrained(folder)
         if self.image_processor is not None:
             self.image_processor.save_pretrained(folder)

@@ -84,4 +84,10 @@ def _copy(group: Group, number: int) -> Group:
     """The same trajectories under other ids; the first copy is the group itself."""
     if not number:
         return group
-    return [replace(t, id=f"{t.id}+{number}", group_id=f"{t.group_id}+{number}") for t in group]
+
+    def renamed(item: Trajectory) -> Trajectory:
+        name, group_id = f"{item.id}+{number}", f"{item.group_id}+{number}"
+        samples = [replace(sample, trajectory_id=name, group_id=group_id) for sample in item.samples or []]
+        return replace(item, id=name, group_id=group_id, samples=samples or None)
+
+    return [renamed(trajectory) for trajectory in group]

@@ -51,6 +51,7 @@ class Client:
         self._loop = loop
         self._task = trajectory.task
         self._calls: list[_Call] = []
+        self._issued = 0
 
     @property
     def calls(self) -> int:
@@ -73,7 +74,8 @@ class Client:
         limit = min(config.max_reply_tokens, config.max_tokens - len(expanded))
         if limit < 1:
             raise ValueError(f"the prompt has {len(expanded)} tokens, and rollout.max_tokens is {config.max_tokens}.")
-        seed = derive_seed(loop.seed, self._task.seed, self.trajectory_id.rpartition("/")[2], self.calls)
+        seed = derive_seed(loop.seed, self._task.seed, self.trajectory_id.rpartition("/")[2], self._issued)
+        self._issued += 1  # not `calls`: replies that are asked for at once must differ
         params = SamplingParams(limit, config.temperature, config.top_p, config.top_k, config.stop, seed)
         request = Request(self.trajectory_id, list(prompt_ids), media, replace(params, **sampling))
         began = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 
 class MasterWeights:
@@ -16,6 +17,7 @@ class MasterWeights:
     def __init__(self, module: nn.Module) -> None:
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         self.parameters: list[nn.Parameter] = []
+        self._hooks: list[RemovableHandle] = []
         for parameter in module.parameters():
             if not parameter.requires_grad:
                 continue
@@ -25,7 +27,13 @@ class MasterWeights:
             master = nn.Parameter(parameter.detach().float())
             self._pairs.append((parameter, master))
             self.parameters.append(master)
-            parameter.register_post_accumulate_grad_hook(lambda p, master=master: _move_gradient(p, master))
+            hook = parameter.register_post_accumulate_grad_hook(lambda p, master=master: _move_gradient(p, master))
+            self._hooks.append(hook)
+
+    def close(self) -> None:
+        """Let go of the model, so that another trainer can take it over."""
+        for hook in self._hooks:
+            hook.remove()
 
     @torch.no_grad()
     def publish(self) -> None:

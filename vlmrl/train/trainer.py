@@ -83,6 +83,10 @@ class Trainer:
         self.policy.eval()  # in training mode, checkpointed layers take no cache, and an engine may share this model
         return dict(totals)
 
+    def close(self) -> None:
+        """The last step was taken: another trainer may take over the policy."""
+        self._weights.close()
+
     def _mini_batches(self, samples: Sequence[Sample]) -> list[list[int]]:
         """The indices of each optimizer step's samples: a fixed number of groups, however many rows they have."""
         groups: dict[str, list[int]] = defaultdict(list)
