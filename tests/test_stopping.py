@@ -39,14 +39,10 @@ def config():
 """
 
 
-@pytest.mark.parametrize(
-    "command", [["train", "hang.py"], ["play", "hang.py:Hangs", "--data", "hang.py:tasks", "-n", "1"]]
-)
-def test_ctrl_c_ends_a_run_whose_env_hangs(tmp_path, command):
+def test_ctrl_c_ends_a_run_whose_env_hangs(tmp_path):
     (tmp_path / "hang.py").write_text(HANG.replace("max_reply_tokens=4", "max_reply_tokens=4, stop=('',)"))
-    options = ["--rollout.stop", "", "--rollout.env-timeout", "300"] if command[0] == "play" else []
     run = subprocess.Popen(
-        [sys.executable, "-m", "vlmrl", *command, *options],
+        [sys.executable, "-m", "vlmrl", "train", "hang.py"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
