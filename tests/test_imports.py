@@ -10,6 +10,7 @@ LEVELS = [
     {"engine", "samples", "algos"},
     {"rollout", "train"},
     {"metrics", "progress", "evaluate", "viewer", "canary"},
+    {"trainers"},
     {"loop"},
     {"run", "play", "cli", "__main__"},
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from tyro.constructors import PrimitiveConstructorSpec
@@ -46,6 +47,25 @@ def _positive(prefix: str, config: object, *names: str) -> None:
 
 
 @dataclass(frozen=True)
+class Lora:
+    rank: int = 0
+    """Of the low-rank adapters that are trained in place of the weights; 0: no adapters. Needs `pip install 'vlmrl[lora]'`."""
+    alpha: int = 32
+    """What the adapters add is scaled by `alpha / rank`."""
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """The linear layers that get adapters, by the last part of their names."""
+    vision: bool = False
+    """Adapt the vision tower's layers of these names, too."""
+
+    def __post_init__(self) -> None:
+        _require(self.rank >= 0, "model.lora.rank", "0 (off) or more", self.rank)
+        _require(0 <= self.dropout < 1, "model.lora.dropout", "at least 0 and less than 1", self.dropout)
+        _require(bool(self.targets), "model.lora.targets", "names of linear layers", self.targets)
+        _positive("model.lora", self, "alpha")
+
+
+@dataclass(frozen=True)
 class Model:
     path: str = "tiny:qwen3_vl"
     """A hub name, a folder in Hugging Face form, or `tiny:qwen3_vl` / `tiny:qwen2_5_vl`, which are built on the spot."""
@@ -59,6 +79,9 @@ class Model:
     """Take only the configuration, the tokenizer and the processor from `path`, and draw the weights."""
     max_image_pixels: int | None = None
     """Shrink pictures to at most this many pixels; unset: the processor's own limit."""
+    freeze: tuple[str, ...] = ()
+    """What is not trained: `vision_tower`, `projector`, `language_model`, or patterns of parameter names."""
+    lora: Lora = field(default_factory=Lora)
 
     def __post_init__(self) -> None:
         _require(bool(self.path), "model.path", "a hub name, a folder or tiny:FAMILY", self.path)
@@ -245,6 +268,8 @@ class Optim:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls to 0 over the run, after the warm-up."""
     warmup_steps: int = 0
+    offload: bool = False
+    """Keep the optimizer's averages (8 bytes a parameter) in host memory except while it steps."""
 
     def __post_init__(self) -> None:
         _positive("optim", self, "lr", "grad_clip")
@@ -358,6 +383,11 @@ class Config:
     """Rollouts in waves in task order: the same run twice gives the same numbers, at some cost in speed."""
     save_model: bool = True
     """Write the trained weights to the run's folder, in Hugging Face form."""
+
+    @property
+    def models_dir(self) -> Path:
+        """Where models that are built on the spot are kept."""
+        return Path(self.output_dir) / ".models"
 
     def __post_init__(self) -> None:
         _require(self.name not in ("", ".", "..") and "/" not in self.name, "name", "a plain folder name", self.name)

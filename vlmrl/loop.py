@@ -18,7 +18,7 @@ import torch
 from vlmrl.algos import ADVANTAGES, CORRECTIONS, LOSSES, REDUCTIONS
 from vlmrl.algos.filters import is_overlong
 from vlmrl.canary import check_pictures
-from vlmrl.config import Algo, Config, Data, Optim, Options
+from vlmrl.config import Algo, Config, Data, Lora, Optim, Options
 from vlmrl.data import TaskSource, load_tasks
 from vlmrl.engine.base import Engine, Request, Waves
 from vlmrl.engine.scripted import ScriptedEngine
@@ -28,8 +28,8 @@ from vlmrl.evaluate import Evaluation, evaluate
 from vlmrl.loading import check_options, load_object
 from vlmrl.media import MediaStore
 from vlmrl.metrics import RunLog, draw_curve, trajectory_metrics
+from vlmrl.model.adapters import save_adapters
 from vlmrl.model.loading import LoadedModel, load_model
-from vlmrl.model.policy import Policy
 from vlmrl.progress import RunProgress
 from vlmrl.rollout.batches import Filter, GroupBatch, fill, resolve_filters
 from vlmrl.rollout.generator import Generate, GeneratorLoop, resolve_generate
@@ -39,7 +39,10 @@ from vlmrl.rollout.turn_loop import TurnLoop
 from vlmrl.samples import audit, emit
 from vlmrl.train.credit import give_advantages
 from vlmrl.train.gaps import TurnGap, summarise, turn_gaps
+from vlmrl.train.parallel import Leader
+from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import Trainer, choose
+from vlmrl.trainers import Trainers
 from vlmrl.types import Task, Trajectory
 from vlmrl.viewer import write_page
 
@@ -64,6 +67,7 @@ class Run:
     engine: TransformersEngine
     history_policy: HistoryPolicy | None
     filters: list[Filter]
+    trainers: Trainers
 
     @property
     def folder(self) -> Path:
@@ -84,8 +88,8 @@ class Run:
         return Runner(TurnLoop(self.spec, *parts, self.history_policy), group_size=group_size)
 
 
-def build(config: Config, base_dir: Path | None = None) -> Run:
-    """Everything a run needs. What can be wrong with a config is found here, cheap things first."""
+def build(config: Config, base_dir: Path | None = None, ranks: Ranks | None = None) -> Run:
+    """Everything a run needs, on rank 0 of its trainers. What can be wrong with a config is found here, cheap things first."""
     generate = resolve_generate(config.rollout, base_dir)
     spec = None
     if generate is None:
@@ -95,9 +99,11 @@ def build(config: Config, base_dir: Path | None = None) -> Run:
     filters = resolve_filters(config.algo, base_dir)
     tasks = _load(config.data, "data", base_dir)
     held_out = _load(config.eval.data, "eval.data", base_dir) if config.eval.data.is_set else None
-    cache_dir = Path(config.output_dir) / ".models"
     torch.manual_seed(config.seed)
-    model = load_model(config.model, base_dir, cache_dir, config.seed)
+    ranks = ranks or Ranks()
+    sampled = config.model if ranks.size == 1 else replace(config.model, lora=Lora(), freeze=())  # gets merged weights
+    model = load_model(sampled, base_dir, config.models_dir, config.seed)
+    trainers = Trainers.of(config, base_dir, ranks, model)
     if config.rollout.needs_rendered_rows and not model.renderer.marks_replies:
         raise ValueError(
             "rollout.history rerender with rollout.samples concat needs a chat template with {% generation %} markers; set "
@@ -108,8 +114,9 @@ def build(config: Config, base_dir: Path | None = None) -> Run:
     engine = TransformersEngine(
         model.policy, model.renderer, keep_kv=config.rollout.max_turns > 1 or generate is not None
     )
+    store = model.new_store()
     return Run(
-        config, base_dir, spec, generate, tasks, held_out, model, model.new_store(), engine, history_policy, filters
+        config, base_dir, spec, generate, tasks, held_out, model, store, engine, history_policy, filters, trainers
     )
 
 
@@ -153,7 +160,7 @@ async def train(run: Run, log: RunLog, progress: RunProgress) -> dict[str, float
                 if step == 1 and config.train.canary and run.store is not None:
                     await check_pictures(run.model.policy, run.engine, run.store, played)
                 metrics = train_on(run, trainer, batch.trajectories)
-                run.engine.weights_changed(trainer.steps_done)
+                push_weights(run, trainer, trainer.steps_done)
                 seconds = {"time/rollout": rolled_out - began, "time/train": time.perf_counter() - rolled_out}
                 row = step_metrics(run, batch) | metrics | seconds
                 log.log(step, row)
@@ -164,7 +171,7 @@ async def train(run: Run, log: RunLog, progress: RunProgress) -> dict[str, float
                     await _evaluate_into({}, "", run, log, step, progress)
     except BaseException:
         if config.save_model and trainer.steps_done:  # a stopped or broken run keeps what it has learnt
-            run.model.save(run.folder / "model")
+            run.model.save(run.folder / "model")  # which needs nothing of the other ranks
         raise
     finally:
         leave_behind(run, log, played)
@@ -174,11 +181,19 @@ async def train(run: Run, log: RunLog, progress: RunProgress) -> dict[str, float
     (run.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     leave_behind(run, log, played)
     if config.save_model:
-        run.model.save(run.folder / "model")
+        save(run, trainer)
     return summary
 
 
-def train_on(run: Run, trainer: Trainer, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+def save(run: Run, trainer: Trainer | Leader) -> None:
+    """The trained weights in Hugging Face form, and adapters, if there are any, also by themselves."""
+    run.model.save(run.folder / "model")
+    model = run.config.model
+    if model.lora.rank:
+        save_adapters(dict(trainer.named_adapters()), model.lora, model.path, run.folder / "adapters")
+
+
+def train_on(run: Run, trainer: Trainer | Leader, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """One batch: emit, audit, give the advantages, update."""
     began = time.perf_counter()
     how = run.config.rollout.samples
@@ -223,10 +238,9 @@ async def warm_start(run: Run, progress: RunProgress) -> None:
         return demonstrate(playing[request.trajectory_id.partition(".")[0]], turn)  # a refill's id has a suffix
 
     runner = run.runner(group_size=1, engine=ScriptedEngine(reply, run.model.renderer))
-    trainer = Trainer(
-        run.model.policy,
+    trainer = run.trainers.start(
         Algo(loss="sft"),
-        Optim(lr=config.lr, warmup_steps=config.steps // 20),
+        optim=Optim(lr=config.lr, warmup_steps=config.steps // 20),
         total_steps=config.steps,
         tokens_per_micro_batch=run.config.train.tokens_per_micro_batch,
     )
@@ -241,7 +255,7 @@ async def warm_start(run: Run, progress: RunProgress) -> None:
                 sample.advantage = 0.0  # cross entropy asks for none
             phase.advance(loss=trainer.step(samples)["loss"])
     trainer.close()
-    run.engine.weights_changed(run.engine.policy_version)
+    push_weights(run, trainer, run.engine.policy_version)
 
 
 async def evaluate_run(run: Run, progress: RunProgress, *, label: str, blank_images: bool = False) -> Evaluation:
@@ -319,29 +333,26 @@ def endless(tasks: TaskSource) -> Iterator[Task]:
         epoch += 1
 
 
-def new_trainer(run: Run) -> Trainer:
+def new_trainer(run: Run) -> Trainer | Leader:
     config = run.config
     steps_per_batch = config.train.groups_per_batch // (config.train.groups_per_step or config.train.groups_per_batch)
-    return Trainer(
-        run.model.policy,
+    return run.trainers.start(
         config.algo,
-        config.optim,
+        optim=config.optim,
         total_steps=config.train.steps * steps_per_batch,
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
         temperature=config.rollout.temperature or 1.0,
         groups_per_step=config.train.groups_per_step,
         share_prefixes=config.train.share_prefixes,
-        reference=_reference(run),
     )
 
 
-def _reference(run: Run) -> Policy | None:
-    """The policy that a KL penalty pulls towards: the one that is named, or the weights as they are now."""
-    algo = run.config.algo
-    if not algo.kl_coef:
-        return None
-    if algo.reference is None:
-        return run.model.policy.frozen_copy()
-    named = replace(run.config.model, path=algo.reference, random_weights=False)
-    cache_dir = Path(run.config.output_dir) / ".models"
-    return load_model(named, run.base_dir, cache_dir, run.config.seed).policy.requires_grad_(False).eval()
+def push_weights(run: Run, trainer: Trainer | Leader, policy_version: int) -> None:
+    """Hand the trainer's weights to the engine, where it does not sample from the very same ones."""
+    policy = run.model.policy
+    if policy is not run.trainers.policy:
+        own = dict(policy.model.named_parameters())
+        with torch.no_grad():
+            for name, weight in trainer.named_weights():
+                own[name].copy_(weight)
+    run.engine.weights_changed(policy_version)

@@ -7,17 +7,26 @@ import os
 import time
 from pathlib import Path
 
-from vlmrl import loop
+import torch
+
+from vlmrl import loop, tiny
 from vlmrl.config import Config, name_of
 from vlmrl.metrics import RunLog
 from vlmrl.progress import RunProgress
+from vlmrl.train.parallel import backend_of, dismiss, follow, join_ranks, leave_ranks
+from vlmrl.trainers import Trainers
 
 
 def run_training(config: Config, base_dir: Path, *, dry_run: bool = False) -> None:
     """Build, train, and say where everything is. Ctrl-C keeps what there is and exits with 130."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    tiny.resolve(config.model.path, config.models_dir)  # before ranks are known, from when on only rank 0 writes files
+    ranks = join_ranks(backend_of(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+    if ranks.rank:
+        follow(Trainers.of(config, base_dir, ranks).make)
+        return leave_ranks()
     progress = RunProgress()
-    run = loop.build(config, base_dir)
+    run = loop.build(config, base_dir, ranks)
     progress.say(plan(run))
     if dry_run:
         return
@@ -33,6 +42,9 @@ def run_training(config: Config, base_dir: Path, *, dry_run: bool = False) -> No
     finally:
         log.close()
         run.engine.close()
+    if ranks.size > 1:
+        dismiss()
+        leave_ranks()
     progress.say(report(run, summary, time.monotonic() - began))
 
 
@@ -43,12 +55,15 @@ def plan(run: loop.Run) -> str:
     held_out = f", {len(run.held_out)} held out" if run.held_out is not None else ""
     sampled = config.train.groups_per_batch * config.rollout.group_size
     plays = run.spec.name if run.spec else name_of(config.rollout.generate)
+    trained = [p.numel() for p in run.trainers.policy.parameters() if p.requires_grad]
+    ranks = run.trainers.ranks.size
     lines = [
         f"model     {config.model.path} ({policy.config.model_type}, {millions:.1f} M parameters) on {policy.device}, {policy.dtype}",
         f"data      {len(run.tasks)} tasks{held_out}",
         f"env       {plays}, at most {config.rollout.max_turns} turns and {config.rollout.max_tokens} tokens",
         f"training  {config.train.steps} steps of {config.train.groups_per_batch} groups x {config.rollout.group_size} = {sampled} "
         f"trajectories; {config.algo.advantage} + {config.algo.loss}, lr {config.optim.lr:g}",
+        f"trainer   {sum(trained) / 1e6:.1f} M parameters, on {f'{ranks} ranks (FSDP2)' if ranks > 1 else 'this process'}",
         f"output    {run.folder}",
     ]
     return "\n".join(lines)

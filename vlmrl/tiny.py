@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -148,7 +149,13 @@ def resolve(path: str, cache_dir: str | Path) -> str:
     _family(family)
     recipe = Path(__file__).read_bytes() + TEMPLATE.read_bytes() + transformers.__version__.encode()
     folder = Path(cache_dir).expanduser() / f"tiny-{family}-{hashlib.sha256(recipe).hexdigest()[:8]}"
-    return str(folder if (folder / "config.json").exists() else build(folder, family))
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+            built = build(Path(scratch) / folder.name, family)
+            with suppress(OSError):  # another process was first
+                built.rename(folder)
+    return str(folder)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

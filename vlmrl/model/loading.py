@@ -22,6 +22,7 @@ from vlmrl.config import Model
 from vlmrl.images import blank
 from vlmrl.loading import resolve_path
 from vlmrl.media import MediaStore
+from vlmrl.model.adapters import add_lora, freeze, named_weights
 from vlmrl.model.families import family_of
 from vlmrl.model.policy import Policy
 from vlmrl.renderer import Renderer
@@ -46,8 +47,8 @@ class LoadedModel:
         return MediaStore(self.image_processor, max_pixels=self.max_image_pixels, transform=transform)
 
     def save(self, folder: Path) -> None:
-        """Weights, tokenizer and processor in Hugging Face form."""
-        self.policy.model.save_pretrained(folder)
+        """Weights (adapters merged in), tokenizer and processor in Hugging Face form."""
+        self.policy.model.save_pretrained(folder, state_dict=dict(named_weights(self.policy.model)))
         self.tokenizer.chat_template = self.renderer.chat_template  # the one it was trained with
         self.tokenizer.save_pretrained(folder)
         if self.image_processor is not None:
@@ -63,17 +64,20 @@ def load_model(config: Model, base_dir: Path | None, cache_dir: Path, seed: int)
         path = str(local[0] / path) if local else path
     hf_config = AutoConfig.from_pretrained(path)
     family = family_of(hf_config)
-    device, dtype = pick_device(config.device), config.dtype
-    torch_dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32}.get(dtype) or getattr(
-        torch, dtype
-    )
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
     auto: Any = AutoModelForImageTextToText if family.vision else AutoModelForCausalLM
     if config.random_weights:
         torch.manual_seed(seed)
         with torch.device(device):
-            model = auto.from_config(hf_config, dtype=torch_dtype, attn_implementation="sdpa")
+            model = auto.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
     else:
-        model = auto.from_pretrained(path, dtype=torch_dtype, attn_implementation="sdpa").to(device)
+        model = auto.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").to(device)
+    freeze(model, config.freeze)
+    if config.lora.rank:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)  # every rank draws the same
+            add_lora(model, config.lora)
     tokenizer = AutoTokenizer.from_pretrained(path)
     image_processor = AutoImageProcessor.from_pretrained(path) if family.vision else None
     image_token = str(tokenizer.convert_ids_to_tokens(hf_config.image_token_id)) if family.vision else None
@@ -88,8 +92,14 @@ def load_model(config: Model, base_dir: Path | None, cache_dir: Path, seed: int)
 
 def pick_device(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     return torch.device(name)
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, name)
 
 
 def _chat_template(name: str | None, base_dir: Path | None) -> str | None:

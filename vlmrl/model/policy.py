@@ -8,14 +8,15 @@ the media placeholder ids banned.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from vlmrl.model.adapters import adapters_off
 from vlmrl.model.families import family_of
 from vlmrl.types import Batch
 
@@ -38,8 +39,7 @@ class _FeatureOutput:
     deepstack_features: list[Any]
 
 
-@dataclass(frozen=True)
-class TokenScores:
+class TokenScores(NamedTuple):
     """Per token ``[rows, length]``, float32, zero where no target is: the logprob and the distribution's entropy, in nats."""
 
     logprobs: torch.Tensor
@@ -47,11 +47,16 @@ class TokenScores:
 
 
 class Policy(nn.Module):
-    """A causal language model, with or without eyes. ``banned_ids`` have no probability, for sampling and training alike."""
+    """A causal language model, with or without eyes. ``banned_ids`` have no probability, for sampling and training alike.
+
+    With ``lockstep`` every forward touches every weight, pictures or not: so several ranks that share the weights never wait for
+    one that has nothing to do there.
+    """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        self.lockstep = False
         self.config = model.config
         self.family = family_of(model.config)
         self.merge_size: int = model.config.vision_config.spatial_merge_size if self.family.vision else 1
@@ -102,7 +107,8 @@ class Policy(nn.Module):
         features = self.encode_images(batch.mm_inputs) if batch.mm_inputs else []
         occurrences = [features[index] for index in batch.image_order]
         mask = None if batch.ends is None else tree_mask(batch.ends)
-        hidden = self.hidden(batch.token_ids, batch.position_ids, mask, occurrences)
+        unseen = self._blank_picture() if self.lockstep and self.family.vision and not occurrences else None
+        hidden = self.hidden(batch.token_ids, batch.position_ids, mask, occurrences, unseen=unseen)
         rows, places = batch.targets.nonzero(as_tuple=True)
         before = places - 1 if batch.parents is None else batch.parents[rows, places]
         chosen = hidden[rows, before]  # a token is predicted by the one before it: the only shift there is
@@ -111,13 +117,11 @@ class Policy(nn.Module):
             self._score(chosen[i : i + HEAD_CHUNK], labels[i : i + HEAD_CHUNK], temperature)
             for i in range(0, len(labels), HEAD_CHUNK)
         ]
-        shape = batch.token_ids.shape
+        zeros = hidden.new_zeros(batch.token_ids.shape, dtype=torch.float32)
         if not scores:
-            return TokenScores(
-                hidden.new_zeros(shape, dtype=torch.float32), hidden.new_zeros(shape, dtype=torch.float32)
-            )
+            nothing = zeros + 0 * self._score(hidden[0, :1], batch.token_ids[0, :1], temperature)[0]
+            return TokenScores(nothing, nothing)
         logprobs, entropy = (torch.cat(parts) for parts in zip(*scores, strict=True))
-        zeros = logprobs.new_zeros(shape)
         return TokenScores(zeros.index_put((rows, places), logprobs), zeros.index_put((rows, places), entropy))
 
     def hidden(
@@ -127,11 +131,13 @@ class Policy(nn.Module):
         attention_mask: torch.Tensor | None,
         images: Sequence[ImageFeatures] = (),
         cache: Any = None,
+        unseen: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Last hidden states ``[rows, length, hidden]``.
 
         ``position_ids`` ``[3, rows, length]``; ``attention_mask`` ``[rows, 1, length, keys]``, True where a query may look, or
-        ``None`` for plain causal rows; ``images`` by occurrence, in row order; ``cache`` a Hugging Face cache.
+        ``None`` for plain causal rows; ``images`` by occurrence, in row order; ``cache`` a Hugging Face cache. ``unseen`` is a zero
+        that is added before the decoder, so that what it was computed from takes part in the gradient.
         """
         inputs: dict[str, Any] = {"position_ids": position_ids if self.family.vision else position_ids[0]}
         if images:
@@ -140,11 +146,14 @@ class Policy(nn.Module):
                 levels = [torch.cat(level) for level in levels]
             self._features = _FeatureOutput(tuple(image.embeds for image in images), levels)
             inputs |= {"pixel_values": images[0].embeds, "image_grid_thw": None}  # stand-ins: the features are ready
+        if unseen is None:
+            inputs["input_ids"] = token_ids
+        else:
+            inputs["inputs_embeds"] = self.model.get_input_embeddings()(token_ids) + unseen
         if attention_mask is None and cache is None and not self.family.vision:
             attention_mask = torch.ones_like(token_ids)  # or 2-D positions would be searched for packed rows
         try:
             output = self.model.model(
-                input_ids=token_ids,
                 attention_mask=attention_mask,
                 past_key_values=cache,
                 use_cache=cache is not None,
@@ -166,6 +175,16 @@ class Policy(nn.Module):
         levels = zip(*deepstack, strict=True) if deepstack else ((),) * len(output.pooler_output)
         return [ImageFeatures(embeds, tuple(more)) for embeds, more in zip(output.pooler_output, levels, strict=True)]
 
+    def _blank_picture(self) -> torch.Tensor:
+        """Zero, computed from the smallest picture there is by all of the vision tower."""
+        vision = self.config.vision_config
+        side = vision.spatial_merge_size
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        pixels = torch.zeros(side * side, width, device=self.device)
+        grid = torch.tensor([[1, side, side]], device=self.device)
+        picture = self.encode_images({"pixel_values": pixels, "image_grid_thw": grid})[0]
+        return 0 * torch.stack([features.sum() for features in (picture.embeds, *picture.deepstack)]).sum()
+
     def logits(self, hidden: torch.Tensor, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
         """Float32 logits ``[n, vocabulary]`` of hidden states ``[n, hidden]``, after temperature and the ban."""
         logits = self.model.lm_head(hidden).float() / temperature
@@ -183,6 +202,16 @@ class Policy(nn.Module):
             return logprobs.gather(-1, labels[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 
         return checkpoint(score, hidden, use_reentrant=False) if torch.is_grad_enabled() else score(hidden)
+
+
+def without_adapters(policy: Policy) -> Callable[[Batch, float], TokenScores]:
+    """``policy`` as it was before its adapters were trained: a reference that needs no second copy."""
+
+    def score(batch: Batch, temperature: float) -> TokenScores:
+        with adapters_off(policy.model):
+            return policy(batch, temperature)
+
+    return score
 
 
 def tree_mask(ends: torch.Tensor) -> torch.Tensor:

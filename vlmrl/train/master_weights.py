@@ -41,6 +41,14 @@ class MasterWeights:
             parameter.copy_(master)
 
 
+def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """The optimizer's averages, which it needs only while it steps, to ``device``."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                state[name] = value.to(device)
+
+
 def _move_gradient(parameter: torch.Tensor, master: nn.Parameter) -> None:
     assert parameter.grad is not None
     gradient = parameter.grad.float()

@@ -7,27 +7,34 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from vlmrl.algos import CORRECTIONS, KL, LOSSES, REDUCTIONS, LossInputs
 from vlmrl.algos.corrections import mismatch
 from vlmrl.config import Algo, Optim
+from vlmrl.model.adapters import named_adapters, named_weights
 from vlmrl.model.policy import Policy, TokenScores
-from vlmrl.train.master_weights import MasterWeights
+from vlmrl.train.master_weights import MasterWeights, move_state
 from vlmrl.train.packing import Part, Sharing, pack, per_token, split
-from vlmrl.types import Sample
+from vlmrl.train.ranks import Ranks
+from vlmrl.train.tally import Tally
+from vlmrl.types import Batch, Sample
+
+Scorer = Callable[[Batch, float], TokenScores]
 
 
 class Trainer:
     """Updates ``policy`` with one loss of :data:`vlmrl.algos.LOSSES`.
 
     ``total_steps`` is the length of the learning-rate schedule, in optimizer steps. ``temperature`` is the rollouts'. ``reference``,
-    a frozen policy, is needed where ``algo.kl_coef`` is above 0.
+    a frozen policy, is needed where ``algo.kl_coef`` is above 0. With more than one of ``ranks`` each calls every method with
+    the same arguments, and gets the same results.
     """
 
     def __init__(
@@ -40,15 +47,15 @@ class Trainer:
         tokens_per_micro_batch: int,
         temperature: float = 1.0,
         groups_per_step: int | None = None,
-        reference: Policy | None = None,
+        reference: Scorer | None = None,
         share_prefixes: bool = True,
+        ranks: Ranks | None = None,
     ) -> None:
         self.policy = policy
         self.reference = reference
         self.steps_done = 0
-        self.scored: list[
-            np.ndarray
-        ] = []  # logprobs of the last batch's responses, sample by sample, before its update
+        self.scored: list[np.ndarray] = []  # before the last batch's update, its responses' logprobs
+        self._ranks = ranks or Ranks()
         self._algo = algo
         self._loss = choose("algo.loss", algo.loss, LOSSES)
         self._reduction = choose("algo.reduction", algo.reduction, REDUCTIONS)
@@ -57,6 +64,7 @@ class Trainer:
         self._groups_per_step = groups_per_step
         self._share_prefixes = share_prefixes
         self._grad_clip = optim.grad_clip
+        self._offload = optim.offload
         self._weights = MasterWeights(policy)
         self.optimizer = torch.optim.AdamW(
             self._weights.parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
@@ -75,13 +83,10 @@ class Trainer:
         mini_batches = self._mini_batches(samples)
         parts = [[samples[index] for index in indices] for indices in mini_batches]
         old = [self._score_all(part) for part in parts] if len(parts) > 1 else [None]
-        totals: dict[str, float] = defaultdict(float)
         self.scored = [np.empty(0)] * len(samples)
-        for indices, part, old_logprobs in zip(mini_batches, parts, old, strict=True):
-            for name, value in self._update(part, indices, old_logprobs).items():
-                totals[name] += value / len(mini_batches)
+        steps = [self._update(*step) for step in zip(parts, mini_batches, old, strict=True)]
         self.policy.eval()  # in training mode, checkpointed layers take no cache, and an engine may share this model
-        return dict(totals)
+        return {name: _over_steps(name, [metrics[name] for metrics in steps]) for name in steps[0]}
 
     def close(self) -> None:
         """The last step was taken: another trainer may take over the policy."""
@@ -98,32 +103,34 @@ class Trainer:
 
     def _update(self, samples: list[Sample], indices: list[int], old_logprobs: torch.Tensor | None) -> dict[str, float]:
         """One optimizer step, its gradient gathered over micro-batches under weights fixed for all of them."""
-        mask = per_token(samples, lambda sample: sample.loss_mask)
+        device, ranks = self.policy.device, self._ranks
+        mask = per_token(samples, lambda sample: sample.loss_mask).to(device)
         weights = self._reduction(mask, [s.group_id for s in samples], **self._algo.reduction_options)
-        sums: dict[str, float] = defaultdict(float)
+        before = torch.zeros_like(mask)
+        total, tally = torch.zeros((), device=device), Tally()
         self.policy.train()
-        for micro_batch in self._split(samples):
-            rows = micro_batch.rows
-            part = [samples[row] for row in rows]
-            length = max(map(len, part))
-            scores = self._score(self.policy, samples, micro_batch)
-            reference = self._reference_logprobs(samples, micro_batch)
+        for part, counts in ranks.deal(self._split(samples)):
+            rows, length = part.rows, max(len(samples[row]) for row in part.rows)
+            scores = self._score(self.policy, samples, part)
+            reference = self._reference_logprobs(samples, part)
             old = None if old_logprobs is None else old_logprobs[rows, :length]
-            inputs = self._loss_inputs(part, scores, old, reference)
+            inputs = self._loss_inputs([samples[row] for row in rows], scores, old, reference)
             per_token_loss, metrics = self._per_token_loss(inputs, scores)
-            loss = (per_token_loss * weights[rows, :length].to(per_token_loss.device)).sum()
-            loss.backward()
-            tokens = float(inputs.loss_mask.sum())
+            loss = (per_token_loss * weights[rows, :length] * counts).sum()
+            (loss * ranks.size).backward()  # the gradient's mean over ranks is then its sum
+            total += loss.detach()
             for name, value in metrics.items():
-                sums[name] += float((value.detach() * inputs.loss_mask).sum() if value.dim() else value * tokens)
-            sums["tokens"] += tokens
-            sums["loss"] += float(loss.detach())
-            before = inputs.old_logprobs.cpu().numpy()
-            for i, row in enumerate(rows):
-                self.scored[indices[row]] = before[i, len(samples[row].prompt_token_ids) : len(samples[row])]
-        tokens, loss_sum = sums.pop("tokens"), sums.pop("loss")
-        means = {name: value / max(1.0, tokens) for name, value in sums.items()}
-        return {"loss": loss_sum, "tokens": tokens, **means, **self._apply_gradient()}
+                tally.add(name, value, inputs.loss_mask * counts)
+            if counts:
+                before[rows, :length] = inputs.old_logprobs
+        self._note_scored(samples, indices, ranks.sum(before))
+        tokens = float(mask.sum())
+        told = tally.result(tokens, ranks, device)
+        return {"loss": float(ranks.sum(total)), "tokens": tokens, **told, **self._apply_gradient()}
+
+    def _note_scored(self, samples: list[Sample], indices: list[int], logprobs: torch.Tensor) -> None:
+        for index, sample, row in zip(indices, samples, logprobs.cpu().numpy(), strict=True):
+            self.scored[index] = row[len(sample.prompt_token_ids) : len(sample)]
 
     def _per_token_loss(self, inputs: LossInputs, scores: TokenScores) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The policy's loss, corrected, with the penalties that are set; metrics per token ``[rows, length]`` or single."""
@@ -156,14 +163,27 @@ class Trainer:
             total[sample.trajectory_id] += value
         return dict(total)
 
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The policy's weights as :func:`~vlmrl.model.adapters.named_weights` gives them; every rank walks through them."""
+        return named_weights(self.policy.model)
+
+    def named_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The adapters' weights; every rank walks through them."""
+        return named_adapters(self.policy.model)
+
     def _apply_gradient(self) -> dict[str, float]:
-        norm = float(torch.nn.utils.clip_grad_norm_(self._weights.parameters, self._grad_clip))
+        total: Any = torch.nn.utils.clip_grad_norm_(self._weights.parameters, self._grad_clip)
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"optimizer step {self.steps_done}: the gradient's norm is {norm}; nothing was updated."
             )
         rate = float(self.scheduler.get_last_lr()[0])
+        if self._offload:
+            move_state(self.optimizer, self.policy.device)
         self.optimizer.step()
+        if self._offload:
+            move_state(self.optimizer, torch.device("cpu"))
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
         self._weights.publish()
@@ -199,22 +219,28 @@ class Trainer:
         return self._score(self.reference, samples, part).logprobs
 
     def _split(self, samples: list[Sample]) -> list[Part]:
-        policy = self.policy
+        """Micro-batches, of which every rank has at least one where there are so many samples."""
+        policy, budget = self.policy, self._micro_tokens
         sharing = Sharing(policy.image_token_id, policy.merge_size, policy.attention_balance)
-        return split(samples, self._micro_tokens, sharing if self._share_prefixes else None)
+        parts = split(samples, budget, sharing if self._share_prefixes else None)
+        while len(parts) < min(self._ranks.size, len(samples)):
+            budget = min(budget, sum(map(len, samples))) // 2
+            parts = split(samples, budget, sharing if self._share_prefixes else None)
+        return parts
 
-    def _score(self, policy: Policy, samples: list[Sample], part: Part) -> TokenScores:
-        packed = pack(samples, part, policy.image_token_id, policy.merge_size).to(policy.device)
+    def _score(self, policy: Scorer, samples: list[Sample], part: Part) -> TokenScores:
+        packed = pack(samples, part, self.policy.image_token_id, self.policy.merge_size).to(self.policy.device)
         return packed.by_sample(policy(packed.batch, self._temperature))
 
     @torch.no_grad()
-    def _score_all(self, samples: list[Sample], policy: Policy | None = None) -> torch.Tensor:
+    def _score_all(self, samples: list[Sample], policy: Scorer | None = None) -> torch.Tensor:
         """The logprobs ``[rows, length]`` of a mini-batch: by default the current ones, the old policy of the updates to come."""
         logprobs = torch.zeros(len(samples), max(map(len, samples)), device=self.policy.device)
-        for part in self._split(samples):
+        for part, counts in self._ranks.deal(self._split(samples)):
             scores = self._score(policy or self.policy, samples, part).logprobs
-            logprobs[part.rows, : scores.shape[1]] = scores
-        return logprobs
+            if counts:
+                logprobs[part.rows, : scores.shape[1]] = scores
+        return self._ranks.sum(logprobs)
 
 
 def learning_rate_factor(optim: Optim, step: int, total_steps: int) -> float:
@@ -230,6 +256,13 @@ def choose(field: str, name: str, registry: dict[str, Any]) -> Any:
     if name not in registry:
         raise ValueError(f"{field} must be one of {', '.join(sorted(registry))}, but it is {name!r}.")
     return registry[name]
+
+
+def _over_steps(name: str, values: list[float]) -> float:
+    """One number of a metric's values over optimizer steps: their mean, but the number of tokens adds up and a maximum stays one."""
+    if name == "tokens":
+        return sum(values)
+    return max(values) if name.endswith("max") else sum(values) / len(values)
 
 
 def _advantages(sample: Sample) -> list[float]:
