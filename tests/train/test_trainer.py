@@ -10,7 +10,7 @@ from vlmrl import tiny
 from vlmrl.config import Algo, Model, Optim
 from vlmrl.model.loading import load_model
 from vlmrl.model.policy import Policy
-from vlmrl.train.master_weights import MasterWeights
+from vlmrl.train.master_weights import MasterWeights, move_state
 from vlmrl.train.packing import collate, per_token, split
 from vlmrl.train.trainer import Trainer, learning_rate_factor
 from vlmrl.types import Sample
@@ -216,6 +216,17 @@ def test_bfloat16_weights_train_through_float32_masters():
         masters.parameters[0].fill_(1.0 + 2.0**-12)
     masters.publish()
     assert module.weight.item() == 1.0 and masters.parameters[0].item() == 1.0 + 2.0**-12
+
+
+def test_the_optimizers_averages_can_be_moved(model):
+    """`meta` stands for the host here: every average is moved, and no scalar counter."""
+    rows = mixed_samples(model)
+    trainer = Trainer(model.policy, Algo(), Optim(lr=1e-6, offload=True), total_steps=2, tokens_per_micro_batch=10**6)
+    trainer.step(rows)
+    averages = [state["exp_avg"] for state in trainer.optimizer.state.values()]
+    move_state(trainer.optimizer, torch.device("meta"))
+    moved = [state["exp_avg"] for state in trainer.optimizer.state.values()]
+    assert moved and all(average.is_meta for average in moved) and not any(average.is_meta for average in averages)
 
 
 def test_two_trainers_of_a_bfloat16_model_follow_each_other(tmp_path):
