@@ -69,7 +69,10 @@ def eval_command(arguments: Sequence[str]) -> None:
         from vlmrl.progress import RunProgress
 
         run = loop.build(settings, folder)
-        result = _until_interrupted(lambda: asyncio.run(loop.evaluate_run(run, RunProgress(), label="eval")))
+        try:
+            result = _until_interrupted(lambda: asyncio.run(loop.evaluate_run(run, RunProgress(), label="eval")))
+        finally:
+            run.engine.close()
         print(
             f"held-out reward {result.reward:.3f} +- {result.standard_error:.3f} on {len(result.trajectories)} trajectories"
         )

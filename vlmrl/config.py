@@ -215,7 +215,7 @@ class Algo:
     kl_in_reward: bool = False
     """Take the KL off the trajectory's reward instead of adding it to the loss."""
     reference: str | None = None
-    """The reference model's hub name or folder; unset: the weights that training starts from, with `model.lora` those without adapters."""
+    """The reference model's hub name or folder; unset: the weights training starts from, with `model.lora` without the adapters."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus."""
     filters: tuple[str, ...] = ()

@@ -28,8 +28,15 @@ class EnvError(Exception):
     """An env that failed for good: the trajectory is lost, never scored."""
 
 
+class TaskError(EnvError):
+    """A task that cannot be played, however often it is tried: a picture that does not decode, a prompt that is too long."""
+
+
 class EnvContractError(ValueError):
     """An env that breaks the contract: no retry can mend it, so the run stops."""
+
+
+_CLOSING: set[asyncio.Task[None]] = set()  # envs that close while nobody waits: a loop holds its tasks only weakly
 
 
 class _DeadlineError(Exception):
@@ -59,6 +66,7 @@ class EnvSession:
         self._timeout = timeout
         self._max_retries = max_retries
         self._env: Env | None = None
+        self._built: Env | None = None  # also one whose constructor ended after its deadline
         self._thread: DaemonPool | None = None
         self._played: list[tuple[str, str]] = []  # each reply and the digest of what the env answered
         self._start_digest: str | None = None
@@ -140,7 +148,7 @@ class EnvSession:
 
     async def _open(self) -> list[Message] | None:
         self._thread = DaemonPool("env")
-        env: Env = await self._call(self._spec.build, self._task)
+        env: Env = await self._call(self._build)
         env.max_turns = self._max_turns
         self._env = env
         shown = await self._call(env.reset)
@@ -150,6 +158,14 @@ class EnvSession:
             raise EnvError(f"env {self._spec.name}, task {self._task.id}: reset gave other messages when replayed.")
         self._start_digest = digest
         return messages
+
+    def _build(self) -> Env:
+        self._built = self._spec.build(self._task)
+        return self._built
+
+    def _close_built(self) -> None:
+        if self._built is not None:
+            self._built.close()
 
     async def _replay(self) -> None:
         """A fresh env, brought to where the old one was."""
@@ -193,12 +209,12 @@ class EnvSession:
 
     async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
         """One call under a deadline: plain functions in the env's thread, coroutines in the event loop."""
-        assert self._thread is not None
         began = time.perf_counter()
         try:
             async with asyncio.timeout(self._timeout) as deadline:
                 if inspect.iscoroutinefunction(method):
                     return await method(*args)
+                assert self._thread is not None
                 return await _await_result(await self._thread.run(method, *args))
         except TimeoutError as error:
             if deadline.expired():
@@ -212,12 +228,22 @@ class EnvSession:
 
         An async close is waited for, unless ``wait`` is False.
         """
-        if self._env is not None and self._thread is not None and not inspect.iscoroutinefunction(self._env.close):
-            self._thread.submit(self._env.close)
-            self._env = None
-        if not wait:
-            self._env = None
+        env, self._env = self._env, None
+        if self._thread is not None and not (env is not None and inspect.iscoroutinefunction(env.close)):
+            self._thread.submit(self._close_built)  # after a constructor that is still running, too
+        elif env is not None:
+            closing = asyncio.create_task(self._close_async(env))
+            _CLOSING.add(closing)
+            closing.add_done_callback(_CLOSING.discard)
+            if wait:
+                await closing
         await self.close()
+
+    async def _close_async(self, env: Env) -> None:
+        try:
+            await self._call(env.close)
+        except Exception:
+            self.counts["close_errors"] += 1
 
 
 async def _await_result(value: Any) -> Any:

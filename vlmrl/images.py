@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from PIL import Image, ImageOps
+import requests
+from PIL import ExifTags, Image, ImageOps
 
 from vlmrl.types import ImageSource
 
 ANY_SIZE = {"min_pixels": 1, "max_pixels": 2**62}
+URL_TIMEOUT = 20  # seconds, to connect and between bytes
 _DECODING = threading.Lock()  # a PIL image that was opened, but not yet read, breaks when two threads read it
 
 
@@ -63,10 +65,11 @@ def _key(source: ImageSource) -> str:
 
 
 def content_hash(image: Image.Image) -> str:
-    """A hash of mode, size, pixels and their palette: the same for two encodings of one picture."""
+    """A hash of mode, size, orientation, pixels and their palette: the same for two encodings of one picture."""
     with _DECODING:
         image.load()
-    meaning = (image.mode, image.size, image.getpalette(None), image.info.get("transparency"))
+    turned = image.getexif().get(ExifTags.Base.Orientation)
+    meaning = (image.mode, image.size, image.getpalette(None), image.info.get("transparency"), turned)
     digest = hashlib.blake2b(repr(meaning).encode(), digest_size=16)
     digest.update(image.tobytes())
     return digest.hexdigest()
@@ -78,13 +81,20 @@ def _content(source: ImageSource) -> ImageSource:
 
 
 def _open(source: ImageSource) -> ImageSource:
-    """A PIL image, except for what is left to fetch_image: URLs, and what no picture can be loaded from."""
+    """A PIL image, except for what no picture can be loaded from, which is left to fetch_image to refuse."""
     if isinstance(source, str) and source.startswith("data:") and "base64," in source:
         source = base64.b64decode(source.partition("base64,")[2])
     if isinstance(source, bytes):
         return Image.open(io.BytesIO(source))
-    if isinstance(source, str | Path) and not str(source).startswith(("http://", "https://")):
+    if isinstance(source, str) and source.startswith(("http://", "https://")):
+        answer = requests.get(source, timeout=URL_TIMEOUT)
+        answer.raise_for_status()
+        return Image.open(io.BytesIO(answer.content))
+    if isinstance(source, str | Path):
         return Image.open(str(source).removeprefix("file://"))
+    if isinstance(source, Image.Image):
+        with _DECODING:
+            source.load()
     return source
 
 

@@ -264,7 +264,8 @@ async def evaluate_run(run: Run, progress: RunProgress, *, label: str, blank_ima
         raise ValueError("eval.data must be set for an evaluation.")
     config = run.config
     rollout = replace(config.rollout, temperature=config.eval.temperature)
-    runner = run.runner(group_size=config.eval.samples_per_task, store=run.model.new_store(blank_images))
+    store = run.model.new_store(blank_images)
+    runner = run.runner(group_size=config.eval.samples_per_task, store=store)
     runner.loop.config = rollout
     tasks = [run.held_out[index] for index in range(len(run.held_out))]
     rewards: list[float] = []
@@ -274,7 +275,11 @@ async def evaluate_run(run: Run, progress: RunProgress, *, label: str, blank_ima
             rewards.extend([] if trajectory.reward is None else [trajectory.reward])
             phase.advance(reward=sum(rewards) / len(rewards) if rewards else None)
 
-        return await evaluate(runner, tasks, label, ended)
+        try:
+            return await evaluate(runner, tasks, label, ended)
+        finally:
+            if store is not None:
+                store.close()
 
 
 async def _evaluate_into(

@@ -58,6 +58,10 @@ class MediaStore:
         """The picture's item. Loading and processing run in the store's threads, never in the event loop."""
         return await self._pool.run(self.load, source)
 
+    def close(self) -> None:
+        """Let the store's threads end."""
+        self._pool.close()
+
     def load(self, source: ImageSource) -> MediaItem:
         """The same, here and now; safe from any thread. Raises ValueError for what is no picture."""
         with self._lock:
@@ -95,6 +99,7 @@ class MediaStore:
         item = self._once(content, lambda: self._process(content, image))
         with self._lock:
             self._ids[key] = content
+        weakref.finalize(item, self._ids.pop, key, None).atexit = False
         return item
 
     def _process(self, content: str, image: Image.Image) -> MediaItem:

@@ -65,10 +65,13 @@ async def play(settings: PlayArguments) -> None:
         engine = ScriptedEngine(Typist(console, model.renderer).reply, model.renderer)
     loop = TurnLoop(spec, engine, model.renderer, model.new_store(), settings.rollout, settings.seed)
     played = []
-    for index in range(min(settings.n, len(tasks))):
-        trajectory = await loop.play(tasks[index], f"play/{index:05d}", f"play/{index:05d}/00")
-        _print(console, trajectory)
-        played.append(trajectory)
+    try:
+        for index in range(min(settings.n, len(tasks))):
+            trajectory = await loop.play(tasks[index], f"play/{index:05d}", f"play/{index:05d}/00")
+            _print(console, trajectory)
+            played.append(trajectory)
+    finally:
+        engine.close()
     rewards = [trajectory.reward for trajectory in played if trajectory.reward is not None]
     console.print(f"\n{len(played)} episodes, mean reward {sum(rewards) / max(1, len(rewards)):.3f}")
     if settings.page is not None:

@@ -123,7 +123,8 @@ class Turn:
 class Trajectory:
     """All turns of one episode of one task, with its ending.
 
-    ``final_reward`` is what ``Env.finish`` returned. ``error`` says what happened where the ending is ``error``.
+    ``final_reward`` is what ``Env.finish`` returned. ``error`` says what happened where the ending is ``error``; ``hopeless``,
+    that playing the task once more would end the same way.
     ``tail_ids`` follow the last reply and are never trained. ``samples`` are the rows that were made while it was played; unset,
     they are emitted from the turns.
     """
@@ -135,6 +136,7 @@ class Trajectory:
     ending: Ending | None = None
     final_reward: float | None = None
     error: str | None = None
+    hopeless: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     tail_ids: list[int] = field(default_factory=list)
     samples: list[Sample] | None = None

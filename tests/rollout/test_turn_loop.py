@@ -387,12 +387,12 @@ def test_each_request_has_a_seed_of_its_own_that_a_second_run_draws_again():
     runs = [
         seeds(0, 5, "step1/00000/00"),
         seeds(1, 5, "step1/00000/00"),
-        seeds(0, 6, "step1/00000/00"),
+        seeds(0, 5, "step9/00000/00"),  # the task's next epoch
         seeds(0, 5, "step1/00000/01"),
     ]
     assert len({seed for run in runs for seed in run}) == 8
     assert seeds(0, 5, "step1/00000/00") == runs[0]
-    assert derive_seed(0, 5, "00", 0, 0) == runs[0][0]
+    assert derive_seed(0, "step1/00000/00", 0, 0) == runs[0][0]
     assert all(0 <= seed < 2**63 for run in runs for seed in run)
 
 

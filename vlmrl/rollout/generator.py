@@ -74,7 +74,7 @@ class Client:
         limit = min(config.max_reply_tokens, config.max_tokens - len(expanded))
         if limit < 1:
             raise ValueError(f"the prompt has {len(expanded)} tokens, and rollout.max_tokens is {config.max_tokens}.")
-        seed = derive_seed(loop.seed, self._task.seed, self.trajectory_id.rpartition("/")[2], self._issued)
+        seed = derive_seed(loop.seed, self.trajectory_id, self._issued)
         self._issued += 1  # not `calls`: replies that are asked for at once must differ
         params = SamplingParams(limit, config.temperature, config.top_p, config.top_k, config.stop, seed)
         request = Request(self.trajectory_id, list(prompt_ids), media, replace(params, **sampling))

@@ -125,7 +125,7 @@ class Runner:
                     suffix = f".{refill}" if refill else ""
                     trajectory = await self.loop.play(task, group_id, f"{group_id}/{member:02d}{suffix}")
                     ended(trajectory)
-                    if not trajectory.failed:
+                    if not trajectory.failed or trajectory.hopeless:
                         break
                 return trajectory
         finally:

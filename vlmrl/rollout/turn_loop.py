@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from vlmrl.config import Rollout
 from vlmrl.engine.base import Engine, EngineError, Request, SamplingParams
 from vlmrl.env import EnvSpec, RetryTurn
-from vlmrl.env_session import EnvContractError, EnvError, EnvSession
+from vlmrl.env_session import EnvContractError, EnvError, EnvSession, TaskError
 from vlmrl.media import MediaStore
 from vlmrl.renderer import Rendered, Renderer, expand
 from vlmrl.rollout.history import Append, HistoryPolicy, Rerender, new_history, reply_message
@@ -137,6 +137,7 @@ class TurnLoop:
                     trajectory.samples = [await self._rendered_row(episode)]
         except (EnvError, EngineError) as error:
             trajectory.ending, trajectory.error = "error", str(error)
+            trajectory.hopeless = isinstance(error, TaskError)
         except asyncio.CancelledError:
             await session.abandon()
             raise
@@ -151,7 +152,7 @@ class TurnLoop:
         trajectory, history, context = episode.trajectory, episode.history, episode.context
         piece = await self._load(history.prompt(messages), messages, trajectory)
         if len(piece.token_ids) >= self.config.max_tokens:
-            raise EnvError(
+            raise TaskError(
                 f"task {trajectory.task.id}: the prompt has {len(piece.token_ids)} tokens and leaves no room for a reply within "
                 f"rollout.max_tokens ({self.config.max_tokens}): raise it, or shrink the pictures (model.max_image_pixels)."
             )
@@ -219,8 +220,7 @@ class TurnLoop:
 
     async def _generate(self, context: _Context, trajectory: Trajectory, resampled: int) -> Completion:
         limit = min(self.config.max_reply_tokens, self.config.max_tokens - context.length)
-        member = trajectory.id.rpartition("/")[2]
-        seed = derive_seed(self.seed, trajectory.task.seed, member, len(trajectory.turns), resampled)
+        seed = derive_seed(self.seed, trajectory.id, len(trajectory.turns), resampled)  # other draws in every epoch
         c = self.config
         sampling = SamplingParams(limit, c.temperature, c.top_p, c.top_k, c.stop, seed)
         request = Request(trajectory.id, context.engine_ids, context.media, sampling)
@@ -257,10 +257,14 @@ class TurnLoop:
         media: list[MediaItem] = []
         if rendered.images:
             assert self.store is not None  # the renderer of a text model refuses pictures
+            where = f"task {trajectory.task.id}, turn {len(trajectory.turns)}"
             try:
-                media += await asyncio.gather(*map(self.store.get, rendered.images))
+                async with asyncio.timeout(self.config.env_timeout):
+                    media += await asyncio.gather(*map(self.store.get, rendered.images))
             except ValueError as error:
-                raise EnvError(f"task {trajectory.task.id}, turn {len(trajectory.turns)}: {error}") from error
+                raise TaskError(f"{where}: {error}") from error
+            except TimeoutError as error:
+                raise EnvError(f"{where}: pictures not loaded in {self.config.env_timeout:g} s.") from error
         expanded = expand(rendered.token_ids, self.renderer.image_token_id, media)
         return _Piece(rendered.token_ids, expanded, media, messages)
 
