@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 from PIL import Image
-from rollout_fixtures import a_task, completion, play, script
+from rollout_fixtures import a_task, completion, play, script, turn_loop
 
 from vlmrl import Env, RetryTurn, Task, obs
 from vlmrl.env import resolve_env
@@ -496,6 +496,60 @@ def test_every_env_that_was_made_is_closed_once(fails: str, is_async: bool):
     for _ in range(3):
         assert Made.closed.acquire(timeout=10)
     assert [env.closes for env in Made.envs] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_env_whose_constructor_ends_after_its_deadline_is_closed_and_the_next_one_only_once(is_async: bool):
+    go_on, closed = threading.Event(), []
+
+    class Late(Logged):
+        def __init__(self, task: Task) -> None:
+            self.number = len(self.log)
+            self.log.append("init")
+            if self.number == 0:
+                go_on.wait(20)
+
+        def shut(self) -> None:
+            closed.append(self.number)
+
+        close = shut
+
+    if is_async:
+
+        async def close(self: Any) -> None:
+            self.shut()
+
+        Late.close = close  # type: ignore[assignment,method-assign]
+
+    trajectory = play(Late, ["a"], max_turns=1, env_timeout=0.2)
+    assert (trajectory.ending, trajectory.metrics["env_timeouts"]) == ("max_turns", 1.0)
+    go_on.set()
+    wait_until(lambda: sorted(closed) == [0, 1])
+
+
+def test_an_async_close_is_called_when_the_run_stops_and_nobody_waits_for_it():
+    class Open(Logged):
+        async def step(self, response_text: str) -> Step:  # type: ignore[override]
+            self.log.append("step")
+            await asyncio.sleep(20)
+            raise AssertionError
+
+        async def close(self) -> None:  # type: ignore[override]
+            await asyncio.sleep(0.01)
+            self.log.append("closed")
+
+    async def go() -> None:
+        loop = turn_loop(Open, ["a"])
+        playing = asyncio.create_task(loop.play(a_task(), "g", "g/00"))
+        while "step" not in Open.log:
+            await asyncio.sleep(0.001)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        await asyncio.sleep(0.1)
+
+    asyncio.run(go())
+    assert Open.log[-1] == "closed"
 
 
 def test_an_env_that_cannot_close_costs_nothing():

@@ -8,13 +8,14 @@ import gc
 import io
 import json
 import random
+import threading
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from fakes import make_item
-from PIL import Image
+from PIL import ExifTags, Image
 from transformers import AutoImageProcessor
 
 from vlmrl.images import blank, content_hash, load_image, source_key
@@ -131,8 +132,33 @@ def test_items_die_when_nobody_holds_them(store):
     del item
     gc.collect()
     assert dead() is None
+    assert store._ids == {}
     store.load(image)
     assert (store.seen, store.processed) == (2, 2)
+
+
+def test_a_closed_stores_threads_end(processor):
+    def alive() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name.startswith("vlmrl-media")]
+
+    before = alive()
+    store = MediaStore(processor, threads=3)
+    ours = [thread for thread in alive() if thread not in before]
+    assert len(ours) == 3
+    store.close()
+    for thread in ours:
+        thread.join(timeout=10)
+    assert not any(thread.is_alive() for thread in ours)
+
+
+def test_a_picture_turned_by_its_camera_is_another_than_the_same_pixels_upright(store):
+    image = noise((64, 32))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6  # to be turned by 90 degrees
+    turned = Image.open(io.BytesIO(encoded(image, exif=exif)))
+    assert content_hash(turned) != content_hash(image)
+    assert store.load(image).image.size == (64, 32)
+    assert store.load(turned).image.size == (32, 64)
 
 
 def test_content_hash_knows_pixels_size_and_mode_only():

@@ -66,7 +66,7 @@ class EnvSession:
         self._timeout = timeout
         self._max_retries = max_retries
         self._env: Env | None = None
-        self._built: Env | None = None  # also one whose constructor ended after its deadline
+        self._built: list[Env] = []  # the env in `_thread`, also if its constructor ended after its deadline
         self._thread: DaemonPool | None = None
         self._played: list[tuple[str, str]] = []  # each reply and the digest of what the env answered
         self._start_digest: str | None = None
@@ -147,8 +147,8 @@ class EnvSession:
         raise AssertionError("unreachable")
 
     async def _open(self) -> list[Message] | None:
-        self._thread = DaemonPool("env")
-        env: Env = await self._call(self._build)
+        self._thread, self._built = DaemonPool("env"), []
+        env: Env = await self._call(self._build, self._built)
         env.max_turns = self._max_turns
         self._env = env
         shown = await self._call(env.reset)
@@ -159,13 +159,9 @@ class EnvSession:
         self._start_digest = digest
         return messages
 
-    def _build(self) -> Env:
-        self._built = self._spec.build(self._task)
-        return self._built
-
-    def _close_built(self) -> None:
-        if self._built is not None:
-            self._built.close()
+    def _build(self, built: list[Env]) -> Env:
+        built.append(self._spec.build(self._task))
+        return built[0]
 
     async def _replay(self) -> None:
         """A fresh env, brought to where the old one was."""
@@ -230,7 +226,7 @@ class EnvSession:
         """
         env, self._env = self._env, None
         if self._thread is not None and not (env is not None and inspect.iscoroutinefunction(env.close)):
-            self._thread.submit(self._close_built)  # after a constructor that is still running, too
+            self._thread.submit(_close_late, self._built)  # after a constructor that is still running, too
         elif env is not None:
             closing = asyncio.create_task(self._close_async(env))
             _CLOSING.add(closing)
@@ -244,6 +240,13 @@ class EnvSession:
             await self._call(env.close)
         except Exception:
             self.counts["close_errors"] += 1
+
+
+def _close_late(built: list[Env]) -> None:
+    for env in built:
+        closing: Any = env.close()
+        if inspect.iscoroutine(closing):
+            asyncio.run(closing)
 
 
 async def _await_result(value: Any) -> Any:

@@ -133,6 +133,15 @@ def test_a_failed_member_is_refilled_under_an_id_and_seed_of_its_own():
     assert rollouts.dropped_groups == 0
 
 
+@pytest.mark.parametrize("hopeless", [{"images": [b"no picture"]}, {"text": "word " * 2000}])
+def test_a_task_that_cannot_be_played_is_not_refilled(hopeless: dict[str, Any]):
+    some = [a_task(id="bad", **hopeless), *(a_task(id=f"train/{index}") for index in range(3))]
+    rollouts = play(runner(max_refills=5, max_failed_fraction=1.0), iter(some), 3)
+    assert [t.task.id for t in rollouts.failed] == ["bad", "bad"]
+    assert all(t.hopeless for t in rollouts.failed)
+    assert (len(rollouts.groups), rollouts.dropped_groups) == (3, 1)
+
+
 def test_a_group_that_stays_incomplete_is_dropped_and_another_task_takes_its_place():
     rollouts = play(runner(failing("train/1"), max_refills=1, max_failed_fraction=1.0), tasks(), 3)
     assert [group[0].task.id for group in rollouts.groups] == ["train/0", "train/2", "train/3"]
