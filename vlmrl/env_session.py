@@ -244,7 +244,8 @@ class EnvSession:
 
 def _close_late(built: list[Env]) -> None:
     for env in built:
-        closing: Any = env.close()
+        close: Callable[[], Any] = env.close
+        closing = close()
         if inspect.iscoroutine(closing):
             asyncio.run(closing)
 
