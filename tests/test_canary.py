@@ -9,9 +9,10 @@ import pytest
 from PIL import Image
 
 from vlmrl.canary import CanaryError, check_pictures
-from vlmrl.config import Model
+from vlmrl.config import Algo, Model, Optim
 from vlmrl.engine.transformers import TransformersEngine
 from vlmrl.model.loading import load_model
+from vlmrl.train.trainer import Trainer
 from vlmrl.types import Task, Trajectory, Turn
 
 
@@ -34,15 +35,21 @@ def trajectory(model, store, pictures: int) -> Trajectory:
     return Trajectory("t", "g", Task("g", []), turns, "env_done", 1.0)
 
 
+def check(model, engine, store, pictures: int = 1):
+    trainer = Trainer(model.policy, Algo(), Optim(), total_steps=1, tokens_per_micro_batch=1000)
+    shown = [trajectory(model, store, pictures)]
+    return asyncio.run(check_pictures(trainer.score, engine, store, shown, model.policy.image_token_id))
+
+
 def test_a_model_that_sees_passes(parts):
     model, engine, store = parts
-    canary = asyncio.run(check_pictures(model.policy, engine, store, [trajectory(model, store, 1)]))
+    canary = check(model, engine, store)
     assert canary.trainer > 1e-3 and canary.engine > 1e-3
 
 
 def test_text_has_no_canary(parts):
     model, engine, store = parts
-    assert asyncio.run(check_pictures(model.policy, engine, store, [trajectory(model, store, 0)])) is None
+    assert check(model, engine, store, 0) is None
 
 
 def test_a_blind_trainer_is_found(parts, monkeypatch):
@@ -51,7 +58,7 @@ def test_a_blind_trainer_is_found(parts, monkeypatch):
     blind = lambda inputs: encode({**inputs, "pixel_values": inputs["pixel_values"] * 0})  # noqa: E731
     monkeypatch.setattr(model.policy, "encode_images", blind)
     with pytest.raises(CanaryError, match=r"trajectory t, picture 0 \(.*the trainer's logprobs moved by 0 nats"):
-        asyncio.run(check_pictures(model.policy, engine, store, [trajectory(model, store, 1)]))
+        check(model, engine, store)
 
 
 def test_an_engine_that_drops_pixels_on_the_wire_is_found(parts):
@@ -68,4 +75,4 @@ def test_an_engine_that_drops_pixels_on_the_wire_is_found(parts):
             engine.release(trajectory_id)
 
     with pytest.raises(CanaryError, match="the engine's logprobs moved by"):
-        asyncio.run(check_pictures(model.policy, Lossy(), store, [trajectory(model, store, 1)]))
+        check(model, Lossy(), store)

@@ -5,23 +5,23 @@ Pixels that get lost on their way leave everything running and the reward fallin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from PIL import Image
 
 from vlmrl.engine.base import Engine, Request, SamplingParams
 from vlmrl.media import MediaStore
-from vlmrl.model.policy import Policy
 from vlmrl.renderer import collapse
 from vlmrl.samples import step_wise
-from vlmrl.train.packing import collate
 from vlmrl.types import MediaItem, Sample, Trajectory
 
 MOVES = 1e-5  # nats; far above what batching changes, far below what a picture does
 TOKENS = 4  # that the engine is asked for
+
+Score = Callable[[Sequence[Sample]], list[np.ndarray]]
+"""The current logprobs of each sample's response tokens, as :meth:`vlmrl.train.trainer.Trainer.score` gives them."""
 
 
 class CanaryError(RuntimeError):
@@ -37,16 +37,20 @@ class Canary:
 
 
 async def check_pictures(
-    policy: Policy, engine: Engine, store: MediaStore, trajectories: Sequence[Trajectory]
+    score: Score, engine: Engine, store: MediaStore, trajectories: Sequence[Trajectory], image_token_id: int | None
 ) -> Canary | None:
-    """Swap the first picture there is; ``None`` where no trajectory has one. Raises CanaryError where nothing moves."""
+    """Swap the first picture there is; ``None`` where no trajectory has one. Raises CanaryError where nothing moves.
+
+    ``score`` is the trainer's, ``image_token_id`` the model's picture placeholder.
+    """
     row = next((row for trajectory in trajectories for row in step_wise(trajectory) if row.media), None)
     if row is None:
         return None
-    assert policy.image_token_id is not None  # or there were no pictures
-    row = _from_first_picture(row, policy.image_token_id)
+    assert image_token_id is not None  # or there were no pictures
+    row = _from_first_picture(row, image_token_id)
     swapped = replace(row, media=[await store.get(_noise(row.media[0])), *row.media[1:]])
-    canary = Canary(_trainer_moves(policy, row, swapped), await _engine_moves(policy, engine, row, swapped))
+    moved = await _engine_moves(engine, row, swapped, image_token_id)
+    canary = Canary(_trainer_moves(score, row, swapped), moved)
     for side, moved in vars(canary).items():
         if moved <= MOVES:
             raise CanaryError(
@@ -81,21 +85,17 @@ def _noise(item: MediaItem) -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-@torch.no_grad()
-def _trainer_moves(policy: Policy, row: Sample, swapped: Sample) -> float:
-    scores = [
-        policy(collate([each], policy.image_token_id, policy.merge_size).to(policy.device)).logprobs
-        for each in (row, swapped)
-    ]
-    return float((scores[0] - scores[1]).abs().max())
+def _trainer_moves(score: Score, row: Sample, swapped: Sample) -> float:
+    kept, other = score([row, swapped])
+    return float(np.abs(kept - other).max())
 
 
-async def _engine_moves(policy: Policy, engine: Engine, row: Sample, swapped: Sample) -> float:
+async def _engine_moves(engine: Engine, row: Sample, swapped: Sample, image_token_id: int) -> float:
     """Greedy continuations right after both pictures: infinite where they differ, else the largest difference of logprobs."""
     replies = []
     for name, each in (("kept", row), ("swapped", swapped)):
         shown = each.media[:1]
-        ids = collapse(each.prompt_token_ids, policy.image_token_id, shown)
+        ids = collapse(each.prompt_token_ids, image_token_id, shown)
         request = Request(f"canary/{name}", ids, shown, SamplingParams(TOKENS, temperature=0))
         replies.append(await engine.generate(request))
         engine.release(request.trajectory_id)

@@ -158,7 +158,7 @@ async def train(run: Run, log: RunLog, progress: RunProgress) -> dict[str, float
                 rolled_out = time.perf_counter()
                 played = batch.rollouts.trajectories
                 if step == 1 and config.train.canary and run.store is not None:
-                    await check_pictures(run.model.policy, run.engine, run.store, played)
+                    await check_pictures(trainer.score, run.engine, run.store, played, run.model.policy.image_token_id)
                 metrics = train_on(run, trainer, batch.trajectories)
                 push_weights(run, trainer, trainer.steps_done)
                 seconds = {"time/rollout": rolled_out - began, "time/train": time.perf_counter() - rolled_out}

@@ -80,6 +80,10 @@ class Leader:
         _tell("step", samples)
         return self._trainer.step(samples)
 
+    def score(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        _tell("score", samples)
+        return self._trainer.score(samples)
+
     def kl_by_trajectory(self, samples: Sequence[Sample]) -> dict[str, float]:
         _tell("kl_by_trajectory", samples)
         return self._trainer.kl_by_trajectory(samples)

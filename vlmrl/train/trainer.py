@@ -130,7 +130,7 @@ class Trainer:
 
     def _note_scored(self, samples: list[Sample], indices: list[int], logprobs: torch.Tensor) -> None:
         for index, sample, row in zip(indices, samples, logprobs.cpu().numpy(), strict=True):
-            self.scored[index] = row[len(sample.prompt_token_ids) : len(sample)]
+            self.scored[index] = _response(sample, row)
 
     def _per_token_loss(self, inputs: LossInputs, scores: TokenScores) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The policy's loss, corrected, with the penalties that are set; metrics per token ``[rows, length]`` or single."""
@@ -150,6 +150,12 @@ class Trainer:
         if algo.entropy_coef:
             per_token_loss = per_token_loss - algo.entropy_coef * scores.entropy
         return per_token_loss, metrics
+
+    def score(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """The logprobs, in nats, of each sample's response tokens under the current weights."""
+        rows = list(samples)
+        logprobs = self._score_all(rows).cpu().numpy()
+        return [_response(sample, row) for sample, row in zip(rows, logprobs, strict=True)]
 
     @torch.no_grad()
     def kl_by_trajectory(self, samples: Sequence[Sample]) -> dict[str, float]:
@@ -263,6 +269,11 @@ def _over_steps(name: str, values: list[float]) -> float:
     if name == "tokens":
         return sum(values)
     return max(values) if name.endswith("max") else sum(values) / len(values)
+
+
+def _response(sample: Sample, row: np.ndarray) -> np.ndarray:
+    """The part of a padded row that belongs to the response."""
+    return row[len(sample.prompt_token_ids) : len(sample)]
 
 
 def _advantages(sample: Sample) -> list[float]:
