@@ -36,14 +36,14 @@ from vlmrl.rollout.generator import Generate, GeneratorLoop, resolve_generate
 from vlmrl.rollout.history import HistoryPolicy, resolve_policy
 from vlmrl.rollout.runner import Runner
 from vlmrl.rollout.turn_loop import TurnLoop
-from vlmrl.samples import audit, emit
+from vlmrl.samples import Report, audit, emit
 from vlmrl.train.credit import give_advantages
 from vlmrl.train.gaps import TurnGap, summarise, turn_gaps
 from vlmrl.train.parallel import Leader
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import Trainer, choose
 from vlmrl.trainers import Trainers
-from vlmrl.types import Task, Trajectory
+from vlmrl.types import Sample, Task, Trajectory
 from vlmrl.viewer import write_page
 
 PAGE_TRAJECTORIES = 64  # of the last batch, shown on the trajectory page
@@ -196,13 +196,10 @@ def save(run: Run, trainer: Trainer | Leader) -> None:
 def train_on(run: Run, trainer: Trainer | Leader, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """One batch: emit, audit, give the advantages, update."""
     began = time.perf_counter()
-    how = run.config.rollout.samples
-    samples = [sample for trajectory in trajectories for sample in emit(trajectory, how)]
-    policy = run.model.policy
     metrics: dict[str, Any] = {"samples/unmerged": sum(len(trajectory.turns) for trajectory in trajectories)}
-    if not samples:
+    if not trajectories:
         return metrics | {"samples": 0}
-    report = audit(samples, trajectories, image_token_id=policy.image_token_id, banned_ids=policy.banned_ids)
+    samples, report = audited_samples(run, trajectories)
     metrics |= {"time/audit": time.perf_counter() - began, "samples": report.samples}
     metrics |= {f"left_out/{reason}": count for reason, count in report.left_out.items()}
     penalties = trainer.kl_by_trajectory(samples) if run.config.algo.kl_in_reward else {}
@@ -215,6 +212,13 @@ def train_on(run: Run, trainer: Trainer | Leader, trajectories: Sequence[Traject
     if samples:
         metrics |= trainer.step(samples)
     return metrics | note_gaps(trajectories, turn_gaps(trajectories, samples, trainer.scored))
+
+
+def audited_samples(run: Run, trajectories: Sequence[Trajectory]) -> tuple[list[Sample], Report]:
+    """The rows that these trajectories are trained by."""
+    samples = [sample for trajectory in trajectories for sample in emit(trajectory, run.config.rollout.samples)]
+    policy = run.model.policy
+    return samples, audit(samples, trajectories, image_token_id=policy.image_token_id, banned_ids=policy.banned_ids)
 
 
 def note_gaps(trajectories: Sequence[Trajectory], gaps: Sequence[TurnGap]) -> dict[str, float | str]:
@@ -250,7 +254,7 @@ async def warm_start(run: Run, progress: RunProgress) -> None:
             batch = [next(tasks) for _ in range(config.trajectories_per_step)]
             playing = {f"warm{step:06d}/{index:05d}/00": task for index, task in enumerate(batch)}
             rollouts = await runner.play(iter(batch), len(batch), f"warm{step:06d}")
-            samples = [s for trajectory in rollouts.trajectories for s in emit(trajectory, run.config.rollout.samples)]
+            samples, _ = audited_samples(run, rollouts.trajectories)
             for sample in samples:
                 sample.advantage = 0.0  # cross entropy asks for none
             phase.advance(loss=trainer.step(samples)["loss"])
