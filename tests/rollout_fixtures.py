@@ -22,6 +22,7 @@ from vlmrl.media import MediaStore
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.renderer import Renderer
 from vlmrl.rollout.turn_loop import TurnLoop
+from vlmrl.samples import audit, concat, step_wise
 from vlmrl.types import Completion, Task, Trajectory
 
 COLORS = ("red", "green", "blue", "yellow", "black", "white", "orange", "purple")
@@ -72,6 +73,15 @@ def play(env: Any, replies: Script | Engine, task: Task | None = None, **options
     """One episode of ``env`` against ``replies``; ``options`` are those of :class:`Rollout`."""
     loop = turn_loop(env, replies, **options)
     return asyncio.run(loop.play(task or a_task(), "g", "g/00"))
+
+
+def play_audited(env: Any, replies: Script | Engine, task: Task | None = None, **options: Any) -> Trajectory:
+    """As :func:`play`, and the audit finds nothing wrong with the rows of the episode, which did not fail."""
+    trajectory = play(env, replies, task, **options)
+    assert not trajectory.failed, trajectory.error
+    for emit in (concat, step_wise):
+        audit(emit(trajectory), [trajectory], image_token_id=renderer().image_token_id, banned_ids=[])
+    return trajectory
 
 
 def completion(text: str, prompt_tokens: int, stop_reason: str = "stop", end: bool = True) -> Completion:

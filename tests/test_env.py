@@ -145,6 +145,16 @@ def test_setup_runs_once_with_the_options_and_all_envs_share_what_it_made():
     assert first.shared is second.shared
 
 
+def test_an_async_setup_is_refused_since_there_is_no_event_loop_yet():
+    class Late(Echo):
+        @classmethod
+        async def setup(cls) -> str:
+            return "index"
+
+    with pytest.raises(ValueError, match=r"env .*Late: setup must be a plain classmethod"):
+        resolve_env(Late)
+
+
 def test_observations_become_user_messages_with_the_pictures_first():
     crop = Image.new("RGB", (4, 4))
     env = Echo(TASK)

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 LEVELS = [
     {"types", "config", "threads", "loading", "images"},
-    {"env", "env_session", "media", "renderer", "data", "tiny", "model"},
+    {"env", "env_session", "tools", "media", "renderer", "data", "tiny", "model"},
     {"engine", "samples", "algos"},
     {"rollout", "train"},
     {"metrics", "progress", "evaluate", "viewer", "canary"},

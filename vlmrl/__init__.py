@@ -5,6 +5,7 @@ from collections.abc import Callable
 from vlmrl.config import Algo, Config, Data, Eval, Model, Optim, Rollout, Train, WarmStart
 from vlmrl.env import Env, RetryTurn, obs
 from vlmrl.images import load_image
+from vlmrl.tools import ToolCall, ToolEnv, read_tool_calls
 from vlmrl.types import Message, Sample, Task, Trajectory, Turn
 
 __version__ = "0.1.0"
@@ -21,6 +22,8 @@ __all__ = [
     "Rollout",
     "Sample",
     "Task",
+    "ToolCall",
+    "ToolEnv",
     "Train",
     "Trajectory",
     "Turn",
@@ -28,6 +31,7 @@ __all__ = [
     "load_image",
     "main",
     "obs",
+    "read_tool_calls",
 ]
 
 

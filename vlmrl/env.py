@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,9 @@ class Env(abc.ABC):
     """One episode of one task. Subclass it, write ``step``, and add what else you need.
 
     Each method may be ``async``; the plain ones all run in one thread, which is this env's own. ``self.turn`` (0 for the first
-    reply), ``self.max_turns``, ``self.seed`` and ``self.last_reply`` are set by the loop before each call; ``self.shared`` is what
-    the optional classmethod ``setup(cls, **options)`` returned, made once per process.
+    reply), ``self.max_turns``, ``self.seed`` and ``self.last_reply`` are set by the loop before each call, and so is
+    ``self.tool_format``, how the chat template has calls written (see `tools.py`), unless the class says it; ``self.shared`` is
+    what the optional classmethod ``setup(cls, **options)`` returned, made once per process.
     """
 
     tools: list[dict[str, Any]] = []  # noqa: RUF012  JSON schemas handed to the chat template
@@ -44,6 +45,7 @@ class Env(abc.ABC):
     max_turns: int = 1
     seed: int = 0
     last_reply: str = ""
+    tool_format: str | None = None
     shared: Any = None
 
     def __init__(self, task: Task) -> None:
@@ -93,10 +95,14 @@ class RewardEnv(Env):
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """An env class or factory with its options, checked: ``spec.build(task)`` makes the env of one trajectory."""
+    """An env class or factory with its options, checked: ``spec.build(task)`` makes the env of one trajectory.
+
+    ``tools`` are those that the class has; an env may set others when it is built.
+    """
 
     name: str
     build: Callable[[Task], Env]
+    tools: list[dict[str, Any]] = field(default_factory=list)
 
 
 def resolve_env(
@@ -132,8 +138,21 @@ def resolve_env(
         raise ValueError(
             f"env_options {options} do not fit {name}: {error}; it takes {', '.join(known) or 'none'}."
         ) from None
-    shared = target.setup(**options) if hasattr(target, "setup") else None
-    return EnvSpec(name, partial(_build, target, options, name, shared))
+    shared = _set_up(target, options, name) if hasattr(target, "setup") else None
+    tools = getattr(target, "tools", [])
+    return EnvSpec(name, partial(_build, target, options, name, shared), tools if isinstance(tools, list) else [])
+
+
+def _set_up(target: Any, options: dict[str, Any], name: str) -> Any:
+    shared = target.setup(**options)
+    if not inspect.isawaitable(shared):
+        return shared
+    if inspect.iscoroutine(shared):
+        shared.close()
+    raise ValueError(
+        f"env {name}: setup must be a plain classmethod: it runs once, before there is an event loop. Call asyncio.run in it, and "
+        "make what belongs to a loop (a client, a lock) in reset."
+    )
 
 
 def _build(target: Callable[..., Any], options: dict[str, Any], name: str, shared: Any, task: Task) -> Env:
@@ -159,8 +178,11 @@ def _check_reward(function: Any, name: str) -> None:
 
 
 def _check_class(cls: type, name: str) -> None:
-    if not callable(getattr(cls, "step", None)) or getattr(cls.step, "__isabstractmethod__", False):  # type: ignore[attr-defined]
+    if not callable(getattr(cls, "step", None)):
         raise ValueError(f"env {name} must define step(self, response_text), but it does not.")
+    for method in sorted(getattr(cls, "__abstractmethods__", ())):
+        arguments = ", ".join(inspect.signature(getattr(cls, method)).parameters)
+        raise ValueError(f"env {name} must define {method}({arguments}), but it does not.")
     if not issubclass(cls, Env):
         raise ValueError(
             f"env {name} must subclass vlmrl.Env, but its bases are {[base.__name__ for base in cls.__bases__]}."

@@ -56,15 +56,19 @@ class StepResult:
 class EnvSession:
     """Plays one task's env: ``start``, then ``step`` for each reply, ``finish`` once, ``close`` always.
 
-    ``timeout`` is in seconds, per call. ``seconds`` counts the time spent in the env, ``counts`` its errors, time-outs and retries.
+    ``timeout`` is in seconds, per call; ``tool_format`` is how the chat template has calls written. ``seconds`` counts the time
+    spent in the env, ``counts`` its errors, time-outs and retries.
     """
 
-    def __init__(self, spec: EnvSpec, task: Task, *, max_turns: int, timeout: float, max_retries: int) -> None:
+    def __init__(
+        self, spec: EnvSpec, task: Task, *, max_turns: int, timeout: float, max_retries: int, tool_format: str = "json"
+    ) -> None:
         self._spec = spec
         self._task = task
         self._max_turns = max_turns
         self._timeout = timeout
         self._max_retries = max_retries
+        self._tool_format = tool_format
         self._env: Env | None = None
         self._built: list[Env] = []  # the env in `_thread`, also if its constructor ended after its deadline
         self._thread: DaemonPool | None = None
@@ -150,6 +154,7 @@ class EnvSession:
         self._thread, self._built = DaemonPool("env"), []
         env: Env = await self._call(self._build, self._built)
         env.max_turns = self._max_turns
+        env.tool_format = env.tool_format or self._tool_format
         self._env = env
         shown = await self._call(env.reset)
         messages = None if shown is None else _messages("reset", shown, self._spec.name)

@@ -103,6 +103,8 @@ def build(config: Config, base_dir: Path | None = None, ranks: Ranks | None = No
     ranks = ranks or Ranks()
     sampled = config.model if ranks.size == 1 else replace(config.model, lora=Lora(), freeze=())  # gets merged weights
     model = load_model(sampled, base_dir, config.models_dir, config.seed)
+    if spec is not None:
+        model.renderer.check_tools(spec.tools)
     trainers = Trainers.of(config, base_dir, ranks, model)
     if config.rollout.needs_rendered_rows and not model.renderer.marks_replies:
         raise ValueError(

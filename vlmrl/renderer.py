@@ -78,13 +78,22 @@ class Renderer:
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Rendered:
         """The whole conversation, ready for a reply."""
         clean, images = self._clean(messages)
+        self.check_tools(tools)
+        return self._finish(self._template(clean, self._clean_tools(tools)), images, messages)
+
+    def check_tools(self, tools: Sequence[dict[str, Any]]) -> None:
+        """Raises ValueError where the chat template does not show the tools."""
         schemas = self._clean_tools(tools)
         if schemas and self._base(schemas) == self._base(None):
             raise ValueError(
                 f"the env has {len(schemas)} tools, but the chat template does not show them; set model.chat_template "
                 "(`chatml` is ours and shows them), or leave Env.tools empty and describe the tools in the prompt."
             )
-        return self._finish(self._template(clean, schemas), images, messages)
+
+    @property
+    def tool_format(self) -> str:
+        """How the chat template has the model write calls: a name in `tools.py`."""
+        return "xml" if "<function=" in self.chat_template else "json"
 
     def delta(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, close: bool = False

@@ -124,6 +124,7 @@ class TurnLoop:
             max_turns=config.max_turns,
             timeout=config.env_timeout,
             max_retries=config.max_env_retries_per_turn,
+            tool_format=self.renderer.tool_format,
         )
         try:
             messages = await session.start() or task.prompt

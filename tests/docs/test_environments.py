@@ -1,0 +1,29 @@
+"""The blocks of docs/environments.md, run as they stand."""
+
+import re
+from pathlib import Path
+
+from rollout_fixtures import a_task, play_audited
+
+PAGE = (Path(__file__).parent.parent.parent / "docs/environments.md").read_text()
+
+
+def section(title: str) -> dict:
+    """What the first Python block under a heading defines."""
+    block = re.search(rf"## {title}\n.*?```python\n(.*?)```", PAGE, re.DOTALL)
+    names: dict = {"__name__": "page"}
+    exec(block[1], names)
+    return names
+
+
+def call(name: str, item: str) -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {{"item": "{item}"}}}}</tool_call>'
+
+
+def test_the_shop_is_played_to_its_end():
+    shop = section("Functions as tools")["ShopEnv"]
+    trajectory = play_audited(shop, [call("photo", "tea") + call("price", "jam"), "3.0"], a_task(answer=3.0))
+    assert (trajectory.ending, trajectory.reward) == ("env_done", 1.0)
+    assert trajectory.turns[1].messages[0]["content"][-1]["text"] == "\n</tool_response>"
+    assert "Error: jam is not sold here." in str(trajectory.turns[1].messages)
+    assert trajectory.turns[1].media[0].image.getpixel((0, 0)) == (0, 128, 0)
