@@ -19,9 +19,10 @@ from rich.console import Console
 
 from vlmrl import Algo, Config, Model, Optim, Train, WarmStart
 from vlmrl.algos import ADVANTAGES, LOSSES
+from vlmrl.data import TaskStream
 from vlmrl.engine.transformers import TransformersEngine
 from vlmrl.loading import load_object
-from vlmrl.loop import Run, build, endless, evaluate_run, new_trainer, train_on, warm_start
+from vlmrl.loop import Run, build, evaluate_run, new_trainer, train_on, warm_start
 from vlmrl.model.policy import Policy
 from vlmrl.progress import RunProgress
 from vlmrl.rollout.batches import fill
@@ -97,7 +98,7 @@ async def learn(row: Row, config: Config, model: str) -> tuple[float, float, flo
     if row.lag:
         run.engine.close()
         run.engine = StaleEngine(run, row.lag)
-    trainer, runner, tasks, gaps = new_trainer(run), run.runner(), endless(run.tasks), []
+    trainer, runner, tasks, gaps = new_trainer(run), run.runner(), TaskStream(run.tasks), []
     for step in range(config.train.steps):
         batch = await fill(runner, tasks, config.train.groups_per_batch, f"step{step:06d}", [], "off")
         gaps.append(train_on(run, trainer, batch.trajectories)["rollout_gap/mean"])

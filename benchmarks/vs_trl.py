@@ -37,7 +37,8 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_vl_chat_template
 
 from vlmrl import Config, Data, Env, Model, Optim, Rollout, Task, Train, WarmStart, obs
-from vlmrl.loop import Run, build, endless, train_on, warm_start
+from vlmrl.data import TaskStream
+from vlmrl.loop import Run, build, train_on, warm_start
 from vlmrl.progress import RunProgress
 from vlmrl.train.trainer import Trainer
 
@@ -204,7 +205,7 @@ async def step_vlmrl(run: Run, settings: Settings, cost: Cost, label: str) -> No
         tokens_per_micro_batch=budget,
         share_prefixes=settings.share_prefixes,
     )
-    runner, tasks = run.runner(), endless(run.tasks)
+    runner, tasks = run.runner(), TaskStream(run.tasks)
     for step in range(settings.steps + 1):
         before = Marks.now(run.engine.seconds_busy)
         rollouts = await runner.play(tasks, settings.groups, f"{label}/{step}")

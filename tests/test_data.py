@@ -6,6 +6,9 @@ import io
 import json
 import subprocess
 import sys
+import threading
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 from PIL import Image
 
 from vlmrl.config import Data
-from vlmrl.data import load_tasks, task_seed
+from vlmrl.data import TaskSource, TaskStream, load_tasks, task_seed
 from vlmrl.types import Task
 
 ROOT = Path(__file__).parents[1]
@@ -447,3 +450,86 @@ def test_our_datasets_folder_never_shadows_hugging_faces():
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "site-packages" in shown
     assert shown.endswith("True\n")
+
+
+# The stream
+
+
+def numbered(size: int, **options: Any) -> TaskSource:
+    return load_tasks(Data(generator=lambda index, seed: {"prompt": str(index)}, size=size, **options))
+
+
+def prompts(tasks: Iterable[Task]) -> list[str]:
+    return [content(task) for task in tasks]
+
+
+def test_a_stream_plays_every_task_once_an_epoch_each_epoch_in_its_own_order():
+    source = numbered(8)
+    drawn = prompts(islice(TaskStream(source), 24))
+    assert drawn[:8] == ["0", "2", "1", "4", "6", "7", "3", "5"]
+    assert [sorted(drawn[start : start + 8]) for start in (0, 8, 16)] == [list("01234567")] * 3
+    assert len({tuple(drawn[start : start + 8]) for start in (0, 8, 16)}) == 3
+
+
+def test_a_stream_goes_on_from_its_state():
+    stream = TaskStream(numbered(5))
+    prompts(islice(stream, 7))
+    state = json.loads(json.dumps(stream.state()))
+    assert state == {"drawn": 7}
+    resumed = TaskStream(numbered(5))
+    resumed.restore(state)
+    assert prompts(islice(resumed, 9)) == prompts(islice(stream, 9))
+
+
+def test_a_draw_can_be_had_again_by_its_number():
+    stream = TaskStream(numbered(3))
+    drawn = prompts(islice(stream, 7))
+    assert prompts(stream.at(number) for number in (6, 0, 3)) == [drawn[6], drawn[0], drawn[3]]
+    assert stream.state() == {"drawn": 7}
+
+
+# What an env may change
+
+
+def test_a_copy_shares_the_pictures_and_nothing_else():
+    red = Image.new("RGB", (2, 2), "red")
+    task = placed("<image>Which?", [red])
+    copy = task.copy()
+    assert copy == task
+    assert copy.images[0] is red and copy.prompt[0]["content"][0]["image"] is red
+    copy.prompt[0]["content"].pop()
+    copy.data["seen"] = True
+    assert task == placed("<image>Which?", [red])
+
+
+def test_a_task_that_cannot_be_copied_is_named():
+    with pytest.raises(ValueError, match=r"task t cannot be copied .*lock.*let the env make"):
+        Task("t", [], data={"lock": threading.Lock()}).copy()
+
+
+# Files that are no good
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "told"),
+    [
+        ("a.jsonl", "", r"a\.jsonl is empty"),
+        ("a.jsonl", " \n\n", r"a\.jsonl is empty"),
+        ("a.parquet", "", r"a\.parquet is empty"),
+        ("a.jsonl", '{"prompt": "x"}\n{"prompt": oops}\n', r"a\.jsonl, line 2 is not JSON .*oops"),
+        ("a.jsonl", '{"prompt": "x"}\n{"prompt": "y', r"a\.jsonl, line 2 is not JSON"),
+        ("a.parquet", "prompt,answer", r"a\.parquet: .*not a parquet file"),
+        ("a.json", "[{]", r"a\.json: Expected object"),
+        ("a.json", "[]", r"a\.json is empty"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_the_line(tmp_path, name, written, told):
+    (tmp_path / name).write_text(written)
+    with pytest.raises(ValueError, match=told):
+        load_tasks(Data(str(tmp_path / name)))
+
+
+def test_a_slice_without_rows_says_so(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "x"}])
+    with pytest.raises(ValueError, match=r'a\.jsonl: .*"train\[5:\]" corresponds to no data'):
+        load_tasks(Data(str(path), "train[5:]"))

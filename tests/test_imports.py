@@ -73,6 +73,7 @@ def test_types_need_only_torch_and_pil():
     assert outside <= {
         "__future__",
         "base64",
+        "copy",
         "io",
         "collections",
         "dataclasses",

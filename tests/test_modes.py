@@ -11,6 +11,7 @@ from test_loop import RECIPES, short_quickstart, train
 
 from vlmrl import loop
 from vlmrl.config import Algo, Config, Data, Eval, Model, Rollout, Train, WarmStart
+from vlmrl.data import TaskStream
 from vlmrl.loading import load_object
 from vlmrl.samples import concat
 from vlmrl.train.credit import give_advantages
@@ -133,7 +134,7 @@ def test_a_single_turn_goes_to_the_engine_as_one_batch(tmp_path, taught, monkeyp
         return wave(requests)
 
     monkeypatch.setattr(run.engine, "generate_wave", watched)
-    rollouts = asyncio.run(run.runner().play(loop.endless(run.tasks), 6, "x"))
+    rollouts = asyncio.run(run.runner().play(TaskStream(run.tasks), 6, "x"))
     run.engine.close()
     assert len(rollouts.groups) == 6 and sizes == [24]
 
@@ -183,7 +184,7 @@ def test_a_kl_penalty_on_rewards_lowers_what_strays_from_the_reference(tmp_path,
         replace(base, algo=Algo(kl_coef=0.5, kl="k1", kl_in_reward=True, reference="tiny:qwen3_vl")), RECIPES
     )
     trainer = loop.new_trainer(run)
-    batch = asyncio.run(run.runner().play(loop.endless(run.tasks), 2, "x"))
+    batch = asyncio.run(run.runner().play(TaskStream(run.tasks), 2, "x"))
     samples = [sample for trajectory in batch.trajectories for sample in concat(trajectory)]
     kl = trainer.kl_by_trajectory(samples)
     run.engine.close()

@@ -165,7 +165,7 @@ class EnvSession:
         return messages
 
     def _build(self, built: list[Env]) -> Env:
-        built.append(self._spec.build(self._task))
+        built.append(self._spec.build(self._task.copy()))  # a group's members, and replays, must not meet in it
         return built[0]
 
     async def _replay(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from vlmrl.algos import ADVANTAGES, CORRECTIONS, LOSSES, REDUCTIONS
 from vlmrl.algos.filters import is_overlong
 from vlmrl.canary import check_pictures
 from vlmrl.config import Algo, Config, Data, Lora, Optim, Options
-from vlmrl.data import TaskSource, load_tasks
+from vlmrl.data import TaskSource, TaskStream, load_tasks
 from vlmrl.engine.base import Engine, Request, Waves
 from vlmrl.engine.scripted import ScriptedEngine
 from vlmrl.engine.transformers import TransformersEngine
@@ -149,7 +149,7 @@ async def train(run: Run, log: RunLog, progress: RunProgress) -> dict[str, float
     summary = await _evaluate_into({}, "reward_before", run, log, 0, progress)
     trainer = new_trainer(run)
     runner = run.runner()
-    tasks = endless(run.tasks)
+    tasks = TaskStream(run.tasks)
     played: list[Trajectory] = []
     try:
         with progress.phase("train", config.train.steps) as phase:
@@ -250,7 +250,7 @@ async def warm_start(run: Run, progress: RunProgress) -> None:
         total_steps=config.steps,
         tokens_per_micro_batch=run.config.train.tokens_per_micro_batch,
     )
-    tasks = endless(run.tasks)
+    tasks = TaskStream(run.tasks)
     with progress.phase("warm start", config.steps) as phase:
         for step in range(config.steps):
             batch = [next(tasks) for _ in range(config.trajectories_per_step)]
@@ -333,15 +333,6 @@ def leave_behind(run: Run, log: RunLog, trajectories: Sequence[Trajectory]) -> N
     draw_curve(log.rows(), run.folder / "reward.png", title=run.config.name, levels=levels)
     shown = trajectories[:PAGE_TRAJECTORIES]
     write_page(shown, run.folder / "trajectories.html", title=run.config.name, decode=run.model.renderer.decode)
-
-
-def endless(tasks: TaskSource) -> Iterator[Task]:
-    """Epoch after epoch, each in its own order."""
-    epoch = 0
-    while True:
-        for index in tasks.order(epoch):
-            yield tasks[index]
-        epoch += 1
 
 
 def new_trainer(run: Run) -> Trainer | Leader:

@@ -8,6 +8,7 @@ Every module passes these on and nothing else. They hold data; the verbs live in
 from __future__ import annotations
 
 import base64
+import copy
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,18 @@ class Task:
     data: dict[str, Any] = field(default_factory=dict)
     source: str = ""
     seed: int = 0
+
+    def copy(self) -> Task:
+        """One for an env to change as it likes: all of it is copied, except its pictures.
+
+        Raises ValueError where it holds something that cannot be copied, such as a connection.
+        """
+        try:
+            return copy.deepcopy(self, {id(picture): picture for picture in self.images})
+        except Exception as error:
+            raise ValueError(
+                f"task {self.id} cannot be copied for each of its episodes ({error}): let the env make what is no data."
+            ) from error
 
 
 @dataclass(frozen=True, eq=False)

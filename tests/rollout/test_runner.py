@@ -46,6 +46,23 @@ def play(runner: Runner, source: Iterator[Task], count: int, **options: Any) -> 
     return asyncio.run(runner.play(source, count, "step1", **options))
 
 
+class Taking(Env):
+    """Takes the cards off its task, one a turn; the first card pays."""
+
+    def step(self, response_text: str) -> Step:
+        card = self.task.data["cards"].pop()
+        self.task.prompt[0]["content"] = "changed"
+        return obs(f"A {card}."), self.turn == 1, {"reward": float(card == "king" and self.turn == 0)}
+
+
+def test_what_one_member_does_to_its_task_no_other_sees():
+    task = a_task("Draw.", [picture("red")], data={"cards": ["ten", "queen", "king"]})
+    (group,) = play(runner(Taking, group_size=4), iter([task]), 1).groups
+    assert [trajectory.reward for trajectory in group] == [1.0] * 4
+    assert task.data["cards"] == ["ten", "queen", "king"]
+    assert task.prompt == a_task("Draw.", task.images).prompt
+
+
 def failing(*ids: str, once: bool = False) -> type[Env]:
     """An env that fails in the trajectories of the tasks ``ids``; with ``once``, only in the first of each."""
     failed: list[str] = []

@@ -217,7 +217,7 @@ class GeneratorLoop:
         limit = self.config.max_turns * (self.config.engine_timeout + self.config.env_timeout)
         try:
             async with asyncio.timeout(limit):
-                result = await self.generate(client, self.renderer, task)
+                result = await self.generate(client, self.renderer, task.copy())
             return client.adopt(result)
         except TimeoutError:
             trajectory.error = (

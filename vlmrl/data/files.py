@@ -1,0 +1,146 @@
+"""Datasets from the hub, from files and from folders, with complaints that say what to do. Nothing in them is decoded."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import datasets as hf
+
+from vlmrl.loading import places, resolve_path
+
+FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+_SPLIT_NAMES = {"train", "validation", "val", "valid", "dev", "test"}
+
+
+class Rows:
+    """The rows of one split by index, every picture in them, however deep, left as ``{"bytes": ..., "path": ...}``."""
+
+    def __init__(self, dataset: hf.Dataset) -> None:
+        self.columns: list[str] = dataset.column_names
+        self._table = dataset.with_format("arrow")
+        self._features = hf.Features({name: _undecoded(feature) for name, feature in dataset.features.items()})
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._features.decode_example(self._table[index].to_pylist()[0])
+
+
+def load_rows(path: str, split: str, base_dir: Path | None = None) -> Rows:
+    """The rows of one split, which may be a slice such as ``train[:100]``.
+
+    Raises:
+        ValueError: nothing is there, or it cannot be read, or it has no rows; the message names the file and, where it can be
+            told, the line.
+    """
+    local = find(path, base_dir)
+    dataset = _load_local(local, split) if local else _load_hub(path, split, base_dir)
+    if not len(dataset):
+        raise ValueError(f"data.path {path!r} has no rows in the split {split!r}.")
+    return Rows(dataset)
+
+
+def find(path: str, base_dir: Path | None) -> Path | None:
+    """The local file or folder, or ``None`` where ``path`` can only be a hub name."""
+    if any(place.exists() for place in places(path, base_dir)):
+        return resolve_path(path, base_dir)
+    if Path(path).suffix in FORMATS or path.startswith((".", "/", "~")) or path.count("/") > 1:
+        looked = ", ".join(map(str, places(path, base_dir)))
+        raise ValueError(f"data.path {path!r} does not exist. Looked at: {looked}")
+    return None
+
+
+def task_name(path: Path, split: str) -> str:
+    """``geo/train.parquet`` and the split ``train`` of ``geo`` are both ``geo/train``."""
+    return f"{path.parent.name}/{path.stem}" if path.suffix in FORMATS else f"{path.name}/{split}"
+
+
+def _load_hub(path: str, split: str, base_dir: Path | None) -> hf.Dataset:
+    try:
+        return hf.load_dataset(path, split=split)
+    except OSError as error:  # not found, offline, not allowed: all of them are OSErrors
+        looked = ", ".join(map(str, places(path, base_dir)))
+        message = f"data.path {path!r} is nothing local (looked at: {looked}), and the hub says: {error}"
+        raise ValueError(message) from error
+
+
+def _load_local(path: Path, split: str) -> hf.Dataset:
+    if path.is_file():
+        return _load_files([path], split)
+    if not any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
+        return _load_files(_files_of_split(path, split), split)
+    saved = hf.load_from_disk(str(path))
+    if isinstance(saved, hf.Dataset):
+        return saved
+    if split not in saved:
+        raise ValueError(f"data.split {split!r} is not in {path}, which has: {', '.join(saved)}")
+    return saved[split]
+
+
+def _load_files(paths: list[Path], split: str) -> hf.Dataset:
+    """One split from files, whatever these are called."""
+    suffixes = {path.suffix for path in paths}
+    if not suffixes <= set(FORMATS):
+        raise ValueError(f"data.path must be one of {', '.join(FORMATS)} or a folder, but it is {str(paths[0])!r}")
+    files = {_base(split): [str(path) for path in paths]}
+    try:
+        return hf.load_dataset(FORMATS[suffixes.pop()], data_files=files, split=split)
+    except (
+        Exception
+    ) as error:  # StopIteration, ArrowInvalid, DatasetGenerationError: as many kinds as ways to be broken
+        raise ValueError(f"data.path cannot be read: {_what_is_wrong(paths, error)}") from error
+
+
+def _what_is_wrong(paths: list[Path], error: BaseException) -> str:
+    """The file to mend, and where; ``error`` is what its reader said."""
+    for path in paths:
+        if path.stat().st_size < 100 and path.read_bytes().strip() in (b"", b"[]"):
+            return f"{path} is empty"
+        if path.suffix == ".jsonl" and (problem := _bad_line(path)):
+            return f"{path}, {problem}"
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{', '.join(map(str, paths))}: {error}"
+
+
+def _bad_line(path: Path) -> str | None:
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                json.loads(line or "{}")
+            except ValueError as error:
+                return f"line {number} is not JSON ({error}): {line.strip()[:80]!r}"
+    return None
+
+
+def _files_of_split(folder: Path, split: str) -> list[Path]:
+    """The files with the split's name as a word in theirs; ``train`` also takes all where none names a split."""
+    files = next((found for suffix in FORMATS if (found := sorted(folder.rglob(f"*{suffix}")))), [])
+    words = {file: set(re.split(r"[-_./]", str(file.relative_to(folder)))) for file in files}
+    named = [file for file in files if _base(split) in words[file]]
+    if not named and _base(split) == "train" and not any(words[file] & _SPLIT_NAMES for file in files):
+        named = files
+    if not named:
+        has = ", ".join(str(file.relative_to(folder)) for file in files[:10]) or f"no {', '.join(FORMATS)} file"
+        raise ValueError(f"data.split {split!r} names no file in {folder}, which has: {has}")
+    return named
+
+
+def _base(split: str) -> str:
+    return re.split(r"[\[+]", split)[0]
+
+
+def _undecoded(feature: Any) -> Any:
+    if isinstance(feature, hf.Image):
+        return hf.Image(mode=feature.mode, decode=False)
+    if isinstance(feature, dict):
+        return {name: _undecoded(inner) for name, inner in feature.items()}
+    if isinstance(feature, hf.List):
+        return hf.List(_undecoded(feature.feature), length=feature.length)
+    if isinstance(feature, hf.LargeList):
+        return hf.LargeList(_undecoded(feature.feature))
+    return feature
