@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 LEVELS = [
     {"types", "config", "threads", "loading", "images"},
-    {"env", "env_session", "tools", "media", "renderer", "data", "tiny", "model"},
+    {"env", "env_session", "tools", "media", "renderer", "data", "tiny", "model", "retrieval"},
     {"engine", "samples", "algos"},
     {"rollout", "train"},
     {"metrics", "progress", "evaluate", "viewer", "canary"},
@@ -85,7 +85,7 @@ def test_types_need_only_torch_and_pil():
 
 
 def test_envs_import_only_public_names():
-    for path in (ROOT / "envs").glob("*.py"):
+    for path in (ROOT / "envs").rglob("*.py"):
         assert not [name for name in imported(path) if name.startswith("vlmrl.") and name.count(".") > 1], path
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):

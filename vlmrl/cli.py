@@ -1,4 +1,4 @@
-"""The command line: `vlmrl train RECIPE`, `vlmrl eval RECIPE`, `vlmrl play ENV`.
+"""The command line: `vlmrl train RECIPE`, `vlmrl eval RECIPE`, `vlmrl play ENV`, `vlmrl retriever serve`.
 
 A recipe is a Python file with a function ``config() -> Config``; every field of the config is an option.
 """
@@ -23,6 +23,7 @@ USAGE = """usage: vlmrl COMMAND ...
   vlmrl train RECIPE [options]     train as the recipe says; RECIPE is a Python file with config() -> Config
   vlmrl eval RECIPE [options]      play the held-out tasks and report their reward
   vlmrl play ENV [options]         play an env on a few tasks and print what happens
+  vlmrl retriever serve [options]  serve a corpus of passages to search envs over HTTP
 
 `vlmrl COMMAND --help` and `vlmrl train RECIPE --help` tell the options."""
 
@@ -41,6 +42,7 @@ def main() -> None:
         "train": train_command,
         "eval": eval_command,
         "play": play_command,
+        "retriever": retriever_command,
     }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
@@ -84,6 +86,16 @@ def play_command(arguments: Sequence[str]) -> None:
     settings = tyro.cli(PlayArguments, args=arguments, prog="vlmrl play", description=play.__doc__)
     with _errors_in_one_line():
         _until_interrupted(lambda: asyncio.run(play(settings)))
+
+
+def retriever_command(arguments: Sequence[str]) -> None:
+    if arguments[:1] != ["serve"]:
+        raise SystemExit("usage: vlmrl retriever serve --corpus FILE [options]")
+    from vlmrl.retrieval.server import ServeArguments, serve
+
+    settings = tyro.cli(ServeArguments, args=arguments[1:], prog="vlmrl retriever serve", description=serve.__doc__)
+    with _errors_in_one_line():
+        serve(settings)
 
 
 def _until_interrupted(play: Callable[[], Any]) -> Any:

@@ -35,6 +35,27 @@ def load_image(source: ImageSource) -> Image.Image:
         return fetch_image({"image": image, **ANY_SIZE}, image_patch_size=0.5)
 
 
+def data_uri(source: ImageSource) -> str:
+    """Any :data:`ImageSource` as a data URI, to be sent elsewhere: encoded bytes as they are, all else as PNG."""
+    source = _content(source)
+    if isinstance(source, str) and source.startswith("data:"):
+        return source
+    with _naming(source):
+        content = _encoded(source)
+        kind = Image.open(io.BytesIO(content)).get_format_mimetype()
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def _encoded(source: ImageSource) -> bytes:
+    if isinstance(source, bytes):
+        return source
+    if isinstance(source, str | Path) and not str(source).startswith(("http://", "https://")):
+        return Path(str(source).removeprefix("file://")).read_bytes()
+    buffer = io.BytesIO()
+    load_image(source).save(buffer, format="PNG", compress_level=1)
+    return buffer.getvalue()
+
+
 def _upright(image: Image.Image) -> Image.Image:
     """Turned as its camera says. Raises ValueError for more than 8 bits a channel, which would be clipped, not scaled."""
     if image.mode.startswith(("I", "F")):

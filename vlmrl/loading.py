@@ -97,6 +97,16 @@ def _similar(name: str, owner: Any) -> str:
     return f"Close names: {', '.join(close)}" if close else f"It has: {', '.join(sorted(public)) or 'nothing public'}"
 
 
+def require(package: str, extra: str) -> ModuleType:
+    """An optional package, imported now. Raises ValueError naming the extra of vlmrl that installs it, where it is not there."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{package} is not installed ({error}): it comes with pip install 'vlmrl[{extra}]'."
+        ) from error
+
+
 def check_options(field: str, function: Callable[..., Any], arguments: int, options: Mapping[str, Any]) -> None:
     """Raises ValueError where ``function`` cannot be called with so many plain arguments and these options."""
     try:

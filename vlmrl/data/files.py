@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,20 @@ class Rows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self._features.decode_example(self._table[index].to_pylist()[0])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for part in self._table.iter(batch_size=1000):
+            yield from map(self._features.decode_example, part.to_pylist())
+
+    def digest(self) -> str:
+        """A hash of all content, the same whatever file it came from."""
+        hasher = hashlib.blake2b(repr(self._features).encode(), digest_size=8)
+        for part in self._table.data.table.to_batches():
+            for column in part.columns:
+                hasher.update(f"{column.offset},{len(column)}".encode())
+                for buffer in filter(None, column.buffers()):
+                    hasher.update(buffer)
+        return hasher.hexdigest()
 
 
 def load_rows(path: str, split: str, base_dir: Path | None = None) -> Rows:

@@ -1,0 +1,43 @@
+"""The dense retriever with a model of four words, whose vectors are written by hand."""
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from vlmrl import retrieval
+
+sentence_transformers = pytest.importorskip("sentence_transformers", reason="needs vlmrl[dense]")
+pytest.importorskip("faiss", reason="needs vlmrl[dense]")
+
+VECTORS = {"[UNK]": [0.0, 0.1], "cat": [1.0, 0.0], "kitten": [0.9, 0.1], "car": [0.0, 1.0], "find:": [0.0, 9.0]}
+
+
+@pytest.fixture
+def encoder(tmp_path):
+    """A folder in sentence-transformers' form: a text's vector is the mean of its words'."""
+    from sentence_transformers.models import StaticEmbedding
+
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(VECTORS)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    module = StaticEmbedding(words, embedding_weights=np.array(list(VECTORS.values()), dtype=np.float32))
+    sentence_transformers.SentenceTransformer(modules=[module], device="cpu").save(str(tmp_path / "encoder"))
+    return str(tmp_path / "encoder")
+
+
+def test_near_in_meaning_is_found_without_a_common_word(tmp_path, encoder, monkeypatch):
+    monkeypatch.setenv("VLMRL_CACHE", str(tmp_path / "cache"))
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"id": word, "text": word}) + "\n" for word in ("car", "kitten")))
+    retriever = retrieval.open_retriever("dense", str(corpus), encoder=encoder)
+    (hits,) = retriever.search(["cat"], topk=5)
+    assert [hit.passage.id for hit in hits] == ["kitten", "car"]
+    assert [round(hit.score, 3) for hit in hits] == [round(0.9 / 0.82**0.5, 3), 0.0]
+    assert retriever.passages == 2
+
+    (folder,) = (tmp_path / "cache/retrieval").iterdir()
+    made = (folder / "flat.faiss").stat().st_mtime_ns
+    prefixed = retrieval.open_retriever("dense", str(corpus), encoder=encoder, query_prefix="find: ")
+    assert prefixed.search(["cat"], topk=1)[0][0].passage.id == "car"  # the prefix is read
+    assert (folder / "flat.faiss").stat().st_mtime_ns == made

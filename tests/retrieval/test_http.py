@@ -1,0 +1,210 @@
+"""Server and client of the retrieval protocol, over real sockets on the loopback address."""
+
+import io
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+from PIL import Image
+
+from vlmrl.cli import retriever_command
+from vlmrl.images import load_image
+from vlmrl.retrieval import Hit, Passage, RetrieverError, open_retriever
+from vlmrl.retrieval.client import HttpRetriever
+from vlmrl.retrieval.server import create_app
+
+ROWS = [
+    {"id": "p", "title": "Paris", "text": "Paris is the capital of France."},
+    {"id": "r", "title": "Rome", "text": "Rome is the capital of Italy."},
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLMRL_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return str(path)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def served(retriever):
+    """The address of the app in a thread."""
+    uvicorn = pytest.importorskip("uvicorn")
+    port = free_port()
+    server = uvicorn.Server(uvicorn.Config(create_app(retriever, topk=2), port=port, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def test_the_server_speaks_the_fields_protocol(corpus):
+    with served(open_retriever("bm25", corpus)) as url:
+        assert httpx.get(f"{url}/health").json() == {"status": "ok", "retriever": "bm25", "passages": 2}
+        asked = {"queries": ["capital of France", "quantum"], "topk": 1, "return_scores": True}
+        (hit,), nothing = httpx.post(f"{url}/retrieve", json=asked).json()["result"]
+        paris = {**ROWS[0], "contents": "Paris\nParis is the capital of France."}
+        assert hit["document"] == paris and hit["score"] > 0 and nothing == []
+        plain = httpx.post(f"{url}/retrieve", json={"queries": ["capital of France"]}).json()
+        assert [found["id"] for found in plain["result"][0]] == ["p", "r"] and plain["result"][0][0] == paris
+        for wrong in ({"topk": 3}, {"queries": "France"}, {"queries": ["a"], "topk": 0}, {"queries": ["a"] * 1001}):
+            assert httpx.post(f"{url}/retrieve", json=wrong).status_code == 422
+
+
+def test_the_client_finds_what_the_retriever_behind_the_server_finds(corpus):
+    bm25 = open_retriever("bm25", corpus)
+    with served(bm25) as url:
+        for address in (url, f"{url}/", f"{url}/retrieve"):
+            assert open_retriever(address).search(["capital of Italy", "quantum"], 2) == bm25.search(
+                ["capital of Italy", "quantum"], 2
+            )
+        with pytest.raises(RetrieverError, match="refuses: 422"):
+            HttpRetriever(url).search(["a"], 0)
+
+
+class Pictures:
+    """A retriever whose passage has a picture."""
+
+    name, passages = "pictures", 1
+
+    def __init__(self, image):
+        self.image = image
+
+    def search(self, queries, topk):
+        return [[Hit(Passage("1", "Red", "a square", self.image), 1.0)] for _ in queries]
+
+
+def test_pictures_travel_with_their_passages(tmp_path):
+    square = Image.new("RGB", (8, 6), "red")
+    square.save(tmp_path / "red.png")
+    buffer = io.BytesIO()
+    square.save(buffer, format="JPEG")
+    for source, kind in ((square, "png"), (str(tmp_path / "red.png"), "png"), (buffer.getvalue(), "jpeg")):
+        with served(Pictures(source)) as url:
+            image = HttpRetriever(url).search(["red"], 1)[0][0].passage.image
+        assert image.startswith(f"data:image/{kind};base64,")
+        assert load_image(image).size == (8, 6)
+
+
+@contextmanager
+def answering(*answers):
+    """The address of a server that gives these (status, body) one after another, the last one for ever."""
+    left = list(answers)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            status, body = left.pop(0) if len(left) > 1 else left[0]
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+
+
+FOUND = json.dumps({"result": [[{"id": 3, "contents": '"Rome"\nA city.'}]]})
+
+
+def test_a_server_that_fails_for_a_while_is_asked_again():
+    with answering((503, "starting"), (429, "busy"), (200, FOUND)) as url:
+        assert HttpRetriever(url).search(["rome"], 1) == [[Hit(Passage("3", "Rome", "A city."), 0.0)]]
+
+
+def test_a_server_that_stays_away_is_an_error_in_the_end():
+    url = f"http://127.0.0.1:{free_port()}"
+    began = time.monotonic()
+    with pytest.raises(RetrieverError, match=r"/retrieve: no answer in 0.4 s: ConnectError"):
+        HttpRetriever(url, patience=0.4).search(["a"], 1)
+    assert time.monotonic() - began < 5
+
+
+def test_a_late_server_is_an_error_in_the_end():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(RetrieverError, match=r"no answer in 0.1 s: ReadTimeout"):
+            HttpRetriever(url, timeout=0.05, patience=0.1).search(["a"], 1)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "no json",
+        "[]",
+        json.dumps({"result": []}),
+        json.dumps({"result": [["text"]]}),
+        json.dumps({"result": [[{"document": {"id": 1}}]]}),
+        json.dumps({"result": [[{"id": 1, "text": "a", "image": "/etc/hostname"}]]}),
+    ],
+)
+def test_what_is_no_reply_of_the_protocol_is_never_taken_for_passages(body):
+    with answering((200, body)) as url, pytest.raises(RetrieverError, match="gave no reply of the protocol"):
+        HttpRetriever(url).search(["a"], 1)
+
+
+def serve_process(corpus, port):
+    command = [sys.executable, "-m", "vlmrl", "retriever", "serve", "--corpus", corpus, "--port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == f"2 passages by bm25 at http://127.0.0.1:{port}/retrieve\n"
+    return process
+
+
+def test_a_search_outlives_the_servers_death_and_return(corpus):
+    pytest.importorskip("bm25s")
+    port = free_port()
+    client = HttpRetriever(f"http://127.0.0.1:{port}", patience=60)
+    process = serve_process(corpus, port)
+    try:
+        assert client.search(["Italy"], 1)[0][0].passage.id == "r"
+        process.kill()
+        process.wait(10)
+        found = []
+        asking = threading.Thread(target=lambda: found.extend(client.search(["France"], 1)))
+        asking.start()
+        process = serve_process(corpus, port)
+        asking.join(60)
+        assert found[0][0].passage.id == "p"
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def test_the_command_says_what_is_missing(capsys):
+    with pytest.raises(SystemExit, match="1"):
+        retriever_command(["serve", "--corpus", "missing.jsonl"])
+    assert capsys.readouterr().err.startswith("vlmrl: corpus 'missing.jsonl' does not exist")
+    with pytest.raises(SystemExit, match="usage: vlmrl retriever serve --corpus FILE"):
+        retriever_command(["index"])

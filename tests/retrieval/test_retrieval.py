@@ -1,0 +1,219 @@
+"""Corpora, indices and retrievers on a handful of passages, by hand."""
+
+import json
+import re
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vlmrl import retrieval
+from vlmrl.retrieval.base import Hit, Nothing, Passage
+from vlmrl.retrieval.batching import Batched
+from vlmrl.retrieval.bm25 import Bm25, best
+from vlmrl.retrieval.corpus import load_corpus
+from vlmrl.retrieval.index_cache import cached_folder
+
+ROWS = [
+    {"id": "p", "title": "Paris", "text": "Paris is the capital of France, on the Seine."},
+    {"id": "r", "title": "Rome", "text": "Rome is the capital of Italy."},
+    {"id": "n", "title": "Nile", "text": "The Nile is a river in Africa."},
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """A cache of this test's own."""
+    monkeypatch.setenv("VLMRL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache/retrieval"
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return write(tmp_path / "corpus.jsonl", ROWS)
+
+
+def ids(hits):
+    return [hit.passage.id for hit in hits]
+
+
+def test_the_title_is_searched_and_what_has_no_word_of_the_query_is_not_found(corpus):
+    retriever = retrieval.open_retriever("bm25", corpus)
+    found = retriever.search(["What is the capital of France?", "nile", "quantum", "", "?!"], topk=2)
+    assert [ids(hits) for hits in found] == [["p", "r"], ["n"], [], [], []]
+    assert found[0][0].passage == Passage("p", "Paris", "Paris is the capital of France, on the Seine.")
+    assert found[0][0].score > found[0][1].score > 0 and retriever.passages == 3
+
+
+def test_more_hits_than_passages_may_be_asked_for(corpus):
+    assert ids(retrieval.open_retriever("bm25", corpus).search(["capital river"], topk=50)[0]) == ["n", "r", "p"]
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_best_takes_the_highest_scores_and_of_equal_ones_the_earlier(count):
+    scores = np.array([0.5, 2.0, 1.0, 2.0] + [1.0] * 60, dtype=np.float32)
+    assert best(scores, count) == [1, 3, 2, *range(4, 64)][:count]
+    assert scores[1] == 2.0
+
+
+def test_an_index_is_built_once_and_again_for_another_corpus_or_setting(corpus, cache, tmp_path):
+    first = Bm25(load_corpus(corpus))
+    (folder,) = cache.iterdir()
+    stamp = (folder / "params.index.json").stat().st_mtime_ns
+    assert ids(Bm25(load_corpus(corpus)).search(["France"], 1)[0]) == ["p"]
+    assert [folder] == list(cache.iterdir()) and (folder / "params.index.json").stat().st_mtime_ns == stamp
+    assert isinstance(first._index.scores["data"], np.memmap)
+
+    same = write(tmp_path / "copy.jsonl", ROWS)
+    Bm25(load_corpus(same))
+    assert len(list(cache.iterdir())) == 1  # it is the content that counts
+    Bm25(load_corpus(corpus), b=0.75)
+    assert len(list(cache.iterdir())) == 2
+    changed = write(tmp_path / "corpus.jsonl", [*ROWS[:2], {**ROWS[2], "text": "It flows."}])
+    assert ids(retrieval.open_retriever("bm25", changed).search(["flows"], 3)[0]) == ["n"]
+    assert len(list(cache.iterdir())) == 3
+
+
+def test_an_index_that_could_not_be_finished_is_not_found_later(cache):
+    def breaks(folder):
+        (folder / "half").write_text("x")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        cached_folder("bm25", "key", breaks)
+    assert list(cache.iterdir()) == []
+    made = cached_folder("bm25", "key", lambda folder: (folder / "whole").write_text("x"))
+    assert [file.name for file in made.iterdir()] == ["whole"]
+    assert cached_folder("bm25", "key", breaks) == made
+
+
+def test_of_two_that_build_at_once_the_first_stays(cache):
+    def slower(folder):
+        (folder / "mine").write_text("x")
+        cached_folder("bm25", "key", lambda other: (other / "theirs").write_text("x"))
+
+    made = cached_folder("bm25", "key", slower)
+    assert [file.name for file in made.iterdir()] == ["theirs"] and list(cache.iterdir()) == [made]
+
+
+def test_contents_hold_the_title_in_their_first_line(tmp_path):
+    rows = [{"id": "7", "contents": '"Paris"\nParis is a city.\nIt is old.'}, {"id": "8", "contents": "no title"}]
+    corpus = load_corpus(write(tmp_path / "wiki.jsonl", rows))
+    assert corpus[0] == Passage("7", "Paris", "Paris is a city.\nIt is old.")
+    assert next(iter(corpus.texts())) == "Paris\nParis is a city.\nIt is old."
+
+
+def test_rows_may_come_from_a_function_and_need_no_id(tmp_path):
+    (tmp_path / "mine.py").write_text("def rows():\n    return [{'text': 'red'}, {'text': 'blue'}]\n")
+    retriever = retrieval.open_retriever("bm25", "mine.py:rows", base_dir=tmp_path)
+    assert [hit.passage for hit in retriever.search(["blue"], 3)[0]] == [Passage("1", "", "blue")]
+
+
+def test_pictures_are_found_beside_the_corpus(tmp_path):
+    (tmp_path / "pictures").mkdir()
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "pictures/red.png")
+    rows = [{"text": "a red square", "image": "pictures/red.png"}, {"text": "nothing to see", "image": None}]
+    corpus = load_corpus(write(tmp_path / "corpus.jsonl", rows))
+    assert corpus[0].image == str(tmp_path / "pictures/red.png") and corpus[1].image is None
+
+
+def test_pictures_inside_a_parquet_file_stay_encoded(tmp_path):
+    import datasets as hf
+
+    features = hf.Features({"text": hf.Value("string"), "image": hf.Image()})
+    rows = [{"text": "a red square", "image": Image.new("RGB", (8, 8), "red")}]
+    hf.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "corpus.parquet")
+    image = load_corpus(str(tmp_path / "corpus.parquet"))[0].image
+    assert isinstance(image, bytes) and image.startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"retriever": "elastic"}, "retriever must be bm25, dense, nothing or the address of a server"),
+        ({"retriever": "bm25"}, "corpus must be set for the retriever bm25"),
+        ({"corpus": "missing.jsonl"}, "corpus 'missing.jsonl' does not exist"),
+        ({"retriever": "dense", "corpus": "GOOD"}, "encoder must be set for the retriever dense"),
+        ({"corpus": "BAD"}, "must have a column text or contents, but its columns are: words"),
+        ({"corpus": "EMPTY"}, "returned no rows"),
+    ],
+)
+def test_what_is_wrong_with_the_settings_is_told(tmp_path, settings, told):
+    (tmp_path / "mine.py").write_text("def rows():\n    return []\n")
+    made = {"GOOD": ROWS, "BAD": [{"words": "a"}]}
+    if (name := settings.get("corpus")) in made:
+        settings = {**settings, "corpus": write(tmp_path / f"{name}.jsonl", made[name])}
+    if name == "EMPTY":
+        settings = {**settings, "corpus": "mine.py:rows"}
+    with pytest.raises(ValueError, match="(?s)" + told.replace("(", r"\(")):
+        retrieval.open_retriever(**settings, base_dir=tmp_path)
+
+
+def test_a_package_that_is_not_installed_is_named_with_its_extra(corpus, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "bm25s", None)
+    with pytest.raises(ValueError, match=r"bm25s is not installed.*pip install 'vlmrl\[search\]'"):
+        retrieval.open_retriever("bm25", corpus)
+
+
+def test_nothing_finds_nothing():
+    assert retrieval.open_retriever("nothing").search(["a", "b"], 3) == [[], []]
+
+
+class Slow(Nothing):
+    """Takes its time over the first batch; says each query back."""
+
+    def __init__(self):
+        self.batches, self.go = [], threading.Event()
+
+    def search(self, queries, topk):
+        self.batches.append((list(queries), topk))
+        if len(self.batches) == 1:
+            assert self.go.wait(10)
+        if "bad" in queries:
+            raise RuntimeError("no such thing")
+        return [[Hit(Passage(query, "", ""), float(rank)) for rank in range(topk)] for query in queries]
+
+
+def ask(retriever, queries, topk, answers):
+    def run():
+        try:
+            answers[queries[0]] = [ids(hits) for hits in retriever.search(queries, topk)]
+        except RuntimeError as error:
+            answers[queries[0]] = str(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_queries_that_wait_are_answered_together_each_with_its_own(monkeypatch):
+    slow, answers = Slow(), {}
+    retriever = Batched(slow, largest=3)
+    threads = [ask(retriever, ["a"], 1, answers)]
+    while not slow.batches:
+        threading.Event().wait(0.01)
+    for queries, topk in ((["b"], 1), (["c", "d"], 2), (["bad"], 1)):
+        threads.append(ask(retriever, queries, topk, answers))
+        while retriever._asked.qsize() < len(threads) - 1:
+            threading.Event().wait(0.01)
+    slow.go.set()
+    for thread in threads:
+        thread.join(10)
+    assert slow.batches == [(["a"], 1), (["b", "c", "d"], 2), (["bad"], 1)]
+    assert answers == {"a": [["a"]], "b": [["b"]], "c": [["c", "c"], ["d", "d"]], "bad": "no such thing"}
+
+
+def test_the_documents_example_runs(corpus, tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[2] / "docs/search.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], {})
+    assert capsys.readouterr().out.startswith("Paris Paris is the capital of France")

@@ -1,0 +1,84 @@
+"""A corpus of passages: a file, a hub dataset or a function's rows, read from disk as they are asked for.
+
+    corpus = load_corpus("wiki.jsonl")     # {"id": "12", "title": "Paris", "text": "Paris is ..."} a line
+    corpus[0]                              # Passage("12", "Paris", "Paris is ...")
+
+A row has ``text``, or ``contents`` with the title in its first line, as the field's corpora of Wikipedia do; ``id`` (or ``_id``),
+``title`` and ``image`` where it has them. The path of a picture is relative to the corpus file's folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets as hf
+
+from vlmrl.data.files import Rows, find, load_rows
+from vlmrl.loading import load_object
+from vlmrl.retrieval.base import Passage
+from vlmrl.types import ImageSource
+
+
+class Corpus:
+    """Passages by number, memory-mapped. Relative paths of pictures are in ``folder``."""
+
+    def __init__(self, rows: Rows, name: str, folder: Path | None = None) -> None:
+        if not {"text", "contents"} & set(rows.columns):
+            raise ValueError(
+                f"corpus {name} must have a column text or contents, but its columns are: {', '.join(rows.columns)}"
+            )
+        self.name = name
+        self._rows = rows
+        self._folder = folder
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Passage:
+        return self._passage(index, self._rows[index])
+
+    def texts(self) -> Iterator[str]:
+        """Each passage as a retriever reads it: the title, if there is one, on a line of its own before the text."""
+        for index, row in enumerate(self._rows):
+            passage = self._passage(index, row)
+            yield f"{passage.title}\n{passage.text}" if passage.title else passage.text
+
+    def digest(self) -> str:
+        """A hash of all its content."""
+        return self._rows.digest()
+
+    def _passage(self, index: int, row: dict[str, Any]) -> Passage:
+        title, text = row.get("title"), row.get("text")
+        if text is None:
+            title, _, text = (row.get("contents") or "").partition("\n")
+        id = next((row[key] for key in ("id", "_id") if row.get(key) is not None), index)
+        return Passage(str(id), (title or "").strip().strip('"'), text.strip(), self._located(row.get("image")))
+
+    def _located(self, image: ImageSource) -> ImageSource:
+        """A picture's source, a relative path made absolute."""
+        if isinstance(image, dict):
+            image = image.get("bytes") or image.get("path")
+        is_path = isinstance(image, str) and not image.startswith(("http://", "https://", "data:"))
+        return str(self._folder / image) if is_path and self._folder is not None else image
+
+
+def load_corpus(source: str, split: str = "train", base_dir: Path | None = None) -> Corpus:
+    """The corpus in a file or folder (jsonl, json, parquet), in a hub dataset, or what a function without arguments,
+    ``file.py:function``, returns as a list of rows. Paths are found under ``base_dir`` and the working directory.
+
+    Raises:
+        ValueError: nothing is there, or it has no passages.
+    """
+    if ".py:" in source:
+        rows = load_object(source, base_dir)()
+        if not rows:
+            raise ValueError(f"corpus {source!r} returned no rows")
+        return Corpus(Rows(hf.Dataset.from_list(rows)), source)
+    try:
+        local = find(source, base_dir)
+        folder = None if local is None else local if local.is_dir() else local.parent
+        return Corpus(load_rows(source, split, base_dir), source, folder)
+    except ValueError as error:
+        raise ValueError(str(error).replace("data.path", "corpus").replace("data.split", "split")) from error

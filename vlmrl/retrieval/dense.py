@@ -1,0 +1,56 @@
+"""Dense retrieval: passages and queries as vectors of a sentence-transformers model, compared exactly by FAISS."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+
+from vlmrl.loading import require
+from vlmrl.retrieval.base import Hit
+from vlmrl.retrieval.corpus import Corpus
+from vlmrl.retrieval.index_cache import cached_folder
+
+CHUNK = 4096  # passages encoded before they join the index
+
+
+class Dense:
+    """Passages near a query in meaning, by cosine. ``model`` is a hub name or a folder.
+
+    Prefixes are for models that were trained with them and do not bring them along, such as e5's ``query: `` and ``passage: ``.
+    One thread at a time: put it in a :class:`~vlmrl.retrieval.batching.Batched`.
+    """
+
+    name = "dense"
+
+    def __init__(self, corpus: Corpus, model: str, query_prefix: str = "", passage_prefix: str = "") -> None:
+        self.corpus = corpus
+        self.passages: int | None = len(corpus)
+        self._faiss: Any = require("faiss", "dense")
+        self._model: Any = require("sentence_transformers", "dense").SentenceTransformer(model)
+        self._query_prefix, self._passage_prefix = query_prefix or None, passage_prefix or None
+        folder = cached_folder(self.name, (corpus.digest(), model, passage_prefix), self._build)
+        self._index = self._faiss.read_index(str(folder / "flat.faiss"), self._faiss.IO_FLAG_MMAP_IFC)
+
+    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+        vectors = self._model.encode_query(list(queries), prompt=self._query_prefix, **_UNIT)
+        scores, places = self._index.search(vectors, min(topk, len(self.corpus)))
+        return [
+            [Hit(self.corpus[place], float(score)) for place, score in zip(*row, strict=True)]
+            for row in zip(places.tolist(), scores.tolist(), strict=True)
+        ]
+
+    def _build(self, folder: Path) -> None:
+        index: Any = None
+        texts = self.corpus.texts()
+        for _ in track(range(0, len(self.corpus), CHUNK), f"encoding {len(self.corpus)} passages", transient=True):
+            vectors = self._model.encode_document(list(islice(texts, CHUNK)), prompt=self._passage_prefix, **_UNIT)
+            index = index or self._faiss.IndexFlatIP(vectors.shape[1])
+            index.add(vectors)
+        self._faiss.write_index(index, str(folder / "flat.faiss"))
+
+
+_UNIT = {"normalize_embeddings": True, "show_progress_bar": False}
