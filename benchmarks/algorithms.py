@@ -22,8 +22,9 @@ from vlmrl.algos import ADVANTAGES, LOSSES
 from vlmrl.data import TaskStream
 from vlmrl.engine.transformers import TransformersEngine
 from vlmrl.loading import load_object
-from vlmrl.loop import Run, build, evaluate_run, new_trainer, train_on, warm_start
+from vlmrl.loop import evaluate_run, new_trainer, train_on, warm_start
 from vlmrl.model.policy import Policy
+from vlmrl.parts import Run, build
 from vlmrl.progress import RunProgress
 from vlmrl.rollout.batches import fill
 

@@ -38,7 +38,8 @@ from trl.chat_template_utils import qwen3_vl_chat_template
 
 from vlmrl import Config, Data, Env, Model, Optim, Rollout, Task, Train, WarmStart, obs
 from vlmrl.data import TaskStream
-from vlmrl.loop import Run, build, train_on, warm_start
+from vlmrl.loop import train_on, warm_start
+from vlmrl.parts import Run, build
 from vlmrl.progress import RunProgress
 from vlmrl.train.trainer import Trainer
 

@@ -11,6 +11,7 @@ LEVELS = [
     {"rollout", "train"},
     {"metrics", "progress", "evaluate", "viewer", "canary"},
     {"trainers"},
+    {"parts"},
     {"loop"},
     {"run", "play", "cli", "__main__"},
 ]

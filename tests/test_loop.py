@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from vlmrl import loop
+from vlmrl import loop, parts
 from vlmrl.config import Config, Data, Eval, Optim, Rollout, Train, WarmStart
 from vlmrl.env import Env, obs
 from vlmrl.loading import load_object
@@ -42,7 +42,7 @@ def short_quickstart(tmp_path, **changes) -> Config:
 
 
 def train(config: Config, base_dir=RECIPES):
-    run = loop.build(config, base_dir)
+    run = parts.build(config, base_dir)
     log = RunLog(run.folder)
     summary = asyncio.run(loop.train(run, log, RunProgress(Console(quiet=True))))
     log.close()

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from test_loop import RECIPES, short_quickstart, train
 
-from vlmrl import loop
+from vlmrl import loop, parts
 from vlmrl.config import Algo, Config, Data, Eval, Model, Rollout, Train, WarmStart
 from vlmrl.data import TaskStream
 from vlmrl.loading import load_object
@@ -98,7 +98,7 @@ def test_one_row_needs_generation_markers(tmp_path, taught):
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
     )
     with pytest.raises(ValueError, match=re.escape("needs a chat template with {% generation %} markers")):
-        loop.build(config(tmp_path, taught, str(bare), history="rerender"), RECIPES)
+        parts.build(config(tmp_path, taught, str(bare), history="rerender"), RECIPES)
 
 
 async def guess(client, renderer, task):
@@ -125,7 +125,7 @@ def test_a_single_turn_goes_to_the_engine_as_one_batch(tmp_path, taught, monkeyp
         rollout=Rollout(group_size=4, max_turns=1, max_tokens=256, max_reply_tokens=8),
         data=Data(generator="../datasets/shapes.py:make_task", size=8),
     )
-    run = loop.build(base, RECIPES)
+    run = parts.build(base, RECIPES)
     sizes = []
     wave = run.engine.generate_wave
 
@@ -180,7 +180,7 @@ def test_a_step_that_the_filters_leave_empty_is_told_and_not_trained(tmp_path, t
 
 def test_a_kl_penalty_on_rewards_lowers_what_strays_from_the_reference(tmp_path, taught):
     base = config(tmp_path, taught)
-    run = loop.build(
+    run = parts.build(
         replace(base, algo=Algo(kl_coef=0.5, kl="k1", kl_in_reward=True, reference="tiny:qwen3_vl")), RECIPES
     )
     trainer = loop.new_trainer(run)

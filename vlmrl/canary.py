@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from PIL import Image
 
-from vlmrl.engine.base import Engine, Request, SamplingParams
+from vlmrl.engine.base import Engine, Request, SamplingParams, paused
 from vlmrl.media import MediaStore
 from vlmrl.renderer import collapse
 from vlmrl.samples import step_wise
@@ -49,8 +49,9 @@ async def check_pictures(
     assert image_token_id is not None  # or there were no pictures
     row = _from_first_picture(row, image_token_id)
     swapped = replace(row, media=[await store.get(_noise(row.media[0])), *row.media[1:]])
-    moved = await _engine_moves(engine, row, swapped, image_token_id)
-    canary = Canary(_trainer_moves(score, row, swapped), moved)
+    engine_moved = await _engine_moves(engine, row, swapped, image_token_id)
+    async with paused(engine):  # which may sample from the very weights that score
+        canary = Canary(_trainer_moves(score, row, swapped), engine_moved)
     for side, moved in vars(canary).items():
         if moved <= MOVES:
             raise CanaryError(

@@ -67,10 +67,10 @@ def eval_command(arguments: Sequence[str]) -> None:
     config, doc, folder, rest = _load_recipe("eval", arguments)
     settings = tyro.cli(Config, default=config(), args=rest, description=doc, prog="vlmrl eval RECIPE")
     with _errors_in_one_line():
-        from vlmrl import loop
+        from vlmrl import loop, parts
         from vlmrl.progress import RunProgress
 
-        run = loop.build(settings, folder)
+        run = parts.build(settings, folder)
         try:
             result = _until_interrupted(lambda: asyncio.run(loop.evaluate_run(run, RunProgress(), label="eval")))
         finally:

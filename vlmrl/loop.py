@@ -1,6 +1,6 @@
 """The main loop: roll out groups, audit, train, hand the new weights to the engine.
 
-:func:`build` makes a run's parts from its config and :func:`train` plays it; the command line calls both. Each stage is a
+`parts.py` makes a run's parts from its config and :func:`train` plays it; the command line calls both. Each stage is a
 function or an object of its own, so this file reads like the algorithm.
 """
 
@@ -9,136 +9,33 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from vlmrl.algos import ADVANTAGES, CORRECTIONS, LOSSES, REDUCTIONS
 from vlmrl.algos.filters import is_overlong
 from vlmrl.canary import check_pictures
-from vlmrl.config import Algo, Config, Data, Lora, Optim, Options
-from vlmrl.data import TaskSource, TaskStream, load_tasks
-from vlmrl.engine.base import Engine, Request, Waves
+from vlmrl.config import Algo, Optim
+from vlmrl.data import TaskStream
+from vlmrl.engine.base import Request, paused
 from vlmrl.engine.scripted import ScriptedEngine
-from vlmrl.engine.transformers import TransformersEngine
-from vlmrl.env import EnvSpec, resolve_env
 from vlmrl.evaluate import Evaluation, evaluate
-from vlmrl.loading import check_options, load_object
-from vlmrl.media import MediaStore
+from vlmrl.loading import load_object
 from vlmrl.metrics import RunLog, draw_curve, trajectory_metrics
 from vlmrl.model.adapters import save_adapters
-from vlmrl.model.loading import LoadedModel, load_model
+from vlmrl.parts import Run
 from vlmrl.progress import RunProgress
-from vlmrl.rollout.batches import Filter, GroupBatch, fill, resolve_filters
-from vlmrl.rollout.generator import Generate, GeneratorLoop, resolve_generate
-from vlmrl.rollout.history import HistoryPolicy, resolve_policy
-from vlmrl.rollout.runner import Runner
-from vlmrl.rollout.turn_loop import TurnLoop
+from vlmrl.rollout.batches import GroupBatch, fill
 from vlmrl.samples import Report, audit, emit
 from vlmrl.train.credit import give_advantages
 from vlmrl.train.gaps import TurnGap, summarise, turn_gaps
 from vlmrl.train.parallel import Leader
-from vlmrl.train.ranks import Ranks
-from vlmrl.train.trainer import Trainer, choose
-from vlmrl.trainers import Trainers
+from vlmrl.train.trainer import Trainer
 from vlmrl.types import Sample, Task, Trajectory
 from vlmrl.viewer import write_page
 
 PAGE_TRAJECTORIES = 64  # of the last batch, shown on the trajectory page
-
-
-@dataclass
-class Run:
-    """The parts of one run, made from ``config``. Paths in it were resolved from ``base_dir``, the recipe's folder.
-
-    Episodes are played by the env of ``spec``, or by ``generate``.
-    """
-
-    config: Config
-    base_dir: Path | None
-    spec: EnvSpec | None
-    generate: Generate | None
-    tasks: TaskSource
-    held_out: TaskSource | None
-    model: LoadedModel
-    store: MediaStore | None
-    engine: TransformersEngine
-    history_policy: HistoryPolicy | None
-    filters: list[Filter]
-    trainers: Trainers
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.config.output_dir) / self.config.name
-
-    def runner(
-        self, *, group_size: int | None = None, engine: Engine | None = None, store: MediaStore | None = None
-    ) -> Runner:
-        """A runner of this run's episodes; ``engine`` and ``store`` may be others than the run's own."""
-        config = self.config
-        single = config.rollout.max_turns == 1 and self.generate is None
-        in_waves = config.deterministic or single  # a single turn is one batch
-        own: Engine = Waves(self.engine) if in_waves else self.engine
-        parts = (engine or own, self.model.renderer, store or self.store, config.rollout, config.seed)
-        if self.spec is None:
-            assert self.generate is not None
-            return Runner(GeneratorLoop(self.generate, *parts), group_size=group_size)
-        return Runner(TurnLoop(self.spec, *parts, self.history_policy), group_size=group_size)
-
-
-def build(config: Config, base_dir: Path | None = None, ranks: Ranks | None = None) -> Run:
-    """Everything a run needs, on rank 0 of its trainers. What can be wrong with a config is found here, cheap things first."""
-    generate = resolve_generate(config.rollout, base_dir)
-    spec = None
-    if generate is None:
-        spec = resolve_env(config.env, config.reward, dict(config.env_options), base_dir)
-    history_policy = resolve_policy(config.rollout, base_dir)
-    _check_algo(config.algo)
-    filters = resolve_filters(config.algo, base_dir)
-    tasks = _load(config.data, "data", base_dir)
-    held_out = _load(config.eval.data, "eval.data", base_dir) if config.eval.data.is_set else None
-    torch.manual_seed(config.seed)
-    ranks = ranks or Ranks()
-    sampled = config.model if ranks.size == 1 else replace(config.model, lora=Lora(), freeze=())  # gets merged weights
-    model = load_model(sampled, base_dir, config.models_dir, config.seed)
-    if spec is not None:
-        model.renderer.check_tools(spec.tools)
-    trainers = Trainers.of(config, base_dir, ranks, model)
-    if config.rollout.needs_rendered_rows and not model.renderer.marks_replies:
-        raise ValueError(
-            "rollout.history rerender with rollout.samples concat needs a chat template with {% generation %} markers; set "
-            "rollout.samples step_wise, or model.chat_template (`chatml` and `chatml_drop_thinking` have them)."
-        )
-    if config.train.gradient_checkpointing:
-        model.policy.enable_gradient_checkpointing()
-    engine = TransformersEngine(
-        model.policy, model.renderer, keep_kv=config.rollout.max_turns > 1 or generate is not None
-    )
-    store = model.new_store()
-    return Run(
-        config, base_dir, spec, generate, tasks, held_out, model, store, engine, history_policy, filters, trainers
-    )
-
-
-def _check_algo(algo: Algo) -> None:
-    """Every name is in its registry, and its options fit the function's signature."""
-    chosen: list[tuple[str, str, dict[str, Any], int, Options]] = [
-        ("advantage", algo.advantage, ADVANTAGES, 2, algo.advantage_options),
-        ("loss", algo.loss, LOSSES, 1, algo.loss_options),
-        ("reduction", algo.reduction, REDUCTIONS, 2, algo.reduction_options),
-        *(("correction", name, CORRECTIONS, 3, algo.options_of(name)) for name in algo.corrections),
-    ]
-    for kind, name, registry, arguments, options in chosen:
-        field = "algo.corrections" if kind == "correction" else f"algo.{kind}"
-        check_options(f"algo.{kind}_options", choose(field, name, registry), arguments, options)
-
-
-def _load(data: Data, field: str, base_dir: Path | None) -> TaskSource:
-    if not data.is_set:
-        raise ValueError(f"{field} must be set: give it a path or a generator.")
-    return load_tasks(data, base_dir)
 
 
 async def train(run: Run, log: RunLog, progress: RunProgress) -> dict[str, float]:
@@ -161,8 +58,9 @@ async def train(run: Run, log: RunLog, progress: RunProgress) -> dict[str, float
                 played = batch.rollouts.trajectories
                 if step == 1 and config.train.canary and run.store is not None:
                     await check_pictures(trainer.score, run.engine, run.store, played, run.model.policy.image_token_id)
-                metrics = train_on(run, trainer, batch.trajectories)
-                push_weights(run, trainer, trainer.steps_done)
+                async with paused(run.engine):  # it may sample from the very weights that are trained
+                    metrics = train_on(run, trainer, batch.trajectories)
+                    await push_weights(run, trainer, step)
                 seconds = {"time/rollout": rolled_out - began, "time/train": time.perf_counter() - rolled_out}
                 row = step_metrics(run, batch) | metrics | seconds
                 log.log(step, row)
@@ -261,7 +159,8 @@ async def warm_start(run: Run, progress: RunProgress) -> None:
                 sample.advantage = 0.0  # cross entropy asks for none
             phase.advance(loss=trainer.step(samples)["loss"])
     trainer.close()
-    push_weights(run, trainer, run.engine.policy_version)
+    async with paused(run.engine):
+        await push_weights(run, trainer, run.engine.policy_version)
 
 
 async def evaluate_run(run: Run, progress: RunProgress, *, label: str, blank_images: bool = False) -> Evaluation:
@@ -349,8 +248,8 @@ def new_trainer(run: Run) -> Trainer | Leader:
     )
 
 
-def push_weights(run: Run, trainer: Trainer | Leader, policy_version: int) -> None:
-    """Hand the trainer's weights to the engine, where it does not sample from the very same ones."""
+async def push_weights(run: Run, trainer: Trainer | Leader, policy_version: int) -> None:
+    """Hand the trainer's weights to the paused engine, unless it samples from the very same ones."""
     policy = run.model.policy
     if policy is not run.trainers.policy:
         own = dict(policy.model.named_parameters())

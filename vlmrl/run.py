@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from vlmrl import loop, tiny
+from vlmrl import loop, parts, tiny
 from vlmrl.config import Config, name_of
 from vlmrl.metrics import RunLog
 from vlmrl.progress import RunProgress
@@ -26,7 +26,7 @@ def run_training(config: Config, base_dir: Path, *, dry_run: bool = False) -> No
         follow(Trainers.of(config, base_dir, ranks).make)
         return leave_ranks()
     progress = RunProgress()
-    run = loop.build(config, base_dir, ranks)
+    run = parts.build(config, base_dir, ranks)
     progress.say(plan(run))
     if dry_run:
         return
@@ -48,7 +48,7 @@ def run_training(config: Config, base_dir: Path, *, dry_run: bool = False) -> No
     progress.say(report(run, summary, time.monotonic() - began))
 
 
-def plan(run: loop.Run) -> str:
+def plan(run: parts.Run) -> str:
     """What is about to happen, in a few lines."""
     config, policy = run.config, run.model.policy
     millions = sum(p.numel() for p in policy.parameters()) / 1e6
@@ -69,7 +69,7 @@ def plan(run: loop.Run) -> str:
     return "\n".join(lines)
 
 
-def report(run: loop.Run, summary: dict[str, float], seconds: float) -> str:
+def report(run: parts.Run, summary: dict[str, float], seconds: float) -> str:
     """The end of a run: what was reached, and what to open."""
     lines = [f"\ndone in {seconds:.0f} s"]
     titles = {"reward_before": "before", "reward_after": "after", "reward_blanked": "after, pictures blanked"}

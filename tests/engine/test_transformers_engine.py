@@ -17,12 +17,14 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from vlmrl import Env, obs, tiny
 from vlmrl.config import Rollout
-from vlmrl.engine.base import EngineError, Request, SamplingParams
+from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
+from vlmrl.engine.features import PictureFeatures
 from vlmrl.engine.transformers import TransformersEngine
 from vlmrl.env import RetryTurn, resolve_env
-from vlmrl.media import MediaStore
+from vlmrl.media import MediaStore, merge_mm_inputs
 from vlmrl.model.loading import LoadedModel
 from vlmrl.model.policy import Policy
+from vlmrl.renderer import expand
 from vlmrl.rollout.runner import Runner
 from vlmrl.rollout.turn_loop import TurnLoop
 from vlmrl.samples import audit, concat
@@ -345,10 +347,7 @@ def test_nothing_of_the_old_weights_is_left_after_an_update(mine: LoadedModel):
     assert reply.stop_reason == "stop"
     second = go_on(first, reply, a_request(mine, "More.", ["green", "blue"]))
     (stale,) = ask(TransformersEngine(mine.policy, mine.renderer), second)
-    with torch.no_grad():
-        generator = torch.Generator().manual_seed(1)
-        for parameter in mine.policy.model.model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1 * parameter.std().nan_to_num(0))
+    shake(mine.policy)
     engine.weights_changed(7)
     (new,) = ask(engine, second)
     assert engine.images_encoded == 2 + 3
@@ -356,6 +355,143 @@ def test_nothing_of_the_old_weights_is_left_after_an_update(mine: LoadedModel):
     assert (reply.policy_versions, new.policy_versions) == ([0] * len(reply.token_ids), [7] * len(new.token_ids))
     assert same(new, alone(mine, second))
     assert not same(new, stale, 0.01)
+
+
+def shake(policy: Policy) -> None:
+    """Other weights, in the vision tower too."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.model.model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1 * parameter.std().nan_to_num(0))
+
+
+async def interrupt(engine: TransformersEngine, sizes: list[int], after: int, *requests: Request) -> Any:
+    """Start ``requests`` and pause once there were ``after`` forwards: the futures of their replies."""
+    waiting = [asyncio.create_task(engine.generate(request)) for request in requests]
+    while len(sizes) < after:
+        await asyncio.sleep(0.002)
+    await engine.pause()
+    return asyncio.gather(*waiting)
+
+
+def test_interrupted_replies_keep_their_tokens_and_go_on_under_the_new_weights(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+):
+    """Partial rollouts: each token has the logprob that the weights of its own version give it, pictures included."""
+    old, new = model.policy.frozen_copy(), model.policy.frozen_copy()
+    shake(new)
+    changing = replace(model, policy=old.frozen_copy())
+    with torch.no_grad():
+        for policy in (old, new, changing.policy):
+            policy.model.lm_head.bias[list(model.renderer.stop_ids)] = -200.0  # replies end at their limit
+    engine = TransformersEngine(changing.policy, changing.renderer)
+    sizes = watch_rows(engine, monkeypatch)
+    texts = ["What?", "The color of the square, please."]
+    requests = [a_request(model, text, ["red", "green"], id=text, max_tokens=40) for text in texts]
+
+    async def go() -> list[Completion]:
+        replies = await interrupt(engine, sizes, 12, *requests)
+        changing.policy.load_state_dict(new.state_dict())
+        engine.weights_changed(1)
+        await engine.resume()
+        return list(await replies)
+
+    replies = asyncio.run(asyncio.wait_for(go(), 120))
+    assert engine.images_encoded == 4  # each picture once under each weights
+    for request, reply in zip(requests, replies, strict=True):
+        begun = reply.policy_versions.count(0)
+        assert 0 < begun < 40 and reply.policy_versions == [0] * begun + [1] * (40 - begun)
+        prompt = expand(request.prompt_ids, model.policy.image_token_id, request.media)
+        fields = ([1] * 40, reply.logprobs, [0.0] * 40, reply.policy_versions, "g", "t", True, "length", request.media)
+        row = Sample(prompt, reply.token_ids, *fields)
+        (before,), (after,) = trained(old, [row]), trained(new, [row])
+        assert reply.logprobs == pytest.approx(before[:begun] + after[begun:], abs=1e-4)
+        assert max(abs(a - b) for a, b in zip(reply.logprobs, before, strict=True)) > 0.1
+
+
+def test_a_pause_without_new_weights_changes_nothing(mine: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+    with torch.no_grad():
+        mine.policy.model.lm_head.bias[list(mine.renderer.stop_ids)] = -200.0
+    first, late = (
+        a_request(mine, "What?", ["red"], id=id, seed=seed, max_tokens=40) for id, seed in (("a", 1), ("b", 2))
+    )
+    expected = [alone(mine, first), alone(mine, late)]
+    engine = TransformersEngine(mine.policy, mine.renderer)
+    sizes = watch_rows(engine, monkeypatch)
+
+    async def go() -> list[Completion]:
+        replies = await interrupt(engine, sizes, 8, first)
+        await engine.pause()  # a second time changes nothing
+        done = len(sizes)
+        waiting = asyncio.create_task(engine.generate(late))
+        await asyncio.sleep(0.1)
+        assert len(sizes) == done and not waiting.done()  # nothing is sampled meanwhile, what comes waits
+        await engine.resume()
+        return [*await replies, await waiting]
+
+    replies = asyncio.run(asyncio.wait_for(go(), 60))
+    assert all(same(reply, wanted) for reply, wanted in zip(replies, expected, strict=True))
+    assert engine.tokens_prefilled == sum(reply.prompt_tokens for reply in expected)  # what was computed was kept
+
+
+def test_an_idle_engine_pauses_and_an_error_inside_the_pause_ends_it(qwen3: LoadedModel):
+    engine = TransformersEngine(qwen3.policy, qwen3.renderer)
+
+    async def go() -> Completion:
+        with pytest.raises(ZeroDivisionError):
+            async with paused(engine):
+                1 / 0  # noqa: B018
+        return await engine.generate(a_request(qwen3, "What?"))
+
+    assert asyncio.run(asyncio.wait_for(go(), 60)).token_ids
+    engine.close()
+    asyncio.run(asyncio.wait_for(engine.pause(), 5))  # nothing runs, so there is nothing to wait for
+
+
+def test_features_that_were_encoded_while_the_weights_changed_are_not_used(
+    mine: LoadedModel, monkeypatch: pytest.MonkeyPatch
+):
+    """Trap 19: an update between a picture's encoding and its being stored."""
+    engine = TransformersEngine(mine.policy, mine.renderer)
+    request, encode = a_request(mine, "What?", ["red"]), mine.policy.encode_images
+
+    def changes_meanwhile(mm_inputs: Any) -> Any:
+        features = encode(mm_inputs)
+        if engine.policy_version == 0:
+            engine.weights_changed(1)
+        return features
+
+    monkeypatch.setattr(mine.policy, "encode_images", changes_meanwhile)
+    ask(engine, request)
+    ask(engine, replace(request, trajectory_id="b"))
+    assert engine.images_encoded == 2
+
+
+def test_features_live_as_long_as_their_pictures_and_are_encoded_in_parts(
+    qwen3: LoadedModel, monkeypatch: pytest.MonkeyPatch
+):
+    encode, parts = qwen3.policy.encode_images, []
+
+    def counted(mm_inputs: Any) -> Any:
+        parts.append(len(mm_inputs["image_grid_thw"]))
+        return encode(mm_inputs)
+
+    monkeypatch.setattr(qwen3.policy, "encode_images", counted)
+    features = PictureFeatures(qwen3.policy, budget=9)
+    store = store_of(qwen3)
+    items = [store.load(picture(color, (64, 64))) for color in COLORS[:5]]  # 4 visual tokens each
+    found = features.of([*items, items[0]])
+    assert parts == [2, 2, 1] and features.encoded == len(features) == 5
+    whole = encode(merge_mm_inputs(items))
+    for item, expected in zip(items, whole, strict=True):
+        assert torch.allclose(found[item.id].embeds, expected.embeds, atol=1e-5)
+    del items[1:], item
+    assert len(features) == 1
+    features.of(items)
+    assert features.encoded == 5
+    features.forget()
+    features.of(items)
+    assert features.encoded == 6
 
 
 # What may be sampled

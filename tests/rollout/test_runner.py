@@ -409,3 +409,25 @@ def test_a_wave_starts_when_all_who_live_have_asked_and_is_in_task_order():
         assert waves.policy_version == 3
 
     asyncio.run(go())
+
+
+def test_who_gave_up_waiting_for_a_wave_is_not_in_it():
+    waves_seen: list[list[str]] = []
+
+    class Naming:
+        policy_version = 0
+
+        async def generate_wave(self, requests: list[Request]) -> list[Any]:
+            waves_seen.append([request.trajectory_id for request in requests])
+            return [None] * len(requests)
+
+    async def go() -> None:
+        waves = Waves(Naming())  # type: ignore[arg-type]
+        waves.join(2)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await waves.generate(Request("late", [1]))
+        await asyncio.gather(waves.generate(Request("late again", [1])), waves.generate(Request("other", [1])))
+
+    asyncio.run(go())
+    assert waves_seen == [["late again", "other"]]

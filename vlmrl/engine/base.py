@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -47,25 +48,44 @@ class Engine(Protocol):
     def policy_version(self) -> int: ...
 
     async def generate(self, request: Request) -> Completion:
-        """One reply. Raises EngineError where none can be had, ValueError for a request that is wrong in itself."""
+        """One reply. Raises EngineError where none can be had, ValueError for a request that is wrong in itself.
+
+        A weight update may come in its midst: ``policy_versions`` say under which weights each of its tokens was sampled.
+        """
         ...
 
     def release(self, trajectory_id: str) -> None:
         """The trajectory is over: forget what was kept for it."""
         ...
 
+    async def pause(self) -> None:
+        """Stop sampling between two tokens, and return once nothing reads the weights any more. To pause twice is to pause once.
+
+        Requests in flight keep the tokens they have; they and those that come meanwhile wait for :meth:`resume`.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Go on. Where the weights changed, nothing is used that the old ones computed: keys and values, features of pictures."""
+        ...
+
     def close(self) -> None: ...
 
 
-class WaveEngine(Protocol):
+@asynccontextmanager
+async def paused(engine: Engine) -> AsyncIterator[None]:
+    """Inside, the engine samples nothing: its weights may be trained or exchanged."""
+    try:
+        await engine.pause()
+        yield
+    finally:
+        await engine.resume()
+
+
+class WaveEngine(Engine, Protocol):
     """An engine that can also sample many requests as one batch, whose make-up is then the caller's."""
 
-    @property
-    def policy_version(self) -> int: ...
-
     async def generate_wave(self, requests: Sequence[Request]) -> list[Completion]: ...
-    def release(self, trajectory_id: str) -> None: ...
-    def close(self) -> None: ...
 
 
 class Waves:
@@ -95,10 +115,20 @@ class Waves:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, future))
         self._start_if_complete()
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:  # who gave up waits no more: nothing is to be sampled for nobody
+            self._waiting = [pair for pair in self._waiting if pair[1] is not future]
+            raise
 
     def release(self, trajectory_id: str) -> None:
         self.engine.release(trajectory_id)
+
+    async def pause(self) -> None:
+        await self.engine.pause()
+
+    async def resume(self) -> None:
+        await self.engine.resume()
 
     def close(self) -> None:
         self.engine.close()

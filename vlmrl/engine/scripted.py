@@ -54,5 +54,11 @@ class ScriptedEngine:
     def release(self, trajectory_id: str) -> None:
         del self._turns[trajectory_id]
 
+    async def pause(self) -> None:
+        """A script has no weights to wait for."""
+
+    async def resume(self) -> None:
+        pass
+
     def close(self) -> None:
         pass

@@ -1,7 +1,8 @@
 """The embedded engine: samples from a :class:`Policy` in this process, in batches that requests join as they come.
 
-One daemon thread owns the model while it generates. What was computed is kept where it can be used again: a picture's
-features as long as the weights stay, a trajectory's keys and values from turn to turn, and equal prompts are run once.
+One daemon thread owns the model while it generates, and lets go of it between two tokens where it is paused. What was computed
+is kept where it can be used again: a picture's features as long as the weights stay, a trajectory's keys and values from turn to
+turn, and equal prompts are run once. After a weight update the rows in generation are computed anew from the tokens they have.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from itertools import groupby
 import torch
 
 from vlmrl.engine.base import EngineError, Request
+from vlmrl.engine.features import PictureFeatures
 from vlmrl.engine.kv_cache import BatchCache
 from vlmrl.engine.sampling import Draws, sample, temperatures
-from vlmrl.media import merge_mm_inputs
 from vlmrl.model.families import merged_grid, rope_positions
-from vlmrl.model.policy import ImageFeatures, Policy
+from vlmrl.model.policy import Policy
 from vlmrl.renderer import Renderer, expand
 from vlmrl.types import Completion, MediaItem
 
@@ -49,7 +50,7 @@ class _Kept:
 
 @dataclass(eq=False)
 class _Row:
-    """One request while it is served."""
+    """One request while it is served: ``versions`` say under which weights each of its ``token_ids`` was drawn."""
 
     request: Request
     future: Future[Completion]
@@ -58,15 +59,29 @@ class _Row:
     next_position: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     stop_reason: str | None = None
     abandoned: bool = False
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt_ids + self.token_ids
+
+
+class _Pause:
+    """Somebody else has the model from when the engine's thread says that it ``stands`` until it is ``over``."""
+
+    def __init__(self) -> None:
+        self.stands: Future[None] = Future()
+        self.stands.set_running_or_notify_cancel()  # from here on it cannot be cancelled
+        self.over = threading.Event()
 
 
 class TransformersEngine:
     """Serves requests from ``policy``. ``keep_kv`` keeps keys and values between the turns of a trajectory.
 
-    ``prefill_tokens`` bounds the padded tokens of one prompt forward. ``images_encoded``, ``tokens_prefilled`` and ``seconds_busy``
-    count work done.
+    ``prefill_tokens`` bounds the padded tokens of one prompt forward, and the visual tokens that are encoded at once.
+    ``images_encoded``, ``tokens_prefilled`` and ``seconds_busy`` count work done.
     """
 
     def __init__(
@@ -74,7 +89,6 @@ class TransformersEngine:
     ) -> None:
         self.policy = policy
         self.policy_version = 0
-        self.images_encoded = 0
         self.tokens_prefilled = 0
         self.seconds_busy = 0.0
         self._renderer = renderer
@@ -82,12 +96,17 @@ class TransformersEngine:
         self._prefill_tokens = prefill_tokens
         self._num_layers = policy.config.get_text_config().num_hidden_layers
         self._inbox: queue.SimpleQueue[list[_Row]] = queue.SimpleQueue()
-        self._features: dict[str, ImageFeatures] = {}
+        self._features = PictureFeatures(policy, prefill_tokens)
         self._kept: dict[str, _Kept] = {}
+        self._pause: _Pause | None = None
         self._lock = threading.Lock()  # between the engine's thread and release or a weight update
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="vlmrl-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def images_encoded(self) -> int:
+        return self._features.encoded
 
     async def generate(self, request: Request) -> Completion:
         return (await self.generate_wave([request]))[0]
@@ -109,11 +128,21 @@ class TransformersEngine:
         with self._lock:
             self._kept.pop(trajectory_id, None)
 
+    async def pause(self) -> None:
+        if self._pause is None and not self._closed:
+            self._pause = _Pause()
+            self._inbox.put([])  # wakes an idle thread
+        if self._pause is not None:
+            await asyncio.wrap_future(self._pause.stands)
+
+    async def resume(self) -> None:
+        self._end_pause()
+
     def weights_changed(self, policy_version: int) -> None:
-        """The policy's weights are new: forget all that the old ones computed."""
+        """The policy's weights are new: forget all that the old ones computed. Change them only while nothing is sampled."""
         with self._lock:
             self.policy_version = policy_version
-            self._features.clear()
+            self._features.forget()
             self._kept.clear()
 
     def close(self) -> None:
@@ -123,6 +152,7 @@ class TransformersEngine:
         """
         self._closed = True
         self._inbox.put([])  # wakes an idle thread
+        self._end_pause()
         self._thread.join(timeout=10)
 
     def _row(self, request: Request) -> _Row:
@@ -140,22 +170,40 @@ class TransformersEngine:
         running = _Batch(self)
         while True:
             arrived = self._receive(block=not running.rows)
+            self._stand_still()
             if self._closed:
                 _fail({*arrived, *running.rows}, "the embedded engine was closed.")
                 return
             began = time.perf_counter()
             try:
                 with torch.inference_mode():
+                    if running.version != self.policy_version:
+                        running.start_over()
                     if arrived:
                         running.admit(arrived)
                     for _ in range(JOIN_EVERY):
-                        if not running.rows or self._closed or self._inbox.qsize() * 4 > len(running.rows):
+                        if not running.rows or self._is_wanted(len(running.rows)):
                             break
                         running.advance()
             except Exception as error:
                 _fail({*arrived, *running.rows}, f"the embedded engine failed: {type(error).__name__}: {error}")
                 running = _Batch(self)
             self.seconds_busy += time.perf_counter() - began
+
+    def _stand_still(self) -> None:
+        pause = self._pause
+        if pause is not None:
+            pause.stands.set_result(None)
+            pause.over.wait()
+
+    def _end_pause(self) -> None:
+        pause, self._pause = self._pause, None
+        if pause is not None:
+            pause.over.set()
+
+    def _is_wanted(self, running: int) -> bool:
+        """Whether the thread has something else to do than the next token of ``running`` rows."""
+        return self._closed or self._pause is not None or self._inbox.qsize() * 4 > running
 
     def _receive(self, block: bool) -> list[_Row]:
         """Everything that waits. An idle engine lingers while requests keep coming: what starts together stays together."""
@@ -164,7 +212,7 @@ class TransformersEngine:
             arrived += self._inbox.get()
             began = time.perf_counter()
             lingers = len(arrived) == 1  # a wave is whole, and an empty list is a call to close
-            while lingers and time.perf_counter() - began < LONGEST_LINGER:
+            while lingers and self._pause is None and time.perf_counter() - began < LONGEST_LINGER:
                 try:
                     arrived += self._inbox.get(timeout=LINGER)
                 except queue.Empty:
@@ -172,14 +220,6 @@ class TransformersEngine:
         while not self._inbox.empty():
             arrived += self._inbox.get()
         return [row for row in arrived if row.future.set_running_or_notify_cancel()]
-
-    def _encode(self, media: Sequence[MediaItem]) -> None:
-        """Features of the pictures that are new under these weights, all in one pass."""
-        new = {item.id: item for item in media if item.id not in self._features}
-        if new:
-            features = self.policy.encode_images(merge_mm_inputs(list(new.values())))
-            self._features |= dict(zip(new, features, strict=True))
-            self.images_encoded += len(new)
 
     def _resume(self, row: _Row) -> _Kept | None:
         with self._lock:
@@ -203,11 +243,18 @@ class _Batch:
     def __init__(self, engine: TransformersEngine) -> None:
         self.engine = engine
         self.policy = engine.policy
+        self.version = engine.policy_version
         self.rows: list[_Row] = []
         self.cache: BatchCache | None = None
 
+    def start_over(self) -> None:
+        """The weights are new: compute anew what the rows have so far, and go on from there."""
+        rows, self.rows, self.cache = self.rows, [], None
+        self.version = self.engine.policy_version
+        self.admit([row for row in rows if not row.abandoned])
+
     def admit(self, arrived: list[_Row]) -> None:
-        """Run the new rows' prompts, draw their first tokens, and let them join. Equal prompts are run once."""
+        """Run the rows' prompts and what they have sampled, draw the next tokens, and let them join. What is equal is run once."""
         fresh: dict[tuple[object, ...], list[_Row]] = {}
         resumed: list[tuple[_Row, _Kept]] = []
         for row in arrived:
@@ -215,10 +262,9 @@ class _Batch:
             if kept is not None:
                 resumed.append((row, kept))
             else:
-                key = (tuple(row.request.prompt_ids), tuple(item.id for item in row.request.media))
+                key = (tuple(row.request.prompt_ids), *row.token_ids, tuple(item.id for item in row.request.media))
                 fresh.setdefault(key, []).append(row)
-        self.engine._encode([item for row in arrived for item in row.request.media])
-        for part in self._chunks(list(fresh.values()), lambda rows: len(rows[0].prompt_ids)):
+        for part in self._chunks(list(fresh.values()), lambda rows: len(rows[0].ids)):
             self._prefill(part, [None] * len(part))
         for pairs in self._chunks(resumed, lambda pair: len(pair[0].prompt_ids)):
             pairs.sort(key=lambda pair: (id(pair[1].cache), pair[1].index))  # as they lie in their caches
@@ -256,7 +302,7 @@ class _Batch:
         heads = [rows[0] for rows in prompts]
         done = [0 if k is None else len(k.token_ids) for k in kept]
         seen = [0 if k is None else len(k.media_ids) for k in kept]
-        new_ids = [row.prompt_ids[n:] for row, n in zip(heads, done, strict=True)]
+        new_ids = [row.ids[n:] for row, n in zip(heads, done, strict=True)]
         length = max(map(len, new_ids))
         tokens = torch.zeros(len(heads), length, dtype=torch.long)
         positions = torch.zeros(3, len(heads), length, dtype=torch.long)
@@ -275,9 +321,9 @@ class _Batch:
         cache = _resumed(past) if past else BatchCache.empty(self.engine._num_layers, len(heads), device)
         mask = _prefill_mask(cache.valid, real)
         cache.extend(real)
-        images = [
-            self.engine._features[item.id] for row, n in zip(heads, seen, strict=True) for item in row.request.media[n:]
-        ]
+        shown = [item for row, n in zip(heads, seen, strict=True) for item in row.request.media[n:]]
+        features = self.engine._features.of(shown)
+        images = [features[item.id] for item in shown]
         hidden = self.policy.hidden(tokens, positions, mask, images, cache.hf)[:, -1]
         self.engine.tokens_prefilled += sum(map(len, new_ids))
         owner = [index for index, rows in enumerate(prompts) for _ in rows]
@@ -297,6 +343,7 @@ class _Batch:
         for row, token, logprob in zip(rows, ids, logprobs, strict=True):
             row.token_ids.append(token)
             row.logprobs.append(logprob)
+            row.versions.append(self.version)
             row.stop_reason = self._stop_reason(row)
 
     def _stop_reason(self, row: _Row) -> str | None:
@@ -317,24 +364,22 @@ class _Batch:
             return
         cache, rows = self.cache, self.rows
         assert cache is not None
-        version = self.engine.policy_version
         leaving = sorted(set(range(len(rows))) - set(going))
         if self.engine._keep_kv:
             stopped = [index for index in leaving if rows[index].stop_reason == "stop"]
             own = cache.taken(stopped) if going and stopped else cache  # not the whole batch for the sake of a few
             for place, index in enumerate(stopped):
-                self.engine._keep(rows[index], own, place if going else index, version)
+                self.engine._keep(rows[index], own, place if going else index, self.version)
         for index in leaving:
-            _answer(rows[index], version)
+            _answer(rows[index])
         self.rows = [rows[index] for index in going]
         self.cache = cache.taken(going) if going else None
 
 
-def _answer(row: _Row, version: int) -> None:
+def _answer(row: _Row) -> None:
     if not row.future.done():
         reason = row.stop_reason or "abort"
-        versions = [version] * len(row.token_ids)
-        row.future.set_result(Completion(row.token_ids, row.logprobs, reason, versions, len(row.prompt_ids)))  # type: ignore[arg-type]
+        row.future.set_result(Completion(row.token_ids, row.logprobs, reason, row.versions, len(row.prompt_ids)))  # type: ignore[arg-type]
 
 
 def _resumed(kept: Sequence[_Kept]) -> BatchCache:

@@ -1,0 +1,120 @@
+"""The parts of one run, made from its config: what can be wrong with a config is found here, before anything is played."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmrl.algos import ADVANTAGES, CORRECTIONS, LOSSES, REDUCTIONS
+from vlmrl.config import Algo, Config, Data, Lora, Options
+from vlmrl.data import TaskSource, load_tasks
+from vlmrl.engine.base import Engine, Waves
+from vlmrl.engine.transformers import TransformersEngine
+from vlmrl.env import EnvSpec, resolve_env
+from vlmrl.loading import check_options
+from vlmrl.media import MediaStore
+from vlmrl.model.loading import LoadedModel, load_model
+from vlmrl.rollout.batches import Filter, resolve_filters
+from vlmrl.rollout.generator import Generate, GeneratorLoop, resolve_generate
+from vlmrl.rollout.history import HistoryPolicy, resolve_policy
+from vlmrl.rollout.runner import Runner
+from vlmrl.rollout.turn_loop import TurnLoop
+from vlmrl.train.ranks import Ranks
+from vlmrl.train.trainer import choose
+from vlmrl.trainers import Trainers
+
+
+@dataclass
+class Run:
+    """The parts of one run, made from ``config``. Paths in it were resolved from ``base_dir``, the recipe's folder.
+
+    Episodes are played by the env of ``spec``, or by ``generate``.
+    """
+
+    config: Config
+    base_dir: Path | None
+    spec: EnvSpec | None
+    generate: Generate | None
+    tasks: TaskSource
+    held_out: TaskSource | None
+    model: LoadedModel
+    store: MediaStore | None
+    engine: TransformersEngine
+    history_policy: HistoryPolicy | None
+    filters: list[Filter]
+    trainers: Trainers
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.output_dir) / self.config.name
+
+    def runner(
+        self, *, group_size: int | None = None, engine: Engine | None = None, store: MediaStore | None = None
+    ) -> Runner:
+        """A runner of this run's episodes; ``engine`` and ``store`` may be others than the run's own."""
+        config = self.config
+        rollout = config.rollout
+        single = rollout.max_turns == 1 and self.generate is None and rollout.over_sampling == 1
+        in_waves = config.deterministic or single  # a single turn is one batch, unless stragglers are to be stopped
+        own: Engine = Waves(self.engine) if in_waves else self.engine
+        parts = (engine or own, self.model.renderer, store or self.store, config.rollout, config.seed)
+        if self.spec is None:
+            assert self.generate is not None
+            return Runner(GeneratorLoop(self.generate, *parts), group_size=group_size)
+        return Runner(TurnLoop(self.spec, *parts, self.history_policy), group_size=group_size)
+
+
+def build(config: Config, base_dir: Path | None = None, ranks: Ranks | None = None) -> Run:
+    """Everything a run needs, on rank 0 of its trainers. What can be wrong with a config is found here, cheap things first."""
+    generate = resolve_generate(config.rollout, base_dir)
+    spec = None
+    if generate is None:
+        spec = resolve_env(config.env, config.reward, dict(config.env_options), base_dir)
+    history_policy = resolve_policy(config.rollout, base_dir)
+    _check_algo(config.algo)
+    filters = resolve_filters(config.algo, base_dir)
+    tasks = _load(config.data, "data", base_dir)
+    held_out = _load(config.eval.data, "eval.data", base_dir) if config.eval.data.is_set else None
+    torch.manual_seed(config.seed)
+    ranks = ranks or Ranks()
+    sampled = config.model if ranks.size == 1 else replace(config.model, lora=Lora(), freeze=())  # gets merged weights
+    model = load_model(sampled, base_dir, config.models_dir, config.seed)
+    if spec is not None:
+        model.renderer.check_tools(spec.tools)
+    trainers = Trainers.of(config, base_dir, ranks, model)
+    if config.rollout.needs_rendered_rows and not model.renderer.marks_replies:
+        raise ValueError(
+            "rollout.history rerender with rollout.samples concat needs a chat template with {% generation %} markers; set "
+            "rollout.samples step_wise, or model.chat_template (`chatml` and `chatml_drop_thinking` have them)."
+        )
+    if config.train.gradient_checkpointing:
+        model.policy.enable_gradient_checkpointing()
+    engine = TransformersEngine(
+        model.policy, model.renderer, keep_kv=config.rollout.max_turns > 1 or generate is not None
+    )
+    store = model.new_store()
+    return Run(
+        config, base_dir, spec, generate, tasks, held_out, model, store, engine, history_policy, filters, trainers
+    )
+
+
+def _check_algo(algo: Algo) -> None:
+    """Every name is in its registry, and its options fit the function's signature."""
+    chosen: list[tuple[str, str, dict[str, Any], int, Options]] = [
+        ("advantage", algo.advantage, ADVANTAGES, 2, algo.advantage_options),
+        ("loss", algo.loss, LOSSES, 1, algo.loss_options),
+        ("reduction", algo.reduction, REDUCTIONS, 2, algo.reduction_options),
+        *(("correction", name, CORRECTIONS, 3, algo.options_of(name)) for name in algo.corrections),
+    ]
+    for kind, name, registry, arguments, options in chosen:
+        field = "algo.corrections" if kind == "correction" else f"algo.{kind}"
+        check_options(f"algo.{kind}_options", choose(field, name, registry), arguments, options)
+
+
+def _load(data: Data, field: str, base_dir: Path | None) -> TaskSource:
+    if not data.is_set:
+        raise ValueError(f"{field} must be set: give it a path or a generator.")
+    return load_tasks(data, base_dir)
