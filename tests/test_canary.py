@@ -74,5 +74,11 @@ def test_an_engine_that_drops_pixels_on_the_wire_is_found(parts):
         def release(self, trajectory_id):
             engine.release(trajectory_id)
 
+        async def pause(self):
+            await engine.pause()
+
+        async def resume(self):
+            await engine.resume()
+
     with pytest.raises(CanaryError, match="the engine's logprobs moved by"):
         check(model, Lossy(), store)
