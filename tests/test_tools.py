@@ -13,7 +13,7 @@ from PIL import Image
 from rollout_fixtures import a_task, picture, play, play_audited
 from transformers import AutoTokenizer
 
-from vlmrl import Config, Data, Env, Model, ToolCall, ToolEnv, loop, obs, read_tool_calls
+from vlmrl import Config, Data, Env, Model, ToolCall, ToolEnv, obs, parts, read_tool_calls
 from vlmrl.env import resolve_env
 from vlmrl.renderer import Renderer
 from vlmrl.tools import parts_of, problem_with, tool_schema
@@ -407,4 +407,4 @@ def test_a_template_without_tools_is_refused_before_anything_is_played(tmp_path:
         output_dir=str(tmp_path),
     )
     with pytest.raises(ValueError, match="the env has 3 tools, but the chat template does not show them"):
-        loop.build(config)
+        parts.build(config)
