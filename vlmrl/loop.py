@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from vlmrl.algos.filters import is_overlong
 from vlmrl.canary import check_pictures
 from vlmrl.config import Algo, Optim
@@ -30,8 +28,7 @@ from vlmrl.rollout.batches import GroupBatch, fill
 from vlmrl.samples import Report, audit, emit
 from vlmrl.train.credit import give_advantages
 from vlmrl.train.gaps import TurnGap, summarise, turn_gaps
-from vlmrl.train.parallel import Leader
-from vlmrl.train.trainer import Trainer
+from vlmrl.trainers import RunTrainer
 from vlmrl.types import Sample, Task, Trajectory
 from vlmrl.viewer import write_page
 
@@ -85,7 +82,7 @@ async def train(run: Run, log: RunLog, progress: RunProgress) -> dict[str, float
     return summary
 
 
-def save(run: Run, trainer: Trainer | Leader) -> None:
+def save(run: Run, trainer: RunTrainer) -> None:
     """The trained weights in Hugging Face form, and adapters, if there are any, also by themselves."""
     run.model.save(run.folder / "model")
     model = run.config.model
@@ -93,7 +90,7 @@ def save(run: Run, trainer: Trainer | Leader) -> None:
         save_adapters(dict(trainer.named_adapters()), model.lora, model.path, run.folder / "adapters")
 
 
-def train_on(run: Run, trainer: Trainer | Leader, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+def train_on(run: Run, trainer: RunTrainer, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """One batch: emit, audit, give the advantages, update."""
     began = time.perf_counter()
     metrics: dict[str, Any] = {"samples/unmerged": sum(len(trajectory.turns) for trajectory in trajectories)}
@@ -234,7 +231,7 @@ def leave_behind(run: Run, log: RunLog, trajectories: Sequence[Trajectory]) -> N
     write_page(shown, run.folder / "trajectories.html", title=run.config.name, decode=run.model.renderer.decode)
 
 
-def new_trainer(run: Run) -> Trainer | Leader:
+def new_trainer(run: Run) -> RunTrainer:
     config = run.config
     steps_per_batch = config.train.groups_per_batch // (config.train.groups_per_step or config.train.groups_per_batch)
     return run.trainers.start(
@@ -248,12 +245,8 @@ def new_trainer(run: Run) -> Trainer | Leader:
     )
 
 
-async def push_weights(run: Run, trainer: Trainer | Leader, policy_version: int) -> None:
+async def push_weights(run: Run, trainer: RunTrainer, policy_version: int) -> None:
     """Hand the trainer's weights to the paused engine, unless it samples from the very same ones."""
-    policy = run.model.policy
-    if policy is not run.trainers.policy:
-        own = dict(policy.model.named_parameters())
-        with torch.no_grad():
-            for name, weight in trainer.named_weights():
-                own[name].copy_(weight)
+    if run.receive is not None:
+        trainer.send_weights(run.receive)
     run.engine.weights_changed(policy_version)

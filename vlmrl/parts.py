@@ -23,7 +23,7 @@ from vlmrl.rollout.history import HistoryPolicy, resolve_policy
 from vlmrl.rollout.runner import Runner
 from vlmrl.rollout.turn_loop import TurnLoop
 from vlmrl.train.ranks import Ranks
-from vlmrl.train.trainer import choose
+from vlmrl.train.trainer import Receive, choose
 from vlmrl.trainers import Trainers
 
 
@@ -31,7 +31,8 @@ from vlmrl.trainers import Trainers
 class Run:
     """The parts of one run, made from ``config``. Paths in it were resolved from ``base_dir``, the recipe's folder.
 
-    Episodes are played by the env of ``spec``, or by ``generate``.
+    Episodes are played by the env of ``spec``, or by ``generate``. ``receive`` takes the trainer's weights to the engine; ``None``:
+    it samples from the very same ones.
     """
 
     config: Config
@@ -46,6 +47,7 @@ class Run:
     history_policy: HistoryPolicy | None
     filters: list[Filter]
     trainers: Trainers
+    receive: Receive | None
 
     @property
     def folder(self) -> Path:
@@ -96,9 +98,9 @@ def build(config: Config, base_dir: Path | None = None, ranks: Ranks | None = No
         model.policy, model.renderer, keep_kv=config.rollout.max_turns > 1 or generate is not None
     )
     store = model.new_store()
-    return Run(
-        config, base_dir, spec, generate, tasks, held_out, model, store, engine, history_policy, filters, trainers
-    )
+    receive = None if trainers.policy is model.policy else model.policy.load_weights
+    played = (config, base_dir, spec, generate, tasks, held_out, model, store, engine, history_policy, filters)
+    return Run(*played, trainers, receive)
 
 
 def _check_algo(algo: Algo) -> None:

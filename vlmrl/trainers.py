@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from vlmrl.config import Algo, Config, Lora, Model
@@ -13,7 +15,24 @@ from vlmrl.model.loading import LoadedModel, load_model, pick_device, pick_dtype
 from vlmrl.model.policy import Policy, without_adapters
 from vlmrl.train.parallel import Leader, shard
 from vlmrl.train.ranks import Ranks
-from vlmrl.train.trainer import Scorer, Trainer
+from vlmrl.train.trainer import Receive, Scorer, Trainer
+from vlmrl.types import Sample
+
+
+class RunTrainer(Protocol):
+    """What a run asks of its trainer, wherever the policy is. See :class:`~vlmrl.train.trainer.Trainer`."""
+
+    @property
+    def steps_done(self) -> int: ...
+    @property
+    def scored(self) -> list[np.ndarray]: ...
+    def step(self, samples: Sequence[Sample]) -> dict[str, float]: ...
+    def kl_by_trajectory(self, samples: Sequence[Sample]) -> dict[str, float]: ...
+    def score(self, samples: Sequence[Sample]) -> list[np.ndarray]: ...
+    def send_weights(self, receive: Receive) -> Any: ...
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+    def named_adapters(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+    def close(self) -> None: ...
 
 
 @dataclass
@@ -32,7 +51,7 @@ class Trainers:
             return cls(config, base_dir, ranks, loaded.policy)
         return cls(config, base_dir, ranks, _load(config, config.model, base_dir, ranks))
 
-    def start(self, algo: Algo, **settings: Any) -> Trainer | Leader:
+    def start(self, algo: Algo, **settings: Any) -> RunTrainer:
         """A trainer with these arguments of :class:`Trainer`, on all ranks. Called on rank 0."""
         settings = {"algo": algo, **settings}
         return self.make(**settings) if self.ranks.size == 1 else Leader(self.make, settings)

@@ -8,7 +8,7 @@ the media placeholder ids banned.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -96,6 +96,13 @@ class Policy(nn.Module):
         """A copy whose weights stay as they are now: the reference of a KL penalty."""
         copied = copy.deepcopy(self.model)
         return Policy(copied).requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Write weights, by their Hugging Face names, over this model's own; those not named stay as they are."""
+        own = dict(self.model.named_parameters())
+        for name, weight in named:
+            own[name].copy_(weight)
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute the layers' activations for the gradient instead of keeping them. Takes effect in training mode."""

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from vlmrl.model.policy import Policy
 from vlmrl.train.ranks import Ranks
-from vlmrl.train.trainer import Trainer
+from vlmrl.train.trainer import Receive, Trainer
 from vlmrl.types import Sample
 
 COLLECTIVE = timedelta(minutes=20)  # the longest that a rank waits for the others within a step
@@ -87,6 +87,9 @@ class Leader:
     def kl_by_trajectory(self, samples: Sequence[Sample]) -> dict[str, float]:
         _tell("kl_by_trajectory", samples)
         return self._trainer.kl_by_trajectory(samples)
+
+    def send_weights(self, receive: Receive) -> Any:
+        return receive(self.named_weights())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         _tell("named_weights")

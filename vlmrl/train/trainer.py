@@ -27,6 +27,8 @@ from vlmrl.train.tally import Tally
 from vlmrl.types import Batch, Sample
 
 Scorer = Callable[[Batch, float], TokenScores]
+Receive = Callable[[Iterator[tuple[str, torch.Tensor]]], Any]
+"""Takes weights by name, one after the other, to where they are sampled from, and may tell how that went."""
 
 
 class Trainer:
@@ -168,6 +170,10 @@ class Trainer:
         for sample, value in zip(samples, masked.sum(1).tolist(), strict=True):
             total[sample.trajectory_id] += value
         return dict(total)
+
+    def send_weights(self, receive: Receive) -> Any:
+        """Give ``receive`` the weights of :meth:`named_weights`, here where they are; what it tells."""
+        return receive(self.named_weights())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The policy's weights as :func:`~vlmrl.model.adapters.named_weights` gives them; every rank walks through them."""
