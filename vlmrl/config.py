@@ -372,6 +372,8 @@ class Config:
     """Keyword options of the env."""
     reward: Code = None
     """For a single turn, instead of an env: `function(text, task) -> float`."""
+    group_reward: Code = None
+    """`function(trajectories) -> numbers`, asked once for each whole group: what is added to each member's reward in training."""
     rollout: Rollout = field(default_factory=Rollout)
     algo: Algo = field(default_factory=Algo)
     optim: Optim = field(default_factory=Optim)

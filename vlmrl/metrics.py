@@ -151,11 +151,12 @@ def plain(value: Any) -> Any:
 def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Summarise a batch of trajectories, for one row of ``metrics.jsonl``.
 
-    Over those that did not fail: ``reward/mean|std|min|max``, ``turns/mean|max``, ``sampled_tokens/mean|max``, ``images/mean``
-    (a trajectory), ``turn/<what>/mean|max`` (a turn's tokens, seconds and :func:`repetition`), and ``env/<name>`` (the mean over
-    the turns that carry it). Over all: ``trajectories``, ``failed``, ``ending/<reason>`` and ``truncated`` (fractions),
-    ``retries/<kind>`` (counts) and ``trajectory/<name>`` (the mean over the trajectories that carry it). What nothing is
-    known about is left out: two trajectories with rewards 0 and 1 give ``reward/std`` 0.5, none give no ``reward/`` at all.
+    Over those that did not fail: ``reward/mean|std|min|max``, ``group_reward/mean|std``, ``turns/mean|max``,
+    ``sampled_tokens/mean|max``, ``images/mean`` (a trajectory), ``turn/<what>/mean|max`` (a turn's tokens, seconds and
+    :func:`repetition`), and ``env/<name>`` (the mean over the turns that carry it). Over all: ``trajectories``, ``failed``,
+    ``ending/<reason>`` and ``truncated`` (fractions), ``retries/<kind>`` (counts) and ``trajectory/<name>`` (the mean over the
+    trajectories that carry it). What nothing is known about is left out: two trajectories with rewards 0 and 1 give
+    ``reward/std`` 0.5, none give no ``reward/`` at all.
     """
     played = [t for t in trajectories if not t.failed]
     turns = [turn for t in played for turn in t.turns]
@@ -163,6 +164,7 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     result = {"trajectories": float(len(trajectories)), "failed": float(len(trajectories) - len(played))}
     result |= _ending_fractions(trajectories)
     result |= _summary("reward", rewards, "mean", "std", "min", "max")
+    result |= _summary("group_reward", [t.group_reward for t in played if t.group_reward is not None], "mean", "std")
     result |= _summary("turns", [len(t.turns) for t in played], "mean", "max")
     result |= _summary("sampled_tokens", [t.num_sampled for t in played], "mean", "max")
     result |= _summary("images", [sum(len(turn.media) for turn in t.turns) for t in played], "mean")
@@ -230,6 +232,7 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         "answer": plain(task.answer),
         "reward": plain(trajectory.reward),
         "final_reward": plain(trajectory.final_reward),
+        "group_reward": plain(trajectory.group_reward),
         "ending": trajectory.ending,
         "error": trajectory.error,
         "metrics": plain(trajectory.metrics),

@@ -19,6 +19,7 @@ from vlmrl.media import MediaStore
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.rollout.batches import Filter, resolve_filters
 from vlmrl.rollout.generator import Generate, GeneratorLoop, resolve_generate
+from vlmrl.rollout.group_reward import GroupReward, resolve_group_reward
 from vlmrl.rollout.history import HistoryPolicy, resolve_policy
 from vlmrl.rollout.runner import Runner
 from vlmrl.rollout.turn_loop import TurnLoop
@@ -48,6 +49,7 @@ class Run:
     filters: list[Filter]
     trainers: Trainers
     receive: Receive | None
+    group_reward: GroupReward | None
 
     @property
     def folder(self) -> Path:
@@ -56,17 +58,22 @@ class Run:
     def runner(
         self, *, group_size: int | None = None, engine: Engine | None = None, store: MediaStore | None = None
     ) -> Runner:
-        """A runner of this run's episodes; ``engine`` and ``store`` may be others than the run's own."""
+        """A runner of this run's episodes; ``engine`` and ``store`` may be others than the run's own.
+
+        With a ``group_size`` of its own it plays for no training, and there is no group reward.
+        """
         config = self.config
         rollout = config.rollout
         single = rollout.max_turns == 1 and self.generate is None and rollout.over_sampling == 1
         in_waves = config.deterministic or single  # a single turn is one batch, unless stragglers are to be stopped
         own: Engine = Waves(self.engine) if in_waves else self.engine
         parts = (engine or own, self.model.renderer, store or self.store, config.rollout, config.seed)
+        group_reward = self.group_reward if group_size is None else None
         if self.spec is None:
             assert self.generate is not None
-            return Runner(GeneratorLoop(self.generate, *parts), group_size=group_size)
-        return Runner(TurnLoop(self.spec, *parts, self.history_policy), group_size=group_size)
+            return Runner(GeneratorLoop(self.generate, *parts), group_size=group_size, group_reward=group_reward)
+        turn_loop = TurnLoop(self.spec, *parts, self.history_policy)
+        return Runner(turn_loop, group_size=group_size, group_reward=group_reward)
 
 
 def build(config: Config, base_dir: Path | None = None, ranks: Ranks | None = None) -> Run:
@@ -78,6 +85,7 @@ def build(config: Config, base_dir: Path | None = None, ranks: Ranks | None = No
     history_policy = resolve_policy(config.rollout, base_dir)
     _check_algo(config.algo)
     filters = resolve_filters(config.algo, base_dir)
+    group_reward = resolve_group_reward(config, base_dir)
     tasks = _load(config.data, "data", base_dir)
     held_out = _load(config.eval.data, "eval.data", base_dir) if config.eval.data.is_set else None
     torch.manual_seed(config.seed)
@@ -100,7 +108,7 @@ def build(config: Config, base_dir: Path | None = None, ranks: Ranks | None = No
     store = model.new_store()
     receive = None if trainers.policy is model.policy else model.policy.load_weights
     played = (config, base_dir, spec, generate, tasks, held_out, model, store, engine, history_policy, filters)
-    return Run(*played, trainers, receive)
+    return Run(*played, trainers, receive, group_reward)
 
 
 def _check_algo(algo: Algo) -> None:

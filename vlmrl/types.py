@@ -136,8 +136,8 @@ class Turn:
 class Trajectory:
     """All turns of one episode of one task, with its ending.
 
-    ``final_reward`` is what ``Env.finish`` returned. ``error`` says what happened where the ending is ``error``; ``hopeless``,
-    that playing the task once more would end the same way.
+    ``final_reward`` is what ``Env.finish`` returned, ``group_reward`` what a function of the whole group added. ``error`` says what
+    happened where the ending is ``error``; ``hopeless``, that playing the task once more would end the same way.
     ``tail_ids`` follow the last reply and are never trained. ``samples`` are the rows that were made while it was played; unset,
     they are emitted from the turns.
     """
@@ -148,6 +148,7 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)
     ending: Ending | None = None
     final_reward: float | None = None
+    group_reward: float | None = None
     error: str | None = None
     hopeless: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
@@ -176,8 +177,8 @@ class Trajectory:
 
     @property
     def reward(self) -> float | None:
-        """The sum of the turns' rewards and the final one; ``None`` where nobody gave any."""
-        given = [r for r in (*self.turn_rewards, self.final_reward) if r is not None]
+        """The sum of the turns' rewards, the final one and the group's; ``None`` where nobody gave any."""
+        given = [r for r in (*self.turn_rewards, self.final_reward, self.group_reward) if r is not None]
         return float(sum(given)) if given else None
 
     @property

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from vlmrl.config import Rollout
 from vlmrl.engine.base import Engine, Waves
+from vlmrl.rollout.group_reward import GroupReward
 from vlmrl.types import Task, Trajectory
 
 ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
@@ -49,13 +50,16 @@ class EpisodeLoop(Protocol):
 
 
 class Runner:
-    """Plays groups of ``group_size`` trajectories through one loop.
+    """Plays groups of ``group_size`` trajectories through one loop, and has whole ones judged by ``group_reward``, if there is one.
 
     Where the loop's engine is a :class:`Waves`, groups are played in whole waves in task order, so that a run can be repeated.
     """
 
-    def __init__(self, loop: EpisodeLoop, *, group_size: int | None = None) -> None:
+    def __init__(
+        self, loop: EpisodeLoop, *, group_size: int | None = None, group_reward: GroupReward | None = None
+    ) -> None:
         self.loop = loop
+        self.group_reward = group_reward
         self.config = loop.config
         self.group_size = group_size or self.config.group_size
         self._waves = loop.engine if isinstance(loop.engine, Waves) else None
@@ -113,7 +117,13 @@ class Runner:
     async def _group(
         self, task: Task, group_id: str, slots: asyncio.Semaphore, ended: Callable[[Trajectory], None]
     ) -> list[Trajectory]:
-        return await _gather([self._member(task, group_id, member, slots, ended) for member in range(self.group_size)])
+        members = range(self.group_size)
+        group = await _gather([self._member(task, group_id, member, slots, ended) for member in members])
+        if self.group_reward is not None and _is_whole(group):
+            await self.group_reward.give(group)
+            for trajectory in filter(lambda member: member.failed, group):
+                ended(trajectory)
+        return group
 
     async def _member(
         self, task: Task, group_id: str, member: int, slots: asyncio.Semaphore, ended: Callable[[Trajectory], None]

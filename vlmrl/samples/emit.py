@@ -16,8 +16,8 @@ def concat(trajectory: Trajectory) -> list[Sample]:
     """One sample for the whole episode: the prompt, then all replies and observations.
 
     Replies have mask 1; observations have mask 0, logprob 0, reward 0. Each turn's reward stands on its last sampled
-    token, the final one on the last of all; ``tail_ids`` follow, untrained. Raises ValueError where a turn's prompt did not go
-    on from what came before.
+    token, the final one and the group's on the last of all; ``tail_ids`` follow, untrained. Raises ValueError where a turn's
+    prompt did not go on from what came before.
     """
     first, last = trajectory.turns[0], trajectory.turns[-1]
     sample = Sample(
@@ -52,7 +52,7 @@ def concat(trajectory: Trajectory) -> list[Sample]:
         if trained:
             sample.rewards[-1] += carried
             carried = 0.0
-    sample.rewards[-1] += carried + (trajectory.final_reward or 0.0)
+    sample.rewards[-1] += carried + (trajectory.final_reward or 0.0) + (trajectory.group_reward or 0.0)
     _observe(sample, trajectory.tail_ids, sample.policy_versions[-1])
     return [sample]
 

@@ -65,8 +65,9 @@ def _give_by_turn(samples: Sequence[Sample], trajectories: Sequence[Trajectory],
 
 
 def paid_from(trajectory: Trajectory, turn: int) -> float:
-    """The rewards of this turn and all later ones, and the final one."""
-    return sum(reward or 0.0 for reward in (*trajectory.turn_rewards[turn:], trajectory.final_reward))
+    """The rewards of this turn and all later ones, the final one and the group's."""
+    at_the_end = (trajectory.final_reward, trajectory.group_reward)
+    return sum(reward or 0.0 for reward in (*trajectory.turn_rewards[turn:], *at_the_end))
 
 
 def _advantages(rewards: Sequence[float], group_ids: Sequence[str], algo: Algo) -> list[float]:

@@ -1,0 +1,179 @@
+"""A reward that sees a whole group: when it is asked, what it adds, and what happens where it fails."""
+
+import asyncio
+import math
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from fakes import make_trajectory, make_turn
+from rollout_fixtures import a_task, turn_loop
+
+from vlmrl import loop
+from vlmrl.config import Algo, Config, Data, Eval, Optim, Rollout, Train
+from vlmrl.env import Env, obs
+from vlmrl.metrics import RunLog, trajectory_metrics
+from vlmrl.parts import build
+from vlmrl.progress import RunProgress
+from vlmrl.rollout.batches import fill, resolve_filters
+from vlmrl.rollout.group_reward import GroupReward, resolve_group_reward
+from vlmrl.rollout.runner import RolloutError, Runner
+from vlmrl.samples import audit, emit
+from vlmrl.train.credit import paid_from
+from vlmrl.viewer.page import page_data
+
+
+class Paid(Env):
+    def step(self, response_text):
+        return obs(), True, {"reward": 1.0}
+
+
+def rank(group):
+    """The longest reply gets 3, the next 2, and so on."""
+    order = sorted(group, key=lambda trajectory: -trajectory.num_sampled)
+    return [3.0 - order.index(trajectory) for trajectory in group]
+
+
+def runner(function, **rollout):
+    replies = lambda request, turn: "a" * (1 + int(request.trajectory_id[-1]))  # noqa: E731
+    config = Config(group_reward=function, rollout=Rollout(max_env_retries_per_turn=1, env_timeout=5.0))
+    return Runner(turn_loop(Paid, replies, group_size=3, **rollout), group_reward=resolve_group_reward(config))
+
+
+def tasks(count=100):
+    return iter([a_task(id=str(number)) for number in range(count)])
+
+
+def play(function, count=2, **rollout):
+    return asyncio.run(runner(function, **rollout).play(tasks(), count, "s"))
+
+
+async def rank_later(group):
+    await asyncio.sleep(0)
+    return tuple(rank(group))
+
+
+@pytest.mark.parametrize("function", [rank, rank_later, lambda group: torch.tensor(rank(group))])
+def test_each_whole_group_is_judged_once_and_the_numbers_are_added(function):
+    rollouts = play(function)
+    assert [[t.reward for t in group] for group in rollouts.groups] == [[2.0, 3.0, 4.0]] * 2
+    trajectory = rollouts.groups[0][2]
+    assert (trajectory.group_reward, trajectory.turn_rewards) == (3.0, [1.0])
+    metrics = trajectory_metrics(rollouts.trajectories)
+    assert metrics["group_reward/mean"] == 2.0 and metrics["reward/mean"] == 3.0
+    page = page_data(rollouts.trajectories, "t")
+    assert page["groups"][0]["trajectories"][2]["group_reward"] == 3.0
+
+
+@pytest.mark.parametrize("how", ["concat", "step_wise", "merged"])
+def test_rows_of_every_kind_carry_it_through_the_audit(how):
+    trajectory = make_trajectory(
+        turns=[make_turn([1], [5, 6], [-0.1, -0.2], reward=0.25), make_turn([7], [8], [-0.3])], group_reward=0.5
+    )
+    rows = emit(trajectory, how)
+    audit(rows, [trajectory], image_token_id=None)
+    assert trajectory.reward == sum(row.reward for row in rows) == 1.75
+    assert [paid_from(trajectory, turn) for turn in (0, 1)] == [1.75, 1.5]
+
+
+def test_rows_that_were_made_while_playing_are_paid_on_their_last_sampled_token():
+    trajectory = make_trajectory(turns=[make_turn([1], [5, 6], [-0.1, -0.2])])
+    trajectory.samples = emit(trajectory, "concat")
+    trajectory.samples[-1].loss_mask[-1] = 0
+    asyncio.run(GroupReward(lambda group: [0.5], timeout=5, tries=1).give([trajectory]))
+    assert trajectory.samples[-1].rewards == [0.5, 1.0]
+
+
+def test_filters_see_what_the_group_added():
+    keep = resolve_filters(Algo(filters=("zero_variance",)))
+    judged = asyncio.run(fill(runner(rank), tasks(), 2, "s", keep, "off"))
+    alike = asyncio.run(fill(runner(None), tasks(), 2, "s", keep, "off"))
+    assert (judged.filtered, alike.filtered) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    "answer", [[1.0, 2.0], None, 1.0, [1.0, math.nan, 2.0], ["a", "b", "c"], {"a": 1, "b": 2, "c": 3}]
+)
+def test_anything_but_a_finite_number_for_each_stops_the_run_by_name(answer):
+    def odd(group):
+        return answer
+
+    with pytest.raises(ValueError, match=r"group_reward .*odd: it must return one finite number for each of 3"):
+        play(odd)
+
+
+def test_a_function_that_fails_once_is_asked_again():
+    calls = []
+
+    def shaky(group):
+        calls.append(group[0].group_id)
+        if len(calls) == 1:
+            raise ConnectionError("the judge is away")
+        return [1.0] * 3
+
+    rollouts = play(shaky, count=1)
+    assert calls == ["s/00000"] * 2 and rollouts.failed == [] and rollouts.trajectories[0].reward == 2.0
+
+
+def test_a_group_that_cannot_be_judged_is_dropped_and_never_scored():
+    def picky(group):
+        if group[0].task.id == "0":
+            raise ConnectionError("the judge is away")
+        return [0.0] * 3
+
+    rollouts = play(picky, count=2, max_failed_fraction=0.5)
+    assert [group[0].task.id for group in rollouts.groups] == ["1", "2"]
+    assert rollouts.dropped_groups == 1 and len(rollouts.failed) == 3
+    assert rollouts.failed[0].ending == "error" and rollouts.failed[0].group_reward is None
+
+
+def test_one_that_always_fails_stops_the_run_by_name():
+    def broken(group):
+        raise KeyError("score")
+
+    with pytest.raises(RolloutError, match=r"group_reward .*broken: KeyError: 'score'"):
+        play(broken)
+
+
+def test_one_that_hangs_is_given_up():
+    trajectory = make_trajectory()
+    asyncio.run(GroupReward(lambda group: time.sleep(30), timeout=0.05, tries=2).give([trajectory]))
+    assert trajectory.failed and trajectory.error.endswith("no answer in 0.05 s")
+
+
+def test_what_is_no_function_of_a_group_is_refused_at_the_start(tmp_path):
+    (tmp_path / "mine.py").write_text("def two(group, other):\n    return []\n\nNUMBER = 3\n")
+    with pytest.raises(ValueError, match=r"group_reward: its arguments do not fit two"):
+        resolve_group_reward(Config(group_reward="mine.py:two"), tmp_path)
+    with pytest.raises(ValueError, match=r"group_reward must be a function of a group's trajectories, but it is 3"):
+        resolve_group_reward(Config(group_reward="mine.py:NUMBER"), tmp_path)
+
+
+def test_a_run_trains_on_it_and_evaluates_without(tmp_path):
+    seen = []
+
+    def bonus(group):
+        seen.append(len(group))
+        return [10.0 * number for number in range(len(group))]
+
+    data = Data(generator=lambda index, seed: {"prompt": f"Say {index}.", "answer": str(index)}, size=8)
+    config = Config(
+        output_dir=str(tmp_path),
+        data=data,
+        reward=lambda text, task: 0.0,
+        group_reward=bonus,
+        rollout=Rollout(group_size=2, max_tokens=128, max_reply_tokens=8),
+        optim=Optim(lr=1e-4),
+        train=Train(steps=1, groups_per_batch=2),
+        eval=Eval(data=replace(data, size=2, seed=1)),
+        save_model=False,
+    )
+    run = build(config)
+    with RunLog(run.folder) as log:
+        asyncio.run(loop.train(run, log, RunProgress()))
+        rows = log.rows()
+    assert seen == [2, 2]
+    trained = next(row for row in rows if "loss" in row)
+    assert trained["reward/mean"] == trained["group_reward/mean"] == 5.0
+    assert all(row["eval/reward/mean"] == 0.0 for row in rows if "eval/reward/mean" in row)

@@ -1,0 +1,103 @@
+"""A reward that looks at all trajectories of a group: a ranking, a comparison, a bonus for what differs.
+
+    def shortest(group):                                  # Config(group_reward=shortest)
+        lengths = [trajectory.num_sampled for trajectory in group]
+        return [float(length == min(lengths)) for length in lengths]
+
+It is asked once a group is whole, before filters and advantages, and its numbers are added to the trajectories' own rewards (to
+replace these, have the env pay 0). It may be ``async``; a plain one runs in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from vlmrl.config import Config, name_of
+from vlmrl.loading import check_options, load_object
+from vlmrl.threads import DaemonPool
+from vlmrl.types import Trajectory
+
+
+@dataclass(frozen=True)
+class GroupReward:
+    """A user's function with its deadline, in seconds, and the number of tries it has."""
+
+    function: Callable[[list[Trajectory]], Any]
+    timeout: float
+    tries: int
+
+    @property
+    def name(self) -> str:
+        return name_of(self.function)
+
+    async def give(self, group: list[Trajectory]) -> None:
+        """Pay each member. Where the function fails, its last try included, all members fail: no group is judged in part.
+
+        Raises ValueError where it returns anything but one finite number for each.
+        """
+        for number in range(1, self.tries + 1):
+            try:
+                async with asyncio.timeout(self.timeout):
+                    rewards = await self._call(group)
+                break
+            except Exception as error:
+                late = isinstance(error, TimeoutError)
+                reason = f"no answer in {self.timeout:g} s" if late else f"{type(error).__name__}: {error}"
+                if number == self.tries:
+                    return _fail(group, f"group_reward {self.name}: {reason}")
+        for trajectory, reward in zip(group, self._checked(rewards, group), strict=True):
+            _pay(trajectory, reward)
+
+    async def _call(self, group: list[Trajectory]) -> Any:
+        if inspect.iscoroutinefunction(self.function):
+            return await self.function(list(group))
+        thread = DaemonPool("group-reward")
+        try:
+            return await thread.run(self.function, list(group))
+        finally:
+            thread.close()
+
+    def _checked(self, rewards: Any, group: Sequence[Trajectory]) -> list[float]:
+        numbers = rewards.tolist() if hasattr(rewards, "tolist") else rewards
+        fits = isinstance(numbers, list | tuple) and len(numbers) == len(group)
+        if not fits or not all(isinstance(number, Real) and math.isfinite(number) for number in numbers):
+            raise ValueError(
+                f"group_reward {self.name}: it must return one finite number for each of {len(group)} trajectories (group "
+                f"{group[0].group_id}), but it returned {rewards!r:.200}."
+            )
+        return [float(number) for number in numbers]
+
+
+def _pay(trajectory: Trajectory, reward: float) -> None:
+    trajectory.group_reward = reward
+    if trajectory.samples:  # rows that were made while it was played hold its own reward
+        row = trajectory.samples[-1]
+        row.rewards[max(place for place, mask in enumerate(row.loss_mask) if mask)] += reward
+
+
+def _fail(group: Sequence[Trajectory], reason: str) -> None:
+    for trajectory in group:
+        trajectory.ending, trajectory.error = "error", reason
+
+
+def resolve_group_reward(config: Config, base_dir: Path | None = None) -> GroupReward | None:
+    """What ``config.group_reward`` names, with the deadline and the retries of an env's call.
+
+    Raises ValueError where it is not there, or takes other arguments than a group.
+    """
+    if config.group_reward is None:
+        return None
+    function = (
+        load_object(config.group_reward, base_dir) if isinstance(config.group_reward, str) else config.group_reward
+    )
+    if not callable(function):
+        raise ValueError(f"group_reward must be a function of a group's trajectories, but it is {function!r}.")
+    check_options("group_reward: its arguments", function, 1, {})
+    return GroupReward(function, config.rollout.env_timeout, config.rollout.max_env_retries_per_turn + 1)
