@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vlmrl.loading import load_object, places, resolve_path
+from vlmrl.loading import load_object, places, require, resolve_path
 
 
 def write(path: Path, text: str) -> Path:
@@ -111,3 +111,8 @@ def test_a_path_without_py_is_told_so():
 def test_our_datasets_folder_is_named_by_file():
     with pytest.raises(ValueError, match=r"Hugging Face's package.*datasets/geo3k\.py:make"):
         load_object("datasets.geo3k:make")
+
+
+def test_a_missing_optional_package_names_its_extra():
+    with pytest.raises(ValueError, match=r"no_such_package is not installed .* pip install 'vlmrl\[games\]'"):
+        require("no_such_package", "games")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from vlmrl.adapters.gymnasium import GymnasiumEnv
 from vlmrl.config import Algo, Config, Data, Eval, Model, Optim, Rollout, Train, WarmStart
 from vlmrl.env import Env, RetryTurn, obs
 from vlmrl.images import load_image
@@ -15,6 +16,7 @@ __all__ = [
     "Data",
     "Env",
     "Eval",
+    "GymnasiumEnv",
     "Message",
     "Model",
     "Optim",

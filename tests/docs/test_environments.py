@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 from rollout_fixtures import a_task, play_audited
 
 PAGE = (Path(__file__).parent.parent.parent / "docs/environments.md").read_text()
@@ -27,3 +28,13 @@ def test_the_shop_is_played_to_its_end():
     assert trajectory.turns[1].messages[0]["content"][-1]["text"] == "\n</tool_response>"
     assert "Error: jam is not sold here." in str(trajectory.turns[1].messages)
     assert trajectory.turns[1].media[0].image.getpixel((0, 0)) == (0, 128, 0)
+
+
+def test_the_cart_is_played_frame_by_frame():
+    pytest.importorskip("gymnasium", reason="needs gymnasium: pip install 'vlmrl[gymnasium]'")
+    env = section("Gymnasium")["CartPoleEnv"]
+    trajectory = play_audited(
+        env, ["left", "up", " ".join(["right"] * 30)], a_task("Balance.", seed=1), max_tokens=4000, max_reply_tokens=400
+    )
+    assert trajectory.ending == "env_done" and trajectory.reward > 5
+    assert [len(turn.media) for turn in trajectory.turns] == [1, 1, 0]

@@ -56,7 +56,7 @@ def test_minimal_grpo_is_a_page_and_runs(tmp_path):
     assert "step    2  reward" in told
 
 
-@pytest.mark.parametrize("recipe", ["quickstart.py", "geo3k.py"])
+@pytest.mark.parametrize("recipe", ["quickstart.py", "geo3k.py", "frozenlake.py"])
 def test_recipes_are_short(recipe):
     assert len((ROOT / "recipes" / recipe).read_text().splitlines()) <= 100
 
@@ -115,3 +115,21 @@ def test_geo3k_runs_two_steps_on_real_problems(tmp_path, family, template):
     assert len(steps) == 2, told
     assert all(row["images/mean"] == 1.0 and row["rollout_gap/max"] < 1e-4 for row in steps)
     assert torch.isfinite(torch.tensor([row["grad_norm"] for row in steps])).all()
+
+
+def test_frozenlake_runs_two_steps_on_rendered_frames(tmp_path):
+    """A tiny model of random weights, whose replies are noise: what is checked is that the run holds together."""
+    pytest.importorskip("gymnasium", reason="needs gymnasium: pip install 'vlmrl[gymnasium]'")
+    told = run(
+        ROOT / "recipes/frozenlake.py",
+        *("--model.path", "tiny:qwen3_vl", "--model.device", "cpu", "--output-dir", tmp_path / "runs"),
+        *("--train.steps", 2, "--train.groups-per-batch", 2, "--rollout.group-size", 2, "--eval.data.size", 2),
+        *("--rollout.max-reply-tokens", 16, "--rollout.max-turns", 3),
+        cwd=tmp_path,
+    )
+    rows = [json.loads(line) for line in (tmp_path / "runs/frozenlake/metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    assert len(steps) == 2, told
+    assert all(
+        row["images/mean"] >= 1.0 and row["reward/mean"] == 0.0 and row["rollout_gap/max"] < 1e-4 for row in steps
+    )
