@@ -3,8 +3,6 @@
 import io
 import json
 import socket
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -173,33 +171,6 @@ def test_a_late_server_is_an_error_in_the_end():
 def test_what_is_no_reply_of_the_protocol_is_never_taken_for_passages(body):
     with answering((200, body)) as url, pytest.raises(RetrieverError, match="gave no reply of the protocol"):
         HttpRetriever(url).search(["a"], 1)
-
-
-def serve_process(corpus, port):
-    command = [sys.executable, "-m", "vlmrl", "retriever", "serve", "--corpus", corpus, "--port", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == f"2 passages by bm25 at http://127.0.0.1:{port}/retrieve\n"
-    return process
-
-
-def test_a_search_outlives_the_servers_death_and_return(corpus):
-    pytest.importorskip("bm25s")
-    port = free_port()
-    client = HttpRetriever(f"http://127.0.0.1:{port}", patience=60)
-    process = serve_process(corpus, port)
-    try:
-        assert client.search(["Italy"], 1)[0][0].passage.id == "r"
-        process.kill()
-        process.wait(10)
-        found = []
-        asking = threading.Thread(target=lambda: found.extend(client.search(["France"], 1)))
-        asking.start()
-        process = serve_process(corpus, port)
-        asking.join(60)
-        assert found[0][0].passage.id == "p"
-    finally:
-        process.kill()
-        process.wait(10)
 
 
 def test_the_command_says_what_is_missing(capsys):

@@ -1,0 +1,173 @@
+"""Search: a question that the agent answers by looking things up, as in Search-R1 (arXiv 2503.09516).
+
+A reply with ``<search>query</search>`` gets the best passages between ``<information>`` tags; one with ``<answer>...</answer>`` ends
+the episode and is judged by exact match or token F1. With ``tool_calls`` the search is a tool call, as the chat template has it.
+"""
+
+import re
+import string
+from collections import Counter
+from textwrap import shorten
+
+from vlmrl import Env, Task, obs, read_tool_calls, retrieval
+
+ACTION = re.compile(
+    r"<(search|answer)>((?:(?!<\1>).)*?)</\1>", re.DOTALL
+)  # from the last opening tag to the first closing one
+HOW_TO_SEARCH = {
+    False: "write <search>query</search>; the best passages then come between <information> and </information>",
+    True: "call the search tool; it gives the best passages",
+}
+INSTRUCTIONS = (
+    "Answer the question. Reason inside <think> and </think> first, and again whenever you get new information. If you lack "
+    "knowledge, {how}. Search as often as you want. When you need no more, give the answer inside <answer> and </answer>, without "
+    "explanation, for example <answer>Beijing</answer>."
+)
+QUERY = {"type": "string", "description": "What to search for."}
+SEARCH = {
+    "name": "search",
+    "description": "Search for passages.",
+    "parameters": {"type": "object", "properties": {"query": QUERY}, "required": ["query"]},
+}
+
+
+class SearchEnv(Env):
+    """Task: a question, and as its answer a text or a list of texts that are all right.
+
+    ``retriever``, ``corpus`` and ``encoder`` are :func:`vlmrl.retrieval.open_retriever`'s: one retriever serves all episodes.
+    ``reward`` is ``em`` or ``f1``; ``format_reward`` is added where an answer was given and no reply was malformed. ``pictures``
+    shows those that passages have. ``instructions=False`` leaves the prompt as it is.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        retriever: str = "bm25",
+        corpus: str | None = None,
+        encoder: str | None = None,
+        topk: int = 3,
+        passage_chars: int = 1000,
+        tool_calls: bool = False,
+        reward: str = "em",
+        format_reward: float = 0.0,
+        pictures: bool = False,
+        instructions: bool = True,
+    ) -> None:
+        super().__init__(task)
+        if reward not in ("em", "f1"):
+            raise ValueError(f"env_options.reward must be em or f1, but it is {reward!r}.")
+        self.topk, self.passage_chars, self.pictures = topk, passage_chars, pictures
+        self.reward, self.format_reward, self.instructions = reward, format_reward, instructions
+        self.tools = [{"type": "function", "function": SEARCH}] if tool_calls else []
+        self.answers = [task.answer] if isinstance(task.answer, str) else list(task.answer)
+        self.searches = self.malformed = 0
+        self.seen: set[str] = set()
+        self.answered = False
+
+    @classmethod
+    def setup(cls, retriever="bm25", corpus=None, encoder=None, **others):
+        return retrieval.open_retriever(retriever, corpus, encoder=encoder)
+
+    def reset(self):
+        if not self.instructions:
+            return None
+        told = words(INSTRUCTIONS.format(how=HOW_TO_SEARCH[bool(self.tools)]) + "\n\nQuestion: ")
+        *before, question = self.task.prompt
+        content = question["content"]
+        whole = told["text"] + content if isinstance(content, str) else [told, *content]
+        return [*before, {**question, "content": whole}]
+
+    def step(self, response_text):
+        try:
+            queries, answer = self.read(response_text)
+        except ValueError as problem:
+            self.malformed += 1
+            return self.say([words(f"{problem}\n")]), False, {"malformed": 1}
+        if answer is not None:
+            self.answered = True
+            return obs(), True, self.judge(answer)
+        if self.turn == self.max_turns - 1:
+            return obs(), False, {"malformed": 0}  # nobody would read what is found
+        self.searches += len(queries)
+        found = self.shared.search(queries, self.topk)
+        parts = [part for hits in found for part in self.information([hit.passage for hit in hits])]
+        return self.say(parts), False, {"malformed": 0, "passages": sum(map(len, found))}
+
+    def finish(self, ending):
+        """An episode that was cut off before its answer earns 0."""
+        return None if self.answered else 0.0
+
+    def read(self, reply):
+        """What the reply searches for, or its answer; ValueError says to the model what is wrong with it."""
+        if self.tools and (calls := read_tool_calls(reply, self.tools, self.tool_format)):
+            for call in calls:
+                query = call.arguments.get("query")
+                if call.problem or call.name != "search" or not isinstance(query, str) or not query.strip():
+                    raise ValueError(
+                        call.problem or "The only tool is search, and its query is a text that is not empty."
+                    )
+            return [call.arguments["query"] for call in calls], None
+        action = ACTION.search(reply)
+        kind, text = (action[1], action[2].strip()) if action else ("", "")
+        if kind == "answer" and text:
+            return [], text
+        if kind == "search" and text and not self.tools:
+            return [text], None
+        wish = "call the search tool" if self.tools else "write <search>query</search> to search"
+        raise ValueError(f"That was no valid action: {wish}, or <answer>...</answer> to answer, with something inside.")
+
+    def information(self, passages):
+        """The passages as parts of a message, each picture after its passage."""
+        parts = [words("<information>\n")]
+        for number, passage in enumerate(passages, 1):
+            self.seen.add(passage.id)
+            title = f" (Title: {passage.title})" if passage.title else ""
+            text = shorten(passage.text, self.passage_chars, placeholder=" ...")
+            parts.append(words(f"Doc {number}{title} {text}\n"))
+            if self.pictures and passage.image is not None:
+                parts.append({"type": "image", "image": passage.image})
+        if not passages:
+            parts.append(words("Nothing was found.\n"))
+        return [*parts, words("</information>\n")]
+
+    def say(self, parts):
+        """The observation, with a word of warning before the last turn."""
+        if self.turn == self.max_turns - 2:
+            parts = [*parts, words("This was the last search: answer now, as <answer>...</answer>.\n")]
+        opening, closing = ("<tool_response>\n", "</tool_response>") if self.tools else ("\n\n", "\n")
+        parts = [words(opening), *parts, words(closing)]
+        text = "".join(part.get("text", "") for part in parts)
+        images = [part["image"] for part in parts if part["type"] == "image"]
+        return {**obs(text, images), "parts": parts}
+
+    def format_observation(self, observation):
+        has_pictures = "multi_modal_data" in observation
+        return {"role": "user", "content": observation["parts"] if has_pictures else observation["obs_str"]}
+
+    def judge(self, answer):
+        scores = {
+            "em": max(float(normalised(answer) == normalised(right)) for right in self.answers),
+            "f1": max(token_f1(answer, right) for right in self.answers),
+        }
+        reward = scores[self.reward] + (0.0 if self.malformed else self.format_reward)
+        info = {"reward": reward, **scores, "searches": self.searches, "malformed": 0}
+        if gold := self.task.data.get("gold_passages"):
+            info["gold_seen"] = len(self.seen & set(gold)) / len(gold)
+        return info
+
+
+def words(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def normalised(text: str) -> str:
+    """Lower case, no punctuation, no articles, single spaces: SQuAD's rule."""
+    text = "".join(character for character in text.lower() if character not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def token_f1(answer: str, right: str) -> float:
+    """The harmonic mean of precision and recall over normalised words: SQuAD's F1."""
+    mine, gold = normalised(answer).split(), normalised(right).split()
+    common = sum((Counter(mine) & Counter(gold)).values())
+    return 2 * common / (len(mine) + len(gold)) if common else float(mine == gold)
