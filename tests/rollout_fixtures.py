@@ -108,8 +108,8 @@ def sharpen(model: Any, end: float) -> None:
     text = model.config.get_text_config()
     head = nn.Linear(text.hidden_size, text.vocab_size)
     with torch.no_grad():
-        for name, parameter in model.model.language_model.layers.named_parameters():
-            if parameter.dim() == 2:
+        for name, parameter in getattr(model.model, "language_model", model.model).layers.named_parameters():
+            if parameter.dim() >= 2 and "conv" not in name:
                 parameter.mul_(5.0 if "q_proj" in name or "k_proj" in name else 3.0)
         head.weight.copy_(model.lm_head.weight * 8)
         head.bias.zero_()

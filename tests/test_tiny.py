@@ -5,14 +5,18 @@ from itertools import pairwise
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from vlmrl import tiny
 
 CLASSES = {
-    "qwen3_vl": ("Qwen3VLForConditionalGeneration", "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16),
+    "qwen2_vl": ("Qwen2VLForConditionalGeneration", "Qwen2VLProcessor", "Qwen2VLVideoProcessor", 14),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor", 14),
+    "qwen3_vl": ("Qwen3VLForConditionalGeneration", "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16),
+    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16),
+    "qwen3_5": ("Qwen3_5ForConditionalGeneration", "Qwen3VLProcessor", "Qwen3VLVideoProcessor", 16),
 }
+TEXT_CLASSES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 PICTURE = {"type": "image"}
 VISION = "<|vision_start|><|image_pad|><|vision_end|>"
 TOOL = {"type": "function", "function": {"name": "zoom", "parameters": {"type": "object"}}}
@@ -99,6 +103,17 @@ def test_the_folder_loads_as_the_real_classes(family, folders):
     assert processor.chat_template == processor.tokenizer.chat_template == tiny.TEMPLATE.read_text()
 
 
+@pytest.mark.parametrize("family", TEXT_CLASSES)
+def test_a_text_model_has_no_processor(family, tmp_path):
+    folder = tiny.build(tmp_path, family)
+    model, words = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert type(model).__name__ == TEXT_CLASSES[family]
+    assert 500_000 < model.num_parameters() < 3_000_000
+    assert words.encode("What<|im_end|>") == tiny.tokenizer().encode("What<|im_end|>")
+    assert words.chat_template == tiny.TEMPLATE.read_text()
+    assert not list(folder.glob("*processor*"))
+
+
 @pytest.mark.parametrize(
     ("family", "size", "grid", "tokens"),
     [
@@ -108,6 +123,9 @@ def test_the_folder_loads_as_the_real_classes(family, folders):
         ("qwen2_5_vl", (28, 28), [1, 2, 2], 1),
         ("qwen2_5_vl", (84, 56), [1, 4, 6], 6),
         ("qwen2_5_vl", (640, 480), [1, 14, 20], 70),
+        ("qwen2_vl", (84, 56), [1, 4, 6], 6),
+        ("qwen3_vl_moe", (96, 64), [1, 4, 6], 6),
+        ("qwen3_5", (96, 64), [1, 4, 6], 6),
     ],
 )
 def test_a_picture_goes_through_processor_and_model(family, size, grid, tokens, folders):
@@ -151,7 +169,7 @@ def test_sizes_can_be_chosen_and_wrong_ones_are_refused(tmp_path):
     assert small.num_parameters() < 300_000
     with pytest.raises(ValueError, match="hidden_size must be a positive multiple of 64, got 100"):
         tiny.build(tmp_path, hidden_size=100)
-    with pytest.raises(ValueError, match="one of qwen3_vl, qwen2_5_vl, got 'llama'"):
+    with pytest.raises(ValueError, match=r"one of qwen2_vl, .*, qwen3, got 'llama'"):
         tiny.build(tmp_path, "llama")
 
 

@@ -68,7 +68,7 @@ class Lora:
 @dataclass(frozen=True)
 class Model:
     path: str = "tiny:qwen3_vl"
-    """A hub name, a folder in Hugging Face form, or `tiny:qwen3_vl` / `tiny:qwen2_5_vl`, which are built on the spot."""
+    """A hub name, a folder in Hugging Face form, or `tiny:FAMILY`, such as `tiny:qwen3_vl`, which is built on the spot."""
     device: str = "auto"
     """`auto` (the first CUDA GPU, otherwise the CPU), or a torch device such as `cuda:1`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

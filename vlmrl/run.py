@@ -12,6 +12,7 @@ import torch
 from vlmrl import loop, parts, tiny
 from vlmrl.config import Config, name_of
 from vlmrl.metrics import RunLog
+from vlmrl.model.families import WHY_ALONE
 from vlmrl.progress import RunProgress
 from vlmrl.train.parallel import backend_of, dismiss, follow, join_ranks, leave_ranks
 from vlmrl.trainers import Trainers
@@ -66,6 +67,11 @@ def plan(run: parts.Run) -> str:
         f"trainer   {sum(trained) / 1e6:.1f} M parameters, on {f'{ranks} ranks (FSDP2)' if ranks > 1 else 'this process'}",
         f"output    {run.folder}",
     ]
+    if config.train.share_prefixes and not policy.family.may_share:
+        told = (
+            f"not shared, though train.share_prefixes is set: {policy.config.model_type} does not allow it, {WHY_ALONE}"
+        )
+        lines.insert(-1, f"prefixes  {told}")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Tiny real models, made on the spot: a Qwen3-VL or Qwen2.5-VL of about 1 million parameters, with random weights.
+"""Tiny real models, made on the spot: one of each family, of about 1 million parameters, with random weights.
 
     folder = build("/tmp/tiny", "qwen3_vl")                  # an ordinary Hugging Face model folder
     processor = AutoProcessor.from_pretrained(folder)        # a real Qwen3VLProcessor
@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,10 +30,21 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
     Qwen2VLVideoProcessor,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
@@ -61,45 +73,87 @@ WORDS = (*BARE.split(), *JOINTS, *(" " + word for word in SPACED.split()))
 
 
 @dataclass(frozen=True)
-class Family:
-    """What tells one family from another: its classes, the patch side in pixels, and its own config fields."""
+class Eyes:
+    """What a family sees with: its processors, the patch side in pixels, and its own fields of the vision config."""
 
-    config: type[Any]
-    model: type[PreTrainedModel]
     processor: type[ProcessorMixin]
     video_processor: type[Any]
     patch_size: int
+    config: Callable[[int, int], dict[str, Any]]
+    """From the vision tower's width and the language model's."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a family's tiny model is made of: its classes, its own fields of the text config, and its eyes, if it has any."""
+
+    config: type[Any]
+    model: type[PreTrainedModel]
     text: dict[str, Any]
-    vision: dict[str, Any]
+    eyes: Eyes | None = None
 
 
-FAMILIES: dict[str, Family] = {
-    "qwen3_vl": Family(
-        config=Qwen3VLConfig,
-        model=Qwen3VLForConditionalGeneration,
-        processor=Qwen3VLProcessor,
-        video_processor=Qwen3VLVideoProcessor,
-        patch_size=16,
-        text={
-            "head_dim": HEAD_DIM,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "mrope_section": [6, 5, 5],
-                "mrope_interleaved": True,
-            },
-        },
-        vision={"num_position_embeddings": 16 * 16, "deepstack_visual_indexes": [0]},
+def _qwen2_vision(width: int, text_width: int) -> dict[str, Any]:
+    return {"embed_dim": width, "mlp_ratio": 4, "hidden_size": text_width}
+
+
+def _qwen2_5_vision(width: int, text_width: int) -> dict[str, Any]:
+    windows = {"window_size": 112, "fullatt_block_indexes": [1], "tokens_per_second": 2}
+    return {"hidden_size": width, "intermediate_size": 4 * width, "out_hidden_size": text_width} | windows
+
+
+def _qwen3_vision(width: int, text_width: int) -> dict[str, Any]:
+    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "out_hidden_size": text_width}
+    return sizes | {"num_position_embeddings": 16 * 16, "deepstack_visual_indexes": [0]}
+
+
+def _qwen3_5_vision(width: int, text_width: int) -> dict[str, Any]:
+    fields = _qwen3_vision(width, text_width)
+    del fields["deepstack_visual_indexes"]
+    return fields
+
+
+def _rope(**mrope: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **mrope}}
+
+
+SECTIONS = [6, 5, 5]  # of half a head: temporal, height, width
+HEADS = {"head_dim": HEAD_DIM}  # where a head's width does not follow from the others
+INTERLEAVED = HEADS | _rope(mrope_section=SECTIONS, mrope_interleaved=True)
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+LINEAR = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": HEAD_DIM,
+    "linear_value_head_dim": HEAD_DIM,
+}
+PARTIAL = HEADS | _rope(mrope_section=[2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.25)
+QWEN3_EYES = Eyes(Qwen3VLProcessor, Qwen3VLVideoProcessor, 16, _qwen3_vision)
+
+RECIPES: dict[str, Recipe] = {
+    "qwen2_vl": Recipe(
+        Qwen2VLConfig,
+        Qwen2VLForConditionalGeneration,
+        _rope(mrope_section=SECTIONS),
+        Eyes(Qwen2VLProcessor, Qwen2VLVideoProcessor, 14, _qwen2_vision),
     ),
-    "qwen2_5_vl": Family(
-        config=Qwen2_5_VLConfig,
-        model=Qwen2_5_VLForConditionalGeneration,
-        processor=Qwen2_5_VLProcessor,
-        video_processor=Qwen2VLVideoProcessor,
-        patch_size=14,
-        text={"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}},
-        vision={"window_size": 112, "fullatt_block_indexes": [1], "tokens_per_second": 2},
+    "qwen2_5_vl": Recipe(
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        _rope(mrope_section=[4, 6, 6]),
+        Eyes(Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, 14, _qwen2_5_vision),
     ),
+    "qwen3_vl": Recipe(Qwen3VLConfig, Qwen3VLForConditionalGeneration, INTERLEAVED, QWEN3_EYES),
+    "qwen3_vl_moe": Recipe(Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration, INTERLEAVED | EXPERTS, QWEN3_EYES),
+    "qwen3_5": Recipe(
+        Qwen3_5Config,
+        Qwen3_5ForConditionalGeneration,
+        PARTIAL | LINEAR,
+        Eyes(Qwen3VLProcessor, Qwen3VLVideoProcessor, 16, _qwen3_5_vision),
+    ),
+    "qwen2": Recipe(Qwen2Config, Qwen2ForCausalLM, _rope()),
+    "qwen3": Recipe(Qwen3Config, Qwen3ForCausalLM, HEADS | _rope()),
 }
 
 
@@ -114,24 +168,24 @@ def build(
     vision_depth: int = 3,
     max_pixels: int = 256 * 256,
 ) -> Path:
-    """Write a tiny model into ``folder`` and return it: config, weights, tokenizer, processor and chat template.
+    """Write a tiny model into ``folder`` and return it: config, weights, tokenizer, chat template and, if it sees, processor.
 
-    The same arguments give the same files. ``hidden_size`` is a multiple of 64, ``vision_hidden_size`` of 16. A picture keeps
-    its size, rounded to merged tokens (32 pixels, or 28 for qwen2_5_vl), up to ``max_pixels``; from there it is scaled down.
+    The same arguments give the same files. ``hidden_size`` is a multiple of 64, ``vision_hidden_size`` of 16. A picture keeps its
+    size, rounded to merged tokens (32 pixels, or 28 for qwen2_vl and qwen2_5_vl), up to ``max_pixels``; from there it is scaled down.
 
     Raises:
         ValueError: an unknown family, or a size that cannot be cut into heads.
     """
-    facts = _family(family)
+    recipe = _recipe(family)
     _check_multiple("hidden_size", hidden_size, 2 * HEAD_DIM)
     _check_multiple("vision_hidden_size", vision_hidden_size, 16)
     target = Path(folder).expanduser()
     target.mkdir(parents=True, exist_ok=True)
     words = tokenizer()
-    config = _config(facts, words, hidden_size, num_layers, vision_hidden_size, vision_depth)
+    config = _config(recipe, words, hidden_size, num_layers, vision_hidden_size, vision_depth)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
-        _model(facts, config, words, seed).save_pretrained(scratch)
-        _processor(facts, words, max_pixels).save_pretrained(scratch)
+        _model(recipe, config, words, seed).save_pretrained(scratch)
+        (_processor(recipe.eyes, words, max_pixels) if recipe.eyes else words).save_pretrained(scratch)
         files = sorted(Path(scratch).iterdir(), key=lambda file: (file.name == "config.json", file.name))
         for file in files:  # config.json comes last: a folder that has it is complete
             os.replace(file, target / file.name)
@@ -139,16 +193,16 @@ def build(
 
 
 def resolve(path: str, cache_dir: str | Path) -> str:
-    """The folder of ``tiny:qwen3_vl`` or ``tiny:qwen2_5_vl``, built in ``cache_dir`` if it is not there; else ``path`` itself.
+    """The folder of ``tiny:qwen3_vl`` or another of :data:`RECIPES`, built in ``cache_dir`` if it is not there; else ``path`` itself.
 
     The folder's name holds a hash of what the model is made from, so that a changed recipe is never served from the cache.
     """
     if not path.startswith(PREFIX):
         return path
     family = path.removeprefix(PREFIX)
-    _family(family)
-    recipe = Path(__file__).read_bytes() + TEMPLATE.read_bytes() + transformers.__version__.encode()
-    folder = Path(cache_dir).expanduser() / f"tiny-{family}-{hashlib.sha256(recipe).hexdigest()[:8]}"
+    _recipe(family)
+    made_from = Path(__file__).read_bytes() + TEMPLATE.read_bytes() + transformers.__version__.encode()
+    folder = Path(cache_dir).expanduser() / f"tiny-{family}-{hashlib.sha256(made_from).hexdigest()[:8]}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
@@ -214,9 +268,8 @@ def _in_byte_letters(text: str) -> str:
 
 
 def _config(
-    facts: Family, words: PreTrainedTokenizerFast, hidden: int, layers: int, vision_hidden: int, vision_depth: int
+    recipe: Recipe, words: PreTrainedTokenizerFast, hidden: int, layers: int, vision_hidden: int, vision_depth: int
 ) -> Any:
-    ids = words.get_vocab()
     text = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": hidden,
@@ -228,20 +281,22 @@ def _config(
         "bos_token_id": None,
         "eos_token_id": words.eos_token_id,
         "tie_word_embeddings": True,
+        **recipe.text,
     }
+    if recipe.eyes is None:
+        return recipe.config(**text)
+    ids = words.get_vocab()
     vision = {
         "depth": vision_depth,
-        "hidden_size": vision_hidden,
-        "intermediate_size": 4 * vision_hidden,
         "num_heads": 4,
-        "out_hidden_size": hidden,
-        "patch_size": facts.patch_size,
+        "patch_size": recipe.eyes.patch_size,
         "temporal_patch_size": 2,
         "spatial_merge_size": 2,
+        **recipe.eyes.config(vision_hidden, hidden),
     }
-    return facts.config(
-        text_config=text | facts.text,
-        vision_config=vision | facts.vision,
+    return recipe.config(
+        text_config=text,
+        vision_config=vision,
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],
@@ -250,36 +305,36 @@ def _config(
     )
 
 
-def _model(facts: Family, config: Any, words: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
+def _model(recipe: Recipe, config: Any, words: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = facts.model(config)
+        model = recipe.model(config)
     model.generation_config.eos_token_id = [words.eos_token_id, words.pad_token_id]
     model.generation_config.pad_token_id = words.pad_token_id
     return model
 
 
-def _processor(facts: Family, words: PreTrainedTokenizerFast, max_pixels: int) -> ProcessorMixin:
+def _processor(eyes: Eyes, words: PreTrainedTokenizerFast, max_pixels: int) -> ProcessorMixin:
     sizes: dict[str, Any] = {
-        "patch_size": facts.patch_size,
+        "patch_size": eyes.patch_size,
         "temporal_patch_size": 2,
         "merge_size": 2,
-        "size": {"shortest_edge": (2 * facts.patch_size) ** 2, "longest_edge": max_pixels},
+        "size": {"shortest_edge": (2 * eyes.patch_size) ** 2, "longest_edge": max_pixels},
         "image_mean": [0.5] * 3,
         "image_std": [0.5] * 3,
     }
-    return facts.processor(
+    return eyes.processor(
         image_processor=Qwen2VLImageProcessor(**sizes),
         tokenizer=words,
-        video_processor=facts.video_processor(**sizes),
+        video_processor=eyes.video_processor(**sizes),
         chat_template=words.chat_template,
     )
 
 
-def _family(name: str) -> Family:
-    if name not in FAMILIES:
-        raise ValueError(f"tiny model family must be one of {', '.join(FAMILIES)}, got {name!r}")
-    return FAMILIES[name]
+def _recipe(family: str) -> Recipe:
+    if family not in RECIPES:
+        raise ValueError(f"tiny model family must be one of {', '.join(RECIPES)}, got {family!r}")
+    return RECIPES[family]
 
 
 def _check_multiple(name: str, value: int, of: int) -> None:

@@ -14,7 +14,8 @@ CPU = torch.device("cpu")
 def row(*values: float) -> BatchCache:
     """Two layers of one head and one dimension: keys as given, values negative, the second layer ten times as large."""
     keys = torch.tensor(values)[None, None, :, None]
-    return BatchCache([(keys, -keys), (keys * 10, keys * -10)], torch.ones(1, len(values), dtype=torch.bool))
+    layers = [GrowingLayer(keys, -keys), GrowingLayer(keys * 10, keys * -10)]
+    return BatchCache(layers, torch.ones(1, len(values), dtype=torch.bool))
 
 
 def rows(*parts: BatchCache) -> BatchCache:
@@ -53,7 +54,7 @@ def test_rows_of_different_lengths_stand_right_aligned():
 
 
 def test_a_cache_grows_from_nothing_and_padding_is_no_token():
-    cache = BatchCache.empty(2, 2, CPU)
+    cache = BatchCache.empty(["full_attention"] * 2, 2, CPU)
     assert cache.columns == 0
     grow(cache, [[0, 5], [6, 7]], [[0, 1], [1, 1]])
     grow(cache, [[8], [9]], [[1], [1]])

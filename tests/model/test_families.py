@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausalLM
 
-from vlmrl.model.families import family_of, merged_grid, rope_positions
+from vlmrl import tiny
+from vlmrl.model.families import FAMILIES, family_of, merged_grid, rope_positions
+from vlmrl.model.policy import Policy
 
 TEXT, PAD = 7, 9
 
@@ -25,8 +27,11 @@ def random_row(seed: int) -> tuple[list[int], list[tuple[int, int]]]:
 
 
 @pytest.fixture(scope="module")
-def models(qwen3_vl, qwen2_5_vl):
-    return [AutoModelForImageTextToText.from_pretrained(folder) for folder in (qwen3_vl, qwen2_5_vl)]
+def models(tmp_path_factory):
+    """One of each family that reads pictures."""
+    root = tmp_path_factory.mktemp("seeing")
+    folders = [tiny.build(root / name, name) for name, family in FAMILIES.items() if family.vision]
+    return [AutoModelForImageTextToText.from_pretrained(folder) for folder in folders]
 
 
 def own_rule(model, ids: list[int], grids: list[tuple[int, int]]) -> tuple[torch.Tensor, int]:
@@ -113,3 +118,18 @@ def test_the_tiny_families_are_known_and_others_are_refused(tiny_folder):
     assert not family_of(SimpleNamespace(model_type="qwen3")).vision
     with pytest.raises(ValueError, match="model type 'gpt2' is not supported; supported are qwen2, qwen2_5_vl"):
         family_of(SimpleNamespace(model_type="gpt2"))
+
+
+def test_only_a_model_with_recurrent_layers_has_its_rows_stand_alone():
+    alone = [name for name, family in FAMILIES.items() if not (family.may_share and family.may_pack)]
+    assert alone == ["qwen3_5"]
+    assert [name for name, family in FAMILIES.items() if family.recurrent] == alone
+
+
+def test_layers_that_see_only_a_window_are_refused():
+    config = Qwen2Config(
+        num_hidden_layers=2, hidden_size=64, intermediate_size=64, num_attention_heads=2, vocab_size=16
+    )
+    config.layer_types = ["full_attention", "sliding_attention"]
+    with pytest.raises(ValueError, match=r"look back over the whole row, but .* name \['sliding_attention'\]"):
+        Policy(Qwen2ForCausalLM(config))

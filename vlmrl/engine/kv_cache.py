@@ -1,7 +1,7 @@
-"""The embedded engine's key-value store: a batch that rows join and leave, in buffers that grow by doubling.
+"""The embedded engine's memory of what it ran: a batch that rows join and leave.
 
-Rows have different lengths and stand right-aligned; ``valid`` marks the columns that hold a token. The model sees it as an
-ordinary Hugging Face cache.
+Attention layers hold keys and values in buffers that grow by doubling. Rows have different lengths and stand right-aligned;
+``valid`` marks the columns that hold a token. Recurrent layers hold one state a row. The model sees an ordinary Hugging Face cache.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 SLACK = 1.25  # columns over tokens, from which on a cache is packed before it is used again
 
@@ -45,6 +45,52 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = keys[:, :, : length + added], values[:, :, : length + added]
         return self.keys, self.values
 
+    @classmethod
+    def join(cls, layers: Sequence[Any], length: int) -> GrowingLayer:
+        """The rows of all, padded on the left to ``length`` columns."""
+        keys, values = (
+            torch.cat([_left_pad(getattr(layer, name), length) for layer in layers]) for name in ("keys", "values")
+        )
+        return cls(keys, values)
+
+    def select(self, rows: torch.Tensor, columns: torch.Tensor) -> GrowingLayer:
+        """``rows``, each with its own ``columns`` ``[rows, length]``."""
+        index = columns[:, None, :, None].expand(-1, self.keys.shape[1], -1, self.keys.shape[3])
+        return GrowingLayer(self.keys[rows].gather(2, index), self.values[rows].gather(2, index))
+
+
+class StateLayer(LinearAttentionLayer):
+    """What a recurrent layer remembers of each row: the last inputs of its convolution, and its state."""
+
+    def __init__(self, convolution: torch.Tensor | None = None, state: torch.Tensor | None = None) -> None:
+        super().__init__()
+        if convolution is not None and state is not None:
+            self.lazy_initialization(convolution, state)
+            self.conv_states[0], self.recurrent_states[0] = convolution, state
+            self.has_previous_state[0] = True
+
+    @classmethod
+    def join(cls, layers: Sequence[Any], length: int) -> StateLayer:
+        """The rows of all."""
+        return cls(
+            torch.cat([layer.conv_states[0] for layer in layers]),
+            torch.cat([layer.recurrent_states[0] for layer in layers]),
+        )
+
+    def select(self, rows: torch.Tensor, columns: torch.Tensor) -> StateLayer:
+        """``rows``; a state has no columns."""
+        convolution, state = self.conv_states[0], self.recurrent_states[0]
+        assert convolution is not None and state is not None
+        return StateLayer(convolution[rows], state[rows])
+
+
+Layer = GrowingLayer | StateLayer
+LAYERS: dict[str, type[GrowingLayer] | type[StateLayer]] = {
+    "full_attention": GrowingLayer,
+    "linear_attention": StateLayer,
+}
+"""By the names that Hugging Face's configs give to kinds of layers."""
+
 
 def _grown(old: torch.Tensor, new: torch.Tensor, needed: int) -> torch.Tensor:
     rows, heads, _, size = new.shape
@@ -54,19 +100,17 @@ def _grown(old: torch.Tensor, new: torch.Tensor, needed: int) -> torch.Tensor:
 
 
 class BatchCache:
-    """The keys and values of a batch of rows, with ``valid`` ``[rows, columns]``."""
+    """The ``layers`` of a batch of rows, with ``valid`` ``[rows, columns]``."""
 
-    def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]], valid: torch.Tensor) -> None:
+    def __init__(self, layers: list[Layer], valid: torch.Tensor) -> None:
         self.valid = valid
-        self.layers = [GrowingLayer(keys, values) for keys, values in layers]
-        self.hf = Cache(layers=list(self.layers))
+        self.layers = layers
+        self.hf = Cache(layers=list(layers))
 
     @classmethod
-    def empty(cls, num_layers: int, rows: int, device: torch.device) -> BatchCache:
-        cache = cls([], torch.zeros(rows, 0, dtype=torch.bool, device=device))
-        cache.layers = [GrowingLayer() for _ in range(num_layers)]
-        cache.hf = Cache(layers=list(cache.layers))
-        return cache
+    def empty(cls, kinds: Sequence[str], rows: int, device: torch.device) -> BatchCache:
+        """For a model of these kinds of layers."""
+        return cls([LAYERS[kind]() for kind in kinds], torch.zeros(rows, 0, dtype=torch.bool, device=device))
 
     @classmethod
     def join(cls, parts: Sequence[BatchCache]) -> BatchCache:
@@ -75,11 +119,9 @@ class BatchCache:
             return parts[0]
         length = max(part.columns for part in parts)
         valid = torch.cat([_left_pad(part.valid[:, :, None], length)[..., 0] for part in parts])
-        layers = []
-        for layer in zip(*(part.layers for part in parts), strict=True):
-            keys = torch.cat([_left_pad(part.keys, length) for part in layer])
-            layers.append((keys, torch.cat([_left_pad(part.values, length) for part in layer])))
-        return cls(layers, valid)
+        return cls(
+            [layer[0].join(layer, length) for layer in zip(*(part.layers for part in parts), strict=True)], valid
+        )
 
     @property
     def columns(self) -> int:
@@ -94,11 +136,7 @@ class BatchCache:
         valid = self.valid[rows]
         length = int(valid.sum(1).max()) if len(rows) else 0
         order = valid.to(torch.uint8).argsort(dim=1, stable=True)[:, valid.shape[1] - length :]
-        layers = []
-        for layer in self.layers:
-            index = order[:, None, :, None].expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3])
-            layers.append((layer.keys[rows].gather(2, index), layer.values[rows].gather(2, index)))
-        return BatchCache(layers, valid.gather(1, order))
+        return BatchCache([layer.select(rows, order) for layer in self.layers], valid.gather(1, order))
 
     def taken(self, rows: Sequence[int]) -> BatchCache:
         """``rows`` in this order: this very cache where they are all it has and it is packed well, otherwise a copy."""

@@ -78,7 +78,8 @@ class _Pause:
 
 
 class TransformersEngine:
-    """Serves requests from ``policy``. ``keep_kv`` keeps keys and values between the turns of a trajectory.
+    """Serves requests from ``policy``. ``keep_kv`` keeps keys and values between the turns of a trajectory, where layers have no more
+    to remember than those: a recurrent state would also take in the padding that later turns bring.
 
     ``prefill_tokens`` bounds the padded tokens of one prompt forward, and the visual tokens that are encoded at once.
     ``images_encoded``, ``tokens_prefilled`` and ``seconds_busy`` count work done.
@@ -92,9 +93,8 @@ class TransformersEngine:
         self.tokens_prefilled = 0
         self.seconds_busy = 0.0
         self._renderer = renderer
-        self._keep_kv = keep_kv
+        self._keep_kv = keep_kv and not policy.family.recurrent
         self._prefill_tokens = prefill_tokens
-        self._num_layers = policy.config.get_text_config().num_hidden_layers
         self._inbox: queue.SimpleQueue[list[_Row]] = queue.SimpleQueue()
         self._features = PictureFeatures(policy, prefill_tokens)
         self._kept: dict[str, _Kept] = {}
@@ -318,13 +318,13 @@ class _Batch:
                 member.next_position = following
         tokens, positions, real = tokens.to(device), positions.to(device), real.to(device)
         past = [k for k in kept if k is not None]
-        cache = _resumed(past) if past else BatchCache.empty(self.engine._num_layers, len(heads), device)
+        cache = _resumed(past) if past else BatchCache.empty(self.policy.layer_kinds, len(heads), device)
         mask = _prefill_mask(cache.valid, real)
         cache.extend(real)
         shown = [item for row, n in zip(heads, seen, strict=True) for item in row.request.media[n:]]
         features = self.engine._features.of(shown)
         images = [features[item.id] for item in shown]
-        hidden = self.policy.hidden(tokens, positions, mask, images, cache.hf)[:, -1]
+        hidden = self.policy.hidden(tokens, positions, mask, images, cache.hf, real=real)[:, -1]
         self.engine.tokens_prefilled += sum(map(len, new_ids))
         owner = [index for index, rows in enumerate(prompts) for _ in rows]
         members = [row for rows in prompts for row in rows]

@@ -8,19 +8,37 @@ from typing import Any
 
 import torch
 
+WHY_ALONE = "some of its layers hand a state from token to token, which no attention mask can branch or end"
+
 
 @dataclass(frozen=True)
 class Family:
-    """Facts about one ``model_type``. ``vision``: it reads pictures, and its positions are M-RoPE triples."""
+    """Facts about one ``model_type``.
+
+    ``vision``: it reads pictures, and its positions are M-RoPE triples. ``recurrent``: :data:`WHY_ALONE`.
+    """
 
     vision: bool
+    recurrent: bool = False
+
+    @property
+    def may_share(self) -> bool:
+        """Rows that begin alike may be computed as one tree."""
+        return not self.recurrent
+
+    @property
+    def may_pack(self) -> bool:
+        """Rows that have nothing in common may stand in one row, kept apart by the attention mask."""
+        return not self.recurrent
 
 
 FAMILIES = {
     "qwen2_vl": Family(vision=True),
     "qwen2_5_vl": Family(vision=True),
     "qwen3_vl": Family(vision=True),
-    "qwen2": Family(vision=False),
+    "qwen3_vl_moe": Family(vision=True),
+    "qwen3_5": Family(vision=True, recurrent=True),
+    "qwen2": Family(vision=False),  # Qwen2.5, too
     "qwen3": Family(vision=False),
 }
 

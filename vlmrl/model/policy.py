@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from vlmrl.model.adapters import adapters_off
-from vlmrl.model.families import family_of
+from vlmrl.model.families import WHY_ALONE, family_of
 from vlmrl.types import Batch
 
 HEAD_CHUNK = 1024  # tokens whose full-vocabulary logits exist at once
@@ -64,11 +64,7 @@ class Policy(nn.Module):
         self.banned_ids = [model.config.image_token_id, model.config.video_token_id] if self.family.vision else []
         self._features: _FeatureOutput | None = None
         self._joined_deepstack = False
-        attention = getattr(model.config.get_text_config(), "_attn_implementation", None)
-        if attention == "eager":
-            raise ValueError(
-                "attn_implementation must not be eager: it adds a boolean mask as numbers. Load with sdpa."
-            )
+        _check_attention(model.config)
         if self.family.vision:
             # Each distinct picture is encoded once and put wherever it occurs; the model's own method refuses that.
             model.model.get_image_features = lambda *args, **kwargs: self._features
@@ -80,6 +76,11 @@ class Policy(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return next(self.model.parameters()).dtype
+
+    @property
+    def layer_kinds(self) -> list[str]:
+        """Each layer's kind, under Hugging Face's names: ``full_attention`` or ``linear_attention``."""
+        return _layer_kinds(self.config)
 
     @property
     def attention_balance(self) -> float:
@@ -111,6 +112,8 @@ class Policy(nn.Module):
 
     def forward(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
         """The logprob of each token that ``batch.targets`` marks, given all before it in its row."""
+        if batch.ends is not None and not self.family.may_share:
+            raise ValueError(f"rows of {self.config.model_type} must not share prefixes: {WHY_ALONE}.")
         features = self.encode_images(batch.mm_inputs) if batch.mm_inputs else []
         occurrences = [features[index] for index in batch.image_order]
         mask = None if batch.ends is None else tree_mask(batch.ends)
@@ -139,12 +142,14 @@ class Policy(nn.Module):
         images: Sequence[ImageFeatures] = (),
         cache: Any = None,
         unseen: torch.Tensor | None = None,
+        real: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Last hidden states ``[rows, length, hidden]``.
 
         ``position_ids`` ``[3, rows, length]``; ``attention_mask`` ``[rows, 1, length, keys]``, True where a query may look, or
         ``None`` for plain causal rows; ``images`` by occurrence, in row order; ``cache`` a Hugging Face cache. ``unseen`` is a zero
-        that is added before the decoder, so that what it was computed from takes part in the gradient.
+        that is added before the decoder, so that what it was computed from takes part in the gradient. ``real`` ``[rows, length]`` is
+        False for padding on the left.
         """
         inputs: dict[str, Any] = {"position_ids": position_ids if self.family.vision else position_ids[0]}
         if images:
@@ -159,6 +164,8 @@ class Policy(nn.Module):
             inputs["inputs_embeds"] = self.model.get_input_embeddings()(token_ids) + unseen
         if attention_mask is None and cache is None and not self.family.vision:
             attention_mask = torch.ones_like(token_ids)  # or 2-D positions would be searched for packed rows
+        if attention_mask is not None and self.family.recurrent:
+            attention_mask = {"full_attention": attention_mask, "linear_attention": real}  # type: ignore[assignment]
         try:
             output = self.model.model(
                 attention_mask=attention_mask,
@@ -209,6 +216,22 @@ class Policy(nn.Module):
             return logprobs.gather(-1, labels[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 
         return checkpoint(score, hidden, use_reentrant=False) if torch.is_grad_enabled() else score(hidden)
+
+
+def _layer_kinds(config: Any) -> list[str]:
+    text = config.get_text_config()
+    return getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+
+
+def _check_attention(config: Any) -> None:
+    """Refuse what would be wrong without a word."""
+    if getattr(config.get_text_config(), "_attn_implementation", None) == "eager":
+        raise ValueError("attn_implementation must not be eager: it adds a boolean mask as numbers. Load with sdpa.")
+    unknown = set(_layer_kinds(config)) - {"full_attention", "linear_attention"}
+    if unknown:
+        raise ValueError(
+            f"the model's layers must look back over the whole row, but its config's layer_types name {sorted(unknown)}."
+        )
 
 
 def without_adapters(policy: Policy) -> Callable[[Batch, float], TokenScores]:

@@ -64,7 +64,7 @@ class Trainer:
         self._temperature = temperature
         self._micro_tokens = tokens_per_micro_batch
         self._groups_per_step = groups_per_step
-        self._share_prefixes = share_prefixes
+        self._share_prefixes = share_prefixes and policy.family.may_share
         self._grad_clip = optim.grad_clip
         self._offload = optim.offload
         self._weights = MasterWeights(policy)

@@ -1,0 +1,80 @@
+"""A short run of the whole loop with every family there is: the engine samples what the trainer scores."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from vlmrl import Env, loop, obs, tiny
+from vlmrl.config import Config, Data, Model, Optim, Rollout, Train
+from vlmrl.metrics import RunLog
+from vlmrl.model.families import FAMILIES
+from vlmrl.progress import RunProgress
+from vlmrl.run import plan
+
+
+def noise(seed: int, width: int) -> Image.Image:
+    return Image.effect_noise((width, 64), 40 + seed).convert("RGB")
+
+
+def looks(index, seed):
+    return {"prompt": "<image>What?", "images": [noise(index, 96)]}
+
+
+def asks(index, seed):
+    return {"prompt": f"What is {index}?"}
+
+
+class Closer(Env):
+    """Answers the first reply, with another picture where the task had one."""
+
+    def __init__(self, task):
+        self.task = task
+
+    def step(self, response_text):
+        images = [noise(self.turn, 64)] if self.task.images else None
+        return obs("Closer:", images=images), self.turn == 1, {"reward": float(len(response_text) % 2)}
+
+
+def config_of(family: str, folder) -> Config:
+    return Config(
+        name=family,
+        output_dir=str(folder),
+        model=Model(path=f"tiny:{family}", device="cpu"),
+        data=Data(generator=looks if FAMILIES[family].vision else asks, size=8),
+        env=Closer,
+        rollout=Rollout(
+            group_size=4,
+            max_turns=2,
+            max_tokens=256,
+            max_reply_tokens=24,
+            stop=tuple("aeiourst"),
+            samples="step_wise",
+            truncated_reward=0.0,
+        ),
+        optim=Optim(lr=1e-3),
+        train=Train(steps=2, groups_per_batch=2, canary=False),
+        save_model=False,
+    )
+
+
+def test_every_family_has_a_tiny_model():
+    assert set(tiny.RECIPES) == set(FAMILIES)
+    assert all((recipe.eyes is not None) == FAMILIES[name].vision for name, recipe in tiny.RECIPES.items())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_short_run_samples_from_what_it_trains(family, tmp_path):
+    run = loop.build(config_of(family, tmp_path))
+    log = RunLog(run.folder)
+    asyncio.run(loop.train(run, log, RunProgress(Console(quiet=True))))
+    log.close()
+    run.engine.close()
+    rows = log.rows()
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["rollout_gap/max"] < 2e-5 and row["grad_norm"] > 0 for row in rows)
+    assert all((row["images/mean"] > 1) == FAMILIES[family].vision and row["turns/mean"] > 1 for row in rows)
+    assert ("prefixes  not shared" in plan(run)) == (family == "qwen3_5")
