@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from vlmrl import Env, loop, obs, tiny
+from vlmrl import Env, loop, obs, parts, tiny
 from vlmrl.config import Config, Data, Model, Optim, Rollout, Train
 from vlmrl.metrics import RunLog
 from vlmrl.model.families import FAMILIES
@@ -68,7 +68,7 @@ def test_every_family_has_a_tiny_model():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_short_run_samples_from_what_it_trains(family, tmp_path):
-    run = loop.build(config_of(family, tmp_path))
+    run = parts.build(config_of(family, tmp_path))
     log = RunLog(run.folder)
     asyncio.run(loop.train(run, log, RunProgress(Console(quiet=True))))
     log.close()
