@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from vlmrl import loop, parts
-from vlmrl.config import Config, Data, Eval, Optim, Rollout, Train, WarmStart
+from vlmrl.config import Config, Data, Eval, Optim, Part, Rollout, Train, WarmStart
 from vlmrl.env import Env, obs
 from vlmrl.loading import load_object
 from vlmrl.metrics import RunLog
@@ -95,6 +95,63 @@ def test_a_deterministic_run_repeats(tmp_path):
             )
         )
     assert kept[0] == kept[1]
+
+
+def number_tasks(index, seed):
+    return {"prompt": f"Say {index}.", "answer": index}
+
+
+class Echo(Env):
+    """Two turns; pays in the first. Plays no other tasks than its own."""
+
+    def __init__(self, task: Task, part: str) -> None:
+        super().__init__(task)
+        assert task.part == part
+
+    def step(self, response_text):
+        return obs("Again."), self.turn == 1, {"reward": 1.0 if self.turn == 0 else 0.0}
+
+
+def test_a_mixture_plays_each_part_with_its_own_env_and_tells_them_apart(tmp_path):
+    config = Config(
+        name="mixed",
+        output_dir=str(tmp_path),
+        mixture={
+            "echo": Part(
+                data=Data(generator=number_tasks, size=30, held_out=3),
+                env=Echo,
+                env_options={"part": "echo"},
+                weight=2,
+            ),
+            "letters": Part(data=Data(generator=number_tasks, size=8), reward=lambda text, task: float(len(text) % 2)),
+        },
+        rollout=Rollout(group_size=2, max_turns=2, max_tokens=256, max_reply_tokens=8, truncated_reward=0.0),
+        optim=Optim(lr=1e-4),
+        train=Train(steps=2, groups_per_batch=3),
+        save_model=False,
+    )
+    run, rows, summary = train(config)
+    steps = [row for row in rows if "loss" in row]
+    for row in steps:
+        assert (row["source/echo/trajectories"], row["source/letters/trajectories"]) == (4, 2)
+        assert {"source/echo/reward/mean", "source/letters/reward/mean"} <= row.keys()
+    assert steps[-1]["data/drawn"] == 6
+    assert rows[0]["eval/source/echo/trajectories"] == 3 * config.eval.samples_per_task
+    assert "reward_after" in summary
+    assert run.spec is not None and run.spec.name.startswith("echo: Echo, letters: ")
+
+
+def test_a_mixture_whose_part_nobody_plays_is_refused():
+    config = Config(mixture={"a": Part(data=Data(generator=number_tasks, size=1))})
+    with pytest.raises(ValueError, match=r"mixture\.a\.env must be set, or else env"):
+        parts.build(config)
+
+
+def test_prompts_over_the_limit_are_not_played(tmp_path):
+    config = short_quickstart(tmp_path, save_model=False)
+    changes = {"data": replace(config.data, max_prompt_tokens=10), "eval": Eval(), "warm_start": WarmStart()}
+    with pytest.raises(ValueError, match=r"data\.max_prompt_tokens leaves nothing: 32 prompts in a row were longer"):
+        train(replace(config, **changes))
 
 
 def test_a_text_task_with_a_reward_function_uses_the_same_loop(tmp_path):

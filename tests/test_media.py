@@ -244,6 +244,27 @@ def test_max_pixels_below_the_processors_minimum_is_kept(processor):
     assert (item.image.size, item.num_tokens, item.mm_inputs["image_grid_thw"].tolist()) == ((32, 32), 1, [[1, 2, 2]])
 
 
+@pytest.mark.parametrize("size", [(64, 32), (33, 200), (700, 30), (1000, 999), (5, 5)])
+def test_a_picture_is_measured_as_it_would_be_loaded(size, store, tmp_path):
+    turned = Image.Exif()
+    turned[ExifTags.Base.Orientation] = 6
+    (tmp_path / "a.png").write_bytes(encoded(noise(size)))
+    forms = [noise(size), encoded(noise(size)), {"bytes": encoded(noise(size)), "path": None}, str(tmp_path / "a.png")]
+    forms += [data_uri(encoded(noise(size))), encoded(noise(size), "JPEG", exif=turned)]
+    for source in forms:
+        measured, item = store.measure(source), store.load(source)
+        assert (measured.shown, measured.num_tokens) == (item.image.size, item.num_tokens)
+    assert measured.given == size[::-1]  # the last one was turned by its camera
+
+
+def test_measuring_decodes_nothing_and_keeps_nothing(store):
+    header = encoded(noise((640, 480)))[:100]  # enough to tell the size
+    assert store.measure(header).given == (640, 480)
+    assert (store.seen, store.processed) == (0, 0)
+    with pytest.raises(ValueError, match=r"a picture does not load: .*cannot identify"):
+        store.measure(b"no picture")
+
+
 def test_transform_comes_before_hash_and_size(processor):
     store = MediaStore(processor, transform=blank)
     red, noisy = store.load(Image.new("RGB", (64, 32), "red")), store.load(noise((64, 32)))

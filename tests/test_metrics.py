@@ -172,6 +172,23 @@ def test_what_is_not_known_is_left_out():
     assert result["failed"] == 1.0 and not any(key.startswith(("reward", "turns")) for key in result)
 
 
+def test_sources_are_told_apart_where_there_are_several_or_a_mixture():
+    def of(source, reward, turns=1, part="", **fields):
+        return trajectory([turn(reward / turns)] * turns, task=Task("t", [], source=source, part=part), **fields)
+
+    several = trajectory_metrics([of("geo", 1.0, 2), of("geo", 0.0), of("zoom", 1.0), of("zoom", 0.0, ending="error")])
+    assert {key: value for key, value in several.items() if key.startswith("source/")} == {
+        "source/geo/trajectories": 2.0,
+        "source/geo/reward/mean": 0.5,
+        "source/geo/turns/mean": 1.5,
+        "source/zoom/trajectories": 1.0,
+        "source/zoom/reward/mean": 1.0,
+        "source/zoom/turns/mean": 1.0,
+    }
+    assert not any(key.startswith("source/") for key in trajectory_metrics([of("data/a.jsonl", 1.0)]))
+    assert trajectory_metrics([of("geo", 1.0, part="geo")])["source/geo/reward/mean"] == 1.0
+
+
 def test_a_trajectory_record_is_json_and_says_what_happened():
     prompt = [
         {"role": "user", "content": [{"type": "image", "image": PICTURE.image}, {"type": "text", "text": "Which?"}]}

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from vlmrl.adapters.gymnasium import GymnasiumEnv
-from vlmrl.config import Algo, Config, Data, Eval, Model, Optim, Rollout, Train, WarmStart
+from vlmrl.config import Algo, Config, Data, Eval, Model, Optim, Part, Rollout, Train, WarmStart
 from vlmrl.env import Env, RetryTurn, obs
 from vlmrl.images import load_image
 from vlmrl.tools import ToolCall, ToolEnv, read_tool_calls
@@ -20,6 +20,7 @@ __all__ = [
     "Message",
     "Model",
     "Optim",
+    "Part",
     "RetryTurn",
     "Rollout",
     "Sample",

@@ -94,13 +94,19 @@ class Data:
     """A hub name, a parquet, json or jsonl file, or a folder of them."""
     split: str = "train"
     columns: dict[str, str] = field(default_factory=dict)
-    """Where prompt, images and answer are found, if not under these names: `prompt problem`."""
+    """Where prompt, images and answer are found, if not under these names: `prompt problem`. Also `source`, by which metrics are
+    told apart, and `id`, for a row's own name."""
     generator: Code = None
     """`file.py:function` or `module:function`, called as `function(index, seed, **options)` to make each task."""
     size: int | None = None
     """How many tasks the generator makes."""
     limit: int | None = None
     """Take only the first so many rows."""
+    held_out: int | float = 0
+    """Keep so many rows (from 1 on), or such a share of them (below 1), for the evaluation. Which ones depends on nothing but the
+    rows' ids, or their places where no column is mapped to `id`; rows of one id stay together."""
+    max_prompt_tokens: int | None = None
+    """Pass over rows whose prompt is longer, its pictures and the env's tools included."""
     shuffle: bool = True
     system_prompt: str | None = None
     """Put before every prompt that has no system message of its own."""
@@ -115,13 +121,48 @@ class Data:
             )
         if self.generator is not None:
             _require(self.size is not None, "data.size", "set when data.generator is", self.size)
-        _positive("data", self, "size", "limit")
-        known = {"prompt", "images", "answer"}
+        _positive("data", self, "size", "limit", "max_prompt_tokens")
+        whole = self.held_out < 1 or self.held_out == int(self.held_out)
+        _require(self.held_out >= 0 and whole, "data.held_out", "a share or a count of rows", self.held_out)
+        known = {"prompt", "images", "answer", "id", "source"}
         _require(set(self.columns) <= known, "data.columns", f"a mapping from {sorted(known)}", self.columns)
 
     @property
     def is_set(self) -> bool:
         return self.path is not None or self.generator is not None
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the datasets that a run mixes, and who plays it."""
+
+    data: Data = field(default_factory=Data)
+    eval_data: Data = field(default_factory=Data)
+    """Its held-out tasks; unset: those that `data.held_out` keeps back, if any."""
+    env: Code = None
+    """Its env; with neither env nor reward the run's own plays it."""
+    env_options: Options = field(default_factory=dict)
+    reward: Code = None
+    weight: float = 1.0
+    """Its share of the draws, beside the other parts' weights."""
+
+    def __post_init__(self) -> None:
+        _require(self.data.is_set, "mixture.NAME.data", "given a path or a generator", self.data)
+        _positive("mixture.NAME", self, "weight")
+        _check_player("mixture.NAME.", self)
+        _check_held_out("mixture.NAME.data", self.data, "mixture.NAME.eval_data", self.eval_data)
+
+
+def _check_player(prefix: str, config: Part | Config) -> None:
+    if config.env is not None and config.reward is not None:
+        raise ValueError(
+            f"{prefix}env and {prefix}reward cannot both be set: a reward function stands for a whole single-turn env."
+        )
+
+
+def _check_held_out(name: str, data: Data, other: str, eval_data: Data) -> None:
+    if data.held_out and eval_data.is_set:
+        raise ValueError(f"{name}.held_out and {other} exclude each other: both say what the run is evaluated on.")
 
 
 @dataclass(frozen=True)
@@ -305,7 +346,7 @@ class Train:
 @dataclass(frozen=True)
 class Eval:
     data: Data = field(default_factory=Data)
-    """Held-out tasks; with neither path nor generator there is no evaluation."""
+    """Held-out tasks; unset: those that `data.held_out` keeps back. Where there are none, there is no evaluation."""
     every: int = 0
     """Evaluate after each so many batches as well as before and after the run; 0: only then."""
     temperature: float = 1.0
@@ -374,6 +415,8 @@ class Config:
     """For a single turn, instead of an env: `function(text, task) -> float`."""
     group_reward: Code = None
     """`function(trajectories) -> numbers`, asked once for each whole group: what is added to each member's reward in training."""
+    mixture: dict[str, Part] = field(default_factory=dict)
+    """Several datasets in one run, by name, instead of `data`: each with its weight and, if it has one, an env of its own."""
     rollout: Rollout = field(default_factory=Rollout)
     algo: Algo = field(default_factory=Algo)
     optim: Optim = field(default_factory=Optim)
@@ -393,10 +436,13 @@ class Config:
 
     def __post_init__(self) -> None:
         _require(self.name not in ("", ".", "..") and "/" not in self.name, "name", "a plain folder name", self.name)
-        if self.env is not None and self.reward is not None:
-            raise ValueError("env and reward cannot both be set: a reward function stands for a whole single-turn env.")
+        _check_player("", self)
+        _check_held_out("data", self.data, "eval.data", self.eval.data)
+        self._check_mixture()
         _check_samples(self.algo, self.rollout)
-        if self.rollout.generate is not None and (self.env is not None or self.reward is not None):
+        parts: list[Config | Part] = [self, *self.mixture.values()]
+        plays = any(part.env is not None or part.reward is not None for part in parts)
+        if self.rollout.generate is not None and plays:
             raise ValueError("rollout.generate plays whole episodes by itself, so env and reward must be unset.")
         if self.reward is not None:
             _require(
@@ -417,3 +463,15 @@ class Config:
             budget,
             self.rollout.max_reply_tokens,
         )
+
+    def _check_mixture(self) -> None:
+        if self.mixture and self.data.is_set:
+            raise ValueError(
+                "data and mixture exclude each other: make data a part of the mixture, or leave one unset."
+            )
+        if self.mixture and self.eval.data.is_set:
+            raise ValueError(
+                "eval.data and mixture exclude each other: set mixture.NAME.eval_data, which has NAME's env."
+            )
+        for name in self.mixture:
+            _require(name.isidentifier(), "mixture", "named by plain words", name)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import abc
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vlmrl.config import Config, Part
 from vlmrl.loading import load_object
 from vlmrl.types import TRUNCATED, ImageSource, Message, Task
 
@@ -97,12 +98,37 @@ class RewardEnv(Env):
 class EnvSpec:
     """An env class or factory with its options, checked: ``spec.build(task)`` makes the env of one trajectory.
 
-    ``tools`` are those that the class has; an env may set others when it is built.
+    ``tools`` are those that the class has; an env may set others when it is built. ``parts`` are the specs of a mixture by part.
     """
 
     name: str
     build: Callable[[Task], Env]
     tools: list[dict[str, Any]] = field(default_factory=list)
+    parts: Mapping[str, EnvSpec] = field(default_factory=dict)
+
+    def of(self, task: Task) -> EnvSpec:
+        """The one that plays ``task``."""
+        return self.parts[task.part] if self.parts else self
+
+
+def resolve_envs(config: Config, base_dir: Path | None = None) -> EnvSpec:
+    """The spec of a run's env, or that of its mixture, where each part has its own or else the run's."""
+
+    def resolved(player: Config | Part) -> EnvSpec:
+        return resolve_env(player.env, player.reward, dict(player.env_options), base_dir)
+
+    if not config.mixture:
+        return resolved(config)
+    own = resolved(config) if config.env is not None or config.reward is not None else None
+    parts: dict[str, EnvSpec] = {}
+    for name, part in config.mixture.items():
+        spec = own if part.env is None and part.reward is None else resolved(part)
+        if spec is None:
+            raise ValueError(f"mixture.{name}.env must be set, or else env, for all parts that have none of their own.")
+        parts[name] = spec
+    names = ", ".join(f"{name}: {spec.name}" for name, spec in parts.items())
+    tools = [tool for spec in parts.values() for tool in spec.tools]
+    return EnvSpec(names, lambda task: parts[task.part].build(task), tools, parts)
 
 
 def resolve_env(

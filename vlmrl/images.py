@@ -56,6 +56,19 @@ def _encoded(source: ImageSource) -> bytes:
     return buffer.getvalue()
 
 
+def image_size(source: ImageSource) -> tuple[int, int]:
+    """Width and height of the picture that :func:`load_image` gives, from the file's header where it has one."""
+    source = _content(source)
+    with _naming(source):
+        image = _open(source)
+        if not isinstance(image, Image.Image):
+            return load_image(source).size
+        width, height = image.size
+        exif = image.getexif() if "exif" in image.info else {}  # asked otherwise, a PNG would be decoded
+        turned = exif.get(ExifTags.Base.Orientation, 1) >= 5  # by a quarter
+        return (height, width) if turned else (width, height)
+
+
 def _upright(image: Image.Image) -> Image.Image:
     """Turned as its camera says. Raises ValueError for more than 8 bits a channel, which would be clipped, not scaled."""
     if image.mode.startswith(("I", "F")):

@@ -59,7 +59,7 @@ async def train(run: Run, log: RunLog, progress: RunProgress) -> dict[str, float
                     metrics = train_on(run, trainer, batch.trajectories)
                     await push_weights(run, trainer, step)
                 seconds = {"time/rollout": rolled_out - began, "time/train": time.perf_counter() - rolled_out}
-                row = step_metrics(run, batch) | metrics | seconds
+                row = step_metrics(run, batch) | tasks.metrics() | metrics | seconds
                 log.log(step, row)
                 log.log_trajectories(step, played)
                 rate = row["sampled_tokens"] / (time.perf_counter() - began)
@@ -169,7 +169,7 @@ async def evaluate_run(run: Run, progress: RunProgress, *, label: str, blank_ima
     store = run.model.new_store(blank_images)
     runner = run.runner(group_size=config.eval.samples_per_task, store=store)
     runner.loop.config = rollout
-    tasks = [run.held_out[index] for index in range(len(run.held_out))]
+    tasks = [task for task in run.held_out if run.held_out.fits(task)]
     rewards: list[float] = []
     with progress.phase("evaluate", len(tasks) * runner.group_size) as phase:
 

@@ -11,16 +11,24 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
 from torchvision.transforms.v2 import functional as tv
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from vlmrl.images import content_hash, load_image, source_key
+from vlmrl.images import content_hash, image_size, load_image, source_key
 from vlmrl.threads import DaemonPool
 from vlmrl.types import ImageSource, MediaItem
+
+
+class Measure(NamedTuple):
+    """How the model will see a picture of the size ``given``: its size then, and its visual tokens. Sizes are (width, height)."""
+
+    given: tuple[int, int]
+    shown: tuple[int, int]
+    num_tokens: int
 
 
 class MediaStore:
@@ -57,6 +65,12 @@ class MediaStore:
     async def get(self, source: ImageSource) -> MediaItem:
         """The picture's item. Loading and processing run in the store's threads, never in the event loop."""
         return await self._pool.run(self.load, source)
+
+    def measure(self, source: ImageSource) -> Measure:
+        """What :meth:`load` would make of the picture's size, without decoding it."""
+        width, height = given = image_size(source)
+        rows, columns = self._size(width, height)
+        return Measure(given, (columns, rows), rows * columns // self._factor**2)
 
     def close(self) -> None:
         """Let the store's threads end."""
@@ -102,11 +116,14 @@ class MediaStore:
         weakref.finalize(item, self._ids.pop, key, None).atexit = False
         return item
 
+    def _size(self, width: int, height: int) -> tuple[int, int]:
+        """The height and width that the processor would choose."""
+        return smart_resize(height, width, self._factor, self._min_pixels, self._max_pixels)
+
     def _process(self, content: str, image: Image.Image) -> MediaItem:
         """Resize to what the processor would choose, with its own filter, then let it make the tensors."""
-        width, height = image.size
-        size = smart_resize(height, width, self._factor, self._min_pixels, self._max_pixels)
-        if size != (height, width):
+        size = self._size(*image.size)
+        if size != image.size[::-1]:
             pixels = tv.pil_to_tensor(image)
             image = tv.to_pil_image(tv.resize(pixels, list(size), tv.InterpolationMode.BICUBIC, antialias=True))
         inputs = dict(self._processor(images=[image], do_resize=False, return_tensors="pt"))

@@ -157,6 +157,8 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     ``ending/<reason>`` and ``truncated`` (fractions), ``retries/<kind>`` (counts) and ``trajectory/<name>`` (the mean over the
     trajectories that carry it). What nothing is known about is left out: two trajectories with rewards 0 and 1 give
     ``reward/std`` 0.5, none give no ``reward/`` at all.
+
+    Several sources, and the parts of a mixture, are also told apart: ``source/<name>/reward/mean``, ``turns/mean``, ``trajectories``.
     """
     played = [t for t in trajectories if not t.failed]
     turns = [turn for t in played for turn in t.turns]
@@ -176,6 +178,22 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     result |= _retries(trajectories)
     result |= _means("env", [turn.metrics for turn in turns])
     result |= _means("trajectory", [t.metrics for t in trajectories])
+    result |= _by_source(played)
+    return result
+
+
+def _by_source(played: Sequence[Trajectory]) -> dict[str, float]:
+    groups: dict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in played:
+        groups[trajectory.task.source].append(trajectory)
+    if len(groups) < 2 and not any(t.task.part for t in played):
+        return {}
+    result: dict[str, float] = {}
+    for source, group in sorted(groups.items()):
+        name = f"source/{source}"
+        result[f"{name}/trajectories"] = float(len(group))
+        result |= _summary(f"{name}/reward", [t.reward for t in group if t.reward is not None], "mean")
+        result |= _summary(f"{name}/turns", [len(t.turns) for t in group], "mean")
     return result
 
 

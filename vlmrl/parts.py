@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from vlmrl.algos import ADVANTAGES, CORRECTIONS, LOSSES, REDUCTIONS
-from vlmrl.config import Algo, Config, Data, Lora, Options
-from vlmrl.data import TaskSource, load_tasks
+from vlmrl.config import Algo, Config, Lora, Options
+from vlmrl.data import Tasks, load_run_tasks
+from vlmrl.data.lengths import prompt_tokens
 from vlmrl.engine.base import Engine, Waves
 from vlmrl.engine.transformers import TransformersEngine
-from vlmrl.env import EnvSpec, resolve_env
+from vlmrl.env import EnvSpec, resolve_envs
 from vlmrl.loading import check_options
 from vlmrl.media import MediaStore
 from vlmrl.model.loading import LoadedModel, load_model
@@ -40,8 +41,8 @@ class Run:
     base_dir: Path | None
     spec: EnvSpec | None
     generate: Generate | None
-    tasks: TaskSource
-    held_out: TaskSource | None
+    tasks: Tasks
+    held_out: Tasks | None
     model: LoadedModel
     store: MediaStore | None
     engine: TransformersEngine
@@ -79,15 +80,12 @@ class Run:
 def build(config: Config, base_dir: Path | None = None, ranks: Ranks | None = None) -> Run:
     """Everything a run needs, on rank 0 of its trainers. What can be wrong with a config is found here, cheap things first."""
     generate = resolve_generate(config.rollout, base_dir)
-    spec = None
-    if generate is None:
-        spec = resolve_env(config.env, config.reward, dict(config.env_options), base_dir)
+    spec = resolve_envs(config, base_dir) if generate is None else None
     history_policy = resolve_policy(config.rollout, base_dir)
     _check_algo(config.algo)
     filters = resolve_filters(config.algo, base_dir)
     group_reward = resolve_group_reward(config, base_dir)
-    tasks = _load(config.data, "data", base_dir)
-    held_out = _load(config.eval.data, "eval.data", base_dir) if config.eval.data.is_set else None
+    tasks, held_out = load_run_tasks(config, base_dir)
     torch.manual_seed(config.seed)
     ranks = ranks or Ranks()
     sampled = config.model if ranks.size == 1 else replace(config.model, lora=Lora(), freeze=())  # gets merged weights
@@ -106,6 +104,8 @@ def build(config: Config, base_dir: Path | None = None, ranks: Ranks | None = No
         model.policy, model.renderer, keep_kv=config.rollout.max_turns > 1 or generate is not None
     )
     store = model.new_store()
+    length = prompt_tokens(model.renderer, store, lambda task: spec.of(task).tools if spec else [])
+    tasks, held_out = tasks.measured(length), held_out and held_out.measured(length)
     receive = None if trainers.policy is model.policy else model.policy.load_weights
     played = (config, base_dir, spec, generate, tasks, held_out, model, store, engine, history_policy, filters)
     return Run(*played, trainers, receive, group_reward)
@@ -122,9 +122,3 @@ def _check_algo(algo: Algo) -> None:
     for kind, name, registry, arguments, options in chosen:
         field = "algo.corrections" if kind == "correction" else f"algo.{kind}"
         check_options(f"algo.{kind}_options", choose(field, name, registry), arguments, options)
-
-
-def _load(data: Data, field: str, base_dir: Path | None) -> TaskSource:
-    if not data.is_set:
-        raise ValueError(f"{field} must be set: give it a path or a generator.")
-    return load_tasks(data, base_dir)

@@ -39,7 +39,8 @@ class Task:
     """One dataset row, ready to be played: ``Task("train/3", [{"role": "user", "content": "2+2?"}], answer="4")``.
 
     ``prompt`` holds its pictures inside the messages; ``images`` names the same sources again, in order. ``data`` has every
-    column that was not mapped. ``seed`` is the same for all members of a group.
+    column that was not mapped. ``seed`` is the same for all members of a group. ``source`` is what metrics are told apart by;
+    ``part`` is the name of the part of a mixture that it belongs to, whose env plays it.
     """
 
     id: str
@@ -49,6 +50,7 @@ class Task:
     data: dict[str, Any] = field(default_factory=dict)
     source: str = ""
     seed: int = 0
+    part: str = ""
 
     def copy(self) -> Task:
         """One for an env to change as it likes: all of it is copied, except its pictures.

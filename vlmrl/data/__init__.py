@@ -1,6 +1,16 @@
 """From datasets and generators to tasks, and the order in which they are drawn."""
 
-from vlmrl.data.source import TaskSource, load_tasks, task_seed
+from vlmrl.data.mixture import TaskMixture, Tasks, load_run_tasks
+from vlmrl.data.source import TaskSource, load_split, load_tasks, task_seed
 from vlmrl.data.stream import TaskStream
 
-__all__ = ["TaskSource", "TaskStream", "load_tasks", "task_seed"]
+__all__ = [
+    "TaskMixture",
+    "TaskSource",
+    "TaskStream",
+    "Tasks",
+    "load_run_tasks",
+    "load_split",
+    "load_tasks",
+    "task_seed",
+]

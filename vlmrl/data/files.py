@@ -45,6 +45,9 @@ class Rows:
                     hasher.update(buffer)
         return hasher.hexdigest()
 
+    def column(self, name: str) -> list[Any]:
+        return self._table[name].to_pylist()
+
 
 def load_rows(path: str, split: str, base_dir: Path | None = None) -> Rows:
     """The rows of one split, which may be a slice such as ``train[:100]``.

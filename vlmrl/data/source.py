@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,40 +26,86 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class TaskSource:
-    """Tasks by index, each made when it is asked for; ``order(epoch)`` is the same in every process."""
+    """Tasks by index, each made from its row when it is asked for; their order is the same in every process.
 
-    size: int
+    ``tokens``, once it is known how to count them, tells how long a task's prompt is; ``max_prompt_tokens`` is the most that fits.
+    """
+
     make: Callable[[int], Task]
+    rows: Sequence[int]
     seed: int = 0
     shuffle: bool = True
+    max_prompt_tokens: int | None = None
+    tokens: Callable[[Task], int] | None = None
 
     def __len__(self) -> int:
-        return self.size
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> Task:
-        if not 0 <= index < self.size:
-            raise IndexError(f"task index {index} is not in 0..{self.size - 1}")
-        return self.make(index)
+        if not 0 <= index < len(self):
+            raise IndexError(f"task index {index} is not in 0..{len(self) - 1}")
+        return self.make(self.rows[index])
 
-    def order(self, epoch: int) -> list[int]:
+    def __iter__(self) -> Iterator[Task]:
+        return (self[index] for index in range(len(self)))
+
+    def order(self, epoch: int) -> Sequence[int]:
         """The indices in the order they are played in this epoch."""
-        indices = list(range(self.size))
-        if self.shuffle:
-            random.Random(f"{self.seed}/{epoch}").shuffle(indices)
-        return indices
+        return _shuffled(len(self), self.seed, epoch) if self.shuffle else range(len(self))
+
+    def draw(self, number: int) -> Task:
+        """The task of draw ``number``, from 0: epoch after epoch, each in its own order."""
+        epoch, place = divmod(number, len(self))
+        return self[self.order(epoch)[place]]
+
+    def fits(self, task: Task) -> bool:
+        return self.max_prompt_tokens is None or self.tokens is None or self.tokens(task) <= self.max_prompt_tokens
+
+    def measured(self, tokens: Callable[[Task], int]) -> TaskSource:
+        return replace(self, tokens=tokens)
+
+
+@lru_cache(maxsize=8)
+def _shuffled(size: int, seed: int, epoch: int) -> tuple[int, ...]:
+    indices = list(range(size))
+    random.Random(f"{seed}/{epoch}").shuffle(indices)
+    return tuple(indices)
 
 
 def load_tasks(data: Data, base_dir: Path | None = None) -> TaskSource:
-    """The tasks that ``data`` names; local paths are looked for under ``base_dir``, then the working directory.
+    """The tasks that ``data`` names, without those it holds out; see :func:`load_split`."""
+    return load_split(data, base_dir)[0]
+
+
+def load_split(data: Data, base_dir: Path | None = None, part: str = "") -> tuple[TaskSource, TaskSource | None]:
+    """The tasks that ``data`` names and, apart from them, those that it holds out. ``part`` is their mixture's name for them.
+
+    Local paths are looked for under ``base_dir``, then the working directory.
 
     Raises:
-        ValueError: the data, a mapped column or the generator is not there, or the generator's options do not fit it.
+        ValueError: the data, a mapped column or the generator is not there, or the generator's options do not fit it, or nothing
+            is left to train on.
     """
-    if data.generator is not None:
-        make, size = _generated(data, base_dir), data.size or 0
-    else:
-        make, size = _rows(data, base_dir)
-    return TaskSource(size if data.limit is None else min(size, data.limit), make, data.seed, data.shuffle)
+    table = _generated(data, base_dir, part) if data.generator is not None else _dataset(data, base_dir, part)
+    ids = table.ids if data.limit is None else table.ids[: data.limit]
+    kept_back = held_out(ids, data.held_out)
+    sides = [[row for row in range(len(ids)) if (row in kept_back) == side] for side in (False, True)]
+    if not sides[0] or (data.held_out and not sides[1]):
+        raise ValueError(
+            f"data.held_out {data.held_out} keeps back {len(sides[1])} of {len(ids)} rows: it must leave some on each side."
+        )
+    train, rest = (TaskSource(table.make, rows, data.seed, data.shuffle, data.max_prompt_tokens) for rows in sides)
+    return train, rest if data.held_out else None
+
+
+def held_out(ids: Sequence[Any], amount: int | float) -> set[int]:
+    """The places of the ids that are held out: those whose hashes are lowest, a share of all or (from 1 on) a count.
+
+    A share asks each id alone, so that rows that are added later move none; rows of one id are never parted.
+    """
+    ranks = [int.from_bytes(hashlib.sha256(str(name).encode()).digest()[:8], "big") for name in ids] if amount else []
+    limit = amount * 2**64 if amount < 1 else sorted(ranks)[: int(amount)][-1] + 1
+    return {place for place, rank in enumerate(ranks) if rank < limit}
 
 
 def task_seed(seed: int, index: int) -> int:
@@ -66,10 +113,18 @@ def task_seed(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:4], "big") >> 1
 
 
+@dataclass(frozen=True)
+class _Table:
+    """``make(row)`` for each row, and the rows' ids: what they are called by themselves, or their places."""
+
+    make: Callable[[int], Task]
+    ids: Sequence[Any]
+
+
 # Datasets
 
 
-def _rows(data: Data, base_dir: Path | None) -> tuple[Callable[[int], Task], int]:
+def _dataset(data: Data, base_dir: Path | None, part: str) -> _Table:
     if data.path is None:
         raise ValueError("data names no tasks: set data.path (a file, a folder, a hub name) or data.generator")
     rows = load_rows(data.path, data.split, base_dir)
@@ -78,20 +133,23 @@ def _rows(data: Data, base_dir: Path | None) -> tuple[Callable[[int], Task], int
     name = task_name(local or Path(data.path), data.split)
     own = [] if local is None else [local if local.is_dir() else local.parent]
     roots = [*own, *places(".", base_dir)]
+    ids = rows.column(columns["id"]) if "id" in columns else range(len(rows))
 
     def make(index: int) -> Task:
-        row = rows[index]
-        task = Task(f"{name}/{index}", [], source=str(local or data.path), seed=task_seed(data.seed, index))
         where = f"row {index} of {data.path!r} ({data.split})"
-        if "answer" in columns and row[columns["answer"]] is None:
-            raise ValueError(f"{where}: column {columns['answer']!r} is empty. Give the row an answer, or drop it")
+        row = rows[index]
+        for key in ("id", "source", "answer"):
+            if key in columns and row[columns[key]] is None:
+                raise ValueError(f"{where}: column {columns[key]!r} is empty. Give the row one, or drop it")
+        source = str(row[columns["source"]]) if "source" in columns else part or str(local or data.path)
+        task = Task(f"{name}/{ids[index]}", [], source=source, seed=task_seed(data.seed, index), part=part)
         return _filled(task, row, columns, data.system_prompt, Pictures(where, roots))
 
-    return make, len(rows)
+    return _Table(make, ids)
 
 
 def _checked_columns(data: Data, present: list[str]) -> dict[str, str]:
-    """Where prompt, images and answer are. Images and answer may be absent, unless the user said where they are."""
+    """Where prompt, images, answer and so on are. All but the prompt may be absent, unless the user said where they are."""
     columns = {"prompt": "prompt", "images": "images", "answer": "answer"} | data.columns
     for name, column in columns.items():
         if column not in present and (name == "prompt" or name in data.columns):
@@ -105,7 +163,7 @@ def _checked_columns(data: Data, present: list[str]) -> dict[str, str]:
 # Generators
 
 
-def _generated(data: Data, base_dir: Path | None) -> Callable[[int], Task]:
+def _generated(data: Data, base_dir: Path | None, part: str) -> _Table:
     function = load_object(data.generator, base_dir) if isinstance(data.generator, str) else data.generator
     name = getattr(function, "__name__", type(function).__name__)
     if not callable(function):
@@ -117,21 +175,21 @@ def _generated(data: Data, base_dir: Path | None) -> Callable[[int], Task]:
             f"data.generator {name}{inspect.signature(function)} cannot be called as "
             f"{name}(index, seed, **{data.options!r}): {error}. Mend data.options or the function"
         ) from error
-    source = data.generator if isinstance(data.generator, str) else name
+    source = part or (data.generator if isinstance(data.generator, str) else name)
 
     def make(index: int) -> Task:
-        where, seed = f"task {index} of generator {source!r}", task_seed(data.seed, index)
+        where, seed = f"task {index} of generator {name!r}", task_seed(data.seed, index)
         made = function(index, seed, **data.options)
         if isinstance(made, Task):
             prompt = _with_system(made.prompt, data.system_prompt)
-            return replace(made, prompt=prompt, seed=made.seed or seed, source=made.source or source)
+            return replace(made, prompt=prompt, seed=made.seed or seed, source=made.source or source, part=part)
         if not isinstance(made, dict) or "prompt" not in made:
             raise ValueError(f"{where}: it must return a Task or a dict with a prompt, but it returned {made!r}")
-        task = Task(f"{name}/{data.seed}/{index}", [], source=source, seed=seed)
+        task = Task(f"{name}/{data.seed}/{index}", [], source=source, seed=seed, part=part)
         columns = {key: key for key in ("prompt", "images", "answer") if key in made}
         return _filled(task, made, columns, data.system_prompt, Pictures(where, places(".", base_dir)))
 
-    return make
+    return _Table(make, range(data.size or 0))
 
 
 # One row

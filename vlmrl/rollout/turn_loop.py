@@ -119,7 +119,7 @@ class TurnLoop:
         trajectory = Trajectory(trajectory_id, group_id, task)
         config = self.config
         session = EnvSession(
-            self.spec,
+            self.spec.of(task),
             task,
             max_turns=config.max_turns,
             timeout=config.env_timeout,
@@ -207,7 +207,7 @@ class TurnLoop:
                 resampled += 1
                 if resampled > self.config.max_env_retries_per_turn:
                     raise EnvError(
-                        f"env {self.spec.name}, task {trajectory.task.id}: RetryTurn {resampled} times: {error}"
+                        f"env {self.spec.of(trajectory.task).name}, task {trajectory.task.id}: RetryTurn {resampled} times: {error}"
                     ) from error
         episode.context.append_reply(completion.token_ids)
         if resampled:
@@ -316,8 +316,9 @@ class TurnLoop:
             remedy = "give info['reward'] in step, or return a reward from finish"
             if trajectory.ending in TRUNCATED:
                 remedy += ", or set rollout.truncated_reward"
+            name = self.spec.of(trajectory.task).name
             raise EnvContractError(
-                f"env {self.spec.name}, task {trajectory.task.id}: the episode ended ({trajectory.ending}) without a reward: {remedy}."
+                f"env {name}, task {trajectory.task.id}: the episode ended ({trajectory.ending}) without a reward: {remedy}."
             )
 
 

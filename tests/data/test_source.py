@@ -7,8 +7,6 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,10 @@ import pytest
 from PIL import Image
 
 from vlmrl.config import Data
-from vlmrl.data import TaskSource, TaskStream, load_tasks, task_seed
+from vlmrl.data import TaskSource, load_split, load_tasks, task_seed
 from vlmrl.types import Task
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -380,8 +378,8 @@ def test_order_is_a_stable_shuffle_of_seed_and_epoch():
     def source(**options: Any):
         return load_tasks(Data(generator=lambda index, seed: {"prompt": "x"}, size=8, **options))
 
-    assert source(shuffle=False).order(3) == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert source().order(0) == [0, 2, 1, 4, 6, 7, 3, 5]
+    assert list(source(shuffle=False).order(3)) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert list(source().order(0)) == [0, 2, 1, 4, 6, 7, 3, 5]
     assert source().order(0) == source().order(0) != source().order(1)
     assert source(seed=1).order(0) != source().order(0)
     assert sorted(source().order(1)) == list(range(8))
@@ -452,40 +450,78 @@ def test_our_datasets_folder_never_shadows_hugging_faces():
     assert shown.endswith("True\n")
 
 
-# The stream
+# Held out
 
 
-def numbered(size: int, **options: Any) -> TaskSource:
-    return load_tasks(Data(generator=lambda index, seed: {"prompt": str(index)}, size=size, **options))
+def ids(source: TaskSource | None) -> list[str]:
+    assert source is not None
+    return [task.id for task in source]
 
 
-def prompts(tasks: Iterable[Task]) -> list[str]:
-    return [content(task) for task in tasks]
+def rows_of(size: int, **options: Any) -> Data:
+    return Data(generator=lambda index, seed: {"prompt": "x"}, size=size, **options)
 
 
-def test_a_stream_plays_every_task_once_an_epoch_each_epoch_in_its_own_order():
-    source = numbered(8)
-    drawn = prompts(islice(TaskStream(source), 24))
-    assert drawn[:8] == ["0", "2", "1", "4", "6", "7", "3", "5"]
-    assert [sorted(drawn[start : start + 8]) for start in (0, 8, 16)] == [list("01234567")] * 3
-    assert len({tuple(drawn[start : start + 8]) for start in (0, 8, 16)}) == 3
+@pytest.mark.parametrize(("amount", "least", "most"), [(0.25, 200, 300), (17, 17, 17), (1, 1, 1)])
+def test_what_is_held_out_and_what_is_trained_on_are_all_rows_and_never_meet(amount, least, most):
+    train, held_out = load_split(rows_of(1000, held_out=amount))
+    assert least <= len(ids(held_out)) <= most
+    assert sorted(ids(train) + ids(held_out)) == sorted(ids(load_tasks(rows_of(1000))))
+    assert ids(load_tasks(rows_of(1000, held_out=amount))) == ids(train)
 
 
-def test_a_stream_goes_on_from_its_state():
-    stream = TaskStream(numbered(5))
-    prompts(islice(stream, 7))
-    state = json.loads(json.dumps(stream.state()))
-    assert state == {"drawn": 7}
-    resumed = TaskStream(numbered(5))
-    resumed.restore(state)
-    assert prompts(islice(resumed, 9)) == prompts(islice(stream, 9))
+def test_what_is_held_out_is_the_same_for_every_seed_and_order():
+    first, other = (
+        load_split(rows_of(50, held_out=0.2))[1],
+        load_split(rows_of(50, held_out=0.2, seed=9, shuffle=False))[1],
+    )
+    assert first is not None and other is not None
+    assert list(first.rows) == list(other.rows) == [8, 9, 39, 46, 47, 49]
 
 
-def test_a_draw_can_be_had_again_by_its_number():
-    stream = TaskStream(numbered(3))
-    drawn = prompts(islice(stream, 7))
-    assert prompts(stream.at(number) for number in (6, 0, 3)) == [drawn[6], drawn[0], drawn[3]]
-    assert stream.state() == {"drawn": 7}
+def test_a_share_goes_on_holding_out_the_same_rows_when_rows_are_added():
+    (_, few), (_, many) = load_split(rows_of(50, held_out=0.2)), load_split(rows_of(500, held_out=0.2))
+    assert few is not None and many is not None
+    assert [row for row in many.rows if row < 50] == list(few.rows)
+
+
+def test_rows_of_one_id_stay_together_wherever_they_stand(tmp_path):
+    rows = [{"prompt": f"{figure} {number}", "figure": f"f{figure}"} for number in range(3) for figure in range(20)]
+    shuffled = rows[::-1]
+    data = [
+        Data(str(jsonl(tmp_path / name, given)), columns={"id": "figure"}, held_out=0.3)
+        for name, given in (("a.jsonl", rows), ("b.jsonl", shuffled))
+    ]
+    held_out = [sorted(content(task) for task in load_split(each)[1] or ()) for each in data]
+    assert held_out[0] == held_out[1]
+    assert 0 < len(held_out[0]) < 60 and len(held_out[0]) % 3 == 0
+
+
+@pytest.mark.parametrize(("amount", "kept_back"), [(5, 5), (0.01, 0)])
+def test_a_side_without_rows_is_an_error(amount, kept_back):
+    with pytest.raises(ValueError, match=rf"data\.held_out {amount} keeps back {kept_back} of 5 rows"):
+        load_split(rows_of(5, held_out=amount))
+
+
+def test_nothing_is_held_out_unless_asked_for():
+    assert load_split(rows_of(5))[1] is None
+
+
+# Ids and sources
+
+
+def test_a_row_has_the_id_and_the_source_that_its_columns_give(tmp_path):
+    path = jsonl(tmp_path / "geo" / "train.jsonl", [{"prompt": "x", "uid": 17, "data_source": "hub/geo", "level": 2}])
+    task = load_tasks(Data(str(path), columns={"id": "uid", "source": "data_source"}))[0]
+    assert (task.id, task.source, task.data) == ("geo/train/17", "hub/geo", {"level": 2})
+
+
+@pytest.mark.parametrize("name", ["id", "source"])
+def test_a_row_without_its_id_or_source_is_named(tmp_path, name):
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "c": "1"}, {"prompt": "y", "c": None}])
+    source = load_tasks(Data(str(path), columns={name: "c"}))
+    with pytest.raises(ValueError, match=r"row 1 of .*column 'c' is empty"):
+        source[1]
 
 
 # What an env may change

@@ -1,0 +1,180 @@
+"""The order of draws: epochs, mixtures by weight, prompts that are too long, and going on from a state."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlmrl.config import Config, Data, Eval, Part
+from vlmrl.data import TaskMixture, TaskSource, TaskStream, load_run_tasks, load_tasks
+from vlmrl.types import Task
+
+
+def numbered(size: int, **options: Any) -> TaskSource:
+    return load_tasks(Data(generator=lambda index, seed: {"prompt": str(index)}, size=size, **options))
+
+
+def prompts(tasks: Iterable[Task]) -> list[str]:
+    return [task.prompt[0]["content"] for task in tasks]
+
+
+def test_a_stream_plays_every_task_once_an_epoch_each_epoch_in_its_own_order():
+    source = numbered(8)
+    drawn = prompts(islice(TaskStream(source), 24))
+    assert drawn[:8] == ["0", "2", "1", "4", "6", "7", "3", "5"]
+    assert [sorted(drawn[start : start + 8]) for start in (0, 8, 16)] == [list("01234567")] * 3
+    assert len({tuple(drawn[start : start + 8]) for start in (0, 8, 16)}) == 3
+
+
+def test_a_stream_goes_on_from_its_state():
+    stream = TaskStream(numbered(5))
+    prompts(islice(stream, 7))
+    state = json.loads(json.dumps(stream.state()))
+    assert state == {"drawn": 7, "too_long": 0}
+    resumed = TaskStream(numbered(5))
+    resumed.restore(state)
+    assert prompts(islice(resumed, 9)) == prompts(islice(stream, 9))
+
+
+def test_a_draw_can_be_had_again_by_its_number():
+    stream = TaskStream(numbered(3))
+    drawn = prompts(islice(stream, 7))
+    assert prompts(stream.at(number) for number in (6, 0, 3)) == [drawn[6], drawn[0], drawn[3]]
+    assert stream.drawn == 7
+
+
+# Mixtures
+
+
+def part(size: int, weight: float = 1.0, **options: Any) -> Part:
+    data = Data(generator=lambda index, seed: {"prompt": str(index)}, size=size, shuffle=False, **options)
+    return Part(data=data, weight=weight)
+
+
+def mixture(**parts: Part) -> TaskMixture:
+    tasks, _ = load_run_tasks(Config(mixture=parts))
+    assert isinstance(tasks, TaskMixture)
+    return tasks
+
+
+def names(tasks: Iterable[Task]) -> list[str]:
+    return [task.part + task.prompt[0]["content"] for task in tasks]
+
+
+def test_a_mixture_draws_by_weight_and_each_part_goes_through_its_own_epochs():
+    stream = TaskStream(mixture(a=part(3, weight=2), b=part(2)))
+    assert names(islice(stream, 9)) == ["a0", "b0", "a1", "a2", "b1", "a0", "a1", "b0", "a2"]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=4), st.integers(0, 500))
+def test_every_draw_is_where_drawing_from_the_first_on_comes_to(weights, number):
+    mixed = mixture(**{f"p{index}": part(7, weight) for index, weight in enumerate(weights)})
+    counts = dict.fromkeys(mixed.parts, 0)
+    for _ in range(number):
+        due = {name: (counts[name] + 0.5) / mixed.weights[name] for name in counts}
+        counts[min(due, key=lambda name: due[name])] += 1
+    after = Counter(task.part for task in (mixed.draw(place) for place in range(max(0, number - 20), number)))
+    before = Counter(task.part for task in islice(TaskStream(mixed), max(0, number - 20)))
+    assert before + after == Counter({name: count for name, count in counts.items() if count})
+
+
+def test_no_part_is_ever_far_from_its_share():
+    stream = TaskStream(mixture(a=part(5, weight=0.7), b=part(5, weight=0.2), c=part(5, weight=0.1)))
+    drawn: Counter[str] = Counter()
+    for number, task in enumerate(islice(stream, 200), start=1):
+        drawn[task.part] += 1
+        for name, weight in {"a": 0.7, "b": 0.2, "c": 0.1}.items():
+            assert abs(drawn[name] - weight * number) <= 1
+
+
+def test_a_mixture_goes_on_from_its_state():
+    parts = {"a": part(3, weight=1.7), "b": part(4), "c": part(2, weight=0.3)}
+    stream = TaskStream(mixture(**parts))
+    list(islice(stream, 31))
+    resumed = TaskStream(mixture(**parts))
+    resumed.restore(stream.state())
+    assert names(islice(resumed, 20)) == names(islice(stream, 20))
+
+
+def test_a_parts_tasks_carry_its_name_and_by_default_as_their_source():
+    task = next(TaskStream(mixture(geo=part(1))))
+    assert (task.part, task.source) == ("geo", "geo")
+
+
+def test_each_part_is_evaluated_on_its_own_tasks_and_with_no_others():
+    kept_back = part(40, held_out=5)
+    own = replace(part(3), eval_data=Data(generator=lambda index, seed: {"prompt": f"e{index}"}, size=2))
+    tasks, held_out = load_run_tasks(Config(mixture={"a": kept_back, "b": own, "c": part(3)}))
+    assert held_out is not None
+    assert Counter(task.part for task in held_out) == {"a": 5, "b": 2}
+    assert names(held_out)[5:] == ["be0", "be1"]
+    assert not set(names(held_out)) & {task.part + task.prompt[0]["content"] for task in tasks}
+    assert len(tasks) == 35 + 3 + 3
+
+
+def test_one_dataset_is_evaluated_on_what_it_holds_out():
+    data = Data(generator=lambda index, seed: {"prompt": str(index)}, size=20, held_out=4)
+    tasks, held_out = load_run_tasks(Config(data=data))
+    assert held_out is not None
+    assert sorted(prompts([*tasks, *held_out]), key=int) == [str(number) for number in range(20)]
+    assert load_run_tasks(Config(data=replace(data, held_out=0)))[1] is None
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: Config(mixture={"a": part(3)}, data=Data("x")), "data and mixture exclude each other"),
+        (
+            lambda: Config(mixture={"a": part(3)}, eval=Eval(data=Data("x"))),
+            r"eval\.data and mixture .*NAME\.eval_data",
+        ),
+        (lambda: Config(mixture={"a/b": part(3)}), "mixture must be named by plain words, but it is 'a/b'"),
+        (lambda: part(3, weight=0.0), r"mixture\.NAME\.weight must be greater than 0"),
+        (lambda: Part(), r"mixture\.NAME\.data must be given a path or a generator"),
+        (lambda: Config(data=Data("x", held_out=0.1), eval=Eval(data=Data("y"))), "held_out and eval.data exclude"),
+        (lambda: Data("x", held_out=2.5), r"data\.held_out must be a share or a count of rows, but it is 2\.5"),
+        (lambda: Data("x", held_out=-1), r"data\.held_out must be a share or a count"),
+        (lambda: load_run_tasks(Config()), "data must be set"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(make, told):
+    with pytest.raises(ValueError, match=told):
+        make()
+
+
+# Prompts that are too long
+
+
+def count_words(task: Task) -> int:
+    return int(task.prompt[0]["content"])
+
+
+def test_prompts_that_are_too_long_are_passed_over_and_counted():
+    source = numbered(10, shuffle=False, max_prompt_tokens=3).measured(count_words)
+    stream = TaskStream(source)
+    assert prompts(islice(stream, 6)) == ["0", "1", "2", "3", "0", "1"]
+    assert stream.metrics() == {"data/drawn": 12.0, "data/too_long": 6.0, "data/epochs": 1.2}
+    resumed = TaskStream(source)
+    resumed.restore(stream.state())
+    assert prompts(islice(resumed, 3)) == ["2", "3", "0"]
+    assert resumed.too_long == 12
+
+
+def test_each_part_of_a_mixture_has_its_own_limit():
+    mixed = mixture(a=part(4, max_prompt_tokens=1), b=part(4)).measured(count_words)
+    assert names(islice(TaskStream(mixed), 6)) == ["a0", "b0", "a1", "b1", "b2", "b3"]
+
+
+def test_a_limit_that_nothing_fits_ends_with_an_error():
+    stream = TaskStream(numbered(4, max_prompt_tokens=1).measured(lambda task: 2))
+    with pytest.raises(ValueError, match=r"data\.max_prompt_tokens leaves nothing: 4 prompts in a row"):
+        next(stream)

@@ -1,0 +1,75 @@
+"""The tasks of a run: one source of them, or several that are mixed by weight; those to train on, and those held out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+from vlmrl.config import Config, Data
+from vlmrl.data.source import TaskSource, load_split
+from vlmrl.types import Task
+
+
+@dataclass(frozen=True)
+class TaskMixture:
+    """Several sources in one order. After any number of draws each part has had its share of them, to within one or so.
+
+    With the weights 2 and 1 the parts' turns are ``a b a a b a a b a``, without end: of each three draws, two are of ``a``.
+    """
+
+    parts: Mapping[str, TaskSource]
+    weights: Mapping[str, float]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts.values()))
+
+    def __iter__(self) -> Iterator[Task]:
+        return chain.from_iterable(self.parts.values())
+
+    def draw(self, number: int) -> Task:
+        """The task of draw ``number``, from 0; each part goes through its own epochs."""
+        drawn = self._drawn_before(number)
+        name = self._next(drawn)
+        return self.parts[name].draw(drawn[name])
+
+    def fits(self, task: Task) -> bool:
+        return self.parts[task.part].fits(task)
+
+    def measured(self, tokens: Callable[[Task], int]) -> TaskMixture:
+        return replace(self, parts={name: part.measured(tokens) for name, part in self.parts.items()})
+
+    def _next(self, drawn: Mapping[str, int]) -> str:
+        """The part whose turn it is: its draw number k is due at the time (k + 1/2) / weight (Webster's method)."""
+        return min(self.parts, key=lambda name: (drawn[name] + 0.5) / self.weights[name])
+
+    def _drawn_before(self, number: int) -> dict[str, int]:
+        """How often each part was drawn before draw ``number``: all draws due by a time a little too early, then one by one."""
+        early = max(0, number - len(self.parts)) / sum(self.weights.values())
+        drawn = {name: math.floor(early * self.weights[name] + 0.5) for name in self.parts}
+        while sum(drawn.values()) < number:
+            drawn[self._next(drawn)] += 1
+        return drawn
+
+
+Tasks = TaskSource | TaskMixture
+
+
+def load_run_tasks(config: Config, base_dir: Path | None = None) -> tuple[Tasks, Tasks | None]:
+    """What the run trains on, and what it is evaluated on, if anything. Raises ValueError where it names no tasks."""
+    if not config.mixture:
+        if not config.data.is_set:
+            raise ValueError("data must be set: give it a path or a generator, or mix several datasets with mixture.")
+        return _load(config.data, config.eval.data, base_dir)
+    loaded = {name: _load(part.data, part.eval_data, base_dir, name) for name, part in config.mixture.items()}
+    weights = {name: part.weight for name, part in config.mixture.items()}
+    held_out = {name: tasks for name, (_, tasks) in loaded.items() if tasks is not None}
+    mixed = TaskMixture({name: tasks for name, (tasks, _) in loaded.items()}, weights)
+    return mixed, TaskMixture(held_out, weights) if held_out else None
+
+
+def _load(data: Data, eval_data: Data, base_dir: Path | None, part: str = "") -> tuple[TaskSource, TaskSource | None]:
+    tasks, held_out = load_split(data, base_dir, part)
+    return tasks, load_split(eval_data, base_dir, part)[0] if eval_data.is_set else held_out
