@@ -209,6 +209,7 @@ def test_a_trajectory_record_is_json_and_says_what_happened():
         "answer": {"x": 3},
         "reward": 1.0,
         "final_reward": None,
+        "group_reward": None,
         "ending": "env_done",
         "error": None,
         "metrics": {},
