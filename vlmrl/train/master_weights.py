@@ -11,24 +11,28 @@ class MasterWeights:
     """Float32 copies of a model's trainable parameters, and of their gradients over all micro-batches.
 
     A gradient is added to its master's, in float32, as soon as backward has made it. Where the model is float32 already, the
-    parameters are their own masters. :meth:`publish` writes the masters into the model after an optimizer step.
+    parameters are their own masters, in ``named``. :meth:`publish` writes the masters into the model after an optimizer step.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
-        self.parameters: list[nn.Parameter] = []
+        self.named: dict[str, nn.Parameter] = {}
         self._hooks: list[RemovableHandle] = []
-        for parameter in module.parameters():
+        for name, parameter in module.named_parameters():
             if not parameter.requires_grad:
                 continue
             if parameter.dtype == torch.float32:
-                self.parameters.append(parameter)
+                self.named[name] = parameter
                 continue
             master = nn.Parameter(parameter.detach().float())
             self._pairs.append((parameter, master))
-            self.parameters.append(master)
+            self.named[name] = master
             hook = parameter.register_post_accumulate_grad_hook(lambda p, master=master: _move_gradient(p, master))
             self._hooks.append(hook)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.named.values())
 
     def close(self) -> None:
         """Let go of the model, so that another trainer can take it over."""

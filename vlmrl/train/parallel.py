@@ -10,6 +10,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,14 @@ class Leader:
     def named_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
         _tell("named_adapters")
         yield from self._trainer.named_adapters()
+
+    def save(self, checkpoint: Path) -> None:
+        _tell("save", checkpoint)
+        self._trainer.save(checkpoint)
+
+    def restore(self, checkpoint: Path) -> None:
+        _tell("restore", checkpoint)
+        self._trainer.restore(checkpoint)
 
     def close(self) -> None:
         _tell("close")

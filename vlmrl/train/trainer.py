@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,15 @@ from vlmrl.algos.corrections import mismatch
 from vlmrl.config import Algo, Optim
 from vlmrl.model.adapters import named_adapters, named_weights
 from vlmrl.model.policy import Policy, TokenScores
+from vlmrl.train.checkpoint import (
+    averages,
+    load_random,
+    load_tensors,
+    make_averages,
+    save_random,
+    save_tensors,
+    saved_names,
+)
 from vlmrl.train.master_weights import MasterWeights, move_state
 from vlmrl.train.packing import Part, Sharing, pack, per_token, split
 from vlmrl.train.ranks import Ranks
@@ -65,14 +75,11 @@ class Trainer:
         self._micro_tokens = tokens_per_micro_batch
         self._groups_per_step = groups_per_step
         self._share_prefixes = share_prefixes and policy.family.may_share
-        self._grad_clip = optim.grad_clip
-        self._offload = optim.offload
+        self._optim = optim
+        self._total_steps = total_steps
         self._weights = MasterWeights(policy)
         self.optimizer = torch.optim.AdamW(
             self._weights.parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
-        )
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: learning_rate_factor(optim, step, total_steps)
         )
         if algo.kl_coef and reference is None:
             raise ValueError(f"algo.kl_coef is {algo.kl_coef}, so a reference policy must be given.")
@@ -183,21 +190,48 @@ class Trainer:
         """The adapters' weights; every rank walks through them."""
         return named_adapters(self.policy.model)
 
+    def save(self, checkpoint: Path) -> None:
+        """Write this rank's part of a checkpoint; every rank calls it."""
+        save_random(checkpoint, self._ranks.rank)
+        save_tensors(checkpoint, self._tensors())
+
+    def restore(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint, which may be one of another number of ranks. Rates and the like are this trainer's own."""
+        make_averages(self.optimizer, self._weights.named, saved_names(checkpoint))
+        tensors = self._tensors()
+        load_tensors(checkpoint, tensors)
+        self.steps_done = int(tensors["steps_done"])
+        self._weights.publish()
+        if self._optim.offload:
+            move_state(self.optimizer, torch.device("cpu"))
+        load_random(checkpoint, self._ranks.rank)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """All that a checkpoint holds of this trainer: also a reference that is a copy of what training started from."""
+        named = self._weights.named
+        tensors = {"steps_done": torch.tensor(self.steps_done), **averages(self.optimizer, named)}
+        tensors |= {f"weight/{name}": weight.detach() for name, weight in named.items()}
+        if isinstance(self.reference, Policy) and self._algo.reference is None:
+            tensors |= {f"reference/{name}": weight.detach() for name, weight in self.reference.named_parameters()}
+        return tensors
+
     def _apply_gradient(self) -> dict[str, float]:
-        total: Any = torch.nn.utils.clip_grad_norm_(self._weights.parameters, self._grad_clip)
+        optim = self._optim
+        total: Any = torch.nn.utils.clip_grad_norm_(self._weights.parameters, optim.grad_clip)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"optimizer step {self.steps_done}: the gradient's norm is {norm}; nothing was updated."
             )
-        rate = float(self.scheduler.get_last_lr()[0])
-        if self._offload:
+        rate = optim.lr * learning_rate_factor(optim, self.steps_done, self._total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if optim.offload:
             move_state(self.optimizer, self.policy.device)
         self.optimizer.step()
-        if self._offload:
+        if optim.offload:
             move_state(self.optimizer, torch.device("cpu"))
         self.optimizer.zero_grad(set_to_none=True)
-        self.scheduler.step()
         self._weights.publish()
         self.steps_done += 1
         return {"grad_norm": norm, "lr": rate}
