@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from vlmrl.adapters.gymnasium import GymnasiumEnv
-from vlmrl.config import Algo, Config, Data, Eval, Model, Optim, Part, Rollout, Train, WarmStart
+from vlmrl.config import Algo, Checkpoint, Config, Data, Eval, Model, Optim, Part, Rollout, Train, WarmStart
 from vlmrl.env import Env, RetryTurn, obs
 from vlmrl.images import load_image
 from vlmrl.tools import ToolCall, ToolEnv, read_tool_calls
@@ -12,6 +12,7 @@ from vlmrl.types import Message, Sample, Task, Trajectory, Turn
 __version__ = "0.1.0"
 __all__ = [
     "Algo",
+    "Checkpoint",
     "Config",
     "Data",
     "Env",

@@ -33,6 +33,8 @@ class TrainArguments:
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
     dry_run: bool = False
     """Resolve everything, print the plan, and stop."""
+    resume: bool = False
+    """Go on from the newest checkpoint in the run's folder, if there is one."""
 
 
 def main() -> None:
@@ -114,7 +116,7 @@ def _train(config: Callable[[], Config], doc: str, folder: Path, arguments: Sequ
     with _errors_in_one_line():
         from vlmrl.run import run_training
 
-        run_training(chosen.config, folder, dry_run=chosen.dry_run)
+        run_training(chosen.config, folder, dry_run=chosen.dry_run, resume=chosen.resume)
 
 
 def _load_recipe(command: str, arguments: Sequence[str]) -> tuple[Callable[[], Config], str, Path, list[str]]:

@@ -344,6 +344,18 @@ class Train:
 
 
 @dataclass(frozen=True)
+class Checkpoint:
+    every: int = 0
+    """Write a checkpoint after each so many batches, and after the last one; 0: none. `--resume` goes on from the newest."""
+    keep: int = 2
+    """Of the newest, so many stay."""
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 0, "checkpoint.every", "0 (off) or more", self.every)
+        _require(self.keep >= 1, "checkpoint.keep", "1 or more", self.keep)
+
+
+@dataclass(frozen=True)
 class Eval:
     data: Data = field(default_factory=Data)
     """Held-out tasks; unset: those that `data.held_out` keeps back. Where there are none, there is no evaluation."""
@@ -423,6 +435,7 @@ class Config:
     train: Train = field(default_factory=Train)
     eval: Eval = field(default_factory=Eval)
     warm_start: WarmStart = field(default_factory=WarmStart)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     seed: int = 0
     deterministic: bool = False
     """Rollouts in waves in task order: the same run twice gives the same numbers, at some cost in speed."""

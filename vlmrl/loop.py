@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from vlmrl.algos.filters import is_overlong
@@ -26,6 +27,7 @@ from vlmrl.parts import Run
 from vlmrl.progress import RunProgress
 from vlmrl.rollout.batches import GroupBatch, fill
 from vlmrl.samples import Report, audit, emit
+from vlmrl.train.checkpoint import load_json, save_json
 from vlmrl.train.credit import give_advantages
 from vlmrl.train.gaps import TurnGap, summarise, turn_gaps
 from vlmrl.trainers import RunTrainer
@@ -35,19 +37,36 @@ from vlmrl.viewer import write_page
 PAGE_TRAJECTORIES = 64  # of the last batch, shown on the trajectory page
 
 
-async def train(run: Run, log: RunLog, progress: RunProgress) -> dict[str, float]:
-    """Warm start, evaluation, the steps, evaluation again. Returns the summary, which `summary.json` holds too."""
-    config = run.config
-    if config.warm_start.steps:
-        await warm_start(run, progress)
-    summary = await _evaluate_into({}, "reward_before", run, log, 0, progress)
+@dataclass
+class Place:
+    """Where a run is: what a checkpoint holds of the loop itself."""
+
+    step: int = 0
+    tasks: dict[str, int] = field(default_factory=dict)
+    log: dict[str, int] = field(default_factory=dict)
+    summary: dict[str, float] = field(default_factory=dict)
+
+
+async def train(run: Run, log: RunLog, progress: RunProgress, checkpoint: Path | None = None) -> dict[str, float]:
+    """Warm start, evaluation, the steps, evaluation again. Returns the summary, which `summary.json` holds too.
+
+    A ``checkpoint`` stands for all that went before it.
+    """
+    config, place = run.config, Place()
+    if checkpoint is None:
+        if config.warm_start.steps:
+            await warm_start(run, progress)
+        await _evaluate_into(place.summary, "reward_before", run, log, 0, progress)
     trainer = new_trainer(run)
     runner = run.runner()
     tasks = TaskStream(run.tasks)
+    if checkpoint is not None:
+        place = await restore(run, trainer, tasks, checkpoint)
     played: list[Trajectory] = []
     try:
-        with progress.phase("train", config.train.steps) as phase:
-            for step in range(1, config.train.steps + 1):
+        with progress.phase("train", config.train.steps - place.step) as phase:
+            for step in range(place.step + 1, config.train.steps + 1):
+                counts = picture_counts(run)
                 began = time.perf_counter()
                 wanted, mode = config.train.groups_per_batch, config.algo.dynamic_sampling
                 batch = await fill(runner, tasks, wanted, f"step{step:06d}", run.filters, mode)
@@ -59,19 +78,24 @@ async def train(run: Run, log: RunLog, progress: RunProgress) -> dict[str, float
                     metrics = train_on(run, trainer, batch.trajectories)
                     await push_weights(run, trainer, step)
                 seconds = {"time/rollout": rolled_out - began, "time/train": time.perf_counter() - rolled_out}
-                row = step_metrics(run, batch) | tasks.metrics() | metrics | seconds
+                counts = {name: count - counts[name] for name, count in picture_counts(run).items()}
+                row = step_metrics(batch) | counts | tasks.metrics() | metrics | seconds
                 log.log(step, row)
                 log.log_trajectories(step, played)
                 rate = row["sampled_tokens"] / (time.perf_counter() - began)
                 phase.advance(reward=row.get("reward/mean"), reply_tokens=row["sampled_tokens/mean"], tokens_per_s=rate)
                 if config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
                     await _evaluate_into({}, "", run, log, step, progress)
+                place = replace(place, step=step, tasks=tasks.state(), log=log.place())
+                if config.checkpoint.every and (step % config.checkpoint.every == 0 or step == config.train.steps):
+                    save_checkpoint(run, trainer, place)
     except BaseException:
         if config.save_model and trainer.steps_done:  # a stopped or broken run keeps what it has learnt
             run.model.save(run.folder / "model")  # which needs nothing of the other ranks
         raise
     finally:
         leave_behind(run, log, played)
+    summary = place.summary
     await _evaluate_into(summary, "reward_after", run, log, config.train.steps, progress)
     if config.eval.blank_images:
         await _evaluate_into(summary, "reward_blanked", run, log, config.train.steps, progress, blank_images=True)
@@ -80,6 +104,22 @@ async def train(run: Run, log: RunLog, progress: RunProgress) -> dict[str, float
     if config.save_model:
         save(run, trainer)
     return summary
+
+
+def save_checkpoint(run: Run, trainer: RunTrainer, place: Place) -> None:
+    with run.checkpoints.new(place.step) as folder:
+        trainer.save(folder)
+        save_json(folder, asdict(place))
+
+
+async def restore(run: Run, trainer: RunTrainer, tasks: TaskStream, checkpoint: Path) -> Place:
+    """Bring trainer, engine and data to where the checkpoint was made."""
+    place = Place(**load_json(checkpoint))
+    trainer.restore(checkpoint)
+    tasks.restore(place.tasks)
+    async with paused(run.engine):
+        await push_weights(run, trainer, place.step)
+    return place
 
 
 def save(run: Run, trainer: RunTrainer) -> None:
@@ -206,7 +246,15 @@ async def _evaluate_into(
     return summary
 
 
-def step_metrics(run: Run, batch: GroupBatch) -> dict[str, float]:
+def picture_counts(run: Run) -> dict[str, float]:
+    """How many pictures were asked for, processed and encoded so far."""
+    counts = {"images/encoded": run.engine.images_encoded}
+    if run.store is not None:
+        counts |= {"images/seen": run.store.seen, "images/processed": run.store.processed}
+    return {name: float(count) for name, count in counts.items()}
+
+
+def step_metrics(batch: GroupBatch) -> dict[str, float]:
     """What was played for one step, also what the filters then left out."""
     rollouts = batch.rollouts
     metrics = trajectory_metrics(rollouts.trajectories)
@@ -214,9 +262,6 @@ def step_metrics(run: Run, batch: GroupBatch) -> dict[str, float]:
     metrics["failed"] = float(len(rollouts.failed))
     metrics["groups/dropped"] = float(rollouts.dropped_groups)
     metrics["groups/stopped"], metrics["groups/filtered"] = float(rollouts.stopped_groups), float(batch.filtered)
-    if run.store is not None:
-        metrics["images/seen"], metrics["images/processed"] = float(run.store.seen), float(run.store.processed)
-    metrics["images/encoded"] = float(run.engine.images_encoded)
     return metrics
 
 

@@ -24,6 +24,7 @@ from vlmrl.rollout.group_reward import GroupReward, resolve_group_reward
 from vlmrl.rollout.history import HistoryPolicy, resolve_policy
 from vlmrl.rollout.runner import Runner
 from vlmrl.rollout.turn_loop import TurnLoop
+from vlmrl.train.checkpoint import Checkpoints
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import Receive, choose
 from vlmrl.trainers import Trainers
@@ -55,6 +56,10 @@ class Run:
     @property
     def folder(self) -> Path:
         return Path(self.config.output_dir) / self.config.name
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.folder / "checkpoints", self.config.checkpoint.keep)
 
     def runner(
         self, *, group_size: int | None = None, engine: Engine | None = None, store: MediaStore | None = None

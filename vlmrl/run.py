@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from vlmrl import loop, parts, tiny
 from vlmrl.config import Config, name_of
-from vlmrl.metrics import RunLog
+from vlmrl.metrics import RunLog, plain
 from vlmrl.model.families import WHY_ALONE
 from vlmrl.progress import RunProgress
+from vlmrl.train.checkpoint import load_json
 from vlmrl.train.parallel import backend_of, dismiss, follow, join_ranks, leave_ranks
 from vlmrl.trainers import Trainers
 
 
-def run_training(config: Config, base_dir: Path, *, dry_run: bool = False) -> None:
-    """Build, train, and say where everything is. Ctrl-C keeps what there is and exits with 130."""
+def run_training(config: Config, base_dir: Path, *, dry_run: bool = False, resume: bool = False) -> None:
+    """Build, train, and say where everything is. Ctrl-C keeps what there is and exits with 130.
+
+    With ``resume`` an earlier run of this name goes on in its folder, from its newest checkpoint; otherwise it is set aside.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tiny.resolve(config.model.path, config.models_dir)  # before ranks are known, from when on only rank 0 writes files
     ranks = join_ranks(backend_of(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
@@ -31,12 +37,16 @@ def run_training(config: Config, base_dir: Path, *, dry_run: bool = False) -> No
     progress.say(plan(run))
     if dry_run:
         return
-    _set_aside(run.folder)
+    checkpoint = run.checkpoints.newest() if resume else None
+    if checkpoint is None:
+        _set_aside(run.folder)
+    else:
+        progress.say("\n".join([f"resumed   from {checkpoint}", *_changes(run.folder / "config.json", config)]))
     began = time.monotonic()
-    log = RunLog(run.folder)
+    log = RunLog(run.folder, None if checkpoint is None else load_json(checkpoint)["log"])
     log.write_config(config)
     try:
-        summary = asyncio.run(loop.train(run, log, progress))
+        summary = asyncio.run(loop.train(run, log, progress, checkpoint))
     except (KeyboardInterrupt, asyncio.CancelledError):
         progress.say(f"\nstopped after {time.monotonic() - began:.0f} s; what there is lies in {run.folder}")
         raise SystemExit(130) from None
@@ -95,6 +105,21 @@ def report(run: parts.Run, summary: dict[str, float], seconds: float) -> str:
         if (run.folder / name).exists():
             lines.append(f"{title:<13} {run.folder / name}")
     return "\n".join(lines)
+
+
+def _changes(before: Path, config: Config) -> list[str]:
+    """The settings that are others than those in the file, a line each."""
+    old, new = _flat(json.loads(before.read_text())), _flat(plain(config))
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    return [f"          {name} is now {new.get(name)}, and was {old.get(name)}" for name in names]
+
+
+def _flat(settings: Any, name: str = "") -> dict[str, Any]:
+    """``{"optim": {"lr": 1}}`` as ``{"optim.lr": 1}``."""
+    if not isinstance(settings, dict):
+        return {name: settings}
+    parts = [_flat(value, f"{name}.{key}".lstrip(".")) for key, value in settings.items()]
+    return {key: value for part in parts for key, value in part.items()}
 
 
 def _set_aside(folder: Path) -> None:

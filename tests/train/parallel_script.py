@@ -55,8 +55,9 @@ CASES = {
 """Which of the samples show a picture, LoRA's rank, and the KL coefficient."""
 
 
-def train(folder: str, out: Path, ranks: Ranks, pictures: str, lora: int, kl: float) -> dict[str, Any]:
-    """What five steps gave; nothing on a rank that only follows."""
+def train(folder: str, out: Path, ranks: Ranks, name: str) -> dict[str, Any]:
+    """What five steps gave, and the sixth before and after a checkpoint; nothing on a rank that only follows."""
+    pictures, lora, kl = CASES[name]
     recomputed = Train(gradient_checkpointing=ranks.size > 1)
     config = Config(model=Model(path=folder, lora=Lora(rank=lora)), train=recomputed, output_dir=str(out))
     loaded = load_model(config.model, None, out, 0)
@@ -66,19 +67,30 @@ def train(folder: str, out: Path, ranks: Ranks, pictures: str, lora: int, kl: fl
         return {}
     rows = samples_of(loaded, [letter == "p" for letter in pictures])
     algo = Algo(loss="ppo", kl_coef=kl, corrections=("token_truncation",)) if kl else Algo(loss="sft")
-    trainer = trainers.start(algo, optim=Optim(lr=1e-3), total_steps=10, tokens_per_micro_batch=40, groups_per_step=2)
+    settings = {"optim": Optim(lr=1e-3), "total_steps": 20, "tokens_per_micro_batch": 40, "groups_per_step": 2}
+    trainer = trainers.start(algo, **settings)
     steps = [trainer.step(rows) for _ in range(5)]
     weights = {name: float(weight.double().square().sum()) for name, weight in trainer.named_weights()}
     penalties = trainer.kl_by_trajectory(rows) if kl else {}
+    scored = [row.tolist() for row in trainer.scored]
+    checkpoint = out / name / str(ranks.size)
+    checkpoint.mkdir(parents=True)
+    trainer.save(checkpoint)
+    following = [trainer.step(rows)]
     trainer.close()
+    for sizes in sorted({ranks.size, 2}):  # one process also goes on from what two ranks have saved
+        restored = trainers.start(algo, **settings)
+        restored.restore(out / name / str(sizes))
+        following.append(restored.step(rows))
+        restored.close()
     if ranks.size > 1:
         dismiss()
-    return {"steps": steps, "weights": weights, "scored": [row.tolist() for row in trainer.scored], "kl": penalties}
+    return {"steps": steps, "weights": weights, "scored": scored, "kl": penalties, "following": following}
 
 
 def main(folder: str, out: Path) -> None:
     ranks = join_ranks("gloo")
-    results = {name: train(folder, out, ranks, *case) for name, case in CASES.items()}
+    results = {name: train(folder, out, ranks, name) for name in CASES}
     if ranks.rank == 0:
         (out / f"of{ranks.size}.json").write_text(json.dumps(results))
     if ranks.size > 1:

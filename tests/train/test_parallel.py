@@ -39,6 +39,14 @@ def test_two_ranks_train_as_one(case, results):
         assert theirs == pytest.approx(mine, abs=1e-4)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_a_checkpoint_of_two_ranks_is_gone_on_from_by_two_and_by_one(case, results):
+    one, two = (result[case]["following"] for result in results)
+    assert two[1] == two[0]
+    assert one[1] == one[0]
+    assert one[2] == pytest.approx(two[0], abs=1e-5, rel=1e-4)
+
+
 def test_a_recipe_runs_under_torchrun(tmp_path):
     """Rank 0 samples from a copy of its own: the gap to the sharded policy shows that it gets the merged weights."""
     recipe = Path(__file__).parents[2] / "recipes/quickstart.py"

@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 Tensors = dict[str, torch.Tensor]
 
@@ -78,7 +79,7 @@ def save_tensors(checkpoint: Path, tensors: Tensors) -> None:
     """Every rank calls this with its own shards of the same tensors."""
     with warnings.catch_warnings():  # that a process alone is alone
         warnings.simplefilter("ignore")
-        dcp.save(dict(tensors), checkpoint_id=checkpoint / "trainer")
+        state_dict_saver.save(dict(tensors), checkpoint_id=checkpoint / "trainer")
 
 
 def load_tensors(checkpoint: Path, tensors: Tensors) -> None:
@@ -94,11 +95,11 @@ def load_tensors(checkpoint: Path, tensors: Tensors) -> None:
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(dict(tensors), checkpoint_id=checkpoint / "trainer")
+        state_dict_loader.load(dict(tensors), checkpoint_id=checkpoint / "trainer")
 
 
 def saved_names(checkpoint: Path) -> set[str]:
-    return set(dcp.FileSystemReader(checkpoint / "trainer").read_metadata().state_dict_metadata)
+    return set(FileSystemReader(checkpoint / "trainer").read_metadata().state_dict_metadata)
 
 
 def averages(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> Tensors:
@@ -120,10 +121,11 @@ def make_averages(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Param
 
 def save_random(checkpoint: Path, rank: int) -> None:
     """The state of this process's random number generators: Python's, NumPy's and torch's."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
+    numbers: dict[str, Any] = dict(np.random.get_state(legacy=False))
+    numbers["state"] = {"key": numbers["state"]["key"].tolist(), "pos": numbers["state"]["pos"]}
     state = {
         "python": random.getstate(),
-        "numpy": (kind, torch.tensor(keys.astype(np.int64)), *rest),
+        "numpy": numbers,
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     }
@@ -136,9 +138,8 @@ def load_random(checkpoint: Path, rank: int) -> None:
     if not path.exists():
         return
     state = torch.load(path)
-    kind, keys, *rest = state["numpy"]
     random.setstate(state["python"])
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,115 @@
+"""Checkpoints are whole or not there, and what comes out of them is what went in."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from parallel_script import samples_of
+
+from vlmrl.config import Algo, Lora, Model, Optim
+from vlmrl.model.loading import load_model
+from vlmrl.train.checkpoint import Checkpoints, load_random, save_random
+from vlmrl.train.trainer import Trainer
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def write(checkpoints: Checkpoints, step: int, text: str = "x") -> None:
+    with checkpoints.new(step) as folder:
+        (folder / "deep").mkdir()
+        (folder / "deep/file").write_text(text)
+
+
+def write_twice(checkpoints: Checkpoints, step: int) -> None:
+    with checkpoints.new(step) as folder:
+        (folder / "half").mkdir()
+        (folder / "half").mkdir()
+
+
+def test_the_newest_stay(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.newest() is None
+    for step in (5, 10, 100):
+        write(checkpoints, step)
+    assert names(tmp_path) == ["step000010", "step000100"]
+    assert checkpoints.newest() == tmp_path / "step000100"
+
+
+def test_a_checkpoint_that_was_not_finished_is_none(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    write(checkpoints, 1)
+    with pytest.raises(FileExistsError):
+        write_twice(checkpoints, 2)
+    assert checkpoints.newest() == tmp_path / "step000001"
+    write(checkpoints, 2)
+    assert names(checkpoints.newest()) == ["deep"]  # nothing of the half one is left
+
+
+def test_a_checkpoint_is_replaced_by_a_later_one_of_its_step(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    write(checkpoints, 1, "old")
+    write(checkpoints, 1, "new")
+    assert names(tmp_path) == ["step000001"]
+    assert (tmp_path / "step000001/deep/file").read_text() == "new"
+
+
+def test_random_numbers_go_on(tmp_path):
+    save_random(tmp_path, rank=1)
+    draws = [(random.random(), np.random.rand(), torch.rand(1).item()) for _ in range(2)]
+    load_random(tmp_path, rank=1)
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == draws[0]
+    load_random(tmp_path, rank=2)  # which had no part in it
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == draws[1]
+
+
+def trainer_of(folder, *, dtype: str = "float32", rank: int = 0, kl: float = 0.0) -> Trainer:
+    lora = Lora(rank=rank, dropout=0.1)
+    loaded = load_model(Model(path=str(folder), device="cpu", dtype=dtype, lora=lora), None, folder, seed=0)
+    reference = loaded.policy.frozen_copy() if kl else None
+    optim = Optim(lr=1e-3, schedule="linear", warmup_steps=2)
+    settings = {"total_steps": 9, "tokens_per_micro_batch": 64, "reference": reference}
+    return Trainer(loaded.policy, Algo(loss="ppo", kl_coef=kl), optim, **settings)
+
+
+@pytest.mark.parametrize("case", [{"dtype": "bfloat16"}, {"rank": 2}, {"kl": 0.1}])
+def test_a_restored_trainer_takes_the_very_steps_that_the_first_one_takes(case, qwen3_vl, tmp_path):
+    """Float32 masters, the dropout of adapters and the reference of a KL penalty included."""
+    torch.manual_seed(3)
+    first = trainer_of(qwen3_vl, **case)
+    rows = samples_of(load_model(Model(path=str(qwen3_vl)), None, tmp_path, 0), [True, False, False, False])
+    if first.reference is not None:
+        with torch.no_grad():
+            next(first.reference.parameters()).add_(0.1)  # as after a warm start
+    first.step(rows)
+    first.step(rows)
+    first.save(tmp_path)
+    expected = [first.step(rows) for _ in range(2)]
+    second = trainer_of(qwen3_vl, **case)
+    second.restore(tmp_path)
+    assert [second.step(rows) for _ in range(2)] == expected
+    assert second.steps_done == 4 and expected[0]["lr"] != expected[1]["lr"]
+    for (name, mine), (_, theirs) in zip(second.named_weights(), first.named_weights(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+def test_a_checkpoint_of_other_trained_parts_is_refused(qwen3_vl, tmp_path):
+    trainer_of(qwen3_vl).save(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"made by another model or with other trained parts.*Resume with the settings"
+    ):
+        trainer_of(qwen3_vl, rank=2).restore(tmp_path)
+
+
+def test_a_rate_that_was_changed_counts(qwen3_vl, tmp_path):
+    rows = samples_of(load_model(Model(path=str(qwen3_vl)), None, tmp_path, 0), [False, False])
+    first = trainer_of(qwen3_vl)
+    first.step(rows)
+    first.save(tmp_path)
+    second = trainer_of(qwen3_vl)
+    second._optim = replace(second._optim, lr=5e-4)
+    second.restore(tmp_path)
+    assert second.step(rows)["lr"] == pytest.approx(5e-4 * 2 / 3)
