@@ -233,6 +233,53 @@ class Rollout:
 
 
 @dataclass(frozen=True)
+class SGLang:
+    urls: tuple[str, ...] = ()
+    """Servers that run already, such as `http://node7:30000`; unset: servers are started here."""
+    servers: int = 1
+    """How many to start."""
+    tp: int = 1
+    """GPUs of each server, tensor parallel."""
+    first_gpu: int = 0
+    """The servers take their GPUs from this one on."""
+    args: Options = field(default_factory=dict)
+    """Arguments of the servers we start, any that SGLang knows: `mem-fraction-static 0.6 quantization fp8 log-requests True`."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables of theirs."""
+    python: str | None = None
+    """The interpreter that runs them; unset: this one."""
+    port: int = 0
+    """Of the first server, the others follow; 0: any that are free."""
+    sync: Literal["auto", "tensor", "group", "disk"] = "auto"
+    """How weights get there: `tensor`: as handles of GPU memory that both see (CUDA IPC), or by value from a CPU. `group`: by a
+    process group (NCCL or gloo). `disk`: by a folder both see. `auto`: tensor to servers started here, group to others."""
+    bucket_mb: int = 512
+    """Weights that are on their way at once."""
+    sync_timeout: float = 300.0
+    """Seconds that a server may take for one bucket, or for all of a folder."""
+    pictures: Literal["auto", "inline", "file"] = "auto"
+    """`inline`: every request holds its pictures. `file`: each is written once and named by its path. `auto`: file for servers
+    started here."""
+    check: bool = True
+    """At the start, compare checksums and logprobs with the trainer's, and refuse a server that disagrees."""
+    retries: int = 8
+    """A request that no server answered is sent again so often, with growing pauses, to another server where there is one."""
+    start_timeout: float = 600.0
+    """Seconds that a server may take to start, or that none may serve."""
+    health_every: float = 10.0
+    """Seconds between two looks at a server's health."""
+    health_timeout: float = 30.0
+    """Seconds after which a server that does not answer is taken for dead."""
+
+    def __post_init__(self) -> None:
+        _positive("sglang", self, "servers", "tp", "bucket_mb", "start_timeout", "health_every", "health_timeout")
+        _positive("sglang", self, "sync_timeout")
+        _require(self.retries >= 0, "sglang.retries", "0 or more", self.retries)
+        for url in self.urls:
+            _require(url.startswith(("http://", "https://")), "sglang.urls", "addresses with http:// or https://", url)
+
+
+@dataclass(frozen=True)
 class Algo:
     advantage: str = "grpo"
     """A name in `vlmrl.algos.ADVANTAGES`."""

@@ -1,4 +1,4 @@
-"""Daemon threads that run plain functions for the event loop.
+"""Daemon threads: a pool that runs plain functions for the event loop, and an event loop of its own.
 
 asyncio's default pool has few threads, moves work between them and keeps the process alive behind a hung call. These do
 not: an env owns one (`DaemonPool("env")`), the media store a few, and none of them outlives the process.
@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class DaemonPool:
@@ -48,6 +50,42 @@ class DaemonPool:
             except BaseException as error:  # whatever a user's code raises belongs to the caller
                 future.set_exception(_harmless(error))
             del call, future, function, args  # an idle thread keeps nothing alive
+
+
+class LoopThread:
+    """An event loop in a daemon thread, where time-outs keep their time while the main loop is busy, for example training."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._work, name=f"vlmrl-{name}", daemon=True)
+        self._thread.start()
+
+    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Await ``coroutine`` from another loop; to be cancelled there cancels it here."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
+
+    def wait(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """The same for who has no loop. Raises TimeoutError after ``timeout`` seconds, and cancels it."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return future.result(timeout)
+        except TimeoutError:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Cancel what runs, and end the thread."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout=10)
+
+    def _work(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        left = asyncio.all_tasks(self.loop)
+        for task in left:
+            task.cancel()
+        self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self.loop.close()
 
 
 def _harmless(error: BaseException) -> BaseException:

@@ -79,12 +79,16 @@ class MediaItem:
     mm_inputs: dict[str, torch.Tensor]
     num_tokens: int
 
-    @cached_property
-    def data_uri(self) -> str:
-        """The picture as a PNG data URI, made once: what goes over the wire to an inference server."""
+    def png(self) -> bytes:
+        """The picture as a PNG file, made anew by each call."""
         buffer = io.BytesIO()
         self.image.save(buffer, format="PNG", compress_level=1)
-        return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+        return buffer.getvalue()
+
+    @cached_property
+    def data_uri(self) -> str:
+        """The PNG as a data URI, made once."""
+        return "data:image/png;base64," + base64.b64encode(self.png()).decode()
 
 
 @dataclass(frozen=True)

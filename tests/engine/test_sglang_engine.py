@@ -1,0 +1,290 @@
+"""The SGLang adapter against a stand-in that speaks the protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+
+import pytest
+from fake_sglang import END, FakeSGLang
+from fakes import PAD, make_item
+from PIL import Image
+
+from vlmrl.config import SGLang
+from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
+from vlmrl.engine.servers import Server, Servers
+from vlmrl.engine.sglang import SGLangEngine
+
+QUICK = {"health_every": 0.1, "health_timeout": 0.5, "start_timeout": 3.0}
+
+
+class Words:
+    """As much of a renderer as the adapter asks for."""
+
+    image_token_id = PAD
+    stop_ids = frozenset({END})
+
+
+@pytest.fixture
+def fakes():
+    made = [FakeSGLang(pad=PAD) for _ in range(2)]
+    yield made
+    for fake in made:
+        fake.close()
+
+
+@pytest.fixture
+def engine_of():
+    """Makes an engine that serves, of these servers, whose weights are its policy version 3."""
+    engines = []
+
+    def make(*fakes, **settings):
+        config = SGLang(urls=tuple(fake.url for fake in fakes), **(QUICK | settings))
+        engine = SGLangEngine(Servers(config, [Server(url) for url in config.urls]), Words(), banned_ids=[PAD])
+        engines.append(engine)
+        engine.versions["default"] = 3
+        asyncio.run(started(engine))
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+async def started(engine):
+    await engine.start()
+    await engine.serve()
+
+
+def ask(engine, request):
+    return asyncio.run(engine.generate(request))
+
+
+def plain(name="t", ids=(1, 2, 3)):
+    return Request(name, list(ids), [], SamplingParams(8))
+
+
+def test_a_reply_becomes_a_completion(fakes, engine_of):
+    completion = ask(engine_of(fakes[0]), plain())
+    assert completion.token_ids == [5, 6, END]
+    assert completion.logprobs == [-0.25, -0.5, -0.75]
+    assert completion.stop_reason == "stop"
+    assert completion.policy_versions == [3, 3, 3]
+    assert completion.prompt_tokens == 3
+
+
+def test_a_request_holds_unexpanded_ids_one_png_per_picture_and_the_ban(fakes, engine_of):
+    item = make_item("red", 4)  # 4 tokens, 128x32 pixels
+    request = Request("t", [1, PAD, 2], [item], SamplingParams(8, 0.5, 0.9, 20, ("</answer>",)))
+    completion = ask(engine_of(fakes[0]), request)
+    assert completion.prompt_tokens == 6
+    [body] = fakes[0].asked("/generate")
+    assert body["input_ids"] == [1, PAD, 2]
+    [uri] = body["image_data"]
+    assert Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).size == (128, 32)
+    assert body["sampling_params"] == {
+        "max_new_tokens": 8,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 20,
+        "stop": ["</answer>"],
+        "stop_token_ids": [END],
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+        "logit_bias": {str(PAD): -1e9},
+    }
+
+
+def test_a_picture_is_made_into_a_png_once(fakes, engine_of):
+    engine, item = engine_of(*fakes), make_item("red", 4)
+
+    async def many():
+        requests = [Request(f"t{i}", [PAD] * 2, [item, item], SamplingParams(8)) for i in range(8)]
+        await asyncio.gather(*map(engine.generate, requests))
+
+    asyncio.run(many())
+    assert engine.images_encoded == 1
+
+
+def test_wrong_counts_are_refused_before_anything_is_sent(fakes, engine_of):
+    engine, item = engine_of(fakes[0]), make_item("red", 4)
+    for ids, media in (([1, PAD, PAD], [item]), ([1, PAD], [item, item]), ([PAD] * 4, [item]), ([1], [item])):
+        with pytest.raises(ValueError, match="picture placeholders"):
+            ask(engine, Request("t", ids, media))
+    assert fakes[0].asked("/generate") == []
+
+
+def test_another_count_over_there_is_an_error_that_names_both(fakes, engine_of):
+    fakes[0].tokens_per_picture = 3
+    with pytest.raises(ValueError, match="counted 5 prompt tokens, but we 6"):
+        ask(engine_of(fakes[0]), Request("t", [1, PAD, 2], [make_item("red", 4)]))
+
+
+@pytest.mark.parametrize(
+    ("finish", "reason"),
+    [
+        ({"type": "length", "length": 3}, "length"),
+        ({"type": "stop", "matched": "</answer>"}, "stop"),
+        ({"type": "abort", "message": "Aborted", "status_code": None}, "abort"),
+    ],
+)
+def test_finish_reasons_are_told(fakes, engine_of, finish, reason):
+    fakes[0].finish = finish
+    assert ask(engine_of(fakes[0]), plain()).stop_reason == reason
+
+
+def test_a_stop_at_a_token_that_is_none_of_ours_is_refused(fakes, engine_of):
+    fakes[0].finish = {"type": "stop", "matched": 6}
+    with pytest.raises(ValueError, match=r"ended a reply at token 6, which is none of ours \[258\]"):
+        ask(engine_of(fakes[0]), plain())
+
+
+def test_each_token_has_the_version_of_the_weights_it_was_sampled_from(fakes, engine_of):
+    engine = engine_of(fakes[0])
+    engine.versions |= {"run.1": 4}
+    spans = [{"version": "default", "start": 0, "end": 1}, {"version": "run.1", "start": 1, "end": 3}]
+    fakes[0].meta = {"weight_versions": spans}
+    assert ask(engine, plain()).policy_versions == [3, 4, 4]
+
+
+def test_weights_that_were_never_sent_are_no_answer(fakes, engine_of):
+    fakes[0].version = "somebody else's"
+    with pytest.raises(EngineError, match='weights "somebody else\'s", which this run never sent'):
+        ask(engine_of(fakes[0], retries=1), plain())
+
+
+def test_logprobs_of_other_tokens_or_none_are_no_answer(fakes, engine_of):
+    engine = engine_of(fakes[0], retries=0)
+    for logprobs in (
+        [[-1.0, 5, None]],
+        [[-1.0, 5, None], [-1.0, 7, None], [-1.0, END, None]],
+        [[None, t, None] for t in (5, 6, END)],
+    ):
+        fakes[0].meta = {"output_token_logprobs": logprobs}
+        with pytest.raises(EngineError, match="logprobs that are not theirs, or not finite"):
+            ask(engine, plain())
+
+
+def test_a_trajectory_stays_with_its_server(fakes, engine_of):
+    engine = engine_of(*fakes)
+    for turn in range(3):
+        for name in ("a", "b"):
+            ask(engine, plain(name, range(1, 4 + turn)))
+    ids = [[body["input_ids"] for body in fake.asked("/generate")] for fake in fakes]
+    assert sorted(map(len, ids)) in ([0, 6], [3, 3])
+
+
+def test_the_server_with_least_to_do_gets_a_new_trajectory(fakes, engine_of):
+    engine = engine_of(*fakes)
+    for fake in fakes:
+        fake.hangs = True
+
+    async def four():
+        asked = [asyncio.create_task(engine.generate(plain(f"t{i}"))) for i in range(4)]
+        await until(lambda: sum(len(fake.asked("/generate")) for fake in fakes) == 4)
+        counts = [len(fake.asked("/generate")) for fake in fakes]
+        for fake in fakes:
+            fake.go_on()
+        await asyncio.gather(*asked)
+        return counts
+
+    assert asyncio.run(four()) == [2, 2]
+
+
+def test_a_server_that_answers_500_for_a_while_is_asked_again(fakes, engine_of):
+    fakes[0].statuses = [500, 500]
+    engine = engine_of(fakes[0])
+    assert ask(engine, plain()).token_ids == [5, 6, END]
+    assert engine.retried == 2
+
+
+def test_another_server_takes_over_and_keeps_the_trajectory(fakes, engine_of):
+    engine = engine_of(*fakes)
+    ask(engine, plain())
+    first = next(fake for fake in fakes if fake.asked("/generate"))
+    second = next(fake for fake in fakes if fake is not first)
+    first.statuses = [500]
+    ask(engine, plain())
+    ask(engine, plain())
+    assert (len(first.asked("/generate")), len(second.asked("/generate"))) == (2, 2)
+
+
+def test_a_refused_request_is_not_sent_again(fakes, engine_of):
+    fakes[0].statuses = [400]
+    with pytest.raises(ValueError, match="HTTP 400: as the test said"):
+        ask(engine_of(fakes[0]), plain())
+    assert len(fakes[0].asked("/generate")) == 1
+
+
+def test_no_server_at_all_is_an_engine_error(fakes, engine_of):
+    engine = engine_of(fakes[0], retries=1, start_timeout=0.5)
+    fakes[0].sick, fakes[0].statuses = True, [500] * 9
+    with pytest.raises(EngineError, match="no SGLang server"):
+        ask(engine, plain())
+
+
+def test_what_is_given_up_here_is_aborted_there(fakes, engine_of):
+    engine = engine_of(fakes[0])
+    fakes[0].hangs = True
+
+    async def give_up():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await engine.generate(plain())
+        await until(lambda: fakes[0].aborted)
+
+    asyncio.run(give_up())
+    assert fakes[0].aborted == [fakes[0].asked("/generate")[0]["rid"]]
+
+
+def test_what_a_hung_server_was_asked_another_answers(fakes, engine_of):
+    engine = engine_of(*fakes, health_every=0.2)
+
+    async def hang():
+        asked = asyncio.create_task(engine.generate(plain()))
+        for fake in fakes:
+            fake.hangs = True
+        await until(lambda: any(fake.asked("/generate") for fake in fakes))
+        stuck = next(fake for fake in fakes if fake.asked("/generate"))
+        for fake in fakes:
+            fake.hangs = fake is stuck
+        stuck.sick = True
+        completion = await asked
+        stuck.go_on()
+        return completion
+
+    for fake in fakes:
+        fake.hangs = True
+    assert asyncio.run(hang()).token_ids == [5, 6, END]
+
+
+def test_nothing_is_asked_while_paused(fakes, engine_of):
+    engine = engine_of(fakes[0])
+
+    async def pause():
+        async with paused(engine):
+            await engine.pause()  # to pause twice is to pause once
+            assert fakes[0].paused
+            asked = asyncio.create_task(engine.generate(plain()))
+            await asyncio.sleep(0.3)
+            assert fakes[0].asked("/generate") == []
+        assert not fakes[0].paused
+        return await asked
+
+    assert asyncio.run(pause()).token_ids == [5, 6, END]
+    assert fakes[0].asked("/pause_generation")[0] == {"mode": "retract"}
+
+
+def test_an_old_server_is_refused(fakes):
+    fakes[0].info["version"] = "0.5.9.post2"
+    engine = SGLangEngine(Servers(SGLang(urls=(fakes[0].url,)), [Server(fakes[0].url)]), Words(), [])
+    with pytest.raises(ValueError, match=r"is SGLang 0.5.9.post2, but 0.5.23 or newer is needed"):
+        asyncio.run(engine.start())
+    engine.close()
+
+
+async def until(true):
+    async with asyncio.timeout(5):
+        while not true():
+            await asyncio.sleep(0.01)

@@ -1,0 +1,187 @@
+"""Weights on their way to servers, against a stand-in that speaks the protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+
+import pytest
+import torch
+from fake_sglang import FakeSGLang
+
+from vlmrl.config import SGLang
+from vlmrl.engine.base import EngineError, Request, SamplingParams
+from vlmrl.engine.servers import Server, Servers
+from vlmrl.engine.sglang import SGLangEngine
+from vlmrl.train.transports import Delivery, Target, buckets
+from vlmrl.train.weight_sync import FILL, WeightSync
+
+BF16 = torch.bfloat16
+
+
+class Words:
+    image_token_id = None
+    stop_ids = frozenset({258})
+
+
+@pytest.fixture
+def fakes():
+    made = [FakeSGLang() for _ in range(2)]
+    yield made
+    for fake in made:
+        fake.close()
+
+
+@pytest.fixture
+def sync_of(tmp_path):
+    """Makes a WeightSync of these servers; they serve weights `w` = [1, 2] as version 0."""
+    engines = []
+
+    def make(*fakes, **settings):
+        quick = {
+            "health_every": 0.1,
+            "health_timeout": 0.5,
+            "start_timeout": 3.0,
+            "sync": "tensor",
+            "sync_timeout": 2.0,
+        }
+        config = SGLang(urls=tuple(fake.url for fake in fakes), **(quick | settings))
+        engine = SGLangEngine(Servers(config, [Server(url) for url in config.urls]), Words(), [])
+        engines.append(engine)
+        sync = WeightSync(engine, config, tmp_path)
+
+        async def begin():
+            await engine.start()
+            await sync.first(send([1.0, 2.0]))
+            await engine.serve()
+
+        asyncio.run(begin())
+        return sync
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def send(values):
+    """A trainer whose only weight has these values."""
+    return lambda delivery: delivery(iter([("w", torch.tensor(values))]))
+
+
+def sampled(sync, name="t"):
+    request = Request(name, [1, 2], [], SamplingParams(8))
+    return asyncio.run(sync.engine.generate(request)).policy_versions
+
+
+def test_buckets_hold_neighbours_of_one_dtype_up_to_their_size():
+    weights = [
+        ("a", torch.ones(2, 2)),
+        ("b", torch.zeros(3)),
+        ("c", torch.ones(9)),
+        ("d", torch.ones(2, dtype=torch.int8)),
+    ]
+    made = list(buckets(iter(weights), max_bytes=30))
+    assert [bucket.names for bucket in made] == [["a", "b"], ["c"], ["d"]]
+    [(name, first), (_, second)] = made[0].tensors()
+    assert (name, first.shape, first.sum(), second.sum()) == ("a", (2, 2), 4, 0)
+
+
+def test_wider_weights_are_rounded_to_what_the_server_computes_in():
+    weights = [("a", torch.tensor([1.001])), ("b", torch.tensor([1.5], dtype=BF16)), ("c", torch.tensor([3]))]
+    made = list(buckets(iter(weights), 1000, BF16))
+    assert [(bucket.names, bucket.flat.tolist()) for bucket in made] == [(["a", "b"], [1.0, 1.5]), (["c"], [3])]
+
+
+def test_every_server_gets_every_update_and_tells_its_version(fakes, sync_of):
+    sync = sync_of(*fakes)
+    assert [fake.weights["w"].tolist() for fake in fakes] == [[1, 2]] * 2
+    assert sampled(sync) == [0, 0, 0]
+    sent = asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
+    assert [fake.weights["w"].tolist() for fake in fakes] == [[3, 4]] * 2
+    assert sampled(sync) == [1, 1, 1]
+    assert (sent.bytes, sync.bytes, sent.failed) == (8, 8, {})
+    updates = [path for path, _ in fakes[0].calls if "weight" in path]
+    assert updates == ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"] * 2
+
+
+def test_only_the_last_bucket_names_the_weights_and_flushes(fakes, sync_of):
+    sync = sync_of(fakes[0], bucket_mb=1)
+    weights = [("a", torch.ones(2**18)), ("b", torch.ones(2**18))]
+    asyncio.run(sync.push(lambda delivery: delivery(iter(weights)), policy_version=1))
+    first, last = fakes[0].asked("/update_weights_from_tensor")[-2:]
+    assert (first["flush_cache"], first.get("weight_version")) == (False, None)
+    assert last["flush_cache"] and sync.engine.versions[last["weight_version"]] == 1
+
+
+def test_a_server_that_was_away_gets_the_weights_before_it_serves_again(fakes, sync_of):
+    sync = sync_of(*fakes)
+    fakes[1].sick = True
+    asyncio.run(until(lambda: [server.ready for server in sync.engine.servers.all] == [True, False]))
+    asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
+    assert fakes[1].weights["w"].tolist() == [1, 2]
+    fakes[1].sick = False
+    asyncio.run(until(lambda: sync.engine.servers.all[1].ready))
+    assert fakes[1].weights["w"].tolist() == [3, 4]
+    fakes[0].sick = True
+    asyncio.run(until(lambda: not sync.engine.servers.all[0].ready))
+    assert sampled(sync) == [1, 1, 1]
+
+
+def test_a_server_that_dies_in_the_midst_of_an_update_is_left_out_until_it_is_current(fakes, sync_of):
+    sync = sync_of(*fakes)
+    fakes[1].hangs_up = True
+    sent = asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
+    assert list(sent.failed) == [fakes[1].url]
+    assert fakes[1].weights["w"].tolist() == [1, 2]
+    assert {tuple(sampled(sync, f"t{i}")) for i in range(4)} == {(1, 1, 1)}
+    fakes[1].hangs_up = False
+    asyncio.run(until(lambda: sync.engine.servers.all[1].ready))
+    assert fakes[1].weights["w"].tolist() == [3, 4]
+
+
+def test_a_server_that_was_restarted_behind_our_back_gives_no_stale_answer(fakes, sync_of):
+    sync = sync_of(fakes[0])
+    fakes[0].version, fakes[0].weights = "default", {"w": torch.zeros(2)}
+    assert sampled(sync) == [0, 0, 0]
+    assert fakes[0].weights["w"].tolist() == [1, 2]
+
+
+def test_a_refused_update_ends_the_run(fakes, sync_of):
+    sync = sync_of(fakes[0])
+    fakes[0].refuses = True
+    with pytest.raises(EngineError, match=r"refused the weights \(tensor\).*no such weight"):
+        asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
+
+
+def test_an_update_that_somebody_left_open_is_ended_first(fakes, sync_of):
+    sync = sync_of(fakes[0])
+    fakes[0].begun = True
+    asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
+    assert fakes[0].weights["w"].tolist() == [3, 4] and not fakes[0].begun
+
+
+def test_a_filled_server_shows_what_no_update_reaches(fakes, sync_of):
+    sync = sync_of(fakes[0])
+    fakes[0].weights["deaf"] = torch.ones(2)
+    fakes[0].deaf = {"deaf"}
+    before = asyncio.run(sync.checksums())[fakes[0].url]
+    asyncio.run(sync.fill(send([1.0, 2.0])))
+    assert fakes[0].weights["w"].tolist() == pytest.approx([FILL, FILL])
+    filled = asyncio.run(sync.checksums())[fakes[0].url]
+    assert [name for name in before if before[name] == filled[name]] == ["deaf of rank 0"]
+    asyncio.run(sync.push(send([1.0, 2.0]), policy_version=0))
+    assert asyncio.run(sync.checksums())[fakes[0].url] == before
+
+
+def test_a_delivery_can_be_carried_out_in_another_process(fakes):
+    delivery = Delivery((Target(fakes[0].url, dtype=BF16),), "tensor", "far.0", "far", 2**20, 5.0)
+    sent = pickle.loads(pickle.dumps(delivery))(iter([("w", torch.tensor([1.001, 2.0]))]))
+    assert sent.bytes == 4
+    assert fakes[0].weights["w"].tolist() == [1.0, 2.0]
+    assert fakes[0].version == "far.0"
+
+
+async def until(true):
+    async with asyncio.timeout(5):
+        while not true():
+            await asyncio.sleep(0.01)

@@ -1,0 +1,277 @@
+"""The SGLang adapter: sends requests to one or many servers, and makes what they answer a :class:`Completion`.
+
+Ids go there with one placeholder per picture, the pictures at the model's own size. A trajectory stays with its server, which
+keeps the keys and values of its earlier turns; when that one fails, another begins the reply anew. An answer is taken only if
+its counts, its logprobs and the weights it was sampled from are what they must be.
+
+All of it runs in an event loop of its own, so that servers are watched, and time-outs kept, also while the main loop trains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import uuid
+from collections.abc import Coroutine
+from typing import Any, Literal
+
+from vlmrl.engine.base import EngineError, Request, SamplingParams
+from vlmrl.engine.pictures import Pictures
+from vlmrl.engine.servers import UNREACHED, Server, ServerError, Servers
+from vlmrl.renderer import Renderer
+from vlmrl.threads import LoopThread
+from vlmrl.types import Completion
+
+OLDEST = (0, 5, 23)  # earlier ones decode ids that come with pictures and encode them anew
+BAN = -1e9  # added to a logit: its token has no probability, and the others' logprobs are those without it
+NOT_A_NUMBER = "NaN happened"  # SGLang calls this a stop string that matched
+PAUSE_SECONDS = 120.0
+
+
+class _BadAnswer(Exception):
+    """An answer that cannot be used; another attempt may give a better one."""
+
+
+class _StaleWeights(_BadAnswer):
+    """It comes from a server that must be brought to the current weights."""
+
+
+class SGLangEngine:
+    """Samples from ``servers``. ``banned_ids`` are never sampled. ``images_encoded`` counts the pictures made into PNGs.
+
+    ``versions`` tells the policy version of each set of weights that was sent, by the name it has on the servers; ``adapter``, if
+    there is one, is the name of the LoRA adapter that new requests are sampled with. ``retried`` counts attempts that failed.
+    """
+
+    def __init__(self, servers: Servers, renderer: Renderer, banned_ids: list[int]) -> None:
+        self.servers = servers
+        self.policy_version = 0
+        self.versions: dict[str, int] = {}
+        self.adapter: str | None = None
+        self.thread = LoopThread("sglang")
+        self._renderer = renderer
+        self._ban = {str(index): BAN for index in banned_ids}
+        self._homes: dict[str, Server] = {}
+        self._pictures = Pictures(servers.see_files)
+        self._aborts: set[asyncio.Task[Any]] = set()
+        self.retried = 0
+
+    @property
+    def images_encoded(self) -> int:
+        return self._pictures.encoded
+
+    async def start(self) -> None:
+        """Wait for the servers. Raises EngineError where one does not come up, ValueError where one is too old."""
+        await self.thread.run(self.servers.start())
+        for server in self.servers.all:
+            _check_version(server)
+
+    async def serve(self) -> None:
+        """All servers have the current weights: let them serve, and watch them from now on."""
+        await self.thread.run(self.servers.serve_all())
+
+    async def generate(self, request: Request) -> Completion:
+        marks = request.prompt_ids.count(self._renderer.image_token_id) if self._renderer.image_token_id else 0
+        if marks != len(request.media):
+            raise ValueError(
+                f"trajectory {request.trajectory_id}: the prompt has {marks} picture placeholders, but "
+                f"{len(request.media)} pictures came with it."
+            )
+        return await self.thread.run(self._generate(request))
+
+    def release(self, trajectory_id: str) -> None:
+        self._homes.pop(trajectory_id, None)
+
+    async def pause(self) -> None:
+        """Servers put the requests they work on back to wait; new ones wait here."""
+        await self.thread.run(self._pause())
+
+    async def resume(self) -> None:
+        """Servers compute what they had put back anew, under the weights they have now, and go on."""
+        await self.thread.run(self._resume())
+
+    def weights_changed(self, policy_version: int) -> None:
+        self.policy_version = policy_version
+
+    def close(self) -> None:
+        """End the servers that were started here. Who still waits gets an EngineError."""
+        self.thread.wait(self.servers.close())
+        self.thread.close()
+        self._pictures.close()
+
+    async def _generate(self, request: Request) -> Completion:
+        """Ask until a server answers: the trajectory's own first, others when it fails."""
+        failure: Exception | None = None
+        for _ in range(self.servers.config.retries + 1):
+            server = await self._server_for(request)
+            try:
+                return self._completion(request, *await self._ask(server, request))
+            except (*UNREACHED, ServerError, _BadAnswer) as error:
+                if isinstance(error, ServerError) and error.status == 400:
+                    raise ValueError(f"trajectory {request.trajectory_id}: {error}") from error
+                failure = error
+                if isinstance(error, _StaleWeights):
+                    await self.servers.withdraw(server)
+                self._homes.pop(request.trajectory_id, None)
+                server.failed()
+                self.retried += 1
+        raise EngineError(
+            f"trajectory {request.trajectory_id}: no SGLang server answered in {self.servers.config.retries + 1} attempts: "
+            f"{type(failure).__name__}: {failure}"
+        ) from failure
+
+    async def _server_for(self, request: Request) -> Server:
+        home = self._homes.get(request.trajectory_id)
+        server = await self.servers.pick(home, self.servers.config.start_timeout)
+        self._homes[request.trajectory_id] = server
+        return server
+
+    async def _ask(self, server: Server, request: Request) -> tuple[dict[str, Any], str | None]:
+        """One attempt: the answer, and the adapter it was sampled with. Given up here, the request is aborted there."""
+        rid, adapter = uuid.uuid4().hex, self.adapter
+        server.in_flight += 1
+        try:
+            body = await self._body(request, rid, adapter)
+            answer = await _unless(server.gone, self.servers.call(server, "/generate", body))
+            server.answered()
+            return answer, adapter
+        except asyncio.CancelledError:
+            self._abort(server, rid)
+            raise
+        finally:
+            server.in_flight -= 1
+
+    async def _body(self, request: Request, rid: str, adapter: str | None) -> bytes:
+        fields: dict[str, Any] = {
+            "rid": rid,
+            "input_ids": list(request.prompt_ids),
+            "sampling_params": self._sampling(request.sampling),
+            "return_logprob": True,
+        }
+        if adapter is not None:
+            fields["lora_path"] = adapter
+        body = json.dumps(fields, separators=(",", ":")).encode()
+        if not request.media:
+            return body
+        pictures = [await self._pictures.payload(item) for item in request.media]
+        return b"".join([body[:-1], b',"image_data":[', b",".join(pictures), b"]}"])
+
+    def _sampling(self, params: SamplingParams) -> dict[str, Any]:
+        return {
+            "max_new_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k or -1,
+            "stop": list(params.stop),
+            "stop_token_ids": sorted(self._renderer.stop_ids),
+            "no_stop_trim": True,
+            "skip_special_tokens": False,
+            "logit_bias": self._ban,
+        }
+
+    def _completion(self, request: Request, answer: dict[str, Any], adapter: str | None) -> Completion:
+        """Raises _BadAnswer for what another attempt may mend, ValueError for what none will."""
+        meta, ids = answer["meta_info"], list(answer["output_ids"])
+        reason = _stop_reason(meta["finish_reason"], self._renderer.stop_ids)
+        sampled = [pair[:2] for pair in meta["output_token_logprobs"][: len(ids)]]
+        if [token for _, token in sampled] != ids or not all(_is_finite(logprob) for logprob, _ in sampled):
+            raise _BadAnswer(f"{len(ids)} ids came with {len(sampled)} logprobs that are not theirs, or not finite")
+        expected = len(request.prompt_ids) + sum(item.num_tokens - 1 for item in request.media)
+        if meta["prompt_tokens"] != expected:
+            raise ValueError(
+                f"trajectory {request.trajectory_id}: the SGLang server counted {meta['prompt_tokens']} prompt tokens, but we "
+                f"{expected}: they do not expand or resize pictures alike."
+            )
+        versions = self._versions(meta, len(ids))
+        if adapter is not None:
+            versions = [self.versions[adapter]] * len(ids)  # a reply keeps the adapter that it began with
+        return Completion(ids, [logprob for logprob, _ in sampled], reason, versions, expected)
+
+    def _versions(self, meta: dict[str, Any], length: int) -> list[int]:
+        """Per token, the policy version of the weights it was sampled from."""
+        versions: list[int] = []
+        for span in meta["weight_versions"]:
+            if span["version"] not in self.versions:
+                raise _StaleWeights(f"it was sampled from weights {span['version']!r}, which this run never sent")
+            versions += [self.versions[span["version"]]] * (span["end"] - span["start"])
+        if len(versions) != length:
+            raise _BadAnswer(f"{length} ids came with the policy versions of {len(versions)}")
+        return versions
+
+    def _abort(self, server: Server, rid: str) -> None:
+        task = asyncio.create_task(_quietly(self.servers.call(server, "/abort_request", {"rid": rid}, timeout=10)))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _pause(self) -> None:
+        self.servers.paused = True
+        await self._tell_all("/pause_generation", {"mode": "retract"})
+
+    async def _resume(self) -> None:
+        await self._tell_all("/continue_generation", {})
+        self.servers.paused = False
+        await self.servers.notify()
+
+    async def _tell_all(self, path: str, body: dict[str, Any]) -> None:
+        """One that does not hear it has to be brought to life, and to the current weights, before it serves again."""
+
+        async def tell(server: Server) -> None:
+            try:
+                await self.servers.call(server, path, body, timeout=PAUSE_SECONDS)
+            except (*UNREACHED, ServerError):
+                await self.servers.withdraw(server)
+                server.failed()
+
+        await asyncio.gather(*map(tell, self.servers.ready))
+
+
+def _stop_reason(finish: dict[str, Any], stop_ids: frozenset[int]) -> Literal["stop", "length", "abort"]:
+    kind, matched = finish["type"], finish.get("matched")
+    if kind == "abort" and finish.get("status_code"):
+        raise _BadAnswer(f"the server gave it up: {finish.get('message')}")
+    if matched == NOT_A_NUMBER:
+        raise _BadAnswer("the server's logits were not finite")
+    if isinstance(matched, int) and matched not in stop_ids:
+        raise ValueError(
+            f"the SGLang server ended a reply at token {matched}, which is none of ours {sorted(stop_ids)}: its tokenizer or "
+            "generation config differs from model.path's."
+        )
+    assert kind in ("stop", "length", "abort"), finish
+    return kind
+
+
+def _is_finite(logprob: float | None) -> bool:
+    return logprob is not None and math.isfinite(logprob)
+
+
+def _check_version(server: Server) -> None:
+    told = str(server.info.get("version", "unknown"))
+    numbers = tuple(int(number) for number in re.findall(r"\d+", told)[:3])
+    if numbers < OLDEST:
+        raise ValueError(
+            f"the server {server.url} is SGLang {told}, but {'.'.join(map(str, OLDEST))} or newer is needed: earlier ones encode "
+            "ids that come with pictures anew."
+        )
+
+
+async def _unless(gone: asyncio.Event, call: Coroutine[Any, Any, Any]) -> Any:
+    """What ``call`` gives, or ServerError as soon as the server is ``gone``."""
+    asked, ended = asyncio.ensure_future(call), asyncio.ensure_future(gone.wait())
+    try:
+        await asyncio.wait({asked, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not asked.done():
+            raise ServerError("the server was taken out of service", status=503)
+        return asked.result()
+    finally:
+        for task in (asked, ended):
+            task.cancel()
+
+
+async def _quietly(call: Coroutine[Any, Any, Any]) -> None:
+    """For what a dead server need not hear."""
+    try:
+        await call
+    except (*UNREACHED, ServerError):
+        pass

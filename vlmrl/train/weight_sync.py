@@ -1,0 +1,132 @@
+"""Keeps SGLang servers at the trainer's weights: every update, and every server that comes back.
+
+    sync = WeightSync(engine, config.sglang, folder)
+    sent = await sync.push(trainer.send_weights, policy_version=3)      # inside `paused(engine)`
+
+Each set of weights has a name on the servers, and each token they sample tells it: a reply from weights with another name is
+not taken. The transfer itself is in :mod:`vlmrl.train.transports`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmrl.config import SGLang
+from vlmrl.engine.base import EngineError
+from vlmrl.engine.servers import Server
+from vlmrl.engine.sglang import SGLangEngine
+from vlmrl.threads import DaemonPool
+from vlmrl.train.transports import Delivery, Method, Sent, Target
+
+Send = Callable[[Delivery], Sent]
+"""Carries a delivery out where the weights are: :meth:`vlmrl.train.trainer.Trainer.send_weights`, for one."""
+
+FILL = 0.01  # in place of every weight, when it is checked that all of them arrive
+
+
+class WeightSync:
+    """Gives the servers of ``engine`` their weights. ``folder`` is where the method disk writes them.
+
+    ``bytes`` and ``seconds`` are of the last push, to each server.
+    """
+
+    def __init__(self, engine: SGLangEngine, config: SGLang, folder: Path) -> None:
+        self.engine = engine
+        self.bytes = 0
+        self.seconds = 0.0
+        self._config = config
+        self._folder = folder
+        self._run = uuid.uuid4().hex[:8]
+        self._numbers = count()
+        self._name = ""  # of the last weights
+        self._send: Send | None = None
+        self._thread = DaemonPool("weights")
+        engine.servers.bring = self._bring
+
+    @property
+    def method(self) -> Method:
+        if self._config.sync != "auto":
+            return self._config.sync
+        return "tensor" if all(server.launch is not None for server in self.engine.servers.all) else "group"
+
+    async def first(self, send: Send, policy_version: int = 0) -> Sent:
+        """Weights for all servers, before any of them serves."""
+        return await self.engine.thread.run(self._push(send, policy_version, self.engine.servers.all))
+
+    async def push(self, send: Send, policy_version: int) -> Sent:
+        """Weights for all that serve. One that cannot be reached is left out, and gets them when it comes back.
+
+        Raises EngineError where a server refuses them.
+        """
+        return await self.engine.thread.run(self._push(send, policy_version, None))
+
+    async def fill(self, send: Send) -> None:
+        """Overwrite every weight there is with one number: what the next push does not set stays wrong, and is found."""
+        await self.engine.thread.run(self._overwrite(send))
+
+    async def checksums(self) -> dict[str, dict[str, str]]:
+        """What each server's weights sum up to, by tensor and rank: servers with equal weights have equal ones."""
+        return await self.engine.thread.run(self._checksums())
+
+    async def _push(self, send: Send, policy_version: int, servers: Sequence[Server] | None) -> Sent:
+        async with self.engine.servers.changing:
+            chosen = self.engine.servers.ready if servers is None else servers
+            self._name, self._send = f"{self._run}.{next(self._numbers)}", send
+            self.engine.versions[self._name] = policy_version
+            sent = await self._deliver(chosen)
+            self.bytes, self.seconds = sent.bytes, sent.seconds
+            return sent
+
+    async def _bring(self, server: Server) -> None:
+        """The last weights once more, for a server that came back. Called with ``servers.changing`` held."""
+        sent = await self._deliver([server], again=True)
+        if sent.failed:
+            raise EngineError(sent.failed[server.url])
+
+    async def _overwrite(self, send: Send) -> None:
+        async with self.engine.servers.changing:
+            self._send, self._name = send, f"{self._run}.fill"
+            await self._deliver(self.engine.servers.all, fill=FILL)
+
+    async def _deliver(self, servers: Sequence[Server], **how: Any) -> Sent:
+        delivery = Delivery(
+            targets=tuple(_target(server) for server in servers),
+            method=self.method,
+            name=self._name,
+            run=self._run,
+            bucket_bytes=self._config.bucket_mb * 2**20,
+            timeout=self._config.sync_timeout,
+            folder=self._folder,
+            **how,
+        )
+        assert self._send is not None
+        sent: Sent = await self._thread.run(self._send, delivery)
+        if sent.refused:
+            raise EngineError(f"an SGLang server refused the weights ({self.method}): {sent.failed[sent.refused[0]]}")
+        for server in servers:
+            if server.url in sent.failed:
+                await self.engine.servers.withdraw(server)
+                server.failed()
+        return sent
+
+    async def _checksums(self) -> dict[str, dict[str, str]]:
+        sums: dict[str, dict[str, str]] = {}
+        for server in self.engine.servers.all:
+            told = await self.engine.servers.call(
+                server, "/weights_checker", {"action": "checksum"}, timeout=self._config.sync_timeout
+            )
+            parts = enumerate(part["checksums"] for part in told["ranks"])
+            sums[server.url] = {f"{name} of rank {rank}": value for rank, part in parts for name, value in part.items()}
+        return sums
+
+
+def _target(server: Server) -> Target:
+    info = server.info
+    dtype = getattr(torch, str(info.get("dtype")), None)
+    return Target(server.url, info.get("tp_size", 1), dtype, info.get("device", "cpu"))
