@@ -373,7 +373,7 @@ class Train:
     groups_per_step: int | None = None
     """Groups per optimizer step; it divides `groups_per_batch`. Unset: one step a batch."""
     tokens_per_micro_batch: int = 16384
-    """Padded tokens in one forward; gradients accumulate over as many as the batch needs."""
+    """Tokens computed in one forward; gradients accumulate over as many as the batch needs."""
     share_prefixes: bool = True
     """Compute what the rows of a group begin with in common once: its prompt, and with step-wise rows all earlier turns."""
     gradient_checkpointing: bool = False

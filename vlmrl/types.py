@@ -252,8 +252,8 @@ class Batch:
     ``[rows, length]`` marks the tokens whose logprobs a loss needs. ``mm_inputs`` are merged over the distinct pictures;
     ``image_order`` says, for each picture occurrence in row order, which of the distinct ones it is.
 
-    A row may also be a tree of samples that begin alike (`train/prefix_tree.py`): then ``ends`` ``[rows, length]`` says where each
-    token's subtree ends, and ``parents`` which token each one follows.
+    Or one row holds many samples, as trees of what they begin with in common (`train/prefix_tree.py`): then ``ends`` ``[1, length]``
+    says where each token's subtree ends, and ``parents`` which token each one follows.
     """
 
     token_ids: torch.Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import replace
 
@@ -12,11 +13,11 @@ from fakes import PAD, make_item
 from PIL import Image
 
 from vlmrl.config import Algo, Model, Optim
+from vlmrl.model import tree_attention
 from vlmrl.model.families import rope_positions
 from vlmrl.model.loading import load_model
-from vlmrl.model.policy import tree_mask
 from vlmrl.train import prefix_tree
-from vlmrl.train.packing import Sharing, pack, split
+from vlmrl.train.packing import Part, pack, split
 from vlmrl.train.trainer import Trainer
 from vlmrl.types import Sample
 
@@ -31,7 +32,9 @@ def row(ids, media=(), name="t", group="g", prompt=1, mask=None):
 
 def tree_of(*rows):
     atoms = prefix_tree.atoms_of(rows, PAD)
-    return prefix_tree.build(rows, atoms, prefix_tree.in_order(atoms, range(len(rows))), PAD, 2)
+    ordered = prefix_tree.in_order(atoms, range(len(rows)))
+    shared = prefix_tree.shared_lengths([atoms[index] for index in ordered])
+    return prefix_tree.build([rows[index] for index in ordered], shared, PAD, 2)
 
 
 # The layout
@@ -39,7 +42,6 @@ def tree_of(*rows):
 
 def test_rows_that_begin_alike_are_laid_out_depth_first():
     tree = tree_of(row([1, 2, 5]), row([1, 2, 3, 4]))
-    assert tree.rows == [1, 0]  # in the order of their tokens
     assert tree.token_ids.tolist() == [1, 2, 3, 4, 5]
     assert [path.tolist() for path in tree.paths] == [[0, 1, 2, 3], [0, 1, 4]]
     assert tree.ends.tolist() == [5, 5, 4, 4, 5]
@@ -50,13 +52,13 @@ def test_rows_that_begin_alike_are_laid_out_depth_first():
 def test_a_row_that_another_begins_with_costs_nothing():
     tree = tree_of(row([1, 2]), row([1, 2, 3]), row([1, 2]))
     assert tree.token_ids.tolist() == [1, 2, 3] and tree.ends.tolist() == [3, 3, 3]
-    assert [tree.paths[tree.rows.index(index)].tolist() for index in range(3)] == [[0, 1], [0, 1, 2], [0, 1]]
+    assert [path.tolist() for path in tree.paths] == [[0, 1], [0, 1], [0, 1, 2]]
 
 
-def test_a_token_sees_its_ancestors_and_itself():
-    tree = tree_of(row([1, 2, 5]), row([1, 2, 3, 4]))
-    mask = tree_mask(torch.from_numpy(tree.ends)[None])[0, 0].int().tolist()
-    assert mask == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
+def test_rows_with_nothing_in_common_stand_side_by_side():
+    tree = tree_of(row([1, 2]), row([3, 4, 5]))
+    assert tree.ends.tolist() == [2, 2, 5, 5, 5] and tree.parents.tolist() == [-1, 0, -1, 2, 3]
+    assert tree.position_ids[0].tolist() == [0, 1, 0, 1, 2]
 
 
 def test_pictures_count_by_content_not_by_placeholder():
@@ -67,12 +69,54 @@ def test_pictures_count_by_content_not_by_placeholder():
     assert len(other) == 7 and sorted(item.id for item in other.media) == ["blue", "red"]
 
 
-def test_a_tree_that_is_too_large_is_cut_where_least_is_repeated():
+# Micro-batches
+
+
+def alike(group, first, size, branches, length, prompt=1):
+    """Rows of one group: ``size`` tokens in common, then ``length`` of their own."""
+    rows = []
+    for number in range(branches):
+        own = range(first + size + number * length, first + size + (number + 1) * length)
+        rows.append(row([*range(first, first + size), *own], name=f"{group}{number}", group=group, prompt=prompt))
+    return rows
+
+
+def test_a_group_that_is_too_large_is_cut_where_least_is_computed_twice():
     rows = [row([1, 2, 3, 4, branch, *range(10, 16)]) for branch in (5, 6)] + [row([1, 7, *range(20, 29)])]
     atoms = prefix_tree.atoms_of(rows, None)
     assert prefix_tree.cut(atoms, [0, 1, 2], 28) == [([0, 1, 2], 4 + 2 * 7 + 10)]
-    assert prefix_tree.cut(atoms, [0, 1, 2], 27) == [([0, 1], 18), ([2], 11)]  # one token is repeated, not four
+    assert prefix_tree.cut(atoms, [0, 1, 2], 27) == [([0, 1], 18), ([2], 11)]  # one token is computed twice, not four
     assert prefix_tree.cut(atoms, [0, 1, 2], 5) == [([0], 11), ([1], 11), ([2], 11)]
+
+
+def test_the_cheapest_cut_looks_ahead():
+    """Filling the first part up would cut in the middle of the second pair."""
+    rows = [row([1, 2, 3, 4, 5, last]) for last in (6, 7)] + [row([9, 8, 7, 6, 5, last]) for last in (1, 2)]
+    atoms = prefix_tree.atoms_of(rows, None)
+    assert prefix_tree.cut(atoms, [0, 1, 2, 3], 13) == [([0, 1], 7), ([2, 3], 7)]
+
+
+def test_groups_share_a_micro_batch_and_stay_together():
+    rows = alike("a", 0, 10, 4, 5) + alike("b", 100, 10, 4, 5) + alike("c", 200, 10, 2, 5)  # trees of 30, 30, 20 tokens
+    parts = split(rows, 60, "tree")
+    assert [part.rows for part in parts] == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9]]
+    assert [sorted(part.rows) for part in split(rows, 50, "tree")] == [[0, 1, 2, 3, 8, 9], [4, 5, 6, 7]]
+
+
+def test_groups_that_begin_alike_share_too():
+    """A system prompt: 20 + 2 * 30 tokens instead of 2 * 50."""
+    rows = alike("a", 0, 20, 3, 10) + [row([*range(20), *range(500 + n, 510 + n)], group="b") for n in (0, 100, 200)]
+    (part,) = split(rows, 80, "tree")
+    assert len(pack(rows, part, None, 1).batch.token_ids[0]) == 80
+    assert len(split(rows, 79, "tree")) == 2
+
+
+def test_packed_rows_stand_end_to_end():
+    rows = [row(list(range(length))) for length in (5, 3, 4)]
+    assert [part.rows for part in split(rows, 9, "packed")] == [[0, 2], [1]]
+    batch = pack(rows, Part([0, 2], "packed"), None, 1).batch
+    assert batch.token_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3]]
+    assert batch.ends.tolist() == [[5] * 5 + [9] * 4]
 
 
 # Against rows of their own
@@ -118,59 +162,92 @@ class Watched(Trainer):
         return {}
 
 
-def train(model, rows, budget, share):
-    options = {"tokens_per_micro_batch": budget, "share_prefixes": share}
-    trainer = Watched(model.policy, Algo(loss="reinforce"), Optim(), total_steps=1, **options)
+def train(model, rows, budget, layout):
+    trainer = Watched(model.policy, Algo(loss="reinforce"), Optim(), total_steps=1, tokens_per_micro_batch=budget)
+    trainer._layout = layout
     metrics = trainer.step(rows)
     return trainer, metrics
 
 
-@pytest.mark.parametrize("budget", [10**6, 60])
+def assert_same(one, other):
+    """Logprobs, entropies and gradients of two trainers' steps."""
+    (trainer, metrics), (again, more) = one, other
+    for logprobs, others in zip(trainer.scored, again.scored, strict=True):
+        assert np.abs(logprobs - others).max() < 1e-5
+    assert more["entropy"] == pytest.approx(metrics["entropy"], rel=1e-5)
+    for name, gradient in trainer.gradient.items():
+        assert (gradient - again.gradient[name]).norm() <= 1e-5 * gradient.norm() + 1e-9, name
+
+
+@pytest.mark.parametrize(("layout", "budget"), [("tree", 10**6), ("tree", 60), ("packed", 100)])
 @pytest.mark.parametrize("seed", range(3))
-def test_logprobs_and_gradients_are_those_of_single_rows(model, monkeypatch, seed, budget):
-    monkeypatch.setattr("vlmrl.train.packing.MASKED", -1e9)  # trees for all
+def test_logprobs_and_gradients_are_those_of_single_rows(model, seed, layout, budget):
     rows = random_rows(model, seed)
-    plain, plain_metrics = train(model, rows, 1, share=False)
-    shared, shared_metrics = train(model, rows, budget, share=True)
-    for one, other in zip(plain.scored, shared.scored, strict=True):
-        assert np.abs(one - other).max() < 1e-5
-    assert shared_metrics["entropy"] == pytest.approx(plain_metrics["entropy"], rel=1e-5)
+    assert_same(train(model, rows, 1, "padded"), train(model, rows, budget, layout))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_scores_as_the_cpu_does(model, monkeypatch):
+    """Its forward only, and not compiled: it has no gradient on a CPU."""
+    rows = random_rows(model, 0)
+    (part,) = split(rows, 10**6, "tree", model.policy.image_token_id)
+    packed = pack(rows, part, model.policy.image_token_id, model.policy.merge_size)
+    with torch.no_grad():
+        wanted = model.policy(packed.batch)
+        monkeypatch.setattr(tree_attention, "plan", tree_attention.block_mask)
+        with torch.compiler.set_stance("force_eager"):
+            got = model.policy(packed.batch)
+    assert torch.allclose(got.logprobs, wanted.logprobs, atol=2e-6) and float(wanted.logprobs.min()) < -1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: flex attention has no gradient on a CPU")
+@pytest.mark.parametrize("layout", ["tree", "packed"])
+def test_a_gpu_gives_the_gradients_of_padded_rows(layout, tmp_path):
+    model = load_model(Model(path="tiny:qwen3_vl", device="cuda", dtype="float32"), None, tmp_path, seed=0)
+    rows = random_rows(model, 0)
+    (plain, _), (other, _) = train(model, rows, 1, "padded"), train(model, rows, 400, layout)
+    for one, two in zip(plain.scored, other.scored, strict=True):
+        assert np.abs(one - two).max() < 1e-3
     for name, gradient in plain.gradient.items():
-        assert (gradient - shared.gradient[name]).norm() <= 1e-5 * gradient.norm() + 1e-9, name
+        assert (gradient - other.gradient[name]).norm() <= 1e-2 * gradient.norm() + 1e-6, name
 
 
+def updated(model, rows, **options):
+    """What a whole step adds to the weights; the model stays as it was."""
+    before = copy.deepcopy(model.policy.state_dict())
+    trainer = Trainer(model.policy, Algo(), Optim(lr=1e-4), total_steps=1, **options)
+    trainer.step(rows)
+    after = {name: parameter.detach() - before[name] for name, parameter in model.policy.named_parameters()}
+    model.policy.load_state_dict(before)
+    return after
+
+
+def test_a_step_updates_the_weights_alike_however_rows_are_laid_out(model):
+    """Two groups that show the same pictures, in one tree and cut into many."""
+    rows = random_rows(model, 4)
+    shown = [{item.id for each in rows if each.group_id == group for item in each.media} for group in ("a", "b")]
+    assert shown[0] & shown[1]
+    padded = updated(model, rows, tokens_per_micro_batch=200, share_prefixes=False)
+    for budget in (10**6, 50):
+        shared = updated(model, rows, tokens_per_micro_batch=budget)
+        for name, update in padded.items():
+            assert (update - shared[name]).abs().max() < 1e-5, name
+            assert (update - shared[name]).norm() <= 1e-3 * update.norm(), name
+
+
+@pytest.mark.parametrize("layout", ["tree", "packed"])
 @pytest.mark.parametrize("seed", range(3))
-def test_positions_are_those_the_row_has_alone_and_pictures_are_encoded_once(model, seed):
-    rows = random_rows(model, seed)
-    policy = model.policy
-    atoms = prefix_tree.atoms_of(rows, policy.image_token_id)
-    ordered = prefix_tree.in_order(atoms, range(len(rows)))
-    tree = prefix_tree.build(rows, atoms, ordered, policy.image_token_id, policy.merge_size)
-    for index, path in zip(tree.rows, tree.paths, strict=True):
-        grids = [tuple((item.mm_inputs["image_grid_thw"][0, 1:] // 2).tolist()) for item in rows[index].media]
-        wanted, _ = rope_positions(rows[index].token_ids, grids, policy.image_token_id)
-        assert torch.equal(tree.position_ids[:, path], wanted)
-        assert tree.token_ids[path].tolist() == rows[index].token_ids
-    for part in split(rows, 10**6, Sharing(policy.image_token_id, 2, policy.attention_balance)):
-        packed = pack(rows, part, policy.image_token_id, 2)
+def test_positions_are_those_the_row_has_alone_and_pictures_are_encoded_once(model, seed, layout):
+    rows = [replace(each, loss_mask=[1] * len(each.response_ids)) for each in random_rows(model, seed)]
+    token = model.policy.image_token_id
+    for part in split(rows, 100, layout, token):
+        packed = pack(rows, part, token, 2)
+        for index, places in zip(part.rows, packed.places, strict=True):
+            grids = [tuple((item.mm_inputs["image_grid_thw"][0, 1:] // 2).tolist()) for item in rows[index].media]
+            wanted, _ = rope_positions(rows[index].token_ids, grids, token)
+            trained = places >= 0
+            assert int(trained.sum()) == len(rows[index].response_ids)
+            assert torch.equal(packed.batch.position_ids[:, 0, places[trained]], wanted[:, -int(trained.sum()) :])
+            assert packed.batch.token_ids[0, places[trained]].tolist() == rows[index].response_ids
         pictures = {item.id for index in part.rows for item in rows[index].media}
         assert len(packed.batch.mm_inputs.get("image_grid_thw", [])) == len(pictures)
-        shown = int((packed.batch.token_ids == policy.image_token_id).sum())
-        assert shown == sum(item.num_tokens for tree in part.trees for item in tree.media) or not part.trees
-
-
-def test_a_tree_is_built_where_it_is_cheaper_than_rows():
-    sharing = Sharing(None, 1, balance=1000.0)
-    little = [row([1, *range(start, start + 20)], name=str(start)) for start in (10, 40, 70)]
-    (part,) = split(little, 10**6, sharing)
-    assert part.trees == [] and part.rows == [0, 1, 2]
-    much = [row([1, *range(20), last], name=str(last)) for last in (5, 6, 7)]
-    (part,) = split(much, 10**6, sharing)
-    assert [len(tree) for tree in part.trees] == [24]
-
-
-def test_branches_that_are_long_share_in_smaller_trees():
-    rows = [row([*range(500), *range(1000 * n, 1000 * n + 400)], name=str(n)) for n in range(1, 9)]
-    parts = split(rows, 10**6, Sharing(None, 1, balance=3000.0))
-    sizes = [len(tree.rows) for part in parts for tree in part.trees]
-    assert sum(sizes) == 8 and 1 < max(sizes) < 8

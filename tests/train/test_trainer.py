@@ -158,7 +158,7 @@ def test_kl_needs_a_reference_and_pulls_towards_it(model):
     trainer = Trainer(
         model.policy,
         Algo(kl_coef=1.0),
-        Optim(lr=1e-3),
+        Optim(lr=1e-4),
         total_steps=9,
         tokens_per_micro_batch=10**6,
         reference=reference,

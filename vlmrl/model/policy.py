@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from vlmrl.model import tree_attention
 from vlmrl.model.adapters import adapters_off
 from vlmrl.model.families import WHY_ALONE, family_of
 from vlmrl.types import Batch
@@ -65,6 +66,7 @@ class Policy(nn.Module):
         self._features: _FeatureOutput | None = None
         self._joined_deepstack = False
         _check_attention(model.config)
+        tree_attention.install(model)
         if self.family.vision:
             # Each distinct picture is encoded once and put wherever it occurs; the model's own method refuses that.
             model.model.get_image_features = lambda *args, **kwargs: self._features
@@ -81,17 +83,6 @@ class Policy(nn.Module):
     def layer_kinds(self) -> list[str]:
         """Each layer's kind, under Hugging Face's names: ``full_attention`` or ``linear_attention``."""
         return _layer_kinds(self.config)
-
-    @property
-    def attention_balance(self) -> float:
-        """The length at which a causal row's attention costs as much as all the rest: a token's multiplications outside it, its
-        weights' number, over those of one pair of tokens, twice the width of all layers' heads.
-        """
-        text = self.config.get_text_config()
-        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        width = head * text.num_attention_heads * text.num_hidden_layers
-        layers = getattr(self.model.model, "language_model", self.model.model).layers
-        return sum(p.numel() for p in layers.parameters()) / (2 * width)
 
     def frozen_copy(self) -> Policy:
         """A copy whose weights stay as they are now: the reference of a KL penalty."""
@@ -112,13 +103,13 @@ class Policy(nn.Module):
 
     def forward(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
         """The logprob of each token that ``batch.targets`` marks, given all before it in its row."""
-        if batch.ends is not None and not self.family.may_share:
-            raise ValueError(f"rows of {self.config.model_type} must not share prefixes: {WHY_ALONE}.")
+        if batch.ends is not None and not self.family.may_pack:
+            raise ValueError(f"samples of {self.config.model_type} must not stand in one row: {WHY_ALONE}.")
         features = self.encode_images(batch.mm_inputs) if batch.mm_inputs else []
         occurrences = [features[index] for index in batch.image_order]
-        mask = None if batch.ends is None else tree_mask(batch.ends)
+        tree = None if batch.ends is None else tree_attention.plan(batch.ends[0])
         unseen = self._blank_picture() if self.lockstep and self.family.vision and not occurrences else None
-        hidden = self.hidden(batch.token_ids, batch.position_ids, mask, occurrences, unseen=unseen)
+        hidden = self.hidden(batch.token_ids, batch.position_ids, None, occurrences, unseen=unseen, tree=tree)
         rows, places = batch.targets.nonzero(as_tuple=True)
         before = places - 1 if batch.parents is None else batch.parents[rows, places]
         chosen = hidden[rows, before]  # a token is predicted by the one before it: the only shift there is
@@ -143,13 +134,14 @@ class Policy(nn.Module):
         cache: Any = None,
         unseen: torch.Tensor | None = None,
         real: torch.Tensor | None = None,
+        tree: tree_attention.Plan | None = None,
     ) -> torch.Tensor:
         """Last hidden states ``[rows, length, hidden]``.
 
         ``position_ids`` ``[3, rows, length]``; ``attention_mask`` ``[rows, 1, length, keys]``, True where a query may look, or
-        ``None`` for plain causal rows; ``images`` by occurrence, in row order; ``cache`` a Hugging Face cache. ``unseen`` is a zero
-        that is added before the decoder, so that what it was computed from takes part in the gradient. ``real`` ``[rows, length]`` is
-        False for padding on the left.
+        ``None`` for plain causal rows, and for a single one that ``tree`` describes; ``images`` by occurrence, in row order;
+        ``cache`` a Hugging Face cache. ``unseen`` is a zero that is added before the decoder, so that what it was computed from
+        takes part in the gradient. ``real`` ``[rows, length]`` is False for padding on the left.
         """
         inputs: dict[str, Any] = {"position_ids": position_ids if self.family.vision else position_ids[0]}
         if images:
@@ -158,12 +150,12 @@ class Policy(nn.Module):
                 levels = [torch.cat(level) for level in levels]
             self._features = _FeatureOutput(tuple(image.embeds for image in images), levels)
             inputs |= {"pixel_values": images[0].embeds, "image_grid_thw": None}  # stand-ins: the features are ready
+        if tree is not None:
+            inputs["tree"] = tree  # reaches the attention function
         if unseen is None:
             inputs["input_ids"] = token_ids
         else:
             inputs["inputs_embeds"] = self.model.get_input_embeddings()(token_ids) + unseen
-        if attention_mask is None and cache is None and not self.family.vision:
-            attention_mask = torch.ones_like(token_ids)  # or 2-D positions would be searched for packed rows
         if attention_mask is not None and self.family.recurrent:
             attention_mask = {"full_attention": attention_mask, "linear_attention": real}  # type: ignore[assignment]
         try:
@@ -225,8 +217,11 @@ def _layer_kinds(config: Any) -> list[str]:
 
 def _check_attention(config: Any) -> None:
     """Refuse what would be wrong without a word."""
-    if getattr(config.get_text_config(), "_attn_implementation", None) == "eager":
+    text = config.get_text_config()
+    if getattr(text, "_attn_implementation", None) == "eager":
         raise ValueError("attn_implementation must not be eager: it adds a boolean mask as numbers. Load with sdpa.")
+    if getattr(text, "attention_dropout", 0.0):
+        raise ValueError(f"attention_dropout must be 0 in the model's config, but it is {text.attention_dropout}.")
     unknown = set(_layer_kinds(config)) - {"full_attention", "linear_attention"}
     if unknown:
         raise ValueError(
@@ -242,9 +237,3 @@ def without_adapters(policy: Policy) -> Callable[[Batch, float], TokenScores]:
             return policy(batch, temperature)
 
     return score
-
-
-def tree_mask(ends: torch.Tensor) -> torch.Tensor:
-    """``[rows, 1, length, length]``: a token sees its ancestors and itself. ``ends`` as in :class:`~vlmrl.types.Batch`."""
-    places = torch.arange(ends.shape[1], device=ends.device)
-    return ((places[None, None, :] <= places[None, :, None]) & (places[None, :, None] < ends[:, None, :]))[:, None]

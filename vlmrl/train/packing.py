@@ -1,13 +1,14 @@
-"""Samples to micro-batches: what begins alike as one tree, the rest as rows of like length; each distinct picture once.
+"""Samples to micro-batches, in one of three layouts, with each distinct picture once.
 
-The trainer calls :func:`split` once per mini-batch and :func:`collate` for each part. A token has the rotary position that its own
-row gives it, whatever is packed beside it.
+The trainer calls :func:`split` once per mini-batch and :func:`pack` for each part. A token has the rotary position that its own row
+gives it, whatever is packed beside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,19 +17,18 @@ from vlmrl.media import merge_mm_inputs
 from vlmrl.model.families import merged_grid, rope_positions
 from vlmrl.model.policy import TokenScores
 from vlmrl.train import prefix_tree
-from vlmrl.train.prefix_tree import Tree
 from vlmrl.types import Batch, MediaItem, Sample
 
-MASKED = 2.0  # what attention under a tree's mask costs for each pair of tokens, over that of a causal row
-ALIKE = 0.9  # trees are padded together only where the shortest is so long, over the longest
+Layout = Literal["tree", "packed", "padded"]
+"""``tree``: what rows begin with in common is there once. ``packed``: rows end to end. ``padded``: rows below each other."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One micro-batch: ``rows`` of the samples it was split from, as ``trees`` or, where there are none, one by one."""
+    """One micro-batch: which of the samples it was split from, and how they are laid out."""
 
     rows: list[int]
-    trees: list[Tree]
+    layout: Layout
 
 
 @dataclass(frozen=True)
@@ -53,113 +53,90 @@ class Packed:
         return TokenScores(*taken)
 
 
-@dataclass(frozen=True)
-class Sharing:
-    """What is needed to share prefixes. ``balance``: the length at which a row's attention costs as much as all else."""
+def split(
+    samples: Sequence[Sample],
+    tokens_per_micro_batch: int,
+    layout: Layout = "padded",
+    image_token_id: int | None = None,
+) -> list[Part]:
+    """Micro-batches that compute at most so many tokens, the longest first; a row that is longer by itself gets one of its own.
 
-    image_token_id: int | None
-    merge_size: int
-    balance: float
-
-    def cost(self, tokens: int, pairs: float) -> float:
-        """In units of one token's work outside attention; ``pairs`` of tokens that look at each other, causal rows' halved."""
-        return tokens + pairs / self.balance
-
-
-def split(samples: Sequence[Sample], tokens_per_micro_batch: int, sharing: Sharing | None = None) -> list[Part]:
-    """Micro-batches of at most so many padded tokens, the longest first; what is longer by itself gets one of its own.
-
-    With ``sharing`` the rows of a group become trees where that is the cheaper way. Rows of lengths 5, 2, 4 and a budget of 10
-    give rows [0, 2] and [1].
+    Rows of lengths 5, 2, 4 and a budget of 10 give rows [0, 2] and [1] when padded, [0, 2] and [1] when packed. In a tree a group's
+    rows stay together where they fit, and are cut where the least is computed twice where they do not.
     """
-    alone = list(range(len(samples)))
-    parts: list[Part] = []
-    if sharing is not None:
-        trees, alone = _trees(samples, tokens_per_micro_batch, sharing)
-        for chosen in _bins([len(tree) for tree in trees], tokens_per_micro_batch, ALIKE):
-            together = [trees[index] for index in chosen]
-            parts.append(Part([row for tree in together for row in tree.rows], together))
-    for chosen in _bins([len(samples[row]) for row in alone], tokens_per_micro_batch):
-        parts.append(Part([alone[index] for index in chosen], []))
-    return parts
-
-
-def _trees(samples: Sequence[Sample], budget: int, sharing: Sharing) -> tuple[list[Tree], list[int]]:
-    """The trees that are worth it, and the rows that stay alone."""
+    if layout == "padded":
+        bins = _padded([len(sample) for sample in samples], tokens_per_micro_batch)
+        return [Part(rows, layout) for rows in bins]
+    if layout == "packed":
+        nothing = np.empty(0, dtype=np.int64)
+        pieces = [_Piece([row], len(sample), nothing) for row, sample in enumerate(samples)]
+        return [Part(piece.rows, layout) for piece in _fill(pieces, tokens_per_micro_batch)]
+    atoms = prefix_tree.atoms_of(samples, image_token_id)
     groups: dict[str, list[int]] = {}
-    for index, sample in enumerate(samples):
-        groups.setdefault(sample.group_id, []).append(index)
-    atoms = prefix_tree.atoms_of(samples, sharing.image_token_id)
-    trees: list[Tree] = []
-    alone: list[int] = []
-    for group in groups.values():
-        for rows, is_tree in _cheapest(atoms, prefix_tree.in_order(atoms, group), budget, sharing):
-            if is_tree:
-                trees.append(prefix_tree.build(samples, atoms, rows, sharing.image_token_id, sharing.merge_size))
-            else:
-                alone += rows
-    return trees, sorted(alone)
+    for row, sample in enumerate(samples):
+        groups.setdefault(sample.group_id, []).append(row)
+    pieces = [
+        _Piece(rows, tokens, atoms[rows[0]])
+        for group in groups.values()
+        for rows, tokens in prefix_tree.cut(atoms, prefix_tree.in_order(atoms, group), tokens_per_micro_batch)
+    ]
+    return [Part(prefix_tree.in_order(atoms, piece.rows), layout) for piece in _fill(pieces, tokens_per_micro_batch)]
 
 
-def _cheapest(
-    atoms: Sequence[np.ndarray], ordered: list[int], budget: int, sharing: Sharing
-) -> list[tuple[list[int], bool]]:
-    """A group cut into parts, each a tree or not: smaller trees share less and have fewer pairs of tokens to mask."""
+@dataclass
+class _Piece:
+    """Rows that are computed together, as how many tokens at most, and the atoms of one of them."""
 
-    def priced(size: int) -> tuple[float, list[tuple[list[int], bool]]]:
-        total, chosen = 0.0, []
-        for rows, unique in prefix_tree.cut(atoms, ordered, size):
-            as_tree = sharing.cost(unique, MASKED * unique**2 / 2)
-            as_rows = sum(sharing.cost(len(atoms[row]), len(atoms[row]) ** 2 / 2) for row in rows)
-            total += min(as_tree, as_rows)
-            chosen.append((rows, as_tree < as_rows))
-        return total, chosen
-
-    sizes = [budget]
-    while sizes[-1] > max(len(atoms[row]) for row in ordered):
-        sizes.append(sizes[-1] * 2 // 3)
-    return min((priced(size) for size in sizes), key=lambda pair: pair[0])[1]
+    rows: list[int]
+    tokens: int
+    atoms: np.ndarray
 
 
-def _bins(lengths: Sequence[int], budget: int, alike: float = 0.0) -> list[list[int]]:
-    """Indices that are padded together, longest first, none shorter than ``alike`` times the longest."""
+def _fill(pieces: Sequence[_Piece], budget: int) -> list[_Piece]:
+    """Pieces joined up to the budget, the largest first, each to the one that begins most like it; in order of their size."""
+    bins: list[_Piece] = []
+    for piece in sorted(pieces, key=lambda piece: -piece.tokens):
+        known = [prefix_tree.shared_length(each.atoms, piece.atoms) for each in bins]
+        fits = [place for place, each in enumerate(bins) if each.tokens + piece.tokens - known[place] <= budget]
+        if fits:
+            place = max(fits, key=known.__getitem__)
+            bins[place].rows += piece.rows
+            bins[place].tokens += piece.tokens - known[place]
+        else:
+            bins.append(piece)
+    return sorted(bins, key=lambda piece: -piece.tokens)
+
+
+def _padded(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Rows that are padded together, longest first."""
     bins: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        longest = lengths[bins[-1][0]] if bins else 0
-        if not bins or (len(bins[-1]) + 1) * longest > budget or lengths[index] < alike * longest:
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if not bins or (len(bins[-1]) + 1) * lengths[bins[-1][0]] > budget:
             bins.append([])
-        bins[-1].append(index)
+        bins[-1].append(row)
     return bins
 
 
 def pack(samples: Sequence[Sample], part: Part, image_token_id: int | None, merge_size: int) -> Packed:
-    """The batch of one part. ``samples`` are those the part was split from."""
+    """The batch of one part. ``samples`` are those the part was split from; its scores by sample are in the order of its rows."""
     rows = [samples[row] for row in part.rows]
-    if not part.trees:
+    if part.layout == "padded":
         return Packed(collate(rows, image_token_id, merge_size))
-    length = max(map(len, part.trees))
-    shape = (len(part.trees), length)
-    token_ids, parents = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-    ends = torch.arange(1, length + 1).repeat(len(part.trees), 1)  # padding sees itself
-    position_ids = torch.zeros(3, *shape, dtype=torch.long)
+    shared = [0] * len(rows)
+    if part.layout == "tree":
+        shared = prefix_tree.shared_lengths(prefix_tree.atoms_of(rows, image_token_id))
+    tree = prefix_tree.build(rows, shared, image_token_id, merge_size)
     places = torch.full((len(rows), max(map(len, rows))), -1, dtype=torch.long)
-    number = 0
-    for index, tree in enumerate(part.trees):
-        size = len(tree)
-        token_ids[index, :size] = torch.from_numpy(tree.token_ids)
-        parents[index, :size] = torch.from_numpy(tree.parents)
-        ends[index, :size] = torch.from_numpy(tree.ends)
-        position_ids[:, index, :size] = tree.position_ids
-        for path in tree.paths:
-            sample = rows[number]
-            trained = np.flatnonzero(sample.loss_mask) + len(sample.prompt_token_ids)
-            places[number, trained] = torch.from_numpy(path[trained]) + index * length
-            number += 1
-    targets = torch.zeros(len(part.trees) * length, dtype=torch.bool)
-    targets[places[places >= 0]] = True
-    media = [item for tree in part.trees for item in tree.media]
-    merged, order = _distinct(media)
-    batch = Batch(token_ids, position_ids, targets.view(shape), merged, order, ends, parents)
+    for number, (sample, path) in enumerate(zip(rows, tree.paths, strict=True)):
+        trained = np.flatnonzero(sample.loss_mask) + len(sample.prompt_token_ids)
+        places[number, trained] = torch.from_numpy(path[trained])
+    targets = torch.zeros(1, len(tree), dtype=torch.bool)
+    targets[0, places[places >= 0]] = True
+    ends, parents = (torch.from_numpy(values)[None] for values in (tree.ends, tree.parents))
+    merged, order = _distinct(tree.media)
+    batch = Batch(
+        torch.from_numpy(tree.token_ids)[None], tree.position_ids[:, None], targets, merged, order, ends, parents
+    )
     return Packed(batch, places)
 
 

@@ -21,12 +21,11 @@ from vlmrl.types import MediaItem, Sample
 
 @dataclass(frozen=True)
 class Tree:
-    """``rows`` name the samples, ``paths[i]`` where each token of ``rows[i]`` lies in the layout.
+    """``paths[i]`` is where each token of row ``i`` lies in the layout.
 
     ``parents`` is the place of the token before, -1 for the first; ``media`` are the pictures in layout order.
     """
 
-    rows: list[int]
     token_ids: np.ndarray
     position_ids: torch.Tensor
     parents: np.ndarray
@@ -38,67 +37,66 @@ class Tree:
         return len(self.token_ids)
 
 
-def build(
-    samples: Sequence[Sample],
-    atoms: Sequence[np.ndarray],
-    ordered: Sequence[int],
-    image_token_id: int | None,
-    merge_size: int,
-) -> Tree:
-    """One tree of ``samples[row]`` for each row of ``ordered``, which stand as :func:`in_order` gives them."""
+def build(rows: Sequence[Sample], shared: Sequence[int], image_token_id: int | None, merge_size: int) -> Tree:
+    """One tree, or several side by side.
+
+    ``shared`` says how many tokens each row has in common with the one before it: :func:`shared_lengths` of rows that are in
+    :func:`in_order`, or zeros, and then each row is computed by itself.
+    """
     token_ids: list[np.ndarray] = []
     positions: list[torch.Tensor] = []
     parents: list[np.ndarray] = []
     paths: list[np.ndarray] = []
     media: list[MediaItem] = []
     size = 0
-    for number, row in enumerate(ordered):
-        sample = samples[row]
-        shared = shared_length(atoms[ordered[number - 1]], atoms[row]) if number else 0
-        new = np.arange(size, size + len(sample) - shared)
-        path = np.concatenate([paths[-1][:shared] if number else new[:0], new])
+    for sample, known in zip(rows, shared, strict=True):
+        ids = np.array(sample.token_ids, dtype=np.int64)
+        new = np.arange(size, size + len(ids) - known)
+        path = np.concatenate([paths[-1][:known], new]) if known else new
         grids = [merged_grid(item.mm_inputs["image_grid_thw"], merge_size) for item in sample.media]
-        token_ids.append(np.array(sample.token_ids[shared:]))
-        positions.append(rope_positions(sample.token_ids, grids, image_token_id)[0][:, shared:])
-        parents.append(np.concatenate([[-1], path[:-1]])[shared:])
-        shared_visual = int((atoms[row][:shared] < 0).sum())
+        token_ids.append(ids[known:])
+        positions.append(rope_positions(sample.token_ids, grids, image_token_id)[0][:, known:])
+        parents.append(np.concatenate([[-1], path[:-1]])[known:])
+        known_visual = int((ids[:known] == image_token_id).sum())
         seen = np.cumsum([item.num_tokens for item in sample.media])
-        media += sample.media[int(np.searchsorted(seen, shared_visual, side="right")) :]
+        media += sample.media[int(np.searchsorted(seen, known_visual, side="right")) :]
         paths.append(path)
         size += len(new)
     ends = np.arange(1, size + 1)
     for path in paths:  # in layout order, so that a later row's end is the larger one
         ends[path] = path[-1] + 1
-    return Tree(
-        list(ordered), np.concatenate(token_ids), torch.cat(positions, 1), np.concatenate(parents), ends, paths, media
-    )
+    return Tree(np.concatenate(token_ids), torch.cat(positions, 1), np.concatenate(parents), ends, paths, media)
 
 
 def cut(atoms: Sequence[np.ndarray], ordered: Sequence[int], budget: int) -> list[tuple[list[int], int]]:
-    """``ordered`` rows in parts whose trees hold at most ``budget`` tokens, cut where neighbours share least, with those tokens.
+    """``ordered`` rows in parts whose trees hold at most ``budget`` tokens, and how many each holds.
 
-    A single row may be longer than the budget.
+    Of all such cuts this one has the fewest tokens in total, and then the fewest parts. Only a row that is longer than the
+    budget by itself goes over it.
     """
-    shared = [0, *(shared_length(atoms[a], atoms[b]) for a, b in pairwise(ordered))]
-    new = [len(atoms[row]) - known for row, known in zip(ordered, shared, strict=True)]
+    lengths = [len(atoms[row]) for row in ordered]
+    shared = shared_lengths([atoms[row] for row in ordered])
+    best: list[tuple[int, int, int]] = [(0, 0, 0)]  # of the rows so far: tokens, parts, and the last part's first row
+    for last in range(len(ordered)):
+        size, ways = 0, []
+        for first in range(last, -1, -1):
+            if first < last and size + lengths[first] > budget:
+                break
+            ways.append((best[first][0] + size + lengths[first], best[first][1] + 1, first))
+            size += lengths[first] - shared[first]
+        best.append(min(ways))
     parts: list[tuple[list[int], int]] = []
-    first = 0
-    while first < len(ordered):
-        size, last = len(atoms[ordered[first]]), first + 1
-        while last < len(ordered) and size + new[last] <= budget:
-            size += new[last]
-            last += 1
-        if last < len(ordered):  # of the cuts that leave at least half of a part, the one that repeats least
-            half = first + (last - first + 1) // 2
-            last = min(range(half, last + 1), key=lambda place: (shared[place], -place))
-        parts.append((list(ordered[first:last]), shared[first] + sum(new[first:last])))
-        first = last
-    return parts
+    stop = len(ordered)
+    while stop:
+        first = best[stop][2]
+        parts.append((list(ordered[first:stop]), best[stop][0] - best[first][0]))
+        stop = first
+    return parts[::-1]
 
 
 def in_order(atoms: Sequence[np.ndarray], rows: Sequence[int]) -> list[int]:
     """``rows`` sorted by their atoms: rows that begin alike stand together, a shorter one before those it begins."""
-    return sorted(rows, key=lambda row: atoms[row].tolist())
+    return sorted(rows, key=lambda row: atoms[row].astype(">i8").tobytes())
 
 
 def atoms_of(samples: Sequence[Sample], image_token_id: int | None) -> list[np.ndarray]:
@@ -120,6 +118,11 @@ def atoms_of(samples: Sequence[Sample], image_token_id: int | None) -> list[np.n
             atoms[atoms == image_token_id] = np.concatenate(codes)
         found.append(atoms)
     return found
+
+
+def shared_lengths(atoms: Sequence[np.ndarray]) -> list[int]:
+    """How many atoms each row begins with as the row before it does; 0 for the first."""
+    return [0, *(shared_length(one, other) for one, other in pairwise(atoms))]
 
 
 def shared_length(a: np.ndarray, b: np.ndarray) -> int:

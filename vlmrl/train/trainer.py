@@ -31,7 +31,7 @@ from vlmrl.train.checkpoint import (
     saved_names,
 )
 from vlmrl.train.master_weights import MasterWeights, move_state
-from vlmrl.train.packing import Part, Sharing, pack, per_token, split
+from vlmrl.train.packing import Layout, Part, pack, per_token, split
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.tally import Tally
 from vlmrl.types import Batch, Sample
@@ -74,7 +74,7 @@ class Trainer:
         self._temperature = temperature
         self._micro_tokens = tokens_per_micro_batch
         self._groups_per_step = groups_per_step
-        self._share_prefixes = share_prefixes and policy.family.may_share
+        self._layout = _layout(policy, share_prefixes)
         self._optim = optim
         self._total_steps = total_steps
         self._weights = MasterWeights(policy)
@@ -266,12 +266,11 @@ class Trainer:
 
     def _split(self, samples: list[Sample]) -> list[Part]:
         """Micro-batches, of which every rank has at least one where there are so many samples."""
-        policy, budget = self.policy, self._micro_tokens
-        sharing = Sharing(policy.image_token_id, policy.merge_size, policy.attention_balance)
-        parts = split(samples, budget, sharing if self._share_prefixes else None)
+        budget, image_token_id = self._micro_tokens, self.policy.image_token_id
+        parts = split(samples, budget, self._layout, image_token_id)
         while len(parts) < min(self._ranks.size, len(samples)):
             budget = min(budget, sum(map(len, samples))) // 2
-            parts = split(samples, budget, sharing if self._share_prefixes else None)
+            parts = split(samples, budget, self._layout, image_token_id)
         return parts
 
     def _score(self, policy: Scorer, samples: list[Sample], part: Part) -> TokenScores:
@@ -295,6 +294,13 @@ def learning_rate_factor(optim: Optim, step: int, total_steps: int) -> float:
         return (step + 1) / (optim.warmup_steps + 1)
     done = min(1.0, (step - optim.warmup_steps) / max(1, total_steps - optim.warmup_steps))
     return {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[optim.schedule]
+
+
+def _layout(policy: Policy, share_prefixes: bool) -> Layout:
+    """How rows lie in a micro-batch, by what the model's family allows; unshared ones cost the least padded on a CPU."""
+    if share_prefixes and policy.family.may_share:
+        return "tree"
+    return "packed" if policy.family.may_pack and policy.device.type != "cpu" else "padded"
 
 
 def choose(field: str, name: str, registry: dict[str, Any]) -> Any:

@@ -1,0 +1,164 @@
+"""Attention over rows that begin alike and are laid out depth-first (`train/prefix_tree.py`): a token sees its ancestors and itself.
+
+It is registered with transformers as ``vlmrl_tree``, for the text layers. Without a :func:`plan` it is plain sdpa. No pair of
+unrelated tokens is computed, and no dense mask is built: on a CPU the tree is walked span by span, elsewhere flex attention gets
+blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import AttentionInterface
+from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+NAME = "vlmrl_tree"
+BLOCK = 128  # tokens on a side of flex attention's blocks
+
+_attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def install(model: Any) -> None:
+    """Let the model's text layers attend by this module; its vision tower keeps what it has."""
+    text = model.config.get_text_config()
+    model.set_attn_implementation(NAME if text is model.config else {"text_config": NAME})
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens ``first`` to ``last`` that follow one another without a branch; all that follow them end at ``end``.
+
+    The layout of [1 2 3 4] and [1 2 5] has ``Span(0, 2, 5)``, ``Span(2, 4, 4)`` and ``Span(4, 5, 5)``.
+    """
+
+    first: int
+    last: int
+    end: int
+    is_root: bool
+
+
+Plan = Sequence[Span] | BlockMask
+
+
+def plan(ends: torch.Tensor) -> Plan:
+    """What the layers need to know of a layout, once for all of them. ``ends`` ``[tokens]``: where each one's subtree ends."""
+    return spans(ends.numpy()) if ends.device.type == "cpu" else block_mask(ends)
+
+
+def spans(ends: np.ndarray) -> list[Span]:
+    """The layout's spans in order: within one, all tokens have one end."""
+    firsts = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist()]
+    found: list[Span] = []
+    tree_end = 0
+    for first, last in zip(firsts, [*firsts[1:], len(ends)], strict=True):
+        is_root = first >= tree_end
+        tree_end = max(tree_end, int(ends[first]))
+        found.append(Span(first, last, int(ends[first]), is_root))
+    return found
+
+
+def block_mask(ends: torch.Tensor) -> BlockMask:
+    """Flex attention's blocks of keys by block of queries, from the least and the largest end in each block."""
+    size = len(ends)
+    starts = torch.arange(0, size, BLOCK, device=ends.device)
+    by_block = torch.nn.functional.pad(ends, (0, -size % BLOCK)).view(-1, BLOCK)
+    largest, least = by_block.amax(1), by_block.amin(1)
+    before = starts[None, :] < starts[:, None]
+    whole = before & (least[None, :] >= starts[:, None] + BLOCK)
+    partly = (before & (largest[None, :] > starts[:, None])) & ~whole
+    partly |= torch.eye(len(starts), dtype=torch.bool, device=ends.device)
+
+    def sees(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= query) & (query < ends[key])
+
+    listed = (*_listed(partly), *_listed(whole))
+    return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(size, size))
+
+
+def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each row of ``blocks`` how many are set, and which, those first: as flex attention wants it."""
+    order = blocks.int().argsort(dim=1, descending=True, stable=True).int()
+    return blocks.sum(1).int()[None, None], order[None, None]
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    tree: Plan | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The attention function: ``[rows, heads, tokens, width]`` in, ``[rows, tokens, heads, width]`` out, as transformers has it."""
+    if tree is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    if isinstance(tree, BlockMask):
+        return flex_attention_forward(module, query, key, value, tree, scaling=scaling, **options)
+    attended: Any = _SpanAttention.apply(query, key, value, tree, scaling)
+    return attended.transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, attend)
+
+
+def _pieces(tree: Sequence[Span]) -> Iterator[tuple[slice, slice, bool, bool]]:
+    """Queries, their keys, whether a query sees only the keys up to itself, and whether it has seen none before.
+
+    What follows a span is one interval, and sees all of it.
+    """
+    for span in tree:
+        own, below = slice(span.first, span.last), slice(span.last, span.end)
+        yield own, own, True, span.is_root
+        if span.end > span.last:
+            yield below, own, False, span.is_root
+
+
+class _SpanAttention(torch.autograd.Function):
+    """Piece by piece, each softmax rescaled by its share of the whole one: exact, as flash attention over blocks is.
+
+    Source: FlashAttention-2, arXiv 2307.08691, section 2.3. The pieces are computed by the kernel behind sdpa on CPUs, whose own
+    function keeps the log-sum-exp to itself.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: Sequence[Span], scale: float | None
+    ) -> torch.Tensor:
+        rows, heads, tokens, width = query.shape
+        exact = torch.promote_types(query.dtype, torch.float32)
+        out = query.new_empty(rows, tokens, heads, width, dtype=exact).transpose(1, 2)
+        lse = query.new_empty(rows, tokens, heads, dtype=exact).transpose(1, 2)
+        for queries, keys, causal, is_first in _pieces(tree):
+            operands = (query[:, :, queries], key[:, :, keys], value[:, :, keys])
+            more, more_lse = _attend(*operands, 0.0, causal, scale=scale)
+            if not is_first:
+                known, known_lse = out[:, :, queries], lse[:, :, queries]
+                both = torch.logaddexp(known_lse, more_lse)
+                more = more * (more_lse - both).exp()[..., None] + known * (known_lse - both).exp()[..., None]
+                more_lse = both
+            out[:, :, queries], lse[:, :, queries] = more, more_lse
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.tree, ctx.scale = tree, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        grads = [torch.zeros_like(tensor) for tensor in (query, key, value)]
+        for queries, keys, causal, _ in _pieces(ctx.tree):
+            operands = (query[:, :, queries], key[:, :, keys], value[:, :, keys])
+            known = (out[:, :, queries], lse[:, :, queries])
+            more = _attend_backward(grad[:, :, queries], *operands, *known, 0.0, causal, scale=ctx.scale)
+            for whole, part, places in zip(grads, more, (queries, keys, keys), strict=True):
+                whole[:, :, places] += part
+        return *grads, None, None
