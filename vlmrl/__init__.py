@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from vlmrl.adapters.gymnasium import GymnasiumEnv
+from vlmrl.adapters.mcp import McpEnv
 from vlmrl.config import Algo, Checkpoint, Config, Data, Eval, Model, Optim, Part, Rollout, Train, WarmStart
 from vlmrl.env import Env, RetryTurn, obs
 from vlmrl.images import load_image
@@ -18,6 +19,7 @@ __all__ = [
     "Env",
     "Eval",
     "GymnasiumEnv",
+    "McpEnv",
     "Message",
     "Model",
     "Optim",

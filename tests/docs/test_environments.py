@@ -1,6 +1,7 @@
 """The blocks of docs/environments.md, run as they stand."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,14 @@ def test_the_shop_is_played_to_its_end():
     assert trajectory.turns[1].messages[0]["content"][-1]["text"] == "\n</tool_response>"
     assert "Error: jam is not sold here." in str(trajectory.turns[1].messages)
     assert trajectory.turns[1].media[0].image.getpixel((0, 0)) == (0, 128, 0)
+
+
+def test_the_painter_plays_with_a_server_that_is_started_for_it():
+    pytest.importorskip("mcp", reason="needs mcp: pip install 'vlmrl[mcp]'")
+    server = f"{sys.executable} {Path(__file__).parent.parent / 'adapters/mcp_server.py'}"
+    call = '<tool_call>{"name": "paint", "arguments": {"color": "red"}}</tool_call>'
+    trajectory = play_audited(section("MCP servers")["PaintEnv"], [call, "done"], options={"server": server})
+    assert trajectory.reward == 1.0 and trajectory.turns[1].media[0].image.getpixel((0, 0)) == (255, 0, 0)
 
 
 def test_the_cart_is_played_frame_by_frame():

@@ -1,0 +1,55 @@
+"""A small MCP server for the tests: it speaks over stdio when it is run, over HTTP when a test serves its app."""
+
+import io
+import os
+import time
+from pathlib import Path
+
+from mcp.server.mcpserver import Image, MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from PIL import Image as Pillow
+
+server = MCPServer("paint", log_level="CRITICAL")
+
+
+@server.tool()
+def paint(color: str, side: int = 64) -> list:
+    """Paint a square."""
+    if color == "none":
+        raise ToolError("none is no color")
+    buffer = io.BytesIO()
+    Pillow.new("RGB", (side, 32), color).save(buffer, format="PNG")
+    return [f"{color}:", Image(data=buffer.getvalue(), format="png")]
+
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+@server.tool()
+def whoami() -> str:
+    """Tells the process."""
+    return str(os.getpid())
+
+
+@server.tool()
+def vanish(marker: str) -> str:
+    """Ends the process, unless the marker is there."""
+    if Path(marker).exists():
+        return "still here"
+    Path(marker).touch()
+    os._exit(3)
+
+
+@server.tool()
+def hang(marker: str) -> str:
+    """Takes very long, and tells the process in a file."""
+    Path(marker).write_text(str(os.getpid()))
+    time.sleep(60)
+    return "late"
+
+
+if __name__ == "__main__":
+    server.run()
