@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tyro
 
 from vlmrl import Config, Data, Eval, Model, Optim, Rollout, Train, WarmStart
 
@@ -87,3 +88,9 @@ def test_a_mistake_gives_one_clear_line_before_anything_is_trained(tmp_path, opt
     assert message in told
     assert "Traceback" not in told
     assert not (tmp_path / "runs/quickstart").exists()
+
+
+def test_options_on_the_command_line_are_numbers_where_they_look_like_them():
+    words = ["clip", "0.2", "count", "3", "on", "True", "name", "abc", "nothing", "None"]
+    config = tyro.cli(Config, args=["--algo.loss-options", *words])
+    assert config.algo.loss_options == {"clip": 0.2, "count": 3, "on": True, "name": "abc", "nothing": None}

@@ -13,7 +13,7 @@ LEVELS = [
     {"trainers"},
     {"parts"},
     {"loop"},
-    {"run", "play", "cli", "__main__"},
+    {"run", "play", "data_check", "cli", "__main__"},
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 

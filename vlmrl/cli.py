@@ -1,4 +1,5 @@
-"""The command line: `vlmrl train RECIPE`, `vlmrl eval RECIPE`, `vlmrl play ENV`, `vlmrl retriever serve`.
+"""The command line: `vlmrl train RECIPE`, `vlmrl eval RECIPE`, `vlmrl play ENV`, `vlmrl data check RECIPE`,
+`vlmrl retriever serve`.
 
 A recipe is a Python file with a function ``config() -> Config``; every field of the config is an option.
 """
@@ -23,6 +24,7 @@ USAGE = """usage: vlmrl COMMAND ...
   vlmrl train RECIPE [options]     train as the recipe says; RECIPE is a Python file with config() -> Config
   vlmrl eval RECIPE [options]      play the held-out tasks and report their reward
   vlmrl play ENV [options]         play an env on a few tasks and print what happens
+  vlmrl data check RECIPE [options]  show the first tasks as the model will see them, and what is too long
   vlmrl retriever serve [options]  serve a corpus of passages to search envs over HTTP
 
 `vlmrl COMMAND --help` and `vlmrl train RECIPE --help` tell the options."""
@@ -44,6 +46,7 @@ def main() -> None:
         "train": train_command,
         "eval": eval_command,
         "play": play_command,
+        "data": data_command,
         "retriever": retriever_command,
     }
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -98,6 +101,22 @@ def retriever_command(arguments: Sequence[str]) -> None:
     settings = tyro.cli(ServeArguments, args=arguments[1:], prog="vlmrl retriever serve", description=serve.__doc__)
     with _errors_in_one_line():
         serve(settings)
+
+
+def data_command(arguments: Sequence[str]) -> None:
+    if arguments[:1] != ["check"]:
+        raise SystemExit("usage: vlmrl data check RECIPE [options]")
+    from vlmrl.data_check import CheckArguments, check
+
+    config, _, folder, rest = _load_recipe("data check", arguments[1:])
+    with _errors_in_one_line():
+        default = CheckArguments(config())
+    settings = tyro.cli(
+        CheckArguments, default=default, args=rest, prog="vlmrl data check RECIPE", description=check.__doc__
+    )
+    with _errors_in_one_line():
+        if not _until_interrupted(lambda: check(settings, folder)):
+            raise SystemExit(1)
 
 
 def _until_interrupted(play: Callable[[], Any]) -> Any:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.constructors import PrimitiveConstructorSpec
 
-Options = dict[str, str | int | float | bool | None]
+Options = dict[str, int | float | bool | None | str]  # noqa: RUF036  words are tried from left to right: str takes any
 
 
 def name_of(code: object) -> str:

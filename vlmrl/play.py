@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +13,7 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from vlmrl.config import Data, Model, Options, Rollout
+from vlmrl.config import Data, Model, Options, Rollout, name_of
 from vlmrl.data import load_tasks
 from vlmrl.engine.base import Engine, Request
 from vlmrl.engine.scripted import ScriptedEngine
@@ -19,7 +21,10 @@ from vlmrl.engine.transformers import TransformersEngine
 from vlmrl.env import resolve_env
 from vlmrl.metrics import messages_text
 from vlmrl.model.loading import load_model
-from vlmrl.renderer import Renderer
+from vlmrl.renderer import Renderer, collapse
+from vlmrl.rollout.generator import GeneratorLoop, resolve_generate
+from vlmrl.rollout.history import resolve_policy
+from vlmrl.rollout.runner import EpisodeLoop
 from vlmrl.rollout.turn_loop import TurnLoop
 from vlmrl.threads import DaemonPool
 from vlmrl.types import Trajectory
@@ -28,9 +33,9 @@ from vlmrl.viewer import write_page
 
 @dataclass(frozen=True)
 class PlayArguments:
-    env: tyro.conf.Positional[str]
-    """`module:Name` or `file.py:Name`."""
-    data: str
+    env: tyro.conf.Positional[str | None] = None
+    """`module:Name` or `file.py:Name`; unset with `--rollout.generate`, which plays by itself."""
+    data: str = tyro.MISSING
     """A dataset (hub name, parquet, json, jsonl, folder) or a generator of tasks (`file.py:function`)."""
     n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 4
     """How many tasks to play."""
@@ -51,32 +56,44 @@ async def play(settings: PlayArguments) -> None:
     """Play an env on a few tasks and print what happens: what the model read, what it said, what it was given for it."""
     console = Console(soft_wrap=True, highlight=False)
     base_dir = Path.cwd()
-    spec = resolve_env(settings.env, None, dict(settings.env_options), base_dir)
-    generated = ".py:" in settings.data
-    data = (
-        Data(generator=settings.data, size=settings.n)
-        if generated
-        else Data(path=settings.data, split=settings.split, columns=settings.columns, shuffle=False)
-    )
-    tasks = load_tasks(data, base_dir)
+    new_loop = _resolve_loop(settings, base_dir)
+    tasks = load_tasks(_data(settings), base_dir)
     model = load_model(settings.model, base_dir, Path(tempfile.gettempdir()) / "vlmrl-models", settings.seed)
     engine: Engine = TransformersEngine(model.policy, model.renderer)
     if settings.by_hand:
         engine = ScriptedEngine(Typist(console, model.renderer).reply, model.renderer)
-    loop = TurnLoop(spec, engine, model.renderer, model.new_store(), settings.rollout, settings.seed)
+    loop = new_loop(engine, model.renderer, model.new_store(), settings.rollout, settings.seed)
     played = []
     try:
         for index in range(min(settings.n, len(tasks))):
             trajectory = await loop.play(tasks[index], f"play/{index:05d}", f"play/{index:05d}/00")
-            _print(console, trajectory)
+            _print(console, trajectory, model.renderer)
             played.append(trajectory)
     finally:
         engine.close()
     rewards = [trajectory.reward for trajectory in played if trajectory.reward is not None]
     console.print(f"\n{len(played)} episodes, mean reward {sum(rewards) / max(1, len(rewards)):.3f}")
     if settings.page is not None:
-        write_page(played, settings.page, title=spec.name, decode=model.renderer.decode)
+        title = settings.env or name_of(settings.rollout.generate)
+        write_page(played, settings.page, title=title, decode=model.renderer.decode)
         console.print(f"episodes with pictures: {settings.page}")
+
+
+def _resolve_loop(settings: PlayArguments, base_dir: Path) -> Callable[..., EpisodeLoop]:
+    """What makes the loop that plays an episode: of the env, or of a generator."""
+    generate = resolve_generate(settings.rollout, base_dir)
+    if generate is None:
+        spec = resolve_env(settings.env, None, dict(settings.env_options), base_dir)
+        return partial(TurnLoop, spec, history_policy=resolve_policy(settings.rollout, base_dir))
+    if settings.env is not None:
+        raise ValueError("rollout.generate plays whole episodes by itself, so no env must be named.")
+    return partial(GeneratorLoop, generate)
+
+
+def _data(settings: PlayArguments) -> Data:
+    if ".py:" in settings.data:
+        return Data(generator=settings.data, size=settings.n)
+    return Data(path=settings.data, split=settings.split, columns=settings.columns, shuffle=False)
 
 
 class Typist:
@@ -86,28 +103,32 @@ class Typist:
         self._console = console
         self._renderer = renderer
         self._folder = Path(tempfile.mkdtemp(prefix="vlmrl-play-"))
-        self._shown: dict[str, tuple[int, int]] = {}
+        self._shown: dict[str, list[int]] = {}
         self._keyboard = DaemonPool("keyboard")  # a daemon: a prompt that nobody answers keeps no process alive
 
     async def reply(self, request: Request, turn: int) -> str:
-        tokens, pictures = self._shown.get(request.trajectory_id, (0, 0))
-        self._console.print(f"[dim]{escape(self._renderer.decode(request.prompt_ids[tokens:]))}[/dim]")
+        old, new = self._shown.get(request.trajectory_id, []), list(request.prompt_ids)
+        same = next(
+            (place for place, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new))
+        )
+        self._console.print(f"[dim]{escape(self._renderer.decode(new[same:]))}[/dim]")
+        pictures = sum(token == self._renderer.image_token_id for token in new[:same])
         for number, item in enumerate(request.media[pictures:], start=pictures):
             file = self._folder / f"{request.trajectory_id.replace('/', '-')}-{number}.png"
             item.image.save(file)
             self._console.print(f"[cyan]picture {number}: {file}[/cyan]")
-        self._shown[request.trajectory_id] = (len(request.prompt_ids), len(request.media))
+        self._shown[request.trajectory_id] = new
         return await self._keyboard.run(self._console.input, "reply> ")
 
 
-def _print(console: Console, trajectory: Trajectory) -> None:
-    """One episode as a transcript."""
+def _print(console: Console, trajectory: Trajectory, renderer: Renderer) -> None:
+    """One episode as a transcript; a generator's prompts are known only as tokens."""
     console.print(f"\n[bold]task {escape(trajectory.task.id)}[/bold]  answer {escape(repr(trajectory.task.answer))}")
     for number, turn in enumerate(trajectory.turns):
         sizes = "".join(f" {item.image.width}x{item.image.height} px, {item.num_tokens} tokens;" for item in turn.media)
-        console.print(
-            f"[dim]{escape(messages_text(turn.messages))}[/dim]" + (f"[cyan] pictures:{sizes}[/cyan]" if sizes else "")
-        )
+        engine_ids = collapse(turn.prompt_ids, renderer.image_token_id, turn.media)
+        text = messages_text(turn.messages) if turn.messages else renderer.decode(engine_ids)
+        console.print(f"[dim]{escape(text)}[/dim]" + (f"[cyan] pictures:{sizes}[/cyan]" if sizes else ""))
         given = "" if turn.reward is None else f"  reward {turn.reward:g}"
         console.print(f"[green]turn {number}>[/green] {escape(turn.text)}[yellow]{given}[/yellow]")
     reward = "none" if trajectory.reward is None else f"{trajectory.reward:g}"

@@ -31,10 +31,9 @@ TEMPLATES = Path(__file__).parent.parent / "templates"
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """All that comes out of one model folder: the policy, the renderer, and the picture stores (``None`` for a text model)."""
+class Reader:
+    """How a model reads: its tokenizer and chat template, its picture processor (``None`` for a text model); no weights."""
 
-    policy: Policy
     renderer: Renderer
     tokenizer: Any
     image_processor: Any
@@ -45,6 +44,13 @@ class LoadedModel:
             return None
         transform = blank if blank_images else None
         return MediaStore(self.image_processor, max_pixels=self.max_image_pixels, transform=transform)
+
+
+@dataclass(frozen=True)
+class LoadedModel(Reader):
+    """All that comes out of one model folder."""
+
+    policy: Policy
 
     def save(self, folder: Path) -> None:
         """Weights (adapters merged in), tokenizer and processor in Hugging Face form."""
@@ -58,15 +64,11 @@ class LoadedModel:
 def load_model(config: Model, base_dir: Path | None, cache_dir: Path, seed: int) -> LoadedModel:
     """Load what ``config`` names. ``cache_dir`` holds models built on the spot; ``seed`` draws random weights."""
     transformers.utils.logging.disable_progress_bar()  # the run shows its own
-    path = tiny.resolve(config.path, cache_dir)
-    if not path.startswith(("/", "~")):
-        local = [place for place in (base_dir, Path.cwd()) if place and (place / path).is_dir()]
-        path = str(local[0] / path) if local else path
+    path = _found(config.path, base_dir, cache_dir)
     hf_config = AutoConfig.from_pretrained(path)
-    family = family_of(hf_config)
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
-    auto: Any = AutoModelForImageTextToText if family.vision else AutoModelForCausalLM
+    auto: Any = AutoModelForImageTextToText if family_of(hf_config).vision else AutoModelForCausalLM
     if config.random_weights:
         torch.manual_seed(seed)
         with torch.device(device):
@@ -78,16 +80,33 @@ def load_model(config: Model, base_dir: Path | None, cache_dir: Path, seed: int)
         with torch.random.fork_rng():
             torch.manual_seed(seed)  # every rank draws the same
             add_lora(model, config.lora)
+    reader = load_reader(config, base_dir, cache_dir)
+    return LoadedModel(**vars(reader), policy=Policy(model).eval())
+
+
+def load_reader(config: Model, base_dir: Path | None, cache_dir: Path) -> Reader:
+    """What ``config`` names, without its weights."""
+    path = _found(config.path, base_dir, cache_dir)
+    hf_config = AutoConfig.from_pretrained(path)
+    vision = family_of(hf_config).vision
     tokenizer = AutoTokenizer.from_pretrained(path)
-    image_processor = AutoImageProcessor.from_pretrained(path) if family.vision else None
-    image_token = str(tokenizer.convert_ids_to_tokens(hf_config.image_token_id)) if family.vision else None
     renderer = Renderer(
         tokenizer,
-        image_token=image_token,
+        image_token=str(tokenizer.convert_ids_to_tokens(hf_config.image_token_id)) if vision else None,
         chat_template=_chat_template(config.chat_template, base_dir),
         stop_ids=_stop_ids(path),
     )
-    return LoadedModel(Policy(model).eval(), renderer, tokenizer, image_processor, config.max_image_pixels)
+    image_processor = AutoImageProcessor.from_pretrained(path) if vision else None
+    return Reader(renderer, tokenizer, image_processor, config.max_image_pixels)
+
+
+def _found(path: str, base_dir: Path | None, cache_dir: Path) -> str:
+    """A model's folder, under ``base_dir`` or the working directory, or its hub name; a tiny one is built if it must be."""
+    path = tiny.resolve(path, cache_dir)
+    if path.startswith(("/", "~")):
+        return path
+    local = [place for place in (base_dir, Path.cwd()) if place and (place / path).is_dir()]
+    return str(local[0] / path) if local else path
 
 
 def pick_device(name: str) -> torch.device:
