@@ -372,6 +372,12 @@ class Train:
     """Groups rolled out before each update."""
     groups_per_step: int | None = None
     """Groups per optimizer step; it divides `groups_per_batch`. Unset: one step a batch."""
+    max_staleness: int = 0
+    """0: synchronous. Above: rollouts go on while the trainer trains, so many weight updates ahead of it."""
+    too_old: Literal["wait", "correct", "drop"] = "wait"
+    """What becomes of groups that take so long that they would be older than `max_staleness`. `wait`: the trainer waits for them.
+    `correct`: it goes on with what is ready, and trains them when they come, corrected by `algo.corrections`. `drop`: it goes on,
+    and they are lost."""
     tokens_per_micro_batch: int = 16384
     """Tokens computed in one forward; gradients accumulate over as many as the batch needs."""
     share_prefixes: bool = True
@@ -385,6 +391,7 @@ class Train:
     def __post_init__(self) -> None:
         _positive("train", self, "groups_per_batch", "groups_per_step", "tokens_per_micro_batch")
         _require(self.steps >= 0, "train.steps", "0 or more", self.steps)
+        _require(self.max_staleness >= 0, "train.max_staleness", "0 (synchronous) or more", self.max_staleness)
         per_step = self.groups_per_step or self.groups_per_batch
         rule = f"a divisor of train.groups_per_batch ({self.groups_per_batch})"
         _require(self.groups_per_batch % per_step == 0, "train.groups_per_step", rule, per_step)
@@ -457,6 +464,19 @@ def _check_samples(algo: Algo, rollout: Rollout) -> None:
         )
 
 
+def _check_asynchronous(config: Config) -> None:
+    """What makes no sense, or is wrong, while rollouts and training go on at once."""
+    if config.deterministic:
+        raise ValueError("train.max_staleness must be 0 with deterministic: what is ready first, no run repeats.")
+    if config.rollout.over_sampling > 1:
+        raise ValueError(
+            "rollout.over_sampling must be 1 with train.max_staleness above 0: nobody waits for stragglers, so none are stopped."
+        )
+    if config.train.too_old == "correct":
+        rule = "set with train.too_old correct, such as token_truncation"
+        _require(bool(config.algo.corrections), "algo.corrections", rule, config.algo.corrections)
+
+
 @dataclass(frozen=True)
 class Config:
     """Everything a run needs. A recipe fills it in; the command line overrides it."""
@@ -500,6 +520,8 @@ class Config:
         _check_held_out("data", self.data, "eval.data", self.eval.data)
         self._check_mixture()
         _check_samples(self.algo, self.rollout)
+        if self.train.max_staleness:
+            _check_asynchronous(self)
         parts: list[Config | Part] = [self, *self.mixture.values()]
         plays = any(part.env is not None or part.reward is not None for part in parts)
         if self.rollout.generate is not None and plays:

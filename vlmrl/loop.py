@@ -6,6 +6,7 @@ function or an object of its own, so this file reads like the algorithm.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Sequence
@@ -19,13 +20,14 @@ from vlmrl.config import Algo, Optim
 from vlmrl.data import TaskStream
 from vlmrl.engine.base import Request, paused
 from vlmrl.engine.scripted import ScriptedEngine
-from vlmrl.evaluate import Evaluation, evaluate
+from vlmrl.evaluate import Background, Evaluation, evaluate
 from vlmrl.loading import load_object
 from vlmrl.metrics import RunLog, draw_curve, trajectory_metrics
 from vlmrl.model.adapters import save_adapters
 from vlmrl.parts import Run
 from vlmrl.progress import RunProgress
-from vlmrl.rollout.batches import GroupBatch, fill
+from vlmrl.rollout.batches import GroupBatch
+from vlmrl.rollout.buffer import Asynchronous, Batches, Synchronous
 from vlmrl.samples import Report, audit, emit
 from vlmrl.train.checkpoint import load_json, save_json
 from vlmrl.train.credit import give_advantages
@@ -42,7 +44,7 @@ class Place:
     """Where a run is: what a checkpoint holds of the loop itself."""
 
     step: int = 0
-    tasks: dict[str, int] = field(default_factory=dict)
+    batches: dict[str, Any] = field(default_factory=dict)
     log: dict[str, int] = field(default_factory=dict)
     summary: dict[str, float] = field(default_factory=dict)
 
@@ -57,43 +59,46 @@ async def train(run: Run, log: RunLog, progress: RunProgress, checkpoint: Path |
         if config.warm_start.steps:
             await warm_start(run, progress)
         await _evaluate_into(place.summary, "reward_before", run, log, 0, progress)
-    trainer = new_trainer(run)
-    runner = run.runner()
-    tasks = TaskStream(run.tasks)
+    trainer, batches = new_trainer(run), new_batches(run)
     if checkpoint is not None:
-        place = await restore(run, trainer, tasks, checkpoint)
+        place = await restore(run, trainer, batches, checkpoint)
+    evaluation = Background()
     played: list[Trajectory] = []
     try:
         with progress.phase("train", config.train.steps - place.step) as phase:
             for step in range(place.step + 1, config.train.steps + 1):
                 counts = picture_counts(run)
                 began = time.perf_counter()
-                wanted, mode = config.train.groups_per_batch, config.algo.dynamic_sampling
-                batch = await fill(runner, tasks, wanted, f"step{step:06d}", run.filters, mode)
+                batch = await batches.take(step)
                 rolled_out = time.perf_counter()
                 played = batch.rollouts.trajectories
                 if step == 1 and config.train.canary and run.store is not None:
                     await check_pictures(trainer.score, run.engine, run.store, played, run.model.policy.image_token_id)
-                async with paused(run.engine):  # it may sample from the very weights that are trained
-                    metrics = train_on(run, trainer, batch.trajectories)
-                    await push_weights(run, trainer, step)
+                metrics = await update(run, trainer, batch.trajectories, step, evaluation)
+                batches.trained()
                 seconds = {"time/rollout": rolled_out - began, "time/train": time.perf_counter() - rolled_out}
                 counts = {name: count - counts[name] for name, count in picture_counts(run).items()}
-                row = step_metrics(batch) | counts | tasks.metrics() | metrics | seconds
+                row = step_metrics(batch) | counts | batches.metrics() | metrics | seconds
                 log.log(step, row)
                 log.log_trajectories(step, played)
                 rate = row["sampled_tokens"] / (time.perf_counter() - began)
                 phase.advance(reward=row.get("reward/mean"), reply_tokens=row["sampled_tokens/mean"], tokens_per_s=rate)
                 if config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
-                    await _evaluate_into({}, "", run, log, step, progress)
-                place = replace(place, step=step, tasks=tasks.state(), log=log.place())
+                    evaluation.start(_evaluate_into({}, "", run, log, step, progress))
+                    if not config.train.max_staleness:
+                        await evaluation.end()
                 if config.checkpoint.every and (step % config.checkpoint.every == 0 or step == config.train.steps):
+                    await evaluation.end()  # or its numbers would be missing after a resume
+                    place = replace(place, step=step, batches=batches.state(), log=log.place())
                     save_checkpoint(run, trainer, place)
+            await evaluation.end()
     except BaseException:
         if config.save_model and trainer.steps_done:  # a stopped or broken run keeps what it has learnt
             run.model.save(run.folder / "model")  # which needs nothing of the other ranks
         raise
     finally:
+        await evaluation.stop()
+        await batches.close()
         leave_behind(run, log, played)
     summary = place.summary
     await _evaluate_into(summary, "reward_after", run, log, config.train.steps, progress)
@@ -112,13 +117,13 @@ def save_checkpoint(run: Run, trainer: RunTrainer, place: Place) -> None:
         save_json(folder, asdict(place))
 
 
-async def restore(run: Run, trainer: RunTrainer, tasks: TaskStream, checkpoint: Path) -> Place:
+async def restore(run: Run, trainer: RunTrainer, batches: Batches, checkpoint: Path) -> Place:
     """Bring trainer, engine and data to where the checkpoint was made."""
     place = Place(**load_json(checkpoint))
     trainer.restore(checkpoint)
-    tasks.restore(place.tasks)
     async with paused(run.engine):
         await push_weights(run, trainer, place.step)
+    batches.restore(place.batches)
     return place
 
 
@@ -128,6 +133,26 @@ def save(run: Run, trainer: RunTrainer) -> None:
     model = run.config.model
     if model.lora.rank:
         save_adapters(dict(trainer.named_adapters()), model.lora, model.path, run.folder / "adapters")
+
+
+async def update(
+    run: Run, trainer: RunTrainer, trajectories: Sequence[Trajectory], step: int, evaluation: Background
+) -> dict[str, Any]:
+    """Train on one batch and hand the weights to the engine, which samples on meanwhile where it has weights of its own.
+
+    An ``evaluation`` that is under way ends with the weights it began with.
+    """
+    if not run.config.train.max_staleness:
+        async with paused(run.engine):  # it may sample from the very weights that are trained
+            metrics = train_on(run, trainer, trajectories)
+            await push_weights(run, trainer, step)
+        return metrics
+    metrics = await asyncio.to_thread(train_on, run, trainer, trajectories)
+    await evaluation.end()
+    began = time.perf_counter()
+    async with paused(run.engine):
+        await push_weights(run, trainer, step)
+    return metrics | {"time/weights": time.perf_counter() - began}
 
 
 def train_on(run: Run, trainer: RunTrainer, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
@@ -262,6 +287,7 @@ def step_metrics(batch: GroupBatch) -> dict[str, float]:
     metrics["failed"] = float(len(rollouts.failed))
     metrics["groups/dropped"] = float(rollouts.dropped_groups)
     metrics["groups/stopped"], metrics["groups/filtered"] = float(rollouts.stopped_groups), float(batch.filtered)
+    metrics["groups/too_old"] = float(batch.too_old)
     return metrics
 
 
@@ -274,6 +300,12 @@ def leave_behind(run: Run, log: RunLog, trajectories: Sequence[Trajectory]) -> N
     draw_curve(log.rows(), run.folder / "reward.png", title=run.config.name, levels=levels)
     shown = trajectories[:PAGE_TRAJECTORIES]
     write_page(shown, run.folder / "trajectories.html", title=run.config.name, decode=run.model.renderer.decode)
+
+
+def new_batches(run: Run) -> Batches:
+    config = run.config
+    kind = Asynchronous if config.train.max_staleness else Synchronous
+    return kind(run.runner(), TaskStream(run.tasks), run.filters, config.algo, config.train)
 
 
 def new_trainer(run: Run) -> RunTrainer:

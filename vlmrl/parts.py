@@ -71,7 +71,8 @@ class Run:
         config = self.config
         rollout = config.rollout
         single = rollout.max_turns == 1 and self.generate is None and rollout.over_sampling == 1
-        in_waves = config.deterministic or single  # a single turn is one batch, unless stragglers are to be stopped
+        one_batch = single and not config.train.max_staleness
+        in_waves = config.deterministic or one_batch  # unless nobody waits for the last
         own: Engine = Waves(self.engine) if in_waves else self.engine
         parts = (engine or own, self.model.renderer, store or self.store, config.rollout, config.seed)
         group_reward = self.group_reward if group_size is None else None
@@ -93,11 +94,12 @@ def build(config: Config, base_dir: Path | None = None, ranks: Ranks | None = No
     tasks, held_out = load_run_tasks(config, base_dir)
     torch.manual_seed(config.seed)
     ranks = ranks or Ranks()
-    sampled = config.model if ranks.size == 1 else replace(config.model, lora=Lora(), freeze=())  # gets merged weights
+    shared = ranks.size == 1 and not config.train.max_staleness
+    sampled = config.model if shared else replace(config.model, lora=Lora(), freeze=())  # gets merged weights
     model = load_model(sampled, base_dir, config.models_dir, config.seed)
     if spec is not None:
         model.renderer.check_tools(spec.tools)
-    trainers = Trainers.of(config, base_dir, ranks, model)
+    trainers = Trainers.of(config, base_dir, ranks, model if shared else None)
     if config.rollout.needs_rendered_rows and not model.renderer.marks_replies:
         raise ValueError(
             "rollout.history rerender with rollout.samples concat needs a chat template with {% generation %} markers; set "

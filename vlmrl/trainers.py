@@ -48,8 +48,8 @@ class Trainers:
 
     @classmethod
     def of(cls, config: Config, base_dir: Path | None, ranks: Ranks, loaded: LoadedModel | None = None) -> Trainers:
-        """Trains ``loaded``'s own policy where it is alone, and otherwise its shard of one that all ranks load."""
-        if ranks.size == 1 and loaded is not None:
+        """Trains ``loaded``'s own policy, if it is given, and otherwise its shard of one that all ranks load."""
+        if loaded is not None:
             return cls(config, base_dir, ranks, loaded.policy)
         return cls(config, base_dir, ranks, _load(config, config.model, base_dir, ranks))
 

@@ -61,7 +61,7 @@ def train(folder: str, out: Path, ranks: Ranks, name: str) -> dict[str, Any]:
     recomputed = Train(gradient_checkpointing=ranks.size > 1)
     config = Config(model=Model(path=folder, lora=Lora(rank=lora)), train=recomputed, output_dir=str(out))
     loaded = load_model(config.model, None, out, 0)
-    trainers = Trainers.of(config, None, ranks, loaded)
+    trainers = Trainers.of(config, None, ranks, loaded if ranks.size == 1 else None)
     if ranks.rank:
         follow(trainers.make)
         return {}

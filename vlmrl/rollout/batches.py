@@ -21,10 +21,14 @@ ROUNDS = 16  # of sampling for one batch, before it is given up
 
 @dataclass
 class GroupBatch:
-    """``groups`` are trained; ``rollouts`` is all that was played for them, the ``filtered`` groups too."""
+    """``groups`` are trained; ``rollouts`` is all that was played for them, the ``filtered`` groups too.
+
+    ``too_old`` groups were dropped, since the weights had changed too often since they began.
+    """
 
     groups: list[Group] = field(default_factory=list)
     filtered: int = 0
+    too_old: int = 0
     rollouts: Rollouts = field(default_factory=Rollouts)
 
     @property
@@ -46,20 +50,33 @@ async def fill(
             tasks, count - len(batch.groups), label + suffix, over_sampling=runner.config.over_sampling
         )
         _add(batch.rollouts, played)
-        kept = [group for group in played.groups if all(keep(group) for keep in filters)]
+        kept = [group for group in played.groups if passes(group, filters)]
         batch.filtered += len(played.groups) - len(kept)
         batch.groups += kept
         if mode != "filter" or len(batch.groups) == count or not played.groups:
             break
     else:
-        raise RolloutError(
-            f"{label}: after {ROUNDS} rounds only {len(batch.groups)} of {count} groups passed algo.filters: tasks are too easy or "
-            "too hard, or the filters too strict."
-        )
-    if mode == "replace" and 0 < len(batch.groups) < count:
-        copies = math.ceil(count / len(batch.groups))
-        batch.groups = [_copy(group, number) for number in range(copies) for group in batch.groups][:count]
+        raise too_few(label, len(batch.groups), count)
+    if mode == "replace":
+        batch.groups = repeated(batch.groups, count)
     return batch
+
+
+def passes(group: Group, filters: Sequence[Filter]) -> bool:
+    return all(keep(group) for keep in filters)
+
+
+def repeated(groups: list[Group], count: int) -> list[Group]:
+    """``count`` groups: these as often as it takes, each copy under a name of its own. None where there are none."""
+    copies = math.ceil(count / len(groups)) if groups else 0
+    return [_copy(group, number) for number in range(copies) for group in groups][:count]
+
+
+def too_few(label: str, passed: int, count: int) -> RolloutError:
+    return RolloutError(
+        f"{label}: after {ROUNDS} rounds only {passed} of {count} groups passed algo.filters: tasks are too easy or too hard, or "
+        "the filters too strict."
+    )
 
 
 def resolve_filters(algo: Algo, base_dir: Path | None = None) -> list[Filter]:

@@ -89,7 +89,7 @@ class Runner:
         def ended(trajectory: Trajectory) -> None:
             if trajectory.failed:
                 rollouts.failed.append(trajectory)
-                self._stop_if_too_many(rollouts.failed, count * self.group_size)
+                self.stop_if_too_many(rollouts.failed, count * self.group_size)
             on_end(trajectory)
 
         while len(rollouts.groups) < count:
@@ -101,25 +101,26 @@ class Runner:
                 self._waves.join(len(batch) * self.group_size)
             ids = [f"{label}/{started + index:05d}" for index in range(len(batch))]
             started += len(batch)
-            playing = [self._group(task, name, slots, ended) for task, name in zip(batch, ids, strict=True)]
+            playing = [self.play_group(task, name, slots, ended) for task, name in zip(batch, ids, strict=True)]
             if len(batch) > missing:
-                groups = await _first(playing, missing, _is_whole)
+                groups = await _first(playing, missing, is_whole)
                 rollouts.stopped_groups += len(batch) - len(groups)
             else:
                 groups = await _gather(playing)
             for group in groups:
-                if _is_whole(group):
+                if is_whole(group):
                     rollouts.groups.append(group)
                 else:
                     rollouts.dropped_groups += 1
         return rollouts
 
-    async def _group(
+    async def play_group(
         self, task: Task, group_id: str, slots: asyncio.Semaphore, ended: Callable[[Trajectory], None]
     ) -> list[Trajectory]:
+        """One group, of which no more members play at once than there are ``slots``; ``ended`` is told each trajectory's end."""
         members = range(self.group_size)
         group = await _gather([self._member(task, group_id, member, slots, ended) for member in members])
-        if self.group_reward is not None and _is_whole(group):
+        if self.group_reward is not None and is_whole(group):
             await self.group_reward.give(group)
             for trajectory in filter(lambda member: member.failed, group):
                 ended(trajectory)
@@ -142,7 +143,8 @@ class Runner:
             if self._waves:
                 self._waves.leave()
 
-    def _stop_if_too_many(self, failed: list[Trajectory], asked: int) -> None:
+    def stop_if_too_many(self, failed: list[Trajectory], asked: int) -> None:
+        """Raise RolloutError when more than ``max_failed_fraction`` of those ``asked`` for have ``failed``."""
         limit = self.config.max_failed_fraction
         if len(failed) > limit * asked:
             told = (ADDRESS.sub("0x...", trajectory.error or str(trajectory.ending)) for trajectory in failed)
@@ -154,7 +156,7 @@ class Runner:
             )
 
 
-def _is_whole(group: list[Trajectory]) -> bool:
+def is_whole(group: list[Trajectory]) -> bool:
     return not any(trajectory.failed for trajectory in group)
 
 
