@@ -11,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from vlmrl import loop, parts
-from vlmrl.config import Config, Data, Eval, Optim, Part, Rollout, Train, WarmStart
+from vlmrl.config import Algo, Checkpoint, Config, Data, Eval, Optim, Part, Rollout, Train, WarmStart
 from vlmrl.env import Env, obs
 from vlmrl.loading import load_object
 from vlmrl.metrics import RunLog
@@ -266,3 +267,39 @@ def test_ctrl_c_stops_cleanly_and_keeps_what_there_is(tmp_path):
     assert process.returncode == 130
     assert "stopped after" in told and "Traceback" not in told
     assert (tmp_path / "quickstart/reward.png").exists()
+
+
+def test_rollouts_go_on_while_the_trainer_trains(tmp_path):
+    """Replies that a weight update interrupts go on, an evaluation stops nothing, and a resumed run goes on."""
+    config = short_quickstart(tmp_path, checkpoint=Checkpoint(every=2))
+    config = replace(
+        config,
+        warm_start=replace(config.warm_start, steps=5),
+        algo=Algo(corrections=("token_truncation",)),
+        train=replace(config.train, steps=4, max_staleness=2),
+        eval=replace(config.eval, blank_images=False),
+    )
+    run, rows, _ = train(config)
+    assert run.trainers.policy is not run.model.policy
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert [row["staleness/max"] for row in steps] == [
+        0,
+        1,
+        2,
+        2,
+    ]  # the first three batches begin under the first weights
+    assert all(row["survival/turns"] == 1.0 or row["queue/ready"] for row in steps)
+    assert all({"idle/trainer", "idle/rollouts", "queue/playing", "time/weights"} <= row.keys() for row in steps)
+    assert [row["step"] for row in rows if "eval/reward/mean" in row] == [0, 1, 2, 3, 4]
+    saved = json.loads((run.checkpoints.newest() / "run.json").read_text())
+    assert saved["step"] == 4 and len(saved["batches"]["unfinished"]) == 12
+    for name, weight in run.trainers.policy.named_parameters():
+        assert torch.equal(weight, dict(run.model.policy.named_parameters())[name])
+
+    again = parts.build(replace(config, train=replace(config.train, steps=5)), RECIPES)
+    log = RunLog(again.folder, saved["log"])
+    asyncio.run(loop.train(again, log, RunProgress(Console(quiet=True)), again.checkpoints.newest()))
+    log.close()
+    assert [row["step"] for row in log.rows() if "loss" in row] == [1, 2, 3, 4, 5]
+    assert log.rows()[-2]["staleness/max"] == 0  # what was not trained was played anew

@@ -90,7 +90,7 @@ async def train(run: Run, log: RunLog, progress: RunProgress, checkpoint: Path |
                 if config.checkpoint.every and (step % config.checkpoint.every == 0 or step == config.train.steps):
                     await evaluation.end()  # or its numbers would be missing after a resume
                     place = replace(place, step=step, batches=batches.state(), log=log.place())
-                    save_checkpoint(run, trainer, place)
+                    await asyncio.to_thread(save_checkpoint, run, trainer, place)
             await evaluation.end()
     except BaseException:
         if config.save_model and trainer.steps_done:  # a stopped or broken run keeps what it has learnt

@@ -82,6 +82,10 @@ def plan(run: parts.Run) -> str:
             f"not shared, though train.share_prefixes is set: {policy.config.model_type} does not allow it, {WHY_ALONE}"
         )
         lines.insert(-1, f"prefixes  {told}")
+    if config.train.max_staleness:
+        corrected = ", ".join(config.algo.corrections) or "none (algo.corrections)"
+        told = f"asynchronous, {config.train.max_staleness} updates ahead at most; too old: {config.train.too_old}"
+        lines.insert(-1, f"rollouts  {told}; corrections: {corrected}")
     return "\n".join(lines)
 
 
