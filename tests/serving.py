@@ -19,11 +19,11 @@ def free_port() -> int:
 
 
 @contextmanager
-def served(app: Any, port: int | None = None) -> Iterator[str]:
+def served(app: Any, port: int | None = None, **settings: Any) -> Iterator[str]:
     """The address of an app that is being served."""
     uvicorn = pytest.importorskip("uvicorn", reason="needs uvicorn: pip install 'vlmrl[serve]'")
     port = port or free_port()
-    config = uvicorn.Config(app, port=port, log_level="error", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(app, port=port, log_level="error", timeout_graceful_shutdown=1, **settings)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -7,6 +7,7 @@ from vlmrl.adapters.mcp import McpEnv
 from vlmrl.config import Algo, Checkpoint, Config, Data, Eval, Model, Optim, Part, Rollout, Train, WarmStart
 from vlmrl.env import Env, RetryTurn, obs
 from vlmrl.images import load_image
+from vlmrl.judge import Judge, JudgeError, weighted_reward
 from vlmrl.tools import ToolCall, ToolEnv, read_tool_calls
 from vlmrl.types import Message, Sample, Task, Trajectory, Turn
 
@@ -19,6 +20,8 @@ __all__ = [
     "Env",
     "Eval",
     "GymnasiumEnv",
+    "Judge",
+    "JudgeError",
     "McpEnv",
     "Message",
     "Model",
@@ -38,6 +41,7 @@ __all__ = [
     "main",
     "obs",
     "read_tool_calls",
+    "weighted_reward",
 ]
 
 

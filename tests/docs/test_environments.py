@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from rollout_fixtures import a_task, play_audited
+from serving import served
 
 PAGE = (Path(__file__).parent.parent.parent / "docs/environments.md").read_text()
 
@@ -47,3 +48,17 @@ def test_the_cart_is_played_frame_by_frame():
     )
     assert trajectory.ending == "env_done" and trajectory.reward > 5
     assert [len(turn.media) for turn in trajectory.turns] == [1, 1, 0]
+
+
+def test_the_poem_is_judged_and_its_lines_are_counted():
+    responses = pytest.importorskip("starlette.responses", reason="needs starlette: pip install 'vlmrl[serve]'")
+
+    async def judge(scope, receive, send):
+        message = {"role": "assistant", "content": "Nearly. <score>7</score>"}
+        answer = responses.JSONResponse({"choices": [{"message": message, "finish_reason": "stop"}]})
+        await answer(scope, receive, send)
+
+    with served(judge, lifespan="off") as url:
+        options = {"url": f"{url}/v1", "model": "any"}
+        trajectory = play_audited(section("A judge")["PoemEnv"], ["Old pond\na frog leaps in\nsplash"], options=options)
+    assert trajectory.reward == pytest.approx(0.9) and trajectory.turns[0].metrics["judge"] == 0.7
