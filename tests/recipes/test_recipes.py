@@ -1,17 +1,39 @@
 """The recipes, run as a user would: short, from another folder, on tiny models."""
 
+import inspect
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoConfig
 
+from vlmrl import Config, Data, cli
+from vlmrl.loading import load_object
+
 ROOT = Path(__file__).parent.parent.parent
+RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py") if path.stem != "minimal_grpo")
+SMALL = [
+    *(
+        "--model.device",
+        "cpu",
+        "--train.steps",
+        "2",
+        "--train.groups-per-batch",
+        "2",
+        "--train.groups-per-step",
+        "None",
+    ),
+    *("--rollout.group-size", "2", "--rollout.max-reply-tokens", "8", "--rollout.truncated-reward", "0.0"),
+    *("--eval.every", "0", "--eval.no-blank-images", "--no-save-model"),
+]
+EXTRA: dict[str, list[str]] = {}  # what else a recipe needs to be small
 SHARED = Path(os.environ.get("VLMRL_SHARED", ROOT.parent / "shared"))
 SMALL_TEXT = {
     "hidden_size": 64,
@@ -56,9 +78,64 @@ def test_minimal_grpo_is_a_page_and_runs(tmp_path):
     assert "step    2  reward" in told
 
 
-@pytest.mark.parametrize("recipe", ["quickstart.py", "geo3k.py", "frozenlake.py"])
-def test_recipes_are_short(recipe):
-    assert len((ROOT / "recipes" / recipe).read_text().splitlines()) <= 100
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_a_page_whose_help_is_its_documentation(recipe, capsys):
+    file = ROOT / f"recipes/{recipe}.py"
+    assert len(file.read_text().splitlines()) <= 100
+    with pytest.raises(SystemExit, match="0"):
+        cli.train_command([str(file), "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert " ".join(inspect.getmodule(_config(file)).__doc__.split()) in told
+    assert "--optim.lr FLOAT" in told and "Trajectories per task: the group of a GRPO baseline." in told
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_runs_two_steps(recipe, tmp_path, monkeypatch, qwen3_vl):
+    """On a tiny model, with tiny data of the recipe's own columns and with replies that are noise."""
+    file = ROOT / f"recipes/{recipe}.py"
+    monkeypatch.chdir(tmp_path)
+    options = [*SMALL, "--model.path", str(qwen3_vl), "--output-dir", str(tmp_path / "runs"), *EXTRA.get(recipe, [])]
+    config = _config(file)()
+    if config.warm_start.steps:
+        options += ["--warm-start.steps", "2", "--warm-start.trajectories-per-step", "2"]
+    for name, data in data_of(config):
+        options += small_data(name, data, tmp_path)
+    try:
+        cli.train_command([str(file), *options])
+    except SystemExit as end:
+        if "pip install" in str(end.__cause__):
+            pytest.skip(str(end.__cause__))
+        raise
+    rows = [json.loads(line) for line in next(tmp_path.glob("runs/*/metrics.jsonl")).read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2]
+    assert all(row["trajectories"] == 4 and row["rollout_gap/max"] < 1e-4 for row in steps)
+
+
+def _config(file: Path) -> Callable[[], Config]:
+    return load_object(f"{file}:config")
+
+
+def data_of(config: Config) -> Iterator[tuple[str, Data]]:
+    """Every dataset of a config, and how its options begin."""
+    yield from (("data", config.data), ("eval.data", config.eval.data))
+    for name, part in config.mixture.items():
+        yield from ((f"mixture.{name}.data", part.data), (f"mixture.{name}.eval-data", part.eval_data))
+
+
+def small_data(name: str, data: Data, folder: Path) -> list[str]:
+    """Options for four tasks: of the recipe's own generator, or rows with a question and, for images, a picture."""
+    if data.generator is not None:
+        return [f"--{name}.size", "4"]
+    if data.path is None:
+        return []
+    Image.new("RGB", (64, 64), "red").save(folder / "red.png")
+    values = {"prompt": "What color is it?", "answer": "red", "images": ["red.png"], "id": "a", "source": "b"}
+    columns = {"prompt": "prompt", "answer": "answer", "images": "images"} | data.columns
+    row = {column: values[key] for key, column in columns.items()}
+    rows = folder / "rows.jsonl"
+    rows.write_text((json.dumps(row) + "\n") * 4)
+    return [f"--{name}.path", str(rows), f"--{name}.split", "train"]
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
@@ -92,8 +169,10 @@ def _config_folder(family: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("family", "template"), [("qwen3-vl", None), ("qwen2.5-vl", "chatml")])
-def test_geo3k_runs_two_steps_on_real_problems(tmp_path, family, template):
+@pytest.mark.parametrize(
+    ("family", "template", "samples"), [("qwen3-vl", None, "concat"), ("qwen2.5-vl", "chatml", "step_wise")]
+)
+def test_geo3k_runs_two_steps_on_real_problems(tmp_path, family, template, samples):
     """Real diagrams, processor and tokenizer; random weights, so replies are noise and are cut off: rewards are 0."""
     if not (SHARED / "data/geometry3k").is_dir():
         pytest.skip(f"no shared data at {SHARED}: set VLMRL_SHARED")
@@ -107,6 +186,7 @@ def test_geo3k_runs_two_steps_on_real_problems(tmp_path, family, template):
         *("--data.path", prepared / "train.parquet", "--eval.data.path", prepared / "validation.parquet"),
         *("--train.steps", 2, "--train.groups-per-batch", 2, "--rollout.group-size", 4, "--eval.data.limit", 2),
         *("--rollout.max-reply-tokens", 16, "--model.max-image-pixels", 128 * 128),
+        *("--rollout.samples", samples),
         *options,
         cwd=tmp_path,
     )
