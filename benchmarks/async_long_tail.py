@@ -1,0 +1,173 @@
+"""What rollouts ahead of the trainer gain where one trajectory in 16 takes ten times as long, and what they cost in learning.
+
+    python benchmarks/async_long_tail.py speed      # simulated episodes and training steps, about two minutes
+    python benchmarks/async_long_tail.py learning   # the quickstart's task, three seeds each, about a minute a row
+
+`speed` plays through the real runner and buffers; only episodes and training sleep instead of computing. Prints samples per second
+as a ratio to the synchronous loop, the staleness of what was trained, and the share of long trajectories in what was generated and in
+what was trained. `learning` prints held-out rewards before and after.
+"""
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean, stdev
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from vlmrl import Algo, Config, Model, Rollout, Task, Train, WarmStart
+from vlmrl.data import TaskStream
+from vlmrl.loading import load_object
+from vlmrl.loop import train, warm_start
+from vlmrl.metrics import RunLog
+from vlmrl.parts import build
+from vlmrl.progress import RunProgress
+from vlmrl.rollout.buffer import Asynchronous, Synchronous
+from vlmrl.rollout.runner import Runner
+from vlmrl.types import Trajectory, Turn
+
+TooOld = Literal["wait", "correct", "drop"]
+ROOT = Path(__file__).parent.parent
+EVERY, TIMES = 16, 10  # one trajectory in so many takes so many times as long
+UNIT = 0.04  # seconds of a short episode
+HELD_BACK = 4.0  # seconds of a long episode, where learning is real
+GROUPS, MEMBERS = 8, 8
+
+
+class Sleeping:
+    """A loop whose episodes sleep. Which ones are long is drawn by the task and the member, the same for every setting."""
+
+    def __init__(self) -> None:
+        self.engine = SimpleNamespace(policy_version=0)
+        self.config = Rollout(group_size=MEMBERS, max_concurrent=100_000)
+        self.generated: dict[str, bool] = {}
+
+    async def play(self, task: Task, group_id: str, trajectory_id: str) -> Trajectory:
+        long = random.Random(f"{task.id}/{trajectory_id[-2:]}").random() < 1 / EVERY
+        self.generated[trajectory_id] = long
+        versions = []
+        for _ in range(TIMES if long else 1):  # each token under the weights of its time, as with partial rollouts
+            versions.append(self.engine.policy_version)
+            await asyncio.sleep(UNIT)
+        size = len(versions)
+        turn = Turn([1], [], [5] * size, [0.0] * size, versions, "stop", "", reward=0.0)
+        return Trajectory(trajectory_id, group_id, task, [turn], "env_done")
+
+
+class Endless:
+    """A task for each draw."""
+
+    def __len__(self) -> int:
+        return 2**31
+
+    def draw(self, number: int) -> Task:
+        return Task(str(number), [])
+
+    def fits(self, task: Task) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Speed:
+    rate: float
+    oldest: float
+    generated: float
+    trained: float
+
+
+async def run(settings: Train, steps: int, training: float) -> Speed:
+    """``steps`` batches, each trained for ``training`` seconds. Shares are of the groups that ended."""
+    loop = Sleeping()
+    kind = Asynchronous if settings.max_staleness else Synchronous
+    tasks: Any = Endless()
+    batches = kind(Runner(loop), TaskStream(tasks), [], Algo(), settings)
+    long, oldest, began = [], [], time.perf_counter()
+    for step in range(1, steps + 1):
+        batch = await batches.take(step)
+        long += [len(trajectory.turns[0].response_ids) > 1 for trajectory in batch.trajectories]
+        oldest.append(step - 1 - min(v for t in batch.trajectories for v in t.turns[0].policy_versions))
+        await asyncio.sleep(training)
+        loop.engine.policy_version = step
+        batches.trained()
+    seconds = time.perf_counter() - began
+    await batches.close()
+    return Speed(len(long) / seconds, max(oldest), mean(loop.generated.values()), mean(long))
+
+
+def speed(steps: int = 80, training: float = 2.5) -> None:
+    """``training``: how long a batch trains, in short episodes' time."""
+    rows = [("synchronous", Train(groups_per_batch=GROUPS))]
+    for too_old in ("wait", "correct", "drop"):
+        for staleness in (1, 2, 4):
+            settings = Train(groups_per_batch=GROUPS, max_staleness=staleness, too_old=too_old)
+            rows.append((f"staleness {staleness}, {too_old}", settings))
+    table = Table("", "samples/s, ratio", "oldest token", "long: generated", "long: trained")
+    base = None
+    for name, settings in rows:
+        result = asyncio.run(run(settings, steps, training * UNIT))
+        base = base or result.rate
+        shares = [f"{100 * share:.1f}%" for share in (result.generated, result.trained)]
+        table.add_row(name, f"{result.rate / base:.2f}", f"{result.oldest:.0f}", *shares)
+    Console().print(table)
+
+
+class SlowZoom(load_object(f"{ROOT / 'envs/zoom.py'}:ZoomEnv")):
+    """One episode in 16 is held back at its first turn, for about ten times what the others take."""
+
+    def step(self, response_text):
+        if self.turn == 0 and random.random() < 1 / EVERY:
+            time.sleep(HELD_BACK)
+        return super().step(response_text)
+
+
+def learning(
+    steps: int = 60,
+    seeds: tuple[int, ...] = (0, 1, 2),
+    ahead: tuple[int, ...] = (0, 1, 4),
+    folder: Path = Path("runs/async_long_tail"),
+) -> None:
+    """From one warm-started model, with importance weights cut off at 2 where rollouts are ahead."""
+    recipe: Config = load_object(f"{ROOT / 'recipes/quickstart.py'}:config")()
+    config = replace(recipe, output_dir=str(folder), save_model=False)
+    taught = folder / "taught"
+    if not (taught / "config.json").exists():
+        start = build(config, ROOT / "recipes")
+        asyncio.run(warm_start(start, RunProgress()))
+        start.model.save(taught)
+        start.engine.close()
+    config = replace(config, model=Model(path=str(taught.resolve())), warm_start=WarmStart())
+    table = Table("", "before", "after", "mean", "spread over seeds", "mean over the run")
+    for staleness in ahead:
+        too_old: TooOld = "correct" if staleness > 1 else "wait"
+        name = f"staleness {staleness}, {too_old}" if staleness else "synchronous"
+        algo = Algo(corrections=("token_truncation",) if staleness else ())
+        settings = replace(config.train, steps=steps, max_staleness=staleness, too_old=too_old)
+        made = replace(config, algo=algo, train=settings, env=SlowZoom if staleness else recipe.env)
+        results = [asyncio.run(learn(replace(made, name=f"{name} {seed}", seed=seed))) for seed in seeds]
+        before, after, curve = zip(*results, strict=True)
+        told = [" ".join(f"{value:.3f}" for value in values) for values in (before, after)]
+        table.add_row(
+            name, *told, f"{mean(after):.3f}", f"{stdev(after) if len(after) > 1 else 0:.3f}", f"{mean(curve):.3f}"
+        )
+    Console().print(table)
+
+
+async def learn(config: Config) -> tuple[float, float, float]:
+    """Held-out reward before and after, and the mean training reward over the run."""
+    run = build(config, ROOT / "recipes")
+    log = RunLog(Path(config.output_dir) / f"{config.name} {time.time():.0f}")
+    summary = await train(run, log, RunProgress(Console(quiet=True)))
+    run.engine.close()
+    rewards = [row["reward/mean"] for row in log.rows() if "loss" in row]
+    log.close()
+    return summary["reward_before"], summary["reward_after"], mean(rewards)
+
+
+if __name__ == "__main__":
+    tyro.extras.subcommand_cli_from_dict({"speed": speed, "learning": learning})
