@@ -31,6 +31,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/keep_kv.py --turns 4
 	$(BIN)/python benchmarks/keep_kv.py --turns 8
 	$(BIN)/python benchmarks/long_episodes.py
+	$(BIN)/python benchmarks/driver.py
+	$(BIN)/python benchmarks/async_long_tail.py speed
 	$(BIN)/python benchmarks/vs_trl.py --turns 4
 	$(BIN)/python benchmarks/vs_trl.py --turns 8
 	$(BIN)/python benchmarks/algorithms.py

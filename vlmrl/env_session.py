@@ -194,7 +194,7 @@ class EnvSession:
                 f"env {self._spec.name}: step must return (observation dict, done, info dict), not {answer!r}."
             )
         observation, done, info = answer
-        shown = [] if done else await self._call(env.format_observation, observation)
+        shown = [] if done else await self._format(env, observation)
         info = dict(info)
         reward = info.pop("reward", None)
         return StepResult(
@@ -207,6 +207,12 @@ class EnvSession:
                 if isinstance(value, numbers.Real)
             },
         )
+
+    async def _format(self, env: Env, observation: dict[str, Any]) -> Any:
+        """The observation's messages: our own way of writing them needs no thread and no deadline."""
+        if getattr(env.format_observation, "__func__", None) is Env.format_observation:
+            return env.format_observation(observation)
+        return await self._call(env.format_observation, observation)
 
     async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
         """One call under a deadline: plain functions in the env's thread, coroutines in the event loop."""
