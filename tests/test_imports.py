@@ -11,6 +11,7 @@ LEVELS = [
     {"rollout", "train"},
     {"metrics", "progress", "evaluate", "viewer", "canary"},
     {"trainers"},
+    {"placement", "cluster"},
     {"parts"},
     {"loop"},
     {"run", "play", "data_check", "cli", "__main__"},
@@ -62,7 +63,7 @@ def test_rollout_and_train_never_meet():
 
 
 def test_sglang_and_ray_are_imported_in_one_file_each():
-    allowed = {"sglang": "vlmrl/engine/sglang.py", "ray": "vlmrl/cluster.py"}
+    allowed = {"sglang": "vlmrl/engine/sglang.py", "ray": "vlmrl/cluster/actors.py"}
     for path in modules():
         for name in imported(path):
             package = name.split(".")[0]

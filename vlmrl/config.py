@@ -478,6 +478,65 @@ def _check_asynchronous(config: Config) -> None:
 
 
 @dataclass(frozen=True)
+class Cluster:
+    """Trainer ranks and engines in processes that Ray places; by default there is one process and no Ray."""
+
+    gpus: int = 0
+    """GPUs in all that Ray spreads the run over; 0: none, and no Ray unless `ranks` is set. Needs `pip install 'vlmrl[ray]'`."""
+    ranks: int | None = None
+    """Trainer processes (FSDP2). Unset: one a GPU, or one for every second GPU without `colocate`. With 0 GPUs: a trial on CPUs."""
+    engines: int | None = None
+    """Unset: one for each rank's GPU, or for each GPU that is no rank's; without GPUs one."""
+    colocate: bool = True
+    """Ranks and engines take turns on the same GPUs, their memory released in between; otherwise each has a GPU of its own."""
+    nodes: int = 1
+    """Machines that ranks and engines are spread over evenly."""
+    address: str | None = None
+    """Of a Ray cluster that runs already, such as `auto`; unset: Ray is started on this machine, and ends with the run."""
+
+    @property
+    def on(self) -> bool:
+        return self.gpus > 0 or self.ranks is not None
+
+    @property
+    def num_ranks(self) -> int:
+        if self.ranks is not None:
+            return self.ranks
+        return self.gpus if self.colocate else self.gpus // 2
+
+    @property
+    def num_engines(self) -> int:
+        if self.engines is not None:
+            return self.engines
+        if not self.gpus:
+            return 1
+        return self.num_ranks if self.colocate else self.gpus - self.num_ranks
+
+    def __post_init__(self) -> None:
+        _require(self.gpus >= 0, "cluster.gpus", "0 (off) or more", self.gpus)
+        _positive("cluster", self, "ranks", "engines", "nodes")
+        if not self.on:
+            given = [name for name in ("engines", "address") if getattr(self, name) is not None]
+            _require(not given and self.nodes == 1, "cluster.gpus", f"set with cluster.{(given or ['nodes'])[0]}", 0)
+            return
+        for name, value in (("gpus", self.gpus), ("ranks", self.num_ranks)):
+            _require(value % self.nodes == 0, f"cluster.{name}", f"a multiple of cluster.nodes ({self.nodes})", value)
+        if self.gpus and self.colocate:
+            _require(
+                self.num_ranks <= self.gpus, "cluster.ranks", f"at most cluster.gpus ({self.gpus})", self.num_ranks
+            )
+            rule = f"a divisor of cluster.ranks ({self.num_ranks}), whose GPUs they share"
+            _require(self.num_ranks % self.num_engines == 0, "cluster.engines", rule, self.num_engines)
+        elif self.gpus:
+            _require(
+                self.num_ranks > 0 and self.num_ranks + self.num_engines <= self.gpus,
+                "cluster.ranks and cluster.engines",
+                f"together at most cluster.gpus ({self.gpus}) without cluster.colocate",
+                (self.num_ranks, self.num_engines),
+            )
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything a run needs. A recipe fills it in; the command line overrides it."""
 
@@ -503,6 +562,7 @@ class Config:
     eval: Eval = field(default_factory=Eval)
     warm_start: WarmStart = field(default_factory=WarmStart)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    cluster: Cluster = field(default_factory=Cluster)
     seed: int = 0
     deterministic: bool = False
     """Rollouts in waves in task order: the same run twice gives the same numbers, at some cost in speed."""
@@ -524,6 +584,11 @@ class Config:
             _check_asynchronous(self)
         parts: list[Config | Part] = [self, *self.mixture.values()]
         plays = any(part.env is not None or part.reward is not None for part in parts)
+        if self.cluster.gpus and self.cluster.colocate and self.train.max_staleness:
+            raise ValueError(
+                "train.max_staleness has engines sample while the trainer trains, so they cannot take turns on one GPU: set "
+                "cluster.colocate to False."
+            )
         if self.rollout.generate is not None and plays:
             raise ValueError("rollout.generate plays whole episodes by itself, so env and reward must be unset.")
         if self.reward is not None:

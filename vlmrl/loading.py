@@ -18,6 +18,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+FILE_MODULE = "vlmrl_file_"
+"""How the modules' names begin that :func:`load_object` made of files: nothing but this process can import them."""
+
 
 def places(path: str | Path, base_dir: Path | None = None) -> list[Path]:
     """Where ``path`` is looked for, in order: under ``base_dir``, then under the working directory."""
@@ -75,7 +78,7 @@ def _load_module(name: str, spec: str) -> ModuleType:
 
 def _load_file(path: Path, spec: str) -> ModuleType:
     digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
-    name = f"vlmrl_file_{re.sub(r'[^0-9A-Za-z_]', '_', path.stem)}_{digest}"
+    name = f"{FILE_MODULE}{re.sub(r'[^0-9A-Za-z_]', '_', path.stem)}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
     found = importlib.util.spec_from_file_location(name, path)

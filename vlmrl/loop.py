@@ -93,8 +93,8 @@ async def train(run: Run, log: RunLog, progress: RunProgress, checkpoint: Path |
                     await asyncio.to_thread(save_checkpoint, run, trainer, place)
             await evaluation.end()
     except BaseException:
-        if config.save_model and trainer.steps_done:  # a stopped or broken run keeps what it has learnt
-            run.model.save(run.folder / "model")  # which needs nothing of the other ranks
+        if config.save_model and trainer.steps_done:
+            save_what_there_is(run, trainer, progress)
         raise
     finally:
         await evaluation.stop()
@@ -127,9 +127,17 @@ async def restore(run: Run, trainer: RunTrainer, batches: Batches, checkpoint: P
     return place
 
 
+def save_what_there_is(run: Run, trainer: RunTrainer, progress: RunProgress) -> None:
+    """A stopped or broken run keeps what it has learnt: the weights here, which need nothing of other ranks, or else the trainer's."""
+    try:
+        run.model.save(run.folder / "model", trainer.named_weights() if run.model.is_hollow else None)
+    except RuntimeError as error:  # what broke the run may be the trainer
+        progress.say(f"the weights of the last step could not be saved: {error}")
+
+
 def save(run: Run, trainer: RunTrainer) -> None:
     """The trained weights in Hugging Face form, and adapters, if there are any, also by themselves."""
-    run.model.save(run.folder / "model")
+    run.model.save(run.folder / "model", trainer.named_weights() if run.model.is_hollow else None)
     model = run.config.model
     if model.lora.rank:
         save_adapters(dict(trainer.named_adapters()), model.lora, model.path, run.folder / "adapters")

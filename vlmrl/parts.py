@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from vlmrl.algos import ADVANTAGES, CORRECTIONS, LOSSES, REDUCTIONS
-from vlmrl.config import Algo, Config, Lora, Options
+from vlmrl.config import Algo, Config, Lora, Model, Options
 from vlmrl.data import Tasks, load_run_tasks
 from vlmrl.data.lengths import prompt_tokens
-from vlmrl.engine.base import Engine, Waves
+from vlmrl.engine.base import Engine, RunEngine, Waves
 from vlmrl.engine.transformers import TransformersEngine
 from vlmrl.env import EnvSpec, resolve_envs
 from vlmrl.loading import check_options
@@ -27,7 +27,7 @@ from vlmrl.rollout.turn_loop import TurnLoop
 from vlmrl.train.checkpoint import Checkpoints
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import Receive, choose
-from vlmrl.trainers import Trainers
+from vlmrl.trainers import StartTrainer, Trainers
 
 
 @dataclass
@@ -46,10 +46,10 @@ class Run:
     held_out: Tasks | None
     model: LoadedModel
     store: MediaStore | None
-    engine: TransformersEngine
+    engine: RunEngine
     history_policy: HistoryPolicy | None
     filters: list[Filter]
-    trainers: Trainers
+    trainers: StartTrainer
     receive: Receive | None
     group_reward: GroupReward | None
 
@@ -94,28 +94,62 @@ def build(config: Config, base_dir: Path | None = None, ranks: Ranks | None = No
     tasks, held_out = load_run_tasks(config, base_dir)
     torch.manual_seed(config.seed)
     ranks = ranks or Ranks()
-    shared = ranks.size == 1 and not config.train.max_staleness
-    sampled = config.model if shared else replace(config.model, lora=Lora(), freeze=())  # gets merged weights
-    model = load_model(sampled, base_dir, config.models_dir, config.seed)
+    model = load_model(_sampled(config, ranks), base_dir, config.models_dir, config.seed)
     if spec is not None:
         model.renderer.check_tools(spec.tools)
-    trainers = Trainers.of(config, base_dir, ranks, model if shared else None)
     if config.rollout.needs_rendered_rows and not model.renderer.marks_replies:
         raise ValueError(
             "rollout.history rerender with rollout.samples concat needs a chat template with {% generation %} markers; set "
             "rollout.samples step_wise, or model.chat_template (`chatml` and `chatml_drop_thinking` have them)."
         )
-    if config.train.gradient_checkpointing:
-        model.policy.enable_gradient_checkpointing()
-    engine = TransformersEngine(
-        model.policy, model.renderer, keep_kv=config.rollout.max_turns > 1 or generate is not None
-    )
     store = model.new_store()
     length = prompt_tokens(model.renderer, store, lambda task: spec.of(task).tools if spec else [])
     tasks, held_out = tasks.measured(length), held_out and held_out.measured(length)
-    receive = None if trainers.policy is model.policy else model.policy.load_weights
+    keep_kv = config.rollout.max_turns > 1 or generate is not None
+    place = _on_cluster if config.cluster.on else _here
+    engine, trainers, receive = place(config, base_dir, ranks, model, keep_kv)
     played = (config, base_dir, spec, generate, tasks, held_out, model, store, engine, history_policy, filters)
     return Run(*played, trainers, receive, group_reward)
+
+
+def _sampled(config: Config, ranks: Ranks) -> Model:
+    """The model that the engine samples from: on a cluster it has it, and here are only its shapes."""
+    if _shared(config, ranks):
+        return config.model
+    device = "meta" if config.cluster.on else config.model.device
+    return replace(config.model, device=device, lora=Lora(), freeze=())  # gets merged weights
+
+
+def _shared(config: Config, ranks: Ranks) -> bool:
+    """Whether the engine samples from the very weights that are trained."""
+    return ranks.size == 1 and not config.train.max_staleness and not config.cluster.on
+
+
+Placed = tuple[RunEngine, StartTrainer, Receive | None]
+
+
+def _here(config: Config, base_dir: Path | None, ranks: Ranks, model: LoadedModel, keep_kv: bool) -> Placed:
+    """Engine and trainer in this process, which may be one of several that ``torchrun`` started."""
+    trainers = Trainers.of(config, base_dir, ranks, model if _shared(config, ranks) else None)
+    if config.train.gradient_checkpointing:
+        model.policy.enable_gradient_checkpointing()
+    engine = TransformersEngine(model.policy, model.renderer, keep_kv=keep_kv)
+    return engine, trainers, None if trainers.policy is model.policy else model.policy.load_weights
+
+
+def _on_cluster(config: Config, base_dir: Path | None, ranks: Ranks, model: LoadedModel, keep_kv: bool) -> Placed:
+    """Both in processes that Ray places."""
+    if ranks.size > 1:
+        raise ValueError("cluster starts processes by itself: run the recipe without torchrun.")
+    try:
+        from vlmrl.cluster.actors import RayCluster, RemoteEngine, RemoteTrainers
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ValueError("cluster needs Ray: pip install 'vlmrl[ray]'") from error
+    cluster = RayCluster(config, base_dir, keep_kv)
+    engine = RemoteEngine(cluster, config)
+    return engine, RemoteTrainers(cluster), engine.receive
 
 
 def _check_algo(algo: Algo) -> None:

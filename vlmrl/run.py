@@ -6,13 +6,14 @@ import asyncio
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vlmrl import loop, parts, tiny
-from vlmrl.config import Config, name_of
+from vlmrl import loop, parts, placement, tiny
+from vlmrl.config import Cluster, Config, name_of
 from vlmrl.metrics import RunLog, plain
 from vlmrl.model.families import WHY_ALONE
 from vlmrl.progress import RunProgress
@@ -29,52 +30,62 @@ def run_training(config: Config, base_dir: Path, *, dry_run: bool = False, resum
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tiny.resolve(config.model.path, config.models_dir)  # before ranks are known, from when on only rank 0 writes files
     ranks = join_ranks(backend_of(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
-    if ranks.rank:
+    if ranks.rank == 0:
+        progress = RunProgress()
+        progress.say(str(placement.plan(config, base_dir, ranks)))
+        if dry_run:
+            _without_weights(config, base_dir, progress)
+        else:
+            _train(parts.build(config, base_dir, ranks), progress, resume)
+    elif not dry_run:
         follow(Trainers.of(config, base_dir, ranks).make)
-        return leave_ranks()
-    progress = RunProgress()
-    run = parts.build(config, base_dir, ranks)
-    progress.say(plan(run))
-    if dry_run:
-        return
-    checkpoint = run.checkpoints.newest() if resume else None
-    if checkpoint is None:
-        _set_aside(run.folder)
-    else:
-        progress.say("\n".join([f"resumed   from {checkpoint}", *_changes(run.folder / "config.json", config)]))
-    began = time.monotonic()
-    log = RunLog(run.folder, None if checkpoint is None else load_json(checkpoint)["log"])
-    log.write_config(config)
-    try:
-        summary = asyncio.run(loop.train(run, log, progress, checkpoint))
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        progress.say(f"\nstopped after {time.monotonic() - began:.0f} s; what there is lies in {run.folder}")
-        raise SystemExit(130) from None
-    finally:
-        log.close()
-        run.engine.close()
     if ranks.size > 1:
-        dismiss()
+        if ranks.rank == 0 and not dry_run:
+            dismiss()
         leave_ranks()
+
+
+def _train(run: parts.Run, progress: RunProgress, resume: bool) -> None:
+    try:
+        progress.say(summary_of(run))
+        checkpoint = run.checkpoints.newest() if resume else None
+        if checkpoint is None:
+            _set_aside(run.folder)
+        else:
+            progress.say("\n".join([f"resumed   from {checkpoint}", *_changes(run.folder / "config.json", run.config)]))
+        began = time.monotonic()
+        log = RunLog(run.folder, None if checkpoint is None else load_json(checkpoint)["log"])
+        log.write_config(run.config)
+        try:
+            summary = asyncio.run(loop.train(run, log, progress, checkpoint))
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            progress.say(f"\nstopped after {time.monotonic() - began:.0f} s; what there is lies in {run.folder}")
+            raise SystemExit(130) from None
+        finally:
+            log.close()
+    finally:
+        run.engine.close()
     progress.say(report(run, summary, time.monotonic() - began))
 
 
-def plan(run: parts.Run) -> str:
+def _without_weights(config: Config, base_dir: Path, progress: RunProgress) -> None:
+    """Resolve everything else, in this process alone."""
+    run = parts.build(replace(config, model=replace(config.model, device="meta"), cluster=Cluster()), base_dir)
+    progress.say(summary_of(run))
+    run.engine.close()
+
+
+def summary_of(run: parts.Run) -> str:
     """What is about to happen, in a few lines."""
     config, policy = run.config, run.model.policy
-    millions = sum(p.numel() for p in policy.parameters()) / 1e6
     held_out = f", {len(run.held_out)} held out" if run.held_out is not None else ""
     sampled = config.train.groups_per_batch * config.rollout.group_size
     plays = run.spec.name if run.spec else name_of(config.rollout.generate)
-    trained = [p.numel() for p in run.trainers.policy.parameters() if p.requires_grad]
-    ranks = run.trainers.ranks.size
     lines = [
-        f"model     {config.model.path} ({policy.config.model_type}, {millions:.1f} M parameters) on {policy.device}, {policy.dtype}",
         f"data      {len(run.tasks)} tasks{held_out}",
         f"env       {plays}, at most {config.rollout.max_turns} turns and {config.rollout.max_tokens} tokens",
         f"training  {config.train.steps} steps of {config.train.groups_per_batch} groups x {config.rollout.group_size} = {sampled} "
         f"trajectories; {config.algo.advantage} + {config.algo.loss}, lr {config.optim.lr:g}",
-        f"trainer   {sum(trained) / 1e6:.1f} M parameters, on {f'{ranks} ranks (FSDP2)' if ranks > 1 else 'this process'}",
         f"output    {run.folder}",
     ]
     if config.train.share_prefixes and not policy.family.may_share:

@@ -13,7 +13,7 @@ import torch
 from vlmrl.config import Algo, Config, Lora, Model
 from vlmrl.model.loading import LoadedModel, load_model, pick_device, pick_dtype
 from vlmrl.model.policy import Policy, without_adapters
-from vlmrl.train.parallel import Leader, shard
+from vlmrl.train.parallel import Leader, reshard, shard
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import Receive, Scorer, Trainer
 from vlmrl.types import Sample
@@ -35,6 +35,14 @@ class RunTrainer(Protocol):
     def save(self, checkpoint: Path) -> None: ...
     def restore(self, checkpoint: Path) -> None: ...
     def close(self) -> None: ...
+
+
+class StartTrainer(Protocol):
+    """Makes a run's trainers, one after the other."""
+
+    def start(self, algo: Algo, **settings: Any) -> RunTrainer:
+        """A trainer with these arguments of :class:`~vlmrl.train.trainer.Trainer`."""
+        ...
 
 
 @dataclass
@@ -60,6 +68,7 @@ class Trainers:
 
     def make(self, algo: Algo, **settings: Any) -> Trainer:
         """This rank's part of it."""
+        reshard(self.policy)
         return Trainer(self.policy, algo, reference=self._reference(algo), ranks=self.ranks, **settings)
 
     def _reference(self, algo: Algo) -> Scorer | None:

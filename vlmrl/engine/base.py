@@ -88,6 +88,17 @@ class WaveEngine(Engine, Protocol):
     async def generate_wave(self, requests: Sequence[Request]) -> list[Completion]: ...
 
 
+class RunEngine(WaveEngine, Protocol):
+    """What a run asks of its engine beside the episodes. ``images_encoded`` counts the pictures that went through the model."""
+
+    @property
+    def images_encoded(self) -> int: ...
+
+    def weights_changed(self, policy_version: int) -> None:
+        """The weights are new: forget all that the old ones computed. Called only while the engine is paused."""
+        ...
+
+
 class Waves:
     """An engine that waits until every live trajectory has asked, then samples all in task order: the deterministic mode.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,15 @@ class LoadedModel(Reader):
 
     policy: Policy
 
-    def save(self, folder: Path) -> None:
-        """Weights (adapters merged in), tokenizer and processor in Hugging Face form."""
-        self.policy.model.save_pretrained(folder, state_dict=dict(named_weights(self.policy.model)))
+    @property
+    def is_hollow(self) -> bool:
+        """Whether the weights are elsewhere, and only their shapes here."""
+        return self.policy.device.type == "meta"
+
+    def save(self, folder: Path, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
+        """Weights (by default its own, adapters merged in), tokenizer and processor in Hugging Face form."""
+        named = named_weights(self.policy.model) if weights is None else weights
+        self.policy.model.save_pretrained(folder, state_dict=dict(named))
         self.tokenizer.chat_template = self.renderer.chat_template  # the one it was trained with
         self.tokenizer.save_pretrained(folder)
         if self.image_processor is not None:
@@ -62,14 +69,27 @@ class LoadedModel(Reader):
 
 
 def load_model(config: Model, base_dir: Path | None, cache_dir: Path, seed: int) -> LoadedModel:
-    """Load what ``config`` names. ``cache_dir`` holds models built on the spot; ``seed`` draws random weights."""
+    """Load what ``config`` names. ``cache_dir`` holds models built on the spot; ``seed`` draws random weights.
+
+    On the device ``meta`` nothing but the weights' shapes is there, and nothing of them is read.
+    """
     transformers.utils.logging.disable_progress_bar()  # the run shows its own
-    path = _found(config.path, base_dir, cache_dir)
+    model = _build(config, _found(config.path, base_dir, cache_dir), seed)
+    reader = load_reader(config, base_dir, cache_dir)
+    return LoadedModel(**vars(reader), policy=Policy(model).eval())
+
+
+def shapes_of(config: Model, base_dir: Path | None, cache_dir: Path) -> Any:
+    """The model that ``config`` names, adapters and frozen parts included, on the device ``meta``."""
+    return _build(replace(config, device="meta"), _found(config.path, base_dir, cache_dir), seed=0)
+
+
+def _build(config: Model, path: str, seed: int) -> Any:
     hf_config = AutoConfig.from_pretrained(path)
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     auto: Any = AutoModelForImageTextToText if family_of(hf_config).vision else AutoModelForCausalLM
-    if config.random_weights:
+    if config.random_weights or device.type == "meta":
         torch.manual_seed(seed)
         with torch.device(device):
             model = auto.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
@@ -80,8 +100,7 @@ def load_model(config: Model, base_dir: Path | None, cache_dir: Path, seed: int)
         with torch.random.fork_rng():
             torch.manual_seed(seed)  # every rank draws the same
             add_lora(model, config.lora)
-    reader = load_reader(config, base_dir, cache_dir)
-    return LoadedModel(**vars(reader), policy=Policy(model).eval())
+    return model
 
 
 def load_reader(config: Model, base_dir: Path | None, cache_dir: Path) -> Reader:

@@ -82,7 +82,7 @@ class Policy(nn.Module):
     @property
     def layer_kinds(self) -> list[str]:
         """Each layer's kind, under Hugging Face's names: ``full_attention`` or ``linear_attention``."""
-        return _layer_kinds(self.config)
+        return layer_kinds(self.config)
 
     def frozen_copy(self) -> Policy:
         """A copy whose weights stay as they are now: the reference of a KL penalty."""
@@ -210,7 +210,7 @@ class Policy(nn.Module):
         return checkpoint(score, hidden, use_reentrant=False) if torch.is_grad_enabled() else score(hidden)
 
 
-def _layer_kinds(config: Any) -> list[str]:
+def layer_kinds(config: Any) -> list[str]:
     text = config.get_text_config()
     return getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
 
@@ -222,7 +222,7 @@ def _check_attention(config: Any) -> None:
         raise ValueError("attn_implementation must not be eager: it adds a boolean mask as numbers. Load with sdpa.")
     if getattr(text, "attention_dropout", 0.0):
         raise ValueError(f"attention_dropout must be 0 in the model's config, but it is {text.attention_dropout}.")
-    unknown = set(_layer_kinds(config)) - {"full_attention", "linear_attention"}
+    unknown = set(layer_kinds(config)) - {"full_attention", "linear_attention"}
     if unknown:
         raise ValueError(
             f"the model's layers must look back over the whole row, but its config's layer_types name {sorted(unknown)}."

@@ -119,7 +119,7 @@ def make_averages(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Param
             optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
 
 
-def save_random(checkpoint: Path, rank: int) -> None:
+def save_random(checkpoint: Path, rank: int | str) -> None:
     """The state of this process's random number generators: Python's, NumPy's and torch's."""
     numbers: dict[str, Any] = dict(np.random.get_state(legacy=False))
     numbers["state"] = {"key": numbers["state"]["key"].tolist(), "pos": numbers["state"]["pos"]}
@@ -132,7 +132,7 @@ def save_random(checkpoint: Path, rank: int) -> None:
     torch.save(state, checkpoint / f"random{rank}.pt")
 
 
-def load_random(checkpoint: Path, rank: int) -> None:
+def load_random(checkpoint: Path, rank: int | str) -> None:
     """A rank that had no part in the checkpoint draws on as it is."""
     path = checkpoint / f"random{rank}.pt"
     if not path.exists():

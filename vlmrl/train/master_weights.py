@@ -39,6 +39,11 @@ class MasterWeights:
         for hook in self._hooks:
             hook.remove()
 
+    def to(self, device: torch.device) -> None:
+        """The masters that are no parameters of the model to ``device``."""
+        for _, master in self._pairs:
+            master.data = master.data.to(device)
+
     @torch.no_grad()
     def publish(self) -> None:
         for parameter, master in self._pairs:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from vlmrl.model.policy import Policy
 from vlmrl.train.ranks import Ranks
@@ -60,6 +60,12 @@ def shard(policy: Policy, dtype: torch.dtype) -> Policy:
     fully_shard(policy, mesh=mesh, mp_policy=precision)
     policy.lockstep = True
     return policy
+
+
+def reshard(policy: Policy) -> None:
+    """Let go of what a forward without gradient leaves gathered: until then ``parameters()`` are not this rank's own."""
+    if isinstance(policy, FSDPModule):
+        policy.reshard()
 
 
 class Leader:

@@ -97,6 +97,15 @@ class Trainer:
         self.policy.eval()  # in training mode, checkpointed layers take no cache, and an engine may share this model
         return {name: _over_steps(name, [metrics[name] for metrics in steps]) for name in steps[0]}
 
+    def to(self, device: torch.device) -> None:
+        """Take all that is kept between two steps to ``device``, the policy and the reference included."""
+        self.policy.to(device)
+        if isinstance(self.reference, Policy):
+            self.reference.to(device)
+        self._weights.to(device)
+        if not self._optim.offload:
+            move_state(self.optimizer, device)
+
     def close(self) -> None:
         """The last step was taken: another trainer may take over the policy."""
         self._weights.close()

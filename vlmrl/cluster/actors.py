@@ -1,0 +1,363 @@
+"""A run's processes as Ray's actors, and what stands for them in the driver: a trainer and an engine like any other.
+
+This file alone imports ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray.exceptions import ActorDiedError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+import vlmrl
+from vlmrl.cluster import ClusterError
+from vlmrl.cluster.transport import Crate, WirePicture, buckets
+from vlmrl.cluster.workers import EngineWorker, RankWorker, code_of
+from vlmrl.config import Algo, Cluster, Config, Lora
+from vlmrl.engine.base import EngineError, Request
+from vlmrl.loading import FILE_MODULE
+from vlmrl.model.loading import pick_dtype
+from vlmrl.train.checkpoint import load_random, save_random
+from vlmrl.train.ranks import Ranks
+from vlmrl.train.trainer import Receive
+from vlmrl.types import Completion, MediaItem, Sample
+
+PLACING = 300.0  # seconds until there is room for all processes
+LOADING = 1800.0  # until each has its model
+STEPPING = 4 * 3600.0  # for a call of the trainer; a rank that waits in vain for another gives up much earlier
+MOVING = 900.0  # for weights on their way
+LAST_WORDS = 2.0  # after a first error, for the one that caused it
+BUCKET = 256 * 2**20  # bytes of weights that travel at once
+CONTROL = 64  # calls of an engine beside those for replies
+
+Ref = Any  # of an object in Ray's store
+Actor = Any  # the handle of one
+
+
+class RayCluster:
+    """Trainer ranks and engines, placed and loaded. :meth:`close` ends all of them, and Ray where it was started here."""
+
+    def __init__(self, config: Config, base_dir: Path | None, keep_kv: bool) -> None:
+        self.pictures = Pictures()
+        self.ranks: list[Actor] = []
+        self.engines: list[Actor] = []
+        self._cluster = config.cluster
+        self._room: Any = None
+        self._failed = False
+        self._owns_ray = not ray.is_initialized()
+        try:
+            if self._owns_ray:
+                _connect(config, base_dir)
+            self._room = _reserve(config.cluster)
+            self._start(config, base_dir if config.cluster.address is None else None, keep_kv)
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, method: str, *arguments: Any, seconds: float = STEPPING) -> Any:
+        """Have all ranks do the same; rank 0's answer. After an error of any of them nothing more is asked."""
+        if self._failed:
+            raise ClusterError("one of the trainer's ranks has failed: it can do nothing more.")
+        what = method if method not in ("call", "call_on") else arguments[0]
+        try:
+            return _results([getattr(rank, method).remote(*arguments) for rank in self.ranks], seconds, what)[0]
+        except BaseException:
+            self._failed = True
+            raise
+
+    def ask_about(self, method: str, samples: Sequence[Sample]) -> Any:
+        """What the trainer's ``method`` makes of rows: they go to each node once, and their pictures once for all calls."""
+        crate, pictures = Crate.of(samples)
+        return self.ask("call_on", method, ray.put(crate), *self.pictures.refs(pictures))
+
+    def free_gpus(self) -> None:
+        """Have the ranks leave the GPUs to the engines."""
+        if not self._failed:
+            self.ask("leave", seconds=MOVING)
+
+    def close(self) -> None:
+        for actor in [*self.ranks, *self.engines]:
+            ray.kill(actor)
+        self.ranks, self.engines = [], []
+        if self._room is not None and ray.is_initialized():
+            remove_placement_group(self._room)
+            self._room = None
+        if self._owns_ray:
+            ray.shutdown()
+
+    def _start(self, config: Config, base_dir: Path | None, keep_kv: bool) -> None:
+        cluster, plain = self._cluster, _for_workers(config)
+        count = cluster.num_ranks
+        for rank in range(count):
+            place = self._place(rank * cluster.nodes // count, own_gpu=cluster.gpus > 0)
+            self.ranks.append(ray.remote(RankWorker).options(**place).remote(plain, base_dir, Ranks(rank, count)))
+        sampled = replace(plain, model=replace(plain.model, lora=Lora(), freeze=()))  # gets merged weights
+        for number in range(cluster.num_engines):
+            shares = self.ranks[number * count // cluster.num_engines] if cluster.gpus and cluster.colocate else None
+            gpu = None if shares is None else _results([shares.__ray_call__.remote(_gpu)], LOADING, "start")[0]
+            place = self._place(number * cluster.nodes // cluster.num_engines, cluster.gpus > 0 and shares is None)
+            place["max_concurrency"] = config.rollout.max_concurrent + CONTROL
+            self.engines.append(ray.remote(EngineWorker).options(**place).remote(sampled, base_dir, keep_kv, gpu))
+        address = _results([self.ranks[0].__ray_call__.remote(_address)], LOADING, "start")[0]
+        (port,) = _results([self.ranks[0].host.remote(address)], LOADING, "start")
+        ready = [engine.__ray_ready__.remote() for engine in self.engines]
+        _results([*[rank.load.remote(address, port) for rank in self.ranks], *ready], LOADING, "load the model")
+
+    def _place(self, node: int, own_gpu: bool) -> dict[str, Any]:
+        where = PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=node)
+        return {"scheduling_strategy": where, "num_cpus": 1, "num_gpus": int(own_gpu)}
+
+
+class RemoteTrainers:
+    """Makes trainers on the ranks, one after the other."""
+
+    def __init__(self, cluster: RayCluster) -> None:
+        self._cluster = cluster
+
+    def start(self, algo: Algo, **settings: Any) -> RemoteTrainer:
+        code = code_of(algo)
+        for _, _, function in code:
+            module = getattr(function, "__module__", None) or ""
+            if module.startswith(FILE_MODULE):  # a recipe's: no other process can import it
+                ray.cloudpickle.register_pickle_by_value(sys.modules[module])
+        self._cluster.ask("start", algo, code, settings)
+        return RemoteTrainer(self._cluster)
+
+
+class RemoteTrainer:
+    """The ranks as one :class:`~vlmrl.train.trainer.Trainer`."""
+
+    def __init__(self, cluster: RayCluster) -> None:
+        self.steps_done = 0
+        self.scored: list[np.ndarray] = []
+        self._cluster = cluster
+
+    def step(self, samples: Sequence[Sample]) -> dict[str, float]:
+        metrics = self._cluster.ask_about("step", samples)
+        self.steps_done, self.scored = self._cluster.ask("read", "steps_done", "scored")
+        return metrics
+
+    def score(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        return self._cluster.ask_about("score", samples)
+
+    def kl_by_trajectory(self, samples: Sequence[Sample]) -> dict[str, float]:
+        return self._cluster.ask_about("kl_by_trajectory", samples)
+
+    def send_weights(self, receive: Receive) -> Any:
+        return self._cluster.ask("send_weights", receive, seconds=MOVING)
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._named("named_weights")
+
+    def named_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._named("named_adapters")
+
+    def save(self, checkpoint: Path) -> None:
+        """Each rank writes its part: the folder must be one that all nodes see."""
+        self._cluster.ask("call", "save", checkpoint.resolve(), seconds=MOVING)
+        save_random(checkpoint, "driver")
+
+    def restore(self, checkpoint: Path) -> None:
+        self._cluster.ask("call", "restore", checkpoint.resolve(), seconds=MOVING)
+        (self.steps_done,) = self._cluster.ask("read", "steps_done")
+        load_random(checkpoint, "driver")
+
+    def close(self) -> None:
+        self._cluster.ask("call", "close")
+
+    def _named(self, which: str) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in self._cluster.ask("weights", which, seconds=MOVING):
+            yield name, weight.tensor()
+
+
+class RemoteEngine:
+    """The engine actors as one engine. A trajectory stays with the one that it began with."""
+
+    def __init__(self, cluster: RayCluster, config: Config) -> None:
+        self.policy_version = 0
+        self.receive = ToEngines(tuple(cluster.engines), _engine_dtype(config))
+        self._cluster = cluster
+        self._colocated = config.cluster.colocate
+        self._timeout = config.rollout.engine_timeout
+        self._home: dict[str, int] = {}
+        self._encoded = [0] * len(cluster.engines)
+
+    @property
+    def images_encoded(self) -> int:
+        return sum(self._encoded)
+
+    async def generate(self, request: Request) -> Completion:
+        return (await self.generate_wave([request]))[0]
+
+    async def generate_wave(self, requests: Sequence[Request]) -> list[Completion]:
+        """All requests, as one batch on each engine."""
+        homes = [self._home_of(request.trajectory_id) for request in requests]
+        shares = {home: [request for request, at in zip(requests, homes, strict=True) if at == home] for home in homes}
+        answers = await asyncio.gather(*(self._ask(home, share) for home, share in shares.items()))
+        completions = dict(zip(shares, map(iter, answers), strict=True))
+        return [next(completions[home]) for home in homes]
+
+    def release(self, trajectory_id: str) -> None:
+        home = self._home.pop(trajectory_id, None)
+        if home is not None:
+            self._cluster.engines[home].release.remote(trajectory_id)
+
+    async def pause(self) -> None:
+        await self._all("pause", self._colocated)
+
+    async def resume(self) -> None:
+        if self._colocated:
+            self._cluster.free_gpus()
+        await self._all("resume")
+
+    def weights_changed(self, policy_version: int) -> None:
+        calls = [engine.weights_changed.remote(policy_version) for engine in self._cluster.engines]
+        _results(calls, MOVING, "note new weights")
+        self.policy_version = policy_version
+
+    def close(self) -> None:
+        """End the whole cluster: without an engine there is nothing to train on."""
+        self._cluster.close()
+
+    def _home_of(self, trajectory_id: str) -> int:
+        if trajectory_id not in self._home:
+            living = Counter(self._home.values())
+            self._home[trajectory_id] = min(range(len(self._encoded)), key=lambda number: living[number])
+        return self._home[trajectory_id]
+
+    async def _ask(self, home: int, requests: Sequence[Request]) -> list[Completion]:
+        crate, pictures = Crate.of(requests)
+        reply = self._cluster.engines[home].generate.remote(crate, *self._cluster.pictures.refs(pictures))
+        try:
+            async with asyncio.timeout(self._timeout):
+                completions, self._encoded[home] = await reply
+        except TimeoutError:
+            ray.cancel(reply)
+            raise EngineError(f"engine {home}: no reply in rollout.engine_timeout ({self._timeout:g} s).") from None
+        except asyncio.CancelledError:
+            ray.cancel(reply)
+            raise
+        except ActorDiedError as error:
+            raise ClusterError(f"engine {home} died: {error}") from error
+        return completions
+
+    async def _all(self, method: str, *arguments: Any) -> None:
+        calls = [getattr(engine, method).remote(*arguments) for engine in self._cluster.engines]
+        await asyncio.to_thread(_results, calls, MOVING, f"{method} the engines")
+
+
+class Pictures:
+    """Each distinct picture in the object store once, for as long as anybody shows it."""
+
+    def __init__(self) -> None:
+        self._refs: weakref.WeakKeyDictionary[MediaItem, Ref] = weakref.WeakKeyDictionary()
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    def refs(self, items: Sequence[MediaItem]) -> list[Ref]:
+        for item in items:
+            if item not in self._refs:
+                self._refs[item] = ray.put(WirePicture.of(item))
+        return [self._refs[item] for item in items]
+
+
+@dataclass(frozen=True)
+class ToEngines:
+    """Takes weights from where it is called, on rank 0, to the engines."""
+
+    engines: tuple[Actor, ...]
+    dtype: torch.dtype
+
+    def __call__(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        loading: list[Ref] = []
+        for bucket in buckets(weights, BUCKET, self.dtype):
+            sent = ray.put(bucket)
+            _results(loading, MOVING, "load weights")  # one bucket is loaded while the next is gathered
+            loading = [engine.load_weights.remote(sent) for engine in self.engines]
+        _results(loading, MOVING, "load weights")
+
+
+def _connect(config: Config, base_dir: Path | None) -> None:
+    cluster = config.cluster
+    if cluster.address is None:
+        processes = cluster.num_ranks + cluster.num_engines  # which may be more than there are cores
+        cpus = max(processes, os.cpu_count() or 1)
+        # `local`: without an address Ray would join any cluster that it finds on this machine.
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING)
+        return
+    code: dict[str, Any] = {"py_modules": [str(Path(vlmrl.__file__).parent)]}
+    if base_dir is not None:
+        code |= {"working_dir": str(base_dir), "excludes": [f"/{Path(config.output_dir).name}/"]}
+    ray.init(address=cluster.address, runtime_env=code, logging_level=logging.WARNING)
+
+
+def _reserve(cluster: Cluster) -> PlacementGroup:
+    """A bundle of resources on each node."""
+    cpus = -(-(cluster.num_ranks + cluster.num_engines) // cluster.nodes)
+    bundle = {"CPU": cpus} | ({"GPU": cluster.gpus // cluster.nodes} if cluster.gpus else {})
+    room = placement_group([bundle] * cluster.nodes, strategy="STRICT_SPREAD")
+    if not room.wait(PLACING if cluster.address else 30.0):
+        remove_placement_group(room)
+        raise ClusterError(
+            f"no room on {cluster.nodes} nodes with {bundle} each (cluster.gpus {cluster.gpus}, cluster.nodes {cluster.nodes}): Ray "
+            f"has {ray.cluster_resources()}, of which {ray.available_resources()} are free."
+        )
+    return room
+
+
+def _for_workers(config: Config) -> Config:
+    """What the processes need of a config: no code of the recipe's, and no path that another working directory changes."""
+    model = replace(config.model, device="auto" if config.cluster.gpus else "cpu")
+    return Config(model=model, train=config.train, output_dir=str(Path(config.output_dir).resolve()), seed=config.seed)
+
+
+def _engine_dtype(config: Config) -> torch.dtype:
+    return pick_dtype(config.model.dtype, torch.device("cuda" if config.cluster.gpus else "cpu"))
+
+
+def _address(_: Any) -> str:
+    return ray.util.get_node_ip_address()
+
+
+def _gpu(_: Any) -> str:
+    return ray.get_runtime_context().get_accelerator_ids()["GPU"][0]
+
+
+def _results(calls: Sequence[Ref], seconds: float, what: str) -> list[Any]:
+    """All results. After a first error the others are not waited for: they may themselves wait for the one that failed."""
+    results: dict[Ref, Any] = {}
+    errors: list[RayError] = []
+    pending, end = list(calls), time.monotonic() + seconds
+    while pending:
+        done, pending = ray.wait(pending, timeout=max(0.0, end - time.monotonic()))
+        if not done:
+            break
+        try:
+            results[done[0]] = ray.get(done[0])
+        except RayError as error:
+            errors.append(error)
+            end = time.monotonic() + LAST_WORDS
+    died = next((error for error in errors if isinstance(error, ActorDiedError)), None)
+    if died is not None:
+        raise ClusterError(f"a process died when it was to {what}: {died}") from died
+    if errors:
+        raise errors[0]
+    if pending:
+        raise ClusterError(f"{len(pending)} of {len(calls)} processes did not {what} in {seconds:g} s.")
+    return [results[call] for call in calls]

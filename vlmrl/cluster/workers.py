@@ -1,0 +1,185 @@
+"""What the processes of a cluster do: trainer ranks and embedded engines. Plain classes, which `actors.py` makes Ray's actors of."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from vlmrl.algos import CORRECTIONS, KL, LOSSES, REDUCTIONS
+from vlmrl.cluster.transport import Crate, Weights, WirePicture, WireTensor
+from vlmrl.config import Algo, Config
+from vlmrl.engine.base import Request
+from vlmrl.engine.transformers import TransformersEngine
+from vlmrl.model.loading import load_model
+from vlmrl.train.parallel import COLLECTIVE, backend_of, reshard
+from vlmrl.train.ranks import Ranks
+from vlmrl.train.trainer import Receive
+from vlmrl.trainers import Trainers
+from vlmrl.types import Completion, MediaItem, Sample
+
+HOST = torch.device("cpu")
+
+Code = list[tuple[str, str, Callable[..., Any]]]
+"""The functions that an algorithm names: registry, name, function. A recipe's own are nowhere else on these processes."""
+
+
+def code_of(algo: Algo) -> Code:
+    names = [("losses", algo.loss), ("reductions", algo.reduction), ("kl", algo.kl)]
+    names += [("corrections", name) for name in algo.corrections]
+    return [(registry, name, REGISTRIES[registry][name]) for registry, name in names]
+
+
+REGISTRIES: dict[str, dict[str, Any]] = {
+    "losses": LOSSES,
+    "reductions": REDUCTIONS,
+    "kl": KL,
+    "corrections": CORRECTIONS,
+}
+
+
+class RankWorker:
+    """One trainer rank. All are told the same; rank 0 answers for all."""
+
+    def __init__(self, config: Config, base_dir: Path | None, ranks: Ranks) -> None:
+        self._config = config
+        self._base_dir = base_dir
+        self._ranks = ranks
+        self._store: TCPStore | None = None
+        self._trainer: Any = None
+        self._away = False
+
+    def host(self, address: str) -> int:
+        """Rank 0 opens the ranks' meeting place on its own machine: the port."""
+        self._store = TCPStore(address, 0, self._ranks.size, True, COLLECTIVE, wait_for_workers=False)
+        return self._store.port
+
+    def load(self, address: str, port: int) -> None:
+        """Meet the other ranks, and load this one's share of the policy."""
+        torch.manual_seed(self._config.seed)
+        self._device = torch.device("cuda", 0) if torch.cuda.is_available() else HOST
+        if self._ranks.size > 1:
+            size, rank = self._ranks.size, self._ranks.rank
+            store = self._store or TCPStore(address, port, size, False, COLLECTIVE)
+            dist.init_process_group(
+                backend_of(self._device), store=store, rank=rank, world_size=size, timeout=COLLECTIVE
+            )
+        self._trainers = Trainers.of(self._config, self._base_dir, self._ranks)
+
+    def start(self, algo: Algo, code: Code, settings: dict[str, Any]) -> None:
+        """A new trainer, with these arguments of :class:`~vlmrl.train.trainer.Trainer`."""
+        self._come()
+        for registry, name, function in code:
+            REGISTRIES[registry][name] = function
+        self._trainer = self._trainers.make(algo, **settings)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """What one of the trainer's methods gives."""
+        self._come()
+        result = getattr(self._trainer, method)(*arguments)
+        return None if self._ranks.rank else result
+
+    def call_on(self, method: str, crate: Crate[Sample], *pictures: WirePicture) -> Any:
+        """The same of a method that takes rows."""
+        return self.call(method, crate.unpack([picture.item() for picture in pictures]))
+
+    def read(self, *names: str) -> list[Any]:
+        """The trainer's attributes of these names."""
+        return [None if self._ranks.rank else getattr(self._trainer, name) for name in names]
+
+    def send_weights(self, receive: Receive) -> Any:
+        """Walk through the weights on all ranks; what ``receive`` tells on rank 0."""
+        self._come()
+        return (_walk if self._ranks.rank else receive)(self._trainer.named_weights())
+
+    def weights(self, method: str) -> Weights | None:
+        """What ``named_weights`` or ``named_adapters`` gives, whole."""
+        self._come()
+        named = getattr(self._trainer, method)()
+        if self._ranks.rank:
+            _walk(named)
+            return None
+        return [(name, WireTensor.of(weight)) for name, weight in named]
+
+    def leave(self) -> None:
+        """Give the GPU's memory to others, until the next call."""
+        if not self._away:
+            self._move(HOST)
+            self._away = True
+
+    def _come(self) -> None:
+        if self._away:
+            self._move(self._device)
+            self._away = False
+
+    def _move(self, device: torch.device) -> None:
+        reshard(self._trainers.policy)
+        (self._trainer or self._trainers.policy).to(device)
+        _forget_unused()
+
+
+class EngineWorker:
+    """One embedded engine with weights of its own, on the GPU ``gpu`` where that is given."""
+
+    def __init__(self, config: Config, base_dir: Path | None, keep_kv: bool, gpu: str | None) -> None:
+        if gpu is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # CUDA reads it when it is first used
+        model = load_model(config.model, base_dir, config.models_dir, config.seed)
+        self._engine = TransformersEngine(model.policy, model.renderer, keep_kv=keep_kv)
+        self._device = model.policy.device
+        self._items: weakref.WeakValueDictionary[str, MediaItem] = weakref.WeakValueDictionary()
+        self._shown: dict[str, list[MediaItem]] = {}  # by trajectory: its pictures live until it is released
+
+    async def generate(self, crate: Crate[Request], *pictures: WirePicture) -> tuple[list[Completion], int]:
+        """The replies to some requests as one batch, and how many pictures this engine has encoded so far."""
+        requests = crate.unpack([self._item(picture) for picture in pictures])
+        for request in requests:
+            self._shown[request.trajectory_id] = list(request.media)
+        return await self._engine.generate_wave(requests), self._engine.images_encoded
+
+    async def release(self, trajectory_id: str) -> None:
+        self._shown.pop(trajectory_id, None)
+        self._engine.release(trajectory_id)
+
+    async def pause(self, leave: bool) -> None:
+        """Stop sampling; with ``leave``, give the GPU's memory to others."""
+        await self._engine.pause()
+        if leave:
+            self._move(HOST)
+
+    async def resume(self) -> None:
+        self._move(self._device)
+        await self._engine.resume()
+
+    async def load_weights(self, weights: Weights) -> None:
+        self._engine.policy.load_weights((name, weight.tensor()) for name, weight in weights)
+
+    async def weights_changed(self, policy_version: int) -> None:
+        self._engine.weights_changed(policy_version)
+
+    def _item(self, picture: WirePicture) -> MediaItem:
+        item = self._items.get(picture.id)
+        if item is None:
+            item = self._items[picture.id] = picture.item()
+        return item
+
+    def _move(self, device: torch.device) -> None:
+        self._engine.policy.to(device)
+        _forget_unused()
+
+
+def _walk(weights: Any) -> None:
+    """Take part in gathering each of the weights, and keep none."""
+    for _ in weights:
+        pass
+
+
+def _forget_unused() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

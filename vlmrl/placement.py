@@ -1,0 +1,125 @@
+"""The plan of a run: which processes there will be, and what memory each takes. It is made before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmrl.config import Config
+from vlmrl.model.loading import pick_device, pick_dtype, shapes_of
+from vlmrl.model.policy import layer_kinds
+from vlmrl.train.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model: its parameters, those of them that are trained, and the numbers that a token leaves in its cache."""
+
+    parameters: int
+    trained: int
+    cached: int
+
+    @classmethod
+    def of(cls, model: Any) -> Sizes:
+        weights = list(model.parameters())
+        text = model.config.get_text_config()
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        layers = layer_kinds(model.config).count("full_attention")  # recurrent layers keep nothing of each token
+        trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+        return cls(sum(weight.numel() for weight in weights), trained, 2 * layers * text.num_key_value_heads * head)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run's processes, the dtype they compute in, and their memory by part, in bytes.
+
+    ``ranks`` are the trainer's. ``engine`` holds no weights where it samples from the trainer's own.
+    """
+
+    model: str
+    where: str
+    ranks: int
+    dtype: torch.dtype
+    sizes: Sizes
+    trainer: dict[str, float]
+    engine: dict[str, float]
+
+    @classmethod
+    def of(cls, config: Config, sizes: Sizes, ranks: int) -> Plan:
+        """``ranks``: those that were started already, of which a cluster needs none."""
+        cluster = config.cluster
+        device = torch.device("cuda" if cluster.gpus else "cpu") if cluster.on else pick_device(config.model.device)
+        dtype = pick_dtype(config.model.dtype, device)
+        ranks = cluster.num_ranks if cluster.on else ranks
+        engine = _cache(config, sizes, dtype)
+        if cluster.on or ranks > 1 or config.train.max_staleness:
+            engine = {"weights": dtype.itemsize * sizes.parameters, **engine}
+        trainer = _trainer(config, sizes, ranks, dtype)
+        return cls(config.model.path, _where(config, device, ranks), ranks, dtype, sizes, trainer, engine)
+
+    def __str__(self) -> str:
+        parameters, trained = self.sizes.parameters / 1e6, self.sizes.trained / 1e6
+        dtype = str(self.dtype).removeprefix("torch.")
+        each = "a trainer rank" if self.ranks > 1 else "trainer"
+        return "\n".join(
+            [
+                f"model     {self.model}, {parameters:.1f} M parameters, of which {trained:.1f} M are trained; {dtype}",
+                f"placement {self.where}",
+                f"memory    {each}: {_told(self.trainer)}, beside activations",
+                f"          engine: {_told(self.engine)}",
+            ]
+        )
+
+
+def plan(config: Config, base_dir: Path | None, ranks: Ranks) -> Plan:
+    """What ``config`` asks for, from the shapes of the model's weights alone."""
+    return Plan.of(config, Sizes.of(shapes_of(config.model, base_dir, config.models_dir)), ranks.size)
+
+
+def _where(config: Config, device: torch.device, ranks: int) -> str:
+    cluster = config.cluster
+    if not cluster.on:
+        return f"{ranks} ranks (FSDP2), the engine beside rank 0" if ranks > 1 else f"one process, on {device}"
+    trainer = f"{ranks} trainer ranks (FSDP2)" if ranks > 1 else "1 trainer"
+    engines = f"{cluster.num_engines} engine{'s' if cluster.num_engines > 1 else ''}"
+    machines = f"{cluster.nodes} nodes" if cluster.nodes > 1 else "1 node"
+    if not cluster.gpus:
+        return f"{trainer} and {engines} on the CPUs of {machines}"
+    how = "taking turns" if cluster.colocate else "apart"
+    return f"{trainer} and {engines} on {cluster.gpus} GPUs of {machines}, {how}"
+
+
+def _trainer(config: Config, sizes: Sizes, ranks: int, dtype: torch.dtype) -> dict[str, float]:
+    """Of each rank. Several ranks share float32 weights; one alone has float32 masters beside narrower weights."""
+    own = dtype.itemsize if ranks == 1 else 4
+    parts = {"weights": own * sizes.parameters / ranks}
+    if own < 4:
+        parts["masters"] = 4 * sizes.trained
+    parts["gradients"] = 4 * sizes.trained / ranks
+    if not config.optim.offload:
+        parts["averages"] = 8 * sizes.trained / ranks
+    algo = config.algo
+    if algo.kl_coef and (algo.reference is not None or not config.model.lora.rank):
+        parts["reference"] = own * sizes.parameters / ranks
+    return parts
+
+
+def _cache(config: Config, sizes: Sizes, dtype: torch.dtype) -> dict[str, float]:
+    """The most that keys and values can take on one engine: every trajectory at its full length."""
+    rollout = config.rollout
+    played = config.train.groups_per_batch * rollout.group_size * rollout.over_sampling
+    engines = config.cluster.num_engines if config.cluster.on else 1
+    trajectories = min(rollout.max_concurrent, played) / engines
+    return {"keys and values at most": trajectories * rollout.max_tokens * sizes.cached * dtype.itemsize}
+
+
+def _told(parts: dict[str, float]) -> str:
+    each = ", ".join(f"{name} {_gigabytes(size)}" for name, size in parts.items())
+    return each if len(parts) == 1 else f"{each}: {_gigabytes(sum(parts.values()))}"
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
