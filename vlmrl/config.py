@@ -475,6 +475,11 @@ def _check_asynchronous(config: Config) -> None:
     if config.train.too_old == "correct":
         rule = "set with train.too_old correct, such as token_truncation"
         _require(bool(config.algo.corrections), "algo.corrections", rule, config.algo.corrections)
+    if config.cluster.gpus and config.cluster.colocate:
+        raise ValueError(
+            "cluster.colocate must be False with train.max_staleness above 0: engines sample while the trainer trains, so they "
+            "cannot take turns on one GPU."
+        )
 
 
 @dataclass(frozen=True)
@@ -584,11 +589,6 @@ class Config:
             _check_asynchronous(self)
         parts: list[Config | Part] = [self, *self.mixture.values()]
         plays = any(part.env is not None or part.reward is not None for part in parts)
-        if self.cluster.gpus and self.cluster.colocate and self.train.max_staleness:
-            raise ValueError(
-                "train.max_staleness has engines sample while the trainer trains, so they cannot take turns on one GPU: set "
-                "cluster.colocate to False."
-            )
         if self.rollout.generate is not None and plays:
             raise ValueError("rollout.generate plays whole episodes by itself, so env and reward must be unset.")
         if self.reward is not None:
