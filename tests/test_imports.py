@@ -6,7 +6,20 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 LEVELS = [
     {"types", "config", "threads", "loading", "images"},
-    {"env", "env_session", "tools", "adapters", "judge", "media", "renderer", "data", "tiny", "model", "retrieval"},
+    {
+        "env",
+        "env_session",
+        "tools",
+        "adapters",
+        "judge",
+        "remote",
+        "media",
+        "renderer",
+        "data",
+        "tiny",
+        "model",
+        "retrieval",
+    },
     {"engine", "samples", "algos"},
     {"rollout", "train"},
     {"metrics", "progress", "evaluate", "viewer", "canary"},

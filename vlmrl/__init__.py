@@ -8,6 +8,7 @@ from vlmrl.config import Algo, Checkpoint, Config, Data, Eval, Model, Optim, Par
 from vlmrl.env import Env, RetryTurn, obs
 from vlmrl.images import load_image
 from vlmrl.judge import Judge, JudgeError, weighted_reward
+from vlmrl.remote.client import RemoteEnv
 from vlmrl.tools import ToolCall, ToolEnv, read_tool_calls
 from vlmrl.types import Message, Sample, Task, Trajectory, Turn
 
@@ -27,6 +28,7 @@ __all__ = [
     "Model",
     "Optim",
     "Part",
+    "RemoteEnv",
     "RetryTurn",
     "Rollout",
     "Sample",

@@ -26,6 +26,7 @@ USAGE = """usage: vlmrl COMMAND ...
   vlmrl play ENV [options]         play an env on a few tasks and print what happens
   vlmrl data check RECIPE [options]  show the first tasks as the model will see them, and what is too long
   vlmrl retriever serve [options]  serve a corpus of passages to search envs over HTTP
+  vlmrl env serve ENV [options]    play an env for runs in other processes, over HTTP
 
 `vlmrl COMMAND --help` and `vlmrl train RECIPE --help` tell the options."""
 
@@ -48,6 +49,7 @@ def main() -> None:
         "play": play_command,
         "data": data_command,
         "retriever": retriever_command,
+        "env": env_command,
     }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
@@ -117,6 +119,16 @@ def data_command(arguments: Sequence[str]) -> None:
     with _errors_in_one_line():
         if not _until_interrupted(lambda: check(settings, folder)):
             raise SystemExit(1)
+
+
+def env_command(arguments: Sequence[str]) -> None:
+    if arguments[:1] != ["serve"]:
+        raise SystemExit("usage: vlmrl env serve ENV [options]")
+    from vlmrl.remote.server import ServeArguments, serve
+
+    settings = tyro.cli(ServeArguments, args=arguments[1:], prog="vlmrl env serve", description=serve.__doc__)
+    with _errors_in_one_line():
+        serve(settings)
 
 
 def _until_interrupted(play: Callable[[], Any]) -> Any:

@@ -98,13 +98,15 @@ class RewardEnv(Env):
 class EnvSpec:
     """An env class or factory with its options, checked: ``spec.build(task)`` makes the env of one trajectory.
 
-    ``tools`` are those that the class has; an env may set others when it is built. ``parts`` are the specs of a mixture by part.
+    ``tools`` and ``replayable`` are what the class says; an env may set others when it is built. ``parts`` are the specs of a
+    mixture by part.
     """
 
     name: str
     build: Callable[[Task], Env]
     tools: list[dict[str, Any]] = field(default_factory=list)
     parts: Mapping[str, EnvSpec] = field(default_factory=dict)
+    replayable: bool = True
 
     def of(self, task: Task) -> EnvSpec:
         """The one that plays ``task``."""
@@ -165,8 +167,9 @@ def resolve_env(
             f"env_options {options} do not fit {name}: {error}; it takes {', '.join(known) or 'none'}."
         ) from None
     shared = _set_up(target, options, name) if hasattr(target, "setup") else None
-    tools = getattr(target, "tools", [])
-    return EnvSpec(name, partial(_build, target, options, name, shared), tools if isinstance(tools, list) else [])
+    tools, replayable = getattr(target, "tools", []), getattr(target, "replayable", True)
+    build = partial(_build, target, options, name, shared)
+    return EnvSpec(name, build, tools if isinstance(tools, list) else [], replayable=replayable is not False)
 
 
 def _set_up(target: Any, options: dict[str, Any], name: str) -> Any:

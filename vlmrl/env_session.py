@@ -82,6 +82,11 @@ class EnvSession:
         assert self._env is not None
         return self._env.tools
 
+    @property
+    def replayable(self) -> bool:
+        assert self._env is not None
+        return self._env.replayable
+
     async def start(self) -> list[Message] | None:
         """Build the env and reset it: the messages the episode starts with, or ``None``."""
         return await self._with_retries(self._open)

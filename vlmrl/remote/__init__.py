@@ -1,0 +1,1 @@
+"""Environments that another process plays: `vlmrl env serve ENV`, and the env that asks it."""

@@ -1,0 +1,86 @@
+"""An env that another process plays, maybe on another machine and with other packages: the client of `vlmrl env serve`.
+
+Config(env="vlmrl:RemoteEnv", env_options={"url": "http://127.0.0.1:8100"}, ...)
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import httpx
+
+from vlmrl.env import Env, RetryTurn
+from vlmrl.env_session import EnvContractError
+from vlmrl.remote.wire import from_wire, task_to_wire
+from vlmrl.types import Message, Task
+
+
+class RemoteEnv(Env):
+    """Has the contract of the env that the server at ``url`` was started with: its tools, pictures, metrics and rewards.
+
+    A request may take ``timeout`` seconds, so keep it below ``rollout.env_timeout``. A server that is away, late or broken is an env
+    error: a fresh session replays the turns, then the trajectory is lost.
+    """
+
+    def __init__(self, task: Task, url: str, timeout: float = 50.0) -> None:
+        super().__init__(task)
+        self.url = url.rstrip("/")
+        self.tools = self.shared["tools"]
+        self.replayable = self.shared["replayable"]
+        self._client = httpx.Client(base_url=self.url, timeout=timeout)
+        self._session = (
+            f"/sessions/{uuid.uuid4().hex}"  # named here: it can be closed even if its start was never answered
+        )
+        self._asked = False
+
+    @classmethod
+    def setup(cls, url: str, timeout: float = 50.0) -> dict[str, Any]:
+        try:
+            answer = httpx.get(f"{url.rstrip('/')}/health", timeout=timeout)
+            answer.raise_for_status()
+            return {"tools": answer.json()["tools"], "replayable": answer.json()["replayable"]}
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"no env server answers at {url}: {error!r}. Start one with `vlmrl env serve ENV`."
+            ) from error
+
+    def reset(self) -> list[Message] | None:
+        self._asked = True
+        asked = {"task": task_to_wire(self.task), "max_turns": self.max_turns, "tool_format": self.tool_format}
+        started = self._ask("PUT", "", asked)
+        self.tools, self.replayable = started["tools"], started["replayable"]
+        return from_wire(started["messages"])
+
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        result = self._ask("POST", "/step", {"reply": response_text})
+        reward = {} if result["reward"] is None else {"reward": result["reward"]}
+        return {"messages": from_wire(result["messages"])}, result["done"], {**result["metrics"], **reward}
+
+    def format_observation(self, observation: dict[str, Any]) -> Message | list[Message]:
+        return list(observation["messages"])  # the server's env has made them
+
+    def finish(self, ending: str) -> float | None:
+        asked = {"ending": ending, "last_reply": self.last_reply, "last_turn": self.turn}
+        return self._ask("POST", "/finish", asked)["reward"]
+
+    def close(self) -> None:
+        try:
+            if self._asked:
+                self._client.delete(self._session)
+        finally:
+            self._client.close()
+
+    def _ask(self, method: str, path: str, body: dict[str, Any]) -> Any:
+        answer = self._client.request(method, self._session + path, json=body)
+        if answer.status_code == 200:
+            return answer.json()
+        try:
+            kind, message = answer.json()["kind"], answer.json()["message"]
+        except (ValueError, KeyError, TypeError):
+            kind, message = "error", f"{answer.status_code} {answer.text:.300}"
+        if kind == "retry":
+            raise RetryTurn(message)
+        if kind == "contract":
+            raise EnvContractError(f"env server {self.url}: {message}")
+        raise RuntimeError(f"env server {self.url}: {message}")
