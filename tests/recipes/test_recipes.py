@@ -33,7 +33,9 @@ SMALL = [
     *("--rollout.group-size", "2", "--rollout.max-reply-tokens", "8", "--rollout.truncated-reward", "0.0"),
     *("--eval.every", "0", "--eval.no-blank-images", "--no-save-model"),
 ]
-EXTRA: dict[str, list[str]] = {}  # what else a recipe needs to be small
+EXTRA: dict[str, list[str]] = {  # what else a recipe needs to be small
+    "search": ["--env-options.retriever", "nothing"],
+}
 SHARED = Path(os.environ.get("VLMRL_SHARED", ROOT.parent / "shared"))
 SMALL_TEXT = {
     "hidden_size": 64,

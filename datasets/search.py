@@ -1,0 +1,103 @@
+"""Prepare questions and a corpus for envs/search: ``train.parquet``, ``validation.parquet`` and ``corpus.parquet``.
+
+    python datasets/search.py --out data/search                                         # NQ and HotpotQA, from the hub
+    python datasets/search.py --out data/search --source questions.jsonl --corpus corpus.jsonl
+
+From the hub come FlashRAG's questions (Jin et al. 2024, arXiv 2405.13576) and Search-R1's Wikipedia of 2018, 21 million passages:
+14 GB. ``--corpus none`` leaves the corpus out, for one that a server has. Of a file of questions every tenth is held out.
+
+A row has ``prompt`` (the question), ``answer`` (all texts that are right), ``id``, ``dataset`` and ``gold_passages`` (empty where not
+known); a passage ``id``, ``title`` and ``text``, and ``image`` is not kept.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets as hf  # Hugging Face's: this folder has no __init__.py and is no package
+import tyro
+
+from vlmrl.retrieval import load_corpus
+
+HUB = "RUC-NLPIR/FlashRAG_datasets"
+WIKIPEDIA = "PeterJinGo/wiki-18-corpus"
+SPLITS = {"train": {"nq": "train", "hotpotqa": "train"}, "validation": {"nq": "test", "hotpotqa": "dev"}}
+TEXT, TEXTS = hf.Value("string"), hf.List(hf.Value("string"))
+FEATURES = hf.Features({"id": TEXT, "prompt": TEXT, "answer": TEXTS, "dataset": TEXT, "gold_passages": TEXTS})
+
+Row = dict[str, Any]
+
+
+def prepare(
+    out: Path, source: str = HUB, corpus: str = WIKIPEDIA, sets: tuple[str, ...] = ("nq", "hotpotqa")
+) -> dict[str, int]:
+    """Write what is asked for and say how many rows each file has.
+
+    Args:
+        out: The folder to write to.
+        source: A hub name with one configuration for each set, or a jsonl file of questions.
+        corpus: A hub name or a file of passages, or none.
+        sets: Which questions: of a file, the rows whose dataset begins so.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    counts = {}
+    for split in SPLITS:
+        read = from_file(Path(source), sets, split) if source.endswith(".jsonl") else from_hub(source, sets, split)
+        rows = [finished(row) for row in read]
+        if not rows:
+            raise SystemExit(f"{source} has no rows of {', '.join(sets)} for {split}")
+        hf.Dataset.from_list(rows, features=FEATURES).to_parquet(out / f"{split}.parquet")
+        counts[split] = len(rows)
+    if corpus != "none":
+        passages = hf.Dataset.from_generator(passages_of, gen_kwargs={"corpus": corpus})
+        passages.to_parquet(out / "corpus.parquet")
+        counts["corpus"] = len(passages)
+    for name, count in counts.items():
+        print(f"{out / name}.parquet: {count} rows")
+    return counts
+
+
+def from_hub(name: str, sets: tuple[str, ...], split: str) -> Iterator[Row]:
+    for chosen in sets:
+        if chosen not in SPLITS[split]:
+            raise SystemExit(f"sets must be of {', '.join(SPLITS[split])}, but one is {chosen!r}")
+        for row in hf.load_dataset(name, chosen, split=SPLITS[split][chosen]):
+            yield {**row, "dataset": chosen}
+
+
+def from_file(path: Path, sets: tuple[str, ...], split: str) -> Iterator[Row]:
+    """The file's rows of this split: which one a row is in, its id (or question) decides, whatever else is in the file."""
+    with path.open(encoding="utf-8") as lines:
+        for row in map(json.loads, lines):
+            held_out = zlib.crc32(str(row.get("id") or row["question"]).encode()) % 10 == 0
+            if held_out == (split == "validation") and str(row.get("dataset", sets[0])).startswith(sets):
+                yield row
+
+
+def finished(row: Row) -> Row:
+    """The row under our names; the answers may be called answers, golden_answers or answer."""
+    answer = next((row[key] for key in ("answers", "golden_answers", "answer") if row.get(key)), None)
+    if answer is None:
+        raise SystemExit(f"no answers, golden_answers or answer in the row {str(row)[:200]}")
+    return {
+        "id": str(row.get("id", "")),
+        "prompt": row["question"],
+        "answer": [answer] if isinstance(answer, str) else list(answer),
+        "dataset": row.get("dataset", ""),
+        "gold_passages": row.get("gold_passages") or [],
+    }
+
+
+def passages_of(corpus: str) -> Iterator[Row]:
+    passages = load_corpus(corpus)
+    for index in range(len(passages)):
+        passage = passages[index]
+        yield {"id": passage.id, "title": passage.title, "text": passage.text}
+
+
+if __name__ == "__main__":
+    tyro.cli(prepare)
