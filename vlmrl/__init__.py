@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from vlmrl.adapters.gymnasium import GymnasiumEnv
 from vlmrl.adapters.mcp import McpEnv
+from vlmrl.adapters.openenv import OpenEnvEnv
 from vlmrl.config import Algo, Checkpoint, Config, Data, Eval, Model, Optim, Part, Rollout, Train, WarmStart
 from vlmrl.env import Env, RetryTurn, obs
 from vlmrl.images import load_image
@@ -26,6 +27,7 @@ __all__ = [
     "McpEnv",
     "Message",
     "Model",
+    "OpenEnvEnv",
     "Optim",
     "Part",
     "RemoteEnv",

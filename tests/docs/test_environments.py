@@ -11,6 +11,13 @@ from serving import served
 PAGE = (Path(__file__).parent.parent.parent / "docs/environments.md").read_text()
 
 
+def test_every_block_runs():
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(blocks) == 6
+    for block in blocks:
+        exec(block, {"__name__": "page"})
+
+
 def section(title: str) -> dict:
     """What the first Python block under a heading defines."""
     block = re.search(rf"## {title}\n.*?```python\n(.*?)```", PAGE, re.DOTALL)

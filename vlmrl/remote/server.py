@@ -189,7 +189,7 @@ async def _close_idle_for_ever(server: EnvServer) -> None:
 
 
 def serve(arguments: ServeArguments) -> None:
-    """Serve an env over HTTP until interrupted: who trains plays it with `--env vlmrl:RemoteEnv --env-options.url URL`."""
+    """Serve an env over HTTP until interrupted: a run plays it with `env="vlmrl:RemoteEnv", env_options={"url": URL}`."""
     uvicorn = require("uvicorn", "serve")
     spec = resolve_env(arguments.env, options=dict(arguments.env_options), base_dir=Path.cwd())
     server = EnvServer(
