@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from vlmrl.model import tree_attention
 from vlmrl.model.adapters import adapters_off
 from vlmrl.model.families import WHY_ALONE, family_of
+from vlmrl.model.head import logits_of, score_tokens
 from vlmrl.types import Batch
-
-HEAD_CHUNK = 1024  # tokens whose full-vocabulary logits exist at once
 
 
 @dataclass(frozen=True)
@@ -114,15 +112,8 @@ class Policy(nn.Module):
         before = places - 1 if batch.parents is None else batch.parents[rows, places]
         chosen = hidden[rows, before]  # a token is predicted by the one before it: the only shift there is
         labels = batch.token_ids[rows, places]
-        scores = [
-            self._score(chosen[i : i + HEAD_CHUNK], labels[i : i + HEAD_CHUNK], temperature)
-            for i in range(0, len(labels), HEAD_CHUNK)
-        ]
+        logprobs, entropy = score_tokens(chosen, self.model.lm_head.weight, labels, temperature, self.banned_ids)
         zeros = hidden.new_zeros(batch.token_ids.shape, dtype=torch.float32)
-        if not scores:
-            nothing = zeros + 0 * self._score(hidden[0, :1], batch.token_ids[0, :1], temperature)[0]
-            return TokenScores(nothing, nothing)
-        logprobs, entropy = (torch.cat(parts) for parts in zip(*scores, strict=True))
         return TokenScores(zeros.index_put((rows, places), logprobs), zeros.index_put((rows, places), entropy))
 
     def hidden(
@@ -193,21 +184,7 @@ class Policy(nn.Module):
 
     def logits(self, hidden: torch.Tensor, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
         """Float32 logits ``[n, vocabulary]`` of hidden states ``[n, hidden]``, after temperature and the ban."""
-        logits = self.model.lm_head(hidden).float() / temperature
-        if self.banned_ids:
-            logits[:, self.banned_ids] = torch.finfo(torch.float32).min
-        return logits
-
-    def _score(
-        self, hidden: torch.Tensor, labels: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs and entropies of one chunk; its logits are made anew for the gradient instead of kept."""
-
-        def score(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            logprobs = self.logits(hidden, temperature).log_softmax(-1)
-            return logprobs.gather(-1, labels[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
-
-        return checkpoint(score, hidden, use_reentrant=False) if torch.is_grad_enabled() else score(hidden)
+        return logits_of(hidden, self.model.lm_head.weight, temperature, self.banned_ids)
 
 
 def layer_kinds(config: Any) -> list[str]:

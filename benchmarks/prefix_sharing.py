@@ -1,0 +1,266 @@
+"""What sharing prefixes gains in training: the same samples with what they begin with in common computed once, and row by row.
+
+    python benchmarks/prefix_sharing.py group          # 8 replies to one prompt with a picture
+    python benchmarks/prefix_sharing.py turns          # 16 turns of one trajectory, a row each
+    python benchmarks/prefix_sharing.py growth         # how the cost of step-wise rows grows with the number of turns
+    python benchmarks/prefix_sharing.py table          # turns x group size
+
+A Qwen3-VL of 27 M parameters (hidden 512) takes whole optimizer steps on the CPU. Unshared rows are padded with others of like
+length, at several sizes of micro-batches, of which the fastest counts. The variants take turns; medians are compared. Memory is
+the peak of what is resident above the model, its gradients and the optimizer's averages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import tyro
+from PIL import Image
+
+from vlmrl import tiny
+from vlmrl.config import Algo, Model, Optim
+from vlmrl.model.loading import LoadedModel, load_model
+from vlmrl.samples import concat, step_wise
+from vlmrl.train.trainer import Trainer
+from vlmrl.types import MediaItem, Sample, Task, Trajectory, Turn
+
+SIDE = 512  # of the picture in pixels: 256 visual tokens
+BUDGET = 16_384  # tokens in a micro-batch of shared rows
+VOCABULARY = 200
+UNSHARED_TURNS = 16  # that take less than a minute
+
+
+@dataclass(frozen=True)
+class Settings:
+    part: tyro.conf.Positional[Literal["group", "turns", "growth", "table"]]
+    prompt: int = 400
+    """Tokens, those of the picture included."""
+    reply: int = 100
+    observation: int = 20
+    repetitions: int = 3
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train on ``rows``: with their prefixes shared, or padded, in micro-batches of ``budget`` tokens."""
+
+    rows: list[Sample]
+    shared: bool
+    budget: int
+
+
+@dataclass
+class Cost:
+    """Of one variant: seconds and MiB at each repetition, and what one step computes."""
+
+    seconds: list[float] = field(default_factory=list)
+    memory: list[float] = field(default_factory=list)
+    tokens: int = 0
+    pictures: int = 0
+
+    @property
+    def time(self) -> float:
+        return statistics.median(self.seconds)
+
+
+class Bench:
+    """The model, and counters of what goes through it."""
+
+    def __init__(self, folder: Path) -> None:
+        path = tiny.build(folder / "model", hidden_size=512, num_layers=8, vision_hidden_size=128, max_pixels=SIDE**2)
+        self.model: LoadedModel = load_model(Model(path=str(path), device="cpu"), None, folder, seed=0)
+        self.store = self.model.new_store()
+        self.tokens = self.pictures = 0
+        inner = self.model.policy.model.model
+        inner.language_model.register_forward_pre_hook(self._count_tokens, with_kwargs=True)
+        inner.visual.register_forward_pre_hook(self._count_pictures, with_kwargs=True)
+        warm_up = Variant(rows_of(self, Settings("group"), 1, 2, concat), True, BUDGET)
+        self.trainer(warm_up).step(warm_up.rows)
+        self.resident = resident()
+
+    def _count_tokens(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.tokens += kwargs["inputs_embeds"].shape[0] * kwargs["inputs_embeds"].shape[1]
+
+    def _count_pictures(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.pictures += len(kwargs["grid_thw"])
+
+    def trainer(self, variant: Variant) -> Trainer:
+        sizes = {"tokens_per_micro_batch": variant.budget, "share_prefixes": variant.shared}
+        return Trainer(self.model.policy, Algo(), Optim(lr=1e-9), total_steps=1, **sizes)
+
+    def run(self, variants: dict[str, Variant], repetitions: int) -> dict[str, Cost]:
+        costs = {name: Cost() for name in variants}
+        for _ in range(repetitions):
+            for name, variant in variants.items():
+                trainer, cost = self.trainer(variant), costs[name]
+                self.tokens = self.pictures = 0
+                reset_peak()
+                began = time.perf_counter()
+                trainer.step(variant.rows)
+                cost.seconds.append(time.perf_counter() - began)
+                cost.memory.append(resident("VmHWM") - self.resident)
+                cost.tokens, cost.pictures = self.tokens, self.pictures
+        return costs
+
+
+def resident(what: str = "VmRSS") -> float:
+    """MiB, from Linux."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(what))
+
+
+def reset_peak() -> None:
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def rows_of(
+    bench: Bench, settings: Settings, turns: int, members: int, form: Callable[[Trajectory], list[Sample]]
+) -> list[Sample]:
+    """The samples of one group's trajectories, whose prompt shows a picture; every token but the prompt's is its own."""
+    dice = random.Random(turns)
+    item = bench.store.load(Image.fromarray(np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)))
+    text = ids(dice, settings.prompt - item.num_tokens)
+    prompt = text[:70] + [bench.model.policy.image_token_id] * item.num_tokens + text[70:]
+    samples: list[Sample] = []
+    for member in range(members):
+        trajectory = Trajectory(f"g/{member}", "g", Task("g", []), ending="env_done", final_reward=1.0)
+        for number in range(turns):
+            shown, media = (ids(dice, settings.observation), []) if number else (prompt, [item])
+            reply = ids(dice, settings.reply)
+            lists = (shown, media, reply, [-5.0] * len(reply), [0] * len(reply))
+            trajectory.turns.append(Turn(*lists, "stop", ""))
+        advantage = dice.uniform(-1, 1)
+        samples += [replace(sample, advantage=advantage) for sample in form(trajectory)]
+    return samples
+
+
+def ids(dice: random.Random, size: int) -> list[int]:
+    return [dice.randrange(VOCABULARY) for _ in range(size)]
+
+
+def unshared(rows: list[Sample], sizes: tuple[int, ...]) -> dict[str, Variant]:
+    """Padded, with as many of the longest row in a micro-batch as ``sizes`` say."""
+    longest = max(map(len, rows))
+    return {f"unshared, {size} rows at once": Variant(rows, False, size * longest) for size in sizes}
+
+
+def pictures_apart(rows: list[Sample]) -> list[Sample]:
+    """Rows that do not know that their picture is the same: it is encoded for each."""
+    numbers: Iterator[int] = iter(range(10**6))
+
+    def another(item: MediaItem) -> MediaItem:
+        return replace(item, id=f"{item.id}/{next(numbers)}")
+
+    return [replace(row, media=[another(item) for item in row.media]) for row in rows]
+
+
+def fastest(costs: dict[str, Cost], beginning: str) -> Cost:
+    return min((cost for name, cost in costs.items() if name.startswith(beginning)), key=lambda cost: cost.time)
+
+
+def show(costs: dict[str, Cost]) -> None:
+    print("| | seconds | peak MiB | tokens computed | pictures encoded |\n| --- | --- | --- | --- | --- |")
+    for name, cost in costs.items():
+        memory = statistics.median(cost.memory)
+        print(f"| {name} | {cost.time:.2f} | {memory:.0f} | {cost.tokens} | {cost.pictures} |")
+
+
+def show_gain(shared: Cost, other: Cost) -> None:
+    gain, ratio = other.time / shared.time, other.tokens / shared.tokens
+    print(f"\ngain {gain:.2f}; ratio of tokens {ratio:.2f}; gain / ratio {gain / ratio:.2f}")
+    print(f"pictures encoded for the one that there is, shared: {shared.pictures}")
+
+
+def group(bench: Bench, settings: Settings) -> None:
+    rows = rows_of(bench, settings, 1, 8, concat)
+    variants = {"shared": Variant(rows, True, BUDGET)} | unshared(rows, (1, 2, 4, 8))
+    variants["each row with its picture encoded, 2 at once"] = unshared(pictures_apart(rows), (2,)).popitem()[1]
+    costs = bench.run(variants, settings.repetitions)
+    show(costs)
+    show_gain(costs["shared"], fastest(costs, "unshared"))
+
+
+def turns(bench: Bench, settings: Settings, number: int = 16) -> None:
+    rows, whole = (rows_of(bench, settings, number, 1, form) for form in (step_wise, concat))
+    variants = {"concat": Variant(whole, True, BUDGET), "step-wise, shared": Variant(rows, True, BUDGET)}
+    variants |= unshared(rows, (1, 2))
+    variants["each row with its picture encoded, 2 at once"] = unshared(pictures_apart(rows), (2,)).popitem()[1]
+    costs = bench.run(variants, settings.repetitions)
+    show(costs)
+    show_gain(costs["step-wise, shared"], fastest(costs, "unshared"))
+    print(f"step-wise / concat: {costs['step-wise, shared'].time / costs['concat'].time:.2f}")
+
+
+def growth(bench: Bench, settings: Settings) -> None:
+    numbers = (2, 4, 8, 16, 32)
+    samples = [rows_of(bench, settings, number, 1, step_wise) for number in numbers]
+    shared = bench.run({str(len(rows)): Variant(rows, True, BUDGET) for rows in samples}, settings.repetitions)
+    short = {str(len(rows)): unshared(rows, (2,)).popitem()[1] for rows in samples if len(rows) <= UNSHARED_TURNS}
+    costs = {"shared": shared, "unshared": bench.run(short, 1)}
+    print("| turns | " + " | ".join(map(str, numbers)) + " |\n| --- |" + " --- |" * len(numbers))
+    for name, each in costs.items():
+        cells = [f"{each[str(number)].time:.2f}" if str(number) in each else "" for number in numbers]
+        print(f"| {name}, seconds | " + " | ".join(cells) + " |")
+    for name, each in costs.items():
+        show_fit(name, np.array([int(number) for number in each]), np.array([cost.time for cost in each.values()]))
+
+
+def show_fit(name: str, numbers: np.ndarray, seconds: np.ndarray) -> None:
+    """A line and a parabola through the medians, each point weighted by 1 / seconds, so that the errors are relative ones."""
+    line, parabola = (np.polyfit(numbers, seconds, degree, w=1 / seconds) for degree in (1, 2))
+    error = np.abs(np.polyval(line, numbers) / seconds - 1).max()
+    bend = parabola[0] * numbers[-1] ** 2 / np.polyval(parabola, numbers[-1])
+    print(
+        f"\n{name}: {line[1]:.3f} + {line[0]:.4f} T, off by at most {error:.0%}; "
+        f"with a term in T^2, that is {bend:.0%} of the time at T = {numbers[-1]}"
+    )
+
+
+def table(bench: Bench, settings: Settings) -> None:
+    print("| turns | group | unshared, s | shared, s | gain | tokens | unshared, MiB | shared, MiB | shared / concat |")
+    print("| --- " * 9 + "|")
+    for number in (1, 4, 8):
+        for members in (1, 4, 8):
+            rows, whole = (rows_of(bench, settings, number, members, form) for form in (step_wise, concat))
+            variants = {"shared": Variant(rows, True, BUDGET), "concat": Variant(whole, True, BUDGET)}
+            costs = bench.run(variants | unshared(rows, (2,)), settings.repetitions)
+            shared, other = costs["shared"], fastest(costs, "unshared")
+            memory = [statistics.median(cost.memory) for cost in (other, shared)]
+            print(
+                f"| {number} | {members} | {other.time:.2f} | {shared.time:.2f} | {other.time / shared.time:.2f} | "
+                f"{other.tokens / shared.tokens:.2f} | {memory[0]:.0f} | {memory[1]:.0f} | "
+                f"{shared.time / costs['concat'].time:.2f} |"
+            )
+
+
+def main(settings: Settings) -> None:
+    parts: dict[str, Callable[[Bench, Settings], None]] = {
+        "group": group,
+        "turns": turns,
+        "growth": growth,
+        "table": table,
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        bench = Bench(Path(scratch))
+        size = sum(parameter.numel() for parameter in bench.model.policy.parameters()) / 1e6
+        print(
+            f"\n{settings.part}: {size:.1f} M parameters, {torch.get_num_threads()} threads, torch {torch.__version__}\n"
+        )
+        parts[settings.part](bench, settings)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings))

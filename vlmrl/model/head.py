@@ -1,0 +1,102 @@
+"""Logprobs and entropies from hidden states, with the logits of only a few tokens in memory at once.
+
+A vocabulary of 151,936 makes 5 GB of float32 logits from 8,192 tokens, and autograd would keep several copies. Here they are made
+chunk by chunk, and made anew for the gradient, which is written out: head and hidden states get theirs by one sum over the chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+LOGITS_ON_CPU, LOGITS_ON_GPU = 2**25, 2**27  # at once; two or three times as many float32 numbers are in memory
+
+
+def score_tokens(
+    hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, temperature: float, banned_ids: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each label its logprob, and the entropy of the distribution it was drawn from: float32 ``[n]``, in nats.
+
+    ``hidden`` ``[n, width]``, ``head`` ``[vocabulary, width]``, ``labels`` ``[n]``. The distribution is the softmax of the logits
+    over ``temperature``, in which ``banned_ids`` have no part.
+    """
+    result: Any = _Scores.apply(hidden, head, labels, temperature, list(banned_ids))
+    return result
+
+
+def logits_of(
+    hidden: torch.Tensor, head: torch.Tensor, temperature: float | torch.Tensor, banned_ids: Sequence[int]
+) -> torch.Tensor:
+    """Float32 logits ``[n, vocabulary]``, after temperature and the ban."""
+    logits = (hidden @ head.T).float()
+    logits /= temperature
+    if banned_ids:
+        logits[:, list(banned_ids)] = torch.finfo(torch.float32).min
+    return logits
+
+
+class _Scores(torch.autograd.Function):
+    """With z the logits, p their softmax, H its entropy, and y the label:
+
+    d log p_y / dz = onehot(y) - p,    dH / dz = -p (log p + H).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        head: torch.Tensor,
+        labels: torch.Tensor,
+        temperature: float,
+        banned_ids: list[int],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropy, normalizers = (
+            torch.empty(len(labels), dtype=torch.float32, device=hidden.device) for _ in range(3)
+        )
+        for chunk in _chunks(len(labels), head):
+            logits = logits_of(hidden[chunk], head, temperature, banned_ids)
+            normalizers[chunk] = logits.logsumexp(1)
+            logprobs[chunk] = logits.gather(1, labels[chunk, None])[:, 0] - normalizers[chunk]
+            probabilities = (logits - normalizers[chunk, None]).exp_()
+            entropy[chunk] = normalizers[chunk] - torch.linalg.vecdot(probabilities, logits)
+        ctx.save_for_backward(hidden, head, labels, normalizers, entropy)
+        ctx.temperature, ctx.banned_ids = temperature, banned_ids
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(
+        ctx: Any, logprob_grad: torch.Tensor | None, entropy_grad: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, head, labels, normalizers, entropy = ctx.saved_tensors
+        hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        head_grad = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
+        for chunk in _chunks(len(labels), head):
+            logits = logits_of(hidden[chunk], head, ctx.temperature, ctx.banned_ids)
+            grad = (logits - normalizers[chunk, None]).exp_().neg_()  # -p
+            if entropy_grad is None:
+                grad *= 0 if logprob_grad is None else logprob_grad[chunk, None]
+            else:
+                logits[:, ctx.banned_ids] = 0  # p is 0 there, and must stay so
+                logits += (entropy - normalizers)[chunk, None]  # log p + H
+                logits *= entropy_grad[chunk, None]
+                if logprob_grad is not None:
+                    logits += logprob_grad[chunk, None]
+                grad *= logits
+            del logits
+            if logprob_grad is not None:
+                grad.scatter_add_(1, labels[chunk, None], logprob_grad[chunk, None])
+            grad = grad.div_(ctx.temperature).to(head.dtype)
+            if hidden_grad is not None:
+                torch.mm(grad, head, out=hidden_grad[chunk])
+            if head_grad is not None:
+                head_grad.addmm_(grad.T, hidden[chunk])
+        return hidden_grad, head_grad, None, None, None
+
+
+def _chunks(tokens: int, head: torch.Tensor) -> Iterator[slice]:
+    at_once = LOGITS_ON_CPU if head.device.type == "cpu" else LOGITS_ON_GPU
+    size = max(1, at_once // len(head))
+    return (slice(first, min(first + size, tokens)) for first in range(0, tokens, size))
