@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from PIL import Image
+from torch import nn
 
 from vlmrl.types import MediaItem, Sample, Task, Trajectory, Turn
 
@@ -38,6 +39,16 @@ def two_turns() -> list[Turn]:
             [7, PAD, PAD, PAD, 8], [5, 4, 6], [-0.3, -0.4, -0.5], media=[make_item("blue", 3)], stop_reason="length"
         ),
     ]
+
+
+class Router(nn.Module):
+    """Sends each token to the two likeliest of three experts, whose logits are its input."""
+
+    top_k, num_experts = 2, 3
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        weights, chosen = hidden.softmax(-1).topk(2)
+        return hidden, weights / weights.sum(-1, keepdim=True), chosen
 
 
 def step_wise(trajectory: Trajectory) -> list[Sample]:

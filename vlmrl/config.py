@@ -382,6 +382,8 @@ class Train:
     """Tokens computed in one forward; gradients accumulate over as many as the batch needs."""
     share_prefixes: bool = True
     """Compute what the rows of a group begin with in common once: its prompt, and with step-wise rows all earlier turns."""
+    replay_routing: bool = True
+    """Mixtures of experts: compute each token with the experts it had when it was sampled, where the engine told them."""
     gradient_checkpointing: bool = False
     canary: bool = True
     """Before the first update, swap one picture and demand that logprobs move."""

@@ -188,7 +188,8 @@ def audited_samples(run: Run, trajectories: Sequence[Trajectory]) -> tuple[list[
     """The rows that these trajectories are trained by."""
     samples = [sample for trajectory in trajectories for sample in emit(trajectory, run.config.rollout.samples)]
     policy = run.model.policy
-    return samples, audit(samples, trajectories, image_token_id=policy.image_token_id, banned_ids=policy.banned_ids)
+    image_token_id, banned_ids, routing = policy.image_token_id, policy.banned_ids, policy.routing
+    return samples, audit(samples, trajectories, image_token_id=image_token_id, banned_ids=banned_ids, routing=routing)
 
 
 def note_gaps(trajectories: Sequence[Trajectory], gaps: Sequence[TurnGap]) -> dict[str, float | str]:
@@ -327,6 +328,7 @@ def new_trainer(run: Run) -> RunTrainer:
         temperature=config.rollout.temperature or 1.0,
         groups_per_step=config.train.groups_per_step,
         share_prefixes=config.train.share_prefixes,
+        replay_routing=config.train.replay_routing,
     )
 
 

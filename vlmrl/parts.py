@@ -133,7 +133,8 @@ def _here(config: Config, base_dir: Path | None, ranks: Ranks, model: LoadedMode
     trainers = Trainers.of(config, base_dir, ranks, model if _shared(config, ranks) else None)
     if config.train.gradient_checkpointing:
         model.policy.enable_gradient_checkpointing()
-    engine = TransformersEngine(model.policy, model.renderer, keep_kv=keep_kv)
+    record_routes = config.train.replay_routing
+    engine = TransformersEngine(model.policy, model.renderer, keep_kv=keep_kv, record_routes=record_routes)
     return engine, trainers, None if trainers.policy is model.policy else model.policy.load_weights
 
 

@@ -91,13 +91,29 @@ class MediaItem:
         return "data:image/png;base64," + base64.b64encode(self.png()).decode()
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The experts that one token was sent to: ``Route(bytes([3, 0, 7, 0]), top_k=1)`` is 3 in the first such layer, 7 in the second.
+
+    ``experts`` holds ``[layers, top_k]`` as little-endian numbers of two bytes, so that a token's take as little room as they can.
+    """
+
+    experts: bytes
+    top_k: int
+
+    @property
+    def layers(self) -> int:
+        return len(self.experts) // (2 * self.top_k)
+
+
 @dataclass(frozen=True)
 class Completion:
     """What an engine sampled: ``Completion([101, 7], [-0.1, -2.3], "stop", [4, 4], prompt_tokens=212)``.
 
     ``logprobs`` are natural logs after temperature and the ban, before top-p and top-k. ``stop_reason`` is ``stop`` (an
     end-of-turn id, which is then the last of ``token_ids``, or a stop string), ``length`` or ``abort``.
-    ``prompt_tokens`` counts the prompt as the engine saw it, pictures expanded.
+    ``prompt_tokens`` counts the prompt as the engine saw it, pictures expanded. ``routes`` are the experts of the prompt's tokens and
+    the reply's, ``None`` for the last, which was drawn and not run; empty where there are none or the engine does not tell.
     """
 
     token_ids: list[int]
@@ -105,6 +121,7 @@ class Completion:
     stop_reason: Literal["stop", "length", "abort"]
     policy_versions: list[int]
     prompt_tokens: int
+    routes: Sequence[Route | None] = ()
 
 
 @dataclass
@@ -117,6 +134,7 @@ class Turn:
 
     They follow the first ``kept`` tokens and ``kept_media`` pictures of what the model had before it; ``None``: all of them. A
     history that is rendered anew keeps less. ``dropped`` counts the tokens at this reply's end that no later prompt holds.
+    ``routes`` are the experts of ``prompt_ids`` and ``response_ids``, ``None`` where they are not known, or empty.
     ``rollout_gap`` is the largest difference, in nats, between the trainer's and the rollout's logprobs, once it was trained on.
     """
 
@@ -136,6 +154,7 @@ class Turn:
     kept: int | None = None
     kept_media: int | None = None
     dropped: int = 0
+    routes: list[Route | None] = field(default_factory=list)
 
 
 @dataclass
@@ -177,6 +196,17 @@ class Trajectory:
             yield token_ids, media
             token_ids += turn.response_ids[: len(turn.response_ids) - turn.dropped]
 
+    def routes(self) -> Iterator[list[Route | None]]:
+        """For each turn, the experts of its whole prompt and its reply. The list changes in place, as those of :meth:`prompts` do."""
+        routes: list[Route | None] = []
+        for before, turn in zip([None, *self.turns], self.turns, strict=False):
+            if turn.kept is not None:
+                del routes[turn.kept :]
+            elif before is not None and before.dropped:
+                del routes[-before.dropped :]
+            routes += turn.routes
+            yield routes
+
     @property
     def turn_rewards(self) -> list[float | None]:
         return [turn.reward for turn in self.turns]
@@ -210,6 +240,7 @@ class Sample:
                rollout_logprobs=[-.1, -.2, 0., -.3], rewards=[0., 0., 0., 1.], policy_versions=[3, 3, 3, 3], ...)
 
     ``media`` are the row's pictures in token order, by reference: nothing is copied until a micro-batch is built.
+    ``routes`` are the experts of all of the row's tokens, the prompt's too, ``None`` where they are not known, or empty.
     ``rollout_logprobs`` are ``None`` where the row's tokens are not the sampled ones (a conversation rendered anew as one row).
     ``advantage``, one number or one per response token, is ``None`` until the group's baseline is known.
     """
@@ -226,6 +257,7 @@ class Sample:
     stop_reason: str
     media: list[MediaItem] = field(default_factory=list)
     advantage: float | list[float] | None = None
+    routes: list[Route | None] = field(default_factory=list)
 
     @property
     def token_ids(self) -> list[int]:
@@ -254,6 +286,8 @@ class Batch:
 
     Or one row holds many samples, as trees of what they begin with in common (`train/prefix_tree.py`): then ``ends`` ``[1, length]``
     says where each token's subtree ends, and ``parents`` which token each one follows.
+
+    ``experts`` ``[rows, length, layers, top_k]`` are those that tokens are sent to, -1 where the model's own routers choose.
     """
 
     token_ids: torch.Tensor
@@ -263,6 +297,7 @@ class Batch:
     image_order: Sequence[int] = ()
     ends: torch.Tensor | None = None
     parents: torch.Tensor | None = None
+    experts: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         return Batch(
@@ -273,4 +308,5 @@ class Batch:
             self.image_order,
             None if self.ends is None else self.ends.to(device),
             None if self.parents is None else self.parents.to(device),
+            None if self.experts is None else self.experts.to(device),
         )

@@ -77,4 +77,5 @@ def test_a_short_run_samples_from_what_it_trains(family, tmp_path):
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["rollout_gap/max"] < 2e-5 and row["grad_norm"] > 0 for row in rows)
     assert all((row["images/mean"] > 1) == FAMILIES[family].vision and row["turns/mean"] > 1 for row in rows)
+    assert [row.get("routing/free_tokens") for row in rows] == ([0, 0] if "moe" in family else [None, None])
     assert ("prefixes  not shared" in plan(run)) == (family == "qwen3_5")

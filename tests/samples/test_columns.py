@@ -8,6 +8,7 @@ import pytest
 from fakes import make_trajectory
 
 from vlmrl.samples import concat, from_columns, step_wise, to_columns
+from vlmrl.types import Route
 
 LITERAL = {
     "prompt_token_ids": [[1, 2], [3]],
@@ -42,13 +43,29 @@ def test_rewards_by_token_and_unknown_logprobs():
     assert to_columns([first, second])["rollout_logprobs"] is None
 
 
+def test_experts_are_there_for_the_prompt_too_and_may_lack_the_last_token():
+    experts = [
+        [[[token, 9]] for token in range(5)],
+        [[[7, 2]], [[-1, -1]]],
+    ]  # one layer, top 2; the second row has 3 tokens
+    first, second = from_columns(LITERAL | {"rollout_expert_indices": experts})
+    assert first.routes[4] == Route(bytes([4, 0, 9, 0]), top_k=2) and len(first.routes) == 5
+    assert second.routes == [Route(bytes([7, 0, 2, 0]), top_k=2), None, None]
+    column = to_columns([first, second])["rollout_expert_indices"]
+    assert [rows.tolist() for rows in column] == [experts[0], [[[7, 2]], [[-1, -1]], [[-1, -1]]]]
+    assert from_columns(to_columns([first, second])) == [first, second]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"is_last_step": None}, "column 'is_last_step' must be given"),
         ({"trajectory_ids": ["a"]}, "column 'trajectory_ids' has 1 rows, but prompt_token_ids has 2"),
         ({"stop_reason": ["stop"] * 2}, "column 'stop_reason' is not known"),
-        ({"rollout_expert_indices": [[0], [1]]}, "no mixture-of-experts model"),
+        (
+            {"rollout_expert_indices": [[0], [1]]},
+            r"row 0, must be \[tokens, layers, top_k\] of its 5 tokens, but its shape is \[1\]",
+        ),
         ({"rollout_metrics": {"calls": {"search": 1}}}, r"rollout_metrics\['calls'\] must be one finite number"),
     ],
 )

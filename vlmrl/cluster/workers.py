@@ -131,7 +131,8 @@ class EngineWorker:
         if gpu is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # CUDA reads it when it is first used
         model = load_model(config.model, base_dir, config.models_dir, config.seed)
-        self._engine = TransformersEngine(model.policy, model.renderer, keep_kv=keep_kv)
+        record_routes = config.train.replay_routing
+        self._engine = TransformersEngine(model.policy, model.renderer, keep_kv=keep_kv, record_routes=record_routes)
         self._device = model.policy.device
         self._items: weakref.WeakValueDictionary[str, MediaItem] = weakref.WeakValueDictionary()
         self._shown: dict[str, list[MediaItem]] = {}  # by trajectory: its pictures live until it is released

@@ -127,6 +127,18 @@ class BatchCache:
     def columns(self) -> int:
         return self.valid.shape[1]
 
+    def mask_for(self, real: torch.Tensor) -> torch.Tensor:
+        """``[rows, 1, new, columns + new]``, before :meth:`extend`: a new token sees its row's past and the new ones up to itself.
+
+        Of the new ``[rows, new]`` those that are not ``real`` are padding, which looks at itself, since a query that may look nowhere
+        gives NaN.
+        """
+        rows, length = real.shape
+        causal = torch.ones(length, length, dtype=torch.bool, device=real.device).tril()
+        itself = torch.eye(length, dtype=torch.bool, device=real.device)
+        new = (causal & real[:, None, :]) | itself
+        return torch.cat([self.valid[:, None, :].expand(rows, length, -1), new], dim=2)[:, None]
+
     def extend(self, valid: torch.Tensor) -> None:
         """Say which of the columns that the next forward adds hold a token, ``[rows, added]``."""
         self.valid = torch.cat([self.valid, valid], dim=1)

@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 import torch
 
@@ -24,8 +25,9 @@ from vlmrl.engine.kv_cache import BatchCache
 from vlmrl.engine.sampling import Draws, sample, temperatures
 from vlmrl.model.families import merged_grid, rope_positions
 from vlmrl.model.policy import Policy
+from vlmrl.model.routing import routes_of
 from vlmrl.renderer import Renderer, expand
-from vlmrl.types import Completion, MediaItem
+from vlmrl.types import Completion, MediaItem, Route
 
 LINGER = 0.004  # an idle engine starts when nothing has come for so many seconds
 LONGEST_LINGER = 0.05
@@ -41,6 +43,7 @@ class _Kept:
     cache: BatchCache
     index: int
     next_position: int
+    routes: list[Route | None]
 
     def begins(self, row: _Row) -> bool:
         """Whether ``row`` goes on from here, with at least one new token to run."""
@@ -50,7 +53,10 @@ class _Kept:
 
 @dataclass(eq=False)
 class _Row:
-    """One request while it is served: ``versions`` say under which weights each of its ``token_ids`` was drawn."""
+    """One request while it is served.
+
+    ``versions`` say under which weights each of its ``token_ids`` was drawn, ``routes`` which experts those tokens had that were run.
+    """
 
     request: Request
     future: Future[Completion]
@@ -60,6 +66,7 @@ class _Row:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: list[Route | None] = field(default_factory=list)
     stop_reason: str | None = None
     abandoned: bool = False
 
@@ -82,11 +89,18 @@ class TransformersEngine:
     to remember than those: a recurrent state would also take in the padding that later turns bring.
 
     ``prefill_tokens`` bounds the padded tokens of one prompt forward, and the visual tokens that are encoded at once.
-    ``images_encoded``, ``tokens_prefilled`` and ``seconds_busy`` count work done.
+    ``images_encoded``, ``tokens_prefilled`` and ``seconds_busy`` count work done. With ``record_routes`` a reply tells its tokens'
+    experts, if the model has any.
     """
 
     def __init__(
-        self, policy: Policy, renderer: Renderer, *, keep_kv: bool = True, prefill_tokens: int = 16384
+        self,
+        policy: Policy,
+        renderer: Renderer,
+        *,
+        keep_kv: bool = True,
+        prefill_tokens: int = 16384,
+        record_routes: bool = False,
     ) -> None:
         self.policy = policy
         self.policy_version = 0
@@ -95,6 +109,7 @@ class TransformersEngine:
         self._renderer = renderer
         self._keep_kv = keep_kv and not policy.family.recurrent
         self._prefill_tokens = prefill_tokens
+        self._routing = policy.routing if record_routes else None
         self._inbox: queue.SimpleQueue[list[_Row]] = queue.SimpleQueue()
         self._features = PictureFeatures(policy, prefill_tokens)
         self._kept: dict[str, _Kept] = {}
@@ -231,7 +246,9 @@ class TransformersEngine:
         pictures = [item.id for item in row.request.media]
         with self._lock:
             if version == self.policy_version:
-                self._kept[row.request.trajectory_id] = _Kept(cached, pictures, cache, index, row.next_position)
+                self._kept[row.request.trajectory_id] = _Kept(
+                    cached, pictures, cache, index, row.next_position, row.routes
+                )
 
     def _grid(self, item: MediaItem) -> tuple[int, int]:
         return merged_grid(item.mm_inputs["image_grid_thw"], self.policy.merge_size)
@@ -278,9 +295,10 @@ class _Batch:
         cache.extend(torch.ones(len(rows), 1, dtype=torch.bool, device=device))
         tokens = torch.tensor([[row.token_ids[-1]] for row in rows], device=device)
         positions = torch.tensor([[row.next_position] for row in rows], device=device).expand(3, -1, -1)
-        hidden = self.policy.hidden(tokens, positions, cache.valid[:, None, None, :], cache=cache.hf)
-        for row in rows:
+        hidden, routes = self._run(tokens, positions, cache.valid[:, None, None, :], cache=cache.hf)
+        for row, new in zip(rows, routes, strict=True):
             row.next_position += 1
+            row.routes += new
         self._draw(rows, hidden[:, -1])
         self._retire()
 
@@ -316,25 +334,38 @@ class _Batch:
             real[index, length - len(ids) :] = True
             for member in prompts[index]:
                 member.next_position = following
+                member.routes = member.routes if k is None else list(k.routes)
         tokens, positions, real = tokens.to(device), positions.to(device), real.to(device)
         past = [k for k in kept if k is not None]
         cache = _resumed(past) if past else BatchCache.empty(self.policy.layer_kinds, len(heads), device)
-        mask = _prefill_mask(cache.valid, real)
+        mask = cache.mask_for(real)
         cache.extend(real)
         shown = [item for row, n in zip(heads, seen, strict=True) for item in row.request.media[n:]]
         features = self.engine._features.of(shown)
         images = [features[item.id] for item in shown]
-        hidden = self.policy.hidden(tokens, positions, mask, images, cache.hf, real=real)[:, -1]
+        hidden, routes = self._run(tokens, positions, mask, images, cache.hf, real=real)
+        for rows, n, ids, new in zip(prompts, done, new_ids, routes, strict=True):
+            for row in rows:  # what was run before keeps the experts it had
+                row.routes += new[length - len(ids) :][len(row.routes) - n :]
         self.engine.tokens_prefilled += sum(map(len, new_ids))
         owner = [index for index, rows in enumerate(prompts) for _ in rows]
         members = [row for rows in prompts for row in rows]
-        self._draw(members, hidden[torch.tensor(owner, device=device)])
+        self._draw(members, hidden[torch.tensor(owner, device=device), -1])
         joined = cache.taken(owner)
         self.cache = (
             joined if self.cache is None else BatchCache.join([self.cache.taken(range(len(self.rows))), joined])
         )
         self.rows += members
         self._retire()
+
+    def _run(self, tokens: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, list[list[Route]]]:
+        """Hidden states, and for each row the experts of its tokens, where they are recorded."""
+        routing = self.engine._routing
+        if routing is None:
+            return self.policy.hidden(tokens, *args, **options), [[] for _ in tokens]
+        with routing.recorded() as chosen:
+            hidden = self.policy.hidden(tokens, *args, **options)
+        return hidden, [routes_of(row) for row in torch.stack(chosen, 1).unflatten(0, tokens.shape)]
 
     def _draw(self, rows: list[_Row], hidden: torch.Tensor) -> None:
         params = [row.request.sampling for row in rows]
@@ -379,7 +410,10 @@ class _Batch:
 def _answer(row: _Row) -> None:
     if not row.future.done():
         reason = row.stop_reason or "abort"
-        row.future.set_result(Completion(row.token_ids, row.logprobs, reason, row.versions, len(row.prompt_ids)))  # type: ignore[arg-type]
+        routes = [*row.routes, None] if row.routes else []
+        row.future.set_result(
+            Completion(row.token_ids, row.logprobs, reason, row.versions, len(row.prompt_ids), routes)  # type: ignore[arg-type]
+        )
 
 
 def _resumed(kept: Sequence[_Kept]) -> BatchCache:
@@ -392,15 +426,3 @@ def _fail(rows: Collection[_Row], reason: str) -> None:
     for row in rows:
         if not row.future.done():
             row.future.set_exception(EngineError(reason))
-
-
-def _prefill_mask(past: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """``[rows, 1, new, past + new]``: a new token sees its row's past and the new ones up to itself.
-
-    Padding looks at itself, since a query that may look nowhere gives NaN.
-    """
-    rows, length = real.shape
-    causal = torch.ones(length, length, dtype=torch.bool, device=real.device).tril()
-    itself = torch.eye(length, dtype=torch.bool, device=real.device)
-    new = (causal & real[:, None, :]) | itself
-    return torch.cat([past[:, None, :].expand(rows, length, -1), new], dim=2)[:, None]

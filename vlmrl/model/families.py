@@ -16,10 +16,12 @@ class Family:
     """Facts about one ``model_type``.
 
     ``vision``: it reads pictures, and its positions are M-RoPE triples. ``recurrent``: :data:`WHY_ALONE`.
+    ``router``: the class of the modules that send tokens to experts, in a mixture of experts.
     """
 
     vision: bool
     recurrent: bool = False
+    router: str | None = None
 
     @property
     def may_share(self) -> bool:
@@ -36,7 +38,7 @@ FAMILIES = {
     "qwen2_vl": Family(vision=True),
     "qwen2_5_vl": Family(vision=True),
     "qwen3_vl": Family(vision=True),
-    "qwen3_vl_moe": Family(vision=True),
+    "qwen3_vl_moe": Family(vision=True, router="Qwen3VLMoeTextTopKRouter"),
     "qwen3_5": Family(vision=True, recurrent=True),
     "qwen2": Family(vision=False),  # Qwen2.5, too
     "qwen3": Family(vision=False),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from vlmrl.model import tree_attention
 from vlmrl.model.adapters import adapters_off
 from vlmrl.model.families import WHY_ALONE, family_of
 from vlmrl.model.head import logits_of, score_tokens
+from vlmrl.model.routing import Routing
 from vlmrl.types import Batch
 
 
@@ -61,6 +63,7 @@ class Policy(nn.Module):
         self.merge_size: int = model.config.vision_config.spatial_merge_size if self.family.vision else 1
         self.image_token_id: int | None = model.config.image_token_id if self.family.vision else None
         self.banned_ids = [model.config.image_token_id, model.config.video_token_id] if self.family.vision else []
+        self.routing = Routing(model, self.family.router) if self.family.router else None
         self._features: _FeatureOutput | None = None
         self._joined_deepstack = False
         _check_attention(model.config)
@@ -97,7 +100,10 @@ class Policy(nn.Module):
     def enable_gradient_checkpointing(self) -> None:
         """Recompute the layers' activations for the gradient instead of keeping them. Takes effect in training mode."""
         old_name = self.model.gradient_checkpointing_enable  # deprecated where the new one exists
-        getattr(self.model, "activation_checkpointing_enable", old_name)({"use_reentrant": False})
+        settings: dict[str, Any] = {"use_reentrant": False}
+        if self.routing is not None:
+            settings["context_fn"] = self.routing.checkpointed
+        getattr(self.model, "activation_checkpointing_enable", old_name)(settings)
 
     def forward(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
         """The logprob of each token that ``batch.targets`` marks, given all before it in its row."""
@@ -107,7 +113,8 @@ class Policy(nn.Module):
         occurrences = [features[index] for index in batch.image_order]
         tree = None if batch.ends is None else tree_attention.plan(batch.ends[0])
         unseen = self._blank_picture() if self.lockstep and self.family.vision and not occurrences else None
-        hidden = self.hidden(batch.token_ids, batch.position_ids, None, occurrences, unseen=unseen, tree=tree)
+        with self._sent_to(batch.experts):
+            hidden = self.hidden(batch.token_ids, batch.position_ids, None, occurrences, unseen=unseen, tree=tree)
         rows, places = batch.targets.nonzero(as_tuple=True)
         before = places - 1 if batch.parents is None else batch.parents[rows, places]
         chosen = hidden[rows, before]  # a token is predicted by the one before it: the only shift there is
@@ -115,6 +122,12 @@ class Policy(nn.Module):
         logprobs, entropy = score_tokens(chosen, self.model.lm_head.weight, labels, temperature, self.banned_ids)
         zeros = hidden.new_zeros(batch.token_ids.shape, dtype=torch.float32)
         return TokenScores(zeros.index_put((rows, places), logprobs), zeros.index_put((rows, places), entropy))
+
+    def _sent_to(self, experts: torch.Tensor | None) -> AbstractContextManager[None]:
+        """Meanwhile tokens go to these experts, ``[rows, length, layers, top_k]``."""
+        if self.routing is None or experts is None:
+            return nullcontext()
+        return self.routing.replayed(experts.flatten(0, 1))
 
     def hidden(
         self,

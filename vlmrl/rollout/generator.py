@@ -25,6 +25,7 @@ from vlmrl.engine.base import Engine, EngineError, Request, SamplingParams
 from vlmrl.loading import load_object
 from vlmrl.media import MediaStore
 from vlmrl.renderer import Renderer, expand
+from vlmrl.rollout.routes import share_out
 from vlmrl.rollout.turn_loop import derive_seed
 from vlmrl.samples.columns import from_columns
 from vlmrl.types import Completion, ImageSource, MediaItem, Sample, Task, Trajectory, Turn
@@ -187,6 +188,7 @@ class Client:
                 kept_media=None if goes_on else 0,
             )
             turns.append(turn)
+            share_out(call.completion.routes, turns)
             seen, shown = call.prompt_ids + call.completion.token_ids, [item.id for item in call.media]
         return turns
 

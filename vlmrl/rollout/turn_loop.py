@@ -18,6 +18,7 @@ from vlmrl.env_session import EnvContractError, EnvError, EnvSession, TaskError
 from vlmrl.media import MediaStore
 from vlmrl.renderer import Rendered, Renderer, expand
 from vlmrl.rollout.history import Append, HistoryPolicy, Rerender, new_history, reply_message
+from vlmrl.rollout.routes import share_out
 from vlmrl.types import TRUNCATED, Completion, Ending, MediaItem, Message, Sample, Task, Trajectory, Turn
 
 
@@ -210,6 +211,7 @@ class TurnLoop:
                         f"env {self.spec.of(trajectory.task).name}, task {trajectory.task.id}: RetryTurn {resampled} times: {error}"
                     ) from error
         episode.context.append_reply(completion.token_ids)
+        share_out(completion.routes, [*trajectory.turns, turn])
         if resampled:
             turn.metrics["turns_resampled"] = float(resampled)
         if completion.stop_reason != "stop":

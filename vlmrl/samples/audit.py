@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from vlmrl.model.routing import Routing, indices_of
 from vlmrl.types import MediaItem, Sample, Trajectory
 
 TOLERANCE = 1e-6
@@ -39,11 +40,13 @@ def audit(
     *,
     image_token_id: int | None = None,
     banned_ids: Collection[int] = (),
+    routing: Routing | None = None,
 ) -> Report:
     """Check the rules of a batch; with ``trajectories``, also that what is trained is what was sampled, after what was shown.
 
-    ``image_token_id`` is the model's picture placeholder, ``banned_ids`` the ids that can never have been sampled. All rows of
-    a batch of columns are checked alike, whoever made them. Raises AuditError at the first rule that is broken.
+    ``image_token_id`` is the model's picture placeholder, ``banned_ids`` the ids that can never have been sampled, ``routing`` its
+    experts, if it has any. All rows of a batch of columns are checked alike, whoever made them. Raises AuditError at the first rule
+    that is broken.
     """
     if not samples:
         raise AuditError("the batch holds no samples.")
@@ -52,6 +55,7 @@ def audit(
         _check_lengths(sample)
         _check_values(samples, row, banned)
         _check_pictures(samples, row, image_token_id)
+        _check_routes(sample, routing)
     _check_order(samples)
     left_out = _check_origin(samples, trajectories) if trajectories is not None else Counter[str]()
     return Report(len(samples), sum(sum(sample.loss_mask) for sample in samples), dict(left_out))
@@ -136,6 +140,31 @@ def _check_pictures(samples: Sequence[Sample], row: int, image_token_id: int | N
                 f"trajectory {name}, turn {turn}, picture {index} ({item.id}): {size} placeholder tokens stand in the "
                 f"row, but its grid {item.mm_inputs['image_grid_thw'][0].tolist()} makes {item.num_tokens}."
             )
+
+
+def _check_routes(sample: Sample, routing: Routing | None) -> None:
+    """Every token has its place among the routes, and a route names ``top_k`` different experts of the model's in each layer."""
+    where, routes = f"trajectory {sample.trajectory_id}", sample.routes
+    if not routes:
+        return
+    if routing is None:
+        raise AuditError(f"{where}: it holds the experts of {len(routes)} tokens, but the model has no experts.")
+    if len(routes) != len(sample):
+        raise AuditError(f"{where}: routes has {len(routes)} entries, but the row has {len(sample)} tokens.")
+    for place, route in enumerate(routes):
+        if route is not None and (route.layers, route.top_k) != (routing.layers, routing.top_k):
+            raise AuditError(
+                f"{where}, token {place}: it was sent to {route.top_k} experts in each of {route.layers} layers, but the model sends "
+                f"to {routing.top_k} in each of {routing.layers}."
+            )
+    indices = np.sort(indices_of(routes), axis=-1)
+    wrong = (indices >= routing.num_experts).any(-1) | ((np.diff(indices) == 0) & (indices[..., 1:] >= 0)).any(-1)
+    if wrong.any():
+        place, layer = map(int, np.argwhere(wrong)[0])
+        raise AuditError(
+            f"{where}, token {place}, layer {layer}: it was sent to experts {indices[place, layer].tolist()}, which must be "
+            f"different ones of {routing.num_experts}."
+        )
 
 
 def _check_order(samples: Sequence[Sample]) -> None:

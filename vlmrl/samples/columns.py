@@ -5,7 +5,8 @@
      "rollout_metrics": {"calls": 2.0}, "rollout_expert_indices": None}
 
 Every column has one entry per row, but ``rollout_metrics``, which are numbers of the whole batch. ``group_ids``, ``policy_versions``
-and ``media`` (each row's :class:`~vlmrl.types.MediaItem` list) make it complete; they may be left out.
+and ``media`` (each row's :class:`~vlmrl.types.MediaItem` list) make it complete; they may be left out. In a mixture of experts
+``rollout_expert_indices`` has ``[tokens, layers, top_k]`` for each row, the prompt's tokens included; -1 where nobody knows.
 """
 
 from __future__ import annotations
@@ -14,16 +15,23 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vlmrl.types import Sample
+import numpy as np
+import torch
+
+from vlmrl.model.routing import indices_of, routes_of
+from vlmrl.types import Route, Sample
 
 REQUIRED = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "trajectory_ids", "is_last_step")
-OPTIONAL = ("stop_reasons", "rollout_logprobs", "group_ids", "policy_versions", "media")
-OF_THE_BATCH = ("rollout_metrics", "rollout_expert_indices")
+OPTIONAL = ("stop_reasons", "rollout_logprobs", "rollout_expert_indices", "group_ids", "policy_versions", "media")
+OF_THE_BATCH = ("rollout_metrics",)
 
 
 def to_columns(samples: Sequence[Sample], rollout_metrics: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """All samples by column; rewards are per token. ``rollout_logprobs`` is ``None`` where a row has none."""
+    """All samples by column; rewards are per token. ``rollout_logprobs`` is ``None`` where a row has none, and
+    ``rollout_expert_indices`` where no row has any.
+    """
     known = all(sample.rollout_logprobs is not None for sample in samples)
+    routed = any(sample.routes for sample in samples)
     return {
         "prompt_token_ids": [sample.prompt_token_ids for sample in samples],
         "response_ids": [sample.response_ids for sample in samples],
@@ -33,7 +41,7 @@ def to_columns(samples: Sequence[Sample], rollout_metrics: Mapping[str, float] |
         "rollout_metrics": dict(rollout_metrics or {}),
         "rollout_logprobs": [sample.rollout_logprobs for sample in samples] if known else None,
         "trajectory_ids": [sample.trajectory_id for sample in samples],
-        "rollout_expert_indices": None,
+        "rollout_expert_indices": [indices_of(sample.routes) for sample in samples] if routed else None,
         "is_last_step": [sample.is_last_step for sample in samples],
         "group_ids": [sample.group_id for sample in samples],
         "policy_versions": [sample.policy_versions for sample in samples],
@@ -66,8 +74,6 @@ def _check(columns: Mapping[str, Any]) -> int:
     for name in (*REQUIRED, *OPTIONAL):
         if columns.get(name) is not None and len(columns[name]) != size:
             raise ValueError(f"column {name!r} has {len(columns[name])} rows, but prompt_token_ids has {size}.")
-    if columns.get("rollout_expert_indices") is not None:
-        raise ValueError("column 'rollout_expert_indices' must be None: no mixture-of-experts model is supported.")
     for name, value in (columns.get("rollout_metrics") or {}).items():
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(
@@ -86,6 +92,7 @@ def _row(columns: Mapping[str, Any], index: int, group_id: str) -> Sample:
         last = len(mask) - 1 - mask[::-1].index(1) if 1 in mask else len(mask) - 1
         reward = [float(reward) if place == last else 0.0 for place in range(len(mask))]
     logprobs = given("rollout_logprobs", None)
+    size = len(columns["prompt_token_ids"][index]) + len(mask)
     return Sample(
         prompt_token_ids=list(columns["prompt_token_ids"][index]),
         response_ids=list(columns["response_ids"][index]),
@@ -98,4 +105,20 @@ def _row(columns: Mapping[str, Any], index: int, group_id: str) -> Sample:
         is_last_step=bool(columns["is_last_step"][index]),
         stop_reason=str(given("stop_reasons", "stop")),
         media=list(given("media", [])),
+        routes=_routes(given("rollout_expert_indices", None), size, index),
     )
+
+
+def _routes(experts: Any, size: int, row: int) -> list[Route | None]:
+    """A row's column ``[tokens, layers, top_k]`` token by token. The last token, which engines never run, may be left out."""
+    if experts is None or not len(experts):
+        return []
+    indices = np.asarray(experts)
+    if indices.ndim != 3 or size - len(indices) not in (0, 1):
+        raise ValueError(
+            f"column 'rollout_expert_indices', row {row}, must be [tokens, layers, top_k] of its {size} tokens, but its shape is "
+            f"{list(indices.shape)}."
+        )
+    routes = routes_of(torch.from_numpy(np.maximum(indices, 0)))
+    known = [None if (token < 0).any() else route for token, route in zip(indices, routes, strict=True)]
+    return known + [None] * (size - len(indices))

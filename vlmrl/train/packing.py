@@ -17,6 +17,7 @@ from vlmrl.media import merge_mm_inputs
 from vlmrl.model.families import merged_grid, rope_positions
 from vlmrl.model.policy import TokenScores
 from vlmrl.train import prefix_tree
+from vlmrl.train.routes import expert_indices
 from vlmrl.types import Batch, MediaItem, Sample
 
 Layout = Literal["tree", "packed", "padded"]
@@ -134,9 +135,9 @@ def pack(samples: Sequence[Sample], part: Part, image_token_id: int | None, merg
     targets[0, places[places >= 0]] = True
     ends, parents = (torch.from_numpy(values)[None] for values in (tree.ends, tree.parents))
     merged, order = _distinct(tree.media)
-    batch = Batch(
-        torch.from_numpy(tree.token_ids)[None], tree.position_ids[:, None], targets, merged, order, ends, parents
-    )
+    experts = expert_indices(rows, tree.paths, (1, len(tree)))
+    token_ids, position_ids = torch.from_numpy(tree.token_ids)[None], tree.position_ids[:, None]
+    batch = Batch(token_ids, position_ids, targets, merged, order, ends, parents, experts)
     return Packed(batch, places)
 
 
@@ -152,7 +153,9 @@ def collate(samples: Sequence[Sample], image_token_id: int | None, merge_size: i
         position_ids[:, row, : len(ids)], _ = rope_positions(ids, grids, image_token_id)
     merged, order = _distinct([item for sample in samples for item in sample.media])
     targets = per_token(samples, lambda sample: sample.loss_mask).bool()
-    return Batch(token_ids, position_ids, targets, merged, order)
+    paths = [np.arange(len(sample)) + row * length for row, sample in enumerate(samples)]
+    experts = expert_indices(samples, paths, (len(samples), length))
+    return Batch(token_ids, position_ids, targets, merged, order, experts=experts)
 
 
 def _distinct(media: Sequence[MediaItem]) -> tuple[dict[str, torch.Tensor], list[int]]:

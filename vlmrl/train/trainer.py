@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from vlmrl.train.checkpoint import (
 from vlmrl.train.master_weights import MasterWeights, move_state
 from vlmrl.train.packing import Layout, Part, pack, per_token, split
 from vlmrl.train.ranks import Ranks
+from vlmrl.train.routes import routed_freely
 from vlmrl.train.tally import Tally
 from vlmrl.types import Batch, Sample
 
@@ -61,6 +63,7 @@ class Trainer:
         groups_per_step: int | None = None,
         reference: Scorer | None = None,
         share_prefixes: bool = True,
+        replay_routing: bool = True,
         ranks: Ranks | None = None,
     ) -> None:
         self.policy = policy
@@ -75,6 +78,7 @@ class Trainer:
         self._micro_tokens = tokens_per_micro_batch
         self._groups_per_step = groups_per_step
         self._layout = _layout(policy, share_prefixes)
+        self._replay_routing = replay_routing and policy.routing is not None
         self._optim = optim
         self._total_steps = total_steps
         self._weights = MasterWeights(policy)
@@ -95,7 +99,8 @@ class Trainer:
         self.scored = [np.empty(0)] * len(samples)
         steps = [self._update(*step) for step in zip(parts, mini_batches, old, strict=True)]
         self.policy.eval()  # in training mode, checkpointed layers take no cache, and an engine may share this model
-        return {name: _over_steps(name, [metrics[name] for metrics in steps]) for name in steps[0]}
+        told = {name: _over_steps(name, [metrics[name] for metrics in steps]) for name in steps[0]}
+        return told | ({"routing/free_tokens": routed_freely(samples)} if self._replay_routing else {})
 
     def to(self, device: torch.device) -> None:
         """Take all that is kept between two steps to ``device``, the policy and the reference included."""
@@ -284,7 +289,10 @@ class Trainer:
 
     def _score(self, policy: Scorer, samples: list[Sample], part: Part) -> TokenScores:
         packed = pack(samples, part, self.policy.image_token_id, self.policy.merge_size).to(self.policy.device)
-        return packed.by_sample(policy(packed.batch, self._temperature))
+        batch = packed.batch
+        if not self._replay_routing or policy is not self.policy:  # a reference routes as it would by itself
+            batch = replace(batch, experts=None)
+        return packed.by_sample(policy(batch, self._temperature))
 
     @torch.no_grad()
     def _score_all(self, samples: list[Sample], policy: Scorer | None = None) -> torch.Tensor:
