@@ -127,5 +127,7 @@ def test_padded_rows_of_a_recurrent_model_score_and_learn_as_single_rows(recurre
 def test_a_recurrent_model_refuses_a_tree(recurrent):
     ends = torch.tensor([[3, 3, 3]])
     batch = Batch(torch.tensor([[5, 6, 7]]), torch.zeros(3, 1, 3, dtype=torch.long), torch.ones(1, 3), ends=ends)
-    with pytest.raises(ValueError, match="samples of qwen3_5 must not stand in one row: some of its layers hand a state"):
+    with pytest.raises(
+        ValueError, match="samples of qwen3_5 must not stand in one row: some of its layers hand a state"
+    ):
         recurrent.policy(batch)

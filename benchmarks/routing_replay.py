@@ -1,0 +1,87 @@
+"""The gap between rollout and trainer in a mixture of experts, with the rollout's routing replayed and without.
+
+The engine samples in bfloat16, the trainer computes in float32: what remains with replay is rounding, what goes away is tokens
+that went to other experts.
+
+    python benchmarks/routing_replay.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from vlmrl.config import Algo, Model, Optim
+from vlmrl.engine.base import Request, SamplingParams
+from vlmrl.engine.transformers import TransformersEngine
+from vlmrl.model.loading import LoadedModel, load_model
+from vlmrl.model.policy import Policy
+from vlmrl.model.routing import indices_of
+from vlmrl.train.trainer import Trainer
+from vlmrl.types import Sample
+
+REPLIES, TOKENS = 64, 128
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model = load_model(Model(path="tiny:qwen3_vl_moe", device="cpu", dtype="float32"), None, Path(folder), seed=0)
+    with torch.no_grad():
+        for name, parameter in model.policy.named_parameters():
+            if "mlp.experts" in name:  # or random experts would hardly differ
+                parameter.mul_(8)
+    samples = sample(model)
+    tokens = sum(len(each.response_ids) for each in samples)
+    print(f"{tokens} tokens of {REPLIES} replies; {moved(model, samples):.1%} of choices differ between the two")
+    print("| routing | mean gap | 99.9% of tokens | largest gap |\n| --- | --- | --- | --- |")
+    for name, replay in (("the trainer's own", False), ("replayed", True)):
+        gaps = gap(model, samples, replay)
+        print(f"| {name} | {gaps.mean():.1e} | {np.quantile(gaps, 0.999):.1e} | {gaps.max():.1e} |")
+
+
+def sample(model: LoadedModel) -> list[Sample]:
+    """Replies that a bfloat16 copy of the policy samples."""
+    sampler = Policy(copy.deepcopy(model.policy.model).to(torch.bfloat16)).eval()
+    engine = TransformersEngine(sampler, model.renderer, record_routes=True)
+    prompts = [model.renderer.prompt([{"role": "user", "content": f"What is {n}?"}]).token_ids for n in range(REPLIES)]
+    requests = [Request(f"{n:03d}", ids, [], SamplingParams(TOKENS, seed=n)) for n, ids in enumerate(prompts)]
+    replies = asyncio.run(engine.generate_wave(requests))
+    engine.close()
+    rows = []
+    for ids, request, reply in zip(prompts, requests, replies, strict=True):
+        size = len(reply.token_ids)
+        lists = (ids, reply.token_ids, [1] * size, reply.logprobs, [0.0] * size, [0] * size)
+        name = request.trajectory_id
+        rows.append(Sample(*lists, name, name, True, reply.stop_reason, advantage=1.0, routes=list(reply.routes)))
+    return rows
+
+
+def gap(model: LoadedModel, samples: list[Sample], replay: bool) -> np.ndarray:
+    """Every reply token's |trainer - rollout|, in nats."""
+    trainer = Trainer(model.policy, Algo(), Optim(), total_steps=1, tokens_per_micro_batch=16384, replay_routing=replay)
+    scored = trainer.score(samples)
+    return np.concatenate([np.abs(logprobs - s.rollout_logprobs) for logprobs, s in zip(scored, samples, strict=True)])
+
+
+def moved(model: LoadedModel, samples: list[Sample]) -> float:
+    """The share of choices (a token's in one layer) that are other experts in float32."""
+    routing = model.policy.routing
+    assert routing is not None
+    trainer = Trainer(model.policy, Algo(), Optim(), total_steps=1, tokens_per_micro_batch=1)
+    other = []
+    for each in samples:
+        with routing.recorded() as layers:
+            trainer.score([replace(each, routes=[])])
+        own, told = torch.stack(layers, 1).numpy()[:-1], indices_of(each.routes)[:-1]
+        other.append((np.sort(own, -1) != np.sort(told, -1)).any(-1).mean())
+    return float(np.mean(other))
+
+
+if __name__ == "__main__":
+    main()
