@@ -13,7 +13,7 @@ from vlmrl.config import Config, Data, Model, Optim, Rollout, Train
 from vlmrl.metrics import RunLog
 from vlmrl.model.families import FAMILIES
 from vlmrl.progress import RunProgress
-from vlmrl.run import plan
+from vlmrl.run import summary_of
 
 
 def noise(seed: int, width: int) -> Image.Image:
@@ -78,4 +78,4 @@ def test_a_short_run_samples_from_what_it_trains(family, tmp_path):
     assert all(row["rollout_gap/max"] < 2e-5 and row["grad_norm"] > 0 for row in rows)
     assert all((row["images/mean"] > 1) == FAMILIES[family].vision and row["turns/mean"] > 1 for row in rows)
     assert [row.get("routing/free_tokens") for row in rows] == ([0, 0] if "moe" in family else [None, None])
-    assert ("prefixes  not shared" in plan(run)) == (family == "qwen3_5")
+    assert ("prefixes  not shared" in summary_of(run)) == (family == "qwen3_5")
