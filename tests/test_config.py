@@ -1,5 +1,7 @@
 """Settings are checked when they are made, and complaints name field, rule and value."""
 
+import ast
+import itertools
 import re
 import subprocess
 import sys
@@ -94,3 +96,16 @@ def test_options_on_the_command_line_are_numbers_where_they_look_like_them():
     words = ["clip", "0.2", "count", "3", "on", "True", "name", "abc", "nothing", "None"]
     config = tyro.cli(Config, args=["--algo.loss-options", *words])
     assert config.algo.loss_options == {"clip": 0.2, "count": 3, "on": True, "name": "abc", "nothing": None}
+
+
+def test_every_option_has_a_help_text():
+    """Those of nested settings are told by their own fields."""
+    bare = []
+    for cls in (
+        node for node in ast.parse((ROOT / "vlmrl/config.py").read_text()).body if isinstance(node, ast.ClassDef)
+    ):
+        for node, after in itertools.pairwise(cls.body):
+            told = isinstance(after, ast.Expr) or "field(default_factory=" in ast.unparse(node)
+            if isinstance(node, ast.AnnAssign) and not told:
+                bare.append(f"{cls.name}.{ast.unparse(node.target)}")
+    assert not bare

@@ -53,6 +53,7 @@ class Lora:
     alpha: int = 32
     """What the adapters add is scaled by `alpha / rank`."""
     dropout: float = 0.0
+    """Of what goes into the adapters, while they are trained."""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """The linear layers that get adapters, by the last part of their names."""
     vision: bool = False
@@ -93,9 +94,9 @@ class Data:
     path: str | None = None
     """A hub name, a parquet, json or jsonl file, or a folder of them."""
     split: str = "train"
+    """Which split; it may be a slice such as `train[:100]`."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Where prompt, images and answer are found, if not under these names: `prompt problem`. Also `source`, by which metrics are
-    told apart, and `id`, for a row's own name."""
+    """Where prompt, images and answer are found, if not under these names: `prompt problem`. `source` and `id` can be named, too."""
     generator: Code = None
     """`file.py:function` or `module:function`, called as `function(index, seed, **options)` to make each task."""
     size: int | None = None
@@ -103,14 +104,15 @@ class Data:
     limit: int | None = None
     """Take only the first so many rows."""
     held_out: int | float = 0
-    """Keep so many rows (from 1 on), or such a share of them (below 1), for the evaluation. Which ones depends on nothing but the
-    rows' ids, or their places where no column is mapped to `id`; rows of one id stay together."""
+    """Rows kept for the evaluation: a number of them, or below 1 a share. Chosen by id alone, or by place where rows have none."""
     max_prompt_tokens: int | None = None
     """Pass over rows whose prompt is longer, its pictures and the env's tools included."""
     shuffle: bool = True
+    """Play each epoch in an order of its own; otherwise as the rows stand."""
     system_prompt: str | None = None
     """Put before every prompt that has no system message of its own."""
     seed: int = 0
+    """Of the order, and of the tasks: a generator's pictures, an env's chances."""
     options: Options = field(default_factory=dict)
     """Keyword options of the generator."""
 
@@ -142,7 +144,9 @@ class Part:
     env: Code = None
     """Its env; with neither env nor reward the run's own plays it."""
     env_options: Options = field(default_factory=dict)
+    """Keyword options of its env."""
     reward: Code = None
+    """For a single turn, instead of an env: `function(text, task) -> float`."""
     weight: float = 1.0
     """Its share of the draws, beside the other parts' weights."""
 
@@ -170,12 +174,15 @@ class Rollout:
     group_size: int = 8
     """Trajectories per task: the group of a GRPO baseline."""
     max_turns: int = 1
+    """Replies in one episode; an env may end it sooner."""
     max_tokens: int = 4096
     """The budget of a whole trajectory: prompt, pictures, replies and observations."""
     max_reply_tokens: int = 1024
     """The most tokens one reply may take."""
     temperature: float = 1.0
+    """Of sampling; 0: always the likeliest token."""
     top_p: float = 1.0
+    """Sample from the likeliest tokens that make up this share; 1: from all."""
     top_k: int = 0
     """0: off."""
     stop: tuple[str, ...] = ()
@@ -284,6 +291,7 @@ class Algo:
     advantage: str = "grpo"
     """A name in `vlmrl.algos.ADVANTAGES`."""
     advantage_options: Options = field(default_factory=dict)
+    """Keyword options of the advantage."""
     credit: Literal["trajectory", "turn"] = "trajectory"
     """`turn`: each turn has its own advantage, from what is paid from it on; for envs that pay turn by turn."""
     loss: str = "ppo"
@@ -293,6 +301,7 @@ class Algo:
     reduction: str = "token_mean"
     """A name in `vlmrl.algos.REDUCTIONS`."""
     reduction_options: Options = field(default_factory=dict)
+    """Keyword options of the reduction."""
     corrections: tuple[str, ...] = ()
     """Names in `vlmrl.algos.CORRECTIONS`, for a rollout policy that is not the trainer's; their factors are multiplied."""
     correction_options: Options = field(default_factory=dict)
@@ -300,6 +309,7 @@ class Algo:
     kl_coef: float = 0.0
     """Weight of the KL penalty towards the reference; 0: no reference model is kept."""
     kl: Literal["k1", "k2", "k3", "abs"] = "k3"
+    """How the KL is estimated from the logprobs of the sampled tokens."""
     kl_in_reward: bool = False
     """Take the KL off the trajectory's reward instead of adding it to the loss."""
     reference: str | None = None
@@ -349,13 +359,17 @@ class Algo:
 @dataclass(frozen=True)
 class Optim:
     lr: float = 1e-6
+    """The learning rate of AdamW."""
     weight_decay: float = 0.0
+    """How much of each weight a step takes away, times the learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """How slowly the averages of the gradient and of its square forget."""
     grad_clip: float = 1.0
     """The largest norm of the whole gradient."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls to 0 over the run, after the warm-up."""
     warmup_steps: int = 0
+    """Optimizer steps over which the learning rate rises from 0."""
     offload: bool = False
     """Keep the optimizer's averages (8 bytes a parameter) in host memory except while it steps."""
 
@@ -385,6 +399,7 @@ class Train:
     replay_routing: bool = True
     """Mixtures of experts: compute each token with the experts it had when it was sampled, where the engine told them."""
     gradient_checkpointing: bool = False
+    """Recompute activations for the gradient instead of keeping them: less memory, more time."""
     canary: bool = True
     """Before the first update, swap one picture and demand that logprobs move."""
     shuffle_rewards: bool = False
@@ -418,7 +433,9 @@ class Eval:
     every: int = 0
     """Evaluate after each so many batches as well as before and after the run; 0: only then."""
     temperature: float = 1.0
+    """Of sampling in evaluations; 0: always the likeliest token."""
     samples_per_task: int = 1
+    """Episodes of each held-out task; their mean is one number."""
     blank_images: bool = False
     """At the end, evaluate once more with every picture blanked: what is left was not learnt by seeing."""
     chance: float | None = None
@@ -439,7 +456,9 @@ class WarmStart:
     steps: int = 0
     """Optimizer steps."""
     trajectories_per_step: int = 64
+    """Scripted episodes imitated in one step."""
     lr: float = 1e-3
+    """The learning rate of these steps."""
 
     def __post_init__(self) -> None:
         _require(self.steps >= 0, "warm_start.steps", "0 or more", self.steps)
@@ -550,6 +569,7 @@ class Config:
     name: str = "run"
     """The run's folder is `output_dir/name`."""
     output_dir: str = "runs"
+    """Where runs leave their folders."""
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     env: Code = None
@@ -571,6 +591,7 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     cluster: Cluster = field(default_factory=Cluster)
     seed: int = 0
+    """Of random weights, of sampling, and of whatever else is drawn."""
     deterministic: bool = False
     """Rollouts in waves in task order: the same run twice gives the same numbers, at some cost in speed."""
     save_model: bool = True
