@@ -227,3 +227,19 @@ def test_a_loss_that_fails_on_a_rank_ends_the_run_with_its_traceback(two_nodes, 
     assert run.returncode == 1
     assert "ZeroDivisionError: wrong on purpose" in told and 'own.py", line' in told, told
     assert not [line for line in marked("module") if line.startswith(("ray::RankWorker", "ray::EngineWorker"))]
+
+
+def test_ctrl_c_keeps_the_weights_and_leaves_no_process(runs, tmp_path):
+    runs[1].engine.close()
+    options = ["--cluster.ranks", "1", "--train.steps", "1000", "--warm-start.steps", "0"]
+    run = recipe(tmp_path, "stopped", *options, command=())
+    begun = []
+    for line in run.stdout:
+        begun.append(line)
+        if line.startswith("train ") and not line.startswith("train       1/"):
+            break
+    os.killpg(run.pid, signal.SIGINT)
+    told, _ = run.communicate(timeout=120)
+    assert run.returncode == 130 and "stopped after" in told, [*begun, told]
+    assert (tmp_path / "runs/own/model/model.safetensors").exists(), told
+    assert left_of("stopped") == []
