@@ -176,6 +176,13 @@ def test_arguments_must_fit_the_schema(arguments: dict[str, Any], said: str):
     assert problem_with(ToolCall("add", arguments), [ADD]) == said
 
 
+def test_what_has_no_name_of_its_own_is_refused():
+    with pytest.raises(ValueError, match=r"Twice.functions must have names of their own, but they are add, add"):
+        type("Twice", (ToolEnv,), {"functions": [add, add]})
+    with pytest.raises(ValueError, match="tool_format must be one of json, xml, but it is 'yaml'"):
+        read_tool_calls("", [], "yaml")
+
+
 def test_an_unknown_tool_is_told_which_there_are():
     assert problem_with(ToolCall("sub"), [ADD]) == "there is no tool 'sub'; the tools are add."
 

@@ -61,8 +61,11 @@ def read_tool_calls(text: str, tools: Sequence[Schema] = (), tool_format: str | 
     ``tool_format`` is a name in :data:`TOOL_FORMATS`, ``None`` for ``json``. ``tools`` are the schemas, by which a format
     without types of its own reads numbers.
     """
+    name = tool_format or "json"
+    if name not in TOOL_FORMATS:
+        raise ValueError(f"tool_format must be one of {', '.join(TOOL_FORMATS)}, but it is {name!r}.")
     said = text.rpartition("</think>")[2].partition("<think>")[0]
-    return TOOL_FORMATS[tool_format or "json"](said, tools)
+    return TOOL_FORMATS[name](said, tools)
 
 
 def read_json_calls(text: str, tools: Sequence[Schema] = ()) -> list[ToolCall]:
@@ -161,7 +164,7 @@ def tool_schema(function: Callable[..., Any]) -> Schema:
     variable = [
         p.name for p in inspect.signature(function).parameters.values() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
-    name = function.__name__
+    name = getattr(function, "__name__", repr(function))
     if variable:
         raise ValueError(f"tool {name} takes {', '.join(variable)}: a tool's arguments must be named one by one.")
     try:
@@ -212,6 +215,11 @@ class ToolEnv(Env):
         super().__init_subclass__(**options)
         if "functions" in vars(cls):
             cls.tools = [tool_schema(function) for function in cls.functions]
+            names = [name_of(tool) for tool in cls.tools]
+            if len(set(names)) < len(names):
+                raise ValueError(
+                    f"{cls.__name__}.functions must have names of their own, but they are {', '.join(names)}."
+                )
 
     @abc.abstractmethod
     def judge(self, reply: str) -> float | dict[str, Any]:

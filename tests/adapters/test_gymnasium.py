@@ -16,6 +16,7 @@ class Ramp(gymnasium.Env):
     def __init__(self, as_observation: bool = True):
         self.as_observation = as_observation
         self.closed = False
+        self.canvas = np.zeros((32, 64, 3), np.uint8)
 
     def reset(self, *, seed=None, options=None):
         self.level = seed
@@ -27,7 +28,8 @@ class Ramp(gymnasium.Env):
         return seen, action / 10, self.level >= 100, False, {"level": self.level}
 
     def render(self):
-        return np.full((32, 64, 3), self.level, np.uint8)
+        self.canvas[:] = self.level
+        return self.canvas
 
     def close(self):
         self.closed = True
@@ -57,6 +59,7 @@ def test_each_reply_is_played_and_answered_by_the_next_frame(as_observation: boo
 
     Seen.as_observation = as_observation
     trajectory = play_audited(Seen, ["10 20", "ten", "30", "20 60"], a_task("Climb.", seed=7))
+    assert trajectory.turns[0].messages[0]["content"][0]["image"].getpixel((0, 0)) == (7, 7, 7)  # not drawn over
     assert frames(trajectory) == [[(7,) * 3], [(37,) * 3], [], [(67,) * 3]]
     assert trajectory.turns[0].messages[0]["content"][1] == {"type": "text", "text": "Climb."}
     assert trajectory.turns[1].messages[0]["content"][1] == {"type": "text", "text": "level 37"}
@@ -68,6 +71,11 @@ def test_each_reply_is_played_and_answered_by_the_next_frame(as_observation: boo
 
 def test_what_follows_the_end_is_not_played():
     assert play(RampEnv, ["100 50 50"]).turns[0].metrics["actions"] == 1
+
+
+def test_a_reply_without_actions_is_told_so():
+    trajectory = play(RampEnv, ["", "100"])
+    assert trajectory.turns[1].messages[0]["content"] == "The reply names no action."
 
 
 def test_an_episode_that_is_cut_off_keeps_what_was_earned():

@@ -71,6 +71,8 @@ class GymnasiumEnv(Env):
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
         try:
             actions = self.read_actions(response_text)
+            if not actions:
+                raise ValueError("The reply names no action.")
         except ValueError as error:
             return obs(str(error)), False, {"reward": 0.0, "actions": 0, "invalid": 1}
         total, over, played, observation, info = 0.0, False, 0, None, {}

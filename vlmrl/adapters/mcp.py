@@ -23,7 +23,7 @@ from vlmrl.types import Message, Task
 
 
 class McpEnv(ToolEnv):
-    """A :class:`~vlmrl.tools.ToolEnv` whose tools are those of ``server``, beside its own ``functions``.
+    """A :class:`~vlmrl.tools.ToolEnv` whose tools are those of ``server``, beside its own ``functions``, which come first.
 
     ``server`` is an address (``http://127.0.0.1:8931/mcp``: one server that all episodes share) or a command (``npx server``: a
     process for each episode, with few of this one's environment variables). Each env has a session of its own, from ``reset`` to
@@ -56,9 +56,9 @@ class McpEnv(ToolEnv):
         opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._holder = asyncio.create_task(self._hold(opened))
         self._client = await opened
-        served = [
-            schema for schema in await self._list_tools() if self.allowed is None or name_of(schema) in self.allowed
-        ]
+        own = set(map(name_of, type(self).tools))
+        offered = [schema for schema in await self._list_tools() if name_of(schema) not in own]
+        served = [schema for schema in offered if self.allowed is None or name_of(schema) in self.allowed]
         self._served = set(map(name_of, served))
         self.tools = [*type(self).tools, *served]
         return None

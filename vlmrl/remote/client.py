@@ -6,6 +6,7 @@ Config(env="vlmrl:RemoteEnv", env_options={"url": "http://127.0.0.1:8100"}, ...)
 from __future__ import annotations
 
 import uuid
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -14,6 +15,15 @@ from vlmrl.env import Env, RetryTurn
 from vlmrl.env_session import EnvContractError
 from vlmrl.remote.wire import from_wire, task_to_wire
 from vlmrl.types import Message, Task
+
+
+@dataclass(frozen=True)
+class Server:
+    """What all sessions of a process share: the connections, and what the served env's class says."""
+
+    client: httpx.Client
+    tools: list[dict[str, Any]]
+    replayable: bool
 
 
 class RemoteEnv(Env):
@@ -26,20 +36,19 @@ class RemoteEnv(Env):
     def __init__(self, task: Task, url: str, timeout: float = 50.0) -> None:
         super().__init__(task)
         self.url = url.rstrip("/")
-        self.tools = self.shared["tools"]
-        self.replayable = self.shared["replayable"]
-        self._client = httpx.Client(base_url=self.url, timeout=timeout)
-        self._session = (
-            f"/sessions/{uuid.uuid4().hex}"  # named here: it can be closed even if its start was never answered
-        )
+        self._server: Server = self.shared
+        self.tools = self._server.tools
+        self.replayable = self._server.replayable
+        # Named here, so that it can be closed even if its start was never answered.
+        self._session = f"{self.url}/sessions/{uuid.uuid4().hex}"
         self._asked = False
 
     @classmethod
-    def setup(cls, url: str, timeout: float = 50.0) -> dict[str, Any]:
+    def setup(cls, url: str, timeout: float = 50.0) -> Server:
+        client = httpx.Client(timeout=timeout, limits=httpx.Limits(max_connections=None))
         try:
-            answer = httpx.get(f"{url.rstrip('/')}/health", timeout=timeout)
-            answer.raise_for_status()
-            return {"tools": answer.json()["tools"], "replayable": answer.json()["replayable"]}
+            answer = client.get(f"{url.rstrip('/')}/health").raise_for_status().json()
+            return Server(client, answer["tools"], answer["replayable"])
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"no env server answers at {url}: {error!r}. Start one with `vlmrl env serve ENV`."
@@ -65,14 +74,11 @@ class RemoteEnv(Env):
         return self._ask("POST", "/finish", asked)["reward"]
 
     def close(self) -> None:
-        try:
-            if self._asked:
-                self._client.delete(self._session)
-        finally:
-            self._client.close()
+        if self._asked:
+            self._server.client.delete(self._session)
 
     def _ask(self, method: str, path: str, body: dict[str, Any]) -> Any:
-        answer = self._client.request(method, self._session + path, json=body)
+        answer = self._server.client.request(method, self._session + path, json=body)
         if answer.status_code == 200:
             return answer.json()
         try:
