@@ -1,4 +1,7 @@
-"""Queries that threads ask one by one, answered together: a neural encoder takes 64 in little more time than one."""
+"""Queries that threads ask one by one, answered together in one thread.
+
+A neural encoder takes 64 in little more time than one, and threads that all compute would wait for the interpreter's lock by turns.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def open_retriever(
         raise ValueError(f"corpus must be set for the retriever {retriever}: a file, a hub name or file.py:function.")
     passages = load_corpus(corpus, split, base_dir)
     if retriever == "bm25":
-        return Bm25(passages)
+        return Batched(Bm25(passages))
     if not encoder:
         raise ValueError(
             "encoder must be set for the retriever dense: the name or folder of a sentence-transformers model."
