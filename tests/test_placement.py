@@ -38,6 +38,9 @@ def test_in_one_process_the_engine_has_the_trainers_weights():
     assert told.trainer == {"weights": 4000, "gradients": 1600, "averages": 3200}
     assert told.engine == {"keys and values at most": 32 * 100 * 6 * 4}
     assert "placement one process, on cpu" in str(told)
+    under_torchrun = Plan.of(Config(model=Model(device="cpu"), **PLAYED), SIZES, 2)
+    assert "on 2 ranks (FSDP2), the engine beside rank 0" in str(under_torchrun)
+    assert under_torchrun.engine["weights"] == 4000
 
 
 def test_apart_half_of_the_gpus_train():

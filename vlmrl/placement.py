@@ -82,7 +82,11 @@ def plan(config: Config, base_dir: Path | None, ranks: Ranks) -> Plan:
 def _where(config: Config, device: torch.device, ranks: int) -> str:
     cluster = config.cluster
     if not cluster.on:
-        return f"{ranks} ranks (FSDP2), the engine beside rank 0" if ranks > 1 else f"one process, on {device}"
+        return (
+            f"one program on {ranks} ranks (FSDP2), the engine beside rank 0"
+            if ranks > 1
+            else f"one process, on {device}"
+        )
     trainer = f"{ranks} trainer ranks (FSDP2)" if ranks > 1 else "1 trainer"
     engines = f"{cluster.num_engines} engine{'s' if cluster.num_engines > 1 else ''}"
     machines = f"{cluster.nodes} nodes" if cluster.nodes > 1 else "1 node"
