@@ -36,6 +36,9 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/vs_trl.py --turns 4
 	$(BIN)/python benchmarks/vs_trl.py --turns 8
 	$(BIN)/python benchmarks/algorithms.py
+	for part in group turns growth table; do $(BIN)/python benchmarks/prefix_sharing.py $$part || exit 1; done
+	$(BIN)/python benchmarks/head_memory.py
+	$(BIN)/python benchmarks/gpu_update.py --tiny
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -111,6 +111,15 @@ def test_groups_that_begin_alike_share_too():
     assert len(split(rows, 79, "tree")) == 2
 
 
+def test_a_trajectorys_turns_cost_what_its_last_row_costs():
+    """Four step-wise rows of a linear history, each the beginning of the next."""
+    rows = [row(list(range(length)), prompt=length - 3) for length in (10, 18, 26, 34)]
+    (part,) = split(rows, 34, "tree")
+    batch = pack(rows, part, None, 1).batch
+    assert batch.token_ids[0].tolist() == list(range(34)) and int(batch.targets.sum()) == 12
+    assert len(split(rows, 34, "packed")) > 1
+
+
 def test_packed_rows_stand_end_to_end():
     rows = [row(list(range(length))) for length in (5, 3, 4)]
     assert [part.rows for part in split(rows, 9, "packed")] == [[0, 2], [1]]
