@@ -130,11 +130,12 @@ def learning(
     steps: int = 60,
     seeds: tuple[int, ...] = (0, 1, 2),
     ahead: tuple[int, ...] = (0, 1, 4),
+    lr: float = 1e-4,
     folder: Path = Path("runs/async_long_tail"),
 ) -> None:
-    """From one warm-started model, with importance weights cut off at 2 where rollouts are ahead."""
+    """From one warm-started model at a constant rate, with importance weights cut off at 2 where rollouts are ahead."""
     recipe: Config = load_object(f"{ROOT / 'recipes/quickstart.py'}:config")()
-    config = replace(recipe, output_dir=str(folder), save_model=False)
+    config = replace(recipe, output_dir=str(folder), save_model=False, optim=replace(recipe.optim, lr=lr))
     taught = folder / "taught"
     if not (taught / "config.json").exists():
         start = build(config, ROOT / "recipes")
