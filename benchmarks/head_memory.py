@@ -33,7 +33,7 @@ def peak_gib(settings: Settings) -> tuple[float, float]:
     status = Path("/proc/self/status").read_text().splitlines()
     before = next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
     began = time.perf_counter()
-    logprobs, entropy = score_tokens(hidden, head, labels, 1.0, [151_655])
+    logprobs, entropy = score_tokens(hidden, head, None, labels, 1.0, [151_655])
     (logprobs - 0.01 * entropy).mean().backward()
     seconds = time.perf_counter() - began
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20, seconds

@@ -15,9 +15,9 @@ from vlmrl.model.head import score_tokens
 BANNED = [3, 7]
 
 
-def plainly(hidden, weight, labels, temperature):
+def plainly(hidden, weight, bias, labels, temperature):
     """By autograd, all logits at once."""
-    logits = hidden @ weight.T / temperature
+    logits = (hidden @ weight.T + bias) / temperature
     kept = [token for token in range(len(weight)) if token not in BANNED]
     logprobs = logits[:, kept].log_softmax(1)
     places = torch.tensor([kept.index(label) for label in labels.tolist()])
@@ -35,8 +35,9 @@ def test_chunks_have_the_values_and_gradients_of_the_whole(monkeypatch, shares):
     """Seven tokens, three at once; the loss takes logprobs, entropies, or both."""
     monkeypatch.setattr(head, "LOGITS_ON_CPU", 33)
     hidden, weight, labels = operands(7)
-    wanted = plainly(hidden, weight, labels, 0.8)
-    got = score_tokens(hidden, weight, labels, 0.8, BANNED)
+    bias = torch.linspace(-1, 1, 11, requires_grad=True)
+    wanted = plainly(hidden, weight, bias, labels, 0.8)
+    got = score_tokens(hidden, weight, bias, labels, 0.8, BANNED)
     for one, other in zip(got, wanted, strict=True):
         assert torch.allclose(one, other, atol=1e-6)
     factors = torch.linspace(-1, 2, 7)
@@ -45,15 +46,15 @@ def test_chunks_have_the_values_and_gradients_of_the_whole(monkeypatch, shares):
         used = [
             (share * factors * part).sum() for share, part in zip(shares, (logprobs, entropy), strict=True) if share
         ]
-        gradients.append(torch.autograd.grad(sum(used), [hidden, weight]))
+        gradients.append(torch.autograd.grad(sum(used), [hidden, weight, bias]))
     for one, other in zip(*gradients, strict=True):
-        assert torch.allclose(one, other, atol=2e-6)
+        assert torch.allclose(one, other, atol=1e-5)
     assert gradients[0][1][BANNED].abs().max() == 0
 
 
 def test_a_frozen_head_gets_no_gradient():
     hidden, weight, labels = operands(3)
-    logprobs, _ = score_tokens(hidden, weight.requires_grad_(False), labels, 1.0, [])
+    logprobs, _ = score_tokens(hidden, weight.requires_grad_(False), None, labels, 1.0, [])
     logprobs.sum().backward()
     assert weight.grad is None and hidden.grad.abs().max() > 0
 
@@ -61,7 +62,7 @@ def test_a_frozen_head_gets_no_gradient():
 def test_no_targets_still_give_a_gradient_to_the_head():
     """As ranks need it that share the weights: every one takes part in every backward pass."""
     hidden, weight, labels = operands(0)
-    logprobs, _ = score_tokens(hidden, weight, labels, 1.0, BANNED)
+    logprobs, _ = score_tokens(hidden, weight, None, labels, 1.0, BANNED)
     logprobs.sum().backward()
     assert weight.grad.abs().max() == 0
 

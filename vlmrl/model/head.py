@@ -15,22 +15,31 @@ LOGITS_ON_CPU, LOGITS_ON_GPU = 2**25, 2**27  # at once; two or three times as ma
 
 
 def score_tokens(
-    hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, temperature: float, banned_ids: Sequence[int]
+    hidden: torch.Tensor,
+    head: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    temperature: float,
+    banned_ids: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each label its logprob, and the entropy of the distribution it was drawn from: float32 ``[n]``, in nats.
 
-    ``hidden`` ``[n, width]``, ``head`` ``[vocabulary, width]``, ``labels`` ``[n]``. The distribution is the softmax of the logits
-    over ``temperature``, in which ``banned_ids`` have no part.
+    ``hidden`` ``[n, width]``, ``head`` ``[vocabulary, width]``, ``bias`` ``[vocabulary]``, ``labels`` ``[n]``. The distribution is the
+    softmax of the logits over ``temperature``, in which ``banned_ids`` have no part.
     """
-    result: Any = _Scores.apply(hidden, head, labels, temperature, list(banned_ids))
+    result: Any = _Scores.apply(hidden, head, bias, labels, temperature, list(banned_ids))
     return result
 
 
 def logits_of(
-    hidden: torch.Tensor, head: torch.Tensor, temperature: float | torch.Tensor, banned_ids: Sequence[int]
+    hidden: torch.Tensor,
+    head: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: float | torch.Tensor,
+    banned_ids: Sequence[int],
 ) -> torch.Tensor:
     """Float32 logits ``[n, vocabulary]``, after temperature and the ban."""
-    logits = (hidden @ head.T).float()
+    logits = torch.nn.functional.linear(hidden, head, bias).float()
     logits /= temperature
     if banned_ids:
         logits[:, list(banned_ids)] = torch.finfo(torch.float32).min
@@ -48,6 +57,7 @@ class _Scores(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         head: torch.Tensor,
+        bias: torch.Tensor | None,
         labels: torch.Tensor,
         temperature: float,
         banned_ids: list[int],
@@ -56,12 +66,12 @@ class _Scores(torch.autograd.Function):
             torch.empty(len(labels), dtype=torch.float32, device=hidden.device) for _ in range(3)
         )
         for chunk in _chunks(len(labels), head):
-            logits = logits_of(hidden[chunk], head, temperature, banned_ids)
+            logits = logits_of(hidden[chunk], head, bias, temperature, banned_ids)
             normalizers[chunk] = logits.logsumexp(1)
             logprobs[chunk] = logits.gather(1, labels[chunk, None])[:, 0] - normalizers[chunk]
             probabilities = (logits - normalizers[chunk, None]).exp_()
             entropy[chunk] = normalizers[chunk] - torch.linalg.vecdot(probabilities, logits)
-        ctx.save_for_backward(hidden, head, labels, normalizers, entropy)
+        ctx.save_for_backward(hidden, head, bias, labels, normalizers, entropy)
         ctx.temperature, ctx.banned_ids = temperature, banned_ids
         ctx.set_materialize_grads(False)
         return logprobs, entropy
@@ -70,11 +80,12 @@ class _Scores(torch.autograd.Function):
     def backward(
         ctx: Any, logprob_grad: torch.Tensor | None, entropy_grad: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, head, labels, normalizers, entropy = ctx.saved_tensors
+        hidden, head, bias, labels, normalizers, entropy = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         head_grad = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
+        bias_grad = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         for chunk in _chunks(len(labels), head):
-            logits = logits_of(hidden[chunk], head, ctx.temperature, ctx.banned_ids)
+            logits = logits_of(hidden[chunk], head, bias, ctx.temperature, ctx.banned_ids)
             grad = (logits - normalizers[chunk, None]).exp_().neg_()  # -p
             if entropy_grad is None:
                 grad *= 0 if logprob_grad is None else logprob_grad[chunk, None]
@@ -93,7 +104,9 @@ class _Scores(torch.autograd.Function):
                 torch.mm(grad, head, out=hidden_grad[chunk])
             if head_grad is not None:
                 head_grad.addmm_(grad.T, hidden[chunk])
-        return hidden_grad, head_grad, None, None, None
+            if bias_grad is not None:
+                bias_grad += grad.sum(0)
+        return hidden_grad, head_grad, bias_grad, None, None, None
 
 
 def _chunks(tokens: int, head: torch.Tensor) -> Iterator[slice]:

@@ -119,7 +119,8 @@ class Policy(nn.Module):
         before = places - 1 if batch.parents is None else batch.parents[rows, places]
         chosen = hidden[rows, before]  # a token is predicted by the one before it: the only shift there is
         labels = batch.token_ids[rows, places]
-        logprobs, entropy = score_tokens(chosen, self.model.lm_head.weight, labels, temperature, self.banned_ids)
+        head = self.model.lm_head
+        logprobs, entropy = score_tokens(chosen, head.weight, head.bias, labels, temperature, self.banned_ids)
         zeros = hidden.new_zeros(batch.token_ids.shape, dtype=torch.float32)
         return TokenScores(zeros.index_put((rows, places), logprobs), zeros.index_put((rows, places), entropy))
 
@@ -197,7 +198,8 @@ class Policy(nn.Module):
 
     def logits(self, hidden: torch.Tensor, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
         """Float32 logits ``[n, vocabulary]`` of hidden states ``[n, hidden]``, after temperature and the ban."""
-        return logits_of(hidden, self.model.lm_head.weight, temperature, self.banned_ids)
+        head = self.model.lm_head
+        return logits_of(hidden, head.weight, head.bias, temperature, self.banned_ids)
 
 
 def layer_kinds(config: Any) -> list[str]:
