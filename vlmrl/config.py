@@ -275,8 +275,8 @@ class SGLang:
     """Seconds that a server may take to start, or that none may serve."""
     health_every: float = 10.0
     """Seconds between two looks at a server's health."""
-    health_timeout: float = 30.0
-    """Seconds after which a server that does not answer is taken for dead."""
+    health_timeout: float = 120.0
+    """Seconds without a sign of life after which a server is taken for dead: one that we started is then restarted."""
 
     def __post_init__(self) -> None:
         _positive("sglang", self, "servers", "tp", "bucket_mb", "start_timeout", "health_every", "health_timeout")

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from vlmrl.engine.base import EngineError
 
 FIRST_REST = 0.5  # seconds without requests after a failure, doubled by each further one
 LONGEST_REST = 30.0
+LOOK_SECONDS = 30.0  # that one health check may take; SGLang answers after 20 at the latest
 STOP_SECONDS = 8.0  # that a process has to end by itself
 TAIL = 2000  # characters of a log that an error shows
 UNREACHED = (aiohttp.ClientError, TimeoutError, OSError)  # how a call fails that no server answers
@@ -38,7 +39,12 @@ CPU_ARGS = {
     "disable-overlap-schedule": True,
     "mem-fraction-static": 0.3,
     "max-total-tokens": 65536,
+    "sleep-on-idle": True,
 }
+CPU_ENV = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}  # to compile takes minutes there, and gains nothing
 
 # Run in the child before the server: it is killed when the thread that started it ends, even if by SIGKILL.
 _DIE_WITH_PARENT = """
@@ -70,14 +76,15 @@ class Launch:
 class Server:
     """One server, by its ``url``; with ``launch``, a process of ours.
 
-    ``ready``: it may serve. ``weights`` names the weights it has, ``None`` where that is not known. ``in_flight`` counts the
-    requests it works on. ``info`` is what it tells about itself.
+    ``ready``: it may serve; ``doubted``: it does not answer its health check, and gets no new requests. ``weights`` names the weights
+    it has, ``None`` where that is not known. ``in_flight`` counts the requests it works on. ``info`` is what it tells about itself.
     """
 
     def __init__(self, url: str, launch: Launch | None = None) -> None:
         self.url = url.rstrip("/")
         self.launch = launch
         self.ready = False
+        self.doubted = False
         self.weights: str | None = None
         self.in_flight = 0
         self.info: dict[str, Any] = {}
@@ -104,7 +111,7 @@ class Server:
         self.suspected.set()
 
     def answered(self) -> None:
-        self._failures = 0
+        self._failures, self._resting_until = 0, 0.0
 
     def start(self) -> None:
         """Start its process. Called from a thread that lasts: when that ends, so does the process."""
@@ -214,7 +221,9 @@ class Servers:
         """
         until = time.monotonic() + patience
         while True:
-            able = [server for server in self.ready if not server.rest] if not self.paused else []
+            able = (
+                [server for server in self.ready if not server.rest and not server.doubted] if not self.paused else []
+            )
             if favourite in able and favourite is not None:
                 return favourite
             if able:
@@ -228,6 +237,7 @@ class Servers:
 
     async def serve(self, server: Server) -> None:
         """It is up and has the current weights: let it serve."""
+        server.answered()
         server.ready = True
         server.gone = asyncio.Event()
         await self.notify()
@@ -249,26 +259,28 @@ class Servers:
                 await self._changed.wait()
 
     async def _until_up(self, server: Server) -> None:
-        until = time.monotonic() + self.config.start_timeout
-        while not await self._is_healthy(server):
-            if not server.alive:
-                raise EngineError(f"the SGLang server {server.url} ended while it started{server.log_tail()}")
-            if time.monotonic() > until:
-                raise EngineError(
-                    f"the SGLang server {server.url} did not answer in sglang.start_timeout "
-                    f"({self.config.start_timeout:g} s){server.log_tail()}"
-                )
-            await asyncio.sleep(0.5)
-        server.info = await self.call(server, "/server_info", timeout=self.config.health_timeout)
+        if not await self._is_healthy(server, self.config.start_timeout):
+            how = f"did not answer in sglang.start_timeout ({self.config.start_timeout:g} s)"
+            raise EngineError(
+                f"the SGLang server {server.url} {how if server.alive else 'ended while it started'}{server.log_tail()}"
+            )
+        server.info = await self.call(server, "/server_info", timeout=LOOK_SECONDS)
 
-    async def _is_healthy(self, server: Server) -> bool:
-        if not server.alive:
-            return False
-        try:
-            await self.call(server, "/health", timeout=self.config.health_timeout)
-        except (*UNREACHED, ServerError):
-            return False
-        return True
+    async def _is_healthy(self, server: Server, patience: float) -> bool:
+        """Whether it shows a sign of life within ``patience`` seconds; until it does, it gets no new requests."""
+        until = time.monotonic() + patience
+        while server.alive:
+            left = until - time.monotonic()
+            try:
+                await self.call(server, "/health", timeout=max(0.1, min(LOOK_SECONDS, left)))
+                server.doubted = False
+                return True
+            except (*UNREACHED, ServerError):
+                if left <= 0:
+                    break
+                server.doubted = True
+            await asyncio.sleep(min(0.5, left))
+        return False
 
     async def _watch(self, server: Server) -> None:
         """Look after one server for as long as the run lasts."""
@@ -280,7 +292,7 @@ class Servers:
             server.suspected.clear()
             if self.paused and server.alive:
                 continue  # a paused server answers no health check
-            healthy = not broken and await self._is_healthy(server)
+            healthy = not broken and await self._is_healthy(server, self.config.health_timeout)
             if server.ready and healthy:
                 continue
             await self.withdraw(server)
@@ -306,16 +318,22 @@ async def _nothing(server: Server) -> None:
     pass
 
 
-def planned(config: SGLang, model_path: str, dtype: str, logs: Path, gpus: bool) -> list[Server]:
-    """The servers that ``config`` asks for, of a model that computes in ``dtype``. Nothing is started yet."""
+async def quietly(call: Coroutine[Any, Any, Any]) -> None:
+    """For what a server that cannot be reached need not hear."""
+    with contextlib.suppress(*UNREACHED, ServerError):
+        await call
+
+
+def planned(config: SGLang, model_path: str, args: dict[str, Any], logs: Path, gpus: bool) -> list[Server]:
+    """The servers that ``config`` asks for; ``args`` are the run's, which its ``args`` win over. Nothing is started yet."""
     if config.urls:
         return [Server(url) for url in config.urls]
     ports = free_ports(config.servers) if config.port == 0 else range(config.port, config.port + config.servers)
     servers = []
     for index, port in enumerate(ports):
-        args = {"model-path": model_path, "host": "127.0.0.1", "port": port, "tp": config.tp, "dtype": dtype}
-        args |= {"base-gpu-id": config.first_gpu + index * config.tp} if gpus else CPU_ARGS
-        launch = Launch(command(config, args), environment(config, gpus), logs / f"server-{index}.log")
+        own = {"model-path": model_path, "host": "127.0.0.1", "port": port, "tp": config.tp}
+        placed = {"base-gpu-id": config.first_gpu + index * config.tp} if gpus else CPU_ARGS
+        launch = Launch(command(config, own | placed | args), environment(config, gpus), logs / f"server-{index}.log")
         servers.append(Server(f"http://127.0.0.1:{port}", launch))
     return servers
 
@@ -335,7 +353,7 @@ def command(config: SGLang, args: dict[str, Any]) -> list[str]:
 def environment(config: SGLang, gpus: bool) -> dict[str, str]:
     """What a server's environment has beside ours."""
     env = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}  # its picture features would outlive the weights
-    return env | ({} if gpus else {"SGLANG_USE_CPU_ENGINE": "1"}) | config.env
+    return env | ({} if gpus else CPU_ENV) | config.env
 
 
 def free_ports(count: int) -> list[int]:

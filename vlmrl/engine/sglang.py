@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from vlmrl.engine.base import EngineError, Request, SamplingParams
 from vlmrl.engine.pictures import Pictures
-from vlmrl.engine.servers import UNREACHED, Server, ServerError, Servers
+from vlmrl.engine.servers import UNREACHED, Server, ServerError, Servers, quietly
 from vlmrl.renderer import Renderer
 from vlmrl.threads import LoopThread
 from vlmrl.types import Completion
@@ -80,6 +80,14 @@ class SGLangEngine:
                 f"{len(request.media)} pictures came with it."
             )
         return await self.thread.run(self._generate(request))
+
+    async def ask(self, server: Server, request: Request) -> Completion:
+        """One server's answer, whether it serves or not."""
+
+        async def answer() -> Completion:
+            return self._completion(request, *await self._ask(server, request))
+
+        return await self.thread.run(answer())
 
     def release(self, trajectory_id: str) -> None:
         self._homes.pop(trajectory_id, None)
@@ -201,7 +209,7 @@ class SGLangEngine:
         return versions
 
     def _abort(self, server: Server, rid: str) -> None:
-        task = asyncio.create_task(_quietly(self.servers.call(server, "/abort_request", {"rid": rid}, timeout=10)))
+        task = asyncio.create_task(quietly(self.servers.call(server, "/abort_request", {"rid": rid}, timeout=10)))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
@@ -267,11 +275,3 @@ async def _unless(gone: asyncio.Event, call: Coroutine[Any, Any, Any]) -> Any:
     finally:
         for task in (asked, ended):
             task.cancel()
-
-
-async def _quietly(call: Coroutine[Any, Any, Any]) -> None:
-    """For what a dead server need not hear."""
-    try:
-        await call
-    except (*UNREACHED, ServerError):
-        pass

@@ -247,7 +247,9 @@ class ByTensor(Carrier):
 
     def send(self, bucket: Bucket, last: bool) -> None:
         self.begin()
-        handles = [serialized(bucket.tensors()) for _ in range(self.target.tp)]  # one for each rank: they are counted
+        handles = [
+            serialized(_apart(bucket.tensors())) for _ in range(self.target.tp)
+        ]  # one for each rank: they are counted
         self.post("/update_weights_from_tensor", {"serialized_named_tensors": handles} | self.told(last))
 
 
@@ -301,14 +303,16 @@ class _Pickler(pickle.Pickler):
         return rebuild, (*arguments[:DEVICE_ARGUMENT], device, *arguments[DEVICE_ARGUMENT + 1 :])
 
 
-def serialized(tensors: list[tuple[str, torch.Tensor]]) -> str:
+def serialized(tensors: Any) -> str:
     """Base64 of pickled tensors, as SGLang takes them. Those on a GPU must outlive their use over there."""
     buffer = io.BytesIO()
-    apart = [
-        (name, tensor if tensor.is_cuda else tensor.clone()) for name, tensor in tensors
-    ]  # a view brings all its memory
-    _Pickler(buffer).dump(apart)
+    _Pickler(buffer).dump(tensors)
     return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _apart(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Copies of those on a CPU, since a pickled view brings all of its memory along."""
+    return [(name, tensor if tensor.is_cuda else tensor.clone()) for name, tensor in tensors]
 
 
 def join(target: Target, timeout: float) -> tuple[str, Any]:
