@@ -6,7 +6,6 @@
 A fresh process on the CPU; the peak of what is resident, from Linux. The gradients are counted, as part of the peak.
 """
 
-import resource
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +29,18 @@ def peak_gib(settings: Settings) -> tuple[float, float]:
     head = torch.randn(settings.vocabulary, settings.hidden).mul_(settings.hidden**-0.5).requires_grad_()
     hidden = torch.randn(settings.tokens, settings.hidden, requires_grad=True)
     labels = torch.randint(settings.vocabulary, (settings.tokens,))
-    status = Path("/proc/self/status").read_text().splitlines()
-    before = next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
+    before = _memory("VmRSS")
     began = time.perf_counter()
     logprobs, entropy = score_tokens(hidden, head, None, labels, 1.0, [151_655])
     (logprobs - 0.01 * entropy).mean().backward()
     seconds = time.perf_counter() - began
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20, seconds
+    return (_memory("VmHWM") - before) / 2**20, seconds
+
+
+def _memory(name: str) -> int:
+    """KiB. (getrusage's peak would be that of the process which started this one, where that was higher.)"""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith(name + ":"))
 
 
 if __name__ == "__main__":

@@ -110,7 +110,8 @@ def alone(model: LoadedModel, request: Request) -> Completion:
         engine.close()
 
 
-def same(one: Completion, other: Completion, tolerance: float = 1e-5) -> bool:
+def same(one: Completion, other: Completion, tolerance: float = 5e-5) -> bool:
+    """Sharp models have logits of tens, whose float32 sums differ by up to 2e-5 with the order of a batch's rows."""
     return one.token_ids == other.token_ids and one.logprobs == pytest.approx(other.logprobs, abs=tolerance)
 
 
