@@ -101,9 +101,10 @@ def test_options_on_the_command_line_are_numbers_where_they_look_like_them():
 def test_every_option_has_a_help_text():
     """Those of nested settings are told by their own fields."""
     bare = []
-    for cls in (
-        node for node in ast.parse((ROOT / "vlmrl/config.py").read_text()).body if isinstance(node, ast.ClassDef)
-    ):
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "vlmrl/config").glob("*.py")]
+    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert len(classes) > 10
+    for cls in classes:
         for node, after in itertools.pairwise(cls.body):
             told = isinstance(after, ast.Expr) or "field(default_factory=" in ast.unparse(node)
             if isinstance(node, ast.AnnAssign) and not told:

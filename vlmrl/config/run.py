@@ -1,0 +1,190 @@
+"""The settings of a whole run, and what must not be set together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vlmrl.config.data import Data, Part, check_held_out, check_player
+from vlmrl.config.fields import Code, Options, positive, require
+from vlmrl.config.model import Model
+from vlmrl.config.rollout import Rollout
+from vlmrl.config.training import Algo, Checkpoint, Eval, Optim, Train, WarmStart
+
+
+def _check_samples(algo: Algo, rollout: Rollout) -> None:
+    """Algorithms that the form of the samples makes wrong or impossible."""
+    if rollout.samples == "step_wise" and algo.advantage == "reinforce_pp":
+        raise ValueError(
+            "algo.advantage reinforce_pp is defined over batches of one row per episode, and step-wise rows count an episode once "
+            "per turn: set rollout.samples to concat or merged, or take grpo or rloo."
+        )
+    if rollout.needs_rendered_rows and algo.corrections:
+        raise ValueError(
+            f"algo.corrections {list(algo.corrections)} need the rollout's logprobs, and rows rendered anew (rollout.history rerender "
+            "with samples concat) have none: set rollout.samples to step_wise."
+        )
+    if rollout.needs_rendered_rows and algo.credit == "turn":
+        raise ValueError(
+            "algo.credit turn needs to know each turn's tokens: set rollout.samples to step_wise with rerender."
+        )
+
+
+def _check_asynchronous(config: Config) -> None:
+    """What makes no sense, or is wrong, while rollouts and training go on at once."""
+    if config.deterministic:
+        raise ValueError("train.max_staleness must be 0 with deterministic: what is ready first, no run repeats.")
+    if config.rollout.over_sampling > 1:
+        raise ValueError(
+            "rollout.over_sampling must be 1 with train.max_staleness above 0: nobody waits for stragglers, so none are stopped."
+        )
+    if config.train.too_old == "correct":
+        rule = "set with train.too_old correct, such as token_truncation"
+        require(bool(config.algo.corrections), "algo.corrections", rule, config.algo.corrections)
+    if config.cluster.gpus and config.cluster.colocate:
+        raise ValueError(
+            "cluster.colocate must be False with train.max_staleness above 0: engines sample while the trainer trains, so they "
+            "cannot take turns on one GPU."
+        )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Trainer ranks and engines in processes that Ray places; by default there is one process and no Ray."""
+
+    gpus: int = 0
+    """GPUs in all that Ray spreads the run over; 0: none, and no Ray unless `ranks` is set. Needs `pip install 'vlmrl[ray]'`."""
+    ranks: int | None = None
+    """Trainer processes (FSDP2). Unset: one a GPU, or one for every second GPU without `colocate`. With 0 GPUs: a trial on CPUs."""
+    engines: int | None = None
+    """Unset: one for each rank's GPU, or for each GPU that is no rank's; without GPUs one."""
+    colocate: bool = True
+    """Ranks and engines take turns on the same GPUs, their memory released in between; otherwise each has a GPU of its own."""
+    nodes: int = 1
+    """Machines that ranks and engines are spread over evenly."""
+    address: str | None = None
+    """Of a Ray cluster that runs already, such as `auto`; unset: Ray is started on this machine, and ends with the run."""
+
+    @property
+    def on(self) -> bool:
+        return self.gpus > 0 or self.ranks is not None
+
+    @property
+    def num_ranks(self) -> int:
+        if self.ranks is not None:
+            return self.ranks
+        return self.gpus if self.colocate else self.gpus // 2
+
+    @property
+    def num_engines(self) -> int:
+        if self.engines is not None:
+            return self.engines
+        if not self.gpus:
+            return 1
+        return self.num_ranks if self.colocate else self.gpus - self.num_ranks
+
+    def __post_init__(self) -> None:
+        require(self.gpus >= 0, "cluster.gpus", "0 (off) or more", self.gpus)
+        positive("cluster", self, "ranks", "engines", "nodes")
+        if not self.on:
+            given = [name for name in ("engines", "address") if getattr(self, name) is not None]
+            require(not given and self.nodes == 1, "cluster.gpus", f"set with cluster.{(given or ['nodes'])[0]}", 0)
+            return
+        for name, value in (("gpus", self.gpus), ("ranks", self.num_ranks)):
+            require(value % self.nodes == 0, f"cluster.{name}", f"a multiple of cluster.nodes ({self.nodes})", value)
+        if self.gpus and self.colocate:
+            require(self.num_ranks <= self.gpus, "cluster.ranks", f"at most cluster.gpus ({self.gpus})", self.num_ranks)
+            rule = f"a divisor of cluster.ranks ({self.num_ranks}), whose GPUs they share"
+            require(self.num_ranks % self.num_engines == 0, "cluster.engines", rule, self.num_engines)
+        elif self.gpus:
+            require(
+                self.num_ranks > 0 and self.num_ranks + self.num_engines <= self.gpus,
+                "cluster.ranks and cluster.engines",
+                f"together at most cluster.gpus ({self.gpus}) without cluster.colocate",
+                (self.num_ranks, self.num_engines),
+            )
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run needs. A recipe fills it in; the command line overrides it."""
+
+    name: str = "run"
+    """The run's folder is `output_dir/name`."""
+    output_dir: str = "runs"
+    """Where runs leave their folders."""
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    env: Code = None
+    """`module:Name` or `file.py:Name` of an env class or of a factory `build(task, **options)`."""
+    env_options: Options = field(default_factory=dict)
+    """Keyword options of the env."""
+    reward: Code = None
+    """For a single turn, instead of an env: `function(text, task) -> float`."""
+    group_reward: Code = None
+    """`function(trajectories) -> numbers`, asked once for each whole group: what is added to each member's reward in training."""
+    mixture: dict[str, Part] = field(default_factory=dict)
+    """Several datasets in one run, by name, instead of `data`: each with its weight and, if it has one, an env of its own."""
+    rollout: Rollout = field(default_factory=Rollout)
+    algo: Algo = field(default_factory=Algo)
+    optim: Optim = field(default_factory=Optim)
+    train: Train = field(default_factory=Train)
+    eval: Eval = field(default_factory=Eval)
+    warm_start: WarmStart = field(default_factory=WarmStart)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    cluster: Cluster = field(default_factory=Cluster)
+    seed: int = 0
+    """Of random weights, of sampling, and of whatever else is drawn."""
+    deterministic: bool = False
+    """Rollouts in waves in task order: the same run twice gives the same numbers, at some cost in speed."""
+    save_model: bool = True
+    """Write the trained weights to the run's folder, in Hugging Face form."""
+
+    @property
+    def models_dir(self) -> Path:
+        """Where models that are built on the spot are kept."""
+        return Path(self.output_dir) / ".models"
+
+    def __post_init__(self) -> None:
+        require(self.name not in ("", ".", "..") and "/" not in self.name, "name", "a plain folder name", self.name)
+        check_player("", self.env, self.reward)
+        check_held_out("data", self.data, "eval.data", self.eval.data)
+        self._check_mixture()
+        _check_samples(self.algo, self.rollout)
+        if self.train.max_staleness:
+            _check_asynchronous(self)
+        parts: list[Config | Part] = [self, *self.mixture.values()]
+        plays = any(part.env is not None or part.reward is not None for part in parts)
+        if self.rollout.generate is not None and plays:
+            raise ValueError("rollout.generate plays whole episodes by itself, so env and reward must be unset.")
+        if self.reward is not None:
+            require(
+                self.rollout.max_turns == 1, "rollout.max_turns", "1 with a reward function", self.rollout.max_turns
+            )
+        if self.train.shuffle_rewards and self.algo.credit == "turn":
+            raise ValueError(
+                "train.shuffle_rewards permutes whole episodes' rewards: set algo.credit to trajectory for that control."
+            )
+        if self.deterministic and self.rollout.over_sampling > 1:
+            raise ValueError(
+                "rollout.over_sampling keeps what finishes first, which no run repeats: set deterministic to False."
+            )
+        budget = f"less than rollout.max_tokens ({self.rollout.max_tokens})"
+        require(
+            self.rollout.max_reply_tokens < self.rollout.max_tokens,
+            "rollout.max_reply_tokens",
+            budget,
+            self.rollout.max_reply_tokens,
+        )
+
+    def _check_mixture(self) -> None:
+        if self.mixture and self.data.is_set:
+            raise ValueError(
+                "data and mixture exclude each other: make data a part of the mixture, or leave one unset."
+            )
+        if self.mixture and self.eval.data.is_set:
+            raise ValueError(
+                "eval.data and mixture exclude each other: set mixture.NAME.eval_data, which has NAME's env."
+            )
+        for name in self.mixture:
+            require(name.isidentifier(), "mixture", "named by plain words", name)
