@@ -75,11 +75,17 @@ def eval_command(arguments: Sequence[str]) -> None:
     settings = tyro.cli(Config, default=config(), args=rest, description=doc, prog="vlmrl eval RECIPE")
     with _errors_in_one_line():
         from vlmrl import loop, parts
+        from vlmrl.evaluate import Evaluation
         from vlmrl.progress import RunProgress
 
         run = parts.build(settings, folder)
+
+        async def evaluate() -> Evaluation:
+            await run.connect()
+            return await loop.evaluate_run(run, RunProgress(), label="eval")
+
         try:
-            result = _until_interrupted(lambda: asyncio.run(loop.evaluate_run(run, RunProgress(), label="eval")))
+            result = _until_interrupted(lambda: asyncio.run(evaluate()))
         finally:
             run.engine.close()
         print(

@@ -55,6 +55,7 @@ async def train(run: Run, log: RunLog, progress: RunProgress, checkpoint: Path |
     A ``checkpoint`` stands for all that went before it.
     """
     config, place = run.config, Place()
+    await run.connect()
     if checkpoint is None:
         if config.warm_start.steps:
             await warm_start(run, progress)
@@ -153,13 +154,12 @@ async def update(
     if not run.config.train.max_staleness:
         async with paused(run.engine):  # it may sample from the very weights that are trained
             metrics = train_on(run, trainer, trajectories)
-            await push_weights(run, trainer, step)
-        return metrics
+            return metrics | await push_weights(run, trainer, step)
     metrics = await asyncio.to_thread(train_on, run, trainer, trajectories)
     await evaluation.end()
     began = time.perf_counter()
     async with paused(run.engine):
-        await push_weights(run, trainer, step)
+        metrics |= await push_weights(run, trainer, step)
     return metrics | {"time/weights": time.perf_counter() - began}
 
 
@@ -332,8 +332,10 @@ def new_trainer(run: Run) -> RunTrainer:
     )
 
 
-async def push_weights(run: Run, trainer: RunTrainer, policy_version: int) -> None:
-    """Hand the trainer's weights to the paused engine, unless it samples from the very same ones."""
+async def push_weights(run: Run, trainer: RunTrainer, policy_version: int) -> dict[str, float]:
+    """Hand the trainer's weights to the paused engine, unless it samples from the very same ones; metrics of how servers took them."""
     if run.receive is not None:
         trainer.send_weights(run.receive)
+    metrics = {} if run.serving is None else await run.serving.push(trainer, policy_version)
     run.engine.weights_changed(policy_version)
+    return metrics

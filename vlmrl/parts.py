@@ -12,7 +12,7 @@ from vlmrl.algos import ADVANTAGES, CORRECTIONS, LOSSES, REDUCTIONS
 from vlmrl.config import Algo, Config, Lora, Model, Options
 from vlmrl.data import Tasks, load_run_tasks
 from vlmrl.data.lengths import prompt_tokens
-from vlmrl.engine.base import Engine, RunEngine, Waves
+from vlmrl.engine.base import Engine, RunEngine, WaveEngine, Waves
 from vlmrl.engine.transformers import TransformersEngine
 from vlmrl.env import EnvSpec, resolve_envs
 from vlmrl.loading import check_options
@@ -24,6 +24,7 @@ from vlmrl.rollout.group_reward import GroupReward, resolve_group_reward
 from vlmrl.rollout.history import HistoryPolicy, resolve_policy
 from vlmrl.rollout.runner import Runner
 from vlmrl.rollout.turn_loop import TurnLoop
+from vlmrl.serving import Serving
 from vlmrl.train.checkpoint import Checkpoints
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import Receive, choose
@@ -35,7 +36,7 @@ class Run:
     """The parts of one run, made from ``config``. Paths in it were resolved from ``base_dir``, the recipe's folder.
 
     Episodes are played by the env of ``spec``, or by ``generate``. ``receive`` takes the trainer's weights to the engine; ``None``:
-    it samples from the very same ones.
+    it samples from the very same ones, or, with ``serving``, servers get them.
     """
 
     config: Config
@@ -52,10 +53,16 @@ class Run:
     trainers: StartTrainer
     receive: Receive | None
     group_reward: GroupReward | None
+    serving: Serving | None
 
     @property
     def folder(self) -> Path:
-        return Path(self.config.output_dir) / self.config.name
+        return self.config.folder
+
+    async def connect(self) -> None:
+        """Before anything is sampled: servers, if they do it, come up, get the weights, and agree with the trainer."""
+        if self.serving is not None:
+            await self.serving.connect(self.store)
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -73,7 +80,7 @@ class Run:
         single = rollout.max_turns == 1 and self.generate is None and rollout.over_sampling == 1
         one_batch = single and not config.train.max_staleness
         in_waves = config.deterministic or one_batch  # unless nobody waits for the last
-        own: Engine = Waves(self.engine) if in_waves else self.engine
+        own: Engine = Waves(self.engine) if in_waves and isinstance(self.engine, WaveEngine) else self.engine
         parts = (engine or own, self.model.renderer, store or self.store, config.rollout, config.seed)
         group_reward = self.group_reward if group_size is None else None
         if self.spec is None:
@@ -107,13 +114,13 @@ def build(config: Config, base_dir: Path | None = None, ranks: Ranks | None = No
     tasks, held_out = tasks.measured(length), held_out and held_out.measured(length)
     keep_kv = config.rollout.max_turns > 1 or generate is not None
     place = _on_cluster if config.cluster.on else _here
-    engine, trainers, receive = place(config, base_dir, ranks, model, keep_kv)
+    engine, trainers, receive, serving = place(config, base_dir, ranks, model, keep_kv)
     played = (config, base_dir, spec, generate, tasks, held_out, model, store, engine, history_policy, filters)
-    return Run(*played, trainers, receive, group_reward)
+    return Run(*played, trainers, receive, group_reward, serving)
 
 
 def _sampled(config: Config, ranks: Ranks) -> Model:
-    """The model that the engine samples from: on a cluster it has it, and here are only its shapes."""
+    """The model that is sampled from, or whose weights servers get: on a cluster engines have it, and here are only its shapes."""
     if _shared(config, ranks):
         return config.model
     device = "meta" if config.cluster.on else config.model.device
@@ -121,21 +128,26 @@ def _sampled(config: Config, ranks: Ranks) -> Model:
 
 
 def _shared(config: Config, ranks: Ranks) -> bool:
-    """Whether the engine samples from the very weights that are trained."""
-    return ranks.size == 1 and not config.train.max_staleness and not config.cluster.on
+    """Whether the engine, which may be servers with weights of their own, gets by with the very weights that are trained."""
+    samples_meanwhile = config.train.max_staleness > 0 and config.engine == "embedded"
+    return ranks.size == 1 and not samples_meanwhile and not config.cluster.on
 
 
-Placed = tuple[RunEngine, StartTrainer, Receive | None]
+Placed = tuple[RunEngine, StartTrainer, Receive | None, Serving | None]
 
 
 def _here(config: Config, base_dir: Path | None, ranks: Ranks, model: LoadedModel, keep_kv: bool) -> Placed:
-    """Engine and trainer in this process, which may be one of several that ``torchrun`` started."""
+    """The trainer in this process, which may be one of several that ``torchrun`` started, and the engine too unless it is servers."""
     trainers = Trainers.of(config, base_dir, ranks, model if _shared(config, ranks) else None)
     if config.train.gradient_checkpointing:
         model.policy.enable_gradient_checkpointing()
+    receive = None if trainers.policy is model.policy else model.policy.load_weights
+    if config.engine == "sglang":
+        serving = Serving.of(config, model)
+        return serving.engine, trainers, receive, serving
     record_routes = config.train.replay_routing
     engine = TransformersEngine(model.policy, model.renderer, keep_kv=keep_kv, record_routes=record_routes)
-    return engine, trainers, None if trainers.policy is model.policy else model.policy.load_weights
+    return engine, trainers, receive, None
 
 
 def _on_cluster(config: Config, base_dir: Path | None, ranks: Ranks, model: LoadedModel, keep_kv: bool) -> Placed:
@@ -150,7 +162,7 @@ def _on_cluster(config: Config, base_dir: Path | None, ranks: Ranks, model: Load
         raise ValueError("cluster needs Ray: pip install 'vlmrl[ray]'") from error
     cluster = RayCluster(config, base_dir, keep_kv)
     engine = RemoteEngine(cluster, config)
-    return engine, RemoteTrainers(cluster), engine.receive
+    return engine, RemoteTrainers(cluster), engine.receive, None
 
 
 def _check_algo(algo: Algo) -> None:

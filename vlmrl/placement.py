@@ -36,7 +36,8 @@ class Sizes:
 class Plan:
     """A run's processes, the dtype they compute in, and their memory by part, in bytes.
 
-    ``ranks`` are the trainer's. ``engine`` holds no weights where it samples from the trainer's own.
+    ``ranks`` are the trainer's. ``engine`` holds no weights where it samples from the trainer's own, and is
+    empty where servers sample, whose memory is their own affair.
     """
 
     model: str
@@ -54,8 +55,9 @@ class Plan:
         device = torch.device("cuda" if cluster.gpus else "cpu") if cluster.on else pick_device(config.model.device)
         dtype = pick_dtype(config.model.dtype, device)
         ranks = cluster.num_ranks if cluster.on else ranks
-        engine = _cache(config, sizes, dtype)
-        if cluster.on or ranks > 1 or config.train.max_staleness:
+        embedded = config.engine == "embedded"
+        engine = _cache(config, sizes, dtype) if embedded else {}
+        if cluster.on or ranks > 1 or (config.train.max_staleness and embedded):
             engine = {"weights": dtype.itemsize * sizes.parameters, **engine}
         trainer = _trainer(config, sizes, ranks, dtype)
         return cls(config.model.path, _where(config, device, ranks), ranks, dtype, sizes, trainer, engine)
@@ -64,14 +66,12 @@ class Plan:
         parameters, trained = self.sizes.parameters / 1e6, self.sizes.trained / 1e6
         dtype = str(self.dtype).removeprefix("torch.")
         each = "a trainer rank" if self.ranks > 1 else "trainer"
-        return "\n".join(
-            [
-                f"model     {self.model}, {parameters:.1f} M parameters, of which {trained:.1f} M are trained; {dtype}",
-                f"placement {self.where}",
-                f"memory    {each}: {_told(self.trainer)}, beside activations",
-                f"          engine: {_told(self.engine)}",
-            ]
-        )
+        lines = [
+            f"model     {self.model}, {parameters:.1f} M parameters, of which {trained:.1f} M are trained; {dtype}",
+            f"placement {self.where}",
+            f"memory    {each}: {_told(self.trainer)}, beside activations",
+        ]
+        return "\n".join(lines + ([f"          engine: {_told(self.engine)}"] if self.engine else []))
 
 
 def plan(config: Config, base_dir: Path | None, ranks: Ranks) -> Plan:
@@ -82,8 +82,9 @@ def plan(config: Config, base_dir: Path | None, ranks: Ranks) -> Plan:
 def _where(config: Config, device: torch.device, ranks: int) -> str:
     cluster = config.cluster
     if not cluster.on:
+        beside = "the engine" if config.engine == "embedded" else "a copy of the weights for servers"
         return (
-            f"one program on {ranks} ranks (FSDP2), the engine beside rank 0"
+            f"one program on {ranks} ranks (FSDP2), {beside} beside rank 0"
             if ranks > 1
             else f"one process, on {device}"
         )

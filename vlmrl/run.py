@@ -88,6 +88,8 @@ def summary_of(run: parts.Run) -> str:
         f"trajectories; {config.algo.advantage} + {config.algo.loss}, lr {config.optim.lr:g}",
         f"output    {run.folder}",
     ]
+    if run.serving is not None:
+        lines.insert(-1, f"engine    {run.serving.plan()}")
     if config.train.share_prefixes and not policy.family.may_share:
         told = (
             f"not shared, though train.share_prefixes is set: {policy.config.model_type} does not allow it, {WHY_ALONE}"

@@ -139,6 +139,17 @@ def test_a_server_that_dies_in_the_midst_of_an_update_is_left_out_until_it_is_cu
     assert fakes[1].weights["w"].tolist() == [3, 4]
 
 
+def test_weights_that_no_server_could_take_wait_for_the_first_that_comes_back(fakes, sync_of):
+    sync = sync_of(fakes[0])
+    fakes[0].sick = True
+    asyncio.run(until(lambda: not sync.engine.servers.all[0].ready))
+    sent = asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
+    assert sent.failed == {} and fakes[0].weights["w"].tolist() == [1, 2]
+    fakes[0].sick = False
+    assert sampled(sync) == [1, 1, 1]
+    assert fakes[0].weights["w"].tolist() == [3, 4]
+
+
 def test_a_server_that_was_restarted_behind_our_back_gives_no_stale_answer(fakes, sync_of):
     sync = sync_of(fakes[0])
     fakes[0].version, fakes[0].weights = "default", {"w": torch.zeros(2)}
@@ -174,7 +185,7 @@ def test_a_filled_server_shows_what_no_update_reaches(fakes, sync_of):
 
 
 def test_a_delivery_can_be_carried_out_in_another_process(fakes):
-    delivery = Delivery((Target(fakes[0].url, dtype=BF16),), "tensor", "far.0", "far", 2**20, 5.0)
+    delivery = Delivery((Target(fakes[0].url),), "tensor", "far.0", "far", 2**20, 5.0, BF16)
     sent = pickle.loads(pickle.dumps(delivery))(iter([("w", torch.tensor([1.001, 2.0]))]))
     assert sent.bytes == 4
     assert fakes[0].weights["w"].tolist() == [1.0, 2.0]

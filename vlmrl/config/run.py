@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from vlmrl.config.data import Data, Part, check_held_out, check_player
 from vlmrl.config.fields import Code, Options, positive, require
 from vlmrl.config.model import Model
-from vlmrl.config.rollout import Rollout
+from vlmrl.config.rollout import Rollout, SGLang
 from vlmrl.config.training import Algo, Checkpoint, Eval, Optim, Train, WarmStart
 
 
@@ -45,6 +46,17 @@ def _check_asynchronous(config: Config) -> None:
         raise ValueError(
             "cluster.colocate must be False with train.max_staleness above 0: engines sample while the trainer trains, so they "
             "cannot take turns on one GPU."
+        )
+
+
+def _check_servers(config: Config) -> None:
+    """What does not go together with servers of SGLang."""
+    if config.deterministic:
+        raise ValueError("deterministic needs engine embedded: what an SGLang server samples, no run repeats.")
+    if config.cluster.on:
+        raise ValueError(
+            "cluster places embedded engines only: with engine sglang leave cluster unset and start several trainer ranks by "
+            "torchrun, with servers on GPUs of their own (sglang.first_gpu) or on other machines (sglang.urls)."
         )
 
 
@@ -126,6 +138,9 @@ class Config:
     mixture: dict[str, Part] = field(default_factory=dict)
     """Several datasets in one run, by name, instead of `data`: each with its weight and, if it has one, an env of its own."""
     rollout: Rollout = field(default_factory=Rollout)
+    engine: Literal["embedded", "sglang"] = "embedded"
+    """What samples the replies: the model in this process, or SGLang servers (`pip install 'vlmrl[sglang]'`)."""
+    sglang: SGLang = field(default_factory=SGLang)
     algo: Algo = field(default_factory=Algo)
     optim: Optim = field(default_factory=Optim)
     train: Train = field(default_factory=Train)
@@ -141,6 +156,11 @@ class Config:
     """Write the trained weights to the run's folder, in Hugging Face form."""
 
     @property
+    def folder(self) -> Path:
+        """Where the run leaves everything."""
+        return Path(self.output_dir) / self.name
+
+    @property
     def models_dir(self) -> Path:
         """Where models that are built on the spot are kept."""
         return Path(self.output_dir) / ".models"
@@ -153,6 +173,8 @@ class Config:
         _check_samples(self.algo, self.rollout)
         if self.train.max_staleness:
             _check_asynchronous(self)
+        if self.engine == "sglang":
+            _check_servers(self)
         parts: list[Config | Part] = [self, *self.mixture.values()]
         plays = any(part.env is not None or part.reward is not None for part in parts)
         if self.rollout.generate is not None and plays:

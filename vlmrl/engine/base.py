@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from vlmrl.types import Completion, MediaItem
 
@@ -82,13 +82,14 @@ async def paused(engine: Engine) -> AsyncIterator[None]:
         await engine.resume()
 
 
+@runtime_checkable
 class WaveEngine(Engine, Protocol):
     """An engine that can also sample many requests as one batch, whose make-up is then the caller's."""
 
     async def generate_wave(self, requests: Sequence[Request]) -> list[Completion]: ...
 
 
-class RunEngine(WaveEngine, Protocol):
+class RunEngine(Engine, Protocol):
     """What a run asks of its engine beside the episodes. ``images_encoded`` counts the pictures that went through the model."""
 
     @property

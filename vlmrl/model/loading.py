@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
 from vlmrl import tiny
 from vlmrl.config import Model
@@ -33,12 +34,16 @@ TEMPLATES = Path(__file__).parent.parent / "templates"
 
 @dataclass(frozen=True)
 class Reader:
-    """How a model reads: its tokenizer and chat template, its picture processor (``None`` for a text model); no weights."""
+    """How a model reads: its tokenizer and chat template, its picture processor (``None`` for a text model); no weights.
+
+    ``path`` is where it came from: a folder, or a hub name.
+    """
 
     renderer: Renderer
     tokenizer: Any
     image_processor: Any
     max_image_pixels: int | None
+    path: str
 
     def new_store(self, blank_images: bool = False) -> MediaStore | None:
         if self.image_processor is None:
@@ -66,6 +71,15 @@ class LoadedModel(Reader):
         self.tokenizer.save_pretrained(folder)
         if self.image_processor is not None:
             self.image_processor.save_pretrained(folder)
+
+
+def as_saved(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights under the names and in the form that checkpoints have, and servers expect: not every ``model``'s own are the same.
+
+    Qwen2.5-VL's ``model.visual.patch_embed.proj.weight`` is ``visual.patch_embed.proj.weight`` in its checkpoints.
+    """
+    for name, weight in weights:
+        yield from revert_weight_conversion(model, {name: weight}).items()
 
 
 def load_model(config: Model, base_dir: Path | None, cache_dir: Path, seed: int) -> LoadedModel:
@@ -116,7 +130,7 @@ def load_reader(config: Model, base_dir: Path | None, cache_dir: Path) -> Reader
         stop_ids=_stop_ids(path),
     )
     image_processor = AutoImageProcessor.from_pretrained(path) if vision else None
-    return Reader(renderer, tokenizer, image_processor, config.max_image_pixels)
+    return Reader(renderer, tokenizer, image_processor, config.max_image_pixels, path)
 
 
 def _found(path: str, base_dir: Path | None, cache_dir: Path) -> str:

@@ -47,11 +47,10 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Target:
-    """One server: its address, its tensor parallel size, the dtype it computes in, and its kind of device."""
+    """One server: its address, its tensor parallel size, and its kind of device."""
 
     url: str
     tp: int = 1
-    dtype: torch.dtype | None = None
     device: str = "cpu"
 
 
@@ -115,8 +114,9 @@ _kept: dict[str, list[Bucket]] = {}  # by run: the last weights this process sen
 
 @dataclass(frozen=True)
 class Delivery:
-    """Sends weights to all ``targets``, which know them by ``name`` from then on; called where the weights are.
+    """Sends weights to all ``targets``, which compute in ``dtype`` and know them by ``name`` from then on; called where they are.
 
+    With no targets, as when every server is down, the weights are only kept for one that comes back.
     ``run`` tells the deliveries of one run from those of another. ``folder`` is where the method disk writes. With ``again`` it sends
     the last weights that this process sent, and not those it is given; with ``fill``, this number in place of every one of theirs.
     """
@@ -127,6 +127,7 @@ class Delivery:
     run: str
     bucket_bytes: int
     timeout: float
+    dtype: torch.dtype | None = None
     folder: Path | None = None
     again: bool = False
     fill: float | None = None
@@ -155,7 +156,7 @@ class Delivery:
         return self.folder / self.name
 
     def _pack(self, weights: NamedWeights) -> Iterator[Bucket]:
-        for bucket in buckets(weights, self.bucket_bytes, self.targets[0].dtype):
+        for bucket in buckets(weights, self.bucket_bytes, self.dtype):
             if self.fill is not None:
                 bucket.flat.fill_(self.fill)
             yield bucket
@@ -168,10 +169,12 @@ class _Shipment:
         self.failed: dict[str, Exception] = {}
         self._delivery = delivery
         self._carriers = {target.url: CARRIERS[delivery.method](delivery, target) for target in delivery.targets}
-        self._threads = ThreadPoolExecutor(len(self._carriers), "vlmrl-weights")
+        self._threads = ThreadPoolExecutor(max(1, len(self._carriers)), "vlmrl-weights")
         self._number = 0
 
     def send(self, bucket: Bucket, last: bool) -> None:
+        if not self._carriers:
+            return
         if self._delivery.method == "disk":
             self._write(bucket)
         elif self._delivery.targets[0].device == "cuda":

@@ -110,7 +110,7 @@ class WeightSync:
         servers, began = self.engine.servers, time.perf_counter()
         async with servers.changing:
             name, old = f"{self._run}.adapter{next(self._numbers)}", self.engine.adapter
-            values = await self._thread.run(_values, weights, _target(servers.all[0]).dtype)
+            values = await self._thread.run(_values, weights, _dtype(servers.all[0]))
             self.engine.versions[name] = policy_version
             self._adapter = {"lora_name": name, "config_dict": settings, "serialized_named_tensors": [values]}
             await asyncio.gather(*(self._load(server, self._adapter) for server in servers.ready))
@@ -152,6 +152,7 @@ class WeightSync:
             run=self._run,
             bucket_bytes=self._config.bucket_mb * 2**20,
             timeout=self._config.sync_timeout,
+            dtype=_dtype(self.engine.servers.all[0]),
             folder=self._folder,
             **how,
         )
@@ -186,8 +187,12 @@ class WeightSync:
 
 def _target(server: Server) -> Target:
     info = server.info
-    dtype = getattr(torch, str(info.get("dtype")), None)
-    return Target(server.url, info.get("tp_size", 1), dtype, info.get("device", "cpu"))
+    return Target(server.url, info.get("tp_size", 1), info.get("device", "cpu"))
+
+
+def _dtype(server: Server) -> torch.dtype | None:
+    """What it computes in."""
+    return getattr(torch, str(server.info.get("dtype")), None)
 
 
 def _values(weights: dict[str, torch.Tensor], dtype: torch.dtype | None) -> str:

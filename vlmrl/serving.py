@@ -1,0 +1,143 @@
+"""How a run samples from SGLang servers: the engine, the way weights get there, and the handshake before anything is played."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vlmrl.config import Config, Lora
+from vlmrl.engine.servers import Servers, planned
+from vlmrl.engine.sglang import SGLangEngine
+from vlmrl.handshake import Handshake, ask_about, shake_hands
+from vlmrl.media import MediaStore
+from vlmrl.model.adapters import named_weights
+from vlmrl.model.loading import LoadedModel, as_saved
+from vlmrl.model.policy import Policy
+from vlmrl.train.packing import collate
+from vlmrl.train.transports import Delivery, Sent
+from vlmrl.train.weight_sync import WeightSync
+from vlmrl.trainers import RunTrainer
+from vlmrl.types import Sample
+
+
+@dataclass
+class Serving:
+    """The servers of one run, and what is needed to keep them at the trainer's weights."""
+
+    config: Config
+    model: LoadedModel
+    engine: SGLangEngine
+    sync: WeightSync
+
+    @classmethod
+    def of(cls, config: Config, model: LoadedModel) -> Serving:
+        """Plans the servers, whose logs and weights go to the run's folder. Nothing is started yet."""
+        wanted = config.sglang
+        if not wanted.urls and wanted.python is None and importlib.util.find_spec("sglang") is None:
+            raise ValueError(
+                "engine sglang starts servers of SGLang, which is not installed: pip install 'vlmrl[sglang]', or name an interpreter "
+                "that has it (sglang.python), or servers that run already (sglang.urls)."
+            )
+        args: dict[str, Any] = {"dtype": str(model.policy.dtype).removeprefix("torch.")}
+        if config.model.random_weights:
+            args["load-format"] = "dummy"
+        if adapters_apart(config.model.lora):
+            args |= _lora_args(config.model.lora)
+        gpus = model.policy.device.type == "cuda"
+        folder = config.folder.absolute()
+        servers = Servers(wanted, planned(wanted, model.path, args, folder / "servers", gpus))
+        engine = SGLangEngine(servers, model.renderer, model.policy.banned_ids)
+        return cls(config, model, engine, WeightSync(engine, wanted, folder / "weights"))
+
+    async def connect(self, store: MediaStore | None) -> dict[str, Handshake]:
+        """Start or find the servers, give them the weights, and let them serve. Raises HandshakeError where they disagree with us."""
+        config = self.config
+        await self.engine.start()
+        self._check_room()
+
+        def score(samples: Sequence[Sample]) -> list[np.ndarray]:
+            return _score(self.model.policy, samples, config.rollout.temperature or 1.0)
+
+        hands: dict[str, Handshake] = {}
+        if config.sglang.check:
+            questions = await ask_about(self.model.renderer, store, config.rollout)
+            loaded_alike = not config.model.random_weights and self._same_folder()
+            hands = await shake_hands(self.sync, self._send, score, questions, loaded_alike=loaded_alike)
+        else:
+            await self.sync.first(self._send)
+        await self.engine.serve()
+        return hands
+
+    async def push(self, trainer: RunTrainer, policy_version: int) -> dict[str, float]:
+        """The weights that the model in this process has now for all servers, or the trainer's adapters where there are any.
+
+        Returns metrics of it, and of the servers.
+        """
+        lora = self.config.model.lora
+        if adapters_apart(lora):
+            settings = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "bias": "none"}
+            settings["target_modules"] = list(lora.targets)
+            await self.sync.push_adapter(dict(trainer.named_adapters()), settings, policy_version)
+        else:
+            await self.sync.push(self._send, policy_version)
+        return {
+            "weight_sync/bytes": float(self.sync.bytes),
+            "weight_sync/seconds": self.sync.seconds,
+            "engine/restarts": float(self.engine.servers.restarts),
+            "engine/retried": float(self.engine.retried),
+        }
+
+    def plan(self) -> str:
+        """One line: what serves, and how weights get there."""
+        wanted = self.config.sglang
+        how = "adapters" if adapters_apart(self.config.model.lora) else f"weights by {self.sync.method}"
+        if wanted.urls:
+            return f"SGLang at {', '.join(wanted.urls)}; {how}"
+        return f"{wanted.servers} SGLang server{'s' * (wanted.servers > 1)} of {wanted.tp} GPU, started here; {how}"
+
+    def _send(self, delivery: Delivery) -> Sent:
+        model = self.model.policy.model
+        return delivery(as_saved(model, named_weights(model)))
+
+    def _check_room(self) -> None:
+        for server in self.engine.servers.all:
+            room, wanted = server.info.get("max_req_input_len"), self.config.rollout.max_tokens
+            if room is not None and room < wanted:
+                raise ValueError(
+                    f"rollout.max_tokens must be at most what the server {server.url} can hold, {room} tokens, but it is {wanted}: "
+                    "lower it, or raise context-length or mem-fraction-static in sglang.args."
+                )
+
+    def _same_folder(self) -> bool:
+        return all(server.info.get("model_path") == self.model.path for server in self.engine.servers.all)
+
+
+def adapters_apart(lora: Lora) -> bool:
+    """Whether adapters are sent by themselves. SGLang has none for vision towers: then they are merged into the weights."""
+    return lora.rank > 0 and not lora.vision
+
+
+def _lora_args(lora: Lora) -> dict[str, Any]:
+    return {
+        "enable-lora": True,
+        "max-lora-rank": lora.rank,
+        "lora-target-modules": " ".join(lora.targets),
+        "max-loras-per-batch": 4,  # the current one, and earlier ones that interrupted requests still use
+        "max-loaded-loras": 8,
+    }
+
+
+@torch.no_grad()
+def _score(policy: Policy, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
+    """The logprobs of each sample's response, by the policy in this process."""
+    scores = []
+    for sample in samples:
+        batch = collate([sample], policy.image_token_id, policy.merge_size).to(policy.device)
+        logprobs = policy(batch, temperature).logprobs[0, len(sample.prompt_token_ids) : len(sample)]
+        scores.append(logprobs.float().cpu().numpy())
+    return scores
