@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def test_what_servers_cannot_do_is_refused(settings, message):
 
 
 def test_servers_to_start_need_sglang(qwen3_vl, tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))  # as of a folder
     with pytest.raises(ValueError, match=re.escape("pip install 'vlmrl[sglang]'")):
         parts.build(config_of(qwen3_vl, tmp_path))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ class Serving:
     def of(cls, config: Config, model: LoadedModel) -> Serving:
         """Plans the servers, whose logs and weights go to the run's folder. Nothing is started yet."""
         wanted = config.sglang
-        if not wanted.urls and wanted.python is None and importlib.util.find_spec("sglang") is None:
+        if not wanted.urls and wanted.python is None and not is_installed():
             raise ValueError(
                 "engine sglang starts servers of SGLang, which is not installed: pip install 'vlmrl[sglang]', or name an interpreter "
                 "that has it (sglang.python), or servers that run already (sglang.urls)."
@@ -60,16 +61,14 @@ class Serving:
         await self.engine.start()
         self._check_room()
 
-        def score(samples: Sequence[Sample]) -> list[np.ndarray]:
-            return _score(self.model.policy, samples, config.rollout.temperature or 1.0)
-
         hands: dict[str, Handshake] = {}
         if config.sglang.check:
             questions = await ask_about(self.model.renderer, store, config.rollout)
+            ours = partial(score, self.model.policy, temperature=config.rollout.temperature or 1.0)
             loaded_alike = not config.model.random_weights and self._same_folder()
-            hands = await shake_hands(self.sync, self._send, score, questions, loaded_alike=loaded_alike)
+            hands = await shake_hands(self.sync, self.send, ours, questions, loaded_alike=loaded_alike)
         else:
-            await self.sync.first(self._send)
+            await self.sync.first(self.send)
         await self.engine.serve()
         return hands
 
@@ -84,7 +83,7 @@ class Serving:
             settings["target_modules"] = list(lora.targets)
             await self.sync.push_adapter(dict(trainer.named_adapters()), settings, policy_version)
         else:
-            await self.sync.push(self._send, policy_version)
+            await self.sync.push(self.send, policy_version)
         return {
             "weight_sync/bytes": float(self.sync.bytes),
             "weight_sync/seconds": self.sync.seconds,
@@ -100,7 +99,8 @@ class Serving:
             return f"SGLang at {', '.join(wanted.urls)}; {how}"
         return f"{wanted.servers} SGLang server{'s' * (wanted.servers > 1)} of {wanted.tp} GPU, started here; {how}"
 
-    def _send(self, delivery: Delivery) -> Sent:
+    def send(self, delivery: Delivery) -> Sent:
+        """Carry out a delivery of the weights that the model in this process has now."""
         model = self.model.policy.model
         return delivery(as_saved(model, named_weights(model)))
 
@@ -115,6 +115,12 @@ class Serving:
 
     def _same_folder(self) -> bool:
         return all(server.info.get("model_path") == self.model.path for server in self.engine.servers.all)
+
+
+def is_installed() -> bool:
+    """Whether SGLang can be imported here; a mere folder of that name is no package."""
+    spec = importlib.util.find_spec("sglang")
+    return spec is not None and spec.origin is not None
 
 
 def adapters_apart(lora: Lora) -> bool:
@@ -133,7 +139,7 @@ def _lora_args(lora: Lora) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _score(policy: Policy, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
+def score(policy: Policy, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
     """The logprobs of each sample's response, by the policy in this process."""
     scores = []
     for sample in samples:

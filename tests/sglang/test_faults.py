@@ -8,43 +8,41 @@ import signal
 from dataclasses import replace
 
 import pytest
-from test_real_server import GAP, change, episodes, gap
-
-from vlmrl.engine.base import paused
+from real_servers import versions
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
-def test_rollouts_outlive_their_server(qwen3_run, monkeypatch, blow):
-    run = qwen3_run
-    monkeypatch.setattr(run.engine.servers, "config", replace(run.config.sglang, health_timeout=15.0))
-    servers, server = run.engine.servers, run.engine.servers.all[0]
-    change(run, seed=int(blow))
-    version = run.engine.policy_version + 1
-
-    async def push():
-        async with paused(run.engine):
-            await run.serving.sync.push(run.serving._send, version)
-            run.engine.weights_changed(version)
-
-    asyncio.run(push())
-    sums = asyncio.run(run.serving.sync.checksums())
-    restarts = servers.restarts
-
-    async def play():
-        task = asyncio.create_task(strike())
-        played = await asyncio.to_thread(episodes, run, f"struck-by-{blow.name}", 8)
-        await task
-        return played
+def test_rollouts_outlive_their_server(qwen3, monkeypatch, blow):
+    servers = qwen3.run.engine.servers
+    monkeypatch.setattr(servers, "config", replace(qwen3.run.config.sglang, health_timeout=15.0))
+    qwen3.change(seed=int(blow))
+    asyncio.run(qwen3.push())
+    sums, restarts = qwen3.checksums(), servers.restarts
 
     async def strike():
-        before = server.launch.log.read_text().count("POST /generate")
-        while server.launch.log.read_text().count("POST /generate") < before + 4:
+        before = qwen3.requests()
+        while qwen3.requests() < before + 4:
             await asyncio.sleep(0.02)
-        os.killpg(server._process.pid, blow)
+        os.killpg(qwen3.server.process_group, blow)
+
+    async def play():
+        struck = asyncio.create_task(strike())
+        played = await asyncio.to_thread(qwen3.episodes, f"struck-by-{blow.name}", 8)
+        await struck
+        return played
 
     played = asyncio.run(play())
     assert servers.restarts == restarts + 1
     assert len(played) == 32
-    assert {v for t in played for turn in t.turns for v in turn.policy_versions} == {version}
-    assert gap(run, played) < GAP
-    assert asyncio.run(run.serving.sync.checksums()) == sums
+    assert versions(played) == {qwen3.version}
+    assert qwen3.gap(played) < qwen3.tolerance
+    assert qwen3.checksums() == sums
+
+
+def test_weights_that_came_while_the_server_was_dead_are_those_it_serves(qwen3):
+    qwen3.change(seed=3)
+    os.killpg(qwen3.server.process_group, signal.SIGKILL)
+    asyncio.run(qwen3.push())
+    played = qwen3.episodes("reborn")
+    assert versions(played) == {qwen3.version}
+    assert qwen3.gap(played) < qwen3.tolerance

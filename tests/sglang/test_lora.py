@@ -3,81 +3,88 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, replace
 
 import numpy as np
+import pytest
 import torch
-from test_real_server import GAP, episodes, gap, question, row_of, until, weights_of
+from real_servers import Served, config_of, served, versions
 
+from vlmrl.config import Lora
 from vlmrl.engine.base import paused
 from vlmrl.model.adapters import adapters_off, named_adapters
-from vlmrl.serving import _score
 
 
+@pytest.fixture(scope="module")
+def adapted(qwen2_5_vl, tmp_path_factory):
+    """A tiny Qwen2.5-VL that is trained by adapters."""
+    config = config_of(qwen2_5_vl, tmp_path_factory.mktemp("adapted"))
+    args = config.sglang.args | {"lora-backend": "torch_native"}
+    model = replace(config.model, lora=Lora(rank=4, alpha=8))
+    yield from served(replace(config, model=model, sglang=replace(config.sglang, args=args)))
+
+
+@dataclass
 class Adapters:
     """As much of a trainer as a push of adapters asks for."""
 
-    def __init__(self, run):
-        self.run = run
+    run: object
 
     def named_adapters(self):
         return named_adapters(self.run.model.policy.model)
 
 
-def train(run, seed):
+def train(adapted: Served, seed: int) -> None:
     """What training would do: other adapters."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, weight in run.model.policy.model.named_parameters():
+        for name, weight in adapted.run.model.policy.model.named_parameters():
             if "lora_B" in name:
                 weight.copy_(0.2 * torch.randn(weight.shape, generator=generator))
 
 
-async def push(run, version):
-    await run.serving.push(Adapters(run), version)
-    run.engine.weights_changed(version)
+async def push(adapted: Served) -> dict[str, float]:
+    version = adapted.version + 1
+    async with paused(adapted.run.engine):
+        metrics = await adapted.run.serving.push(Adapters(adapted.run), version)
+        adapted.run.engine.weights_changed(version)
+    return metrics
 
 
-def test_adapters_are_sent_by_themselves_and_sampled_with(lora_run):
-    run = lora_run
-    for version in (1, 2):
-        train(run, seed=version)
-        asyncio.run(push(run, version))
-        played = episodes(run, f"lora{version}")
-        assert {v for t in played for turn in t.turns for v in turn.policy_versions} == {version}
-        assert gap(run, played) < GAP
-        with adapters_off(run.model.policy.model):
-            assert gap(run, played) > 3 * GAP  # so they are seen
-    sizes = [weight.numel() for _, weight in named_adapters(run.model.policy.model)]
-    assert run.serving.sync.bytes < 2 * 2 * sum(sizes) + 50_000  # bfloat16, and the pickle's own
+def test_adapters_are_sent_by_themselves_and_sampled_with(adapted):
+    for seed in (1, 2):
+        train(adapted, seed)
+        metrics = asyncio.run(push(adapted))
+        played = adapted.episodes(f"lora{seed}")
+        assert versions(played) == {adapted.version}
+        assert adapted.gap(played) < adapted.tolerance
+        with adapters_off(adapted.run.model.policy.model):
+            assert adapted.gap(played) > 3 * adapted.tolerance  # so they are seen
+    size = sum(weight.numel() for _, weight in named_adapters(adapted.run.model.policy.model))
+    assert metrics["weight_sync/bytes"] < 2 * 2 * size + 50_000  # bfloat16, and the pickle's own
 
 
-def test_an_interrupted_reply_keeps_the_adapter_it_began_with(lora_run):
-    run = lora_run
-    version, old = run.engine.policy_version, weights_of(run)
-    request = question(run, "interrupted", 300)
+def test_an_interrupted_reply_keeps_the_adapter_it_began_with(adapted):
+    version, old, request = adapted.version, adapted.weights(), adapted.question("interrupted", 300)
 
     async def interrupt():
-        asked = asyncio.create_task(run.engine.generate(request))
-        await until(run, lambda told: told["num_used_tokens"] > 60)
-        async with paused(run.engine):
-            train(run, seed=9)
-            await push(run, version + 1)
+        asked = asyncio.create_task(adapted.run.engine.generate(request))
+        await adapted.until(lambda told: told["num_used_tokens"] > 60)
+        train(adapted, seed=9)
+        await push(adapted)
         return await asked
 
     completion = asyncio.run(interrupt())
     assert set(completion.policy_versions) == {version}
-    run.model.policy.model.load_state_dict(old, strict=False)
-    [scores] = _score(run.model.policy, [row_of(run, request, completion)], 1.0)
-    assert np.abs(scores - completion.logprobs).max() < GAP
+    adapted.set_weights(old)
+    [scores] = adapted.scores([adapted.row_of(request, completion)])
+    assert np.abs(scores - completion.logprobs).max() < adapted.tolerance
 
 
-def test_a_restarted_server_has_the_adapter_again(lora_run):
-    run = lora_run
-    train(run, seed=5)
-    version = run.engine.policy_version + 1
-    asyncio.run(push(run, version))
-    server = run.engine.servers.all[0]
-    server._process.kill()
-    played = episodes(run, "restarted")
-    assert {v for t in played for turn in t.turns for v in turn.policy_versions} == {version}
-    assert gap(run, played) < GAP
+def test_a_restarted_server_has_the_adapter_again(adapted):
+    train(adapted, seed=5)
+    asyncio.run(push(adapted))
+    adapted.server._process.kill()
+    played = adapted.episodes("restarted")
+    assert versions(played) == {adapted.version}
+    assert adapted.gap(played) < adapted.tolerance

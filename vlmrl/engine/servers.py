@@ -100,6 +100,12 @@ class Server:
         return self.launch is None or (self._process is not None and self._process.poll() is None)
 
     @property
+    def process_group(self) -> int:
+        """Of its process, and of all that this one starts."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def rest(self) -> float:
         """Seconds until it may be asked again after its last failure."""
         return max(0.0, self._resting_until - time.monotonic())

@@ -1,0 +1,187 @@
+"""A run with a real SGLang server on the CPU, and what tests do with it: play, change weights, compare logprobs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rollout_fixtures import COLORS, picture
+
+from vlmrl import parts
+from vlmrl.config import Config, Data, Model, Rollout, SGLang, Train
+from vlmrl.engine.base import Request, SamplingParams, paused
+from vlmrl.engine.servers import Server
+from vlmrl.env import Env, obs
+from vlmrl.handshake import Handshake
+from vlmrl.renderer import expand
+from vlmrl.samples import audit, concat
+from vlmrl.serving import score
+from vlmrl.types import Completion, Sample, Trajectory
+
+GAPS = {"bfloat16": 0.03, "float32": 1e-3}  # nats, that server and trainer may differ by
+SHIM = Path(__file__).parent / "shim"
+
+
+class Peek(Env):
+    """Shows a picture at each of three turns, whatever is said."""
+
+    def step(self, response_text: str):
+        color = COLORS[(self.task.seed + self.turn) % len(COLORS)]
+        shown = picture(color, (96 + 32 * self.turn, 64))
+        return obs("Look:", images=[shown]), self.turn == 2, {"reward": float(len(response_text) % 2)}
+
+    def finish(self, ending: str) -> float:
+        return 0.0
+
+
+def a_row(index: int, seed: int) -> dict[str, Any]:
+    return {"prompt": "<image>What color?", "images": [picture("red" if index % 2 else "blue", (64, 64))]}
+
+
+def config_of(model: Path, folder: Path, dtype: str = "bfloat16", **sglang: Any) -> Config:
+    settings = {"args": {"max-total-tokens": 16384, "skip-server-warmup": True}, "env": {"PYTHONPATH": str(SHIM)}}
+    quick = {"health_every": 2.0, "health_timeout": 60.0, "start_timeout": 300.0}
+    return Config(
+        name=model.name,
+        output_dir=str(folder),
+        model=Model(path=str(model), device="cpu", dtype=dtype),  # type: ignore[arg-type]
+        data=Data(generator=a_row, size=8),
+        env=Peek,
+        rollout=Rollout(group_size=4, max_turns=3, max_tokens=512, max_reply_tokens=100, stop=("e", "o", "<")),
+        engine="sglang",
+        sglang=SGLang(**(settings | quick | sglang)),
+        train=Train(steps=2, groups_per_batch=2),
+    )
+
+
+@dataclass
+class Served:
+    """A run whose only server serves; ``first`` are the weights it began with."""
+
+    run: parts.Run
+    hands: dict[str, Handshake]
+    first: dict[str, torch.Tensor]
+
+    @property
+    def server(self) -> Server:
+        return self.run.engine.servers.all[0]
+
+    @property
+    def sync(self):
+        return self.run.serving.sync
+
+    @property
+    def version(self) -> int:
+        return self.run.engine.policy_version
+
+    @property
+    def tolerance(self) -> float:
+        return GAPS[self.run.config.model.dtype]
+
+    def episodes(self, label: str, groups: int = 2) -> list[Trajectory]:
+        """So many groups, played and audited."""
+        run = self.run
+        rollouts = asyncio.run(run.runner().play((run.tasks[i] for i in range(groups)), groups, label))
+        rows = [sample for trajectory in rollouts.trajectories for sample in concat(trajectory)]
+        ids = {"image_token_id": run.model.policy.image_token_id, "banned_ids": run.model.policy.banned_ids}
+        audit(rows, rollouts.trajectories, **ids)
+        return rollouts.trajectories
+
+    def gap(self, played: Sequence[Trajectory]) -> float:
+        """The largest difference between the server's logprobs and the trainer's."""
+        rows = [sample for trajectory in played for sample in concat(trajectory)]
+        told = zip(self.scores(rows), rows, strict=True)
+        return max(np.abs(ours - row.rollout_logprobs)[np.array(row.loss_mask, bool)].max() for ours, row in told)
+
+    def scores(self, rows: Sequence[Sample]) -> list[np.ndarray]:
+        return score(self.run.model.policy, rows, 1.0)
+
+    def change(self, seed: int) -> None:
+        """What training would do, and more: other weights in all parts of the model."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, weight in self.run.model.policy.model.named_parameters():
+                noise = 1 + 0.3 * torch.randn(weight.shape, generator=generator)
+                weight.copy_(self.first[name] * noise.to(weight.dtype))
+
+    async def push(self) -> None:
+        """The weights as they are now, as the next policy version."""
+        version = self.version + 1
+        async with paused(self.run.engine):
+            await self.sync.push(self.run.serving.send, version)
+            self.run.engine.weights_changed(version)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return copied(self.run)
+
+    def set_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        self.run.model.policy.load_weights(weights.items())
+
+    def checksums(self) -> dict[str, str]:
+        [sums] = asyncio.run(self.sync.checksums()).values()
+        return sums
+
+    async def until(self, true: Callable[[dict[str, Any]], bool]) -> None:
+        """Wait for the server's load to be as asked."""
+        async with asyncio.timeout(60):
+            while True:
+                told = await self.run.engine.thread.run(self.run.engine.servers.call(self.server, "/v1/loads"))
+                if true(told["loads"][0]):
+                    return
+                await asyncio.sleep(0.1)
+
+    def requests(self) -> int:
+        """That the server has answered so far."""
+        return self.server.launch.log.read_text().count("POST /generate")
+
+    def question(self, name: str, tokens: int) -> Request:
+        """About a picture, whatever the answer."""
+        rendered = self.run.model.renderer.prompt(self.run.tasks[0].prompt)
+        media = [self.run.store.load(image) for image in rendered.images]
+        return Request(name, rendered.token_ids, media, SamplingParams(tokens))
+
+    def row_of(self, request: Request, completion: Completion) -> Sample:
+        size = len(completion.token_ids)
+        prompt = expand(request.prompt_ids, self.run.model.policy.image_token_id, request.media)
+        reply = (completion.token_ids, [1] * size, completion.logprobs, [0.0] * size, completion.policy_versions)
+        return Sample(prompt, *reply, "g", "t", True, completion.stop_reason, list(request.media))
+
+
+def served(config: Config) -> Iterator[Served]:
+    """For a fixture: starts the server, and sees to it that none of its processes is left at the end."""
+    run = parts.build(config)
+    try:
+        hands = asyncio.run(run.serving.connect(run.store))
+        yield Served(run, hands, copied(run))
+        group = run.engine.servers.all[0].process_group
+        assert processes_of(group)
+    finally:
+        run.engine.close()
+    assert processes_of(group) == []
+
+
+def copied(run: parts.Run) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in run.model.policy.model.named_parameters()}
+
+
+def versions(played: Sequence[Trajectory]) -> set[int]:
+    """The policy versions that were sampled from."""
+    return {version for trajectory in played for turn in trajectory.turns for version in turn.policy_versions}
+
+
+def processes_of(group: int) -> list[int]:
+    """The processes of a process group that still run."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            state, own = place.joinpath("stat").read_text().rpartition(")")[2].split()[:3:2]
+        except OSError:  # it ended meanwhile
+            continue
+        if int(own) == group and state != "Z":
+            found.append(int(place.name))
+    return found

@@ -1,0 +1,45 @@
+"""Whole runs on a server that they did not start: steps, a resumed run, and rollouts ahead of the trainer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from real_servers import Served
+
+from vlmrl.config import Algo, Checkpoint, Config, Optim, Train
+from vlmrl.metrics import read_rows
+from vlmrl.run import run_training
+
+
+def attached(family: Served, folder: Path, **settings: Any) -> Config:
+    config = family.run.config
+    sglang = replace(config.sglang, urls=(family.server.url,), args={}, env={})
+    return replace(config, output_dir=str(folder), sglang=sglang, optim=Optim(lr=3e-3), **settings)
+
+
+def rows_of(config: Config, resume: bool = False) -> list[dict[str, Any]]:
+    run_training(config, Path.cwd(), resume=resume)
+    return read_rows(config.folder / "metrics.jsonl")
+
+
+def test_a_run_samples_what_it_trains_also_when_it_was_resumed(qwen3, tmp_path):
+    config = attached(qwen3, tmp_path, checkpoint=Checkpoint(every=2))
+    rows = rows_of(config)
+    assert [row["step"] for row in rows] == [1, 2]
+    rows = rows_of(replace(config, train=Train(steps=4, groups_per_batch=2)), resume=True)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["failed"] for row in rows] == [0] * 4
+    assert max(row["rollout_gap/max"] for row in rows) < qwen3.tolerance
+    size = sum(weight.nbytes for weight in qwen3.first.values())
+    assert [row["weight_sync/bytes"] for row in rows] == [size] * 4
+
+
+def test_rollouts_go_on_while_the_trainer_trains(qwen3, tmp_path):
+    train = Train(steps=4, groups_per_batch=2, max_staleness=1)
+    rows = rows_of(attached(qwen3, tmp_path, train=train, algo=Algo(corrections=("token_truncation",))))
+    assert rows[0]["rollout_gap/max"] < qwen3.tolerance
+    assert max(row["staleness/max"] for row in rows) == 1
+    assert [row["failed"] for row in rows] == [0] * 4
+    assert all(row["weight_sync/bytes"] > 0 for row in rows)
