@@ -3,8 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# SGLang brings its own torch and transformers: an environment beside ours.
+SGLANG_VENV := .venv-sglang
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
 
-.PHONY: install quickstart test lint bench clean
+.PHONY: install quickstart test test-sglang lint bench clean
 
 install: $(STAMP)
 
@@ -20,6 +23,16 @@ quickstart: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+$(SGLANG_STAMP): pyproject.toml
+	@echo "Setting up $(SGLANG_VENV): SGLang and what it pins, about 10 GB."
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(SGLANG_VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar on --editable '.[sglang,dev]'
+	@touch $(SGLANG_STAMP)
+
+test-sglang: $(SGLANG_STAMP)
+	$(SGLANG_VENV)/bin/python -m pytest tests/sglang
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -41,4 +54,4 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/gpu_update.py --tiny
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

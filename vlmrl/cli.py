@@ -173,8 +173,9 @@ class _errors_in_one_line:  # noqa: N801
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         from vlmrl.cluster import ClusterError
+        from vlmrl.engine.base import EngineError
         from vlmrl.rollout.runner import RolloutError
 
-        if isinstance(error, ValueError | RolloutError | ClusterError | OSError):
+        if isinstance(error, ValueError | RolloutError | EngineError | ClusterError | OSError):
             print(f"vlmrl: {error}", file=sys.stderr)
             raise SystemExit(1) from error

@@ -41,6 +41,9 @@ class Handshake:
     seen: float
     unseen: float | None
 
+    def __str__(self) -> str:
+        return f"logprobs differ from the trainer's by {max(self.seen, self.unseen or 0.0):.2g} nats"
+
 
 @dataclass(frozen=True)
 class Question:

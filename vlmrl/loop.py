@@ -55,7 +55,8 @@ async def train(run: Run, log: RunLog, progress: RunProgress, checkpoint: Path |
     A ``checkpoint`` stands for all that went before it.
     """
     config, place = run.config, Place()
-    await run.connect()
+    for line in await run.connect():
+        progress.say(line)
     if checkpoint is None:
         if config.warm_start.steps:
             await warm_start(run, progress)

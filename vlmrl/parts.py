@@ -59,10 +59,10 @@ class Run:
     def folder(self) -> Path:
         return self.config.folder
 
-    async def connect(self) -> None:
-        """Before anything is sampled: servers, if they do it, come up, get the weights, and agree with the trainer."""
-        if self.serving is not None:
-            await self.serving.connect(self.store)
+    async def connect(self) -> list[str]:
+        """Before anything is sampled: servers, if they do it, come up, get the weights, and agree with the trainer; a line of each."""
+        hands = {} if self.serving is None else await self.serving.connect(self.store)
+        return [f"server    {url}: {hand}" for url, hand in hands.items()]
 
     @property
     def checkpoints(self) -> Checkpoints:

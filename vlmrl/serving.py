@@ -65,8 +65,8 @@ class Serving:
         if config.sglang.check:
             questions = await ask_about(self.model.renderer, store, config.rollout)
             ours = partial(score, self.model.policy, temperature=config.rollout.temperature or 1.0)
-            loaded_alike = not config.model.random_weights and self._same_folder()
-            hands = await shake_hands(self.sync, self.send, ours, questions, loaded_alike=loaded_alike)
+            alike = await self._loaded_alike()
+            hands = await shake_hands(self.sync, self.send, ours, questions, loaded_alike=alike)
         else:
             await self.sync.first(self.send)
         await self.engine.serve()
@@ -97,7 +97,8 @@ class Serving:
         how = "adapters" if adapters_apart(self.config.model.lora) else f"weights by {self.sync.method}"
         if wanted.urls:
             return f"SGLang at {', '.join(wanted.urls)}; {how}"
-        return f"{wanted.servers} SGLang server{'s' * (wanted.servers > 1)} of {wanted.tp} GPU, started here; {how}"
+        size = f" of {wanted.tp} GPUs" if wanted.tp > 1 else ""
+        return f"{wanted.servers} SGLang server{'s' * (wanted.servers > 1)}{size}, started here; {how}"
 
     def send(self, delivery: Delivery) -> Sent:
         """Carry out a delivery of the weights that the model in this process has now."""
@@ -113,8 +114,13 @@ class Serving:
                     "lower it, or raise context-length or mem-fraction-static in sglang.args."
                 )
 
-    def _same_folder(self) -> bool:
-        return all(server.info.get("model_path") == self.model.path for server in self.engine.servers.all)
+    async def _loaded_alike(self) -> bool:
+        """Whether all servers have the weights that they loaded from the trainer's own folder, and no earlier run's."""
+        if self.config.model.random_weights:
+            return False
+        servers = self.engine.servers
+        told = [await self.engine.thread.run(servers.call(server, "/model_info")) for server in servers.all]
+        return all((info["model_path"], info["weight_version"]) == (self.model.path, "default") for info in told)
 
 
 def is_installed() -> bool:

@@ -20,15 +20,22 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def qwen3(qwen3_vl, tmp_path_factory):
-    """A tiny Qwen3-VL in float32."""
-    yield from served(config_of(qwen3_vl, tmp_path_factory.mktemp("qwen3"), dtype="float32"))
+def both(qwen3_vl, qwen2_5_vl, tmp_path_factory):
+    """Two servers, started at once, since each keeps little more than one core busy while it starts."""
+    folder = tmp_path_factory.mktemp("both")
+    yield from served(config_of(qwen3_vl, folder, dtype="float32"), config_of(qwen2_5_vl, folder))
 
 
 @pytest.fixture(scope="session")
-def qwen2_5(qwen2_5_vl, tmp_path_factory):
+def qwen3(both):
+    """A tiny Qwen3-VL in float32."""
+    return both[0]
+
+
+@pytest.fixture(scope="session")
+def qwen2_5(both):
     """A tiny Qwen2.5-VL in bfloat16."""
-    yield from served(config_of(qwen2_5_vl, tmp_path_factory.mktemp("qwen2_5")))
+    return both[1]
 
 
 @pytest.fixture(params=["qwen3", "qwen2_5"])

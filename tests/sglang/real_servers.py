@@ -152,17 +152,22 @@ class Served:
         return Sample(prompt, *reply, "g", "t", True, completion.stop_reason, list(request.media))
 
 
-def served(config: Config) -> Iterator[Served]:
-    """For a fixture: starts the server, and sees to it that none of its processes is left at the end."""
-    run = parts.build(config)
+def served(*configs: Config) -> Iterator[list[Served]]:
+    """For a fixture: starts a server for each, and sees to it that none of their processes is left at the end."""
+    runs = [parts.build(config) for config in configs]
+
+    async def connect() -> list[dict[str, Handshake]]:
+        return await asyncio.gather(*(run.serving.connect(run.store) for run in runs))
+
     try:
-        hands = asyncio.run(run.serving.connect(run.store))
-        yield Served(run, hands, copied(run))
-        group = run.engine.servers.all[0].process_group
-        assert processes_of(group)
+        hands = asyncio.run(connect())
+        yield [Served(run, hand, copied(run)) for run, hand in zip(runs, hands, strict=True)]
+        groups = [run.engine.servers.all[0].process_group for run in runs]
+        assert all(map(processes_of, groups))
     finally:
-        run.engine.close()
-    assert processes_of(group) == []
+        for run in runs:
+            run.engine.close()
+    assert not any(map(processes_of, groups))
 
 
 def copied(run: parts.Run) -> dict[str, torch.Tensor]:

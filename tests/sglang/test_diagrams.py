@@ -39,7 +39,8 @@ def real_reader(shared, qwen3_vl, tmp_path_factory):
     torch.manual_seed(0)
     Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
     config = config_of(folder, tmp_path_factory.mktemp("real_reader"))
-    yield from served(replace(config, rollout=replace(config.rollout, max_tokens=8192)))
+    for [one] in served(replace(config, rollout=replace(config.rollout, max_tokens=8192))):
+        yield one
 
 
 def test_prompt_tokens_are_counted_alike_on_real_diagrams(real_reader, shared):

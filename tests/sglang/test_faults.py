@@ -5,10 +5,26 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from real_servers import versions
+from real_servers import processes_of, versions
+
+BEGIN = """
+import asyncio, sys
+from pathlib import Path
+from real_servers import config_of
+from vlmrl import parts
+
+run = parts.build(config_of(Path(sys.argv[1]), Path(sys.argv[2])))
+asyncio.run(run.engine.start())
+print(run.engine.servers.all[0].process_group, flush=True)
+asyncio.run(asyncio.sleep(600))
+"""
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
@@ -46,3 +62,17 @@ def test_weights_that_came_while_the_server_was_dead_are_those_it_serves(qwen3):
     played = qwen3.episodes("reborn")
     assert versions(played) == {qwen3.version}
     assert qwen3.gap(played) < qwen3.tolerance
+
+
+def test_a_run_that_is_killed_leaves_no_server(qwen3_vl, tmp_path):
+    here = Path(__file__).parent
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(here), str(here.parent), str(here.parents[1])])}
+    command = [sys.executable, "-c", BEGIN, str(qwen3_vl), str(tmp_path)]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as driver:
+        group = int(driver.stdout.readline())
+        assert len(processes_of(group)) > 1
+        driver.kill()
+    end = time.monotonic() + 30
+    while processes_of(group) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert processes_of(group) == []

@@ -21,7 +21,8 @@ def adapted(qwen2_5_vl, tmp_path_factory):
     config = config_of(qwen2_5_vl, tmp_path_factory.mktemp("adapted"))
     args = config.sglang.args | {"lora-backend": "torch_native"}
     model = replace(config.model, lora=Lora(rank=4, alpha=8))
-    yield from served(replace(config, model=model, sglang=replace(config.sglang, args=args)))
+    for [one] in served(replace(config, model=model, sglang=replace(config.sglang, args=args))):
+        yield one
 
 
 @dataclass
