@@ -206,10 +206,15 @@ def turns(bench: Bench, settings: Settings, number: int = 16) -> None:
 
 def growth(bench: Bench, settings: Settings) -> None:
     numbers = (2, 4, 8, 16, 32)
-    samples = [rows_of(bench, settings, number, 1, step_wise) for number in numbers]
-    shared = bench.run({str(len(rows)): Variant(rows, True, BUDGET) for rows in samples}, settings.repetitions)
-    short = {str(len(rows)): unshared(rows, (2,)).popitem()[1] for rows in samples if len(rows) <= UNSHARED_TURNS}
-    costs = {"shared": shared, "unshared": bench.run(short, 1)}
+    rows, whole = ([rows_of(bench, settings, number, 1, form) for number in numbers] for form in (step_wise, concat))
+    shared = {str(number): Variant(each, True, BUDGET) for number, each in zip(numbers, rows, strict=True)}
+    joined = {str(number): Variant(each, True, BUDGET) for number, each in zip(numbers, whole, strict=True)}
+    short = {str(len(each)): unshared(each, (2,)).popitem()[1] for each in rows if len(each) <= UNSHARED_TURNS}
+    costs = {
+        "step-wise, shared": bench.run(shared, settings.repetitions),
+        "concat": bench.run(joined, settings.repetitions),
+        "step-wise, unshared": bench.run(short, 1),
+    }
     print("| turns | " + " | ".join(map(str, numbers)) + " |\n| --- |" + " --- |" * len(numbers))
     for name, each in costs.items():
         cells = [f"{each[str(number)].time:.2f}" if str(number) in each else "" for number in numbers]

@@ -82,8 +82,10 @@ class _Scores(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, head, bias, labels, normalizers, entropy = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        head_grad = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
-        bias_grad = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
+        head_grad, bias_grad = (  # sums over many chunks: in bfloat16 they would lose what a late chunk adds
+            torch.zeros_like(weight, dtype=torch.float32) if wanted else None
+            for weight, wanted in zip((head, bias), ctx.needs_input_grad[1:3], strict=True)
+        )
         for chunk in _chunks(len(labels), head):
             logits = logits_of(hidden[chunk], head, bias, ctx.temperature, ctx.banned_ids)
             grad = (logits - normalizers[chunk, None]).exp_().neg_()  # -p
@@ -102,10 +104,13 @@ class _Scores(torch.autograd.Function):
             grad = grad.div_(ctx.temperature).to(head.dtype)
             if hidden_grad is not None:
                 torch.mm(grad, head, out=hidden_grad[chunk])
-            if head_grad is not None:
+            if head_grad is not None and head.dtype == torch.float32:
                 head_grad.addmm_(grad.T, hidden[chunk])
+            elif head_grad is not None:
+                head_grad += grad.T @ hidden[chunk]
             if bias_grad is not None:
                 bias_grad += grad.sum(0)
+        head_grad, bias_grad = (None if total is None else total.to(head.dtype) for total in (head_grad, bias_grad))
         return hidden_grad, head_grad, bias_grad, None, None, None
 
 
