@@ -581,9 +581,11 @@ def test_greedy_is_what_hugging_face_generates(wordy: LoadedModel, folders: dict
 
 def say(engine: TransformersEngine, text: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Make the policy say the bytes of ``text`` one token a byte, and then end its turn."""
-    letters = engine._renderer.tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
-    ids = [engine._renderer.tokenizer.convert_tokens_to_ids(letter) for piece, _ in letters for letter in piece]
-    coming = iter([*ids, engine._renderer.end_of_turn_id])
+    letters = engine._resources.renderer.tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    ids = [
+        engine._resources.renderer.tokenizer.convert_tokens_to_ids(letter) for piece, _ in letters for letter in piece
+    ]
+    coming = iter([*ids, engine._resources.renderer.end_of_turn_id])
 
     def logits(hidden: torch.Tensor, temperature: Any) -> torch.Tensor:
         forced = torch.full((len(hidden), 512), -50.0)
