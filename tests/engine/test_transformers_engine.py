@@ -189,7 +189,7 @@ def test_keys_and_values_kept_between_turns_change_nothing_but_the_work(model: L
     assert keeping.tokens_prefilled < new + 4 * 3  # a reply's last token is fed with the next turn
     assert forgetting.tokens_prefilled > 1.5 * new
     assert keeping.images_encoded == forgetting.images_encoded
-    assert keeping._kept == {}  # all trajectories were released
+    assert len(keeping._resources.kept) == 0  # all trajectories were released
 
 
 def test_a_trajectory_goes_on_after_a_stop_string(qwen3: LoadedModel):

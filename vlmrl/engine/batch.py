@@ -75,6 +75,9 @@ class KeptRows:
         self._rows: dict[str, _Kept] = {}
         self._lock = threading.Lock()
 
+    def __len__(self) -> int:
+        return len(self._rows)
+
     def take(self, row: Row) -> _Kept | None:
         """What ``row`` goes on from, if it does."""
         with self._lock:
