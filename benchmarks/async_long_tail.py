@@ -1,19 +1,20 @@
 """What rollouts ahead of the trainer gain where one trajectory in 16 takes ten times as long, and what they cost in learning.
 
     python benchmarks/async_long_tail.py speed      # simulated episodes and training steps, about two minutes
-    python benchmarks/async_long_tail.py learning   # the quickstart's task, three seeds each, about a minute a row
+    python benchmarks/async_long_tail.py learning   # the quickstart's task, three seeds each, about three minutes a row
 
 `speed` plays through the real runner and buffers; only episodes and training sleep instead of computing. Prints samples per second
 as a ratio to the synchronous loop, the staleness of what was trained, and the share of long trajectories in what was generated and in
-what was trained. `learning` prints held-out rewards before and after.
+what was trained. `learning` prints held-out rewards before and after, and the training reward in between.
 """
 
 import asyncio
 import random
 import time
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -36,7 +37,8 @@ TooOld = Literal["wait", "correct", "drop"]
 ROOT = Path(__file__).parent.parent
 EVERY, TIMES = 16, 10  # one trajectory in so many takes so many times as long
 UNIT = 0.04  # seconds of a short episode
-HELD_BACK = 4.0  # seconds of a long episode, where learning is real
+HELD_BACK = 2.0  # seconds of a long episode, where learning is real
+CURVE = 20  # steps that a point of the learning curve is a mean over
 GROUPS, MEMBERS = 8, 8
 
 
@@ -118,7 +120,7 @@ def speed(steps: int = 80, training: float = 2.5) -> None:
 
 
 class SlowZoom(load_object(f"{ROOT / 'envs/zoom.py'}:ZoomEnv")):
-    """One episode in 16 is held back at its first turn, for about ten times what the others take."""
+    """One episode in 16 is held back at its first turn, for longer than a batch of the others takes."""
 
     def step(self, response_text):
         if self.turn == 0 and random.random() < 1 / EVERY:
@@ -136,38 +138,47 @@ def learning(
     """From one warm-started model at a constant rate, with importance weights cut off at 2 where rollouts are ahead."""
     recipe: Config = load_object(f"{ROOT / 'recipes/quickstart.py'}:config")()
     config = replace(recipe, output_dir=str(folder), save_model=False, optim=replace(recipe.optim, lr=lr))
-    taught = folder / "taught"
-    if not (taught / "config.json").exists():
-        start = build(config, ROOT / "recipes")
-        asyncio.run(warm_start(start, RunProgress()))
-        start.model.save(taught)
-        start.engine.close()
-    config = replace(config, model=Model(path=str(taught.resolve())), warm_start=WarmStart())
-    table = Table("", "before", "after", "mean", "spread over seeds", "mean over the run")
-    for staleness in ahead:
+    config = replace(config, eval=replace(recipe.eval, every=0, blank_images=False))
+    config = replace(config, model=Model(path=taught(config)), warm_start=WarmStart())
+    firsts = range(0, steps, CURVE)
+    spans = [f"steps {first + 1} to {min(first + CURVE, steps)}" for first in firsts]
+    print("| " + " | ".join(["", "before", *spans, "after"]) + " |\n" + "| --- " * (3 + len(spans)) + "|", flush=True)
+    for staleness, seed in product(ahead, seeds):
         too_old: TooOld = "correct" if staleness > 1 else "wait"
         name = f"staleness {staleness}, {too_old}" if staleness else "synchronous"
-        algo = Algo(corrections=("token_truncation",) if staleness else ())
-        settings = replace(config.train, steps=steps, max_staleness=staleness, too_old=too_old)
-        made = replace(config, algo=algo, train=settings, env=SlowZoom if staleness else recipe.env)
-        results = [asyncio.run(learn(replace(made, name=f"{name} {seed}", seed=seed))) for seed in seeds]
-        before, after, curve = zip(*results, strict=True)
-        told = [" ".join(f"{value:.3f}" for value in values) for values in (before, after)]
-        table.add_row(
-            name, *told, f"{mean(after):.3f}", f"{stdev(after) if len(after) > 1 else 0:.3f}", f"{mean(curve):.3f}"
+        made = replace(
+            config,
+            name=f"{name}, lr {lr:g}, seed {seed}",
+            seed=seed,
+            algo=Algo(corrections=("token_truncation",) if staleness else ()),
+            train=replace(config.train, steps=steps, max_staleness=staleness, too_old=too_old),
+            env=SlowZoom if staleness else recipe.env,
         )
-    Console().print(table)
+        before, after, rewards = asyncio.run(learn(made))
+        curve = [mean(rewards[first : first + CURVE]) for first in firsts]
+        print(f"| {made.name} | " + " | ".join(f"{value:.3f}" for value in (before, *curve, after)) + " |", flush=True)
 
 
-async def learn(config: Config) -> tuple[float, float, float]:
-    """Held-out reward before and after, and the mean training reward over the run."""
+def taught(config: Config) -> str:
+    """The folder of a model that knows the form of an episode, made once."""
+    folder = Path(config.output_dir).resolve() / "taught"
+    if not (folder / "config.json").exists():
+        run = build(config, ROOT / "recipes")
+        asyncio.run(warm_start(run, RunProgress()))
+        run.model.save(folder)
+        run.engine.close()
+    return str(folder)
+
+
+async def learn(config: Config) -> tuple[float, float, list[float]]:
+    """Held-out reward before and after, and the training reward of each step."""
     run = build(config, ROOT / "recipes")
-    log = RunLog(Path(config.output_dir) / f"{config.name} {time.time():.0f}")
+    log = RunLog(run.folder, {})  # a run of before is written over
     summary = await train(run, log, RunProgress(Console(quiet=True)))
     run.engine.close()
     rewards = [row["reward/mean"] for row in log.rows() if "loss" in row]
     log.close()
-    return summary["reward_before"], summary["reward_after"], mean(rewards)
+    return summary["reward_before"], summary["reward_after"], rewards
 
 
 if __name__ == "__main__":
