@@ -44,7 +44,8 @@ def a_row(index: int, seed: int) -> dict[str, Any]:
 
 
 def config_of(model: Path, folder: Path, dtype: str = "bfloat16", **sglang: Any) -> Config:
-    settings = {"args": {"max-total-tokens": 16384, "skip-server-warmup": True}, "env": {"PYTHONPATH": str(SHIM)}}
+    env = {"PYTHONPATH": str(SHIM), "OMP_NUM_THREADS": "1"}  # several servers share a few cores
+    settings = {"args": {"max-total-tokens": 16384, "skip-server-warmup": True}, "env": env}
     quick = {"health_every": 2.0, "health_timeout": 60.0, "start_timeout": 300.0}
     return Config(
         name=model.name,
