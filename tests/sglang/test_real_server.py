@@ -93,10 +93,12 @@ def test_a_matched_stop_string_stays_in_the_reply(family):
 
 
 def test_what_is_given_up_here_ends_there(family):
+    requests = [family.question(f"aborted/{i}", 440) for i in range(16)]  # not all of them end at once by themselves
+
     async def give_up():
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.5):
-                await family.run.engine.generate(family.question("aborted", 440))
+            async with asyncio.timeout(0.3):
+                await asyncio.gather(*map(family.run.engine.generate, requests))
         await family.until(lambda told: told["num_running_reqs"] + told["num_waiting_reqs"] == 0)
 
     asyncio.run(give_up())
