@@ -31,6 +31,10 @@ class Rows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self._features.decode_example(self._table[index].to_pylist()[0])
 
+    def take(self, indices: list[int]) -> list[dict[str, Any]]:
+        """Rows by number, in this order, read together: several times as fast as one by one."""
+        return list(map(self._features.decode_example, self._table[indices].to_pylist())) if indices else []
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for part in self._table.iter(batch_size=1000):
             yield from map(self._features.decode_example, part.to_pylist())

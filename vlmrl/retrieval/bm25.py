@@ -10,7 +10,7 @@ import numpy as np
 
 from vlmrl.loading import require
 from vlmrl.retrieval.base import Hit
-from vlmrl.retrieval.corpus import Corpus
+from vlmrl.retrieval.corpus import Corpus, Places, hits
 from vlmrl.retrieval.index_cache import cached_folder
 
 FEW = 32  # so many maxima are found faster one by one than by partitioning all scores
@@ -40,13 +40,13 @@ class Bm25:
         self._index = self._bm25s.BM25.load(cached_folder(self.name, made_from, build), mmap=True)
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        return [self._best(words, topk) for words in self._words(list(queries), as_ids=False)]
+        return hits(self.corpus, [self._best(words, topk) for words in self._words(list(queries), as_ids=False)])
 
-    def _best(self, words: list[str], topk: int) -> list[Hit]:
+    def _best(self, words: list[str], topk: int) -> Places:
         if not words:
             return []
         scores = self._index.get_scores(words)
-        return [Hit(self.corpus[place], float(scores[place])) for place in best(scores, topk) if scores[place] > 0]
+        return [(place, float(scores[place])) for place in best(scores, topk) if scores[place] > 0]
 
     def _words(self, texts: list[str], as_ids: bool) -> Any:
         return self._bm25s.tokenize(texts, stopwords=self._stopwords, return_ids=as_ids, show_progress=False)

@@ -9,7 +9,7 @@ A row has ``text``, or ``contents`` with the title in its first line, as the fie
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,11 @@ import datasets as hf
 
 from vlmrl.data.files import Rows, find, load_rows
 from vlmrl.loading import load_object
-from vlmrl.retrieval.base import Passage
+from vlmrl.retrieval.base import Hit, Passage
 from vlmrl.types import ImageSource
+
+Places = list[tuple[int, float]]
+"""For one query: the numbers of passages, best first, and their scores."""
 
 
 class Corpus:
@@ -38,6 +41,10 @@ class Corpus:
 
     def __getitem__(self, index: int) -> Passage:
         return self._passage(index, self._rows[index])
+
+    def take(self, indices: list[int]) -> list[Passage]:
+        """Passages by number, read together."""
+        return list(map(self._passage, indices, self._rows.take(indices)))
 
     def texts(self) -> Iterator[str]:
         """Each passage as a retriever reads it: the title, if there is one, on a line of its own before the text."""
@@ -62,6 +69,12 @@ class Corpus:
             image = image.get("bytes") or image.get("path")
         is_path = isinstance(image, str) and not image.startswith(("http://", "https://", "data:"))
         return str(self._folder / image) if is_path and self._folder is not None else image
+
+
+def hits(corpus: Corpus, found: Sequence[Places]) -> list[list[Hit]]:
+    """What was found for each query, with its passages: those of all queries are read together."""
+    passages = iter(corpus.take([place for places in found for place, _ in places]))
+    return [[Hit(next(passages), score) for _, score in places] for places in found]
 
 
 def load_corpus(source: str, split: str = "train", base_dir: Path | None = None) -> Corpus:

@@ -11,7 +11,7 @@ from rich.progress import track
 
 from vlmrl.loading import require
 from vlmrl.retrieval.base import Hit
-from vlmrl.retrieval.corpus import Corpus
+from vlmrl.retrieval.corpus import Corpus, hits
 from vlmrl.retrieval.index_cache import cached_folder
 
 CHUNK = 4096  # passages encoded before they join the index
@@ -38,10 +38,8 @@ class Dense:
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         vectors = self._model.encode_query(list(queries), prompt=self._query_prefix, **_UNIT)
         scores, places = self._index.search(vectors, min(topk, len(self.corpus)))
-        return [
-            [Hit(self.corpus[place], float(score)) for place, score in zip(*row, strict=True)]
-            for row in zip(places.tolist(), scores.tolist(), strict=True)
-        ]
+        found = zip(places.tolist(), scores.tolist(), strict=True)
+        return hits(self.corpus, [list(zip(*row, strict=True)) for row in found])
 
     def _build(self, folder: Path) -> None:
         index: Any = None
