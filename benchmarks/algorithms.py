@@ -67,7 +67,7 @@ def settings(folder: Path, steps: int) -> Config:
 
 def teach(config: Config) -> str:
     """The folder of a model that knows the form of an episode, made once."""
-    folder = Path(config.output_dir) / "taught"
+    folder = Path(config.output_dir).resolve() / "taught"
     if not (folder / "config.json").exists():
         run = build(config, ROOT / "recipes")
         asyncio.run(warm_start(run, RunProgress()))

@@ -19,13 +19,14 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import tyro
+from algorithms import teach
 from rich.console import Console
 from rich.table import Table
 
 from vlmrl import Algo, Config, Model, Rollout, Task, Train, WarmStart
 from vlmrl.data import TaskStream
 from vlmrl.loading import load_object
-from vlmrl.loop import train, warm_start
+from vlmrl.loop import train
 from vlmrl.metrics import RunLog
 from vlmrl.parts import build
 from vlmrl.progress import RunProgress
@@ -139,7 +140,7 @@ def learning(
     recipe: Config = load_object(f"{ROOT / 'recipes/quickstart.py'}:config")()
     config = replace(recipe, output_dir=str(folder), save_model=False, optim=replace(recipe.optim, lr=lr))
     config = replace(config, eval=replace(recipe.eval, every=0, blank_images=False))
-    config = replace(config, model=Model(path=taught(config)), warm_start=WarmStart())
+    config = replace(config, model=Model(path=teach(config)), warm_start=WarmStart())
     firsts = range(0, steps, CURVE)
     spans = [f"steps {first + 1} to {min(first + CURVE, steps)}" for first in firsts]
     print("| " + " | ".join(["", "before", *spans, "after"]) + " |\n" + "| --- " * (3 + len(spans)) + "|", flush=True)
@@ -157,17 +158,6 @@ def learning(
         before, after, rewards = asyncio.run(learn(made))
         curve = [mean(rewards[first : first + CURVE]) for first in firsts]
         print(f"| {made.name} | " + " | ".join(f"{value:.3f}" for value in (before, *curve, after)) + " |", flush=True)
-
-
-def taught(config: Config) -> str:
-    """The folder of a model that knows the form of an episode, made once."""
-    folder = Path(config.output_dir).resolve() / "taught"
-    if not (folder / "config.json").exists():
-        run = build(config, ROOT / "recipes")
-        asyncio.run(warm_start(run, RunProgress()))
-        run.model.save(folder)
-        run.engine.close()
-    return str(folder)
 
 
 async def learn(config: Config) -> tuple[float, float, list[float]]:
