@@ -96,6 +96,7 @@ def test_a_recipe_runs_two_steps(recipe, tmp_path, monkeypatch, qwen3_vl):
     """On a tiny model, with tiny data of the recipe's own columns and with replies that are noise."""
     file = ROOT / f"recipes/{recipe}.py"
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VLMRL_CACHE", str(tmp_path / "cache"))
     options = [*SMALL, "--model.path", str(qwen3_vl), "--output-dir", str(tmp_path / "runs"), *EXTRA.get(recipe, [])]
     config = _config(file)()
     if config.warm_start.steps:

@@ -1,0 +1,43 @@
+"""A small world for learning to search: things that have a color each, which only the corpus tells.
+
+    python datasets/lookup.py --out corpus.jsonl      # look at it
+
+As a corpus: ``datasets/lookup.py:passages``. As a generator of tasks: ``Data(generator="datasets/lookup.py:make_task", size=7000)``;
+with the options ``first`` 7000 and ``count`` 200 it asks about the other things.
+"""
+
+import json
+import random
+from pathlib import Path
+
+COLORS = ["red", "green", "blue", "yellow"]
+KINDS = ["box", "circle", "image", "letter", "picture", "shape", "square", "triangle"]
+THINGS = [f"{kind} {number}" for kind in KINDS for number in range(100, 1000)]  # 7200
+random.Random("things").shuffle(THINGS)
+
+
+def color_of(thing: str) -> str:
+    return random.Random(f"color/{thing}").choice(COLORS)
+
+
+def passages() -> list[dict[str, str]]:
+    """A passage for each thing: ``{"id": "box 372", "text": "The box 372 is blue."}``."""
+    return [{"id": thing, "text": f"The {thing} is {color_of(thing)}."} for thing in THINGS]
+
+
+def make_task(index: int, seed: int, first: int = 0, count: int = 7000) -> dict[str, str]:
+    """What color is it? Task after task asks about the ``count`` things from number ``first`` on, and then about them again."""
+    thing = THINGS[first + index % count]
+    return {"prompt": f"What color is the {thing}?", "answer": color_of(thing), "thing": thing}
+
+
+def main(out: Path = Path("corpus.jsonl")) -> None:
+    """Write the corpus as a file."""
+    out.write_text("".join(json.dumps(passage) + "\n" for passage in passages()))
+    print(f"{out}: {len(THINGS)} passages")
+
+
+if __name__ == "__main__":
+    import tyro
+
+    tyro.cli(main)

@@ -1,0 +1,50 @@
+"""Learning to answer with what a search brings: a tiny text model on a laptop CPU, in a few minutes.
+
+A question names a thing and asks for its color, which stands nowhere but in the corpus. The agent searches for the thing, reads the
+passage that comes back in the middle of the episode, says what it read, and answers. A supervised warm start teaches it all of that
+but the answers, which are any color, whatever was read, and so reward begins where guessing is. That it pays to answer with what was
+read is learnt from reward. Held out are things that were never asked about.
+
+    pip install 'vlmrl[search]'
+    python recipes/search_tiny.py
+    python recipes/search_tiny.py --env-options.retriever nothing      # a control: guessing
+"""
+
+import random
+from pathlib import Path
+
+import vlmrl
+from vlmrl import Config, Data, Eval, Model, Optim, Rollout, Task, Train, WarmStart
+
+LOOKUP = Path(__file__).parent.parent / "datasets/lookup.py"
+COLORS = ["red", "green", "blue", "yellow"]
+
+
+def demonstrate(task: Task, turn: int) -> str:
+    """The reply to imitate: the right query, then what the passage says and any color: `It is red, but <answer> blue</answer>`."""
+    if turn == 0:
+        return f"<search>{task.data['thing']}</search>"
+    answer = random.Random(task.seed).choice(COLORS)
+    return f"It is {task.answer}, {'so' if answer == task.answer else 'but'} <answer> {answer}</answer>"
+
+
+def config() -> Config:
+    tasks = f"{LOOKUP}:make_task"
+    return Config(
+        name="search_tiny",
+        model=Model(path="tiny:qwen3"),
+        data=Data(generator=tasks, size=7000),
+        env="../envs/search/env.py:SearchEnv",
+        env_options={"retriever": "bm25", "corpus": f"{LOOKUP}:passages", "topk": 1, "instructions": False},
+        rollout=Rollout(
+            group_size=8, max_turns=3, max_tokens=256, max_reply_tokens=32, stop=("</search>", "</answer>")
+        ),
+        warm_start=WarmStart(demonstrate=demonstrate, steps=300, trajectories_per_step=32, lr=1e-3),
+        optim=Optim(lr=2e-4, betas=(0.9, 0.999), warmup_steps=10),
+        train=Train(steps=80, groups_per_batch=16),
+        eval=Eval(data=Data(generator=tasks, size=200, options={"first": 7000, "count": 200}), every=20, chance=0.25),
+    )
+
+
+if __name__ == "__main__":
+    vlmrl.main(config)
