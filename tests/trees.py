@@ -16,10 +16,11 @@ from vlmrl.train.trainer import Trainer
 from vlmrl.types import MediaItem, Sample
 
 
-def random_rows(model: LoadedModel, seed: int, groups: int = 2) -> list[Sample]:
+def random_rows(model: LoadedModel, seed: int, groups: int = 2, trained: float = 1.0) -> list[Sample]:
     """Groups of 2 to 8 rows that branch anywhere; where the model sees, pictures in prompts and in the middle, some of them twice.
 
-    Everything but a row's first token is its response, and all of that is trained, so that each token's place can be told.
+    Everything but a row's first token is its response. All of that is ``trained``, so that each token's place can be told, or about
+    that share of it, and the last token.
     """
     dice, store = random.Random(seed), model.new_store()
     pad: Any = model.policy.image_token_id
@@ -41,13 +42,13 @@ def random_rows(model: LoadedModel, seed: int, groups: int = 2) -> list[Sample]:
         for number, branch in enumerate(branches):
             ids = [id for part, _ in branch for id in part]
             media = [item for _, shown in branch for item in shown]
-            rows.append(_row([*ids, dice.randrange(200)], pad, media, group, number, dice.uniform(-1, 1)))
+            mask = [int(id != pad and dice.random() < trained) for id in ids] + [1]
+            rows.append(_row([*ids, dice.randrange(200)], mask, media, group, number, dice.uniform(-1, 1)))
     return rows
 
 
-def _row(ids: list[int], pad: int | None, media: list[MediaItem], group: str, number: int, advantage: float) -> Sample:
+def _row(ids: list[int], mask: list[int], media: list[MediaItem], group: str, number: int, advantage: float) -> Sample:
     size = len(ids)
-    mask = [int(id != pad) for id in ids]
     lists = ([1], ids, mask, [-1.0] * size, [0.0] * size, [0] * size)
     return Sample(*lists, group, f"{group}/{number}", True, "stop", media, advantage)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from fakes import PAD, make_item
-from PIL import Image
+from trees import Watched, random_rows
 
 from vlmrl.config import Algo, Model, Optim
 from vlmrl.model import tree_attention
@@ -136,41 +135,6 @@ def model(request, tmp_path_factory):
     return load_model(Model(path=f"tiny:{request.param}", device="cpu"), None, tmp_path_factory.mktemp("m"), seed=0)
 
 
-def random_rows(model, seed):
-    """Two groups of 2 to 8 rows that branch anywhere; pictures in prompts and in the middle, some of them twice."""
-    dice, store = random.Random(seed), model.new_store()
-    gallery = [store.load(Image.effect_noise((32 * w, 32 * h), 90).convert("RGB")) for w, h in ((1, 2), (2, 2), (3, 1))]
-
-    def piece():
-        if dice.random() < 0.3:
-            item = dice.choice(gallery)
-            return [7, *[model.policy.image_token_id] * item.num_tokens, 8], [item]
-        return [dice.randrange(200) for _ in range(dice.randint(1, 6))], []
-
-    rows = []
-    for group in ("a", "b"):
-        branches = [[piece(), piece()]]
-        for _ in range(dice.randint(1, 7)):
-            grown = dice.choice(branches)
-            branches.append(grown[: dice.randint(1, len(grown))] + [piece() for _ in range(dice.randint(1, 3))])
-        for number, branch in enumerate(branches):
-            ids = [1, *(id for part, _ in branch for id in part)]
-            mask = [int(id != model.policy.image_token_id and dice.random() < 0.7) for id in ids[1:-1]] + [1]
-            media = [item for _, shown in branch for item in shown]
-            new = row([*ids, dice.randrange(200)], media, f"{group}{number}", group, 2, mask)
-            rows.append(replace(new, advantage=dice.uniform(-1, 1)))
-    return rows
-
-
-class Watched(Trainer):
-    """Keeps the gradient, and throws it away."""
-
-    def _apply_gradient(self):
-        self.gradient = {n: p.grad.clone() for n, p in self.policy.named_parameters() if p.grad is not None}
-        self.policy.zero_grad()
-        return {}
-
-
 def train(model, rows, budget, layout):
     trainer = Watched(model.policy, Algo(loss="reinforce"), Optim(), total_steps=1, tokens_per_micro_batch=budget)
     trainer._layout = layout
@@ -191,14 +155,14 @@ def assert_same(one, other):
 @pytest.mark.parametrize(("layout", "budget"), [("tree", 10**6), ("tree", 60), ("packed", 100)])
 @pytest.mark.parametrize("seed", range(3))
 def test_logprobs_and_gradients_are_those_of_single_rows(model, seed, layout, budget):
-    rows = random_rows(model, seed)
+    rows = random_rows(model, seed, trained=0.7)
     assert_same(train(model, rows, 1, "padded"), train(model, rows, budget, layout))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_scores_as_the_cpu_does(model, monkeypatch):
     """Its forward only, and not compiled: it has no gradient on a CPU."""
-    rows = random_rows(model, 0)
+    rows = random_rows(model, 0, trained=0.7)
     (part,) = split(rows, 10**6, "tree", model.policy.image_token_id)
     packed = pack(rows, part, model.policy.image_token_id, model.policy.merge_size)
     with torch.no_grad():
@@ -213,7 +177,7 @@ def test_flex_attention_scores_as_the_cpu_does(model, monkeypatch):
 @pytest.mark.parametrize("layout", ["tree", "packed"])
 def test_a_gpu_gives_the_gradients_of_padded_rows(layout, tmp_path):
     model = load_model(Model(path="tiny:qwen3_vl", device="cuda", dtype="float32"), None, tmp_path, seed=0)
-    rows = random_rows(model, 0)
+    rows = random_rows(model, 0, trained=0.7)
     (plain, _), (other, _) = train(model, rows, 1, "padded"), train(model, rows, 400, layout)
     for one, two in zip(plain.scored, other.scored, strict=True):
         assert np.abs(one - two).max() < 1e-3
@@ -233,7 +197,7 @@ def updated(model, rows, **options):
 
 def test_a_step_updates_the_weights_alike_however_rows_are_laid_out(model):
     """Two groups that show the same pictures, in one tree and cut into many."""
-    rows = random_rows(model, 4)
+    rows = random_rows(model, 4, trained=0.7)
     shown = [{item.id for each in rows if each.group_id == group for item in each.media} for group in ("a", "b")]
     assert shown[0] & shown[1]
     padded = updated(model, rows, tokens_per_micro_batch=200, share_prefixes=False)
