@@ -15,6 +15,7 @@ from vlmrl.config import Cluster, Config, Data, Model, Rollout, SGLang
 from vlmrl.model.adapters import named_weights
 from vlmrl.model.loading import as_saved, load_model
 from vlmrl.placement import Plan, Sizes
+from vlmrl.tiny import build
 
 URLS = SGLang(urls=("http://127.0.0.1:9",))
 
@@ -44,9 +45,15 @@ def config_of(model, folder, **settings) -> Config:
     [
         ({"deterministic": True}, "deterministic needs engine embedded"),
         (
-            {"cluster": Cluster(ranks=2)},
-            "with engine sglang leave cluster unset and start several trainer ranks by torchrun",
+            {"cluster": Cluster(gpus=8, colocate=False), "sglang": SGLang(tp=2)},
+            "cluster.engines must be at most 2: with sglang.tp 2 there are GPUs for no more",
         ),
+        (
+            {"cluster": Cluster(gpus=8), "sglang": SGLang(tp=4)},
+            "cluster.engines must be at most 2: with sglang.tp 4 there are GPUs for no more",
+        ),
+        ({"cluster": Cluster(ranks=2), "sglang": SGLang(servers=2)}, "cluster.engines counts servers"),
+        ({"cluster": Cluster(ranks=2), "sglang": SGLang(first_gpu=1)}, "Ray gives out GPUs"),
     ],
 )
 def test_what_servers_cannot_do_is_refused(settings, message):
@@ -70,14 +77,23 @@ def test_servers_that_run_already_need_none_here_and_get_the_trainers_own_weight
         run.engine.close()
 
 
-def test_weights_are_sent_under_the_names_of_checkpoints(tiny_folder):
-    model = load_model(
-        Model(path=str(tiny_folder), device="cpu", dtype="float32"), None, tiny_folder, seed=0
-    ).policy.model
-    ours = dict(as_saved(model, named_weights(model)))
-    saved = load_file(tiny_folder / "model.safetensors")
-    assert ours.keys() == saved.keys()
-    assert all(torch.equal(weight.float(), saved[name].float()) for name, weight in ours.items())
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe"])
+def test_weights_are_sent_and_saved_under_the_names_and_in_the_form_of_checkpoints(family, tmp_path):
+    folder = build(tmp_path / "model", family)
+    saved = load_file(folder / "model.safetensors")
+    model = load_model(Model(path=str(folder), device="cpu", dtype="float32"), None, tmp_path, seed=0)
+    ours = dict(as_saved(model.policy.model, named_weights(model.policy.model)))
+    model.save(tmp_path / "again")
+    for weights in (ours, load_file(tmp_path / "again/model.safetensors")):
+        assert weights.keys() == saved.keys()
+        assert all(torch.equal(weight.float(), saved[name].float()) for name, weight in weights.items())
+
+
+def test_experts_are_in_the_form_of_the_hubs_checkpoints(tmp_path):
+    weights = load_file(build(tmp_path, "qwen3_vl_moe") / "model.safetensors")
+    experts = "model.language_model.layers.0.mlp.experts"
+    assert weights[f"{experts}.gate_up_proj"].shape == (8, 128, 2 * 96)  # as Qwen3-VL-30B-A3B's [128, 2048, 2 * 768]
+    assert weights[f"{experts}.down_proj"].shape == (8, 96, 128)
 
 
 def test_the_plan_leaves_out_the_memory_of_servers():
@@ -86,3 +102,8 @@ def test_the_plan_leaves_out_the_memory_of_servers():
     told = Plan.of(config, Sizes(100, 100, 8), ranks=2)
     assert list(told.engine) == ["weights"]
     assert told.where == "one program on 2 ranks (FSDP2), a copy of the weights for servers beside rank 0"
+    placed = Plan.of(Config(engine="sglang", cluster=Cluster(gpus=4, colocate=False)), Sizes(100, 100, 8), ranks=1)
+    assert (
+        placed.where == "2 trainer ranks (FSDP2) and 2 SGLang servers on 4 GPUs of 1 node, apart"
+        and placed.engine == {}
+    )

@@ -24,7 +24,7 @@ from vlmrl.rollout.group_reward import GroupReward, resolve_group_reward
 from vlmrl.rollout.history import HistoryPolicy, resolve_policy
 from vlmrl.rollout.runner import Runner
 from vlmrl.rollout.turn_loop import TurnLoop
-from vlmrl.serving import Serving
+from vlmrl.serving import Serving, ThisMachine
 from vlmrl.train.checkpoint import Checkpoints
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import Receive, choose
@@ -143,7 +143,7 @@ def _here(config: Config, base_dir: Path | None, ranks: Ranks, model: LoadedMode
         model.policy.enable_gradient_checkpointing()
     receive = None if trainers.policy is model.policy else model.policy.load_weights
     if config.engine == "sglang":
-        serving = Serving.of(config, model)
+        serving = Serving.of(config, model, ThisMachine(config, model.policy, ranks.size))
         return serving.engine, trainers, receive, serving
     record_routes = config.train.replay_routing
     engine = TransformersEngine(model.policy, model.renderer, keep_kv=keep_kv, record_routes=record_routes)
@@ -161,6 +161,13 @@ def _on_cluster(config: Config, base_dir: Path | None, ranks: Ranks, model: Load
             raise
         raise ValueError("cluster needs Ray: pip install 'vlmrl[ray]'") from error
     cluster = RayCluster(config, base_dir, keep_kv)
+    if config.engine == "sglang":
+        try:
+            serving = Serving.of(config, model, cluster)
+        except BaseException:
+            cluster.close()
+            raise
+        return serving.engine, RemoteTrainers(cluster), None, serving
     engine = RemoteEngine(cluster, config)
     return engine, RemoteTrainers(cluster), engine.receive, None
 

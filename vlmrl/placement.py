@@ -57,7 +57,8 @@ class Plan:
         ranks = cluster.num_ranks if cluster.on else ranks
         embedded = config.engine == "embedded"
         engine = _cache(config, sizes, dtype) if embedded else {}
-        if cluster.on or ranks > 1 or (config.train.max_staleness and embedded):
+        placed_elsewhere = cluster.on and not embedded
+        if not placed_elsewhere and (cluster.on or ranks > 1 or (config.train.max_staleness and embedded)):
             engine = {"weights": dtype.itemsize * sizes.parameters, **engine}
         trainer = _trainer(config, sizes, ranks, dtype)
         return cls(config.model.path, _where(config, device, ranks), ranks, dtype, sizes, trainer, engine)
@@ -89,7 +90,8 @@ def _where(config: Config, device: torch.device, ranks: int) -> str:
             else f"one process, on {device}"
         )
     trainer = f"{ranks} trainer ranks (FSDP2)" if ranks > 1 else "1 trainer"
-    engines = f"{cluster.num_engines} engine{'s' if cluster.num_engines > 1 else ''}"
+    kind, several = "engine" if config.engine == "embedded" else "SGLang server", cluster.num_engines > 1
+    engines = f"{cluster.num_engines} {kind}{'s' * several}"
     machines = f"{cluster.nodes} nodes" if cluster.nodes > 1 else "1 node"
     if not cluster.gpus:
         return f"{trainer} and {engines} on the CPUs of {machines}"

@@ -6,24 +6,93 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from vlmrl.config import Config, Lora
-from vlmrl.engine.servers import Servers, planned
+from vlmrl.engine.servers import Server, Servers, planned
 from vlmrl.engine.sglang import SGLangEngine
 from vlmrl.handshake import Handshake, ask_about, shake_hands
 from vlmrl.media import MediaStore
 from vlmrl.model.adapters import named_weights
-from vlmrl.model.loading import LoadedModel, as_saved
+from vlmrl.model.loading import LoadedModel, as_saved, pick_dtype
 from vlmrl.model.policy import Policy
 from vlmrl.train.packing import collate
-from vlmrl.train.transports import Delivery, Sent
+from vlmrl.train.transports import Delivery, Method, Sent
 from vlmrl.train.weight_sync import WeightSync
 from vlmrl.trainers import RunTrainer
 from vlmrl.types import Sample
+
+
+class Home(Protocol):
+    """Where servers are started, and where the weights are that they get.
+
+    ``method`` is how these travel there. ``shared``: servers are on the trainer's GPUs, and both take turns.
+    """
+
+    @property
+    def method(self) -> Method: ...
+
+    @property
+    def shared(self) -> bool: ...
+
+    def servers(self, args: dict[str, Any]) -> list[Server]:
+        """The run's servers, which are given these arguments. Nothing is started yet."""
+        ...
+
+    def send(self, delivery: Delivery) -> Sent:
+        """Carry out a delivery of the weights as they are now."""
+        ...
+
+    def score(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
+        """The logprobs of each sample's response under these weights."""
+        ...
+
+    def make_room(self) -> None:
+        """Leave the GPUs' memory to the servers, as far as the trainer can."""
+        ...
+
+    def close(self) -> None:
+        """The run is over, and the servers have stopped."""
+        ...
+
+
+@dataclass(frozen=True)
+class ThisMachine:
+    """The servers' processes beside this one, which has the weights in ``policy``. So many ``ranks`` train, from GPU 0 on."""
+
+    config: Config
+    policy: Policy
+    ranks: int
+
+    @property
+    def method(self) -> Method:
+        return "group" if self.config.sglang.urls else "tensor"
+
+    @property
+    def shared(self) -> bool:
+        sglang = self.config.sglang
+        return self.policy.device.type == "cuda" and not sglang.urls and sglang.first_gpu < self.ranks
+
+    def servers(self, args: dict[str, Any]) -> list[Server]:
+        logs = self.config.folder.absolute() / "servers"
+        return planned(self.config.sglang, args, logs, self.policy.device.type == "cuda")
+
+    def send(self, delivery: Delivery) -> Sent:
+        model = self.policy.model
+        return delivery(as_saved(model, named_weights(model)))
+
+    def score(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
+        return score(self.policy, samples, temperature)
+
+    def make_room(self) -> None:
+        if self.policy.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass
@@ -34,9 +103,10 @@ class Serving:
     model: LoadedModel
     engine: SGLangEngine
     sync: WeightSync
+    home: Home
 
     @classmethod
-    def of(cls, config: Config, model: LoadedModel) -> Serving:
+    def of(cls, config: Config, model: LoadedModel, home: Home) -> Serving:
         """Plans the servers, whose logs and weights go to the run's folder. Nothing is started yet."""
         wanted = config.sglang
         if not wanted.urls and wanted.python is None and not is_installed():
@@ -44,16 +114,25 @@ class Serving:
                 "engine sglang starts servers of SGLang, which is not installed: pip install 'vlmrl[sglang]', or name an interpreter "
                 "that has it (sglang.python), or servers that run already (sglang.urls)."
             )
-        args: dict[str, Any] = {"dtype": str(model.policy.dtype).removeprefix("torch.")}
+        args: dict[str, Any] = {"model-path": model.path, "dtype": str(_dtype(config, model)).removeprefix("torch.")}
         if config.model.random_weights:
             args["load-format"] = "dummy"
         if adapters_apart(config.model.lora):
             args |= _lora_args(config.model.lora)
-        gpus = model.policy.device.type == "cuda"
-        folder = config.folder.absolute()
-        servers = Servers(wanted, planned(wanted, model.path, args, folder / "servers", gpus))
-        engine = SGLangEngine(servers, model.renderer, model.policy.banned_ids)
-        return cls(config, model, engine, WeightSync(engine, wanted, folder / "weights"))
+        routing = model.policy.routing if config.train.replay_routing else None
+        if routing is not None:
+            args["enable-return-routed-experts"] = True
+        shared: dict[str, Any] = {}
+        if home.shared and not config.train.max_staleness:
+            args["enable-memory-saver"] = True
+            parts = (
+                {"kv_cache"} if adapters_apart(config.model.lora) else {"kv_cache", "weights"}
+            )  # those are sent anew
+            shared = {"shared_memory": frozenset(parts), "make_room": home.make_room}
+        servers = Servers(wanted, home.servers(args), home.close)
+        engine = SGLangEngine(servers, model.renderer, model.policy.banned_ids, routing, **shared)
+        sync = WeightSync(engine, wanted, config.folder.absolute() / "weights", home.method)
+        return cls(config, model, engine, sync, home)
 
     async def connect(self, store: MediaStore | None) -> dict[str, Handshake]:
         """Start or find the servers, give them the weights, and let them serve. Raises HandshakeError where they disagree with us."""
@@ -64,11 +143,11 @@ class Serving:
         hands: dict[str, Handshake] = {}
         if config.sglang.check:
             questions = await ask_about(self.model.renderer, store, config.rollout)
-            ours = partial(score, self.model.policy, temperature=config.rollout.temperature or 1.0)
+            ours = partial(self.home.score, temperature=config.rollout.temperature or 1.0)
             alike = await self._loaded_alike()
-            hands = await shake_hands(self.sync, self.send, ours, questions, loaded_alike=alike)
+            hands = await shake_hands(self.sync, self.home.send, ours, questions, loaded_alike=alike)
         else:
-            await self.sync.first(self.send)
+            await self.sync.first(self.home.send)
         await self.engine.serve()
         return hands
 
@@ -83,7 +162,7 @@ class Serving:
             settings["target_modules"] = list(lora.targets)
             await self.sync.push_adapter(dict(trainer.named_adapters()), settings, policy_version)
         else:
-            await self.sync.push(self.send, policy_version)
+            await self.sync.push(self.home.send, policy_version)
         return {
             "weight_sync/bytes": float(self.sync.bytes),
             "weight_sync/seconds": self.sync.seconds,
@@ -97,13 +176,9 @@ class Serving:
         how = "adapters" if adapters_apart(self.config.model.lora) else f"weights by {self.sync.method}"
         if wanted.urls:
             return f"SGLang at {', '.join(wanted.urls)}; {how}"
-        size = f" of {wanted.tp} GPUs" if wanted.tp > 1 else ""
-        return f"{wanted.servers} SGLang server{'s' * (wanted.servers > 1)}{size}, started here; {how}"
-
-    def send(self, delivery: Delivery) -> Sent:
-        """Carry out a delivery of the weights that the model in this process has now."""
-        model = self.model.policy.model
-        return delivery(as_saved(model, named_weights(model)))
+        size, count = f" of {wanted.tp} GPUs" if wanted.tp > 1 else "", len(self.engine.servers.all)
+        where = "placed by Ray" if self.config.cluster.on else "started here"
+        return f"{count} SGLang server{'s' * (count > 1)}{size}, {where}; {how}"
 
     def _check_room(self) -> None:
         for server in self.engine.servers.all:
@@ -127,6 +202,13 @@ def is_installed() -> bool:
     """Whether SGLang can be imported here; a mere folder of that name is no package."""
     spec = importlib.util.find_spec("sglang")
     return spec is not None and spec.origin is not None
+
+
+def _dtype(config: Config, model: LoadedModel) -> torch.dtype:
+    """What is trained in, and so what servers compute in."""
+    if not config.cluster.on:
+        return model.policy.dtype
+    return pick_dtype(config.model.dtype, torch.device("cuda" if config.cluster.gpus else "cpu"))
 
 
 def adapters_apart(lora: Lora) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     PreTrainedModel,
@@ -48,6 +49,8 @@ from transformers import (
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
+
+from vlmrl.model.families import Family, family_of
 
 PREFIX = "tiny:"
 TEMPLATE = Path(__file__).parent / "templates" / "chatml.jinja"
@@ -107,6 +110,12 @@ def _qwen3_vision(width: int, text_width: int) -> dict[str, Any]:
     return sizes | {"num_position_embeddings": 16 * 16, "deepstack_visual_indexes": [0]}
 
 
+def _qwen3_moe_vision(width: int, text_width: int) -> dict[str, Any]:
+    return _qwen3_vision(width, text_width) | {
+        "deepstack_visual_indexes": [0, 1, 2]
+    }  # SGLang counts on three, as in the real ones
+
+
 def _qwen3_5_vision(width: int, text_width: int) -> dict[str, Any]:
     fields = _qwen3_vision(width, text_width)
     del fields["deepstack_visual_indexes"]
@@ -129,6 +138,7 @@ LINEAR = {
     "linear_value_head_dim": HEAD_DIM,
 }
 PARTIAL = HEADS | _rope(mrope_section=[2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.25)
+QWEN3_MOE_EYES = Eyes(Qwen3VLProcessor, Qwen3VLVideoProcessor, 16, _qwen3_moe_vision)
 QWEN3_EYES = Eyes(Qwen3VLProcessor, Qwen3VLVideoProcessor, 16, _qwen3_vision)
 
 RECIPES: dict[str, Recipe] = {
@@ -145,7 +155,7 @@ RECIPES: dict[str, Recipe] = {
         Eyes(Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, 14, _qwen2_5_vision),
     ),
     "qwen3_vl": Recipe(Qwen3VLConfig, Qwen3VLForConditionalGeneration, INTERLEAVED, QWEN3_EYES),
-    "qwen3_vl_moe": Recipe(Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration, INTERLEAVED | EXPERTS, QWEN3_EYES),
+    "qwen3_vl_moe": Recipe(Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration, INTERLEAVED | EXPERTS, QWEN3_MOE_EYES),
     "qwen3_5": Recipe(
         Qwen3_5Config,
         Qwen3_5ForConditionalGeneration,
@@ -185,6 +195,7 @@ def build(
     config = _config(recipe, words, hidden_size, num_layers, vision_hidden_size, vision_depth)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
         _model(recipe, config, words, seed).save_pretrained(scratch)
+        _publish(Path(scratch) / "model.safetensors", family_of(config))
         (_processor(recipe.eyes, words, max_pixels) if recipe.eyes else words).save_pretrained(scratch)
         files = sorted(Path(scratch).iterdir(), key=lambda file: (file.name == "config.json", file.name))
         for file in files:  # config.json comes last: a folder that has it is complete
@@ -312,6 +323,13 @@ def _model(recipe: Recipe, config: Any, words: PreTrainedTokenizerFast, seed: in
     model.generation_config.eos_token_id = [words.eos_token_id, words.pad_token_id]
     model.generation_config.pad_token_id = words.pad_token_id
     return model
+
+
+def _publish(file: Path, family: Family) -> None:
+    """Bring the weights into the form of the large models' checkpoints."""
+    if family.turned:
+        weights = {name: family.published(name, weight) for name, weight in load_file(file).items()}
+        save_file(weights, file, metadata={"format": "pt"})
 
 
 def _processor(eyes: Eyes, words: PreTrainedTokenizerFast, max_pixels: int) -> ProcessorMixin:

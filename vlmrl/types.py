@@ -113,7 +113,8 @@ class Completion:
     ``logprobs`` are natural logs after temperature and the ban, before top-p and top-k. ``stop_reason`` is ``stop`` (an
     end-of-turn id, which is then the last of ``token_ids``, or a stop string), ``length`` or ``abort``.
     ``prompt_tokens`` counts the prompt as the engine saw it, pictures expanded. ``routes`` are the experts of the prompt's tokens and
-    the reply's, ``None`` for the last, which was drawn and not run; empty where there are none or the engine does not tell.
+    the reply's, ``None`` for the last, which was drawn and not run; they may begin only where the request's ``routes_from`` says, and
+    are empty where there are none or the engine does not tell.
     """
 
     token_ids: list[int]

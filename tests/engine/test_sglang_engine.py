@@ -6,16 +6,21 @@ import asyncio
 import base64
 import io
 
+import numpy as np
 import pytest
 from fake_sglang import END, FakeSGLang
-from fakes import PAD, make_item
+from fakes import PAD, Router, make_item
 from PIL import Image
+from torch import nn
 
 from vlmrl.config import SGLang
 from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
 from vlmrl.engine.servers import Server, Servers
 from vlmrl.engine.sglang import SGLangEngine
+from vlmrl.model.routing import Routing
+from vlmrl.types import Route
 
+ROUTING = Routing(nn.ModuleList([Router()]), "Router")  # one layer, two of three experts
 QUICK = {"health_every": 0.1, "health_timeout": 0.5, "start_timeout": 3.0}
 
 
@@ -39,9 +44,10 @@ def engine_of():
     """Makes an engine that serves, of these servers, whose weights are its policy version 3."""
     engines = []
 
-    def make(*fakes, **settings):
+    def make(*fakes, routing=None, **settings):
         config = SGLang(urls=tuple(fake.url for fake in fakes), **(QUICK | settings))
-        engine = SGLangEngine(Servers(config, [Server(url) for url in config.urls]), Words(), banned_ids=[PAD])
+        servers = Servers(config, [Server(url) for url in config.urls])
+        engine = SGLangEngine(servers, Words(), banned_ids=[PAD], routing=routing)
         engines.append(engine)
         engine.versions["default"] = 3
         asyncio.run(started(engine))
@@ -113,6 +119,29 @@ def test_wrong_counts_are_refused_before_anything_is_sent(fakes, engine_of):
         with pytest.raises(ValueError, match="picture placeholders"):
             ask(engine, Request("t", ids, media))
     assert fakes[0].asked("/generate") == []
+
+
+def experts(*rows):
+    """As a server tells them, of one layer: two experts a token."""
+    return base64.b64encode(np.array(rows, "<i4").tobytes()).decode()
+
+
+def test_experts_come_with_the_tokens_from_where_they_are_not_known(fakes, engine_of):
+    fakes[0].meta = {"routed_experts": experts([0, 1], [2, 0], [1, 2], [0, 2])}
+    request = Request("t", [1, 2, 3], [], SamplingParams(8), routes_from=1)
+    completion = ask(engine_of(fakes[0], routing=ROUTING), request)
+    assert completion.routes == [Route(bytes([a, 0, b, 0]), 2) for a, b in ((0, 1), (2, 0), (1, 2), (0, 2))] + [None]
+    [body] = fakes[0].asked("/generate")
+    assert body["return_routed_experts"] and body["routed_experts_start_len"] == 1
+
+
+def test_experts_that_are_missing_or_not_the_models_are_an_error(fakes, engine_of):
+    engine = engine_of(fakes[0], routing=ROUTING)
+    with pytest.raises(ValueError, match="--enable-return-routed-experts"):
+        ask(engine, plain())
+    fakes[0].meta = {"routed_experts": experts([0, 1], [2, 0])}
+    with pytest.raises(ValueError, match=r"told 4 experts of 5 tokens, which is not 2 in each of 1 layers"):
+        ask(engine, plain())
 
 
 def test_another_count_over_there_is_an_error_that_names_both(fakes, engine_of):

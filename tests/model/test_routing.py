@@ -61,7 +61,7 @@ def test_a_replayed_token_goes_where_it_went_with_the_routers_own_weights():
 
 
 def test_routes_are_two_bytes_an_expert():
-    indices = torch.tensor([[[3, 300], [7, 0]], [[1, 2], [5, 4]]])
+    indices = np.array([[[3, 300], [7, 0]], [[1, 2], [5, 4]]])
     first, second = routes_of(indices)
     assert first.experts == bytes([3, 0, 44, 1, 7, 0, 0, 0]) and (first.layers, first.top_k) == (2, 2)
     assert indices_of([first, None, second]).tolist() == [indices[0].tolist(), [[-1, -1]] * 2, indices[1].tolist()]
@@ -160,7 +160,7 @@ def routed_at_random(model: LoadedModel, rows: list[Sample], unknown: float = 0.
         for place in range(len(row)):
             dice = random.Random(repr((row.group_id, row.token_ids[: place + 1], row.image_ids)))
             chosen = [dice.sample(range(routing.num_experts), routing.top_k) for _ in range(routing.layers)]
-            routes += [None] if dice.random() < unknown else routes_of(torch.tensor([chosen]))
+            routes += [None] if dice.random() < unknown else routes_of(np.array([chosen]))
         routed.append(replace(row, routes=routes))
     return routed
 

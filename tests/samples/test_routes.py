@@ -41,6 +41,12 @@ def test_a_replys_last_token_is_known_from_the_next_prompt():
     audit([row], [trajectory], routing=ROUTING)
 
 
+def test_an_engine_may_leave_out_what_was_known():
+    trajectory = two_turns()
+    share_out([B, A, None], trajectory.turns)  # from the first reply's last token on
+    assert [turn.routes for turn in trajectory.turns] == [[A, A, B, B], [A, None]]
+
+
 def test_tokens_that_no_engine_ran_are_not_known():
     trajectory = two_turns()
     share_out([C, C, C, B, A, None], trajectory.turns)

@@ -89,8 +89,9 @@ class Served:
         run = self.run
         rollouts = asyncio.run(run.runner().play((run.tasks[i] for i in range(groups)), groups, label))
         rows = [sample for trajectory in rollouts.trajectories for sample in concat(trajectory)]
-        ids = {"image_token_id": run.model.policy.image_token_id, "banned_ids": run.model.policy.banned_ids}
-        audit(rows, rollouts.trajectories, **ids)
+        policy = run.model.policy
+        ids = {"image_token_id": policy.image_token_id, "banned_ids": policy.banned_ids}
+        audit(rows, rollouts.trajectories, **ids, routing=policy.routing)
         return rollouts.trajectories
 
     def gap(self, played: Sequence[Trajectory]) -> float:
@@ -114,7 +115,7 @@ class Served:
         """The weights as they are now, as the next policy version."""
         version = self.version + 1
         async with paused(self.run.engine):
-            await self.sync.push(self.run.serving.send, version)
+            await self.sync.push(self.run.serving.home.send, version)
             self.run.engine.weights_changed(version)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -138,13 +139,13 @@ class Served:
 
     def requests(self) -> int:
         """That the server has answered so far."""
-        return self.server.launch.log.read_text().count("POST /generate")
+        return self.server.process.launch.log.read_text().count("POST /generate")
 
-    def question(self, name: str, tokens: int) -> Request:
+    def question(self, name: str, tokens: int, routes_from: int = 0) -> Request:
         """About a picture, whatever the answer."""
         rendered = self.run.model.renderer.prompt(self.run.tasks[0].prompt)
         media = [self.run.store.load(image) for image in rendered.images]
-        return Request(name, rendered.token_ids, media, SamplingParams(tokens))
+        return Request(name, rendered.token_ids, media, SamplingParams(tokens), routes_from)
 
     def row_of(self, request: Request, completion: Completion) -> Sample:
         size = len(completion.token_ids)
@@ -163,7 +164,7 @@ def served(*configs: Config) -> Iterator[list[Served]]:
     try:
         hands = asyncio.run(connect())
         yield [Served(run, hand, copied(run)) for run, hand in zip(runs, hands, strict=True)]
-        groups = [run.engine.servers.all[0].process_group for run in runs]
+        groups = [run.engine.servers.all[0].process.group for run in runs]
         assert all(map(processes_of, groups))
     finally:
         for run in runs:

@@ -22,7 +22,7 @@ from vlmrl import parts
 
 run = parts.build(config_of(Path(sys.argv[1]), Path(sys.argv[2])))
 asyncio.run(run.engine.start())
-print(run.engine.servers.all[0].process_group, flush=True)
+print(run.engine.servers.all[0].process.group, flush=True)
 asyncio.run(asyncio.sleep(600))
 """
 
@@ -39,7 +39,7 @@ def test_rollouts_outlive_their_server(qwen3, monkeypatch, blow):
         before = qwen3.requests()
         while qwen3.requests() < before + 4:
             await asyncio.sleep(0.02)
-        os.killpg(qwen3.server.process_group, blow)
+        os.killpg(qwen3.server.process.group, blow)
 
     async def play():
         struck = asyncio.create_task(strike())
@@ -57,7 +57,7 @@ def test_rollouts_outlive_their_server(qwen3, monkeypatch, blow):
 
 def test_weights_that_came_while_the_server_was_dead_are_those_it_serves(qwen3):
     qwen3.change(seed=3)
-    os.killpg(qwen3.server.process_group, signal.SIGKILL)
+    os.killpg(qwen3.server.process.group, signal.SIGKILL)
     asyncio.run(qwen3.push())
     played = qwen3.episodes("reborn")
     assert versions(played) == {qwen3.version}

@@ -10,7 +10,7 @@ import torch
 from fake_sglang import FakeSGLang
 
 from vlmrl.config import SGLang
-from vlmrl.engine.base import EngineError, Request, SamplingParams
+from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
 from vlmrl.engine.servers import Server, Servers
 from vlmrl.engine.sglang import SGLangEngine
 from vlmrl.train.transports import Delivery, Target, buckets
@@ -37,7 +37,7 @@ def sync_of(tmp_path):
     """Makes a WeightSync of these servers; they serve weights `w` = [1, 2] as version 0."""
     engines = []
 
-    def make(*fakes, **settings):
+    def make(*fakes, engine=None, **settings):
         quick = {
             "health_every": 0.1,
             "health_timeout": 0.5,
@@ -46,7 +46,8 @@ def sync_of(tmp_path):
             "sync_timeout": 2.0,
         }
         config = SGLang(urls=tuple(fake.url for fake in fakes), **(quick | settings))
-        engine = SGLangEngine(Servers(config, [Server(url) for url in config.urls]), Words(), [])
+        servers = Servers(config, [Server(url) for url in config.urls])
+        engine = SGLangEngine(servers, Words(), [], **(engine or {}))
         engines.append(engine)
         sync = WeightSync(engine, config, tmp_path)
 
@@ -111,6 +112,26 @@ def test_only_the_last_bucket_names_the_weights_and_flushes(fakes, sync_of):
     first, last = fakes[0].asked("/update_weights_from_tensor")[-2:]
     assert (first["flush_cache"], first.get("weight_version")) == (False, None)
     assert last["flush_cache"] and sync.engine.versions[last["weight_version"]] == 1
+
+
+def test_servers_give_their_memory_to_the_trainer_and_take_it_back_part_by_part(fakes, sync_of):
+    room = []
+    shared = frozenset({"kv_cache", "weights"})
+    sync = sync_of(*fakes, engine={"shared_memory": shared, "make_room": lambda: room.append(set(fakes[0].given_back))})
+
+    async def update():
+        async with paused(sync.engine):
+            await sync.engine.pause()
+            assert all(fake.given_back == shared for fake in fakes)
+            await sync.push(send([3.0, 4.0]), policy_version=1)
+            assert all(fake.given_back == {"kv_cache"} for fake in fakes)
+
+    asyncio.run(update())
+    assert room == [
+        {"kv_cache"}
+    ]  # the trainer leaves after the weights have been sent, and before all the room is needed
+    assert all(not fake.given_back and not fake.paused for fake in fakes)
+    assert sampled(sync) == [1, 1, 1]
 
 
 def test_a_server_that_was_away_gets_the_weights_before_it_serves_again(fakes, sync_of):

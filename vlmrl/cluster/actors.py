@@ -6,6 +6,7 @@ This file alone imports ray.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
@@ -27,20 +28,23 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 import vlmrl
 from vlmrl.cluster import ClusterError
 from vlmrl.cluster.transport import Crate, WirePicture, buckets
-from vlmrl.cluster.workers import EngineWorker, RankWorker, code_of
+from vlmrl.cluster.workers import EngineWorker, RankWorker, ServerWorker, code_of
 from vlmrl.config import Algo, Cluster, Config, Lora
 from vlmrl.engine.base import EngineError, Request
+from vlmrl.engine.servers import Server
 from vlmrl.loading import FILE_MODULE
 from vlmrl.model.loading import pick_dtype
 from vlmrl.train.checkpoint import load_random, save_random
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import Receive
+from vlmrl.train.transports import Delivery, Method, Sent
 from vlmrl.types import Completion, MediaItem, Sample
 
 PLACING = 300.0  # seconds until there is room for all processes
 LOADING = 1800.0  # until each has its model
 STEPPING = 4 * 3600.0  # for a call of the trainer; a rank that waits in vain for another gives up much earlier
 MOVING = 900.0  # for weights on their way
+KEEPING = 60.0  # for a word from who keeps a server's process
 LAST_WORDS = 2.0  # after a first error, for the one that caused it
 BUCKET = 256 * 2**20  # bytes of weights that travel at once
 CONTROL = 64  # calls of an engine beside those for replies
@@ -50,12 +54,16 @@ Actor = Any  # the handle of one
 
 
 class RayCluster:
-    """Trainer ranks and engines, placed and loaded. :meth:`close` ends all of them, and Ray where it was started here."""
+    """Trainer ranks and engines, placed and loaded. :meth:`close` ends all of them, and Ray where it was started here.
+
+    With servers of SGLang for engines it is their :class:`~vlmrl.serving.Home`.
+    """
 
     def __init__(self, config: Config, base_dir: Path | None, keep_kv: bool) -> None:
         self.pictures = Pictures()
         self.ranks: list[Actor] = []
         self.engines: list[Actor] = []
+        self._config = config
         self._cluster = config.cluster
         self._room: Any = None
         self._failed = False
@@ -85,10 +93,49 @@ class RayCluster:
         crate, pictures = Crate.of(samples)
         return self.ask("call_on", method, ray.put(crate), *self.pictures.refs(pictures))
 
-    def free_gpus(self) -> None:
+    def make_room(self) -> None:
         """Have the ranks leave the GPUs to the engines."""
         if not self._failed:
             self.ask("leave", seconds=MOVING)
+
+    @property
+    def method(self) -> Method:
+        return "disk" if self.shared else "group"  # no group has two members on one GPU
+
+    @property
+    def shared(self) -> bool:
+        return self._cluster.gpus > 0 and self._cluster.colocate and not self._config.sglang.urls
+
+    def servers(self, args: dict[str, Any]) -> list[Server]:
+        """One for each engine that is asked for, each on its machine and its GPUs."""
+        sglang, cluster = self._config.sglang, self._cluster
+        if sglang.urls:
+            return [Server(url) for url in sglang.urls]
+        logs = self._config.folder.absolute() / "servers"
+        for number in range(cluster.num_engines):
+            share = self.ranks[number * len(self.ranks) // cluster.num_engines :][: sglang.tp] if self.shared else []
+            seen = _results([rank.__ray_call__.remote(_gpu) for rank in share], LOADING, "start")
+            own = 0 if seen or not cluster.gpus else sglang.tp
+            place = self._place(number * cluster.nodes // cluster.num_engines, own)
+            kept = sglang, args, logs / f"server-{number}.log", cluster.gpus > 0, ",".join(seen)
+            self.engines.append(ray.remote(ServerWorker).options(**place).remote(*kept))
+        hosts = ["127.0.0.1"] * len(self.engines)
+        if cluster.nodes > 1:
+            hosts = _results([keeper.__ray_call__.remote(_address) for keeper in self.engines], LOADING, "start")
+        plans = [keeper.plan.remote(host) for keeper, host in zip(self.engines, hosts, strict=True)]
+        urls = _results(plans, LOADING, "plan a server")
+        return [Server(url, KeptProcess(keeper)) for url, keeper in zip(urls, self.engines, strict=True)]
+
+    def send(self, delivery: Delivery) -> Sent:
+        """Have rank 0 deliver the weights; all ranks gather them, unless it has them still."""
+        if delivery.again:
+            return _results([self.ranks[0].deliver.remote(delivery)], STEPPING, "deliver weights")[0]
+        return self.ask("deliver", delivery)
+
+    def score(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
+        """Before there is a trainer, logprobs of the rows' responses."""
+        crate, pictures = Crate.of(samples)
+        return self.ask("logprobs", temperature, ray.put(crate), *self.pictures.refs(pictures))
 
     def close(self) -> None:
         for actor in [*self.ranks, *self.engines]:
@@ -104,23 +151,29 @@ class RayCluster:
         cluster, plain = self._cluster, _for_workers(config)
         count = cluster.num_ranks
         for rank in range(count):
-            place = self._place(rank * cluster.nodes // count, own_gpu=cluster.gpus > 0)
+            place = self._place(rank * cluster.nodes // count, gpus=int(cluster.gpus > 0))
             self.ranks.append(ray.remote(RankWorker).options(**place).remote(plain, base_dir, Ranks(rank, count)))
-        sampled = replace(plain, model=replace(plain.model, lora=Lora(), freeze=()))  # gets merged weights
-        for number in range(cluster.num_engines):
-            shares = self.ranks[number * count // cluster.num_engines] if cluster.gpus and cluster.colocate else None
-            gpu = None if shares is None else _results([shares.__ray_call__.remote(_gpu)], LOADING, "start")[0]
-            place = self._place(number * cluster.nodes // cluster.num_engines, cluster.gpus > 0 and shares is None)
-            place["max_concurrency"] = config.rollout.max_concurrent + CONTROL
-            self.engines.append(ray.remote(EngineWorker).options(**place).remote(sampled, base_dir, keep_kv, gpu))
+        if config.engine == "embedded":
+            self._start_engines(config, base_dir, keep_kv)
         address = _results([self.ranks[0].__ray_call__.remote(_address)], LOADING, "start")[0]
         (port,) = _results([self.ranks[0].host.remote(address)], LOADING, "start")
         ready = [engine.__ray_ready__.remote() for engine in self.engines]
         _results([*[rank.load.remote(address, port) for rank in self.ranks], *ready], LOADING, "load the model")
 
-    def _place(self, node: int, own_gpu: bool) -> dict[str, Any]:
+    def _start_engines(self, config: Config, base_dir: Path | None, keep_kv: bool) -> None:
+        cluster, plain, count = self._cluster, _for_workers(config), len(self.ranks)
+        sampled = replace(plain, model=replace(plain.model, lora=Lora(), freeze=()))  # gets merged weights
+        for number in range(cluster.num_engines):
+            shares = self.ranks[number * count // cluster.num_engines] if cluster.gpus and cluster.colocate else None
+            gpu = None if shares is None else _results([shares.__ray_call__.remote(_gpu)], LOADING, "start")[0]
+            own = int(cluster.gpus > 0 and shares is None)
+            place = self._place(number * cluster.nodes // cluster.num_engines, own)
+            place["max_concurrency"] = config.rollout.max_concurrent + CONTROL
+            self.engines.append(ray.remote(EngineWorker).options(**place).remote(sampled, base_dir, keep_kv, gpu))
+
+    def _place(self, node: int, gpus: int) -> dict[str, Any]:
         where = PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=node)
-        return {"scheduling_strategy": where, "num_cpus": 1, "num_gpus": int(own_gpu)}
+        return {"scheduling_strategy": where, "num_cpus": 1, "num_gpus": gpus}
 
 
 class RemoteTrainers:
@@ -222,7 +275,7 @@ class RemoteEngine:
 
     async def resume(self) -> None:
         if self._colocated:
-            self._cluster.free_gpus()
+            self._cluster.make_room()
         await self._all("resume")
 
     def weights_changed(self, policy_version: int) -> None:
@@ -259,6 +312,39 @@ class RemoteEngine:
     async def _all(self, method: str, *arguments: Any) -> None:
         calls = [getattr(engine, method).remote(*arguments) for engine in self._cluster.engines]
         await asyncio.to_thread(_results, calls, MOVING, f"{method} the engines")
+
+
+class KeptProcess:
+    """A server's process that an actor keeps, wherever that is; an actor that is lost is a process that does not run."""
+
+    def __init__(self, keeper: Actor) -> None:
+        self._keeper = keeper
+
+    @property
+    def alive(self) -> bool:
+        try:
+            return self._ask("alive")
+        except EngineError:
+            return False
+
+    def start(self) -> None:
+        self._ask("start")
+
+    def stop(self, gently: bool = True) -> None:
+        with contextlib.suppress(EngineError):
+            self._ask("stop", gently)
+
+    def log_tail(self) -> str:
+        try:
+            return self._ask("log_tail")
+        except EngineError as error:
+            return f"; {error}"
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        try:
+            return _results([getattr(self._keeper, method).remote(*arguments)], KEEPING, f"{method} a server")[0]
+        except (RayError, ClusterError) as error:
+            raise EngineError(f"who keeps the server's process does not answer: {error}") from error
 
 
 class Pictures:

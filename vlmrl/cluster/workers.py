@@ -1,4 +1,5 @@
-"""What the processes of a cluster do: trainer ranks and embedded engines. Plain classes, which `actors.py` makes Ray's actors of."""
+"""What the processes of a cluster do: trainer ranks, embedded engines, keepers of servers. Plain classes, which `actors.py` makes
+Ray's actors of."""
 
 from __future__ import annotations
 
@@ -8,19 +9,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from vlmrl.algos import CORRECTIONS, KL, LOSSES, REDUCTIONS
 from vlmrl.cluster.transport import Crate, Weights, WirePicture, WireTensor
-from vlmrl.config import Algo, Config
+from vlmrl.config import Algo, Config, SGLang
 from vlmrl.engine.base import Request
+from vlmrl.engine.servers import LocalProcess, free_ports, launch
 from vlmrl.engine.transformers import TransformersEngine
-from vlmrl.model.loading import load_model
+from vlmrl.model.adapters import named_weights
+from vlmrl.model.loading import as_saved, load_model
+from vlmrl.serving import score
 from vlmrl.train.parallel import COLLECTIVE, backend_of, reshard
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import Receive
+from vlmrl.train.transports import Delivery, Sent
 from vlmrl.trainers import Trainers
 from vlmrl.types import Completion, MediaItem, Sample
 
@@ -98,6 +104,23 @@ class RankWorker:
         self._come()
         return (_walk if self._ranks.rank else receive)(self._trainer.named_weights())
 
+    def deliver(self, delivery: Delivery) -> Sent | None:
+        """The policy's weights for servers, from rank 0, where they were sent from before; no other rank is asked to repeat that."""
+        if delivery.again:
+            return delivery(())
+        self._come()
+        model = self._trainers.policy.model
+        named = named_weights(model)
+        if self._ranks.rank:
+            _walk(named)
+            return None
+        return delivery(as_saved(model, named))
+
+    def logprobs(self, temperature: float, crate: Crate[Sample], *pictures: WirePicture) -> list[np.ndarray] | None:
+        """Of each row's response under the policy's weights, before there is a trainer."""
+        scores = score(self._trainers.policy, crate.unpack([picture.item() for picture in pictures]), temperature)
+        return None if self._ranks.rank else scores
+
     def weights(self, method: str) -> Weights | None:
         """What ``named_weights`` or ``named_adapters`` gives, whole."""
         self._come()
@@ -173,6 +196,40 @@ class EngineWorker:
     def _move(self, device: torch.device) -> None:
         self._engine.policy.to(device)
         _forget_unused()
+
+
+class ServerWorker:
+    """Keeps the process of one SGLang server, on its machine and on the GPUs that it was given itself, or on those ``shared``."""
+
+    def __init__(self, config: SGLang, args: dict[str, Any], log: Path, gpus: bool, shared: str) -> None:
+        if shared:
+            os.environ["CUDA_VISIBLE_DEVICES"] = shared
+        self._planned = config, args, log
+        self._gpu = 0 if gpus else None
+        self._process: LocalProcess | None = None
+
+    def plan(self, host: str) -> str:
+        """Where it will listen. Nothing is started yet."""
+        (port,) = free_ports(1, host)
+        self._process = LocalProcess(launch(*self._planned, host, port, self._gpu))
+        return f"http://{host}:{port}"
+
+    def alive(self) -> bool:
+        return self._planned_process.alive
+
+    def start(self) -> None:
+        self._planned_process.start()
+
+    def stop(self, gently: bool) -> None:
+        self._planned_process.stop(gently)
+
+    def log_tail(self) -> str:
+        return self._planned_process.log_tail()
+
+    @property
+    def _planned_process(self) -> LocalProcess:
+        assert self._process is not None
+        return self._process
 
 
 def _walk(weights: Any) -> None:

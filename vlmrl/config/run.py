@@ -53,11 +53,18 @@ def _check_servers(config: Config) -> None:
     """What does not go together with servers of SGLang."""
     if config.deterministic:
         raise ValueError("deterministic needs engine embedded: what an SGLang server samples, no run repeats.")
-    if config.cluster.on:
-        raise ValueError(
-            "cluster places embedded engines only: with engine sglang leave cluster unset and start several trainer ranks by "
-            "torchrun, with servers on GPUs of their own (sglang.first_gpu) or on other machines (sglang.urls)."
-        )
+    cluster, sglang = config.cluster, config.sglang
+    if not cluster.on:
+        return
+    require(
+        sglang.servers == 1, "sglang.servers", "left alone on a cluster: cluster.engines counts servers", sglang.servers
+    )
+    require(sglang.first_gpu == 0, "sglang.first_gpu", "left alone on a cluster: Ray gives out GPUs", sglang.first_gpu)
+    require(sglang.port == 0, "sglang.port", "left alone on a cluster: each machine has ports of its own", sglang.port)
+    if cluster.gpus and not sglang.urls:
+        free = (cluster.num_ranks if cluster.colocate else cluster.gpus - cluster.num_ranks) // sglang.tp
+        rule = f"at most {free}: with sglang.tp {sglang.tp} there are GPUs for no more"
+        require(cluster.num_engines <= free, "cluster.engines", rule, cluster.num_engines)
 
 
 @dataclass(frozen=True)

@@ -231,7 +231,7 @@ class Batch:
             return self.policy.hidden(tokens, *args, **options), [[] for _ in tokens]
         with routing.recorded() as chosen:
             hidden = self.policy.hidden(tokens, *args, **options)
-        return hidden, [routes_of(row) for row in torch.stack(chosen, 1).unflatten(0, tokens.shape)]
+        return hidden, [routes_of(row) for row in torch.stack(chosen, 1).unflatten(0, tokens.shape).cpu().numpy()]
 
     def _draw(self, rows: list[Row], hidden: torch.Tensor) -> None:
         params = [row.request.sampling for row in rows]

@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 
@@ -73,37 +73,98 @@ class Launch:
     log: Path
 
 
+class Process(Protocol):
+    """A server's, where it is started here: :class:`LocalProcess`, or one on another machine."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs, as far as one can know without asking the server."""
+        ...
+
+    def start(self) -> None: ...
+
+    def stop(self, gently: bool = True) -> None:
+        """End it and all that it started itself."""
+        ...
+
+    def log_tail(self) -> str:
+        """The end of its log, for an error message."""
+        ...
+
+
+class LocalProcess:
+    """A server's process on this machine. It ends with the thread that starts it, even if that is killed."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def group(self) -> int:
+        """The process group of it and of all that it starts."""
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        self.launch.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.launch.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _DIE_WITH_PARENT, str(os.getpid()), *self.launch.command],
+                env=os.environ | self.launch.env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # a group of its own: no Ctrl-C reaches it, and all of it can be ended
+            )
+
+    def stop(self, gently: bool = True) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if gently and process.poll() is None:
+            _signal_group(process, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS)
+        _signal_group(process, signal.SIGKILL)
+        process.wait()
+
+    def log_tail(self) -> str:
+        if not self.launch.log.exists():
+            return ""
+        return f"; the end of {self.launch.log}:\n{self.launch.log.read_text(errors='replace')[-TAIL:]}"
+
+
 class Server:
-    """One server, by its ``url``; with ``launch``, a process of ours.
+    """One server, by its ``url``; with ``process``, one that is started here. ``sees_files``: it can read this machine's.
 
     ``ready``: it may serve; ``doubted``: it does not answer its health check, and gets no new requests. ``weights`` names the weights
     it has, ``None`` where that is not known. ``in_flight`` counts the requests it works on. ``info`` is what it tells about itself.
+    ``given_back`` names the parts of its memory that others use now.
     """
 
-    def __init__(self, url: str, launch: Launch | None = None) -> None:
+    def __init__(self, url: str, process: Process | None = None, sees_files: bool = False) -> None:
         self.url = url.rstrip("/")
-        self.launch = launch
+        self.process = process
+        self.sees_files = sees_files
         self.ready = False
         self.doubted = False
         self.weights: str | None = None
         self.in_flight = 0
+        self.given_back: frozenset[str] = frozenset()
         self.info: dict[str, Any] = {}
         self.suspected = asyncio.Event()
         self.gone = asyncio.Event()  # replaced by a new one when it serves again
-        self._process: subprocess.Popen[bytes] | None = None
         self._failures = 0
         self._resting_until = 0.0
 
     @property
     def alive(self) -> bool:
-        """Whether its process runs, as far as one can know without asking it."""
-        return self.launch is None or (self._process is not None and self._process.poll() is None)
-
-    @property
-    def process_group(self) -> int:
-        """Of its process, and of all that this one starts."""
-        assert self._process is not None
-        return self._process.pid
+        """Whether it is worth to ask it anything."""
+        return self.process is None or self.process.alive
 
     @property
     def rest(self) -> float:
@@ -119,48 +180,21 @@ class Server:
     def answered(self) -> None:
         self._failures, self._resting_until = 0, 0.0
 
-    def start(self) -> None:
-        """Start its process. Called from a thread that lasts: when that ends, so does the process."""
-        assert self.launch is not None
-        self.launch.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.launch.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _DIE_WITH_PARENT, str(os.getpid()), *self.launch.command],
-                env=os.environ | self.launch.env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # a group of its own: no Ctrl-C reaches it, and all of it can be ended
-            )
-
-    def stop(self, gently: bool = True) -> None:
-        """End its process and all that this one started."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        if gently and process.poll() is None:
-            _signal_group(process, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_SECONDS)
-        _signal_group(process, signal.SIGKILL)
-        process.wait()
-
     def log_tail(self) -> str:
-        """The end of its log, for an error message."""
-        if self.launch is None or not self.launch.log.exists():
-            return ""
-        return f"; the end of {self.launch.log}:\n{self.launch.log.read_text(errors='replace')[-TAIL:]}"
+        return "" if self.process is None else self.process.log_tail()
 
 
 class Servers:
     """All servers of one run. Its coroutines run in one event loop, that of the engine's thread.
 
     ``bring`` gives a server the current weights; until it returns, the server does not serve. Set it before :meth:`start`.
+    ``at_end`` is called when all have stopped.
     """
 
-    def __init__(self, config: SGLang, servers: Sequence[Server]) -> None:
+    def __init__(self, config: SGLang, servers: Sequence[Server], at_end: Callable[[], None] | None = None) -> None:
         self.config = config
         self.all = list(servers)
+        self._at_end = at_end
         self.bring: Callable[[Server], Awaitable[None]] = _nothing
         self.restarts = 0
         self.paused = False
@@ -176,16 +210,16 @@ class Servers:
     @property
     def see_files(self) -> bool:
         """Whether they can read pictures from this machine's files."""
-        ours = all(server.launch is not None for server in self.all)
-        return self.config.pictures == "file" or (self.config.pictures == "auto" and ours)
+        auto = self.config.pictures == "auto" and all(server.sees_files for server in self.all)
+        return self.config.pictures == "file" or auto
 
     async def start(self) -> None:
         """Wait until all servers answer. Raises EngineError where one does not within ``sglang.start_timeout``."""
         limits = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
         self._session = aiohttp.ClientSession(connector=limits, timeout=aiohttp.ClientTimeout(total=None))
         for server in self.all:
-            if server.launch is not None:
-                server.start()
+            if server.process is not None:
+                server.process.start()
         await asyncio.gather(*map(self._until_up, self.all))
 
     async def serve_all(self) -> None:
@@ -200,7 +234,10 @@ class Servers:
         await asyncio.gather(*self._watchers, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
-        await asyncio.gather(*(asyncio.to_thread(server.stop) for server in self.all))
+        processes = [server.process for server in self.all if server.process is not None]
+        await asyncio.gather(*(asyncio.to_thread(process.stop) for process in processes))
+        if self._at_end is not None:
+            self._at_end()
 
     async def call(self, server: Server, path: str, body: Any = None, timeout: float | None = None) -> Any:
         """GET ``path``, or POST ``body`` (what JSON can hold, or JSON that is encoded already).
@@ -310,9 +347,10 @@ class Servers:
 
     async def _revive(self, server: Server, restart: bool) -> None:
         """Start it anew if it is ours, wait for it if not, and bring it to the current weights."""
-        if restart and server.launch is not None:
-            await asyncio.to_thread(server.stop, False)  # it may be stuck: it is asked nothing
-            server.start()
+        if restart and server.process is not None:
+            await asyncio.to_thread(server.process.stop, False)  # it may be stuck: it is asked nothing
+            server.process.start()
+            server.given_back = frozenset()
             self.restarts += 1
         await self._until_up(server)
         async with self.changing:
@@ -330,18 +368,29 @@ async def quietly(call: Coroutine[Any, Any, Any]) -> None:
         await call
 
 
-def planned(config: SGLang, model_path: str, args: dict[str, Any], logs: Path, gpus: bool) -> list[Server]:
-    """The servers that ``config`` asks for; ``args`` are the run's, which its ``args`` win over. Nothing is started yet."""
+def planned(config: SGLang, args: dict[str, Any], logs: Path, gpus: bool) -> list[Server]:
+    """The servers that ``config`` asks for on this machine; ``args`` are the run's, which its ``args`` win over.
+
+    Nothing is started yet.
+    """
     if config.urls:
         return [Server(url) for url in config.urls]
     ports = free_ports(config.servers) if config.port == 0 else range(config.port, config.port + config.servers)
     servers = []
     for index, port in enumerate(ports):
-        own = {"model-path": model_path, "host": "127.0.0.1", "port": port, "tp": config.tp}
-        placed = {"base-gpu-id": config.first_gpu + index * config.tp} if gpus else CPU_ARGS
-        launch = Launch(command(config, own | placed | args), environment(config, gpus), logs / f"server-{index}.log")
-        servers.append(Server(f"http://127.0.0.1:{port}", launch))
+        gpu = config.first_gpu + index * config.tp
+        process = LocalProcess(
+            launch(config, args, logs / f"server-{index}.log", "127.0.0.1", port, gpu if gpus else None)
+        )
+        servers.append(Server(f"http://127.0.0.1:{port}", process, sees_files=True))
     return servers
+
+
+def launch(config: SGLang, args: dict[str, Any], log: Path, host: str, port: int, gpu: int | None) -> Launch:
+    """How to start a server that listens at ``host`` and ``port``, on the GPUs from ``gpu`` on, or on the CPU."""
+    placed = CPU_ARGS if gpu is None else {"base-gpu-id": gpu}
+    args = {"host": host, "port": port, "tp": config.tp} | placed | args
+    return Launch(command(config, args), environment(config, gpu is not None), log)
 
 
 def command(config: SGLang, args: dict[str, Any]) -> list[str]:
@@ -362,12 +411,12 @@ def environment(config: SGLang, gpus: bool) -> dict[str, str]:
     return env | ({} if gpus else CPU_ENV) | config.env
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Ports of this machine that nobody listens on right now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
-            each.bind(("127.0.0.1", 0))
+            each.bind((host, 0))
         return [each.getsockname()[1] for each in sockets]
 
 

@@ -10,19 +10,23 @@ All of it runs in an event loop of its own, so that servers are watched, and tim
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import math
 import re
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Literal
+
+import numpy as np
 
 from vlmrl.engine.base import EngineError, Request, SamplingParams
 from vlmrl.engine.pictures import Pictures
 from vlmrl.engine.servers import UNREACHED, Server, ServerError, Servers, quietly
+from vlmrl.model.routing import Routing, routes_of
 from vlmrl.renderer import Renderer
 from vlmrl.threads import LoopThread
-from vlmrl.types import Completion
+from vlmrl.types import Completion, Route
 
 OLDEST = (0, 5, 23)  # earlier ones decode ids that come with pictures and encode them anew
 BAN = -1e9  # added to a logit: its token has no probability, and the others' logprobs are those without it
@@ -43,15 +47,29 @@ class SGLangEngine:
 
     ``versions`` tells the policy version of each set of weights that was sent, by the name it has on the servers; ``adapter``, if
     there is one, is the name of the LoRA adapter that new requests are sampled with. ``retried`` counts attempts that failed.
+    With ``routing``, the trainer's, a reply tells its tokens' experts. Paused servers give back ``shared_memory``, these parts of
+    what they hold on a GPU; ``make_room`` is called before they take all of it again.
     """
 
-    def __init__(self, servers: Servers, renderer: Renderer, banned_ids: list[int]) -> None:
+    def __init__(
+        self,
+        servers: Servers,
+        renderer: Renderer,
+        banned_ids: list[int],
+        routing: Routing | None = None,
+        *,
+        shared_memory: frozenset[str] = frozenset(),
+        make_room: Callable[[], None] | None = None,
+    ) -> None:
         self.servers = servers
         self.policy_version = 0
         self.versions: dict[str, int] = {}
         self.adapter: str | None = None
         self.thread = LoopThread("sglang")
         self._renderer = renderer
+        self._routing = routing
+        self._shared_memory = shared_memory
+        self._make_room = make_room
         self._ban = {str(index): BAN for index in banned_ids}
         self._homes: dict[str, Server] = {}
         self._pictures = Pictures(servers.see_files)
@@ -160,6 +178,8 @@ class SGLangEngine:
         }
         if adapter is not None:
             fields["lora_path"] = adapter
+        if self._routing is not None:
+            fields |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
         body = json.dumps(fields, separators=(",", ":")).encode()
         if not request.media:
             return body
@@ -195,7 +215,8 @@ class SGLangEngine:
         versions = self._versions(meta, len(ids))
         if adapter is not None:
             versions = [self.versions[adapter]] * len(ids)  # a reply keeps the adapter that it began with
-        return Completion(ids, [logprob for logprob, _ in sampled], reason, versions, expected)
+        routes = self._routes(meta, expected + len(ids) - request.routes_from) if reason != "abort" else []
+        return Completion(ids, [logprob for logprob, _ in sampled], reason, versions, expected, routes)
 
     def _versions(self, meta: dict[str, Any], length: int) -> list[int]:
         """Per token, the policy version of the weights it was sampled from."""
@@ -208,6 +229,23 @@ class SGLangEngine:
             raise _BadAnswer(f"{length} ids came with the policy versions of {len(versions)}")
         return versions
 
+    def _routes(self, meta: dict[str, Any], length: int) -> list[Route | None]:
+        """The experts of the last ``length`` tokens; the very last was drawn and not run."""
+        if self._routing is None:
+            return []
+        if meta.get("routed_experts") is None:
+            raise ValueError(
+                "the SGLang server does not tell the experts of its tokens: start it with --enable-return-routed-experts, or set "
+                "train.replay_routing False."
+            )
+        told = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4")
+        layers, top_k = self._routing.layers, self._routing.top_k
+        if len(told) != (length - 1) * layers * top_k:
+            raise ValueError(
+                f"the SGLang server told {len(told)} experts of {length - 1} tokens, which is not {top_k} in each of {layers} layers."
+            )
+        return [*routes_of(told.reshape(-1, layers, top_k)), None]
+
     def _abort(self, server: Server, rid: str) -> None:
         task = asyncio.create_task(quietly(self.servers.call(server, "/abort_request", {"rid": rid}, timeout=10)))
         self._aborts.add(task)
@@ -215,14 +253,28 @@ class SGLangEngine:
 
     async def _pause(self) -> None:
         self.servers.paused = True
-        await self._tell_all("/pause_generation", {"mode": "retract"})
+        await self._tell("/pause_generation", {"mode": "retract"}, self.servers.ready)
+        for server in self.servers.ready:
+            if parts := self._shared_memory - server.given_back:
+                server.given_back |= parts
+                await self._tell("/release_memory_occupation", {"tags": sorted(parts)}, [server])
+
+    async def take_memory(self, servers: Sequence[Server], parts: frozenset[str]) -> None:
+        """Have ``servers`` take these parts of their memory again, where they gave them back."""
+        for server in servers:
+            if taken := parts & server.given_back:
+                server.given_back -= taken
+                await self._tell("/resume_memory_occupation", {"tags": sorted(taken)}, [server])
 
     async def _resume(self) -> None:
-        await self._tell_all("/continue_generation", {})
+        if self._make_room is not None:
+            await asyncio.to_thread(self._make_room)
+        await self.take_memory(self.servers.ready, self._shared_memory)
+        await self._tell("/continue_generation", {}, self.servers.ready)
         self.servers.paused = False
         await self.servers.notify()
 
-    async def _tell_all(self, path: str, body: dict[str, Any]) -> None:
+    async def _tell(self, path: str, body: dict[str, Any], servers: Sequence[Server]) -> None:
         """One that does not hear it has to be brought to life, and to the current weights, before it serves again."""
 
         async def tell(server: Server) -> None:
@@ -232,7 +284,7 @@ class SGLangEngine:
                 await self.servers.withdraw(server)
                 server.failed()
 
-        await asyncio.gather(*map(tell, self.servers.ready))
+        await asyncio.gather(*(tell(server) for server in servers))
 
 
 def _stop_reason(finish: dict[str, Any], stop_ids: frozenset[int]) -> Literal["stop", "length", "abort"]:

@@ -16,12 +16,14 @@ class Family:
     """Facts about one ``model_type``.
 
     ``vision``: it reads pictures, and its positions are M-RoPE triples. ``recurrent``: :data:`WHY_ALONE`.
-    ``router``: the class of the modules that send tokens to experts, in a mixture of experts.
+    ``router``: the class of the modules that send tokens to experts, in a mixture of experts. ``turned``: the ends of the names of
+    weights whose last two dimensions are the other way round in checkpoints; transformers turns them when it loads, not when it saves.
     """
 
     vision: bool
     recurrent: bool = False
     router: str | None = None
+    turned: tuple[str, ...] = ()
 
     @property
     def may_share(self) -> bool:
@@ -33,12 +35,18 @@ class Family:
         """Rows that have nothing in common may stand in one row, kept apart by the attention mask."""
         return not self.recurrent
 
+    def published(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """A weight as checkpoints have it: ``mlp.experts.down_proj`` as ``[experts, in, out]``, for one."""
+        return weight.transpose(-1, -2).contiguous() if name.endswith(self.turned) else weight
+
 
 FAMILIES = {
     "qwen2_vl": Family(vision=True),
     "qwen2_5_vl": Family(vision=True),
     "qwen3_vl": Family(vision=True),
-    "qwen3_vl_moe": Family(vision=True, router="Qwen3VLMoeTextTopKRouter"),
+    "qwen3_vl_moe": Family(
+        vision=True, router="Qwen3VLMoeTextTopKRouter", turned=("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    ),
     "qwen3_5": Family(vision=True, recurrent=True),
     "qwen2": Family(vision=False),  # Qwen2.5, too
     "qwen3": Family(vision=False),

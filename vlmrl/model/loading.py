@@ -65,8 +65,9 @@ class LoadedModel(Reader):
 
     def save(self, folder: Path, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
         """Weights (by default its own, adapters merged in), tokenizer and processor in Hugging Face form."""
-        named = named_weights(self.policy.model) if weights is None else weights
-        self.policy.model.save_pretrained(folder, state_dict=dict(named))
+        model = self.policy.model
+        published = dict(as_saved(model, named_weights(model) if weights is None else weights))
+        model.save_pretrained(folder, state_dict=published, save_original_format=False)  # in which it is already
         self.tokenizer.chat_template = self.renderer.chat_template  # the one it was trained with
         self.tokenizer.save_pretrained(folder)
         if self.image_processor is not None:
@@ -78,8 +79,10 @@ def as_saved(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterato
 
     Qwen2.5-VL's ``model.visual.patch_embed.proj.weight`` is ``visual.patch_embed.proj.weight`` in its checkpoints.
     """
+    family = family_of(model.config)
     for name, weight in weights:
-        yield from revert_weight_conversion(model, {name: weight}).items()
+        for saved, value in revert_weight_conversion(model, {name: weight}).items():
+            yield saved, family.published(saved, value)
 
 
 def load_model(config: Model, base_dir: Path | None, cache_dir: Path, seed: int) -> LoadedModel:

@@ -71,9 +71,9 @@ class Routing:
         return logits, weights, chosen
 
 
-def routes_of(indices: torch.Tensor) -> list[Route]:
+def routes_of(indices: np.ndarray) -> list[Route]:
     """Token by token what ``indices`` ``[tokens, layers, top_k]`` say."""
-    rows = indices.cpu().numpy().astype("<u2")
+    rows = indices.astype("<u2")
     return [Route(row.tobytes(), rows.shape[2]) for row in rows]
 
 

@@ -1,4 +1,4 @@
-"""An engine tells the experts of all it ran; each turn keeps those of its own tokens."""
+"""An engine tells the experts of what it ran; each turn keeps those of its own tokens."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from vlmrl.types import Route, Turn
 
 
 def share_out(routes: Sequence[Route | None], turns: Sequence[Turn]) -> None:
-    """Give ``routes``, of the whole prompt and its reply, to the last of ``turns``, and to the turn before what it could not know.
+    """Give ``routes``, of the prompt and its reply, to the last of ``turns``, and to the turn before what it could not know.
 
-    A reply's last token is only run as part of the next prompt. What was run several times keeps the experts of the first time.
+    Of the prompt they hold at least what is new in the last turn, and the token before it: a reply's last token is only run as part
+    of the next prompt. What was run several times keeps the experts of the first time.
     """
     if not routes:
         return

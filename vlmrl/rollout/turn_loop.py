@@ -195,7 +195,7 @@ class TurnLoop:
         resampled = 0
         while True:
             began = time.perf_counter()
-            completion = await self._generate(episode.context, trajectory, resampled)
+            completion = await self._generate(episode.context, len(piece.token_ids), trajectory, resampled)
             turn = self._new_turn(piece, completion, opened)
             turn.engine_seconds = time.perf_counter() - began
             if completion.stop_reason != "stop":
@@ -221,12 +221,14 @@ class TurnLoop:
         turn.metrics |= result.metrics
         return turn, None if result.done else result.messages
 
-    async def _generate(self, context: _Context, trajectory: Trajectory, resampled: int) -> Completion:
+    async def _generate(self, context: _Context, new: int, trajectory: Trajectory, resampled: int) -> Completion:
+        """One reply to what is in ``context``, whose last ``new`` tokens no engine has seen yet."""
         limit = min(self.config.max_reply_tokens, self.config.max_tokens - context.length)
         seed = derive_seed(self.seed, trajectory.id, len(trajectory.turns), resampled)  # other draws in every epoch
         c = self.config
         sampling = SamplingParams(limit, c.temperature, c.top_p, c.top_k, c.stop, seed)
-        request = Request(trajectory.id, context.engine_ids, context.media, sampling)
+        routes_from = max(0, context.length - new - 1)  # the last reply's last token has not been run either
+        request = Request(trajectory.id, context.engine_ids, context.media, sampling, routes_from)
         try:
             async with asyncio.timeout(c.engine_timeout):
                 completion = await self.engine.generate(request)

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from vlmrl.model.routing import indices_of, routes_of
 from vlmrl.types import Route, Sample
@@ -119,6 +118,6 @@ def _routes(experts: Any, size: int, row: int) -> list[Route | None]:
             f"column 'rollout_expert_indices', row {row}, must be [tokens, layers, top_k] of its {size} tokens, but its shape is "
             f"{list(indices.shape)}."
         )
-    routes = routes_of(torch.from_numpy(np.maximum(indices, 0)))
+    routes = routes_of(np.maximum(indices, 0))
     known = [None if (token < 0).any() else route for token, route in zip(indices, routes, strict=True)]
     return known + [None] * (size - len(indices))

@@ -34,18 +34,16 @@ FILL = 0.01  # in place of every weight, when it is checked that all of them arr
 
 
 class WeightSync:
-    """Gives the servers of ``engine`` their weights. ``folder`` is where the method disk writes them.
+    """Gives the servers of ``engine`` their weights by ``method``, unless ``config`` names one. ``folder`` is where disk writes them.
 
-    ``method`` is the one in use; ``bytes`` and ``seconds`` are of the last push, to each server.
+    ``bytes`` and ``seconds`` are of the last push, to each server.
     """
 
-    def __init__(self, engine: SGLangEngine, config: SGLang, folder: Path) -> None:
+    def __init__(self, engine: SGLangEngine, config: SGLang, folder: Path, method: Method = "group") -> None:
         self.engine = engine
         self.bytes = 0
         self.seconds = 0.0
-        self.method: Method = "tensor" if all(server.launch is not None for server in engine.servers.all) else "group"
-        if config.sync != "auto":
-            self.method = config.sync
+        self.method: Method = method if config.sync == "auto" else config.sync
         self._config = config
         self._folder = folder
         self._run = uuid.uuid4().hex[:8]
@@ -157,6 +155,7 @@ class WeightSync:
             **how,
         )
         assert self._send is not None
+        await self.engine.take_memory(servers, frozenset({"weights"}))
         sent: Sent = await self._thread.run(self._send, delivery)
         if sent.refused:
             raise EngineError(f"an SGLang server refused the weights ({self.method}): {sent.failed[sent.refused[0]]}")

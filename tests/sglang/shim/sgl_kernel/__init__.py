@@ -1,7 +1,7 @@
 """For tests: stands in for SGLang's library of GPU kernels, which cannot be loaded on a machine without a GPU's driver.
 
 Every name in it is there and fails when it is called: a server on a CPU calls none. It also has torch forget about pinned memory,
-which SGLang's LoRA layers ask for on any device.
+which SGLang's LoRA layers, and what it keeps of experts, ask for on any device.
 """
 
 import functools
@@ -40,6 +40,18 @@ def _unpinned(function):
     return call
 
 
+class _NoDriver:
+    """As much of CUDA's runtime as asks for pinned memory."""
+
+    @staticmethod
+    def cudaHostRegister(*memory):  # noqa: N802
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(*memory):  # noqa: N802
+        return 0
+
+
 _namespace = torch.library.Library("sgl_kernel", "FRAGMENT")
 for _name in _IMPORTED_OPS:
     setattr(torch.ops.sgl_kernel, _name, _missing(_name))
@@ -47,3 +59,5 @@ if not torch.cuda.is_available():
     for _name in ("tensor", "empty", "zeros", "ones", "full"):
         setattr(torch, _name, _unpinned(getattr(torch, _name)))
     torch.Tensor.pin_memory = lambda tensor, *device: tensor
+    torch.cuda.cudart = _NoDriver
+    torch.cuda.synchronize = lambda *device: None  # asked for after memory was given back

@@ -1,0 +1,59 @@
+"""A mixture of experts on a real server tells where it sent each token."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from real_servers import Served, config_of, served
+
+from vlmrl.model.routing import indices_of
+from vlmrl.samples import concat, step_wise
+from vlmrl.tiny import build
+from vlmrl.train.packing import collate
+from vlmrl.train.routes import routed_freely
+from vlmrl.types import Sample
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    """A tiny Qwen3-VL-MoE in float32."""
+    folder = tmp_path_factory.mktemp("experts")
+    for [one] in served(config_of(build(folder / "model", "qwen3_vl_moe"), folder, dtype="float32")):
+        yield one
+
+
+def chosen_here(experts: Served, sample: Sample) -> np.ndarray:
+    """Where the trainer's routers send the tokens of a row by themselves."""
+    policy = experts.run.model.policy
+    sample = Sample(**{**vars(sample), "routes": []})
+    batch = collate([sample], policy.image_token_id, policy.merge_size)
+    with torch.no_grad(), policy.routing.recorded() as layers:
+        policy(batch)
+    return torch.stack(layers, 1).numpy()
+
+
+def test_the_experts_of_all_tokens_are_those_of_the_trainers_routers_before_and_after_an_update(experts):
+    for name in ("before", "after"):
+        played = experts.episodes(name)
+        assert max(len(trajectory.turns) for trajectory in played) == 3
+        for sample in (sample for trajectory in played for sample in (*concat(trajectory), *step_wise(trajectory))):
+            assert routed_freely([sample]) == 0
+            alike = np.sort(indices_of(sample.routes)[:-1]) == np.sort(chosen_here(experts, sample)[:-1])
+            assert alike.mean() > 0.995  # a rounding difference may decide between two experts
+        assert experts.gap(played) < experts.tolerance
+        experts.change(1)
+        asyncio.run(experts.push())
+
+
+def test_experts_that_are_known_are_not_told_again(experts):
+    request = experts.question("again", 8)
+    whole = asyncio.run(experts.run.engine.generate(request))
+    assert len(whole.routes) == whole.prompt_tokens + len(whole.token_ids)
+    known = whole.prompt_tokens - 3
+    request = experts.question("again", 8, routes_from=known)
+    told = asyncio.run(experts.run.engine.generate(request))
+    assert len(told.routes) == 3 + len(told.token_ids)
+    assert told.routes[:2] == whole.routes[known : known + 2]
