@@ -44,13 +44,14 @@ def config_of(model, folder, **settings) -> Config:
     ("settings", "message"),
     [
         ({"deterministic": True}, "deterministic needs engine embedded"),
+        ({"cluster": Cluster(gpus=8)}, "cluster.colocate must be False with engine sglang"),
         (
             {"cluster": Cluster(gpus=8, colocate=False), "sglang": SGLang(tp=2)},
-            "cluster.engines must be at most 2: with sglang.tp 2 there are GPUs for no more",
+            "cluster.engines must be at most 2, for whose sglang.tp (2) there are GPUs beside the ranks",
         ),
         (
-            {"cluster": Cluster(gpus=8), "sglang": SGLang(tp=4)},
-            "cluster.engines must be at most 2: with sglang.tp 4 there are GPUs for no more",
+            {"cluster": Cluster(gpus=12, ranks=6, engines=3, colocate=False, nodes=2), "sglang": SGLang(tp=2)},
+            "cluster.engines must be at most 2, for whose sglang.tp (2) there are GPUs beside the ranks, and a multiple",
         ),
         ({"cluster": Cluster(ranks=2), "sglang": SGLang(servers=2)}, "cluster.engines counts servers"),
         ({"cluster": Cluster(ranks=2), "sglang": SGLang(first_gpu=1)}, "Ray gives out GPUs"),

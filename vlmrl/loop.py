@@ -221,17 +221,17 @@ async def warm_start(run: Run, progress: RunProgress) -> None:
         tokens_per_micro_batch=run.config.train.tokens_per_micro_batch,
     )
     tasks = TaskStream(run.tasks)
-    with progress.phase("warm start", config.steps) as phase:
-        for step in range(config.steps):
-            batch = [next(tasks) for _ in range(config.trajectories_per_step)]
-            playing = {f"warm{step:06d}/{index:05d}/00": task for index, task in enumerate(batch)}
-            rollouts = await runner.play(iter(batch), len(batch), f"warm{step:06d}")
-            samples, _ = audited_samples(run, rollouts.trajectories)
-            for sample in samples:
-                sample.advantage = 0.0  # cross entropy asks for none
-            phase.advance(loss=trainer.step(samples)["loss"])
-    trainer.close()
     async with paused(run.engine):
+        with progress.phase("warm start", config.steps) as phase:
+            for step in range(config.steps):
+                batch = [next(tasks) for _ in range(config.trajectories_per_step)]
+                playing = {f"warm{step:06d}/{index:05d}/00": task for index, task in enumerate(batch)}
+                rollouts = await runner.play(iter(batch), len(batch), f"warm{step:06d}")
+                samples, _ = audited_samples(run, rollouts.trajectories)
+                for sample in samples:
+                    sample.advantage = 0.0  # cross entropy asks for none
+                phase.advance(loss=trainer.step(samples)["loss"])
+        trainer.close()
         await push_weights(run, trainer, run.engine.policy_version)
 
 

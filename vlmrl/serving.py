@@ -29,14 +29,14 @@ from vlmrl.types import Sample
 class Home(Protocol):
     """Where servers are started, and where the weights are that they get.
 
-    ``method`` is how these travel there. ``shared``: servers are on the trainer's GPUs, and both take turns.
+    ``method`` is how these travel there. ``shares_gpu``: servers are on the trainer's GPU.
     """
 
     @property
     def method(self) -> Method: ...
 
     @property
-    def shared(self) -> bool: ...
+    def shares_gpu(self) -> bool: ...
 
     def servers(self, args: dict[str, Any]) -> list[Server]:
         """The run's servers, which are given these arguments. Nothing is started yet."""
@@ -50,10 +50,6 @@ class Home(Protocol):
         """The logprobs of each sample's response under these weights."""
         ...
 
-    def make_room(self) -> None:
-        """Leave the GPUs' memory to the servers, as far as the trainer can."""
-        ...
-
     def close(self) -> None:
         """The run is over, and the servers have stopped."""
         ...
@@ -61,7 +57,7 @@ class Home(Protocol):
 
 @dataclass(frozen=True)
 class ThisMachine:
-    """The servers' processes beside this one, which has the weights in ``policy``. So many ``ranks`` train, from GPU 0 on."""
+    """The servers' processes beside this one, which has the weights in ``policy`` and is one of ``ranks``."""
 
     config: Config
     policy: Policy
@@ -72,9 +68,10 @@ class ThisMachine:
         return "group" if self.config.sglang.urls else "tensor"
 
     @property
-    def shared(self) -> bool:
-        sglang = self.config.sglang
-        return self.policy.device.type == "cuda" and not sglang.urls and sglang.first_gpu < self.ranks
+    def shares_gpu(self) -> bool:
+        sglang, device = self.config.sglang, self.policy.device
+        taken = range(sglang.first_gpu, sglang.first_gpu + sglang.servers * sglang.tp)
+        return device.type == "cuda" and (device.index or 0) in taken and self.ranks == 1 and not sglang.urls
 
     def servers(self, args: dict[str, Any]) -> list[Server]:
         logs = self.config.folder.absolute() / "servers"
@@ -86,10 +83,6 @@ class ThisMachine:
 
     def score(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
         return score(self.policy, samples, temperature)
-
-    def make_room(self) -> None:
-        if self.policy.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def close(self) -> None:
         pass
@@ -122,15 +115,11 @@ class Serving:
         routing = model.policy.routing if config.train.replay_routing else None
         if routing is not None:
             args["enable-return-routed-experts"] = True
-        shared: dict[str, Any] = {}
-        if home.shared and not config.train.max_staleness:
+        takes_turns = home.shares_gpu and not config.train.max_staleness
+        if takes_turns:
             args["enable-memory-saver"] = True
-            parts = (
-                {"kv_cache"} if adapters_apart(config.model.lora) else {"kv_cache", "weights"}
-            )  # those are sent anew
-            shared = {"shared_memory": frozenset(parts), "make_room": home.make_room}
         servers = Servers(wanted, home.servers(args), home.close)
-        engine = SGLangEngine(servers, model.renderer, model.policy.banned_ids, routing, **shared)
+        engine = SGLangEngine(servers, model.renderer, model.policy.banned_ids, routing, takes_turns)
         sync = WeightSync(engine, wanted, config.folder.absolute() / "weights", home.method)
         return cls(config, model, engine, sync, home)
 

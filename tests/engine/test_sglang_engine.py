@@ -135,6 +135,16 @@ def test_experts_come_with_the_tokens_from_where_they_are_not_known(fakes, engin
     assert body["return_routed_experts"] and body["routed_experts_start_len"] == 1
 
 
+def test_experts_of_tokens_that_earlier_weights_sampled_are_not_known(fakes, engine_of):
+    engine = engine_of(fakes[0], routing=ROUTING)
+    engine.versions["new"] = 4
+    spans = [{"version": "default", "start": 0, "end": 2}, {"version": "new", "start": 2, "end": 3}]
+    fakes[0].meta = {"routed_experts": experts([0, 1], [2, 0], [1, 2], [0, 2], [2, 1]), "weight_versions": spans}
+    completion = ask(engine, plain())
+    assert completion.policy_versions == [3, 3, 4]
+    assert [route is None for route in completion.routes] == [False, False, False, True, True, True]
+
+
 def test_experts_that_are_missing_or_not_the_models_are_an_error(fakes, engine_of):
     engine = engine_of(fakes[0], routing=ROUTING)
     with pytest.raises(ValueError, match="--enable-return-routed-experts"):

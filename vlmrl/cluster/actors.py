@@ -59,6 +59,9 @@ class RayCluster:
     With servers of SGLang for engines it is their :class:`~vlmrl.serving.Home`.
     """
 
+    method: Method = "group"
+    shares_gpu = False
+
     def __init__(self, config: Config, base_dir: Path | None, keep_kv: bool) -> None:
         self.pictures = Pictures()
         self.ranks: list[Actor] = []
@@ -93,18 +96,10 @@ class RayCluster:
         crate, pictures = Crate.of(samples)
         return self.ask("call_on", method, ray.put(crate), *self.pictures.refs(pictures))
 
-    def make_room(self) -> None:
+    def free_gpus(self) -> None:
         """Have the ranks leave the GPUs to the engines."""
         if not self._failed:
             self.ask("leave", seconds=MOVING)
-
-    @property
-    def method(self) -> Method:
-        return "disk" if self.shared else "group"  # no group has two members on one GPU
-
-    @property
-    def shared(self) -> bool:
-        return self._cluster.gpus > 0 and self._cluster.colocate and not self._config.sglang.urls
 
     def servers(self, args: dict[str, Any]) -> list[Server]:
         """One for each engine that is asked for, each on its machine and its GPUs."""
@@ -113,11 +108,8 @@ class RayCluster:
             return [Server(url) for url in sglang.urls]
         logs = self._config.folder.absolute() / "servers"
         for number in range(cluster.num_engines):
-            share = self.ranks[number * len(self.ranks) // cluster.num_engines :][: sglang.tp] if self.shared else []
-            seen = _results([rank.__ray_call__.remote(_gpu) for rank in share], LOADING, "start")
-            own = 0 if seen or not cluster.gpus else sglang.tp
-            place = self._place(number * cluster.nodes // cluster.num_engines, own)
-            kept = sglang, args, logs / f"server-{number}.log", cluster.gpus > 0, ",".join(seen)
+            place = self._place(number * cluster.nodes // cluster.num_engines, sglang.tp if cluster.gpus else 0)
+            kept = sglang, args, logs / f"server-{number}.log", cluster.gpus > 0
             self.engines.append(ray.remote(ServerWorker).options(**place).remote(*kept))
         hosts = ["127.0.0.1"] * len(self.engines)
         if cluster.nodes > 1:
@@ -128,9 +120,12 @@ class RayCluster:
 
     def send(self, delivery: Delivery) -> Sent:
         """Have rank 0 deliver the weights; all ranks gather them, unless it has them still."""
-        if delivery.again:
+        if not delivery.again:
+            return self.ask("deliver", delivery)
+        try:
             return _results([self.ranks[0].deliver.remote(delivery)], STEPPING, "deliver weights")[0]
-        return self.ask("deliver", delivery)
+        except (RayError, ClusterError) as error:
+            raise EngineError(f"rank 0 could not deliver the weights once more: {error}") from error
 
     def score(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
         """Before there is a trainer, logprobs of the rows' responses."""
@@ -275,7 +270,7 @@ class RemoteEngine:
 
     async def resume(self) -> None:
         if self._colocated:
-            self._cluster.make_room()
+            self._cluster.free_gpus()
         await self._all("resume")
 
     def weights_changed(self, policy_version: int) -> None:
@@ -322,9 +317,11 @@ class KeptProcess:
 
     @property
     def alive(self) -> bool:
+        """Also where the answer takes long: whoever asks has others to look after."""
+        answer = self._keeper.alive.remote()
         try:
-            return self._ask("alive")
-        except EngineError:
+            return not ray.wait([answer], timeout=1.0)[0] or ray.get(answer)
+        except RayError:
             return False
 
     def start(self) -> None:

@@ -199,11 +199,9 @@ class EngineWorker:
 
 
 class ServerWorker:
-    """Keeps the process of one SGLang server, on its machine and on the GPUs that it was given itself, or on those ``shared``."""
+    """Keeps the process of one SGLang server, on its machine and on the GPUs that it was given itself."""
 
-    def __init__(self, config: SGLang, args: dict[str, Any], log: Path, gpus: bool, shared: str) -> None:
-        if shared:
-            os.environ["CUDA_VISIBLE_DEVICES"] = shared
+    def __init__(self, config: SGLang, args: dict[str, Any], log: Path, gpus: bool) -> None:
         self._planned = config, args, log
         self._gpu = 0 if gpus else None
         self._process: LocalProcess | None = None

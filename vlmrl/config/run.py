@@ -62,9 +62,14 @@ def _check_servers(config: Config) -> None:
     require(sglang.first_gpu == 0, "sglang.first_gpu", "left alone on a cluster: Ray gives out GPUs", sglang.first_gpu)
     require(sglang.port == 0, "sglang.port", "left alone on a cluster: each machine has ports of its own", sglang.port)
     if cluster.gpus and not sglang.urls:
-        free = (cluster.num_ranks if cluster.colocate else cluster.gpus - cluster.num_ranks) // sglang.tp
-        rule = f"at most {free}: with sglang.tp {sglang.tp} there are GPUs for no more"
-        require(cluster.num_engines <= free, "cluster.engines", rule, cluster.num_engines)
+        if cluster.colocate:
+            raise ValueError(
+                "cluster.colocate must be False with engine sglang: servers keep their GPUs' memory, so they need GPUs of their own."
+            )
+        free = (cluster.gpus - cluster.num_ranks) // cluster.nodes // sglang.tp * cluster.nodes
+        rule = f"at most {free}, for whose sglang.tp ({sglang.tp}) there are GPUs beside the ranks, and a multiple of cluster.nodes"
+        fits = cluster.num_engines <= free and cluster.num_engines % cluster.nodes == 0
+        require(fits, "cluster.engines", rule, cluster.num_engines)
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ class Server:
 
     ``ready``: it may serve; ``doubted``: it does not answer its health check, and gets no new requests. ``weights`` names the weights
     it has, ``None`` where that is not known. ``in_flight`` counts the requests it works on. ``info`` is what it tells about itself.
-    ``given_back`` names the parts of its memory that others use now.
+    ``lends``: the trainer has the memory of its keys and values.
     """
 
     def __init__(self, url: str, process: Process | None = None, sees_files: bool = False) -> None:
@@ -154,7 +154,7 @@ class Server:
         self.doubted = False
         self.weights: str | None = None
         self.in_flight = 0
-        self.given_back: frozenset[str] = frozenset()
+        self.lends = False
         self.info: dict[str, Any] = {}
         self.suspected = asyncio.Event()
         self.gone = asyncio.Event()  # replaced by a new one when it serves again
@@ -235,9 +235,11 @@ class Servers:
         if self._session is not None:
             await self._session.close()
         processes = [server.process for server in self.all if server.process is not None]
-        await asyncio.gather(*(asyncio.to_thread(process.stop) for process in processes))
-        if self._at_end is not None:
-            self._at_end()
+        try:
+            await asyncio.gather(*(asyncio.to_thread(process.stop) for process in processes))
+        finally:
+            if self._at_end is not None:
+                self._at_end()
 
     async def call(self, server: Server, path: str, body: Any = None, timeout: float | None = None) -> Any:
         """GET ``path``, or POST ``body`` (what JSON can hold, or JSON that is encoded already).
@@ -316,7 +318,9 @@ class Servers:
             left = until - time.monotonic()
             try:
                 await self.call(server, "/health", timeout=max(0.1, min(LOOK_SECONDS, left)))
-                server.doubted = False
+                if server.doubted:
+                    server.doubted = False
+                    await self.notify()
                 return True
             except (*UNREACHED, ServerError):
                 if left <= 0:
@@ -333,10 +337,10 @@ class Servers:
                 async with asyncio.timeout(self.config.health_every):
                     await server.suspected.wait()
             server.suspected.clear()
-            if self.paused and server.alive:
-                continue  # a paused server answers no health check
+            if self.paused and (server.alive or server.lends):
+                continue  # a paused server answers no health check, and whoever has its memory still needs it
             healthy = not broken and await self._is_healthy(server, self.config.health_timeout)
-            if server.ready and healthy:
+            if server.ready and (healthy or (self.paused and server.alive)):
                 continue
             await self.withdraw(server)
             try:
@@ -347,10 +351,10 @@ class Servers:
 
     async def _revive(self, server: Server, restart: bool) -> None:
         """Start it anew if it is ours, wait for it if not, and bring it to the current weights."""
-        if restart and server.process is not None:
+        if (restart or server.lends) and server.process is not None:
             await asyncio.to_thread(server.process.stop, False)  # it may be stuck: it is asked nothing
             server.process.start()
-            server.given_back = frozenset()
+            server.lends = False
             self.restarts += 1
         await self._until_up(server)
         async with self.changing:

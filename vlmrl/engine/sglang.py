@@ -15,10 +15,11 @@ import json
 import math
 import re
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from vlmrl.engine.base import EngineError, Request, SamplingParams
 from vlmrl.engine.pictures import Pictures
@@ -32,6 +33,7 @@ OLDEST = (0, 5, 23)  # earlier ones decode ids that come with pictures and encod
 BAN = -1e9  # added to a logit: its token has no probability, and the others' logprobs are those without it
 NOT_A_NUMBER = "NaN happened"  # SGLang calls this a stop string that matched
 PAUSE_SECONDS = 120.0
+KEYS_AND_VALUES = {"tags": ["kv_cache"]}
 
 
 class _BadAnswer(Exception):
@@ -47,8 +49,8 @@ class SGLangEngine:
 
     ``versions`` tells the policy version of each set of weights that was sent, by the name it has on the servers; ``adapter``, if
     there is one, is the name of the LoRA adapter that new requests are sampled with. ``retried`` counts attempts that failed.
-    With ``routing``, the trainer's, a reply tells its tokens' experts. Paused servers give back ``shared_memory``, these parts of
-    what they hold on a GPU; ``make_room`` is called before they take all of it again.
+    With ``routing``, the trainer's, a reply tells its tokens' experts. With ``shares_gpu``, paused servers lend the memory of their
+    keys and values to the trainer.
     """
 
     def __init__(
@@ -57,9 +59,7 @@ class SGLangEngine:
         renderer: Renderer,
         banned_ids: list[int],
         routing: Routing | None = None,
-        *,
-        shared_memory: frozenset[str] = frozenset(),
-        make_room: Callable[[], None] | None = None,
+        shares_gpu: bool = False,
     ) -> None:
         self.servers = servers
         self.policy_version = 0
@@ -68,8 +68,7 @@ class SGLangEngine:
         self.thread = LoopThread("sglang")
         self._renderer = renderer
         self._routing = routing
-        self._shared_memory = shared_memory
-        self._make_room = make_room
+        self._shares_gpu = shares_gpu
         self._ban = {str(index): BAN for index in banned_ids}
         self._homes: dict[str, Server] = {}
         self._pictures = Pictures(servers.see_files)
@@ -215,7 +214,7 @@ class SGLangEngine:
         versions = self._versions(meta, len(ids))
         if adapter is not None:
             versions = [self.versions[adapter]] * len(ids)  # a reply keeps the adapter that it began with
-        routes = self._routes(meta, expected + len(ids) - request.routes_from) if reason != "abort" else []
+        routes = self._routes(meta, versions, expected - request.routes_from) if reason != "abort" else []
         return Completion(ids, [logprob for logprob, _ in sampled], reason, versions, expected, routes)
 
     def _versions(self, meta: dict[str, Any], length: int) -> list[int]:
@@ -229,8 +228,11 @@ class SGLangEngine:
             raise _BadAnswer(f"{length} ids came with the policy versions of {len(versions)}")
         return versions
 
-    def _routes(self, meta: dict[str, Any], length: int) -> list[Route | None]:
-        """The experts of the last ``length`` tokens; the very last was drawn and not run."""
+    def _routes(self, meta: dict[str, Any], versions: list[int], prompt: int) -> list[Route | None]:
+        """The experts of the last ``prompt`` tokens of the prompt, and of the reply's, whose last was drawn and not run.
+
+        After an update a server runs all tokens again: those that earlier weights sampled have experts that nobody knows any more.
+        """
         if self._routing is None:
             return []
         if meta.get("routed_experts") is None:
@@ -240,11 +242,14 @@ class SGLangEngine:
             )
         told = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4")
         layers, top_k = self._routing.layers, self._routing.top_k
-        if len(told) != (length - 1) * layers * top_k:
+        run = prompt + len(versions) - 1
+        if len(told) != run * layers * top_k:
             raise ValueError(
-                f"the SGLang server told {len(told)} experts of {length - 1} tokens, which is not {top_k} in each of {layers} layers."
+                f"the SGLang server told {len(told)} experts of {run} tokens, which is not {top_k} in each of {layers} layers."
             )
-        return [*routes_of(told.reshape(-1, layers, top_k)), None]
+        routes = routes_of(told.reshape(-1, layers, top_k))
+        current = [True] * prompt + [version == versions[-1] for version in versions[:-1]]
+        return [*(route if known else None for route, known in zip(routes, current, strict=True)), None]
 
     def _abort(self, server: Server, rid: str) -> None:
         task = asyncio.create_task(quietly(self.servers.call(server, "/abort_request", {"rid": rid}, timeout=10)))
@@ -254,22 +259,20 @@ class SGLangEngine:
     async def _pause(self) -> None:
         self.servers.paused = True
         await self._tell("/pause_generation", {"mode": "retract"}, self.servers.ready)
-        for server in self.servers.ready:
-            if parts := self._shared_memory - server.given_back:
-                server.given_back |= parts
-                await self._tell("/release_memory_occupation", {"tags": sorted(parts)}, [server])
-
-    async def take_memory(self, servers: Sequence[Server], parts: frozenset[str]) -> None:
-        """Have ``servers`` take these parts of their memory again, where they gave them back."""
-        for server in servers:
-            if taken := parts & server.given_back:
-                server.given_back -= taken
-                await self._tell("/resume_memory_occupation", {"tags": sorted(taken)}, [server])
+        if self._shares_gpu:
+            lenders = [server for server in self.servers.ready if not server.lends]
+            await self._tell("/release_memory_occupation", KEYS_AND_VALUES, lenders)
+            for server in lenders:
+                server.lends = True
 
     async def _resume(self) -> None:
-        if self._make_room is not None:
-            await asyncio.to_thread(self._make_room)
-        await self.take_memory(self.servers.ready, self._shared_memory)
+        if self._shares_gpu:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # what the trainer no longer needs, but still holds
+            lenders = [server for server in self.servers.ready if server.lends]
+            await self._tell("/resume_memory_occupation", KEYS_AND_VALUES, lenders)
+            for server in lenders:
+                server.lends = not server.ready  # or it is started anew
         await self._tell("/continue_generation", {}, self.servers.ready)
         self.servers.paused = False
         await self.servers.notify()

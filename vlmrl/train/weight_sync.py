@@ -155,7 +155,6 @@ class WeightSync:
             **how,
         )
         assert self._send is not None
-        await self.engine.take_memory(servers, frozenset({"weights"}))
         sent: Sent = await self._thread.run(self._send, delivery)
         if sent.refused:
             raise EngineError(f"an SGLang server refused the weights ({self.method}): {sent.failed[sent.refused[0]]}")
