@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -85,7 +87,7 @@ def test_an_interrupted_reply_keeps_the_adapter_it_began_with(adapted):
 def test_a_restarted_server_has_the_adapter_again(adapted):
     train(adapted, seed=5)
     asyncio.run(push(adapted))
-    adapted.server._process.kill()
+    os.killpg(adapted.server.process.group, signal.SIGKILL)
     played = adapted.episodes("restarted")
     assert versions(played) == {adapted.version}
     assert adapted.gap(played) < adapted.tolerance
