@@ -188,9 +188,12 @@ def test_pixels_equal_the_processors(size, tiny_folder):
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "CMYK"])
 def test_pixels_equal_the_processors_in_every_mode(mode, store, processor):
+    """What is transparent is on white, as the processors of newer versions of transformers have it, whatever the version."""
     rgba = noise((80, 50), "RGBA")
     image = (rgba if mode in ("RGBA", "LA", "L") else rgba.convert("RGB")).convert(mode)
-    assert_exact(store.load(image), image, processor)
+    white = Image.new("RGBA", image.size, "white")
+    opaque = Image.alpha_composite(white, image.convert("RGBA")).convert("RGB") if mode in ("RGBA", "LA") else image
+    assert_exact(store.load(image), opaque, processor)
     if mode != "CMYK":
         assert store.load(encoded(image)) is store.load(image)
 
