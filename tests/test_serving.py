@@ -47,11 +47,11 @@ def config_of(model, folder, **settings) -> Config:
         ({"cluster": Cluster(gpus=8)}, "cluster.colocate must be False with engine sglang"),
         (
             {"cluster": Cluster(gpus=8, colocate=False), "sglang": SGLang(tp=2)},
-            "cluster.engines must be at most 2, for whose sglang.tp (2) there are GPUs beside the ranks",
+            "cluster.engines must be at most 2: for more there are not sglang.tp (2) GPUs each",
         ),
         (
             {"cluster": Cluster(gpus=12, ranks=6, engines=3, colocate=False, nodes=2), "sglang": SGLang(tp=2)},
-            "cluster.engines must be at most 2, for whose sglang.tp (2) there are GPUs beside the ranks, and a multiple",
+            "cluster.engines must be at most 2: for more there are not sglang.tp (2) GPUs each on one machine",
         ),
         ({"cluster": Cluster(ranks=2), "sglang": SGLang(servers=2)}, "cluster.engines counts servers"),
         ({"cluster": Cluster(ranks=2), "sglang": SGLang(first_gpu=1)}, "Ray gives out GPUs"),

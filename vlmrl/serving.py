@@ -17,7 +17,7 @@ from vlmrl.engine.sglang import SGLangEngine
 from vlmrl.handshake import Handshake, ask_about, shake_hands
 from vlmrl.media import MediaStore
 from vlmrl.model.adapters import named_weights
-from vlmrl.model.loading import LoadedModel, as_saved, pick_dtype
+from vlmrl.model.loading import LoadedModel, as_saved
 from vlmrl.model.policy import Policy
 from vlmrl.train.packing import collate
 from vlmrl.train.transports import Delivery, Method, Sent
@@ -29,8 +29,12 @@ from vlmrl.types import Sample
 class Home(Protocol):
     """Where servers are started, and where the weights are that they get.
 
-    ``method`` is how these travel there. ``shares_gpu``: servers are on the trainer's GPU.
+    ``method`` is how these travel there, ``dtype`` what is trained in, and so what servers compute in. ``shares_gpu``: servers are on
+    the trainer's GPU.
     """
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     @property
     def method(self) -> Method: ...
@@ -62,6 +66,10 @@ class ThisMachine:
     config: Config
     policy: Policy
     ranks: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.policy.dtype
 
     @property
     def method(self) -> Method:
@@ -107,7 +115,7 @@ class Serving:
                 "engine sglang starts servers of SGLang, which is not installed: pip install 'vlmrl[sglang]', or name an interpreter "
                 "that has it (sglang.python), or servers that run already (sglang.urls)."
             )
-        args: dict[str, Any] = {"model-path": model.path, "dtype": str(_dtype(config, model)).removeprefix("torch.")}
+        args: dict[str, Any] = {"model-path": model.path, "dtype": str(home.dtype).removeprefix("torch.")}
         if config.model.random_weights:
             args["load-format"] = "dummy"
         if adapters_apart(config.model.lora):
@@ -191,13 +199,6 @@ def is_installed() -> bool:
     """Whether SGLang can be imported here; a mere folder of that name is no package."""
     spec = importlib.util.find_spec("sglang")
     return spec is not None and spec.origin is not None
-
-
-def _dtype(config: Config, model: LoadedModel) -> torch.dtype:
-    """What is trained in, and so what servers compute in."""
-    if not config.cluster.on:
-        return model.policy.dtype
-    return pick_dtype(config.model.dtype, torch.device("cuda" if config.cluster.gpus else "cpu"))
 
 
 def adapters_apart(lora: Lora) -> bool:

@@ -315,6 +315,35 @@ def test_nothing_is_asked_while_paused(fakes, engine_of):
     assert fakes[0].asked("/pause_generation")[0] == {"mode": "retract"}
 
 
+def test_a_server_that_was_paused_in_the_midst_of_a_health_check_goes_on_serving(fakes, engine_of):
+    engine = engine_of(fakes[0])
+    server = engine.servers.all[0]
+
+    async def pause():
+        fakes[0].sick = True  # as a paused server looks
+        await until(lambda: server.doubted)
+        async with paused(engine):
+            await asyncio.sleep(4 * QUICK["health_timeout"])
+        return server.ready
+
+    assert asyncio.run(pause())
+
+
+def test_a_doubted_server_that_is_well_again_wakes_who_waits_for_it(fakes, engine_of):
+    engine = engine_of(fakes[0], health_timeout=30.0, start_timeout=60.0)
+
+    async def doubt():
+        fakes[0].sick = True
+        await until(lambda: engine.servers.all[0].doubted)
+        asked = asyncio.create_task(engine.generate(plain()))
+        await asyncio.sleep(0.3)
+        fakes[0].sick = False
+        async with asyncio.timeout(10):
+            return await asked
+
+    assert asyncio.run(doubt()).token_ids == [5, 6, END]
+
+
 def test_an_old_server_is_refused(fakes):
     fakes[0].info["version"] = "0.5.9.post2"
     engine = SGLangEngine(Servers(SGLang(urls=(fakes[0].url,)), [Server(fakes[0].url)]), Words(), [])

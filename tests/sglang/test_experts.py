@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,8 +29,7 @@ def experts(tmp_path_factory):
 def chosen_here(experts: Served, sample: Sample) -> np.ndarray:
     """Where the trainer's routers send the tokens of a row by themselves."""
     policy = experts.run.model.policy
-    sample = Sample(**{**vars(sample), "routes": []})
-    batch = collate([sample], policy.image_token_id, policy.merge_size)
+    batch = collate([replace(sample, routes=[])], policy.image_token_id, policy.merge_size)
     with torch.no_grad(), policy.routing.recorded() as layers:
         policy(batch)
     return torch.stack(layers, 1).numpy()

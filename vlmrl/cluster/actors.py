@@ -56,7 +56,7 @@ Actor = Any  # the handle of one
 class RayCluster:
     """Trainer ranks and engines, placed and loaded. :meth:`close` ends all of them, and Ray where it was started here.
 
-    With servers of SGLang for engines it is their :class:`~vlmrl.serving.Home`.
+    ``dtype`` is what all of them compute in. With servers of SGLang for engines it is their :class:`~vlmrl.serving.Home`.
     """
 
     method: Method = "group"
@@ -66,6 +66,7 @@ class RayCluster:
         self.pictures = Pictures()
         self.ranks: list[Actor] = []
         self.engines: list[Actor] = []
+        self.dtype = pick_dtype(config.model.dtype, torch.device("cuda" if config.cluster.gpus else "cpu"))
         self._config = config
         self._cluster = config.cluster
         self._room: Any = None
@@ -238,7 +239,7 @@ class RemoteEngine:
 
     def __init__(self, cluster: RayCluster, config: Config) -> None:
         self.policy_version = 0
-        self.receive = ToEngines(tuple(cluster.engines), _engine_dtype(config))
+        self.receive = ToEngines(tuple(cluster.engines), cluster.dtype)
         self._cluster = cluster
         self._colocated = config.cluster.colocate
         self._timeout = config.rollout.engine_timeout
@@ -408,10 +409,6 @@ def _for_workers(config: Config) -> Config:
     """What the processes need of a config: no code of the recipe's, and no path that another working directory changes."""
     model = replace(config.model, device="auto" if config.cluster.gpus else "cpu")
     return Config(model=model, train=config.train, output_dir=str(Path(config.output_dir).resolve()), seed=config.seed)
-
-
-def _engine_dtype(config: Config) -> torch.dtype:
-    return pick_dtype(config.model.dtype, torch.device("cuda" if config.cluster.gpus else "cpu"))
 
 
 def _address(_: Any) -> str:
