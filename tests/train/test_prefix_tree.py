@@ -186,9 +186,13 @@ def test_a_gpu_gives_the_gradients_of_padded_rows(layout, tmp_path):
 
 
 def updated(model, rows, **options):
-    """What a whole step adds to the weights; the model stays as it was."""
+    """What a whole step adds to the weights; the model stays as it was.
+
+    Adam divides by the gradient's own size, so by itself it would turn rounding of gradients near 0 into updates of either sign.
+    """
     before = copy.deepcopy(model.policy.state_dict())
-    trainer = Trainer(model.policy, Algo(), Optim(lr=1e-4), total_steps=1, **options)
+    trainer = Trainer(model.policy, Algo(), Optim(lr=1.0), total_steps=1, **options)
+    trainer.optimizer.param_groups[0]["eps"] = 1e-2
     trainer.step(rows)
     after = {name: parameter.detach() - before[name] for name, parameter in model.policy.named_parameters()}
     model.policy.load_state_dict(before)
@@ -204,8 +208,7 @@ def test_a_step_updates_the_weights_alike_however_rows_are_laid_out(model):
     for budget in (10**6, 50):
         shared = updated(model, rows, tokens_per_micro_batch=budget)
         for name, update in padded.items():
-            assert (update - shared[name]).abs().max() < 1e-5, name
-            assert (update - shared[name]).norm() <= 2e-3 * update.norm(), name  # Adam makes much of gradients near 0
+            assert (update - shared[name]).norm() <= 1e-4 * update.norm() + 1e-6, name  # weights near 1 are rounded to 6e-8
 
 
 @pytest.mark.parametrize("layout", ["tree", "packed"])
