@@ -21,8 +21,9 @@ $(STAMP): pyproject.toml
 quickstart: $(STAMP)
 	$(BIN)/python recipes/quickstart.py
 
+# Two files of tests at a time, a core for each: much of the time a test waits for the processes that it starts.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 $(SGLANG_STAMP): pyproject.toml
 	@echo "Setting up $(SGLANG_VENV): SGLang and what it pins, about 10 GB."

@@ -132,11 +132,11 @@ class SlowZoom(load_object(f"{ROOT / 'envs/zoom.py'}:ZoomEnv")):
 def learning(
     steps: int = 60,
     seeds: tuple[int, ...] = (0, 1, 2),
-    ahead: tuple[int, ...] = (0, 1, 4),
+    ahead: tuple[int, ...] = (0, 1, 2, 4),
     lr: float = 1e-4,
     folder: Path = Path("runs/async_long_tail"),
 ) -> None:
-    """From one warm-started model at a constant rate, with importance weights cut off at 2 where rollouts are ahead."""
+    """From one warm-started model at a constant rate."""
     recipe: Config = load_object(f"{ROOT / 'recipes/quickstart.py'}:config")()
     config = replace(recipe, output_dir=str(folder), save_model=False, optim=replace(recipe.optim, lr=lr))
     config = replace(config, eval=replace(recipe.eval, every=0, blank_images=False))
@@ -151,7 +151,6 @@ def learning(
             config,
             name=f"{name}, lr {lr:g}, seed {seed}",
             seed=seed,
-            algo=Algo(corrections=("token_truncation",) if staleness else ()),
             train=replace(config.train, steps=steps, max_staleness=staleness, too_old=too_old),
             env=SlowZoom if staleness else recipe.env,
         )

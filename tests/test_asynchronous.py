@@ -84,6 +84,15 @@ def test_every_logprob_is_of_the_weights_it_says(tmp_path, monkeypatch):
     assert check_every_logprob(config, weights, batches) > 0
 
 
+@pytest.mark.parametrize("old_policy", [None, "trainer"])
+def test_ratios_are_to_the_weights_that_sampled_unless_told_otherwise(tmp_path, old_policy):
+    algo = Algo(entropy_coef=1.0, old_policy=old_policy)  # no group has an advantage: the bonus moves the weights
+    _, rows, _ = train(replace(ahead(tmp_path), algo=algo))
+    off = [abs(row["ratio"] - 1) for row in rows if "loss" in row]
+    assert off[0] < 1e-4
+    assert all(each > 1e-3 for each in off[1:]) if old_policy is None else off == [0, 0, 0, 0]
+
+
 def test_under_ray_too_every_logprob_is_of_the_weights_it_says(tmp_path, monkeypatch):
     pytest.importorskip("ray", reason="needs Ray: pip install 'vlmrl[ray]'")
     config = ahead(tmp_path, cluster=Cluster(ranks=2))

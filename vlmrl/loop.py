@@ -322,7 +322,7 @@ def new_trainer(run: Run) -> RunTrainer:
     config = run.config
     steps_per_batch = config.train.groups_per_batch // (config.train.groups_per_step or config.train.groups_per_batch)
     return run.trainers.start(
-        config.algo,
+        replace(config.algo, old_policy=config.old_policy),
         optim=config.optim,
         total_steps=config.train.steps * steps_per_batch,
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,

@@ -96,9 +96,11 @@ def summary_of(run: parts.Run) -> str:
         )
         lines.insert(-1, f"prefixes  {told}")
     if config.train.max_staleness:
-        corrected = ", ".join(config.algo.corrections) or "none (algo.corrections)"
+        corrected = "corrections: " + ", ".join(config.algo.corrections)
+        if not config.algo.corrections:
+            corrected = "corrected by the loss's ratio" if config.old_policy == "rollout" else "not corrected"
         told = f"asynchronous, {config.train.max_staleness} updates ahead at most; too old: {config.train.too_old}"
-        lines.insert(-1, f"rollouts  {told}; corrections: {corrected}")
+        lines.insert(-1, f"rollouts  {told}; {corrected}")
     return "\n".join(lines)
 
 

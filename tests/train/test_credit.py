@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from fakes import make_trajectory, make_turn
 
-from vlmrl.config import Algo, Config, Rollout
+from vlmrl.config import Algo, Config, Rollout, Train
 from vlmrl.samples import concat, step_wise
 from vlmrl.samples.spans import Span, reply_spans
 from vlmrl.train.credit import give_advantages, paid_from, shaped_reward
@@ -83,7 +83,15 @@ def test_length_costs_only_near_the_limit():
         ),
         (
             {"algo": Algo(corrections=("veto",)), "rollout": Rollout(history="rerender")},
-            r"\['veto'\] need the rollout's logprobs",
+            r"\['veto'\] must be unset where rows are rendered anew",
+        ),
+        (
+            {"algo": Algo(old_policy="rollout"), "rollout": Rollout(history="rerender")},
+            "algo.old_policy rollout must be unset where rows are rendered anew",
+        ),
+        (
+            {"algo": Algo(old_policy="trainer"), "train": Train(max_staleness=1, too_old="correct")},
+            "algo.corrections must be set with train.too_old correct",
         ),
         ({"algo": Algo(credit="turn"), "rollout": Rollout(history="rerender")}, "algo.credit turn needs to know"),
         ({"deterministic": True, "rollout": Rollout(over_sampling=1.5)}, "keeps what finishes first"),
@@ -94,6 +102,15 @@ def test_what_does_not_go_together_is_refused_with_its_reason(settings, message)
         Config(**settings)
 
 
+def test_the_old_policy_is_the_rollouts_where_rollouts_are_ahead_and_not_corrected():
+    def chosen(staleness, rollout=Rollout(), **algo):  # noqa: B008 - it is frozen
+        return Config(algo=Algo(**algo), train=Train(max_staleness=staleness), rollout=rollout).old_policy
+
+    assert [chosen(0), chosen(1), chosen(1, corrections=("veto",))] == ["trainer", "rollout", "trainer"]
+    assert [chosen(0, old_policy="rollout"), chosen(1, old_policy="trainer")] == ["rollout", "trainer"]
+    assert chosen(1, Rollout(history="rerender")) == "trainer"  # rows rendered anew have no rollout logprobs
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -101,6 +118,7 @@ def test_what_does_not_go_together_is_refused_with_its_reason(settings, message)
         ({"kl_in_reward": True}, "algo.kl_coef must be greater than 0 with kl_in_reward"),
         ({"dynamic_sampling": "filter"}, "algo.filters must be set with dynamic_sampling"),
         ({"correction_options": {"veto.least": 0.1}}, r"algo.correction_options must be NAME.OPTION of one of \[\]"),
+        ({"old_policy": "rollout", "corrections": ("veto",)}, "algo.corrections must be unset with algo.old_policy rollout"),
         ({"credit": "turn", "advantage": "reinforce_pp"}, "algo.advantage must be a group baseline with credit turn"),
     ],
 )

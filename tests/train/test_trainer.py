@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -106,12 +107,14 @@ def test_swapping_a_picture_moves_the_logprobs(model):
     assert (first - second).abs().max() > 1e-5
 
 
-def gradients(model, rows, tokens_per_micro_batch):
+def gradients(model, rows, tokens_per_micro_batch, algo=Algo()):  # noqa: B008 - it is frozen
     policy = model.policy
     policy.zero_grad()
-    trainer = Trainer(policy, Algo(), Optim(lr=1e-9), total_steps=1, tokens_per_micro_batch=tokens_per_micro_batch)
+    trainer = Trainer(policy, algo, Optim(lr=1e-9), total_steps=1, tokens_per_micro_batch=tokens_per_micro_batch)
     trainer._apply_gradient = lambda: {}  # keep the gradient
     trainer.step(rows)
+    for row, scored in zip(rows, trainer.scored, strict=True):
+        assert np.abs((row_logprobs(model, row).detach().numpy() - scored) * row.loss_mask).max() < 1e-5
     return {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
 
 
@@ -131,6 +134,26 @@ def test_the_gradient_is_that_of_the_formula(model):
     tokens = sum(sum(row.loss_mask) for row in rows)
     loss = sum(-(row_logprobs(model, row) * torch.tensor(row.loss_mask)).sum() * row.advantage / tokens for row in rows)
     loss.backward()
+    for name, parameter in model.policy.named_parameters():
+        assert (parameter.grad - got[name]).norm() <= 1e-4 * parameter.grad.norm() + 1e-7, name
+
+
+def test_with_the_rollouts_policy_as_the_old_one_each_token_weighs_what_its_ratio_to_it_says(model):
+    rows = mixed_samples(model)
+    nearest = min(row_logprobs(model, row)[0].item() for row in rows)
+    for row in rows:  # some tokens are likelier by now than when they were sampled, and some are less likely
+        row.rollout_logprobs = [(nearest + 0.3 * place - 0.5) * mask for place, mask in enumerate(row.loss_mask)]
+    algo = Algo(loss="cispo", loss_options={"ratio_max": 1.3}, old_policy="rollout")
+    got = gradients(model, rows, 40, algo)
+    model.policy.zero_grad()
+    loss, ratios = torch.zeros(()), []
+    for row in rows:
+        logprobs = row_logprobs(model, row)
+        ratio = (logprobs.detach() - torch.tensor(row.rollout_logprobs)).exp()
+        ratios += ratio[torch.tensor(row.loss_mask) > 0].tolist()
+        loss = loss - (ratio.clamp(max=1.3) * row.advantage * logprobs * torch.tensor(row.loss_mask)).sum()
+    (loss / len(ratios)).backward()
+    assert min(ratios) < 0.95 and any(1.05 < ratio < 1.3 for ratio in ratios) and max(ratios) > 1.3
     for name, parameter in model.policy.named_parameters():
         assert (parameter.grad - got[name]).norm() <= 1e-4 * parameter.grad.norm() + 1e-7, name
 

@@ -20,10 +20,11 @@ def _check_samples(algo: Algo, rollout: Rollout) -> None:
             "algo.advantage reinforce_pp is defined over batches of one row per episode, and step-wise rows count an episode once "
             "per turn: set rollout.samples to concat or merged, or take grpo or rloo."
         )
-    if rollout.needs_rendered_rows and algo.corrections:
+    if rollout.needs_rendered_rows and (algo.corrections or algo.old_policy == "rollout"):
+        name = f"algo.corrections {list(algo.corrections)}" if algo.corrections else "algo.old_policy rollout"
         raise ValueError(
-            f"algo.corrections {list(algo.corrections)} need the rollout's logprobs, and rows rendered anew (rollout.history rerender "
-            "with samples concat) have none: set rollout.samples to step_wise."
+            f"{name} must be unset where rows are rendered anew (rollout.history rerender with samples concat), since these have no "
+            "rollout logprobs: set rollout.samples to step_wise."
         )
     if rollout.needs_rendered_rows and algo.credit == "turn":
         raise ValueError(
@@ -40,8 +41,9 @@ def _check_asynchronous(config: Config) -> None:
             "rollout.over_sampling must be 1 with train.max_staleness above 0: nobody waits for stragglers, so none are stopped."
         )
     if config.train.too_old == "correct":
-        rule = "set with train.too_old correct, such as token_truncation"
-        require(bool(config.algo.corrections), "algo.corrections", rule, config.algo.corrections)
+        rule = "set with train.too_old correct, such as token_truncation, or algo.old_policy rollout"
+        corrected = bool(config.algo.corrections) or config.old_policy == "rollout"
+        require(corrected, "algo.corrections", rule, config.algo.corrections)
     if config.cluster.gpus and config.cluster.colocate:
         raise ValueError(
             "cluster.colocate must be False with train.max_staleness above 0: engines sample while the trainer trains, so they "
@@ -172,6 +174,13 @@ class Config:
     def folder(self) -> Path:
         """Where the run leaves everything."""
         return Path(self.output_dir) / self.name
+
+    @property
+    def old_policy(self) -> Literal["trainer", "rollout"]:
+        """``algo.old_policy``, or what it is where it is unset."""
+        known = not self.rollout.needs_rendered_rows  # whose rows have no rollout logprobs
+        ahead = self.train.max_staleness > 0 and known and not self.algo.corrections
+        return self.algo.old_policy or ("rollout" if ahead else "trainer")
 
     @property
     def models_dir(self) -> Path:

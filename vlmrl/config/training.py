@@ -25,6 +25,10 @@ class Algo:
     """A name in `vlmrl.algos.REDUCTIONS`."""
     reduction_options: Options = field(default_factory=dict)
     """Keyword options of the reduction."""
+    old_policy: Literal["trainer", "rollout"] | None = None
+    """What the loss's ratio is to, and whose clip so bounds a step: the `trainer`'s weights before the batch, with the gap to those
+    that sampled left to `corrections`, or those that sampled, the `rollout`'s. Unset: `rollout` where `train.max_staleness` is above 0
+    and nothing is corrected, else `trainer`."""
     corrections: tuple[str, ...] = ()
     """Names in `vlmrl.algos.CORRECTIONS`, for a rollout policy that is not the trainer's; their factors are multiplied."""
     correction_options: Options = field(default_factory=dict)
@@ -53,6 +57,9 @@ class Algo:
     def __post_init__(self) -> None:
         require(self.kl_coef >= 0, "algo.kl_coef", "0 or more", self.kl_coef)
         require(self.overlong_buffer >= 0, "algo.overlong_buffer", "0 (off) or more", self.overlong_buffer)
+        if self.old_policy == "rollout":
+            rule = "unset with algo.old_policy rollout, whose ratios correct for the rollout's policy already"
+            require(not self.corrections, "algo.corrections", rule, self.corrections)
         if "gae" in (self.advantage, self.loss):
             raise ValueError(
                 "gae is not offered: it needs a critic, and vlmrl trains none. Take a group baseline, such as grpo."

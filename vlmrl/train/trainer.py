@@ -136,8 +136,8 @@ class Trainer:
             rows, length = part.rows, max(len(samples[row]) for row in part.rows)
             scores = self._score(self.policy, samples, part)
             reference = self._reference_logprobs(samples, part)
-            old = None if old_logprobs is None else old_logprobs[rows, :length]
-            inputs = self._loss_inputs([samples[row] for row in rows], scores, old, reference)
+            old = scores.logprobs.detach() if old_logprobs is None else old_logprobs[rows, :length]
+            inputs = self._loss_inputs([samples[row] for row in rows], scores.logprobs, old, reference)
             per_token_loss, metrics = self._per_token_loss(inputs, scores)
             loss = (per_token_loss * weights[rows, :length] * counts).sum()
             (loss * ranks.size).backward()  # the gradient's mean over ranks is then its sum
@@ -145,7 +145,7 @@ class Trainer:
             for name, value in metrics.items():
                 tally.add(name, value, inputs.loss_mask * counts)
             if counts:
-                before[rows, :length] = inputs.old_logprobs
+                before[rows, :length] = old
         self._note_scored(samples, indices, ranks.sum(before))
         tokens = float(mask.sum())
         told = tally.result(tokens, ranks, device)
@@ -253,18 +253,17 @@ class Trainer:
     def _loss_inputs(
         self,
         samples: list[Sample],
-        scores: TokenScores,
-        old_logprobs: torch.Tensor | None,
+        logprobs: torch.Tensor,
+        before: torch.Tensor,
         reference: torch.Tensor | None,
     ) -> LossInputs:
-        device = scores.logprobs.device
-        old = scores.logprobs.detach() if old_logprobs is None else old_logprobs
-        rollout = old  # the best there is where the rollout's are not known
+        """``before``: the trainer's own logprobs before its first step on these samples."""
+        device, rollout = logprobs.device, before  # the best there is where the rollout's are not known
         if all(sample.rollout_logprobs is not None for sample in samples):
             rollout = per_token(samples, lambda sample: sample.rollout_logprobs or ()).to(device)
         return LossInputs(
-            logprobs=scores.logprobs,
-            old_logprobs=old,
+            logprobs=logprobs,
+            old_logprobs=rollout if self._algo.old_policy == "rollout" else before,
             rollout_logprobs=rollout,
             advantages=per_token(samples, _advantages).to(device),
             loss_mask=per_token(samples, lambda sample: sample.loss_mask).to(device),
