@@ -118,7 +118,10 @@ def test_the_old_policy_is_the_rollouts_where_rollouts_are_ahead_and_not_correct
         ({"kl_in_reward": True}, "algo.kl_coef must be greater than 0 with kl_in_reward"),
         ({"dynamic_sampling": "filter"}, "algo.filters must be set with dynamic_sampling"),
         ({"correction_options": {"veto.least": 0.1}}, r"algo.correction_options must be NAME.OPTION of one of \[\]"),
-        ({"old_policy": "rollout", "corrections": ("veto",)}, "algo.corrections must be unset with algo.old_policy rollout"),
+        (
+            {"old_policy": "rollout", "corrections": ("veto",)},
+            "algo.corrections must be unset with algo.old_policy rollout",
+        ),
         ({"credit": "turn", "advantage": "reinforce_pp"}, "algo.advantage must be a group baseline with credit turn"),
     ],
 )
