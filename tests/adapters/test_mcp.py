@@ -109,7 +109,7 @@ def test_episodes_over_http_share_a_server_and_have_local_functions_too(http_ser
 
 def test_a_server_that_dies_is_an_env_error_that_a_fresh_one_mends(tmp_path: Path):
     replies = [call("add", a=1, b=1), call("vanish", marker=str(tmp_path / "marker")), "done"]
-    trajectory = play(Painter, replies, options={"server": COMMAND}, max_tokens=4000)
+    trajectory = play(Painter, replies, options={"server": COMMAND}, max_tokens=4000, max_reply_tokens=1000)
     assert (trajectory.ending, trajectory.reward) == ("env_done", 1.0), trajectory.error
     assert trajectory.metrics["env_retries"] == 1 and "still here" in told(trajectory, 2)
 
