@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml
 quickstart: $(STAMP)
 	$(BIN)/python recipes/quickstart.py
 
-# Two files of tests at a time, a core for each: much of the time a test waits for the processes that it starts.
+# Two files of tests at a time, on one thread each: a test often waits for processes, and leaves its core idle.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 

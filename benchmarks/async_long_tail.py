@@ -134,9 +134,10 @@ def learning(
     seeds: tuple[int, ...] = (0, 1, 2),
     ahead: tuple[int, ...] = (0, 1, 2, 4),
     lr: float = 1e-4,
+    corrections: tuple[str, ...] = (),
     folder: Path = Path("runs/async_long_tail"),
 ) -> None:
-    """From one warm-started model at a constant rate."""
+    """From one warm-started model at a constant rate. Ratios are to the weights that sampled, unless ``corrections`` are given."""
     recipe: Config = load_object(f"{ROOT / 'recipes/quickstart.py'}:config")()
     config = replace(recipe, output_dir=str(folder), save_model=False, optim=replace(recipe.optim, lr=lr))
     config = replace(config, eval=replace(recipe.eval, every=0, blank_images=False))
@@ -151,6 +152,7 @@ def learning(
             config,
             name=f"{name}, lr {lr:g}, seed {seed}",
             seed=seed,
+            algo=Algo(corrections=corrections if staleness else ()),
             train=replace(config.train, steps=steps, max_staleness=staleness, too_old=too_old),
             env=SlowZoom if staleness else recipe.env,
         )

@@ -172,6 +172,19 @@ def served(*configs: Config) -> Iterator[list[Served]]:
     assert not any(map(processes_of, groups))
 
 
+def servers_of(folder: Path) -> list[int]:
+    """The processes that still have a log in ``folder`` open."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            opened = [str(each.readlink()) for each in (place / "fd").iterdir()]
+        except OSError:
+            continue
+        if any(name.startswith(str(folder / "servers")) for name in opened):
+            found.append(int(place.name))
+    return found
+
+
 def copied(run: parts.Run) -> dict[str, torch.Tensor]:
     return {name: weight.detach().clone() for name, weight in run.model.policy.model.named_parameters()}
 

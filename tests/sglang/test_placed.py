@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from real_servers import config_of
+from real_servers import config_of, servers_of
 
 from vlmrl import loop
 from vlmrl.config import Cluster, Optim, Train
@@ -16,19 +16,6 @@ from vlmrl.metrics import read_rows
 from vlmrl.run import run_training
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'vlmrl[ray]'")
-
-
-def servers_of(folder: Path) -> list[int]:
-    """The processes that still have a log in ``folder`` open."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            opened = [str(each.readlink()) for each in (place / "fd").iterdir()]
-        except OSError:
-            continue
-        if any(name.startswith(str(folder / "servers")) for name in opened):
-            found.append(int(place.name))
-    return found
 
 
 def test_two_ranks_train_what_a_server_samples_also_when_it_dies_and_leave_nothing_behind(

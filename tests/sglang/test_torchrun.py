@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from real_servers import servers_of
+
 from vlmrl.metrics import read_rows
 
 SCRIPT = Path(__file__).with_name("torchrun_script.py")
@@ -16,10 +18,17 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 def test_two_ranks_train_what_a_server_samples(qwen3_vl, tmp_path):
     command = [*TORCHRUN, "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", SCRIPT, qwen3_vl, tmp_path]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(map(str, command), capture_output=True, text=True, timeout=600, env=env)
-    assert done.returncode == 0, done.stderr[-8000:]
-    assert "on 2 ranks (FSDP2)" in done.stdout
-    rows = read_rows(tmp_path / qwen3_vl.name / "metrics.jsonl")
+    ranks = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+    try:
+        told, _ = ranks.communicate(timeout=600)
+    finally:
+        ranks.terminate()  # torchrun hands it on, and the first rank ends its server
+        ranks.wait(timeout=60)
+    assert ranks.returncode == 0, told[-8000:]
+    assert "on 2 ranks (FSDP2)" in told
+    folder = tmp_path / qwen3_vl.name
+    rows = read_rows(folder / "metrics.jsonl")
     assert [row["failed"] for row in rows] == [0, 0]
     assert max(row["rollout_gap/max"] for row in rows) < 1e-3  # of the second step: after an update
     assert all(row["weight_sync/bytes"] > 0 and row["grad_norm"] > 0 for row in rows)
+    assert servers_of(folder.absolute()) == []

@@ -8,7 +8,7 @@ from typing import Any
 
 from real_servers import Served
 
-from vlmrl.config import Algo, Checkpoint, Config, Optim, Train
+from vlmrl.config import Checkpoint, Config, Optim, Train
 from vlmrl.metrics import read_rows
 from vlmrl.run import run_training
 from vlmrl.serving import ThisMachine
@@ -51,7 +51,7 @@ def test_a_server_on_the_trainers_gpu_lends_its_memory_while_the_trainer_trains(
 
 def test_rollouts_go_on_while_the_trainer_trains(qwen3, tmp_path):
     train = Train(steps=4, groups_per_batch=2, max_staleness=1)
-    rows = rows_of(attached(qwen3, tmp_path, train=train, algo=Algo(corrections=("token_truncation",))))
+    rows = rows_of(attached(qwen3, tmp_path, train=train))
     assert rows[0]["rollout_gap/max"] < qwen3.tolerance
     assert max(row["staleness/max"] for row in rows) == 1
     assert [row["failed"] for row in rows] == [0] * 4

@@ -93,6 +93,14 @@ def test_length_costs_only_near_the_limit():
             {"algo": Algo(old_policy="trainer"), "train": Train(max_staleness=1, too_old="correct")},
             "algo.corrections must be set with train.too_old correct",
         ),
+        (
+            {"algo": Algo(loss="reinforce"), "train": Train(max_staleness=1, too_old="correct")},
+            "algo.corrections must be set with train.too_old correct",
+        ),
+        (
+            {"rollout": Rollout(history="rerender"), "train": Train(max_staleness=1, too_old="correct")},
+            "train.too_old correct needs the rollout's logprobs",
+        ),
         ({"algo": Algo(credit="turn"), "rollout": Rollout(history="rerender")}, "algo.credit turn needs to know"),
         ({"deterministic": True, "rollout": Rollout(over_sampling=1.5)}, "keeps what finishes first"),
     ],
@@ -108,6 +116,11 @@ def test_the_old_policy_is_the_rollouts_where_rollouts_are_ahead_and_not_correct
 
     assert [chosen(0), chosen(1), chosen(1, corrections=("veto",))] == ["trainer", "rollout", "trainer"]
     assert [chosen(0, old_policy="rollout"), chosen(1, old_policy="trainer")] == ["rollout", "trainer"]
+    assert [chosen(1, loss="reinforce"), chosen(1, loss="sft"), chosen(1, loss="gspo")] == [
+        "trainer",
+        "trainer",
+        "rollout",
+    ]
     assert chosen(1, Rollout(history="rerender")) == "trainer"  # rows rendered anew have no rollout logprobs
 
 
@@ -122,6 +135,7 @@ def test_the_old_policy_is_the_rollouts_where_rollouts_are_ahead_and_not_correct
             {"old_policy": "rollout", "corrections": ("veto",)},
             "algo.corrections must be unset with algo.old_policy rollout",
         ),
+        ({"old_policy": "rollout", "loss": "reinforce"}, "algo.loss must be one with a ratio"),
         ({"credit": "turn", "advantage": "reinforce_pp"}, "algo.advantage must be a group baseline with credit turn"),
     ],
 )

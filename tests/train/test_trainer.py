@@ -172,6 +172,23 @@ def test_a_batch_is_cut_into_optimizer_steps_by_groups(model):
     model.policy.load_state_dict(before)
 
 
+def test_what_is_told_of_the_gap_is_of_the_weights_before_the_batch_whatever_the_ratio_is_to(model):
+    rows = mixed_samples(model)
+    before = copy.deepcopy(model.policy.state_dict())
+    options = {"tokens_per_micro_batch": 10**6, "groups_per_step": 1}
+    trainer = Trainer(model.policy, Algo(old_policy="rollout"), Optim(lr=1e-3), total_steps=2, **options)
+    wanted = trainer.score(rows)
+    metrics = trainer.step(rows)
+    for scored, logprobs in zip(trainer.scored, wanted, strict=True):
+        assert np.abs(scored - logprobs).max() < 1e-5
+    likeliest = max(told[np.array(row.loss_mask) > 0].max() for told, row in zip(wanted, rows, strict=True))
+    assert metrics["mismatch/ratio_max"] == pytest.approx(np.exp(likeliest + 1.0), rel=1e-4)  # all were sampled at -1
+    rows[1].rollout_logprobs = None
+    with pytest.raises(ValueError, match="trajectory b: rollout_logprobs must be given with"):
+        trainer.step(rows)
+    model.policy.load_state_dict(before)
+
+
 def test_kl_needs_a_reference_and_pulls_towards_it(model):
     with pytest.raises(ValueError, match=r"algo.kl_coef is 0.1, so a reference policy must be given"):
         Trainer(model.policy, Algo(kl_coef=0.1), Optim(), total_steps=1, tokens_per_micro_batch=100)

@@ -14,6 +14,9 @@ MAX_LOG_RATIO = 20.0
 class LossInputs:
     """What a loss may read. Only ``logprobs`` carries a gradient; ``ref_logprobs`` is there where a reference model is.
 
+    ``old_logprobs`` are the trainer's before its first step on the batch, or with ``algo.old_policy rollout`` equal to
+    ``rollout_logprobs``.
+
     Raises ValueError at the first logprob with mask 1 that is not finite.
     """
 
@@ -105,8 +108,8 @@ def sapo(inputs: LossInputs, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Los
 def dppo_tv(inputs: LossInputs, limit: float = 0.15, ratio_max: float = 20.0) -> LossOutputs:
     """-sg(r) A log p, but nothing where the token's probability has already moved by more than ``limit`` in the wanted direction.
 
-    The move is the total variation of the two-way choice "this token or another", from the old policy (in the paper, from the
-    one that sampled; they differ by the rollout gap). ``ratio_max`` truncates the weight.
+    The move is the total variation of the two-way choice "this token or another", from the old policy (in the paper the one that
+    sampled: ``algo.old_policy rollout``). ``ratio_max`` truncates the weight.
     Source: DPPO, "Rethinking the Trust Region in LLM RL", arXiv 2602.04879 (binary TV).
     """
     p, old = inputs.logprobs.detach().exp(), inputs.old_logprobs.exp()

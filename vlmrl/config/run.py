@@ -41,7 +41,12 @@ def _check_asynchronous(config: Config) -> None:
             "rollout.over_sampling must be 1 with train.max_staleness above 0: nobody waits for stragglers, so none are stopped."
         )
     if config.train.too_old == "correct":
-        rule = "set with train.too_old correct, such as token_truncation, or algo.old_policy rollout"
+        if config.rollout.needs_rendered_rows:
+            raise ValueError(
+                "train.too_old correct needs the rollout's logprobs, and rows rendered anew (rollout.history rerender with samples "
+                "concat) have none: set rollout.samples to step_wise."
+            )
+        rule = "set with train.too_old correct, such as token_truncation, or algo.old_policy must be rollout"
         corrected = bool(config.algo.corrections) or config.old_policy == "rollout"
         require(corrected, "algo.corrections", rule, config.algo.corrections)
     if config.cluster.gpus and config.cluster.colocate:
@@ -178,9 +183,9 @@ class Config:
     @property
     def old_policy(self) -> Literal["trainer", "rollout"]:
         """``algo.old_policy``, or what it is where it is unset."""
-        known = not self.rollout.needs_rendered_rows  # whose rows have no rollout logprobs
-        ahead = self.train.max_staleness > 0 and known and not self.algo.corrections
-        return self.algo.old_policy or ("rollout" if ahead else "trainer")
+        able = self.algo.has_ratio and not self.rollout.needs_rendered_rows  # whose rows have no rollout logprobs
+        wanted = self.train.max_staleness > 0 and not self.algo.corrections
+        return self.algo.old_policy or ("rollout" if able and wanted else "trainer")
 
     @property
     def models_dir(self) -> Path:

@@ -138,7 +138,7 @@ class Trainer:
             reference = self._reference_logprobs(samples, part)
             old = scores.logprobs.detach() if old_logprobs is None else old_logprobs[rows, :length]
             inputs = self._loss_inputs([samples[row] for row in rows], scores.logprobs, old, reference)
-            per_token_loss, metrics = self._per_token_loss(inputs, scores)
+            per_token_loss, metrics = self._per_token_loss(inputs, scores, old)
             loss = (per_token_loss * weights[rows, :length] * counts).sum()
             (loss * ranks.size).backward()  # the gradient's mean over ranks is then its sum
             total += loss.detach()
@@ -155,18 +155,23 @@ class Trainer:
         for index, sample, row in zip(indices, samples, logprobs.cpu().numpy(), strict=True):
             self.scored[index] = _response(sample, row)
 
-    def _per_token_loss(self, inputs: LossInputs, scores: TokenScores) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The policy's loss, corrected, with the penalties that are set; metrics per token ``[rows, length]`` or single."""
+    def _per_token_loss(
+        self, inputs: LossInputs, scores: TokenScores, before: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The policy's loss, corrected, with the penalties that are set; metrics per token ``[rows, length]`` or single.
+
+        ``before``: as in :meth:`_loss_inputs`.
+        """
         algo = self._algo
         outputs = self._loss(inputs, **algo.loss_options)
         per_token_loss, metrics = outputs.per_token, {**outputs.metrics, "entropy": scores.entropy}
-        if algo.corrections:
-            probabilities = (inputs.old_logprobs, inputs.rollout_logprobs, inputs.loss_mask)
+        probabilities = (before, inputs.rollout_logprobs, inputs.loss_mask)
+        if algo.corrections or algo.old_policy == "rollout":
             metrics |= {f"mismatch/{name}": value for name, value in mismatch(*probabilities).items()}
-            for name in algo.corrections:
-                factors, told = CORRECTIONS[name](*probabilities, **algo.options_of(name))
-                per_token_loss = per_token_loss * factors
-                metrics |= {f"correction/{name}/{key}": value for key, value in told.items()}
+        for name in algo.corrections:
+            factors, told = CORRECTIONS[name](*probabilities, **algo.options_of(name))
+            per_token_loss = per_token_loss * factors
+            metrics |= {f"correction/{name}/{key}": value for key, value in told.items()}
         if inputs.ref_logprobs is not None:
             kl = KL[algo.kl](inputs.logprobs, inputs.ref_logprobs)
             per_token_loss, metrics["kl"] = per_token_loss + algo.kl_coef * kl, kl
@@ -259,8 +264,13 @@ class Trainer:
     ) -> LossInputs:
         """``before``: the trainer's own logprobs before its first step on these samples."""
         device, rollout = logprobs.device, before  # the best there is where the rollout's are not known
-        if all(sample.rollout_logprobs is not None for sample in samples):
+        unknown = [sample.trajectory_id for sample in samples if sample.rollout_logprobs is None]
+        if not unknown:
             rollout = per_token(samples, lambda sample: sample.rollout_logprobs or ()).to(device)
+        elif self._algo.old_policy == "rollout":
+            raise ValueError(
+                f"trajectory {unknown[0]}: rollout_logprobs must be given with algo.old_policy rollout, but it is None."
+            )
         return LossInputs(
             logprobs=logprobs,
             old_logprobs=rollout if self._algo.old_policy == "rollout" else before,
