@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vlmrl.config import Algo, Cluster, Config, Lora, Model, Optim, Rollout, Train
+from vlmrl.config import Algo, Cluster, Config, Lora, Model, Optim, Rollout, SGLang, Train
 from vlmrl.model.loading import load_model, shapes_of
 from vlmrl.placement import Plan, Sizes, plan
 from vlmrl.train.ranks import Ranks
@@ -49,6 +49,25 @@ def test_apart_half_of_the_gpus_train():
     assert "4 trainer ranks (FSDP2) and 4 engines on 8 GPUs of 2 nodes, apart" in str(Plan.of(config, SIZES, 1))
 
 
+@pytest.mark.parametrize(
+    ("settings", "ranks", "engines"),
+    [
+        ({}, 8, 8),
+        ({"train": Train(max_staleness=1)}, 4, 4),
+        ({"engine": "sglang"}, 4, 4),
+        ({"engine": "sglang", "sglang": SGLang(tp=2)}, 4, 2),
+        (
+            {"engine": "sglang", "sglang": SGLang(urls=("http://127.0.0.1:1",))},
+            8,
+            8,
+        ),  # the servers' GPUs are none of these
+    ],
+)
+def test_eight_gpus_are_shared_where_that_is_possible_and_otherwise_divided(settings, ranks, engines):
+    placed = Config(cluster=Cluster(gpus=8), **settings).placed
+    assert (placed.num_ranks, placed.num_engines) == (ranks, engines)
+
+
 def test_sizes_come_from_the_shapes_alone(tiny_folder):
     model = Model(path=str(tiny_folder), lora=Lora(rank=2))
     shapes = shapes_of(model, None, tiny_folder.parent)
@@ -78,4 +97,4 @@ def test_sizes_come_from_the_shapes_alone(tiny_folder):
 )
 def test_what_cannot_be_placed_is_refused(settings, told):
     with pytest.raises(ValueError, match=re.escape(told)):
-        Cluster(**settings)
+        Config(cluster=Cluster(**settings))

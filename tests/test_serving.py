@@ -44,9 +44,9 @@ def config_of(model, folder, **settings) -> Config:
     ("settings", "message"),
     [
         ({"deterministic": True}, "deterministic needs engine embedded"),
-        ({"cluster": Cluster(gpus=8)}, "cluster.colocate must be False with engine sglang"),
+        ({"cluster": Cluster(gpus=8, colocate=True)}, "cluster.colocate must be False or unset with engine sglang"),
         (
-            {"cluster": Cluster(gpus=8, colocate=False), "sglang": SGLang(tp=2)},
+            {"cluster": Cluster(gpus=8, engines=3), "sglang": SGLang(tp=2)},
             "cluster.engines must be at most 2: for more there are not sglang.tp (2) GPUs each",
         ),
         (
@@ -103,7 +103,7 @@ def test_the_plan_leaves_out_the_memory_of_servers():
     told = Plan.of(config, Sizes(100, 100, 8), ranks=2)
     assert list(told.engine) == ["weights"]
     assert told.where == "one program on 2 ranks (FSDP2), a copy of the weights for servers beside rank 0"
-    placed = Plan.of(Config(engine="sglang", cluster=Cluster(gpus=4, colocate=False)), Sizes(100, 100, 8), ranks=1)
+    placed = Plan.of(Config(engine="sglang", cluster=Cluster(gpus=4)), Sizes(100, 100, 8), ranks=1)
     assert (
         placed.where == "2 trainer ranks (FSDP2) and 2 SGLang servers on 4 GPUs of 1 node, apart"
         and placed.engine == {}

@@ -51,7 +51,7 @@ class Plan:
     @classmethod
     def of(cls, config: Config, sizes: Sizes, ranks: int) -> Plan:
         """``ranks``: those that were started already, of which a cluster needs none."""
-        cluster = config.cluster
+        cluster = config.placed
         device = torch.device("cuda" if cluster.gpus else "cpu") if cluster.on else pick_device(config.model.device)
         dtype = pick_dtype(config.model.dtype, device)
         ranks = cluster.num_ranks if cluster.on else ranks
@@ -81,7 +81,7 @@ def plan(config: Config, base_dir: Path | None, ranks: Ranks) -> Plan:
 
 
 def _where(config: Config, device: torch.device, ranks: int) -> str:
-    cluster = config.cluster
+    cluster = config.placed
     if not cluster.on:
         beside = "the engine" if config.engine == "embedded" else "a copy of the weights for servers"
         return (
@@ -118,7 +118,7 @@ def _cache(config: Config, sizes: Sizes, dtype: torch.dtype) -> dict[str, float]
     """The most that keys and values can take on one engine: every trajectory at its full length."""
     rollout = config.rollout
     played = config.train.groups_per_batch * rollout.group_size * rollout.over_sampling
-    engines = config.cluster.num_engines if config.cluster.on else 1
+    engines = config.placed.num_engines if config.cluster.on else 1
     trajectories = min(rollout.max_concurrent, played) / engines
     return {"keys and values at most": trajectories * rollout.max_tokens * sizes.cached * dtype.itemsize}
 

@@ -68,14 +68,14 @@ class RayCluster:
         self.engines: list[Actor] = []
         self.dtype = pick_dtype(config.model.dtype, torch.device("cuda" if config.cluster.gpus else "cpu"))
         self._config = config
-        self._cluster = config.cluster
+        self._cluster = config.placed
         self._room: Any = None
         self._failed = False
         self._owns_ray = not ray.is_initialized()
         try:
             if self._owns_ray:
                 _connect(config, base_dir)
-            self._room = _reserve(config.cluster)
+            self._room = _reserve(config.placed)
             self._start(config, base_dir if config.cluster.address is None else None, keep_kv)
         except BaseException:
             self.close()
@@ -241,7 +241,7 @@ class RemoteEngine:
         self.policy_version = 0
         self.receive = ToEngines(tuple(cluster.engines), cluster.dtype)
         self._cluster = cluster
-        self._colocated = config.cluster.colocate
+        self._colocated = config.placed.colocate
         self._timeout = config.rollout.engine_timeout
         self._home: dict[str, int] = {}
         self._encoded = [0] * len(cluster.engines)
@@ -378,7 +378,7 @@ class ToEngines:
 
 
 def _connect(config: Config, base_dir: Path | None) -> None:
-    cluster = config.cluster
+    cluster = config.placed
     if cluster.address is None:
         processes = cluster.num_ranks + cluster.num_engines  # which may be more than there are cores
         cpus = max(processes, os.cpu_count() or 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -51,8 +51,8 @@ def _check_asynchronous(config: Config) -> None:
         require(corrected, "algo.corrections", rule, config.algo.corrections)
     if config.cluster.gpus and config.cluster.colocate:
         raise ValueError(
-            "cluster.colocate must be False with train.max_staleness above 0: engines sample while the trainer trains, so they "
-            "cannot take turns on one GPU."
+            "cluster.colocate must be False or unset with train.max_staleness above 0: engines sample while the trainer trains, so "
+            "they cannot take turns on one GPU."
         )
 
 
@@ -60,7 +60,7 @@ def _check_servers(config: Config) -> None:
     """What does not go together with servers of SGLang."""
     if config.deterministic:
         raise ValueError("deterministic needs engine embedded: what an SGLang server samples, no run repeats.")
-    cluster, sglang = config.cluster, config.sglang
+    cluster, sglang = config.placed, config.sglang
     if not cluster.on:
         return
     require(
@@ -71,13 +71,19 @@ def _check_servers(config: Config) -> None:
     if cluster.gpus and not sglang.urls:
         if cluster.colocate:
             raise ValueError(
-                "cluster.colocate must be False with engine sglang: servers keep their GPUs' memory, so they need GPUs of their own."
+                "cluster.colocate must be False or unset with engine sglang: servers keep their GPUs' memory, so they need GPUs of "
+                "their own."
             )
-        free = (cluster.gpus - cluster.num_ranks) // cluster.nodes // sglang.tp * cluster.nodes
+        free = _room_for_servers(cluster, sglang.tp)
         rule = (
             f"at most {free}: for more there are not sglang.tp ({sglang.tp}) GPUs each on one machine, beside the ranks"
         )
         require(cluster.num_engines <= free, "cluster.engines", rule, cluster.num_engines)
+
+
+def _room_for_servers(cluster: Cluster, tp: int) -> int:
+    """How many servers have ``tp`` GPUs each on one machine, beside the ranks."""
+    return (cluster.gpus - cluster.num_ranks) // cluster.nodes // tp * cluster.nodes
 
 
 @dataclass(frozen=True)
@@ -87,11 +93,12 @@ class Cluster:
     gpus: int = 0
     """GPUs in all that Ray spreads the run over; 0: none, and no Ray unless `ranks` is set. Needs `pip install 'vlmrl[ray]'`."""
     ranks: int | None = None
-    """Trainer processes (FSDP2). Unset: one a GPU, or one for every second GPU without `colocate`. With 0 GPUs: a trial on CPUs."""
+    """Trainer processes (FSDP2). Unset: one a GPU, or one for every second where engines have theirs. With 0 GPUs: a trial on CPUs."""
     engines: int | None = None
     """Unset: one for each rank's GPU, or for each GPU that is no rank's; without GPUs one."""
-    colocate: bool = True
-    """Ranks and engines take turns on the same GPUs, their memory released in between; otherwise each has a GPU of its own."""
+    colocate: bool | None = None
+    """Ranks and engines take turns on the same GPUs, their memory released in between, or each has a GPU of its own, as SGLang servers
+    and rollouts ahead of the trainer need it. Unset: turns wherever that is possible."""
     nodes: int = 1
     """Machines that ranks and engines are spread over evenly."""
     address: str | None = None
@@ -105,7 +112,7 @@ class Cluster:
     def num_ranks(self) -> int:
         if self.ranks is not None:
             return self.ranks
-        return self.gpus if self.colocate else self.gpus // 2
+        return self.gpus // 2 if self.colocate is False else self.gpus
 
     @property
     def num_engines(self) -> int:
@@ -113,7 +120,7 @@ class Cluster:
             return self.engines
         if not self.gpus:
             return 1
-        return self.num_ranks if self.colocate else self.gpus - self.num_ranks
+        return self.gpus - self.num_ranks if self.colocate is False else self.num_ranks
 
     def __post_init__(self) -> None:
         require(self.gpus >= 0, "cluster.gpus", "0 (off) or more", self.gpus)
@@ -128,11 +135,11 @@ class Cluster:
             require(self.num_ranks <= self.gpus, "cluster.ranks", f"at most cluster.gpus ({self.gpus})", self.num_ranks)
             rule = f"a divisor of cluster.ranks ({self.num_ranks}), whose GPUs they share"
             require(self.num_ranks % self.num_engines == 0, "cluster.engines", rule, self.num_engines)
-        elif self.gpus:
+        elif self.gpus and self.colocate is False:
             require(
                 self.num_ranks > 0 and self.num_ranks + self.num_engines <= self.gpus,
                 "cluster.ranks and cluster.engines",
-                f"together at most cluster.gpus ({self.gpus}) without cluster.colocate",
+                f"together at most cluster.gpus ({self.gpus}), where engines have GPUs of their own",
                 (self.num_ranks, self.num_engines),
             )
 
@@ -181,6 +188,17 @@ class Config:
         return Path(self.output_dir) / self.name
 
     @property
+    def placed(self) -> Cluster:
+        """``cluster``, with ``colocate`` chosen where it is unset, and as many servers as their ``tp`` GPUs leave room for."""
+        cluster, served = self.cluster, self.engine == "sglang"
+        if cluster.colocate is None:
+            elsewhere = served and bool(self.sglang.urls)  # on none of these GPUs
+            cluster = replace(cluster, colocate=elsewhere or not (served or self.train.max_staleness))
+        if served and cluster.gpus and cluster.engines is None and cluster.colocate is False:
+            cluster = replace(cluster, engines=max(1, _room_for_servers(cluster, self.sglang.tp)))
+        return cluster
+
+    @property
     def old_policy(self) -> Literal["trainer", "rollout"]:
         """``algo.old_policy``, or what it is where it is unset."""
         able = self.algo.has_ratio and not self.rollout.needs_rendered_rows  # whose rows have no rollout logprobs
@@ -198,6 +216,7 @@ class Config:
         check_held_out("data", self.data, "eval.data", self.eval.data)
         self._check_mixture()
         _check_samples(self.algo, self.rollout)
+        _ = self.placed  # raises where its numbers do not go together
         if self.train.max_staleness:
             _check_asynchronous(self)
         if self.engine == "sglang":
