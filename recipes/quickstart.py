@@ -43,7 +43,7 @@ def config() -> Config:
         env_options={"coarse": 32, "crop": 32, "tools_in_prompt": False},
         rollout=Rollout(group_size=8, max_turns=2, max_tokens=256, max_reply_tokens=48),
         warm_start=WarmStart(demonstrate=demonstrate, steps=400, trajectories_per_step=32, lr=1e-3),
-        optim=Optim(lr=2e-4, betas=(0.9, 0.999), warmup_steps=10),
+        optim=Optim(lr=1e-4, betas=(0.9, 0.999), warmup_steps=10),
         train=Train(steps=200, groups_per_batch=16),
         eval=Eval(data=Data(generator=shapes, size=256, seed=1), every=50, blank_images=True, chance=0.25),
     )
