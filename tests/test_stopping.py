@@ -39,6 +39,23 @@ def config():
 """
 
 
+NOTICED_LATE = """
+import _thread, asyncio, threading
+from vlmrl.threads import run_awake
+
+async def forever():
+    threading.Timer(0.2, _thread.interrupt_main).start()  # marks the signal as come, and wakes nobody
+    await asyncio.get_running_loop().create_future()
+
+run_awake(forever())
+"""
+
+
+def test_a_ctrl_c_that_comes_just_before_the_loop_falls_asleep_is_noticed():
+    run = subprocess.run([sys.executable, "-c", NOTICED_LATE], capture_output=True, text=True, timeout=60)
+    assert "KeyboardInterrupt" in run.stderr
+
+
 def test_ctrl_c_ends_a_run_whose_env_hangs(tmp_path):
     (tmp_path / "hang.py").write_text(HANG.replace("max_reply_tokens=4", "max_reply_tokens=4, stop=('',)"))
     run = subprocess.Popen(

@@ -6,7 +6,6 @@ A recipe is a Python file with a function ``config() -> Config``; every field of
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ import tyro
 
 from vlmrl.config import Config
 from vlmrl.loading import load_object
+from vlmrl.threads import run_awake
 
 USAGE = """usage: vlmrl COMMAND ...
 
@@ -85,7 +85,7 @@ def eval_command(arguments: Sequence[str]) -> None:
             return await loop.evaluate_run(run, RunProgress(), label="eval")
 
         try:
-            result = _until_interrupted(lambda: asyncio.run(evaluate()))
+            result = _until_interrupted(lambda: run_awake(evaluate()))
         finally:
             run.engine.close()
         print(
@@ -98,7 +98,7 @@ def play_command(arguments: Sequence[str]) -> None:
 
     settings = tyro.cli(PlayArguments, args=arguments, prog="vlmrl play", description=play.__doc__)
     with _errors_in_one_line():
-        _until_interrupted(lambda: asyncio.run(play(settings)))
+        _until_interrupted(lambda: run_awake(play(settings)))
 
 
 def retriever_command(arguments: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ from vlmrl.config import Cluster, Config, name_of
 from vlmrl.metrics import RunLog, plain
 from vlmrl.model.families import WHY_ALONE
 from vlmrl.progress import RunProgress
+from vlmrl.threads import run_awake
 from vlmrl.train.checkpoint import load_json
 from vlmrl.train.parallel import backend_of, dismiss, follow, join_ranks, leave_ranks
 from vlmrl.trainers import Trainers
@@ -57,7 +58,7 @@ def _train(run: parts.Run, progress: RunProgress, resume: bool) -> None:
         log = RunLog(run.folder, None if checkpoint is None else load_json(checkpoint)["log"])
         log.write_config(run.config)
         try:
-            summary = asyncio.run(loop.train(run, log, progress, checkpoint))
+            summary = run_awake(loop.train(run, log, progress, checkpoint))
         except (KeyboardInterrupt, asyncio.CancelledError):
             progress.say(f"\nstopped after {time.monotonic() - began:.0f} s; what there is lies in {run.folder}")
             raise SystemExit(130) from None

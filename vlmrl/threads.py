@@ -1,4 +1,4 @@
-"""Daemon threads: a pool that runs plain functions for the event loop, and an event loop of its own.
+"""Daemon threads: a pool that runs plain functions for the event loop, and an event loop of its own; and how a program runs its loop.
 
 asyncio's default pool has few threads, moves work between them and keeps the process alive behind a hung call. These do
 not: an env owns one (`DaemonPool("env")`), the media store a few, and none of them outlives the process.
@@ -86,6 +86,27 @@ class LoopThread:
             task.cancel()
         self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         self.loop.close()
+
+
+def run_awake(coroutine: Coroutine[Any, Any, T]) -> T:
+    """``asyncio.run`` with a loop that never sleeps for more than a second.
+
+    Python notices a signal between two instructions. One that comes just before the loop falls asleep in the system is noticed when
+    something wakes it, and while all that runs are hung envs, nothing does.
+    """
+
+    async def stay_awake() -> None:
+        while True:
+            await asyncio.sleep(1.0)
+
+    async def main() -> T:
+        awake = asyncio.create_task(stay_awake())
+        try:
+            return await coroutine
+        finally:
+            awake.cancel()
+
+    return asyncio.run(main())
 
 
 def _harmless(error: BaseException) -> BaseException:
