@@ -56,14 +56,11 @@ def test_apart_half_of_the_gpus_train():
         ({"train": Train(max_staleness=1)}, 4, 4),
         ({"engine": "sglang"}, 4, 4),
         ({"engine": "sglang", "sglang": SGLang(tp=2)}, 4, 2),
-        (
-            {"engine": "sglang", "sglang": SGLang(urls=("http://127.0.0.1:1",))},
-            8,
-            8,
-        ),  # the servers' GPUs are none of these
+        ({"engine": "sglang", "sglang": SGLang(urls=("http://127.0.0.1:1",))}, 8, 8),
     ],
 )
 def test_eight_gpus_are_shared_where_that_is_possible_and_otherwise_divided(settings, ranks, engines):
+    """Servers that run already are on none of these GPUs."""
     placed = Config(cluster=Cluster(gpus=8), **settings).placed
     assert (placed.num_ranks, placed.num_engines) == (ranks, engines)
 

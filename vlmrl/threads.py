@@ -1,4 +1,4 @@
-"""Daemon threads: a pool that runs plain functions for the event loop, and an event loop of its own; and how a program runs its loop.
+"""Threads and event loops: a pool of daemon threads for plain functions, a loop in a thread, and the loop of a program.
 
 asyncio's default pool has few threads, moves work between them and keeps the process alive behind a hung call. These do
 not: an env owns one (`DaemonPool("env")`), the media store a few, and none of them outlives the process.

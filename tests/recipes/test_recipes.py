@@ -142,8 +142,9 @@ def small_data(name: str, data: Data, folder: Path) -> list[str]:
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
-    told = run(ROOT / "recipes/quickstart.py", "--dry-run", cwd=tmp_path)
+    told = run(ROOT / "recipes/quickstart.py", "--dry-run", "--train.max-staleness", "2", cwd=tmp_path)
     assert "ZoomEnv, at most 2 turns and 256 tokens" in told and "4096 tasks, 256 held out" in told
+    assert "asynchronous, 2 updates ahead at most; too old: wait; corrected by the loss's ratio" in told
     assert not (tmp_path / "runs/quickstart").exists()
 
 

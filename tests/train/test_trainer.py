@@ -140,12 +140,8 @@ def test_the_gradient_is_that_of_the_formula(model):
 
 def test_with_the_rollouts_policy_as_the_old_one_each_token_weighs_what_its_ratio_to_it_says(model):
     rows = mixed_samples(model)
-    log_ratios = [
-        [0.1, 0.5, 0.0, -0.3],
-        [-0.3, 0.1],
-        [0.5, 0.0, 0.1],
-        [-0.3],
-    ]  # of the trainer's policy to the rollout's
+    # Of the trainer's policy to the rollout's.
+    log_ratios = [[0.1, 0.5, 0.0, -0.3], [-0.3, 0.1], [0.5, 0.0, 0.1], [-0.3]]
     for row, log_ratio in zip(rows, log_ratios, strict=True):
         moved = row_logprobs(model, row).detach() - torch.tensor(log_ratio)
         row.rollout_logprobs = [float(each) * mask for each, mask in zip(moved, row.loss_mask, strict=True)]
