@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from vlmrl import tiny
+
+
+def pytest_configure(config) -> None:
+    """Tables that tests load are cached for this run of the tests (and its workers), not in the user's home."""
+    if not hasattr(config, "workerinput"):
+        config.datasets_cache = os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="vlmrl-tests-datasets-")
+
+
+def pytest_unconfigure(config) -> None:
+    """The cache of this run goes with it."""
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(config.datasets_cache, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
