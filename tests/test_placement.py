@@ -54,8 +54,10 @@ def test_apart_half_of_the_gpus_train():
     [
         ({}, 8, 8),
         ({"train": Train(max_staleness=1)}, 4, 4),
-        ({"engine": "sglang"}, 4, 4),
-        ({"engine": "sglang", "sglang": SGLang(tp=2)}, 4, 2),
+        ({"engine": "sglang"}, 8, 8),
+        ({"engine": "sglang", "sglang": SGLang(tp=2)}, 8, 4),
+        ({"engine": "sglang", "sglang": SGLang(tp=3)}, 8, 2),
+        ({"engine": "sglang", "train": Train(max_staleness=1), "sglang": SGLang(tp=2)}, 4, 2),
         ({"engine": "sglang", "sglang": SGLang(urls=("http://127.0.0.1:1",))}, 8, 8),
     ],
 )

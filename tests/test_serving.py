@@ -44,11 +44,20 @@ def config_of(model, folder, **settings) -> Config:
     ("settings", "message"),
     [
         ({"deterministic": True}, "deterministic needs engine embedded"),
-        ({"cluster": Cluster(gpus=8, colocate=True)}, "cluster.colocate must be False or unset with engine sglang"),
         (
-            {"cluster": Cluster(gpus=8, engines=3), "sglang": SGLang(tp=2)},
-            "cluster.engines must be at most 2: for more there are not sglang.tp (2) GPUs each",
+            {"cluster": Cluster(gpus=8, engines=8), "sglang": SGLang(tp=2)},
+            "cluster.engines must be at most 4: for more there are not sglang.tp (2) GPUs each on one machine, of the ranks'",
         ),
+        (
+            {"cluster": Cluster(gpus=8, engines=3, colocate=False), "sglang": SGLang(tp=2)},
+            "cluster.engines must be at most 2: for more there are not sglang.tp (2) GPUs each on one machine, beside the ranks'",
+        ),
+        (
+            {"cluster": Cluster(gpus=4), "sglang": SGLang(tp=8)},
+            "cluster.engines must be at most 0: for more there are not sglang.tp (8) GPUs each",
+        ),
+        ({"cluster": Cluster(gpus=4, engines=1, nodes=2)}, "cluster.engines must be a multiple of cluster.nodes (2)"),
+        ({"cluster": Cluster(gpus=4), "sglang": SGLang(sync="group")}, "sglang.sync must be tensor, disk or auto"),
         (
             {"cluster": Cluster(gpus=12, ranks=6, engines=3, colocate=False, nodes=2), "sglang": SGLang(tp=2)},
             "cluster.engines must be at most 2: for more there are not sglang.tp (2) GPUs each on one machine",
@@ -104,7 +113,5 @@ def test_the_plan_leaves_out_the_memory_of_servers():
     assert list(told.engine) == ["weights"]
     assert told.where == "one program on 2 ranks (FSDP2), a copy of the weights for servers beside rank 0"
     placed = Plan.of(Config(engine="sglang", cluster=Cluster(gpus=4)), Sizes(100, 100, 8), ranks=1)
-    assert (
-        placed.where == "2 trainer ranks (FSDP2) and 2 SGLang servers on 4 GPUs of 1 node, apart"
-        and placed.engine == {}
-    )
+    assert placed.where == "4 trainer ranks (FSDP2) and 4 SGLang servers on 4 GPUs of 1 node, taking turns"
+    assert placed.engine == {}

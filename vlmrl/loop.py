@@ -10,6 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from vlmrl.trainers import RunTrainer
 from vlmrl.types import Sample, Task, Trajectory
 from vlmrl.viewer import write_page
 
+LAST_PAUSE = 20.0  # seconds for the engine of a run that ends too early to leave the GPUs to the trainer
 PAGE_TRAJECTORIES = 64  # of the last batch, shown on the trajectory page
 
 
@@ -92,11 +94,12 @@ async def train(run: Run, log: RunLog, progress: RunProgress, checkpoint: Path |
                 if config.checkpoint.every and (step % config.checkpoint.every == 0 or step == config.train.steps):
                     await evaluation.end()  # or its numbers would be missing after a resume
                     place = replace(place, step=step, batches=batches.state(), log=log.place())
-                    await asyncio.to_thread(save_checkpoint, run, trainer, place)
+                    async with at_rest(run):
+                        await asyncio.to_thread(save_checkpoint, run, trainer, place)
             await evaluation.end()
     except BaseException:
         if config.save_model and trainer.steps_done:
-            save_what_there_is(run, trainer, progress)
+            await save_what_there_is(run, trainer, progress)
         raise
     finally:
         await evaluation.stop()
@@ -109,8 +112,14 @@ async def train(run: Run, log: RunLog, progress: RunProgress, checkpoint: Path |
     (run.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     leave_behind(run, log, played)
     if config.save_model:
-        save(run, trainer)
+        async with at_rest(run):
+            save(run, trainer)
     return summary
+
+
+def at_rest(run: Run) -> AbstractAsyncContextManager[None]:
+    """Inside, the trainer has the GPUs, where an engine has the same: one that samples while it trains has others, and goes on."""
+    return nullcontext() if run.config.train.max_staleness else paused(run.engine)
 
 
 def save_checkpoint(run: Run, trainer: RunTrainer, place: Place) -> None:
@@ -122,15 +131,19 @@ def save_checkpoint(run: Run, trainer: RunTrainer, place: Place) -> None:
 async def restore(run: Run, trainer: RunTrainer, batches: Batches, checkpoint: Path) -> Place:
     """Bring trainer, engine and data to where the checkpoint was made."""
     place = Place(**load_json(checkpoint))
-    trainer.restore(checkpoint)
     async with paused(run.engine):
+        trainer.restore(checkpoint)
         await push_weights(run, trainer, place.step)
     batches.restore(place.batches)
     return place
 
 
-def save_what_there_is(run: Run, trainer: RunTrainer, progress: RunProgress) -> None:
+async def save_what_there_is(run: Run, trainer: RunTrainer, progress: RunProgress) -> None:
     """A stopped or broken run keeps what it has learnt: the weights here, which need nothing of other ranks, or else the trainer's."""
+    if run.model.is_hollow:
+        with suppress(Exception):  # what broke the run may be the engine
+            async with asyncio.timeout(LAST_PAUSE):
+                await run.engine.pause()
     try:
         run.model.save(run.folder / "model", trainer.named_weights() if run.model.is_hollow else None)
     except RuntimeError as error:  # what broke the run may be the trainer

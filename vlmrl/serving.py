@@ -29,8 +29,8 @@ from vlmrl.types import Sample
 class Home(Protocol):
     """Where servers are started, and where the weights are that they get.
 
-    ``method`` is how these travel there, ``dtype`` what is trained in, and so what servers compute in. ``shares_gpu``: servers are on
-    the trainer's GPU.
+    ``method`` is how these travel there, ``dtype`` what is trained in, and so what servers compute in. ``shares_gpus``: servers are on
+    the trainer's GPUs.
     """
 
     @property
@@ -40,7 +40,7 @@ class Home(Protocol):
     def method(self) -> Method: ...
 
     @property
-    def shares_gpu(self) -> bool: ...
+    def shares_gpus(self) -> bool: ...
 
     def servers(self, args: dict[str, Any]) -> list[Server]:
         """The run's servers, which are given these arguments. Nothing is started yet."""
@@ -52,6 +52,10 @@ class Home(Protocol):
 
     def score(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
         """The logprobs of each sample's response under these weights."""
+        ...
+
+    def free_gpus(self) -> None:
+        """Leave to the servers what the trainer needs of shared GPUs only while it trains."""
         ...
 
     def close(self) -> None:
@@ -76,7 +80,7 @@ class ThisMachine:
         return "group" if self.config.sglang.urls else "tensor"
 
     @property
-    def shares_gpu(self) -> bool:
+    def shares_gpus(self) -> bool:
         sglang, device = self.config.sglang, self.policy.device
         taken = range(sglang.first_gpu, sglang.first_gpu + sglang.servers * sglang.tp)
         return device.type == "cuda" and (device.index or 0) in taken and self.ranks == 1 and not sglang.urls
@@ -91,6 +95,10 @@ class ThisMachine:
 
     def score(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
         return score(self.policy, samples, temperature)
+
+    def free_gpus(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what the trainer no longer needs, but still holds
 
     def close(self) -> None:
         pass
@@ -123,11 +131,12 @@ class Serving:
         routing = model.policy.routing if config.train.replay_routing else None
         if routing is not None:
             args["enable-return-routed-experts"] = True
-        takes_turns = home.shares_gpu and not config.train.max_staleness
+        takes_turns = home.shares_gpus and not config.train.max_staleness
         if takes_turns:
             args["enable-memory-saver"] = True
         servers = Servers(wanted, home.servers(args), home.close)
-        engine = SGLangEngine(servers, model.renderer, model.policy.banned_ids, routing, takes_turns)
+        free_gpus = home.free_gpus if takes_turns else None
+        engine = SGLangEngine(servers, model.renderer, model.policy.banned_ids, routing, free_gpus)
         sync = WeightSync(engine, wanted, config.folder.absolute() / "weights", home.method)
         return cls(config, model, engine, sync, home)
 

@@ -172,16 +172,16 @@ def served(*configs: Config) -> Iterator[list[Served]]:
     assert not any(map(processes_of, groups))
 
 
-def servers_of(folder: Path) -> list[int]:
-    """The processes that still have a log in ``folder`` open."""
+def servers_of(place: Path) -> list[int]:
+    """The processes that still have a log open in the run's folder ``place``, or this very log."""
     found = []
-    for place in Path("/proc").glob("[0-9]*"):
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            opened = [str(each.readlink()) for each in (place / "fd").iterdir()]
+            opened = [each.readlink() for each in (process / "fd").iterdir()]
         except OSError:
             continue
-        if any(name.startswith(str(folder / "servers")) for name in opened):
-            found.append(int(place.name))
+        if any(log == place or (place / "servers") in log.parents for log in opened):
+            found.append(int(process.name))
     return found
 
 

@@ -12,10 +12,11 @@ from real_servers import config_of, servers_of
 
 from vlmrl import loop
 from vlmrl.config import Cluster, Optim, Train
+from vlmrl.engine.servers import CPU_ARGS, CPU_ENV
 from vlmrl.metrics import read_rows
 from vlmrl.run import run_training
 
-pytest.importorskip("ray", reason="needs Ray: pip install 'vlmrl[ray]'")
+ray = pytest.importorskip("ray", reason="needs Ray: pip install 'vlmrl[ray]'")
 
 
 def test_two_ranks_train_what_a_server_samples_also_when_it_dies_and_leave_nothing_behind(
@@ -42,3 +43,43 @@ def test_two_ranks_train_what_a_server_samples_also_when_it_dies_and_leave_nothi
     assert all(row["weight_sync/bytes"] > 0 for row in rows)
     assert rows[-1]["engine/restarts"] == 1  # where it was
     assert servers_of(config.folder.absolute()) == []
+
+
+def test_ranks_and_servers_take_turns_on_the_same_gpus(qwen3_vl, tmp_path, monkeypatch):
+    """Ray is told of GPUs that are not there: on a CPU there is no memory to lend, but servers must agree to it."""
+    config = config_of(qwen3_vl, tmp_path, dtype="float32")
+    args = config.sglang.args | CPU_ARGS | {"max-total-tokens": 16384, "enable-memory-saver": False}
+    sglang = replace(config.sglang, args=args, env=config.sglang.env | CPU_ENV)
+    config = replace(config, sglang=sglang, cluster=Cluster(gpus=2), optim=Optim(lr=3e-3))
+    logs = [config.folder.absolute() / f"servers/server-{number}.log" for number in range(2)]
+    push, seen = loop.push_weights, []
+
+    async def push_and_look(run, trainer, version):
+        seen.append([visible_gpus(log) for log in logs])
+        return await push(run, trainer, version)
+
+    monkeypatch.setattr(loop, "push_weights", push_and_look)
+    ray.init(address="local", num_cpus=6, num_gpus=2, include_dashboard=False)
+    try:
+        run_training(config, Path.cwd())
+    finally:
+        ray.shutdown()
+    rows = read_rows(config.folder / "metrics.jsonl")
+    assert [row["failed"] for row in rows] == [0, 0]
+    assert max(row["rollout_gap/max"] for row in rows) < 1e-3
+    assert [row["engine/retried"] for row in rows] == [
+        0,
+        0,
+    ]  # each server got its weights from the rank that it is beside
+    assert seen == [["0", "1"]] * 2
+    for log in logs:
+        lent = log.read_text().count("POST /release_memory_occupation")
+        assert lent == log.read_text().count("POST /resume_memory_occupation") >= 2
+    assert servers_of(config.folder.absolute()) == []
+
+
+def visible_gpus(log: Path) -> str:
+    """Those that the server that writes ``log`` was given."""
+    (server, *_) = servers_of(log)
+    environment = Path(f"/proc/{server}/environ").read_text().split("\0")
+    return next(line.partition("=")[2] for line in environment if line.startswith("CUDA_VISIBLE_DEVICES="))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -114,8 +115,9 @@ def test_only_the_last_bucket_names_the_weights_and_flushes(fakes, sync_of):
     assert last["flush_cache"] and sync.engine.versions[last["weight_version"]] == 1
 
 
-def test_paused_servers_lend_the_memory_of_their_keys_and_values(fakes, sync_of):
-    sync = sync_of(*fakes, engine={"shares_gpu": True})
+def test_paused_servers_lend_the_memory_of_their_keys_and_values_until_the_trainer_has_left(fakes, sync_of):
+    left: list[list[set[str]]] = []
+    sync = sync_of(*fakes, engine={"free_gpus": lambda: left.append([fake.given_back for fake in fakes])})
 
     async def update():
         async with paused(sync.engine):
@@ -125,6 +127,7 @@ def test_paused_servers_lend_the_memory_of_their_keys_and_values(fakes, sync_of)
 
     for _ in range(2):
         asyncio.run(update())
+        assert left.pop() == [{"kv_cache"}] * len(fakes)
         assert all(not fake.given_back and not fake.paused for fake in fakes)
         assert sampled(sync) == [1, 1, 1]
 
@@ -206,6 +209,19 @@ def test_a_delivery_can_be_carried_out_in_another_process(fakes):
     assert sent.bytes == 4
     assert fakes[0].weights["w"].tolist() == [1.0, 2.0]
     assert fakes[0].version == "far.0"
+
+
+def test_ranks_deliver_side_by_side_and_one_of_them_again_to_a_server_on_another_gpu(fakes):
+    """Which it must not try to reach by handles of its own GPU's memory: on this machine there is no GPU at all."""
+    parts = [Delivery((Target(fake.url),), "tensor", "ranks.0", "ranks", 2**20, 5.0) for fake in fakes]
+    weights = [("w", torch.tensor([1.0, 2.0]))]
+    fakes[1].refuses = True
+    sent = parts[0](iter(weights)) + replace(parts[1], keep=False)(iter([("w", torch.tensor([3.0, 4.0]))]))
+    assert (sent.bytes, list(sent.failed), sent.refused) == (8, [fakes[1].url], (fakes[1].url,))
+    fakes[1].refuses = False
+    again = replace(parts[1], targets=(Target(fakes[1].url, device="cuda"),), again=True, by_value=True)
+    assert not again(()).failed
+    assert fakes[1].weights["w"].tolist() == [1, 2]  # what was kept
 
 
 async def until(true):

@@ -15,6 +15,8 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +61,6 @@ class RayCluster:
     ``dtype`` is what all of them compute in. With servers of SGLang for engines it is their :class:`~vlmrl.serving.Home`.
     """
 
-    method: Method = "group"
-    shares_gpu = False
-
     def __init__(self, config: Config, base_dir: Path | None, keep_kv: bool) -> None:
         self.pictures = Pictures()
         self.ranks: list[Actor] = []
@@ -71,6 +70,7 @@ class RayCluster:
         self._cluster = config.placed
         self._room: Any = None
         self._failed = False
+        self._rank_beside: dict[str, int] = {}  # by server's address, the first of the ranks whose GPUs it shares
         self._owns_ray = not ray.is_initialized()
         try:
             if self._owns_ray:
@@ -81,16 +81,19 @@ class RayCluster:
             self.close()
             raise
 
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether the ranks' GPUs have servers, too."""
+        return bool(self._cluster.gpus and self._cluster.colocate and not self._config.sglang.urls)
+
+    @property
+    def method(self) -> Method:
+        return "tensor" if self.shares_gpus else "group"
+
     def ask(self, method: str, *arguments: Any, seconds: float = STEPPING) -> Any:
         """Have all ranks do the same; rank 0's answer. After an error of any of them nothing more is asked."""
-        if self._failed:
-            raise ClusterError("one of the trainer's ranks has failed: it can do nothing more.")
         what = method if method not in ("call", "call_on") else arguments[0]
-        try:
-            return _results([getattr(rank, method).remote(*arguments) for rank in self.ranks], seconds, what)[0]
-        except BaseException:
-            self._failed = True
-            raise
+        return self._ask_each(method, [arguments] * len(self.ranks), seconds, what)[0]
 
     def ask_about(self, method: str, samples: Sequence[Sample]) -> Any:
         """What the trainer's ``method`` makes of rows: they go to each node once, and their pictures once for all calls."""
@@ -108,21 +111,33 @@ class RayCluster:
         if sglang.urls:
             return [Server(url) for url in sglang.urls]
         logs = self._config.folder.absolute() / "servers"
-        for number in range(cluster.num_engines):
-            place = self._place(number * cluster.nodes // cluster.num_engines, sglang.tp if cluster.gpus else 0)
-            kept = sglang, args, logs / f"server-{number}.log", cluster.gpus > 0
+        beside = [number * cluster.num_ranks // cluster.num_engines for number in range(cluster.num_engines)]
+        for number, first in enumerate(beside):
+            lenders = self.ranks[first : first + sglang.tp] if self.shares_gpus else []
+            shared = _results([rank.__ray_call__.remote(_gpu) for rank in lenders], LOADING, "start")
+            own = sglang.tp if cluster.gpus and not shared else 0
+            place = self._place(number * cluster.nodes // cluster.num_engines, own)
+            kept = sglang, args, logs / f"server-{number}.log", cluster.gpus > 0, shared
             self.engines.append(ray.remote(ServerWorker).options(**place).remote(*kept))
         hosts = ["127.0.0.1"] * len(self.engines)
         if cluster.nodes > 1:
             hosts = _results([keeper.__ray_call__.remote(_address) for keeper in self.engines], LOADING, "start")
         plans = [keeper.plan.remote(host) for keeper, host in zip(self.engines, hosts, strict=True)]
         urls = _results(plans, LOADING, "plan a server")
+        self._rank_beside = dict(zip(urls, beside, strict=True))
         return [Server(url, KeptProcess(keeper)) for url, keeper in zip(urls, self.engines, strict=True)]
 
     def send(self, delivery: Delivery) -> Sent:
-        """Have rank 0 deliver the weights; all ranks gather them, unless it has them still."""
+        """Have all ranks gather the weights, and rank 0 deliver them, which it can do again alone.
+
+        As handles of GPU memory, servers get them from the rank whose GPU they share.
+        """
+        by_handle = self.shares_gpus and delivery.method == "tensor"
         if not delivery.again:
-            return self.ask("deliver", delivery)
+            parts = parts_by_rank(delivery, self._rank_beside if by_handle else {}, len(self.ranks))
+            sent = self._ask_each("deliver", [(part,) for part in parts], STEPPING, "deliver weights")
+            return reduce(add, [each for each in sent if each is not None])
+        delivery = replace(delivery, by_value=by_handle)
         try:
             return _results([self.ranks[0].deliver.remote(delivery)], STEPPING, "deliver weights")[0]
         except (RayError, ClusterError) as error:
@@ -166,6 +181,17 @@ class RayCluster:
             place = self._place(number * cluster.nodes // cluster.num_engines, own)
             place["max_concurrency"] = config.rollout.max_concurrent + CONTROL
             self.engines.append(ray.remote(EngineWorker).options(**place).remote(sampled, base_dir, keep_kv, gpu))
+
+    def _ask_each(self, method: str, arguments: Sequence[tuple[Any, ...]], seconds: float, what: str) -> list[Any]:
+        """Have each rank do the same with arguments of its own."""
+        if self._failed:
+            raise ClusterError("one of the trainer's ranks has failed: it can do nothing more.")
+        calls = [getattr(rank, method).remote(*given) for rank, given in zip(self.ranks, arguments, strict=True)]
+        try:
+            return _results(calls, seconds, what)
+        except BaseException:
+            self._failed = True
+            raise
 
     def _place(self, node: int, gpus: int) -> dict[str, Any]:
         where = PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=node)
@@ -375,6 +401,13 @@ class ToEngines:
             _results(loading, MOVING, "load weights")  # one bucket is loaded while the next is gathered
             loading = [engine.load_weights.remote(sent) for engine in self.engines]
         _results(loading, MOVING, "load weights")
+
+
+def parts_by_rank(delivery: Delivery, beside: dict[str, int], ranks: int) -> list[Delivery | None]:
+    """What each rank has to deliver: to the servers it is ``beside``, and rank 0, which keeps the weights, to those beside none."""
+    targets = [tuple(each for each in delivery.targets if beside.get(each.url, 0) == rank) for rank in range(ranks)]
+    parts = [replace(delivery, targets=each, keep=rank == 0) for rank, each in enumerate(targets)]
+    return [part if part.targets or part.keep else None for part in parts]
 
 
 def _connect(config: Config, base_dir: Path | None) -> None:

@@ -104,14 +104,14 @@ class RankWorker:
         self._come()
         return (_walk if self._ranks.rank else receive)(self._trainer.named_weights())
 
-    def deliver(self, delivery: Delivery) -> Sent | None:
-        """The policy's weights for servers, from rank 0, where they were sent from before; no other rank is asked to repeat that."""
-        if delivery.again:
+    def deliver(self, delivery: Delivery | None) -> Sent | None:
+        """The policy's weights for servers, from the ranks that are given a delivery. To repeat one is asked of rank 0 alone."""
+        if delivery is not None and delivery.again:
             return delivery(())
         self._come()
         model = self._trainers.policy.model
         named = named_weights(model)
-        if self._ranks.rank:
+        if delivery is None:
             _walk(named)
             return None
         return delivery(as_saved(model, named))
@@ -199,9 +199,11 @@ class EngineWorker:
 
 
 class ServerWorker:
-    """Keeps the process of one SGLang server, on its machine and on the GPUs that it was given itself."""
+    """Keeps the process of one SGLang server, on its machine and on the GPUs that it was given itself, or the ranks' ``shared``."""
 
-    def __init__(self, config: SGLang, args: dict[str, Any], log: Path, gpus: bool) -> None:
+    def __init__(self, config: SGLang, args: dict[str, Any], log: Path, gpus: bool, shared: list[str]) -> None:
+        if shared:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shared)  # which the server inherits
         self._planned = config, args, log
         self._gpu = 0 if gpus else None
         self._process: LocalProcess | None = None

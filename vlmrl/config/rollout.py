@@ -98,8 +98,8 @@ class SGLang:
     """Of the first server, the others follow; 0: any that are free."""
     sync: Literal["auto", "tensor", "group", "disk"] = "auto"
     """How weights get there: `tensor`: as handles of GPU memory that both see (CUDA IPC), or by value from a CPU. `group`: by a
-    process group (NCCL or gloo). `disk`: by a folder both see. `auto`: tensor to servers started here without Ray, else
-    group."""
+    process group (NCCL or gloo). `disk`: by a folder both see. `auto`: tensor to servers started here without Ray, or
+    with it on the ranks' GPUs, else group."""
     bucket_mb: int = 512
     """Weights that are on their way at once."""
     sync_timeout: float = 300.0

@@ -69,21 +69,23 @@ def _check_servers(config: Config) -> None:
     require(sglang.first_gpu == 0, "sglang.first_gpu", "left alone on a cluster: Ray gives out GPUs", sglang.first_gpu)
     require(sglang.port == 0, "sglang.port", "left alone on a cluster: each machine has ports of its own", sglang.port)
     if cluster.gpus and not sglang.urls:
-        if cluster.colocate:
-            raise ValueError(
-                "cluster.colocate must be False or unset with engine sglang: servers keep their GPUs' memory, so they need GPUs of "
-                "their own."
-            )
         free = _room_for_servers(cluster, sglang.tp)
-        rule = (
-            f"at most {free}: for more there are not sglang.tp ({sglang.tp}) GPUs each on one machine, beside the ranks"
-        )
+        whose = "of the ranks'" if cluster.colocate else "beside the ranks'"
+        rule = f"at most {free}: for more there are not sglang.tp ({sglang.tp}) GPUs each on one machine, {whose}"
         require(cluster.num_engines <= free, "cluster.engines", rule, cluster.num_engines)
+        if cluster.colocate:
+            rule = f"a multiple of cluster.nodes ({cluster.nodes}), where servers share the ranks' GPUs"
+            require(cluster.num_engines % cluster.nodes == 0, "cluster.engines", rule, cluster.num_engines)
+            rule = "tensor, disk or auto where servers share the ranks' GPUs: no process group (NCCL) has a GPU twice"
+            require(sglang.sync != "group", "sglang.sync", rule, sglang.sync)
 
 
 def _room_for_servers(cluster: Cluster, tp: int) -> int:
-    """How many servers have ``tp`` GPUs each on one machine, beside the ranks."""
-    return (cluster.gpus - cluster.num_ranks) // cluster.nodes // tp * cluster.nodes
+    """How many servers have ``tp`` GPUs each on one machine: as many of the ranks' for each, or of those beside the ranks'."""
+    if not cluster.colocate:
+        return (cluster.gpus - cluster.num_ranks) // cluster.nodes // tp * cluster.nodes
+    ranks = cluster.num_ranks // cluster.nodes
+    return cluster.nodes * max((count for count in range(1, ranks // tp + 1) if ranks % count == 0), default=0)
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,8 @@ class Cluster:
     engines: int | None = None
     """Unset: one for each rank's GPU, or for each GPU that is no rank's; without GPUs one."""
     colocate: bool | None = None
-    """Ranks and engines take turns on the same GPUs, their memory released in between, or each has a GPU of its own, as SGLang servers
-    and rollouts ahead of the trainer need it. Unset: turns wherever that is possible."""
+    """Ranks and engines take turns on the same GPUs, their memory released in between, or each has a GPU of its own, as rollouts ahead
+    of the trainer need it. Unset: turns wherever that is possible."""
     nodes: int = 1
     """Machines that ranks and engines are spread over evenly."""
     address: str | None = None
@@ -193,8 +195,8 @@ class Config:
         cluster, served = self.cluster, self.engine == "sglang"
         if cluster.colocate is None:
             elsewhere = served and bool(self.sglang.urls)  # on none of these GPUs
-            cluster = replace(cluster, colocate=elsewhere or not (served or self.train.max_staleness))
-        if served and cluster.gpus and cluster.engines is None and cluster.colocate is False:
+            cluster = replace(cluster, colocate=elsewhere or not self.train.max_staleness)
+        if served and cluster.gpus and cluster.engines is None and not self.sglang.urls:
             cluster = replace(cluster, engines=max(1, _room_for_servers(cluster, self.sglang.tp)))
         return cluster
 

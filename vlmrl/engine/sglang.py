@@ -15,11 +15,10 @@ import json
 import math
 import re
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from vlmrl.engine.base import EngineError, Request, SamplingParams
 from vlmrl.engine.pictures import Pictures
@@ -49,8 +48,8 @@ class SGLangEngine:
 
     ``versions`` tells the policy version of each set of weights that was sent, by the name it has on the servers; ``adapter``, if
     there is one, is the name of the LoRA adapter that new requests are sampled with. ``retried`` counts attempts that failed.
-    With ``routing``, the trainer's, a reply tells its tokens' experts. With ``shares_gpu``, paused servers lend the memory of their
-    keys and values to the trainer.
+    With ``routing``, the trainer's, a reply tells its tokens' experts. With ``free_gpus``, which has a trainer leave the
+    servers' own GPUs, paused servers lend it the memory of their keys and values.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class SGLangEngine:
         renderer: Renderer,
         banned_ids: list[int],
         routing: Routing | None = None,
-        shares_gpu: bool = False,
+        free_gpus: Callable[[], None] | None = None,
     ) -> None:
         self.servers = servers
         self.policy_version = 0
@@ -68,7 +67,7 @@ class SGLangEngine:
         self.thread = LoopThread("sglang")
         self._renderer = renderer
         self._routing = routing
-        self._shares_gpu = shares_gpu
+        self._free_gpus = free_gpus
         self._ban = {str(index): BAN for index in banned_ids}
         self._homes: dict[str, Server] = {}
         self._pictures = Pictures(servers.see_files)
@@ -259,16 +258,15 @@ class SGLangEngine:
     async def _pause(self) -> None:
         self.servers.paused = True
         await self._tell("/pause_generation", {"mode": "retract"}, self.servers.ready)
-        if self._shares_gpu:
+        if self._free_gpus is not None:
             lenders = [server for server in self.servers.ready if not server.lends]
             await self._tell("/release_memory_occupation", KEYS_AND_VALUES, lenders)
             for server in lenders:
                 server.lends = True
 
     async def _resume(self) -> None:
-        if self._shares_gpu:
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # what the trainer no longer needs, but still holds
+        if self._free_gpus is not None:
+            await asyncio.to_thread(self._free_gpus)
             lenders = [server for server in self.servers.ready if server.lends]
             await self._tell("/resume_memory_occupation", KEYS_AND_VALUES, lenders)
             for server in lenders:

@@ -66,6 +66,11 @@ class Sent:
     failed: dict[str, str] = field(default_factory=dict)
     refused: tuple[str, ...] = ()
 
+    def __add__(self, other: Sent) -> Sent:
+        """Of two deliveries of the same weights to different servers, side by side."""
+        size, seconds = max(self.bytes, other.bytes), max(self.seconds, other.seconds)
+        return Sent(size, seconds, self.failed | other.failed, self.refused + other.refused)
+
 
 @dataclass
 class Bucket:
@@ -116,9 +121,10 @@ _kept: dict[str, list[Bucket]] = {}  # by run: the last weights this process sen
 class Delivery:
     """Sends weights to all ``targets``, which compute in ``dtype`` and know them by ``name`` from then on; called where they are.
 
-    With no targets, as when every server is down, the weights are only kept for one that comes back.
+    With no targets, as when every server is down, the weights are only kept for one that comes back, unless ``keep`` is False.
     ``run`` tells the deliveries of one run from those of another. ``folder`` is where the method disk writes. With ``again`` it sends
-    the last weights that this process sent, and not those it is given; with ``fill``, this number in place of every one of theirs.
+    the last weights that this process kept, and not those it is given; with ``fill``, this number in place of every one of theirs.
+    With ``by_value`` no handles of GPU memory are sent: a target is on another GPU than this process.
     """
 
     targets: tuple[Target, ...]
@@ -131,22 +137,26 @@ class Delivery:
     folder: Path | None = None
     again: bool = False
     fill: float | None = None
+    keep: bool = True
+    by_value: bool = False
 
     def __call__(self, weights: NamedWeights) -> Sent:
         began = time.perf_counter()
         shipment = _Shipment(self)
         kept: list[Bucket] = []
+        size = 0
         try:
             for bucket, last in _with_last(_kept[self.run] if self.again else self._pack(weights)):
-                kept.append(bucket.to(torch.device("cpu")))
+                size += bucket.flat.nbytes
+                if self.keep:
+                    kept.append(bucket.to(torch.device("cpu")))
                 shipment.send(bucket, last)
         finally:
             shipment.close()
-        if self.fill is None:
+        if self.keep and self.fill is None:
             _kept[self.run] = kept
         failed = {url: str(error) for url, error in shipment.failed.items()}
         refused = tuple(url for url, error in shipment.failed.items() if isinstance(error, Refused))
-        size = sum(bucket.flat.nbytes for bucket in kept)
         return Sent(size, time.perf_counter() - began, failed, refused)
 
     @property
@@ -177,7 +187,7 @@ class _Shipment:
             return
         if self._delivery.method == "disk":
             self._write(bucket)
-        elif self._delivery.targets[0].device == "cuda":
+        elif self._delivery.targets[0].device == "cuda" and not self._delivery.by_value:
             bucket = bucket.to(torch.device("cuda", torch.cuda.current_device()))
         self._all(lambda carrier: carrier.send(bucket, last))
 
