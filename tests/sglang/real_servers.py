@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,14 +128,25 @@ class Served:
         [sums] = asyncio.run(self.sync.checksums()).values()
         return sums
 
-    async def until(self, true: Callable[[dict[str, Any]], bool]) -> None:
-        """Wait for the server's load to be as asked."""
+    async def load(self) -> dict[str, Any]:
+        """What the server tells about its load."""
+        told = await self.run.engine.thread.run(self.run.engine.servers.call(self.server, "/v1/loads"))
+        return told["loads"][0]
+
+    async def until_idle(self) -> None:
         async with asyncio.timeout(60):
-            while True:
-                told = await self.run.engine.thread.run(self.run.engine.servers.call(self.server, "/v1/loads"))
-                if true(told["loads"][0]):
-                    return
+            while (load := await self.load())["num_running_reqs"] + load["num_waiting_reqs"]:
                 await asyncio.sleep(0.1)
+
+    async def in_the_midst(self, requests: Sequence[Request], tokens: int) -> list[asyncio.Task[Completion]]:
+        """The requests, asked, and the server has more than so many tokens; asked again where they ended before that was seen."""
+        asked: list[asyncio.Task[Completion]] = []
+        async with asyncio.timeout(120):
+            while (await self.load())["num_used_tokens"] <= tokens:
+                if all(task.done() for task in asked):
+                    asked = [asyncio.create_task(self.run.engine.generate(request)) for request in requests]
+                await asyncio.sleep(0.1)
+        return asked
 
     def requests(self) -> int:
         """That the server has answered so far."""

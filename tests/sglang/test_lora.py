@@ -71,8 +71,7 @@ def test_an_interrupted_reply_keeps_the_adapter_it_began_with(adapted):
     version, old, request = adapted.version, adapted.weights(), adapted.question("interrupted", 300)
 
     async def interrupt():
-        asked = asyncio.create_task(adapted.run.engine.generate(request))
-        await adapted.until(lambda told: told["num_used_tokens"] > 60)
+        [asked] = await adapted.in_the_midst([request], tokens=60)
         train(adapted, seed=9)
         await push(adapted)
         return await asked

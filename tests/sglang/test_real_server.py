@@ -46,19 +46,21 @@ def test_all_ways_give_the_same_weights(family):
 
 
 def test_turns_that_an_update_interrupts_go_on_under_the_new_weights(family):
-    version, old = family.version, family.weights()
     requests = [family.question(f"interrupted/{i}", 300) for i in range(8)]
 
-    async def interrupt():
-        asked = [asyncio.create_task(family.run.engine.generate(request)) for request in requests]
-        await family.until(lambda told: told["num_used_tokens"] > 400)  # prompts and some tokens of replies
-        family.change(seed=11)
+    async def interrupt(seed):
+        asked = await family.in_the_midst(requests, tokens=400)  # prompts and some tokens of replies
+        family.change(seed)
         await family.push()
         return await asyncio.gather(*asked)
 
-    completions = asyncio.run(interrupt())
-    rows = [family.row_of(*pair) for pair in zip(requests, completions, strict=True)]
-    sampled_before = [np.array(row.policy_versions) == version for row in rows]
+    for seed in range(11, 16):  # on a busy machine the replies may have ended before the update came
+        version, old = family.version, family.weights()
+        completions = asyncio.run(interrupt(seed))
+        rows = [family.row_of(*pair) for pair in zip(requests, completions, strict=True)]
+        sampled_before = [np.array(row.policy_versions) == version for row in rows]
+        if any(0 < before.sum() < len(before) for before in sampled_before):
+            break
     assert any(0 < before.sum() < len(before) for before in sampled_before)
     new = family.scores(rows)
     family.set_weights(old)
@@ -99,6 +101,6 @@ def test_what_is_given_up_here_ends_there(family):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
                 await asyncio.gather(*map(family.run.engine.generate, requests))
-        await family.until(lambda told: told["num_running_reqs"] + told["num_waiting_reqs"] == 0)
+        await family.until_idle()
 
     asyncio.run(give_up())
