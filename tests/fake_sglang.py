@@ -43,6 +43,7 @@ class FakeSGLang:
         self.hangs_up = False  # in the midst of an update
         self.begun = False
         self.refuses = False
+        self.failing: set[str] = set()  # paths that it answers with 500
         self.pad, self.tokens_per_picture = pad, tokens_per_picture
         self._going = asyncio.Event()
         self.thread = LoopThread("fake-sglang")
@@ -79,6 +80,8 @@ class FakeSGLang:
             assert request.transport is not None
             request.transport.abort()
             return web.Response()
+        if path in self.failing:
+            return web.Response(status=500)
         handler = getattr(self, "_" + path.strip("/"), None)
         if handler is None:
             return web.json_response({"message": f"there is no {path}"}, status=404)

@@ -54,7 +54,7 @@ def config_of(model, folder, **settings) -> Config:
         ),
         (
             {"cluster": Cluster(gpus=4), "sglang": SGLang(tp=8)},
-            "cluster.engines must be at most 0: for more there are not sglang.tp (8) GPUs each",
+            "sglang.tp must be at most 4, the GPUs of one machine of the ranks', but it is 8",
         ),
         ({"cluster": Cluster(gpus=4, engines=1, nodes=2)}, "cluster.engines must be a multiple of cluster.nodes (2)"),
         ({"cluster": Cluster(gpus=4), "sglang": SGLang(sync="group")}, "sglang.sync must be tensor, disk or auto"),

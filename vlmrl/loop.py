@@ -37,7 +37,7 @@ from vlmrl.trainers import RunTrainer
 from vlmrl.types import Sample, Task, Trajectory
 from vlmrl.viewer import write_page
 
-LAST_PAUSE = 20.0  # seconds for the engine of a run that ends too early to leave the GPUs to the trainer
+LAST_PAUSE = 150.0  # seconds for the engine of a run that ends too early to leave the GPUs to the trainer
 PAGE_TRAJECTORIES = 64  # of the last batch, shown on the trajectory page
 
 
@@ -63,7 +63,8 @@ async def train(run: Run, log: RunLog, progress: RunProgress, checkpoint: Path |
         if config.warm_start.steps:
             await warm_start(run, progress)
         await _evaluate_into(place.summary, "reward_before", run, log, 0, progress)
-    trainer, batches = new_trainer(run), new_batches(run)
+    async with at_rest(run):
+        trainer, batches = new_trainer(run), new_batches(run)
     if checkpoint is not None:
         place = await restore(run, trainer, batches, checkpoint)
     evaluation = Background()
@@ -112,8 +113,9 @@ async def train(run: Run, log: RunLog, progress: RunProgress, checkpoint: Path |
     (run.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     leave_behind(run, log, played)
     if config.save_model:
-        async with at_rest(run):
-            save(run, trainer)
+        if not config.train.max_staleness:
+            await run.engine.pause()
+        save(run, trainer)
     return summary
 
 
@@ -140,7 +142,7 @@ async def restore(run: Run, trainer: RunTrainer, batches: Batches, checkpoint: P
 
 async def save_what_there_is(run: Run, trainer: RunTrainer, progress: RunProgress) -> None:
     """A stopped or broken run keeps what it has learnt: the weights here, which need nothing of other ranks, or else the trainer's."""
-    if run.model.is_hollow:
+    if run.model.is_hollow and not run.config.train.max_staleness:
         with suppress(Exception):  # what broke the run may be the engine
             async with asyncio.timeout(LAST_PAUSE):
                 await run.engine.pause()
@@ -227,14 +229,14 @@ async def warm_start(run: Run, progress: RunProgress) -> None:
         return demonstrate(playing[request.trajectory_id.partition(".")[0]], turn)  # a refill's id has a suffix
 
     runner = run.runner(group_size=1, engine=ScriptedEngine(reply, run.model.renderer))
-    trainer = run.trainers.start(
-        Algo(loss="sft"),
-        optim=Optim(lr=config.lr, warmup_steps=config.steps // 20),
-        total_steps=config.steps,
-        tokens_per_micro_batch=run.config.train.tokens_per_micro_batch,
-    )
     tasks = TaskStream(run.tasks)
     async with paused(run.engine):
+        trainer = run.trainers.start(
+            Algo(loss="sft"),
+            optim=Optim(lr=config.lr, warmup_steps=config.steps // 20),
+            total_steps=config.steps,
+            tokens_per_micro_batch=run.config.train.tokens_per_micro_batch,
+        )
         with progress.phase("warm start", config.steps) as phase:
             for step in range(config.steps):
                 batch = [next(tasks) for _ in range(config.trajectories_per_step)]

@@ -20,6 +20,7 @@ from vlmrl.model.adapters import named_weights
 from vlmrl.model.loading import LoadedModel, as_saved
 from vlmrl.model.policy import Policy
 from vlmrl.train.packing import collate
+from vlmrl.train.parallel import forget_unused
 from vlmrl.train.transports import Delivery, Method, Sent
 from vlmrl.train.weight_sync import WeightSync
 from vlmrl.trainers import RunTrainer
@@ -54,8 +55,8 @@ class Home(Protocol):
         """The logprobs of each sample's response under these weights."""
         ...
 
-    def free_gpus(self) -> None:
-        """Leave to the servers what the trainer needs of shared GPUs only while it trains."""
+    def free_gpus(self) -> bool:
+        """Leave to the servers what the trainer needs of shared GPUs only while it trains. False: it cannot, the run is over."""
         ...
 
     def close(self) -> None:
@@ -96,9 +97,9 @@ class ThisMachine:
     def score(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
         return score(self.policy, samples, temperature)
 
-    def free_gpus(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # what the trainer no longer needs, but still holds
+    def free_gpus(self) -> bool:
+        forget_unused()
+        return True
 
     def close(self) -> None:
         pass

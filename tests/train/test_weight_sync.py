@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from dataclasses import replace
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def sync_of(tmp_path):
     """Makes a WeightSync of these servers; they serve weights `w` = [1, 2] as version 0."""
     engines = []
 
-    def make(*fakes, engine=None, **settings):
+    def make(*fakes, engine=None, processes=MappingProxyType({}), **settings):
         quick = {
             "health_every": 0.1,
             "health_timeout": 0.5,
@@ -47,7 +48,7 @@ def sync_of(tmp_path):
             "sync_timeout": 2.0,
         }
         config = SGLang(urls=tuple(fake.url for fake in fakes), **(quick | settings))
-        servers = Servers(config, [Server(url) for url in config.urls])
+        servers = Servers(config, [Server(fake.url, processes.get(fake.url)) for fake in fakes])
         engine = SGLangEngine(servers, Words(), [], **(engine or {}))
         engines.append(engine)
         sync = WeightSync(engine, config, tmp_path)
@@ -117,7 +118,7 @@ def test_only_the_last_bucket_names_the_weights_and_flushes(fakes, sync_of):
 
 def test_paused_servers_lend_the_memory_of_their_keys_and_values_until_the_trainer_has_left(fakes, sync_of):
     left: list[list[set[str]]] = []
-    sync = sync_of(*fakes, engine={"free_gpus": lambda: left.append([fake.given_back for fake in fakes])})
+    sync = sync_of(*fakes, engine={"free_gpus": lambda: not left.append([fake.given_back for fake in fakes])})
 
     async def update():
         async with paused(sync.engine):
@@ -130,6 +131,76 @@ def test_paused_servers_lend_the_memory_of_their_keys_and_values_until_the_train
         assert left.pop() == [{"kv_cache"}] * len(fakes)
         assert all(not fake.given_back and not fake.paused for fake in fakes)
         assert sampled(sync) == [1, 1, 1]
+
+
+class Started:
+    """What a run knows of a fake's process, and does to it. Of its starts, number ``slow`` leads nowhere."""
+
+    def __init__(self, fake: FakeSGLang) -> None:
+        self.fake = fake
+        self.alive = False
+        self.starts = self.slow = 0
+
+    def start(self) -> None:
+        self.alive, self.starts = True, self.starts + 1
+        self.fake.sick = self.starts == self.slow
+        self.fake.paused, self.fake.given_back, self.fake.failing = False, set(), set()
+
+    def stop(self, gently: bool = True) -> None:
+        self.alive, self.fake.sick = False, True
+
+    def log_tail(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize("path", ["/pause_generation", "/release_memory_occupation"])
+def test_a_server_that_lends_nothing_is_stopped_until_the_trainer_has_left(fakes, sync_of, path):
+    processes = {fake.url: Started(fake) for fake in fakes}
+    sync = sync_of(*fakes, engine={"free_gpus": lambda: True}, processes=processes)
+    fakes[1].failing = {path}
+    well, ill = processes.values()
+
+    async def update():
+        async with paused(sync.engine):
+            assert (well.alive, ill.alive) == (True, False)
+            await asyncio.sleep(0.5)  # several looks at its health
+            assert (well.starts, ill.starts) == (1, 1)
+            await sync.push(send([3.0, 4.0]), policy_version=1)
+        await until(lambda: sync.engine.servers.all[1].ready)
+
+    asyncio.run(update())
+    assert (well.starts, ill.starts) == (1, 2)
+    assert [fake.weights["w"].tolist() for fake in fakes] == [[3, 4]] * 2
+
+
+def test_a_server_that_is_being_started_is_stopped_too(fakes, sync_of):
+    processes = {fake.url: Started(fake) for fake in fakes}
+    sync = sync_of(*fakes, engine={"free_gpus": lambda: True}, processes=processes)
+    ill = processes[fakes[1].url]
+    ill.slow = 2
+
+    async def update():
+        ill.stop()
+        await until(lambda: ill.alive)
+        async with paused(sync.engine):
+            assert not ill.alive
+            await asyncio.sleep(0.5)  # several looks at its health
+            assert ill.starts == 2
+        await until(lambda: sync.engine.servers.all[1].ready)
+
+    asyncio.run(update())
+    assert ill.starts == 3
+
+
+def test_where_the_trainer_cannot_leave_servers_do_not_come_back(fakes, sync_of):
+    sync = sync_of(fakes[0], engine={"free_gpus": lambda: False})
+
+    async def update():
+        async with paused(sync.engine):
+            pass
+
+    asyncio.run(update())
+    assert fakes[0].given_back == {"kv_cache"} and fakes[0].paused
 
 
 def test_a_server_that_was_away_gets_the_weights_before_it_serves_again(fakes, sync_of):

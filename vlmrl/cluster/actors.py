@@ -100,10 +100,11 @@ class RayCluster:
         crate, pictures = Crate.of(samples)
         return self.ask("call_on", method, ray.put(crate), *self.pictures.refs(pictures))
 
-    def free_gpus(self) -> None:
-        """Have the ranks leave the GPUs to the engines."""
+    def free_gpus(self) -> bool:
+        """Have the ranks leave the GPUs to the engines; False where they cannot, since one of them failed."""
         if not self._failed:
             self.ask("leave", seconds=MOVING)
+        return not self._failed
 
     def servers(self, args: dict[str, Any]) -> list[Server]:
         """One for each engine that is asked for, each on its machine and its GPUs."""
@@ -113,8 +114,7 @@ class RayCluster:
         logs = self._config.folder.absolute() / "servers"
         beside = [number * cluster.num_ranks // cluster.num_engines for number in range(cluster.num_engines)]
         for number, first in enumerate(beside):
-            lenders = self.ranks[first : first + sglang.tp] if self.shares_gpus else []
-            shared = _results([rank.__ray_call__.remote(_gpu) for rank in lenders], LOADING, "start")
+            shared = self._gpus_of(first, sglang.tp) if self.shares_gpus else []
             own = sglang.tp if cluster.gpus and not shared else 0
             place = self._place(number * cluster.nodes // cluster.num_engines, own)
             kept = sglang, args, logs / f"server-{number}.log", cluster.gpus > 0, shared
@@ -124,7 +124,8 @@ class RayCluster:
             hosts = _results([keeper.__ray_call__.remote(_address) for keeper in self.engines], LOADING, "start")
         plans = [keeper.plan.remote(host) for keeper, host in zip(self.engines, hosts, strict=True)]
         urls = _results(plans, LOADING, "plan a server")
-        self._rank_beside = dict(zip(urls, beside, strict=True))
+        if self.shares_gpus:
+            self._rank_beside = dict(zip(urls, beside, strict=True))
         return [Server(url, KeptProcess(keeper)) for url, keeper in zip(urls, self.engines, strict=True)]
 
     def send(self, delivery: Delivery) -> Sent:
@@ -132,12 +133,12 @@ class RayCluster:
 
         As handles of GPU memory, servers get them from the rank whose GPU they share.
         """
-        by_handle = self.shares_gpus and delivery.method == "tensor"
+        by_tensor = delivery.method == "tensor"
+        delivery = replace(delivery, by_value=by_tensor and (delivery.again or not self.shares_gpus))
         if not delivery.again:
-            parts = parts_by_rank(delivery, self._rank_beside if by_handle else {}, len(self.ranks))
+            parts = parts_by_rank(delivery, self._rank_beside if by_tensor else {}, len(self.ranks))
             sent = self._ask_each("deliver", [(part,) for part in parts], STEPPING, "deliver weights")
             return reduce(add, [each for each in sent if each is not None])
-        delivery = replace(delivery, by_value=by_handle)
         try:
             return _results([self.ranks[0].deliver.remote(delivery)], STEPPING, "deliver weights")[0]
         except (RayError, ClusterError) as error:
@@ -175,9 +176,9 @@ class RayCluster:
         cluster, plain, count = self._cluster, _for_workers(config), len(self.ranks)
         sampled = replace(plain, model=replace(plain.model, lora=Lora(), freeze=()))  # gets merged weights
         for number in range(cluster.num_engines):
-            shares = self.ranks[number * count // cluster.num_engines] if cluster.gpus and cluster.colocate else None
-            gpu = None if shares is None else _results([shares.__ray_call__.remote(_gpu)], LOADING, "start")[0]
-            own = int(cluster.gpus > 0 and shares is None)
+            beside = number * count // cluster.num_engines
+            gpu = self._gpus_of(beside, 1)[0] if cluster.gpus and cluster.colocate else None
+            own = int(cluster.gpus > 0 and gpu is None)
             place = self._place(number * cluster.nodes // cluster.num_engines, own)
             place["max_concurrency"] = config.rollout.max_concurrent + CONTROL
             self.engines.append(ray.remote(EngineWorker).options(**place).remote(sampled, base_dir, keep_kv, gpu))
@@ -192,6 +193,11 @@ class RayCluster:
         except BaseException:
             self._failed = True
             raise
+
+    def _gpus_of(self, first: int, count: int) -> list[str]:
+        """Of so many ranks from this one on, as Ray numbers GPUs on their machine."""
+        ranks = self.ranks[first : first + count]
+        return _results([rank.__ray_call__.remote(_gpu) for rank in ranks], LOADING, "start")
 
     def _place(self, node: int, gpus: int) -> dict[str, Any]:
         where = PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=node)
@@ -296,9 +302,8 @@ class RemoteEngine:
         await self._all("pause", self._colocated)
 
     async def resume(self) -> None:
-        if self._colocated:
-            self._cluster.free_gpus()
-        await self._all("resume")
+        if not self._colocated or self._cluster.free_gpus():
+            await self._all("resume")
 
     def weights_changed(self, policy_version: int) -> None:
         calls = [engine.weights_changed.remote(policy_version) for engine in self._cluster.engines]

@@ -23,7 +23,7 @@ from vlmrl.engine.transformers import TransformersEngine
 from vlmrl.model.adapters import named_weights
 from vlmrl.model.loading import as_saved, load_model
 from vlmrl.serving import score
-from vlmrl.train.parallel import COLLECTIVE, backend_of, reshard
+from vlmrl.train.parallel import COLLECTIVE, backend_of, forget_unused, reshard
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import Receive
 from vlmrl.train.transports import Delivery, Sent
@@ -77,6 +77,7 @@ class RankWorker:
                 backend_of(self._device), store=store, rank=rank, world_size=size, timeout=COLLECTIVE
             )
         self._trainers = Trainers.of(self._config, self._base_dir, self._ranks)
+        forget_unused()  # the whole model was here, of which a share is left
 
     def start(self, algo: Algo, code: Code, settings: dict[str, Any]) -> None:
         """A new trainer, with these arguments of :class:`~vlmrl.train.trainer.Trainer`."""
@@ -144,7 +145,7 @@ class RankWorker:
     def _move(self, device: torch.device) -> None:
         reshard(self._trainers.policy)
         (self._trainer or self._trainers.policy).to(device)
-        _forget_unused()
+        forget_unused()
 
 
 class EngineWorker:
@@ -195,7 +196,7 @@ class EngineWorker:
 
     def _move(self, device: torch.device) -> None:
         self._engine.policy.to(device)
-        _forget_unused()
+        forget_unused()
 
 
 class ServerWorker:
@@ -236,8 +237,3 @@ def _walk(weights: Any) -> None:
     """Take part in gathering each of the weights, and keep none."""
     for _ in weights:
         pass
-
-
-def _forget_unused() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

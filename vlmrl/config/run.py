@@ -70,7 +70,10 @@ def _check_servers(config: Config) -> None:
     require(sglang.port == 0, "sglang.port", "left alone on a cluster: each machine has ports of its own", sglang.port)
     if cluster.gpus and not sglang.urls:
         free = _room_for_servers(cluster, sglang.tp)
-        whose = "of the ranks'" if cluster.colocate else "beside the ranks'"
+        whose, most = "of the ranks'", cluster.num_ranks // cluster.nodes
+        if not cluster.colocate:
+            whose, most = "beside the ranks'", (cluster.gpus - cluster.num_ranks) // cluster.nodes
+        require(sglang.tp <= most, "sglang.tp", f"at most {most}, the GPUs of one machine {whose}", sglang.tp)
         rule = f"at most {free}: for more there are not sglang.tp ({sglang.tp}) GPUs each on one machine, {whose}"
         require(cluster.num_engines <= free, "cluster.engines", rule, cluster.num_engines)
         if cluster.colocate:

@@ -188,6 +188,7 @@ class Servers:
     """All servers of one run. Its coroutines run in one event loop, that of the engine's thread.
 
     ``bring`` gives a server the current weights; until it returns, the server does not serve. Set it before :meth:`start`.
+    ``take_turns``: while they are paused, the trainer has their GPUs' memory: none is started, and those that lend none are stopped.
     ``at_end`` is called when all have stopped.
     """
 
@@ -198,6 +199,7 @@ class Servers:
         self.bring: Callable[[Server], Awaitable[None]] = _nothing
         self.restarts = 0
         self.paused = False
+        self.take_turns = False
         self.changing = asyncio.Lock()  # held while weights change, or one server gets them
         self._changed = asyncio.Condition()
         self._session: aiohttp.ClientSession | None = None
@@ -293,6 +295,13 @@ class Servers:
         server.gone.set()
         await self.notify()
 
+    async def stop_others(self) -> None:
+        """Those started here that do not lend their memory, since they failed, or are being started: they begin anew later on."""
+        others = [server for server in self.all if server.process is not None and not server.lends]
+        for server in others:
+            await self.withdraw(server)
+        await asyncio.gather(*(asyncio.to_thread(server.process.stop, False) for server in others if server.process))
+
     async def notify(self) -> None:
         """Wake whoever waits for a server."""
         async with self._changed:
@@ -337,7 +346,7 @@ class Servers:
                 async with asyncio.timeout(self.config.health_every):
                     await server.suspected.wait()
             server.suspected.clear()
-            if self.paused and (server.alive or server.lends):
+            if self.paused and (server.alive or self.take_turns):
                 continue  # a paused server answers no health check, and whoever has its memory still needs it
             healthy = not broken and await self._is_healthy(server, self.config.health_timeout)
             if server.ready and (healthy or (self.paused and server.alive)):
@@ -353,6 +362,8 @@ class Servers:
         """Start it anew if it is ours, wait for it if not, and bring it to the current weights."""
         if (restart or server.lends) and server.process is not None:
             await asyncio.to_thread(server.process.stop, False)  # it may be stuck: it is asked nothing
+            if self.paused and self.take_turns:
+                raise EngineError(f"the SGLang server {server.url} is not started while the trainer has its GPU")
             server.process.start()
             server.lends = False
             self.restarts += 1

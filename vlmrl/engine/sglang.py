@@ -48,8 +48,8 @@ class SGLangEngine:
 
     ``versions`` tells the policy version of each set of weights that was sent, by the name it has on the servers; ``adapter``, if
     there is one, is the name of the LoRA adapter that new requests are sampled with. ``retried`` counts attempts that failed.
-    With ``routing``, the trainer's, a reply tells its tokens' experts. With ``free_gpus``, which has a trainer leave the
-    servers' own GPUs, paused servers lend it the memory of their keys and values.
+    With ``routing``, the trainer's, a reply tells its tokens' experts. With ``free_gpus``, which has a trainer on
+    the servers' GPUs give back their memory, paused servers lend it that of their keys and values.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SGLangEngine:
         renderer: Renderer,
         banned_ids: list[int],
         routing: Routing | None = None,
-        free_gpus: Callable[[], None] | None = None,
+        free_gpus: Callable[[], bool] | None = None,
     ) -> None:
         self.servers = servers
         self.policy_version = 0
@@ -68,6 +68,7 @@ class SGLangEngine:
         self._renderer = renderer
         self._routing = routing
         self._free_gpus = free_gpus
+        servers.take_turns = free_gpus is not None
         self._ban = {str(index): BAN for index in banned_ids}
         self._homes: dict[str, Server] = {}
         self._pictures = Pictures(servers.see_files)
@@ -86,6 +87,8 @@ class SGLangEngine:
 
     async def serve(self) -> None:
         """All servers have the current weights: let them serve, and watch them from now on."""
+        if self._free_gpus is not None:
+            await asyncio.to_thread(self._free_gpus)
         await self.thread.run(self.servers.serve_all())
 
     async def generate(self, request: Request) -> Completion:
@@ -262,11 +265,13 @@ class SGLangEngine:
             lenders = [server for server in self.servers.ready if not server.lends]
             await self._tell("/release_memory_occupation", KEYS_AND_VALUES, lenders)
             for server in lenders:
-                server.lends = True
+                server.lends = server.ready
+            await self.servers.stop_others()
 
     async def _resume(self) -> None:
         if self._free_gpus is not None:
-            await asyncio.to_thread(self._free_gpus)
+            if not await asyncio.to_thread(self._free_gpus):
+                return
             lenders = [server for server in self.servers.ready if server.lends]
             await self._tell("/resume_memory_occupation", KEYS_AND_VALUES, lenders)
             for server in lenders:

@@ -46,6 +46,13 @@ def backend_of(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
+def forget_unused() -> None:
+    """Give back the GPU's memory that this process holds and nothing in it uses."""
+    if torch.cuda.is_available():
+        torch.cuda.ipc_collect()  # of tensors that were sent as handles
+        torch.cuda.empty_cache()
+
+
 def shard(policy: Policy, dtype: torch.dtype) -> Policy:
     """Cut the float32 weights over all ranks, layer by layer; computes in ``dtype``, reduces gradients in float32.
 

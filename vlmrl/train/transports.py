@@ -187,7 +187,9 @@ class _Shipment:
             return
         if self._delivery.method == "disk":
             self._write(bucket)
-        elif self._delivery.targets[0].device == "cuda" and not self._delivery.by_value:
+        elif self._delivery.by_value:
+            bucket = bucket.to(torch.device("cpu"))
+        elif self._delivery.targets[0].device == "cuda":
             bucket = bucket.to(torch.device("cuda", torch.cuda.current_device()))
         self._all(lambda carrier: carrier.send(bucket, last))
 
