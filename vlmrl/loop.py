@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -37,7 +37,7 @@ from vlmrl.trainers import RunTrainer
 from vlmrl.types import Sample, Task, Trajectory
 from vlmrl.viewer import write_page
 
-LAST_PAUSE = 150.0  # seconds for the engine of a run that ends too early to leave the GPUs to the trainer
+LAST_CALL = 150.0  # seconds for the engine of a broken run to leave the GPUs to the trainer
 PAGE_TRAJECTORIES = 64  # of the last batch, shown on the trajectory page
 
 
@@ -113,9 +113,8 @@ async def train(run: Run, log: RunLog, progress: RunProgress, checkpoint: Path |
     (run.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     leave_behind(run, log, played)
     if config.save_model:
-        if not config.train.max_staleness:
-            await run.engine.pause()
-        save(run, trainer)
+        async with at_rest(run):
+            save(run, trainer)
     return summary
 
 
@@ -142,14 +141,22 @@ async def restore(run: Run, trainer: RunTrainer, batches: Batches, checkpoint: P
 
 async def save_what_there_is(run: Run, trainer: RunTrainer, progress: RunProgress) -> None:
     """A stopped or broken run keeps what it has learnt: the weights here, which need nothing of other ranks, or else the trainer's."""
-    if run.model.is_hollow and not run.config.train.max_staleness:
-        with suppress(Exception):  # what broke the run may be the engine
-            async with asyncio.timeout(LAST_PAUSE):
-                await run.engine.pause()
+    hollow = run.model.is_hollow
+    if hollow:
+        await _in_time(run.engine.pause())
     try:
-        run.model.save(run.folder / "model", trainer.named_weights() if run.model.is_hollow else None)
+        run.model.save(run.folder / "model", trainer.named_weights() if hollow else None)
     except RuntimeError as error:  # what broke the run may be the trainer
         progress.say(f"the weights of the last step could not be saved: {error}")
+    if hollow:
+        await _in_time(run.engine.resume())  # servers that others started go on
+
+
+async def _in_time(ending: Coroutine[Any, Any, None]) -> None:
+    """What a broken run can do without, since the engine may be what broke it."""
+    with suppress(Exception):
+        async with asyncio.timeout(LAST_CALL):
+            await ending
 
 
 def save(run: Run, trainer: RunTrainer) -> None:

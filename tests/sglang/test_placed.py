@@ -67,10 +67,8 @@ def test_ranks_and_servers_take_turns_on_the_same_gpus(qwen3_vl, tmp_path, monke
     rows = read_rows(config.folder / "metrics.jsonl")
     assert [row["failed"] for row in rows] == [0, 0]
     assert max(row["rollout_gap/max"] for row in rows) < 1e-3
-    assert [row["engine/retried"] for row in rows] == [
-        0,
-        0,
-    ]  # each server got its weights from the rank that it is beside
+    retried = [row["engine/retried"] for row in rows]
+    assert retried == [0, 0]  # as it would not be where no rank sent a server its weights
     assert seen == [["0", "1"]] * 2
     for log in logs:
         lent = log.read_text().count("POST /release_memory_occupation")
