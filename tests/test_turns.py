@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 from test_loop import RECIPES, short_quickstart
 
+from vlmrl import loop
 from vlmrl.config import Checkpoint, Cluster, Optim, WarmStart
 from vlmrl.engine.base import paused
 from vlmrl.metrics import read_rows
 from vlmrl.parts import build
+from vlmrl.progress import RunProgress
 from vlmrl.run import run_training
 from vlmrl.train.transports import Delivery, Target
 
@@ -43,15 +47,26 @@ def test_a_side_leaves_the_gpus_before_the_other_comes(pretended_gpus, tmp_path)
     assert len(cluster.engines) == 2
     shared = [engine.__ray_call__.remote(lambda _: os.environ["CUDA_VISIBLE_DEVICES"]) for engine in cluster.engines]
     assert sorted(ray.get(shared)) == ["0", "1"]
+    tell, told = run.engine._all, []
+
+    async def tell_and_look(method, *arguments):
+        told.append((method, arguments, away(cluster.ranks)))
+        await tell(method, *arguments)
+
+    run.engine._all = tell_and_look
+    said = io.StringIO()
     try:
 
         async def turns():
             async with paused(run.engine):
-                run.trainers.start(run.config.algo, optim=Optim(lr=1e-3), total_steps=1, tokens_per_micro_batch=400)
+                settings = {"optim": Optim(lr=1e-3), "total_steps": 1, "tokens_per_micro_batch": 400}
+                trainer = run.trainers.start(run.config.algo, **settings)
                 assert away(cluster.ranks) == [False, False]
-            assert away(cluster.ranks) == [True, True]
+            await loop.save_what_there_is(run, trainer, RunProgress(Console(file=said)))
 
         asyncio.run(turns())
+        assert told == [("pause", (True,), [False] * 2), ("resume", (), [True] * 2), ("pause", (True,), [True] * 2)]
+        assert (run.folder / "model/model.safetensors").exists() and not said.getvalue()
     finally:
         run.engine.close()
 

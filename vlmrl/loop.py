@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from vlmrl.trainers import RunTrainer
 from vlmrl.types import Sample, Task, Trajectory
 from vlmrl.viewer import write_page
 
-LAST_CALL = 150.0  # seconds for the engine of a broken run to leave the GPUs to the trainer
+LAST_PAUSE = 150.0  # seconds for the engine of a broken run to leave the GPUs to the trainer
 PAGE_TRAJECTORIES = 64  # of the last batch, shown on the trajectory page
 
 
@@ -63,10 +63,10 @@ async def train(run: Run, log: RunLog, progress: RunProgress, checkpoint: Path |
         if config.warm_start.steps:
             await warm_start(run, progress)
         await _evaluate_into(place.summary, "reward_before", run, log, 0, progress)
-    async with at_rest(run):
+    async with paused(run.engine):
         trainer, batches = new_trainer(run), new_batches(run)
-    if checkpoint is not None:
-        place = await restore(run, trainer, batches, checkpoint)
+        if checkpoint is not None:
+            place = await restore(run, trainer, batches, checkpoint)
     evaluation = Background()
     played: list[Trajectory] = []
     try:
@@ -95,7 +95,7 @@ async def train(run: Run, log: RunLog, progress: RunProgress, checkpoint: Path |
                 if config.checkpoint.every and (step % config.checkpoint.every == 0 or step == config.train.steps):
                     await evaluation.end()  # or its numbers would be missing after a resume
                     place = replace(place, step=step, batches=batches.state(), log=log.place())
-                    async with at_rest(run):
+                    async with paused(run.engine) if config.takes_turns else nullcontext():
                         await asyncio.to_thread(save_checkpoint, run, trainer, place)
             await evaluation.end()
     except BaseException:
@@ -113,14 +113,10 @@ async def train(run: Run, log: RunLog, progress: RunProgress, checkpoint: Path |
     (run.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     leave_behind(run, log, played)
     if config.save_model:
-        async with at_rest(run):
-            save(run, trainer)
+        if config.takes_turns:
+            await run.engine.pause()
+        save(run, trainer)
     return summary
-
-
-def at_rest(run: Run) -> AbstractAsyncContextManager[None]:
-    """Inside, the trainer has the GPUs, where an engine has the same: one that samples while it trains has others, and goes on."""
-    return nullcontext() if run.config.train.max_staleness else paused(run.engine)
 
 
 def save_checkpoint(run: Run, trainer: RunTrainer, place: Place) -> None:
@@ -130,33 +126,26 @@ def save_checkpoint(run: Run, trainer: RunTrainer, place: Place) -> None:
 
 
 async def restore(run: Run, trainer: RunTrainer, batches: Batches, checkpoint: Path) -> Place:
-    """Bring trainer, engine and data to where the checkpoint was made."""
+    """Bring trainer, paused engine and data to where the checkpoint was made."""
     place = Place(**load_json(checkpoint))
-    async with paused(run.engine):
-        trainer.restore(checkpoint)
-        await push_weights(run, trainer, place.step)
+    trainer.restore(checkpoint)
+    await push_weights(run, trainer, place.step)
     batches.restore(place.batches)
     return place
 
 
 async def save_what_there_is(run: Run, trainer: RunTrainer, progress: RunProgress) -> None:
     """A stopped or broken run keeps what it has learnt: the weights here, which need nothing of other ranks, or else the trainer's."""
-    hollow = run.model.is_hollow
-    if hollow:
-        await _in_time(run.engine.pause())
     try:
-        run.model.save(run.folder / "model", trainer.named_weights() if hollow else None)
+        if run.config.takes_turns:
+            async with asyncio.timeout(LAST_PAUSE):
+                await run.engine.pause()
+    except Exception as error:  # what broke the run may be the engine
+        progress.say(f"the engine did not leave the GPUs to the trainer: {error or type(error).__name__}")
+    try:
+        run.model.save(run.folder / "model", trainer.named_weights() if run.model.is_hollow else None)
     except RuntimeError as error:  # what broke the run may be the trainer
         progress.say(f"the weights of the last step could not be saved: {error}")
-    if hollow:
-        await _in_time(run.engine.resume())  # servers that others started go on
-
-
-async def _in_time(ending: Coroutine[Any, Any, None]) -> None:
-    """What a broken run can do without, since the engine may be what broke it."""
-    with suppress(Exception):
-        async with asyncio.timeout(LAST_CALL):
-            await ending
 
 
 def save(run: Run, trainer: RunTrainer) -> None:

@@ -132,12 +132,11 @@ class Serving:
         routing = model.policy.routing if config.train.replay_routing else None
         if routing is not None:
             args["enable-return-routed-experts"] = True
-        takes_turns = home.shares_gpus and not config.train.max_staleness
-        if takes_turns:
+        take_turns = home.shares_gpus and not config.train.max_staleness
+        if take_turns:
             args["enable-memory-saver"] = True
-        servers = Servers(wanted, home.servers(args), home.close)
-        free_gpus = home.free_gpus if takes_turns else None
-        engine = SGLangEngine(servers, model.renderer, model.policy.banned_ids, routing, free_gpus)
+        servers = Servers(wanted, home.servers(args), home.close, take_turns)
+        engine = SGLangEngine(servers, model.renderer, model.policy.banned_ids, routing, home.free_gpus)
         sync = WeightSync(engine, wanted, config.folder.absolute() / "weights", home.method)
         return cls(config, model, engine, sync, home)
 

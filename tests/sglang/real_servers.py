@@ -143,6 +143,7 @@ class Served:
         asked: list[asyncio.Task[Completion]] = []
         async with asyncio.timeout(120):
             while (await self.load())["num_used_tokens"] <= tokens:
+                _ = [task.result() for task in asked if task.done()]  # raises what one of them did
                 if all(task.done() for task in asked):
                     asked = [asyncio.create_task(self.run.engine.generate(request)) for request in requests]
                 await asyncio.sleep(0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import threading
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -39,7 +40,7 @@ def sync_of(tmp_path):
     """Makes a WeightSync of these servers; they serve weights `w` = [1, 2] as version 0."""
     engines = []
 
-    def make(*fakes, engine=None, processes=MappingProxyType({}), **settings):
+    def make(*fakes, free_gpus=None, processes=MappingProxyType({}), **settings):
         quick = {
             "health_every": 0.1,
             "health_timeout": 0.5,
@@ -48,8 +49,9 @@ def sync_of(tmp_path):
             "sync_timeout": 2.0,
         }
         config = SGLang(urls=tuple(fake.url for fake in fakes), **(quick | settings))
-        servers = Servers(config, [Server(fake.url, processes.get(fake.url)) for fake in fakes])
-        engine = SGLangEngine(servers, Words(), [], **(engine or {}))
+        known = [Server(fake.url, processes.get(fake.url)) for fake in fakes]
+        servers = Servers(config, known, take_turns=free_gpus is not None)
+        engine = SGLangEngine(servers, Words(), [], free_gpus=free_gpus or (lambda: True))
         engines.append(engine)
         sync = WeightSync(engine, config, tmp_path)
 
@@ -118,7 +120,7 @@ def test_only_the_last_bucket_names_the_weights_and_flushes(fakes, sync_of):
 
 def test_paused_servers_lend_the_memory_of_their_keys_and_values_until_the_trainer_has_left(fakes, sync_of):
     left: list[list[set[str]]] = []
-    sync = sync_of(*fakes, engine={"free_gpus": lambda: not left.append([fake.given_back for fake in fakes])})
+    sync = sync_of(*fakes, free_gpus=lambda: not left.append([fake.given_back for fake in fakes]))
 
     async def update():
         async with paused(sync.engine):
@@ -134,31 +136,39 @@ def test_paused_servers_lend_the_memory_of_their_keys_and_values_until_the_train
 
 
 class Started:
-    """What a run knows of a fake's process, and does to it. Of its starts, number ``slow`` leads nowhere."""
+    """What a run knows of a fake's process, and does to it. It is up ``delay`` seconds after a start."""
 
     def __init__(self, fake: FakeSGLang) -> None:
         self.fake = fake
         self.alive = False
-        self.starts = self.slow = 0
+        self.starts = 0
+        self.delay = 0.0
 
     def start(self) -> None:
         self.alive, self.starts = True, self.starts + 1
-        self.fake.sick = self.starts == self.slow
+        self.timer = threading.Timer(self.delay, self.come_up)
+        self.timer.start()
         self.fake.paused, self.fake.given_back, self.fake.failing = False, set(), set()
 
+    def come_up(self) -> None:
+        self.fake.sick = False
+
     def stop(self, gently: bool = True) -> None:
+        self.timer.cancel()
         self.alive, self.fake.sick = False, True
 
     def log_tail(self) -> str:
         return ""
 
 
+PATIENT = {"health_timeout": 10.0}  # a busy machine is no reason to start a server anew
+
+
 @pytest.mark.parametrize("path", ["/pause_generation", "/release_memory_occupation"])
 def test_a_server_that_lends_nothing_is_stopped_until_the_trainer_has_left(fakes, sync_of, path):
-    processes = {fake.url: Started(fake) for fake in fakes}
-    sync = sync_of(*fakes, engine={"free_gpus": lambda: True}, processes=processes)
+    well, ill = (Started(fake) for fake in fakes)
+    sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
     fakes[1].failing = {path}
-    well, ill = processes.values()
 
     async def update():
         async with paused(sync.engine):
@@ -173,27 +183,57 @@ def test_a_server_that_lends_nothing_is_stopped_until_the_trainer_has_left(fakes
     assert [fake.weights["w"].tolist() for fake in fakes] == [[3, 4]] * 2
 
 
-def test_a_server_that_is_being_started_is_stopped_too(fakes, sync_of):
-    processes = {fake.url: Started(fake) for fake in fakes}
-    sync = sync_of(*fakes, engine={"free_gpus": lambda: True}, processes=processes)
-    ill = processes[fakes[1].url]
-    ill.slow = 2
+def test_a_server_that_cannot_take_its_memory_back_is_started_anew(fakes, sync_of):
+    well, ill = (Started(fake) for fake in fakes)
+    sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
 
     async def update():
-        ill.stop()
-        await until(lambda: ill.alive)
         async with paused(sync.engine):
-            assert not ill.alive
-            await asyncio.sleep(0.5)  # several looks at its health
-            assert ill.starts == 2
+            fakes[1].failing = {"/resume_memory_occupation"}
         await until(lambda: sync.engine.servers.all[1].ready)
 
     asyncio.run(update())
-    assert ill.starts == 3
+    assert (well.starts, ill.starts) == (1, 2)
+    assert not sync.engine.servers.all[1].lends
+
+
+def test_a_pause_waits_for_a_server_that_is_being_started(fakes, sync_of):
+    well, ill = (Started(fake) for fake in fakes)
+    sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
+    ill.delay = 1.0
+
+    async def update():
+        ill.stop()
+        await until(lambda: ill.starts == 2)
+        async with paused(sync.engine):
+            assert ill.alive and fakes[1].given_back == {"kv_cache"}
+
+    asyncio.run(update())
+    assert ill.starts == 2
+
+
+def test_a_server_that_does_not_come_up_is_not_started_while_the_trainer_has_its_gpu(fakes, sync_of):
+    well, ill = (Started(fake) for fake in fakes)
+    sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, start_timeout=0.5)
+    ill.delay = 3600.0
+
+    async def update():
+        ill.stop()
+        await until(lambda: ill.starts == 3)  # nobody waits for a second one
+        async with paused(sync.engine):
+            assert not ill.alive
+            starts = ill.starts
+            await asyncio.sleep(1.0)
+            assert not ill.alive and ill.starts == starts
+            ill.delay = 0.0
+        await until(lambda: sync.engine.servers.all[1].ready)
+
+    asyncio.run(update())
+    assert not sync.engine.servers.all[1].lends
 
 
 def test_where_the_trainer_cannot_leave_servers_do_not_come_back(fakes, sync_of):
-    sync = sync_of(fakes[0], engine={"free_gpus": lambda: False})
+    sync = sync_of(fakes[0], free_gpus=lambda: False)
 
     async def update():
         async with paused(sync.engine):

@@ -84,7 +84,7 @@ class RayCluster:
     @property
     def shares_gpus(self) -> bool:
         """Whether the ranks' GPUs have servers, too."""
-        return bool(self._cluster.gpus and self._cluster.colocate and not self._config.sglang.urls)
+        return self._config.engine == "sglang" and self._config.takes_turns
 
     @property
     def method(self) -> Method:
@@ -177,7 +177,7 @@ class RayCluster:
         sampled = replace(plain, model=replace(plain.model, lora=Lora(), freeze=()))  # gets merged weights
         for number in range(cluster.num_engines):
             beside = number * count // cluster.num_engines
-            gpu = self._gpus_of(beside, 1)[0] if cluster.gpus and cluster.colocate else None
+            gpu = self._gpus_of(beside, 1)[0] if config.takes_turns else None
             own = int(cluster.gpus > 0 and gpu is None)
             place = self._place(number * cluster.nodes // cluster.num_engines, own)
             place["max_concurrency"] = config.rollout.max_concurrent + CONTROL
@@ -273,7 +273,7 @@ class RemoteEngine:
         self.policy_version = 0
         self.receive = ToEngines(tuple(cluster.engines), cluster.dtype)
         self._cluster = cluster
-        self._colocated = config.placed.colocate
+        self._takes_turns = config.takes_turns
         self._timeout = config.rollout.engine_timeout
         self._home: dict[str, int] = {}
         self._encoded = [0] * len(cluster.engines)
@@ -299,10 +299,10 @@ class RemoteEngine:
             self._cluster.engines[home].release.remote(trajectory_id)
 
     async def pause(self) -> None:
-        await self._all("pause", self._colocated)
+        await self._all("pause", self._takes_turns)
 
     async def resume(self) -> None:
-        if not self._colocated or self._cluster.free_gpus():
+        if not self._takes_turns or await asyncio.to_thread(self._cluster.free_gpus):
             await self._all("resume")
 
     def weights_changed(self, policy_version: int) -> None:
@@ -338,7 +338,13 @@ class RemoteEngine:
 
     async def _all(self, method: str, *arguments: Any) -> None:
         calls = [getattr(engine, method).remote(*arguments) for engine in self._cluster.engines]
-        await asyncio.to_thread(_results, calls, MOVING, f"{method} the engines")
+        try:
+            async with asyncio.timeout(MOVING):
+                await asyncio.gather(*calls)
+        except TimeoutError:
+            raise ClusterError(f"the engines did not {method} in {MOVING:g} s.") from None
+        except ActorDiedError as error:
+            raise ClusterError(f"an engine died when it was to {method}: {error}") from error
 
 
 class KeptProcess:

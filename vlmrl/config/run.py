@@ -204,6 +204,13 @@ class Config:
         return cluster
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether Ray places ranks and engines on the same GPUs."""
+        placed = self.placed
+        attached = self.engine == "sglang" and bool(self.sglang.urls)
+        return bool(placed.gpus and placed.colocate and not attached)
+
+    @property
     def old_policy(self) -> Literal["trainer", "rollout"]:
         """``algo.old_policy``, or what it is where it is unset."""
         able = self.algo.has_ratio and not self.rollout.needs_rendered_rows  # whose rows have no rollout logprobs

@@ -67,7 +67,10 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Go on. Where the weights changed, nothing is used that the old ones computed: keys and values, features of pictures."""
+        """Go on. Where the weights changed, nothing is used that the old ones computed: keys and values, features of pictures.
+
+        An engine that takes turns with a trainer stays paused where that has failed and cannot leave their GPUs.
+        """
         ...
 
     def close(self) -> None: ...

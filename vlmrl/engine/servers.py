@@ -188,19 +188,26 @@ class Servers:
     """All servers of one run. Its coroutines run in one event loop, that of the engine's thread.
 
     ``bring`` gives a server the current weights; until it returns, the server does not serve. Set it before :meth:`start`.
-    ``take_turns``: while they are paused, the trainer has their GPUs' memory: none is started, and those that lend none are stopped.
-    ``at_end`` is called when all have stopped.
+    ``take_turns``: the trainer has the GPUs while they are paused, so that none is started then. ``at_end`` is called when all have
+    stopped.
     """
 
-    def __init__(self, config: SGLang, servers: Sequence[Server], at_end: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: SGLang,
+        servers: Sequence[Server],
+        at_end: Callable[[], None] | None = None,
+        take_turns: bool = False,
+    ) -> None:
         self.config = config
         self.all = list(servers)
         self._at_end = at_end
         self.bring: Callable[[Server], Awaitable[None]] = _nothing
         self.restarts = 0
         self.paused = False
-        self.take_turns = False
+        self.take_turns = take_turns
         self.changing = asyncio.Lock()  # held while weights change, or one server gets them
+        self._starting: set[Server] = set()
         self._changed = asyncio.Condition()
         self._session: aiohttp.ClientSession | None = None
         self._watchers: list[asyncio.Task[None]] = []
@@ -295,12 +302,17 @@ class Servers:
         server.gone.set()
         await self.notify()
 
-    async def stop_others(self) -> None:
-        """Those started here that do not lend their memory, since they failed, or are being started: they begin anew later on."""
-        others = [server for server in self.all if server.process is not None and not server.lends]
-        for server in others:
+    async def settle(self) -> None:
+        """Wait for those that are being started, once for each that failed: or they would be stopped again and again."""
+        while self._starting:
+            await self._wait_for_change(1.0)
+
+    async def stop_unlent(self) -> None:
+        """Those started here that do not lend their memory, since they failed: they begin anew when they are not paused."""
+        unlent = [server for server in self.all if server.process is not None and not (server.ready and server.lends)]
+        for server in unlent:
             await self.withdraw(server)
-        await asyncio.gather(*(asyncio.to_thread(server.process.stop, False) for server in others if server.process))
+        await asyncio.gather(*(asyncio.to_thread(server.process.stop, False) for server in unlent if server.process))
 
     async def notify(self) -> None:
         """Wake whoever waits for a server."""
@@ -346,31 +358,40 @@ class Servers:
                 async with asyncio.timeout(self.config.health_every):
                     await server.suspected.wait()
             server.suspected.clear()
-            if self.paused and (server.alive or self.take_turns):
+            if self.paused and (self.take_turns or server.alive):
                 continue  # a paused server answers no health check, and whoever has its memory still needs it
-            healthy = not broken and await self._is_healthy(server, self.config.health_timeout)
+            asked = not broken and not server.lends  # one that still lends could not be told to go on
+            healthy = asked and await self._is_healthy(server, self.config.health_timeout)
             if server.ready and (healthy or (self.paused and server.alive)):
                 continue
             await self.withdraw(server)
+            if not broken:
+                self._starting.add(server)
             try:
                 await self._revive(server, restart=not healthy)
                 broken = False
             except (*UNREACHED, ServerError, EngineError):
                 broken = True
+            finally:
+                self._starting.discard(server)
 
     async def _revive(self, server: Server, restart: bool) -> None:
         """Start it anew if it is ours, wait for it if not, and bring it to the current weights."""
         if (restart or server.lends) and server.process is not None:
             await asyncio.to_thread(server.process.stop, False)  # it may be stuck: it is asked nothing
-            if self.paused and self.take_turns:
-                raise EngineError(f"the SGLang server {server.url} is not started while the trainer has its GPU")
+            self._check_turn(server)
             server.process.start()
             server.lends = False
             self.restarts += 1
         await self._until_up(server)
         async with self.changing:
             await self.bring(server)
+        self._check_turn(server)
         await self.serve(server)
+
+    def _check_turn(self, server: Server) -> None:
+        if self.paused and self.take_turns:
+            raise EngineError(f"the SGLang server {server.url} has to wait: the trainer has its GPUs")
 
 
 async def _nothing(server: Server) -> None:

@@ -48,8 +48,8 @@ class SGLangEngine:
 
     ``versions`` tells the policy version of each set of weights that was sent, by the name it has on the servers; ``adapter``, if
     there is one, is the name of the LoRA adapter that new requests are sampled with. ``retried`` counts attempts that failed.
-    With ``routing``, the trainer's, a reply tells its tokens' experts. With ``free_gpus``, which has a trainer on
-    the servers' GPUs give back their memory, paused servers lend it that of their keys and values.
+    With ``routing``, the trainer's, a reply tells its tokens' experts. Where ``servers`` take turns with the trainer, they lend it the
+    memory of their keys and values while they are paused, and before they go on ``free_gpus`` makes it leave; False: it cannot.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SGLangEngine:
         renderer: Renderer,
         banned_ids: list[int],
         routing: Routing | None = None,
-        free_gpus: Callable[[], bool] | None = None,
+        free_gpus: Callable[[], bool] = lambda: True,
     ) -> None:
         self.servers = servers
         self.policy_version = 0
@@ -68,7 +68,6 @@ class SGLangEngine:
         self._renderer = renderer
         self._routing = routing
         self._free_gpus = free_gpus
-        servers.take_turns = free_gpus is not None
         self._ban = {str(index): BAN for index in banned_ids}
         self._homes: dict[str, Server] = {}
         self._pictures = Pictures(servers.see_files)
@@ -87,7 +86,7 @@ class SGLangEngine:
 
     async def serve(self) -> None:
         """All servers have the current weights: let them serve, and watch them from now on."""
-        if self._free_gpus is not None:
+        if self.servers.take_turns:
             await asyncio.to_thread(self._free_gpus)
         await self.thread.run(self.servers.serve_all())
 
@@ -259,33 +258,38 @@ class SGLangEngine:
         task.add_done_callback(self._aborts.discard)
 
     async def _pause(self) -> None:
+        take_turns = self.servers.take_turns
+        if take_turns and not self.servers.paused:
+            await self.servers.settle()
         self.servers.paused = True
         await self._tell("/pause_generation", {"mode": "retract"}, self.servers.ready)
-        if self._free_gpus is not None:
+        if take_turns:
             lenders = [server for server in self.servers.ready if not server.lends]
-            await self._tell("/release_memory_occupation", KEYS_AND_VALUES, lenders)
-            for server in lenders:
-                server.lends = server.ready
-            await self.servers.stop_others()
+            await self._tell("/release_memory_occupation", KEYS_AND_VALUES, lenders, lends=True)
+            await self.servers.stop_unlent()
 
     async def _resume(self) -> None:
-        if self._free_gpus is not None:
+        if self.servers.take_turns:
             if not await asyncio.to_thread(self._free_gpus):
                 return
             lenders = [server for server in self.servers.ready if server.lends]
-            await self._tell("/resume_memory_occupation", KEYS_AND_VALUES, lenders)
-            for server in lenders:
-                server.lends = not server.ready  # or it is started anew
+            await self._tell("/resume_memory_occupation", KEYS_AND_VALUES, lenders, lends=False)
         await self._tell("/continue_generation", {}, self.servers.ready)
         self.servers.paused = False
+        for server in self.servers.all:
+            if not server.ready:
+                server.suspected.set()  # it was not looked after meanwhile
         await self.servers.notify()
 
-    async def _tell(self, path: str, body: dict[str, Any], servers: Sequence[Server]) -> None:
-        """One that does not hear it has to be brought to life, and to the current weights, before it serves again."""
+    async def _tell(
+        self, path: str, body: dict[str, Any], servers: Sequence[Server], lends: bool | None = None
+    ) -> None:
+        """What makes them lend, or no longer; one that does not hear it has to be brought to life before it serves again."""
 
         async def tell(server: Server) -> None:
             try:
                 await self.servers.call(server, path, body, timeout=PAUSE_SECONDS)
+                server.lends = server.lends if lends is None else lends
             except (*UNREACHED, ServerError):
                 await self.servers.withdraw(server)
                 server.failed()

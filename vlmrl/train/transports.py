@@ -121,7 +121,7 @@ _kept: dict[str, list[Bucket]] = {}  # by run: the last weights this process sen
 class Delivery:
     """Sends weights to all ``targets``, which compute in ``dtype`` and know them by ``name`` from then on; called where they are.
 
-    With no targets, as when every server is down, the weights are only kept for one that comes back, unless ``keep`` is False.
+    Unless ``keep`` is False, the weights stay on the host for a server that comes back; with no targets, that is all.
     ``run`` tells the deliveries of one run from those of another. ``folder`` is where the method disk writes. With ``again`` it sends
     the last weights that this process kept, and not those it is given; with ``fill``, this number in place of every one of theirs.
     With ``by_value`` no handles of GPU memory are sent: a target is on another GPU than this process.

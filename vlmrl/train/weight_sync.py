@@ -111,7 +111,7 @@ class WeightSync:
             values = await self._thread.run(_values, weights, _dtype(servers.all[0]))
             self.engine.versions[name] = policy_version
             self._adapter = {"lora_name": name, "config_dict": settings, "serialized_named_tensors": [values]}
-            await asyncio.gather(*(self._load(server, self._adapter) for server in servers.ready))
+            await asyncio.gather(*(self._load_or_leave_out(server, self._adapter) for server in servers.ready))
             self.engine.adapter = name
             if old is not None:
                 self._unload(old)
@@ -124,6 +124,10 @@ class WeightSync:
             await self.engine.servers.call(server, LOAD_ADAPTER, body, timeout=self._config.sync_timeout)
         except ServerError as error:
             raise EngineError(f"an SGLang server refused the adapter: {error}") from error
+
+    async def _load_or_leave_out(self, server: Server, adapter: dict[str, Any]) -> None:
+        try:
+            await self._load(server, adapter)
         except UNREACHED:
             await self.engine.servers.withdraw(server)
             server.failed()
