@@ -72,7 +72,8 @@ def test_ranks_and_servers_take_turns_on_the_same_gpus(qwen3_vl, tmp_path, monke
     assert seen == [["0", "1"]] * 2
     for log in logs:
         lent = log.read_text().count("POST /release_memory_occupation")
-        assert lent == log.read_text().count("POST /resume_memory_occupation") >= 2
+        back = log.read_text().count("POST /resume_memory_occupation")
+        assert lent == back + 1 >= 3  # at last the ranks write the trained weights, and servers end
     assert servers_of(config.folder.absolute()) == []
 
 
