@@ -38,9 +38,10 @@ class FakeSGLang:
         self.version = "default"
         self.weights: dict[str, torch.Tensor] = {"w": torch.zeros(2)}
         self.deaf: set[str] = set()  # names of weights that no update reaches
+        self.adapter: str | None = None
         self.paused = False
         self.given_back: set[str] = set()
-        self.hangs_up = False  # in the midst of an update
+        self.dropping: set[str] = set()  # paths at which it hangs up
         self.begun = False
         self.refuses = False
         self.failing: set[str] = set()  # paths that it answers with 500
@@ -76,7 +77,7 @@ class FakeSGLang:
         path = request.path
         if path != "/health":
             self.calls.append((path, body))
-        if self.hangs_up and path.startswith("/update_weights"):
+        if path in self.dropping:
             assert request.transport is not None
             request.transport.abort()
             return web.Response()
@@ -151,6 +152,13 @@ class FakeSGLang:
             if name not in self.deaf:
                 self.weights[name] = weight
         self.version = body.get("weight_version", self.version)
+        return web.json_response({"success": True})
+
+    async def _load_lora_adapter_from_tensors(self, body: Any) -> web.Response:
+        self.adapter = body["lora_name"]
+        return web.json_response({"success": True})
+
+    async def _unload_lora_adapter(self, body: Any) -> web.Response:
         return web.json_response({"success": True})
 
     async def _weights_checker(self, body: Any) -> web.Response:

@@ -112,6 +112,8 @@ def test_the_plan_leaves_out_the_memory_of_servers():
     told = Plan.of(config, Sizes(100, 100, 8), ranks=2)
     assert list(told.engine) == ["weights"]
     assert told.where == "one program on 2 ranks (FSDP2), a copy of the weights for servers beside rank 0"
+    attached = Plan.of(Config(engine="sglang", cluster=Cluster(gpus=4), sglang=URLS), Sizes(100, 100, 8), ranks=1)
+    assert attached.where == "4 trainer ranks (FSDP2) on 4 GPUs of 1 node, beside servers that run already"
     placed = Plan.of(Config(engine="sglang", cluster=Cluster(gpus=4)), Sizes(100, 100, 8), ranks=1)
     assert placed.where == "4 trainer ranks (FSDP2) and 4 SGLang servers on 4 GPUs of 1 node, taking turns"
     assert placed.engine == {}

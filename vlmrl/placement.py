@@ -90,9 +90,12 @@ def _where(config: Config, device: torch.device, ranks: int) -> str:
             else f"one process, on {device}"
         )
     trainer = f"{ranks} trainer ranks (FSDP2)" if ranks > 1 else "1 trainer"
+    machines = f"{cluster.nodes} nodes" if cluster.nodes > 1 else "1 node"
+    if config.attached:
+        theirs = f"{cluster.gpus} GPUs" if cluster.gpus else "the CPUs"
+        return f"{trainer} on {theirs} of {machines}, beside servers that run already"
     kind, several = "engine" if config.engine == "embedded" else "SGLang server", cluster.num_engines > 1
     engines = f"{cluster.num_engines} {kind}{'s' * several}"
-    machines = f"{cluster.nodes} nodes" if cluster.nodes > 1 else "1 node"
     if not cluster.gpus:
         return f"{trainer} and {engines} on the CPUs of {machines}"
     how = "taking turns" if cluster.colocate else "apart"

@@ -136,13 +136,16 @@ def test_paused_servers_lend_the_memory_of_their_keys_and_values_until_the_train
 
 
 class Started:
-    """What a run knows of a fake's process, and does to it. It is up ``delay`` seconds after a start."""
+    """What a run knows of a fake's process, and does to it. It is up ``delay`` seconds after a start, and ends when it ``may_end``."""
 
     def __init__(self, fake: FakeSGLang) -> None:
         self.fake = fake
         self.alive = False
         self.starts = 0
         self.delay = 0.0
+        self.ending = False
+        self.may_end = threading.Event()
+        self.may_end.set()
 
     def start(self) -> None:
         self.alive, self.starts = True, self.starts + 1
@@ -155,7 +158,9 @@ class Started:
 
     def stop(self, gently: bool = True) -> None:
         self.timer.cancel()
-        self.alive, self.fake.sick = False, True
+        self.alive, self.fake.sick, self.ending = False, True, True
+        self.may_end.wait(10)
+        self.ending = False
 
     def log_tail(self) -> str:
         return ""
@@ -183,9 +188,10 @@ def test_a_server_that_lends_nothing_is_stopped_until_the_trainer_has_left(fakes
     assert [fake.weights["w"].tolist() for fake in fakes] == [[3, 4]] * 2
 
 
-def test_a_server_that_cannot_take_its_memory_back_is_started_anew(fakes, sync_of):
+def test_a_server_that_cannot_take_its_memory_back_is_started_anew_at_once(fakes, sync_of):
     well, ill = (Started(fake) for fake in fakes)
-    sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
+    processes = {fakes[0].url: well, fakes[1].url: ill}
+    sync = sync_of(*fakes, free_gpus=lambda: True, processes=processes, health_every=30.0, **PATIENT)
 
     async def update():
         async with paused(sync.engine):
@@ -197,13 +203,19 @@ def test_a_server_that_cannot_take_its_memory_back_is_started_anew(fakes, sync_o
     assert not sync.engine.servers.all[1].lends
 
 
-def test_a_pause_waits_for_a_server_that_is_being_started(fakes, sync_of):
+@pytest.mark.parametrize("paused_when_it_dies", [False, True])
+def test_a_pause_waits_for_a_server_that_is_being_started(fakes, sync_of, paused_when_it_dies):
     well, ill = (Started(fake) for fake in fakes)
     sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
     ill.delay = 1.0
 
     async def update():
-        ill.stop()
+        if paused_when_it_dies:
+            async with paused(sync.engine):
+                ill.stop()
+                await asyncio.sleep(0.5)  # several looks at its health
+        else:
+            ill.stop()
         await until(lambda: ill.starts == 2)
         async with paused(sync.engine):
             assert ill.alive and fakes[1].given_back == {"kv_cache"}
@@ -230,6 +242,67 @@ def test_a_server_that_does_not_come_up_is_not_started_while_the_trainer_has_its
 
     asyncio.run(update())
     assert not sync.engine.servers.all[1].lends
+
+
+def test_a_pause_that_begins_while_a_server_is_stopped_keeps_it_stopped(fakes, sync_of):
+    well, ill = (Started(fake) for fake in fakes)
+    sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, start_timeout=0.5)
+    ill.delay = 3600.0
+
+    async def update():
+        ill.stop()
+        await until(lambda: ill.starts == 2)
+        ill.may_end.clear()
+        await until(lambda: ill.ending)  # for its next start
+        pause = asyncio.create_task(sync.engine.pause())
+        await until(lambda: sync.engine.servers.paused)
+        starts = ill.starts
+        ill.may_end.set()
+        await pause
+        await asyncio.sleep(0.5)
+        assert not ill.alive and ill.starts == starts
+
+    asyncio.run(update())
+
+
+def test_a_pause_that_begins_while_a_server_gets_its_weights_keeps_it_from_serving(fakes, sync_of):
+    well, ill = (Started(fake) for fake in fakes)
+    sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
+    asked, may_have = [], threading.Event()
+
+    async def bring(server):
+        asked.append(server)
+        if len(asked) == 1:
+            raise EngineError("as the test said")  # so that no pause waits for the next attempt
+        await asyncio.to_thread(may_have.wait, 10)
+
+    sync.engine.servers.bring = bring
+
+    async def update():
+        ill.stop()
+        await until(lambda: len(asked) == 2)
+        await sync.engine.pause()
+        may_have.set()
+        await asyncio.sleep(0.3)
+        assert not ill.alive and not sync.engine.servers.all[1].ready
+
+    asyncio.run(update())
+
+
+def test_a_server_that_comes_back_does_not_serve_without_the_adapter(fakes, sync_of):
+    sync = sync_of(*fakes)
+    asyncio.run(sync.push_adapter({"a": torch.ones(2)}, {}, policy_version=1))
+    assert fakes[1].adapter == sync.engine.adapter
+    fakes[1].sick, fakes[1].adapter = True, None
+    asyncio.run(until(lambda: not sync.engine.servers.all[1].ready))
+    fakes[1].dropping = {"/load_lora_adapter_from_tensors"}
+    fakes[1].sick = False
+    asked = len(fakes[1].asked("/load_lora_adapter_from_tensors"))
+    asyncio.run(until(lambda: len(fakes[1].asked("/load_lora_adapter_from_tensors")) > asked + 1))
+    assert not sync.engine.servers.all[1].ready
+    fakes[1].dropping = set()
+    asyncio.run(until(lambda: sync.engine.servers.all[1].ready))
+    assert fakes[1].adapter == sync.engine.adapter
 
 
 def test_where_the_trainer_cannot_leave_servers_do_not_come_back(fakes, sync_of):
@@ -259,12 +332,12 @@ def test_a_server_that_was_away_gets_the_weights_before_it_serves_again(fakes, s
 
 def test_a_server_that_dies_in_the_midst_of_an_update_is_left_out_until_it_is_current(fakes, sync_of):
     sync = sync_of(*fakes)
-    fakes[1].hangs_up = True
+    fakes[1].dropping = {"/update_weights_from_tensor"}
     sent = asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
     assert list(sent.failed) == [fakes[1].url]
     assert fakes[1].weights["w"].tolist() == [1, 2]
     assert {tuple(sampled(sync, f"t{i}")) for i in range(4)} == {(1, 1, 1)}
-    fakes[1].hangs_up = False
+    fakes[1].dropping = set()
     asyncio.run(until(lambda: sync.engine.servers.all[1].ready))
     assert fakes[1].weights["w"].tolist() == [3, 4]
 

@@ -31,7 +31,7 @@ import vlmrl
 from vlmrl.cluster import ClusterError
 from vlmrl.cluster.transport import Crate, WirePicture, buckets
 from vlmrl.cluster.workers import EngineWorker, RankWorker, ServerWorker, code_of
-from vlmrl.config import Algo, Cluster, Config, Lora
+from vlmrl.config import Algo, Config, Lora
 from vlmrl.engine.base import EngineError, Request
 from vlmrl.engine.servers import Server
 from vlmrl.loading import FILE_MODULE
@@ -75,7 +75,7 @@ class RayCluster:
         try:
             if self._owns_ray:
                 _connect(config, base_dir)
-            self._room = _reserve(config.placed)
+            self._room = _reserve(config)
             self._start(config, base_dir if config.cluster.address is None else None, keep_kv)
         except BaseException:
             self.close()
@@ -424,8 +424,7 @@ def parts_by_rank(delivery: Delivery, beside: dict[str, int], ranks: int) -> lis
 def _connect(config: Config, base_dir: Path | None) -> None:
     cluster = config.placed
     if cluster.address is None:
-        processes = cluster.num_ranks + cluster.num_engines  # which may be more than there are cores
-        cpus = max(processes, os.cpu_count() or 1)
+        cpus = max(_processes(config), os.cpu_count() or 1)  # there may be fewer cores
         # `local`: without an address Ray would join any cluster that it finds on this machine.
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING)
         return
@@ -435,9 +434,15 @@ def _connect(config: Config, base_dir: Path | None) -> None:
     ray.init(address=cluster.address, runtime_env=code, logging_level=logging.WARNING)
 
 
-def _reserve(cluster: Cluster) -> PlacementGroup:
+def _processes(config: Config) -> int:
+    """Those that are placed."""
+    return config.placed.num_ranks + (0 if config.attached else config.placed.num_engines)
+
+
+def _reserve(config: Config) -> PlacementGroup:
     """A bundle of resources on each node."""
-    cpus = -(-(cluster.num_ranks + cluster.num_engines) // cluster.nodes)
+    cluster = config.placed
+    cpus = -(-_processes(config) // cluster.nodes)
     bundle = {"CPU": cpus} | ({"GPU": cluster.gpus // cluster.nodes} if cluster.gpus else {})
     room = placement_group([bundle] * cluster.nodes, strategy="STRICT_SPREAD")
     if not room.wait(PLACING if cluster.address else 30.0):

@@ -68,7 +68,7 @@ def _check_servers(config: Config) -> None:
     )
     require(sglang.first_gpu == 0, "sglang.first_gpu", "left alone on a cluster: Ray gives out GPUs", sglang.first_gpu)
     require(sglang.port == 0, "sglang.port", "left alone on a cluster: each machine has ports of its own", sglang.port)
-    if cluster.gpus and not sglang.urls:
+    if cluster.gpus and not config.attached:
         free = _room_for_servers(cluster, sglang.tp)
         whose, most = "of the ranks'", cluster.num_ranks // cluster.nodes
         if not cluster.colocate:
@@ -195,20 +195,22 @@ class Config:
     @property
     def placed(self) -> Cluster:
         """``cluster``, with ``colocate`` chosen where it is unset, and as many servers as their ``tp`` GPUs leave room for."""
-        cluster, served = self.cluster, self.engine == "sglang"
+        cluster, starts_servers = self.cluster, self.engine == "sglang" and not self.attached
         if cluster.colocate is None:
-            elsewhere = served and bool(self.sglang.urls)  # on none of these GPUs
-            cluster = replace(cluster, colocate=elsewhere or not self.train.max_staleness)
-        if served and cluster.gpus and cluster.engines is None and not self.sglang.urls:
+            cluster = replace(cluster, colocate=self.attached or not self.train.max_staleness)
+        if starts_servers and cluster.gpus and cluster.engines is None:
             cluster = replace(cluster, engines=max(1, _room_for_servers(cluster, self.sglang.tp)))
         return cluster
 
     @property
+    def attached(self) -> bool:
+        """Whether servers sample that run already, on none of this run's GPUs."""
+        return self.engine == "sglang" and bool(self.sglang.urls)
+
+    @property
     def takes_turns(self) -> bool:
         """Whether Ray places ranks and engines on the same GPUs."""
-        placed = self.placed
-        attached = self.engine == "sglang" and bool(self.sglang.urls)
-        return bool(placed.gpus and placed.colocate and not attached)
+        return bool(self.placed.gpus and self.placed.colocate and not self.attached)
 
     @property
     def old_policy(self) -> Literal["trainer", "rollout"]:

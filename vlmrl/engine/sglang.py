@@ -289,7 +289,8 @@ class SGLangEngine:
         async def tell(server: Server) -> None:
             try:
                 await self.servers.call(server, path, body, timeout=PAUSE_SECONDS)
-                server.lends = server.lends if lends is None else lends
+                if lends is not None:
+                    server.lends = lends
             except (*UNREACHED, ServerError):
                 await self.servers.withdraw(server)
                 server.failed()
