@@ -12,12 +12,12 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 INK, MUTED = "#1f2328", "#59636e"
-COLORS = {"prompt text": "#0072b2", "picture": "#f0b429", "sampled reply": "#b5400a", "observation text": "#35b597"}
+COLORS = {"prompt text": "#0072b2", "image": "#f0b429", "sampled reply": "#b5400a", "observation text": "#35b597"}
 KINDS = dict(zip("PIRO", COLORS, strict=True))
 TURNS = ("PPIIIIP", "RRR"), ("OIIIO", "RRR"), ("OO", "RRR")  # what is new in each turn: prompt, then reply
 GAP, SIZE = 0.35, 0.86  # between two segments, and of a block, where a token's place is 1 wide
 LEFT, RIGHT, BOTTOM, TOP = -6.1, 29.0, -17.1, 2.7
-HATCH = "/////"  # of pictures: they are told apart without colours, too
+HATCH = "/////"  # of images: they are told apart without colours, too
 RC = {"svg.hashsalt": "vlmrl", "font.family": "DejaVu Sans", "hatch.linewidth": 0.7}
 
 
@@ -40,7 +40,7 @@ def block(ax: Axes, x: float, y: float, kind: str, solid: bool) -> None:
     face, edge = (color, color) if solid else (pale(color), pale(color, 0.55))
     box = {"xy": (x, y), "width": SIZE, "height": SIZE, "clip_on": False}
     ax.add_patch(Rectangle(**box, facecolor=face, edgecolor=edge, linewidth=0.8))
-    if kind == "picture":
+    if kind == "image":
         line = "white" if solid else edge
         ax.add_patch(Rectangle(**box, facecolor="none", edgecolor=line, linewidth=0, hatch=HATCH))
 
@@ -50,7 +50,7 @@ def write(ax: Axes, x: float, y: float, text: str, size: float, ha: str = "cente
 
 
 def row(ax: Axes, y: float, trained: set[int], first: int = 0, hidden: int | None = None) -> None:
-    """A row whose response begins with turn ``first``'s reply; ``trained`` replies are solid, segment ``hidden``'s picture is out."""
+    """A row whose response begins with turn ``first``'s reply; ``trained`` replies are solid, segment ``hidden``'s image is out."""
     tokens = 0
     for number, (segment, x) in enumerate(segments()[: 2 * max(trained) + 2]):
         shown = segment.replace("I", " ") if number == hidden else segment
@@ -98,7 +98,7 @@ def legend(ax: Axes) -> None:
 
 
 def draw() -> Figure:
-    """The whole picture, 8 inches wide."""
+    """The whole image, 8 inches wide."""
     figure = Figure(figsize=(8, 5), facecolor="white")
     ax = figure.add_axes((0.012, 0.01, 0.976, 0.99), xlim=(LEFT, RIGHT), ylim=(BOTTOM, TOP))
     ax.axis("off")

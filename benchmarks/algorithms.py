@@ -19,14 +19,14 @@ from rich.console import Console
 
 from vlmrl import Algo, Config, Model, Optim, Train, WarmStart
 from vlmrl.algos import ADVANTAGES, LOSSES
+from vlmrl.config.code import load_object
 from vlmrl.data import TaskStream
-from vlmrl.engine.transformers import TransformersEngine
-from vlmrl.loading import load_object
-from vlmrl.loop import evaluate_run, new_trainer, train_on, warm_start
+from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.model.policy import Policy
-from vlmrl.parts import Run, build
-from vlmrl.progress import RunProgress
+from vlmrl.report.progress import RunProgress
 from vlmrl.rollout.batches import fill
+from vlmrl.run.build import Run, build
+from vlmrl.run.loop import evaluate_run, new_trainer, train_on, warm_start
 
 ROOT = Path(__file__).parent.parent
 STALE = 4  # weight updates that a stale engine is behind
@@ -76,7 +76,7 @@ def teach(config: Config) -> str:
     return str(folder)
 
 
-class StaleEngine(TransformersEngine):
+class StaleEngine(HFEngine):
     """Samples from weights of ``lag`` updates ago, held in a model of its own."""
 
     def __init__(self, run: Run, lag: int) -> None:
@@ -102,11 +102,11 @@ async def learn(row: Row, config: Config, model: str) -> tuple[float, float, flo
     trainer, runner, tasks, gaps = new_trainer(run), run.runner(), TaskStream(run.tasks), []
     for step in range(config.train.steps):
         batch = await fill(runner, tasks, config.train.groups_per_batch, f"step{step:06d}", [], "off")
-        gaps.append(train_on(run, trainer, batch.trajectories)["rollout_gap/mean"])
+        gaps.append(train_on(run, trainer, batch.trajectories)["logprob_mismatch/mean"])
         run.engine.weights_changed(step + 1)
     if row.lag:  # evaluate the weights themselves
         run.engine.close()
-        run.engine = TransformersEngine(run.model.policy, run.model.renderer)
+        run.engine = HFEngine(run.model.policy, run.model.renderer)
     after = await evaluate_run(run, quiet, label="after")
     run.engine.close()
     return before.reward, after.reward, sum(gaps) / len(gaps)

@@ -24,14 +24,14 @@ from rich.console import Console
 from rich.table import Table
 
 from vlmrl import Algo, Config, Model, Rollout, Task, Train, WarmStart
+from vlmrl.config.code import load_object
 from vlmrl.data import TaskStream
-from vlmrl.loading import load_object
-from vlmrl.loop import train
-from vlmrl.metrics import RunLog
-from vlmrl.parts import build
-from vlmrl.progress import RunProgress
-from vlmrl.rollout.buffer import Asynchronous, Synchronous
+from vlmrl.report.metrics import RunLog
+from vlmrl.report.progress import RunProgress
+from vlmrl.rollout.buffer import AsynchronousBuffer, SynchronousBuffer
 from vlmrl.rollout.runner import Runner
+from vlmrl.run.build import build_run
+from vlmrl.run.loop import train
 from vlmrl.types import Trajectory, Turn
 
 TooOld = Literal["wait", "correct", "drop"]
@@ -87,7 +87,7 @@ class Speed:
 async def run(settings: Train, steps: int, training: float) -> Speed:
     """``steps`` batches, each trained for ``training`` seconds. Shares are of the groups that ended."""
     loop = Sleeping()
-    kind = Asynchronous if settings.max_staleness else Synchronous
+    kind = AsynchronousBuffer if settings.max_staleness else SynchronousBuffer
     tasks: Any = Endless()
     batches = kind(Runner(loop), TaskStream(tasks), [], Algo(), settings)
     long, oldest, began = [], [], time.perf_counter()
@@ -163,7 +163,7 @@ def learning(
 
 async def learn(config: Config) -> tuple[float, float, list[float]]:
     """Held-out reward before and after, and the training reward of each step."""
-    run = build(config, ROOT / "recipes")
+    run = build_run(config, ROOT / "recipes")
     log = RunLog(run.folder, {})  # a run of before is written over
     summary = await train(run, log, RunProgress(Console(quiet=True)))
     run.engine.close()

@@ -1,10 +1,10 @@
-"""Does the driver keep up? 1,024 episodes at once, 20 turns each, a picture a turn, against an engine that answers at once.
+"""Does the driver keep up? 1,024 episodes at once, 20 turns each, an image a turn, against an engine that answers at once.
 
     python benchmarks/driver.py                  # 1,024 episodes of 20 turns
     python benchmarks/driver.py --profile        # and where the time goes
 
-The engine takes no time, so what is left is the driver's: rendering, encoding, the env and its thread, pictures, requests. Prints
-CPU milliseconds a turn of the whole process, what each distinct picture costs once (processor and PNG), and straight lines through
+The engine takes no time, so what is left is the driver's: rendering, encoding, the env and its thread, images, requests. Prints
+CPU milliseconds a turn of the whole process, what each distinct image costs once (processor and PNG), and straight lines through
 the bytes that a request sends, by turn, and through the CPU time of episodes of 5 to 40 turns: what is copied again at each turn would
 bend it upwards.
 """
@@ -23,36 +23,36 @@ from PIL import Image
 
 from vlmrl import Env, Model, Rollout, Task, obs
 from vlmrl.engine.base import Request
-from vlmrl.env import resolve_env
+from vlmrl.env.base import resolve_env
 from vlmrl.model.loading import LoadedModel, load_model
+from vlmrl.model.tiny import build
 from vlmrl.rollout.runner import Runner
 from vlmrl.rollout.turn_loop import TurnLoop
-from vlmrl.tiny import build
 from vlmrl.types import Completion
 
 SIDE = 160
-PICTURES = [
+IMAGES = [
     Image.fromarray(np.random.default_rng(number).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8))
     for number in range(64)
 ]
 
 
 class Gallery(Env):
-    """A picture and a line of text after each reply; 64 distinct pictures in all."""
+    """An image and a line of text after each reply; 64 distinct images in all."""
 
     def step(self, response_text):
-        picture = PICTURES[(self.seed + self.turn) % len(PICTURES)]
-        return obs(f"Picture {self.turn}: what is it?", images=[picture]), False, {"reward": 0.0}
+        image = IMAGES[(self.seed + self.turn) % len(IMAGES)]
+        return obs(f"Image {self.turn}: what is it?", images=[image]), False, {"reward": 0.0}
 
 
 class Instant:
-    """Answers at once, and notes by turn what a request to a server would send: ids, and pictures that are new there."""
+    """Answers at once, and notes by turn what a request to a server would send: ids, and images that are new there."""
 
     policy_version = 0
 
     def __init__(self, model: LoadedModel) -> None:
         self.reply = [
-            *model.renderer.encode("It is a picture of noise, in many colors."),
+            *model.renderer.encode("It is an image of noise, in many colors."),
             model.renderer.end_of_turn_id,
         ]
         self.sent: dict[int, list[int]] = {}
@@ -76,11 +76,11 @@ def cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def pictures_cost(model: LoadedModel) -> float:
-    """CPU seconds that all distinct pictures need once."""
+def images_cost(model: LoadedModel) -> float:
+    """CPU seconds that all distinct images need once."""
     store, began = model.new_store(), cpu()
-    for picture in PICTURES:
-        store.load(picture).data_uri  # noqa: B018
+    for image in IMAGES:
+        store.load(image).data_uri  # noqa: B018
     store.close()
     return cpu() - began
 
@@ -113,7 +113,7 @@ def main(episodes: int = 1024, turns: int = 20, profile: bool = False) -> None:
     folder = build("runs/.models/driver", max_pixels=2**18)
     model = load_model(Model(path=str(folder), device="cpu"), None, Path(folder), seed=0)
     play(model, 16, 2)  # a warm-up
-    once = pictures_cost(model)
+    once = images_cost(model)
     profiler = cProfile.Profile()
     if profile:
         profiler.enable()
@@ -123,7 +123,7 @@ def main(episodes: int = 1024, turns: int = 20, profile: bool = False) -> None:
     print(
         f"{episodes} episodes of {turns} turns: {1000 * used / count:.2f} ms of CPU a turn, {seconds:.0f} s by the clock"
     )
-    print(f"  distinct pictures: {len(PICTURES)}, {1000 * once / len(PICTURES):.1f} ms each, once")
+    print(f"  distinct images: {len(IMAGES)}, {1000 * once / len(IMAGES):.1f} ms each, once")
     print(f"  beside them: {1000 * (used - once) / count:.2f} ms of CPU a turn")
     sent = np.array([np.mean(engine.sent[turn]) for turn in range(turns)])
     print(f"  a request sends, in kB, {line(np.arange(turns), sent / 1e3)} for each turn before it")

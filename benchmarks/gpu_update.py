@@ -3,7 +3,7 @@
     python benchmarks/gpu_update.py --config Qwen3-VL-2B-Instruct.config.json        # random weights, bfloat16
     python benchmarks/gpu_update.py --tiny                                           # a smoke test on the CPU
 
-All take the same samples: groups of 8 replies to a prompt with a picture, in micro-batches of 16,384 tokens. ``shared`` computes
+All take the same samples: groups of 8 replies to a prompt with an image, in micro-batches of 16,384 tokens. ``shared`` computes
 each prompt once, ``packed`` lays rows end to end, and TRL's GRPOTrainer, where trl is installed, pads them. Utilisation counts the
 multiplications that a variant's own tokens need, without what is computed anew, over what the device could do.
 """
@@ -25,13 +25,13 @@ import tyro
 from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor, TrainerCallback
 
-from vlmrl import tiny
 from vlmrl.config import Algo, Optim
-from vlmrl.media import MediaStore
+from vlmrl.model import tiny
 from vlmrl.model.policy import Policy
+from vlmrl.multimodal.store import MediaStore
 from vlmrl.train.packing import Layout, pack, split
 from vlmrl.train.trainer import Trainer
-from vlmrl.types import Batch, Sample
+from vlmrl.types import MicroBatch, Sample
 
 MEMBERS = 8
 LR = 1e-9
@@ -46,7 +46,7 @@ class Settings:
     groups: int = 8
     prompt: int = 1200
     side: int = 1024
-    """Of the picture in pixels; 32 x 32 make a visual token."""
+    """Of the image in pixels; 32 x 32 make a visual token."""
     reply: int = 256
     budget: int = 16_384
     """Tokens in a micro-batch."""
@@ -96,8 +96,8 @@ def samples_of(settings: Settings, config: Any, store: MediaStore) -> list[Sampl
         noise = np.random.default_rng(group).integers(0, 256, (settings.side, settings.side, 3), dtype=np.uint8)
         item = store.load(Image.fromarray(noise))
         text = [dice.randrange(200) for _ in range(settings.prompt - item.num_tokens - 2)]
-        picture = [config.image_token_id] * item.num_tokens
-        prompt = [config.vision_start_token_id, *picture, config.vision_end_token_id, *text]
+        image = [config.image_token_id] * item.num_tokens
+        prompt = [config.vision_start_token_id, *image, config.vision_end_token_id, *text]
         for member in range(MEMBERS):
             reply = [dice.randrange(200) for _ in range(settings.reply)]
             size = len(reply)
@@ -107,10 +107,10 @@ def samples_of(settings: Settings, config: Any, store: MediaStore) -> list[Sampl
     return samples
 
 
-def flops_of(model: Any, batches: list[Batch]) -> float:
+def flops_of(model: Any, batches: list[MicroBatch]) -> float:
     """Of a forward and a backward pass: 6 for each weight and token, and 12 for each channel of each pair of tokens that attend.
 
-    Source: PaLM, arXiv 2204.02311, appendix B. The head counts for the tokens that a loss needs; pictures attend within themselves.
+    Source: PaLM, arXiv 2204.02311, appendix B. The head counts for the tokens that a loss needs; images attend within themselves.
     """
     text, vision = model.config.get_text_config(), model.config.vision_config
     layers = sum(p.numel() for p in model.model.language_model.layers.parameters())
@@ -221,7 +221,7 @@ def run_trl(shape: Shape, settings: Settings, packed: Result, scratch: Path) -> 
 
 
 def as_trl(shape: Shape, inputs: Any) -> dict[str, Any]:
-    """The samples as the tensors of TRL's generation step, a picture's for each row that shows it."""
+    """The samples as the tensors of TRL's generation step, an image's for each row that shows it."""
     samples, device = shape.samples, shape.device
     assert len(inputs) == len(samples)
     prompts = torch.tensor([sample.prompt_token_ids for sample in samples], device=device)

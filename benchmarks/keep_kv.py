@@ -1,8 +1,8 @@
-"""What the embedded engine gains by keeping keys and values between turns, and how often pictures are worked on.
+"""What the embedded engine gains by keeping keys and values between turns, and how often images are worked on.
 
     python benchmarks/keep_kv.py --turns 8
 
-The same groups are played twice by one tiny model, every turn bringing a new picture: once with the trajectories' keys and
+The same groups are played twice by one tiny model, every turn bringing a new image: once with the trajectories' keys and
 values kept from turn to turn, once running each prompt anew. Prints the ratio of rollout times and of prompt tokens run.
 """
 
@@ -15,29 +15,29 @@ import tyro
 from PIL import Image
 
 from vlmrl import Env, Model, Rollout, Task, obs
-from vlmrl.engine.transformers import TransformersEngine
-from vlmrl.env import resolve_env
+from vlmrl.engine.hf.engine import HFEngine
+from vlmrl.env.base import resolve_env
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.rollout.runner import Runner
 from vlmrl.rollout.turn_loop import TurnLoop
 
 
-class PicturesEnv(Env):
-    """A new picture after each reply, the same for all members of a group."""
+class ImagesEnv(Env):
+    """A new image after each reply, the same for all members of a group."""
 
     def step(self, response_text):
         done = self.turn == self.max_turns - 1
-        picture = Image.new("RGB", (96, 96), (self.seed % 256, self.turn * 20, 90))
-        return obs("Next.", images=[picture]), done, {"reward": 0.0} if done else {}
+        image = Image.new("RGB", (96, 96), (self.seed % 256, self.turn * 20, 90))
+        return obs("Next.", images=[image]), done, {"reward": 0.0} if done else {}
 
 
 def play(model: LoadedModel, keep_kv: bool, turns: int, groups: int, repeat: int) -> tuple[float, int, float]:
-    """Seconds, prompt tokens run, and pictures processed over distinct ones, for ``groups`` groups of 8."""
-    engine = TransformersEngine(model.policy, model.renderer, keep_kv=keep_kv)
+    """Seconds, prompt tokens run, and images processed over distinct ones, for ``groups`` groups of 8."""
+    engine = HFEngine(model.policy, model.renderer, keep_kv=keep_kv)
     store = model.new_store()
     config = Rollout(group_size=8, max_turns=turns, max_tokens=4096, max_reply_tokens=32, stop=("e", "a", "o"))
-    runner = Runner(TurnLoop(resolve_env(PicturesEnv), engine, model.renderer, store, config, seed=repeat))
-    prompt = [{"role": "user", "content": "Look at the pictures. " * 20}]
+    runner = Runner(TurnLoop(resolve_env(ImagesEnv), engine, model.renderer, store, config, seed=repeat))
+    prompt = [{"role": "user", "content": "Look at the images. " * 20}]
     tasks = [Task(str(index), prompt, seed=index) for index in range(groups)]
     began = time.perf_counter()
     rollouts = asyncio.run(runner.play(iter(tasks), groups, f"play{repeat}"))
@@ -61,10 +61,10 @@ def main(turns: int = 8, groups: int = 4, repeats: int = 5) -> None:
                 results[keep].append(result)
     seconds = {keep: statistics.median(r[0] for r in rows) for keep, rows in results.items()}
     tokens = {keep: statistics.median(r[1] for r in rows) for keep, rows in results.items()}
-    print(f"{turns} turns, {groups} groups of 8, a picture each turn")
+    print(f"{turns} turns, {groups} groups of 8, an image each turn")
     print(f"rollout time, run anew / kept:        {seconds[False] / seconds[True]:.2f}")
     print(f"prompt tokens run, run anew / kept:   {tokens[False] / tokens[True]:.2f}")
-    print(f"pictures processed / distinct:        {max(r[2] for rows in results.values() for r in rows):.2f}")
+    print(f"images processed / distinct:        {max(r[2] for rows in results.values() for r in rows):.2f}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python benchmarks/long_episodes.py
 
-20 turns with a picture of 1,600 tokens each (33,000 tokens in all), and 200 turns of text. Replies are scripted, so the loop's own
-work is what is left: rendering, encoding, picture processing, the request. Prints a straight line through its milliseconds by
+20 turns with an image of 1,600 tokens each (33,000 tokens in all), and 200 turns of text. Replies are scripted, so the loop's own
+work is what is left: rendering, encoding, image processing, the request. Prints a straight line through its milliseconds by
 turn, and the last quarter of the turns over the first.
 """
 
@@ -17,15 +17,15 @@ from PIL import Image
 
 from vlmrl import Env, Model, Rollout, Task, obs
 from vlmrl.engine.scripted import ScriptedEngine
-from vlmrl.env import resolve_env
+from vlmrl.env.base import resolve_env
 from vlmrl.model.loading import load_model
+from vlmrl.model.tiny import build
 from vlmrl.rollout.turn_loop import TurnLoop
-from vlmrl.tiny import build
 from vlmrl.types import Trajectory
 
 
 class LongEnv(Env):
-    """A page of text or a new picture after each reply."""
+    """A page of text or a new image after each reply."""
 
     def __init__(self, task: Task, side: int) -> None:
         super().__init__(task)
@@ -89,7 +89,7 @@ def watched(reply: Callable, times: list[float]) -> Callable:
 
 
 def main(repeats: int = 5) -> None:
-    play("a picture each turn", turns=20, side=1280, repeats=repeats)
+    play("an image each turn", turns=20, side=1280, repeats=repeats)
     play("text", turns=200, side=0, repeats=repeats)
 
 

@@ -1,6 +1,6 @@
 """What sharing prefixes gains in training: the same samples with what they begin with in common computed once, and row by row.
 
-    python benchmarks/prefix_sharing.py group          # 8 replies to one prompt with a picture
+    python benchmarks/prefix_sharing.py group          # 8 replies to one prompt with an image
     python benchmarks/prefix_sharing.py turns          # 16 turns of one trajectory, a row each
     python benchmarks/prefix_sharing.py growth         # how the cost of step-wise rows grows with the number of turns
     python benchmarks/prefix_sharing.py table          # turns x group size
@@ -28,14 +28,14 @@ import torch
 import tyro
 from PIL import Image
 
-from vlmrl import tiny
 from vlmrl.config import Algo, Model, Optim
+from vlmrl.model import tiny
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.samples import concat, step_wise
 from vlmrl.train.trainer import Trainer
 from vlmrl.types import MediaItem, Sample, Task, Trajectory, Turn
 
-SIDE = 512  # of the picture in pixels: 256 visual tokens
+SIDE = 512  # of the image in pixels: 256 visual tokens
 BUDGET = 16_384  # tokens in a micro-batch of shared rows
 VOCABULARY = 200
 UNSHARED_TURNS = 16  # that take less than a minute
@@ -45,7 +45,7 @@ UNSHARED_TURNS = 16  # that take less than a minute
 class Settings:
     part: tyro.conf.Positional[Literal["group", "turns", "growth", "table"]]
     prompt: int = 400
-    """Tokens, those of the picture included."""
+    """Tokens, those of the image included."""
     reply: int = 100
     observation: int = 20
     repetitions: int = 3
@@ -67,7 +67,7 @@ class Cost:
     seconds: list[float] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)
     tokens: int = 0
-    pictures: int = 0
+    images: int = 0
 
     @property
     def time(self) -> float:
@@ -81,10 +81,10 @@ class Bench:
         path = tiny.build(folder / "model", hidden_size=512, num_layers=8, vision_hidden_size=128, max_pixels=SIDE**2)
         self.model: LoadedModel = load_model(Model(path=str(path), device="cpu"), None, folder, seed=0)
         self.store = self.model.new_store()
-        self.tokens = self.pictures = 0
+        self.tokens = self.images = 0
         inner = self.model.policy.model.model
         inner.language_model.register_forward_pre_hook(self._count_tokens, with_kwargs=True)
-        inner.visual.register_forward_pre_hook(self._count_pictures, with_kwargs=True)
+        inner.visual.register_forward_pre_hook(self._count_images, with_kwargs=True)
         warm_up = Variant(rows_of(self, Settings("group"), 1, 2, concat), True, BUDGET)
         self.trainer(warm_up).step(warm_up.rows)
         self.resident = resident()
@@ -92,8 +92,8 @@ class Bench:
     def _count_tokens(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tokens += kwargs["inputs_embeds"].shape[0] * kwargs["inputs_embeds"].shape[1]
 
-    def _count_pictures(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.pictures += len(kwargs["grid_thw"])
+    def _count_images(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.images += len(kwargs["grid_thw"])
 
     def trainer(self, variant: Variant) -> Trainer:
         sizes = {"tokens_per_micro_batch": variant.budget, "share_prefixes": variant.shared}
@@ -104,13 +104,13 @@ class Bench:
         for _ in range(repetitions):
             for name, variant in variants.items():
                 trainer, cost = self.trainer(variant), costs[name]
-                self.tokens = self.pictures = 0
+                self.tokens = self.images = 0
                 reset_peak()
                 began = time.perf_counter()
                 trainer.step(variant.rows)
                 cost.seconds.append(time.perf_counter() - began)
                 cost.memory.append(resident("VmHWM") - self.resident)
-                cost.tokens, cost.pictures = self.tokens, self.pictures
+                cost.tokens, cost.images = self.tokens, self.images
         return costs
 
 
@@ -129,7 +129,7 @@ def reset_peak() -> None:
 def rows_of(
     bench: Bench, settings: Settings, turns: int, members: int, form: Callable[[Trajectory], list[Sample]]
 ) -> list[Sample]:
-    """The samples of one group's trajectories, whose prompt shows a picture; every token but the prompt's is its own."""
+    """The samples of one group's trajectories, whose prompt shows an image; every token but the prompt's is its own."""
     dice = random.Random(turns)
     item = bench.store.load(Image.fromarray(np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)))
     text = ids(dice, settings.prompt - item.num_tokens)
@@ -157,8 +157,8 @@ def unshared(rows: list[Sample], sizes: tuple[int, ...]) -> dict[str, Variant]:
     return {f"unshared, {size} rows at once": Variant(rows, False, size * longest) for size in sizes}
 
 
-def pictures_apart(rows: list[Sample]) -> list[Sample]:
-    """Rows that do not know that their picture is the same: it is encoded for each."""
+def images_apart(rows: list[Sample]) -> list[Sample]:
+    """Rows that do not know that their image is the same: it is encoded for each."""
     numbers: Iterator[int] = iter(range(10**6))
 
     def another(item: MediaItem) -> MediaItem:
@@ -172,22 +172,22 @@ def fastest(costs: dict[str, Cost], beginning: str) -> Cost:
 
 
 def show(costs: dict[str, Cost]) -> None:
-    print("| | seconds | peak MiB | tokens computed | pictures encoded |\n| --- | --- | --- | --- | --- |")
+    print("| | seconds | peak MiB | tokens computed | images encoded |\n| --- | --- | --- | --- | --- |")
     for name, cost in costs.items():
         memory = statistics.median(cost.memory)
-        print(f"| {name} | {cost.time:.2f} | {memory:.0f} | {cost.tokens} | {cost.pictures} |")
+        print(f"| {name} | {cost.time:.2f} | {memory:.0f} | {cost.tokens} | {cost.images} |")
 
 
 def show_gain(shared: Cost, other: Cost) -> None:
     gain, ratio = other.time / shared.time, other.tokens / shared.tokens
     print(f"\ngain {gain:.2f}; ratio of tokens {ratio:.2f}; gain / ratio {gain / ratio:.2f}")
-    print(f"pictures encoded for the one that there is, shared: {shared.pictures}")
+    print(f"images encoded for the one that there is, shared: {shared.images}")
 
 
 def group(bench: Bench, settings: Settings) -> None:
     rows = rows_of(bench, settings, 1, 8, concat)
     variants = {"shared": Variant(rows, True, BUDGET)} | unshared(rows, (1, 2, 4, 8))
-    variants["each row with its picture encoded, 2 at once"] = unshared(pictures_apart(rows), (2,)).popitem()[1]
+    variants["each row with its image encoded, 2 at once"] = unshared(images_apart(rows), (2,)).popitem()[1]
     costs = bench.run(variants, settings.repetitions)
     show(costs)
     show_gain(costs["shared"], fastest(costs, "unshared"))
@@ -197,7 +197,7 @@ def turns(bench: Bench, settings: Settings, number: int = 16) -> None:
     rows, whole = (rows_of(bench, settings, number, 1, form) for form in (step_wise, concat))
     variants = {"concat": Variant(whole, True, BUDGET), "step-wise, shared": Variant(rows, True, BUDGET)}
     variants |= unshared(rows, (1, 2))
-    variants["each row with its picture encoded, 2 at once"] = unshared(pictures_apart(rows), (2,)).popitem()[1]
+    variants["each row with its image encoded, 2 at once"] = unshared(images_apart(rows), (2,)).popitem()[1]
     costs = bench.run(variants, settings.repetitions)
     show(costs)
     show_gain(costs["step-wise, shared"], fastest(costs, "unshared"))

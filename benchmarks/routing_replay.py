@@ -19,10 +19,10 @@ import torch
 
 from vlmrl.config import Algo, Model, Optim
 from vlmrl.engine.base import Request, SamplingParams
-from vlmrl.engine.transformers import TransformersEngine
+from vlmrl.engine.hf.engine import HFEngine
+from vlmrl.model.expert_routing import indices_of
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.model.policy import Policy
-from vlmrl.model.routing import indices_of
 from vlmrl.train.trainer import Trainer
 from vlmrl.types import Sample
 
@@ -48,10 +48,10 @@ def main() -> None:
 def sample(model: LoadedModel) -> list[Sample]:
     """Replies that a bfloat16 copy of the policy samples."""
     sampler = Policy(copy.deepcopy(model.policy.model).to(torch.bfloat16)).eval()
-    engine = TransformersEngine(sampler, model.renderer, record_routes=True)
+    engine = HFEngine(sampler, model.renderer, record_routes=True)
     prompts = [model.renderer.prompt([{"role": "user", "content": f"What is {n}?"}]).token_ids for n in range(REPLIES)]
     requests = [Request(f"{n:03d}", ids, [], SamplingParams(TOKENS, seed=n)) for n, ids in enumerate(prompts)]
-    replies = asyncio.run(engine.generate_wave(requests))
+    replies = asyncio.run(engine.generate_batch(requests))
     engine.close()
     rows = []
     for ids, request, reply in zip(prompts, requests, replies, strict=True):

@@ -1,15 +1,15 @@
-"""The same multi-turn work with pictures through vlmrl and through TRL's GRPOTrainer, in one run on this machine.
+"""The same multi-turn work with images through vlmrl and through TRL's GRPOTrainer, in one run on this machine.
 
     pip install -e '.[bench]'
     python benchmarks/vs_trl.py --turns 8
 
-An agent looks at ``turns`` pictures, the first with its prompt and one more after each call of a tool, and then says it is done.
+An agent looks at ``turns`` images, the first with its prompt and one more after each call of a tool, and then says it is done.
 A tiny Qwen3-VL is first taught these replies until sampling (top_p 0.9) gives nothing else, but for a digit in each call, which is
 any of eight: so both sides generate for real, replies as long as each other's, which is checked, and no two members of a group
 alike. Both use the same weights, template, processor and batch: one optimizer step
 on ``groups`` groups of 8. TRL generates with its transformers backend and an `environment_factory`. The two take turns, and
 medians of their steps are compared. Prints step times, the part of them spent generating (prompts included), and how often
-each distinct picture went through the processor and through the vision tower.
+each distinct image went through the processor and through the vision tower.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from trl.chat_template_utils import qwen3_vl_chat_template
 
 from vlmrl import Config, Data, Env, Model, Optim, Rollout, Task, Train, WarmStart, obs
 from vlmrl.data import TaskStream
-from vlmrl.loop import train_on, warm_start
-from vlmrl.parts import Run, build
-from vlmrl.progress import RunProgress
+from vlmrl.report.progress import RunProgress
+from vlmrl.run.build import Run, build
+from vlmrl.run.loop import train_on, warm_start
 from vlmrl.train.trainer import Trainer
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"page": PAGE}}\n</tool_call>'
-QUESTION = "Look at all the pictures, one by one."
+QUESTION = "Look at all the images, one by one."
 TOP_P = 0.9
 TINY_LR = 1e-12  # the optimizer works as ever, and the taught replies stay as they are
 
@@ -52,11 +52,11 @@ TINY_LR = 1e-12  # the optimizer works as ever, and the taught replies stay as t
 @dataclass(frozen=True)
 class Settings:
     turns: int = 4
-    """Replies per trajectory, each after a new picture."""
+    """Replies per trajectory, each after a new image."""
     groups: int = 2
     """Groups of 8 trajectories per step."""
     side: int = 128
-    """Of the pictures, in pixels; 32 x 32 make a visual token."""
+    """Of the images, in pixels; 32 x 32 make a visual token."""
     steps: int = 5
     """Measured steps of each side per round, after one that is not counted."""
     rounds: int = 2
@@ -68,7 +68,7 @@ class Settings:
 
 @dataclass
 class Cost:
-    """What one side's steps took; times in seconds, pictures summed over the steps."""
+    """What one side's steps took; times in seconds, images summed over the steps."""
 
     step: list[float] = field(default_factory=list)
     generating: list[float] = field(default_factory=list)
@@ -95,11 +95,11 @@ class Marks:
 
     @classmethod
     def now(cls, generating: float) -> Marks:
-        return cls(time.perf_counter(), generating, PICTURES.processed, PICTURES.encoded)
+        return cls(time.perf_counter(), generating, IMAGES.processed, IMAGES.encoded)
 
 
-class Pictures:
-    """Counts, wherever they come from, the pictures that reach the image processor and the vision tower."""
+class Images:
+    """Counts, wherever they come from, the images that reach the image processor and the vision tower."""
 
     processed = 0
     encoded = 0
@@ -120,16 +120,16 @@ class Pictures:
         model.model.visual.register_forward_pre_hook(count, with_kwargs=True)
 
 
-PICTURES = Pictures()
+IMAGES = Images()
 
 
-def picture(seed: int, number: int, side: int) -> Image.Image:
+def image(seed: int, number: int, side: int) -> Image.Image:
     """The same for all members of a group, drawn anew by each, as a crop would be."""
     return Image.fromarray(np.random.default_rng([seed, number]).integers(0, 256, (side, side, 3), dtype=np.uint8))
 
 
 def look(page: int) -> list:
-    """Look at the next picture.
+    """Look at the next image.
 
     Args:
         page: Any number.
@@ -137,11 +137,11 @@ def look(page: int) -> list:
 
 
 def make_task(index: int, seed: int, turns: int, side: int) -> dict[str, Any]:
-    return {"prompt": f"<image>{QUESTION}", "images": [picture(index, 0, side)], "turns": turns}
+    return {"prompt": f"<image>{QUESTION}", "images": [image(index, 0, side)], "turns": turns}
 
 
 class LookEnv(Env):
-    """vlmrl's side: a tool message with a picture after each call."""
+    """vlmrl's side: a tool message with an image after each call."""
 
     tools = [get_json_schema(look)]  # noqa: RUF012
 
@@ -153,7 +153,7 @@ class LookEnv(Env):
         if "<tool_call>" not in response_text:
             return obs(), True, {"reward": float(np.random.random())}
         number = self.turn + 1
-        return obs(caption(number, self.turns), images=[picture(self.seed, number, self.side)]), False, {}
+        return obs(caption(number, self.turns), images=[image(self.seed, number, self.side)]), False, {}
 
     def format_observation(self, observation):
         return {**super().format_observation(observation), "role": "tool"}
@@ -190,12 +190,12 @@ def teach(settings: Settings, folder: Path) -> Run:
     )
     asyncio.run(warm_start(run, RunProgress()))
     run.model.save(run.folder / "model")
-    PICTURES.watch_tower(run.model.policy.model)
+    IMAGES.watch_tower(run.model.policy.model)
     return run
 
 
 async def step_vlmrl(run: Run, settings: Settings, cost: Cost, label: str) -> None:
-    """The stages of `vlmrl.loop.train`, timed."""
+    """The stages of `vlmrl.run.loop.train`, timed."""
     config = run.config
     budget = config.train.tokens_per_micro_batch
     trainer = Trainer(
@@ -221,10 +221,10 @@ def step_trl(folder: Path, settings: Settings, cost: Cost) -> None:
     processor = AutoProcessor.from_pretrained(folder)
     processor.chat_template = processor.tokenizer.chat_template = qwen3_vl_chat_template
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype="float32", attn_implementation="sdpa")
-    PICTURES.watch_tower(model)
+    IMAGES.watch_tower(model)
     clock = Clock(model)
     rows = [
-        {"prompt": [{"role": "user", "content": QUESTION}], "images": [picture(index, 0, settings.side)], "seed": index}
+        {"prompt": [{"role": "user", "content": QUESTION}], "images": [image(index, 0, settings.side)], "seed": index}
         for index in range(settings.groups * (settings.steps + 1))
     ]
     members = settings.groups * 8
@@ -267,13 +267,13 @@ class LookTRL:
         self._seed, self._number = seed, 0
 
     def look(self, page: int) -> list:
-        """Look at the next picture.
+        """Look at the next image.
 
         Args:
             page: Any number.
         """
         self._number += 1
-        shown = picture(self._seed, self._number, self._side)
+        shown = image(self._seed, self._number, self._side)
         return [{"type": "image", "image": shown}, {"type": "text", "text": caption(self._number, self._turns)}]
 
     def get_reward(self) -> float:
@@ -324,8 +324,8 @@ def report(settings: Settings, ours: Cost, theirs: Cost) -> None:
         line(title, statistics.median(getattr(theirs, name)), statistics.median(getattr(ours, name)))
     rest = [statistics.median(a - b for a, b in zip(c.step, c.generating, strict=True)) for c in (theirs, ours)]
     line("the rest, seconds", *rest)
-    line("pictures processed / distinct", *(statistics.median(c.processed) / distinct for c in (theirs, ours)))
-    line("pictures encoded / distinct", *(statistics.median(c.encoded) / distinct for c in (theirs, ours)))
+    line("images processed / distinct", *(statistics.median(c.processed) / distinct for c in (theirs, ours)))
+    line("images encoded / distinct", *(statistics.median(c.encoded) / distinct for c in (theirs, ours)))
 
 
 def line(title: str, theirs: float, ours: float) -> None:
@@ -333,7 +333,7 @@ def line(title: str, theirs: float, ours: float) -> None:
 
 
 def main(settings: Settings) -> None:
-    PICTURES.watch_processor()
+    IMAGES.watch_processor()
     with tempfile.TemporaryDirectory() as scratch:
         run = teach(settings, Path(scratch))
         ours, theirs = Cost(), Cost()

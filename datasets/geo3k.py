@@ -1,9 +1,9 @@
-"""Prepare Geometry3K: ``train.parquet`` and ``validation.parquet`` with the pictures inside, their bytes unchanged.
+"""Prepare Geometry3K: ``train.parquet`` and ``validation.parquet`` with the images inside, their bytes unchanged.
 
     python datasets/geo3k.py --out data/geo3k                        # hiyouga/geometry3k, from the hub
     python datasets/geo3k.py --out data/geo3k --source FOLDER        # geometry3k.jsonl and images/
 
-A row has ``prompt`` (messages for envs/geo3k.py, ``<image>`` where the picture goes), ``images`` and ``answer``; then
+A row has ``prompt`` (messages for envs/geo3k.py, ``<image>`` where the image goes), ``images`` and ``answer``; then
 ``id``, ``problem``, ``choices`` and ``letter`` (empty where not known), ``goal`` and ``figure``.
 """
 
@@ -55,7 +55,7 @@ def prepare(out: Path, source: str = "hiyouga/geometry3k", choices: bool = True)
         read = list(from_folder(Path(source), split) if Path(source).is_dir() else from_hub(source, split))
         rows = [finished(row, choices) for row in read if row["images"]]
         hf.Dataset.from_list(rows, features=FEATURES).to_parquet(out / f"{split}.parquet")
-        print(f"{out / split}.parquet: {len(rows)} rows, {len(read) - len(rows)} left out for want of a picture")
+        print(f"{out / split}.parquet: {len(rows)} rows, {len(read) - len(rows)} left out for want of an image")
         counts[split] = len(rows)
     return counts
 
@@ -68,7 +68,7 @@ def from_hub(name: str, split: str) -> Iterator[Row]:
 
 
 def from_folder(folder: Path, split: str) -> Iterator[Row]:
-    """Rows of ``geometry3k.jsonl``; ``images`` is empty where the row has no picture."""
+    """Rows of ``geometry3k.jsonl``; ``images`` is empty where the row has no image."""
     with (folder / "geometry3k.jsonl").open(encoding="utf-8") as lines:
         for row in map(json.loads, lines):
             if row["split"] not in SPLITS[split]:
@@ -76,7 +76,7 @@ def from_folder(folder: Path, split: str) -> Iterator[Row]:
             yield {
                 "id": str(row["id"]),
                 "problem": row["problem_text"],
-                "images": [picture(folder / row["image"])] if row["image"] else [],
+                "images": [image(folder / row["image"])] if row["image"] else [],
                 "answer": row["answer_text"],
                 "choices": row["choices"],
                 "letter": row["answer"],
@@ -85,7 +85,7 @@ def from_folder(folder: Path, split: str) -> Iterator[Row]:
             }
 
 
-def picture(path: Path) -> dict[str, Any]:
+def image(path: Path) -> dict[str, Any]:
     return {"bytes": path.read_bytes(), "path": path.name}
 
 

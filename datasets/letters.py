@@ -1,9 +1,9 @@
-"""Pictures for the zoom recipe, drawn from a seed: small signs in many places, a letter on each, and a question about one.
+"""Images for the zoom recipe, drawn from a seed: small signs in many places, a letter on each, and a question about one.
 
     python datasets/letters.py --out letters.png      # look at two, and at one as the agent first sees it
 
 As a generator of tasks: ``Data(generator="../datasets/letters.py:make_task", size=20_000)``. Shown at 192 pixels, a
-picture still tells where each sign is, and no longer what its letter is.
+image still tells where each sign is, and no longer what its letter is.
 """
 
 import random
@@ -15,23 +15,23 @@ from PIL import Image, ImageDraw, ImageFont
 COLORS = {"red": (205, 40, 40), "green": (30, 130, 60), "blue": (45, 75, 205), "orange": (215, 115, 20)}
 SHAPES = ("circle", "square", "diamond")
 PROMPT = (
-    "<image>Which letter is on the {sign}? The picture is shown small. Call zoom to look closer at a part of it, as often as you "
+    "<image>Which letter is on the {sign}? The image is shown small. Call zoom to look closer at a part of it, as often as you "
     "need, then give the letter between answer tags: <answer>K</answer>"
 )
 
 
 def make_task(index: int, seed: int, side: int = 1024, signs: int = 9) -> dict:
-    """Task ``index``: a picture of ``side`` pixels with so many signs, no two alike, and the letter on one of them."""
+    """Task ``index``: an image of ``side`` pixels with so many signs, no two alike, and the letter on one of them."""
     rng = random.Random(f"{seed}/{index}")
     kinds = rng.sample([(color, shape) for color in COLORS for shape in SHAPES], signs)
     letters = rng.sample(string.ascii_uppercase, signs)
     cells = rng.sample([(column, row) for column in range(5) for row in range(5)], signs)
-    picture = Image.new("RGB", (side, side), (236, 233, 226))
+    image = Image.new("RGB", (side, side), (236, 233, 226))
     for (color, shape), letter, (column, row) in zip(kinds, letters, cells, strict=True):
         x, y = ((place + rng.uniform(0.3, 0.7)) * side / 5 for place in (column, row))
-        draw_sign(ImageDraw.Draw(picture), x, y, side / 40, COLORS[color], shape, letter)
+        draw_sign(ImageDraw.Draw(image), x, y, side / 40, COLORS[color], shape, letter)
     color, shape = kinds[0]
-    return {"prompt": PROMPT.format(sign=f"{color} {shape}"), "images": [picture], "answer": letters[0]}
+    return {"prompt": PROMPT.format(sign=f"{color} {shape}"), "images": [image], "answer": letters[0]}
 
 
 def draw_sign(
@@ -50,12 +50,12 @@ def draw_sign(
 
 
 def main(out: Path = Path("letters.png"), seed: int = 0) -> None:
-    """Draw the first two tasks' pictures, and the first once more as the agent sees it before it zooms."""
+    """Draw the first two tasks' images, and the first once more as the agent sees it before it zooms."""
     tasks = [make_task(index, seed) for index in range(2)]
-    pictures = [task["images"][0] for task in tasks]
+    images = [task["images"][0] for task in tasks]
     sheet = Image.new("RGB", (2 * 1044 + 212, 1044), "white")
-    for place, picture in enumerate([*pictures, pictures[0].resize((192, 192), Image.Resampling.BOX)]):
-        sheet.paste(picture, (place * 1044 + 10, 10))
+    for place, image in enumerate([*images, images[0].resize((192, 192), Image.Resampling.BOX)]):
+        sheet.paste(image, (place * 1044 + 10, 10))
     for task in tasks:
         print(task["prompt"], "->", task["answer"])
     sheet.save(out)

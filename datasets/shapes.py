@@ -1,4 +1,4 @@
-"""Pictures for the quickstart, drawn from a seed: four quarters, a small shape in each, and a question about one.
+"""Images for the quickstart, drawn from a seed: four quarters, a small shape in each, and a question about one.
 
     python datasets/shapes.py --out shapes.png      # look at some
 
@@ -15,7 +15,7 @@ QUARTERS = {"top left": (0, 0), "top right": (1, 0), "bottom left": (0, 1), "bot
 
 
 def make_task(index: int, seed: int, side: int = 256) -> dict:
-    """Task ``index``: a picture of ``side`` pixels, and a question whose answer is one of :data:`COLORS`."""
+    """Task ``index``: an image of ``side`` pixels, and a question whose answer is one of :data:`COLORS`."""
     rng = random.Random(f"{seed}/{index}")
     colors = {quarter: rng.choice(list(COLORS)) for quarter in QUARTERS}
     asked = rng.choice(list(QUARTERS))
@@ -28,9 +28,9 @@ def make_task(index: int, seed: int, side: int = 256) -> dict:
 
 
 def draw(colors: dict[str, str], rng: random.Random, side: int) -> Image.Image:
-    """A grey picture with one shape in each quarter, at a place and of a size that vary."""
-    picture = Image.new("RGB", (side, side), (128, 128, 128))
-    pen = ImageDraw.Draw(picture)
+    """A grey image with one shape in each quarter, at a place and of a size that vary."""
+    image = Image.new("RGB", (side, side), (128, 128, 128))
+    pen = ImageDraw.Draw(image)
     half = side // 2
     for quarter, (column, row) in QUARTERS.items():
         radius = rng.randint(side // 6, side // 5)
@@ -45,11 +45,11 @@ def draw(colors: dict[str, str], rng: random.Random, side: int) -> Image.Image:
             pen.ellipse(box, fill)
         else:
             pen.polygon([(x, y - radius), (x - radius, y + radius), (x + radius, y + radius)], fill)
-    return picture
+    return image
 
 
 def main(out: Path = Path("shapes.png"), seed: int = 0) -> None:
-    """Draw the first eight tasks' pictures side by side."""
+    """Draw the first eight tasks' images side by side."""
     tasks = [make_task(index, seed) for index in range(8)]
     sheet = Image.new("RGB", (4 * 264, 2 * 264), "white")
     for index, task in enumerate(tasks):

@@ -1,7 +1,7 @@
-"""Zoom: the picture is shown too coarse to answer from; a tool call brings a closer crop; then the agent answers.
+"""Zoom: the image is shown too coarse to answer from; a tool call brings a closer crop; then the agent answers.
 
 The agent calls ``<tool_call>{"name": "zoom", "arguments": {"bbox": [0, 0, 500, 500]}}</tool_call>`` with the corners left, top,
-right, bottom in thousandths of the picture, as often as it has turns. A reply with ``<answer>...</answer>`` ends the episode.
+right, bottom in thousandths of the image, as often as it has turns. A reply with ``<answer>...</answer>`` ends the episode.
 """
 
 import json
@@ -15,14 +15,14 @@ ZOOM = {
     "type": "function",
     "function": {
         "name": "zoom",
-        "description": "Look closer at a part of the picture.",
+        "description": "Look closer at a part of the image.",
         "parameters": {
             "type": "object",
             "properties": {
                 "bbox": {
                     "type": "array",
                     "items": {"type": "integer"},
-                    "description": "Left, top, right and bottom of the part, in thousandths of the picture.",
+                    "description": "Left, top, right and bottom of the part, in thousandths of the image.",
                 }
             },
             "required": ["bbox"],
@@ -32,20 +32,20 @@ ZOOM = {
 
 
 class ZoomEnv(Env):
-    """Task: a question about its one picture, and the answer as a word.
+    """Task: a question about its one image, and the answer as a word.
 
-    ``coarse`` and ``crop`` are the longest sides, in pixels, of the first picture and of each crop. ``tools_in_prompt=False`` leaves
+    ``coarse`` and ``crop`` are the longest sides, in pixels, of the first image and of each crop. ``tools_in_prompt=False`` leaves
     the schema out of the prompt, for a model that is too small to read it.
     """
 
     def __init__(self, task: Task, coarse: int = 64, crop: int = 256, tools_in_prompt: bool = True) -> None:
         super().__init__(task)
-        self.picture = load_image(task.images[0])
+        self.image = load_image(task.images[0])
         self.coarse, self.crop = coarse, crop
         self.tools = [ZOOM] if tools_in_prompt else []
 
     def reset(self):
-        coarse = {"type": "image", "image": fit(self.picture, self.coarse)}
+        coarse = {"type": "image", "image": fit(self.image, self.coarse)}
         messages = []
         for message in self.task.prompt:
             content = message["content"]
@@ -65,10 +65,10 @@ class ZoomEnv(Env):
             box = read_box(calls[-1])
         except ValueError as error:
             return obs(f"{error} Try again."), False, {"zooms": 0}
-        width, height = self.picture.size
+        width, height = self.image.size
         left, top = box[0] * width // 1000, box[1] * height // 1000
         right, bottom = max(left + 1, box[2] * width // 1000), max(top + 1, box[3] * height // 1000)
-        closer = self.picture.crop((left, top, right, bottom))
+        closer = self.image.crop((left, top, right, bottom))
         return obs("Closer:", images=[fit(closer, self.crop)]), False, {"zooms": 1}
 
     def finish(self, ending):
@@ -90,10 +90,10 @@ def read_box(call: str) -> list[int]:
     return box
 
 
-def fit(picture: Image.Image, side: int) -> Image.Image:
-    """The picture scaled so that its longest side has ``side`` pixels."""
-    scale = side / max(picture.size)
-    return picture.resize(
-        [max(1, round(length * scale)) for length in picture.size],
+def fit(image: Image.Image, side: int) -> Image.Image:
+    """The image scaled so that its longest side has ``side`` pixels."""
+    scale = side / max(image.size)
+    return image.resize(
+        [max(1, round(length * scale)) for length in image.size],
         Image.Resampling.BOX if scale < 1 else Image.Resampling.BICUBIC,
     )

@@ -16,7 +16,7 @@ and the rest is for activations and the engine's keys and values. That is comput
 import vlmrl
 from vlmrl import Config, Data, Eval, Model, Optim, Rollout, Train
 
-PROMPT = """You walk over a frozen lake. The picture shows it from above: you, the ice, the holes and the goal (a flag or a gift). \
+PROMPT = """You walk over a frozen lake. The image shows it from above: you, the ice, the holes and the goal (a flag or a gift). \
 Reach the goal; falling into a hole ends the walk. You cannot leave the lake.
 Think first, then name up to {steps} steps, each left, down, right or up, between answer tags: <answer>right, down</answer>"""
 

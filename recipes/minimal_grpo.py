@@ -3,7 +3,7 @@
     python recipes/minimal_grpo.py --steps 100
 
 Nothing is hidden in a loop object: this file plays groups, turns them into samples, audits them, computes advantages and the
-loss, and takes the optimizer step itself. `vlmrl/loop.py` does the same with evaluation, logging and settings.
+loss, and takes the optimizer step itself. `vlmrl/run/loop.py` does the same with evaluation, logging and settings.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ import tyro
 from vlmrl import Data, Model, Rollout
 from vlmrl.algos import ADVANTAGES, LOSSES, REDUCTIONS, LossInputs
 from vlmrl.data import load_tasks
+from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.engine.scripted import ScriptedEngine
-from vlmrl.engine.transformers import TransformersEngine
-from vlmrl.env import resolve_env
+from vlmrl.env.base import resolve_env
 from vlmrl.model.loading import load_model
 from vlmrl.model.policy import Policy
 from vlmrl.rollout.runner import Runner
@@ -107,7 +107,7 @@ def main(steps: int = 100, warm_steps: int = 400, groups: int = 16, group_size: 
 
     # GRPO: groups of episodes, rewards against their group's mean, one step; the engine shares the policy's weights.
     optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0)
-    engine = TransformersEngine(policy, renderer)
+    engine = HFEngine(policy, renderer)
     runner = Runner(TurnLoop(env, engine, renderer, store, rollout, seed))
     rewards: list[float] = []
     for step in range(1, steps + 1):

@@ -1,6 +1,6 @@
 """Quickstart: a tiny vision-language agent learns, on a laptop CPU in a few minutes, to look before it answers.
 
-Each picture holds four shapes. The agent sees it only at 32 x 32 pixels, must call the zoom tool for the quarter it is asked
+Each image holds four shapes. The agent sees it only at 32 x 32 pixels, must call the zoom tool for the quarter it is asked
 about, reads the crop that comes back in the middle of the episode, and answers with a color. A supervised warm start teaches
 it the form of an episode, with answers that are right 42 times in a hundred (guessing: 25); the rest it learns from reward.
 

@@ -1,12 +1,12 @@
-"""Zoom: find a small sign in a large picture that is shown small, look closer with a tool, read the letter on it.
+"""Zoom: find a small sign in a large image that is shown small, look closer with a tool, read the letter on it.
 
-    python recipes/zoom.py                         # Qwen3-VL-2B-Instruct on one GPU; the pictures are drawn, nothing to download
+    python recipes/zoom.py                         # Qwen3-VL-2B-Instruct on one GPU; the images are drawn, nothing to download
     vlmrl data check recipes/zoom.py               # what the model will read
     python recipes/zoom.py --dry-run               # resolve everything, print the plan, stop
 
 The letter cannot be read in the 192 pixels that the agent sees first: it must call the tool, and crops come back in the middle of
-the episode. Guessing a letter is right once in 26 times. With pictures of your own: ``--data.path FILE``, with the columns prompt,
-images (one picture) and answer (a word).
+the episode. Guessing a letter is right once in 26 times. With images of your own: ``--data.path FILE``, with the columns prompt,
+images (one image) and answer (a word).
 
 Batch, group, turns and learning rate are those of verl's DeepEyes recipe, the published run with this kind of tool
 (github.com/volcengine/verl, recipe/deepeyes/run_deepeyes_grpo.sh; Zheng et al. 2025, arXiv 2505.14362): 128 tasks x 8 episodes of at

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vlmrl import tiny
+from vlmrl.model import tiny
 
 
 def pytest_configure(config) -> None:

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 
-from vlmrl.adapters.gymnasium import GymnasiumEnv
-from vlmrl.adapters.mcp import McpEnv
-from vlmrl.adapters.openenv import OpenEnvEnv
 from vlmrl.config import Algo, Checkpoint, Config, Data, Eval, Model, Optim, Part, Rollout, Train, WarmStart
-from vlmrl.env import Env, RetryTurn, obs
-from vlmrl.images import load_image
-from vlmrl.judge import Judge, JudgeError, weighted_reward
-from vlmrl.remote.client import RemoteEnv
-from vlmrl.tools import ToolCall, ToolEnv, read_tool_calls
+from vlmrl.env.base import Env, RetryTurn, obs
+from vlmrl.env.gymnasium import GymnasiumEnv
+from vlmrl.env.judge import Judge, JudgeError, weighted_reward
+from vlmrl.env.mcp import McpEnv
+from vlmrl.env.openenv import OpenEnvEnv
+from vlmrl.env.remote.client import RemoteEnv
+from vlmrl.env.tools import ToolCall, ToolEnv, read_tool_calls
+from vlmrl.multimodal.images import load_image
 from vlmrl.types import Message, Sample, Task, Trajectory, Turn
 
 __version__ = "0.1.0"
@@ -51,6 +51,6 @@ __all__ = [
 
 def main(config: Callable[[], Config]) -> None:
     """Run a recipe as a program: ``python recipe.py --optim.lr 1e-6`` is ``vlmrl train recipe.py --optim.lr 1e-6``."""
-    from vlmrl.cli import run_recipe
+    from vlmrl.cli.main import run_recipe
 
     run_recipe(config)

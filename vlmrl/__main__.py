@@ -1,5 +1,5 @@
 """`python -m vlmrl` is the `vlmrl` command."""
 
-from vlmrl.cli import main
+from vlmrl.cli.main import main
 
 main()

@@ -1,6 +1,6 @@
 """The nouns of vlmrl, one for each stage of the way data goes.
 
-    dataset row -> Task -> (turn loop) -> Trajectory of Turns -> Sample -> Batch
+    dataset row -> Task -> (turn loop) -> Trajectory of Turns -> Sample -> MicroBatch
 
 Every module passes these on and nothing else. They hold data; the verbs live in the modules that make them.
 """
@@ -23,7 +23,7 @@ Message = dict[str, Any]
 content: ``[{"type": "image", "image": pil}, {"type": "text", "text": "What is it?"}]``."""
 
 ImageSource = Any
-"""Anything a picture can be loaded from: a PIL image, encoded bytes, a path, a URL, a data URI, or the Hugging Face
+"""Anything an image can be loaded from: a PIL image, encoded bytes, a path, a URL, a data URI, or the Hugging Face
 ``datasets`` form ``{"bytes": ..., "path": ...}``."""
 
 Ending = Literal["env_done", "max_turns", "max_tokens", "length", "aborted", "error"]
@@ -38,7 +38,7 @@ TRUNCATED: frozenset[str] = frozenset({"max_tokens", "length"})
 class Task:
     """One dataset row, ready to be played: ``Task("train/3", [{"role": "user", "content": "2+2?"}], answer="4")``.
 
-    ``prompt`` holds its pictures inside the messages; ``images`` names the same sources again, in order. ``data`` has every
+    ``prompt`` holds its images inside the messages; ``images`` names the same sources again, in order. ``data`` has every
     column that was not mapped. ``seed`` is the same for all members of a group. ``source`` is what metrics are told apart by;
     ``part`` is the name of the part of a mixture that it belongs to, whose env plays it.
     """
@@ -53,12 +53,12 @@ class Task:
     part: str = ""
 
     def copy(self) -> Task:
-        """One for an env to change as it likes: all of it is copied, except its pictures.
+        """One for an env to change as it likes: all of it is copied, except its images.
 
         Raises ValueError where it holds something that cannot be copied, such as a connection.
         """
         try:
-            return copy.deepcopy(self, {id(picture): picture for picture in self.images})
+            return copy.deepcopy(self, {id(image): image for image in self.images})
         except Exception as error:
             raise ValueError(
                 f"task {self.id} cannot be copied for each of its episodes ({error}): let the env make what is no data."
@@ -67,11 +67,11 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class MediaItem:
-    """One distinct picture, processed once: its content hash, its pixels at the model's size, its tensors.
+    """One distinct image, processed once: its content hash, its pixels at the model's size, its tensors.
 
-    ``mm_inputs`` are the processor's outputs under the model's own keyword names, for this picture alone, for example
+    ``mm_inputs`` are the processor's outputs under the model's own keyword names, for this image alone, for example
     ``pixel_values`` ``[patches, channels * temporal * patch * patch]`` and ``image_grid_thw`` ``[1, 3]``. ``num_tokens`` is how
-    many placeholder tokens the picture takes in an expanded prompt.
+    many placeholder tokens the image takes in an expanded prompt.
     """
 
     id: str
@@ -80,7 +80,7 @@ class MediaItem:
     num_tokens: int
 
     def png(self) -> bytes:
-        """The picture as a PNG file, made anew by each call."""
+        """The image as a PNG file, made anew by each call."""
         buffer = io.BytesIO()
         self.image.save(buffer, format="PNG", compress_level=1)
         return buffer.getvalue()
@@ -92,8 +92,8 @@ class MediaItem:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
-    """The experts that one token was sent to: ``Route(bytes([3, 0, 7, 0]), top_k=1)`` is 3 in the first such layer, 7 in the second.
+class ExpertRouting:
+    """The experts of one token: ``ExpertRouting(bytes([3, 0, 7, 0]), top_k=1)`` is expert 3 in the first MoE layer, 7 in the second.
 
     ``experts`` holds ``[layers, top_k]`` as little-endian numbers of two bytes, so that a token's take as little room as they can.
     """
@@ -112,7 +112,7 @@ class Completion:
 
     ``logprobs`` are natural logs after temperature and the ban, before top-p and top-k. ``stop_reason`` is ``stop`` (an
     end-of-turn id, which is then the last of ``token_ids``, or a stop string), ``length`` or ``abort``.
-    ``prompt_tokens`` counts the prompt as the engine saw it, pictures expanded. ``routes`` are the experts of the prompt's tokens and
+    ``prompt_tokens`` counts the prompt as the engine saw it, images expanded. ``routes`` are the experts of the prompt's tokens and
     the reply's, ``None`` for the last, which was drawn and not run; they may begin only where the request's ``routes_from`` says, and
     are empty where there are none or the engine does not tell.
     """
@@ -122,7 +122,7 @@ class Completion:
     stop_reason: Literal["stop", "length", "abort"]
     policy_versions: list[int]
     prompt_tokens: int
-    routes: Sequence[Route | None] = ()
+    routes: Sequence[ExpertRouting | None] = ()
 
 
 @dataclass
@@ -131,12 +131,12 @@ class Turn:
 
     ``prompt_ids`` are only the tokens that are new before this reply: the whole prompt at the first turn, afterwards what
     closes the last reply and renders the observation. They are expanded: one placeholder per visual token.
-    ``media`` are the pictures of ``prompt_ids``, in order. ``reward`` stays ``None`` until somebody gives one.
+    ``media`` are the images of ``prompt_ids``, in order. ``reward`` stays ``None`` until somebody gives one.
 
-    They follow the first ``kept`` tokens and ``kept_media`` pictures of what the model had before it; ``None``: all of them. A
+    They follow the first ``kept`` tokens and ``kept_media`` images of what the model had before it; ``None``: all of them. A
     history that is rendered anew keeps less. ``dropped`` counts the tokens at this reply's end that no later prompt holds.
     ``routes`` are the experts of ``prompt_ids`` and ``response_ids``, ``None`` where they are not known, or empty.
-    ``rollout_gap`` is the largest difference, in nats, between the trainer's and the rollout's logprobs, once it was trained on.
+    ``logprob_mismatch`` is the largest difference, in nats, between the trainer's and the rollout's logprobs, once it was trained on.
     """
 
     prompt_ids: list[int]
@@ -151,11 +151,11 @@ class Turn:
     metrics: dict[str, float] = field(default_factory=dict)
     engine_seconds: float = 0.0
     env_seconds: float = 0.0
-    rollout_gap: float | None = None
+    logprob_mismatch: float | None = None
     kept: int | None = None
     kept_media: int | None = None
     dropped: int = 0
-    routes: list[Route | None] = field(default_factory=list)
+    routes: list[ExpertRouting | None] = field(default_factory=list)
 
 
 @dataclass
@@ -163,7 +163,7 @@ class Trajectory:
     """All turns of one episode of one task, with its ending.
 
     ``final_reward`` is what ``Env.finish`` returned, ``group_reward`` what a function of the whole group added. ``error`` says what
-    happened where the ending is ``error``; ``hopeless``, that playing the task once more would end the same way.
+    happened where the ending is ``error``; ``non_retryable``, that playing the task once more would end the same way.
     ``tail_ids`` follow the last reply and are never trained. ``samples`` are the rows that were made while it was played; unset,
     they are emitted from the turns.
     """
@@ -176,13 +176,13 @@ class Trajectory:
     final_reward: float | None = None
     group_reward: float | None = None
     error: str | None = None
-    hopeless: bool = False
+    non_retryable: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     tail_ids: list[int] = field(default_factory=list)
     samples: list[Sample] | None = None
 
     def prompts(self) -> Iterator[tuple[list[int], list[MediaItem]]]:
-        """For each turn, the whole prompt that its reply was sampled from, and the pictures in it.
+        """For each turn, the whole prompt that its reply was sampled from, and the images in it.
 
         The two lists grow in place from turn to turn: copy what is to be kept.
         """
@@ -197,9 +197,9 @@ class Trajectory:
             yield token_ids, media
             token_ids += turn.response_ids[: len(turn.response_ids) - turn.dropped]
 
-    def routes(self) -> Iterator[list[Route | None]]:
+    def routes(self) -> Iterator[list[ExpertRouting | None]]:
         """For each turn, the experts of its whole prompt and its reply. The list changes in place, as those of :meth:`prompts` do."""
-        routes: list[Route | None] = []
+        routes: list[ExpertRouting | None] = []
         for before, turn in zip([None, *self.turns], self.turns, strict=False):
             if turn.kept is not None:
                 del routes[turn.kept :]
@@ -240,7 +240,7 @@ class Sample:
         Sample(prompt_token_ids=[1, 2], response_ids=[5, 6, 7, 8], loss_mask=[1, 1, 0, 1],
                rollout_logprobs=[-.1, -.2, 0., -.3], rewards=[0., 0., 0., 1.], policy_versions=[3, 3, 3, 3], ...)
 
-    ``media`` are the row's pictures in token order, by reference: nothing is copied until a micro-batch is built.
+    ``media`` are the row's images in token order, by reference: nothing is copied until a micro-batch is built.
     ``routes`` are the experts of all of the row's tokens, the prompt's too, ``None`` where they are not known, or empty.
     ``rollout_logprobs`` are ``None`` where the row's tokens are not the sampled ones (a conversation rendered anew as one row).
     ``advantage``, one number or one per response token, is ``None`` until the group's baseline is known.
@@ -258,7 +258,7 @@ class Sample:
     stop_reason: str
     media: list[MediaItem] = field(default_factory=list)
     advantage: float | list[float] | None = None
-    routes: list[Route | None] = field(default_factory=list)
+    routes: list[ExpertRouting | None] = field(default_factory=list)
 
     @property
     def token_ids(self) -> list[int]:
@@ -266,7 +266,7 @@ class Sample:
 
     @property
     def image_ids(self) -> list[str]:
-        """The content hashes of the row's pictures, in token order."""
+        """The content hashes of the row's images, in token order."""
         return [item.id for item in self.media]
 
     @property
@@ -278,12 +278,12 @@ class Sample:
 
 
 @dataclass
-class Batch:
-    """One micro-batch: rows padded on the right to one length, and each distinct picture's tensors once.
+class MicroBatch:
+    """One micro-batch: rows padded on the right to one length, and each distinct image's tensors once.
 
     ``token_ids`` is ``[rows, length]``, ``position_ids`` ``[3, rows, length]`` (temporal, height, width). ``targets``
-    ``[rows, length]`` marks the tokens whose logprobs a loss needs. ``mm_inputs`` are merged over the distinct pictures;
-    ``image_order`` says, for each picture occurrence in row order, which of the distinct ones it is.
+    ``[rows, length]`` marks the tokens whose logprobs a loss needs. ``mm_inputs`` are merged over the distinct images;
+    ``image_order`` says, for each image occurrence in row order, which of the distinct ones it is.
 
     Or one row holds many samples, as trees of what they begin with in common (`train/prefix_tree.py`): then ``ends`` ``[1, length]``
     says where each token's subtree ends, and ``parents`` which token each one follows.
@@ -300,8 +300,8 @@ class Batch:
     parents: torch.Tensor | None = None
     experts: torch.Tensor | None = None
 
-    def to(self, device: torch.device | str) -> Batch:
-        return Batch(
+    def to(self, device: torch.device | str) -> MicroBatch:
+        return MicroBatch(
             self.token_ids.to(device),
             self.position_ids.to(device),
             self.targets.to(device),

@@ -35,7 +35,7 @@ class SearchEnv(Env):
     """Task: a question, and as its answer a text or a list of texts that are all right.
 
     ``retriever``, ``corpus`` and ``encoder`` are :func:`vlmrl.retrieval.open_retriever`'s: one retriever serves all episodes.
-    ``reward`` is ``em`` or ``f1``; ``format_reward`` is added where an answer was given and no reply was malformed. ``pictures``
+    ``reward`` is ``em`` or ``f1``; ``format_reward`` is added where an answer was given and no reply was malformed. ``images``
     shows those that passages have. ``instructions=False`` leaves the prompt as it is.
     """
 
@@ -50,13 +50,13 @@ class SearchEnv(Env):
         tool_calls: bool = False,
         reward: str = "em",
         format_reward: float = 0.0,
-        pictures: bool = False,
+        images: bool = False,
         instructions: bool = True,
     ) -> None:
         super().__init__(task)
         if reward not in ("em", "f1"):
             raise ValueError(f"env_options.reward must be em or f1, but it is {reward!r}.")
-        self.topk, self.passage_chars, self.pictures = topk, passage_chars, pictures
+        self.topk, self.passage_chars, self.images = topk, passage_chars, images
         self.reward, self.format_reward, self.instructions = reward, format_reward, instructions
         self.tools = [{"type": "function", "function": SEARCH}] if tool_calls else []
         self.answers = [task.answer] if isinstance(task.answer, str) else list(task.answer)
@@ -117,14 +117,14 @@ class SearchEnv(Env):
         raise ValueError(f"That was no valid action: {wish}, or <answer>...</answer> to answer, with something inside.")
 
     def information(self, passages):
-        """The passages as parts of a message, each picture after its passage."""
+        """The passages as parts of a message, each image after its passage."""
         parts = [words("<information>\n")]
         for number, passage in enumerate(passages, 1):
             self.seen.add(passage.id)
             title = f" (Title: {passage.title})" if passage.title else ""
             text = shorten(passage.text, self.passage_chars, placeholder=" ...")
             parts.append(words(f"Doc {number}{title} {text}\n"))
-            if self.pictures and passage.image is not None:
+            if self.images and passage.image is not None:
                 parts.append({"type": "image", "image": passage.image})
         if not passages:
             parts.append(words("Nothing was found.\n"))
@@ -141,8 +141,8 @@ class SearchEnv(Env):
         return {**obs(text, images), "parts": parts}
 
     def format_observation(self, observation):
-        has_pictures = "multi_modal_data" in observation
-        return {"role": "user", "content": observation["parts"] if has_pictures else observation["obs_str"]}
+        has_images = "multi_modal_data" in observation
+        return {"role": "user", "content": observation["parts"] if has_images else observation["obs_str"]}
 
     def judge(self, answer):
         scores = {

@@ -1,7 +1,7 @@
 """Filters and the price of length, on literal trajectories."""
 
 import pytest
-from fakes import make_trajectory
+from testing.fakes import make_trajectory
 
 from vlmrl.algos import FILTERS
 from vlmrl.algos.filters import is_overlong, soft_overlong_penalty

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rollout_fixtures import a_task, new_store, picture, play, renderer
+from testing.episodes import a_task, image, new_store, play, renderer
 
 from vlmrl import Env, obs
 from vlmrl.data.lengths import prompt_tokens
@@ -28,8 +28,8 @@ class Tooled(Judge):
     "task",
     [
         a_task("What is 2+2?"),
-        a_task("Which?", [picture("red", (100, 64)), picture("blue", (300, 40))]),
-        a_task("The text <|image_pad|> is no picture.", [picture()]),
+        a_task("Which?", [image("red", (100, 64)), image("blue", (300, 40))]),
+        a_task("The text <|image_pad|> is no image.", [image()]),
     ],
 )
 def test_a_prompt_is_as_long_as_when_it_is_played(env: type[Env], task: Task):
@@ -37,8 +37,8 @@ def test_a_prompt_is_as_long_as_when_it_is_played(env: type[Env], task: Task):
     assert count(task) == len(play(env, ["a"], task).turns[0].prompt_ids)
 
 
-def test_pictures_count_with_every_token_and_none_is_processed():
+def test_images_count_with_every_token_and_none_is_processed():
     store = new_store()
     count = prompt_tokens(renderer(), store, lambda task: [])
-    assert count(a_task("Which?", [picture(size=(320, 64))])) - count(a_task("Which?", [picture(size=(32, 64))])) == 18
+    assert count(a_task("Which?", [image(size=(320, 64))])) - count(a_task("Which?", [image(size=(32, 64))])) == 18
     assert store.processed == 0

@@ -1,4 +1,4 @@
-"""Rows and generators become tasks: columns, pictures, paths, splits, order."""
+"""Rows and generators become tasks: columns, images, paths, splits, order."""
 
 from __future__ import annotations
 
@@ -63,36 +63,36 @@ def content(task: Task) -> Any:
 # A string prompt
 
 
-def test_a_string_without_pictures_stays_a_string_and_its_mark_is_prose():
+def test_a_string_without_images_stays_a_string_and_its_mark_is_prose():
     assert placed("What does <image> mean in HTML?").prompt == [
         {"role": "user", "content": "What does <image> mean in HTML?"}
     ]
 
 
-def test_a_mark_counts_only_as_often_as_the_row_has_pictures():
+def test_a_mark_counts_only_as_often_as_the_row_has_images():
     task = placed("<image>Is <image> a tag? <image>", [A])
     assert content(task) == [image(A), text("Is <image> a tag? <image>")]
     assert task.images == [A]
 
 
-def test_marks_take_the_pictures_in_order():
+def test_marks_take_the_images_in_order():
     assert content(placed("from <image> to <image>", [A, B])) == [text("from "), image(A), text(" to "), image(B)]
 
 
-def test_pictures_without_a_mark_go_first_and_the_order_stays():
+def test_images_without_a_mark_go_first_and_the_order_stays():
     assert content(placed("Compare.", [A, B])) == [image(A), image(B), text("Compare.")]
     task = placed("See <image> here", [A, B, C])
     assert content(task) == [image(A), image(B), text("See "), image(C), text(" here")]
     assert task.images == [A, B, C]
 
 
-def test_one_picture_needs_no_list():
+def test_one_image_needs_no_list():
     assert content(placed("<image>", A)) == [image(A)]
     pil = Image.new("RGB", (2, 2))
     assert content(placed("x", pil))[0]["image"] is pil
 
 
-def test_a_picture_that_is_none_names_its_task():
+def test_a_image_that_is_none_names_its_task():
     with pytest.raises(ValueError, match=r"task 0 of generator.*must be bytes, a path.*not None"):
         placed("<image><image>", [A, None])
 
@@ -100,7 +100,7 @@ def test_a_picture_that_is_none_names_its_task():
 # A list of messages
 
 
-def test_bare_image_parts_take_the_pictures_in_order():
+def test_bare_image_parts_take_the_images_in_order():
     prompt = [
         {"role": "system", "content": "Look at <image>."},
         {"role": "user", "content": [{"type": "image"}, text("and <image>"), {"type": "image"}]},
@@ -126,7 +126,7 @@ def test_user_strings_are_marked_over_all_messages_and_others_are_not():
     ]
 
 
-def test_unmarked_pictures_go_before_the_first_user_string():
+def test_unmarked_images_go_before_the_first_user_string():
     prompt = [{"role": "user", "content": "one"}, {"role": "user", "content": "two <image>"}]
     assert [m["content"] for m in placed(prompt, [A, B]).prompt] == [
         [image(A), text("one")],
@@ -142,10 +142,10 @@ def test_bare_parts_and_marks_together():
 @pytest.mark.parametrize(
     ("prompt", "images", "numbers"),
     [
-        ([{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}], [A], "1 pictures for 2 image parts"),
-        ([{"role": "user", "content": [{"type": "image"}]}], [A, B], "2 pictures for 1 image parts"),
-        ([{"role": "user", "content": [text("no place")]}], [A], "1 pictures for 0 image parts"),
-        ([{"role": "user", "content": [{"type": "image"}]}], None, "0 pictures for 1 image parts"),
+        ([{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}], [A], "1 images for 2 image parts"),
+        ([{"role": "user", "content": [{"type": "image"}]}], [A, B], "2 images for 1 image parts"),
+        ([{"role": "user", "content": [text("no place")]}], [A], "1 images for 0 image parts"),
+        ([{"role": "user", "content": [{"type": "image"}]}], None, "0 images for 1 image parts"),
     ],
 )
 def test_counts_that_do_not_work_out_are_named(prompt, images, numbers):
@@ -244,7 +244,7 @@ def test_messages_of_mixed_content_survive_json(tmp_path):
     assert (content(source[1]), source[1].answer) == ([image(str(tmp_path / "p.png")), text("x")], "C")
 
 
-def test_picture_paths_are_found_beside_the_file_then_from_base_dir(tmp_path):
+def test_image_paths_are_found_beside_the_file_then_from_base_dir(tmp_path):
     (tmp_path / "set" / "images").mkdir(parents=True)
     (tmp_path / "set" / "images" / "0.png").write_bytes(A)
     (tmp_path / "1.png").write_bytes(B)
@@ -254,28 +254,28 @@ def test_picture_paths_are_found_beside_the_file_then_from_base_dir(tmp_path):
     assert source[0].images == [str(tmp_path / "set" / "images" / "0.png")]
     assert source[1].images == [str(tmp_path / "1.png")]
     assert source[3].images == ["http://x/2.png"]
-    with pytest.raises(ValueError, match=r"row 2 .* no picture 'gone\.png'\. Looked at: .*set/gone\.png, .*gone\.png"):
+    with pytest.raises(ValueError, match=r"row 2 .* no image 'gone\.png'\. Looked at: .*set/gone\.png, .*gone\.png"):
         source[2]
 
 
-def test_pictures_are_not_decoded(tmp_path, monkeypatch):
+def test_images_are_not_decoded(tmp_path, monkeypatch):
     features = hf.Features({"prompt": hf.Value("string"), "images": hf.List(hf.Image()), "extra": hf.Image()})
-    row = {"prompt": "x", "images": [{"bytes": A, "path": None}, {"bytes": b"no picture", "path": None}], "extra": None}
+    row = {"prompt": "x", "images": [{"bytes": A, "path": None}, {"bytes": b"no image", "path": None}], "extra": None}
     hf.Dataset.from_list([row], features=features).to_parquet(tmp_path / "a.parquet")
     monkeypatch.setattr(Image, "open", None)
     task = load_tasks(Data(str(tmp_path / "a.parquet")))[0]
-    assert task.images == [{"bytes": A, "path": None}, {"bytes": b"no picture", "path": None}]
+    assert task.images == [{"bytes": A, "path": None}, {"bytes": b"no image", "path": None}]
     assert task.data == {"extra": None}
 
 
-def test_a_column_of_single_pictures_and_pictures_inside_messages(tmp_path):
+def test_a_column_of_single_images_and_images_inside_messages(tmp_path):
     message = {"role": hf.Value("string"), "content": hf.List({"type": hf.Value("string"), "image": hf.Image()})}
-    features = hf.Features({"prompt": hf.List(message), "picture": hf.Image()})
+    features = hf.Features({"prompt": hf.List(message), "image": hf.Image()})
     own = {"bytes": A, "path": None}
     parts = [{"type": "image", "image": own}, {"type": "image", "image": None}]
-    row = {"prompt": [{"role": "user", "content": parts}], "picture": {"bytes": B, "path": None}}
+    row = {"prompt": [{"role": "user", "content": parts}], "image": {"bytes": B, "path": None}}
     hf.Dataset.from_list([row], features=features).to_parquet(tmp_path / "a.parquet")
-    task = load_tasks(Data(str(tmp_path / "a.parquet"), columns={"images": "picture"}))[0]
+    task = load_tasks(Data(str(tmp_path / "a.parquet"), columns={"images": "image"}))[0]
     assert content(task) == [image(own), image({"bytes": B, "path": None})]
 
 
@@ -527,7 +527,7 @@ def test_a_row_without_its_id_or_source_is_named(tmp_path, name):
 # What an env may change
 
 
-def test_a_copy_shares_the_pictures_and_nothing_else():
+def test_a_copy_shares_the_images_and_nothing_else():
     red = Image.new("RGB", (2, 2), "red")
     task = placed("<image>Which?", [red])
     copy = task.copy()

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from rollout_fixtures import a_task, play_audited
-from serving import served
+from testing.episodes import a_task, play_audited
+from testing.http import served
 
-PAGE = (Path(__file__).parent.parent.parent / "docs/environments.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/environments.md").read_text()
 
 
 def test_every_block_runs():
@@ -41,7 +41,7 @@ def test_the_shop_is_played_to_its_end():
 
 def test_the_painter_plays_with_a_server_that_is_started_for_it():
     pytest.importorskip("mcp", reason="needs mcp: pip install 'vlmrl[mcp]'")
-    server = f"{sys.executable} {Path(__file__).parent.parent / 'adapters/mcp_server.py'}"
+    server = f"{sys.executable} {Path(__file__).parents[1] / 'env/mcp_server.py'}"
     call = '<tool_call>{"name": "paint", "arguments": {"color": "red"}}</tool_call>'
     trajectory = play_audited(section("MCP servers")["PaintEnv"], [call, "done"], options={"server": server})
     assert trajectory.reward == 1.0 and trajectory.turns[1].media[0].image.getpixel((0, 0)) == (255, 0, 0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vlmrl import cli
+from vlmrl.cli import main as cli
 
 PAGE = (Path(__file__).parents[2] / "docs/your_own_environment.md").read_text()
 COMMANDS = re.findall(r"^```\n(vlmrl .*)\n```$", PAGE, re.MULTILINE)
@@ -37,7 +37,7 @@ def test_the_guide_shows_three_commands():
 def test_it_is_played_by_hand(folder, monkeypatch, capsys):
     told = run(COMMANDS[0], monkeypatch, capsys, typed="77\n78\n")
     assert "How many dots are there?" in told and "Not right. These are the upper ones:" in told
-    assert told.count("picture 0:") == told.count("picture 1:") == 1
+    assert told.count("image 0:") == told.count("image 1:") == 1
     assert "1 episodes, mean reward 0.000" in told
 
 

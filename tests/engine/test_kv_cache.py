@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vlmrl.engine.kv_cache import BatchCache, GrowingLayer
+from vlmrl.engine.hf.kv_cache import BatchCache, GrowingLayer
 
 CPU = torch.device("cpu")
 

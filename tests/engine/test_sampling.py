@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vlmrl.engine.base import SamplingParams
-from vlmrl.engine.sampling import Draws, sample, temperatures
+from vlmrl.engine.hf.sampling import Draws, sample, temperatures
 
 TENTHS = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
 LAST = 1 - 2**-53  # the largest number that a draw can be

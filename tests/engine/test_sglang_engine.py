@@ -8,17 +8,17 @@ import io
 
 import numpy as np
 import pytest
-from fake_sglang import END, FakeSGLang
-from fakes import PAD, Router, make_item
 from PIL import Image
+from testing.fake_sglang import END, FakeSGLang
+from testing.fakes import PAD, Router, make_item
 from torch import nn
 
 from vlmrl.config import SGLang
 from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
 from vlmrl.engine.servers import Server, Servers
-from vlmrl.engine.sglang import SGLangEngine
-from vlmrl.model.routing import Routing
-from vlmrl.types import Route
+from vlmrl.engine.sglang.engine import SGLangEngine
+from vlmrl.model.expert_routing import Routing
+from vlmrl.types import ExpertRouting
 
 ROUTING = Routing(nn.ModuleList([Router()]), "Router")  # one layer, two of three experts
 QUICK = {"health_every": 0.1, "health_timeout": 0.5, "start_timeout": 3.0}
@@ -80,7 +80,7 @@ def test_a_reply_becomes_a_completion(fakes, engine_of):
     assert completion.prompt_tokens == 3
 
 
-def test_a_request_holds_unexpanded_ids_one_png_per_picture_and_the_ban(fakes, engine_of):
+def test_a_request_holds_unexpanded_ids_one_png_per_image_and_the_ban(fakes, engine_of):
     item = make_item("red", 4)  # 4 tokens, 128x32 pixels
     request = Request("t", [1, PAD, 2], [item], SamplingParams(8, 0.5, 0.9, 20, ("</answer>",)))
     completion = ask(engine_of(fakes[0]), request)
@@ -102,7 +102,7 @@ def test_a_request_holds_unexpanded_ids_one_png_per_picture_and_the_ban(fakes, e
     }
 
 
-def test_a_picture_is_made_into_a_png_once(fakes, engine_of):
+def test_a_image_is_made_into_a_png_once(fakes, engine_of):
     engine, item = engine_of(*fakes), make_item("red", 4)
 
     async def many():
@@ -116,7 +116,7 @@ def test_a_picture_is_made_into_a_png_once(fakes, engine_of):
 def test_wrong_counts_are_refused_before_anything_is_sent(fakes, engine_of):
     engine, item = engine_of(fakes[0]), make_item("red", 4)
     for ids, media in (([1, PAD, PAD], [item]), ([1, PAD], [item, item]), ([PAD] * 4, [item]), ([1], [item])):
-        with pytest.raises(ValueError, match="picture placeholders"):
+        with pytest.raises(ValueError, match="image placeholders"):
             ask(engine, Request("t", ids, media))
     assert fakes[0].asked("/generate") == []
 
@@ -130,7 +130,9 @@ def test_experts_come_with_the_tokens_from_where_they_are_not_known(fakes, engin
     fakes[0].meta = {"routed_experts": experts([0, 1], [2, 0], [1, 2], [0, 2])}
     request = Request("t", [1, 2, 3], [], SamplingParams(8), routes_from=1)
     completion = ask(engine_of(fakes[0], routing=ROUTING), request)
-    assert completion.routes == [Route(bytes([a, 0, b, 0]), 2) for a, b in ((0, 1), (2, 0), (1, 2), (0, 2))] + [None]
+    assert completion.routes == [ExpertRouting(bytes([a, 0, b, 0]), 2) for a, b in ((0, 1), (2, 0), (1, 2), (0, 2))] + [
+        None
+    ]
     [body] = fakes[0].asked("/generate")
     assert body["return_routed_experts"] and body["routed_experts_start_len"] == 1
 
@@ -155,7 +157,7 @@ def test_experts_that_are_missing_or_not_the_models_are_an_error(fakes, engine_o
 
 
 def test_another_count_over_there_is_an_error_that_names_both(fakes, engine_of):
-    fakes[0].tokens_per_picture = 3
+    fakes[0].tokens_per_image = 3
     with pytest.raises(ValueError, match="counted 5 prompt tokens, but we 6"):
         ask(engine_of(fakes[0]), Request("t", [1, PAD, 2], [make_item("red", 4)]))
 

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-from rollout_fixtures import a_task, play, play_audited
+from testing.episodes import a_task, play, play_audited
 
-from vlmrl.loading import load_object
+from vlmrl.config.code import load_object
 
 pytest.importorskip("gymnasium", reason="needs gymnasium: pip install 'vlmrl[gymnasium]'")
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 FrozenLakeEnv = load_object(f"{ROOT / 'envs/frozenlake.py'}:FrozenLakeEnv")
 TASK = a_task("Reach the goal.", seed=4)  # the lake is SHFF, FHFF, FFFH, FFFG
 BIG = {"max_tokens": 4000}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from vlmrl import Task
-from vlmrl.loading import load_object
+from vlmrl.config.code import load_object
 
 FILE = f"{Path(__file__).parents[2]}/envs/geo3k.py"
 Geo3kEnv = load_object(f"{FILE}:Geo3kEnv")

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from rollout_fixtures import PAD, a_task, decoded, play_audited, renderer, turn_loop
+from testing.episodes import PAD, a_task, decoded, play_audited, renderer, turn_loop
 
 from vlmrl import retrieval
-from vlmrl.env import resolve_env
-from vlmrl.loading import load_object
+from vlmrl.config.code import load_object
+from vlmrl.env.base import resolve_env
 from vlmrl.retrieval.client import HttpRetriever
 from vlmrl.rollout.runner import Runner
 from vlmrl.types import Task
 
 pytest.importorskip("bm25s", reason="needs vlmrl[search]")
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 FILE = ROOT / "envs/search/env.py"
 SearchEnv = load_object(f"{FILE}:SearchEnv")
 normalised, token_f1 = load_object(f"{FILE}:normalised"), load_object(f"{FILE}:token_f1")
@@ -211,15 +211,15 @@ def test_special_tokens_in_passages_are_plain_text(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"tool_calls": True}])
-def test_passages_show_their_pictures(tmp_path, options):
+def test_passages_show_their_images(tmp_path, options):
     Image.new("RGB", (64, 32), "red").save(tmp_path / "red.png")
     rows = [
         {"id": "1", "title": "Red", "text": "secret one", "image": "red.png"},
         {"id": "2", "text": "secret two here"},
     ]
-    corpus = write(tmp_path / "pictures.jsonl", rows)
+    corpus = write(tmp_path / "images.jsonl", rows)
     replies = [call("secret") if options else REPLIES[0], REPLIES[1]]
-    shown = play_audited(spec(corpus, pictures=True, **options), replies, a_task(answer="x"))
+    shown = play_audited(spec(corpus, images=True, **options), replies, a_task(answer="x"))
     (item,) = shown.turns[1].media
     assert item.image.getpixel((0, 0)) == (255, 0, 0) and item.num_tokens == 2
     parts = shown.turns[1].messages[0]["content"]

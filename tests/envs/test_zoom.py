@@ -5,20 +5,20 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from vlmrl.loading import load_object
+from vlmrl.config.code import load_object
 from vlmrl.types import Task
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 ZoomEnv = load_object(f"{ROOT / 'envs/zoom.py'}:ZoomEnv")
 make_task = load_object(f"{ROOT / 'datasets/shapes.py'}:make_task")
 
 
 def quarters() -> Image.Image:
     """200 x 100: red top left, green top right, blue bottom left, yellow bottom right."""
-    picture = Image.new("RGB", (200, 100), "yellow")
+    image = Image.new("RGB", (200, 100), "yellow")
     for color, box in (("red", (0, 0, 100, 50)), ("green", (100, 0, 200, 50)), ("blue", (0, 50, 100, 100))):
-        picture.paste(color, box)
-    return picture
+        image.paste(color, box)
+    return image
 
 
 def env(**options):
@@ -34,10 +34,10 @@ def call(box):
     return f'I look. <tool_call>\n{{"name": "zoom", "arguments": {{"bbox": {box}}}}}\n</tool_call>'
 
 
-def test_the_first_picture_is_coarse():
+def test_the_first_image_is_coarse():
     (message,) = env(coarse=20).reset()
-    picture, text = message["content"]
-    assert picture["image"].size == (20, 10) and text["text"] == "What color?"
+    image, text = message["content"]
+    assert image["image"].size == (20, 10) and text["text"] == "What color?"
 
 
 @pytest.mark.parametrize(

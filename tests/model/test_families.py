@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausalLM
 
-from vlmrl import tiny
-from vlmrl.model.families import FAMILIES, family_of, merged_grid, rope_positions
+from vlmrl.model import tiny
+from vlmrl.model.families.base import FAMILIES, family_of, merged_grid, rope_positions
 from vlmrl.model.policy import Policy
 
 TEXT, PAD = 7, 9
 
 
 def random_row(seed: int) -> tuple[list[int], list[tuple[int, int]]]:
-    """Text and up to six pictures; as every template has it, text stands between two pictures."""
+    """Text and up to six images; as every template has it, text stands between two images."""
     rng = random.Random(seed)
     ids, grids = [TEXT] * rng.randrange(4), []
     for _ in range(rng.randrange(7)):
@@ -28,7 +28,7 @@ def random_row(seed: int) -> tuple[list[int], list[tuple[int, int]]]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """One of each family that reads pictures."""
+    """One of each family that reads images."""
     root = tmp_path_factory.mktemp("seeing")
     folders = [tiny.build(root / name, name) for name, family in FAMILIES.items() if family.vision]
     return [AutoModelForImageTextToText.from_pretrained(folder) for folder in folders]
@@ -49,7 +49,7 @@ def test_the_docstrings_example():
     assert free == 4
 
 
-def test_a_tall_picture_and_a_start():
+def test_a_tall_image_and_a_start():
     positions, free = rope_positions([9] * 6 + [7, 7], [(3, 2)], image_token_id=9, start=10)
     assert positions[0].tolist() == [10] * 6 + [13, 14]
     assert positions[1].tolist() == [10, 10, 11, 11, 12, 12, 13, 14]
@@ -57,7 +57,7 @@ def test_a_tall_picture_and_a_start():
     assert free == 15
 
 
-def test_two_pictures_with_nothing_between_them():
+def test_two_images_with_nothing_between_them():
     positions, free = rope_positions([9, 9, 9, 9, 9], [(2, 2), (1, 1)], image_token_id=9)
     assert positions.tolist() == [[0, 0, 0, 0, 2], [0, 0, 1, 1, 2], [0, 1, 0, 1, 2]]
     assert free == 3

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from trees import largest_gap, random_rows, train, worst_gradient
+from testing.trees import largest_difference, random_rows, train, worst_gradient
 
 from vlmrl.config import Model
-from vlmrl.model.families import FAMILIES
+from vlmrl.model.families.base import FAMILIES
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.train.packing import Packed
-from vlmrl.types import Batch, Sample
+from vlmrl.types import MicroBatch, Sample
 
 SHARING = [name for name, family in FAMILIES.items() if family.may_share]
 SEEING = [name for name in SHARING if FAMILIES[name].vision]
@@ -65,7 +65,7 @@ def test_rows_that_share_score_and_learn_as_single_rows(model, packed, seed):
         packed.clear()
         shared = train(model, rows, budget, share=True)
         assert sum(each.batch.token_ids.numel() for _, each in packed) < 0.9 * unshared
-        assert largest_gap(alone, shared) < 1e-5
+        assert largest_difference(alone, shared) < 1e-5
         assert worst_gradient(alone, shared) < (1e-5, "")
 
 
@@ -119,14 +119,14 @@ def test_padded_rows_of_a_recurrent_model_score_and_learn_as_single_rows(recurre
     """A decay's gradient is what is left of sums that cancel, 1e-5 in norm: float32 leaves 1e-9 of doubt."""
     rows = random_rows(recurrent, seed)
     alone, padded = train(recurrent, rows, 1, share=False), train(recurrent, rows, 10**6, share=True)
-    assert largest_gap(alone, padded) < 1e-5
+    assert largest_difference(alone, padded) < 1e-5
     assert worst_gradient(alone, padded, slack=1e-8) < (1e-5, "")
     assert all(each.batch.ends is None for _, each in packed)  # whatever was asked for
 
 
 def test_a_recurrent_model_refuses_a_tree(recurrent):
     ends = torch.tensor([[3, 3, 3]])
-    batch = Batch(torch.tensor([[5, 6, 7]]), torch.zeros(3, 1, 3, dtype=torch.long), torch.ones(1, 3), ends=ends)
+    batch = MicroBatch(torch.tensor([[5, 6, 7]]), torch.zeros(3, 1, 3, dtype=torch.long), torch.ones(1, 3), ends=ends)
     with pytest.raises(
         ValueError, match="samples of qwen3_5 must not stand in one row: some of its layers hand a state"
     ):

@@ -15,9 +15,9 @@ from PIL import Image
 from transformers import AutoConfig
 
 from vlmrl import Config, Data, cli
-from vlmrl.loading import load_object
+from vlmrl.config.code import load_object
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py") if path.stem != "minimal_grpo")
 SMALL = [
     *(
@@ -112,7 +112,7 @@ def test_a_recipe_runs_two_steps(recipe, tmp_path, monkeypatch, qwen3_vl):
     rows = [json.loads(line) for line in next(tmp_path.glob("runs/*/metrics.jsonl")).read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2]
-    assert all(row["trajectories"] == 4 and row["rollout_gap/max"] < 1e-4 for row in steps)
+    assert all(row["trajectories"] == 4 and row["logprob_mismatch/max"] < 1e-4 for row in steps)
 
 
 def _config(file: Path) -> Callable[[], Config]:
@@ -127,7 +127,7 @@ def data_of(config: Config) -> Iterator[tuple[str, Data]]:
 
 
 def small_data(name: str, data: Data, folder: Path) -> list[str]:
-    """Options for four tasks: of the recipe's own generator, or rows with a question and, for images, a picture."""
+    """Options for four tasks: of the recipe's own generator, or rows with a question and, for images, an image."""
     if data.generator is not None:
         return [f"--{name}.size", "4"]
     if data.path is None:
@@ -197,7 +197,7 @@ def test_geo3k_runs_two_steps_on_real_problems(tmp_path, family, template, sampl
     rows = [json.loads(line) for line in (tmp_path / "runs/geo3k/metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
     assert len(steps) == 2, told
-    assert all(row["images/mean"] == 1.0 and row["rollout_gap/max"] < 1e-4 for row in steps)
+    assert all(row["images/mean"] == 1.0 and row["logprob_mismatch/max"] < 1e-4 for row in steps)
     assert torch.isfinite(torch.tensor([row["grad_norm"] for row in steps])).all()
 
 
@@ -215,5 +215,5 @@ def test_frozenlake_runs_two_steps_on_rendered_frames(tmp_path):
     steps = [row for row in rows if "loss" in row]
     assert len(steps) == 2, told
     assert all(
-        row["images/mean"] >= 1.0 and row["reward/mean"] == 0.0 and row["rollout_gap/max"] < 1e-4 for row in steps
+        row["images/mean"] >= 1.0 and row["reward/mean"] == 0.0 and row["logprob_mismatch/max"] < 1e-4 for row in steps
     )

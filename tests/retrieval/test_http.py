@@ -12,8 +12,8 @@ import httpx
 import pytest
 from PIL import Image
 
-from vlmrl.cli import retriever_command
-from vlmrl.images import load_image
+from vlmrl.cli.main import retriever_command
+from vlmrl.multimodal.images import load_image
 from vlmrl.retrieval import Hit, Passage, RetrieverError, open_retriever
 from vlmrl.retrieval.client import HttpRetriever
 from vlmrl.retrieval.server import create_app
@@ -83,10 +83,10 @@ def test_the_client_finds_what_the_retriever_behind_the_server_finds(corpus):
             HttpRetriever(url).search(["a"], 0)
 
 
-class Pictures:
-    """A retriever whose passage has a picture."""
+class Images:
+    """A retriever whose passage has an image."""
 
-    name, passages = "pictures", 1
+    name, passages = "images", 1
 
     def __init__(self, image):
         self.image = image
@@ -95,13 +95,13 @@ class Pictures:
         return [[Hit(Passage("1", "Red", "a square", self.image), 1.0)] for _ in queries]
 
 
-def test_pictures_travel_with_their_passages(tmp_path):
+def test_images_travel_with_their_passages(tmp_path):
     square = Image.new("RGB", (8, 6), "red")
     square.save(tmp_path / "red.png")
     buffer = io.BytesIO()
     square.save(buffer, format="JPEG")
     for source, kind in ((square, "png"), (str(tmp_path / "red.png"), "png"), (buffer.getvalue(), "jpeg")):
-        with served(Pictures(source)) as url:
+        with served(Images(source)) as url:
             image = HttpRetriever(url).search(["red"], 1)[0][0].passage.image
         assert image.startswith(f"data:image/{kind};base64,")
         assert load_image(image).size == (8, 6)

@@ -116,15 +116,15 @@ def test_rows_may_come_from_a_function_and_need_no_id(tmp_path):
     assert [hit.passage for hit in retriever.search(["blue"], 3)[0]] == [Passage("1", "", "blue")]
 
 
-def test_pictures_are_found_beside_the_corpus(tmp_path):
-    (tmp_path / "pictures").mkdir()
-    Image.new("RGB", (8, 8), "red").save(tmp_path / "pictures/red.png")
-    rows = [{"text": "a red square", "image": "pictures/red.png"}, {"text": "nothing to see", "image": None}]
+def test_images_are_found_beside_the_corpus(tmp_path):
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "images/red.png")
+    rows = [{"text": "a red square", "image": "images/red.png"}, {"text": "nothing to see", "image": None}]
     corpus = load_corpus(write(tmp_path / "corpus.jsonl", rows))
-    assert corpus[0].image == str(tmp_path / "pictures/red.png") and corpus[1].image is None
+    assert corpus[0].image == str(tmp_path / "images/red.png") and corpus[1].image is None
 
 
-def test_pictures_inside_a_parquet_file_stay_encoded(tmp_path):
+def test_images_inside_a_parquet_file_stay_encoded(tmp_path):
     import datasets as hf
 
     features = hf.Features({"text": hf.Value("string"), "image": hf.Image()})

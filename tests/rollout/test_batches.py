@@ -6,10 +6,10 @@ import asyncio
 import time
 
 import pytest
-from rollout_fixtures import a_task, turn_loop
+from testing.episodes import a_task, turn_loop
 
 from vlmrl.config import Algo
-from vlmrl.env import Env, obs
+from vlmrl.env.base import Env, obs
 from vlmrl.rollout.batches import fill, resolve_filters
 from vlmrl.rollout.runner import RolloutError, Runner
 

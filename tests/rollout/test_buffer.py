@@ -1,4 +1,4 @@
-"""Batches that are played while the trainer trains: how far ahead, in which order, and what becomes of what takes long."""
+"""RolloutBuffer that are played while the trainer trains: how far ahead, in which order, and what becomes of what takes long."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fakes import make_trajectory, make_turn
+from testing.fakes import make_trajectory, make_turn
 
 from vlmrl.config import Algo, Rollout, Train
 from vlmrl.data import TaskStream
-from vlmrl.rollout.buffer import Asynchronous, Idle, Lengths
+from vlmrl.rollout.buffer import AsynchronousBuffer, Idle, Lengths
 from vlmrl.rollout.runner import RolloutError, Runner
 from vlmrl.types import Task
 
@@ -59,7 +59,7 @@ class Play:
         self.hand = Hand(max_failed_fraction=train.pop("max_failed_fraction", 1.0))
         algo = Algo(filters=("zero_variance",), dynamic_sampling=mode) if mode != "off" else Algo()
         train = Train(groups_per_batch=2, **train)
-        self.buffer = Asynchronous(Runner(self.hand), TaskStream(Tasks()), filters, algo, train)
+        self.buffer = AsynchronousBuffer(Runner(self.hand), TaskStream(Tasks()), filters, algo, train)
 
     async def finish(self, *numbers):
         for number in numbers:
@@ -127,7 +127,7 @@ def test_in_the_order_of_their_start_no_group_grows_too_old_and_none_is_lost():
             oldest.append(play.buffer.metrics()["staleness/max"])
         assert taken == list(range(10))
         assert oldest == [0, 1, 2, 2, 2]
-        assert play.buffer.metrics()["survival/turns"] == 1.0
+        assert play.buffer.metrics()["length_bias/turns"] == 1.0
         await play.buffer.close()
 
     run(go())
@@ -265,9 +265,9 @@ def test_survival_shows_that_the_long_ones_are_lost():
         lengths.played(group)
     assert lengths.metrics() == {}
     lengths.trained(groups[0])
-    assert lengths.metrics() == {"survival/turns": 0.5, "survival/sampled_tokens": 0.5}
+    assert lengths.metrics() == {"length_bias/turns": 0.5, "length_bias/sampled_tokens": 0.5}
     lengths.trained(groups[1])
-    assert lengths.metrics()["survival/turns"] == 1.0
+    assert lengths.metrics()["length_bias/turns"] == 1.0
 
 
 def test_seconds_without_play_are_counted_once():

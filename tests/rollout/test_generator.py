@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from rollout_fixtures import PAD, a_task, new_store, picture, renderer, script
+from testing.episodes import PAD, a_task, image, new_store, renderer, script
 
 from vlmrl.config import Config, Rollout
 from vlmrl.rollout.generator import GeneratorLoop, resolve_generate
 from vlmrl.samples import AuditError, audit, concat, emit
 from vlmrl.types import Completion
 
-TASK = a_task("What?", [picture("red")])
+TASK = a_task("What?", [image("red")])
 
 
 def play(generate, replies=("one", "two", "three"), **rollout):
@@ -26,10 +26,10 @@ def check(trajectory, how="concat"):
 
 
 async def two_turns(client, renderer, task):
-    """A prompt with a picture, a reply, one more user message with another picture, a reply."""
+    """A prompt with an image, a reply, one more user message with another image, a reply."""
     prompt = renderer.prompt(task.prompt)
     first = await client.generate(prompt.token_ids, prompt.images)
-    more = renderer.delta([{"role": "user", "content": [{"type": "image", "image": picture("blue")}]}])
+    more = renderer.delta([{"role": "user", "content": [{"type": "image", "image": image("blue")}]}])
     ids = [*prompt.token_ids, *first.token_ids, *more.token_ids]
     await client.generate(ids, [*prompt.images, *more.images])
     return client.trajectory(reward=1.0, metrics={"calls": client.calls})
@@ -44,7 +44,7 @@ def test_an_episode_of_two_turns_is_one_linear_history():
     assert check(trajectory).samples == 1
     assert check(trajectory, "step_wise").samples == 2
     (row,) = concat(trajectory)
-    assert renderer().decode(row.token_ids).count(PAD) == 4  # expanded, two tokens a picture
+    assert renderer().decode(row.token_ids).count(PAD) == 4  # expanded, two tokens an image
 
 
 def as_columns(client, ids, prompt_ids, completion, **more):
@@ -125,7 +125,7 @@ def test_columns_that_are_wrong_fail_the_trajectory(change, message):
 )
 def test_sampling_that_cannot_be_is_refused(sampling, error):
     async def generate(client, renderer, task):
-        await client.generate(renderer.prompt(task.prompt).token_ids, [picture()], **sampling)
+        await client.generate(renderer.prompt(task.prompt).token_ids, [image()], **sampling)
 
     assert error in play(generate).error
 

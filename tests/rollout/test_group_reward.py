@@ -7,21 +7,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fakes import make_trajectory, make_turn
-from rollout_fixtures import a_task, turn_loop
+from testing.episodes import a_task, turn_loop
+from testing.fakes import make_trajectory, make_turn
 
-from vlmrl import loop
 from vlmrl.config import Algo, Config, Data, Eval, Optim, Rollout, Train
-from vlmrl.env import Env, obs
-from vlmrl.metrics import RunLog, trajectory_metrics
-from vlmrl.parts import build
-from vlmrl.progress import RunProgress
+from vlmrl.env.base import Env, obs
+from vlmrl.report.metrics import RunLog, trajectory_metrics
+from vlmrl.report.progress import RunProgress
+from vlmrl.report.viewer.page import page_data
 from vlmrl.rollout.batches import fill, resolve_filters
 from vlmrl.rollout.group_reward import GroupReward, resolve_group_reward
 from vlmrl.rollout.runner import RolloutError, Runner
+from vlmrl.run import loop
+from vlmrl.run.build import build_run
 from vlmrl.samples import audit, emit
 from vlmrl.train.credit import paid_from
-from vlmrl.viewer.page import page_data
 
 
 class Paid(Env):
@@ -169,7 +169,7 @@ def test_a_run_trains_on_it_and_evaluates_without(tmp_path):
         eval=Eval(data=replace(data, size=2, seed=1)),
         save_model=False,
     )
-    run = build(config)
+    run = build_run(config)
     with RunLog(run.folder) as log:
         asyncio.run(loop.train(run, log, RunProgress()))
         rows = log.rows()

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_fixtures import (
+from test_renderer import DROP_THINKING, TEMPLATES, full_text, ids_of, real_renderer, tool, user
+from test_renderer import play as append_ids
+from testing.episodes import (
     ASSISTANT,
     END,
     PAD,
@@ -19,31 +21,29 @@ from rollout_fixtures import (
     a_task,
     completion,
     decoded,
-    picture,
+    image,
     play,
     renderer,
     turn_loop,
 )
-from test_renderer import DROP_THINKING, TEMPLATES, full_text, ids_of, real_renderer, tool, user
-from test_renderer import play as append_ids
 
 from vlmrl import Env, obs
 from vlmrl.config import Rollout
-from vlmrl.renderer import Renderer, expand
+from vlmrl.multimodal.renderer import Renderer, expand
 from vlmrl.rollout.history import Rerender, drop_thinking, keep_last_images, last_turns, resolve_policy
 from vlmrl.samples import audit, concat, emit, merge_prefixes, step_wise
 from vlmrl.types import Turn
 
-OURS = Path(__file__).parents[2] / "vlmrl/templates"
+OURS = Path(__file__).parents[2] / "vlmrl/multimodal/templates"
 
 
 class Shows(Env):
-    """A picture of its own after each reply, and done at the reply ``done``."""
+    """An image of its own after each reply, and done at the reply ``done``."""
 
     def step(self, response_text):
         done = response_text == "done"
         shades = ("red", "green", "blue", "yellow")
-        return obs("Look.", [picture(shades[self.turn])]), done, {"reward": 1.0} if done else {}
+        return obs("Look.", [image(shades[self.turn])]), done, {"reward": 1.0} if done else {}
 
 
 def prompts(trajectory) -> list[str]:
@@ -54,7 +54,7 @@ def check(trajectory, form):
     return audit(emit(trajectory, form), [trajectory], image_token_id=renderer().image_token_id)
 
 
-SEEN = f"{VISION_START}{PAD}{PAD}{VISION_END}"  # a picture of two tokens
+SEEN = f"{VISION_START}{PAD}{PAD}{VISION_END}"  # an image of two tokens
 START = f"{USER}2+2?{END}\n{ASSISTANT}"
 
 

@@ -5,26 +5,26 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from rollout_fixtures import a_task, picture, renderer, turn_loop
+from testing.episodes import a_task, image, renderer, turn_loop
 
-from vlmrl.env import Env, obs
+from vlmrl.env.base import Env, obs
 from vlmrl.samples import audit, concat, merge_prefixes, step_wise
 
 
 class Long(Env):
-    """The same observation again and again, with a new picture of 64 tokens each where ``pictures`` is set."""
+    """The same observation again and again, with a new image of 64 tokens each where ``images`` is set."""
 
-    def __init__(self, task, pictures=False):
+    def __init__(self, task, images=False):
         super().__init__(task)
-        self.pictures = pictures
+        self.images = images
 
     def step(self, response_text):
         done = self.turn == self.max_turns - 1
         shade = (self.turn * 10 % 256, 7, 7)
-        return obs("Go on.", [picture(shade, (256, 256))] if self.pictures else None), done, {"reward": 1.0}
+        return obs("Go on.", [image(shade, (256, 256))] if self.images else None), done, {"reward": 1.0}
 
 
-def play(monkeypatch, turns, pictures):
+def play(monkeypatch, turns, images):
     """The trajectory, the store, and how many characters the tokenizer encoded for each turn's prompt."""
     encoded = []
     encode = renderer()._encode
@@ -34,25 +34,25 @@ def play(monkeypatch, turns, pictures):
         return encode(text)
 
     monkeypatch.setattr(renderer(), "_encode", counting)
-    options = {"pictures": pictures}
+    options = {"images": images}
     loop = turn_loop(Long, lambda request, turn: "On.", options=options, max_turns=turns, max_tokens=40_000)
     trajectory = asyncio.run(loop.play(a_task(), "g", "g/0"))
     return trajectory, loop.store, encoded
 
 
-@pytest.mark.parametrize(("turns", "pictures"), [(200, False), (20, True)])
-def test_each_turn_encodes_its_own_observation_and_nothing_else(monkeypatch, turns, pictures):
-    trajectory, store, encoded = play(monkeypatch, turns, pictures)
+@pytest.mark.parametrize(("turns", "images"), [(200, False), (20, True)])
+def test_each_turn_encodes_its_own_observation_and_nothing_else(monkeypatch, turns, images):
+    trajectory, store, encoded = play(monkeypatch, turns, images)
     assert (trajectory.ending, len(trajectory.turns)) == ("env_done", turns)
     assert len(encoded) == turns and len(set(encoded[2:])) == 1  # deltas of one length; the first also renders the base
-    assert (store.seen, store.processed) == ((turns - 1, turns - 1) if pictures else (0, 0))
+    assert (store.seen, store.processed) == ((turns - 1, turns - 1) if images else (0, 0))
     assert len({len(turn.prompt_ids) for turn in trajectory.turns[1:]}) == 1
 
 
-def test_step_wise_rows_of_a_long_episode_hold_pictures_by_reference_and_merge_into_one(monkeypatch):
+def test_step_wise_rows_of_a_long_episode_hold_images_by_reference_and_merge_into_one(monkeypatch):
     trajectory, _, _ = play(monkeypatch, 20, True)
     rows = step_wise(trajectory)
-    assert len({id(item) for row in rows for item in row.media}) == 19  # 190 occurrences of 19 pictures
+    assert len({id(item) for row in rows for item in row.media}) == 19  # 190 occurrences of 19 images
     assert sum(len(row.media) for row in rows) == 190
     (merged,) = merge_prefixes(rows)
     (joined,) = concat(trajectory)

@@ -13,14 +13,15 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
-from rollout_fixtures import COLORS, a_task, picture, script, sharp_model, turn_loop
+from testing.episodes import COLORS, a_task, image, script, sharp_model, turn_loop
 
-from vlmrl import Env, Task, Trajectory, obs, tiny
+from vlmrl import Env, Task, Trajectory, obs
 from vlmrl.config import Rollout
-from vlmrl.engine.base import Request, Waves
-from vlmrl.engine.transformers import TransformersEngine
-from vlmrl.env import resolve_env
-from vlmrl.env_session import EnvContractError
+from vlmrl.engine.base import LockstepBatching, Request
+from vlmrl.engine.hf.engine import HFEngine
+from vlmrl.env.base import resolve_env
+from vlmrl.env.session import EnvContractError
+from vlmrl.model import tiny
 from vlmrl.model.loading import LoadedModel
 from vlmrl.rollout.runner import RolloutError, Rollouts, Runner
 from vlmrl.rollout.turn_loop import TurnLoop
@@ -56,7 +57,7 @@ class Taking(Env):
 
 
 def test_what_one_member_does_to_its_task_no_other_sees():
-    task = a_task("Draw.", [picture("red")], data={"cards": ["ten", "queen", "king"]})
+    task = a_task("Draw.", [image("red")], data={"cards": ["ten", "queen", "king"]})
     (group,) = play(runner(Taking, group_size=4), iter([task]), 1).groups
     assert [trajectory.reward for trajectory in group] == [1.0] * 4
     assert task.data["cards"] == ["ten", "queen", "king"]
@@ -150,12 +151,12 @@ def test_a_failed_member_is_refilled_under_an_id_and_seed_of_its_own():
     assert rollouts.dropped_groups == 0
 
 
-@pytest.mark.parametrize("hopeless", [{"images": [b"no picture"]}, {"text": "word " * 2000}])
-def test_a_task_that_cannot_be_played_is_not_refilled(hopeless: dict[str, Any]):
-    some = [a_task(id="bad", **hopeless), *(a_task(id=f"train/{index}") for index in range(3))]
+@pytest.mark.parametrize("non_retryable", [{"images": [b"no image"]}, {"text": "word " * 2000}])
+def test_a_task_that_cannot_be_played_is_not_refilled(non_retryable: dict[str, Any]):
+    some = [a_task(id="bad", **non_retryable), *(a_task(id=f"train/{index}") for index in range(3))]
     rollouts = play(runner(max_refills=5, max_failed_fraction=1.0), iter(some), 3)
     assert [t.task.id for t in rollouts.failed] == ["bad", "bad"]
-    assert all(t.hopeless for t in rollouts.failed)
+    assert all(t.non_retryable for t in rollouts.failed)
     assert (len(rollouts.groups), rollouts.dropped_groups) == (3, 1)
 
 
@@ -214,13 +215,13 @@ def test_env_steps_of_many_trajectories_overlap():
 
 
 class Gallery(Env):
-    """Shows one more picture each turn; which ones, the task's seed says. No member is handed the object of another."""
+    """Shows one more image each turn; which ones, the task's seed says. No member is handed the object of another."""
 
     def step(self, response_text: str) -> Step:
         time.sleep(random.random() / 500)
         color = COLORS[(self.seed + self.turn + 1) % len(COLORS)]
         return (
-            obs("Next:", images=[picture(color, (32 * (self.turn + 2), 32 + 32 * self.seed))]),
+            obs("Next:", images=[image(color, (32 * (self.turn + 2), 32 + 32 * self.seed))]),
             False,
             {"reward": 1.0},
         )
@@ -228,12 +229,12 @@ class Gallery(Env):
 
 def gallery(count: int) -> Iterator[Task]:
     return (
-        a_task("First:", [picture(COLORS[seed], (32, 32 + 32 * seed))], id=f"train/{seed}", seed=seed)
+        a_task("First:", [image(COLORS[seed], (32, 32 + 32 * seed))], id=f"train/{seed}", seed=seed)
         for seed in range(count)
     )
 
 
-def test_each_distinct_picture_is_processed_once_however_many_turns_and_members_see_it():
+def test_each_distinct_image_is_processed_once_however_many_turns_and_members_see_it():
     many = runner(Gallery, group_size=8, max_turns=8)
     rollouts = play(many, gallery(2), 2)
     store = many.loop.store
@@ -273,7 +274,7 @@ def test_an_error_in_one_trajectory_stops_the_rest_and_leaves_no_task_behind(wav
     engine = script(lambda request, turn: reply(request, turn))
     release, engine.release = engine.release, lambda name: (released.append(name), release(name))[1]  # type: ignore[method-assign,func-returns-value]
     if waves:
-        engine = Waves(script(lambda request, turn: "a"))  # type: ignore[assignment]
+        engine = LockstepBatching(script(lambda request, turn: "a"))  # type: ignore[assignment]
 
     async def go() -> None:
         before = asyncio.all_tasks()
@@ -312,7 +313,7 @@ def test_threads_of_envs_do_not_pile_up():
     before = threading.active_count()
     play(runner(group_size=8), tasks(), 8)
     deadline = time.monotonic() + 20
-    while threading.active_count() > before + 8 and time.monotonic() < deadline:  # 4 are the picture store's
+    while threading.active_count() > before + 8 and time.monotonic() < deadline:  # 4 are the image store's
         time.sleep(0.01)
     assert threading.active_count() <= before + 8
 
@@ -326,9 +327,9 @@ def test_waves_larger_than_the_concurrency_limit_do_not_wait_for_each_other_fore
         def __init__(self) -> None:
             self.inner = script(lambda request, turn: "a")
 
-        async def generate_wave(self, requests: list[Request]) -> Any:
+        async def generate_batch(self, requests: list[Request]) -> Any:
             sizes.append(len(requests))
-            return await self.inner.generate_wave(requests)
+            return await self.inner.generate_batch(requests)
 
         def release(self, trajectory_id: str) -> None: ...
         def close(self) -> None: ...
@@ -336,7 +337,9 @@ def test_waves_larger_than_the_concurrency_limit_do_not_wait_for_each_other_fore
     def waves(**limits: Any) -> Rollouts:
         sizes.clear()
         return asyncio.run(
-            asyncio.wait_for(runner(Once, Waves(Counting()), group_size=4, **limits).play(tasks(), 3, "step1"), 30)
+            asyncio.wait_for(
+                runner(Once, LockstepBatching(Counting()), group_size=4, **limits).play(tasks(), 3, "step1"), 30
+            )
         )
 
     assert len(waves(max_concurrent=2).groups) == 3  # a wave holds whole groups, one at least
@@ -365,11 +368,11 @@ class Uneven(Gallery):
 
 def waves_of(model: LoadedModel) -> list[Any]:
     Uneven.failures.clear()
-    engine = TransformersEngine(model.policy, model.renderer)
+    engine = HFEngine(model.policy, model.renderer)
     rollout = Rollout(
         group_size=3, max_turns=3, max_reply_tokens=60, max_tokens=600, max_concurrent=6, truncated_reward=0.0
     )
-    loop = TurnLoop(resolve_env(Uneven), Waves(engine), model.renderer, model.new_store(), rollout, seed=3)
+    loop = TurnLoop(resolve_env(Uneven), LockstepBatching(engine), model.renderer, model.new_store(), rollout, seed=3)
     rollouts = asyncio.run(Runner(loop).play(gallery(4), 4, "step1"))
     engine.close()
     assert len(Uneven.failures) == 2
@@ -393,12 +396,12 @@ def test_a_wave_starts_when_all_who_live_have_asked_and_is_in_task_order():
     class Naming:
         policy_version = 3
 
-        async def generate_wave(self, requests: list[Request]) -> list[Any]:
+        async def generate_batch(self, requests: list[Request]) -> list[Any]:
             waves_seen.append([request.trajectory_id for request in requests])
             return [f"to {request.trajectory_id}" for request in requests]
 
     async def go() -> None:
-        waves = Waves(Naming())  # type: ignore[arg-type]
+        waves = LockstepBatching(Naming())  # type: ignore[arg-type]
         waves.join(4)
         asking = [asyncio.create_task(waves.generate(Request(name, [1]))) for name in ("g/02", "g/00", "g/01")]
         await asyncio.sleep(0.01)
@@ -417,12 +420,12 @@ def test_who_gave_up_waiting_for_a_wave_is_not_in_it():
     class Naming:
         policy_version = 0
 
-        async def generate_wave(self, requests: list[Request]) -> list[Any]:
+        async def generate_batch(self, requests: list[Request]) -> list[Any]:
             waves_seen.append([request.trajectory_id for request in requests])
             return [None] * len(requests)
 
     async def go() -> None:
-        waves = Waves(Naming())  # type: ignore[arg-type]
+        waves = LockstepBatching(Naming())  # type: ignore[arg-type]
         waves.join(2)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from rollout_fixtures import (
+from testing.episodes import (
     ASSISTANT,
     END,
     PAD,
@@ -18,20 +18,21 @@ from rollout_fixtures import (
     a_task,
     completion,
     decoded,
+    image,
     new_store,
-    picture,
     play,
     renderer,
     script,
     turn_loop,
 )
 
-from vlmrl import Env, obs, tiny
+from vlmrl import Env, obs
 from vlmrl.config import Rollout
 from vlmrl.engine.base import EngineError, Request
-from vlmrl.env import resolve_env
-from vlmrl.env_session import EnvContractError
-from vlmrl.renderer import Renderer
+from vlmrl.env.base import resolve_env
+from vlmrl.env.session import EnvContractError
+from vlmrl.model import tiny
+from vlmrl.multimodal.renderer import Renderer
 from vlmrl.rollout.turn_loop import TurnLoop, derive_seed
 from vlmrl.types import Completion
 
@@ -71,9 +72,9 @@ def test_the_tokens_of_an_episode_are_prompt_replies_and_deltas():
     assert second.messages == [{"role": "user", "content": "No, 2+2."}]
 
 
-def test_pictures_go_through_the_same_loop_expanded():
-    task = a_task("What is it?", [picture("red", (64, 32))])
-    closer = obs("Closer:", images=[picture("green", (32, 32)), picture("blue", (96, 32))])
+def test_images_go_through_the_same_loop_expanded():
+    task = a_task("What is it?", [image("red", (64, 32))])
+    closer = obs("Closer:", images=[image("green", (32, 32)), image("blue", (96, 32))])
     requests: list[tuple[list[int], list[str]]] = []
 
     def reply(request: Request, turn: int) -> str:
@@ -87,7 +88,7 @@ def test_pictures_go_through_the_same_loop_expanded():
         f"\n{USER}{VISION_START}{PAD}{VISION_END}{VISION_START}{PAD * 3}{VISION_END}Closer:{END}\n{ASSISTANT}"
     )
     assert [item.num_tokens for turn in trajectory.turns for item in turn.media] == [2, 1, 3]
-    ids, media = requests[1]  # the engine's form: all history, one placeholder a picture
+    ids, media = requests[1]  # the engine's form: all history, one placeholder an image
     assert decoded(ids) == (
         f"{USER}{VISION_START}{PAD}{VISION_END}What is it?{END}\n{ASSISTANT}zoom{END}"
         f"\n{USER}{VISION_START}{PAD}{VISION_END}{VISION_START}{PAD}{VISION_END}Closer:{END}\n{ASSISTANT}"
@@ -147,20 +148,20 @@ def test_another_stop_id_than_the_end_of_turn_is_closed_too():
 def test_the_turn_limit_ends_it_and_the_last_observation_is_not_appended():
     rendered: list[Any] = []
 
-    class Watched(env(obs("x"), obs("never", images=[b"no picture"]))):  # type: ignore[misc]
+    class Watched(env(obs("x"), obs("never", images=[b"no image"]))):  # type: ignore[misc]
         def format_observation(self, observation: dict[str, Any]) -> Any:
             rendered.append(observation["obs_str"])
             return super().format_observation(observation)
 
     trajectory = play(Watched, ["a", "b"], max_turns=2)
-    assert trajectory.ending == "max_turns"  # the broken picture after the last turn was never looked at
+    assert trajectory.ending == "max_turns"  # the broken image after the last turn was never looked at
     assert len(trajectory.turns) == 2
     assert "never" not in "".join(decoded(turn.prompt_ids) for turn in trajectory.turns)
 
 
-@pytest.mark.parametrize("with_picture", [False, True])
-def test_an_observation_that_does_not_fit_is_left_out_whole(with_picture: bool):
-    seen = obs("look", images=[picture("red", (128, 128))]) if with_picture else obs("look " * 16)
+@pytest.mark.parametrize("with_image", [False, True])
+def test_an_observation_that_does_not_fit_is_left_out_whole(with_image: bool):
+    seen = obs("look", images=[image("red", (128, 128))]) if with_image else obs("look " * 16)
     loop = turn_loop(env(seen, seen), ["a", "done"])
     whole = asyncio.run(loop.play(a_task(), "g", "g/00"))
     before = len(whole.turns[0].prompt_ids) + len(whole.turns[0].response_ids)
@@ -264,13 +265,13 @@ def test_an_engine_that_counts_the_prompt_differently_is_refused():
 
 
 @pytest.mark.parametrize("where", ["prompt", "observation"])
-def test_a_picture_that_does_not_load_fails_its_trajectory(where: str):
-    broken = b"\x89PNG no picture"
+def test_a_image_that_does_not_load_fails_its_trajectory(where: str):
+    broken = b"\x89PNG no image"
     task = a_task("What?", [broken]) if where == "prompt" else a_task()
     trajectory = play(env(obs("x", images=[broken])), ["a", "b"], task)
     assert trajectory.ending == "error"
     assert trajectory.error is not None
-    assert "picture" in trajectory.error
+    assert "image" in trajectory.error
     assert "15 bytes" in trajectory.error
     assert trajectory.final_reward is None
 
@@ -350,13 +351,13 @@ def test_special_tokens_in_an_observation_stay_text():
     assert second.prompt_ids.count(renderer().end_of_turn_id) == 1
 
 
-def test_a_text_model_needs_no_picture_store():
+def test_a_text_model_needs_no_image_store():
     loop = TurnLoop(
         resolve_env(env(obs("x"))), script(["a", "done"]), Renderer(tiny.tokenizer()), None, Rollout(max_turns=2)
     )
     assert asyncio.run(loop.play(a_task(), "g", "g/00")).ending == "env_done"
     with pytest.raises(ValueError, match="reads text only"):
-        asyncio.run(loop.play(a_task("What?", [picture()]), "g", "g/01"))
+        asyncio.run(loop.play(a_task("What?", [image()]), "g", "g/01"))
 
 
 def test_metrics_of_turns_and_time_are_kept():
@@ -405,8 +406,8 @@ def test_sampling_options_reach_the_engine():
     assert play(env(), reply, temperature=0.7, top_p=0.8, top_k=20, stop=("</call>",)).ending == "env_done"
 
 
-def test_one_pictures_tensors_are_shared_by_reference():
-    red = picture("red")
+def test_one_images_tensors_are_shared_by_reference():
+    red = image("red")
     store = new_store()
     loop = turn_loop(env(obs("x", images=[red])), ["a", "done", "a", "done"])
     loop.store = store

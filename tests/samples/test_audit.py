@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from fakes import PAD, make_item, make_trajectory, make_turn
+from testing.fakes import PAD, make_item, make_trajectory, make_turn
 
 from vlmrl.samples import AuditError, audit, concat, merge_prefixes, step_wise
 from vlmrl.types import Sample
@@ -52,7 +52,7 @@ def test_a_text_batch_passes_and_the_placeholder_id_is_then_a_token_like_others(
     audit(concat(trajectory), [trajectory])
 
 
-def test_one_picture_twice_and_a_tail_that_was_not_sampled_pass():
+def test_one_image_twice_and_a_tail_that_was_not_sampled_pass():
     item = make_item("red", 2)
     trajectory = make_trajectory(
         turns=[
@@ -147,46 +147,46 @@ def test_a_banned_id_among_observations_is_no_sample():
     check(row(response_ids=changed(row().response_ids, 6, 10)))
 
 
-# Pictures
+# Images
 
 
 def test_placeholder_runs_too_short_and_too_long():
     short = row(prompt_token_ids=[1, PAD, 2])
     message = (
-        "trajectory t, turn 0, picture 0 (red): 1 placeholder tokens stand in the row, but its grid [1, 2, 4] makes 2."
+        "trajectory t, turn 0, image 0 (red): 1 placeholder tokens stand in the row, but its grid [1, 2, 4] makes 2."
     )
     refuse(message, short)
     long = row(response_ids=changed(row().response_ids, 6, PAD))
     message = (
-        "trajectory t, turn 1, picture 1 (blue): 4 placeholder tokens stand in the row, but its grid [1, 2, 6] makes 3."
+        "trajectory t, turn 1, image 1 (blue): 4 placeholder tokens stand in the row, but its grid [1, 2, 6] makes 3."
     )
     refuse(message, long)
 
 
-def test_a_picture_missing_and_one_too_many():
+def test_a_image_missing_and_one_too_many():
     red, blue = row().media
-    shows = "trajectory t: the row shows 2 pictures (runs of [2, 3] placeholder tokens), but holds"
+    shows = "trajectory t: the row shows 2 images (runs of [2, 3] placeholder tokens), but holds"
     refuse(f"{shows} 1 (red).", row(media=[red]))
     refuse(f"{shows} 0 (none).", row(media=[]))
     refuse(f"{shows} 3 (red, blue, red).", row(media=[red, blue, red]))
-    message = "trajectory t: the row shows 1 pictures (runs of [3] placeholder tokens), but holds 2 (red, blue)."
+    message = "trajectory t: the row shows 1 images (runs of [3] placeholder tokens), but holds 2 (red, blue)."
     refuse(message, row(prompt_token_ids=[1, 2]))
 
 
 def test_a_run_that_is_cut_in_two():
-    message = "trajectory t: the row shows 3 pictures (runs of [2, 1, 1] placeholder tokens), but holds 2 (red, blue)."
+    message = "trajectory t: the row shows 3 images (runs of [2, 1, 1] placeholder tokens), but holds 2 (red, blue)."
     refuse(message, row(response_ids=changed(row().response_ids, 4, 7)))
 
 
-def test_pictures_of_unequal_size_in_the_wrong_order():
+def test_images_of_unequal_size_in_the_wrong_order():
     message = (
-        "trajectory t, turn 0, picture 0 (blue): 2 placeholder tokens stand in the row, but its grid [1, 2, 6] makes 3."
+        "trajectory t, turn 0, image 0 (blue): 2 placeholder tokens stand in the row, but its grid [1, 2, 6] makes 3."
     )
     refuse(message, row(media=row().media[::-1]))
 
 
-def test_pictures_in_a_batch_for_a_text_model():
-    with pytest.raises(AuditError, match=r"^trajectory t: 2 pictures in a batch for a text model\.$"):
+def test_images_in_a_batch_for_a_text_model():
+    with pytest.raises(AuditError, match=r"^trajectory t: 2 images in a batch for a text model\.$"):
         audit([row()])
 
 
@@ -352,7 +352,7 @@ def test_a_synthetic_end_of_turn_trained():
     refuse(message, sample, trajectories=[trajectory])
 
 
-def same_size_pictures():
+def same_size_images():
     turns = [
         make_turn([1, PAD, PAD, 2], [5], [-0.1], media=[make_item("red", 2)]),
         make_turn([7, PAD, PAD, 8, PAD, PAD], [6], [-0.2], media=[make_item("blue", 2), make_item("green", 2)]),
@@ -360,25 +360,25 @@ def same_size_pictures():
     return make_trajectory(turns=turns)
 
 
-def test_pictures_of_one_size_swapped():
-    trajectory = same_size_pictures()
+def test_images_of_one_size_swapped():
+    trajectory = same_size_images()
     (sample,) = concat(trajectory)
     red, blue, green = sample.media
-    message = "trajectory t, turn 1, picture 1: the env showed blue, but the row holds green (3 pictures in the row)."
+    message = "trajectory t, turn 1, image 1: the env showed blue, but the row holds green (3 images in the row)."
     refuse(message, replace(sample, media=[red, green, blue]), trajectories=[trajectory])
-    message = "trajectory t, turn 0, picture 0: the env showed red, but the row holds blue (3 pictures in the row)."
+    message = "trajectory t, turn 0, image 0: the env showed red, but the row holds blue (3 images in the row)."
     refuse(message, replace(sample, media=[blue, red, green]), trajectories=[trajectory])
 
 
-def test_pictures_swapped_in_a_row_that_is_not_the_last():
-    trajectory = same_size_pictures()
+def test_images_swapped_in_a_row_that_is_not_the_last():
+    trajectory = same_size_images()
     first, second = step_wise(trajectory)
-    message = "trajectory t, turn 0, picture 0: the env showed red, but the row holds blue (1 pictures in the row)."
+    message = "trajectory t, turn 0, image 0: the env showed red, but the row holds blue (1 images in the row)."
     refuse(message, replace(first, media=second.media[1:2]), second, trajectories=[trajectory])
 
 
-def test_a_picture_lost_together_with_its_placeholders():
-    trajectory = same_size_pictures()
+def test_a_image_lost_together_with_its_placeholders():
+    trajectory = same_size_images()
     (sample,) = concat(trajectory)
     for values in (
         sample.response_ids,
@@ -388,9 +388,7 @@ def test_a_picture_lost_together_with_its_placeholders():
         sample.policy_versions,
     ):
         del values[5:7]
-    message = (
-        "trajectory t, turn 1, picture 2: the env showed green, but the row holds nothing (2 pictures in the row)."
-    )
+    message = "trajectory t, turn 1, image 2: the env showed green, but the row holds nothing (2 images in the row)."
     refuse(message, replace(sample, media=sample.media[:2]), trajectories=[trajectory])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import asdict
 
-from fakes import PAD, make_item, make_trajectory, make_turn
+from testing.fakes import PAD, make_item, make_trajectory, make_turn
 
 from vlmrl.samples import concat
 
@@ -61,7 +61,7 @@ def test_policy_versions_change_within_a_reply_and_observations_take_the_next_on
     assert row.policy_versions == [3, 4, 5, 5, 5, 6]
 
 
-def test_pictures_are_held_by_reference_and_one_picture_may_come_twice():
+def test_images_are_held_by_reference_and_one_image_may_come_twice():
     item = make_item("red", 1)
     turns = [make_turn([PAD], [5], [0.0], media=[item]), make_turn([PAD], [5], [0.0], media=[item])]
     (row,) = concat(make_trajectory(turns=turns))

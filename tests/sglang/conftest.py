@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from real_servers import config_of, served
+from testing.real_servers import config_of, served
 
-from vlmrl.serving import is_installed
+from vlmrl.run.serving import is_installed
 
 HERE = Path(__file__).parent
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from PIL import Image
-from real_servers import config_of, served
+from testing.real_servers import config_of, served
 from transformers import AutoProcessor, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from vlmrl.engine.base import Request, SamplingParams
@@ -51,10 +51,10 @@ def test_prompt_tokens_are_counted_alike_on_real_diagrams(real_reader, shared):
     sizes = set()
 
     async def count(file):
-        picture = Image.open(file).convert("RGB")
-        content = [{"type": "image", "image": picture}, {"type": "text", "text": "Find x."}]
+        image = Image.open(file).convert("RGB")
+        content = [{"type": "image", "image": image}, {"type": "text", "text": "Find x."}]
         rendered = run.model.renderer.prompt([{"role": "user", "content": content}])
-        media = [await run.store.get(picture)]
+        media = [await run.store.get(image)]
         sizes.add(media[0].num_tokens)
         request = Request(str(file), rendered.token_ids, media, SamplingParams(1))
         answer, _ = await run.engine.thread.run(run.engine._ask(real_reader.server, request))

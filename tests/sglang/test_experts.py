@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from real_servers import Served, config_of, served
+from testing.real_servers import Served, config_of, served
 
-from vlmrl.model.routing import indices_of
+from vlmrl.model.expert_routing import indices_of
+from vlmrl.model.tiny import build
 from vlmrl.samples import concat, step_wise
-from vlmrl.tiny import build
+from vlmrl.train.expert_replay import routed_freely
 from vlmrl.train.packing import collate
-from vlmrl.train.routes import routed_freely
 from vlmrl.types import Sample
 
 

@@ -12,15 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from real_servers import processes_of, versions
+from testing.real_servers import processes_of, versions
 
 BEGIN = """
 import asyncio, sys
 from pathlib import Path
-from real_servers import config_of
-from vlmrl import parts
+from testing.real_servers import config_of
+from vlmrl.run.build import Run, build_run
 
-run = parts.build(config_of(Path(sys.argv[1]), Path(sys.argv[2])))
+run = build_run(config_of(Path(sys.argv[1]), Path(sys.argv[2])))
 asyncio.run(run.engine.start())
 print(run.engine.servers.all[0].process.group, flush=True)
 asyncio.run(asyncio.sleep(600))

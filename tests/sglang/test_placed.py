@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from real_servers import config_of, servers_of
+from testing.real_servers import config_of, servers_of
 
-from vlmrl import loop
 from vlmrl.config import Cluster, Optim, Train
 from vlmrl.engine.servers import CPU_ARGS, CPU_ENV
-from vlmrl.metrics import read_rows
-from vlmrl.run import run_training
+from vlmrl.report.metrics import read_rows
+from vlmrl.run import loop
+from vlmrl.run.program import run_training
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'vlmrl[ray]'")
 
@@ -39,7 +39,7 @@ def test_two_ranks_train_what_a_server_samples_also_when_it_dies_and_leave_nothi
     run_training(config, Path.cwd())
     rows = read_rows(config.folder / "metrics.jsonl")
     assert [row["failed"] for row in rows] == [0, 0, 0]
-    assert max(row["rollout_gap/max"] for row in rows) < 1e-3
+    assert max(row["logprob_mismatch/max"] for row in rows) < 1e-3
     assert all(row["weight_sync/bytes"] > 0 for row in rows)
     assert rows[-1]["engine/restarts"] == 1  # where it was
     assert servers_of(config.folder.absolute()) == []
@@ -66,7 +66,7 @@ def test_ranks_and_servers_take_turns_on_the_same_gpus(qwen3_vl, tmp_path, monke
         ray.shutdown()
     rows = read_rows(config.folder / "metrics.jsonl")
     assert [row["failed"] for row in rows] == [0, 0]
-    assert max(row["rollout_gap/max"] for row in rows) < 1e-3
+    assert max(row["logprob_mismatch/max"] for row in rows) < 1e-3
     retried = [row["engine/retried"] for row in rows]
     assert retried == [0, 0]  # as it would not be where no rank sent a server its weights
     assert seen == [["0", "1"]] * 2

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from real_servers import versions
+from testing.real_servers import versions
 
-from vlmrl.renderer import expand
+from vlmrl.multimodal.renderer import expand
 
 
 def test_server_and_trainer_agree_before_anything_is_played(family):
@@ -17,7 +17,7 @@ def test_server_and_trainer_agree_before_anything_is_played(family):
     assert hands.seen < family.tolerance and hands.unseen < family.tolerance
 
 
-def test_episodes_with_pictures_in_their_observations_are_what_the_trainer_sees(family):
+def test_episodes_with_images_in_their_observations_are_what_the_trainer_sees(family):
     played = family.episodes("play")
     assert [len(t.turns) for t in played] == [3] * 8
     assert all(len(turn.media) == 1 for t in played for turn in t.turns)
@@ -25,7 +25,7 @@ def test_episodes_with_pictures_in_their_observations_are_what_the_trainer_sees(
 
 
 @pytest.mark.parametrize("method", ["tensor", "group", "disk"])
-def test_after_an_update_pictures_seen_before_are_seen_anew(family, method):
+def test_after_an_update_images_seen_before_are_seen_anew(family, method):
     family.sync.method = method
     family.episodes(f"{method}-before")
     family.change(seed=len(method))
@@ -78,7 +78,7 @@ def test_wrong_counts_are_refused_before_a_request_is_sent(family):
         ([*good.prompt_ids, pad], good.media),
         (good.prompt_ids, [*good.media] * 2),
     ):
-        with pytest.raises(ValueError, match="picture placeholders"):
+        with pytest.raises(ValueError, match="image placeholders"):
             asyncio.run(family.run.engine.generate(replace(good, prompt_ids=ids, media=media)))
     assert family.requests() == before
     asyncio.run(family.run.engine.generate(good))

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from real_servers import Served
+from testing.real_servers import Served
 
 from vlmrl.config import Checkpoint, Config, Optim, Train
-from vlmrl.metrics import read_rows
-from vlmrl.run import run_training
-from vlmrl.serving import ThisMachine
+from vlmrl.report.metrics import read_rows
+from vlmrl.run.program import run_training
+from vlmrl.run.serving import ThisMachine
 
 
 def attached(family: Served, folder: Path, **settings: Any) -> Config:
@@ -32,7 +32,7 @@ def test_a_run_samples_what_it_trains_also_when_it_was_resumed(qwen3, tmp_path):
     rows = rows_of(replace(config, train=Train(steps=4, groups_per_batch=2)), resume=True)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert [row["failed"] for row in rows] == [0] * 4
-    assert max(row["rollout_gap/max"] for row in rows) < qwen3.tolerance
+    assert max(row["logprob_mismatch/max"] for row in rows) < qwen3.tolerance
     size = sum(weight.nbytes for weight in qwen3.first.values())
     assert [row["weight_sync/bytes"] for row in rows] == [size] * 4
 
@@ -43,7 +43,7 @@ def test_a_server_on_the_trainers_gpu_lends_its_memory_while_the_trainer_trains(
     log = qwen3.server.process.launch.log
     before = log.read_text()
     rows = rows_of(attached(qwen3, tmp_path))
-    assert max(row["rollout_gap/max"] for row in rows) < qwen3.tolerance
+    assert max(row["logprob_mismatch/max"] for row in rows) < qwen3.tolerance
     asked = log.read_text()[len(before) :]
     lent = asked.count("POST /release_memory_occupation")
     assert lent == asked.count("POST /resume_memory_occupation") == asked.count("POST /pause_generation") >= 2
@@ -52,7 +52,7 @@ def test_a_server_on_the_trainers_gpu_lends_its_memory_while_the_trainer_trains(
 def test_rollouts_go_on_while_the_trainer_trains(qwen3, tmp_path):
     train = Train(steps=4, groups_per_batch=2, max_staleness=1)
     rows = rows_of(attached(qwen3, tmp_path, train=train))
-    assert rows[0]["rollout_gap/max"] < qwen3.tolerance
+    assert rows[0]["logprob_mismatch/max"] < qwen3.tolerance
     assert max(row["staleness/max"] for row in rows) == 1
     assert [row["failed"] for row in rows] == [0] * 4
     assert all(row["weight_sync/bytes"] > 0 for row in rows)

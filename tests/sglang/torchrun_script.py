@@ -4,10 +4,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from real_servers import config_of
+from testing.real_servers import config_of
 
 from vlmrl.config import Optim
-from vlmrl.run import run_training
+from vlmrl.run.program import run_training
 
 if __name__ == "__main__":
     model, folder = map(Path, sys.argv[1:])

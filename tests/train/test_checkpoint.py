@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from parallel_script import samples_of
+from testing.fsdp_script import samples_of
 
 from vlmrl.config import Algo, Lora, Model, Optim
 from vlmrl.model.loading import load_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fakes import make_trajectory, make_turn
+from testing.fakes import make_trajectory, make_turn
 
 from vlmrl.config import Algo, Config, Rollout, Train
 from vlmrl.samples import concat, step_wise

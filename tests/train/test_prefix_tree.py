@@ -1,4 +1,4 @@
-"""Shared prefixes are computed once, and nothing else changes: logprobs, gradients, positions, pictures."""
+"""Shared prefixes are computed once, and nothing else changes: logprobs, gradients, positions, images."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from fakes import PAD, make_item
-from trees import Watched, random_rows
+from testing.fakes import PAD, make_item
+from testing.trees import Watched, random_rows
 
 from vlmrl.config import Algo, Model, Optim
 from vlmrl.model import tree_attention
-from vlmrl.model.families import rope_positions
+from vlmrl.model.families.base import rope_positions
 from vlmrl.model.loading import load_model
 from vlmrl.train import prefix_tree
-from vlmrl.train.packing import Part, pack, split
+from vlmrl.train.packing import MicroBatchPlan, pack, split
 from vlmrl.train.trainer import Trainer
 from vlmrl.types import Sample
 
@@ -60,7 +60,7 @@ def test_rows_with_nothing_in_common_stand_side_by_side():
     assert tree.position_ids[0].tolist() == [0, 1, 0, 1, 2]
 
 
-def test_pictures_count_by_content_not_by_placeholder():
+def test_images_count_by_content_not_by_placeholder():
     red, blue = make_item("red", 2), make_item("blue", 2)
     same = tree_of(row([1, PAD, PAD, 5], [red]), row([1, PAD, PAD, 6], [red]))
     assert same.token_ids.tolist() == [1, PAD, PAD, 5, 6] and same.media == [red]
@@ -122,7 +122,7 @@ def test_a_trajectorys_turns_cost_what_its_last_row_costs():
 def test_packed_rows_stand_end_to_end():
     rows = [row(list(range(length))) for length in (5, 3, 4)]
     assert [part.rows for part in split(rows, 9, "packed")] == [[0, 2], [1]]
-    batch = pack(rows, Part([0, 2], "packed"), None, 1).batch
+    batch = pack(rows, MicroBatchPlan([0, 2], "packed"), None, 1).batch
     assert batch.token_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3]]
     assert batch.ends.tolist() == [[5] * 5 + [9] * 4]
 
@@ -200,7 +200,7 @@ def updated(model, rows, **options):
 
 
 def test_a_step_updates_the_weights_alike_however_rows_are_laid_out(model):
-    """Two groups that show the same pictures, in one tree and cut into many."""
+    """Two groups that show the same images, in one tree and cut into many."""
     rows = random_rows(model, 4, trained=0.7)
     shown = [{item.id for each in rows if each.group_id == group for item in each.media} for group in ("a", "b")]
     assert shown[0] & shown[1]
@@ -214,7 +214,7 @@ def test_a_step_updates_the_weights_alike_however_rows_are_laid_out(model):
 
 @pytest.mark.parametrize("layout", ["tree", "packed"])
 @pytest.mark.parametrize("seed", range(3))
-def test_positions_are_those_the_row_has_alone_and_pictures_are_encoded_once(model, seed, layout):
+def test_positions_are_those_the_row_has_alone_and_images_are_encoded_once(model, seed, layout):
     rows = [replace(each, loss_mask=[1] * len(each.response_ids)) for each in random_rows(model, seed)]
     token = model.policy.image_token_id
     for part in split(rows, 100, layout, token):
@@ -226,5 +226,5 @@ def test_positions_are_those_the_row_has_alone_and_pictures_are_encoded_once(mod
             assert int(trained.sum()) == len(rows[index].response_ids)
             assert torch.equal(packed.batch.position_ids[:, 0, places[trained]], wanted[:, -int(trained.sum()) :])
             assert packed.batch.token_ids[0, places[trained]].tolist() == rows[index].response_ids
-        pictures = {item.id for index in part.rows for item in rows[index].media}
-        assert len(packed.batch.mm_inputs.get("image_grid_thw", [])) == len(pictures)
+        images = {item.id for index in part.rows for item in rows[index].media}
+        assert len(packed.batch.mm_inputs.get("image_grid_thw", [])) == len(images)

@@ -8,10 +8,10 @@ from itertools import islice
 import pytest
 from PIL import Image
 
+from vlmrl.checks.logprob_mismatch import turn_mismatches
 from vlmrl.config import Algo, Model, Optim
 from vlmrl.model.loading import load_model
 from vlmrl.samples import audit, concat, merge_prefixes, step_wise
-from vlmrl.train.gaps import turn_gaps
 from vlmrl.train.trainer import Trainer
 from vlmrl.types import Task, Trajectory, Turn
 
@@ -38,8 +38,8 @@ class Watched(Trainer):
         return self.policy.named_parameters()
 
 
-def play(model, pictures: str) -> list[Trajectory]:
-    """Two groups of four with 1 to 4 turns; ``pictures``: none, one in the prompt, or one in every turn."""
+def play(model, images: str) -> list[Trajectory]:
+    """Two groups of four with 1 to 4 turns; ``images``: none, one in the prompt, or one in every turn."""
     dice, store = random.Random(0), model.new_store()
     noise = (Image.effect_noise((32 * dice.randint(1, 3), 32), 99).convert("RGB") for _ in range(99))
     trajectories = []
@@ -49,7 +49,7 @@ def play(model, pictures: str) -> list[Trajectory]:
             trajectory = Trajectory(f"{group}/{member}", group, Task(group, []), ending="env_done")
             trajectory.final_reward = float(member % 2)
             for number in range(turns):
-                shown = pictures == "every turn" or (pictures == "one" and number == 0)
+                shown = images == "every turn" or (images == "one" and number == 0)
                 media = [first if number == 0 else store.load(next(noise))] if shown else []
                 prompt = [id for item in media for id in [7, *[model.policy.image_token_id] * item.num_tokens, 8]]
                 prompt += [dice.randrange(200) for _ in range(6)] if number else [1, 2, 3]  # a group shares its prompt
@@ -80,10 +80,10 @@ def model(request, tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize("pictures", ["none", "one", "every turn"])
+@pytest.mark.parametrize("images", ["none", "one", "every turn"])
 @pytest.mark.parametrize("reduction", ["token_mean", "prompt_mean"])
-def test_gradients_agree_whatever_the_form(model, pictures, reduction):
-    trajectories = play(model, pictures)
+def test_gradients_agree_whatever_the_form(model, images, reduction):
+    trajectories = play(model, images)
     wanted = gradients(model, trajectories, "concat", reduction, groups_per_step=1).gradients
     for form in ("step_wise", "merged"):
         found = gradients(model, trajectories, form, reduction, groups_per_step=1).gradients
@@ -112,7 +112,7 @@ def test_gaps_are_told_by_turn_in_every_form(model):
     gaps = {}
     for form, emit in FORMS.items():
         trainer = gradients(model, trajectories, form, "token_mean", None)
-        gaps[form] = turn_gaps(trajectories, [s for t in trajectories for s in emit(t)], trainer.scored)
+        gaps[form] = turn_mismatches(trajectories, [s for t in trajectories for s in emit(t)], trainer.scored)
     places = [(t.id, number) for t in trajectories for number in range(len(t.turns))]
     for form, found in gaps.items():
         assert [(gap.trajectory_id, gap.turn) for gap in found] == places, form

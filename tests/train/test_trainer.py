@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from vlmrl import tiny
 from vlmrl.config import Algo, Model, Optim
+from vlmrl.model import tiny
 from vlmrl.model.loading import load_model
 from vlmrl.model.policy import Policy
 from vlmrl.train.master_weights import MasterWeights, move_state
@@ -23,10 +23,10 @@ def model(request, tmp_path_factory):
     return load_model(Model(path=str(folder), device="cpu"), None, folder.parent, seed=0)
 
 
-def sample(model, name, pictures, response, mask, group="g", advantage=1.0):
-    """A row whose prompt shows pictures of the given sizes; ``response`` and ``mask`` as given."""
+def sample(model, name, images, response, mask, group="g", advantage=1.0):
+    """A row whose prompt shows images of the given sizes; ``response`` and ``mask`` as given."""
     store = model.new_store()
-    media = [store.load(Image.effect_noise(size, 90).convert("RGB")) for size in pictures]
+    media = [store.load(Image.effect_noise(size, 90).convert("RGB")) for size in images]
     prompt = [5, 6]
     for item in media:
         prompt += [model.policy.image_token_id] * item.num_tokens + [7]
@@ -47,7 +47,7 @@ def sample(model, name, pictures, response, mask, group="g", advantage=1.0):
 
 
 def mixed_samples(model):
-    """Text and pictures, long and short, two groups; the last row shows the first one's picture again."""
+    """Text and images, long and short, two groups; the last row shows the first one's image again."""
     rows = [
         sample(model, "a", [(64, 96)], [10, 11, 12, 13], [1, 1, 0, 1], "g1", 1.0),
         sample(model, "b", [], [20, 21], [1, 1], "g1", -1.0),
@@ -86,7 +86,7 @@ def test_a_mixed_micro_batch_scores_each_row_as_if_alone(model):
     with torch.no_grad():
         batch = collate(rows, model.policy.image_token_id, model.policy.merge_size)
         scores = model.policy(batch)
-        assert len(batch.mm_inputs["image_grid_thw"]) == 3 and len(batch.image_order) == 4  # each distinct picture once
+        assert len(batch.mm_inputs["image_grid_thw"]) == 3 and len(batch.image_order) == 4  # each distinct image once
         for index, row in enumerate(rows):
             start = len(row.prompt_token_ids)
             expected = row_logprobs(model, row)
@@ -95,7 +95,7 @@ def test_a_mixed_micro_batch_scores_each_row_as_if_alone(model):
                 assert got == pytest.approx(expected[place].item() if mask else 0.0, abs=2e-6)
 
 
-def test_swapping_a_picture_moves_the_logprobs(model):
+def test_swapping_a_image_moves_the_logprobs(model):
     row = sample(model, "a", [(64, 64)], [10, 11], [1, 1])
     other = copy.copy(row)
     other.media = sample(model, "b", [(64, 64)], [10], [1]).media

@@ -16,7 +16,7 @@ def zero_variance(group: Sequence[Trajectory]) -> bool:
 
 
 def reward_band(group: Sequence[Trajectory], low: float = 0.0, high: float = 1.0) -> bool:
-    """Keep a group whose mean reward lies strictly between ``low`` and ``high``: neither hopeless nor mastered."""
+    """Keep a group whose mean reward lies strictly between ``low`` and ``high``: neither non_retryable nor mastered."""
     rewards = [trajectory.reward for trajectory in group if not trajectory.failed and trajectory.reward is not None]
     return bool(rewards) and low < sum(rewards) / len(rewards) < high
 

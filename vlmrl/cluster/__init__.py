@@ -1,7 +1,7 @@
 """One run on many processes, placed by Ray: `actors.py` starts and asks them, `workers.py` is what they do.
 
 The driver plays the episodes and keeps no weights. Samples go to the trainer ranks and prompts to the engines through Ray's object
-store, each picture once per node; weights go from the ranks to the engines without passing the driver.
+store, each image once per node; weights go from the ranks to the engines without passing the driver.
 """
 
 

@@ -29,18 +29,18 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import vlmrl
 from vlmrl.cluster import ClusterError
-from vlmrl.cluster.transport import Crate, WirePicture, buckets
+from vlmrl.cluster.payload import SamplePayload, SerializedImage, buckets
 from vlmrl.cluster.workers import EngineWorker, RankWorker, ServerWorker, code_of
 from vlmrl.config import Algo, Config, Lora
+from vlmrl.config.code import FILE_MODULE
 from vlmrl.engine.base import EngineError, Request
 from vlmrl.engine.servers import Server
-from vlmrl.loading import FILE_MODULE
 from vlmrl.model.loading import pick_dtype
 from vlmrl.train.checkpoint import load_random, save_random
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import Receive
-from vlmrl.train.transports import Delivery, Method, Sent
 from vlmrl.types import Completion, MediaItem, Sample
+from vlmrl.weight_sync.transfer import Method, TransferResult, WeightUpdate
 
 PLACING = 300.0  # seconds until there is room for all processes
 LOADING = 1800.0  # until each has its model
@@ -58,11 +58,11 @@ Actor = Any  # the handle of one
 class RayCluster:
     """Trainer ranks and engines, placed and loaded. :meth:`close` ends all of them, and Ray where it was started here.
 
-    ``dtype`` is what all of them compute in. With servers of SGLang for engines it is their :class:`~vlmrl.serving.Home`.
+    ``dtype`` is what all of them compute in. With servers of SGLang for engines it is their :class:`~vlmrl.run.serving.ServerHost`.
     """
 
     def __init__(self, config: Config, base_dir: Path | None, keep_kv: bool) -> None:
-        self.pictures = Pictures()
+        self.images = ImageObjects()
         self.ranks: list[Actor] = []
         self.engines: list[Actor] = []
         self.dtype = pick_dtype(config.model.dtype, torch.device("cuda" if config.cluster.gpus else "cpu"))
@@ -84,7 +84,7 @@ class RayCluster:
     @property
     def shares_gpus(self) -> bool:
         """Whether the ranks' GPUs have servers, too."""
-        return self._config.engine == "sglang" and self._config.takes_turns
+        return self._config.engine == "sglang" and self._config.colocated
 
     @property
     def method(self) -> Method:
@@ -96,9 +96,9 @@ class RayCluster:
         return self._ask_each(method, [arguments] * len(self.ranks), seconds, what)[0]
 
     def ask_about(self, method: str, samples: Sequence[Sample]) -> Any:
-        """What the trainer's ``method`` makes of rows: they go to each node once, and their pictures once for all calls."""
-        crate, pictures = Crate.of(samples)
-        return self.ask("call_on", method, ray.put(crate), *self.pictures.refs(pictures))
+        """What the trainer's ``method`` makes of rows: they go to each node once, and their images once for all calls."""
+        crate, images = SamplePayload.of(samples)
+        return self.ask("call_on", method, ray.put(crate), *self.images.refs(images))
 
     def free_gpus(self) -> bool:
         """Have the ranks leave the GPUs to the engines; False where they cannot, since one of them failed."""
@@ -128,7 +128,7 @@ class RayCluster:
             self._rank_beside = dict(zip(urls, beside, strict=True))
         return [Server(url, KeptProcess(keeper)) for url, keeper in zip(urls, self.engines, strict=True)]
 
-    def send(self, delivery: Delivery) -> Sent:
+    def send(self, delivery: WeightUpdate) -> TransferResult:
         """Have all ranks gather the weights, and rank 0 deliver them, which it can do again alone.
 
         As handles of GPU memory, servers get them from the rank whose GPU they share.
@@ -146,8 +146,8 @@ class RayCluster:
 
     def score(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
         """Before there is a trainer, logprobs of the rows' responses."""
-        crate, pictures = Crate.of(samples)
-        return self.ask("logprobs", temperature, ray.put(crate), *self.pictures.refs(pictures))
+        crate, images = SamplePayload.of(samples)
+        return self.ask("logprobs", temperature, ray.put(crate), *self.images.refs(images))
 
     def close(self) -> None:
         for actor in [*self.ranks, *self.engines]:
@@ -177,7 +177,7 @@ class RayCluster:
         sampled = replace(plain, model=replace(plain.model, lora=Lora(), freeze=()))  # gets merged weights
         for number in range(cluster.num_engines):
             beside = number * count // cluster.num_engines
-            gpu = self._gpus_of(beside, 1)[0] if config.takes_turns else None
+            gpu = self._gpus_of(beside, 1)[0] if config.colocated else None
             own = int(cluster.gpus > 0 and gpu is None)
             place = self._place(number * cluster.nodes // cluster.num_engines, own)
             place["max_concurrency"] = config.rollout.max_concurrent + CONTROL
@@ -273,7 +273,7 @@ class RemoteEngine:
         self.policy_version = 0
         self.receive = ToEngines(tuple(cluster.engines), cluster.dtype)
         self._cluster = cluster
-        self._takes_turns = config.takes_turns
+        self._takes_turns = config.colocated
         self._timeout = config.rollout.engine_timeout
         self._home: dict[str, int] = {}
         self._encoded = [0] * len(cluster.engines)
@@ -283,9 +283,9 @@ class RemoteEngine:
         return sum(self._encoded)
 
     async def generate(self, request: Request) -> Completion:
-        return (await self.generate_wave([request]))[0]
+        return (await self.generate_batch([request]))[0]
 
-    async def generate_wave(self, requests: Sequence[Request]) -> list[Completion]:
+    async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
         """All requests, as one batch on each engine."""
         homes = [self._home_of(request.trajectory_id) for request in requests]
         shares = {home: [request for request, at in zip(requests, homes, strict=True) if at == home] for home in homes}
@@ -321,8 +321,8 @@ class RemoteEngine:
         return self._home[trajectory_id]
 
     async def _ask(self, home: int, requests: Sequence[Request]) -> list[Completion]:
-        crate, pictures = Crate.of(requests)
-        reply = self._cluster.engines[home].generate.remote(crate, *self._cluster.pictures.refs(pictures))
+        crate, images = SamplePayload.of(requests)
+        reply = self._cluster.engines[home].generate.remote(crate, *self._cluster.images.refs(images))
         try:
             async with asyncio.timeout(self._timeout):
                 completions, self._encoded[home] = await reply
@@ -382,8 +382,8 @@ class KeptProcess:
             raise EngineError(f"who keeps the server's process does not answer: {error}") from error
 
 
-class Pictures:
-    """Each distinct picture in the object store once, for as long as anybody shows it."""
+class ImageObjects:
+    """Each distinct image in the object store once, for as long as anybody shows it."""
 
     def __init__(self) -> None:
         self._refs: weakref.WeakKeyDictionary[MediaItem, Ref] = weakref.WeakKeyDictionary()
@@ -394,7 +394,7 @@ class Pictures:
     def refs(self, items: Sequence[MediaItem]) -> list[Ref]:
         for item in items:
             if item not in self._refs:
-                self._refs[item] = ray.put(WirePicture.of(item))
+                self._refs[item] = ray.put(SerializedImage.of(item))
         return [self._refs[item] for item in items]
 
 
@@ -414,7 +414,7 @@ class ToEngines:
         _results(loading, MOVING, "load weights")
 
 
-def parts_by_rank(delivery: Delivery, beside: dict[str, int], ranks: int) -> list[Delivery | None]:
+def parts_by_rank(delivery: WeightUpdate, beside: dict[str, int], ranks: int) -> list[WeightUpdate | None]:
     """What each rank has to deliver: to the servers it is ``beside``, and rank 0, which keeps the weights, to those beside none."""
     targets = [tuple(each for each in delivery.targets if beside.get(each.url, 0) == rank) for rank in range(ranks)]
     parts = [replace(delivery, targets=each, keep=rank == 0) for rank, each in enumerate(targets)]

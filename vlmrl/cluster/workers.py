@@ -15,20 +15,20 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from vlmrl.algos import CORRECTIONS, KL, LOSSES, REDUCTIONS
-from vlmrl.cluster.transport import Crate, Weights, WirePicture, WireTensor
+from vlmrl.cluster.payload import SamplePayload, SerializedImage, Weights, WireTensor
 from vlmrl.config import Algo, Config, SGLang
 from vlmrl.engine.base import Request
+from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.engine.servers import LocalProcess, free_ports, launch
-from vlmrl.engine.transformers import TransformersEngine
-from vlmrl.model.adapters import named_weights
 from vlmrl.model.loading import as_saved, load_model
-from vlmrl.serving import score
-from vlmrl.train.parallel import COLLECTIVE, backend_of, forget_unused, reshard
+from vlmrl.model.lora import named_weights
+from vlmrl.train.factory import Trainers
+from vlmrl.train.fsdp import COLLECTIVE, backend_of, forget_unused, reshard
+from vlmrl.train.packing import response_logprobs
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import Receive
-from vlmrl.train.transports import Delivery, Sent
-from vlmrl.trainers import Trainers
 from vlmrl.types import Completion, MediaItem, Sample
+from vlmrl.weight_sync.transfer import TransferResult, WeightUpdate
 
 HOST = torch.device("cpu")
 
@@ -92,9 +92,9 @@ class RankWorker:
         result = getattr(self._trainer, method)(*arguments)
         return None if self._ranks.rank else result
 
-    def call_on(self, method: str, crate: Crate[Sample], *pictures: WirePicture) -> Any:
+    def call_on(self, method: str, crate: SamplePayload[Sample], *images: SerializedImage) -> Any:
         """The same of a method that takes rows."""
-        return self.call(method, crate.unpack([picture.item() for picture in pictures]))
+        return self.call(method, crate.unpack([image.item() for image in images]))
 
     def read(self, *names: str) -> list[Any]:
         """The trainer's attributes of these names."""
@@ -105,7 +105,7 @@ class RankWorker:
         self._come()
         return (_walk if self._ranks.rank else receive)(self._trainer.named_weights())
 
-    def deliver(self, delivery: Delivery | None) -> Sent | None:
+    def deliver(self, delivery: WeightUpdate | None) -> TransferResult | None:
         """The policy's weights for servers, from the ranks that are given a delivery. To repeat one is asked of rank 0 alone."""
         if delivery is not None and delivery.again:
             return delivery(())
@@ -117,9 +117,11 @@ class RankWorker:
             return None
         return delivery(as_saved(model, named))
 
-    def logprobs(self, temperature: float, crate: Crate[Sample], *pictures: WirePicture) -> list[np.ndarray] | None:
+    def logprobs(
+        self, temperature: float, crate: SamplePayload[Sample], *images: SerializedImage
+    ) -> list[np.ndarray] | None:
         """Of each row's response under the policy's weights, before there is a trainer."""
-        scores = score(self._trainers.policy, crate.unpack([picture.item() for picture in pictures]), temperature)
+        scores = response_logprobs(self._trainers.policy, crate.unpack([image.item() for image in images]), temperature)
         return None if self._ranks.rank else scores
 
     def weights(self, method: str) -> Weights | None:
@@ -156,17 +158,17 @@ class EngineWorker:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # CUDA reads it when it is first used
         model = load_model(config.model, base_dir, config.models_dir, config.seed)
         record_routes = config.train.replay_routing
-        self._engine = TransformersEngine(model.policy, model.renderer, keep_kv=keep_kv, record_routes=record_routes)
+        self._engine = HFEngine(model.policy, model.renderer, keep_kv=keep_kv, record_routes=record_routes)
         self._device = model.policy.device
         self._items: weakref.WeakValueDictionary[str, MediaItem] = weakref.WeakValueDictionary()
-        self._shown: dict[str, list[MediaItem]] = {}  # by trajectory: its pictures live until it is released
+        self._shown: dict[str, list[MediaItem]] = {}  # by trajectory: its images live until it is released
 
-    async def generate(self, crate: Crate[Request], *pictures: WirePicture) -> tuple[list[Completion], int]:
-        """The replies to some requests as one batch, and how many pictures this engine has encoded so far."""
-        requests = crate.unpack([self._item(picture) for picture in pictures])
+    async def generate(self, crate: SamplePayload[Request], *images: SerializedImage) -> tuple[list[Completion], int]:
+        """The replies to some requests as one batch, and how many images this engine has encoded so far."""
+        requests = crate.unpack([self._item(image) for image in images])
         for request in requests:
             self._shown[request.trajectory_id] = list(request.media)
-        return await self._engine.generate_wave(requests), self._engine.images_encoded
+        return await self._engine.generate_batch(requests), self._engine.images_encoded
 
     async def release(self, trajectory_id: str) -> None:
         self._shown.pop(trajectory_id, None)
@@ -188,10 +190,10 @@ class EngineWorker:
     async def weights_changed(self, policy_version: int) -> None:
         self._engine.weights_changed(policy_version)
 
-    def _item(self, picture: WirePicture) -> MediaItem:
-        item = self._items.get(picture.id)
+    def _item(self, image: SerializedImage) -> MediaItem:
+        item = self._items.get(image.id)
         if item is None:
-            item = self._items[picture.id] = picture.item()
+            item = self._items[image.id] = image.item()
         return item
 
     def _move(self, device: torch.device) -> None:

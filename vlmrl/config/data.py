@@ -24,13 +24,13 @@ class Data:
     held_out: int | float = 0
     """Rows kept for the evaluation: a number of them, or below 1 a share. Chosen by id alone, or by place where rows have none."""
     max_prompt_tokens: int | None = None
-    """Pass over rows whose prompt is longer, its pictures and the env's tools included."""
+    """Pass over rows whose prompt is longer, its images and the env's tools included."""
     shuffle: bool = True
     """Play each epoch in an order of its own; otherwise as the rows stand."""
     system_prompt: str | None = None
     """Put before every prompt that has no system message of its own."""
     seed: int = 0
-    """Of the order, and of the tasks: a generator's pictures, an env's chances."""
+    """Of the order, and of the tasks: a generator's images, an env's chances."""
     options: Options = field(default_factory=dict)
     """Keyword options of the generator."""
 

@@ -37,11 +37,11 @@ class Model:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: bfloat16 on a GPU, float32 on a CPU. The optimizer's own copy is float32 either way."""
     chat_template: str | None = None
-    """A Jinja file, or the name of one in `vlmrl/templates`; unset: the model's own."""
+    """A Jinja file, or the name of one in `vlmrl/multimodal/templates`; unset: the model's own."""
     random_weights: bool = False
     """Take only the configuration, the tokenizer and the processor from `path`, and draw the weights."""
     max_image_pixels: int | None = None
-    """Shrink pictures to at most this many pixels; unset: the processor's own limit."""
+    """Shrink images to at most this many pixels; unset: the processor's own limit."""
     freeze: tuple[str, ...] = ()
     """What is not trained: `vision_tower`, `projector`, `language_model`, or patterns of parameter names."""
     lora: Lora = field(default_factory=Lora)

@@ -15,7 +15,7 @@ class Rollout:
     max_turns: int = 1
     """Replies in one episode; an env may end it sooner."""
     max_tokens: int = 4096
-    """The budget of a whole trajectory: prompt, pictures, replies and observations."""
+    """The budget of a whole trajectory: prompt, images, replies and observations."""
     max_reply_tokens: int = 1024
     """The most tokens one reply may take."""
     temperature: float = 1.0
@@ -104,8 +104,8 @@ class SGLang:
     """Weights that are on their way at once."""
     sync_timeout: float = 300.0
     """Seconds that a server may take for one bucket, or for all of a folder."""
-    pictures: Literal["auto", "inline", "file"] = "auto"
-    """`inline`: every request holds its pictures. `file`: each is written once and named by its path. `auto`: file for servers
+    images: Literal["auto", "inline", "file"] = "auto"
+    """`inline`: every request holds its images. `file`: each is written once and named by its path. `auto`: file for servers
     started here."""
     check: bool = True
     """At the start, compare checksums and logprobs with the trainer's, and refuse a server that disagrees."""

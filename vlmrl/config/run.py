@@ -208,7 +208,7 @@ class Config:
         return self.engine == "sglang" and bool(self.sglang.urls)
 
     @property
-    def takes_turns(self) -> bool:
+    def colocated(self) -> bool:
         """Whether Ray places ranks and engines on the same GPUs."""
         return bool(self.placed.gpus and self.placed.colocate and not self.attached)
 

@@ -117,7 +117,7 @@ class Optim:
 @dataclass(frozen=True)
 class Train:
     steps: int = 100
-    """Batches to train on."""
+    """RolloutBuffer to train on."""
     groups_per_batch: int = 16
     """Groups rolled out before each update."""
     groups_per_step: int | None = None
@@ -137,7 +137,7 @@ class Train:
     gradient_checkpointing: bool = False
     """Recompute activations for the gradient instead of keeping them: less memory, more time."""
     canary: bool = True
-    """Before the first update, swap one picture and demand that logprobs move."""
+    """Before the first update, swap one image and demand that logprobs move."""
     shuffle_rewards: bool = False
     """A control: permute the rewards over each batch. Whatever is still learnt was not learnt from reward."""
 
@@ -173,7 +173,7 @@ class Eval:
     samples_per_task: int = 1
     """Episodes of each held-out task; their mean is one number."""
     blank_images: bool = False
-    """At the end, evaluate once more with every picture blanked: what is left was not learnt by seeing."""
+    """At the end, evaluate once more with every image blanked: what is left was not learnt by seeing."""
     chance: float | None = None
     """The reward of guessing, if known: shown beside the others."""
 

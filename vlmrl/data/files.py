@@ -11,14 +11,14 @@ from typing import Any
 
 import datasets as hf
 
-from vlmrl.loading import places, resolve_path
+from vlmrl.config.code import places, resolve_path
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 _SPLIT_NAMES = {"train", "validation", "val", "valid", "dev", "test"}
 
 
 class Rows:
-    """The rows of one split by index, every picture in them, however deep, left as ``{"bytes": ..., "path": ...}``."""
+    """The rows of one split by index, every image in them, however deep, left as ``{"bytes": ..., "path": ...}``."""
 
     def __init__(self, dataset: hf.Dataset) -> None:
         self.columns: list[str] = dataset.column_names

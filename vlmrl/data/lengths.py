@@ -1,12 +1,12 @@
-"""How long a task's prompt is in true tokens, pictures included, without decoding or processing any."""
+"""How long a task's prompt is in true tokens, images included, without decoding or processing any."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vlmrl.media import MediaStore
-from vlmrl.renderer import Renderer
+from vlmrl.multimodal.renderer import Renderer
+from vlmrl.multimodal.store import MediaStore
 from vlmrl.types import Task
 
 
@@ -19,7 +19,7 @@ def prompt_tokens(
         rendered = renderer.prompt(task.prompt, tools(task))
         if not rendered.images:
             return len(rendered.token_ids)
-        assert store is not None  # the renderer of a text model refuses pictures
+        assert store is not None  # the renderer of a text model refuses images
         return len(rendered.token_ids) + sum(store.measure(image).num_tokens - 1 for image in rendered.images)
 
     return count

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from vlmrl.config import Data
+from vlmrl.config.code import load_object, places
 from vlmrl.data.files import find, load_rows, task_name
-from vlmrl.data.pictures import Pictures, image_parts
-from vlmrl.loading import load_object, places
+from vlmrl.data.row_images import RowImages, image_parts
 from vlmrl.types import Message, Task
 
 Row = dict[str, Any]
@@ -143,7 +143,7 @@ def _dataset(data: Data, base_dir: Path | None, part: str) -> _Table:
                 raise ValueError(f"{where}: column {columns[key]!r} is empty. Give the row one, or drop it")
         source = str(row[columns["source"]]) if "source" in columns else part or str(local or data.path)
         task = Task(f"{name}/{ids[index]}", [], source=source, seed=task_seed(data.seed, index), part=part)
-        return _filled(task, row, columns, data.system_prompt, Pictures(where, roots))
+        return _filled(task, row, columns, data.system_prompt, RowImages(where, roots))
 
     return _Table(make, ids)
 
@@ -187,7 +187,7 @@ def _generated(data: Data, base_dir: Path | None, part: str) -> _Table:
             raise ValueError(f"{where}: it must return a Task or a dict with a prompt, but it returned {made!r}")
         task = Task(f"{name}/{data.seed}/{index}", [], source=source, seed=seed, part=part)
         columns = {key: key for key in ("prompt", "images", "answer") if key in made}
-        return _filled(task, made, columns, data.system_prompt, Pictures(where, places(".", base_dir)))
+        return _filled(task, made, columns, data.system_prompt, RowImages(where, places(".", base_dir)))
 
     return _Table(make, range(data.size or 0))
 
@@ -195,10 +195,10 @@ def _generated(data: Data, base_dir: Path | None, part: str) -> _Table:
 # One row
 
 
-def _filled(task: Task, row: Row, columns: dict[str, str], system: str | None, pictures: Pictures) -> Task:
-    """The task with its prompt, pictures, answer and other columns taken from the row."""
-    pictures.take(row[columns["images"]] if "images" in columns else None)
-    prompt = _with_system(pictures.placed(row[columns["prompt"]]), system)
+def _filled(task: Task, row: Row, columns: dict[str, str], system: str | None, row_images: RowImages) -> Task:
+    """The task with its prompt, images, answer and other columns taken from the row."""
+    row_images.take(row[columns["images"]] if "images" in columns else None)
+    prompt = _with_system(row_images.placed(row[columns["prompt"]]), system)
     images = [part["image"] for message in prompt for part in image_parts(message)]
     answer = row[columns["answer"]] if "answer" in columns else None
     others = {name: value for name, value in row.items() if name not in columns.values()}

@@ -29,10 +29,10 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One reply to sample: ids with one placeholder per picture, and the pictures in order.
+    """One reply to sample: ids with one placeholder per image, and the images in order.
 
     Requests of one trajectory share ``trajectory_id``, so that an engine can keep what it computed for earlier turns. Ids sort
-    in task order. Where an engine tells experts, those of the first ``routes_from`` tokens, pictures expanded, are known already.
+    in task order. Where an engine tells experts, those of the first ``routes_from`` tokens, images expanded, are known already.
     """
 
     trajectory_id: str
@@ -67,7 +67,7 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Go on. Where the weights changed, nothing is used that the old ones computed: keys and values, features of pictures.
+        """Go on. Where the weights changed, nothing is used that the old ones computed: keys and values, features of images.
 
         An engine that takes turns with a trainer stays paused where that has failed and cannot leave their GPUs.
         """
@@ -87,14 +87,14 @@ async def paused(engine: Engine) -> AsyncIterator[None]:
 
 
 @runtime_checkable
-class WaveEngine(Engine, Protocol):
+class BatchEngine(Engine, Protocol):
     """An engine that can also sample many requests as one batch, whose make-up is then the caller's."""
 
-    async def generate_wave(self, requests: Sequence[Request]) -> list[Completion]: ...
+    async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]: ...
 
 
 class RunEngine(Engine, Protocol):
-    """What a run asks of its engine beside the episodes. ``images_encoded`` counts the pictures that went through the model."""
+    """What a run asks of its engine beside the episodes. ``images_encoded`` counts the images that went through the model."""
 
     @property
     def images_encoded(self) -> int: ...
@@ -104,13 +104,13 @@ class RunEngine(Engine, Protocol):
         ...
 
 
-class Waves:
+class LockstepBatching:
     """An engine that waits until every live trajectory has asked, then samples all in task order: the deterministic mode.
 
     The runner calls :meth:`join` before trajectories start and :meth:`leave` as each one ends.
     """
 
-    def __init__(self, engine: WaveEngine) -> None:
+    def __init__(self, engine: BatchEngine) -> None:
         self.engine = engine
         self._live = 0
         self._waiting: list[tuple[Request, asyncio.Future[Completion]]] = []
@@ -158,7 +158,7 @@ class Waves:
 
     async def _run(self, wave: list[tuple[Request, asyncio.Future[Completion]]]) -> None:
         try:
-            completions = await self.engine.generate_wave([request for request, _ in wave])
+            completions = await self.engine.generate_batch([request for request, _ in wave])
         except BaseException as error:
             for _, future in wave:
                 if not future.done():

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from vlmrl.engine.base import Request
-from vlmrl.renderer import Renderer, expand
+from vlmrl.multimodal.renderer import Renderer, expand
 from vlmrl.types import Completion
 
 
@@ -48,7 +48,7 @@ class ScriptedEngine:
             return Completion(ids, [0.0] * len(ids), "length", [0] * len(ids), len(prompt))
         return Completion(ids, [0.0] * len(ids), "stop", [0] * len(ids), len(prompt))
 
-    async def generate_wave(self, requests: list[Request]) -> list[Completion]:
+    async def generate_batch(self, requests: list[Request]) -> list[Completion]:
         return [await self.generate(request) for request in requests]
 
     def release(self, trajectory_id: str) -> None:

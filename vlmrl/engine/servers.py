@@ -188,7 +188,7 @@ class Servers:
     """All servers of one run. Its coroutines run in one event loop, that of the engine's thread.
 
     ``bring`` gives a server the current weights; until it returns, the server does not serve. Set it before :meth:`start`.
-    ``take_turns``: the trainer has the GPUs while they are paused, so that none is started then. ``at_end`` is called when all have
+    ``colocated``: the trainer has the GPUs while they are paused, so that none is started then. ``at_end`` is called when all have
     stopped.
     """
 
@@ -197,7 +197,7 @@ class Servers:
         config: SGLang,
         servers: Sequence[Server],
         at_end: Callable[[], None] | None = None,
-        take_turns: bool = False,
+        colocated: bool = False,
     ) -> None:
         self.config = config
         self.all = list(servers)
@@ -205,7 +205,7 @@ class Servers:
         self.bring: Callable[[Server], Awaitable[None]] = _nothing
         self.restarts = 0
         self.paused = False
-        self.take_turns = take_turns
+        self.colocated = colocated
         self.changing = asyncio.Lock()  # held while weights change, or one server gets them
         self._starting: set[Server] = set()
         self._changed = asyncio.Condition()
@@ -218,9 +218,9 @@ class Servers:
 
     @property
     def see_files(self) -> bool:
-        """Whether they can read pictures from this machine's files."""
-        auto = self.config.pictures == "auto" and all(server.sees_files for server in self.all)
-        return self.config.pictures == "file" or auto
+        """Whether they can read images from this machine's files."""
+        auto = self.config.images == "auto" and all(server.sees_files for server in self.all)
+        return self.config.images == "file" or auto
 
     async def start(self) -> None:
         """Wait until all servers answer. Raises EngineError where one does not within ``sglang.start_timeout``."""
@@ -358,7 +358,7 @@ class Servers:
                 async with asyncio.timeout(self.config.health_every):
                     await server.suspected.wait()
             server.suspected.clear()
-            if self.paused and (self.take_turns or server.alive):
+            if self.paused and (self.colocated or server.alive):
                 continue  # a paused server answers no health check, and whoever has its memory still needs it
             asked = not broken and not server.lends  # one that still lends could not be told to go on
             healthy = asked and await self._is_healthy(server, self.config.health_timeout)
@@ -390,7 +390,7 @@ class Servers:
         await self.serve(server)
 
     def _check_turn(self, server: Server) -> None:
-        if self.paused and self.take_turns:
+        if self.paused and self.colocated:
             raise EngineError(f"the SGLang server {server.url} has to wait: the trainer has its GPUs")
 
 
@@ -443,7 +443,7 @@ def command(config: SGLang, args: dict[str, Any]) -> list[str]:
 
 def environment(config: SGLang, gpus: bool) -> dict[str, str]:
     """What a server's environment has beside ours."""
-    env = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}  # its picture features would outlive the weights
+    env = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}  # its image features would outlive the weights
     return env | ({} if gpus else CPU_ENV) | config.env
 
 

@@ -19,22 +19,22 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from vlmrl import tiny
 from vlmrl.config import Model
-from vlmrl.images import blank
-from vlmrl.loading import resolve_path
-from vlmrl.media import MediaStore
-from vlmrl.model.adapters import add_lora, freeze, named_weights
-from vlmrl.model.families import family_of
+from vlmrl.config.code import resolve_path
+from vlmrl.model import tiny
+from vlmrl.model.families.base import family_of
+from vlmrl.model.lora import add_lora, freeze, named_weights
 from vlmrl.model.policy import Policy
-from vlmrl.renderer import Renderer
+from vlmrl.multimodal.images import blank
+from vlmrl.multimodal.renderer import Renderer
+from vlmrl.multimodal.store import MediaStore
 
-TEMPLATES = Path(__file__).parent.parent / "templates"
+TEMPLATES = Path(__file__).parents[1] / "multimodal/templates"
 
 
 @dataclass(frozen=True)
 class Reader:
-    """How a model reads: its tokenizer and chat template, its picture processor (``None`` for a text model); no weights.
+    """How a model reads: its tokenizer and chat template, its image processor (``None`` for a text model); no weights.
 
     ``path`` is where it came from: a folder, or a hub name.
     """
@@ -59,7 +59,7 @@ class LoadedModel(Reader):
     policy: Policy
 
     @property
-    def is_hollow(self) -> bool:
+    def is_on_meta(self) -> bool:
         """Whether the weights are elsewhere, and only their shapes here."""
         return self.policy.device.type == "meta"
 

@@ -17,16 +17,16 @@ import torch
 from torch import nn
 
 from vlmrl.model import tree_attention
-from vlmrl.model.adapters import adapters_off
-from vlmrl.model.families import WHY_ALONE, family_of
+from vlmrl.model.expert_routing import Routing
+from vlmrl.model.families.base import WHY_ALONE, family_of
 from vlmrl.model.head import logits_of, score_tokens
-from vlmrl.model.routing import Routing
-from vlmrl.types import Batch
+from vlmrl.model.lora import adapters_off
+from vlmrl.types import MicroBatch
 
 
 @dataclass(frozen=True)
 class ImageFeatures:
-    """One picture as the decoder reads it: ``embeds`` ``[tokens, hidden]``, and one more such tensor per deepstack layer."""
+    """One image as the decoder reads it: ``embeds`` ``[tokens, hidden]``, and one more such tensor per deepstack layer."""
 
     embeds: torch.Tensor
     deepstack: tuple[torch.Tensor, ...] = ()
@@ -34,7 +34,7 @@ class ImageFeatures:
 
 @dataclass
 class _FeatureOutput:
-    """What Hugging Face's forward reads from ``get_image_features``: features by picture occurrence."""
+    """What Hugging Face's forward reads from ``get_image_features``: features by image occurrence."""
 
     pooler_output: tuple[torch.Tensor, ...]
     deepstack_features: list[Any]
@@ -50,7 +50,7 @@ class TokenScores(NamedTuple):
 class Policy(nn.Module):
     """A causal language model, with or without eyes. ``banned_ids`` have no probability, for sampling and training alike.
 
-    With ``lockstep`` every forward touches every weight, pictures or not: so several ranks that share the weights never wait for
+    With ``lockstep`` every forward touches every weight, images or not: so several ranks that share the weights never wait for
     one that has nothing to do there.
     """
 
@@ -69,7 +69,7 @@ class Policy(nn.Module):
         _check_attention(model.config)
         tree_attention.install(model)
         if self.family.vision:
-            # Each distinct picture is encoded once and put wherever it occurs; the model's own method refuses that.
+            # Each distinct image is encoded once and put wherever it occurs; the model's own method refuses that.
             model.model.get_image_features = lambda *args, **kwargs: self._features
 
     @property
@@ -105,14 +105,14 @@ class Policy(nn.Module):
             settings["context_fn"] = self.routing.checkpointed
         getattr(self.model, "activation_checkpointing_enable", old_name)(settings)
 
-    def forward(self, batch: Batch, temperature: float = 1.0) -> TokenScores:
+    def forward(self, batch: MicroBatch, temperature: float = 1.0) -> TokenScores:
         """The logprob of each token that ``batch.targets`` marks, given all before it in its row."""
         if batch.ends is not None and not self.family.may_pack:
             raise ValueError(f"samples of {self.config.model_type} must not stand in one row: {WHY_ALONE}.")
         features = self.encode_images(batch.mm_inputs) if batch.mm_inputs else []
         occurrences = [features[index] for index in batch.image_order]
         tree = None if batch.ends is None else tree_attention.plan(batch.ends[0])
-        unseen = self._blank_picture() if self.lockstep and self.family.vision and not occurrences else None
+        unseen = self._blank_image() if self.lockstep and self.family.vision and not occurrences else None
         with self._sent_to(batch.experts):
             hidden = self.hidden(batch.token_ids, batch.position_ids, None, occurrences, unseen=unseen, tree=tree)
         rows, places = batch.targets.nonzero(as_tuple=True)
@@ -175,26 +175,26 @@ class Policy(nn.Module):
         return output.last_hidden_state
 
     def encode_images(self, mm_inputs: dict[str, torch.Tensor]) -> list[ImageFeatures]:
-        """The features of each picture in ``mm_inputs``, by the model's own vision tower."""
+        """The features of each image in ``mm_inputs``, by the model's own vision tower."""
         inner = self.model.model
         inputs = {key: value.to(self.device) for key, value in mm_inputs.items()}
         output = type(inner).get_image_features(inner, **inputs, return_dict=True)
         deepstack = getattr(output, "deepstack_features", None) or []
-        if deepstack and isinstance(deepstack[0], torch.Tensor):  # transformers before 5.23 leaves the pictures joined
+        if deepstack and isinstance(deepstack[0], torch.Tensor):  # transformers before 5.23 leaves the images joined
             self._joined_deepstack = True
             deepstack = [level.split([len(embeds) for embeds in output.pooler_output]) for level in deepstack]
         levels = zip(*deepstack, strict=True) if deepstack else ((),) * len(output.pooler_output)
         return [ImageFeatures(embeds, tuple(more)) for embeds, more in zip(output.pooler_output, levels, strict=True)]
 
-    def _blank_picture(self) -> torch.Tensor:
-        """Zero, computed from the smallest picture there is by all of the vision tower."""
+    def _blank_image(self) -> torch.Tensor:
+        """Zero, computed from the smallest image there is by all of the vision tower."""
         vision = self.config.vision_config
         side = vision.spatial_merge_size
         width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         pixels = torch.zeros(side * side, width, device=self.device)
         grid = torch.tensor([[1, side, side]], device=self.device)
-        picture = self.encode_images({"pixel_values": pixels, "image_grid_thw": grid})[0]
-        return 0 * torch.stack([features.sum() for features in (picture.embeds, *picture.deepstack)]).sum()
+        image = self.encode_images({"pixel_values": pixels, "image_grid_thw": grid})[0]
+        return 0 * torch.stack([features.sum() for features in (image.embeds, *image.deepstack)]).sum()
 
     def logits(self, hidden: torch.Tensor, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
         """Float32 logits ``[n, vocabulary]`` of hidden states ``[n, hidden]``, after temperature and the ban."""
@@ -221,10 +221,10 @@ def _check_attention(config: Any) -> None:
         )
 
 
-def without_adapters(policy: Policy) -> Callable[[Batch, float], TokenScores]:
+def without_adapters(policy: Policy) -> Callable[[MicroBatch, float], TokenScores]:
     """``policy`` as it was before its adapters were trained: a reference that needs no second copy."""
 
-    def score(batch: Batch, temperature: float) -> TokenScores:
+    def score(batch: MicroBatch, temperature: float) -> TokenScores:
         with adapters_off(policy.model):
             return policy(batch, temperature)
 

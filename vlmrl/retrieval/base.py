@@ -15,7 +15,7 @@ class RetrieverError(RuntimeError):
 
 @dataclass(frozen=True)
 class Passage:
-    """A piece of a corpus: ``Passage("12", "Paris", "Paris is the capital of France.")``, with a picture or without."""
+    """A piece of a corpus: ``Passage("12", "Paris", "Paris is the capital of France.")``, with an image or without."""
 
     id: str
     title: str

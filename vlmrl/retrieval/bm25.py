@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vlmrl.loading import require
+from vlmrl.config.code import require
 from vlmrl.retrieval.base import Hit
 from vlmrl.retrieval.corpus import Corpus, Places, hits
 from vlmrl.retrieval.index_cache import cached_folder

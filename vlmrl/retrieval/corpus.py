@@ -4,7 +4,7 @@
     corpus[0]                              # Passage("12", "Paris", "Paris is ...")
 
 A row has ``text``, or ``contents`` with the title in its first line, as the field's corpora of Wikipedia do; ``id`` (or ``_id``),
-``title`` and ``image`` where it has them. The path of a picture is relative to the corpus file's folder.
+``title`` and ``image`` where it has them. The path of an image is relative to the corpus file's folder.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import datasets as hf
 
+from vlmrl.config.code import load_object
 from vlmrl.data.files import Rows, find, load_rows
-from vlmrl.loading import load_object
 from vlmrl.retrieval.base import Hit, Passage
 from vlmrl.types import ImageSource
 
@@ -25,7 +25,7 @@ Places = list[tuple[int, float]]
 
 
 class Corpus:
-    """Passages by number, memory-mapped. Relative paths of pictures are in ``folder``."""
+    """Passages by number, memory-mapped. Relative paths of images are in ``folder``."""
 
     def __init__(self, rows: Rows, name: str, folder: Path | None = None) -> None:
         if not {"text", "contents"} & set(rows.columns):
@@ -64,7 +64,7 @@ class Corpus:
         return Passage(str(id), (title or "").strip().strip('"'), text.strip(), self._located(row.get("image")))
 
     def _located(self, image: ImageSource) -> ImageSource:
-        """A picture's source, a relative path made absolute."""
+        """An image's source, a relative path made absolute."""
         if isinstance(image, dict):
             image = image.get("bytes") or image.get("path")
         is_path = isinstance(image, str) and not image.startswith(("http://", "https://", "data:"))

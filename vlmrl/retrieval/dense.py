@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.progress import track
 
-from vlmrl.loading import require
+from vlmrl.config.code import require
 from vlmrl.retrieval.base import Hit
 from vlmrl.retrieval.corpus import Corpus, hits
 from vlmrl.retrieval.index_cache import cached_folder

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vlmrl.loading import require
+from vlmrl.config.code import require
 from vlmrl.retrieval.base import Retriever
 from vlmrl.retrieval.opening import open_retriever
 from vlmrl.retrieval.wire import document

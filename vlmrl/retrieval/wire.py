@@ -3,7 +3,7 @@
     POST /retrieve   {"queries": ["capital of France"], "topk": 3, "return_scores": true}
     reply            {"result": [[{"document": {"id": "12", "contents": "Paris\\nParis is ...", ...}, "score": 7.1}, ...]]}
 
-Without ``return_scores`` a hit is the document alone. Ours have ``title``, ``text`` and, with a picture, ``image`` as a data URI
+Without ``return_scores`` a hit is the document alone. Ours have ``title``, ``text`` and, with an image, ``image`` as a data URI
 beside the field's ``id`` and ``contents``.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vlmrl.images import data_uri
+from vlmrl.multimodal.images import data_uri
 from vlmrl.retrieval.base import Hit, Passage
 
 
@@ -38,5 +38,5 @@ def _hit(item: Any, place: int) -> Hit:
         title, _, text = str(found["contents"]).partition("\n")
     image = found.get("image")
     if image is not None and not str(image).startswith("data:"):
-        raise ValueError("a picture must come as a data URI")  # a path or an address would be opened on this machine
+        raise ValueError("an image must come as a data URI")  # a path or an address would be opened on this machine
     return Hit(Passage(str(found.get("id", "")), str(title or "").strip().strip('"'), str(text), image), float(score))

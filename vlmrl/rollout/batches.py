@@ -1,4 +1,4 @@
-"""Batches of groups that have something to teach: filters, and what becomes of a batch that they left short."""
+"""RolloutBuffer of groups that have something to teach: filters, and what becomes of a batch that they left short."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vlmrl.algos import FILTERS
 from vlmrl.config import Algo
-from vlmrl.loading import check_options, load_object
+from vlmrl.config.code import check_options, load_object
 from vlmrl.rollout.runner import RolloutError, Rollouts, Runner
 from vlmrl.types import Task, Trajectory
 

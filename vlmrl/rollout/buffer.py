@@ -1,9 +1,9 @@
 """Where the loop takes its batches from: played when asked for, or ahead, while the trainer trains.
 
-:class:`Synchronous` plays a batch and rests until the next is wanted. :class:`Asynchronous` plays on. Version ``v`` is what the
-engine samples with after ``v`` updates, and step ``v + 1`` trains version ``v``. With ``max_staleness`` S at most S + 1 batches of
-groups are started and not yet trained: those started under version ``v`` in the order in which batches are taken are trained by
-versions ``v`` to ``v + S``.
+:class:`SynchronousBuffer` plays a batch when one is requested. :class:`AsynchronousBuffer` keeps playing while the trainer trains.
+Version ``v`` is what the engine samples with after ``v`` updates; step ``v + 1`` trains version ``v``. With ``max_staleness`` S, at
+most S + 1 batches of groups are started and not yet trained: groups started under version ``v`` are trained by versions ``v`` to
+``v + S``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from vlmrl.rollout.runner import Runner, is_whole
 from vlmrl.types import Task, Trajectory
 
 
-class Batches(Protocol):
-    """Batches of groups, one for each step of the loop."""
+class RolloutBuffer(Protocol):
+    """RolloutBuffer of groups, one for each step of the loop."""
 
     async def take(self, step: int) -> GroupBatch:
         """The next batch. Raises RolloutError where none can be had."""
@@ -50,7 +50,7 @@ class Batches(Protocol):
         ...
 
 
-class Synchronous:
+class SynchronousBuffer:
     """Each batch is played under the newest weights, when it is asked for."""
 
     def __init__(self, runner: Runner, tasks: TaskStream, filters: Sequence[Filter], algo: Algo, train: Train) -> None:
@@ -79,7 +79,7 @@ class Synchronous:
         pass
 
 
-class Asynchronous:
+class AsynchronousBuffer:
     """Groups are played without a break; a batch is taken from those that are ready.
 
     What becomes of groups that take long is ``train.too_old``'s choice. ``wait``: batches are taken in the order in which groups
@@ -240,7 +240,7 @@ class Asynchronous:
 class Lengths:
     """Whether what is trained is as long as what was played, or the long ones get lost: means over all trajectories so far.
 
-    If every second trajectory has 1 turn and every other one 3, and only the short ones are trained, ``survival/turns`` is 0.5.
+    If every second trajectory has 1 turn and every other one 3, and only the short ones are trained, ``length_bias/turns`` is 0.5.
     """
 
     def __init__(self) -> None:
@@ -253,11 +253,11 @@ class Lengths:
         self._add("trained", group)
 
     def metrics(self) -> dict[str, float]:
-        """``survival/<what>``: the mean over what was trained, as a share of the mean over what was played."""
+        """``length_bias/<what>``: the mean over what was trained, as a share of the mean over what was played."""
         (played, *of_played), (trained, *of_trained) = self._sums.values()
         names = ("turns", "sampled_tokens", "seconds")
         sums = zip(names, of_trained, of_played, strict=True)
-        return {f"survival/{name}": float((t / trained) / (p / played)) for name, t, p in sums if t and p}
+        return {f"length_bias/{name}": float((t / trained) / (p / played)) for name, t, p in sums if t and p}
 
     def _add(self, kind: str, group: Group) -> None:
         for item in group:

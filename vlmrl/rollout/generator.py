@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from vlmrl.config import Rollout, name_of
+from vlmrl.config.code import load_object
 from vlmrl.engine.base import Engine, EngineError, Request, SamplingParams
-from vlmrl.loading import load_object
-from vlmrl.media import MediaStore
-from vlmrl.renderer import Renderer, expand
-from vlmrl.rollout.routes import share_out
+from vlmrl.multimodal.renderer import Renderer, expand
+from vlmrl.multimodal.store import MediaStore
+from vlmrl.rollout.expert_record import share_out
 from vlmrl.rollout.turn_loop import derive_seed
 from vlmrl.samples.columns import from_columns
 from vlmrl.types import Completion, ImageSource, MediaItem, Sample, Task, Trajectory, Turn
@@ -44,7 +44,7 @@ class _Call:
 
 
 class Client:
-    """Samples for one episode: token ids and pictures in, a Completion out. ``calls`` counts the replies so far."""
+    """Samples for one episode: token ids and images in, a Completion out. ``calls`` counts the replies so far."""
 
     def __init__(self, loop: GeneratorLoop, trajectory: Trajectory) -> None:
         self.trajectory_id = trajectory.id
@@ -61,7 +61,7 @@ class Client:
     async def generate(
         self, prompt_ids: Sequence[int], images: Sequence[ImageSource] = (), **sampling: Any
     ) -> Completion:
-        """One reply to a prompt that has one placeholder per picture, as the renderer makes it.
+        """One reply to a prompt that has one placeholder per image, as the renderer makes it.
 
         ``sampling`` overrides fields of :class:`~vlmrl.engine.base.SamplingParams`, but ``temperature``, which the trainer must know.
         """
@@ -70,7 +70,7 @@ class Client:
                 "temperature cannot be set by a generator: set rollout.temperature, which the trainer uses too."
             )
         loop, config = self._loop, self._loop.config
-        media = await self.pictures(images)
+        media = await self.images(images)
         expanded = expand(prompt_ids, loop.renderer.image_token_id, media)
         limit = min(config.max_reply_tokens, config.max_tokens - len(expanded))
         if limit < 1:
@@ -88,10 +88,10 @@ class Client:
         )  # a copy: the caller may change its lists
         return completion
 
-    async def pictures(self, images: Sequence[ImageSource]) -> list[MediaItem]:
-        """Each picture loaded and processed, once however often it is asked for."""
+    async def images(self, images: Sequence[ImageSource]) -> list[MediaItem]:
+        """Each image loaded and processed, once however often it is asked for."""
         if images and self._loop.store is None:
-            raise ValueError(f"{len(images)} pictures for a model that reads text only.")
+            raise ValueError(f"{len(images)} images for a model that reads text only.")
         return (
             list(await asyncio.gather(*(self._loop.store.get(image) for image in images))) if self._loop.store else []
         )

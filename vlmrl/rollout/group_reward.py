@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from vlmrl.config import Config, name_of
-from vlmrl.loading import check_options, load_object
-from vlmrl.threads import DaemonPool
+from vlmrl.config.code import check_options, load_object
 from vlmrl.types import Trajectory
+from vlmrl.utils.threads import DaemonPool
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from vlmrl.config import Rollout
-from vlmrl.loading import check_options, load_object
-from vlmrl.renderer import Rendered, Renderer
+from vlmrl.config.code import check_options, load_object
+from vlmrl.multimodal.renderer import Rendered, Renderer
 from vlmrl.types import Message, Turn
 
 Messages = list[Message]
@@ -110,7 +110,7 @@ def new_history(
 
 
 def keep_last_images(messages: Messages, k: int = 1) -> Messages:
-    """Only the last ``k`` pictures stay; a message whose only content was a picture becomes an empty one."""
+    """Only the last ``k`` images stay; a message whose only content was an image becomes an empty one."""
     left = sum(part["type"] == "image" for message in messages for part in _parts(message)) - k
     kept: Messages = []
     for message in messages:

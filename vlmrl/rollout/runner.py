@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from vlmrl.config import Rollout
-from vlmrl.engine.base import Engine, Waves
+from vlmrl.engine.base import Engine, LockstepBatching
 from vlmrl.rollout.group_reward import GroupReward
 from vlmrl.types import Task, Trajectory
 
@@ -52,7 +52,7 @@ class EpisodeLoop(Protocol):
 class Runner:
     """Plays groups of ``group_size`` trajectories through one loop, and has whole ones judged by ``group_reward``, if there is one.
 
-    Where the loop's engine is a :class:`Waves`, groups are played in whole waves in task order, so that a run can be repeated.
+    With a :class:`LockstepBatching` engine, requests are sampled as whole batches in task order, so that a run can be repeated.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Runner:
         self.group_reward = group_reward
         self.config = loop.config
         self.group_size = group_size or self.config.group_size
-        self._waves = loop.engine if isinstance(loop.engine, Waves) else None
+        self._waves = loop.engine if isinstance(loop.engine, LockstepBatching) else None
 
     async def play(
         self,
@@ -136,7 +136,7 @@ class Runner:
                     suffix = f".{refill}" if refill else ""
                     trajectory = await self.loop.play(task, group_id, f"{group_id}/{member:02d}{suffix}")
                     ended(trajectory)
-                    if not trajectory.failed or trajectory.hopeless:
+                    if not trajectory.failed or trajectory.non_retryable:
                         break
                 return trajectory
         finally:

@@ -1,4 +1,4 @@
-"""The agent loop, the only one: text and pictures, one turn and many.
+"""The agent loop, the only one: text and images, one turn and many.
 
 Encode the prompt; then until done: sample a reply, hand its text to the env, append what the observation adds. Sampled
 ids are kept as they came; budgets cut at a turn's edge; a failure ends the trajectory as a failure, never as a reward.
@@ -13,18 +13,18 @@ from dataclasses import dataclass, field, replace
 
 from vlmrl.config import Rollout
 from vlmrl.engine.base import Engine, EngineError, Request, SamplingParams
-from vlmrl.env import EnvSpec, RetryTurn
-from vlmrl.env_session import EnvContractError, EnvError, EnvSession, TaskError
-from vlmrl.media import MediaStore
-from vlmrl.renderer import Rendered, Renderer, expand
+from vlmrl.env.base import EnvSpec, RetryTurn
+from vlmrl.env.session import EnvContractError, EnvError, EnvSession, TaskError
+from vlmrl.multimodal.renderer import Rendered, Renderer, expand
+from vlmrl.multimodal.store import MediaStore
+from vlmrl.rollout.expert_record import share_out
 from vlmrl.rollout.history import Append, HistoryPolicy, Rerender, new_history, reply_message
-from vlmrl.rollout.routes import share_out
 from vlmrl.types import TRUNCATED, Completion, Ending, MediaItem, Message, Sample, Task, Trajectory, Turn
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """New tokens for the context: rendered messages with their pictures loaded. ``kept`` and ``kept_media`` as in a Turn."""
+    """New tokens for the context: rendered messages with their images loaded. ``kept`` and ``kept_media`` as in a Turn."""
 
     engine_ids: list[int]
     token_ids: list[int]
@@ -36,7 +36,7 @@ class _Piece:
 
 @dataclass
 class _Context:
-    """What the next reply is sampled from: the whole history in the engine's form, its pictures, and its true length."""
+    """What the next reply is sampled from: the whole history in the engine's form, its images, and its true length."""
 
     engine_ids: list[int] = field(default_factory=list)
     media: list[MediaItem] = field(default_factory=list)
@@ -57,12 +57,12 @@ class _Context:
         self.length += len(token_ids)
 
     def drop(self, count: int) -> None:
-        """Forget the last tokens, which are no picture's."""
+        """Forget the last tokens, which are no image's."""
         del self.engine_ids[len(self.engine_ids) - count :]
         self.length -= count
 
     def what_is_new(self, whole: _Piece, image_token_id: int | None) -> _Piece:
-        """The part of a whole prompt that this context does not begin with. A picture counts by its content."""
+        """The part of a whole prompt that this context does not begin with. An image counts by its content."""
         pairs = enumerate(zip(self.engine_ids, whole.engine_ids[:-1], strict=False))
         shorter = min(len(self.engine_ids), len(whole.engine_ids) - 1)
         same = next((place for place, (old, new) in pairs if old != new), shorter)
@@ -139,7 +139,7 @@ class TurnLoop:
                     trajectory.samples = [await self._rendered_row(episode)]
         except (EnvError, EngineError) as error:
             trajectory.ending, trajectory.error = "error", str(error)
-            trajectory.hopeless = isinstance(error, TaskError)
+            trajectory.non_retryable = isinstance(error, TaskError)
         except asyncio.CancelledError:
             await session.abandon()
             raise
@@ -156,7 +156,7 @@ class TurnLoop:
         if len(piece.token_ids) >= self.config.max_tokens:
             raise TaskError(
                 f"task {trajectory.task.id}: the prompt has {len(piece.token_ids)} tokens and leaves no room for a reply within "
-                f"rollout.max_tokens ({self.config.max_tokens}): raise it, or shrink the pictures (model.max_image_pixels)."
+                f"rollout.max_tokens ({self.config.max_tokens}): raise it, or shrink the images (model.max_image_pixels)."
             )
         while True:
             context.append(piece)
@@ -239,7 +239,7 @@ class TurnLoop:
         if completion.prompt_tokens != context.length:
             raise ValueError(
                 f"trajectory {trajectory.id}, turn {len(trajectory.turns)}: the engine counted {completion.prompt_tokens} prompt "
-                f"tokens, but the renderer {context.length}: they do not expand or resize pictures alike."
+                f"tokens, but the renderer {context.length}: they do not expand or resize images alike."
             )
         return completion
 
@@ -258,10 +258,10 @@ class TurnLoop:
         )
 
     async def _load(self, rendered: Rendered, messages: list[Message], trajectory: Trajectory) -> _Piece:
-        """Load a rendered piece's pictures, all at once."""
+        """Load a rendered piece's images, all at once."""
         media: list[MediaItem] = []
         if rendered.images:
-            assert self.store is not None  # the renderer of a text model refuses pictures
+            assert self.store is not None  # the renderer of a text model refuses images
             where = f"task {trajectory.task.id}, turn {len(trajectory.turns)}"
             try:
                 async with asyncio.timeout(self.config.env_timeout):
@@ -269,7 +269,7 @@ class TurnLoop:
             except ValueError as error:
                 raise TaskError(f"{where}: {error}") from error
             except TimeoutError as error:
-                raise EnvError(f"{where}: pictures not loaded in {self.config.env_timeout:g} s.") from error
+                raise EnvError(f"{where}: images not loaded in {self.config.env_timeout:g} s.") from error
         expanded = expand(rendered.token_ids, self.renderer.image_token_id, media)
         return _Piece(rendered.token_ids, expanded, media, messages)
 

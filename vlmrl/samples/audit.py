@@ -1,6 +1,6 @@
 """The audit: every batch is checked against the trajectories it came from, before it is trained on.
 
-A rule that is broken raises :class:`AuditError` naming the trajectory, the turn, the picture and the numbers. The loop
+A rule that is broken raises :class:`AuditError` naming the trajectory, the turn, the image and the numbers. The loop
 calls :func:`audit` on each batch; who makes samples by hand can call it too.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from vlmrl.model.routing import Routing, indices_of
+from vlmrl.model.expert_routing import Routing, indices_of
 from vlmrl.types import MediaItem, Sample, Trajectory
 
 TOLERANCE = 1e-6
@@ -44,7 +44,7 @@ def audit(
 ) -> Report:
     """Check the rules of a batch; with ``trajectories``, also that what is trained is what was sampled, after what was shown.
 
-    ``image_token_id`` is the model's picture placeholder, ``banned_ids`` the ids that can never have been sampled, ``routing`` its
+    ``image_token_id`` is the model's image placeholder, ``banned_ids`` the ids that can never have been sampled, ``routing`` its
     experts, if it has any. All rows of a batch of columns are checked alike, whoever made them. Raises AuditError at the first rule
     that is broken.
     """
@@ -54,7 +54,7 @@ def audit(
     for row, sample in enumerate(samples):
         _check_lengths(sample)
         _check_values(samples, row, banned)
-        _check_pictures(samples, row, image_token_id)
+        _check_images(samples, row, image_token_id)
         _check_routes(sample, routing)
     _check_order(samples)
     left_out = _check_origin(samples, trajectories) if trajectories is not None else Counter[str]()
@@ -118,26 +118,26 @@ def _check_values(samples: Sequence[Sample], row: int, banned_ids: list[int]) ->
             )
 
 
-def _check_pictures(samples: Sequence[Sample], row: int, image_token_id: int | None) -> None:
-    """Each run of placeholders is one picture's, in order, and as long as its grid says."""
+def _check_images(samples: Sequence[Sample], row: int, image_token_id: int | None) -> None:
+    """Each run of placeholders is one image's, in order, and as long as its grid says."""
     sample = samples[row]
     name = sample.trajectory_id
     if image_token_id is None:
         if sample.media:
-            raise AuditError(f"trajectory {name}: {len(sample.media)} pictures in a batch for a text model.")
+            raise AuditError(f"trajectory {name}: {len(sample.media)} images in a batch for a text model.")
         return
     edges = np.flatnonzero(np.diff(np.array(sample.token_ids) == image_token_id, prepend=False, append=False))
     runs = [(int(start), int(end - start)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
     if len(runs) != len(sample.media):
         raise AuditError(
-            f"trajectory {name}: the row shows {len(runs)} pictures (runs of {[size for _, size in runs]} placeholder "
+            f"trajectory {name}: the row shows {len(runs)} images (runs of {[size for _, size in runs]} placeholder "
             f"tokens), but holds {len(sample.media)} ({', '.join(sample.image_ids) or 'none'})."
         )
     for index, ((start, size), item) in enumerate(zip(runs, sample.media, strict=True)):
         if size != item.num_tokens:
             turn = _turn_of(samples, row, start - len(sample.prompt_token_ids))
             raise AuditError(
-                f"trajectory {name}, turn {turn}, picture {index} ({item.id}): {size} placeholder tokens stand in the "
+                f"trajectory {name}, turn {turn}, image {index} ({item.id}): {size} placeholder tokens stand in the "
                 f"row, but its grid {item.mm_inputs['image_grid_thw'][0].tolist()} makes {item.num_tokens}."
             )
 
@@ -217,7 +217,7 @@ class _Origin:
         self.rows = rows
         self.left_out = left_out
         self.turn = 0
-        self.pictures = 0  # of the row, checked so far
+        self.images = 0  # of the row, checked so far
 
     def check(self) -> None:
         turns = self.trajectory.turns
@@ -249,7 +249,7 @@ class _Origin:
                 f"{self._where}, prompt token {place}: the model saw {_at(ids, place)} ({len(ids)} tokens), but the row "
                 f"has {_at(row.prompt_token_ids, place)} ({len(row.prompt_token_ids)} tokens)."
             )
-        self.pictures = 0
+        self.images = 0
         self._check_media(row, media)
 
     def _check_between(self, row: Sample, place: int) -> int:
@@ -297,10 +297,10 @@ class _Origin:
         )
 
     def _check_tail(self, row: Sample, place: int) -> None:
-        if len(row.media) != self.pictures:
+        if len(row.media) != self.images:
             raise AuditError(
-                f"trajectory {self.trajectory.id}, turn {self.turn - 1}, picture {self.pictures}: the env showed {self.pictures} "
-                f"pictures up to here, but the row holds {len(row.media)}."
+                f"trajectory {self.trajectory.id}, turn {self.turn - 1}, image {self.images}: the env showed {self.images} "
+                f"images up to here, but the row holds {len(row.media)}."
             )
         rest = row.response_ids[place:]
         allowed = self.trajectory.tail_ids if self.turn == len(self.trajectory.turns) else []
@@ -311,15 +311,15 @@ class _Origin:
             )
 
     def _check_media(self, row: Sample, media: Sequence[MediaItem]) -> None:
-        """The row's next pictures are ``media``."""
-        start = self.pictures
-        self.pictures += len(media)
+        """The row's next images are ``media``."""
+        start = self.images
+        self.images += len(media)
         held, wanted = row.image_ids[start : start + len(media)], [item.id for item in media]
         if held != wanted:
             at = _first_difference(held, wanted)
             raise AuditError(
-                f"{self._where}, picture {start + at}: the env showed {_at(wanted, at)}, but the row holds {_at(held, at)} "
-                f"({len(row.media)} pictures in the row)."
+                f"{self._where}, image {start + at}: the env showed {_at(wanted, at)}, but the row holds {_at(held, at)} "
+                f"({len(row.media)} images in the row)."
             )
 
     @property

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from vlmrl.model.routing import indices_of, routes_of
-from vlmrl.types import Route, Sample
+from vlmrl.model.expert_routing import indices_of, routes_of
+from vlmrl.types import ExpertRouting, Sample
 
 REQUIRED = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "trajectory_ids", "is_last_step")
 OPTIONAL = ("stop_reasons", "rollout_logprobs", "rollout_expert_indices", "group_ids", "policy_versions", "media")
@@ -108,7 +108,7 @@ def _row(columns: Mapping[str, Any], index: int, group_id: str) -> Sample:
     )
 
 
-def _routes(experts: Any, size: int, row: int) -> list[Route | None]:
+def _routes(experts: Any, size: int, row: int) -> list[ExpertRouting | None]:
     """A row's column ``[tokens, layers, top_k]`` token by token. The last token, which engines never run, may be left out."""
     if experts is None or not len(experts):
         return []

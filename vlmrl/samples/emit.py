@@ -92,7 +92,7 @@ def step_wise(trajectory: Trajectory) -> list[Sample]:
 
 
 def merge_prefixes(samples: Sequence[Sample]) -> list[Sample]:
-    """Step-wise samples joined, trajectory by trajectory, wherever one's tokens and pictures begin the next one's prompt.
+    """Step-wise samples joined, trajectory by trajectory, wherever one's tokens and images begin the next one's prompt.
 
     What the next prompt adds joins the response with mask 0, logprob 0 and reward 0. Prompt ``[1]`` and reply ``[2]``, then
     prompt ``[1, 2, 3]`` and reply ``[4]``, become prompt ``[1]`` and response ``[2, 3, 4]`` with mask ``[1, 0, 1]``.
@@ -125,7 +125,7 @@ def _observe(sample: Sample, ids: Sequence[int], version: int) -> None:
 
 
 def _begins(sample: Sample, following: Sample) -> bool:
-    """Whether the next prompt begins with all of this sample, its pictures included."""
+    """Whether the next prompt begins with all of this sample, its images included."""
     return (
         sample.rollout_logprobs is not None
         and following.rollout_logprobs is not None

@@ -1,4 +1,4 @@
-"""Samples to micro-batches, in one of three layouts, with each distinct picture once.
+"""Samples to micro-batches, in one of three layouts, with each distinct image once.
 
 The trainer calls :func:`split` once per mini-batch and :func:`pack` for each part. A token has the rotary position that its own row
 gives it, whatever is packed beside it.
@@ -13,19 +13,19 @@ from typing import Literal
 import numpy as np
 import torch
 
-from vlmrl.media import merge_mm_inputs
-from vlmrl.model.families import merged_grid, rope_positions
-from vlmrl.model.policy import TokenScores
+from vlmrl.model.families.base import merged_grid, rope_positions
+from vlmrl.model.policy import Policy, TokenScores
+from vlmrl.multimodal.store import merge_mm_inputs
 from vlmrl.train import prefix_tree
-from vlmrl.train.routes import expert_indices
-from vlmrl.types import Batch, MediaItem, Sample
+from vlmrl.train.expert_replay import expert_indices
+from vlmrl.types import MediaItem, MicroBatch, Sample
 
 Layout = Literal["tree", "packed", "padded"]
 """``tree``: what rows begin with in common is there once. ``packed``: rows end to end. ``padded``: rows below each other."""
 
 
 @dataclass(frozen=True)
-class Part:
+class MicroBatchPlan:
     """One micro-batch: which of the samples it was split from, and how they are laid out."""
 
     rows: list[int]
@@ -39,7 +39,7 @@ class Packed:
     ``None``: each sample is a row of the batch.
     """
 
-    batch: Batch
+    batch: MicroBatch
     places: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Packed:
@@ -59,7 +59,7 @@ def split(
     tokens_per_micro_batch: int,
     layout: Layout = "padded",
     image_token_id: int | None = None,
-) -> list[Part]:
+) -> list[MicroBatchPlan]:
     """Micro-batches that compute at most so many tokens, the longest first; a row that is longer by itself gets one of its own.
 
     Rows of lengths 5, 2, 4 and a budget of 10 give rows [0, 2] and [1] when padded, [0, 2] and [1] when packed. In a tree a group's
@@ -67,11 +67,11 @@ def split(
     """
     if layout == "padded":
         bins = _padded([len(sample) for sample in samples], tokens_per_micro_batch)
-        return [Part(rows, layout) for rows in bins]
+        return [MicroBatchPlan(rows, layout) for rows in bins]
     if layout == "packed":
         nothing = np.empty(0, dtype=np.int64)
         pieces = [_Piece([row], len(sample), nothing) for row, sample in enumerate(samples)]
-        return [Part(piece.rows, layout) for piece in _fill(pieces, tokens_per_micro_batch)]
+        return [MicroBatchPlan(piece.rows, layout) for piece in _fill(pieces, tokens_per_micro_batch)]
     atoms = prefix_tree.atoms_of(samples, image_token_id)
     groups: dict[str, list[int]] = {}
     for row, sample in enumerate(samples):
@@ -81,7 +81,10 @@ def split(
         for group in groups.values()
         for rows, tokens in prefix_tree.cut(atoms, prefix_tree.in_order(atoms, group), tokens_per_micro_batch)
     ]
-    return [Part(prefix_tree.in_order(atoms, piece.rows), layout) for piece in _fill(pieces, tokens_per_micro_batch)]
+    return [
+        MicroBatchPlan(prefix_tree.in_order(atoms, piece.rows), layout)
+        for piece in _fill(pieces, tokens_per_micro_batch)
+    ]
 
 
 @dataclass
@@ -118,7 +121,7 @@ def _padded(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return bins
 
 
-def pack(samples: Sequence[Sample], part: Part, image_token_id: int | None, merge_size: int) -> Packed:
+def pack(samples: Sequence[Sample], part: MicroBatchPlan, image_token_id: int | None, merge_size: int) -> Packed:
     """The batch of one part. ``samples`` are those the part was split from; its scores by sample are in the order of its rows."""
     rows = [samples[row] for row in part.rows]
     if part.layout == "padded":
@@ -137,12 +140,12 @@ def pack(samples: Sequence[Sample], part: Part, image_token_id: int | None, merg
     merged, order = _distinct(tree.media)
     experts = expert_indices(rows, tree.paths, (1, len(tree)))
     token_ids, position_ids = torch.from_numpy(tree.token_ids)[None], tree.position_ids[:, None]
-    batch = Batch(token_ids, position_ids, targets, merged, order, ends, parents, experts)
+    batch = MicroBatch(token_ids, position_ids, targets, merged, order, ends, parents, experts)
     return Packed(batch, places)
 
 
-def collate(samples: Sequence[Sample], image_token_id: int | None, merge_size: int) -> Batch:
-    """One row a sample, padded on the right, with M-RoPE positions of their own, and the distinct pictures' tensors merged once."""
+def collate(samples: Sequence[Sample], image_token_id: int | None, merge_size: int) -> MicroBatch:
+    """One row a sample, padded on the right, with M-RoPE positions of their own, and the distinct images' tensors merged once."""
     length = max(map(len, samples))
     token_ids = torch.zeros(len(samples), length, dtype=torch.long)
     position_ids = torch.zeros(3, len(samples), length, dtype=torch.long)
@@ -155,11 +158,11 @@ def collate(samples: Sequence[Sample], image_token_id: int | None, merge_size: i
     targets = per_token(samples, lambda sample: sample.loss_mask).bool()
     paths = [np.arange(len(sample)) + row * length for row, sample in enumerate(samples)]
     experts = expert_indices(samples, paths, (len(samples), length))
-    return Batch(token_ids, position_ids, targets, merged, order, experts=experts)
+    return MicroBatch(token_ids, position_ids, targets, merged, order, experts=experts)
 
 
 def _distinct(media: Sequence[MediaItem]) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """Each distinct picture's tensors once, merged, and for each occurrence which of them it is."""
+    """Each distinct image's tensors once, merged, and for each occurrence which of them it is."""
     distinct = {item.id: item for item in media}
     index_of = {name: index for index, name in enumerate(distinct)}
     return merge_mm_inputs(list(distinct.values())), [index_of[item.id] for item in media]
@@ -172,3 +175,14 @@ def per_token(samples: Sequence[Sample], values: Callable[[Sample], Sequence[flo
         start = len(sample.prompt_token_ids)
         tensor[row, start : len(sample)] = torch.tensor(values(sample), dtype=torch.float32)
     return tensor
+
+
+@torch.no_grad()
+def response_logprobs(policy: Policy, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
+    """The logprobs, in nats, of each sample's response tokens by ``policy``: one array ``[response]`` a sample."""
+    scores = []
+    for sample in samples:
+        batch = collate([sample], policy.image_token_id, policy.merge_size).to(policy.device)
+        logprobs = policy(batch, temperature).logprobs[0, len(sample.prompt_token_ids) : len(sample)]
+        scores.append(logprobs.float().cpu().numpy())
+    return scores

@@ -3,7 +3,7 @@
     rows [1 2 3 4] and [1 2 5]:     layout  1 2 3 4 5,   paths  [0 1 2 3] and [0 1 4],   ends  5 5 4 4 5
 
 A token's subtree is one interval of the layout, from itself to its ``end``, so "a token sees its ancestors" is ``key <= query <
-end[key]``. Pictures count by their content: two rows share a picture's tokens only where it is the same picture.
+end[key]``. Images count by their content: two rows share an image's tokens only where it is the same image.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from vlmrl.model.families import merged_grid, rope_positions
+from vlmrl.model.families.base import merged_grid, rope_positions
 from vlmrl.types import MediaItem, Sample
 
 
@@ -23,7 +23,7 @@ from vlmrl.types import MediaItem, Sample
 class Tree:
     """``paths[i]`` is where each token of row ``i`` lies in the layout.
 
-    ``parents`` is the place of the token before, -1 for the first; ``media`` are the pictures in layout order.
+    ``parents`` is the place of the token before, -1 for the first; ``media`` are the images in layout order.
     """
 
     token_ids: np.ndarray
@@ -102,7 +102,7 @@ def in_order(atoms: Sequence[np.ndarray], rows: Sequence[int]) -> list[int]:
 def atoms_of(samples: Sequence[Sample], image_token_id: int | None) -> list[np.ndarray]:
     """A number for each token of each sample, equal where the model sees the same.
 
-    A text token's is its id; a visual token's is negative and stands for its picture and its place in it.
+    A text token's is its id; a visual token's is negative and stands for its image and its place in it.
     """
     firsts: dict[str, int] = {}
     used = 0

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from vlmrl.algos import CORRECTIONS, KL, LOSSES, REDUCTIONS, LossInputs
 from vlmrl.algos.corrections import mismatch
 from vlmrl.config import Algo, Optim
-from vlmrl.model.adapters import named_adapters, named_weights
+from vlmrl.model.lora import named_adapters, named_weights
 from vlmrl.model.policy import Policy, TokenScores
 from vlmrl.train.checkpoint import (
     averages,
@@ -31,14 +31,14 @@ from vlmrl.train.checkpoint import (
     save_tensors,
     saved_names,
 )
+from vlmrl.train.expert_replay import routed_freely
 from vlmrl.train.master_weights import MasterWeights, move_state
-from vlmrl.train.packing import Layout, Part, pack, per_token, split
+from vlmrl.train.metric_accumulator import MetricAccumulator
+from vlmrl.train.packing import Layout, MicroBatchPlan, pack, per_token, split
 from vlmrl.train.ranks import Ranks
-from vlmrl.train.routes import routed_freely
-from vlmrl.train.tally import Tally
-from vlmrl.types import Batch, Sample
+from vlmrl.types import MicroBatch, Sample
 
-Scorer = Callable[[Batch, float], TokenScores]
+Scorer = Callable[[MicroBatch, float], TokenScores]
 Receive = Callable[[Iterator[tuple[str, torch.Tensor]]], Any]
 """Takes weights by name, one after the other, to where they are sampled from, and may tell how that went."""
 
@@ -130,7 +130,7 @@ class Trainer:
         mask = per_token(samples, lambda sample: sample.loss_mask).to(device)
         weights = self._reduction(mask, [s.group_id for s in samples], **self._algo.reduction_options)
         before = torch.zeros_like(mask)
-        total, tally = torch.zeros((), device=device), Tally()
+        total, tally = torch.zeros((), device=device), MetricAccumulator()
         self.policy.train()
         for part, counts in ranks.deal(self._split(samples)):
             rows, length = part.rows, max(len(samples[row]) for row in part.rows)
@@ -202,7 +202,7 @@ class Trainer:
         return receive(self.named_weights())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The policy's weights as :func:`~vlmrl.model.adapters.named_weights` gives them; every rank walks through them."""
+        """The policy's weights as :func:`~vlmrl.model.lora.named_weights` gives them; every rank walks through them."""
         return named_weights(self.policy.model)
 
     def named_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -281,13 +281,13 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def _reference_logprobs(self, samples: list[Sample], part: Part) -> torch.Tensor | None:
+    def _reference_logprobs(self, samples: list[Sample], part: MicroBatchPlan) -> torch.Tensor | None:
         if not self._algo.kl_coef or self._algo.kl_in_reward:
             return None
         assert self.reference is not None
         return self._score(self.reference, samples, part).logprobs
 
-    def _split(self, samples: list[Sample]) -> list[Part]:
+    def _split(self, samples: list[Sample]) -> list[MicroBatchPlan]:
         """Micro-batches, of which every rank has at least one where there are so many samples."""
         budget, image_token_id = self._micro_tokens, self.policy.image_token_id
         parts = split(samples, budget, self._layout, image_token_id)
@@ -296,7 +296,7 @@ class Trainer:
             parts = split(samples, budget, self._layout, image_token_id)
         return parts
 
-    def _score(self, policy: Scorer, samples: list[Sample], part: Part) -> TokenScores:
+    def _score(self, policy: Scorer, samples: list[Sample], part: MicroBatchPlan) -> TokenScores:
         packed = pack(samples, part, self.policy.image_token_id, self.policy.merge_size).to(self.policy.device)
         batch = packed.batch
         if not self._replay_routing or policy is not self.policy:  # a reference routes as it would by itself

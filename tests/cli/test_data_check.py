@@ -1,0 +1,114 @@
+"""`vlmrl data check` tells what the model will read, what is passed over, and what cannot be made."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from vlmrl import Config, Data, Env, Model, Part, Rollout, cli, obs
+from vlmrl.cli.data_check import CheckArguments, check
+
+ROOT = Path(__file__).parents[2]
+
+
+class Look(Env):
+    tools = [  # noqa: RUF012
+        {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {}}}}}
+    ]
+
+    def step(self, response_text):
+        return obs(), True, {"reward": 1.0}
+
+
+class Greet(Look):
+    def reset(self):
+        return [{"role": "user", "content": "Hello there."}]
+
+
+def shown(qwen3_vl: Path, rows: int = 1, **config: Any) -> tuple[str, bool]:
+    """What is printed where there are no colors, and whether all was well."""
+    config = {"env": Look} | config
+    settings = CheckArguments(Config(model=Model(path=str(qwen3_vl)), **config), rows=rows)
+    console = Console(file=io.StringIO(), width=200)
+    well = check(settings, None, console)
+    return console.file.getvalue(), well
+
+
+def seeing(index: int, seed: int) -> dict[str, Any]:
+    size = (100, 60) if index == 0 else (64, 32)
+    return {
+        "prompt": "<image>Is <|im_end|> a word?",
+        "images": [Image.new("RGB", size)],
+        "answer": "no",
+        "level": index,
+    }
+
+
+def test_a_task_is_shown_as_the_model_reads_it(qwen3_vl):
+    told, well = shown(qwen3_vl, data=Data(generator=seeing, size=2, shuffle=False))
+    assert well
+    assert "image 1 100x60 px, seen as 96x64: 6 tokens" in told
+    assert "⟦<|vision_start|>⟧⟦image 1: 6 tokens⟧⟦<|vision_end|>⟧Is <|im_end|> a word?⟦<|im_end|>⟧\n" in told
+    assert "tools     look(at)" in told and "answer    'no'" in told and "data      level=0" in told
+    assert "resized   1 of 2 images do not keep their size" in told
+
+
+def test_what_an_env_begins_with_is_shown_and_its_difference_told(qwen3_vl):
+    told, _ = shown(qwen3_vl, env=Greet, data=Data(generator=seeing, size=1))
+    assert "Hello there." in told and "Is <|im_end|> a word?" not in told
+    assert "the env begins with other messages or tools than the row's" in told
+
+
+def numbered(index: int, seed: int) -> dict[str, Any]:
+    return {"prompt": "7" * (10 * index), "answer": index}
+
+
+def test_prompts_that_are_too_long_and_those_that_leave_no_room_are_counted(qwen3_vl):
+    rollout = Rollout(max_tokens=300, max_reply_tokens=100)
+    told, well = shown(
+        qwen3_vl, data=Data(generator=numbered, size=20, max_prompt_tokens=250), rollout=rollout, env=Greet
+    )
+    over = int(told.split("too long ")[1].split(" of 20")[0])
+    no_room = int(told.split("no room")[1].split(" leave none for a reply")[0])
+    assert well and over > 0 and no_room > 0
+    fewer, _ = shown(
+        qwen3_vl, data=Data(generator=numbered, size=20, max_prompt_tokens=240), rollout=rollout, env=Greet
+    )
+    assert int(fewer.split("too long ")[1].split(" of 20")[0]) > over
+
+
+def test_rows_that_cannot_be_made_are_told_and_all_is_not_well(qwen3_vl, tmp_path):
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": None}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told, well = shown(qwen3_vl, rows=0, data=Data(str(tmp_path / "a.jsonl")))
+    assert not well
+    assert "problem" in told and "column 'answer' is empty" in told and "2 of 2 prompts measured" in told
+
+
+def test_each_part_of_a_mixture_is_shown_with_its_share(qwen3_vl):
+    parts = {
+        "seen": Part(data=Data(generator=seeing, size=3), weight=3),
+        "told": Part(data=Data(generator=numbered, size=2), env=Greet),
+    }
+    told, _ = shown(qwen3_vl, env=Look, mixture=parts)
+    assert "seen      3 tasks, 75% of the draws" in told and "told      2 tasks, 25% of the draws" in told
+    assert told.index("seeing/0/") < told.index("numbered/0/")
+
+
+def test_the_command_takes_a_recipe_and_overrides(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    recipe = str(ROOT / "recipes/quickstart.py")
+    monkeypatch.setattr(sys, "argv", ["vlmrl", "data", "check", recipe, "--data.size", "3", "--rows", "1"])
+    cli.main()
+    told = capsys.readouterr().out
+    assert "3 tasks to train on, 256 held out" in told and "image 1 32x32 px" in told
+    monkeypatch.setattr(sys, "argv", ["vlmrl", "data", "chek"])
+    with pytest.raises(SystemExit, match="vlmrl data check RECIPE"):
+        cli.main()

@@ -1,0 +1,68 @@
+"""`vlmrl play` plays as a run would: with the history policy and the generator that the options name."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+
+from vlmrl.cli.play import PlayArguments, play
+from vlmrl.config import Model, Rollout
+
+MINE = """
+from vlmrl import Env, obs
+
+def tasks(index, seed):
+    return {"prompt": f"Question {index}", "answer": index}
+
+class Ask(Env):
+    def step(self, response_text):
+        return obs(f"Again, {self.turn}."), self.turn == 2, {"reward": 0.5}
+
+def newest(messages, k=2):
+    return messages[-k:]
+
+async def generate(client, renderer, task):
+    prompt = renderer.prompt([{"role": "user", "content": "My own prompt."}])
+    await client.generate(prompt.token_ids)
+    return client.trajectory(reward=float(task.answer))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def settings(qwen3_vl, env="mine.py:Ask", **rollout):
+    limits = {"max_turns": 3, "max_reply_tokens": 8, "truncated_reward": 0.0} | rollout
+    return PlayArguments(env, "mine.py:tasks", n=2, model=Model(path=str(qwen3_vl)), rollout=Rollout(**limits))
+
+
+def test_a_generator_plays_by_itself(qwen3_vl, folder, capsys):
+    asyncio.run(play(settings(qwen3_vl, env=None, generate="mine.py:generate")))
+    told = capsys.readouterr().out
+    assert told.count("My own prompt.") == 2 and "Question" not in told.replace("question", "")
+    assert "2 episodes, mean reward 0.500" in told
+
+
+def test_an_env_and_a_generator_are_too_many(qwen3_vl, folder):
+    with pytest.raises(ValueError, match="no env must be named"):
+        asyncio.run(play(settings(qwen3_vl, generate="mine.py:generate")))
+
+
+def test_the_history_policy_rewrites_what_is_read_by_hand(qwen3_vl, folder):
+    """Typed by hand, each prompt is shown where it differs from the last: with the policy, the question is gone in the third."""
+    options = ["--rollout.history", "rerender", "--rollout.history-policy", "mine.py:newest"]
+    options += ["--rollout.history-options", "k", "2", "--model.path", str(qwen3_vl), "-n", "1", "--by-hand"]
+    command = [sys.executable, "-m", "vlmrl", "play", "mine.py:Ask", "--data", "mine.py:tasks", *options]
+    done = subprocess.run(command, input="one\ntwo\nthree\n", capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    first, second, third, _ = done.stdout.split("reply> ")
+    assert "Question 0" in first and "Again" not in first
+    assert "one" in second and "Again, 0." in second and "Question" not in second
+    assert "two" in third and "Again, 1." in third and "one" not in third

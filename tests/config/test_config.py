@@ -1,0 +1,112 @@
+"""Settings are checked when they are made, and complaints name field, rule and value."""
+
+import ast
+import itertools
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tyro
+
+from vlmrl import Config, Data, Eval, Model, Optim, Rollout, Train, WarmStart
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Optim(lr=0.0), "optim.lr must be greater than 0, but it is 0.0."),
+        (lambda: Rollout(top_p=0.0), "rollout.top_p must be in (0, 1], but it is 0.0."),
+        (lambda: Rollout(temperature=-1.0), "rollout.temperature must be 0 (greedy) or more, but it is -1.0."),
+        (lambda: Rollout(max_failed_fraction=2.0), "rollout.max_failed_fraction must be in [0, 1], but it is 2.0."),
+        (lambda: Data(path="a", generator="b:c"), "data.path and data.generator exclude each other"),
+        (lambda: Data(generator="b:c"), "data.size must be set when data.generator is, but it is None."),
+        (lambda: Data(path="a", columns={"question": "q"}), "data.columns must be a mapping from"),
+        (lambda: Model(path=""), "model.path must be a hub name"),
+        (lambda: Eval(samples_per_task=0), "eval.samples_per_task must be greater than 0, but it is 0."),
+        (lambda: WarmStart(steps=3), "warm_start.demonstrate must be set when warm_start.steps is"),
+        (lambda: Config(name="a/b"), "name must be a plain folder name, but it is 'a/b'."),
+        (lambda: Config(env="a:b", reward="c:d"), "env and reward cannot both be set"),
+        (
+            lambda: Config(reward="c:d", rollout=Rollout(max_turns=2)),
+            "rollout.max_turns must be 1 with a reward function",
+        ),
+        (
+            lambda: Train(groups_per_batch=16, groups_per_step=5),
+            "train.groups_per_step must be a divisor of train.groups_per_batch (16), but it is 5.",
+        ),
+        (
+            lambda: Config(rollout=Rollout(max_tokens=100, max_reply_tokens=100)),
+            "rollout.max_reply_tokens must be less than rollout.max_tokens (100), but it is 100.",
+        ),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+def run(*arguments, cwd):
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_a_recipes_help_reads_like_documentation(tmp_path):
+    """From another folder, as paths in a recipe are resolved from its own."""
+    done = run(ROOT / "recipes/geo3k.py", "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "Geometry3K over several turns" in done.stdout
+    assert "--optim.lr FLOAT" in done.stdout and "--rollout.max-turns INT" in done.stdout
+    assert "Trajectories per task: the group of a GRPO baseline." in done.stdout
+    assert done.stderr == ""
+
+
+def test_an_unknown_field_is_named(tmp_path):
+    done = run(ROOT / "recipes/quickstart.py", "--optim.learning-rate", "1", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "--optim.learning-rate" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--env", "nowhere.py:Env"], "'nowhere.py' does not exist"),
+        (["--env", "../envs/zoom.py:Zoom"], "has no 'Zoom'"),
+        (["--env-options.course", "32"], "--env-options.course"),
+        (["--algo.advantage", "gpro"], "algo.advantage must be one of"),
+        (["--data.generator", "../datasets/shapes.py:nothing"], "has no 'nothing'"),
+        (["--model.path", "./no_such_model"], "no_such_model"),
+        (["--optim.lr", "-1"], "optim.lr must be greater than 0"),
+    ],
+)
+def test_a_mistake_gives_one_clear_line_before_anything_is_trained(tmp_path, options, message):
+    done = run(ROOT / "recipes/quickstart.py", *options, cwd=tmp_path)
+    assert done.returncode != 0
+    told = done.stdout + done.stderr
+    assert message in told
+    assert "Traceback" not in told
+    assert not (tmp_path / "runs/quickstart").exists()
+
+
+def test_options_on_the_command_line_are_numbers_where_they_look_like_them():
+    words = ["clip", "0.2", "count", "3", "on", "True", "name", "abc", "nothing", "None"]
+    config = tyro.cli(Config, args=["--algo.loss-options", *words])
+    assert config.algo.loss_options == {"clip": 0.2, "count": 3, "on": True, "name": "abc", "nothing": None}
+
+
+def test_every_option_has_a_help_text():
+    """Those of nested settings are told by their own fields."""
+    bare = []
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "vlmrl/config").glob("*.py")]
+    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert len(classes) > 10
+    for cls in classes:
+        for node, after in itertools.pairwise(cls.body):
+            told = isinstance(after, ast.Expr) or "field(default_factory=" in ast.unparse(node)
+            if isinstance(node, ast.AnnAssign) and not told:
+                bare.append(f"{cls.name}.{ast.unparse(node.target)}")
+    assert not bare

@@ -1,0 +1,745 @@
+"""The embedded engine against the trainer's forward, against Hugging Face's own generate, and against itself."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from testing.episodes import COLORS, END, a_task, image, sharp_model, sharpen
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from vlmrl import Env, obs
+from vlmrl.config import Rollout
+from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
+from vlmrl.engine.hf.engine import HFEngine
+from vlmrl.engine.hf.features import ImageFeatureCache
+from vlmrl.env.base import RetryTurn, resolve_env
+from vlmrl.model import tiny
+from vlmrl.model.families.base import FAMILIES
+from vlmrl.model.loading import LoadedModel
+from vlmrl.model.policy import Policy
+from vlmrl.multimodal.renderer import expand
+from vlmrl.multimodal.store import MediaStore, merge_mm_inputs
+from vlmrl.rollout.runner import Runner
+from vlmrl.rollout.turn_loop import TurnLoop
+from vlmrl.samples import audit, concat
+from vlmrl.train.packing import collate
+from vlmrl.types import Completion, Sample, Trajectory
+
+MOST = ["qwen3_vl", "qwen2_5_vl"]
+SEEING = [name for name, family in FAMILIES.items() if family.vision]
+NUCLEUS = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
+GREEDY = SamplingParams(24, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("tiny")
+    return {family: tiny.build(root / family, family) for family in SEEING}
+
+
+@pytest.fixture(scope="module", params=MOST)
+def model(request: pytest.FixtureRequest, folders: dict[str, Path]) -> LoadedModel:
+    return sharp_model(folders[request.param])
+
+
+@pytest.fixture(scope="module", params=SEEING)
+def any_model(request: pytest.FixtureRequest, folders: dict[str, Path]) -> LoadedModel:
+    return sharp_model(folders[request.param], end=6.0)
+
+
+@pytest.fixture(scope="module")
+def qwen3(folders: dict[str, Path]) -> LoadedModel:
+    return sharp_model(folders["qwen3_vl"])
+
+
+@pytest.fixture(scope="module", params=MOST)
+def wordy(request: pytest.FixtureRequest, folders: dict[str, Path]) -> LoadedModel:
+    """One that never ends its turn."""
+    return sharp_model(folders[request.param], end=-50.0)
+
+
+@pytest.fixture
+def mine(qwen3: LoadedModel) -> LoadedModel:
+    """A Qwen3-VL that a test may change."""
+    return replace(qwen3, policy=qwen3.policy.frozen_copy())
+
+
+def store_of(model: LoadedModel) -> MediaStore:
+    store = model.new_store()
+    assert store is not None
+    return store
+
+
+def a_request(model: LoadedModel, text: str, colors: Sequence[str] = (), id: str = "a", **sampling: Any) -> Request:
+    """A first turn with an image for each color; each color has a size of its own unless it is written with one."""
+    sizes = {color: (32 + 28 * index, 64) for index, color in enumerate(COLORS)}
+    images = [image(color.split()[0], sizes.get(color, (64, 64))) for color in colors]
+    rendered = model.renderer.prompt(a_task(text, images).prompt)
+    store = store_of(model)
+    options = SamplingParams(**({"max_tokens": 24, "seed": 5} | sampling))
+    return Request(id, rendered.token_ids, [store.load(image) for image in rendered.images], options)
+
+
+def go_on(request: Request, reply: Completion, more: Request) -> Request:
+    """The next turn of ``request``'s trajectory: its reply, and the message of ``more`` as it stands."""
+    return replace(
+        more,
+        trajectory_id=request.trajectory_id,
+        prompt_ids=[*request.prompt_ids, *reply.token_ids, *more.prompt_ids],
+        media=[*request.media, *more.media],
+    )
+
+
+def ask(engine: HFEngine, *requests: Request) -> list[Completion]:
+    return asyncio.run(asyncio.wait_for(engine.generate_batch(requests), 120))
+
+
+def alone(model: LoadedModel, request: Request) -> Completion:
+    """The reply of a fresh engine that serves nothing else."""
+    engine = HFEngine(model.policy, model.renderer)
+    try:
+        return ask(engine, request)[0]
+    finally:
+        engine.close()
+
+
+def same(one: Completion, other: Completion, tolerance: float = 5e-5) -> bool:
+    """Sharp models have logits of tens, whose float32 sums differ by up to 2e-5 with the order of a batch's rows."""
+    return one.token_ids == other.token_ids and one.logprobs == pytest.approx(other.logprobs, abs=tolerance)
+
+
+class Gallery(Env):
+    """Four turns, each but the first with a new image, at a place and of a size that the seed says."""
+
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        number = self.seed + self.turn
+        shown = image(COLORS[number % 8], (32 * (1 + number % 4), 32 * (1 + self.turn)))
+        return obs("More " * number, images=[shown] if self.turn != 1 else None), self.turn == 3, {"reward": 1.0}
+
+
+def play(
+    model: LoadedModel, engine: HFEngine, env: type[Env] = Gallery, members: int = 2, **rollout: Any
+) -> list[Trajectory]:
+    """Two groups; all episodes have several turns, with the images in their middle."""
+    limits = {"max_turns": 4, "max_tokens": 2000, "max_reply_tokens": 120, "truncated_reward": 0.0} | rollout
+    loop = TurnLoop(resolve_env(env), engine, model.renderer, store_of(model), Rollout(**limits), seed=1)
+    tasks = [a_task("What?", [image("white", (64, 96))] * seed, seed=seed) for seed in (0, 1)]
+    return asyncio.run(Runner(loop, group_size=members).play(iter(tasks), 2, "step")).trajectories
+
+
+def trained(policy: Policy, samples: list[Sample], temperature: float = 1.0) -> list[list[float]]:
+    """What the trainer's forward says of each row's sampled tokens."""
+    with torch.no_grad():
+        scores = policy(collate(samples, policy.image_token_id, policy.merge_size), temperature).logprobs
+    return [
+        [scores[row, len(sample.prompt_token_ids) + i].item() for i, mask in enumerate(sample.loss_mask) if mask]
+        for row, sample in enumerate(samples)
+    ]
+
+
+def sampled(samples: list[Sample]) -> list[list[float]]:
+    return [[x for x, mask in zip(s.rollout_logprobs, s.loss_mask, strict=True) if mask] for s in samples]
+
+
+def gap(one: list[list[float]], other: list[list[float]]) -> float:
+    return max(abs(a - b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
+
+
+# The trainer's forward
+
+
+@pytest.mark.parametrize("options", [{}, NUCLEUS])
+def test_logprobs_are_those_of_the_trainers_forward(any_model: LoadedModel, options: dict[str, float]):
+    model = any_model
+    engine = HFEngine(model.policy, model.renderer)
+    trajectories = play(model, engine, **options)
+    samples = [sample for trajectory in trajectories for sample in concat(trajectory)]
+    audit(samples, trajectories, image_token_id=model.policy.image_token_id, banned_ids=model.policy.banned_ids)
+    assert [len(t.turns) for t in trajectories][1:] == [4] * 3  # noise may run into a limit, and one does
+    assert [len(s.media) for s in samples][1:] == [2, 3, 3]
+    temperature = options.get("temperature", 1.0)
+    assert gap(sampled(samples), trained(model.policy, samples, temperature)) < 1e-4
+    if options:  # the temperature is in them, and top-p and top-k are not
+        assert gap(sampled(samples), trained(model.policy, samples, 1.0)) > 0.1
+
+    first, last = samples[2], samples[2].media[-1]
+    other = store_of(model).load(image("purple", last.image.size))
+    swapped = replace(first, media=[*first.media[:-1], other])
+    assert gap(sampled([first]), trained(model.policy, [swapped], temperature)) > 0.01  # the canary: an image matters
+
+
+# What is kept from turn to turn
+
+
+def test_keys_and_values_kept_between_turns_change_nothing_but_the_work(model: LoadedModel):
+    keeping, forgetting = (HFEngine(model.policy, model.renderer, keep_kv=keep) for keep in (True, False))
+    kept, fresh = play(model, keeping), play(model, forgetting)
+    for one, other in zip(kept, fresh, strict=True):
+        assert [turn.response_ids for turn in one.turns] == [turn.response_ids for turn in other.turns]
+        for mine, theirs in zip(one.turns, other.turns, strict=True):
+            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+    new = sum(len(turn.prompt_ids) for t in kept for turn in t.turns)
+    assert keeping.tokens_prefilled < new + 4 * 3  # a reply's last token is fed with the next turn
+    assert forgetting.tokens_prefilled > 1.5 * new
+    assert keeping.images_encoded == forgetting.images_encoded
+    assert len(keeping._resources.kept) == 0  # all trajectories were released
+
+
+def test_a_trajectory_goes_on_after_a_stop_string(qwen3: LoadedModel):
+    engine = HFEngine(qwen3.policy, qwen3.renderer)
+    first = a_request(qwen3, "What?", ["red"], stop=("e", "a", "r", "o", "i"), max_tokens=200, seed=3)
+    (reply,) = ask(engine, first)
+    assert reply.stop_reason == "stop"
+    assert reply.token_ids[-1] != qwen3.renderer.end_of_turn_id
+    second = go_on(first, reply, a_request(qwen3, "More.", ["green"]))
+    done = engine.tokens_prefilled
+    assert same(ask(engine, second)[0], alone(qwen3, second))
+    assert engine.tokens_prefilled - done == 1 + alone(qwen3, a_request(qwen3, "More.", ["green"])).prompt_tokens
+
+
+def test_the_same_prompt_again_is_answered_as_the_first_time(qwen3: LoadedModel):
+    """An env's RetryTurn after an empty reply: all of the prompt is kept, and nothing is new."""
+    engine = HFEngine(qwen3.policy, qwen3.renderer)
+    with_end = SamplingParams(24, stop=("",), seed=5)  # the empty string stops after one token
+    first = replace(a_request(qwen3, "What?", ["red"]), sampling=with_end)
+    assert len(ask(engine, first)[0].token_ids) == 1
+    other = a_request(qwen3, "Which one is it?", ["blue"], id="b")
+    again, beside = ask(engine, replace(first, sampling=SamplingParams(24, seed=6)), other)
+    assert same(again, alone(qwen3, replace(first, sampling=SamplingParams(24, seed=6))))
+    assert same(beside, alone(qwen3, other))
+
+
+def test_a_resampled_turn_is_sampled_from_the_same_prompt(qwen3: LoadedModel):
+    class Picky(Gallery):
+        def __init__(self, task: Any) -> None:
+            self.refused = 0
+
+        def step(self, response_text: str) -> Any:
+            if self.turn == 1 and not self.refused:
+                self.refused = 1
+                raise RetryTurn("once")
+            return super().step(response_text)
+
+    trajectories = play(qwen3, HFEngine(qwen3.policy, qwen3.renderer), Picky)
+    assert [turn.metrics.get("turns_resampled") for turn in trajectories[0].turns] == [None, 1.0, None, None]
+    samples = [sample for trajectory in trajectories for sample in concat(trajectory)]
+    assert gap(sampled(samples), trained(qwen3.policy, samples)) < 1e-4
+
+
+def test_another_image_under_the_same_ids_is_looked_at(qwen3: LoadedModel):
+    engine = HFEngine(qwen3.policy, qwen3.renderer)
+    red, blue = (a_request(qwen3, "What?", [f"{color} 64"]) for color in ("red", "blue"))
+    assert red.prompt_ids == blue.prompt_ids
+    (reply,) = ask(engine, replace(red, sampling=SamplingParams(200, seed=5)))
+    assert reply.stop_reason == "stop"
+    more = a_request(qwen3, "More.")
+    (first,) = ask(engine, go_on(blue, reply, more))
+    assert same(first, alone(qwen3, go_on(blue, reply, more)))
+    assert not same(first, alone(qwen3, go_on(red, reply, more)), 1e-3)
+
+
+# RolloutBuffer
+
+
+def test_the_rest_of_the_batch_does_not_matter(any_model: LoadedModel):
+    model = any_model
+    engine = HFEngine(model.policy, model.renderer)
+    texts = ["What?", "Which one of these is it, left or right?", "Go.", "The color of the square, " * 4]
+    shown: list[list[str]] = [[], ["red"], ["blue", "green"], ["white", "white"]]
+    pairs = list(itertools.product(texts, shown))
+    requests = [
+        a_request(
+            model,
+            text,
+            colors,
+            id=f"{number:02d}",
+            seed=number,
+            max_tokens=10 + number,
+            **(NUCLEUS if number % 3 else {}),
+        )
+        for number, (text, colors) in enumerate(pairs)
+    ]
+    together = ask(engine, *requests)
+    assert len({len(reply.token_ids) for reply in together}) > 3  # rows left the batch at different times
+    for request, reply in zip(requests, together, strict=True):
+        assert same(reply, alone(model, request)), request.trajectory_id
+    small = HFEngine(model.policy, model.renderer, prefill_tokens=60)
+    assert all(same(one, other) for one, other in zip(ask(small, *requests), together, strict=True))
+
+
+def test_requests_join_a_running_batch(wordy: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+    engine = HFEngine(wordy.policy, wordy.renderer)
+    endless = {"max_tokens": 60, "temperature": 1.0}
+    first = a_request(wordy, "What?", ["red"], id="a", seed=21, **endless)
+    late = a_request(wordy, "The color of the square, " * 4, ["green", "blue"], id="b", seed=4, **endless)
+    expected = [alone(wordy, first), alone(wordy, late)]
+    assert len(expected[0].token_ids) > 8
+    sizes = watch_rows(engine, monkeypatch)
+
+    async def go() -> list[Completion]:
+        loop, joined = asyncio.get_running_loop(), []
+        hidden = wordy.policy.hidden
+
+        def send_late(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if len(sizes) == 5:
+                joined.append(asyncio.run_coroutine_threadsafe(engine.generate(late), loop))
+                wait_until(lambda: not engine._inbox.empty())
+            return hidden(*args, **kwargs)
+
+        monkeypatch.setattr(wordy.policy, "hidden", send_late)
+        reply = await engine.generate(first)
+        return [reply, await asyncio.wrap_future(joined[0])]
+
+    replies = asyncio.run(go())
+    assert 2 in sizes
+    assert all(same(reply, wanted) for reply, wanted in zip(replies, expected, strict=True))
+
+
+def watch_rows(engine: HFEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of rows of each forward, as they come."""
+    sizes: list[int] = []
+    hidden = engine.policy.hidden
+
+    def counted(token_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        sizes.append(len(token_ids))
+        return hidden(token_ids, *args, **kwargs)
+
+    monkeypatch.setattr(engine.policy, "hidden", counted)
+    return sizes
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_equal_prompts_are_prefilled_once_and_their_image_encoded_once(wordy: LoadedModel):
+    engine = HFEngine(wordy.policy, wordy.renderer)
+    request = a_request(wordy, "What?", ["red", "green"])
+    group = [replace(request, trajectory_id=str(seed), sampling=SamplingParams(24, seed=seed)) for seed in range(8)]
+    replies = ask(engine, *group)
+    assert engine.tokens_prefilled == replies[0].prompt_tokens
+    assert replies[0].prompt_tokens == len(request.prompt_ids) - 2 + sum(item.num_tokens for item in request.media)
+    assert engine.images_encoded == 2
+    assert len({tuple(reply.token_ids) for reply in replies}) == 8
+    for request, reply in zip(group, replies, strict=True):
+        assert same(reply, alone(wordy, request))
+
+
+def test_prompts_that_differ_in_the_image_alone_are_not_shared(qwen3: LoadedModel):
+    engine = HFEngine(qwen3.policy, qwen3.renderer)
+    red, blue = (a_request(qwen3, "What?", [f"{color} 64"], id=color) for color in ("red", "blue"))
+    replies = ask(engine, red, blue)
+    assert engine.tokens_prefilled == 2 * replies[0].prompt_tokens
+    assert same(replies[0], alone(qwen3, red))
+    assert same(replies[1], alone(qwen3, blue))
+    assert not same(*replies, 1e-3)
+
+
+# New weights
+
+
+def test_nothing_of_the_old_weights_is_left_after_an_update(mine: LoadedModel):
+    engine = HFEngine(mine.policy, mine.renderer)
+    first = a_request(mine, "What?", ["red", "green"], max_tokens=200)
+    (reply,) = ask(engine, first)
+    ask(engine, replace(first, trajectory_id="b"))
+    assert engine.images_encoded == 2  # asked twice, encoded once
+    assert reply.stop_reason == "stop"
+    second = go_on(first, reply, a_request(mine, "More.", ["green", "blue"]))
+    (stale,) = ask(HFEngine(mine.policy, mine.renderer), second)
+    shake(mine.policy)
+    engine.weights_changed(7)
+    (new,) = ask(engine, second)
+    assert engine.images_encoded == 2 + 3
+    assert engine.policy_version == 7
+    assert (reply.policy_versions, new.policy_versions) == ([0] * len(reply.token_ids), [7] * len(new.token_ids))
+    assert same(new, alone(mine, second))
+    assert not same(new, stale, 0.01)
+
+
+def shake(policy: Policy) -> None:
+    """Other weights, in the vision tower too."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.model.model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1 * parameter.std().nan_to_num(0))
+
+
+async def interrupt(engine: HFEngine, sizes: list[int], after: int, *requests: Request) -> Any:
+    """Start ``requests`` and pause once there were ``after`` forwards: the futures of their replies."""
+    waiting = [asyncio.create_task(engine.generate(request)) for request in requests]
+    while len(sizes) < after:
+        await asyncio.sleep(0.002)
+    await engine.pause()
+    return asyncio.gather(*waiting)
+
+
+def test_interrupted_replies_keep_their_tokens_and_go_on_under_the_new_weights(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+):
+    """Partial rollouts: each token has the logprob that the weights of its own version give it, images included."""
+    old, new = model.policy.frozen_copy(), model.policy.frozen_copy()
+    shake(new)
+    changing = replace(model, policy=old.frozen_copy())
+    with torch.no_grad():
+        for policy in (old, new, changing.policy):
+            policy.model.lm_head.bias[list(model.renderer.stop_ids)] = -200.0  # replies end at their limit
+    engine = HFEngine(changing.policy, changing.renderer)
+    sizes = watch_rows(engine, monkeypatch)
+    texts = ["What?", "The color of the square, please."]
+    requests = [a_request(model, text, ["red", "green"], id=text, max_tokens=40) for text in texts]
+
+    async def go() -> list[Completion]:
+        replies = await interrupt(engine, sizes, 12, *requests)
+        changing.policy.load_state_dict(new.state_dict())
+        engine.weights_changed(1)
+        await engine.resume()
+        return list(await replies)
+
+    replies = asyncio.run(asyncio.wait_for(go(), 120))
+    assert engine.images_encoded == 4  # each image once under each weights
+    for request, reply in zip(requests, replies, strict=True):
+        begun = reply.policy_versions.count(0)
+        assert 0 < begun < 40 and reply.policy_versions == [0] * begun + [1] * (40 - begun)
+        prompt = expand(request.prompt_ids, model.policy.image_token_id, request.media)
+        fields = ([1] * 40, reply.logprobs, [0.0] * 40, reply.policy_versions, "g", "t", True, "length", request.media)
+        row = Sample(prompt, reply.token_ids, *fields)
+        (before,), (after,) = trained(old, [row]), trained(new, [row])
+        assert reply.logprobs == pytest.approx(before[:begun] + after[begun:], abs=1e-4)
+        assert max(abs(a - b) for a, b in zip(reply.logprobs, before, strict=True)) > 0.1
+
+
+def test_a_pause_without_new_weights_changes_nothing(mine: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+    with torch.no_grad():
+        mine.policy.model.lm_head.bias[list(mine.renderer.stop_ids)] = -200.0
+    first, late = (
+        a_request(mine, "What?", ["red"], id=id, seed=seed, max_tokens=40) for id, seed in (("a", 1), ("b", 2))
+    )
+    expected = [alone(mine, first), alone(mine, late)]
+    engine = HFEngine(mine.policy, mine.renderer)
+    sizes = watch_rows(engine, monkeypatch)
+
+    async def go() -> list[Completion]:
+        replies = await interrupt(engine, sizes, 8, first)
+        await engine.pause()  # a second time changes nothing
+        done = len(sizes)
+        waiting = asyncio.create_task(engine.generate(late))
+        await asyncio.sleep(0.1)
+        assert len(sizes) == done and not waiting.done()  # nothing is sampled meanwhile, what comes waits
+        await engine.resume()
+        return [*await replies, await waiting]
+
+    replies = asyncio.run(asyncio.wait_for(go(), 60))
+    assert all(same(reply, wanted) for reply, wanted in zip(replies, expected, strict=True))
+    assert engine.tokens_prefilled == sum(reply.prompt_tokens for reply in expected)  # what was computed was kept
+
+
+def test_an_idle_engine_pauses_and_an_error_inside_the_pause_ends_it(qwen3: LoadedModel):
+    engine = HFEngine(qwen3.policy, qwen3.renderer)
+
+    async def go() -> Completion:
+        with pytest.raises(ZeroDivisionError):
+            async with paused(engine):
+                1 / 0  # noqa: B018
+        return await engine.generate(a_request(qwen3, "What?"))
+
+    assert asyncio.run(asyncio.wait_for(go(), 60)).token_ids
+    engine.close()
+    asyncio.run(asyncio.wait_for(engine.pause(), 5))  # nothing runs, so there is nothing to wait for
+
+
+def test_features_that_were_encoded_while_the_weights_changed_are_not_used(
+    mine: LoadedModel, monkeypatch: pytest.MonkeyPatch
+):
+    """Trap 19: an update between an image's encoding and its being stored."""
+    engine = HFEngine(mine.policy, mine.renderer)
+    request, encode = a_request(mine, "What?", ["red"]), mine.policy.encode_images
+
+    def changes_meanwhile(mm_inputs: Any) -> Any:
+        features = encode(mm_inputs)
+        if engine.policy_version == 0:
+            engine.weights_changed(1)
+        return features
+
+    monkeypatch.setattr(mine.policy, "encode_images", changes_meanwhile)
+    ask(engine, request)
+    ask(engine, replace(request, trajectory_id="b"))
+    assert engine.images_encoded == 2
+
+
+def test_features_live_as_long_as_their_images_and_are_encoded_in_parts(
+    qwen3: LoadedModel, monkeypatch: pytest.MonkeyPatch
+):
+    encode, parts = qwen3.policy.encode_images, []
+
+    def counted(mm_inputs: Any) -> Any:
+        parts.append(len(mm_inputs["image_grid_thw"]))
+        return encode(mm_inputs)
+
+    monkeypatch.setattr(qwen3.policy, "encode_images", counted)
+    features = ImageFeatureCache(qwen3.policy, budget=9)
+    store = store_of(qwen3)
+    items = [store.load(image(color, (64, 64))) for color in COLORS[:5]]  # 4 visual tokens each
+    found = features.of([*items, items[0]])
+    assert parts == [2, 2, 1] and features.encoded == len(features) == 5
+    whole = encode(merge_mm_inputs(items))
+    for item, expected in zip(items, whole, strict=True):
+        assert torch.allclose(found[item.id].embeds, expected.embeds, atol=1e-5)
+    del items[1:], item
+    assert len(features) == 1
+    features.of(items)
+    assert features.encoded == 5
+    features.forget()
+    features.of(items)
+    assert features.encoded == 6
+
+
+# What may be sampled
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, NUCLEUS])
+def test_media_placeholders_are_never_sampled_even_where_the_head_prefers_them(
+    mine: LoadedModel, options: dict[str, float]
+):
+    policy = mine.policy
+    with torch.no_grad():
+        policy.model.lm_head.bias[policy.banned_ids] = 200.0
+    assert len(policy.banned_ids) == 2
+    requests = [a_request(mine, "What?", ["red"], id=str(seed), seed=seed, **options) for seed in range(4)]
+    replies = ask(HFEngine(policy, mine.renderer), *requests)
+    assert not {token for reply in replies for token in reply.token_ids} & set(policy.banned_ids)
+    assert all(-30 < logprob <= 0 for reply in replies for logprob in reply.logprobs)
+    banned, policy.banned_ids = policy.banned_ids, []  # without the ban they would be all there is
+    (unbanned,) = ask(HFEngine(policy, mine.renderer), requests[0])
+    assert set(unbanned.token_ids) <= set(banned)
+
+
+def test_greedy_is_what_top_k_1_and_a_tiny_top_p_sample(model: LoadedModel):
+    engine = HFEngine(model.policy, model.renderer)
+    base = a_request(model, "What is it?", ["red"])
+    variants = [
+        SamplingParams(24, temperature=0.0, seed=1),
+        SamplingParams(24, temperature=0.0, seed=2),
+        SamplingParams(24, top_k=1, seed=3),
+        SamplingParams(24, top_p=1e-6, seed=4),
+        SamplingParams(24, temperature=1e-4, seed=5),
+    ]
+    replies = ask(engine, *(replace(base, trajectory_id=str(i), sampling=s) for i, s in enumerate(variants)))
+    assert [reply.token_ids for reply in replies] == [replies[0].token_ids] * 5
+    assert replies[0].logprobs == pytest.approx(
+        replies[2].logprobs, abs=1e-5
+    )  # at temperature 1, of the whole distribution
+    assert min(replies[0].logprobs) < -0.1
+    (free,) = ask(engine, replace(base, sampling=SamplingParams(24, seed=6)))
+    assert free.token_ids != replies[0].token_ids
+
+
+def test_the_seed_alone_decides(model: LoadedModel):
+    engine = HFEngine(model.policy, model.renderer)
+    base = a_request(model, "What is it?", ["red"])
+    seeds = [1, 2, 1, 3]
+    replies = ask(
+        engine, *(replace(base, trajectory_id=str(i), sampling=SamplingParams(24, seed=s)) for i, s in enumerate(seeds))
+    )
+    assert replies[0] == replies[2]
+    assert len({tuple(reply.token_ids) for reply in replies}) == 3
+
+
+@pytest.mark.parametrize("colors", [[], ["red"], ["blue", "purple", "green"]])
+def test_greedy_is_what_hugging_face_generates(wordy: LoadedModel, folders: dict[str, Path], colors: list[str]):
+    """An independent check of positions, images and cache: their generate on their processor's inputs."""
+    folder = folders[wordy.policy.config.model_type]
+    request = replace(a_request(wordy, "What is it?", colors), sampling=SamplingParams(30, temperature=0.0))
+    (ours,) = ask(HFEngine(wordy.policy, wordy.renderer), request)
+    theirs = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="sdpa")
+    sharpen(theirs, end=-50.0)
+    images = [item.image for item in request.media]
+    text = wordy.renderer.decode(request.prompt_ids)
+    inputs = AutoProcessor.from_pretrained(folder)(text=[text], images=images or None, return_tensors="pt")
+    assert inputs["input_ids"].shape[1] == ours.prompt_tokens
+    if images:
+        assert torch.equal(
+            inputs["pixel_values"], torch.cat([item.mm_inputs["pixel_values"] for item in request.media])
+        )
+    made = theirs.generate(**inputs, max_new_tokens=30, do_sample=False, suppress_tokens=wordy.policy.banned_ids)
+    assert ours.token_ids == made[0, inputs["input_ids"].shape[1] :].tolist()
+    assert len(ours.token_ids) > 20
+
+
+# Endings
+
+
+def say(engine: HFEngine, text: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Make the policy say the bytes of ``text`` one token a byte, and then end its turn."""
+    letters = engine._resources.renderer.tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    ids = [
+        engine._resources.renderer.tokenizer.convert_tokens_to_ids(letter) for piece, _ in letters for letter in piece
+    ]
+    coming = iter([*ids, engine._resources.renderer.end_of_turn_id])
+
+    def logits(hidden: torch.Tensor, temperature: Any) -> torch.Tensor:
+        forced = torch.full((len(hidden), 512), -50.0)
+        forced[:, next(coming)] = 50.0
+        return forced
+
+    monkeypatch.setattr(engine.policy, "logits", logits)
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("stops", "text"),
+    [
+        (("</call>",), "ab</call>"),  # each letter is a token of its own
+        (("zz", "call>"), "ab</call>"),
+        (("b<",), "ab<"),
+        (("a",), "a"),
+        (("日本語です",), "aé日本語です"),  # 15 tokens for 5 characters
+        (("never",), f"ab</call>日本語です and more{END}"),
+        ((), f"ab</call>日本語です and more{END}"),
+    ],
+)
+def test_a_stop_string_ends_the_reply_and_stays_in_it(
+    mine: LoadedModel, monkeypatch: pytest.MonkeyPatch, stops: tuple[str, ...], text: str
+):
+    engine = HFEngine(mine.policy, mine.renderer)
+    script = {"a": "ab</call>日本語です and more"}.get(text[:1]) if "é" not in text else "aé日本語です and more"
+    assert script is not None
+    say(engine, script, monkeypatch)
+    (reply,) = ask(engine, a_request(mine, "What?", max_tokens=200, stop=stops))
+    assert mine.renderer.decode(reply.token_ids) == text
+    assert reply.stop_reason == "stop"
+    assert len(reply.logprobs) == len(reply.policy_versions) == len(reply.token_ids)
+    assert reply.logprobs == pytest.approx([0.0] * len(reply.token_ids), abs=1e-5)
+
+
+def test_a_stop_string_of_the_prompt_does_not_end_the_reply(mine: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+    engine = HFEngine(mine.policy, mine.renderer)
+    say(engine, "ll>ab", monkeypatch)
+    (reply,) = ask(engine, a_request(mine, "</call></ca", max_tokens=200, stop=("</call>",)))
+    assert mine.renderer.decode(reply.token_ids) == f"ll>ab{END}"
+
+
+@pytest.mark.parametrize(("limit", "reason"), [(1, "length"), (4, "length"), (5, "stop"), (6, "stop")])
+def test_a_reply_at_its_limit_ends_by_length(
+    mine: LoadedModel, monkeypatch: pytest.MonkeyPatch, limit: int, reason: str
+):
+    engine = HFEngine(mine.policy, mine.renderer)
+    ids = say(engine, "abcd", monkeypatch)
+    (reply,) = ask(engine, a_request(mine, "What?", max_tokens=limit))
+    assert reply.stop_reason == reason
+    assert reply.token_ids == [*ids, mine.renderer.end_of_turn_id][:limit]
+
+
+def test_any_of_the_models_own_stop_ids_ends_a_reply(mine: LoadedModel):
+    endoftext = mine.tokenizer.pad_token_id
+    with torch.no_grad():
+        mine.policy.model.lm_head.bias[endoftext] = 200.0
+    (reply,) = ask(HFEngine(mine.policy, mine.renderer), a_request(mine, "What?"))
+    assert (reply.token_ids, reply.stop_reason) == ([endoftext], "stop")
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize(("shown", "given"), [(1, 0), (0, 1), (2, 1), (1, 2)])
+def test_a_wrong_number_of_images_is_refused_before_anything_runs(qwen3: LoadedModel, shown: int, given: int):
+    engine = HFEngine(qwen3.policy, qwen3.renderer)
+    request = a_request(qwen3, "What?", ["red"] * shown, id="step1/00000/03")
+    media = a_request(qwen3, "What?", ["red"] * given).media
+    with pytest.raises(
+        ValueError, match=rf"step1/00000/03: the prompt has {shown} image placeholders, but {given} images"
+    ):
+        ask(engine, a_request(qwen3, "fine"), replace(request, media=media))
+    assert (engine.tokens_prefilled, engine.images_encoded) == (0, 0)
+    assert ask(engine, a_request(qwen3, "fine"))[0].stop_reason in ("stop", "length")
+
+
+def test_a_request_that_nobody_waits_for_any_more_frees_its_row(mine: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+    with torch.no_grad():
+        mine.policy.model.lm_head.bias[list(mine.renderer.stop_ids)] = -200.0  # it would go on for 20000 tokens
+    engine = HFEngine(mine.policy, mine.renderer)
+    sizes = watch_rows(engine, monkeypatch)
+
+    async def go() -> Completion:
+        waiting = asyncio.create_task(engine.generate(a_request(mine, "What?", ["red"], id="a", max_tokens=20000)))
+        while len(sizes) < 5:
+            await asyncio.sleep(0.005)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        return await engine.generate(a_request(mine, "What?", ["green"], id="b", max_tokens=60))
+
+    other = asyncio.run(asyncio.wait_for(go(), 60))
+    assert len(other.token_ids) == 60
+    assert sizes[-1] == 1
+    assert sum(sizes) < 1000
+    before = len(sizes)
+    time.sleep(0.1)
+    assert len(sizes) == before  # the engine is idle
+
+
+def test_an_error_inside_becomes_an_engine_error_and_the_engine_serves_on(
+    mine: LoadedModel, monkeypatch: pytest.MonkeyPatch
+):
+    engine = HFEngine(mine.policy, mine.renderer)
+    requests = [a_request(mine, "What?", ["red"], id=str(seed), seed=seed, max_tokens=60) for seed in range(3)]
+    expected = ask(engine, *requests)
+    hidden, calls = mine.policy.hidden, itertools.count()
+
+    def fails_once(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if next(calls) == 2:
+            raise MemoryError("out of memory")
+        return hidden(*args, **kwargs)
+
+    monkeypatch.setattr(mine.policy, "hidden", fails_once)
+    with pytest.raises(EngineError, match="the embedded engine failed: MemoryError: out of memory"):
+        ask(engine, *requests)
+    assert all(same(one, other) for one, other in zip(ask(engine, *requests), expected, strict=True))
+
+
+def test_a_failed_engine_costs_trajectories_and_never_the_run(mine: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+    engine = HFEngine(mine.policy, mine.renderer)
+    encode, calls = mine.policy.encode_images, itertools.count()
+
+    def fails_once(*args: Any) -> Any:
+        if not next(calls):
+            raise RuntimeError("CUDA error")
+        return encode(*args)
+
+    monkeypatch.setattr(mine.policy, "encode_images", fails_once)
+    trajectories = play(mine, engine, max_failed_fraction=1.0)
+    assert len(trajectories) == 4
+    assert any(trajectory.id.endswith(".1") for trajectory in trajectories)
+    assert not any(trajectory.failed for trajectory in trajectories)
+
+
+def test_a_closed_engine_answers_nobody_and_lets_nobody_wait(mine: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+    with torch.no_grad():
+        mine.policy.model.lm_head.bias[list(mine.renderer.stop_ids)] = -200.0  # it would go on for 20000 tokens
+    engine = HFEngine(mine.policy, mine.renderer)
+    sizes = watch_rows(engine, monkeypatch)
+
+    async def go() -> None:
+        waiting = asyncio.create_task(engine.generate(a_request(mine, "What?", max_tokens=20000)))
+        while len(sizes) < 5:
+            await asyncio.sleep(0.005)
+        engine.close()
+        assert not engine._thread.is_alive()
+        with pytest.raises(EngineError, match="the embedded engine was closed"):
+            await waiting
+        with pytest.raises(EngineError, match="the embedded engine is closed"):
+            await engine.generate(a_request(mine, "What?"))
+
+    asyncio.run(asyncio.wait_for(go(), 60))
+    engine.close()  # a second time does no harm

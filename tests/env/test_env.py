@@ -1,0 +1,168 @@
+"""What a user hands in as an env, found and checked before anything is played."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from vlmrl import Env, Task, obs
+from vlmrl.env.base import resolve_env
+
+TASK = Task("t", [{"role": "user", "content": "2+2?"}], answer="4", seed=11)
+
+
+class Echo(Env):
+    def __init__(self, task: Task, suffix: str = "!", *, times: int = 1) -> None:
+        super().__init__(task)
+        self.suffix, self.times = suffix, times
+
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        return obs((response_text + self.suffix) * self.times), True, {"reward": 1.0}
+
+
+def build_echo(task: Task, suffix: str = "?") -> Echo:
+    return Echo(task, suffix)
+
+
+def right(text: str, task: Task) -> float:
+    return float(text == task.answer)
+
+
+def test_a_class_becomes_an_env_per_task():
+    spec = resolve_env(Echo, options={"times": 2})
+    first, second = spec.build(TASK), spec.build(TASK)
+    assert spec.name == "Echo"
+    assert first is not second
+    assert first.step("a")[0] == {"obs_str": "a!a!"}
+    assert (first.task, first.seed) == (TASK, 11)
+
+
+def test_a_factory_is_as_good_as_a_class():
+    spec = resolve_env(build_echo, options={"suffix": "..."})
+    assert spec.build(TASK).step("a")[0] == {"obs_str": "a..."}
+    assert spec.build(TASK).seed == 11
+
+
+def test_seed_and_shared_are_there_when_init_runs():
+    class Early(Echo):
+        @classmethod
+        def setup(cls, **options: Any) -> str:
+            return "index"
+
+        def __init__(self, task: Task) -> None:
+            self.found = (self.seed, self.shared, self.task.id)
+
+    assert resolve_env(Early).build(TASK).found == (11, "index", "t")
+
+
+def test_a_file_and_a_module_are_named_by_a_string(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = "from vlmrl import Env, obs\nclass Mine(Env):\n    def step(self, text): return obs('mine'), True, {}\n"
+    (tmp_path / "my_env_module.py").write_text(text)
+    spec = resolve_env("my_env_module.py:Mine", base_dir=tmp_path)
+    assert spec.build(TASK).step("a") == ({"obs_str": "mine"}, True, {})
+    monkeypatch.syspath_prepend(tmp_path)
+    assert resolve_env("my_env_module:Mine").build(TASK).step("a")[0] == {"obs_str": "mine"}
+    with pytest.raises(ValueError, match="Nobody"):
+        resolve_env("my_env_module.py:Nobody", base_dir=tmp_path)
+
+
+def test_a_reward_function_is_a_whole_env():
+    env = resolve_env(None, right).build(TASK)
+    assert env.step("4") == ({"obs_str": ""}, True, {"reward": 1.0})
+    assert env.step("5")[2] == {"reward": 0.0}
+
+
+@pytest.mark.parametrize(("ending", "reward"), [("length", 1.0), ("max_tokens", 1.0), ("env_done", None)])
+def test_a_reward_function_judges_cut_off_replies_at_the_end_and_others_only_once(ending: str, reward: float | None):
+    env = resolve_env(None, right).build(TASK)
+    env.last_reply = "4"
+    assert env.finish(ending) == reward
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "said"),
+    [
+        (Echo, {"sufix": "?"}, r"sufix.* do not fit Echo.* it takes suffix.* = '!', times.* = 1"),
+        (build_echo, {"times": 2}, r"do not fit build_echo.* it takes suffix"),
+        (lambda task, needed: None, {}, "needed"),
+        (lambda: None, {}, "it takes none"),
+    ],
+)
+def test_options_are_checked_against_the_signature(target: Any, options: dict[str, Any], said: str):
+    with pytest.raises(ValueError, match=said):
+        resolve_env(target, options=options)
+
+
+def test_what_is_no_env_is_refused_before_anything_is_built():
+    class NoStep(Env):
+        pass
+
+    class Stranger:
+        def __init__(self, task: Task) -> None: ...
+
+        def step(self, response_text: str) -> None: ...
+
+    with pytest.raises(ValueError, match=r"NoStep must define step\(self, response_text\)"):
+        resolve_env(NoStep)
+    with pytest.raises(ValueError, match=r"Stranger must subclass vlmrl.Env, but its bases are \['object'\]"):
+        resolve_env(Stranger)
+    with pytest.raises(ValueError, match="must be a class or a function that builds an env, but it is a int"):
+        resolve_env(7)  # type: ignore[arg-type]
+    for env, reward in [(None, None), (Echo, right)]:
+        with pytest.raises(ValueError, match="exactly one of env and reward"):
+            resolve_env(env, reward)
+
+
+def test_a_reward_that_does_not_take_text_and_task_is_refused():
+    with pytest.raises(ValueError, match=r"must be called as .*\(text, task\)"):
+        resolve_env(None, lambda text: 1.0)
+    with pytest.raises(ValueError, match=r"must be a function .*\(text, task\)"):
+        resolve_env(None, 7)  # type: ignore[arg-type]
+
+
+def test_a_factory_that_returns_no_env_is_named():
+    spec = resolve_env(lambda task: "an env")
+    with pytest.raises(ValueError, match=r"must return a vlmrl.Env, but it returned a str"):
+        spec.build(TASK)
+
+
+def test_setup_runs_once_with_the_options_and_all_envs_share_what_it_made():
+    calls: list[dict[str, Any]] = []
+
+    class Shared(Echo):
+        @classmethod
+        def setup(cls, **options: Any) -> list[str]:
+            calls.append(options)
+            return ["index"]
+
+    spec = resolve_env(Shared, options={"suffix": "?"})
+    first, second = spec.build(TASK), spec.build(TASK)
+    assert calls == [{"suffix": "?"}]
+    assert first.shared == ["index"]
+    assert first.shared is second.shared
+
+
+def test_an_async_setup_is_refused_since_there_is_no_event_loop_yet():
+    class Late(Echo):
+        @classmethod
+        async def setup(cls) -> str:
+            return "index"
+
+    with pytest.raises(ValueError, match=r"env .*Late: setup must be a plain classmethod"):
+        resolve_env(Late)
+
+
+def test_observations_become_user_messages_with_the_images_first():
+    crop = Image.new("RGB", (4, 4))
+    env = Echo(TASK)
+    assert obs("Closer:", images=[crop]) == {"obs_str": "Closer:", "multi_modal_data": {"image": [crop]}}
+    assert env.format_observation(obs("Closer:", images=[crop])) == {
+        "role": "user",
+        "content": [{"type": "image", "image": crop}, {"type": "text", "text": "Closer:"}],
+    }
+    assert env.format_observation(obs(images=[crop])) == {"role": "user", "content": [{"type": "image", "image": crop}]}
+    assert env.format_observation(obs("plain")) == {"role": "user", "content": "plain"}
+    assert env.format_observation({}) == {"role": "user", "content": ""}

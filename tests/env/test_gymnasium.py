@@ -1,0 +1,106 @@
+"""A Gymnasium environment as an Env: frames, seeds, actions, and an episode's end."""
+
+import numpy as np
+import pytest
+from testing.episodes import a_task, image, play, play_audited
+
+from vlmrl import GymnasiumEnv
+from vlmrl.env.base import resolve_env
+
+gymnasium = pytest.importorskip("gymnasium", reason="needs gymnasium: pip install 'vlmrl[gymnasium]'")
+
+
+class Ramp(gymnasium.Env):
+    """Its frame's brightness is what was added up; 100 ends it, and every step pays a tenth of the action."""
+
+    def __init__(self, as_observation: bool = True):
+        self.as_observation = as_observation
+        self.closed = False
+        self.canvas = np.zeros((32, 64, 3), np.uint8)
+
+    def reset(self, *, seed=None, options=None):
+        self.level = seed
+        return self.render() if self.as_observation else self.level, {}
+
+    def step(self, action):
+        self.level += action
+        seen = self.render() if self.as_observation else self.level
+        return seen, action / 10, self.level >= 100, False, {"level": self.level}
+
+    def render(self):
+        self.canvas[:] = self.level
+        return self.canvas
+
+    def close(self):
+        self.closed = True
+
+
+class RampEnv(GymnasiumEnv):
+    as_observation = True
+
+    def make(self):
+        return Ramp(self.as_observation)
+
+    def read_actions(self, reply):
+        return [int(word) for word in reply.split()]
+
+    def describe(self, info):
+        return f"level {info['level']}"
+
+
+def frames(trajectory):
+    return [[item.image.getpixel((5, 5)) for item in turn.media] for turn in trajectory.turns]
+
+
+@pytest.mark.parametrize("as_observation", [True, False])
+def test_each_reply_is_played_and_answered_by_the_next_frame(as_observation: bool):
+    class Seen(RampEnv):
+        pass
+
+    Seen.as_observation = as_observation
+    trajectory = play_audited(Seen, ["10 20", "ten", "30", "20 60"], a_task("Climb.", seed=7))
+    assert trajectory.turns[0].messages[0]["content"][0]["image"].getpixel((0, 0)) == (7, 7, 7)  # not drawn over
+    assert frames(trajectory) == [[(7,) * 3], [(37,) * 3], [], [(67,) * 3]]
+    assert trajectory.turns[0].messages[0]["content"][1] == {"type": "text", "text": "Climb."}
+    assert trajectory.turns[1].messages[0]["content"][1] == {"type": "text", "text": "level 37"}
+    assert "invalid literal for int" in trajectory.turns[2].messages[0]["content"]
+    assert trajectory.turn_rewards == [3.0, 0.0, 3.0, 8.0]
+    assert [turn.metrics["actions"] for turn in trajectory.turns] == [2, 0, 1, 2]
+    assert (trajectory.ending, trajectory.reward) == ("env_done", 14.0)
+
+
+def test_what_follows_the_end_is_not_played():
+    assert play(RampEnv, ["100 50 50"]).turns[0].metrics["actions"] == 1
+
+
+def test_a_reply_without_actions_is_told_so():
+    trajectory = play(RampEnv, ["", "100"])
+    assert trajectory.turns[1].messages[0]["content"] == "The reply names no action."
+
+
+def test_an_episode_that_is_cut_off_keeps_what_was_earned():
+    trajectory = play(RampEnv, ["10", "10"], max_turns=2)
+    assert (trajectory.ending, trajectory.reward) == ("max_turns", 2.0)
+    assert play(RampEnv, ["word " * 200], max_reply_tokens=5).reward == 0.0
+
+
+def test_the_image_stands_before_the_prompts_last_text_and_others_stay():
+    task = a_task("Climb.", [image("blue")], seed=7)
+    env = resolve_env(RampEnv).build(task)
+    kinds = [part["type"] for part in env.reset()[-1]["content"]]
+    assert kinds == ["image", "image", "text"]
+    env.close()
+    assert env.gym.closed
+
+
+def test_an_environment_that_draws_nothing_is_named():
+    class Blind(RampEnv):
+        as_observation = False
+
+        def make(self):
+            gym = super().make()
+            gym.render = lambda: None
+            return gym
+
+    trajectory = play(Blind, ["1"])
+    assert "Blind: render() gave None, no frame" in trajectory.error

@@ -1,0 +1,277 @@
+"""An env behind a server plays as it does here, and what goes wrong on the way is an env error."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from testing.episodes import a_task, image, play, play_audited, turn_loop
+from testing.http import free_port, served
+
+from vlmrl import Env, RemoteEnv, RetryTurn, ToolEnv, obs
+from vlmrl.env.base import resolve_env
+from vlmrl.env.remote.serialize import task_to_wire
+from vlmrl.env.remote.server import EnvServer, create_app
+from vlmrl.env.session import EnvContractError
+
+pytest.importorskip("fastapi", reason="needs fastapi: pip install 'vlmrl[serve]'")
+ROOT = Path(__file__).parents[2]
+
+
+class Album(Env):
+    """Shows the task's image, then plain ones in the colors that are named, and pays for each; ``quit`` ends it."""
+
+    opened: list[Album]
+    closed: list[Album]
+
+    def __init_subclass__(cls) -> None:
+        cls.opened, cls.closed = [], []
+
+    def __init__(self, task: Any, pay: float = 0.25) -> None:
+        super().__init__(task)
+        self.pay = pay
+        self.opened.append(self)
+
+    def reset(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "role": "user",
+                "content": [{"type": "image", "image": self.task.images[0]}, {"type": "text", "text": "Go on."}],
+            }
+        ]
+
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        if response_text == "again" and self.turn == 1:
+            raise RetryTurn("not that")
+        if response_text == "quit":
+            return obs(), True, {"turn": self.turn, "most": self.max_turns, "seed": self.seed}
+        return obs(f"{response_text}:", images=[image(response_text)]), False, {"reward": self.pay, "note": "text"}
+
+    def finish(self, ending: str) -> float:
+        return 1.0 if (ending, self.last_reply) == ("env_done", "quit") else 0.5
+
+    def close(self) -> None:
+        self.closed.append(self)
+
+
+class Tools(ToolEnv):
+    def paint(self, color: str) -> Any:
+        """Paint it.
+
+        Args:
+            color: With this color.
+        """
+        return image(color)
+
+    functions = [paint]  # noqa: RUF012
+
+    def judge(self, reply: str) -> float:
+        return float(self.tool_format == "json")
+
+
+@contextmanager
+def remote(env: Any, port: int | None = None, **options: Any) -> Iterator[tuple[dict[str, Any], EnvServer]]:
+    """The options of a :class:`RemoteEnv` that plays ``env``, and the server behind it."""
+    server = EnvServer(resolve_env(env, options=options), timeout=20.0)
+    with served(create_app(server), port) as url:
+        yield {"url": url}, server
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+TASK = a_task("?", [image("orange")], seed=7)
+
+
+def test_an_episode_over_http_is_the_same_as_one_played_here():
+    class Mine(Album):
+        pass
+
+    replies = ["red", "blue", "quit"]
+    here = play_audited(Mine, replies, TASK, options={"pay": 0.75})
+    with remote(Mine, pay=0.75) as (options, server):
+        there = play_audited(RemoteEnv, replies, TASK, options=options)
+        assert not server.sessions
+    for one, other in zip(here.turns, there.turns, strict=True):
+        assert (one.prompt_ids, one.reward) == (other.prompt_ids, other.reward)
+        assert [item.id for item in one.media] == [item.id for item in other.media]
+    assert (there.ending, there.reward) == (here.ending, here.reward) == ("env_done", 2.5)
+    assert there.turns[2].metrics == here.turns[2].metrics == {"turn": 2.0, "most": 4.0, "seed": 7.0}
+    assert len(Mine.opened) == len(Mine.closed) == 2
+
+
+def test_endings_that_the_env_did_not_choose_are_told_to_it():
+    class Mine(Album):
+        pass
+
+    with remote(Mine) as (options, _):
+        assert play(RemoteEnv, ["red", "blue"], TASK, options=options, max_turns=2).reward == 1.0
+
+
+def test_tools_of_the_served_env_are_shown_and_known_before_the_first_episode():
+    with remote(Tools) as (options, _):
+        spec = resolve_env(RemoteEnv, options=options)
+        assert spec.build(TASK).tools[0]["function"]["name"] == "paint"
+        replies = ['<tool_call>{"name": "paint", "arguments": {"color": "red"}}</tool_call>', "done"]
+        trajectory = play_audited(spec, replies)
+    assert trajectory.reward == 1.0 and trajectory.turns[1].media[0].image.getpixel((0, 0)) == (255, 0, 0)
+    assert '"name": "paint"' in turn_loop(spec, []).renderer.decode(trajectory.turns[0].prompt_ids)
+
+
+def test_a_turn_that_the_env_wants_again_is_sampled_again():
+    class Mine(Album):
+        pass
+
+    replies = iter(["red", "again", "quit"])
+    with remote(Mine) as (options, _):
+        trajectory = play(RemoteEnv, lambda request, turn: next(replies), TASK, options=options)
+    assert [turn.text for turn in trajectory.turns] == ["red", "quit"]
+    assert trajectory.turns[1].metrics["turns_resampled"] == 1
+
+
+def test_an_env_that_breaks_over_there_is_retried_by_a_fresh_session_that_replays():
+    class Mine(Album):
+        def step(self, response_text: str) -> Any:
+            if response_text == "quit" and len(self.opened) == 1:
+                raise ConnectionError("the album is away")
+            return super().step(response_text)
+
+    with remote(Mine) as (options, server):
+        trajectory = play(RemoteEnv, ["red", "quit"], TASK, options=options)
+        assert (trajectory.reward, trajectory.metrics["env_retries"]) == (1.25, 1.0)
+        wait_until(lambda: len(Mine.closed) == len(Mine.opened) == 2 and not server.sessions)
+        Mine.opened.clear()
+        broken = play(RemoteEnv, ["red", "quit"], TASK, options=options, max_env_retries_per_turn=0)
+    assert (broken.ending, broken.final_reward) == ("error", None) and "the album is away" in broken.error
+
+
+def test_an_env_that_cannot_be_replayed_fails_at_once():
+    class Mine(Album):
+        replayable = False
+
+        def step(self, response_text: str) -> Any:
+            raise OSError("no")
+
+    with remote(Mine) as (options, _):
+        assert play(RemoteEnv, ["red"], TASK, options=options).ending == "error"
+    assert len(Mine.opened) == 1
+
+
+def test_an_env_that_breaks_the_contract_stops_the_run():
+    class Mine(Album):
+        def step(self, response_text: str) -> Any:
+            return "nothing"
+
+    with remote(Mine) as (options, _), pytest.raises(EnvContractError, match="step must return"):
+        play(RemoteEnv, ["red"], TASK, options=options)
+
+
+def test_a_server_that_dies_costs_the_trajectory_and_one_that_comes_back_mends_it():
+    class Mine(Album):
+        pass
+
+    port = free_port()
+    with remote(Mine, port) as (options, _):
+        spec = resolve_env(RemoteEnv, options=options)
+    dead = play(spec, ["red", "quit"], TASK)
+    assert (dead.ending, dead.reward) == ("error", None) and "ConnectError" in dead.error
+
+    first = remote(Mine, port)
+    first.__enter__()
+    second = remote(Mine, port)
+
+    def reply(request: Any, turn: int) -> str:
+        if turn == 1:  # between two turns: all sessions are lost
+            first.__exit__(None, None, None)
+            second.__enter__()
+        return ["red", "quit"][turn]
+
+    trajectory = play(spec, reply, TASK)
+    second.__exit__(None, None, None)
+    assert (trajectory.ending, trajectory.reward, trajectory.metrics["env_retries"]) == ("env_done", 1.25, 1.0)
+
+
+def test_a_server_that_is_not_there_is_named_at_the_start():
+    with pytest.raises(ValueError, match=r"no env server answers at http.* Start one with `vlmrl env serve ENV`"):
+        resolve_env(RemoteEnv, options={"url": f"http://127.0.0.1:{free_port()}"})
+
+
+def test_an_env_that_hangs_is_given_up_here_and_closed_there():
+    gate = threading.Event()
+
+    class Mine(Album):
+        def step(self, response_text: str) -> Any:
+            gate.wait(30)
+            return super().step(response_text)
+
+    with remote(Mine) as (options, server):
+        loop = turn_loop(
+            RemoteEnv, ["red"], options={**options, "timeout": 0.5}, env_timeout=20.0, max_env_retries_per_turn=0
+        )
+        trajectory = asyncio.run(loop.play(TASK, "g", "g/00"))
+        assert trajectory.ending == "error" and "ReadTimeout" in trajectory.error
+        wait_until(lambda: not server.sessions)
+        gate.set()
+        wait_until(lambda: len(Mine.closed) == 1)
+
+
+def test_sessions_that_nobody_asks_for_are_closed_and_so_are_all_at_the_end():
+    class Mine(Album):
+        pass
+
+    async def go() -> None:
+        server = EnvServer(resolve_env(Mine), idle_timeout=60.0, max_sessions=2)
+        asked = {"task": task_to_wire(TASK), "max_turns": 4, "tool_format": "json"}
+        await server.start("old", asked)
+        await server.start("new", asked)
+        with pytest.raises(RuntimeError, match="there are 2 sessions"):
+            await server.start("third", asked)
+        server.sessions["old"].used -= 61
+        await server.close_idle()
+        assert list(server.sessions) == ["new"] and Mine.closed == Mine.opened[:1]
+        with pytest.raises(RuntimeError, match=r"there is no session old: .* idle for 60 s"):
+            await server.step("old", {"reply": "red"})
+        await server.close_all()
+        assert not server.sessions and len(Mine.closed) == 2
+
+    asyncio.run(go())
+
+
+def test_the_command_serves_an_env_by_its_file(tmp_path: Path):
+    port = free_port()
+    command = [sys.executable, "-m", "vlmrl", "env", "serve", str(ROOT / "envs/zoom.py:ZoomEnv"), "--port", str(port)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [*command, "--env-options", "crop", "32"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE
+    ) as process:
+        try:
+            assert b"ZoomEnv at http://127.0.0.1" in process.stdout.readline()
+            deadline = time.monotonic() + 30
+            while True:
+                try:
+                    spec = resolve_env(RemoteEnv, options={"url": f"http://127.0.0.1:{port}"})
+                    break
+                except ValueError:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.1)
+            call = '<tool_call>{"name": "zoom", "arguments": {"bbox": [0, 0, 500, 500]}}</tool_call>'
+            trajectory = play_audited(
+                spec, [call, "<answer>red</answer>"], a_task("?", [image(size=(64, 64))], answer="red")
+            )
+            assert trajectory.reward == 1.0 and trajectory.turns[1].media[0].image.size == (32, 32)
+        finally:
+            process.terminate()
+    assert process.returncode is not None

@@ -1,0 +1,418 @@
+"""Tool calls: read in each format, checked against schemas, run side by side, answered in order, with images."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from PIL import Image
+from testing.episodes import a_task, image, play, play_audited
+from transformers import AutoTokenizer
+
+from vlmrl import Config, Data, Env, Model, ToolCall, ToolEnv, obs, read_tool_calls
+from vlmrl.env.base import resolve_env
+from vlmrl.env.tools import parts_of, problem_with, tool_schema
+from vlmrl.multimodal.renderer import Renderer
+from vlmrl.run.build import build_run
+
+SHOW_TOOLS = ["qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6"]
+SHOW_IMAGES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6"]
+
+
+def add(a: int, b: float = 1.0, unit: Literal["m", "cm"] = "m", note: str | None = None) -> str:
+    """Add two lengths.
+
+    Args:
+        a: The first.
+        b: The second.
+        unit: Of both.
+        note: Kept.
+
+    Returns:
+        The sum.
+    """
+    return f"{a + b:g} {unit}"
+
+
+ADD = tool_schema(add)
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+def test_a_schema_comes_from_hints_and_docstring():
+    assert ADD == {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add two lengths.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer", "description": "The first."},
+                    "b": {"type": "number", "description": "The second."},
+                    "unit": {"type": "string", "enum": ["m", "cm"], "description": "Of both."},
+                    "note": {"type": "string", "nullable": True, "description": "Kept."},
+                },
+                "required": ["a"],
+            },
+        },
+    }
+
+
+def test_a_function_that_makes_no_schema_is_refused_when_the_class_is_made():
+    def bare(x):
+        """Do.
+
+        Args:
+            x: It.
+        """
+
+    def undescribed(x: int):
+        """Do."""
+
+    def many(*xs: int):
+        """Do."""
+
+    for function, said in [(bare, "tool bare needs type hints"), (undescribed, "under `Args:`"), (many, "takes xs")]:
+        with pytest.raises(ValueError, match=said):
+            type("Broken", (ToolEnv,), {"functions": [function]})
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('I add. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', [ToolCall("add", {"a": 1})]),
+        (call("add", a=1) + "\n" + call("sub"), [ToolCall("add", {"a": 1}), ToolCall("sub", {})]),
+        ('<tool_call>{"name": "add"}</tool_call>', [ToolCall("add", {})]),
+        ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 2}"}</tool_call>', [ToolCall("add", {"a": 2})]),
+        ("The answer is 4.", []),
+        (f"<think>\nMaybe {call('add', a=1)}?\n</think>\n\n{call('add', a=2)}", [ToolCall("add", {"a": 2})]),
+        (f"Maybe {call('add', a=1)}?</think>Four.", []),  # the prompt opened the thought
+        (f"<think>I call {call('add', a=1)}", []),  # a thought that never ends
+    ],
+)
+def test_json_calls_are_read_in_order_and_thoughts_are_not(text: str, calls: list[ToolCall]):
+    assert read_tool_calls(text) == calls
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("<tool_call>{", "does not end with </tool_call>"),
+        ('<tool_call>{"name": "add", }</tool_call>', "not valid JSON: "),
+        ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is not JSON"),
+        ('<tool_call>{"name": 5, "arguments": {}}</tool_call>', 'a call is {"name"'),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', 'a call is {"name"'),
+        ("<tool_call>[]</tool_call>", 'a call is {"name"'),
+        ('<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>', "surrogates not allowed"),
+        (f"<tool_call>{'[' * 100_000}</tool_call>", "recursion"),
+    ],
+)
+def test_a_call_that_cannot_be_read_says_why(body: str, said: str):
+    (read,) = read_tool_calls(body)
+    assert said in read.problem and read.name == ""
+
+
+def test_xml_calls_take_their_types_from_the_schemas():
+    text = (
+        "<tool_call>\n<function=add>\n<parameter=a>\n41\n</parameter>\n<parameter=b>\n1.5\n</parameter>\n"
+        "<parameter=note>\ntwo\nlines, {1}\n</parameter>\n</function>\n</tool_call>"
+    )
+    assert read_tool_calls(text, [ADD], "xml") == [ToolCall("add", {"a": 41, "b": 1.5, "note": "two\nlines, {1}"})]
+    assert read_tool_calls(text, [], "xml")[0].arguments["a"] == "41"  # nothing says that it is a number
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "false", False),
+        ({"type": "array"}, "[1, 2]", [1, 2]),
+        ({"type": ["integer", "string"]}, "7", "7"),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "7", 7),
+        ({"type": "string", "nullable": True}, "None", None),
+        ({"type": "string"}, "None", "None"),
+        ({"type": "integer"}, "seven", "seven"),
+    ],
+)
+def test_an_xml_argument_has_the_type_of_its_schema(schema: dict[str, Any], text: str, value: Any):
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}}}
+    written = f"<tool_call><function=f><parameter=x>{text}</parameter></function></tool_call>"
+    assert read_tool_calls(written, [tool], "xml") == [ToolCall("f", {"x": value})]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "add",
+        '{"name": "add"}',
+        "<function=add>",
+        "<function=add>a=1</function>",
+        "<function=add><parameter=a>1</function>",
+    ],
+)
+def test_an_xml_call_that_cannot_be_read_says_how_it_is_written(body: str):
+    (read,) = read_tool_calls(f"<tool_call>{body}</tool_call>", [ADD], "xml")
+    assert read.problem.startswith("a call is <function=NAME>")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"a": 1}, ""),
+        ({"a": 1, "note": None}, ""),
+        ({}, "add: arguments: 'a' is a required property."),
+        ({"a": "1"}, "add: arguments.a: '1' is not of type 'integer'."),
+        ({"a": 1, "unit": "km"}, "add: arguments.unit: 'km' is not one of ['m', 'cm']."),
+        ({"a": 1, "z": 2}, "add: arguments: Additional properties are not allowed ('z' was unexpected)."),
+    ],
+)
+def test_arguments_must_fit_the_schema(arguments: dict[str, Any], said: str):
+    assert problem_with(ToolCall("add", arguments), [ADD]) == said
+
+
+def test_what_has_no_name_of_its_own_is_refused():
+    with pytest.raises(ValueError, match=r"Twice.functions must have names of their own, but they are add, add"):
+        type("Twice", (ToolEnv,), {"functions": [add, add]})
+    with pytest.raises(ValueError, match="tool_format must be one of json, xml, but it is 'yaml'"):
+        read_tool_calls("", [], "yaml")
+
+
+def test_an_unknown_tool_is_told_which_there_are():
+    assert problem_with(ToolCall("sub"), [ADD]) == "there is no tool 'sub'; the tools are add."
+
+
+def test_results_become_parts_of_a_message():
+    red = image()
+    shown = {"type": "image", "image": red}
+    assert parts_of("a") == [{"type": "text", "text": "a"}]
+    assert parts_of(None) == [{"type": "text", "text": ""}]
+    assert parts_of({"é": [1, 2]}) == [{"type": "text", "text": '{"é": [1, 2]}'}]
+    assert parts_of(red) == [shown]
+    assert parts_of(["left", red, 3]) == [{"type": "text", "text": "left"}, shown, {"type": "text", "text": "3"}]
+    assert parts_of(obs("Closer:", images=[red])) == [shown, {"type": "text", "text": "Closer:"}]
+    assert parts_of("\ud800") == [{"type": "text", "text": "?"}]
+
+
+class Sums(ToolEnv):
+    """Adds, draws and fails on request; the answer is what the reply without a call says."""
+
+    def draw(self, color: str) -> Image.Image:
+        """Draw an image.
+
+        Args:
+            color: Its color.
+        """
+        self.threads = [*getattr(self, "threads", []), threading.current_thread()]
+        return image(color)
+
+    async def wait(self) -> list[Any]:
+        """Wait a moment."""
+        await asyncio.sleep(0)
+        return ["waited", 1]
+
+    functions = [add, draw, wait]  # noqa: RUF012
+
+    def judge(self, reply: str) -> float:
+        return float(reply == "4 m")
+
+
+def step(env: ToolEnv, reply: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+    return asyncio.run(env.step(reply))
+
+
+def new(cls: type[ToolEnv], **options: Any) -> ToolEnv:
+    return resolve_env(cls, options=options).build(a_task())  # type: ignore[return-value]
+
+
+def test_a_class_with_functions_is_a_whole_env():
+    env = new(Sums)
+    assert [tool["function"]["name"] for tool in env.tools] == ["add", "draw", "wait"]
+    observation, done, info = step(env, call("add", a=1, b=3))
+    assert (done, info) == (False, {"tool_calls": 1, "tool_errors": 0})
+    assert env.format_observation(observation) == {
+        "role": "user",
+        "content": "<tool_response>\n4 m\n</tool_response>",
+    }
+    assert step(env, "4 m") == ({"obs_str": ""}, True, {"reward": 1.0})
+
+
+def test_calls_of_one_reply_are_answered_in_order_errors_too():
+    env = new(Sums)
+    reply = call("wait") + call("draw", color="no color") + call("add") + call("mul") + call("add", a=3)
+    observation, done, info = step(env, reply)
+    assert (done, info) == (False, {"tool_calls": 5, "tool_errors": 3})
+    assert env.format_observation(observation)["content"] == (
+        '<tool_response>\n["waited", 1]\n</tool_response>\n'
+        "<tool_response>\nError: unknown color specifier: 'no color'\n</tool_response>\n"
+        "<tool_response>\nError: add: arguments: 'a' is a required property.\n</tool_response>\n"
+        "<tool_response>\nError: there is no tool 'mul'; the tools are add, draw, wait.\n</tool_response>\n"
+        "<tool_response>\n4 m\n</tool_response>"
+    )
+
+
+def test_functions_of_one_reply_run_side_by_side_and_own_methods_in_the_envs_thread():
+    both = threading.Barrier(2, timeout=20)
+
+    def meet() -> str:
+        """Wait for the other call."""
+        return "first" if both.wait() == 0 else "second"
+
+    class Meeting(Sums):
+        functions = [meet, Sums.draw]  # noqa: RUF012
+
+    env = new(Meeting)
+    observation, _, info = step(
+        env, call("meet") + call("draw", color="red") + call("meet") + call("draw", color="blue")
+    )
+    texts = sorted(parts[0]["text"] for parts in observation["tool_results"] if parts[0]["type"] == "text")
+    assert texts == ["first", "second"] and info["tool_errors"] == 0
+    assert env.threads == [threading.current_thread()] * 2
+
+
+def test_more_calls_than_a_reply_may_have_are_refused():
+    class Few(Sums):
+        max_calls = 2
+
+    observation, _, info = step(new(Few), call("add", a=1) * 3)
+    assert info == {"tool_calls": 3, "tool_errors": 1}
+    assert observation["tool_results"][2] == [{"type": "text", "text": "Error: at most 2 calls are taken at once."}]
+
+
+def test_a_subclass_may_override_a_tool_and_judge_with_metrics():
+    class Loud(Sums):
+        def draw(self, color: str) -> Any:
+            return color.upper()
+
+        async def judge(self, reply: str) -> dict[str, float]:  # type: ignore[override]
+            return {"reward": 0.5, "length": len(reply)}
+
+    env = new(Loud)
+    assert step(env, call("draw", color="red"))[0] == {"tool_results": [[{"type": "text", "text": "RED"}]]}
+    assert step(env, "abc")[2] == {"reward": 0.5, "length": 3}
+
+
+def test_an_env_without_judge_is_refused_at_the_start():
+    with pytest.raises(ValueError, match=r"must define judge\(self, reply\)"):
+        resolve_env(type("Silent", (ToolEnv,), {"functions": [add]}))
+
+
+def test_whole_episodes_with_images_pass_the_audit():
+    replies = [
+        call("draw", color="blue") + call("add", a=1) + call("draw", color="red"),
+        "Add. " + call("add", a=1, b=3),
+        "4 m",
+    ]
+    trajectory = play_audited(Sums, replies)
+    assert (trajectory.ending, trajectory.reward) == ("env_done", 1.0)
+    assert [[item.image.getpixel((0, 0)) for item in turn.media] for turn in trajectory.turns] == [
+        [],
+        [(0, 0, 255), (255, 0, 0)],
+        [],
+    ]
+    assert [turn.metrics for turn in trajectory.turns] == [
+        {"tool_calls": 3.0, "tool_errors": 0.0},
+        {"tool_calls": 1.0, "tool_errors": 0.0},
+        {},
+    ]
+
+
+def test_what_breaks_in_a_tool_is_an_env_error_and_never_told():
+    calls: list[str] = []
+
+    def flaky() -> str:
+        """Fails once."""
+        calls.append("flaky")
+        if len(calls) == 1:
+            raise ConnectionError("the service is away")
+        return "back"
+
+    class Service(Sums):
+        functions = [flaky]  # noqa: RUF012
+
+    trajectory = play(Service, [call("flaky"), "4 m"])
+    assert (trajectory.ending, trajectory.reward, trajectory.metrics["env_retries"]) == ("env_done", 1.0, 1.0)
+    assert "away" not in str([turn.messages for turn in trajectory.turns])
+
+    calls.clear()
+    broken = play(Service, [call("flaky"), "4 m"], max_env_retries_per_turn=0)
+    assert broken.ending == "error" and "the service is away" in (broken.error or "") and broken.reward is None
+
+
+# Templates
+
+
+def real_renderer(shared: Path, template: str, images: bool) -> Renderer:
+    tokenizer = AutoTokenizer.from_pretrained(shared / "data/qwen/qwen3-vl")
+    text = (shared / f"data/qwen/chat_templates/{template}.jinja").read_text()
+    return Renderer(tokenizer, image_token="<|image_pad|>" if images else None, chat_template=text)
+
+
+def shown(env: Env, *results: Any) -> list[dict[str, Any]]:
+    message = env.format_observation({"tool_results": [parts_of(result) for result in results]})
+    assert isinstance(message, dict)
+    return [message]
+
+
+@pytest.mark.parametrize("template", SHOW_TOOLS)
+def test_results_read_just_as_the_templates_own_tool_messages(template: str, shared: Path):
+    env, renderer = new(Sums), real_renderer(shared, template, images=False)
+    native = [{"role": "tool", "content": "one"}, {"role": "tool", "content": "2\n3"}]
+    assert renderer.delta(shown(env, "one", "2\n3"), env.tools) == renderer.delta(native, env.tools)
+
+
+@pytest.mark.parametrize("template", SHOW_IMAGES)
+def test_every_template_that_shows_images_shows_those_of_tools(template: str, shared: Path):
+    env, renderer = new(Sums), real_renderer(shared, template, images=True)
+    messages = shown(env, ["left", image(), "right"], "plain", image("blue"))
+    delta = renderer.delta(messages)
+    assert len(delta.images) == 2
+    box = "<|vision_start|><|image_pad|><|vision_end|>"
+    assert (
+        f"<tool_response>\nleft{box}right\n</tool_response>\n<tool_response>\nplain\n</tool_response>\n"
+        f"<tool_response>\n{box}\n</tool_response><|im_end|>\n"
+    ) in renderer.decode(delta.token_ids)
+    if template not in ("qwen2_5_vl",):  # which has no tool messages
+        native = [
+            {"role": "tool", "content": parts_of(value)} for value in (["left", image(), "right"], "plain", image())
+        ]
+        assert renderer.delta(native).token_ids == delta.token_ids
+
+
+@pytest.mark.parametrize(("template", "how"), [("qwen3_vl", "json"), ("qwen3_6", "xml")])
+def test_calls_are_read_as_the_template_has_them_written(template: str, how: str, shared: Path):
+    assert real_renderer(shared, template, images=True).tool_format == how
+
+
+def test_the_loop_tells_the_env_how_calls_are_written():
+    class Curious(Sums):
+        def judge(self, reply: str) -> dict[str, Any]:
+            return {"reward": 1.0, "json": self.tool_format == "json"}
+
+    class Strict(Curious):
+        tool_format = "xml"
+
+    assert play(Curious, ["x"]).turns[0].metrics == {"json": 1.0}
+    assert play(Strict, ["x"]).turns[0].metrics == {"json": 0.0}
+
+
+def test_a_template_without_tools_is_refused_before_anything_is_played(tmp_path: Path):
+    template = tmp_path / "no_tools.jinja"
+    template.write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    config = Config(
+        data=Data(generator=lambda index, seed: {"prompt": "1 + 3?"}, size=1),
+        env=Sums,
+        model=Model(chat_template=str(template)),
+        output_dir=str(tmp_path),
+    )
+    with pytest.raises(ValueError, match="the env has 3 tools, but the chat template does not show them"):
+        build_run(config)

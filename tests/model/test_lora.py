@@ -1,0 +1,98 @@
+"""Frozen parts and LoRA: what is trained, what is written, what the adapters change."""
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText
+
+from vlmrl.config import Lora, Model
+from vlmrl.model.loading import load_model
+from vlmrl.model.lora import adapters_off, named_adapters, named_weights, save_adapters
+
+ROW = torch.tensor([[5, 6, 7, 300, 20]])
+
+
+def load(folder, **settings):
+    return load_model(Model(path=str(folder), device="cpu", **settings), None, folder.parent, seed=0)
+
+
+def trained(loaded):
+    return {name for name, parameter in loaded.policy.model.named_parameters() if parameter.requires_grad}
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=ROW).logits
+
+
+@pytest.fixture
+def adapted(tiny_folder):
+    """A model whose adapters have moved from their zero start."""
+    loaded = load(tiny_folder, lora=Lora(rank=4, alpha=8))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in loaded.policy.model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return loaded
+
+
+def test_parts_are_frozen_by_name(tiny_folder):
+    everything = trained(load(tiny_folder))
+    vision = {name for name in everything if "visual." in name}
+    projector = {name for name in vision if "merger" in name}
+    assert projector and vision - projector
+    assert trained(load(tiny_folder, freeze=("vision_tower",))) == everything - vision | projector
+    assert trained(load(tiny_folder, freeze=("projector",))) == everything - projector
+    assert trained(load(tiny_folder, freeze=("vision_tower", "projector"))) == everything - vision
+    assert trained(load(tiny_folder, freeze=("language_model",))) == vision
+    first = {name for name in vision if name.startswith("model.visual.blocks.0.")}
+    assert first and trained(load(tiny_folder, freeze=("model.visual.blocks.0.*",))) == everything - first
+
+
+def test_freezing_names_what_it_cannot_find(tiny_folder):
+    with pytest.raises(ValueError, match=r"model.freeze must name vision_tower, .* but 'vison' fits none"):
+        load(tiny_folder, freeze=("vison",))
+    with pytest.raises(ValueError, match="leaves nothing to train"):
+        load(tiny_folder, freeze=("vision_tower", "projector", "language_model"))
+
+
+def test_only_adapters_of_the_language_model_are_trained(tiny_folder):
+    names = trained(load(tiny_folder, lora=Lora(rank=4)))
+    assert names and all(".lora_" in name and "visual" not in name for name in names)
+    with pytest.raises(ValueError, match=r"model.lora.targets \['nothing'\] fit no layer"):
+        load(tiny_folder, lora=Lora(rank=4, targets=("nothing",)))
+
+
+def test_adapters_start_at_nothing_and_can_be_left_out(tiny_folder, adapted):
+    plain = logits(load(tiny_folder).policy.model)
+    assert torch.equal(logits(load(tiny_folder, lora=Lora(rank=4)).policy.model), plain)
+    model = adapted.policy.model
+    moved = logits(model)
+    assert (moved - plain).abs().max() > 1e-3
+    before = trained(adapted)
+    with adapters_off(model):
+        assert torch.equal(logits(model), plain)
+        assert trained(adapted) == before
+    assert torch.equal(logits(model), moved)
+
+
+def test_merged_weights_have_the_models_own_names_and_give_its_numbers(tiny_folder, adapted, tmp_path):
+    expected = logits(adapted.policy.model)
+    plain = load(tiny_folder).policy.model
+    weights = dict(named_weights(adapted.policy.model))
+    assert weights.keys() == dict(plain.named_parameters()).keys()
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(weights[name])
+    assert torch.allclose(logits(plain), expected, atol=1e-5)
+    adapted.save(tmp_path / "merged")
+    reloaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert torch.allclose(logits(reloaded), expected, atol=1e-5)
+
+
+def test_saved_adapters_are_read_by_peft(tiny_folder, adapted, tmp_path):
+    expected = logits(adapted.policy.model)
+    save_adapters(dict(named_adapters(adapted.policy.model)), Lora(rank=4, alpha=8), str(tiny_folder), tmp_path)
+    base = AutoModelForImageTextToText.from_pretrained(tiny_folder, dtype=torch.float32)
+    assert torch.allclose(logits(PeftModel.from_pretrained(base, tmp_path)), expected, atol=1e-5)

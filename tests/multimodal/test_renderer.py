@@ -1,0 +1,547 @@
+"""Messages to tokens: deltas equal full renders, text stays text, images are counted.
+
+Always with the tiny tokenizer and our own template; with the shared material also with the real Qwen tokenizers and the
+eight chat templates of their families.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from testing.fakes import make_item
+from tokenizers import AddedToken, processors
+from transformers import AutoTokenizer
+
+from vlmrl.model import tiny
+from vlmrl.multimodal.renderer import Renderer, expand
+
+PAD = "<|image_pad|>"
+VISION = f"<|vision_start|>{PAD}<|vision_end|>"
+IMAGE = {"type": "image", "image": "a.png"}
+TOOLS = [{"type": "function", "function": {"name": "zoom", "parameters": {"type": "object", "properties": {"x": {}}}}}]
+
+STABLE = ["qwen2_5", "qwen2_5_vl", "qwen3_instruct_2507", "qwen3_vl"]  # never rewrite an earlier message
+DROP_THINKING = [
+    "qwen3",
+    "qwen3_5_nothink",
+    "qwen3_5_think",
+    "qwen3_6",
+]  # when the next user turn comes, not at a tool's
+TEMPLATES = STABLE + DROP_THINKING
+SHOW_IMAGES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"]
+SHOW_TOOLS = [name for name in TEMPLATES if name != "qwen2_5_vl"]
+PAIRS = [
+    *(("qwen3-vl", name) for name in TEMPLATES),
+    *(("qwen2.5-vl", name) for name in ("qwen2_5", "qwen2_5_vl", "qwen3")),
+]
+
+SPECIALS = ["<|im_end|>", "<|im_start|>", PAD, "<|video_pad|>", "<|vision_start|>", "<|endoftext|>"]
+
+
+@functools.cache
+def tiny_renderer() -> Renderer:
+    return Renderer(tiny.tokenizer(), image_token=PAD)
+
+
+@functools.cache
+def real_tokenizer(folder: Path):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@functools.cache
+def real_renderer(shared: Path, tokenizer: str, template: str) -> Renderer:
+    text = (shared / f"data/qwen/chat_templates/{template}.jinja").read_text()
+    return Renderer(real_tokenizer(shared / "data/qwen" / tokenizer), image_token=PAD, chat_template=text)
+
+
+@pytest.fixture(params=["tiny", *TEMPLATES])
+def any_renderer(request) -> Renderer:
+    """The tiny renderer, then the real tokenizer with each template."""
+    if request.param == "tiny":
+        return tiny_renderer()
+    return real_renderer(request.getfixturevalue("shared"), "qwen3-vl", request.param)
+
+
+@pytest.fixture(params=["tiny", *SHOW_IMAGES])
+def image_renderer(request) -> Renderer:
+    if request.param == "tiny":
+        return tiny_renderer()
+    return real_renderer(request.getfixturevalue("shared"), "qwen3-vl", request.param)
+
+
+@pytest.fixture(params=["tiny", *SHOW_TOOLS])
+def tools_renderer(request) -> Renderer:
+    if request.param == "tiny":
+        return tiny_renderer()
+    return real_renderer(request.getfixturevalue("shared"), "qwen3-vl", request.param)
+
+
+def user(content) -> dict:
+    return {"role": "user", "content": content}
+
+
+def tool(content) -> dict:
+    return {"role": "tool", "content": content}
+
+
+def assistant(content) -> dict:
+    return {"role": "assistant", "content": content}
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def full_text(renderer: Renderer, messages, tools=(), generate: bool = True) -> str:
+    """What the template makes of the whole conversation."""
+    return renderer.tokenizer.apply_chat_template(
+        messages,
+        tools=list(tools) or None,
+        chat_template=renderer.chat_template,
+        tokenize=False,
+        add_generation_prompt=generate,
+    )
+
+
+def ids_of(renderer: Renderer, text: str) -> list[int]:
+    return renderer.tokenizer.encode(text, add_special_tokens=False)
+
+
+def play(renderer: Renderer, prompt, turns, tools=()) -> list[int]:
+    """The ids of an episode as the turn loop has them. ``turns``: replies, each with the messages after it or None."""
+    ids = list(renderer.prompt(prompt, tools).token_ids)
+    for reply, messages in turns:
+        ids += [*ids_of(renderer, reply), renderer.end_of_turn_id]
+        if messages is not None:
+            ids += renderer.delta(messages, tools).token_ids
+    return ids
+
+
+# An episode equals the full render
+
+
+def assert_equals_full_render(renderer: Renderer, prompt, turns, tools=()) -> None:
+    conversation = list(prompt)
+    for reply, messages in turns:
+        conversation += [assistant(reply), *(messages or [])]
+    ends_with_reply = turns and turns[-1][1] is None
+    full = full_text(renderer, conversation, tools, generate=not ends_with_reply)
+    if ends_with_reply:
+        assert full.endswith("<|im_end|>\n")
+        full = full[:-1]
+    ours = play(renderer, prompt, turns, tools)
+    wanted = ids_of(renderer, full)
+    assert renderer.decode(ours) == renderer.decode(wanted)
+    if not any("\n" in reply[: len(reply) - len(reply.lstrip())] for reply, _ in turns):
+        assert ours == wanted
+
+
+PIECES = [
+    "a",
+    " red",
+    "Zoom in",
+    "é",
+    "日本",
+    "🙂",
+    "\n",
+    "\n\n",
+    "  ",
+    "\t",
+    "<",
+    "|>",
+    "{",
+    '"',
+    "<think>",
+    "</think>",
+]
+PIECES += ["<tool_call>", "</tool_response>", "assistant\n", "\U00100000", "\U00100001", "0.5", "<|im"]
+texts = st.lists(st.sampled_from(PIECES), max_size=6).map("".join)
+images = st.lists(
+    st.one_of(st.just(IMAGE), texts.map(lambda text: {"type": "text", "text": text})), min_size=1, max_size=4
+)
+
+
+def conversations(contents):
+    """A prompt, replies with observations of one or more messages, and perhaps a last reply."""
+    messages = st.builds(
+        lambda role, content: {"role": role, "content": content}, st.sampled_from(["user", "tool"]), contents
+    )
+    prompts = st.builds(
+        lambda system, content: [*([SYSTEM | {"content": system}] if system else []), user(content)],
+        st.none() | texts,
+        contents,
+    )
+    turns = st.lists(st.tuples(texts, st.lists(messages, min_size=1, max_size=3)), max_size=3)
+    last = st.lists(st.tuples(texts, st.none()), max_size=1)
+    return st.tuples(prompts, st.builds(lambda turns, last: turns + last, turns, last))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(conversations(texts | images), st.booleans())
+def test_tiny_episodes_equal_the_full_render(conversation, with_tools):
+    assert_equals_full_render(tiny_renderer(), *conversation, tools=TOOLS if with_tools else ())
+
+
+@pytest.mark.parametrize(("tokenizer", "template"), [pair for pair in PAIRS if pair[1] in STABLE])
+def test_real_episodes_equal_the_full_render(tokenizer, template, shared):
+    renderer = real_renderer(shared, tokenizer, template)
+    contents = texts | images if template in SHOW_IMAGES else texts
+
+    @settings(max_examples=20, deadline=None, derandomize=True)
+    @given(conversations(contents), st.booleans())
+    def check(conversation, with_tools):
+        assert_equals_full_render(renderer, *conversation, tools=TOOLS if with_tools and template in SHOW_TOOLS else ())
+
+    check()
+
+
+@pytest.mark.parametrize(("tokenizer", "template"), PAIRS)
+@pytest.mark.parametrize("system", [[SYSTEM], []], ids=["system", "no system"])
+@pytest.mark.parametrize("with_tools", [True, False])
+def test_all_templates_are_stable_when_tools_answer(tokenizer, template, system, with_tools, shared):
+    """Replies think where the template wants it; what it opened is not sampled, but is in the full render's reply."""
+    renderer = real_renderer(shared, tokenizer, template)
+    thought = {"qwen3_5_nothink": "", "qwen3_5_think": "why\n</think>\n\n", "qwen3_6": "why\n</think>\n\n"}
+    reply = thought.get(template, "<think>\nwhy\n</think>\n\n") + "because"
+    tools = TOOLS if with_tools and template in SHOW_TOOLS else ()
+    observations = [[tool("one")], [tool("two"), tool("three")]]
+    prompt = [*system, user("Look.")]
+    conversation = list(prompt)
+    for messages in observations:
+        conversation += [assistant(renderer.opening + reply), *messages]
+    full = full_text(renderer, conversation, tools)
+    assert play(renderer, prompt, [(reply, messages) for messages in observations], tools) == ids_of(renderer, full)
+
+
+def test_a_reply_that_begins_with_a_newline_keeps_the_sampled_ids():
+    renderer = tiny_renderer()
+    ids = play(renderer, [user("q")], [("\nyes", None)])
+    assert renderer.decode(ids) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n\nyes<|im_end|>"
+    newline = ids_of(renderer, "\n")
+    assert ids[-4:-2] == newline * 2  # a full render has one token here
+    assert ids_of(renderer, "\n\n") != newline * 2
+
+
+# A delta
+
+
+def test_a_delta_begins_with_the_newline_after_the_end_of_turn(any_renderer):
+    newline = ids_of(any_renderer, "\n")
+    for messages in ([user("Look.")], [tool("Look.")], [tool("a"), tool("b")], [tool("a"), user("b")]):
+        delta = any_renderer.delta(messages)
+        assert len(newline) == 1
+        assert delta.token_ids[:1] == newline
+        assert any_renderer.decode(delta.token_ids).startswith("\n<|im_start|>")
+        assert any_renderer.decode(delta.token_ids).endswith("<|im_start|>assistant\n" + any_renderer.opening)
+
+
+def test_a_tiny_delta_in_full():
+    renderer = tiny_renderer()
+    delta = renderer.delta([user([IMAGE, {"type": "text", "text": "Closer:"}])])
+    assert renderer.decode(delta.token_ids) == (
+        f"\n<|im_start|>user\n{VISION}Closer:<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert delta.images == ["a.png"]
+    assert delta.token_ids.count(renderer.end_of_turn_id) == 1
+
+
+def test_a_delta_never_repeats_system_or_tools(tools_renderer):
+    delta = tools_renderer.delta([tool("Look.")], TOOLS)
+    text = tools_renderer.decode(delta.token_ids)
+    assert "system" not in text
+    assert "zoom" not in text
+    assert "helpful" not in text
+    assert text == tools_renderer.decode(tools_renderer.delta([tool("Look.")]).token_ids)
+    assert text.count("Look.") == 1
+    assert "zoom" in tools_renderer.decode(tools_renderer.prompt([user("q")], TOOLS).token_ids)
+
+
+def test_tools_of_different_envs_do_not_share_a_base():
+    renderer = tiny_renderer()
+    other = copy.deepcopy(TOOLS)
+    other[0]["function"]["name"] = "a much longer name than zoom"
+    wanted = renderer.delta([tool("x")])
+    for tools in (TOOLS, other, TOOLS, ()):
+        assert renderer.delta([tool("x")], tools) == wanted
+
+
+def test_close_puts_the_end_of_turn_first(any_renderer):
+    plain, closed = any_renderer.delta([user("Look.")]), any_renderer.delta([user("Look.")], close=True)
+    assert closed.token_ids == [any_renderer.end_of_turn_id, *plain.token_ids]
+
+
+def test_a_delta_depends_on_its_messages_only():
+    renderer = tiny_renderer()
+    first = renderer.delta([user("Look.")])
+    renderer.prompt([SYSTEM, user("Other.")], TOOLS)
+    renderer.delta([tool("Other.")], TOOLS)
+    assert renderer.delta([user("Look.")]) == first
+
+
+def test_sampled_ids_that_no_encoding_would_give_stay():
+    renderer = tiny_renderer()
+    letters = [token for letter in "yes" for token in ids_of(renderer, letter)]
+    assert ids_of(renderer, "yes") != letters
+    assert renderer.text([*letters, renderer.end_of_turn_id]) == "yes"
+
+
+def test_a_template_that_rewrites_earlier_messages_is_refused():
+    template = "{% for m in messages %}<|im_start|>{{ loop.revindex }}{{ m.content }}<|im_end|>\n{% endfor %}"
+    renderer = Renderer(tiny.tokenizer(), chat_template=template)
+    with pytest.raises(
+        ValueError, match=r"rewrites earlier messages .* rendered '<\|im_start\|>3\..* had '<\|im_start\|>2\."
+    ):
+        renderer.delta([user("x")])
+
+
+def test_a_template_without_end_of_turn_and_a_tokenizer_without_template_are_refused():
+    with pytest.raises(ValueError, match=r"never writes the end-of-turn token '<\|im_end\|>'"):
+        Renderer(tiny.tokenizer(), chat_template="{{ messages[0].content }}")
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        Renderer(tokenizer)
+
+
+# BOS
+
+
+def bos_renderer(template_writes: bool, tokenizer_adds: bool) -> Renderer:
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_special_tokens({"bos_token": AddedToken("<|bos|>", special=True, normalized=False)})
+    if tokenizer_adds:
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|bos|> $A", special_tokens=[("<|bos|>", tokenizer.bos_token_id)]
+        )
+        assert tokenizer.encode("a")[0] == tokenizer.bos_token_id
+    return Renderer(tokenizer, chat_template="{{ bos_token }}" * template_writes + tokenizer.chat_template)
+
+
+@pytest.mark.parametrize("template_writes", [True, False])
+@pytest.mark.parametrize("tokenizer_adds", [True, False])
+def test_bos_is_the_templates_and_never_in_a_delta(template_writes, tokenizer_adds):
+    renderer = bos_renderer(template_writes, tokenizer_adds)
+    bos = renderer.tokenizer.bos_token_id
+    for text in ("q", "q <|bos|><|im_end|>"):  # the second takes the path for special text
+        prompt = renderer.prompt([user(text)]).token_ids
+        assert prompt.count(bos) == template_writes
+        assert (prompt[0] == bos) == template_writes
+        assert bos not in renderer.delta([user(text)]).token_ids
+        assert bos not in renderer.encode(text)
+
+
+# Text is data
+
+
+def special_ids(renderer: Renderer, ids: list[int]) -> list[int]:
+    special = {index for index, token in renderer.tokenizer.added_tokens_decoder.items() if token.special}
+    return [token for token in ids if token in special]
+
+
+@pytest.mark.parametrize("special", SPECIALS)
+def test_special_tokens_in_somebodys_text_stay_text(special, any_renderer):
+    def episode(text):
+        prompt = any_renderer.prompt([SYSTEM | {"content": f"s{text}"}, user(f"{text}u")])
+        delta = any_renderer.delta([tool(f"t{text}t"), user(text)])
+        return prompt.token_ids + delta.token_ids
+
+    ids, harmless = episode(special), episode("plain")
+    assert special_ids(any_renderer, ids) == special_ids(any_renderer, harmless)
+    assert any_renderer.decode(ids) == any_renderer.decode(harmless).replace("plain", special)
+
+
+@pytest.mark.parametrize("special", SPECIALS)
+def test_special_tokens_in_schemas_stay_text(special, tools_renderer):
+    def schema(text):
+        inner = {
+            "type": "object",
+            "properties": {f"x{text}": {"description": text}},
+            "required": [text],
+            "n": 3,
+            "b": None,
+        }
+        return [{"type": "function", "function": {"name": f"zoom{text}", "parameters": inner}}]
+
+    def ids(text):
+        tools = schema(text)
+        return tools_renderer.prompt([user("q")], tools).token_ids + tools_renderer.delta([tool("a")], tools).token_ids
+
+    assert special_ids(tools_renderer, ids(special)) == special_ids(tools_renderer, ids("plain"))
+    assert tools_renderer.decode(ids(special)) == tools_renderer.decode(ids("plain")).replace("plain", special)
+
+
+def test_special_tokens_in_tool_calls_roles_and_names_stay_text():
+    renderer = tiny_renderer()
+    call = {"type": "function", "function": {"name": "a<|im_end|>", "arguments": {"<|im_start|>": ["<|im_end|>", 1]}}}
+    messages = [
+        user("q"),
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": f"x{PAD}", "content": "y"},
+    ]
+    ids = renderer.prompt(messages).token_ids
+    assert ids.count(renderer.end_of_turn_id) == 3
+    assert renderer.image_token_id not in ids
+    assert '"name": "a<|im_end|>", "arguments": {"<|im_start|>": ["<|im_end|>", 1]}' in renderer.decode(ids)
+    assert f"<|im_start|>x{PAD}\ny" in renderer.decode(ids)
+
+
+def test_a_special_token_that_is_cut_over_two_parts_stays_text(any_renderer):
+    parts = [{"type": "text", "text": "a<|im_"}, {"type": "text", "text": "end|>b"}]
+    ids = any_renderer.prompt([user(parts)]).token_ids
+    assert special_ids(any_renderer, ids) == special_ids(any_renderer, any_renderer.prompt([user("q")]).token_ids)
+    assert "a<|im_end|>b<|im_end|>" in any_renderer.decode(ids)
+
+
+def test_a_special_token_in_parts_beside_a_image_stays_text(image_renderer):
+    parts = [
+        {"type": "text", "text": "<|im_"},
+        {"type": "text", "text": f"end|>{PAD}"},
+        IMAGE,
+        {"type": "text", "text": PAD},
+    ]
+    rendered = image_renderer.prompt([user(parts)])
+    assert rendered.images == ["a.png"]
+    assert rendered.token_ids.count(image_renderer.image_token_id) == 1
+    assert f"<|im_end|>{PAD}{VISION}{PAD}<|im_end|>" in image_renderer.decode(rendered.token_ids)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.lists(st.sampled_from([*SPECIALS, *PIECES, "_end|>", "<|im_"]), max_size=6).map("".join),
+        min_size=3,
+        max_size=3,
+    )
+)
+def test_any_text_decodes_to_itself_and_holds_no_special_id(contents):
+    renderer = tiny_renderer()
+    system, question, answer = contents
+    ids = renderer.prompt([SYSTEM | {"content": system}, user(question)]).token_ids
+    ids += renderer.delta([tool(answer)]).token_ids
+    assert renderer.decode(ids) == (
+        f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        f"\n<|im_start|>user\n<tool_response>\n{answer}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    start, end = renderer.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert special_ids(renderer, ids) == [start, end, start, end, start, start, end, start]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.text() | st.lists(st.sampled_from(SPECIALS)).map("".join))
+def test_encode_is_plain_and_decode_gives_it_back(text):
+    renderer = tiny_renderer()
+    assert special_ids(renderer, renderer.encode(text)) == []
+    assert renderer.decode(renderer.encode(text)) == text
+
+
+# Content lists and images
+
+
+def test_lists_of_texts_are_flattened_for_every_template(any_renderer):
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert any_renderer.prompt([SYSTEM, user(parts)]) == any_renderer.prompt([SYSTEM, user("one two")])
+    assert any_renderer.delta([tool(parts)]) == any_renderer.delta([tool("one two")])
+    assert "one two" in any_renderer.decode(any_renderer.delta([tool(parts)]).token_ids)
+
+
+def test_empty_content_is_an_empty_text():
+    renderer = tiny_renderer()
+    assert renderer.prompt([user([])]) == renderer.prompt([user("")]) == renderer.prompt([user(None)])
+
+
+def test_images_keep_their_order_and_places(image_renderer):
+    def image(name):
+        return {"type": "image", "image": name}
+
+    messages = [
+        user([image("a"), {"type": "text", "text": "x"}, image("b"), image("c")]),
+        assistant("y"),
+        user([image("d")]),
+    ]
+    rendered = image_renderer.prompt(messages)
+    assert rendered.images == ["a", "b", "c", "d"]
+    assert rendered.token_ids.count(image_renderer.image_token_id) == 4
+    assert f"{VISION}x{VISION}{VISION}" in image_renderer.decode(rendered.token_ids)
+    delta = image_renderer.delta([tool([image("e"), {"type": "text", "text": "x"}]), tool([image("f")])])
+    assert delta.images == ["e", "f"]
+    assert f"{VISION}x" in image_renderer.decode(delta.token_ids)
+
+
+@pytest.mark.parametrize("template", ["qwen2_5", "qwen3", "qwen3_instruct_2507"])
+def test_images_of_tool_messages_are_refused_where_the_template_loses_them(template, shared):
+    renderer = real_renderer(shared, "qwen3-vl", template)
+    message = tool([IMAGE, {"type": "text", "text": "x"}, IMAGE])
+    with pytest.raises(ValueError, match=r"messages hold 2 images, but the chat template shows 0 \(roles: tool\)"):
+        renderer.delta([message])
+    with pytest.raises(
+        ValueError, match=r"messages hold 2 images, but the chat template shows 0 \(roles: tool, user\)"
+    ):
+        renderer.prompt([user("q"), message])
+
+
+def test_a_text_model_refuses_images():
+    renderer = Renderer(tiny.tokenizer())
+    for render in (renderer.prompt, renderer.delta):
+        with pytest.raises(ValueError, match="messages hold 1 images, but the model reads text only"):
+            render([user([IMAGE])])
+    assert renderer.prompt([user("q")]) == tiny_renderer().prompt([user("q")])
+
+
+def test_other_parts_are_refused():
+    with pytest.raises(ValueError, match="must have the type text or image, but it has 'video'"):
+        tiny_renderer().prompt([user([{"type": "video", "video": "a.mp4"}])])
+
+
+def test_tools_are_refused_where_the_template_does_not_show_them(shared):
+    renderer = real_renderer(shared, "qwen2.5-vl", "qwen2_5_vl")
+    with pytest.raises(ValueError, match="the env has 1 tools, but the chat template does not show them"):
+        renderer.prompt([user("q")], TOOLS)
+
+
+# Replies
+
+
+OPENINGS = {"qwen3_5_think": "<think>\n", "qwen3_6": "<think>\n", "qwen3_5_nothink": "<think>\n\n</think>\n\n"}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_what_the_generation_prompt_opens_is_kept_beside_the_reply(template, shared):
+    renderer = real_renderer(shared, "qwen3-vl", template)
+    assert renderer.opening == OPENINGS.get(template, "")
+    reply = ids_of(renderer, "why\n</think>\n\nyes")
+    assert renderer.text([*reply, renderer.end_of_turn_id]) == renderer.opening + "why\n</think>\n\nyes"
+    assert renderer.decode(renderer.prompt([user("q")]).token_ids).endswith(f"assistant\n{renderer.opening}")
+
+
+def test_text_excludes_the_end_of_turn_and_nothing_else():
+    tokenizer = tiny.tokenizer()
+    start, end, stop = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
+    renderer = Renderer(tokenizer, stop_ids=[stop])
+    assert (renderer.opening, renderer.end_of_turn_id, renderer.stop_ids) == ("", end, {end, stop})
+    yes = ids_of(renderer, "yes</answer>")
+    assert renderer.text([*yes, end]) == "yes</answer>"
+    assert renderer.text([*yes, stop]) == "yes</answer>"
+    assert renderer.text(yes) == "yes</answer>"
+    assert renderer.text([*yes, end, end]) == "yes</answer><|im_end|>"
+    assert renderer.text([end, *yes, start]) == "<|im_end|>yes</answer><|im_start|>"
+    assert renderer.text([end]) == renderer.text([]) == ""
+
+
+# Expansion
+
+
+def test_expand_writes_one_placeholder_per_visual_token():
+    assert expand([1, 9, 2, 9], 9, [make_item("a", 3), make_item("b", 1, 2)]) == [1, 9, 9, 9, 2, 9, 9]
+    assert expand([1, 9, 9], 9, [make_item("a", 1), make_item("b", 2)]) == [1, 9, 9, 9]
+    assert expand([1, 2], 9, []) == [1, 2]
+    assert expand([1, 2], None, []) == [1, 2]
+
+
+def test_expand_copies():
+    ids = [1, 2]
+    expand(ids, 9, []).append(3)
+    assert ids == [1, 2]

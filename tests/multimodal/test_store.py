@@ -1,0 +1,381 @@
+"""Images: loaded from anywhere, processed once, exactly as the model's own processor would."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gc
+import io
+import json
+import random
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import ExifTags, Image
+from testing.fakes import make_item
+from transformers import AutoImageProcessor
+
+from vlmrl.multimodal.images import blank, content_hash, load_image, source_key
+from vlmrl.multimodal.store import MediaStore, merge_mm_inputs
+from vlmrl.types import MediaItem
+
+ODD_SIZES = [(1, 1), (10, 10), (32, 32), (33, 31), (97, 45), (640, 479), (20, 801), (1001, 300)]
+
+
+def noise(size: tuple[int, int], mode: str = "RGB", seed: int = 0) -> Image.Image:
+    count = size[0] * size[1] * len(Image.new(mode, (1, 1)).getbands())
+    return Image.frombytes(mode, size, random.Random(seed).randbytes(count))
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def data_uri(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+@pytest.fixture
+def processor(qwen3_vl):
+    return AutoImageProcessor.from_pretrained(qwen3_vl)
+
+
+@pytest.fixture
+def store(processor):
+    return MediaStore(processor)
+
+
+@pytest.fixture
+def sources(tmp_path) -> list:
+    """One image in every form."""
+    image = noise((90, 70))
+    data = encoded(image)
+    path = tmp_path / "a.png"
+    path.write_bytes(data)
+    twin = tmp_path / "b.bmp"
+    twin.write_bytes(encoded(image, "BMP"))
+    hf = [{"bytes": data, "path": None}, {"bytes": None, "path": str(path)}]
+    return [path, str(path), f"file://{path}", twin, data, image, image.copy(), data_uri(data), *hf]
+
+
+def assert_exact(item: MediaItem, image: Image.Image, processor) -> None:
+    """The item holds what the processor makes of the original, and its image is never resized again."""
+    wanted = processor(images=[image], return_tensors="pt")
+    assert item.mm_inputs.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert torch.equal(item.mm_inputs[key], value), (key, image.mode, image.size)
+    _, height, width = wanted["image_grid_thw"][0].tolist()
+    assert item.image.size == (width * processor.patch_size, height * processor.patch_size)
+    assert item.num_tokens == height * width // 4
+    again = processor(images=[item.image], return_tensors="pt")
+    assert torch.equal(again["pixel_values"], wanted["pixel_values"])
+
+
+# One image, one item
+
+
+def test_one_image_in_every_form_is_one_item_processed_once(store, sources):
+    items = [store.load(source) for source in sources]
+    assert len(set(map(id, items))) == 1
+    assert (store.seen, store.processed) == (len(sources), 1)
+
+
+def test_eight_gets_at_once_process_once(processor, sources):
+    async def gather(store, wanted):
+        return await asyncio.gather(*map(store.get, wanted))
+
+    for wanted in ([sources[0]] * 8, [sources[5]] * 8, sources[:8]):
+        store = MediaStore(processor, threads=8)
+        items = asyncio.run(gather(store, wanted))
+        assert len(set(map(id, items))) == 1
+        assert (store.seen, store.processed) == (8, 1)
+
+
+def test_a_lazily_opened_image_is_read_once_by_many_threads(processor):
+    data = encoded(noise((700, 700)))
+
+    async def gather(image):
+        return await asyncio.gather(*(store.get(image) for _ in range(8)))
+
+    for _ in range(3):
+        store = MediaStore(processor, threads=8)
+        items = asyncio.run(gather(Image.open(io.BytesIO(data))))
+        assert len(set(map(id, items))) == 1
+
+
+def test_different_images_are_different_items(store):
+    red, other = Image.new("RGB", (64, 32), "red"), Image.new("RGB", (32, 64), "red")
+    almost = red.copy()
+    almost.putpixel((63, 31), (255, 0, 1))
+    assert len({store.load(image).id for image in (red, other, almost)}) == 3
+    assert store.processed == 3
+
+
+def test_a_file_that_changed_is_loaded_again(store, tmp_path):
+    path = tmp_path / "a.png"
+    path.write_bytes(encoded(Image.new("RGB", (32, 32), "red")))
+    first = store.load(path)
+    path.write_bytes(encoded(Image.new("RGB", (64, 32), "blue")))
+    assert store.load(path).image.size == (64, 32)
+    assert first.image.size == (32, 32)
+
+
+def test_items_die_when_nobody_holds_them(store):
+    image = noise((40, 40))
+    item = asyncio.run(store.get(image))
+    dead = weakref.ref(item)
+    del item
+    gc.collect()
+    assert dead() is None
+    assert store._ids == {}
+    store.load(image)
+    assert (store.seen, store.processed) == (2, 2)
+
+
+def test_a_closed_stores_threads_end(processor):
+    def alive() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name.startswith("vlmrl-media")]
+
+    before = alive()
+    store = MediaStore(processor, threads=3)
+    ours = [thread for thread in alive() if thread not in before]
+    assert len(ours) == 3
+    store.close()
+    for thread in ours:
+        thread.join(timeout=10)
+    assert not any(thread.is_alive() for thread in ours)
+
+
+def test_a_image_turned_by_its_camera_is_another_than_the_same_pixels_upright(store):
+    image = noise((64, 32))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6  # to be turned by 90 degrees
+    turned = Image.open(io.BytesIO(encoded(image, exif=exif)))
+    assert content_hash(turned) != content_hash(image)
+    assert store.load(image).image.size == (64, 32)
+    assert store.load(turned).image.size == (32, 64)
+
+
+def test_content_hash_knows_pixels_size_and_mode_only():
+    image = noise((12, 8))
+    assert content_hash(Image.open(io.BytesIO(encoded(image)))) == content_hash(image)
+    assert content_hash(image) != content_hash(image.convert("L").convert("RGB"))
+    grey = Image.new("L", (4, 2))
+    assert len({content_hash(grey), content_hash(Image.new("L", (2, 4))), content_hash(grey.convert("P"))}) == 3
+
+
+def test_source_key_is_short_for_a_long_data_uri():
+    uri = data_uri(encoded(noise((50, 50))))
+    assert len(source_key(uri)) < 50
+    assert source_key(uri) == source_key(uri[:])
+    assert source_key(uri) != source_key(uri[:-8] + "AAAAAAAA")
+
+
+# Exactly the processor's pixels
+
+
+@pytest.mark.parametrize("size", ODD_SIZES)
+def test_pixels_equal_the_processors(size, tiny_folder):
+    processor = AutoImageProcessor.from_pretrained(tiny_folder)
+    image = noise(size)
+    assert_exact(MediaStore(processor).load(image), image, processor)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "CMYK"])
+def test_pixels_equal_the_processors_in_every_mode(mode, store, processor):
+    """What is transparent is on white, as the processors of newer versions of transformers have it, whatever the version."""
+    rgba = noise((80, 50), "RGBA")
+    image = (rgba if mode in ("RGBA", "LA", "L") else rgba.convert("RGB")).convert(mode)
+    white = Image.new("RGBA", image.size, "white")
+    opaque = Image.alpha_composite(white, image.convert("RGBA")).convert("RGB") if mode in ("RGBA", "LA") else image
+    assert_exact(store.load(image), opaque, processor)
+    if mode != "CMYK":
+        assert store.load(encoded(image)) is store.load(image)
+
+
+def test_transparency_becomes_white(store, tmp_path):
+    clear = Image.new("RGBA", (32, 32), (255, 0, 0, 0))
+    palette = Image.new("P", (32, 32), 1)
+    palette.putpalette([0, 0, 0, 255, 0, 0])
+    path = tmp_path / "palette.png"
+    path.write_bytes(encoded(palette, transparency=1))
+    white = store.load(Image.new("RGB", (32, 32), "white"))
+    uri = data_uri(path.read_bytes())
+    sources = [clear, encoded(clear), clear.convert("LA"), path, path.read_bytes(), Image.open(path), uri]
+    assert [store.load(source) is white for source in sources] == [True] * len(sources)
+    assert store.load(palette).image.getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_images_that_differ_in_their_palette_only_are_different(store):
+    red, blue = Image.new("P", (32, 32), 1), Image.new("P", (32, 32), 1)
+    red.putpalette([0, 0, 0, 255, 0, 0])
+    blue.putpalette([0, 0, 0, 0, 0, 255])
+    items = [store.load(image) for image in (red, blue)]
+    assert [item.image.getpixel((0, 0)) for item in items] == [(255, 0, 0), (0, 0, 255)]
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl"])
+def test_real_diagrams_equal_the_real_processors(name, shared):
+    processor = AutoImageProcessor.from_pretrained(shared / "data/qwen" / name)
+    store = MediaStore(processor)
+    folder = shared / "data/geometry3k"
+    rows = [json.loads(line) for line in (folder / "geometry3k.jsonl").read_text().splitlines()]
+    paths = [folder / rows[index]["image"] for index in range(0, len(rows), len(rows) // 30)][:30]
+    assert len(paths) == 30
+    for path in paths:
+        assert_exact(store.load(path), Image.open(path), processor)
+
+
+def test_max_pixels_lowers_the_processors_limit_and_never_raises_it(processor):
+    image = noise((640, 480))
+    full = MediaStore(processor, max_pixels=10**9).load(image)
+    assert full.image.size == (288, 192)
+    small = MediaStore(processor, max_pixels=100 * 100).load(image)
+    assert (small.image.size, small.num_tokens) == ((96, 64), 6)
+    processor.size = {"shortest_edge": 32 * 32, "longest_edge": 100 * 100}
+    assert_exact(small, image, processor)
+
+
+def test_max_pixels_below_the_processors_minimum_is_kept(processor):
+    processor.size = {"shortest_edge": 64 * 64, "longest_edge": 256 * 256}
+    item = MediaStore(processor, max_pixels=32 * 32).load(noise((640, 480)))
+    assert (item.image.size, item.num_tokens, item.mm_inputs["image_grid_thw"].tolist()) == ((32, 32), 1, [[1, 2, 2]])
+
+
+@pytest.mark.parametrize("size", [(64, 32), (33, 200), (700, 30), (1000, 999), (5, 5)])
+def test_a_image_is_measured_as_it_would_be_loaded(size, store, tmp_path):
+    turned = Image.Exif()
+    turned[ExifTags.Base.Orientation] = 6
+    (tmp_path / "a.png").write_bytes(encoded(noise(size)))
+    forms = [noise(size), encoded(noise(size)), {"bytes": encoded(noise(size)), "path": None}, str(tmp_path / "a.png")]
+    forms += [data_uri(encoded(noise(size))), encoded(noise(size), "JPEG", exif=turned)]
+    for source in forms:
+        measured, item = store.measure(source), store.load(source)
+        assert (measured.shown, measured.num_tokens) == (item.image.size, item.num_tokens)
+    assert measured.given == size[::-1]  # the last one was turned by its camera
+
+
+def test_measuring_decodes_nothing_and_keeps_nothing(store):
+    header = encoded(noise((640, 480)))[:100]  # enough to tell the size
+    assert store.measure(header).given == (640, 480)
+    assert (store.seen, store.processed) == (0, 0)
+    with pytest.raises(ValueError, match=r"an image does not load: .*cannot identify"):
+        store.measure(b"no image")
+
+
+def test_transform_comes_before_hash_and_size(processor):
+    store = MediaStore(processor, transform=blank)
+    red, noisy = store.load(Image.new("RGB", (64, 32), "red")), store.load(noise((64, 32)))
+    assert red is noisy
+    assert store.processed == 1
+    assert red.image.getcolors() == [(64 * 32, (128, 128, 128))]
+    assert red.mm_inputs["pixel_values"].unique().numel() == 1
+    assert store.load(noise((32, 64))).mm_inputs["image_grid_thw"].tolist() == [[1, 4, 2]]
+
+
+def test_data_uri_holds_the_same_pixels(store):
+    item = store.load(noise((90, 70)))
+    assert item.data_uri is item.data_uri
+    head, _, body = item.data_uri.partition(",")
+    assert head == "data:image/png;base64"
+    back = Image.open(io.BytesIO(base64.b64decode(body)))
+    assert (back.mode, back.size, back.tobytes()) == ("RGB", item.image.size, item.image.tobytes())
+    assert torch.equal(store.load(item.data_uri).mm_inputs["pixel_values"], item.mm_inputs["pixel_values"])
+
+
+# What is no image
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("/no/such/image.png", "'/no/such/image.png': .*No such file"),
+        (Path("/no/such/image.png"), r"PosixPath\('/no/such/image.png'\): .*No such file"),
+        ("x" * 5000, r"'x+\.\.\.: .*File name too long"),
+        (b"garbage", "7 bytes beginning with b'garbage': cannot identify"),
+        (encoded(Image.new("RGB", (64, 64)))[:60], r"60 bytes beginning with b'.x89PNG"),
+        ("data:image/png;base64,AAAA", "'data:image/png;base64,AAAA': cannot identify"),
+        ("", "'': "),
+        (None, "None: "),
+        ({"bytes": None, "path": None}, "None: "),
+        (5, "5: "),
+        (Image.new("RGB", (1, 500)), "size=1x500 .*aspect ratio"),
+    ],
+    ids=["path", "Path", "long", "bytes", "cut", "uri", "empty", "None", "hf", "number", "narrow"],
+)
+def test_what_is_no_image_is_named(source, named, store):
+    for load in (load_image, store.load, lambda source: asyncio.run(store.get(source))):
+        with pytest.raises(ValueError, match=f"^an image does not load: .*{named}"):
+            load(source)
+    assert store.processed == 0
+
+
+def test_a_broken_image_that_was_opened_lazily_is_named(store):
+    broken = Image.open(io.BytesIO(encoded(noise((64, 64)))[:5000]))
+    with pytest.raises(ValueError, match=r"an image does not load: .*size=64x64"):
+        store.load(broken)
+
+
+def test_a_failure_reaches_all_who_wait_and_is_not_remembered(processor, tmp_path):
+    store = MediaStore(processor, threads=8)
+    path = tmp_path / "late.png"
+
+    async def gather():
+        return await asyncio.gather(*(store.get(path) for _ in range(8)), return_exceptions=True)
+
+    assert [type(error) for error in asyncio.run(gather())] == [ValueError] * 8
+    path.write_bytes(encoded(Image.new("RGB", (32, 32))))
+    assert store.load(path).num_tokens == 1
+
+
+# Merging
+
+
+def test_merge_joins_each_key_once():
+    first, second = make_item("a", 2), make_item("b", 3)
+    second.mm_inputs["pixel_values"] += 1
+    merged = merge_mm_inputs([first, second, first])
+    assert merged["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 6], [1, 2, 4]]
+    assert merged["pixel_values"].shape == (8 + 12 + 8, 3)
+    assert merged["pixel_values"][:, 0].tolist() == [0] * 8 + [1] * 12 + [0] * 8
+    assert merge_mm_inputs([]) == {}
+
+
+def test_merge_calls_cat_once_per_key(monkeypatch):
+    calls = []
+    cat = torch.cat
+    monkeypatch.setattr(torch, "cat", lambda tensors, **options: calls.append(len(tensors)) or cat(tensors, **options))
+    merge_mm_inputs([make_item(name, 1) for name in "abcd"])
+    assert calls == [4, 4]
+
+
+def test_merge_equals_the_processor_run_on_all_images(store, processor):
+    images = [noise((90, 70)), noise((33, 31)), noise((640, 479))]
+    merged = merge_mm_inputs([store.load(image) for image in images])
+    wanted = processor(images=images, return_tensors="pt")
+    assert all(torch.equal(merged[key], wanted[key]) for key in wanted)
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_merge_refuses_a_key_that_is_missing(order):
+    items = [make_item("whole", 1), make_item("part", 1)]
+    del items[1].mm_inputs["pixel_values"]
+    with pytest.raises(
+        ValueError, match=r"mm_inputs of image (whole|part) have the keys .* must come from one processor"
+    ):
+        merge_mm_inputs([items[index] for index in order])
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_merge_refuses_what_is_no_tensor(place):
+    items = [make_item("a", 1), make_item("b", 1)]
+    items[place].mm_inputs["pixel_values"] = [[0.0]]
+    with pytest.raises(
+        ValueError, match=rf"mm_inputs\['pixel_values'\] of image {'ab'[place]} must be a tensor, but it is a list"
+    ):
+        merge_mm_inputs(items)

@@ -1,0 +1,106 @@
+"""Runs whose rollouts go on while the trainer trains: each logprob is of the weights it says, in one process and under Ray."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_loop import RECIPES, short_quickstart, train
+
+from vlmrl.config import Algo, Cluster, Config, Eval, Optim, Rollout, Train, WarmStart
+from vlmrl.model.loading import load_model
+from vlmrl.run import loop
+from vlmrl.samples import concat
+from vlmrl.train.trainer import Trainer
+
+
+def ahead(tmp_path, **changes) -> Config:
+    """Large steps that every sample takes part in, and replies so long that updates come in their midst."""
+    return replace(
+        short_quickstart(tmp_path, **changes),
+        rollout=Rollout(group_size=1, max_turns=2, max_tokens=512, max_reply_tokens=200),
+        warm_start=WarmStart(),
+        algo=Algo(loss="sft", corrections=("token_truncation",)),
+        optim=Optim(lr=3e-3),
+        train=Train(steps=4, groups_per_batch=2, max_staleness=1, canary=False),
+        eval=Eval(),
+        save_model=False,
+    )
+
+
+def watched(config: Config, monkeypatch):
+    """The run's rows, the weights of each version, and each batch with its version and the trainer's own logprobs."""
+    weights, batches = {}, []
+    push, train_on = loop.push_weights, loop.train_on
+
+    async def pushed(run, trainer, version):
+        told = await push(run, trainer, version)
+        weights[version] = {name: weight.clone() for name, weight in trainer.named_weights()}
+        return told
+
+    def trained(run, trainer, trajectories):
+        if not weights:
+            weights[0] = {name: weight.clone() for name, weight in trainer.named_weights()}
+        metrics = train_on(run, trainer, trajectories)
+        batches.append((len(weights) - 1, trajectories, trainer.scored))
+        return metrics
+
+    monkeypatch.setattr(loop, "push_weights", pushed)
+    monkeypatch.setattr(loop, "train_on", trained)
+    run, rows, _ = train(config)
+    run.engine.close()
+    return [row for row in rows if "loss" in row], weights, batches
+
+
+def check_every_logprob(config: Config, weights, batches) -> int:
+    """Each sampled token has the logprob that the weights of its version give it, and the trainer's is of the version it
+    trained. How many replies were begun under one version and ended under another."""
+    policy = load_model(config.model, RECIPES, config.models_dir, config.seed).policy
+    scorer = Trainer(policy, Algo(), Optim(), total_steps=1, tokens_per_micro_batch=4096)
+    for newest, trajectories, by_trainer in batches:
+        samples = [row for trajectory in trajectories for row in concat(trajectory)]
+        scores = []
+        for version in range(newest + 1):
+            policy.load_weights(weights[version].items())
+            scores.append(scorer.score(samples))
+        for index, sample in enumerate(samples):
+            sampled = np.array(sample.loss_mask) == 1
+            of_versions = np.stack([of_version[index] for of_version in scores])
+            own = of_versions[np.array(sample.policy_versions), np.arange(len(sampled))]
+            assert np.abs(own - sample.rollout_logprobs)[sampled].max() < 1e-3
+            assert np.abs(of_versions[newest] - by_trainer[index])[sampled].max() < 1e-3
+        if newest:
+            moved = [np.abs(new - old).max() for new, old in zip(scores[newest], scores[newest - 1], strict=True)]
+            assert max(moved) > 0.1  # or equal logprobs would say nothing
+    turns = [turn for _, trajectories, _ in batches for trajectory in trajectories for turn in trajectory.turns]
+    return sum(len(set(turn.policy_versions)) > 1 for turn in turns)
+
+
+def test_every_logprob_is_of_the_weights_it_says(tmp_path, monkeypatch):
+    config = ahead(tmp_path)
+    rows, weights, batches = watched(config, monkeypatch)
+    assert [row["staleness/max"] for row in rows] == [0, 1, 1, 1]
+    assert check_every_logprob(config, weights, batches) > 0
+
+
+@pytest.mark.parametrize("old_policy", [None, "trainer"])
+def test_ratios_are_to_the_weights_that_sampled_unless_told_otherwise(tmp_path, old_policy):
+    algo = Algo(entropy_coef=1.0, old_policy=old_policy)  # no group has an advantage: the bonus moves the weights
+    _, rows, _ = train(replace(ahead(tmp_path), algo=algo))
+    rows = [row for row in rows if "loss" in row]
+    off = [abs(row["ratio"] - 1) for row in rows]
+    assert off[0] < 1e-6
+    if old_policy == "trainer":
+        assert off == [0, 0, 0, 0]
+    else:
+        assert min(off[1:]) > 1e-5
+        assert max(row["mismatch/ratio_max"] for row in rows) > 1.01
+
+
+def test_under_ray_too_every_logprob_is_of_the_weights_it_says(tmp_path, monkeypatch):
+    pytest.importorskip("ray", reason="needs Ray: pip install 'vlmrl[ray]'")
+    config = ahead(tmp_path, cluster=Cluster(ranks=2))
+    rows, weights, batches = watched(config, monkeypatch)
+    assert [row["staleness/max"] for row in rows] == [0, 1, 1, 1]
+    assert check_every_logprob(config, weights, batches) > 0

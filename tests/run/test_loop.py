@@ -1,0 +1,302 @@
+"""Whole runs, short: what they leave behind, how they fail, and that a repeated one repeats."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from vlmrl.config import Algo, Checkpoint, Config, Data, Eval, Optim, Part, Rollout, Train, WarmStart
+from vlmrl.config.code import load_object
+from vlmrl.env.base import Env, obs
+from vlmrl.report.metrics import RunLog
+from vlmrl.report.progress import RunProgress
+from vlmrl.rollout.runner import RolloutError
+from vlmrl.run import loop
+from vlmrl.run.build import build_run
+from vlmrl.run.program import run_training
+from vlmrl.types import Task
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes"
+
+
+def short_quickstart(tmp_path, **changes) -> Config:
+    config = load_object(f"{RECIPES / 'quickstart.py'}:config")()
+    return replace(
+        config,
+        output_dir=str(tmp_path / "runs"),
+        data=replace(config.data, size=32),
+        eval=replace(config.eval, data=replace(config.eval.data, size=8), every=1),
+        warm_start=replace(config.warm_start, steps=60, trajectories_per_step=16),
+        train=replace(config.train, steps=2, groups_per_batch=4),
+        rollout=replace(config.rollout, group_size=4),
+        **changes,
+    )
+
+
+def train(config: Config, base_dir=RECIPES):
+    run = build_run(config, base_dir)
+    log = RunLog(run.folder)
+    summary = asyncio.run(loop.train(run, log, RunProgress(Console(quiet=True))))
+    log.close()
+    return run, log.rows(), summary
+
+
+def test_a_run_leaves_what_it_promises(tmp_path, capsys):
+    run_training(short_quickstart(tmp_path), RECIPES)
+    folder = tmp_path / "runs/quickstart"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert {"reward_before", "reward_after", "reward_blanked"} <= summary.keys()
+    for name in (
+        "config.json",
+        "metrics.jsonl",
+        "trajectories.jsonl",
+        "reward.png",
+        "trajectories.html",
+        "model/config.json",
+    ):
+        assert (folder / name).stat().st_size > 0, name
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2]
+    assert all(row["logprob_mismatch/max"] < 1e-4 for row in steps)  # the engine's distribution is the trainer's
+    told = capsys.readouterr().out
+    assert "reward.png" in told and "trajectories.html" in told and "held-out reward after" in told
+
+
+def test_an_earlier_run_is_moved_aside(tmp_path, capsys):
+    config = short_quickstart(tmp_path)
+    config = replace(
+        config, warm_start=WarmStart(), eval=Eval(), train=replace(config.train, steps=1), save_model=False
+    )
+    for _ in range(2):
+        run_training(config, RECIPES)
+    assert (tmp_path / "runs/quickstart/metrics.jsonl").exists() and (
+        tmp_path / "runs/quickstart.1/metrics.jsonl"
+    ).exists()
+
+
+def test_a_deterministic_run_repeats(tmp_path):
+    kept = []
+    for name in ("one", "two"):
+        config = short_quickstart(tmp_path, name=name, deterministic=True)
+        _, rows, summary = train(replace(config, warm_start=replace(config.warm_start, steps=10)))
+        kept.append(
+            (
+                [{k: v for k, v in row.items() if not k.startswith("time") and "seconds" not in k} for row in rows],
+                summary,
+            )
+        )
+    assert kept[0] == kept[1]
+
+
+def number_tasks(index, seed):
+    return {"prompt": f"Say {index}.", "answer": index}
+
+
+class Echo(Env):
+    """Two turns; pays in the first. Plays no other tasks than its own."""
+
+    def __init__(self, task: Task, part: str) -> None:
+        super().__init__(task)
+        assert task.part == part
+
+    def step(self, response_text):
+        return obs("Again."), self.turn == 1, {"reward": 1.0 if self.turn == 0 else 0.0}
+
+
+def test_a_mixture_plays_each_part_with_its_own_env_and_tells_them_apart(tmp_path):
+    config = Config(
+        name="mixed",
+        output_dir=str(tmp_path),
+        mixture={
+            "echo": Part(
+                data=Data(generator=number_tasks, size=30, held_out=3),
+                env=Echo,
+                env_options={"part": "echo"},
+                weight=2,
+            ),
+            "letters": Part(data=Data(generator=number_tasks, size=8), reward=lambda text, task: float(len(text) % 2)),
+        },
+        rollout=Rollout(group_size=2, max_turns=2, max_tokens=256, max_reply_tokens=8, truncated_reward=0.0),
+        optim=Optim(lr=1e-4),
+        train=Train(steps=2, groups_per_batch=3),
+        save_model=False,
+    )
+    run, rows, summary = train(config)
+    steps = [row for row in rows if "loss" in row]
+    for row in steps:
+        assert (row["source/echo/trajectories"], row["source/letters/trajectories"]) == (4, 2)
+        assert {"source/echo/reward/mean", "source/letters/reward/mean"} <= row.keys()
+    assert steps[-1]["data/drawn"] == 6
+    assert rows[0]["eval/source/echo/trajectories"] == 3 * config.eval.samples_per_task
+    assert "reward_after" in summary
+    assert run.spec is not None and run.spec.name.startswith("echo: Echo, letters: ")
+
+
+def test_a_mixture_whose_part_nobody_plays_is_refused():
+    config = Config(mixture={"a": Part(data=Data(generator=number_tasks, size=1))})
+    with pytest.raises(ValueError, match=r"mixture\.a\.env must be set, or else env"):
+        build_run(config)
+
+
+def test_prompts_over_the_limit_are_not_played(tmp_path):
+    config = short_quickstart(tmp_path, save_model=False)
+    changes = {"data": replace(config.data, max_prompt_tokens=10), "eval": Eval(), "warm_start": WarmStart()}
+    with pytest.raises(ValueError, match=r"data\.max_prompt_tokens leaves nothing: 32 prompts in a row were longer"):
+        train(replace(config, **changes))
+
+
+def test_a_text_task_with_a_reward_function_uses_the_same_loop(tmp_path):
+    config = Config(
+        name="text",
+        output_dir=str(tmp_path),
+        data=Data(generator=lambda index, seed: {"prompt": f"Say {index}.", "answer": str(index)}, size=8),
+        reward=lambda text, task: float(len(text) % 2),
+        rollout=Rollout(group_size=2, max_tokens=128, max_reply_tokens=8),
+        optim=Optim(lr=1e-4),
+        train=Train(steps=1, groups_per_batch=2),
+        save_model=False,
+    )
+    _, rows, _ = train(config, None)
+    assert rows[0]["images/mean"] == 0.0 and rows[0]["logprob_mismatch/max"] < 1e-4
+
+
+class NeverPays(Env):
+    def step(self, response_text):
+        return obs("Go on."), False, {}
+
+
+class Breaks(Env):
+    def reset(self):
+        raise OSError("the disk is full")
+
+    def step(self, response_text):
+        return obs(), True, {"reward": 1.0}
+
+
+def one_env_config(tmp_path, env, **changes):
+    return Config(
+        output_dir=str(tmp_path),
+        data=Data(generator=lambda index, seed: Task(str(index), [{"role": "user", "content": "Hi"}]), size=4),
+        env=env,
+        rollout=Rollout(group_size=2, max_turns=2, max_tokens=256, max_reply_tokens=8, **changes),
+        train=Train(steps=1, groups_per_batch=2),
+    )
+
+
+def test_an_env_that_never_pays_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"env NeverPays, task \d: the episode ended \(\w+\) without a reward"):
+        train(one_env_config(tmp_path, NeverPays))
+
+
+def test_an_env_that_always_breaks_stops_the_run_with_its_reason(tmp_path):
+    with pytest.raises(
+        RolloutError,
+        match=r"(?s)failed where 4 were asked for, more than rollout.max_failed_fraction.*OSError: the disk is full",
+    ):
+        train(one_env_config(tmp_path, Breaks))
+
+
+def test_a_image_that_does_not_decode_is_named(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    (tmp_path / "broken.png").write_bytes(b"this is no image")
+    rows.write_text('{"prompt": "<image>What?", "images": ["broken.png"], "answer": "a"}\n')
+    config = replace(
+        one_env_config(tmp_path, None),
+        env=None,
+        reward=lambda text, task: 0.0,
+        data=Data(path=str(rows)),
+        rollout=Rollout(group_size=2, max_tokens=256, max_reply_tokens=8),
+    )
+    with pytest.raises(RolloutError, match=r"(?s)an image does not load:.*broken\.png"):
+        train(config, tmp_path)
+
+
+def test_shuffled_rewards_keep_their_values_but_not_their_places():
+    class T:
+        def __init__(self, number):
+            self.id, self.group_id, self.reward = f"t{number}", f"g{number // 4}", float(number)
+
+    class S:
+        def __init__(self, trajectory):
+            self.trajectory_id, self.advantage = trajectory.id, None
+
+    trajectories = [T(number) for number in range(16)]
+    given = {}
+    for shuffled in (False, True):
+        samples = [S(t) for t in trajectories]
+        config = Config(
+            train=Train(shuffle_rewards=shuffled),
+            algo=replace(Config().algo, advantage_options={"scale_by_std": False}),
+        )
+        loop.give_advantages(samples, trajectories, config)
+        given[shuffled] = [s.advantage for s in samples]
+    assert given[False] == [-1.5, -0.5, 0.5, 1.5] * 4
+    assert given[True] != given[False]
+
+
+def test_ctrl_c_stops_cleanly_and_keeps_what_there_is(tmp_path):
+    command = [
+        sys.executable,
+        "-u",
+        RECIPES / "quickstart.py",
+        "--output-dir",
+        tmp_path,
+        "--warm-start.steps",
+        "0",
+        "--eval.data.size",
+        "4",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    metrics = tmp_path / "quickstart/metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.2)
+    os.kill(process.pid, signal.SIGINT)
+    told, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "stopped after" in told and "Traceback" not in told
+    assert (tmp_path / "quickstart/reward.png").exists()
+
+
+def test_rollouts_go_on_while_the_trainer_trains(tmp_path):
+    """Replies that a weight update interrupts go on, an evaluation stops nothing, and a resumed run goes on."""
+    config = short_quickstart(tmp_path, checkpoint=Checkpoint(every=2))
+    config = replace(
+        config,
+        warm_start=replace(config.warm_start, steps=5),
+        algo=Algo(corrections=("token_truncation",)),
+        train=replace(config.train, steps=4, max_staleness=2),
+        eval=replace(config.eval, blank_images=False),
+    )
+    run, rows, _ = train(config)
+    assert run.trainers.policy is not run.model.policy
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    oldest = [row["staleness/max"] for row in steps]
+    assert oldest[:3] == [0, 1, 2] and oldest[3] <= 2  # the first three batches begin under the first weights
+    assert all(row["length_bias/turns"] == 1.0 or row["queue/ready"] for row in steps)
+    assert all({"idle/trainer", "idle/rollouts", "queue/playing", "time/weights"} <= row.keys() for row in steps)
+    assert [row["step"] for row in rows if "eval/reward/mean" in row] == [0, 1, 2, 3, 4]
+    saved = json.loads((run.checkpoints.newest() / "run.json").read_text())
+    assert saved["step"] == 4 and len(saved["batches"]["unfinished"]) == 12
+    for name, weight in run.trainers.policy.named_parameters():
+        assert torch.equal(weight, dict(run.model.policy.named_parameters())[name])
+
+    again = build_run(replace(config, train=replace(config.train, steps=5)), RECIPES)
+    log = RunLog(again.folder, saved["log"])
+    asyncio.run(loop.train(again, log, RunProgress(Console(quiet=True)), again.checkpoints.newest()))
+    log.close()
+    assert [row["step"] for row in log.rows() if "loss" in row] == [1, 2, 3, 4, 5]
+    assert log.rows()[-2]["staleness/max"] == 0  # what was not trained was played anew

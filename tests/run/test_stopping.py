@@ -1,0 +1,111 @@
+"""What the command line does when it is interrupted, and images that would be wrong in silence."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vlmrl.multimodal.images import load_image
+
+HANG = """
+import time
+from vlmrl import Config, Data, Env, Rollout, Train
+
+
+class Hangs(Env):
+    def step(self, response_text):
+        print("stepping", flush=True)
+        time.sleep(1e6)
+
+
+def tasks(index, seed):
+    return {"prompt": "Hi."}
+
+
+def config():
+    return Config(
+        name="hang",
+        data=Data(generator=tasks, size=4),
+        env="hang.py:Hangs",
+        rollout=Rollout(group_size=2, max_tokens=64, max_reply_tokens=4, env_timeout=300),
+        train=Train(steps=1, groups_per_batch=1),
+    )
+"""
+
+
+NOTICED_LATE = """
+import _thread, asyncio, threading
+from vlmrl.utils.threads import run_awake
+
+async def forever():
+    threading.Timer(0.2, _thread.interrupt_main).start()  # marks the signal as come, and wakes nobody
+    await asyncio.get_running_loop().create_future()
+
+run_awake(forever())
+"""
+
+
+def test_a_ctrl_c_that_comes_just_before_the_loop_falls_asleep_is_noticed():
+    run = subprocess.run([sys.executable, "-c", NOTICED_LATE], capture_output=True, text=True, timeout=60)
+    assert "KeyboardInterrupt" in run.stderr
+
+
+def test_ctrl_c_ends_a_run_whose_env_hangs(tmp_path):
+    (tmp_path / "hang.py").write_text(HANG.replace("max_reply_tokens=4", "max_reply_tokens=4, stop=('',)"))
+    run = subprocess.Popen(
+        [sys.executable, "-m", "vlmrl", "train", "hang.py"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert run.stdout is not None
+    for line in run.stdout:
+        if "stepping" in line:
+            break
+    began = time.monotonic()
+    run.send_signal(signal.SIGINT)
+    try:
+        rest, _ = run.communicate(timeout=30)
+    finally:
+        run.kill()
+    assert run.returncode == 130, rest
+    assert time.monotonic() - began < 20 and "stopped" in rest and "Traceback" not in rest
+
+
+def test_the_end_of_what_is_typed_ends_play(tmp_path):
+    (tmp_path / "hang.py").write_text(HANG)
+    command = [
+        sys.executable,
+        "-m",
+        "vlmrl",
+        "play",
+        "hang.py:Hangs",
+        "--data",
+        "hang.py:tasks",
+        "--by-hand",
+        "-n",
+        "1",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 130 and "stopped" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_photograph_is_turned_upright(tmp_path):
+    photograph = Image.new("RGB", (40, 20), "red")
+    exif = photograph.getexif()
+    exif[0x0112] = 6
+    photograph.save(tmp_path / "phone.jpg", exif=exif)
+    assert load_image(str(tmp_path / "phone.jpg")).size == (20, 40)
+
+
+@pytest.mark.parametrize("kind", ["uint16", "float32"])
+def test_more_than_8_bits_a_channel_are_refused_not_clipped(kind):
+    with pytest.raises(ValueError, match="more than 8 bits a channel"):
+        load_image(Image.fromarray(np.full((20, 20), 200, dtype=kind)))

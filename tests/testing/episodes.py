@@ -1,0 +1,117 @@
+"""What the tests of env, rollout and engine share: a renderer, an image store, tasks, and a way to play them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import nn
+from transformers import Qwen2VLImageProcessor
+
+from vlmrl.config import Model, Rollout
+from vlmrl.engine.base import Engine, Request
+from vlmrl.engine.scripted import ScriptedEngine
+from vlmrl.env.base import EnvSpec, resolve_env
+from vlmrl.model import tiny
+from vlmrl.model.loading import LoadedModel, load_model
+from vlmrl.multimodal.renderer import Renderer
+from vlmrl.multimodal.store import MediaStore
+from vlmrl.rollout.turn_loop import TurnLoop
+from vlmrl.samples import audit, concat, step_wise
+from vlmrl.types import Completion, Task, Trajectory
+
+COLORS = ("red", "green", "blue", "yellow", "black", "white", "orange", "purple")
+USER, ASSISTANT, END = "<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>"
+VISION_START, PAD, VISION_END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
+
+Script = Sequence[str] | Callable[[Request, int], Any]
+
+
+@functools.cache
+def renderer() -> Renderer:
+    tokenizer = tiny.tokenizer()
+    return Renderer(tokenizer, image_token=PAD, stop_ids=[tokenizer.pad_token_id])
+
+
+def new_store() -> MediaStore:
+    """Images of 32 x 32 pixels per token, as in the tiny Qwen3-VL."""
+    size = {"shortest_edge": 32 * 32, "longest_edge": 256 * 256}
+    return MediaStore(Qwen2VLImageProcessor(patch_size=16, temporal_patch_size=2, merge_size=2, size=size))
+
+
+def image(color: str = "red", size: tuple[int, int] = (64, 32)) -> Image.Image:
+    """A plain image, of 2 tokens unless ``size`` (width, height) says otherwise."""
+    return Image.new("RGB", size, color)
+
+
+def a_task(text: str = "2+2?", images: Sequence[Any] = (), id: str = "t", **fields: Any) -> Task:
+    content: Any = text
+    if images:
+        content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
+    return Task(id, [{"role": "user", "content": content}], list(images), **fields)
+
+
+def script(replies: Script, **options: Any) -> ScriptedEngine:
+    """An engine that says ``replies`` one after another, or what the function says."""
+    reply = replies if callable(replies) else lambda request, turn: replies[turn]
+    return ScriptedEngine(reply, renderer(), **options)
+
+
+def turn_loop(env: Any, replies: Script | Engine, *, options: dict[str, Any] | None = None, **rollout: Any) -> TurnLoop:
+    engine: Any = replies if hasattr(replies, "generate") else script(replies)  # type: ignore[arg-type]
+    spec = env if isinstance(env, EnvSpec) else resolve_env(env, options=options)
+    limits = {"max_turns": 4, "max_tokens": 1000, "max_reply_tokens": 100, "env_timeout": 20.0} | rollout
+    return TurnLoop(spec, engine, renderer(), new_store(), Rollout(**limits))
+
+
+def play(env: Any, replies: Script | Engine, task: Task | None = None, **options: Any) -> Trajectory:
+    """One episode of ``env`` against ``replies``; ``options`` are those of :class:`Rollout`."""
+    loop = turn_loop(env, replies, **options)
+    return asyncio.run(loop.play(task or a_task(), "g", "g/00"))
+
+
+def play_audited(env: Any, replies: Script | Engine, task: Task | None = None, **options: Any) -> Trajectory:
+    """As :func:`play`, and the audit finds nothing wrong with the rows of the episode, which did not fail."""
+    trajectory = play(env, replies, task, **options)
+    assert not trajectory.failed, trajectory.error
+    for emit in (concat, step_wise):
+        audit(emit(trajectory), [trajectory], image_token_id=renderer().image_token_id, banned_ids=[])
+    return trajectory
+
+
+def completion(text: str, prompt_tokens: int, stop_reason: str = "stop", end: bool = True) -> Completion:
+    ids = renderer().encode(text) + ([renderer().end_of_turn_id] if end else [])
+    return Completion(ids, [-0.5] * len(ids), stop_reason, [0] * len(ids), prompt_tokens)  # type: ignore[arg-type]
+
+
+def decoded(token_ids: Sequence[int]) -> str:
+    return renderer().decode(token_ids)
+
+
+def sharp_model(folder: Path, end: float = 5.0) -> LoadedModel:
+    """The tiny model of ``folder`` in float32 on the CPU, made :func:`sharp`."""
+    loaded = load_model(Model(path=str(folder), device="cpu", dtype="float32"), None, folder, seed=0)
+    sharpen(loaded.policy.model, end)
+    return loaded
+
+
+def sharpen(model: Any, end: float) -> None:
+    """Random weights that say something: a larger decoder, and a head that ends turns the more the larger ``end`` is.
+
+    As they come, all tokens are nearly equally likely, so that a wrong position or image would hardly show.
+    """
+    text = model.config.get_text_config()
+    head = nn.Linear(text.hidden_size, text.vocab_size)
+    with torch.no_grad():
+        for name, parameter in getattr(model.model, "language_model", model.model).layers.named_parameters():
+            if parameter.dim() >= 2 and "conv" not in name:
+                parameter.mul_(5.0 if "q_proj" in name or "k_proj" in name else 3.0)
+        head.weight.copy_(model.lm_head.weight * 8)
+        head.bias.zero_()
+        head.bias[renderer().end_of_turn_id] = end
+    model.lm_head = head.requires_grad_(False)

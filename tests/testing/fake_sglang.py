@@ -1,0 +1,166 @@
+"""A stand-in for an SGLang server, in this process: it speaks the protocol, and does as a test tells it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import pickle
+from typing import Any
+
+import torch
+from aiohttp import web
+from PIL import Image
+
+from vlmrl.utils.threads import LoopThread
+
+INFO = {"version": "0.5.23", "tp_size": 1, "dtype": "float32", "device": "cpu", "max_req_input_len": 8192}
+END = 258  # what it says where a test says nothing: one token that ends a turn
+
+
+class FakeSGLang:
+    """Answers every request with ``reply``: ids that are `[5, 6, END]` unless set.
+
+    ``statuses`` are taken one after the other for the next requests; ``hangs`` holds all that come. ``calls`` are the paths that were
+    asked for and their bodies. It holds weights by name, and checks that an update is begun and ended.
+    """
+
+    def __init__(self, pad: int = -1, tokens_per_image: int = 4) -> None:
+        self.reply = [5, 6, END]
+        self.finish: dict[str, Any] = {"type": "stop", "matched": END}
+        self.meta: dict[str, Any] = {}
+        self.info = dict(INFO)
+        self.statuses: list[int] = []
+        self.hangs = False
+        self.sick = False
+        self.calls: list[tuple[str, Any]] = []
+        self.aborted: list[str] = []
+        self.version = "default"
+        self.weights: dict[str, torch.Tensor] = {"w": torch.zeros(2)}
+        self.deaf: set[str] = set()  # names of weights that no update reaches
+        self.adapter: str | None = None
+        self.paused = False
+        self.given_back: set[str] = set()
+        self.dropping: set[str] = set()  # paths at which it hangs up
+        self.begun = False
+        self.refuses = False
+        self.failing: set[str] = set()  # paths that it answers with 500
+        self.pad, self.tokens_per_image = pad, tokens_per_image
+        self._going = asyncio.Event()
+        self.thread = LoopThread("fake-sglang")
+        self.url = self.thread.wait(self._start())
+
+    def asked(self, path: str) -> list[Any]:
+        """The bodies of all calls of ``path``."""
+        return [body for where, body in self.calls if where == path]
+
+    def close(self) -> None:
+        self.thread.wait(self._runner.cleanup())
+        self.thread.close()
+
+    def go_on(self) -> None:
+        """Answer what was held back."""
+        self.hangs = False
+        self.thread.loop.call_soon_threadsafe(self._going.set)
+
+    async def _start(self) -> str:
+        app = web.Application(client_max_size=2**30)
+        app.router.add_route("*", "/{path:.*}", self._serve)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def _serve(self, request: web.Request) -> web.Response:
+        body = await request.json() if request.can_read_body else None
+        path = request.path
+        if path != "/health":
+            self.calls.append((path, body))
+        if path in self.dropping:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        if path in self.failing:
+            return web.Response(status=500)
+        handler = getattr(self, "_" + path.strip("/"), None)
+        if handler is None:
+            return web.json_response({"message": f"there is no {path}"}, status=404)
+        return await handler(body)
+
+    async def _health(self, body: Any) -> web.Response:
+        return web.Response(status=503 if self.sick else 200)
+
+    async def _server_info(self, body: Any) -> web.Response:
+        return web.json_response(self.info)
+
+    async def _generate(self, body: Any) -> web.Response:
+        if self.statuses and (status := self.statuses.pop(0)) != 200:
+            return web.Response(status=status, text="as the test said")
+        if self.hangs:
+            await self._going.wait()
+        for image in body.get("image_data", []):
+            Image.open(io.BytesIO(base64.b64decode(image.partition(",")[2]))).load()
+        expanded = len(body["input_ids"]) + body["input_ids"].count(self.pad) * (self.tokens_per_image - 1)
+        count = len(self.reply)
+        meta = {
+            "finish_reason": self.finish,
+            "prompt_tokens": expanded,
+            "output_token_logprobs": [[-0.25 * (i + 1), token, None] for i, token in enumerate(self.reply)],
+            "weight_versions": [{"version": self.version, "start": 0, "end": count}],
+        }
+        return web.json_response({"output_ids": self.reply, "meta_info": meta | self.meta})
+
+    async def _abort_request(self, body: Any) -> web.Response:
+        self.aborted.append(body["rid"])
+        return web.Response()
+
+    async def _pause_generation(self, body: Any) -> web.Response:
+        self.paused = True
+        return web.json_response({"status": "ok"})
+
+    async def _continue_generation(self, body: Any) -> web.Response:
+        self.paused = False
+        return web.json_response({"status": "ok"})
+
+    async def _release_memory_occupation(self, body: Any) -> web.Response:
+        assert self.paused and not self.given_back
+        self.given_back |= set(body["tags"])
+        return web.Response()
+
+    async def _resume_memory_occupation(self, body: Any) -> web.Response:
+        assert self.given_back == set(body["tags"])
+        self.given_back = set()
+        return web.Response()
+
+    async def _begin_weight_update(self, body: Any) -> web.Response:
+        if self.begun:
+            return web.json_response({"success": False, "message": "an update is open"}, status=400)
+        self.begun = True
+        return web.json_response({"success": True})
+
+    async def _end_weight_update(self, body: Any) -> web.Response:
+        self.begun = False
+        return web.json_response({"success": True})
+
+    async def _update_weights_from_tensor(self, body: Any) -> web.Response:
+        if not self.begun:
+            return web.json_response({"success": False, "message": "no update is open"}, status=400)
+        if self.refuses:
+            return web.json_response({"success": False, "message": "there is no such weight"}, status=400)
+        for name, weight in pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])):
+            if name not in self.deaf:
+                self.weights[name] = weight
+        self.version = body.get("weight_version", self.version)
+        return web.json_response({"success": True})
+
+    async def _load_lora_adapter_from_tensors(self, body: Any) -> web.Response:
+        self.adapter = body["lora_name"]
+        return web.json_response({"success": True})
+
+    async def _unload_lora_adapter(self, body: Any) -> web.Response:
+        return web.json_response({"success": True})
+
+    async def _weights_checker(self, body: Any) -> web.Response:
+        sums = {name: str(weight.double().sum().item()) for name, weight in self.weights.items()}
+        return web.json_response({"success": True, "ranks": [{"checksums": sums}]})

@@ -1,0 +1,68 @@
+"""Small literal images, turns and trajectories, for tests that need no model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import nn
+
+from vlmrl.types import MediaItem, Sample, Task, Trajectory, Turn
+
+PAD = 9  # the image placeholder in the tests' literal tokens
+
+
+def make_item(id: str, width: int, height: int = 1) -> MediaItem:
+    """An image of ``height * width`` visual tokens, of 2x2 patches each."""
+    grid = torch.tensor([[1, 2 * height, 2 * width]])
+    inputs = {"pixel_values": torch.zeros(4 * height * width, 3), "image_grid_thw": grid}
+    return MediaItem(id, Image.new("RGB", (32 * width, 32 * height)), inputs, height * width)
+
+
+def make_turn(prompt_ids: list[int], response_ids: list[int], logprobs: list[float], **fields: Any) -> Turn:
+    media = fields.pop("media", [])
+    versions = fields.pop("policy_versions", [3] * len(response_ids))
+    return Turn(prompt_ids, media, response_ids, logprobs, versions, fields.pop("stop_reason", "stop"), "", **fields)
+
+
+def make_trajectory(id: str = "t", turns: list[Turn] | None = None, **fields: Any) -> Trajectory:
+    """A prompt with an image of 2 tokens, a reply, an observation with one of 3, a reply; rewards 0.25 and 1."""
+    fields = {"ending": "env_done", "final_reward": 1.0} | fields
+    return Trajectory(id, "g", Task(id, []), two_turns() if turns is None else turns, **fields)
+
+
+def two_turns() -> list[Turn]:
+    return [
+        make_turn([1, PAD, PAD, 2], [5, 6], [-0.1, -0.2], media=[make_item("red", 2)], reward=0.25),
+        make_turn(
+            [7, PAD, PAD, PAD, 8], [5, 4, 6], [-0.3, -0.4, -0.5], media=[make_item("blue", 3)], stop_reason="length"
+        ),
+    ]
+
+
+class Router(nn.Module):
+    """Sends each token to the two likeliest of three experts, whose logits are its input."""
+
+    top_k, num_experts = 2, 3
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        weights, chosen = hidden.softmax(-1).topk(2)
+        return hidden, weights / weights.sum(-1, keepdim=True), chosen
+
+
+def step_wise(trajectory: Trajectory) -> list[Sample]:
+    """One row per turn, written out the plain way: the prompt is all that came before; the reward is on the last."""
+    rows, prompt, media = [], [], []
+    for turn in trajectory.turns:
+        prompt, media = prompt + turn.prompt_ids, media + turn.media
+        last = turn is trajectory.turns[-1]
+        size = len(turn.response_ids)
+        rewards = [0.0] * size
+        if last:
+            rewards[-1] = trajectory.reward
+        versions = list(turn.policy_versions)
+        lists = (list(prompt), list(turn.response_ids), [1] * size, list(turn.logprobs), rewards, versions)
+        rows.append(Sample(*lists, trajectory.group_id, trajectory.id, last, turn.stop_reason, list(media)))
+        prompt = prompt + turn.response_ids
+    return rows

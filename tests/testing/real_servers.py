@@ -1,0 +1,219 @@
+"""A run with a real SGLang server on the CPU, and what tests do with it: play, change weights, compare logprobs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from testing.episodes import COLORS, image
+from vlmrl.checks.server_parity import ParityReport
+from vlmrl.config import Config, Data, Model, Rollout, SGLang, Train
+from vlmrl.engine.base import Request, SamplingParams, paused
+from vlmrl.engine.servers import Server
+from vlmrl.env.base import Env, obs
+from vlmrl.multimodal.renderer import expand
+from vlmrl.run.build import Run, build_run
+from vlmrl.samples import audit, concat
+from vlmrl.train.packing import response_logprobs
+from vlmrl.types import Completion, Sample, Trajectory
+
+GAPS = {"bfloat16": 0.03, "float32": 1e-3}  # nats, that server and trainer may differ by
+SHIM = Path(__file__).parents[1] / "sglang/shim"
+
+
+class Peek(Env):
+    """Shows an image at each of three turns, whatever is said."""
+
+    def step(self, response_text: str):
+        color = COLORS[(self.task.seed + self.turn) % len(COLORS)]
+        shown = image(color, (96 + 32 * self.turn, 64))
+        return obs("Look:", images=[shown]), self.turn == 2, {"reward": float(len(response_text) % 2)}
+
+    def finish(self, ending: str) -> float:
+        return 0.0
+
+
+def a_row(index: int, seed: int) -> dict[str, Any]:
+    return {"prompt": "<image>What color?", "images": [image("red" if index % 2 else "blue", (64, 64))]}
+
+
+def config_of(model: Path, folder: Path, dtype: str = "bfloat16", **sglang: Any) -> Config:
+    env = {"PYTHONPATH": str(SHIM), "OMP_NUM_THREADS": "1"}  # several servers share a few cores
+    settings = {"args": {"max-total-tokens": 16384, "skip-server-warmup": True}, "env": env}
+    quick = {"health_every": 2.0, "health_timeout": 60.0, "start_timeout": 300.0}
+    return Config(
+        name=model.name,
+        output_dir=str(folder),
+        model=Model(path=str(model), device="cpu", dtype=dtype),  # type: ignore[arg-type]
+        data=Data(generator=a_row, size=8),
+        env=Peek,
+        rollout=Rollout(group_size=4, max_turns=3, max_tokens=512, max_reply_tokens=100, stop=("e", "o", "<")),
+        engine="sglang",
+        sglang=SGLang(**(settings | quick | sglang)),
+        train=Train(steps=2, groups_per_batch=2),
+    )
+
+
+@dataclass
+class Served:
+    """A run whose only server serves; ``first`` are the weights it began with."""
+
+    run: Run
+    hands: dict[str, ParityReport]
+    first: dict[str, torch.Tensor]
+
+    @property
+    def server(self) -> Server:
+        return self.run.engine.servers.all[0]
+
+    @property
+    def sync(self):
+        return self.run.serving.sync
+
+    @property
+    def version(self) -> int:
+        return self.run.engine.policy_version
+
+    @property
+    def tolerance(self) -> float:
+        return GAPS[self.run.config.model.dtype]
+
+    def episodes(self, label: str, groups: int = 2) -> list[Trajectory]:
+        """So many groups, played and audited."""
+        run = self.run
+        rollouts = asyncio.run(run.runner().play((run.tasks[i] for i in range(groups)), groups, label))
+        rows = [sample for trajectory in rollouts.trajectories for sample in concat(trajectory)]
+        policy = run.model.policy
+        ids = {"image_token_id": policy.image_token_id, "banned_ids": policy.banned_ids}
+        audit(rows, rollouts.trajectories, **ids, routing=policy.routing)
+        return rollouts.trajectories
+
+    def gap(self, played: Sequence[Trajectory]) -> float:
+        """The largest difference between the server's logprobs and the trainer's."""
+        rows = [sample for trajectory in played for sample in concat(trajectory)]
+        told = zip(self.scores(rows), rows, strict=True)
+        return max(np.abs(ours - row.rollout_logprobs)[np.array(row.loss_mask, bool)].max() for ours, row in told)
+
+    def scores(self, rows: Sequence[Sample]) -> list[np.ndarray]:
+        return response_logprobs(self.run.model.policy, rows, 1.0)
+
+    def change(self, seed: int) -> None:
+        """What training would do, and more: other weights in all parts of the model."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, weight in self.run.model.policy.model.named_parameters():
+                noise = 1 + 0.3 * torch.randn(weight.shape, generator=generator)
+                weight.copy_(self.first[name] * noise.to(weight.dtype))
+
+    async def push(self) -> None:
+        """The weights as they are now, as the next policy version."""
+        version = self.version + 1
+        async with paused(self.run.engine):
+            await self.sync.push(self.run.serving.home.send, version)
+            self.run.engine.weights_changed(version)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return copied(self.run)
+
+    def set_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        self.run.model.policy.load_weights(weights.items())
+
+    def checksums(self) -> dict[str, str]:
+        [sums] = asyncio.run(self.sync.checksums()).values()
+        return sums
+
+    async def load(self) -> dict[str, Any]:
+        """What the server tells about its load."""
+        told = await self.run.engine.thread.run(self.run.engine.servers.call(self.server, "/v1/loads"))
+        return told["loads"][0]
+
+    async def until_idle(self) -> None:
+        async with asyncio.timeout(60):
+            while (load := await self.load())["num_running_reqs"] + load["num_waiting_reqs"]:
+                await asyncio.sleep(0.1)
+
+    async def in_the_midst(self, requests: Sequence[Request], tokens: int) -> list[asyncio.Task[Completion]]:
+        """The requests, asked, and the server has more than so many tokens; asked again where they ended before that was seen."""
+        asked: list[asyncio.Task[Completion]] = []
+        async with asyncio.timeout(120):
+            while (await self.load())["num_used_tokens"] <= tokens:
+                _ = [task.result() for task in asked if task.done()]  # raises what one of them did
+                if all(task.done() for task in asked):
+                    asked = [asyncio.create_task(self.run.engine.generate(request)) for request in requests]
+                await asyncio.sleep(0.1)
+        return asked
+
+    def requests(self) -> int:
+        """That the server has answered so far."""
+        return self.server.process.launch.log.read_text().count("POST /generate")
+
+    def question(self, name: str, tokens: int, routes_from: int = 0) -> Request:
+        """About an image, whatever the answer."""
+        rendered = self.run.model.renderer.prompt(self.run.tasks[0].prompt)
+        media = [self.run.store.load(image) for image in rendered.images]
+        return Request(name, rendered.token_ids, media, SamplingParams(tokens), routes_from)
+
+    def row_of(self, request: Request, completion: Completion) -> Sample:
+        size = len(completion.token_ids)
+        prompt = expand(request.prompt_ids, self.run.model.policy.image_token_id, request.media)
+        reply = (completion.token_ids, [1] * size, completion.logprobs, [0.0] * size, completion.policy_versions)
+        return Sample(prompt, *reply, "g", "t", True, completion.stop_reason, list(request.media))
+
+
+def served(*configs: Config) -> Iterator[list[Served]]:
+    """For a fixture: starts a server for each, and sees to it that none of their processes is left at the end."""
+    runs = [build_run(config) for config in configs]
+
+    async def connect() -> list[dict[str, ParityReport]]:
+        return await asyncio.gather(*(run.serving.connect(run.store) for run in runs))
+
+    try:
+        hands = asyncio.run(connect())
+        yield [Served(run, hand, copied(run)) for run, hand in zip(runs, hands, strict=True)]
+        groups = [run.engine.servers.all[0].process.group for run in runs]
+        assert all(map(processes_of, groups))
+    finally:
+        for run in runs:
+            run.engine.close()
+    assert not any(map(processes_of, groups))
+
+
+def servers_of(place: Path) -> list[int]:
+    """The processes that still have a log open in the run's folder ``place``, or this very log."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            opened = [each.readlink() for each in (process / "fd").iterdir()]
+        except OSError:
+            continue
+        if any(log == place or (place / "servers") in log.parents for log in opened):
+            found.append(int(process.name))
+    return found
+
+
+def copied(run: Run) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in run.model.policy.model.named_parameters()}
+
+
+def versions(played: Sequence[Trajectory]) -> set[int]:
+    """The policy versions that were sampled from."""
+    return {version for trajectory in played for turn in trajectory.turns for version in turn.policy_versions}
+
+
+def processes_of(group: int) -> list[int]:
+    """The processes of a process group that still run."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            state, own = place.joinpath("stat").read_text().rpartition(")")[2].split()[:3:2]
+        except OSError:  # it ended meanwhile
+            continue
+        if int(own) == group and state != "Z":
+            found.append(int(place.name))
+    return found

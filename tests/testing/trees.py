@@ -1,0 +1,87 @@
+"""Random rows that branch anywhere, and a trainer whose gradient can be looked at: what the tests of shared prefixes use."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from vlmrl.config import Algo, Optim
+from vlmrl.model.loading import LoadedModel
+from vlmrl.train.trainer import Trainer
+from vlmrl.types import MediaItem, Sample
+
+
+def random_rows(model: LoadedModel, seed: int, groups: int = 2, trained: float = 1.0) -> list[Sample]:
+    """Groups of 2 to 8 rows that branch anywhere; where the model sees, images in prompts and in the middle, some of them twice.
+
+    Everything but a row's first token is its response. All of that is ``trained``, so that each token's place can be told, or about
+    that share of it, and the last token.
+    """
+    dice, store = random.Random(seed), model.new_store()
+    pad: Any = model.policy.image_token_id
+    noise = (Image.effect_noise((32 * w, 32 * h), 90).convert("RGB") for w, h in ((1, 2), (2, 2), (3, 1)))
+    gallery = [store.load(image) for image in noise] if store is not None else []
+
+    def piece() -> tuple[list[int], list[MediaItem]]:
+        if gallery and dice.random() < 0.3:
+            item = dice.choice(gallery)
+            return [7, *[pad] * item.num_tokens, 8], [item]
+        return [dice.randrange(200) for _ in range(dice.randint(1, 6))], []
+
+    rows = []
+    for group in "abcdefgh"[:groups]:
+        branches = [[piece(), piece()]]
+        for _ in range(dice.randint(1, 7)):
+            grown = dice.choice(branches)
+            branches.append(grown[: dice.randint(1, len(grown))] + [piece() for _ in range(dice.randint(1, 3))])
+        for number, branch in enumerate(branches):
+            ids = [id for part, _ in branch for id in part]
+            media = [item for _, shown in branch for item in shown]
+            mask = [int(id != pad and dice.random() < trained) for id in ids] + [1]
+            rows.append(_row([*ids, dice.randrange(200)], mask, media, group, number, dice.uniform(-1, 1)))
+    return rows
+
+
+def _row(ids: list[int], mask: list[int], media: list[MediaItem], group: str, number: int, advantage: float) -> Sample:
+    size = len(ids)
+    lists = ([1], ids, mask, [-1.0] * size, [0.0] * size, [0] * size)
+    return Sample(*lists, group, f"{group}/{number}", True, "stop", media, advantage)
+
+
+class Watched(Trainer):
+    """Keeps each step's gradient, and throws it away."""
+
+    gradient: dict[str, torch.Tensor]
+
+    def _apply_gradient(self) -> dict[str, float]:
+        self.gradient = {n: p.grad.clone() for n, p in self.policy.named_parameters() if p.grad is not None}
+        self.policy.zero_grad()
+        return {}
+
+
+def train(model: LoadedModel, rows: Sequence[Sample], budget: int, share: bool) -> Watched:
+    """A step's logprobs and gradient, in micro-batches of at most ``budget`` tokens; 1 means row by row."""
+    options: dict[str, Any] = {"tokens_per_micro_batch": budget, "share_prefixes": share}
+    trainer = Watched(model.policy, Algo(loss="reinforce"), Optim(), total_steps=1, **options)
+    trainer.step(rows)
+    return trainer
+
+
+def largest_difference(one: Trainer, other: Trainer) -> float:
+    """Between the two's logprobs, in nats."""
+    return max(float(np.abs(a - b).max()) for a, b in zip(one.scored, other.scored, strict=True))
+
+
+def worst_gradient(one: Watched, other: Watched, slack: float = 1e-9) -> tuple[float, str]:
+    """The largest difference of a parameter's gradient beyond ``slack``, relative to its norm, and whose it is."""
+    assert one.gradient.keys() == other.gradient.keys()
+    offs = []
+    for name, gradient in one.gradient.items():
+        off = float((gradient - other.gradient[name]).norm()) - slack
+        offs.append((off / (float(gradient.norm()) + 1e-12), name))
+    return max(offs)

@@ -1,0 +1,414 @@
+"""Weights on their way to servers, against a stand-in that speaks the protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+from dataclasses import replace
+from types import MappingProxyType
+
+import pytest
+import torch
+from testing.fake_sglang import FakeSGLang
+
+from vlmrl.config import SGLang
+from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
+from vlmrl.engine.servers import Server, Servers
+from vlmrl.engine.sglang.engine import SGLangEngine
+from vlmrl.weight_sync.server_sync import FILL, WeightSync
+from vlmrl.weight_sync.transfer import Target, WeightUpdate, buckets
+
+BF16 = torch.bfloat16
+
+
+class Words:
+    image_token_id = None
+    stop_ids = frozenset({258})
+
+
+@pytest.fixture
+def fakes():
+    made = [FakeSGLang() for _ in range(2)]
+    yield made
+    for fake in made:
+        fake.close()
+
+
+@pytest.fixture
+def sync_of(tmp_path):
+    """Makes a WeightSync of these servers; they serve weights `w` = [1, 2] as version 0."""
+    engines = []
+
+    def make(*fakes, free_gpus=None, processes=MappingProxyType({}), **settings):
+        quick = {
+            "health_every": 0.1,
+            "health_timeout": 0.5,
+            "start_timeout": 3.0,
+            "sync": "tensor",
+            "sync_timeout": 2.0,
+        }
+        config = SGLang(urls=tuple(fake.url for fake in fakes), **(quick | settings))
+        known = [Server(fake.url, processes.get(fake.url)) for fake in fakes]
+        servers = Servers(config, known, colocated=free_gpus is not None)
+        engine = SGLangEngine(servers, Words(), [], free_gpus=free_gpus or (lambda: True))
+        engines.append(engine)
+        sync = WeightSync(engine, config, tmp_path)
+
+        async def begin():
+            await engine.start()
+            await sync.first(send([1.0, 2.0]))
+            await engine.serve()
+
+        asyncio.run(begin())
+        return sync
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def send(values):
+    """A trainer whose only weight has these values."""
+    return lambda delivery: delivery(iter([("w", torch.tensor(values))]))
+
+
+def sampled(sync, name="t"):
+    request = Request(name, [1, 2], [], SamplingParams(8))
+    return asyncio.run(sync.engine.generate(request)).policy_versions
+
+
+def test_buckets_hold_neighbours_of_one_dtype_up_to_their_size():
+    weights = [
+        ("a", torch.ones(2, 2)),
+        ("b", torch.zeros(3)),
+        ("c", torch.ones(9)),
+        ("d", torch.ones(2, dtype=torch.int8)),
+    ]
+    made = list(buckets(iter(weights), max_bytes=30))
+    assert [bucket.names for bucket in made] == [["a", "b"], ["c"], ["d"]]
+    [(name, first), (_, second)] = made[0].tensors()
+    assert (name, first.shape, first.sum(), second.sum()) == ("a", (2, 2), 4, 0)
+
+
+def test_wider_weights_are_rounded_to_what_the_server_computes_in():
+    weights = [("a", torch.tensor([1.001])), ("b", torch.tensor([1.5], dtype=BF16)), ("c", torch.tensor([3]))]
+    made = list(buckets(iter(weights), 1000, BF16))
+    assert [(bucket.names, bucket.flat.tolist()) for bucket in made] == [(["a", "b"], [1.0, 1.5]), (["c"], [3])]
+
+
+def test_every_server_gets_every_update_and_tells_its_version(fakes, sync_of):
+    sync = sync_of(*fakes)
+    assert [fake.weights["w"].tolist() for fake in fakes] == [[1, 2]] * 2
+    assert sampled(sync) == [0, 0, 0]
+    sent = asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
+    assert [fake.weights["w"].tolist() for fake in fakes] == [[3, 4]] * 2
+    assert sampled(sync) == [1, 1, 1]
+    assert (sent.bytes, sync.bytes, sent.failed) == (8, 8, {})
+    updates = [path for path, _ in fakes[0].calls if "weight" in path]
+    assert updates == ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"] * 2
+
+
+def test_only_the_last_bucket_names_the_weights_and_flushes(fakes, sync_of):
+    sync = sync_of(fakes[0], bucket_mb=1)
+    weights = [("a", torch.ones(2**18)), ("b", torch.ones(2**18))]
+    asyncio.run(sync.push(lambda delivery: delivery(iter(weights)), policy_version=1))
+    first, last = fakes[0].asked("/update_weights_from_tensor")[-2:]
+    assert (first["flush_cache"], first.get("weight_version")) == (False, None)
+    assert last["flush_cache"] and sync.engine.versions[last["weight_version"]] == 1
+
+
+def test_paused_servers_lend_the_memory_of_their_keys_and_values_until_the_trainer_has_left(fakes, sync_of):
+    left: list[list[set[str]]] = []
+    sync = sync_of(*fakes, free_gpus=lambda: not left.append([fake.given_back for fake in fakes]))
+
+    async def update():
+        async with paused(sync.engine):
+            await sync.engine.pause()  # to pause twice is to pause once
+            assert all(fake.given_back == {"kv_cache"} for fake in fakes)
+            await sync.push(send([3.0, 4.0]), policy_version=1)
+
+    for _ in range(2):
+        asyncio.run(update())
+        assert left.pop() == [{"kv_cache"}] * len(fakes)
+        assert all(not fake.given_back and not fake.paused for fake in fakes)
+        assert sampled(sync) == [1, 1, 1]
+
+
+class Started:
+    """What a run knows of a fake's process, and does to it. It is up ``delay`` seconds after a start, and ends when it ``may_end``."""
+
+    def __init__(self, fake: FakeSGLang) -> None:
+        self.fake = fake
+        self.alive = False
+        self.starts = 0
+        self.delay = 0.0
+        self.ending = False
+        self.may_end = threading.Event()
+        self.may_end.set()
+
+    def start(self) -> None:
+        self.alive, self.starts = True, self.starts + 1
+        self.timer = threading.Timer(self.delay, self.come_up)
+        self.timer.start()
+        self.fake.paused, self.fake.given_back, self.fake.failing = False, set(), set()
+
+    def come_up(self) -> None:
+        self.fake.sick = False
+
+    def stop(self, gently: bool = True) -> None:
+        self.timer.cancel()
+        self.alive, self.fake.sick, self.ending = False, True, True
+        self.may_end.wait(10)
+        self.ending = False
+
+    def log_tail(self) -> str:
+        return ""
+
+
+PATIENT = {"health_timeout": 10.0}  # a busy machine is no reason to start a server anew
+
+
+@pytest.mark.parametrize("path", ["/pause_generation", "/release_memory_occupation"])
+def test_a_server_that_lends_nothing_is_stopped_until_the_trainer_has_left(fakes, sync_of, path):
+    well, ill = (Started(fake) for fake in fakes)
+    sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
+    fakes[1].failing = {path}
+
+    async def update():
+        async with paused(sync.engine):
+            assert (well.alive, ill.alive) == (True, False)
+            await asyncio.sleep(0.5)  # several looks at its health
+            assert (well.starts, ill.starts) == (1, 1)
+            await sync.push(send([3.0, 4.0]), policy_version=1)
+        await until(lambda: sync.engine.servers.all[1].ready)
+
+    asyncio.run(update())
+    assert (well.starts, ill.starts) == (1, 2)
+    assert [fake.weights["w"].tolist() for fake in fakes] == [[3, 4]] * 2
+
+
+def test_a_server_that_cannot_take_its_memory_back_is_started_anew_at_once(fakes, sync_of):
+    well, ill = (Started(fake) for fake in fakes)
+    processes = {fakes[0].url: well, fakes[1].url: ill}
+    sync = sync_of(*fakes, free_gpus=lambda: True, processes=processes, health_every=30.0, **PATIENT)
+
+    async def update():
+        async with paused(sync.engine):
+            fakes[1].failing = {"/resume_memory_occupation"}
+        await until(lambda: sync.engine.servers.all[1].ready)
+
+    asyncio.run(update())
+    assert (well.starts, ill.starts) == (1, 2)
+    assert not sync.engine.servers.all[1].lends
+
+
+@pytest.mark.parametrize("paused_when_it_dies", [False, True])
+def test_a_pause_waits_for_a_server_that_is_being_started(fakes, sync_of, paused_when_it_dies):
+    well, ill = (Started(fake) for fake in fakes)
+    sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
+    ill.delay = 1.0
+
+    async def update():
+        if paused_when_it_dies:
+            async with paused(sync.engine):
+                ill.stop()
+                await asyncio.sleep(0.5)  # several looks at its health
+        else:
+            ill.stop()
+        await until(lambda: ill.starts == 2)
+        async with paused(sync.engine):
+            assert ill.alive and fakes[1].given_back == {"kv_cache"}
+
+    asyncio.run(update())
+    assert ill.starts == 2
+
+
+def test_a_server_that_does_not_come_up_is_not_started_while_the_trainer_has_its_gpu(fakes, sync_of):
+    well, ill = (Started(fake) for fake in fakes)
+    sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, start_timeout=0.5)
+    ill.delay = 3600.0
+
+    async def update():
+        ill.stop()
+        await until(lambda: ill.starts == 3)  # nobody waits for a second one
+        async with paused(sync.engine):
+            assert not ill.alive
+            starts = ill.starts
+            await asyncio.sleep(1.0)
+            assert not ill.alive and ill.starts == starts
+            ill.delay = 0.0
+        await until(lambda: sync.engine.servers.all[1].ready)
+
+    asyncio.run(update())
+    assert not sync.engine.servers.all[1].lends
+
+
+def test_a_pause_that_begins_while_a_server_is_stopped_keeps_it_stopped(fakes, sync_of):
+    well, ill = (Started(fake) for fake in fakes)
+    sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, start_timeout=0.5)
+    ill.delay = 3600.0
+
+    async def update():
+        ill.stop()
+        await until(lambda: ill.starts == 2)
+        ill.may_end.clear()
+        await until(lambda: ill.ending)  # for its next start
+        pause = asyncio.create_task(sync.engine.pause())
+        await until(lambda: sync.engine.servers.paused)
+        starts = ill.starts
+        ill.may_end.set()
+        await pause
+        await asyncio.sleep(0.5)
+        assert not ill.alive and ill.starts == starts
+
+    asyncio.run(update())
+
+
+def test_a_pause_that_begins_while_a_server_gets_its_weights_keeps_it_from_serving(fakes, sync_of):
+    well, ill = (Started(fake) for fake in fakes)
+    sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
+    asked, may_have = [], threading.Event()
+
+    async def bring(server):
+        asked.append(server)
+        if len(asked) == 1:
+            raise EngineError("as the test said")  # so that no pause waits for the next attempt
+        await asyncio.to_thread(may_have.wait, 10)
+
+    sync.engine.servers.bring = bring
+
+    async def update():
+        ill.stop()
+        await until(lambda: len(asked) == 2)
+        await sync.engine.pause()
+        may_have.set()
+        await asyncio.sleep(0.3)
+        assert not ill.alive and not sync.engine.servers.all[1].ready
+
+    asyncio.run(update())
+
+
+def test_a_server_that_comes_back_does_not_serve_without_the_adapter(fakes, sync_of):
+    sync = sync_of(*fakes)
+    asyncio.run(sync.push_adapter({"a": torch.ones(2)}, {}, policy_version=1))
+    assert fakes[1].adapter == sync.engine.adapter
+    fakes[1].sick, fakes[1].adapter = True, None
+    asyncio.run(until(lambda: not sync.engine.servers.all[1].ready))
+    fakes[1].dropping = {"/load_lora_adapter_from_tensors"}
+    fakes[1].sick = False
+    asked = len(fakes[1].asked("/load_lora_adapter_from_tensors"))
+    asyncio.run(until(lambda: len(fakes[1].asked("/load_lora_adapter_from_tensors")) > asked + 1))
+    assert not sync.engine.servers.all[1].ready
+    fakes[1].dropping = set()
+    asyncio.run(until(lambda: sync.engine.servers.all[1].ready))
+    assert fakes[1].adapter == sync.engine.adapter
+
+
+def test_where_the_trainer_cannot_leave_servers_do_not_come_back(fakes, sync_of):
+    sync = sync_of(fakes[0], free_gpus=lambda: False)
+
+    async def update():
+        async with paused(sync.engine):
+            pass
+
+    asyncio.run(update())
+    assert fakes[0].given_back == {"kv_cache"} and fakes[0].paused
+
+
+def test_a_server_that_was_away_gets_the_weights_before_it_serves_again(fakes, sync_of):
+    sync = sync_of(*fakes)
+    fakes[1].sick = True
+    asyncio.run(until(lambda: [server.ready for server in sync.engine.servers.all] == [True, False]))
+    asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
+    assert fakes[1].weights["w"].tolist() == [1, 2]
+    fakes[1].sick = False
+    asyncio.run(until(lambda: sync.engine.servers.all[1].ready))
+    assert fakes[1].weights["w"].tolist() == [3, 4]
+    fakes[0].sick = True
+    asyncio.run(until(lambda: not sync.engine.servers.all[0].ready))
+    assert sampled(sync) == [1, 1, 1]
+
+
+def test_a_server_that_dies_in_the_midst_of_an_update_is_left_out_until_it_is_current(fakes, sync_of):
+    sync = sync_of(*fakes)
+    fakes[1].dropping = {"/update_weights_from_tensor"}
+    sent = asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
+    assert list(sent.failed) == [fakes[1].url]
+    assert fakes[1].weights["w"].tolist() == [1, 2]
+    assert {tuple(sampled(sync, f"t{i}")) for i in range(4)} == {(1, 1, 1)}
+    fakes[1].dropping = set()
+    asyncio.run(until(lambda: sync.engine.servers.all[1].ready))
+    assert fakes[1].weights["w"].tolist() == [3, 4]
+
+
+def test_weights_that_no_server_could_take_wait_for_the_first_that_comes_back(fakes, sync_of):
+    sync = sync_of(fakes[0])
+    fakes[0].sick = True
+    asyncio.run(until(lambda: not sync.engine.servers.all[0].ready))
+    sent = asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
+    assert sent.failed == {} and fakes[0].weights["w"].tolist() == [1, 2]
+    fakes[0].sick = False
+    assert sampled(sync) == [1, 1, 1]
+    assert fakes[0].weights["w"].tolist() == [3, 4]
+
+
+def test_a_server_that_was_restarted_behind_our_back_gives_no_stale_answer(fakes, sync_of):
+    sync = sync_of(fakes[0])
+    fakes[0].version, fakes[0].weights = "default", {"w": torch.zeros(2)}
+    assert sampled(sync) == [0, 0, 0]
+    assert fakes[0].weights["w"].tolist() == [1, 2]
+
+
+def test_a_refused_update_ends_the_run(fakes, sync_of):
+    sync = sync_of(fakes[0])
+    fakes[0].refuses = True
+    with pytest.raises(EngineError, match=r"refused the weights \(tensor\).*no such weight"):
+        asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
+
+
+def test_an_update_that_somebody_left_open_is_ended_first(fakes, sync_of):
+    sync = sync_of(fakes[0])
+    fakes[0].begun = True
+    asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
+    assert fakes[0].weights["w"].tolist() == [3, 4] and not fakes[0].begun
+
+
+def test_a_filled_server_shows_what_no_update_reaches(fakes, sync_of):
+    sync = sync_of(fakes[0])
+    fakes[0].weights["deaf"] = torch.ones(2)
+    fakes[0].deaf = {"deaf"}
+    before = asyncio.run(sync.checksums())[fakes[0].url]
+    asyncio.run(sync.fill(send([1.0, 2.0])))
+    assert fakes[0].weights["w"].tolist() == pytest.approx([FILL, FILL])
+    filled = asyncio.run(sync.checksums())[fakes[0].url]
+    assert [name for name in before if before[name] == filled[name]] == ["deaf of rank 0"]
+    asyncio.run(sync.push(send([1.0, 2.0]), policy_version=0))
+    assert asyncio.run(sync.checksums())[fakes[0].url] == before
+
+
+def test_a_delivery_can_be_carried_out_in_another_process(fakes):
+    delivery = WeightUpdate((Target(fakes[0].url),), "tensor", "far.0", "far", 2**20, 5.0, BF16)
+    sent = pickle.loads(pickle.dumps(delivery))(iter([("w", torch.tensor([1.001, 2.0]))]))
+    assert sent.bytes == 4
+    assert fakes[0].weights["w"].tolist() == [1.0, 2.0]
+    assert fakes[0].version == "far.0"
+
+
+def test_ranks_deliver_side_by_side_and_one_of_them_again_to_a_server_on_another_gpu(fakes):
+    """Which it must not try to reach by handles of its own GPU's memory: on this machine there is no GPU at all."""
+    parts = [WeightUpdate((Target(fake.url),), "tensor", "ranks.0", "ranks", 2**20, 5.0) for fake in fakes]
+    weights = [("w", torch.tensor([1.0, 2.0]))]
+    fakes[1].refuses = True
+    sent = parts[0](iter(weights)) + replace(parts[1], keep=False)(iter([("w", torch.tensor([3.0, 4.0]))]))
+    assert (sent.bytes, list(sent.failed), sent.refused) == (8, [fakes[1].url], (fakes[1].url,))
+    fakes[1].refuses = False
+    again = replace(parts[1], targets=(Target(fakes[1].url, device="cuda"),), again=True, by_value=True)
+    assert not again(()).failed
+    assert fakes[1].weights["w"].tolist() == [1, 2]  # what was kept
+
+
+async def until(true):
+    async with asyncio.timeout(5):
+        while not true():
+            await asyncio.sleep(0.01)

@@ -1,0 +1,1 @@
+"""The `vlmrl` command: one file for each subcommand."""

@@ -1,0 +1,128 @@
+"""How a prompt takes its row's images, always in the row's order.
+
+- a string is a user message, and ``<image>`` in it marks an image, but only as often as the row has images; later
+  ones are prose. RowImages without a mark go first: ``"<image> and this"`` with images a, b is a, b, ``" and this"``;
+- in a list of messages ``{"type": "image"}`` parts without a source take the images; user messages whose content is a
+  string are marked likewise.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+
+from vlmrl.types import ImageSource, Message
+
+MARK = "<image>"
+_OWN_SOURCE = ("image", "url", "path", "base64", "image_url")
+
+
+class RowImages:
+    """Puts one row's images into its prompt. ``where`` names the row in errors; paths are found in ``roots``."""
+
+    def __init__(self, where: str, roots: list[Path]) -> None:
+        self.where = where
+        self.roots = list(dict.fromkeys(roots))
+        self.sources: list[ImageSource] = []
+
+    def take(self, column: Any) -> None:
+        """The row's image column: nothing, one image, or a list of images."""
+        given = [] if column is None else list(column) if isinstance(column, (list, tuple)) else [column]
+        self.sources = [self._located(source) for source in given]
+
+    def placed(self, prompt: Any) -> list[Message]:
+        """The prompt as messages, with every image part ``{"type": "image", "image": source}``."""
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        messages = [self._message(message) for message in self._checked(prompt)]
+        marked = [message for message in messages if message["role"] == "user" and isinstance(message["content"], str)]
+        bare = sum("image" not in part for message in messages for part in image_parts(message))
+        marks = min(sum(message["content"].count(MARK) for message in marked), max(0, len(self.sources) - bare))
+        unmarked = len(self.sources) - bare - marks
+        if unmarked < 0 or (unmarked and (bare or not marked)):
+            raise ValueError(
+                f"{self.where}: {len(self.sources)} images for {bare} image parts without a source and {marks} "
+                f"{MARK} marks in the prompt. Make the numbers agree"
+            )
+        self._fill(messages, marks, unmarked)
+        return messages
+
+    def _fill(self, messages: list[Message], marks: int, unmarked: int) -> None:
+        """Hand out the images in order: to bare parts, to marks, and before the first user text what has no mark."""
+        queue = iter(self.sources)
+        for message in messages:
+            for part in image_parts(message):
+                if "image" not in part:
+                    part["image"] = next(queue)
+            if message["role"] == "user" and isinstance(message["content"], str) and (marks or unmarked):
+                pieces = message["content"].split(MARK, marks)
+                marks -= len(pieces) - 1
+                message["content"] = _interleaved(pieces, queue, unmarked)
+                unmarked = 0
+
+    def _checked(self, prompt: Any) -> list[Message]:
+        fits = isinstance(prompt, list) and prompt and all(isinstance(m, dict) and m.get("role") for m in prompt)
+        if not fits:
+            raise ValueError(f"{self.where}: the prompt must be a string or a list of messages, not {prompt!r:.200}")
+        return prompt
+
+    def _message(self, message: Message) -> Message:
+        """A copy without the empty keys that columnar files add, its image parts in one form."""
+        made = {key: value for key, value in message.items() if value is not None}
+        content = made.setdefault("content", "")
+        if isinstance(content, list):
+            made["content"] = [self._part(part) for part in content]
+        return made
+
+    def _part(self, part: Any) -> dict[str, Any]:
+        if isinstance(part, str):
+            return {"type": "text", "text": part}
+        made = {key: value for key, value in part.items() if value is not None}
+        if made.get("type") not in ("image", "image_url"):
+            return made
+        key = next((key for key in _OWN_SOURCE if key in made), None)
+        if key is None:
+            return {"type": "image"}
+        source = made[key]
+        if key == "image_url":
+            source = source["url"] if isinstance(source, dict) else source
+        return {"type": "image", "image": base64.b64decode(source) if key == "base64" else self._located(source)}
+
+    def _located(self, source: ImageSource) -> ImageSource:
+        """The source, a relative path made absolute: under the data's own folder, ``base_dir``, or the working one."""
+        if isinstance(source, dict) and source.get("bytes") is not None:
+            return source
+        path = source.get("path") if isinstance(source, dict) else source
+        if isinstance(path, (bytes, PIL.Image.Image)):
+            return path
+        if not isinstance(path, (str, Path)):
+            raise ValueError(f"{self.where}: an image must be bytes, a path, a URL or a PIL image, not {source!r:.80}")
+        if re.match(r"data:|[a-z0-9]+://", str(path)):
+            return path
+        tried = list(dict.fromkeys(str(root / Path(path).expanduser()) for root in self.roots))
+        found = next(filter(os.path.isfile, tried), None)
+        if found is None:
+            raise ValueError(f"{self.where}: no image {str(path)!r:.200}. Looked at: {', '.join(tried):.1000}")
+        return found
+
+
+def image_parts(message: Message) -> list[dict[str, Any]]:
+    content = message.get("content")
+    return [part for part in content if part.get("type") == "image"] if isinstance(content, list) else []
+
+
+def _interleaved(pieces: list[str], queue: Iterator[ImageSource], unmarked: int) -> list[dict[str, Any]]:
+    """``["a ", " b"]`` with one image unmarked: image, ``"a "``, image, ``" b"``; empty texts are left out."""
+    parts = [{"type": "image", "image": next(queue)} for _ in range(unmarked)]
+    for index, piece in enumerate(pieces):
+        if index:
+            parts.append({"type": "image", "image": next(queue)})
+        if piece:
+            parts.append({"type": "text", "text": piece})
+    return parts

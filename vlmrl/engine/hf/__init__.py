@@ -1,0 +1,1 @@
+"""The embedded engine: a Hugging Face model in this process."""

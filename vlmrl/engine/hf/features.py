@@ -1,0 +1,51 @@
+"""The embedded engine's image features: each image is encoded once as long as it lives and the weights stay."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+
+from vlmrl.model.policy import ImageFeatures, Policy
+from vlmrl.multimodal.store import merge_mm_inputs
+from vlmrl.types import MediaItem
+
+
+class ImageFeatureCache:
+    """Encodes with ``policy``, at most ``budget`` visual tokens (or one image) at once. ``encoded`` counts the images."""
+
+    def __init__(self, policy: Policy, budget: int) -> None:
+        self.encoded = 0
+        self._policy = policy
+        self._budget = budget
+        self._known: dict[str, ImageFeatures] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def of(self, media: Iterable[MediaItem]) -> dict[str, ImageFeatures]:
+        """The features of ``media`` by content hash."""
+        known = self._known  # what `forget` leaves behind also takes what is encoded meanwhile, under the old weights
+        items = {item.id: item for item in media}
+        found = {name: known[name] for name in items if name in known}
+        for part in self._parts([item for name, item in items.items() if name not in found]):
+            new = dict(zip([item.id for item in part], self._policy.encode_images(merge_mm_inputs(part)), strict=True))
+            self.encoded += len(new)
+            found |= new
+            for item in part:
+                known[item.id] = new[item.id]
+                weakref.finalize(item, known.pop, item.id, None).atexit = False
+        return found
+
+    def forget(self) -> None:
+        """The weights are new."""
+        self._known = {}
+
+    def _parts(self, items: list[MediaItem]) -> Iterator[list[MediaItem]]:
+        part: list[MediaItem] = []
+        for item in items:
+            if part and sum(other.num_tokens for other in part) + item.num_tokens > self._budget:
+                yield part
+                part = []
+            part.append(item)
+        if part:
+            yield part

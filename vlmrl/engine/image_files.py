@@ -1,0 +1,52 @@
+"""What a request to a server holds for an image, made once: the PNG itself, or the path of the file it was written to."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import tempfile
+import weakref
+from itertools import count
+from pathlib import Path
+
+from vlmrl.types import MediaItem
+from vlmrl.utils.threads import DaemonPool
+
+MEMORY = Path("/dev/shm")  # files there are never written to a disk
+
+
+class ImageFiles:
+    """Payloads of images, as JSON. ``files``: paths, for servers that see this machine's files; otherwise data URIs.
+
+    A payload lives as long as its image. ``encoded`` counts the PNGs made. Used from one event loop.
+    """
+
+    def __init__(self, files: bool) -> None:
+        self.encoded = 0
+        self._made: weakref.WeakKeyDictionary[MediaItem, asyncio.Future[bytes]] = weakref.WeakKeyDictionary()
+        self._pool = DaemonPool("images", 2)
+        self._numbers = count()
+        where = MEMORY if MEMORY.is_dir() else None
+        self._folder = tempfile.TemporaryDirectory(prefix="vlmrl-images-", dir=where) if files else None
+
+    async def payload(self, item: MediaItem) -> bytes:
+        """``"data:image/png;base64,..."`` or ``"/dev/shm/vlmrl-images-x/0.png"``, quotes included."""
+        if item not in self._made:
+            self.encoded += 1
+            self._made[item] = asyncio.ensure_future(self._pool.run(self._make, item))
+        return await asyncio.shield(self._made[item])
+
+    def close(self) -> None:
+        self._pool.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _make(self, item: MediaItem) -> bytes:
+        png = item.png()
+        if self._folder is None:
+            return b'"data:image/png;base64,' + base64.b64encode(png) + b'"'
+        path = Path(self._folder.name) / f"{next(self._numbers)}.png"
+        path.write_bytes(png)
+        weakref.finalize(item, path.unlink, missing_ok=True).atexit = False
+        return json.dumps(str(path)).encode()

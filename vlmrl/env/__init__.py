@@ -1,0 +1,1 @@
+"""Environments: the contract in `base.py`, how one is run in `session.py`, and adapters to other kinds of environment."""

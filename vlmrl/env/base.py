@@ -1,0 +1,222 @@
+"""The environment contract: what a user writes, and how it is found and checked before anything is played.
+
+Who writes an env reads only :class:`Env` and :func:`obs`. How an env is run is `env_session.py`'s business.
+"""
+
+from __future__ import annotations
+
+import abc
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vlmrl.config import Config, Part
+from vlmrl.config.code import load_object
+from vlmrl.types import TRUNCATED, ImageSource, Message, Task
+
+
+class RetryTurn(Exception):
+    """Raise it in ``step`` to have the turn sampled again: the reply is thrown away, unseen by training, and counted."""
+
+
+def obs(text: str = "", images: list[ImageSource] | None = None) -> dict[str, Any]:
+    """An observation: ``obs("Closer:", images=[crop])``."""
+    observation: dict[str, Any] = {"obs_str": text}
+    if images:
+        observation["multi_modal_data"] = {"image": list(images)}
+    return observation
+
+
+class Env(abc.ABC):
+    """One episode of one task. Subclass it, write ``step``, and add what else you need.
+
+    Each method may be ``async``; the plain ones all run in one thread, which is this env's own. ``self.turn`` (0 for the first
+    reply), ``self.max_turns``, ``self.seed`` and ``self.last_reply`` are set by the loop before each call, and so is
+    ``self.tool_format``, how the chat template has calls written (see `tools.py`), unless the class says it; ``self.shared`` is
+    what the optional classmethod ``setup(cls, **options)`` returned, made once per process.
+    """
+
+    tools: list[dict[str, Any]] = []  # noqa: RUF012  JSON schemas handed to the chat template
+    replayable: bool = True  # the same seed and replies give the same observations
+
+    turn: int = 0
+    max_turns: int = 1
+    seed: int = 0
+    last_reply: str = ""
+    tool_format: str | None = None
+    shared: Any = None
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    def reset(self) -> list[Message] | None:
+        """The messages the episode starts with; ``None`` for the task's own prompt."""
+        return None
+
+    @abc.abstractmethod
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        """Answer one reply: the observation (see :func:`obs`), whether the episode is done, and ``info``.
+
+        ``info["reward"]`` counts towards the trajectory's reward; the other numbers in ``info`` become metrics.
+        """
+
+    def finish(self, ending: str) -> float | None:
+        """Called once, at every ending that is not a failure; what it returns is added to the reward."""
+        return None
+
+    def format_observation(self, observation: dict[str, Any]) -> Message | list[Message]:
+        """The message the model reads: role ``user``, the images first, then the text."""
+        images = observation.get("multi_modal_data", {}).get("image", [])
+        text = observation.get("obs_str", "")
+        if not images:
+            return {"role": "user", "content": text}
+        parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in images]
+        return {"role": "user", "content": [*parts, {"type": "text", "text": text}] if text else parts}
+
+    def close(self) -> None:
+        """Release what the env holds. Called once, whatever happened."""
+
+
+class RewardEnv(Env):
+    """A single turn judged by a plain function ``reward(text, task) -> float``; cut-off replies are judged as they are."""
+
+    def __init__(self, task: Task, function: Callable[[str, Task], float]) -> None:
+        super().__init__(task)
+        self.function = function
+
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        return obs(), True, {"reward": self.function(response_text, self.task)}
+
+    def finish(self, ending: str) -> float | None:
+        return self.function(self.last_reply, self.task) if ending in TRUNCATED else None
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """An env class or factory with its options, checked: ``spec.build(task)`` makes the env of one trajectory.
+
+    ``tools`` and ``replayable`` are what the class says; an env may set others when it is built. ``parts`` are the specs of a
+    mixture by part.
+    """
+
+    name: str
+    build: Callable[[Task], Env]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    parts: Mapping[str, EnvSpec] = field(default_factory=dict)
+    replayable: bool = True
+
+    def of(self, task: Task) -> EnvSpec:
+        """The one that plays ``task``."""
+        return self.parts[task.part] if self.parts else self
+
+
+def resolve_envs(config: Config, base_dir: Path | None = None) -> EnvSpec:
+    """The spec of a run's env, or that of its mixture, where each part has its own or else the run's."""
+
+    def resolved(player: Config | Part) -> EnvSpec:
+        return resolve_env(player.env, player.reward, dict(player.env_options), base_dir)
+
+    if not config.mixture:
+        return resolved(config)
+    own = resolved(config) if config.env is not None or config.reward is not None else None
+    parts: dict[str, EnvSpec] = {}
+    for name, part in config.mixture.items():
+        spec = own if part.env is None and part.reward is None else resolved(part)
+        if spec is None:
+            raise ValueError(f"mixture.{name}.env must be set, or else env, for all parts that have none of their own.")
+        parts[name] = spec
+    names = ", ".join(f"{name}: {spec.name}" for name, spec in parts.items())
+    tools = [tool for spec in parts.values() for tool in spec.tools]
+    return EnvSpec(names, lambda task: parts[task.part].build(task), tools, parts)
+
+
+def resolve_env(
+    env: str | Callable[..., Any] | None,
+    reward: str | Callable[..., Any] | None = None,
+    options: dict[str, Any] | None = None,
+    base_dir: Path | None = None,
+) -> EnvSpec:
+    """The spec of ``env`` (a class, a factory, ``module:Name`` or ``file.py:Name``) or of a ``reward`` function.
+
+    Checks what can be checked before anything is played: that it exists, that it is an Env with a ``step``, that ``options`` fit
+    its signature. Calls its ``setup(**options)`` once. Raises ValueError naming what is wrong.
+    """
+    options = options or {}
+    if (env is None) == (reward is None):
+        raise ValueError(f"exactly one of env and reward must be set, but env is {env!r} and reward is {reward!r}.")
+    if reward is not None:
+        function = load_object(reward, base_dir) if isinstance(reward, str) else reward
+        _check_reward(function, _name(function))
+        return EnvSpec(_name(function), partial(RewardEnv, function=function))
+    target = load_object(env, base_dir) if isinstance(env, str) else env
+    name = _name(target)
+    if not callable(target):
+        raise ValueError(
+            f"env {name} must be a class or a function that builds an env, but it is a {type(target).__name__}."
+        )
+    if isinstance(target, type):
+        _check_class(target, name)
+    try:
+        inspect.signature(target).bind(None, **options)
+    except TypeError as error:
+        known = [str(p) for p in list(inspect.signature(target).parameters.values())[1:]]
+        raise ValueError(
+            f"env_options {options} do not fit {name}: {error}; it takes {', '.join(known) or 'none'}."
+        ) from None
+    shared = _set_up(target, options, name) if hasattr(target, "setup") else None
+    tools, replayable = getattr(target, "tools", []), getattr(target, "replayable", True)
+    build = partial(_build, target, options, name, shared)
+    return EnvSpec(name, build, tools if isinstance(tools, list) else [], replayable=replayable is not False)
+
+
+def _set_up(target: Any, options: dict[str, Any], name: str) -> Any:
+    shared = target.setup(**options)
+    if not inspect.isawaitable(shared):
+        return shared
+    if inspect.iscoroutine(shared):
+        shared.close()
+    raise ValueError(
+        f"env {name}: setup must be a plain classmethod: it runs once, before there is an event loop. Call asyncio.run in it, and "
+        "make what belongs to a loop (a client, a lock) in reset."
+    )
+
+
+def _build(target: Callable[..., Any], options: dict[str, Any], name: str, shared: Any, task: Task) -> Env:
+    if isinstance(target, type):
+        env: Env = target.__new__(target)  # type: ignore[call-overload]
+        env.task, env.shared, env.seed = task, shared, task.seed  # there already when __init__ runs
+        env.__init__(task, **options)  # type: ignore[misc]
+        return env
+    env = target(task, **options)
+    if not isinstance(env, Env):
+        raise ValueError(f"env factory {name} must return a vlmrl.Env, but it returned a {type(env).__name__}.")
+    env.shared, env.seed = shared, task.seed
+    return env
+
+
+def _check_reward(function: Any, name: str) -> None:
+    if not callable(function):
+        raise ValueError(f"reward {name} must be a function (text, task), but it is a {type(function).__name__}.")
+    try:
+        inspect.signature(function).bind("", None)
+    except TypeError as error:
+        raise ValueError(f"reward {name} must be called as {name}(text, task), but: {error}.") from None
+
+
+def _check_class(cls: type, name: str) -> None:
+    if not callable(getattr(cls, "step", None)):
+        raise ValueError(f"env {name} must define step(self, response_text), but it does not.")
+    for method in sorted(getattr(cls, "__abstractmethods__", ())):
+        arguments = ", ".join(inspect.signature(getattr(cls, method)).parameters)
+        raise ValueError(f"env {name} must define {method}({arguments}), but it does not.")
+    if not issubclass(cls, Env):
+        raise ValueError(
+            f"env {name} must subclass vlmrl.Env, but its bases are {[base.__name__ for base in cls.__bases__]}."
+        )
+
+
+def _name(target: Any) -> str:
+    return getattr(target, "__qualname__", repr(target))

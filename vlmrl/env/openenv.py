@@ -1,0 +1,67 @@
+"""An environment that an OpenEnv server plays, as an Env: two methods say how a reply is read and what the agent sees.
+
+class EchoEnv(OpenEnvEnv):
+    def read_action(self, reply):
+        return {"message": reply}
+
+    def show(self, observation):
+        return obs(observation["echoed_message"])
+
+Config(env="echo.py:EchoEnv", env_options={"url": "http://127.0.0.1:8000"}, ...)
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+from vlmrl.config.code import require
+from vlmrl.env.base import Env, obs
+from vlmrl.types import Message, Task
+
+
+class OpenEnvEnv(Env):
+    """A session of the OpenEnv server at ``url``, seeded by the task, from ``reset`` to ``close``.
+
+    The first observation stands after the prompt's last message. The reward is the sum of the environment's own, also where the
+    episode is cut off; a server that breaks, or is away, is an env error.
+    """
+
+    def __init__(self, task: Task, url: str) -> None:
+        super().__init__(task)
+        self.url = url
+        self._client: Any = None
+
+    @classmethod
+    def setup(cls, **options: Any) -> Any:
+        return require("openenv.core.generic_client", "openenv")  # found missing at the start, not in the first episode
+
+    @abc.abstractmethod
+    def read_action(self, reply: str) -> dict[str, Any]:
+        """The action a reply asks for. What a ValueError says is told to the model, and nothing is played."""
+
+    @abc.abstractmethod
+    def show(self, observation: dict[str, Any]) -> dict[str, Any]:
+        """What the agent sees of the server's observation, as :func:`~vlmrl.env.base.obs` makes it."""
+
+    async def reset(self) -> list[Message] | None:  # type: ignore[override]
+        module = require("openenv.core.generic_client", "openenv")
+        self._client = module.GenericEnvClient(base_url=self.url)
+        result = await self._client.reset(seed=self.seed)
+        seen = self.format_observation(self.show(result.observation))
+        return [*self.task.prompt, *([seen] if isinstance(seen, dict) else seen)]
+
+    async def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:  # type: ignore[override]
+        try:
+            action = self.read_action(response_text)
+        except ValueError as error:
+            return obs(str(error)), False, {"reward": 0.0, "invalid": 1}
+        result = await self._client.step(action)
+        return self.show(result.observation), bool(result.done), {"reward": float(result.reward or 0.0), "invalid": 0}
+
+    def finish(self, ending: str) -> float | None:
+        return 0.0  # what was earned until then stands
+
+    async def close(self) -> None:  # type: ignore[override]
+        if self._client is not None:
+            await self._client.close()

@@ -1,0 +1,324 @@
+"""One trajectory's env while it is played: its thread, its deadlines, its retries.
+
+The turn loop talks to an env only through :class:`EnvSession`. Plain methods run in a daemon thread that is this env's own,
+async ones are awaited; each call has a deadline. After an error a fresh env replays the turns so far, and what it shows is
+compared with what was shown the first time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import numbers
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+
+from vlmrl.env.base import Env, EnvSpec, RetryTurn
+from vlmrl.types import Message, Task
+from vlmrl.utils.threads import DaemonPool
+
+
+class EnvError(Exception):
+    """An env that failed for good: the trajectory is lost, never scored."""
+
+
+class TaskError(EnvError):
+    """A task that cannot be played, however often it is tried: an image that does not decode, a prompt that is too long."""
+
+
+class EnvContractError(ValueError):
+    """An env that breaks the contract: no retry can mend it, so the run stops."""
+
+
+_CLOSING: set[asyncio.Task[None]] = set()  # envs that close while nobody waits: a loop holds its tasks only weakly
+
+
+class _DeadlineError(Exception):
+    """A call of the env that took too long."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one ``step`` gave, with the observation already made into messages."""
+
+    messages: list[Message]
+    done: bool
+    reward: float | None
+    metrics: dict[str, float]
+
+
+class EnvSession:
+    """Plays one task's env: ``start``, then ``step`` for each reply, ``finish`` once, ``close`` always.
+
+    ``timeout`` is in seconds, per call; ``tool_format`` is how the chat template has calls written. ``seconds`` counts the time
+    spent in the env, ``counts`` its errors, time-outs and retries.
+    """
+
+    def __init__(
+        self, spec: EnvSpec, task: Task, *, max_turns: int, timeout: float, max_retries: int, tool_format: str = "json"
+    ) -> None:
+        self._spec = spec
+        self._task = task
+        self._max_turns = max_turns
+        self._timeout = timeout
+        self._max_retries = max_retries
+        self._tool_format = tool_format
+        self._env: Env | None = None
+        self._built: list[Env] = []  # the env in `_thread`, also if its constructor ended after its deadline
+        self._thread: DaemonPool | None = None
+        self._played: list[tuple[str, str]] = []  # each reply and the digest of what the env answered
+        self._start_digest: str | None = None
+        self.seconds = 0.0
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        assert self._env is not None
+        return self._env.tools
+
+    @property
+    def replayable(self) -> bool:
+        assert self._env is not None
+        return self._env.replayable
+
+    async def start(self) -> list[Message] | None:
+        """Build the env and reset it: the messages the episode starts with, or ``None``."""
+        return await self._with_retries(self._open)
+
+    async def step(self, reply: str) -> StepResult:
+        """Answer a reply. Raises :class:`RetryTurn` where the env wants another one, EnvError where it failed for good."""
+
+        async def attempt() -> StepResult:
+            if self._env is None:
+                await self._replay()
+            return await self._step(reply)
+
+        result = await self._with_retries(attempt)
+        self._played.append((reply, _digest(result)))
+        return result
+
+    async def finish(self, ending: str, last_reply: str, last_turn: int | None = None) -> float | None:
+        """Ask once for the final reward; after an error, a fresh env that has replayed the episode is asked again.
+
+        ``last_turn`` is the last reply's number where no ``step`` has seen it.
+        """
+
+        async def attempt() -> float | None:
+            if self._env is None:
+                await self._replay()
+            assert self._env is not None
+            self._env.last_reply = last_reply
+            if last_turn is not None:
+                self._env.turn = last_turn
+            reward = await self._call(self._env.finish, ending)
+            return None if reward is None else _number("finish", reward, self._spec.name)
+
+        return await self._with_retries(attempt)
+
+    async def close(self) -> None:
+        """Close the env; a hung or failing one is left to end by itself."""
+        try:
+            if self._env is not None:
+                await self._call(self._env.close)
+        except Exception:
+            self.counts["close_errors"] += 1
+        finally:
+            if self._thread is not None:
+                self._thread.close()
+            self._env, self._thread = None, None
+
+    async def abandon(self) -> None:
+        """Let go of the env without waiting for it: for a run that is being stopped."""
+        await self._abandon(wait=False)
+
+    async def _with_retries(self, attempt: Callable[[], Any]) -> Any:
+        for retries_left in reversed(range(self._max_retries + 1)):
+            try:
+                return await attempt()
+            except (RetryTurn, EnvContractError, EnvError):
+                raise
+            except Exception as error:
+                late = isinstance(error, _DeadlineError)
+                self.counts["timeouts" if late else "errors"] += 1
+                reason = str(error) if late else f"{type(error).__name__}: {error}"
+                where = f"env {self._spec.name}, task {self._task.id}, turn {len(self._played)}"
+                replayable = self._env is None or self._env.replayable
+                await self._abandon()
+                if retries_left == 0 or not replayable:
+                    raise EnvError(f"{where}: {reason}") from error
+                self.counts["retries"] += 1
+        raise AssertionError("unreachable")
+
+    async def _open(self) -> list[Message] | None:
+        self._thread, self._built = DaemonPool("env"), []
+        env: Env = await self._call(self._build, self._built)
+        env.max_turns = self._max_turns
+        env.tool_format = env.tool_format or self._tool_format
+        self._env = env
+        shown = await self._call(env.reset)
+        messages = None if shown is None else _messages("reset", shown, self._spec.name)
+        digest = _digest(messages)
+        if self._start_digest not in (None, digest):
+            raise EnvError(f"env {self._spec.name}, task {self._task.id}: reset gave other messages when replayed.")
+        self._start_digest = digest
+        return messages
+
+    def _build(self, built: list[Env]) -> Env:
+        built.append(self._spec.build(self._task.copy()))  # a group's members, and replays, must not meet in it
+        return built[0]
+
+    async def _replay(self) -> None:
+        """A fresh env, brought to where the old one was."""
+        await self._open()
+        for turn, (reply, digest) in enumerate(self._played):
+            result = await self._step(reply, turn)
+            if _digest(result) != digest:
+                raise EnvError(
+                    f"env {self._spec.name}, task {self._task.id}, turn {turn}: the observation differs when replayed. Make it "
+                    "depend on self.seed and the replies alone, or set replayable = False."
+                )
+
+    async def _step(self, reply: str, turn: int | None = None) -> StepResult:
+        env = self._env
+        assert env is not None
+        env.turn, env.last_reply = len(self._played) if turn is None else turn, reply
+        answer = await self._call(env.step, reply)
+        if not (
+            isinstance(answer, tuple)
+            and len(answer) == 3
+            and isinstance(answer[0], dict)
+            and isinstance(answer[2], dict)
+        ):
+            raise EnvContractError(
+                f"env {self._spec.name}: step must return (observation dict, done, info dict), not {answer!r}."
+            )
+        observation, done, info = answer
+        shown = [] if done else await self._format(env, observation)
+        info = dict(info)
+        reward = info.pop("reward", None)
+        return StepResult(
+            messages=_messages("format_observation", shown, self._spec.name),
+            done=bool(done),
+            reward=None if reward is None else _number("info['reward']", reward, self._spec.name),
+            metrics={
+                key: _number(f"info[{key!r}]", value, self._spec.name)
+                for key, value in info.items()
+                if isinstance(value, numbers.Real)
+            },
+        )
+
+    async def _format(self, env: Env, observation: dict[str, Any]) -> Any:
+        """The observation's messages: our own way of writing them needs no thread and no deadline."""
+        if getattr(env.format_observation, "__func__", None) is Env.format_observation:
+            return env.format_observation(observation)
+        return await self._call(env.format_observation, observation)
+
+    async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
+        """One call under a deadline: plain functions in the env's thread, coroutines in the event loop."""
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(self._timeout) as deadline:
+                if inspect.iscoroutinefunction(method):
+                    return await method(*args)
+                assert self._thread is not None
+                return await _await_result(await self._thread.run(method, *args))
+        except TimeoutError as error:
+            if deadline.expired():
+                raise _DeadlineError(f"no answer in {self._timeout:g} s") from error
+            raise
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    async def _abandon(self, wait: bool = True) -> None:
+        """Let go of a broken env: a plain close is queued behind whatever hangs in its thread, and nobody waits for it.
+
+        An async close is waited for, unless ``wait`` is False.
+        """
+        env, self._env = self._env, None
+        if self._thread is not None and not (env is not None and inspect.iscoroutinefunction(env.close)):
+            self._thread.submit(_close_late, self._built)  # after a constructor that is still running, too
+        elif env is not None:
+            closing = asyncio.create_task(self._close_async(env))
+            _CLOSING.add(closing)
+            closing.add_done_callback(_CLOSING.discard)
+            if wait:
+                await closing
+        await self.close()
+
+    async def _close_async(self, env: Env) -> None:
+        try:
+            await self._call(env.close)
+        except Exception:
+            self.counts["close_errors"] += 1
+
+
+def _close_late(built: list[Env]) -> None:
+    for env in built:
+        close: Callable[[], Any] = env.close
+        closing = close()
+        if inspect.iscoroutine(closing):
+            asyncio.run(closing)
+
+
+async def _await_result(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _messages(name: str, value: Any, env: str) -> list[Message]:
+    messages = [value] if isinstance(value, dict) else value
+    if not isinstance(messages, list | tuple) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise EnvContractError(
+            f"env {env}: {name} must return messages (dicts with a role), but it returned {value!r}."
+        )
+    for message in messages:
+        _check_texts(name, message.get("content"), env)
+    return list(messages)
+
+
+def _check_texts(name: str, content: Any, env: str) -> None:
+    """A message's content is text that can be encoded, or a list of parts with such texts."""
+    texts = (
+        [part.get("text", "") for part in content if isinstance(part, dict)] if isinstance(content, list) else [content]
+    )
+    for text in texts:
+        if text is not None and not isinstance(text, str):
+            raise EnvContractError(f"env {env}: the text that {name} gives must be a str, but it is {text!r}.")
+        try:
+            (text or "").encode()
+        except UnicodeEncodeError as error:
+            raise EnvContractError(f"env {env}: the text that {name} gives cannot be encoded: {error}.") from error
+
+
+def _number(name: str, value: Any, env: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if number != number or number in (float("inf"), float("-inf")):
+        raise EnvContractError(f"env {env}: {name} must be a finite number, but it is {value!r}.")
+    return number
+
+
+def _digest(value: Any) -> str:
+    """A hash of messages and results that is equal for equal content; images count by their pixels."""
+
+    def plain(item: Any) -> Any:
+        if isinstance(item, StepResult):
+            return plain([item.messages, item.done, item.reward])
+        if isinstance(item, Image.Image):
+            return ("image", item.mode, item.size, plain(item.tobytes()))
+        if isinstance(item, bytes):
+            return hashlib.blake2b(item, digest_size=16).hexdigest()
+        if isinstance(item, dict):
+            return sorted((str(key), plain(inner)) for key, inner in item.items())
+        if isinstance(item, list | tuple):
+            return [plain(inner) for inner in item]
+        return repr(item)
+
+    return hashlib.blake2b(repr(plain(value)).encode(), digest_size=16).hexdigest()

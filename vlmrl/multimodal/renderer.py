@@ -1,0 +1,289 @@
+"""Messages to token ids, and a reply's ids to text.
+
+The turn loop renders the prompt once and each observation as a delta, so that no sampled id is ever encoded again. A
+delta is what the chat template writes after a fixed base conversation, cut after the base's last end-of-turn id: the
+newline that Qwen's templates put after ``<|im_end|>`` is thus its first token. `rollout/history.py` says when which is used.
+
+Ids made here hold one placeholder per image, as engines want them; :func:`expand` gives the form that models are
+trained on, with one placeholder per visual token.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby, pairwise
+from typing import Any
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from vlmrl.types import ImageSource, MediaItem, Message
+
+BASE: list[Message] = [{"role": "system", "content": "."}, {"role": "user", "content": "."}]
+ESCAPE = "\U00100000"  # a private-use character: with the next one it stands for a special token in a text, or itself
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Token ids with one placeholder per image, and the images' sources in order."""
+
+    token_ids: list[int]
+    images: list[ImageSource]
+
+
+class Renderer:
+    """Renders with one tokenizer and one chat template.
+
+    ``image_token`` is the text of the model's image placeholder; ``None`` for a text model. ``end_of_turn`` is the
+    text of the token that closes a turn; by default the tokenizer's end-of-sequence token. ``stop_ids`` are the ids
+    that end a reply.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        image_token: str | None = None,
+        chat_template: str | None = None,
+        end_of_turn: str | None = None,
+        stop_ids: Iterable[int] = (),
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template or tokenizer.chat_template
+        if not self.chat_template:
+            raise ValueError(
+                "the tokenizer has no chat template; name one with model.chat_template (`chatml` is ours)."
+            )
+        self.image_token = image_token
+        self.image_token_id = None if image_token is None else tokenizer.convert_tokens_to_ids(image_token)
+        self.end_of_turn = end_of_turn or tokenizer.eos_token
+        self.end_of_turn_id: int = tokenizer.convert_tokens_to_ids(self.end_of_turn)
+        self.stop_ids = frozenset({self.end_of_turn_id, *stop_ids})
+        added = tokenizer.added_tokens_decoder
+        self._special = {token.content: index for index, token in added.items() if token.special}
+        self._special_pattern = re.compile("(" + "|".join(map(re.escape, sorted(self._special, reverse=True))) + ")")
+        self._unsafe_pattern = re.compile(f"{self._special_pattern.pattern}|{ESCAPE}")
+        self._stand_ins = {
+            text: ESCAPE + chr(ord(ESCAPE) + i) for i, text in enumerate([*self._special, ESCAPE], start=1)
+        }
+        self._originals = {stand_in: text for text, stand_in in self._stand_ins.items()}
+        self._plain_tokenizer = copy.deepcopy(tokenizer)  # encodes the special tokens' texts as plain text
+        self._bases: dict[str, str] = {}
+        self._image: str | None = None
+        self.opening = self._find_opening()
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Rendered:
+        """The whole conversation, ready for a reply."""
+        clean, images = self._clean(messages)
+        self.check_tools(tools)
+        return self._finish(self._template(clean, self._clean_tools(tools)), images, messages)
+
+    def check_tools(self, tools: Sequence[dict[str, Any]]) -> None:
+        """Raises ValueError where the chat template does not show the tools."""
+        schemas = self._clean_tools(tools)
+        if schemas and self._base(schemas) == self._base(None):
+            raise ValueError(
+                f"the env has {len(schemas)} tools, but the chat template does not show them; set model.chat_template "
+                "(`chatml` is ours and shows them), or leave Env.tools empty and describe the tools in the prompt."
+            )
+
+    @property
+    def tool_format(self) -> str:
+        """How the chat template has the model write calls: a name in `tools.py`."""
+        return "xml" if "<function=" in self.chat_template else "json"
+
+    def delta(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, close: bool = False
+    ) -> Rendered:
+        """What an observation adds after a reply's end-of-turn id; with ``close`` that id comes first."""
+        clean, images = self._clean(messages)
+        schemas = self._clean_tools(tools)
+        base = self._base(schemas)
+        full = self._template([*BASE, *clean], schemas)
+        if not full.startswith(base):
+            raise ValueError(
+                "the chat template rewrites earlier messages when an observation comes, so observations cannot be "
+                f"appended; it rendered {full[: len(base)]!r} where the conversation had {base!r}."
+            )
+        text = (self.end_of_turn if close else "") + full[len(base) :]
+        return self._finish(text, images, messages)
+
+    def inline(self, messages: Sequence[Message]) -> Rendered:
+        """What an observation adds inside a reply that goes on: its bare text, and its images as the template writes them."""
+        clean, images = self._clean(messages)
+        text = ""
+        for message in clean:
+            content = message["content"]
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            text += "".join(part["text"] if part["type"] == "text" else self._image_text() for part in parts)
+        return self._finish(text, images, messages)
+
+    def conversation(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
+    ) -> tuple[Rendered, list[int]]:
+        """A finished conversation, and a mask that is 1 on the ids that the template's generation markers enclose.
+
+        The text is encoded in pieces cut at the markers, as it would have been sampled.
+        """
+        if not self.marks_replies:
+            raise ValueError(
+                "the chat template has no {% generation %} markers, so it cannot be told which tokens are the replies'; set "
+                "model.chat_template (`chatml` and `chatml_drop_thinking` have them), or rollout.samples to step_wise."
+            )
+        clean, images = self._clean(messages)
+        marked: Any = render_jinja_template(
+            [clean],
+            tools=self._clean_tools(tools),  # type: ignore[arg-type]
+            chat_template=self.chat_template,
+            return_assistant_tokens_mask=True,
+            **self.tokenizer.special_tokens_map,
+        )
+        texts, spans = marked
+        edges = [0, *chain.from_iterable(spans[0]), len(texts[0])]
+        pieces = [self._encode(texts[0][start:end]) for start, end in pairwise(edges)]
+        ids = list(chain.from_iterable(pieces))
+        self._check_images(ids, images, messages)
+        return Rendered(ids, images), [index % 2 for index, piece in enumerate(pieces) for _ in piece]
+
+    @property
+    def marks_replies(self) -> bool:
+        """Whether the template marks what the assistant generated."""
+        return bool(re.search(r"\{%-?\s*generation\s*-?%\}", self.chat_template))
+
+    def text(self, token_ids: Sequence[int], opened: bool = True) -> str:
+        """A reply as an env reads it: what the generation prompt ``opened``, the decoded ids, no end-of-turn token."""
+        ids = list(token_ids[:-1]) if token_ids and token_ids[-1] in self.stop_ids else list(token_ids)
+        return (self.opening if opened else "") + self.decode(ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def encode(self, text: str) -> list[int]:
+        """Plain text: a special token written in it stays text."""
+        return self._plain_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    def _finish(self, text: str, images: list[ImageSource], messages: Sequence[Message]) -> Rendered:
+        ids = self._encode(text)
+        self._check_images(ids, images, messages)
+        return Rendered(ids, images)
+
+    def _check_images(self, ids: Sequence[int], images: Sequence[ImageSource], messages: Sequence[Message]) -> None:
+        shown = 0 if self.image_token_id is None else ids.count(self.image_token_id)
+        if shown != len(images):
+            roles = ", ".join(sorted({message["role"] for message in messages}))
+            raise ValueError(
+                f"messages hold {len(images)} images, but the chat template shows {shown} (roles: {roles}). "
+                "Some templates lose those of tool messages: let format_observation return a user message."
+            )
+
+    def _encode(self, text: str) -> list[int]:
+        if ESCAPE not in text:
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = []
+        for piece in self._special_pattern.split(text):
+            if piece in self._special:
+                ids.append(self._special[piece])
+            elif piece:
+                ids.extend(self.encode(re.sub(f"{ESCAPE}.", lambda match: self._originals[match[0]], piece)))
+        return ids
+
+    def _template(self, messages: list[Message], tools: list[dict[str, Any]] | None, generate: bool = True) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, chat_template=self.chat_template, tokenize=False, add_generation_prompt=generate
+        )
+
+    def _base(self, tools: list[dict[str, Any]] | None) -> str:
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._bases:
+            text = self._template(BASE, tools, generate=False)
+            end = text.rfind(self.end_of_turn)
+            if end < 0:
+                raise ValueError(f"the chat template never writes the end-of-turn token {self.end_of_turn!r}.")
+            self._bases[key] = text[: end + len(self.end_of_turn)]
+        return self._bases[key]
+
+    def _image_text(self) -> str:
+        """An image as the template writes it, such as ``<|vision_start|><|image_pad|><|vision_end|>``."""
+        if self._image is None:
+            parts = [{"type": "text", "text": "("}, {"type": "image"}, {"type": "text", "text": ")"}]
+            before = self._template([*BASE, {"role": "user", "content": [parts[0], parts[2]]}], None)
+            after = self._template([*BASE, {"role": "user", "content": parts}], None)
+            start = before.rindex("()") + 1
+            self._image = after[start : len(after) - (len(before) - start)]
+        return self._image
+
+    def _find_opening(self) -> str:
+        """What the generation prompt writes into the reply, such as ``<think>``: all after its role line."""
+        prompt = self._template(BASE, None)[len(self._base(None)) :]
+        _, _, opening = prompt.partition("assistant\n")
+        return opening
+
+    def _clean(self, messages: Sequence[Message]) -> tuple[list[Message], list[ImageSource]]:
+        """Messages whose texts hold no special token and whose images are bare marks, and the images."""
+        images: list[ImageSource] = []
+        clean = []
+        for message in messages:
+            safe = _map_texts({key: value for key, value in message.items() if key != "content"}, self._escape)
+            clean.append(safe | {"content": self._clean_content(message, images)})
+        if images and self.image_token is None:
+            raise ValueError(f"messages hold {len(images)} images, but the model reads text only.")
+        return clean, images
+
+    def _clean_content(self, message: Message, images: list[ImageSource]) -> str | list[dict[str, Any]]:
+        content = message.get("content") or ""
+        if isinstance(content, str):
+            return self._escape(content)
+        parts: list[dict[str, Any]] = []
+        for kind, run in groupby(content, lambda part: part["type"]):
+            if kind == "text":  # joined before it is escaped, or a special token in two parts would slip through
+                parts.append({"type": "text", "text": self._escape("".join(part["text"] for part in run))})
+            elif kind == "image":
+                shown = [part["image"] for part in run]
+                images.extend(shown)
+                parts.extend({"type": "image"} for _ in shown)
+            else:
+                raise ValueError(f"a message part must have the type text or image, but it has {kind!r}.")
+        if all(part["type"] == "text" for part in parts):
+            return "".join(part["text"] for part in parts)  # some text templates silently drop lists
+        return parts
+
+    def _clean_tools(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
+        return _map_texts(list(tools), self._escape) if tools else None
+
+    def _escape(self, text: str) -> str:
+        return self._unsafe_pattern.sub(lambda match: self._stand_ins[match[0]], text)
+
+
+def expand(token_ids: Sequence[int], image_token_id: int | None, media: Sequence[MediaItem]) -> list[int]:
+    """One placeholder per image to one per visual token: ``[1, P, 2]`` of 3 tokens is ``[1, P, P, P, 2]``."""
+    if not media:
+        return list(token_ids)
+    expanded: list[int] = []
+    items = iter(media)
+    for token in token_ids:
+        expanded.extend([token] * next(items).num_tokens if token == image_token_id else [token])
+    return expanded
+
+
+def collapse(token_ids: Sequence[int], image_token_id: int | None, media: Sequence[MediaItem]) -> list[int]:
+    """The reverse of :func:`expand`: ``[1, P, P, P, 2]`` of an image of 3 tokens is ``[1, P, 2]``."""
+    collapsed: list[int] = []
+    place, items = 0, iter(media)
+    while place < len(token_ids):
+        collapsed.append(token_ids[place])
+        place += next(items).num_tokens if token_ids[place] == image_token_id else 1
+    return collapsed
+
+
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """The same structure with every string in it changed, keys too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {_map_texts(key, change): _map_texts(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map_texts(item, change) for item in value]
+    return value

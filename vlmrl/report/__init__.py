@@ -1,0 +1,1 @@
+"""What a run reports: metrics, progress on the console, the trajectory page."""

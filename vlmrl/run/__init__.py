@@ -1,0 +1,1 @@
+"""One training run: `loop.py` is the algorithm, `build.py` makes its parts, `program.py` is the program around them."""

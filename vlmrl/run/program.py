@@ -1,0 +1,152 @@
+"""A training run as a program: its folder, its plan, its progress, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmrl.config import Cluster, Config, name_of
+from vlmrl.model import tiny
+from vlmrl.model.families.base import WHY_ALONE
+from vlmrl.report.metrics import RunLog, plain
+from vlmrl.report.progress import RunProgress
+from vlmrl.run import loop, memory_plan
+from vlmrl.run.build import Run, build_run
+from vlmrl.train.checkpoint import load_json
+from vlmrl.train.factory import Trainers
+from vlmrl.train.fsdp import backend_of, dismiss, follow, join_ranks, leave_ranks
+from vlmrl.utils.threads import run_awake
+
+
+def run_training(config: Config, base_dir: Path, *, dry_run: bool = False, resume: bool = False) -> None:
+    """Build, train, and say where everything is. Ctrl-C keeps what there is and exits with 130.
+
+    With ``resume`` an earlier run of this name goes on in its folder, from its newest checkpoint; otherwise it is set aside.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    tiny.resolve(config.model.path, config.models_dir)  # before ranks are known, from when on only rank 0 writes files
+    ranks = join_ranks(backend_of(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+    if ranks.rank == 0:
+        progress = RunProgress()
+        progress.say(str(memory_plan.plan(config, base_dir, ranks)))
+        if dry_run:
+            _without_weights(config, base_dir, progress)
+        else:
+            _train(build_run(config, base_dir, ranks), progress, resume)
+    elif not dry_run:
+        follow(Trainers.of(config, base_dir, ranks).make)
+    if ranks.size > 1:
+        if ranks.rank == 0 and not dry_run:
+            dismiss()
+        leave_ranks()
+
+
+def _train(run: Run, progress: RunProgress, resume: bool) -> None:
+    try:
+        progress.say(summary_of(run))
+        checkpoint = run.checkpoints.newest() if resume else None
+        if checkpoint is None:
+            _set_aside(run.folder)
+        else:
+            progress.say("\n".join([f"resumed   from {checkpoint}", *_changes(run.folder / "config.json", run.config)]))
+        began = time.monotonic()
+        log = RunLog(run.folder, None if checkpoint is None else load_json(checkpoint)["log"])
+        log.write_config(run.config)
+        try:
+            summary = run_awake(loop.train(run, log, progress, checkpoint))
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            progress.say(f"\nstopped after {time.monotonic() - began:.0f} s; what there is lies in {run.folder}")
+            raise SystemExit(130) from None
+        finally:
+            log.close()
+    finally:
+        run.engine.close()
+    progress.say(report(run, summary, time.monotonic() - began))
+
+
+def _without_weights(config: Config, base_dir: Path, progress: RunProgress) -> None:
+    """Resolve everything else, in this process alone."""
+    run = build_run(replace(config, model=replace(config.model, device="meta"), cluster=Cluster()), base_dir)
+    progress.say(summary_of(run))
+    run.engine.close()
+
+
+def summary_of(run: Run) -> str:
+    """What is about to happen, in a few lines."""
+    config, policy = run.config, run.model.policy
+    held_out = f", {len(run.held_out)} held out" if run.held_out is not None else ""
+    sampled = config.train.groups_per_batch * config.rollout.group_size
+    plays = run.spec.name if run.spec else name_of(config.rollout.generate)
+    lines = [
+        f"data      {len(run.tasks)} tasks{held_out}",
+        f"env       {plays}, at most {config.rollout.max_turns} turns and {config.rollout.max_tokens} tokens",
+        f"training  {config.train.steps} steps of {config.train.groups_per_batch} groups x {config.rollout.group_size} = {sampled} "
+        f"trajectories; {config.algo.advantage} + {config.algo.loss}, lr {config.optim.lr:g}",
+        f"output    {run.folder}",
+    ]
+    if run.serving is not None:
+        lines.insert(-1, f"engine    {run.serving.plan()}")
+    if config.train.share_prefixes and not policy.family.may_share:
+        told = (
+            f"not shared, though train.share_prefixes is set: {policy.config.model_type} does not allow it, {WHY_ALONE}"
+        )
+        lines.insert(-1, f"prefixes  {told}")
+    if config.train.max_staleness:
+        corrected = "corrections: " + ", ".join(config.algo.corrections)
+        if not config.algo.corrections:
+            corrected = "corrected by the loss's ratio" if config.old_policy == "rollout" else "not corrected"
+        told = f"asynchronous, {config.train.max_staleness} updates ahead at most; too old: {config.train.too_old}"
+        lines.insert(-1, f"rollouts  {told}; {corrected}")
+    return "\n".join(lines)
+
+
+def report(run: Run, summary: dict[str, float], seconds: float) -> str:
+    """The end of a run: what was reached, and what to open."""
+    lines = [f"\ndone in {seconds:.0f} s"]
+    titles = {"reward_before": "before", "reward_after": "after", "reward_blanked": "after, images blanked"}
+    for key, title in titles.items():
+        if key in summary:
+            lines.append(f"held-out reward {title}: {summary[key]:.3f} +- {summary[f'{key}_standard_error']:.3f}")
+    chance, error = run.config.eval.chance, summary.get("reward_blanked_standard_error", 0.0)
+    if chance is not None and error > 0:
+        off = abs(summary["reward_blanked"] - chance) / error
+        lines.append(f"guessing would give {chance:.3f}: the blanked reward is {off:.1f} standard errors from it")
+    for name, title in {
+        "reward.png": "curve",
+        "trajectories.html": "trajectories",
+        "metrics.jsonl": "metrics",
+        "model": "model",
+    }.items():
+        if (run.folder / name).exists():
+            lines.append(f"{title:<13} {run.folder / name}")
+    return "\n".join(lines)
+
+
+def _changes(before: Path, config: Config) -> list[str]:
+    """The settings that are others than those in the file, a line each."""
+    old, new = _flat(json.loads(before.read_text())), _flat(plain(config))
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    return [f"          {name} is now {new.get(name)}, and was {old.get(name)}" for name in names]
+
+
+def _flat(settings: Any, name: str = "") -> dict[str, Any]:
+    """``{"optim": {"lr": 1}}`` as ``{"optim.lr": 1}``."""
+    if not isinstance(settings, dict):
+        return {name: settings}
+    parts = [_flat(value, f"{name}.{key}".lstrip(".")) for key, value in settings.items()]
+    return {key: value for part in parts for key, value in part.items()}
+
+
+def _set_aside(folder: Path) -> None:
+    """Move an earlier run of this name to `name.1`, `name.2`, and so on: nothing is overwritten."""
+    if not folder.exists():
+        return
+    number = next(n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}.{n}").exists())
+    folder.rename(folder.with_name(f"{folder.name}.{number}"))

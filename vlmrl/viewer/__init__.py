@@ -1,5 +1,0 @@
-"""Look at what the agent saw and did: :func:`write_page` makes one HTML file of trajectories."""
-
-from vlmrl.viewer.page import write_page
-
-__all__ = ["write_page"]

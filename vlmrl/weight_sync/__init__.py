@@ -1,0 +1,1 @@
+"""New weights on their way from the trainer to the engine."""
