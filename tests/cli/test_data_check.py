@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from vlmrl import Config, Data, Env, Model, Part, Rollout, cli, obs
+from vlmrl import Config, Data, Env, Model, Part, Rollout, obs
+from vlmrl.cli import main as cli
 from vlmrl.cli.data_check import CheckArguments, check
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +55,7 @@ def seeing(index: int, seed: int) -> dict[str, Any]:
 def test_a_task_is_shown_as_the_model_reads_it(qwen3_vl):
     told, well = shown(qwen3_vl, data=Data(generator=seeing, size=2, shuffle=False))
     assert well
-    assert "image 1 100x60 px, seen as 96x64: 6 tokens" in told
+    assert "image 1   100x60 px, seen as 96x64: 6 tokens" in told
     assert "⟦<|vision_start|>⟧⟦image 1: 6 tokens⟧⟦<|vision_end|>⟧Is <|im_end|> a word?⟦<|im_end|>⟧\n" in told
     assert "tools     look(at)" in told and "answer    'no'" in told and "data      level=0" in told
     assert "resized   1 of 2 images do not keep their size" in told

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from testing.episodes import a_task, play_audited
-from testing.http import served
+from testing.servers import served
 
 PAGE = (Path(__file__).parents[2] / "docs/environments.md").read_text()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from testing.episodes import a_task, image, play, play_audited
-from testing.http import free_port, served
+from testing.servers import free_port, served
 
 from vlmrl import Judge, JudgeError, ToolEnv, weighted_reward
 from vlmrl.config.code import load_object

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from testing.episodes import a_task, play, play_audited, turn_loop
-from testing.http import free_port, served
+from testing.servers import free_port, served
 
 pytest.importorskip("mcp", reason="needs mcp: pip install 'vlmrl[mcp]'")
 

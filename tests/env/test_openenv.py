@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from testing.episodes import a_task, image, play, play_audited
-from testing.http import free_port, served
+from testing.servers import free_port, served
 
 pytest.importorskip("openenv.core.generic_client", reason="needs openenv: pip install 'vlmrl[openenv]'")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from testing.episodes import a_task, image, play, play_audited, turn_loop
-from testing.http import free_port, served
+from testing.servers import free_port, served
 
 from vlmrl import Env, RemoteEnv, RetryTurn, ToolEnv, obs
 from vlmrl.env.base import resolve_env

@@ -14,7 +14,8 @@ import torch
 from PIL import Image
 from transformers import AutoConfig
 
-from vlmrl import Config, Data, cli
+from vlmrl import Config, Data
+from vlmrl.cli import main as cli
 from vlmrl.config.code import load_object
 
 ROOT = Path(__file__).parents[2]

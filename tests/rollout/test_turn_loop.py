@@ -272,7 +272,7 @@ def test_a_image_that_does_not_load_fails_its_trajectory(where: str):
     assert trajectory.ending == "error"
     assert trajectory.error is not None
     assert "image" in trajectory.error
-    assert "15 bytes" in trajectory.error
+    assert "13 bytes" in trajectory.error
     assert trajectory.final_reward is None
 
 
