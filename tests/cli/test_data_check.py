@@ -109,7 +109,7 @@ def test_the_command_takes_a_recipe_and_overrides(capsys, monkeypatch, tmp_path)
     monkeypatch.setattr(sys, "argv", ["vlmrl", "data", "check", recipe, "--data.size", "3", "--rows", "1"])
     cli.main()
     told = capsys.readouterr().out
-    assert "3 tasks to train on, 256 held out" in told and "image 1 32x32 px" in told
+    assert "3 tasks to train on, 256 held out" in told and "image 1   32x32 px" in told
     monkeypatch.setattr(sys, "argv", ["vlmrl", "data", "chek"])
     with pytest.raises(SystemExit, match="vlmrl data check RECIPE"):
         cli.main()

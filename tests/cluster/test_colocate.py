@@ -21,7 +21,7 @@ from vlmrl.run.program import run_training
 from vlmrl.weight_sync.transfer import Target, WeightUpdate
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'vlmrl[ray]'")
-from vlmrl.cluster.actors import parts_by_rank  # noqa: E402
+from vlmrl.cluster.ray_cluster import parts_by_rank  # noqa: E402
 
 
 @pytest.fixture

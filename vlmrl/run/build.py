@@ -157,7 +157,9 @@ def _on_cluster(config: Config, base_dir: Path | None, ranks: Ranks, model: Load
     if ranks.size > 1:
         raise ValueError("cluster starts processes by itself: run the recipe without torchrun.")
     try:
-        from vlmrl.cluster.actors import RayCluster, RemoteEngine, RemoteTrainers
+        from vlmrl.cluster.engines import RemoteEngine
+        from vlmrl.cluster.ray_cluster import RayCluster
+        from vlmrl.cluster.trainers import RemoteTrainers
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
