@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -101,6 +102,7 @@ class RemoteEngine:
             raise ClusterError(f"an engine died when it was to {method}: {error}") from error
 
 
+@dataclass(frozen=True)
 class ToEngines:
     """Takes weights from where it is called, on rank 0, to the engines."""
 

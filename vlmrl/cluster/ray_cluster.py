@@ -7,7 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -234,7 +234,6 @@ class ImageObjects:
         return [self._refs[item] for item in items]
 
 
-@dataclass(frozen=True)
 def parts_by_rank(delivery: WeightUpdate, beside: dict[str, int], ranks: int) -> list[WeightUpdate | None]:
     """What each rank has to deliver: to the servers it is ``beside``, and rank 0, which keeps the weights, to those beside none."""
     targets = [tuple(each for each in delivery.targets if beside.get(each.url, 0) == rank) for rank in range(ranks)]
