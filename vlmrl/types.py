@@ -112,8 +112,8 @@ class Completion:
 
     ``logprobs`` are natural logs after temperature and the ban, before top-p and top-k. ``stop_reason`` is ``stop`` (an
     end-of-turn id, which is then the last of ``token_ids``, or a stop string), ``length`` or ``abort``.
-    ``prompt_tokens`` counts the prompt as the engine saw it, images expanded. ``routes`` are the experts of the prompt's tokens and
-    the reply's, ``None`` for the last, which was drawn and not run; they may begin only where the request's ``routes_from`` says, and
+    ``prompt_tokens`` counts the prompt with images expanded. ``expert_routing`` are the experts of the prompt's tokens and
+    the reply's, ``None`` for the last, which was drawn and not run; they may begin only where the request's ``routing_from`` says, and
     are empty where there are none or the engine does not tell.
     """
 
@@ -122,7 +122,7 @@ class Completion:
     stop_reason: Literal["stop", "length", "abort"]
     policy_versions: list[int]
     prompt_tokens: int
-    routes: Sequence[ExpertRouting | None] = ()
+    expert_routing: Sequence[ExpertRouting | None] = ()
 
 
 @dataclass
@@ -135,7 +135,7 @@ class Turn:
 
     They follow the first ``kept`` tokens and ``kept_media`` images of what the model had before it; ``None``: all of them. A
     history that is rendered anew keeps less. ``dropped`` counts the tokens at this reply's end that no later prompt holds.
-    ``routes`` are the experts of ``prompt_ids`` and ``response_ids``, ``None`` where they are not known, or empty.
+    ``expert_routing`` are the experts of ``prompt_ids`` and ``response_ids``, ``None`` where they are not known, or empty.
     ``logprob_mismatch`` is the largest difference, in nats, between the trainer's and the rollout's logprobs, once it was trained on.
     """
 
@@ -155,7 +155,7 @@ class Turn:
     kept: int | None = None
     kept_media: int | None = None
     dropped: int = 0
-    routes: list[ExpertRouting | None] = field(default_factory=list)
+    expert_routing: list[ExpertRouting | None] = field(default_factory=list)
 
 
 @dataclass
@@ -197,16 +197,16 @@ class Trajectory:
             yield token_ids, media
             token_ids += turn.response_ids[: len(turn.response_ids) - turn.dropped]
 
-    def routes(self) -> Iterator[list[ExpertRouting | None]]:
+    def expert_routing(self) -> Iterator[list[ExpertRouting | None]]:
         """For each turn, the experts of its whole prompt and its reply. The list changes in place, as those of :meth:`prompts` do."""
-        routes: list[ExpertRouting | None] = []
+        routing: list[ExpertRouting | None] = []
         for before, turn in zip([None, *self.turns], self.turns, strict=False):
             if turn.kept is not None:
-                del routes[turn.kept :]
+                del routing[turn.kept :]
             elif before is not None and before.dropped:
-                del routes[-before.dropped :]
-            routes += turn.routes
-            yield routes
+                del routing[-before.dropped :]
+            routing += turn.expert_routing
+            yield routing
 
     @property
     def turn_rewards(self) -> list[float | None]:
@@ -241,7 +241,7 @@ class Sample:
                rollout_logprobs=[-.1, -.2, 0., -.3], rewards=[0., 0., 0., 1.], policy_versions=[3, 3, 3, 3], ...)
 
     ``media`` are the row's images in token order, by reference: nothing is copied until a micro-batch is built.
-    ``routes`` are the experts of all of the row's tokens, the prompt's too, ``None`` where they are not known, or empty.
+    ``expert_routing`` are the experts of all of the row's tokens, the prompt's too, ``None`` where they are not known, or empty.
     ``rollout_logprobs`` are ``None`` where the row's tokens are not the sampled ones (a conversation rendered anew as one row).
     ``advantage``, one number or one per response token, is ``None`` until the group's baseline is known.
     """
@@ -258,7 +258,7 @@ class Sample:
     stop_reason: str
     media: list[MediaItem] = field(default_factory=list)
     advantage: float | list[float] | None = None
-    routes: list[ExpertRouting | None] = field(default_factory=list)
+    expert_routing: list[ExpertRouting | None] = field(default_factory=list)
 
     @property
     def token_ids(self) -> list[int]:

@@ -49,8 +49,8 @@ def test_experts_are_there_for_the_prompt_too_and_may_lack_the_last_token():
         [[[7, 2]], [[-1, -1]]],
     ]  # one layer, top 2; the second row has 3 tokens
     first, second = from_columns(LITERAL | {"rollout_expert_indices": experts})
-    assert first.routes[4] == ExpertRouting(bytes([4, 0, 9, 0]), top_k=2) and len(first.routes) == 5
-    assert second.routes == [ExpertRouting(bytes([7, 0, 2, 0]), top_k=2), None, None]
+    assert first.expert_routing[4] == ExpertRouting(bytes([4, 0, 9, 0]), top_k=2) and len(first.expert_routing) == 5
+    assert second.expert_routing == [ExpertRouting(bytes([7, 0, 2, 0]), top_k=2), None, None]
     column = to_columns([first, second])["rollout_expert_indices"]
     assert [rows.tolist() for rows in column] == [experts[0], [[[7, 2]], [[-1, -1]], [[-1, -1]]]]
     assert from_columns(to_columns([first, second])) == [first, second]

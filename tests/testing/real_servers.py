@@ -153,11 +153,11 @@ class Served:
         """That the server has answered so far."""
         return self.server.process.launch.log.read_text().count("POST /generate")
 
-    def question(self, name: str, tokens: int, routes_from: int = 0) -> Request:
+    def question(self, name: str, tokens: int, routing_from: int = 0) -> Request:
         """About an image, whatever the answer."""
         rendered = self.run.model.renderer.prompt(self.run.tasks[0].prompt)
         media = [self.run.store.load(image) for image in rendered.images]
-        return Request(name, rendered.token_ids, media, SamplingParams(tokens), routes_from)
+        return Request(name, rendered.token_ids, media, SamplingParams(tokens), routing_from)
 
     def row_of(self, request: Request, completion: Completion) -> Sample:
         size = len(completion.token_ids)

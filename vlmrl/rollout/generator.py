@@ -25,8 +25,7 @@ from vlmrl.config.code import load_object
 from vlmrl.engine.base import Engine, EngineError, Request, SamplingParams
 from vlmrl.multimodal.renderer import Renderer, expand
 from vlmrl.multimodal.store import MediaStore
-from vlmrl.rollout.expert_record import share_out
-from vlmrl.rollout.turn_loop import derive_seed
+from vlmrl.rollout.turn_loop import derive_seed, record_expert_routing
 from vlmrl.samples.columns import from_columns
 from vlmrl.types import Completion, ImageSource, MediaItem, Sample, Task, Trajectory, Turn
 
@@ -188,7 +187,7 @@ class Client:
                 kept_media=None if goes_on else 0,
             )
             turns.append(turn)
-            share_out(call.completion.routes, turns)
+            record_expert_routing(call.completion.expert_routing, turns)
             seen, shown = call.prompt_ids + call.completion.token_ids, [item.id for item in call.media]
         return turns
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from vlmrl.config import Rollout
@@ -17,9 +18,19 @@ from vlmrl.env.base import EnvSpec, RetryTurn
 from vlmrl.env.session import EnvContractError, EnvError, EnvSession, TaskError
 from vlmrl.multimodal.renderer import Rendered, Renderer, expand
 from vlmrl.multimodal.store import MediaStore
-from vlmrl.rollout.expert_record import share_out
 from vlmrl.rollout.history import Append, HistoryPolicy, Rerender, new_history, reply_message
-from vlmrl.types import TRUNCATED, Completion, Ending, MediaItem, Message, Sample, Task, Trajectory, Turn
+from vlmrl.types import (
+    TRUNCATED,
+    Completion,
+    Ending,
+    ExpertRouting,
+    MediaItem,
+    Message,
+    Sample,
+    Task,
+    Trajectory,
+    Turn,
+)
 
 
 @dataclass(frozen=True)
@@ -211,7 +222,7 @@ class TurnLoop:
                         f"env {self.spec.of(trajectory.task).name}, task {trajectory.task.id}: RetryTurn {resampled} times: {error}"
                     ) from error
         episode.context.append_reply(completion.token_ids)
-        share_out(completion.routes, [*trajectory.turns, turn])
+        record_expert_routing(completion.expert_routing, [*trajectory.turns, turn])
         if resampled:
             turn.metrics["turns_resampled"] = float(resampled)
         if completion.stop_reason != "stop":
@@ -227,8 +238,8 @@ class TurnLoop:
         seed = derive_seed(self.seed, trajectory.id, len(trajectory.turns), resampled)  # other draws in every epoch
         c = self.config
         sampling = SamplingParams(limit, c.temperature, c.top_p, c.top_k, c.stop, seed)
-        routes_from = max(0, context.length - new - 1)  # the last reply's last token has not been run either
-        request = Request(trajectory.id, context.engine_ids, context.media, sampling, routes_from)
+        routing_from = max(0, context.length - new - 1)  # the last reply's last token has not been run either
+        request = Request(trajectory.id, context.engine_ids, context.media, sampling, routing_from)
         try:
             async with asyncio.timeout(c.engine_timeout):
                 completion = await self.engine.generate(request)
@@ -324,6 +335,21 @@ class TurnLoop:
             raise EnvContractError(
                 f"env {name}, task {trajectory.task.id}: the episode ended ({trajectory.ending}) without a reward: {remedy}."
             )
+
+
+def record_expert_routing(routing: Sequence[ExpertRouting | None], turns: Sequence[Turn]) -> None:
+    """Store the routing of a prompt and its reply in the last of ``turns``, and what was missing in the turn before it.
+
+    ``routing`` covers at least the last turn's new tokens and the token before them: a reply's last token is only run as part of
+    the next prompt. A token that was run several times keeps its first routing. Empty: the engine reported none.
+    """
+    if not routing:
+        return
+    *earlier, turn = turns
+    start = len(routing) - len(turn.prompt_ids) - len(turn.response_ids)
+    turn.expert_routing = list(routing[start:])
+    if earlier and earlier[-1].expert_routing and turn.kept is None and not earlier[-1].dropped:
+        earlier[-1].expert_routing[-1] = routing[start - 1]
 
 
 def derive_seed(*parts: object) -> int:

@@ -144,13 +144,13 @@ def _check_images(samples: Sequence[Sample], row: int, image_token_id: int | Non
 
 def _check_routes(sample: Sample, routing: Routing | None) -> None:
     """Every token has its place among the routes, and a route names ``top_k`` different experts of the model's in each layer."""
-    where, routes = f"trajectory {sample.trajectory_id}", sample.routes
+    where, routes = f"trajectory {sample.trajectory_id}", sample.expert_routing
     if not routes:
         return
     if routing is None:
         raise AuditError(f"{where}: it holds the experts of {len(routes)} tokens, but the model has no experts.")
     if len(routes) != len(sample):
-        raise AuditError(f"{where}: routes has {len(routes)} entries, but the row has {len(sample)} tokens.")
+        raise AuditError(f"{where}: expert_routing has {len(routes)} entries, but the row has {len(sample)} tokens.")
     for place, route in enumerate(routes):
         if route is not None and (route.layers, route.top_k) != (routing.layers, routing.top_k):
             raise AuditError(

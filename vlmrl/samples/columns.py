@@ -30,7 +30,7 @@ def to_columns(samples: Sequence[Sample], rollout_metrics: Mapping[str, float] |
     ``rollout_expert_indices`` where no row has any.
     """
     known = all(sample.rollout_logprobs is not None for sample in samples)
-    routed = any(sample.routes for sample in samples)
+    routed = any(sample.expert_routing for sample in samples)
     return {
         "prompt_token_ids": [sample.prompt_token_ids for sample in samples],
         "response_ids": [sample.response_ids for sample in samples],
@@ -40,7 +40,7 @@ def to_columns(samples: Sequence[Sample], rollout_metrics: Mapping[str, float] |
         "rollout_metrics": dict(rollout_metrics or {}),
         "rollout_logprobs": [sample.rollout_logprobs for sample in samples] if known else None,
         "trajectory_ids": [sample.trajectory_id for sample in samples],
-        "rollout_expert_indices": [indices_of(sample.routes) for sample in samples] if routed else None,
+        "rollout_expert_indices": [indices_of(sample.expert_routing) for sample in samples] if routed else None,
         "is_last_step": [sample.is_last_step for sample in samples],
         "group_ids": [sample.group_id for sample in samples],
         "policy_versions": [sample.policy_versions for sample in samples],
@@ -104,7 +104,7 @@ def _row(columns: Mapping[str, Any], index: int, group_id: str) -> Sample:
         is_last_step=bool(columns["is_last_step"][index]),
         stop_reason=str(given("stop_reasons", "stop")),
         media=list(given("media", [])),
-        routes=_routes(given("rollout_expert_indices", None), size, index),
+        expert_routing=_routes(given("rollout_expert_indices", None), size, index),
     )
 
 

@@ -32,7 +32,7 @@ def concat(trajectory: Trajectory) -> list[Sample]:
         is_last_step=True,
         stop_reason=last.stop_reason,
     )
-    *_, sample.routes = trajectory.routes()
+    *_, sample.expert_routing = trajectory.expert_routing()
     carried = 0.0  # the reward of a turn none of whose tokens is left
     for number, turn in enumerate(trajectory.turns):
         if number and turn.kept is not None:
@@ -54,9 +54,9 @@ def concat(trajectory: Trajectory) -> list[Sample]:
             sample.rewards[-1] += carried
             carried = 0.0
     sample.rewards[-1] += carried + (trajectory.final_reward or 0.0) + (trajectory.group_reward or 0.0)
-    if sample.routes:
-        del sample.routes[len(sample) :]  # of tokens that were dropped
-        sample.routes += [None] * len(trajectory.tail_ids)
+    if sample.expert_routing:
+        del sample.expert_routing[len(sample) :]  # of tokens that were dropped
+        sample.expert_routing += [None] * len(trajectory.tail_ids)
     _observe(sample, trajectory.tail_ids, sample.policy_versions[-1])
     return [sample]
 
@@ -68,7 +68,7 @@ def step_wise(trajectory: Trajectory) -> list[Sample]:
     """
     samples = []
     for turn, (prompt_ids, media), routes in zip(
-        trajectory.turns, trajectory.prompts(), trajectory.routes(), strict=True
+        trajectory.turns, trajectory.prompts(), trajectory.expert_routing(), strict=True
     ):
         length, is_last = len(turn.response_ids), turn is trajectory.turns[-1]
         reward = trajectory.reward or 0.0 if is_last else 0.0
@@ -85,7 +85,7 @@ def step_wise(trajectory: Trajectory) -> list[Sample]:
                 is_last_step=is_last,
                 stop_reason=turn.stop_reason,
                 media=list(media),
-                routes=list(routes),
+                expert_routing=list(routes),
             )
         )
     return samples
@@ -142,7 +142,7 @@ def _join(sample: Sample, following: Sample) -> None:
     sample.rollout_logprobs += following.rollout_logprobs
     sample.rewards += following.rewards
     sample.policy_versions += following.policy_versions
-    sample.media, sample.routes = list(following.media), list(following.routes)
+    sample.media, sample.expert_routing = list(following.media), list(following.expert_routing)
     sample.is_last_step, sample.stop_reason = following.is_last_step, following.stop_reason
 
 
