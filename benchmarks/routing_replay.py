@@ -56,7 +56,7 @@ def sample(model: LoadedModel) -> list[Sample]:
     rows = []
     for ids, request, reply in zip(prompts, requests, replies, strict=True):
         size = len(reply.token_ids)
-        lists = (ids, reply.token_ids, [1] * size, reply.logprobs, [0.0] * size, [0] * size)
+        lists = (ids, reply.token_ids, [1] * size, reply.logprobs, [0] * size)
         name = request.trajectory_id
         rows.append(
             Sample(

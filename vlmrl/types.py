@@ -238,7 +238,7 @@ class Sample:
     A reply ``[5, 6]``, an observation ``[7]`` and a reply ``[8]`` after the prompt ``[1, 2]``, with reward 1::
 
         Sample(prompt_token_ids=[1, 2], response_ids=[5, 6, 7, 8], loss_mask=[1, 1, 0, 1],
-               rollout_logprobs=[-.1, -.2, 0., -.3], rewards=[0., 0., 0., 1.], policy_versions=[3, 3, 3, 3], ...)
+               rollout_logprobs=[-.1, -.2, 0., -.3], rewards={3: 1.0}, policy_versions=[3, 3, 3, 3], ...)
 
     ``media`` are the row's images in token order, by reference: nothing is copied until a micro-batch is built.
     ``expert_routing`` are the experts of all of the row's tokens, the prompt's too, ``None`` where they are not known, or empty.
@@ -250,7 +250,6 @@ class Sample:
     response_ids: list[int]
     loss_mask: list[int]
     rollout_logprobs: list[float] | None
-    rewards: list[float]
     policy_versions: list[int]
     group_id: str
     trajectory_id: str
@@ -259,6 +258,7 @@ class Sample:
     media: list[MediaItem] = field(default_factory=list)
     advantage: float | list[float] | None = None
     expert_routing: list[ExpertRouting | None] = field(default_factory=list)
+    rewards: dict[int, float] = field(default_factory=dict)
 
     @property
     def token_ids(self) -> list[int]:
@@ -271,7 +271,7 @@ class Sample:
 
     @property
     def reward(self) -> float:
-        return float(sum(self.rewards))
+        return float(sum(self.rewards.values()))
 
     def __len__(self) -> int:
         return len(self.prompt_token_ids) + len(self.response_ids)

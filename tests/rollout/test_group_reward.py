@@ -82,7 +82,7 @@ def test_rows_that_were_made_while_playing_are_paid_on_their_last_sampled_token(
     trajectory.samples = emit(trajectory, "concat")
     trajectory.samples[-1].loss_mask[-1] = 0
     asyncio.run(GroupReward(lambda group: [0.5], timeout=5, tries=1).give([trajectory]))
-    assert trajectory.samples[-1].rewards == [0.5, 1.0]
+    assert trajectory.samples[-1].rewards == {0: 0.5, 1: 1.0}
 
 
 def test_filters_see_what_the_group_added():

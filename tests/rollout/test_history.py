@@ -152,7 +152,7 @@ def test_one_rendered_row_marks_the_replies_and_counts_the_rest():
     trained = [id for id, mask in zip(row.response_ids, row.loss_mask, strict=True) if mask]
     assert decoded(trained) == f"a{END}done{END}" and row.rollout_logprobs is None
     assert row.reward == 1.0 and row.loss_mask.count(1) == 3 + len(renderer().encode("done"))
-    assert check(trajectory, "concat").left_out == {"rendered_anew": 0}
+    assert check(trajectory, "concat").left_out == {"re_rendered": 0}
 
 
 # Policies

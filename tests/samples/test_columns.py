@@ -31,7 +31,7 @@ def test_columns_hold_all_of_a_sample():
 
 def test_the_fields_of_the_field_are_enough():
     first, second = from_columns(LITERAL)
-    assert (first.rewards, second.rewards) == ([0.0, 0.5, 0.0], [0.0, 1.0])  # on the last trained token
+    assert (first.rewards, second.rewards) == ({1: 0.5}, {1: 1.0})  # on the last trained token
     assert (first.group_id, second.trajectory_id, second.stop_reason) == ("step1/0", "step1/0/1", "length")
     assert (first.policy_versions, first.media, first.advantage) == ([0, 0, 0], [], None)
 
@@ -39,7 +39,8 @@ def test_the_fields_of_the_field_are_enough():
 def test_rewards_by_token_and_unknown_logprobs():
     columns = LITERAL | {"rewards": [[0.0, 1.0, 0.0], [0.25, 0.75]], "rollout_logprobs": None}
     first, second = from_columns(columns)
-    assert (first.rewards, second.reward, first.rollout_logprobs) == ([0.0, 1.0, 0.0], 1.0, None)
+    assert (first.rewards, second.reward, first.rollout_logprobs) == ({1: 1.0}, 1.0, None)
+    assert to_columns([first, second])["rewards"] == [[0.0, 1.0, 0.0], [0.25, 0.75]]
     assert to_columns([first, second])["rollout_logprobs"] is None
 
 
@@ -59,6 +60,7 @@ def test_experts_are_there_for_the_prompt_too_and_may_lack_the_last_token():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"rewards": [[0.0, 1.0], 1.0]}, "column 'rewards', row 0, has 2 entries, but loss_masks has 3 in that row"),
         ({"is_last_step": None}, "column 'is_last_step' must be given"),
         ({"trajectory_ids": ["a"]}, "column 'trajectory_ids' has 1 rows, but prompt_token_ids has 2"),
         ({"stop_reason": ["stop"] * 2}, "column 'stop_reason' is not known"),

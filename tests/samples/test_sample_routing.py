@@ -64,7 +64,7 @@ def test_a_dropped_end_of_turn_takes_its_experts_with_it():
     assert [each.expert_routing for each in step_wise(trajectory)] == [[A, A, B, None], [A, A, B, A, None]]
 
 
-def test_a_prompt_that_was_rendered_anew_keeps_what_it_begins_with():
+def test_a_re_rendered_prompt_keeps_the_routing_of_its_prefix():
     trajectory = two_turns(kept=1, kept_media=0)
     record_expert_routing([C, B, None], trajectory.turns)  # prompt 1 7, reply 8
     assert [turn.expert_routing for turn in trajectory.turns] == [[A, A, B, None], [B, None]]

@@ -162,7 +162,7 @@ class Served:
     def row_of(self, request: Request, completion: Completion) -> Sample:
         size = len(completion.token_ids)
         prompt = expand(request.prompt_ids, self.run.model.policy.image_token_id, request.media)
-        reply = (completion.token_ids, [1] * size, completion.logprobs, [0.0] * size, completion.policy_versions)
+        reply = (completion.token_ids, [1] * size, completion.logprobs, completion.policy_versions)
         return Sample(prompt, *reply, "g", "t", True, completion.stop_reason, list(request.media))
 
 

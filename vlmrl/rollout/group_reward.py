@@ -79,7 +79,8 @@ def _pay(trajectory: Trajectory, reward: float) -> None:
     trajectory.group_reward = reward
     if trajectory.samples:  # rows that were made while it was played hold its own reward
         row = trajectory.samples[-1]
-        row.rewards[max(place for place, mask in enumerate(row.loss_mask) if mask)] += reward
+        last = max(place for place, mask in enumerate(row.loss_mask) if mask)
+        row.rewards[last] = row.rewards.get(last, 0.0) + reward
 
 
 def _fail(group: Sequence[Trajectory], reason: str) -> None:

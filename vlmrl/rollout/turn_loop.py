@@ -312,13 +312,13 @@ class TurnLoop:
             response_ids=piece.token_ids[first:],
             loss_mask=mask[first:],
             rollout_logprobs=None,
-            rewards=[trajectory.reward or 0.0 if place == last - first else 0.0 for place in range(length)],
             policy_versions=trajectory.turns[-1].policy_versions[-1:] * length,
             group_id=trajectory.group_id,
             trajectory_id=trajectory.id,
             is_last_step=True,
             stop_reason=trajectory.turns[-1].stop_reason,
             media=piece.media,
+            rewards={last - first: trajectory.reward or 0.0},
         )
 
     async def _finish(self, trajectory: Trajectory, session: EnvSession) -> None:
