@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_loop import RECIPES, short_quickstart
+from testing.runs import RECIPES, short_quickstart
 
 from vlmrl.cluster import ClusterError
 from vlmrl.config import Algo, Cluster, Optim

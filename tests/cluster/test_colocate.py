@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from test_loop import RECIPES, short_quickstart
+from testing.runs import RECIPES, short_quickstart
 
 from vlmrl.config import Checkpoint, Cluster, Optim, WarmStart
 from vlmrl.engine.base import paused

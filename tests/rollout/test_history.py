@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_renderer import DROP_THINKING, TEMPLATES, full_text, ids_of, real_renderer, tool, user
-from test_renderer import play as append_ids
 from testing.episodes import (
     ASSISTANT,
     END,
@@ -26,6 +24,7 @@ from testing.episodes import (
     renderer,
     turn_loop,
 )
+from testing.templates import DROP_THINKING, TEMPLATES, episode_ids, full_text, ids_of, real_renderer, tool, user
 
 from vlmrl import Env, obs
 from vlmrl.config import Rollout
@@ -229,7 +228,7 @@ def test_the_rewrites_of_templates_that_forget_are_these_and_no_others(name, sha
     @settings(max_examples=25, deadline=None, derandomize=True)
     @given(REPLIES)
     def check_one(reply):
-        ours = real.decode(append_ids(real, [user("q")], [(reply, [user("r")])]))
+        ours = real.decode(episode_ids(real, [user("q")], [(reply, [user("r")])]))
         thought = real.opening + reply
         full = full_text(real, [user("q"), {"role": "assistant", "content": thought}, user("r")])
         earlier, later = ours.split(thought, 1) if thought else ours.split("<|im_end|>\n<|im_start|>user\nr", 1)

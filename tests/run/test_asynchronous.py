@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_loop import RECIPES, short_quickstart, train
+from testing.runs import RECIPES, short_quickstart, train
 
 from vlmrl.config import Algo, Cluster, Config, Eval, Optim, Rollout, Train, WarmStart
 from vlmrl.model.loading import load_model

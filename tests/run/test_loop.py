@@ -8,14 +8,13 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from testing.runs import RECIPES, short_quickstart, train
 
 from vlmrl.config import Algo, Checkpoint, Config, Data, Eval, Optim, Part, Rollout, Train, WarmStart
-from vlmrl.config.code import load_object
 from vlmrl.env.base import Env, obs
 from vlmrl.report.metrics import RunLog
 from vlmrl.report.progress import RunProgress
@@ -24,31 +23,6 @@ from vlmrl.run import loop
 from vlmrl.run.build import build_run
 from vlmrl.run.program import run_training
 from vlmrl.types import Task
-
-ROOT = Path(__file__).parents[2]
-RECIPES = ROOT / "recipes"
-
-
-def short_quickstart(tmp_path, **changes) -> Config:
-    config = load_object(f"{RECIPES / 'quickstart.py'}:config")()
-    return replace(
-        config,
-        output_dir=str(tmp_path / "runs"),
-        data=replace(config.data, size=32),
-        eval=replace(config.eval, data=replace(config.eval.data, size=8), every=1),
-        warm_start=replace(config.warm_start, steps=60, trajectories_per_step=16),
-        train=replace(config.train, steps=2, groups_per_batch=4),
-        rollout=replace(config.rollout, group_size=4),
-        **changes,
-    )
-
-
-def train(config: Config, base_dir=RECIPES):
-    run = build_run(config, base_dir)
-    log = RunLog(run.folder)
-    summary = asyncio.run(loop.train(run, log, RunProgress(Console(quiet=True))))
-    log.close()
-    return run, log.rows(), summary
 
 
 def test_a_run_leaves_what_it_promises(tmp_path, capsys):

@@ -47,7 +47,7 @@ def test_step_wise_rows_pass():
     check(*step_wise(first), *step_wise(second), trajectories=[first, second])
 
 
-def test_a_text_batch_passes_and_the_placeholder_id_is_then_a_token_like_others():
+def test_in_a_text_batch_the_placeholder_id_is_an_ordinary_token():
     trajectory = make_trajectory(turns=[make_turn([1, PAD], [5], [-0.1])])
     audit(concat(trajectory), [trajectory])
 
@@ -71,7 +71,7 @@ def test_merged_rows_pass_and_the_report_counts():
     assert audit(step_wise(trajectory), [trajectory], image_token_id=PAD).samples == 2
 
 
-def test_a_dropped_end_of_turn_is_left_out_by_name_in_one_row_and_trained_in_two():
+def test_a_dropped_end_of_turn_is_counted_in_one_row_and_trained_in_two():
     turns = [make_turn([1, 4], [5, 2], [-0.1, -0.2]), make_turn([7], [6, 2], [-0.3, -0.4])]
     turns[0].dropped = 1  # inline: the second prompt is 1 4 5 7
     trajectory = make_trajectory(turns=turns)
@@ -118,7 +118,7 @@ def test_a_mask_of_zeros():
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, 0.5])
-def test_logprobs_that_are_none(value):
+def test_impossible_logprobs(value):
     message = (
         f"trajectory t, turn 1, response token 8: rollout_logprobs must be finite and at most 0, but it is {value}."
     )
@@ -126,7 +126,7 @@ def test_logprobs_that_are_none(value):
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
-def test_rewards_that_are_none(value):
+def test_rewards_that_are_not_finite(value):
     message = f"trajectory t, turn 0, response token 1: rewards must be finite, but it is {value}."
     refuse(message, row(rewards={1: value, 9: 1.0}))
 
@@ -180,7 +180,7 @@ def test_placeholder_runs_too_short_and_too_long():
     refuse(message, long)
 
 
-def test_a_image_missing_and_one_too_many():
+def test_an_image_missing_and_one_too_many():
     red, blue = row().media
     shows = "trajectory t: the row shows 2 images (runs of [2, 3] placeholder tokens), but holds"
     refuse(f"{shows} 1 (red).", row(media=[red]))
@@ -392,13 +392,13 @@ def test_images_swapped_in_a_row_that_is_not_the_last():
     refuse(message, replace(first, media=second.media[1:2]), second, trajectories=[trajectory])
 
 
-def test_a_image_lost_together_with_its_placeholders():
+def test_an_image_lost_together_with_its_placeholders():
     trajectory = same_size_images()
     (sample,) = concat(trajectory)
     for values in (sample.response_ids, sample.loss_mask, sample.rollout_logprobs, sample.policy_versions):
         del values[5:7]
     message = "trajectory t, turn 1, image 2: the env showed green, but the row holds nothing (2 images in the row)."
-    refuse(message, replace(sample, media=sample.media[:2]), trajectories=[trajectory])
+    refuse(message, replace(sample, media=sample.media[:2], rewards={}), trajectories=[trajectory])
 
 
 def test_rewards_that_do_not_add_up():

@@ -109,5 +109,5 @@ def test_experts_that_cannot_be_are_refused(routes, message):
 
 def test_experts_of_a_model_that_has_none_are_refused():
     (row,) = concat(two_turns())
-    with pytest.raises(AuditError, match="holds the experts of 6 tokens, but the model has no experts"):
+    with pytest.raises(AuditError, match="expert_routing has 6 entries, but the model has no experts"):
         audit([replace(row, expert_routing=[A] * 6)])
