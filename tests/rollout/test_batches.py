@@ -1,4 +1,4 @@
-"""Filters, dynamic sampling and over-sampling: which groups are trained, and what is told about the others."""
+"""Filters, dynamic sampling and over-sampling: which groups are trained, and how the others are counted."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_without_filters_a_batch_is_what_was_played():
 def test_a_filter_leaves_a_short_batch_and_counts():
     batch = play(4)
     assert (ids(batch), batch.filtered) == (["0", "2"], 2)
-    assert len(batch.rollouts.trajectories) == 8  # what was left out is still told in the metrics
+    assert len(batch.rollouts.trajectories) == 8  # the metrics include filtered groups
 
 
 def test_dynamic_sampling_goes_on_until_the_batch_is_full():
@@ -65,7 +65,7 @@ def test_replace_repeats_kept_groups_under_other_ids():
     assert len(set(names)) == 10 and names[6] == names[0] + "+1"
 
 
-def test_dynamic_sampling_gives_up_in_clear_words_and_ends_with_the_tasks():
+def test_dynamic_sampling_gives_up_or_ends_with_the_tasks():
     def never(group):
         return False
 

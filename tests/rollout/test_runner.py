@@ -175,7 +175,7 @@ def test_too_many_failures_stop_the_run_with_the_commonest_reasons():
         play(runner(failing(*broken), max_refills=0, max_failed_fraction=0.25), tasks(), 8)
     told, *reasons = str(raised.value).splitlines()
     assert re.fullmatch(
-        r"[5-8] trajectories failed where 16 were asked for, more than rollout.max_failed_fraction \(0.25\) allows:",
+        r"[5-8] trajectories failed where 16 were requested, more than rollout.max_failed_fraction \(0.25\) allows:",
         told,
     )
     assert len(reasons) == 3
@@ -194,7 +194,7 @@ def test_envs_that_always_fail_end_the_run_even_if_all_may_fail(caplog: pytest.L
         def step(self, response_text: str) -> Step:
             raise OSError("always")
 
-    with pytest.raises(RolloutError, match=r"[56] trajectories failed where 4 were asked for"):
+    with pytest.raises(RolloutError, match=r"[56] trajectories failed where 4 were requested"):
         play(runner(Broken, max_failed_fraction=1.0), tasks(), 2)
     gc.collect()
     assert [record.getMessage() for record in caplog.records] == []  # asyncio tells of errors that nobody looked at

@@ -176,7 +176,7 @@ def test_an_env_that_never_pays_is_named(tmp_path):
 def test_an_env_that_always_breaks_stops_the_run_with_its_reason(tmp_path):
     with pytest.raises(
         RolloutError,
-        match=r"(?s)failed where 4 were asked for, more than rollout.max_failed_fraction.*OSError: the disk is full",
+        match=r"(?s)failed where 4 were requested, more than rollout.max_failed_fraction.*OSError: the disk is full",
     ):
         train(one_env_config(tmp_path, Breaks))
 
