@@ -94,7 +94,7 @@ def test_inline_text_of_tools_and_special_tokens_stays_text():
 
 @pytest.mark.parametrize("history", ["append", "inline"])
 def test_no_sampled_id_is_ever_encoded_again(history):
-    """The reply's text cut into single bytes: encoding it anew would give other ids."""
+    """The reply's text cut into single bytes: encoding it again would give other ids."""
     bytewise = [id for letter in "answer zoom" for id in renderer().encode(letter)]
     assert renderer().encode("answer zoom") != bytewise
 
@@ -251,7 +251,7 @@ def test_rerender_is_the_full_render_at_every_turn(name, shared):
         for reply, answer in turns:
             turn = Turn([], [], ids_of(real, reply), [], [], "stop", real.opening + reply)
             messages += [{"role": "assistant", "content": real.opening + reply}, answer]
-            step = history.following(turn, [answer])
-            assert step.anew and step.rendered.token_ids == ids_of(real, full_text(real, messages))
+            step = history.continuation(turn, [answer])
+            assert step.is_whole_prompt and step.rendered.token_ids == ids_of(real, full_text(real, messages))
 
     check_one()
