@@ -25,6 +25,8 @@ from vlmrl.run.build import build_run
 from vlmrl.run.loop import push_weights
 from vlmrl.samples import concat
 
+pytestmark = pytest.mark.slow
+
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'vlmrl[ray]'")
 Nodes = pytest.importorskip("ray.cluster_utils").Cluster
 

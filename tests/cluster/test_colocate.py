@@ -23,6 +23,8 @@ from vlmrl.weight_sync.transfer import Target, WeightUpdate
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'vlmrl[ray]'")
 from vlmrl.cluster.ray_cluster import parts_by_rank  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def pretended_gpus():

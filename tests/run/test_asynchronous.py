@@ -14,6 +14,8 @@ from vlmrl.run import loop
 from vlmrl.samples import concat
 from vlmrl.train.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 
 def ahead(tmp_path, **changes) -> Config:
     """Large steps that every sample takes part in, and replies so long that updates come in their midst."""

@@ -24,6 +24,8 @@ from vlmrl.run.build import build_run
 from vlmrl.run.program import run_training
 from vlmrl.types import Task
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_run_leaves_what_it_promises(tmp_path, capsys):
     run_training(short_quickstart(tmp_path), RECIPES)

@@ -17,6 +17,8 @@ from vlmrl.run.build import build_run
 from vlmrl.samples import concat
 from vlmrl.train.credit import give_advantages
 
+pytestmark = pytest.mark.slow
+
 TURNS = 3
 
 
