@@ -3,11 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# SGLang brings its own torch and transformers: an environment beside ours.
+# SGLang pins other versions of torch and transformers, so it has an environment of its own.
 SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 
-.PHONY: install quickstart test test-sglang lint bench clean
+.PHONY: install quickstart test test-fast test-sglang lint bench clean
 
 install: $(STAMP)
 
@@ -21,12 +21,16 @@ $(STAMP): pyproject.toml
 quickstart: $(STAMP)
 	$(BIN)/python recipes/quickstart.py
 
-# Two files of tests at a time, on one thread each: a test often waits for processes, and leaves its core idle.
+# Two test files at a time, on one thread each: a test that waits for a process leaves its core idle.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
+# Without the tests that start processes or servers, or train whole runs.
+test-fast: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m 'not slow'
+
 $(SGLANG_STAMP): pyproject.toml
-	@echo "Setting up $(SGLANG_VENV): SGLang and what it pins, about 10 GB."
+	@echo "Setting up $(SGLANG_VENV): SGLang and its pinned dependencies, about 10 GB."
 	$(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(SGLANG_VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar on --editable '.[sglang,dev]'

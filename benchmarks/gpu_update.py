@@ -101,7 +101,7 @@ def samples_of(settings: Settings, config: Any, store: MediaStore) -> list[Sampl
         for member in range(MEMBERS):
             reply = [dice.randrange(200) for _ in range(settings.reply)]
             size = len(reply)
-            lists = (prompt, reply, [1] * size, [-5.0] * size, [0.0] * size, [0] * size)
+            lists = (prompt, reply, [1] * size, [-5.0] * size, [0] * size)
             place = (f"g{group}", f"g{group}/{member}", True, "stop", [item], dice.uniform(-1, 1))
             samples.append(Sample(*lists, *place))
     return samples

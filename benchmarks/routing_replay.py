@@ -56,9 +56,13 @@ def sample(model: LoadedModel) -> list[Sample]:
     rows = []
     for ids, request, reply in zip(prompts, requests, replies, strict=True):
         size = len(reply.token_ids)
-        lists = (ids, reply.token_ids, [1] * size, reply.logprobs, [0.0] * size, [0] * size)
+        lists = (ids, reply.token_ids, [1] * size, reply.logprobs, [0] * size)
         name = request.trajectory_id
-        rows.append(Sample(*lists, name, name, True, reply.stop_reason, advantage=1.0, routes=list(reply.routes)))
+        rows.append(
+            Sample(
+                *lists, name, name, True, reply.stop_reason, advantage=1.0, expert_routing=list(reply.expert_routing)
+            )
+        )
     return rows
 
 
@@ -77,8 +81,8 @@ def moved(model: LoadedModel, samples: list[Sample]) -> float:
     other = []
     for each in samples:
         with routing.recorded() as layers:
-            trainer.score([replace(each, routes=[])])
-        own, told = torch.stack(layers, 1).numpy()[:-1], indices_of(each.routes)[:-1]
+            trainer.score([replace(each, expert_routing=[])])
+        own, told = torch.stack(layers, 1).numpy()[:-1], indices_of(each.expert_routing)[:-1]
         other.append((np.sort(own, -1) != np.sort(told, -1)).any(-1).mean())
     return float(np.mean(other))
 

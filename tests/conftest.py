@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -22,6 +24,19 @@ def pytest_unconfigure(config) -> None:
     """The cache of this run goes with it."""
     if not hasattr(config, "workerinput"):
         shutil.rmtree(config.datasets_cache, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def no_process_in_a_fast_test(request, monkeypatch) -> None:
+    """A test that starts a process or a server must have the marker ``slow``."""
+    if request.node.get_closest_marker("slow"):
+        return
+
+    def refuse(*args, **kwargs):
+        pytest.fail("it starts a process or a server: mark it with @pytest.mark.slow", pytrace=True)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
+    monkeypatch.setattr(socket.socket, "listen", refuse)
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,8 @@
-"""The nouns of vlmrl, one for each stage of the way data goes.
+"""The nouns of vlmrl, one for each stage of the data flow.
 
     dataset row -> Task -> (turn loop) -> Trajectory of Turns -> Sample -> MicroBatch
 
-Every module passes these on and nothing else. They hold data; the verbs live in the modules that make them.
+Modules pass these to each other. They hold data; the modules that make them hold the logic.
 """
 
 from __future__ import annotations
@@ -27,41 +27,38 @@ ImageSource = Any
 ``datasets`` form ``{"bytes": ..., "path": ...}``."""
 
 Ending = Literal["env_done", "max_turns", "max_tokens", "length", "aborted", "error"]
-"""Why a trajectory ended: the env said so; the turn limit; the token budget of the whole trajectory; a reply hit its own
-limit; it was stopped from outside; an env or engine error that retries did not mend."""
+"""Why a trajectory ended: the env was done; the turn limit; the trajectory's token budget; a reply reached its own token limit;
+it was stopped from outside; an env or engine error that retries did not fix."""
 
 TRUNCATED: frozenset[str] = frozenset({"max_tokens", "length"})
-"""The endings that cut an episode short of what the env would have made of it."""
+"""The endings that cut an episode off before the env was done with it."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One dataset row, ready to be played: ``Task("train/3", [{"role": "user", "content": "2+2?"}], answer="4")``.
-
-    ``prompt`` holds its images inside the messages; ``images`` names the same sources again, in order. ``data`` has every
-    column that was not mapped. ``seed`` is the same for all members of a group. ``source`` is what metrics are told apart by;
-    ``part`` is the name of the part of a mixture that it belongs to, whose env plays it.
-    """
+    """One dataset row, ready to be played: ``Task("train/3", [{"role": "user", "content": "2+2?"}], answer="4")``."""
 
     id: str
-    prompt: list[Message]
-    images: list[ImageSource] = field(default_factory=list)
+    prompt: list[Message]  # its images are inside the messages
+    images: list[ImageSource] = field(default_factory=list)  # the same image sources again, in order
     answer: Any = None
-    data: dict[str, Any] = field(default_factory=dict)
-    source: str = ""
-    seed: int = 0
-    part: str = ""
+    data: dict[str, Any] = field(default_factory=dict)  # every column that has no field of its own
+    source: str = ""  # metrics are grouped by it
+    seed: int = 0  # the same for all members of a group
+    part: str = ""  # the part of a mixture that the task belongs to, whose env plays it
 
     def copy(self) -> Task:
-        """One for an env to change as it likes: all of it is copied, except its images.
+        """A copy that an env may change. Everything is copied except the images.
 
-        Raises ValueError where it holds something that cannot be copied, such as a connection.
+        Raises:
+            ValueError: the task holds something that cannot be copied, such as a connection.
         """
         try:
             return copy.deepcopy(self, {id(image): image for image in self.images})
         except Exception as error:
             raise ValueError(
-                f"task {self.id} cannot be copied for each of its episodes ({error}): let the env make what is no data."
+                f"task {self.id} cannot be copied for each of its episodes ({error}): keep only data in the task, and create "
+                "everything else in the env."
             ) from error
 
 
@@ -93,12 +90,9 @@ class MediaItem:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRouting:
-    """The experts of one token: ``ExpertRouting(bytes([3, 0, 7, 0]), top_k=1)`` is expert 3 in the first MoE layer, 7 in the second.
+    """The experts of one token: ``ExpertRouting(bytes([3, 0, 7, 0]), top_k=1)`` is expert 3 in MoE layer 0, expert 7 in layer 1."""
 
-    ``experts`` holds ``[layers, top_k]`` as little-endian numbers of two bytes, so that a token's take as little room as they can.
-    """
-
-    experts: bytes
+    experts: bytes  # [layers, top_k] as little-endian 16-bit numbers, the most compact form for millions of tokens
     top_k: int
 
     @property
@@ -108,64 +102,53 @@ class ExpertRouting:
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine sampled: ``Completion([101, 7], [-0.1, -2.3], "stop", [4, 4], prompt_tokens=212)``.
+    """One reply of an engine: ``Completion([101, 7], [-0.1, -2.3], "stop", [4, 4], prompt_tokens=212)``.
 
-    ``logprobs`` are natural logs after temperature and the ban, before top-p and top-k. ``stop_reason`` is ``stop`` (an
-    end-of-turn id, which is then the last of ``token_ids``, or a stop string), ``length`` or ``abort``.
-    ``prompt_tokens`` counts the prompt as the engine saw it, images expanded. ``routes`` are the experts of the prompt's tokens and
-    the reply's, ``None`` for the last, which was drawn and not run; they may begin only where the request's ``routes_from`` says, and
-    are empty where there are none or the engine does not tell.
+    ``stop_reason`` is ``stop`` at a stop string or an end-of-turn id, which is then the last of ``token_ids``.
     """
 
     token_ids: list[int]
-    logprobs: list[float]
+    logprobs: list[float]  # natural logs, after temperature and banned ids, before top-p and top-k
     stop_reason: Literal["stop", "length", "abort"]
     policy_versions: list[int]
-    prompt_tokens: int
-    routes: Sequence[ExpertRouting | None] = ()
+    prompt_tokens: int  # the length of the prompt that the engine ran, images expanded
+    expert_routing: Sequence[ExpertRouting | None] = ()
+    """Of prompt and reply, from the request's ``routing_from`` on; ``None`` for the last token, which was sampled and not run.
+    Empty if the model has no experts or the engine does not report them."""
 
 
 @dataclass
 class Turn:
     """One model reply and the environment's answer to it.
 
-    ``prompt_ids`` are only the tokens that are new before this reply: the whole prompt at the first turn, afterwards what
-    closes the last reply and renders the observation. They are expanded: one placeholder per visual token.
-    ``media`` are the images of ``prompt_ids``, in order. ``reward`` stays ``None`` until somebody gives one.
-
-    They follow the first ``kept`` tokens and ``kept_media`` images of what the model had before it; ``None``: all of them. A
-    history that is rendered anew keeps less. ``dropped`` counts the tokens at this reply's end that no later prompt holds.
-    ``routes`` are the experts of ``prompt_ids`` and ``response_ids``, ``None`` where they are not known, or empty.
-    ``logprob_mismatch`` is the largest difference, in nats, between the trainer's and the rollout's logprobs, once it was trained on.
+    After the prompt ``[1, 2]``, the reply ``[5, 6]`` is ``Turn([1, 2], [], [5, 6], [-.1, -.2], [3, 3], "stop", "four")``. After the
+    observation ``[7]``, the next turn's ``prompt_ids`` are ``[7]``, and the model sees ``[1, 2, 5, 6, 7]``.
     """
 
-    prompt_ids: list[int]
-    media: list[MediaItem]
+    prompt_ids: list[int]  # only the tokens that are new since the last reply, images expanded
+    media: list[MediaItem]  # the images of prompt_ids, in order
     response_ids: list[int]
     logprobs: list[float]
     policy_versions: list[int]
     stop_reason: str
     text: str
-    messages: list[Message] = field(default_factory=list)
-    reward: float | None = None
+    messages: list[Message] = field(default_factory=list)  # what prompt_ids render
+    reward: float | None = None  # None: the env gave none
     metrics: dict[str, float] = field(default_factory=dict)
     engine_seconds: float = 0.0
     env_seconds: float = 0.0
-    logprob_mismatch: float | None = None
-    kept: int | None = None
-    kept_media: int | None = None
-    dropped: int = 0
-    routes: list[ExpertRouting | None] = field(default_factory=list)
+    logprob_mismatch: float | None = None  # the largest |trainer - rollout| in nats; None: not trained yet
+    kept: int | None = None  # how many tokens of the earlier context stay before prompt_ids; None: all
+    kept_media: int | None = None  # and how many of its images
+    dropped: int = 0  # how many tokens at the reply's end no later prompt contains
+    expert_routing: list[ExpertRouting | None] = field(default_factory=list)  # of prompt_ids and response_ids; or empty
 
 
 @dataclass
 class Trajectory:
     """All turns of one episode of one task, with its ending.
 
-    ``final_reward`` is what ``Env.finish`` returned, ``group_reward`` what a function of the whole group added. ``error`` says what
-    happened where the ending is ``error``; ``non_retryable``, that playing the task once more would end the same way.
-    ``tail_ids`` follow the last reply and are never trained. ``samples`` are the rows that were made while it was played; unset,
-    they are emitted from the turns.
+    Two turns with rewards 0.25 and ``None`` and a ``final_reward`` of 1.0 have the ``reward`` 1.25.
     """
 
     id: str
@@ -173,18 +156,18 @@ class Trajectory:
     task: Task
     turns: list[Turn] = field(default_factory=list)
     ending: Ending | None = None
-    final_reward: float | None = None
-    group_reward: float | None = None
-    error: str | None = None
-    non_retryable: bool = False
+    final_reward: float | None = None  # from Env.finish
+    group_reward: float | None = None  # from a reward function of the whole group
+    error: str | None = None  # why it failed, if the ending is "error"
+    non_retryable: bool = False  # playing the task again would fail the same way
     metrics: dict[str, float] = field(default_factory=dict)
-    tail_ids: list[int] = field(default_factory=list)
-    samples: list[Sample] | None = None
+    tail_ids: list[int] = field(default_factory=list)  # follow the last reply, never trained
+    samples: list[Sample] | None = None  # rows that the rollout already made; None: emitted from the turns
 
     def prompts(self) -> Iterator[tuple[list[int], list[MediaItem]]]:
-        """For each turn, the whole prompt that its reply was sampled from, and the images in it.
+        """For each turn, the whole prompt that its reply was sampled from, and the prompt's images.
 
-        The two lists grow in place from turn to turn: copy what is to be kept.
+        Both lists are extended in place from turn to turn: copy what you keep.
         """
         token_ids: list[int] = []
         media: list[MediaItem] = []
@@ -197,16 +180,16 @@ class Trajectory:
             yield token_ids, media
             token_ids += turn.response_ids[: len(turn.response_ids) - turn.dropped]
 
-    def routes(self) -> Iterator[list[ExpertRouting | None]]:
-        """For each turn, the experts of its whole prompt and its reply. The list changes in place, as those of :meth:`prompts` do."""
-        routes: list[ExpertRouting | None] = []
+    def expert_routing(self) -> Iterator[list[ExpertRouting | None]]:
+        """For each turn, the experts of its whole prompt and its reply, in one list that is extended in place."""
+        routing: list[ExpertRouting | None] = []
         for before, turn in zip([None, *self.turns], self.turns, strict=False):
             if turn.kept is not None:
-                del routes[turn.kept :]
+                del routing[turn.kept :]
             elif before is not None and before.dropped:
-                del routes[-before.dropped :]
-            routes += turn.routes
-            yield routes
+                del routing[-before.dropped :]
+            routing += turn.expert_routing
+            yield routing
 
     @property
     def turn_rewards(self) -> list[float | None]:
@@ -214,7 +197,7 @@ class Trajectory:
 
     @property
     def reward(self) -> float | None:
-        """The sum of the turns' rewards, the final one and the group's; ``None`` where nobody gave any."""
+        """The sum of the turns' rewards, the final reward and the group's; ``None`` if there is none of them."""
         given = [r for r in (*self.turn_rewards, self.final_reward, self.group_reward) if r is not None]
         return float(sum(given)) if given else None
 
@@ -233,32 +216,27 @@ class Trajectory:
 
 @dataclass
 class Sample:
-    """One trainable row. The lists beside ``response_ids`` have its length.
+    """One trainable row.
 
     A reply ``[5, 6]``, an observation ``[7]`` and a reply ``[8]`` after the prompt ``[1, 2]``, with reward 1::
 
         Sample(prompt_token_ids=[1, 2], response_ids=[5, 6, 7, 8], loss_mask=[1, 1, 0, 1],
-               rollout_logprobs=[-.1, -.2, 0., -.3], rewards=[0., 0., 0., 1.], policy_versions=[3, 3, 3, 3], ...)
-
-    ``media`` are the row's images in token order, by reference: nothing is copied until a micro-batch is built.
-    ``routes`` are the experts of all of the row's tokens, the prompt's too, ``None`` where they are not known, or empty.
-    ``rollout_logprobs`` are ``None`` where the row's tokens are not the sampled ones (a conversation rendered anew as one row).
-    ``advantage``, one number or one per response token, is ``None`` until the group's baseline is known.
+               rollout_logprobs=[-.1, -.2, 0., -.3], policy_versions=[3, 3, 3, 3], rewards={3: 1.0}, ...)
     """
 
     prompt_token_ids: list[int]
     response_ids: list[int]
-    loss_mask: list[int]
-    rollout_logprobs: list[float] | None
-    rewards: list[float]
-    policy_versions: list[int]
+    loss_mask: list[int]  # per response token: 1 where it was sampled
+    rollout_logprobs: list[float] | None  # per response token; None: the tokens are re-rendered, not the sampled ones
+    policy_versions: list[int]  # per response token
     group_id: str
     trajectory_id: str
     is_last_step: bool
     stop_reason: str
-    media: list[MediaItem] = field(default_factory=list)
-    advantage: float | list[float] | None = None
-    routes: list[ExpertRouting | None] = field(default_factory=list)
+    media: list[MediaItem] = field(default_factory=list)  # the row's images in token order, by reference
+    advantage: float | list[float] | None = None  # for all response tokens, or for each; None: not computed yet
+    expert_routing: list[ExpertRouting | None] = field(default_factory=list)  # of all tokens of the row; or empty
+    rewards: dict[int, float] = field(default_factory=dict)  # by index into response_ids, where not 0
 
     @property
     def token_ids(self) -> list[int]:
@@ -271,7 +249,7 @@ class Sample:
 
     @property
     def reward(self) -> float:
-        return float(sum(self.rewards))
+        return float(sum(self.rewards.values()))
 
     def __len__(self) -> int:
         return len(self.prompt_token_ids) + len(self.response_ids)
@@ -279,26 +257,20 @@ class Sample:
 
 @dataclass
 class MicroBatch:
-    """One micro-batch: rows padded on the right to one length, and each distinct image's tensors once.
+    """The input of one forward pass: rows padded on the right to one length, and each distinct image's tensors once.
 
-    ``token_ids`` is ``[rows, length]``, ``position_ids`` ``[3, rows, length]`` (temporal, height, width). ``targets``
-    ``[rows, length]`` marks the tokens whose logprobs a loss needs. ``mm_inputs`` are merged over the distinct images;
-    ``image_order`` says, for each image occurrence in row order, which of the distinct ones it is.
-
-    Or one row holds many samples, as trees of what they begin with in common (`train/prefix_tree.py`): then ``ends`` ``[1, length]``
-    says where each token's subtree ends, and ``parents`` which token each one follows.
-
-    ``experts`` ``[rows, length, layers, top_k]`` are those that tokens are sent to, -1 where the model's own routers choose.
+    Samples ``[1, 2, 3]`` and ``[4, 5]``, of which 3 and 5 are trained, have ``token_ids`` ``[[1, 2, 3], [4, 5, 0]]`` and ``targets``
+    ``[[0, 0, 1], [0, 1, 0]]``. Or one row holds many samples as trees of their shared prefixes (`train/prefix_tree.py`).
     """
 
-    token_ids: torch.Tensor
-    position_ids: torch.Tensor
-    targets: torch.Tensor
-    mm_inputs: dict[str, torch.Tensor] = field(default_factory=dict)
-    image_order: Sequence[int] = ()
-    ends: torch.Tensor | None = None
-    parents: torch.Tensor | None = None
-    experts: torch.Tensor | None = None
+    token_ids: torch.Tensor  # [rows, length]
+    position_ids: torch.Tensor  # [3, rows, length]: temporal, height, width
+    targets: torch.Tensor  # [rows, length]: tokens whose logprobs the loss needs
+    mm_inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # of the distinct images
+    image_order: Sequence[int] = ()  # for each image occurrence in row order, its index among the distinct images
+    ends: torch.Tensor | None = None  # trees only, [1, length]: where each token's subtree ends
+    parents: torch.Tensor | None = None  # trees only: the token that each token follows
+    experts: torch.Tensor | None = None  # [rows, length, layers, top_k]; -1: the model's own routers choose
 
     def to(self, device: torch.device | str) -> MicroBatch:
         return MicroBatch(

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from test_loop import RECIPES, short_quickstart
+from testing.runs import RECIPES, short_quickstart
 
 from vlmrl.config import Checkpoint, Cluster, Optim, WarmStart
 from vlmrl.engine.base import paused
@@ -22,6 +22,8 @@ from vlmrl.weight_sync.transfer import Target, WeightUpdate
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'vlmrl[ray]'")
 from vlmrl.cluster.ray_cluster import parts_by_rank  # noqa: E402
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

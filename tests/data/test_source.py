@@ -92,7 +92,7 @@ def test_one_image_needs_no_list():
     assert content(placed("x", pil))[0]["image"] is pil
 
 
-def test_a_image_that_is_none_names_its_task():
+def test_an_image_that_is_none_names_its_task():
     with pytest.raises(ValueError, match=r"task 0 of generator.*must be bytes, a path.*not None"):
         placed("<image><image>", [A, None])
 
@@ -113,7 +113,7 @@ def test_bare_image_parts_take_the_images_in_order():
     assert prompt[1]["content"][0] == {"type": "image"}  # the row itself is left alone
 
 
-def test_user_strings_are_marked_over_all_messages_and_others_are_not():
+def test_marks_count_in_all_user_messages_only():
     prompt = [
         {"role": "user", "content": "<image> first"},
         {"role": "assistant", "content": "I see <image>"},
@@ -282,7 +282,7 @@ def test_a_column_of_single_images_and_images_inside_messages(tmp_path):
 # Paths and splits
 
 
-def test_data_that_names_nothing_is_told_so():
+def test_data_without_path_or_generator_is_an_error():
     with pytest.raises(ValueError, match=r"set data\.path .* or data\.generator"):
         load_tasks(Data())
 
@@ -304,7 +304,7 @@ def test_a_missing_local_path_names_every_place(tmp_path, monkeypatch, name):
         assert str((root / name).resolve()) in str(error.value)
 
 
-def test_a_hub_name_that_fails_tells_both(tmp_path, monkeypatch):
+def test_a_failing_hub_name_names_both_places(tmp_path, monkeypatch):
     def refuse(path, split):
         raise FileNotFoundError("no such dataset")
 
@@ -427,7 +427,7 @@ def test_a_generator_from_a_file(tmp_path):
     assert [message["role"] for message in task.prompt] == ["system", "user"]
 
 
-def test_options_that_do_not_fit_are_told_at_once():
+def test_options_that_do_not_fit_are_an_error_at_once():
     with pytest.raises(ValueError, match=r"counting.*unexpected keyword argument 'stride'"):
         load_tasks(Data(generator=counting, size=1, options={"stride": 2}))
     with pytest.raises(ValueError, match="must name a function"):
@@ -463,7 +463,7 @@ def rows_of(size: int, **options: Any) -> Data:
 
 
 @pytest.mark.parametrize(("amount", "least", "most"), [(0.25, 200, 300), (17, 17, 17), (1, 1, 1)])
-def test_what_is_held_out_and_what_is_trained_on_are_all_rows_and_never_meet(amount, least, most):
+def test_held_out_and_training_rows_are_disjoint_and_complete(amount, least, most):
     train, held_out = load_split(rows_of(1000, held_out=amount))
     assert least <= len(ids(held_out)) <= most
     assert sorted(ids(train) + ids(held_out)) == sorted(ids(load_tasks(rows_of(1000))))
@@ -479,7 +479,7 @@ def test_what_is_held_out_is_the_same_for_every_seed_and_order():
     assert list(first.rows) == list(other.rows) == [8, 9, 39, 46, 47, 49]
 
 
-def test_a_share_goes_on_holding_out_the_same_rows_when_rows_are_added():
+def test_a_share_holds_out_the_same_rows_when_rows_are_added():
     (_, few), (_, many) = load_split(rows_of(50, held_out=0.2)), load_split(rows_of(500, held_out=0.2))
     assert few is not None and many is not None
     assert [row for row in many.rows if row < 50] == list(few.rows)
@@ -503,7 +503,7 @@ def test_a_side_without_rows_is_an_error(amount, kept_back):
         load_split(rows_of(5, held_out=amount))
 
 
-def test_nothing_is_held_out_unless_asked_for():
+def test_nothing_is_held_out_by_default():
     assert load_split(rows_of(5))[1] is None
 
 
@@ -539,7 +539,7 @@ def test_a_copy_shares_the_images_and_nothing_else():
 
 
 def test_a_task_that_cannot_be_copied_is_named():
-    with pytest.raises(ValueError, match=r"task t cannot be copied .*lock.*let the env make"):
+    with pytest.raises(ValueError, match=r"task t cannot be copied .*lock.*create everything else in the env"):
         Task("t", [], data={"lock": threading.Lock()}).copy()
 
 
@@ -547,7 +547,7 @@ def test_a_task_that_cannot_be_copied_is_named():
 
 
 @pytest.mark.parametrize(
-    ("name", "written", "told"),
+    ("name", "written", "message"),
     [
         ("a.jsonl", "", r"a\.jsonl is empty"),
         ("a.jsonl", " \n\n", r"a\.jsonl is empty"),
@@ -559,9 +559,9 @@ def test_a_task_that_cannot_be_copied_is_named():
         ("a.json", "[]", r"a\.json is empty"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named_with_the_line(tmp_path, name, written, told):
+def test_a_file_that_cannot_be_read_is_named_with_the_line(tmp_path, name, written, message):
     (tmp_path / name).write_text(written)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         load_tasks(Data(str(tmp_path / name)))
 
 

@@ -1,4 +1,4 @@
-"""The order of draws: epochs, mixtures by weight, prompts that are too long, and going on from a state."""
+"""The order of draws: epochs, mixtures by weight, prompts that are too long, resuming from a state; and the length of prompts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testing.episodes import a_task, image, new_store, play, renderer
 
+from vlmrl import Env, obs
 from vlmrl.config import Config, Data, Eval, Part
 from vlmrl.data import TaskMixture, TaskSource, TaskStream, load_run_tasks, load_tasks
+from vlmrl.data.stream import prompt_tokens
 from vlmrl.types import Task
 
 
@@ -130,7 +133,7 @@ def test_one_dataset_is_evaluated_on_what_it_holds_out():
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda: Config(mixture={"a": part(3)}, data=Data("x")), "data and mixture exclude each other"),
         (
@@ -146,8 +149,8 @@ def test_one_dataset_is_evaluated_on_what_it_holds_out():
         (lambda: load_run_tasks(Config()), "data must be set"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(make, told):
-    with pytest.raises(ValueError, match=told):
+def test_impossible_settings_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
         make()
 
 
@@ -178,3 +181,38 @@ def test_a_limit_that_nothing_fits_ends_with_an_error():
     stream = TaskStream(numbered(4, max_prompt_tokens=1).measured(lambda task: 2))
     with pytest.raises(ValueError, match=r"data\.max_prompt_tokens leaves nothing: 4 prompts in a row"):
         next(stream)
+
+
+# A prompt's length before it is played is its length when it is played
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+class Judge(Env):
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        return obs(), True, {"reward": 1.0}
+
+
+class Tooled(Judge):
+    tools = [TOOL]  # noqa: RUF012
+
+
+@pytest.mark.parametrize("env", [Judge, Tooled])
+@pytest.mark.parametrize(
+    "task",
+    [
+        a_task("What is 2+2?"),
+        a_task("Which?", [image("red", (100, 64)), image("blue", (300, 40))]),
+        a_task("The text <|image_pad|> is no image.", [image()]),
+    ],
+)
+def test_a_prompt_is_as_long_as_when_it_is_played(env: type[Env], task: Task):
+    count = prompt_tokens(renderer(), new_store(), lambda task: env.tools)
+    assert count(task) == len(play(env, ["a"], task).turns[0].prompt_ids)
+
+
+def test_images_count_with_every_token_and_none_is_processed():
+    store = new_store()
+    count = prompt_tokens(renderer(), store, lambda task: [])
+    assert count(a_task("Which?", [image(size=(320, 64))])) - count(a_task("Which?", [image(size=(32, 64))])) == 18
+    assert store.processed == 0

@@ -413,7 +413,7 @@ def test_interrupted_replies_keep_their_tokens_and_go_on_under_the_new_weights(
         begun = reply.policy_versions.count(0)
         assert 0 < begun < 40 and reply.policy_versions == [0] * begun + [1] * (40 - begun)
         prompt = expand(request.prompt_ids, model.policy.image_token_id, request.media)
-        fields = ([1] * 40, reply.logprobs, [0.0] * 40, reply.policy_versions, "g", "t", True, "length", request.media)
+        fields = ([1] * 40, reply.logprobs, reply.policy_versions, "g", "t", True, "length", request.media)
         row = Sample(prompt, reply.token_ids, *fields)
         (before,), (after,) = trained(old, [row]), trained(new, [row])
         assert reply.logprobs == pytest.approx(before[:begun] + after[begun:], abs=1e-4)

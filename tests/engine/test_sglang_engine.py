@@ -20,6 +20,8 @@ from vlmrl.engine.sglang.engine import SGLangEngine
 from vlmrl.model.expert_routing import Routing
 from vlmrl.types import ExpertRouting
 
+pytestmark = pytest.mark.slow
+
 ROUTING = Routing(nn.ModuleList([Router()]), "Router")  # one layer, two of three experts
 QUICK = {"health_every": 0.1, "health_timeout": 0.5, "start_timeout": 3.0}
 
@@ -128,11 +130,11 @@ def experts(*rows):
 
 def test_experts_come_with_the_tokens_from_where_they_are_not_known(fakes, engine_of):
     fakes[0].meta = {"routed_experts": experts([0, 1], [2, 0], [1, 2], [0, 2])}
-    request = Request("t", [1, 2, 3], [], SamplingParams(8), routes_from=1)
+    request = Request("t", [1, 2, 3], [], SamplingParams(8), routing_from=1)
     completion = ask(engine_of(fakes[0], routing=ROUTING), request)
-    assert completion.routes == [ExpertRouting(bytes([a, 0, b, 0]), 2) for a, b in ((0, 1), (2, 0), (1, 2), (0, 2))] + [
-        None
-    ]
+    assert completion.expert_routing == [
+        ExpertRouting(bytes([a, 0, b, 0]), 2) for a, b in ((0, 1), (2, 0), (1, 2), (0, 2))
+    ] + [None]
     [body] = fakes[0].asked("/generate")
     assert body["return_routed_experts"] and body["routed_experts_start_len"] == 1
 
@@ -144,7 +146,7 @@ def test_experts_of_tokens_that_earlier_weights_sampled_are_not_known(fakes, eng
     fakes[0].meta = {"routed_experts": experts([0, 1], [2, 0], [1, 2], [0, 2], [2, 1]), "weight_versions": spans}
     completion = ask(engine, plain())
     assert completion.policy_versions == [3, 3, 4]
-    assert [route is None for route in completion.routes] == [False, False, False, True, True, True]
+    assert [route is None for route in completion.expert_routing] == [False, False, False, True, True, True]
 
 
 def test_experts_that_are_missing_or_not_the_models_are_an_error(fakes, engine_of):

@@ -18,6 +18,8 @@ import mcp_server
 from vlmrl import McpEnv
 from vlmrl.env.base import resolve_env
 
+pytestmark = pytest.mark.slow
+
 COMMAND = f"{sys.executable} {mcp_server.__file__}"
 
 

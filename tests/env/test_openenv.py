@@ -17,6 +17,8 @@ from openenv.core.env_server.types import Action, Observation, State
 
 from vlmrl import OpenEnvEnv, obs
 
+pytestmark = pytest.mark.slow
+
 opened: list[Any] = []
 
 

@@ -23,6 +23,8 @@ from vlmrl.env.remote.serialize import task_to_wire
 from vlmrl.env.remote.server import EnvServer, create_app
 from vlmrl.env.session import EnvContractError
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("fastapi", reason="needs fastapi: pip install 'vlmrl[serve]'")
 ROOT = Path(__file__).parents[2]
 

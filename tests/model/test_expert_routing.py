@@ -24,9 +24,8 @@ from vlmrl.env.base import resolve_env
 from vlmrl.model.expert_routing import Routing, indices_of, routes_of
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.model.policy import Policy
-from vlmrl.rollout.expert_record import share_out
 from vlmrl.rollout.runner import Runner
-from vlmrl.rollout.turn_loop import TurnLoop
+from vlmrl.rollout.turn_loop import TurnLoop, record_expert_routing
 from vlmrl.samples import EMIT, audit
 from vlmrl.train.expert_replay import routed_freely
 from vlmrl.train.packing import collate
@@ -116,10 +115,12 @@ def test_the_engine_tells_the_experts_of_all_it_ran(model, keep_kv):
     for how in EMIT:
         samples = emitted(model, trajectories, how)
         for sample in samples:
-            assert len(sample.routes) == len(sample) and routed_freely([sample]) == 0
+            assert len(sample.expert_routing) == len(sample) and routed_freely([sample]) == 0
             ended = sample.is_last_step or how != "step_wise"
-            assert (sample.routes[-1] is None) == ended  # a reply's last token is run as part of the next prompt
-            assert (indices_of(sample.routes)[:-1] == chosen_for(model.policy, sample)[:-1]).all()
+            assert (
+                sample.expert_routing[-1] is None
+            ) == ended  # a reply's last token is run as part of the next prompt
+            assert (indices_of(sample.expert_routing)[:-1] == chosen_for(model.policy, sample)[:-1]).all()
 
 
 class Sparing(HFEngine):
@@ -131,19 +132,19 @@ class Sparing(HFEngine):
 
     async def generate(self, request):
         completion = await super().generate(request)
-        self.whole[request.trajectory_id].append(completion.routes)
-        return replace(completion, routes=completion.routes[request.routes_from :])
+        self.whole[request.trajectory_id].append(completion.expert_routing)
+        return replace(completion, expert_routing=completion.expert_routing[request.routing_from :])
 
 
 @pytest.mark.parametrize("history", ["append", "rerender"])
 def test_it_is_enough_to_tell_the_experts_that_are_not_known_yet(model, history):
     engine = Sparing(model.policy, model.renderer, record_routes=True)
     for trajectory in played_by(engine, model, history):
-        turns = [replace(turn, routes=[]) for turn in trajectory.turns]
+        turns = [replace(turn, expert_routing=[]) for turn in trajectory.turns]
         for number, routes in enumerate(engine.whole[trajectory.id], 1):
-            share_out(routes, turns[:number])
-        assert [turn.routes for turn in trajectory.turns] == [turn.routes for turn in turns]
-        assert all(turn.routes for turn in turns)
+            record_expert_routing(routes, turns[:number])
+        assert [turn.expert_routing for turn in trajectory.turns] == [turn.expert_routing for turn in turns]
+        assert all(turn.expert_routing for turn in turns)
 
 
 def chosen_for(policy: Policy, sample: Sample) -> np.ndarray:
@@ -192,7 +193,7 @@ def routed_at_random(model: LoadedModel, rows: list[Sample], unknown: float = 0.
             dice = random.Random(repr((row.group_id, row.token_ids[: place + 1], row.image_ids)))
             chosen = [dice.sample(range(routing.num_experts), routing.top_k) for _ in range(routing.layers)]
             routes += [None] if dice.random() < unknown else routes_of(np.array([chosen]))
-        routed.append(replace(row, routes=routes))
+        routed.append(replace(row, expert_routing=routes))
     return routed
 
 
@@ -213,7 +214,9 @@ def test_what_one_row_knows_of_a_shared_token_serves_the_others(model):
     routed = routed_at_random(model, rows)
     shared = min(routed, key=len)
     assert sum(row.token_ids[:3] == shared.token_ids[:3] for row in routed) > 1
-    forgetful = [replace(row, routes=[None] * 3 + row.routes[3:]) if row is shared else row for row in routed]
+    forgetful = [
+        replace(row, expert_routing=[None] * 3 + row.expert_routing[3:]) if row is shared else row for row in routed
+    ]
     whole, patched = train(model, routed, 10**6, share=True), train(model, forgetful, 10**6, share=True)
     assert largest_difference(whole, patched) < 1e-6
     assert routed_freely(routed) == 0 and routed_freely(forgetful) == 3

@@ -8,31 +8,31 @@ from __future__ import annotations
 
 import copy
 import functools
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from testing.fakes import make_item
+from testing.templates import (
+    PAD,
+    STABLE,
+    TEMPLATES,
+    full_text,
+    ids_of,
+    real_renderer,
+    tool,
+    user,
+)
+from testing.templates import episode_ids as play
 from tokenizers import AddedToken, processors
-from transformers import AutoTokenizer
 
 from vlmrl.model import tiny
 from vlmrl.multimodal.renderer import Renderer, expand
 
-PAD = "<|image_pad|>"
 VISION = f"<|vision_start|>{PAD}<|vision_end|>"
 IMAGE = {"type": "image", "image": "a.png"}
 TOOLS = [{"type": "function", "function": {"name": "zoom", "parameters": {"type": "object", "properties": {"x": {}}}}}]
 
-STABLE = ["qwen2_5", "qwen2_5_vl", "qwen3_instruct_2507", "qwen3_vl"]  # never rewrite an earlier message
-DROP_THINKING = [
-    "qwen3",
-    "qwen3_5_nothink",
-    "qwen3_5_think",
-    "qwen3_6",
-]  # when the next user turn comes, not at a tool's
-TEMPLATES = STABLE + DROP_THINKING
 SHOW_IMAGES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"]
 SHOW_TOOLS = [name for name in TEMPLATES if name != "qwen2_5_vl"]
 PAIRS = [
@@ -46,17 +46,6 @@ SPECIALS = ["<|im_end|>", "<|im_start|>", PAD, "<|video_pad|>", "<|vision_start|
 @functools.cache
 def tiny_renderer() -> Renderer:
     return Renderer(tiny.tokenizer(), image_token=PAD)
-
-
-@functools.cache
-def real_tokenizer(folder: Path):
-    return AutoTokenizer.from_pretrained(folder)
-
-
-@functools.cache
-def real_renderer(shared: Path, tokenizer: str, template: str) -> Renderer:
-    text = (shared / f"data/qwen/chat_templates/{template}.jinja").read_text()
-    return Renderer(real_tokenizer(shared / "data/qwen" / tokenizer), image_token=PAD, chat_template=text)
 
 
 @pytest.fixture(params=["tiny", *TEMPLATES])
@@ -81,44 +70,11 @@ def tools_renderer(request) -> Renderer:
     return real_renderer(request.getfixturevalue("shared"), "qwen3-vl", request.param)
 
 
-def user(content) -> dict:
-    return {"role": "user", "content": content}
-
-
-def tool(content) -> dict:
-    return {"role": "tool", "content": content}
-
-
 def assistant(content) -> dict:
     return {"role": "assistant", "content": content}
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
-
-
-def full_text(renderer: Renderer, messages, tools=(), generate: bool = True) -> str:
-    """What the template makes of the whole conversation."""
-    return renderer.tokenizer.apply_chat_template(
-        messages,
-        tools=list(tools) or None,
-        chat_template=renderer.chat_template,
-        tokenize=False,
-        add_generation_prompt=generate,
-    )
-
-
-def ids_of(renderer: Renderer, text: str) -> list[int]:
-    return renderer.tokenizer.encode(text, add_special_tokens=False)
-
-
-def play(renderer: Renderer, prompt, turns, tools=()) -> list[int]:
-    """The ids of an episode as the turn loop has them. ``turns``: replies, each with the messages after it or None."""
-    ids = list(renderer.prompt(prompt, tools).token_ids)
-    for reply, messages in turns:
-        ids += [*ids_of(renderer, reply), renderer.end_of_turn_id]
-        if messages is not None:
-            ids += renderer.delta(messages, tools).token_ids
-    return ids
 
 
 # An episode equals the full render

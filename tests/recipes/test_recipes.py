@@ -18,6 +18,8 @@ from vlmrl import Config, Data
 from vlmrl.cli import main as cli
 from vlmrl.config.code import load_object
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py") if path.stem != "minimal_grpo")
 SMALL = [

@@ -18,6 +18,8 @@ from vlmrl.retrieval import Hit, Passage, RetrieverError, open_retriever
 from vlmrl.retrieval.client import HttpRetriever
 from vlmrl.retrieval.server import create_app
 
+pytestmark = pytest.mark.slow
+
 ROWS = [
     {"id": "p", "title": "Paris", "text": "Paris is the capital of France."},
     {"id": "r", "title": "Rome", "text": "Rome is the capital of Italy."},

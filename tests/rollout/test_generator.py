@@ -135,7 +135,7 @@ def test_a_generator_that_raises_hangs_or_returns_nothing_fails_its_trajectory()
         raise OSError("disk full")
 
     async def hangs(client, renderer, task):
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     async def nothing(client, renderer, task):
         return None

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_renderer import DROP_THINKING, TEMPLATES, full_text, ids_of, real_renderer, tool, user
-from test_renderer import play as append_ids
 from testing.episodes import (
     ASSISTANT,
     END,
@@ -26,6 +24,7 @@ from testing.episodes import (
     renderer,
     turn_loop,
 )
+from testing.templates import DROP_THINKING, TEMPLATES, episode_ids, full_text, ids_of, real_renderer, tool, user
 
 from vlmrl import Env, obs
 from vlmrl.config import Rollout
@@ -95,7 +94,7 @@ def test_inline_text_of_tools_and_special_tokens_stays_text():
 
 @pytest.mark.parametrize("history", ["append", "inline"])
 def test_no_sampled_id_is_ever_encoded_again(history):
-    """The reply's text cut into single bytes: encoding it anew would give other ids."""
+    """The reply's text cut into single bytes: encoding it again would give other ids."""
     bytewise = [id for letter in "answer zoom" for id in renderer().encode(letter)]
     assert renderer().encode("answer zoom") != bytewise
 
@@ -152,7 +151,7 @@ def test_one_rendered_row_marks_the_replies_and_counts_the_rest():
     trained = [id for id, mask in zip(row.response_ids, row.loss_mask, strict=True) if mask]
     assert decoded(trained) == f"a{END}done{END}" and row.rollout_logprobs is None
     assert row.reward == 1.0 and row.loss_mask.count(1) == 3 + len(renderer().encode("done"))
-    assert check(trajectory, "concat").left_out == {"rendered_anew": 0}
+    assert check(trajectory, "concat").left_out == {"re_rendered": 0}
 
 
 # Policies
@@ -229,7 +228,7 @@ def test_the_rewrites_of_templates_that_forget_are_these_and_no_others(name, sha
     @settings(max_examples=25, deadline=None, derandomize=True)
     @given(REPLIES)
     def check_one(reply):
-        ours = real.decode(append_ids(real, [user("q")], [(reply, [user("r")])]))
+        ours = real.decode(episode_ids(real, [user("q")], [(reply, [user("r")])]))
         thought = real.opening + reply
         full = full_text(real, [user("q"), {"role": "assistant", "content": thought}, user("r")])
         earlier, later = ours.split(thought, 1) if thought else ours.split("<|im_end|>\n<|im_start|>user\nr", 1)
@@ -252,7 +251,7 @@ def test_rerender_is_the_full_render_at_every_turn(name, shared):
         for reply, answer in turns:
             turn = Turn([], [], ids_of(real, reply), [], [], "stop", real.opening + reply)
             messages += [{"role": "assistant", "content": real.opening + reply}, answer]
-            step = history.following(turn, [answer])
-            assert step.anew and step.rendered.token_ids == ids_of(real, full_text(real, messages))
+            step = history.continuation(turn, [answer])
+            assert step.is_whole_prompt and step.rendered.token_ids == ids_of(real, full_text(real, messages))
 
     check_one()

@@ -288,7 +288,7 @@ def test_an_engine_error_or_silence_fails_the_trajectory_after_the_turns_it_has(
         return "a"
 
     async def silent(request: Request, turn: int) -> str:
-        await asyncio.sleep(3600)
+        await asyncio.Event().wait()
         return "a"
 
     died = play(env(obs("x"), obs("y")), dies)

@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_loop import RECIPES, short_quickstart, train
+from testing.runs import RECIPES, short_quickstart, train
 
 from vlmrl.config import Algo, Cluster, Config, Eval, Optim, Rollout, Train, WarmStart
 from vlmrl.model.loading import load_model
 from vlmrl.run import loop
 from vlmrl.samples import concat
 from vlmrl.train.trainer import Trainer
+
+pytestmark = pytest.mark.slow
 
 
 def ahead(tmp_path, **changes) -> Config:

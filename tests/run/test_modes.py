@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from test_loop import RECIPES, short_quickstart, train
+from testing.runs import RECIPES, short_quickstart, train
 
 from vlmrl.config import Algo, Config, Data, Eval, Model, Rollout, Train, WarmStart
 from vlmrl.config.code import load_object
@@ -16,6 +16,8 @@ from vlmrl.run import loop
 from vlmrl.run.build import build_run
 from vlmrl.samples import concat
 from vlmrl.train.credit import give_advantages
+
+pytestmark = pytest.mark.slow
 
 TURNS = 3
 

@@ -9,9 +9,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from vlmrl.config import Checkpoint, Eval, WarmStart
 from vlmrl.config.code import load_object
 from vlmrl.run.program import run_training
+
+pytestmark = pytest.mark.slow
 
 RECIPE = Path(__file__).parents[2] / "recipes/quickstart.py"
 SETTINGS = {

@@ -47,7 +47,7 @@ def test_step_wise_rows_pass():
     check(*step_wise(first), *step_wise(second), trajectories=[first, second])
 
 
-def test_a_text_batch_passes_and_the_placeholder_id_is_then_a_token_like_others():
+def test_in_a_text_batch_the_placeholder_id_is_an_ordinary_token():
     trajectory = make_trajectory(turns=[make_turn([1, PAD], [5], [-0.1])])
     audit(concat(trajectory), [trajectory])
 
@@ -71,7 +71,7 @@ def test_merged_rows_pass_and_the_report_counts():
     assert audit(step_wise(trajectory), [trajectory], image_token_id=PAD).samples == 2
 
 
-def test_a_dropped_end_of_turn_is_left_out_by_name_in_one_row_and_trained_in_two():
+def test_a_dropped_end_of_turn_is_counted_in_one_row_and_trained_in_two():
     turns = [make_turn([1, 4], [5, 2], [-0.1, -0.2]), make_turn([7], [6, 2], [-0.3, -0.4])]
     turns[0].dropped = 1  # inline: the second prompt is 1 4 5 7
     trajectory = make_trajectory(turns=turns)
@@ -96,14 +96,14 @@ def test_an_empty_batch():
         audit([])
 
 
-@pytest.mark.parametrize("name", ["loss_mask", "rollout_logprobs", "rewards", "policy_versions"])
+@pytest.mark.parametrize("name", ["loss_mask", "rollout_logprobs", "policy_versions"])
 def test_lists_of_unequal_length(name):
     refuse(f"trajectory t: {name} has 9 entries, but response_ids has 10.", row(**{name: getattr(row(), name)[:-1]}))
 
 
 def test_an_empty_prompt_or_response():
     refuse("trajectory t: prompt and response must not be empty, but have 0 and 10 tokens.", row(prompt_token_ids=[]))
-    empty = {name: [] for name in ("response_ids", "loss_mask", "rollout_logprobs", "rewards", "policy_versions")}
+    empty = {name: [] for name in ("response_ids", "loss_mask", "rollout_logprobs", "policy_versions")}
     refuse("trajectory t: prompt and response must not be empty, but have 4 and 0 tokens.", row(**empty))
 
 
@@ -118,7 +118,7 @@ def test_a_mask_of_zeros():
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, 0.5])
-def test_logprobs_that_are_none(value):
+def test_impossible_logprobs(value):
     message = (
         f"trajectory t, turn 1, response token 8: rollout_logprobs must be finite and at most 0, but it is {value}."
     )
@@ -126,15 +126,32 @@ def test_logprobs_that_are_none(value):
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
-def test_rewards_that_are_none(value):
+def test_rewards_that_are_not_finite(value):
     message = f"trajectory t, turn 0, response token 1: rewards must be finite, but it is {value}."
-    refuse(message, row(rewards=changed(row().rewards, 1, value)))
+    refuse(message, row(rewards={1: value, 9: 1.0}))
 
 
-def test_logprob_or_reward_on_a_token_that_was_not_sampled():
-    where = "trajectory t, turn 1, response token 2: it was not sampled (mask 0), so its logprob and reward must be 0,"
-    refuse(f"{where} but they are -0.3 and 0.0.", row(rollout_logprobs=changed(row().rollout_logprobs, 2, -0.3)))
-    refuse(f"{where} but they are 0.0 and 0.5.", row(rewards=changed(row().rewards, 2, 0.5)))
+def test_a_logprob_or_reward_on_an_unsampled_token():
+    where = "trajectory t, turn 1, response token 2: it was not sampled (mask 0), so its"
+    refuse(
+        f"{where} logprob must be 0, but it is -0.3.", row(rollout_logprobs=changed(row().rollout_logprobs, 2, -0.3))
+    )
+    refuse(f"{where} reward must be 0, but it is 0.5.", row(rewards={2: 0.5, 9: 1.0}))
+
+
+def test_a_reward_outside_the_response():
+    message = "trajectory t, turn 1, response token 10: it has the reward 0.5, but the response has 10 tokens."
+    refuse(message, row(rewards={10: 0.5}))
+
+
+def test_a_final_reward_on_an_unsampled_last_token_passes():
+    (sample,) = concat(make_trajectory())
+    sample.response_ids += [7]
+    sample.loss_mask += [0]
+    sample.rollout_logprobs += [0.0]
+    sample.policy_versions += [3]
+    sample.rewards = {1: 0.25, 10: 1.0}
+    check(sample)
 
 
 @pytest.mark.parametrize("token", sorted(BANNED))
@@ -163,7 +180,7 @@ def test_placeholder_runs_too_short_and_too_long():
     refuse(message, long)
 
 
-def test_a_image_missing_and_one_too_many():
+def test_an_image_missing_and_one_too_many():
     red, blue = row().media
     shows = "trajectory t: the row shows 2 images (runs of [2, 3] placeholder tokens), but holds"
     refuse(f"{shows} 1 (red).", row(media=[red]))
@@ -257,8 +274,7 @@ def test_the_last_sampled_token_dropped():
     (sample,) = concat(trajectory := make_trajectory())
     for values in (sample.response_ids, sample.loss_mask, sample.rollout_logprobs, sample.policy_versions):
         values.pop()
-    sample.rewards.pop(0)
-    sample.rewards[1], sample.rewards[0] = 0.0, 0.25
+    sample.rewards = {0: 0.25, 8: 1.0}
     wanted = "id 6, logprob -0.5, policy version 3, mask 1"
     held = "id nothing, logprob nothing, policy version nothing, mask nothing"
     message = reply("turn 1, token 2 of the reply (response token 9)", wanted, held, 3, 4)
@@ -284,7 +300,7 @@ def test_a_turn_trained_twice():
     first, second = step_wise(trajectory)
     message = "trajectory t, turn 1, prompt token 4: the model saw 5 (11 tokens), but the row has nothing (4 tokens)."
     refuse(message, first, first, second, trajectories=[trajectory])
-    again = replace(second, is_last_step=False, rewards=[0.0] * 3)
+    again = replace(second, is_last_step=False, rewards={})
     message = "trajectory t: 3 tokens have mask 1 in a row after the last turn, but were never sampled."
     refuse(message, first, again, second, trajectories=[trajectory])
 
@@ -312,11 +328,11 @@ def test_an_observation_altered_or_lost():
     refuse(message, row(response_ids=changed(row().response_ids, 2, 4)), trajectories=[make_trajectory()])
 
 
-def test_a_row_that_goes_on_over_a_prompt_rendered_anew():
+def test_a_row_that_goes_on_over_a_re_rendered_prompt():
     trajectory = make_trajectory()
     (sample,) = concat(trajectory)
     trajectory.turns[1].kept, trajectory.turns[1].kept_media = 3, 1
-    message = "trajectory t, turn 1: its prompt was rendered anew, so the row must end before it, but it goes on at response token 2."
+    message = "trajectory t, turn 1: its prompt was re-rendered, so the row must end before it, but it goes on at response token 2."
     refuse(message, sample, trajectories=[trajectory])
 
 
@@ -334,7 +350,7 @@ def test_a_row_of_another_group():
 
 
 def test_an_inverted_mask():
-    flipped = row(loss_mask=[1 - m for m in row().loss_mask], rollout_logprobs=[0.0] * 10, rewards=[0.0] * 9 + [1.25])
+    flipped = row(loss_mask=[1 - m for m in row().loss_mask], rollout_logprobs=[0.0] * 10, rewards={9: 1.25})
     with pytest.raises(AuditError, match="trajectory t, turn 0, response token 3: the banned id 9"):
         check(flipped, trajectories=[make_trajectory()])
 
@@ -345,7 +361,6 @@ def test_a_synthetic_end_of_turn_trained():
     sample.loss_mask += [1]
     sample.rollout_logprobs += [0.0]
     sample.policy_versions += [3]
-    sample.rewards += [0.0]
     message = (
         "trajectory t: the row ends with 1 tokens from response token 10 on, 1 of them with mask 1, that no turn has."
     )
@@ -377,28 +392,20 @@ def test_images_swapped_in_a_row_that_is_not_the_last():
     refuse(message, replace(first, media=second.media[1:2]), second, trajectories=[trajectory])
 
 
-def test_a_image_lost_together_with_its_placeholders():
+def test_an_image_lost_together_with_its_placeholders():
     trajectory = same_size_images()
     (sample,) = concat(trajectory)
-    for values in (
-        sample.response_ids,
-        sample.loss_mask,
-        sample.rollout_logprobs,
-        sample.rewards,
-        sample.policy_versions,
-    ):
+    for values in (sample.response_ids, sample.loss_mask, sample.rollout_logprobs, sample.policy_versions):
         del values[5:7]
     message = "trajectory t, turn 1, image 2: the env showed green, but the row holds nothing (2 images in the row)."
-    refuse(message, replace(sample, media=sample.media[:2]), trajectories=[trajectory])
+    refuse(message, replace(sample, media=sample.media[:2], rewards={}), trajectories=[trajectory])
 
 
 def test_rewards_that_do_not_add_up():
     message = "trajectory t: the rows' rewards add up to {}, but the trajectory's is {}."
-    lost = row(rewards=changed(row().rewards, 1, 0.0))
+    lost = row(rewards={9: 1.0})
     refuse(message.format(1.0, 1.25), lost, trajectories=[make_trajectory()])
-    twice = [
-        replace(sample, rewards=[0.0] * (len(sample.rewards) - 1) + [1.25]) for sample in step_wise(make_trajectory())
-    ]
+    twice = [replace(sample, rewards={1: 1.25}) for sample in step_wise(make_trajectory())]
     refuse(message.format(2.5, 1.25), *twice, trajectories=[make_trajectory()])
     nobody = make_trajectory(turns=[make_turn([1], [5], [-0.1])], final_reward=None)
     refuse(message.format(0.0, None), *concat(nobody), trajectories=[nobody])

@@ -31,7 +31,7 @@ def test_columns_hold_all_of_a_sample():
 
 def test_the_fields_of_the_field_are_enough():
     first, second = from_columns(LITERAL)
-    assert (first.rewards, second.rewards) == ([0.0, 0.5, 0.0], [0.0, 1.0])  # on the last trained token
+    assert (first.rewards, second.rewards) == ({1: 0.5}, {1: 1.0})  # on the last trained token
     assert (first.group_id, second.trajectory_id, second.stop_reason) == ("step1/0", "step1/0/1", "length")
     assert (first.policy_versions, first.media, first.advantage) == ([0, 0, 0], [], None)
 
@@ -39,7 +39,8 @@ def test_the_fields_of_the_field_are_enough():
 def test_rewards_by_token_and_unknown_logprobs():
     columns = LITERAL | {"rewards": [[0.0, 1.0, 0.0], [0.25, 0.75]], "rollout_logprobs": None}
     first, second = from_columns(columns)
-    assert (first.rewards, second.reward, first.rollout_logprobs) == ([0.0, 1.0, 0.0], 1.0, None)
+    assert (first.rewards, second.reward, first.rollout_logprobs) == ({1: 1.0}, 1.0, None)
+    assert to_columns([first, second])["rewards"] == [[0.0, 1.0, 0.0], [0.25, 0.75]]
     assert to_columns([first, second])["rollout_logprobs"] is None
 
 
@@ -49,8 +50,8 @@ def test_experts_are_there_for_the_prompt_too_and_may_lack_the_last_token():
         [[[7, 2]], [[-1, -1]]],
     ]  # one layer, top 2; the second row has 3 tokens
     first, second = from_columns(LITERAL | {"rollout_expert_indices": experts})
-    assert first.routes[4] == ExpertRouting(bytes([4, 0, 9, 0]), top_k=2) and len(first.routes) == 5
-    assert second.routes == [ExpertRouting(bytes([7, 0, 2, 0]), top_k=2), None, None]
+    assert first.expert_routing[4] == ExpertRouting(bytes([4, 0, 9, 0]), top_k=2) and len(first.expert_routing) == 5
+    assert second.expert_routing == [ExpertRouting(bytes([7, 0, 2, 0]), top_k=2), None, None]
     column = to_columns([first, second])["rollout_expert_indices"]
     assert [rows.tolist() for rows in column] == [experts[0], [[[7, 2]], [[-1, -1]], [[-1, -1]]]]
     assert from_columns(to_columns([first, second])) == [first, second]
@@ -59,6 +60,7 @@ def test_experts_are_there_for_the_prompt_too_and_may_lack_the_last_token():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"rewards": [[0.0, 1.0], 1.0]}, "column 'rewards', row 0, has 2 entries, but loss_masks has 3 in that row"),
         ({"is_last_step": None}, "column 'is_last_step' must be given"),
         ({"trajectory_ids": ["a"]}, "column 'trajectory_ids' has 1 rows, but prompt_token_ids has 2"),
         ({"stop_reason": ["stop"] * 2}, "column 'stop_reason' is not known"),

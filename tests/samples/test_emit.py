@@ -16,7 +16,7 @@ def test_concat_writes_replies_with_mask_1_and_observations_with_mask_0():
     assert row.response_ids == [5, 6, 7, PAD, PAD, PAD, 8, 5, 4, 6]
     assert row.loss_mask == [1, 1, 0, 0, 0, 0, 0, 1, 1, 1]
     assert row.rollout_logprobs == [-0.1, -0.2, 0, 0, 0, 0, 0, -0.3, -0.4, -0.5]
-    assert row.rewards == [0, 0.25, 0, 0, 0, 0, 0, 0, 0, 1.0]
+    assert row.rewards == {1: 0.25, 9: 1.0}
     assert row.policy_versions == [3] * 10
     assert row.image_ids == ["red", "blue"]
     assert (row.group_id, row.trajectory_id, row.is_last_step, row.stop_reason) == ("g", "t", True, "length")
@@ -36,20 +36,20 @@ def test_a_single_turn():
         row.rewards,
         row.policy_versions,
     )
-    assert lists == ([1, 2], [5], [1], [-0.5], [1.0], [7])
+    assert lists == ([1, 2], [5], [1], [-0.5], {0: 1.0}, [7])
     assert row.media == []
 
 
 def test_a_turns_reward_and_the_final_one_meet_on_the_last_token():
     turns = [make_turn([1], [5, 6], [-0.1, -0.2], reward=-0.5), make_turn([7], [8], [-0.3], reward=0.25)]
     (row,) = concat(make_trajectory(turns=turns, final_reward=2.0))
-    assert row.rewards == [0, -0.5, 0, 2.25]
+    assert row.rewards == {1: -0.5, 3: 2.25}
 
 
 def test_rewards_nobody_gave_are_zero():
     turns = [make_turn([1], [5], [-0.1], reward=None), make_turn([7], [8], [-0.3], reward=0.5)]
     (row,) = concat(make_trajectory(turns=turns, final_reward=None))
-    assert row.rewards == [0, 0, 0.5]
+    assert row.rewards == {2: 0.5}
 
 
 def test_policy_versions_change_within_a_reply_and_observations_take_the_next_ones():

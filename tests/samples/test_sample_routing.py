@@ -9,7 +9,7 @@ from testing.fakes import Router, make_trajectory, make_turn
 from torch import nn
 
 from vlmrl.model.expert_routing import Routing
-from vlmrl.rollout.expert_record import share_out
+from vlmrl.rollout.turn_loop import record_expert_routing
 from vlmrl.samples import AuditError, audit, concat, merge_prefixes, step_wise
 from vlmrl.types import ExpertRouting, Trajectory
 
@@ -26,63 +26,63 @@ A, B, C = route(0, 1), route(1, 2), route(2, 0)
 def two_turns(**second) -> Trajectory:
     """Prompt 1 2, reply 5 6, observation 7, reply 8; each engine call told all but its last token."""
     turns = [make_turn([1, 2], [5, 6], [-0.1, -0.2]), make_turn([7], [8], [-0.3], **second)]
-    share_out([A, A, B, None], turns[:1])
+    record_expert_routing([A, A, B, None], turns[:1])
     return make_trajectory(turns=turns)
 
 
 def test_a_replys_last_token_is_known_from_the_next_prompt():
     trajectory = two_turns()
-    share_out([C, C, C, B, A, None], trajectory.turns)  # what was run before keeps its first experts
-    assert [turn.routes for turn in trajectory.turns] == [[A, A, B, B], [A, None]]
+    record_expert_routing([C, C, C, B, A, None], trajectory.turns)  # what was run before keeps its first experts
+    assert [turn.expert_routing for turn in trajectory.turns] == [[A, A, B, B], [A, None]]
     (row,) = concat(trajectory)
-    assert row.routes == [A, A, B, B, A, None]
-    assert [each.routes for each in step_wise(trajectory)] == [[A, A, B, B], [A, A, B, B, A, None]]
-    assert [each.routes for each in merge_prefixes(step_wise(trajectory))] == [row.routes]
+    assert row.expert_routing == [A, A, B, B, A, None]
+    assert [each.expert_routing for each in step_wise(trajectory)] == [[A, A, B, B], [A, A, B, B, A, None]]
+    assert [each.expert_routing for each in merge_prefixes(step_wise(trajectory))] == [row.expert_routing]
     audit([row], [trajectory], routing=ROUTING)
 
 
 def test_an_engine_may_leave_out_what_was_known():
     trajectory = two_turns()
-    share_out([B, A, None], trajectory.turns)  # from the first reply's last token on
-    assert [turn.routes for turn in trajectory.turns] == [[A, A, B, B], [A, None]]
+    record_expert_routing([B, A, None], trajectory.turns)  # from the first reply's last token on
+    assert [turn.expert_routing for turn in trajectory.turns] == [[A, A, B, B], [A, None]]
 
 
 def test_tokens_that_no_engine_ran_are_not_known():
     trajectory = two_turns()
-    share_out([C, C, C, B, A, None], trajectory.turns)
+    record_expert_routing([C, C, C, B, A, None], trajectory.turns)
     trajectory.tail_ids = [3, 4]
     (row,) = concat(trajectory)
-    assert row.routes[-3:] == [None] * 3 and len(row.routes) == len(row)
+    assert row.expert_routing[-3:] == [None] * 3 and len(row.expert_routing) == len(row)
 
 
 def test_a_dropped_end_of_turn_takes_its_experts_with_it():
     trajectory = two_turns()
     trajectory.turns[0].dropped = 1
-    share_out([C, C, C, A, None], trajectory.turns)  # prompt 1 2, 5, observation 7
-    assert [turn.routes for turn in trajectory.turns] == [[A, A, B, None], [A, None]]
-    assert concat(trajectory)[0].routes == [A, A, B, A, None]
-    assert [each.routes for each in step_wise(trajectory)] == [[A, A, B, None], [A, A, B, A, None]]
+    record_expert_routing([C, C, C, A, None], trajectory.turns)  # prompt 1 2, 5, observation 7
+    assert [turn.expert_routing for turn in trajectory.turns] == [[A, A, B, None], [A, None]]
+    assert concat(trajectory)[0].expert_routing == [A, A, B, A, None]
+    assert [each.expert_routing for each in step_wise(trajectory)] == [[A, A, B, None], [A, A, B, A, None]]
 
 
-def test_a_prompt_that_was_rendered_anew_keeps_what_it_begins_with():
+def test_a_re_rendered_prompt_keeps_the_routing_of_its_prefix():
     trajectory = two_turns(kept=1, kept_media=0)
-    share_out([C, B, None], trajectory.turns)  # prompt 1 7, reply 8
-    assert [turn.routes for turn in trajectory.turns] == [[A, A, B, None], [B, None]]
-    assert [each.routes for each in step_wise(trajectory)] == [[A, A, B, None], [A, B, None]]
+    record_expert_routing([C, B, None], trajectory.turns)  # prompt 1 7, reply 8
+    assert [turn.expert_routing for turn in trajectory.turns] == [[A, A, B, None], [B, None]]
+    assert [each.expert_routing for each in step_wise(trajectory)] == [[A, A, B, None], [A, B, None]]
 
 
 def test_without_experts_nothing_is_told():
     trajectory = two_turns()
     for turn in trajectory.turns:
-        turn.routes = []
-    share_out([], trajectory.turns)
-    assert concat(trajectory)[0].routes == [] and step_wise(trajectory)[1].routes == []
+        turn.expert_routing = []
+    record_expert_routing([], trajectory.turns)
+    assert concat(trajectory)[0].expert_routing == [] and step_wise(trajectory)[1].expert_routing == []
 
 
 @pytest.mark.parametrize(
     ("routes", "message"),
     [
-        ([A], "trajectory t: routes has 1 entries, but the row has 6 tokens."),
+        ([A], "trajectory t: expert_routing has 1 entries, but the row has 6 tokens."),
         (
             [A, ExpertRouting(bytes(2), 1), *[None] * 4],
             "trajectory t, token 1: it was sent to 1 experts in each of 1 layers, but",
@@ -104,10 +104,10 @@ def test_without_experts_nothing_is_told():
 def test_experts_that_cannot_be_are_refused(routes, message):
     (row,) = concat(two_turns())
     with pytest.raises(AuditError, match=message):
-        audit([replace(row, routes=routes)], routing=ROUTING)
+        audit([replace(row, expert_routing=routes)], routing=ROUTING)
 
 
 def test_experts_of_a_model_that_has_none_are_refused():
     (row,) = concat(two_turns())
-    with pytest.raises(AuditError, match="holds the experts of 6 tokens, but the model has no experts"):
-        audit([replace(row, routes=[A] * 6)])
+    with pytest.raises(AuditError, match="expert_routing has 6 entries, but the model has no experts"):
+        audit([replace(row, expert_routing=[A] * 6)])

@@ -29,7 +29,7 @@ def experts(tmp_path_factory):
 def chosen_here(experts: Served, sample: Sample) -> np.ndarray:
     """Where the trainer's routers send the tokens of a row by themselves."""
     policy = experts.run.model.policy
-    batch = collate([replace(sample, routes=[])], policy.image_token_id, policy.merge_size)
+    batch = collate([replace(sample, expert_routing=[])], policy.image_token_id, policy.merge_size)
     with torch.no_grad(), policy.routing.recorded() as layers:
         policy(batch)
     return torch.stack(layers, 1).numpy()
@@ -41,7 +41,7 @@ def test_the_experts_of_all_tokens_are_those_of_the_trainers_routers_before_and_
         assert max(len(trajectory.turns) for trajectory in played) == 3
         for sample in (sample for trajectory in played for sample in (*concat(trajectory), *step_wise(trajectory))):
             assert routed_freely([sample]) == 0
-            alike = np.sort(indices_of(sample.routes)[:-1]) == np.sort(chosen_here(experts, sample)[:-1])
+            alike = np.sort(indices_of(sample.expert_routing)[:-1]) == np.sort(chosen_here(experts, sample)[:-1])
             assert alike.mean() > 0.995  # a rounding difference may decide between two experts
         assert experts.gap(played) < experts.tolerance
         experts.change(1)
@@ -51,9 +51,9 @@ def test_the_experts_of_all_tokens_are_those_of_the_trainers_routers_before_and_
 def test_experts_that_are_known_are_not_told_again(experts):
     request = experts.question("again", 8)
     whole = asyncio.run(experts.run.engine.generate(request))
-    assert len(whole.routes) == whole.prompt_tokens + len(whole.token_ids)
+    assert len(whole.expert_routing) == whole.prompt_tokens + len(whole.token_ids)
     known = whole.prompt_tokens - 3
-    request = experts.question("again", 8, routes_from=known)
+    request = experts.question("again", 8, routing_from=known)
     told = asyncio.run(experts.run.engine.generate(request))
-    assert len(told.routes) == 3 + len(told.token_ids)
-    assert told.routes[:2] == whole.routes[known : known + 2]
+    assert len(told.expert_routing) == 3 + len(told.token_ids)
+    assert told.expert_routing[:2] == whole.expert_routing[known : known + 2]

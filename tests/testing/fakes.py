@@ -58,11 +58,10 @@ def step_wise(trajectory: Trajectory) -> list[Sample]:
         prompt, media = prompt + turn.prompt_ids, media + turn.media
         last = turn is trajectory.turns[-1]
         size = len(turn.response_ids)
-        rewards = [0.0] * size
-        if last:
-            rewards[-1] = trajectory.reward
         versions = list(turn.policy_versions)
-        lists = (list(prompt), list(turn.response_ids), [1] * size, list(turn.logprobs), rewards, versions)
-        rows.append(Sample(*lists, trajectory.group_id, trajectory.id, last, turn.stop_reason, list(media)))
+        lists = (list(prompt), list(turn.response_ids), [1] * size, list(turn.logprobs), versions)
+        rewards = {size - 1: trajectory.reward} if last else {}
+        ids = (trajectory.group_id, trajectory.id)
+        rows.append(Sample(*lists, *ids, last, turn.stop_reason, list(media), rewards=rewards))
         prompt = prompt + turn.response_ids
     return rows

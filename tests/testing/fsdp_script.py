@@ -33,7 +33,6 @@ def samples_of(loaded, images: list[bool]) -> list[Sample]:
             response,
             [1] * size,
             [-6.0] * size,
-            [0.0] * size,
             [0] * size,
             f"g{number // 2}",
             f"t{number}",

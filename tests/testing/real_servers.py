@@ -153,16 +153,16 @@ class Served:
         """That the server has answered so far."""
         return self.server.process.launch.log.read_text().count("POST /generate")
 
-    def question(self, name: str, tokens: int, routes_from: int = 0) -> Request:
+    def question(self, name: str, tokens: int, routing_from: int = 0) -> Request:
         """About an image, whatever the answer."""
         rendered = self.run.model.renderer.prompt(self.run.tasks[0].prompt)
         media = [self.run.store.load(image) for image in rendered.images]
-        return Request(name, rendered.token_ids, media, SamplingParams(tokens), routes_from)
+        return Request(name, rendered.token_ids, media, SamplingParams(tokens), routing_from)
 
     def row_of(self, request: Request, completion: Completion) -> Sample:
         size = len(completion.token_ids)
         prompt = expand(request.prompt_ids, self.run.model.policy.image_token_id, request.media)
-        reply = (completion.token_ids, [1] * size, completion.logprobs, [0.0] * size, completion.policy_versions)
+        reply = (completion.token_ids, [1] * size, completion.logprobs, completion.policy_versions)
         return Sample(prompt, *reply, "g", "t", True, completion.stop_reason, list(request.media))
 
 

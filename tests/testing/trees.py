@@ -49,7 +49,7 @@ def random_rows(model: LoadedModel, seed: int, groups: int = 2, trained: float =
 
 def _row(ids: list[int], mask: list[int], media: list[MediaItem], group: str, number: int, advantage: float) -> Sample:
     size = len(ids)
-    lists = ([1], ids, mask, [-1.0] * size, [0.0] * size, [0] * size)
+    lists = ([1], ids, mask, [-1.0] * size, [0] * size)
     return Sample(*lists, group, f"{group}/{number}", True, "stop", media, advantage)
 
 

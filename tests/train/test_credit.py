@@ -9,7 +9,7 @@ from testing.fakes import make_trajectory, make_turn
 
 from vlmrl.config import Algo, Config, Rollout, Train
 from vlmrl.samples import concat, step_wise
-from vlmrl.samples.spans import Span, reply_spans
+from vlmrl.samples.emit import ReplySpan, reply_spans
 from vlmrl.train.credit import give_advantages, paid_from, shaped_reward
 
 PLAIN = {"scale_by_std": False}
@@ -60,8 +60,16 @@ def test_spans_of_replies_with_nothing_between_them_and_with_a_dropped_end_of_tu
     turns = [make_turn([1], [5, 2], [-0.1, -0.1]), make_turn([], [6, 2], [-0.1, -0.1]), make_turn([7], [8], [-0.1])]
     turns[0].dropped = turns[1].dropped = 1
     trajectory = make_trajectory(turns=turns)  # in one row: 5 | 6 | 7 8
-    assert reply_spans(trajectory, concat(trajectory)) == [Span(0, 0, 0, 1), Span(1, 0, 1, 2), Span(2, 0, 3, 4)]
-    assert reply_spans(trajectory, step_wise(trajectory)) == [Span(0, 0, 0, 2), Span(1, 1, 0, 2), Span(2, 2, 0, 1)]
+    assert reply_spans(trajectory, concat(trajectory)) == [
+        ReplySpan(0, 0, 0, 1),
+        ReplySpan(1, 0, 1, 2),
+        ReplySpan(2, 0, 3, 4),
+    ]
+    assert reply_spans(trajectory, step_wise(trajectory)) == [
+        ReplySpan(0, 0, 0, 2),
+        ReplySpan(1, 1, 0, 2),
+        ReplySpan(2, 2, 0, 1),
+    ]
     rendered = [replace(row, rollout_logprobs=None) for row in concat(trajectory)]
     assert reply_spans(trajectory, rendered) == []
 

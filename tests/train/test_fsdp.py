@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from testing.fsdp_script import CASES
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[1] / "testing/fsdp_script.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
 

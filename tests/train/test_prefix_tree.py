@@ -25,7 +25,7 @@ def row(ids, media=(), name="t", group="g", prompt=1, mask=None):
     response = ids[prompt:]
     size = len(response)
     mask = [1] * size if mask is None else mask
-    lists = (ids[:prompt], response, mask, [-1.0] * size, [0.0] * size, [0] * size)
+    lists = (ids[:prompt], response, mask, [-1.0] * size, [0] * size)
     return Sample(*lists, group, name, True, "stop", list(media), 1.0)
 
 

@@ -35,7 +35,6 @@ def sample(model, name, images, response, mask, group="g", advantage=1.0):
         response_ids=response,
         loss_mask=mask,
         rollout_logprobs=[-1.0 * m for m in mask],
-        rewards=[0.0] * len(response),
         policy_versions=[0] * len(response),
         group_id=group,
         trajectory_id=name,

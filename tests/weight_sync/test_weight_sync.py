@@ -19,6 +19,8 @@ from vlmrl.engine.sglang.engine import SGLangEngine
 from vlmrl.weight_sync.server_sync import FILL, WeightSync
 from vlmrl.weight_sync.transfer import Target, WeightUpdate, buckets
 
+pytestmark = pytest.mark.slow
+
 BF16 = torch.bfloat16
 
 

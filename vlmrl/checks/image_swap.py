@@ -76,7 +76,7 @@ def _from_first_image(row: Sample, image_token_id: int) -> Sample:
         response_ids=ids[cut:],
         loss_mask=[int(id != image_token_id) for id in ids[cut:]],
         rollout_logprobs=[0.0] * size,
-        rewards=[0.0] * size,
+        rewards={},
         policy_versions=[0] * size,
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vlmrl.samples.spans import reply_spans
+from vlmrl.samples.emit import reply_spans
 from vlmrl.types import Sample, Trajectory
 
 

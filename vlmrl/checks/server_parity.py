@@ -131,7 +131,6 @@ def _gap(score: Score, question: Question, completion: Completion) -> float:
         response_ids=completion.token_ids,
         loss_mask=[1] * length,
         rollout_logprobs=completion.logprobs,
-        rewards=[0.0] * length,
         policy_versions=completion.policy_versions,
         group_id="handshake",
         trajectory_id=question.request.trajectory_id,

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from vlmrl.config import Config
 from vlmrl.data import TaskMixture, TaskSource, load_run_tasks
-from vlmrl.data.lengths import prompt_tokens
+from vlmrl.data.stream import prompt_tokens
 from vlmrl.env.base import EnvSpec, resolve_envs
 from vlmrl.env.session import EnvError, EnvSession
 from vlmrl.model.loading import Reader, load_reader

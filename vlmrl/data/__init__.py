@@ -1,4 +1,4 @@
-"""From datasets and generators to tasks, and the order in which they are drawn."""
+"""Datasets and generators become tasks, drawn in a reproducible order."""
 
 from vlmrl.data.mixture import TaskMixture, Tasks, load_run_tasks
 from vlmrl.data.source import TaskSource, load_split, load_tasks, task_seed

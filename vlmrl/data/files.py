@@ -1,4 +1,4 @@
-"""Datasets from the hub, from files and from folders, with complaints that say what to do. Nothing in them is decoded."""
+"""Loads datasets from the hub, files and folders, without decoding their images. Errors say what to do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SPLIT_NAMES = {"train", "validation", "val", "valid", "dev", "test"}
 
 
 class Rows:
-    """The rows of one split by index, every image in them, however deep, left as ``{"bytes": ..., "path": ...}``."""
+    """The rows of one split by index. Images, nested ones too, stay encoded as ``{"bytes": ..., "path": ...}``."""
 
     def __init__(self, dataset: hf.Dataset) -> None:
         self.columns: list[str] = dataset.column_names
@@ -32,7 +32,7 @@ class Rows:
         return self._features.decode_example(self._table[index].to_pylist()[0])
 
     def take(self, indices: list[int]) -> list[dict[str, Any]]:
-        """Rows by number, in this order, read together: several times as fast as one by one."""
+        """Rows by index, in this order; several times faster than reading them one by one."""
         return list(map(self._features.decode_example, self._table[indices].to_pylist())) if indices else []
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -40,7 +40,7 @@ class Rows:
             yield from map(self._features.decode_example, part.to_pylist())
 
     def digest(self) -> str:
-        """A hash of all content, the same whatever file it came from."""
+        """A hash of all content, independent of the file it came from."""
         hasher = hashlib.blake2b(repr(self._features).encode(), digest_size=8)
         for part in self._table.data.table.to_batches():
             for column in part.columns:
@@ -57,8 +57,7 @@ def load_rows(path: str, split: str, base_dir: Path | None = None) -> Rows:
     """The rows of one split, which may be a slice such as ``train[:100]``.
 
     Raises:
-        ValueError: nothing is there, or it cannot be read, or it has no rows; the message names the file and, where it can be
-            told, the line.
+        ValueError: the data does not exist, cannot be read, or has no rows; the message names the file and, if known, the line.
     """
     local = find(path, base_dir)
     dataset = _load_local(local, split) if local else _load_hub(path, split, base_dir)
@@ -68,7 +67,7 @@ def load_rows(path: str, split: str, base_dir: Path | None = None) -> Rows:
 
 
 def find(path: str, base_dir: Path | None) -> Path | None:
-    """The local file or folder, or ``None`` where ``path`` can only be a hub name."""
+    """The local file or folder; ``None`` if ``path`` can only be a hub name."""
     if any(place.exists() for place in places(path, base_dir)):
         return resolve_path(path, base_dir)
     if Path(path).suffix in FORMATS or path.startswith((".", "/", "~")) or path.count("/") > 1:
@@ -78,7 +77,7 @@ def find(path: str, base_dir: Path | None) -> Path | None:
 
 
 def task_name(path: Path, split: str) -> str:
-    """``geo/train.parquet`` and the split ``train`` of ``geo`` are both ``geo/train``."""
+    """``geo/train`` for both ``geo/train.parquet`` and the split ``train`` of ``geo``."""
     return f"{path.parent.name}/{path.stem}" if path.suffix in FORMATS else f"{path.name}/{split}"
 
 
@@ -105,21 +104,19 @@ def _load_local(path: Path, split: str) -> hf.Dataset:
 
 
 def _load_files(paths: list[Path], split: str) -> hf.Dataset:
-    """One split from files, whatever these are called."""
+    """One split from files, whatever their names."""
     suffixes = {path.suffix for path in paths}
     if not suffixes <= set(FORMATS):
         raise ValueError(f"data.path must be one of {', '.join(FORMATS)} or a folder, but it is {str(paths[0])!r}")
     files = {_base(split): [str(path) for path in paths]}
     try:
         return hf.load_dataset(FORMATS[suffixes.pop()], data_files=files, split=split)
-    except (
-        Exception
-    ) as error:  # StopIteration, ArrowInvalid, DatasetGenerationError: as many kinds as ways to be broken
-        raise ValueError(f"data.path cannot be read: {_what_is_wrong(paths, error)}") from error
+    except Exception as error:  # datasets raises many kinds: StopIteration, ArrowInvalid, DatasetGenerationError
+        raise ValueError(f"data.path cannot be read: {_describe_error(paths, error)}") from error
 
 
-def _what_is_wrong(paths: list[Path], error: BaseException) -> str:
-    """The file to mend, and where; ``error`` is what its reader said."""
+def _describe_error(paths: list[Path], error: BaseException) -> str:
+    """The broken file and the place in it; ``error`` is its reader's."""
     for path in paths:
         if path.stat().st_size < 100 and path.read_bytes().strip() in (b"", b"[]"):
             return f"{path} is empty"
@@ -141,7 +138,7 @@ def _bad_line(path: Path) -> str | None:
 
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
-    """The files with the split's name as a word in theirs; ``train`` also takes all where none names a split."""
+    """The files whose names contain the split's name as a word. For ``train``, all files if none names any split."""
     files = next((found for suffix in FORMATS if (found := sorted(folder.rglob(f"*{suffix}")))), [])
     words = {file: set(re.split(r"[-_./]", str(file.relative_to(folder)))) for file in files}
     named = [file for file in files if _base(split) in words[file]]

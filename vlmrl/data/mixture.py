@@ -1,4 +1,4 @@
-"""The tasks of a run: one source of them, or several that are mixed by weight; those to train on, and those held out."""
+"""The training and evaluation tasks of a run: from one source, or from several mixed by weight."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from vlmrl.types import Task
 
 @dataclass(frozen=True)
 class TaskMixture:
-    """Several sources in one order. After any number of draws each part has had its share of them, to within one or so.
+    """Several sources, drawn in the ratio of their weights; after any number of draws the counts are right to within about one.
 
-    With the weights 2 and 1 the parts' turns are ``a b a a b a a b a``, without end: of each three draws, two are of ``a``.
+    With weights 2 and 1 the draws are ``a b a a b a a b a ...``: of each three draws, two are from ``a``.
     """
 
     parts: Mapping[str, TaskSource]
@@ -30,7 +30,7 @@ class TaskMixture:
         return chain.from_iterable(self.parts.values())
 
     def draw(self, number: int) -> Task:
-        """The task of draw ``number``, from 0; each part goes through its own epochs."""
+        """The task of draw ``number``, from 0; each part has its own epochs."""
         drawn = self._drawn_before(number)
         name = self._next(drawn)
         return self.parts[name].draw(drawn[name])
@@ -42,11 +42,11 @@ class TaskMixture:
         return replace(self, parts={name: part.measured(tokens) for name, part in self.parts.items()})
 
     def _next(self, drawn: Mapping[str, int]) -> str:
-        """The part whose turn it is: its draw number k is due at the time (k + 1/2) / weight (Webster's method)."""
+        """The part to draw next: a part's draw k is due at time (k + 1/2) / weight (Webster's method)."""
         return min(self.parts, key=lambda name: (drawn[name] + 0.5) / self.weights[name])
 
     def _drawn_before(self, number: int) -> dict[str, int]:
-        """How often each part was drawn before draw ``number``: all draws due by a time a little too early, then one by one."""
+        """The draws of each part before draw ``number``: those due by a slightly too early time at once, then one by one."""
         early = max(0, number - len(self.parts)) / sum(self.weights.values())
         drawn = {name: math.floor(early * self.weights[name] + 0.5) for name in self.parts}
         while sum(drawn.values()) < number:
@@ -58,7 +58,7 @@ Tasks = TaskSource | TaskMixture
 
 
 def load_run_tasks(config: Config, base_dir: Path | None = None) -> tuple[Tasks, Tasks | None]:
-    """What the run trains on, and what it is evaluated on, if anything. Raises ValueError where it names no tasks."""
+    """The training tasks, and the evaluation tasks if there are any. Raises ValueError if the config names no tasks."""
     if not config.mixture:
         if not config.data.is_set:
             raise ValueError("data must be set: give it a path or a generator, or mix several datasets with mixture.")

@@ -1,9 +1,9 @@
-"""How a prompt takes its row's images, always in the row's order.
+"""Puts a row's images into its prompt, always in the row's order.
 
-- a string is a user message, and ``<image>`` in it marks an image, but only as often as the row has images; later
-  ones are prose. RowImages without a mark go first: ``"<image> and this"`` with images a, b is a, b, ``" and this"``;
-- in a list of messages ``{"type": "image"}`` parts without a source take the images; user messages whose content is a
-  string are marked likewise.
+- A string prompt is a user message. ``<image>`` in it marks an image as often as the row has images; later marks are plain text.
+  Images without a mark go first: ``"<image> and this"`` with images a, b is a, b, ``" and this"``.
+- In a list of messages, ``{"type": "image"}`` parts without a source take the images. User messages whose content is a string
+  may have marks too.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _OWN_SOURCE = ("image", "url", "path", "base64", "image_url")
 
 
 class RowImages:
-    """Puts one row's images into its prompt. ``where`` names the row in errors; paths are found in ``roots``."""
+    """Puts one row's images into its prompt. ``where`` names the row in errors; relative paths are looked up in ``roots``."""
 
     def __init__(self, where: str, roots: list[Path]) -> None:
         self.where = where
         self.roots = list(dict.fromkeys(roots))
         self.sources: list[ImageSource] = []
 
-    def take(self, column: Any) -> None:
-        """The row's image column: nothing, one image, or a list of images."""
+    def set_column(self, column: Any) -> None:
+        """Set the value of the row's image column: ``None``, one image, or a list of images."""
         given = [] if column is None else list(column) if isinstance(column, (list, tuple)) else [column]
         self.sources = [self._located(source) for source in given]
 
-    def placed(self, prompt: Any) -> list[Message]:
-        """The prompt as messages, with every image part ``{"type": "image", "image": source}``."""
+    def messages(self, prompt: Any) -> list[Message]:
+        """The prompt as messages, with every image part as ``{"type": "image", "image": source}``."""
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         messages = [self._message(message) for message in self._checked(prompt)]
@@ -54,7 +54,7 @@ class RowImages:
         return messages
 
     def _fill(self, messages: list[Message], marks: int, unmarked: int) -> None:
-        """Hand out the images in order: to bare parts, to marks, and before the first user text what has no mark."""
+        """Insert the images in order: into parts without a source, at marks, and unmarked ones before the first user text."""
         queue = iter(self.sources)
         for message in messages:
             for part in image_parts(message):
@@ -73,7 +73,7 @@ class RowImages:
         return prompt
 
     def _message(self, message: Message) -> Message:
-        """A copy without the empty keys that columnar files add, its image parts in one form."""
+        """A copy with image parts in one form and without the empty keys that columnar files add."""
         made = {key: value for key, value in message.items() if value is not None}
         content = made.setdefault("content", "")
         if isinstance(content, list):

@@ -1,4 +1,4 @@
-"""Dataset rows and generators -> :class:`~vlmrl.types.Task`, by configuration alone, and nothing decoded on the way.
+"""Dataset rows and generators become :class:`~vlmrl.types.Task` by configuration alone; images are not decoded.
 
 tasks = load_tasks(Data("geo.jsonl", columns={"prompt": "problem"}), base_dir)
 [tasks[i] for i in tasks.order(epoch=0)]
@@ -26,17 +26,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class TaskSource:
-    """Tasks by index, each made from its row when it is asked for; their order is the same in every process.
+    """Tasks by index, each made from its row on access, in the same order in every process."""
 
-    ``tokens``, once it is known how to count them, tells how long a task's prompt is; ``max_prompt_tokens`` is the most that fits.
-    """
-
-    make: Callable[[int], Task]
-    rows: Sequence[int]
+    make: Callable[[int], Task]  # from a row's number
+    rows: Sequence[int]  # the row of each task
     seed: int = 0
     shuffle: bool = True
     max_prompt_tokens: int | None = None
-    tokens: Callable[[Task], int] | None = None
+    tokens: Callable[[Task], int] | None = None  # counts a prompt's tokens; None until a renderer is known
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -50,7 +47,7 @@ class TaskSource:
         return (self[index] for index in range(len(self)))
 
     def order(self, epoch: int) -> Sequence[int]:
-        """The indices in the order they are played in this epoch."""
+        """The task indices in the order of this epoch."""
         return _shuffled(len(self), self.seed, epoch) if self.shuffle else range(len(self))
 
     def draw(self, number: int) -> Task:
@@ -78,13 +75,13 @@ def load_tasks(data: Data, base_dir: Path | None = None) -> TaskSource:
 
 
 def load_split(data: Data, base_dir: Path | None = None, part: str = "") -> tuple[TaskSource, TaskSource | None]:
-    """The tasks that ``data`` names and, apart from them, those that it holds out. ``part`` is their mixture's name for them.
+    """The training tasks of ``data``, and those that it holds out. ``part`` is their name in a mixture.
 
     Local paths are looked for under ``base_dir``, then the working directory.
 
     Raises:
-        ValueError: the data, a mapped column or the generator is not there, or the generator's options do not fit it, or nothing
-            is left to train on.
+        ValueError: the data, a mapped column or the generator does not exist, the generator's options do not fit it, or no rows
+            are left to train on.
     """
     table = _generated(data, base_dir, part) if data.generator is not None else _dataset(data, base_dir, part)
     ids = table.ids if data.limit is None else table.ids[: data.limit]
@@ -99,9 +96,9 @@ def load_split(data: Data, base_dir: Path | None = None, part: str = "") -> tupl
 
 
 def held_out(ids: Sequence[Any], amount: int | float) -> set[int]:
-    """The places of the ids that are held out: those whose hashes are lowest, a share of all or (from 1 on) a count.
+    """The indices of the ids that are held out: those with the lowest hashes. ``amount`` is a share, or from 1 on a count.
 
-    A share asks each id alone, so that rows that are added later move none; rows of one id are never parted.
+    A share decides for each id by itself, so that rows added later move no earlier row. Rows with the same id stay together.
     """
     ranks = [int.from_bytes(hashlib.sha256(str(name).encode()).digest()[:8], "big") for name in ids] if amount else []
     limit = amount * 2**64 if amount < 1 else sorted(ranks)[: int(amount)][-1] + 1
@@ -115,7 +112,7 @@ def task_seed(seed: int, index: int) -> int:
 
 @dataclass(frozen=True)
 class _Table:
-    """``make(row)`` for each row, and the rows' ids: what they are called by themselves, or their places."""
+    """``make(row)`` for each row, and the rows' ids: from their id column, or their indices."""
 
     make: Callable[[int], Task]
     ids: Sequence[Any]
@@ -140,7 +137,7 @@ def _dataset(data: Data, base_dir: Path | None, part: str) -> _Table:
         row = rows[index]
         for key in ("id", "source", "answer"):
             if key in columns and row[columns[key]] is None:
-                raise ValueError(f"{where}: column {columns[key]!r} is empty. Give the row one, or drop it")
+                raise ValueError(f"{where}: column {columns[key]!r} is empty. Fill it, or remove the row")
         source = str(row[columns["source"]]) if "source" in columns else part or str(local or data.path)
         task = Task(f"{name}/{ids[index]}", [], source=source, seed=task_seed(data.seed, index), part=part)
         return _filled(task, row, columns, data.system_prompt, RowImages(where, roots))
@@ -149,7 +146,7 @@ def _dataset(data: Data, base_dir: Path | None, part: str) -> _Table:
 
 
 def _checked_columns(data: Data, present: list[str]) -> dict[str, str]:
-    """Where prompt, images, answer and so on are. All but the prompt may be absent, unless the user said where they are."""
+    """The column of each field. Only the prompt and the fields that ``data.columns`` maps must exist."""
     columns = {"prompt": "prompt", "images": "images", "answer": "answer"} | data.columns
     for name, column in columns.items():
         if column not in present and (name == "prompt" or name in data.columns):
@@ -173,7 +170,7 @@ def _generated(data: Data, base_dir: Path | None, part: str) -> _Table:
     except TypeError as error:
         raise ValueError(
             f"data.generator {name}{inspect.signature(function)} cannot be called as "
-            f"{name}(index, seed, **{data.options!r}): {error}. Mend data.options or the function"
+            f"{name}(index, seed, **{data.options!r}): {error}. Correct data.options or the function"
         ) from error
     source = part or (data.generator if isinstance(data.generator, str) else name)
 
@@ -197,8 +194,8 @@ def _generated(data: Data, base_dir: Path | None, part: str) -> _Table:
 
 def _filled(task: Task, row: Row, columns: dict[str, str], system: str | None, row_images: RowImages) -> Task:
     """The task with its prompt, images, answer and other columns taken from the row."""
-    row_images.take(row[columns["images"]] if "images" in columns else None)
-    prompt = _with_system(row_images.placed(row[columns["prompt"]]), system)
+    row_images.set_column(row[columns["images"]] if "images" in columns else None)
+    prompt = _with_system(row_images.messages(row[columns["prompt"]]), system)
     images = [part["image"] for message in prompt for part in image_parts(message)]
     answer = row[columns["answer"]] if "answer" in columns else None
     others = {name: value for name, value in row.items() if name not in columns.values()}

@@ -32,14 +32,14 @@ class Request:
     """One reply to sample: ids with one placeholder per image, and the images in order.
 
     Requests of one trajectory share ``trajectory_id``, so that an engine can keep what it computed for earlier turns. Ids sort
-    in task order. Where an engine tells experts, those of the first ``routes_from`` tokens, images expanded, are known already.
+    in task order. Where an engine tells experts, those of the first ``routing_from`` tokens, images expanded, are known already.
     """
 
     trajectory_id: str
     prompt_ids: Sequence[int]
     media: Sequence[MediaItem] = field(default_factory=list)
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=256))
-    routes_from: int = 0
+    routing_from: int = 0
 
 
 class Engine(Protocol):

@@ -1,4 +1,4 @@
-"""RolloutBuffer of groups that have something to teach: filters, and what becomes of a batch that they left short."""
+"""Fills a batch with groups that pass the filters, and completes it by more sampling or by repetition (dynamic sampling)."""
 
 from __future__ import annotations
 
@@ -11,25 +11,21 @@ from pathlib import Path
 from vlmrl.algos import FILTERS
 from vlmrl.config import Algo
 from vlmrl.config.code import check_options, load_object
-from vlmrl.rollout.runner import RolloutError, Rollouts, Runner
+from vlmrl.rollout.runner import Group, RolloutError, Rollouts, Runner
 from vlmrl.types import Task, Trajectory
 
-Group = list[Trajectory]
 Filter = Callable[[Sequence[Trajectory]], bool]
-ROUNDS = 16  # of sampling for one batch, before it is given up
+MAX_ROUNDS = 16  # of sampling for one batch, before the run stops
 
 
 @dataclass
 class GroupBatch:
-    """``groups`` are trained; ``rollouts`` is all that was played for them, the ``filtered`` groups too.
+    """The groups of one rollout step, and everything that was played for them."""
 
-    ``too_old`` groups were dropped, since the weights had changed too often since they began.
-    """
-
-    groups: list[Group] = field(default_factory=list)
-    filtered: int = 0
-    too_old: int = 0
-    rollouts: Rollouts = field(default_factory=Rollouts)
+    groups: list[Group] = field(default_factory=list)  # to train on
+    filtered: int = 0  # groups that the filters rejected
+    too_old: int = 0  # groups that were dropped because they exceeded the allowed staleness
+    rollouts: Rollouts = field(default_factory=Rollouts)  # all groups played, the filtered ones included
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -39,21 +35,21 @@ class GroupBatch:
 async def fill(
     runner: Runner, tasks: Iterator[Task], count: int, label: str, filters: Sequence[Filter], mode: str
 ) -> GroupBatch:
-    """``count`` groups that pass all ``filters``; with ``mode`` off, those of ``count`` that do.
+    """A batch of ``count`` groups that pass all ``filters``.
 
-    ``filter`` samples on until the batch is full, ``replace`` repeats kept groups. Raises RolloutError where no group passes.
+    Dynamic sampling ``mode``: ``off`` plays ``count`` groups and keeps those that pass, ``filter`` continues until ``count`` pass,
+    ``replace`` repeats kept groups. Raises RolloutError if too few groups pass in :data:`MAX_ROUNDS` rounds.
     """
     batch = GroupBatch()
-    for number in range(ROUNDS):
+    for number in range(MAX_ROUNDS):
         suffix = f".{number}" if number else ""
-        played = await runner.play(
-            tasks, count - len(batch.groups), label + suffix, over_sampling=runner.config.over_sampling
-        )
-        _add(batch.rollouts, played)
-        kept = [group for group in played.groups if passes(group, filters)]
-        batch.filtered += len(played.groups) - len(kept)
+        missing = count - len(batch.groups)
+        rollouts = await runner.play(tasks, missing, label + suffix, over_sampling=runner.config.over_sampling)
+        _add(batch.rollouts, rollouts)
+        kept = [group for group in rollouts.groups if passes(group, filters)]
+        batch.filtered += len(rollouts.groups) - len(kept)
         batch.groups += kept
-        if mode != "filter" or len(batch.groups) == count or not played.groups:
+        if mode != "filter" or len(batch.groups) == count or not rollouts.groups:
             break
     else:
         raise too_few(label, len(batch.groups), count)
@@ -67,15 +63,15 @@ def passes(group: Group, filters: Sequence[Filter]) -> bool:
 
 
 def repeated(groups: list[Group], count: int) -> list[Group]:
-    """``count`` groups: these as often as it takes, each copy under a name of its own. None where there are none."""
+    """``count`` groups, by repetition of ``groups``; each copy has ids of its own. Empty if ``groups`` is."""
     copies = math.ceil(count / len(groups)) if groups else 0
     return [_copy(group, number) for number in range(copies) for group in groups][:count]
 
 
 def too_few(label: str, passed: int, count: int) -> RolloutError:
     return RolloutError(
-        f"{label}: after {ROUNDS} rounds only {passed} of {count} groups passed algo.filters: tasks are too easy or too hard, or "
-        "the filters too strict."
+        f"{label}: after {MAX_ROUNDS} rounds only {passed} of {count} groups passed algo.filters: the tasks are too easy or too "
+        "hard, or the filters too strict."
     )
 
 
@@ -90,15 +86,15 @@ def resolve_filters(algo: Algo, base_dir: Path | None = None) -> list[Filter]:
     return found
 
 
-def _add(total: Rollouts, played: Rollouts) -> None:
-    total.groups += played.groups
-    total.failed += played.failed
-    total.dropped_groups += played.dropped_groups
-    total.stopped_groups += played.stopped_groups
+def _add(total: Rollouts, new: Rollouts) -> None:
+    total.groups += new.groups
+    total.failed += new.failed
+    total.dropped_groups += new.dropped_groups
+    total.stopped_groups += new.stopped_groups
 
 
 def _copy(group: Group, number: int) -> Group:
-    """The same trajectories under other ids; the first copy is the group itself."""
+    """The same trajectories with other ids; copy 0 is the group itself."""
     if not number:
         return group
 

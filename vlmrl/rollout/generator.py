@@ -5,8 +5,8 @@
         reply = await client.generate(prompt.token_ids, prompt.images)
         return client.trajectory(reward=float(task.answer in renderer.text(reply.token_ids)))
 
-It plays one episode of ``task`` and returns ``client.trajectory(...)``, or columns (see `samples/columns.py`). The client records what
-it sampled; the audit compares the rows with that record, so what is trained is what was sampled here, too.
+It plays one episode of ``task`` and returns ``client.trajectory(...)``, or columns (see `samples/columns.py`). The client records
+every reply, and the audit compares the rows with that record: only sampled tokens are trained.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from vlmrl.config.code import load_object
 from vlmrl.engine.base import Engine, EngineError, Request, SamplingParams
 from vlmrl.multimodal.renderer import Renderer, expand
 from vlmrl.multimodal.store import MediaStore
-from vlmrl.rollout.expert_record import share_out
-from vlmrl.rollout.turn_loop import derive_seed
+from vlmrl.rollout.turn_loop import derive_seed, record_expert_routing
 from vlmrl.samples.columns import from_columns
 from vlmrl.types import Completion, ImageSource, MediaItem, Sample, Task, Trajectory, Turn
 
@@ -35,7 +34,7 @@ Generate = Callable[["Client", Renderer, Task], Awaitable[Trajectory | Mapping[s
 
 @dataclass(frozen=True)
 class _Call:
-    """One reply that was sampled, with the whole expanded prompt before it."""
+    """One sampled reply with its whole prompt, images expanded."""
 
     prompt_ids: list[int]
     media: list[MediaItem]
@@ -44,7 +43,7 @@ class _Call:
 
 
 class Client:
-    """Samples for one episode: token ids and images in, a Completion out. ``calls`` counts the replies so far."""
+    """Samples the replies of one episode: token ids and images in, a Completion out. ``calls`` counts the replies."""
 
     def __init__(self, loop: GeneratorLoop, trajectory: Trajectory) -> None:
         self.trajectory_id = trajectory.id
@@ -61,9 +60,10 @@ class Client:
     async def generate(
         self, prompt_ids: Sequence[int], images: Sequence[ImageSource] = (), **sampling: Any
     ) -> Completion:
-        """One reply to a prompt that has one placeholder per image, as the renderer makes it.
+        """Sample one reply to a prompt with one placeholder per image, as the renderer returns it.
 
-        ``sampling`` overrides fields of :class:`~vlmrl.engine.base.SamplingParams`, but ``temperature``, which the trainer must know.
+        ``sampling`` overrides fields of :class:`~vlmrl.engine.base.SamplingParams`, except ``temperature``, which the trainer uses
+        too. Raises ValueError if the prompt leaves no room for a reply within ``rollout.max_tokens``.
         """
         if "temperature" in sampling:
             raise ValueError(
@@ -76,20 +76,19 @@ class Client:
         if limit < 1:
             raise ValueError(f"the prompt has {len(expanded)} tokens, and rollout.max_tokens is {config.max_tokens}.")
         seed = derive_seed(loop.seed, self.trajectory_id, self._issued)
-        self._issued += 1  # not `calls`: replies that are asked for at once must differ
+        self._issued += 1  # not `calls`: replies sampled concurrently must differ
         params = SamplingParams(limit, config.temperature, config.top_p, config.top_k, config.stop, seed)
         request = Request(self.trajectory_id, list(prompt_ids), media, replace(params, **sampling))
         began = time.perf_counter()
         async with asyncio.timeout(config.engine_timeout):
             completion = await loop.engine.generate(request)
+        # a copy: the caller may change its lists
         own = replace(completion, token_ids=list(completion.token_ids), logprobs=list(completion.logprobs))
-        self._calls.append(
-            _Call(expanded, media, own, time.perf_counter() - began)
-        )  # a copy: the caller may change its lists
+        self._calls.append(_Call(expanded, media, own, time.perf_counter() - began))
         return completion
 
     async def images(self, images: Sequence[ImageSource]) -> list[MediaItem]:
-        """Each image loaded and processed, once however often it is asked for."""
+        """Load and process images; each distinct image is processed once."""
         if images and self._loop.store is None:
             raise ValueError(f"{len(images)} images for a model that reads text only.")
         return (
@@ -97,7 +96,7 @@ class Client:
         )
 
     def trajectory(self, reward: float, *, metrics: Mapping[str, float] | None = None) -> Trajectory:
-        """The episode: every reply sampled so far, in order, and its whole reward."""
+        """The finished episode: every reply sampled so far, in order, and its reward."""
         return Trajectory(
             self.trajectory_id,
             self.group_id,
@@ -109,7 +108,7 @@ class Client:
         )
 
     def adopt(self, result: Any) -> Trajectory:
-        """What a generator returned, as this episode's trajectory. Raises ValueError where it holds what was not sampled here."""
+        """The result of a generator as this episode's trajectory. Raises ValueError if it contains a reply not sampled here."""
         if isinstance(result, Mapping):
             return self.from_columns(result)
         if not isinstance(result, Trajectory):
@@ -129,7 +128,7 @@ class Client:
         return result
 
     def from_columns(self, columns: Mapping[str, Any]) -> Trajectory:
-        """The same from columns of this one episode; replies that no row trains are left out and counted."""
+        """The trajectory of this episode's columns. Replies that no row trains are counted as ``replies_unused``."""
         samples = from_columns(columns)
         if {sample.trajectory_id for sample in samples} != {self.trajectory_id}:
             names = sorted({sample.trajectory_id for sample in samples})
@@ -152,7 +151,7 @@ class Client:
         return trajectory
 
     def _used(self, samples: Sequence[Sample]) -> Iterator[_Call]:
-        """The recorded replies that the rows train, in order; a trained run that was never sampled gets the next reply."""
+        """The recorded replies that the rows train, in order. Raises ValueError for trained tokens that were never sampled."""
         calls = iter(self._calls)
         for sample in samples:
             place = 0
@@ -171,30 +170,30 @@ class Client:
 
     def _turns(self, calls: Sequence[_Call]) -> list[Turn]:
         turns: list[Turn] = []
-        seen: list[int] = []
-        shown: list[str] = []
+        ids: list[int] = []
+        image_ids: list[str] = []
         for call in calls:
-            goes_on = call.prompt_ids[: len(seen)] == seen and [m.id for m in call.media[: len(shown)]] == shown
+            extends = call.prompt_ids[: len(ids)] == ids and [m.id for m in call.media[: len(image_ids)]] == image_ids
             turn = Turn(
-                prompt_ids=call.prompt_ids[len(seen) :] if goes_on else call.prompt_ids,
-                media=call.media[len(shown) :] if goes_on else call.media,
+                prompt_ids=call.prompt_ids[len(ids) :] if extends else call.prompt_ids,
+                media=call.media[len(image_ids) :] if extends else call.media,
                 response_ids=call.completion.token_ids,
                 logprobs=call.completion.logprobs,
                 policy_versions=call.completion.policy_versions,
                 stop_reason=call.completion.stop_reason,
                 text=self._loop.renderer.text(call.completion.token_ids),
                 engine_seconds=call.seconds,
-                kept=None if goes_on else 0,
-                kept_media=None if goes_on else 0,
+                kept=None if extends else 0,
+                kept_media=None if extends else 0,
             )
             turns.append(turn)
-            share_out(call.completion.routes, turns)
-            seen, shown = call.prompt_ids + call.completion.token_ids, [item.id for item in call.media]
+            record_expert_routing(call.completion.expert_routing, turns)
+            ids, image_ids = call.prompt_ids + call.completion.token_ids, [item.id for item in call.media]
         return turns
 
 
 class GeneratorLoop:
-    """What the runner plays when ``rollout.generate`` is set; the same interface as the turn loop."""
+    """Plays episodes with the user's generator; has the interface of the turn loop."""
 
     def __init__(
         self,
@@ -213,7 +212,7 @@ class GeneratorLoop:
         self.seed = seed
 
     async def play(self, task: Task, group_id: str, trajectory_id: str) -> Trajectory:
-        """One episode. What the generator raises makes the trajectory fail; what it returns must be its client's."""
+        """Play one episode. An exception of the generator makes the trajectory fail."""
         trajectory = Trajectory(trajectory_id, group_id, task)
         client = Client(self, trajectory)
         limit = self.config.max_turns * (self.config.engine_timeout + self.config.env_timeout)
@@ -246,7 +245,7 @@ def resolve_generate(config: Rollout, base_dir: Path | None = None) -> Generate 
 
 
 def _filled(versions: Sequence[int | None]) -> list[int]:
-    """Unsampled tokens take the version of the sampled one that follows, at the end the last one's."""
+    """Replace each ``None`` with the next known version, or with the last one at the end."""
     filled: list[int] = []
     following = next((version for version in reversed(versions) if version is not None), 0)
     for version in reversed(versions):

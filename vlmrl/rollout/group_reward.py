@@ -1,11 +1,11 @@
-"""A reward that looks at all trajectories of a group: a ranking, a comparison, a bonus for what differs.
+"""A reward that compares all trajectories of a group: a ranking, a pairwise judgement, a bonus for diversity.
 
     def shortest(group):                                  # Config(group_reward=shortest)
         lengths = [trajectory.num_sampled for trajectory in group]
         return [float(length == min(lengths)) for length in lengths]
 
-It is asked once a group is whole, before filters and advantages, and its numbers are added to the trajectories' own rewards (to
-replace these, have the env pay 0). It may be ``async``; a plain one runs in a thread of its own.
+It is called for each complete group, before filters and advantages. Its numbers are added to the trajectories' own rewards (to
+replace them, let the env give 0). It may be ``async``; a plain function runs in a thread of its own.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from vlmrl.utils.threads import DaemonPool
 
 @dataclass(frozen=True)
 class GroupReward:
-    """A user's function with its deadline, in seconds, and the number of tries it has."""
+    """A user's reward function of a group."""
 
     function: Callable[[list[Trajectory]], Any]
-    timeout: float
+    timeout: float  # seconds for one call
     tries: int
 
     @property
@@ -38,9 +38,10 @@ class GroupReward:
         return name_of(self.function)
 
     async def give(self, group: list[Trajectory]) -> None:
-        """Pay each member. Where the function fails, its last try included, all members fail: no group is judged in part.
+        """Set each member's ``group_reward``. If the last try fails too, all members of the group fail.
 
-        Raises ValueError where it returns anything but one finite number for each.
+        Raises:
+            ValueError: the function returned anything but one finite number for each member.
         """
         for number in range(1, self.tries + 1):
             try:
@@ -48,12 +49,12 @@ class GroupReward:
                     rewards = await self._call(group)
                 break
             except Exception as error:
-                late = isinstance(error, TimeoutError)
-                reason = f"no answer in {self.timeout:g} s" if late else f"{type(error).__name__}: {error}"
+                timed_out = isinstance(error, TimeoutError)
+                reason = f"no answer in {self.timeout:g} s" if timed_out else f"{type(error).__name__}: {error}"
                 if number == self.tries:
                     return _fail(group, f"group_reward {self.name}: {reason}")
         for trajectory, reward in zip(group, self._checked(rewards, group), strict=True):
-            _pay(trajectory, reward)
+            _add_reward(trajectory, reward)
 
     async def _call(self, group: list[Trajectory]) -> Any:
         if inspect.iscoroutinefunction(self.function):
@@ -75,11 +76,12 @@ class GroupReward:
         return [float(number) for number in numbers]
 
 
-def _pay(trajectory: Trajectory, reward: float) -> None:
+def _add_reward(trajectory: Trajectory, reward: float) -> None:
     trajectory.group_reward = reward
-    if trajectory.samples:  # rows that were made while it was played hold its own reward
+    if trajectory.samples:  # rows that the rollout made already hold the trajectory's own reward
         row = trajectory.samples[-1]
-        row.rewards[max(place for place, mask in enumerate(row.loss_mask) if mask)] += reward
+        last = max(place for place, mask in enumerate(row.loss_mask) if mask)  # the last sampled token
+        row.rewards[last] = row.rewards.get(last, 0.0) + reward
 
 
 def _fail(group: Sequence[Trajectory], reason: str) -> None:

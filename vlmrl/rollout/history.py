@@ -1,8 +1,8 @@
-"""What the next reply is sampled from: the three history modes, and the policies of the one that renders anew.
+"""The history modes decide which tokens the next reply is sampled from.
 
-The turn loop makes one history per trajectory with :func:`new_history` and asks it for the prompt and, after each reply, for what
-follows. ``append`` adds the observation as the chat template writes it; ``inline`` adds it inside the reply, which goes on;
-``rerender`` templates the whole conversation anew, after a policy such as :func:`keep_last_images` has rewritten it.
+The turn loop creates one history per trajectory with :func:`new_history`. It renders the prompt and, after each reply, the
+continuation. ``append`` adds the observation as the chat template writes it; ``inline`` adds it inside the assistant message, which
+continues; ``rerender`` renders the whole conversation again, after a policy such as :func:`keep_last_images` has rewritten it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,17 @@ THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 
 @dataclass(frozen=True)
 class Continuation:
-    """What follows a reply. ``dropped`` tokens at the reply's end go first; ``anew``: this is the whole next prompt."""
+    """The tokens between a reply and the next one."""
 
     rendered: Rendered
-    dropped: int = 0
-    anew: bool = False
+    dropped: int = 0  # tokens to remove from the reply's end first
+    is_whole_prompt: bool = False  # rendered is the whole next prompt, not only its new part
 
 
 class Append:
-    """One trajectory's history: replies stay as sampled, an observation is a delta after them. Base of the other modes.
+    """Replies stay as sampled, and each observation is appended as a delta. Base class of the other modes."""
 
-    ``opens_replies``: a new generation prompt, with all it opens, stands before each reply, not only before the first.
-    """
-
-    opens_replies = True
+    opens_replies = True  # every reply follows a generation prompt, not only the first
 
     def __init__(self, renderer: Renderer, tools: Sequence[dict[str, Any]]) -> None:
         self.renderer = renderer
@@ -48,21 +45,21 @@ class Append:
     def prompt(self, messages: Sequence[Message]) -> Rendered:
         return self.renderer.prompt(messages, self.tools)
 
-    def following(self, turn: Turn, messages: Sequence[Message]) -> Continuation:
+    def continuation(self, turn: Turn, messages: Sequence[Message]) -> Continuation:
         close = turn.response_ids[-1:] != [self.renderer.end_of_turn_id]
         return Continuation(self.renderer.delta(messages, self.tools, close=close))
 
     def tail(self, turn: Turn) -> list[int]:
-        """What stands after the last reply, never trained."""
+        """Untrained tokens after the last reply."""
         return []
 
 
 class Inline(Append):
-    """The whole episode is one assistant message: an end of turn sampled in its midst is dropped, and one closes the last reply."""
+    """The whole episode is one assistant message. An end-of-turn token inside it is dropped; one closes the last reply."""
 
     opens_replies = False
 
-    def following(self, turn: Turn, messages: Sequence[Message]) -> Continuation:
+    def continuation(self, turn: Turn, messages: Sequence[Message]) -> Continuation:
         sampled_end = turn.response_ids[-1] in self.renderer.stop_ids
         return Continuation(self.renderer.inline(messages), dropped=int(sampled_end))
 
@@ -71,7 +68,7 @@ class Inline(Append):
 
 
 class Rerender(Append):
-    """The conversation so far, replies as messages, rewritten by ``policy`` and templated anew before each reply."""
+    """Before each reply, ``policy`` rewrites the conversation so far, and the chat template renders it again."""
 
     def __init__(
         self,
@@ -87,12 +84,12 @@ class Rerender(Append):
         self.messages = list(messages)
         return super().prompt(self.rewritten())
 
-    def following(self, turn: Turn, messages: Sequence[Message]) -> Continuation:
+    def continuation(self, turn: Turn, messages: Sequence[Message]) -> Continuation:
         self.messages += [reply_message(turn), *messages]
-        return Continuation(super().prompt(self.rewritten()), anew=True)
+        return Continuation(super().prompt(self.rewritten()), is_whole_prompt=True)
 
     def rewritten(self) -> Messages:
-        """The conversation as the policy shows it."""
+        """The conversation as the policy rewrites it."""
         return self._policy(list(self.messages))
 
 
@@ -110,21 +107,21 @@ def new_history(
 
 
 def keep_last_images(messages: Messages, k: int = 1) -> Messages:
-    """Only the last ``k`` images stay; a message whose only content was an image becomes an empty one."""
-    left = sum(part["type"] == "image" for message in messages for part in _parts(message)) - k
+    """Keep only the last ``k`` images. A message that had nothing else becomes empty."""
+    excess = sum(part["type"] == "image" for message in messages for part in _parts(message)) - k
     kept: Messages = []
     for message in messages:
         parts = []
         for part in _parts(message):
-            left -= part["type"] == "image"
-            if part["type"] != "image" or left < 0:
+            excess -= part["type"] == "image"
+            if part["type"] != "image" or excess < 0:
                 parts.append(part)
         kept.append({**message, "content": parts} if len(parts) < len(_parts(message)) else message)
     return kept
 
 
 def drop_thinking(messages: Messages) -> Messages:
-    """Replies without their ``<think>`` blocks, for templates that keep them."""
+    """Remove the ``<think>`` blocks of replies, for templates that keep them."""
     return [
         {**message, "content": THINKING.sub("", message["content"])} if _is_plain_reply(message) else message
         for message in messages
@@ -132,7 +129,7 @@ def drop_thinking(messages: Messages) -> Messages:
 
 
 def last_turns(messages: Messages, k: int = 1) -> Messages:
-    """What came before the first reply, then only the last ``k`` replies, each with what answered it."""
+    """Keep the messages before the first reply, and only the last ``k`` replies with the observations after them."""
     replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if len(replies) <= k:
         return messages

@@ -1,7 +1,8 @@
-"""The agent loop, the only one: text and images, one turn and many.
+"""The only agent loop: for text and images, one turn and many.
 
-Encode the prompt; then until done: sample a reply, hand its text to the env, append what the observation adds. Sampled
-ids are kept as they came; budgets cut at a turn's edge; a failure ends the trajectory as a failure, never as a reward.
+It encodes the prompt. Then, until the episode ends, it samples a reply, passes its text to ``env.step`` and appends the
+observation's tokens. Sampled ids are never re-encoded, token budgets end an episode only between turns, and a failure is never
+turned into a reward.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from vlmrl.config import Rollout
@@ -17,30 +19,40 @@ from vlmrl.env.base import EnvSpec, RetryTurn
 from vlmrl.env.session import EnvContractError, EnvError, EnvSession, TaskError
 from vlmrl.multimodal.renderer import Rendered, Renderer, expand
 from vlmrl.multimodal.store import MediaStore
-from vlmrl.rollout.expert_record import share_out
 from vlmrl.rollout.history import Append, HistoryPolicy, Rerender, new_history, reply_message
-from vlmrl.types import TRUNCATED, Completion, Ending, MediaItem, Message, Sample, Task, Trajectory, Turn
+from vlmrl.types import (
+    TRUNCATED,
+    Completion,
+    Ending,
+    ExpertRouting,
+    MediaItem,
+    Message,
+    Sample,
+    Task,
+    Trajectory,
+    Turn,
+)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """New tokens for the context: rendered messages with their images loaded. ``kept`` and ``kept_media`` as in a Turn."""
+    """New tokens for the context: rendered messages with their images loaded."""
 
-    engine_ids: list[int]
-    token_ids: list[int]
+    engine_ids: list[int]  # one placeholder per image
+    token_ids: list[int]  # one placeholder per visual token
     media: list[MediaItem]
     messages: list[Message]
-    kept: int | None = None
+    kept: int | None = None  # as in a Turn
     kept_media: int | None = None
 
 
 @dataclass
 class _Context:
-    """What the next reply is sampled from: the whole history in the engine's form, its images, and its true length."""
+    """The tokens that the next reply is sampled from."""
 
-    engine_ids: list[int] = field(default_factory=list)
+    engine_ids: list[int] = field(default_factory=list)  # one placeholder per image
     media: list[MediaItem] = field(default_factory=list)
-    length: int = 0
+    length: int = 0  # in tokens, images expanded
 
     def length_with(self, piece: _Piece) -> int:
         return (self.length if piece.kept is None else piece.kept) + len(piece.token_ids)
@@ -57,12 +69,12 @@ class _Context:
         self.length += len(token_ids)
 
     def drop(self, count: int) -> None:
-        """Forget the last tokens, which are no image's."""
+        """Remove the last ``count`` tokens, none of which belongs to an image."""
         del self.engine_ids[len(self.engine_ids) - count :]
         self.length -= count
 
-    def what_is_new(self, whole: _Piece, image_token_id: int | None) -> _Piece:
-        """The part of a whole prompt that this context does not begin with. An image counts by its content."""
+    def without_common_prefix(self, whole: _Piece, image_token_id: int | None) -> _Piece:
+        """The part of a whole prompt that follows its common prefix with this context. Images are compared by content."""
         pairs = enumerate(zip(self.engine_ids, whole.engine_ids[:-1], strict=False))
         shorter = min(len(self.engine_ids), len(whole.engine_ids) - 1)
         same = next((place for place, (old, new) in pairs if old != new), shorter)
@@ -92,9 +104,9 @@ class _Episode:
 
 
 class TurnLoop:
-    """Plays one task at a time per call of :meth:`play`; any number of calls run side by side.
+    """Plays one episode per call of :meth:`play`; any number of calls may run at the same time.
 
-    ``history_policy`` rewrites the messages where ``config.history`` is ``rerender``.
+    ``history_policy`` rewrites the messages if ``config.history`` is ``rerender``.
     """
 
     def __init__(
@@ -116,7 +128,7 @@ class TurnLoop:
         self.history_policy = history_policy
 
     async def play(self, task: Task, group_id: str, trajectory_id: str) -> Trajectory:
-        """One episode. A failure of env or engine is told by the trajectory's ``ending`` and ``error``, never raised."""
+        """Play one episode. A failure of env or engine sets the trajectory's ``ending`` and ``error`` and does not raise."""
         trajectory = Trajectory(trajectory_id, group_id, task)
         config = self.config
         session = EnvSession(
@@ -165,20 +177,20 @@ class TurnLoop:
             ending = self._ending(trajectory, answer)
             if ending is None:
                 assert answer is not None
-                step = history.following(turn, answer)
-                piece = await self._load(step.rendered, answer, trajectory)
-                if step.anew:
-                    piece = context.what_is_new(piece, self.renderer.image_token_id)
-                if context.length_with(piece) - step.dropped >= self.config.max_tokens:
+                following = history.continuation(turn, answer)
+                piece = await self._load(following.rendered, answer, trajectory)
+                if following.is_whole_prompt:
+                    piece = context.without_common_prefix(piece, self.renderer.image_token_id)
+                if context.length_with(piece) - following.dropped >= self.config.max_tokens:
                     ending = "max_tokens"
             if ending is not None:
                 trajectory.tail_ids = history.tail(turn)
                 return ending
-            context.drop(step.dropped)
-            turn.dropped = step.dropped
+            context.drop(following.dropped)
+            turn.dropped = following.dropped
 
     def _ending(self, trajectory: Trajectory, answer: list[Message] | None) -> Ending | None:
-        """Why the episode ends after its last turn, if it does. ``answer`` is the observation, ``None`` where there is none."""
+        """Why the episode ends after its last turn, ``None`` if it continues. ``answer`` is the observation, if there is one."""
         turn = trajectory.turns[-1]
         if turn.stop_reason == "abort":
             return "aborted"
@@ -189,7 +201,7 @@ class TurnLoop:
         return "max_turns" if len(trajectory.turns) == self.config.max_turns else None
 
     async def _turn(self, piece: _Piece, episode: _Episode) -> tuple[Turn, list[Message] | None]:
-        """Sample one reply and have the env answer it: the turn, and the observation's messages unless the episode is done."""
+        """Sample one reply and step the env with it. Returns the turn, and the observation's messages unless the episode is done."""
         trajectory, session = episode.trajectory, episode.session
         opened = episode.history.opens_replies or not trajectory.turns
         resampled = 0
@@ -211,7 +223,7 @@ class TurnLoop:
                         f"env {self.spec.of(trajectory.task).name}, task {trajectory.task.id}: RetryTurn {resampled} times: {error}"
                     ) from error
         episode.context.append_reply(completion.token_ids)
-        share_out(completion.routes, [*trajectory.turns, turn])
+        record_expert_routing(completion.expert_routing, [*trajectory.turns, turn])
         if resampled:
             turn.metrics["turns_resampled"] = float(resampled)
         if completion.stop_reason != "stop":
@@ -222,13 +234,13 @@ class TurnLoop:
         return turn, None if result.done else result.messages
 
     async def _generate(self, context: _Context, new: int, trajectory: Trajectory, resampled: int) -> Completion:
-        """One reply to what is in ``context``, whose last ``new`` tokens no engine has seen yet."""
+        """Sample one reply to ``context``, whose last ``new`` tokens the engine has not run yet."""
         limit = min(self.config.max_reply_tokens, self.config.max_tokens - context.length)
-        seed = derive_seed(self.seed, trajectory.id, len(trajectory.turns), resampled)  # other draws in every epoch
+        seed = derive_seed(self.seed, trajectory.id, len(trajectory.turns), resampled)  # differs in every epoch
         c = self.config
         sampling = SamplingParams(limit, c.temperature, c.top_p, c.top_k, c.stop, seed)
-        routes_from = max(0, context.length - new - 1)  # the last reply's last token has not been run either
-        request = Request(trajectory.id, context.engine_ids, context.media, sampling, routes_from)
+        routing_from = max(0, context.length - new - 1)  # nor has it run the last reply's last token
+        request = Request(trajectory.id, context.engine_ids, context.media, sampling, routing_from)
         try:
             async with asyncio.timeout(c.engine_timeout):
                 completion = await self.engine.generate(request)
@@ -258,7 +270,7 @@ class TurnLoop:
         )
 
     async def _load(self, rendered: Rendered, messages: list[Message], trajectory: Trajectory) -> _Piece:
-        """Load a rendered piece's images, all at once."""
+        """Load the images of rendered messages, concurrently, and expand their placeholders."""
         media: list[MediaItem] = []
         if rendered.images:
             assert self.store is not None  # the renderer of a text model refuses images
@@ -274,9 +286,9 @@ class TurnLoop:
         return _Piece(rendered.token_ids, expanded, media, messages)
 
     async def _rendered_row(self, episode: _Episode) -> Sample:
-        """The conversation, rendered anew, as one row: its replies are encoded again, so it has no rollout logprobs.
+        """The re-rendered conversation as one row. Its replies are encoded again, so it has no rollout logprobs.
 
-        What the history policy or the template cut out of earlier replies is not in it; the last reply is.
+        The row lacks what the history policy or the template removed from earlier replies; the last reply is complete.
         """
         trajectory, history = episode.trajectory, episode.history
         assert isinstance(history, Rerender)
@@ -301,13 +313,13 @@ class TurnLoop:
             response_ids=piece.token_ids[first:],
             loss_mask=mask[first:],
             rollout_logprobs=None,
-            rewards=[trajectory.reward or 0.0 if place == last - first else 0.0 for place in range(length)],
             policy_versions=trajectory.turns[-1].policy_versions[-1:] * length,
             group_id=trajectory.group_id,
             trajectory_id=trajectory.id,
             is_last_step=True,
             stop_reason=trajectory.turns[-1].stop_reason,
             media=piece.media,
+            rewards={last - first: trajectory.reward or 0.0},
         )
 
     async def _finish(self, trajectory: Trajectory, session: EnvSession) -> None:
@@ -317,7 +329,7 @@ class TurnLoop:
         if trajectory.reward is None and trajectory.ending in TRUNCATED:
             trajectory.final_reward = self.config.truncated_reward
         if trajectory.reward is None:
-            remedy = "give info['reward'] in step, or return a reward from finish"
+            remedy = "set info['reward'] in step, or return a reward from finish"
             if trajectory.ending in TRUNCATED:
                 remedy += ", or set rollout.truncated_reward"
             name = self.spec.of(trajectory.task).name
@@ -326,7 +338,22 @@ class TurnLoop:
             )
 
 
+def record_expert_routing(routing: Sequence[ExpertRouting | None], turns: Sequence[Turn]) -> None:
+    """Store the routing of a prompt and its reply in the last of ``turns``, and what was missing in the turn before it.
+
+    ``routing`` covers at least the last turn's new tokens and the token before them: a reply's last token is only run as part of
+    the next prompt. A token that was run several times keeps its first routing. Empty: the engine reported none.
+    """
+    if not routing:
+        return
+    *earlier, turn = turns
+    start = len(routing) - len(turn.prompt_ids) - len(turn.response_ids)
+    turn.expert_routing = list(routing[start:])
+    if earlier and earlier[-1].expert_routing and turn.kept is None and not earlier[-1].dropped:
+        earlier[-1].expert_routing[-1] = routing[start - 1]
+
+
 def derive_seed(*parts: object) -> int:
-    """A 63-bit seed that differs when any part does, the same in every process."""
+    """A 63-bit seed from all ``parts``, the same in every process."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

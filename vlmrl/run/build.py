@@ -12,7 +12,7 @@ from vlmrl.algos import ADVANTAGES, CORRECTIONS, LOSSES, REDUCTIONS
 from vlmrl.config import Algo, Config, Lora, Model, Options
 from vlmrl.config.code import check_options
 from vlmrl.data import Tasks, load_run_tasks
-from vlmrl.data.lengths import prompt_tokens
+from vlmrl.data.stream import prompt_tokens
 from vlmrl.engine.base import BatchEngine, Engine, LockstepBatching, RunEngine
 from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.env.base import EnvSpec, resolve_envs

@@ -31,7 +31,7 @@ from vlmrl.rollout.batches import GroupBatch
 from vlmrl.rollout.buffer import AsynchronousBuffer, RolloutBuffer, SynchronousBuffer
 from vlmrl.run.build import Run
 from vlmrl.run.evaluate import Background, Evaluation, evaluate
-from vlmrl.samples import Report, audit, emit
+from vlmrl.samples import AuditReport, audit, emit
 from vlmrl.train.checkpoint import load_json, save_json
 from vlmrl.train.credit import give_advantages
 from vlmrl.train.factory import RunTrainer
@@ -196,7 +196,7 @@ def train_on(run: Run, trainer: RunTrainer, trajectories: Sequence[Trajectory]) 
     return metrics | note_mismatches(trajectories, turn_mismatches(trajectories, samples, trainer.scored))
 
 
-def audited_samples(run: Run, trajectories: Sequence[Trajectory]) -> tuple[list[Sample], Report]:
+def audited_samples(run: Run, trajectories: Sequence[Trajectory]) -> tuple[list[Sample], AuditReport]:
     """The rows that these trajectories are trained by."""
     samples = [sample for trajectory in trajectories for sample in emit(trajectory, run.config.rollout.samples)]
     policy = run.model.policy

@@ -1,13 +1,13 @@
-"""Trajectories to trainable rows: `emit.py` makes them, `audit.py` checks them, `columns.py` hands them out and in."""
+"""Trajectories to trainable rows: `emit.py` makes them, `audit.py` checks them, `columns.py` converts them to columns and back."""
 
-from vlmrl.samples.audit import AuditError, Report, audit
+from vlmrl.samples.audit import AuditError, AuditReport, audit
 from vlmrl.samples.columns import from_columns, to_columns
 from vlmrl.samples.emit import EMIT, concat, emit, merge_prefixes, step_wise
 
 __all__ = [
     "EMIT",
     "AuditError",
-    "Report",
+    "AuditReport",
     "audit",
     "concat",
     "emit",

@@ -1,7 +1,7 @@
-"""The audit: every batch is checked against the trajectories it came from, before it is trained on.
+"""The audit: checks every batch against the trajectories it came from, before it is trained on.
 
-A rule that is broken raises :class:`AuditError` naming the trajectory, the turn, the image and the numbers. The loop
-calls :func:`audit` on each batch; who makes samples by hand can call it too.
+The first broken rule raises :class:`AuditError` with the trajectory, the turn, the image and the numbers. The training loop calls
+:func:`audit` on each batch; call it yourself on samples that you build by hand.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ class AuditError(ValueError):
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a batch that passed holds. ``left_out`` counts sampled tokens that no sample trains, by reason."""
+class AuditReport:
+    """The counts of a batch that passed: ``AuditReport(8, 312, {"inline_end_of_turn": 5})``."""
 
     samples: int
     trained_tokens: int
+    """Tokens with mask 1."""
     left_out: dict[str, int] = field(default_factory=dict)
+    """Sampled tokens that no sample trains, by reason."""
 
 
 def audit(
@@ -41,29 +43,36 @@ def audit(
     image_token_id: int | None = None,
     banned_ids: Collection[int] = (),
     routing: Routing | None = None,
-) -> Report:
-    """Check the rules of a batch; with ``trajectories``, also that what is trained is what was sampled, after what was shown.
+) -> AuditReport:
+    """Check the rules of a batch. With ``trajectories``, also check that its tokens are those that were shown and sampled.
 
-    ``image_token_id`` is the model's image placeholder, ``banned_ids`` the ids that can never have been sampled, ``routing`` its
-    experts, if it has any. All rows of a batch of columns are checked alike, whoever made them. Raises AuditError at the first rule
-    that is broken.
+    Args:
+        samples: all rows of the batch, each trajectory's together and in order.
+        trajectories: all trajectories of the batch; failed ones have no rows.
+        image_token_id: the model's image placeholder; ``None`` for a text model.
+        banned_ids: token ids that the engine cannot have sampled.
+        routing: the model's experts; ``None`` if it has none.
+
+    Raises:
+        AuditError: a rule is broken.
     """
     if not samples:
         raise AuditError("the batch holds no samples.")
     banned = list(banned_ids)
     for row, sample in enumerate(samples):
         _check_lengths(sample)
-        _check_values(samples, row, banned)
+        _check_tokens(samples, row, banned)
+        _check_rewards(samples, row)
         _check_images(samples, row, image_token_id)
-        _check_routes(sample, routing)
+        _check_expert_routing(sample, routing)
     _check_order(samples)
     left_out = _check_origin(samples, trajectories) if trajectories is not None else Counter[str]()
-    return Report(len(samples), sum(sum(sample.loss_mask) for sample in samples), dict(left_out))
+    return AuditReport(len(samples), sum(sum(sample.loss_mask) for sample in samples), dict(left_out))
 
 
 def _check_lengths(sample: Sample) -> None:
     size = len(sample.response_ids)
-    for name in ("loss_mask", "rollout_logprobs", "rewards", "policy_versions"):
+    for name in ("loss_mask", "rollout_logprobs", "policy_versions"):
         if name == "rollout_logprobs" and sample.rollout_logprobs is None:
             continue
         length = len(getattr(sample, name))
@@ -78,7 +87,8 @@ def _check_lengths(sample: Sample) -> None:
         )
 
 
-def _check_values(samples: Sequence[Sample], row: int, banned_ids: list[int]) -> None:
+def _check_tokens(samples: Sequence[Sample], row: int, banned_ids: list[int]) -> None:
+    """Mask and logprobs are possible values, and no banned id was sampled."""
     sample = samples[row]
     name = sample.trajectory_id
     if not set(sample.loss_mask) <= {0, 1}:
@@ -88,20 +98,14 @@ def _check_values(samples: Sequence[Sample], row: int, banned_ids: list[int]) ->
     sampled = np.array(sample.loss_mask, dtype=bool)
     if not sampled.any():
         raise AuditError(f"trajectory {name}: no token has mask 1, so there is nothing to train on.")
-    given = sample.rollout_logprobs if sample.rollout_logprobs is not None else [0.0] * len(sample.rewards)
-    logprobs, rewards = np.array(given, dtype=float), np.array(sample.rewards, dtype=float)
-    paid = rewards != 0
-    paid[-1] = False  # the final reward may stand on a last token that was not sampled
+    given = sample.rollout_logprobs if sample.rollout_logprobs is not None else [0.0] * len(sampled)
+    logprobs = np.array(given, dtype=float)
     rules = (
         (
             ~np.isfinite(logprobs) | (logprobs > TOLERANCE),
             "rollout_logprobs must be finite and at most 0, but it is {logprob}.",
         ),
-        (~np.isfinite(rewards), "rewards must be finite, but it is {reward}."),
-        (
-            ~sampled & ((logprobs != 0) | paid),
-            "it was not sampled (mask 0), so its logprob and reward must be 0, but they are {logprob} and {reward}.",
-        ),
+        (~sampled & (logprobs != 0), "it was not sampled (mask 0), so its logprob must be 0, but it is {logprob}."),
         (
             sampled & np.isin(sample.response_ids, banned_ids),
             "the banned id {token}, a media placeholder, was sampled.",
@@ -110,16 +114,28 @@ def _check_values(samples: Sequence[Sample], row: int, banned_ids: list[int]) ->
     for broken, message in rules:
         if broken.any():
             place = int(broken.argmax())
-            numbers = message.format(
-                logprob=given[place], reward=sample.rewards[place], token=sample.response_ids[place]
-            )
+            problem = message.format(logprob=given[place], token=sample.response_ids[place])
             raise AuditError(
-                f"trajectory {name}, turn {_turn_of(samples, row, place)}, response token {place}: {numbers}"
+                f"trajectory {name}, turn {_turn_of(samples, row, place)}, response token {place}: {problem}"
             )
+
+
+def _check_rewards(samples: Sequence[Sample], row: int) -> None:
+    """Rewards are finite and on sampled tokens; the final reward may be on a last token that was not sampled."""
+    sample = samples[row]
+    size = len(sample.response_ids)
+    for place, reward in sample.rewards.items():
+        where = f"trajectory {sample.trajectory_id}, turn {_turn_of(samples, row, place)}, response token {place}"
+        if not 0 <= place < size:
+            raise AuditError(f"{where}: it has the reward {reward}, but the response has {size} tokens.")
+        if not math.isfinite(reward):
+            raise AuditError(f"{where}: rewards must be finite, but it is {reward}.")
+        if reward and not sample.loss_mask[place] and place != size - 1:
+            raise AuditError(f"{where}: it was not sampled (mask 0), so its reward must be 0, but it is {reward}.")
 
 
 def _check_images(samples: Sequence[Sample], row: int, image_token_id: int | None) -> None:
-    """Each run of placeholders is one image's, in order, and as long as its grid says."""
+    """Each run of placeholders belongs to one image, in order, and has as many tokens as the image's grid."""
     sample = samples[row]
     name = sample.trajectory_id
     if image_token_id is None:
@@ -142,22 +158,22 @@ def _check_images(samples: Sequence[Sample], row: int, image_token_id: int | Non
             )
 
 
-def _check_routes(sample: Sample, routing: Routing | None) -> None:
-    """Every token has its place among the routes, and a route names ``top_k`` different experts of the model's in each layer."""
-    where, routes = f"trajectory {sample.trajectory_id}", sample.routes
-    if not routes:
+def _check_expert_routing(sample: Sample, routing: Routing | None) -> None:
+    """One entry per token of the row; a known entry names ``top_k`` different experts of the model in each layer."""
+    where, entries = f"trajectory {sample.trajectory_id}", sample.expert_routing
+    if not entries:
         return
     if routing is None:
-        raise AuditError(f"{where}: it holds the experts of {len(routes)} tokens, but the model has no experts.")
-    if len(routes) != len(sample):
-        raise AuditError(f"{where}: routes has {len(routes)} entries, but the row has {len(sample)} tokens.")
-    for place, route in enumerate(routes):
-        if route is not None and (route.layers, route.top_k) != (routing.layers, routing.top_k):
+        raise AuditError(f"{where}: expert_routing has {len(entries)} entries, but the model has no experts.")
+    if len(entries) != len(sample):
+        raise AuditError(f"{where}: expert_routing has {len(entries)} entries, but the row has {len(sample)} tokens.")
+    for place, entry in enumerate(entries):
+        if entry is not None and (entry.layers, entry.top_k) != (routing.layers, routing.top_k):
             raise AuditError(
-                f"{where}, token {place}: it was sent to {route.top_k} experts in each of {route.layers} layers, but the model sends "
+                f"{where}, token {place}: it was sent to {entry.top_k} experts in each of {entry.layers} layers, but the model sends "
                 f"to {routing.top_k} in each of {routing.layers}."
             )
-    indices = np.sort(indices_of(routes), axis=-1)
+    indices = np.sort(indices_of(entries), axis=-1)
     wrong = (indices >= routing.num_experts).any(-1) | ((np.diff(indices) == 0) & (indices[..., 1:] >= 0)).any(-1)
     if wrong.any():
         place, layer = map(int, np.argwhere(wrong)[0])
@@ -168,7 +184,7 @@ def _check_routes(sample: Sample, routing: Routing | None) -> None:
 
 
 def _check_order(samples: Sequence[Sample]) -> None:
-    """A trajectory's rows are contiguous, and the last of them, alone, is a last step."""
+    """A trajectory's rows are contiguous, and ``is_last_step`` is set on the last of them only."""
     runs = [(name, [s.is_last_step for s in rows]) for name, rows in groupby(samples, lambda s: s.trajectory_id)]
     for name, count in Counter(name for name, _ in runs).items():
         if count > 1:
@@ -179,7 +195,7 @@ def _check_order(samples: Sequence[Sample]) -> None:
 
 
 def _check_origin(samples: Sequence[Sample], trajectories: Sequence[Trajectory]) -> Counter[str]:
-    """Every sampled token is trained once, as it was sampled and after what was shown; the rewards add up."""
+    """Every sampled token is trained once, after the prompt that the model saw; the rewards add up. Returns what is left out."""
     by_id = {trajectory.id: trajectory for trajectory in trajectories}
     left_out = Counter[str]()
     for name, group in groupby(samples, lambda s: s.trajectory_id):
@@ -192,10 +208,10 @@ def _check_origin(samples: Sequence[Sample], trajectories: Sequence[Trajectory])
         if rows[0].group_id != trajectory.group_id:
             raise AuditError(f"trajectory {name} is of group {trajectory.group_id}, but a row says {rows[0].group_id}.")
         if all(row.rollout_logprobs is not None for row in rows):
-            _Origin(trajectory, rows, left_out).check()
+            _TrajectoryCheck(trajectory, rows, left_out).check()
         else:
             trained = sum(sum(row.loss_mask) for row in rows)
-            left_out["rendered_anew"] += max(0, trajectory.num_sampled - trained)
+            left_out["re_rendered"] += max(0, trajectory.num_sampled - trained)
         reward = sum(row.reward for row in rows)
         if trajectory.reward is None or not math.isclose(
             reward, trajectory.reward, rel_tol=TOLERANCE, abs_tol=TOLERANCE
@@ -209,15 +225,15 @@ def _check_origin(samples: Sequence[Sample], trajectories: Sequence[Trajectory])
     return left_out
 
 
-class _Origin:
-    """Walks a trajectory's rows and turns side by side: each row is a prompt, then one reply or more with what lies between."""
+class _TrajectoryCheck:
+    """Compares a trajectory's rows with its turns, in order. A row is a prompt, then replies with the observations between them."""
 
     def __init__(self, trajectory: Trajectory, rows: Sequence[Sample], left_out: Counter[str]) -> None:
         self.trajectory = trajectory
         self.rows = rows
         self.left_out = left_out
-        self.turn = 0
-        self.images = 0  # of the row, checked so far
+        self.turn = 0  # the turn that is compared now
+        self.images = 0  # how many of the row's images were compared
 
     def check(self) -> None:
         turns = self.trajectory.turns
@@ -253,11 +269,11 @@ class _Origin:
         self._check_media(row, media)
 
     def _check_between(self, row: Sample, place: int) -> int:
-        """What the env added before this turn's reply, inside the row; its mask is 0."""
+        """Compare the observation before this turn's reply, inside the row, at ``place``. Returns where it ends."""
         turn = self.trajectory.turns[self.turn]
         if turn.kept is not None:
             raise AuditError(
-                f"{self._where}: its prompt was rendered anew, so the row must end before it, but it goes on at response token "
+                f"{self._where}: its prompt was re-rendered, so the row must end before it, but it goes on at response token "
                 f"{place}."
             )
         self._check_media(row, turn.media)
@@ -275,7 +291,7 @@ class _Origin:
         return end
 
     def _check_reply(self, row: Sample, place: int) -> int:
-        """This turn's reply at ``place``: ids, mask, logprobs and policy versions as the engine gave them."""
+        """Compare this turn's reply at ``place``: ids, logprobs, policy versions and mask. Returns where it ends."""
         turn = self.trajectory.turns[self.turn]
         length = len(turn.response_ids)
         if turn.dropped and row.response_ids[place : place + length] != turn.response_ids:
@@ -290,10 +306,10 @@ class _Origin:
             return end
         at = min(_first_difference(old, new) for old, new in zip(wanted, held, strict=True))
         names = ("id", "logprob", "policy version", "mask")
-        told = [", ".join(f"{n} {_at(v, at)}" for n, v in zip(names, lists, strict=True)) for lists in (wanted, held)]
+        shown = [", ".join(f"{n} {_at(v, at)}" for n, v in zip(names, lists, strict=True)) for lists in (wanted, held)]
         raise AuditError(
-            f"{self._where}, token {at} of the reply (response token {place + at}) must be {told[0]}, as sampled, but it is "
-            f"{told[1]}; the reply has {len(turn.response_ids)} tokens, the row {sum(row.loss_mask)} with mask 1."
+            f"{self._where}, token {at} of the reply (response token {place + at}) must be {shown[0]}, as sampled, but it is "
+            f"{shown[1]}; the reply has {len(turn.response_ids)} tokens, the row {sum(row.loss_mask)} with mask 1."
         )
 
     def _check_tail(self, row: Sample, place: int) -> None:
@@ -311,7 +327,7 @@ class _Origin:
             )
 
     def _check_media(self, row: Sample, media: Sequence[MediaItem]) -> None:
-        """The row's next images are ``media``."""
+        """Compare the row's next images with ``media``."""
         start = self.images
         self.images += len(media)
         held, wanted = row.image_ids[start : start + len(media)], [item.id for item in media]
@@ -337,10 +353,10 @@ def _at(values: Sequence[object], place: int) -> object:
 
 
 def _turn_of(samples: Sequence[Sample], row: int, place: int) -> int:
-    """The turn of a row's response token: how many replies ended before it, also in the trajectory's earlier rows.
+    """The turn of a response token: the number of replies that end before it, in this row and the trajectory's earlier ones.
 
-    With the mask ``[1, 1, 0, 1]``, tokens 0 and 1 are of turn 0, the observation and the next reply of turn 1. A token
-    of the prompt (``place < 0``) counts as one of the row's first turn.
+    With the mask ``[1, 1, 0, 1]``, tokens 0 and 1 belong to turn 0, the observation and the next reply to turn 1. A prompt token
+    (``place < 0``) belongs to the row's first turn.
     """
     before = [s.loss_mask for s in samples[:row] if s.trajectory_id == samples[row].trajectory_id]
     mask = [*chain.from_iterable([*earlier, 0] for earlier in before), *samples[row].loss_mask[: max(place, 0) + 1]]

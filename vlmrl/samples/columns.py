@@ -1,12 +1,13 @@
-"""Samples as columns, the field's usual generator output, and back: how a user's own generator hands in what it made.
+"""Samples as columns, the field's usual generator output, and back. A user's own generator may return its episode in this form.
 
     {"prompt_token_ids": [[1, 2]], "response_ids": [[5, 6]], "loss_masks": [[1, 1]], "rollout_logprobs": [[-.1, -.2]],
      "rewards": [1.0], "stop_reasons": ["stop"], "trajectory_ids": ["step1/0/0"], "is_last_step": [True],
      "rollout_metrics": {"calls": 2.0}, "rollout_expert_indices": None}
 
-Every column has one entry per row, but ``rollout_metrics``, which are numbers of the whole batch. ``group_ids``, ``policy_versions``
-and ``media`` (each row's :class:`~vlmrl.types.MediaItem` list) make it complete; they may be left out. In a mixture of experts
-``rollout_expert_indices`` has ``[tokens, layers, top_k]`` for each row, the prompt's tokens included; -1 where nobody knows.
+Every column has one entry per row, except ``rollout_metrics``, whose numbers describe the whole batch. ``rewards`` has one number
+per row, or one per response token. The optional columns ``group_ids``, ``policy_versions`` and ``media`` (each row's
+:class:`~vlmrl.types.MediaItem` list) complete a sample. For a mixture of experts, ``rollout_expert_indices`` has
+``[tokens, layers, top_k]`` for each row, prompt tokens included; -1 means not known.
 """
 
 from __future__ import annotations
@@ -26,21 +27,24 @@ OF_THE_BATCH = ("rollout_metrics",)
 
 
 def to_columns(samples: Sequence[Sample], rollout_metrics: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """All samples by column; rewards are per token. ``rollout_logprobs`` is ``None`` where a row has none, and
-    ``rollout_expert_indices`` where no row has any.
+    """All samples by column, with one reward per response token.
+
+    ``rollout_logprobs`` is ``None`` if any row has none, ``rollout_expert_indices`` if no row has any.
     """
     known = all(sample.rollout_logprobs is not None for sample in samples)
-    routed = any(sample.routes for sample in samples)
+    routed = any(sample.expert_routing for sample in samples)
     return {
         "prompt_token_ids": [sample.prompt_token_ids for sample in samples],
         "response_ids": [sample.response_ids for sample in samples],
-        "rewards": [sample.rewards for sample in samples],
+        "rewards": [
+            [sample.rewards.get(place, 0.0) for place in range(len(sample.response_ids))] for sample in samples
+        ],
         "loss_masks": [sample.loss_mask for sample in samples],
         "stop_reasons": [sample.stop_reason for sample in samples],
         "rollout_metrics": dict(rollout_metrics or {}),
         "rollout_logprobs": [sample.rollout_logprobs for sample in samples] if known else None,
         "trajectory_ids": [sample.trajectory_id for sample in samples],
-        "rollout_expert_indices": [indices_of(sample.routes) for sample in samples] if routed else None,
+        "rollout_expert_indices": [indices_of(sample.expert_routing) for sample in samples] if routed else None,
         "is_last_step": [sample.is_last_step for sample in samples],
         "group_ids": [sample.group_id for sample in samples],
         "policy_versions": [sample.policy_versions for sample in samples],
@@ -49,10 +53,12 @@ def to_columns(samples: Sequence[Sample], rollout_metrics: Mapping[str, float] |
 
 
 def from_columns(columns: Mapping[str, Any]) -> list[Sample]:
-    """The rows. A reward given as one number stands on the row's last token with mask 1.
+    """The rows as samples. One reward for a row goes on its last token with mask 1.
 
-    Without ``group_ids`` a group is what trajectory ids have in common before their last ``/``. Raises ValueError naming the column
-    that is missing, unknown, of another length, or of a kind that is not supported. What the numbers must be, the audit checks.
+    Without ``group_ids``, a trajectory's group is its id up to the last ``/``. The audit checks the values later.
+
+    Raises:
+        ValueError: a column is missing, unknown, or has the wrong number of rows, tokens or dimensions.
     """
     size = _check(columns)
     group_ids = columns.get("group_ids") or [str(name).rpartition("/")[0] for name in columns["trajectory_ids"]]
@@ -60,7 +66,7 @@ def from_columns(columns: Mapping[str, Any]) -> list[Sample]:
 
 
 def _check(columns: Mapping[str, Any]) -> int:
-    """How many rows there are."""
+    """Check names and numbers of rows. Returns the number of rows."""
     for name in columns:
         if name not in (*REQUIRED, *OPTIONAL, *OF_THE_BATCH):
             raise ValueError(
@@ -86,10 +92,6 @@ def _row(columns: Mapping[str, Any], index: int, group_id: str) -> Sample:
         return otherwise if columns.get(name) is None else columns[name][index]
 
     mask = [int(value) for value in columns["loss_masks"][index]]
-    reward = columns["rewards"][index]
-    if isinstance(reward, int | float):
-        last = len(mask) - 1 - mask[::-1].index(1) if 1 in mask else len(mask) - 1
-        reward = [float(reward) if place == last else 0.0 for place in range(len(mask))]
     logprobs = given("rollout_logprobs", None)
     size = len(columns["prompt_token_ids"][index]) + len(mask)
     return Sample(
@@ -97,19 +99,31 @@ def _row(columns: Mapping[str, Any], index: int, group_id: str) -> Sample:
         response_ids=list(columns["response_ids"][index]),
         loss_mask=mask,
         rollout_logprobs=None if logprobs is None else [float(value) for value in logprobs],
-        rewards=[float(value) for value in reward],
         policy_versions=list(given("policy_versions", [0] * len(mask))),
         group_id=group_id,
         trajectory_id=str(columns["trajectory_ids"][index]),
         is_last_step=bool(columns["is_last_step"][index]),
         stop_reason=str(given("stop_reasons", "stop")),
         media=list(given("media", [])),
-        routes=_routes(given("rollout_expert_indices", None), size, index),
+        expert_routing=_expert_routing(given("rollout_expert_indices", None), size, index),
+        rewards=_rewards(columns["rewards"][index], mask, index),
     )
 
 
-def _routes(experts: Any, size: int, row: int) -> list[ExpertRouting | None]:
-    """A row's column ``[tokens, layers, top_k]`` token by token. The last token, which engines never run, may be left out."""
+def _rewards(reward: Any, mask: Sequence[int], row: int) -> dict[int, float]:
+    """The nonzero rewards by response token; one number for the row goes on the last token with mask 1."""
+    if isinstance(reward, int | float):
+        last = len(mask) - 1 - mask[::-1].index(1) if 1 in mask else len(mask) - 1
+        return {last: float(reward)} if reward else {}
+    if len(reward) != len(mask):
+        raise ValueError(
+            f"column 'rewards', row {row}, has {len(reward)} entries, but loss_masks has {len(mask)} in that row."
+        )
+    return {place: float(value) for place, value in enumerate(reward) if value}
+
+
+def _expert_routing(experts: Any, size: int, row: int) -> list[ExpertRouting | None]:
+    """The routing of each token of a row from ``[tokens, layers, top_k]``. The last token, which engines never run, may be missing."""
     if experts is None or not len(experts):
         return []
     indices = np.asarray(experts)
@@ -118,6 +132,6 @@ def _routes(experts: Any, size: int, row: int) -> list[ExpertRouting | None]:
             f"column 'rollout_expert_indices', row {row}, must be [tokens, layers, top_k] of its {size} tokens, but its shape is "
             f"{list(indices.shape)}."
         )
-    routes = routes_of(np.maximum(indices, 0))
-    known = [None if (token < 0).any() else route for token, route in zip(indices, routes, strict=True)]
+    routing = routes_of(np.maximum(indices, 0))
+    known = [None if (token < 0).any() else own for token, own in zip(indices, routing, strict=True)]
     return known + [None] * (size - len(indices))

@@ -10,7 +10,7 @@ import torch
 from vlmrl.algos import ADVANTAGES
 from vlmrl.algos.filters import soft_overlong_penalty
 from vlmrl.config import Algo, Config
-from vlmrl.samples.spans import reply_spans
+from vlmrl.samples.emit import reply_spans
 from vlmrl.types import Sample, Trajectory
 
 

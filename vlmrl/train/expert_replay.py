@@ -20,9 +20,9 @@ def expert_indices(
     """
     laid_out: torch.Tensor | None = None
     for sample, path in zip(samples, paths, strict=True):
-        if not any(sample.routes):
+        if not any(sample.expert_routing):
             continue
-        own = torch.from_numpy(indices_of(sample.routes))
+        own = torch.from_numpy(indices_of(sample.expert_routing))
         if laid_out is None:
             laid_out = torch.full((shape[0] * shape[1], *own.shape[1:]), -1, dtype=own.dtype)
         places = torch.from_numpy(path)
@@ -37,5 +37,6 @@ def routed_freely(samples: Sequence[Sample]) -> int:
     A row's last token does not count: no logprob depends on it.
     """
     return sum(
-        len(sample) - 1 - sum(route is not None for route in sample.routes[: len(sample) - 1]) for sample in samples
+        len(sample) - 1 - sum(route is not None for route in sample.expert_routing[: len(sample) - 1])
+        for sample in samples
     )

@@ -179,7 +179,7 @@ class SGLangEngine:
         if adapter is not None:
             fields["lora_path"] = adapter
         if self._routing is not None:
-            fields |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
+            fields |= {"return_routed_experts": True, "routed_experts_start_len": request.routing_from}
         body = json.dumps(fields, separators=(",", ":")).encode()
         if not request.media:
             return body
@@ -215,7 +215,7 @@ class SGLangEngine:
         versions = self._versions(meta, len(ids))
         if adapter is not None:
             versions = [self.versions[adapter]] * len(ids)  # a reply keeps the adapter that it began with
-        routes = self._routes(meta, versions, expected - request.routes_from) if reason != "abort" else []
+        routes = self._routes(meta, versions, expected - request.routing_from) if reason != "abort" else []
         return Completion(ids, [logprob for logprob, _ in sampled], reason, versions, expected, routes)
 
     def _versions(self, meta: dict[str, Any], length: int) -> list[int]:

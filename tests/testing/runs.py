@@ -1,0 +1,41 @@
+"""A short version of the quickstart, and a way to train it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from vlmrl.config import Config
+from vlmrl.config.code import load_object
+from vlmrl.report.metrics import RunLog
+from vlmrl.report.progress import RunProgress
+from vlmrl.run import loop
+from vlmrl.run.build import build_run
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def short_quickstart(tmp_path: Path, **changes: Any) -> Config:
+    config = load_object(f"{RECIPES / 'quickstart.py'}:config")()
+    return replace(
+        config,
+        output_dir=str(tmp_path / "runs"),
+        data=replace(config.data, size=32),
+        eval=replace(config.eval, data=replace(config.eval.data, size=8), every=1),
+        warm_start=replace(config.warm_start, steps=60, trajectories_per_step=16),
+        train=replace(config.train, steps=2, groups_per_batch=4),
+        rollout=replace(config.rollout, group_size=4),
+        **changes,
+    )
+
+
+def train(config: Config, base_dir=RECIPES):
+    run = build_run(config, base_dir)
+    log = RunLog(run.folder)
+    summary = asyncio.run(loop.train(run, log, RunProgress(Console(quiet=True))))
+    log.close()
+    return run, log.rows(), summary

@@ -1,0 +1,59 @@
+"""The real tokenizers and chat templates of the shared material, and the ids that they make of a conversation."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from vlmrl.multimodal.renderer import Renderer
+
+PAD = "<|image_pad|>"
+STABLE = ["qwen2_5", "qwen2_5_vl", "qwen3_instruct_2507", "qwen3_vl"]  # never rewrite an earlier message
+DROP_THINKING = ["qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"]  # at the next user turn, not at a tool's
+TEMPLATES = STABLE + DROP_THINKING
+
+
+@functools.cache
+def real_tokenizer(folder: Path):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@functools.cache
+def real_renderer(shared: Path, tokenizer: str, template: str) -> Renderer:
+    text = (shared / f"data/qwen/chat_templates/{template}.jinja").read_text()
+    return Renderer(real_tokenizer(shared / "data/qwen" / tokenizer), image_token=PAD, chat_template=text)
+
+
+def user(content) -> dict:
+    return {"role": "user", "content": content}
+
+
+def tool(content) -> dict:
+    return {"role": "tool", "content": content}
+
+
+def full_text(renderer: Renderer, messages, tools=(), generate: bool = True) -> str:
+    """The whole conversation as the template renders it."""
+    return renderer.tokenizer.apply_chat_template(
+        messages,
+        tools=list(tools) or None,
+        chat_template=renderer.chat_template,
+        tokenize=False,
+        add_generation_prompt=generate,
+    )
+
+
+def ids_of(renderer: Renderer, text: str) -> list[int]:
+    return renderer.tokenizer.encode(text, add_special_tokens=False)
+
+
+def episode_ids(renderer: Renderer, prompt, turns, tools=()) -> list[int]:
+    """The ids of an episode as the turn loop has them. ``turns``: replies, each with the messages after it or None."""
+    ids = list(renderer.prompt(prompt, tools).token_ids)
+    for reply, messages in turns:
+        ids += [*ids_of(renderer, reply), renderer.end_of_turn_id]
+        if messages is not None:
+            ids += renderer.delta(messages, tools).token_ids
+    return ids
