@@ -19,8 +19,8 @@ from testing.servers import free_port, served
 
 from vlmrl import Env, RemoteEnv, RetryTurn, ToolEnv, obs
 from vlmrl.env.base import resolve_env
-from vlmrl.env.remote.serialize import task_to_wire
-from vlmrl.env.remote.server import EnvServer, create_app
+from vlmrl.env.remote.serialize import serialize_task
+from vlmrl.env.remote.server import EnvServer, create_env_app
 from vlmrl.env.session import EnvContractError
 
 pytest.importorskip("fastapi", reason="needs fastapi: pip install 'vlmrl[serve]'")
@@ -82,7 +82,7 @@ class Tools(ToolEnv):
 def remote(env: Any, port: int | None = None, **options: Any) -> Iterator[tuple[dict[str, Any], EnvServer]]:
     """The options of a :class:`RemoteEnv` that plays ``env``, and the server behind it."""
     server = EnvServer(resolve_env(env, options=options), timeout=20.0)
-    with served(create_app(server), port) as url:
+    with served(create_env_app(server), port) as url:
         yield {"url": url}, server
 
 
@@ -234,12 +234,12 @@ def test_sessions_that_nobody_asks_for_are_closed_and_so_are_all_at_the_end():
 
     async def go() -> None:
         server = EnvServer(resolve_env(Mine), idle_timeout=60.0, max_sessions=2)
-        asked = {"task": task_to_wire(TASK), "max_turns": 4, "tool_format": "json"}
+        asked = {"task": serialize_task(TASK), "max_turns": 4, "tool_format": "json"}
         await server.start("old", asked)
         await server.start("new", asked)
         with pytest.raises(RuntimeError, match="there are 2 sessions"):
             await server.start("third", asked)
-        server.sessions["old"].used -= 61
+        server.sessions["old"].last_used -= 61
         await server.close_idle()
         assert list(server.sessions) == ["new"] and Mine.closed == Mine.opened[:1]
         with pytest.raises(RuntimeError, match=r"there is no session old: .* idle for 60 s"):

@@ -17,8 +17,8 @@ from rich.console import Console
 from vlmrl.config import Algo, Checkpoint, Config, Data, Eval, Optim, Part, Rollout, Train, WarmStart
 from vlmrl.config.code import load_object
 from vlmrl.env.base import Env, obs
-from vlmrl.report.metrics import RunLog
 from vlmrl.report.progress import RunProgress
+from vlmrl.report.run_log import RunLog
 from vlmrl.rollout.runner import RolloutError
 from vlmrl.run import loop
 from vlmrl.run.build import build_run

@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from vlmrl.report.metrics import plain, trajectory_record
+from vlmrl.report.records import plain, trajectory_record
 from vlmrl.types import MediaItem, Message, Trajectory, Turn
 
 Decode = Callable[[list[int]], str]
