@@ -103,4 +103,4 @@ def test_an_environment_that_draws_nothing_is_named():
             return gym
 
     trajectory = play(Blind, ["1"])
-    assert "Blind: render() gave None, no frame" in trajectory.error
+    assert "Blind: render() must return an array, but it returned None" in trajectory.error

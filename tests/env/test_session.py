@@ -189,7 +189,7 @@ def test_a_hung_step_costs_its_trajectory_and_is_counted():
     bad = play(Hangs, ["a"], a_task(id="bad"), env_timeout=0.2, max_env_retries_per_turn=1)
     assert bad.ending == "error"
     assert bad.error is not None
-    assert "Hangs, task bad, turn 0: no answer in 0.2 s" in bad.error
+    assert "Hangs, task bad, turn 0: timed out after 0.2 s" in bad.error
     assert (bad.metrics["env_timeouts"], bad.metrics["env_retries"]) == (2.0, 1.0)
     assert bad.reward is None
     assert play(Hangs, ["a"], a_task(id="good")).reward == 2.0  # of step and finish
@@ -202,7 +202,7 @@ def test_a_hung_async_step_is_given_up_too():
             raise AssertionError
 
     session = new_session(Hangs, timeout=0.1, max_retries=0)
-    with pytest.raises(EnvError, match=r"no answer in 0\.1 s"):
+    with pytest.raises(EnvError, match=r"timed out after 0\.1 s"):
         asyncio.run(started(session, lambda: session.step("a")))
     assert session.counts == {"timeouts": 1}
 
@@ -348,7 +348,7 @@ def test_a_replay_that_shows_something_else_is_caught(shown: str):
         await session.step("a")
         await session.step("b")
 
-    with pytest.raises(EnvError, match="when replayed"):
+    with pytest.raises(EnvError, match="in the replay"):
         asyncio.run(started(session, two_turns))
     assert session.counts == {"errors": 1, "retries": 1}
 

@@ -79,7 +79,11 @@ def test_a_function_that_makes_no_schema_is_refused_when_the_class_is_made():
     def many(*xs: int):
         """Do."""
 
-    for function, said in [(bare, "tool bare needs type hints"), (undescribed, "under `Args:`"), (many, "takes xs")]:
+    for function, said in [
+        (bare, "tool bare must have type hints"),
+        (undescribed, "under `Args:`"),
+        (many, "variable arguments xs"),
+    ]:
         with pytest.raises(ValueError, match=said):
             type("Broken", (ToolEnv,), {"functions": [function]})
 
@@ -178,7 +182,7 @@ def test_arguments_must_fit_the_schema(arguments: dict[str, Any], said: str):
 
 
 def test_what_has_no_name_of_its_own_is_refused():
-    with pytest.raises(ValueError, match=r"Twice.functions must have names of their own, but they are add, add"):
+    with pytest.raises(ValueError, match=r"Twice.functions must have different names, but they are add, add"):
         type("Twice", (ToolEnv,), {"functions": [add, add]})
     with pytest.raises(ValueError, match="tool_format must be one of json, xml, but it is 'yaml'"):
         read_tool_calls("", [], "yaml")
