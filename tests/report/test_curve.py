@@ -19,6 +19,6 @@ def test_a_curve_is_drawn(tmp_path, steps):
     assert Image.open(tmp_path / "a/curve.png").size == (1280, 720)
 
 
-def test_a_curve_of_nothing_is_an_error(tmp_path):
+def test_a_curve_without_points_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="none of the 1 rows has 'reward/mean'"):
         draw_curve([{"step": 1, "reward/mean": None}], tmp_path / "curve.png")

@@ -50,7 +50,7 @@ def test_a_resumed_run_continues_where_the_checkpoint_was_made(tmp_path):
     assert [row["step"] for row in read_rows(tmp_path / "trajectories.jsonl")] == [1]
 
 
-def test_a_folder_with_a_run_in_it_is_refused_unless_resumed_or_started_over(tmp_path):
+def test_a_folder_that_holds_a_run_is_an_error_unless_resumed_or_emptied(tmp_path):
     with RunLog(tmp_path) as log:
         log.log(1, {})
     with pytest.raises(ValueError, match="holds a run already"):

@@ -55,13 +55,13 @@ def test_topk_may_exceed_the_number_of_passages(corpus):
 
 
 @pytest.mark.parametrize("count", [3, 40])
-def test_best_takes_the_highest_scores_and_of_equal_ones_the_earlier(count):
+def test_best_returns_the_highest_scores_and_the_earlier_of_equal_ones(count):
     scores = np.array([0.5, 2.0, 1.0, 2.0] + [1.0] * 60, dtype=np.float32)
     assert best(scores, count) == [1, 3, 2, *range(4, 64)][:count]
     assert scores[1] == 2.0
 
 
-def test_an_index_is_built_once_and_again_for_another_corpus_or_setting(corpus, cache, tmp_path):
+def test_an_index_is_built_once_per_corpus_and_setting(corpus, cache, tmp_path):
     first = Bm25(load_corpus(corpus))
     (folder,) = cache.iterdir()
     stamp = (folder / "params.index.json").stat().st_mtime_ns
@@ -163,7 +163,7 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(corpus, monkeyp
         retrieval.open_retriever("bm25", corpus)
 
 
-def test_nothing_finds_nothing():
+def test_the_empty_retriever_finds_nothing():
     assert retrieval.open_retriever("nothing").search(["a", "b"], 3) == [[], []]
 
 
