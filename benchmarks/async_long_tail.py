@@ -26,8 +26,8 @@ from rich.table import Table
 from vlmrl import Algo, Config, Model, Rollout, Task, Train, WarmStart
 from vlmrl.config.code import load_object
 from vlmrl.data import TaskStream
-from vlmrl.report.metrics import RunLog
 from vlmrl.report.progress import RunProgress
+from vlmrl.report.run_log import RunLog
 from vlmrl.rollout.buffer import AsynchronousBuffer, SynchronousBuffer
 from vlmrl.rollout.runner import Runner
 from vlmrl.run.build import build_run

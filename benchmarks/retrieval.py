@@ -22,8 +22,7 @@ from pathlib import Path
 
 import tyro
 
-from vlmrl.retrieval import Retriever, open_retriever
-from vlmrl.retrieval.client import HttpRetriever
+from vlmrl.retrieval import HttpRetriever, Retriever, open_retriever
 
 
 def recall(retriever: Retriever, questions: list[dict], topk: int = 3) -> dict[str, float]:

@@ -1,6 +1,9 @@
 """The import directions of the design, held over the syntax trees."""
 
 import ast
+import re
+import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -95,3 +98,37 @@ def test_envs_import_only_public_names():
 
 def test_the_datasets_folder_is_no_package():
     assert not (ROOT / "datasets/__init__.py").exists()
+
+
+DISTRIBUTIONS = {"PIL": "pillow", "faiss": "faiss-cpu", "openenv": "openenv-core"}
+"""What installs a module of another name."""
+
+
+def declared() -> set[str]:
+    """Every distribution that pyproject.toml requires, in its dependencies or in an extra for users."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name: lines for name, lines in project["optional-dependencies"].items() if name not in ("dev", "bench")}
+    requirements = [*project["dependencies"], *(line for lines in extras.values() for line in lines)]
+    return {re.match(r"[\w.-]+", line)[0].lower().replace("_", "-") for line in requirements}
+
+
+def outside_packages(path: Path) -> set[str]:
+    """Distributions that a file imports, also by `require("package", "extra")` or another call that names a package and its extra."""
+    names = imported(path)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("require", "import_extra"):
+            names |= {node.args[0].value} if isinstance(node.args[0], ast.Constant) else set()
+    packages = {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) - {"vlmrl"}
+    return {DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in packages}
+
+
+def test_what_is_imported_is_declared():
+    wrong = {str(path.relative_to(ROOT)): outside_packages(path) - declared() for path in modules()}
+    assert not {path: names for path, names in wrong.items() if names}
+
+
+def test_what_is_declared_is_imported():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.match(r"[\w.-]+", line)[0].lower() for line in project["dependencies"]}
+    files = [*modules(), *(ROOT / "envs").rglob("*.py")]
+    assert needed <= {name for path in files for name in outside_packages(path)}

@@ -13,8 +13,8 @@ from testing.runs import RECIPES, short_quickstart
 
 from vlmrl.config import Checkpoint, Cluster, Optim, WarmStart
 from vlmrl.engine.base import paused
-from vlmrl.report.metrics import read_rows
 from vlmrl.report.progress import RunProgress
+from vlmrl.report.run_log import read_rows
 from vlmrl.run import loop
 from vlmrl.run.build import build_run
 from vlmrl.run.program import run_training

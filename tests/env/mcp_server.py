@@ -1,4 +1,4 @@
-"""A small MCP server for the tests: it speaks over stdio when it is run, over HTTP when a test serves its app."""
+"""A small MCP server for the tests: over stdio as a program, over HTTP when a test serves its app."""
 
 import io
 import os
@@ -30,13 +30,13 @@ def add(a: int, b: int) -> int:
 
 @server.tool()
 def whoami() -> str:
-    """Tells the process."""
+    """The id of the server process."""
     return str(os.getpid())
 
 
 @server.tool()
 def vanish(marker: str) -> str:
-    """Ends the process, unless the marker is there."""
+    """End the process unless the marker file exists."""
     if Path(marker).exists():
         return "still here"
     Path(marker).touch()
@@ -45,7 +45,7 @@ def vanish(marker: str) -> str:
 
 @server.tool()
 def hang(marker: str) -> str:
-    """Takes very long, and tells the process in a file."""
+    """Write the process id to a file, then hang."""
     Path(marker).write_text(str(os.getpid()))
     time.sleep(60)
     return "late"

@@ -1,4 +1,4 @@
-"""What a user hands in as an env, found and checked before anything is played."""
+"""Envs, factories and reward functions, resolved and checked before the first episode."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ def test_a_reward_function_is_a_whole_env():
 
 
 @pytest.mark.parametrize(("ending", "reward"), [("length", 1.0), ("max_tokens", 1.0), ("env_done", None)])
-def test_a_reward_function_judges_cut_off_replies_at_the_end_and_others_only_once(ending: str, reward: float | None):
+def test_a_reward_function_scores_every_reply_once(ending: str, reward: float | None):
     env = resolve_env(None, right).build(TASK)
     env.last_reply = "4"
     assert env.finish(ending) == reward
 
 
 @pytest.mark.parametrize(
-    ("target", "options", "said"),
+    ("target", "options", "message"),
     [
         (Echo, {"sufix": "?"}, r"sufix.* do not fit Echo.* it takes suffix.* = '!', times.* = 1"),
         (build_echo, {"times": 2}, r"do not fit build_echo.* it takes suffix"),
@@ -91,12 +91,12 @@ def test_a_reward_function_judges_cut_off_replies_at_the_end_and_others_only_onc
         (lambda: None, {}, "it takes none"),
     ],
 )
-def test_options_are_checked_against_the_signature(target: Any, options: dict[str, Any], said: str):
-    with pytest.raises(ValueError, match=said):
+def test_options_are_checked_against_the_signature(target: Any, options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
         resolve_env(target, options=options)
 
 
-def test_what_is_no_env_is_refused_before_anything_is_built():
+def test_an_object_that_is_not_an_env_is_an_error_at_startup():
     class NoStep(Env):
         pass
 
@@ -116,20 +116,20 @@ def test_what_is_no_env_is_refused_before_anything_is_built():
             resolve_env(env, reward)
 
 
-def test_a_reward_that_does_not_take_text_and_task_is_refused():
+def test_a_reward_with_another_signature_is_an_error():
     with pytest.raises(ValueError, match=r"must be called as .*\(text, task\)"):
         resolve_env(None, lambda text: 1.0)
     with pytest.raises(ValueError, match=r"must be a function .*\(text, task\)"):
         resolve_env(None, 7)  # type: ignore[arg-type]
 
 
-def test_a_factory_that_returns_no_env_is_named():
+def test_a_factory_that_returns_something_else_is_named():
     spec = resolve_env(lambda task: "an env")
     with pytest.raises(ValueError, match=r"must return a vlmrl.Env, but it returned a str"):
         spec.build(TASK)
 
 
-def test_setup_runs_once_with_the_options_and_all_envs_share_what_it_made():
+def test_setup_runs_once_with_the_options_and_all_envs_share_its_result():
     calls: list[dict[str, Any]] = []
 
     class Shared(Echo):
@@ -145,7 +145,7 @@ def test_setup_runs_once_with_the_options_and_all_envs_share_what_it_made():
     assert first.shared is second.shared
 
 
-def test_an_async_setup_is_refused_since_there_is_no_event_loop_yet():
+def test_an_async_setup_is_an_error():
     class Late(Echo):
         @classmethod
         async def setup(cls) -> str:

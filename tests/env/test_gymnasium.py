@@ -1,4 +1,4 @@
-"""A Gymnasium environment as an Env: frames, seeds, actions, and an episode's end."""
+"""A Gymnasium environment as an Env: frames, seeds, actions and endings."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def frames(trajectory):
 
 
 @pytest.mark.parametrize("as_observation", [True, False])
-def test_each_reply_is_played_and_answered_by_the_next_frame(as_observation: bool):
+def test_each_reply_is_an_action_and_the_next_frame_its_observation(as_observation: bool):
     class Seen(RampEnv):
         pass
 
@@ -69,22 +69,22 @@ def test_each_reply_is_played_and_answered_by_the_next_frame(as_observation: boo
     assert (trajectory.ending, trajectory.reward) == ("env_done", 14.0)
 
 
-def test_what_follows_the_end_is_not_played():
+def test_actions_after_the_end_are_not_taken():
     assert play(RampEnv, ["100 50 50"]).turns[0].metrics["actions"] == 1
 
 
-def test_a_reply_without_actions_is_told_so():
+def test_a_reply_without_actions_gets_an_error_message():
     trajectory = play(RampEnv, ["", "100"])
     assert trajectory.turns[1].messages[0]["content"] == "The reply names no action."
 
 
-def test_an_episode_that_is_cut_off_keeps_what_was_earned():
+def test_an_episode_that_is_cut_off_keeps_its_rewards():
     trajectory = play(RampEnv, ["10", "10"], max_turns=2)
     assert (trajectory.ending, trajectory.reward) == ("max_turns", 2.0)
     assert play(RampEnv, ["word " * 200], max_reply_tokens=5).reward == 0.0
 
 
-def test_the_image_stands_before_the_prompts_last_text_and_others_stay():
+def test_the_image_comes_before_the_prompts_last_text():
     task = a_task("Climb.", [image("blue")], seed=7)
     env = resolve_env(RampEnv).build(task)
     kinds = [part["type"] for part in env.reset()[-1]["content"]]
@@ -93,7 +93,7 @@ def test_the_image_stands_before_the_prompts_last_text_and_others_stay():
     assert env.gym.closed
 
 
-def test_an_environment_that_draws_nothing_is_named():
+def test_an_environment_without_frames_is_named():
     class Blind(RampEnv):
         as_observation = False
 
@@ -103,4 +103,4 @@ def test_an_environment_that_draws_nothing_is_named():
             return gym
 
     trajectory = play(Blind, ["1"])
-    assert "Blind: render() gave None, no frame" in trajectory.error
+    assert "Blind: render() must return an array, but it returned None" in trajectory.error

@@ -1,4 +1,4 @@
-"""A judge behind a small local endpoint that answers well, hangs, refuses, fails and talks nonsense."""
+"""A judge behind a local endpoint that grades, hangs, refuses, fails or replies with nonsense."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from vlmrl.config.code import load_object
 
 ROOT = Path(__file__).parents[2]
 JudgeEnv = load_object(f"{ROOT / 'envs/judge.py'}:JudgeEnv")
-ASKED = [{"role": "user", "content": "Greet me."}, {"role": "assistant", "content": "Hi!"}]
+CONVERSATION = [{"role": "user", "content": "Greet me."}, {"role": "assistant", "content": "Hi!"}]
 
 
-def said(text: str | None, finish_reason: str = "stop", **message: Any) -> dict[str, Any]:
+def completion(text: str | None, finish_reason: str = "stop", **message: Any) -> dict[str, Any]:
     usage = {"prompt_tokens": 100, "completion_tokens": 10}
     return {"choices": [{"message": {"content": text, **message}, "finish_reason": finish_reason}], "usage": usage}
 
@@ -31,7 +31,7 @@ class Endpoint:
     """Answers request after request as ``script`` says: a completion, a status code, or a function; the last one for ever."""
 
     def __init__(self) -> None:
-        self.script: list[Any] = [said("Fine. <score>8</score>")]
+        self.script: list[Any] = [completion("Fine. <score>8</score>")]
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.at_once = self.most_at_once = 0
@@ -64,7 +64,7 @@ class Endpoint:
 
 async def hang() -> dict[str, Any]:
     await asyncio.sleep(30)
-    return said("<score>10</score>")
+    return completion("<score>10</score>")
 
 
 @pytest.fixture
@@ -80,14 +80,14 @@ NO_VERDICTS = {
     "hangs": hang,
     "fails": 500,
     "is busy": 429,
-    "refuses": said(None, refusal="I will not grade this."),
-    "is filtered": said("", "content_filter"),
-    "is cut off": said("It is <score>9</score> and", "length"),
-    "talks nonsense": said("A fine answer, ten of ten!"),
-    "gives two scores": said("<score>2</score> or <score>9</score>"),
-    "gives no number": said("<score>8/10</score>"),
-    "gives nan": said("<score>nan</score>"),
-    "is off the scale": said("<score>11</score>"),
+    "refuses": completion(None, refusal="I will not grade this."),
+    "is filtered": completion("", "content_filter"),
+    "is cut off": completion("It is <score>9</score> and", "length"),
+    "talks nonsense": completion("A fine answer, ten of ten!"),
+    "gives two scores": completion("<score>2</score> or <score>9</score>"),
+    "gives no number": completion("<score>8/10</score>"),
+    "gives nan": completion("<score>nan</score>"),
+    "is off the scale": completion("<score>11</score>"),
     "is no completion": {"error": "what?"},
     "sends a list": [1, 2],
     "is no JSON": "<html>",
@@ -95,21 +95,21 @@ NO_VERDICTS = {
 
 
 @pytest.mark.parametrize("kind", NO_VERDICTS)
-def test_no_verdict_is_asked_for_again_and_then_it_is_an_error(endpoint: Endpoint, kind: str):
+def test_an_unusable_reply_is_retried_and_then_an_error(endpoint: Endpoint, kind: str):
     judge = Judge(endpoint.url, "m", timeout=0.5 if kind == "hangs" else 10.0)
-    endpoint.script = [NO_VERDICTS[kind], said("Fine. <score>8</score>")]
-    verdict = judge.grade("Kind?", ASKED)
+    endpoint.script = [NO_VERDICTS[kind], completion("Fine. <score>8</score>")]
+    verdict = judge.grade("Kind?", CONVERSATION)
     assert (verdict.score, verdict.retries, len(endpoint.requests)) == (0.8, 1, 2)
 
     endpoint.requests.clear()
     endpoint.script = [NO_VERDICTS[kind]]
     with pytest.raises(JudgeError, match="no verdict in 2 requests"):
-        judge.grade("Other rubric?", ASKED)
+        judge.grade("Other rubric?", CONVERSATION)
     assert len(endpoint.requests) == 2
 
 
 @pytest.mark.parametrize("kind", ["hangs", "refuses", "talks nonsense", "fails"])
-def test_no_verdict_costs_the_trajectory_and_never_becomes_a_reward(endpoint: Endpoint, kind: str):
+def test_without_a_verdict_the_trajectory_fails_and_has_no_reward(endpoint: Endpoint, kind: str):
     endpoint.script = [NO_VERDICTS[kind]]
     options = {"url": endpoint.url, "model": "m", "timeout": 0.5 if kind == "hangs" else 10.0}
     trajectory = play(JudgeEnv, ["A cat."], options=options, max_turns=1)
@@ -117,22 +117,22 @@ def test_no_verdict_costs_the_trajectory_and_never_becomes_a_reward(endpoint: En
     assert "JudgeError" in trajectory.error and len(endpoint.requests) == 4  # two for the env, two for a fresh one
 
 
-def test_a_judge_that_comes_back_is_asked_by_a_fresh_env(endpoint: Endpoint):
-    endpoint.script = [500, 500, said("<score>10</score>")]
+def test_a_judge_that_recovers_is_called_by_a_new_env(endpoint: Endpoint):
+    endpoint.script = [500, 500, completion("<score>10</score>")]
     trajectory = play(JudgeEnv, ["A cat."], options={"url": endpoint.url, "model": "m"}, max_turns=1)
     assert (trajectory.ending, trajectory.reward, trajectory.metrics["env_retries"]) == ("env_done", 1.0, 1.0)
 
 
-def test_what_the_judge_refuses_for_good_is_not_asked_again(endpoint: Endpoint):
+def test_a_refused_request_is_not_retried(endpoint: Endpoint):
     endpoint.script = [401]
     with pytest.raises(JudgeError, match="refuses: 401 no"):
-        Judge(endpoint.url, "m").grade("Kind?", ASKED)
+        Judge(endpoint.url, "m").grade("Kind?", CONVERSATION)
     assert len(endpoint.requests) == 1
 
 
 def test_a_dead_endpoint_is_an_error():
     with pytest.raises(JudgeError, match="ConnectError"):
-        Judge(f"http://127.0.0.1:{free_port()}/v1", "m").grade("Kind?", ASKED)
+        Judge(f"http://127.0.0.1:{free_port()}/v1", "m").grade("Kind?", CONVERSATION)
 
 
 def test_the_judge_sees_rubric_conversation_reference_and_images(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch):
@@ -154,10 +154,10 @@ def test_the_judge_sees_rubric_conversation_reference_and_images(endpoint: Endpo
     assert endpoint.headers[0]["authorization"] == "Bearer secret"
 
 
-def test_a_verdict_has_its_cost_and_equal_ones_are_asked_for_once(endpoint: Endpoint):
+def test_a_verdict_has_its_cost_and_equal_requests_are_sent_once(endpoint: Endpoint):
     judge = Judge(endpoint.url, "m", price_in=10.0, price_out=50.0)
-    endpoint.script = [said("Hm."), said("<think><score>3</score></think>Fine. <score> 7.5 </score>")]
-    first, again = judge.grade("Kind?", ASKED), judge.grade("Kind?", ASKED)
+    endpoint.script = [completion("Hm."), completion("<think><score>3</score></think>Fine. <score> 7.5 </score>")]
+    first, again = judge.grade("Kind?", CONVERSATION), judge.grade("Kind?", CONVERSATION)
     assert (first.score, first.remarks, first.tokens, first.retries, first.cached) == (0.75, "Fine.", 220, 1, False)
     assert first.cost == pytest.approx(2 * (100 * 10 + 10 * 50) / 1e6) and first.seconds > 0
     assert again.metrics == {
@@ -168,25 +168,25 @@ def test_a_verdict_has_its_cost_and_equal_ones_are_asked_for_once(endpoint: Endp
         "judge_retries": 0,
         "judge_cached": 1.0,
     }
-    judge.grade("Kind?", ASKED, "Hello!")
+    judge.grade("Kind?", CONVERSATION, "Hello!")
     assert len(endpoint.requests) == 3
 
 
-def test_equal_conversations_at_once_are_one_request_and_requests_are_limited(endpoint: Endpoint):
+def test_concurrent_equal_conversations_are_one_request_and_requests_are_limited(endpoint: Endpoint):
     async def slow() -> dict[str, Any]:
         await asyncio.sleep(0.05)
-        return said("<score>5</score>")
+        return completion("<score>5</score>")
 
     endpoint.script = [slow]
     judge = Judge(endpoint.url, "m", max_concurrent=2)
     with ThreadPoolExecutor(16) as threads:
-        verdicts = list(threads.map(lambda n: judge.grade(f"Rubric {n % 4}", ASKED), range(16)))
+        verdicts = list(threads.map(lambda n: judge.grade(f"Rubric {n % 4}", CONVERSATION), range(16)))
     assert {verdict.score for verdict in verdicts} == {0.5}
     assert sum(verdict.cached for verdict in verdicts) == 12 and len(endpoint.requests) == 4
     assert endpoint.most_at_once <= 2
 
 
-def test_who_waits_for_an_equal_verdict_that_fails_fails_too_and_the_next_asks_anew(endpoint: Endpoint):
+def test_a_failed_request_fails_all_who_wait_for_it_and_is_sent_again_later(endpoint: Endpoint):
     gate = threading.Event()
 
     async def fail() -> int:
@@ -194,20 +194,19 @@ def test_who_waits_for_an_equal_verdict_that_fails_fails_too_and_the_next_asks_a
             await asyncio.sleep(0.01)
         return 400
 
-    endpoint.script = [fail, said("<score>5</score>")]
+    endpoint.script = [fail, completion("<score>5</score>")]
     judge = Judge(endpoint.url, "m")
     with ThreadPoolExecutor(2) as threads:
-        both = [threads.submit(judge.grade, "Kind?", ASKED) for _ in range(2)]
+        both = [threads.submit(judge.grade, "Kind?", CONVERSATION) for _ in range(2)]
         while len(endpoint.requests) < 1:
             time.sleep(0.01)
-        time.sleep(0.1)  # the other one waits by now, or will ask anew
         gate.set()
         assert isinstance(both[0].exception() or both[1].exception(), JudgeError)
-    assert judge.grade("Kind?", ASKED).score == 0.5
+    assert judge.grade("Kind?", CONVERSATION).score == 0.5
 
 
 def test_an_env_is_judged_turn_by_turn_or_at_its_end(endpoint: Endpoint):
-    endpoint.script = [said("Too short. <score>2</score>"), said("Better. <score>9</score>")]
+    endpoint.script = [completion("Too short. <score>2</score>"), completion("Better. <score>9</score>")]
     options: dict[str, Any] = {"url": endpoint.url, "model": "m", "grade": "turn"}
     task = a_task("What is it?", [image()], answer="a red box", data={"rubric": "Is it right?"})
     by_turn = play_audited(JudgeEnv, ["A box.", "A red box."], task, options=options, max_turns=2)
@@ -231,7 +230,7 @@ def test_an_env_is_judged_turn_by_turn_or_at_its_end(endpoint: Endpoint):
     assert at_end.turns[1].metrics["short"] == pytest.approx(2 / 3) and at_end.turns[1].metrics["judge"] == 0.9
 
 
-def test_a_judge_that_breaks_in_a_tool_env_is_not_told_to_the_model(endpoint: Endpoint):
+def test_a_judge_error_in_a_tool_env_is_an_env_error(endpoint: Endpoint):
     class Judged(ToolEnv):
         @classmethod
         def setup(cls) -> Judge:
@@ -256,7 +255,7 @@ def test_parts_and_weights_must_agree():
         weighted_reward({"right": 1.0}, {"right": 1.0, "short": 1.0})
 
 
-def test_wrong_settings_are_refused_at_the_start():
+def test_wrong_settings_are_errors_at_startup():
     with pytest.raises(ValueError, match="low must be less than high"):
         Judge("http://x/v1", "m", low=3, high=3)
     with pytest.raises(ValueError, match="grade must be turn or episode, but it is 'often'"):

@@ -1,4 +1,4 @@
-"""The tools of a real MCP server, over stdio and over HTTP: whole episodes, errors of both kinds, and nothing left behind."""
+"""The tools of a real MCP server, over stdio and over HTTP: episodes, tool and env errors, and no process left."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ def call(name: str, **arguments) -> str:
     return f'<tool_call>{{"name": "{name}", "arguments": {json.dumps(arguments)}}}</tool_call>'
 
 
-def told(trajectory, turn: int) -> str:
+def observation_text(trajectory, turn: int) -> str:
     content = trajectory.turns[turn].messages[0]["content"]
     return content if isinstance(content, str) else "".join(part.get("text", "(image)") for part in content)
 
@@ -72,7 +72,7 @@ def http_server():
         yield f"{url}/mcp"
 
 
-def test_an_episode_over_stdio_has_images_parallel_calls_and_told_errors():
+def test_an_episode_over_stdio_has_images_parallel_calls_and_tool_errors():
     replies = [
         call("paint", color="red") + call("add", a=1, b=2) + call("paint", color="blue"),
         call("paint", color="none") + call("add", a="one", b=2) + call("fly") + call("whoami"),
@@ -81,11 +81,11 @@ def test_an_episode_over_stdio_has_images_parallel_calls_and_told_errors():
     trajectory = play_audited(Painter, replies, a_task(), options={"server": COMMAND}, max_tokens=4000)
     assert (trajectory.ending, trajectory.reward) == ("env_done", 1.0)
     assert [item.image.getpixel((0, 0)) for item in trajectory.turns[1].media] == [(255, 0, 0), (0, 0, 255)]
-    assert told(trajectory, 1) == (
+    assert observation_text(trajectory, 1) == (
         "<tool_response>\nred:(image)\n</tool_response>\n<tool_response>\n3\n</tool_response>\n"
         "<tool_response>\nblue:(image)\n</tool_response>"
     )
-    errors = told(trajectory, 2)
+    errors = observation_text(trajectory, 2)
     assert "Error: Error executing tool paint: none is no color" in errors
     assert "Error: add: arguments.a: 'one' is not of type 'integer'." in errors
     assert "Error: there is no tool 'fly'; the tools are paint, add, whoami, vanish, hang." in errors
@@ -105,18 +105,21 @@ def test_episodes_over_http_share_a_server_and_have_local_functions_too(http_ser
 
     for trajectory in asyncio.run(go()):
         assert (trajectory.ending, trajectory.reward) == ("env_done", 1.0), trajectory.error
-        assert told(trajectory, 1) == "<tool_response>\n3\n</tool_response>\n<tool_response>\nHI\n</tool_response>"
-        assert "there is no tool 'paint'; the tools are shout, add." in told(trajectory, 2)
+        assert (
+            observation_text(trajectory, 1)
+            == "<tool_response>\n3\n</tool_response>\n<tool_response>\nHI\n</tool_response>"
+        )
+        assert "there is no tool 'paint'; the tools are shout, add." in observation_text(trajectory, 2)
 
 
-def test_a_server_that_dies_is_an_env_error_that_a_fresh_one_mends(tmp_path: Path):
+def test_after_a_server_died_a_new_one_replays_the_episode(tmp_path: Path):
     replies = [call("add", a=1, b=1), call("vanish", marker=str(tmp_path / "marker")), "done"]
     trajectory = play(Painter, replies, options={"server": COMMAND}, max_tokens=4000, max_reply_tokens=1000)
     assert (trajectory.ending, trajectory.reward) == ("env_done", 1.0), trajectory.error
-    assert trajectory.metrics["env_retries"] == 1 and "still here" in told(trajectory, 2)
+    assert trajectory.metrics["env_retries"] == 1 and "still here" in observation_text(trajectory, 2)
 
 
-def test_a_server_that_is_away_or_is_none_loses_the_trajectory():
+def test_without_a_server_the_trajectory_fails():
     away = play(Painter, ["done"], options={"server": f"http://127.0.0.1:{free_port()}/mcp"})
     assert away.ending == "error" and "MCP server http://127.0.0.1" in away.error and away.reward is None
     none = play(Painter, ["done"], options={"server": "/no/such/command --flag"})
@@ -139,7 +142,7 @@ def test_closing_ends_the_process_of_a_tool_that_hangs(tmp_path: Path):
     wait_until_ended(int(marker.read_text()))
 
 
-def test_what_is_stopped_leaves_no_process_behind():
+def test_no_process_is_left_after_a_run_is_stopped():
     seen: list[int] = []
 
     async def go():

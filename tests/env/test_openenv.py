@@ -32,7 +32,7 @@ class Seen(Observation):
 
 
 class Canvas(Environment):
-    """Paints what it is told; gold ends it and pays 1, all else pays 0.25."""
+    """Paints the color of each action; gold ends the episode with reward 1, any other color gives 0.25."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -89,11 +89,11 @@ def test_an_episode_with_a_served_canvas_shows_its_images_and_sums_its_rewards(u
         time.sleep(0.01)
 
 
-def test_an_episode_that_is_cut_off_keeps_what_was_earned(url: str):
+def test_an_episode_that_is_cut_off_keeps_its_rewards(url: str):
     assert play(Painter, ["red", "blue"], options={"url": url}, max_turns=2).reward == 0.5
 
 
-def test_a_server_that_breaks_or_is_away_loses_the_trajectory(url: str):
+def test_without_a_working_server_the_trajectory_fails(url: str):
     broken = play(Painter, ["broken"], options={"url": url})
     assert broken.failed and broken.metrics["env_retries"] == 1 and "canvas tore" in broken.error
     away = play(Painter, ["red"], options={"url": f"http://127.0.0.1:{free_port()}"})

@@ -1,4 +1,4 @@
-"""An env behind a server plays as it does here, and what goes wrong on the way is an env error."""
+"""An env behind a server behaves like a local one, and HTTP failures are env errors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from testing.servers import free_port, served
 
 from vlmrl import Env, RemoteEnv, RetryTurn, ToolEnv, obs
 from vlmrl.env.base import resolve_env
-from vlmrl.env.remote.serialize import task_to_wire
-from vlmrl.env.remote.server import EnvServer, create_app
+from vlmrl.env.remote.serialize import serialize_task
+from vlmrl.env.remote.server import EnvServer, create_env_app
 from vlmrl.env.session import EnvContractError
 
 pytestmark = pytest.mark.slow
@@ -84,7 +84,7 @@ class Tools(ToolEnv):
 def remote(env: Any, port: int | None = None, **options: Any) -> Iterator[tuple[dict[str, Any], EnvServer]]:
     """The options of a :class:`RemoteEnv` that plays ``env``, and the server behind it."""
     server = EnvServer(resolve_env(env, options=options), timeout=20.0)
-    with served(create_app(server), port) as url:
+    with served(create_env_app(server), port) as url:
         yield {"url": url}, server
 
 
@@ -98,7 +98,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 TASK = a_task("?", [image("orange")], seed=7)
 
 
-def test_an_episode_over_http_is_the_same_as_one_played_here():
+def test_a_remote_episode_equals_a_local_one():
     class Mine(Album):
         pass
 
@@ -115,7 +115,7 @@ def test_an_episode_over_http_is_the_same_as_one_played_here():
     assert len(Mine.opened) == len(Mine.closed) == 2
 
 
-def test_endings_that_the_env_did_not_choose_are_told_to_it():
+def test_the_remote_env_receives_the_ending():
     class Mine(Album):
         pass
 
@@ -123,7 +123,7 @@ def test_endings_that_the_env_did_not_choose_are_told_to_it():
         assert play(RemoteEnv, ["red", "blue"], TASK, options=options, max_turns=2).reward == 1.0
 
 
-def test_tools_of_the_served_env_are_shown_and_known_before_the_first_episode():
+def test_tools_of_the_served_env_are_known_before_the_first_episode():
     with remote(Tools) as (options, _):
         spec = resolve_env(RemoteEnv, options=options)
         assert spec.build(TASK).tools[0]["function"]["name"] == "paint"
@@ -133,7 +133,7 @@ def test_tools_of_the_served_env_are_shown_and_known_before_the_first_episode():
     assert '"name": "paint"' in turn_loop(spec, []).renderer.decode(trajectory.turns[0].prompt_ids)
 
 
-def test_a_turn_that_the_env_wants_again_is_sampled_again():
+def test_a_rejected_turn_is_sampled_again():
     class Mine(Album):
         pass
 
@@ -144,7 +144,7 @@ def test_a_turn_that_the_env_wants_again_is_sampled_again():
     assert trajectory.turns[1].metrics["turns_resampled"] == 1
 
 
-def test_an_env_that_breaks_over_there_is_retried_by_a_fresh_session_that_replays():
+def test_after_a_remote_error_a_new_session_replays_the_turns():
     class Mine(Album):
         def step(self, response_text: str) -> Any:
             if response_text == "quit" and len(self.opened) == 1:
@@ -181,7 +181,7 @@ def test_an_env_that_breaks_the_contract_stops_the_run():
         play(RemoteEnv, ["red"], TASK, options=options)
 
 
-def test_a_server_that_dies_costs_the_trajectory_and_one_that_comes_back_mends_it():
+def test_a_dead_server_fails_the_trajectory_and_a_restarted_one_replays_it():
     class Mine(Album):
         pass
 
@@ -206,12 +206,12 @@ def test_a_server_that_dies_costs_the_trajectory_and_one_that_comes_back_mends_i
     assert (trajectory.ending, trajectory.reward, trajectory.metrics["env_retries"]) == ("env_done", 1.25, 1.0)
 
 
-def test_a_server_that_is_not_there_is_named_at_the_start():
+def test_an_unreachable_server_is_an_error_at_startup():
     with pytest.raises(ValueError, match=r"no env server answers at http.* Start one with `vlmrl env serve ENV`"):
         resolve_env(RemoteEnv, options={"url": f"http://127.0.0.1:{free_port()}"})
 
 
-def test_an_env_that_hangs_is_given_up_here_and_closed_there():
+def test_a_hung_remote_env_fails_the_trajectory_and_is_closed_by_the_server():
     gate = threading.Event()
 
     class Mine(Album):
@@ -230,18 +230,18 @@ def test_an_env_that_hangs_is_given_up_here_and_closed_there():
         wait_until(lambda: len(Mine.closed) == 1)
 
 
-def test_sessions_that_nobody_asks_for_are_closed_and_so_are_all_at_the_end():
+def test_idle_sessions_are_closed_and_all_of_them_at_the_end():
     class Mine(Album):
         pass
 
     async def go() -> None:
         server = EnvServer(resolve_env(Mine), idle_timeout=60.0, max_sessions=2)
-        asked = {"task": task_to_wire(TASK), "max_turns": 4, "tool_format": "json"}
-        await server.start("old", asked)
-        await server.start("new", asked)
+        body = {"task": serialize_task(TASK), "max_turns": 4, "tool_format": "json"}
+        await server.start("old", body)
+        await server.start("new", body)
         with pytest.raises(RuntimeError, match="there are 2 sessions"):
-            await server.start("third", asked)
-        server.sessions["old"].used -= 61
+            await server.start("third", body)
+        server.sessions["old"].last_used -= 61
         await server.close_idle()
         assert list(server.sessions) == ["new"] and Mine.closed == Mine.opened[:1]
         with pytest.raises(RuntimeError, match=r"there is no session old: .* idle for 60 s"):

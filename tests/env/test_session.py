@@ -1,4 +1,4 @@
-"""One env while it is played: its thread, its deadlines, its retries, and what it may not do."""
+"""The session of one env: its thread, deadlines, retries and contract."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(env: Any, replies: list[str], finish: str | None = None, **options: Any)
 
 
 def wait_until(true: Callable[[], bool]) -> None:
-    """A broken env closes in its own thread, whenever that comes, and nobody waits for it but a test."""
+    """Wait for a broken env to close in its own thread; only tests wait for that."""
     deadline = time.monotonic() + 20
     while not true():
         assert time.monotonic() < deadline
@@ -179,7 +179,7 @@ def test_an_envs_thread_ends_when_the_session_closes():
     assert not thread.is_alive()
 
 
-def test_a_hung_step_costs_its_trajectory_and_is_counted():
+def test_a_hung_step_fails_its_trajectory_and_is_counted():
     class Hangs(Logged):
         def step(self, response_text: str) -> Step:
             if self.task.id == "bad":
@@ -189,25 +189,25 @@ def test_a_hung_step_costs_its_trajectory_and_is_counted():
     bad = play(Hangs, ["a"], a_task(id="bad"), env_timeout=0.2, max_env_retries_per_turn=1)
     assert bad.ending == "error"
     assert bad.error is not None
-    assert "Hangs, task bad, turn 0: no answer in 0.2 s" in bad.error
+    assert "Hangs, task bad, turn 0: timed out after 0.2 s" in bad.error
     assert (bad.metrics["env_timeouts"], bad.metrics["env_retries"]) == (2.0, 1.0)
     assert bad.reward is None
     assert play(Hangs, ["a"], a_task(id="good")).reward == 2.0  # of step and finish
 
 
-def test_a_hung_async_step_is_given_up_too():
+def test_a_hung_async_step_times_out_too():
     class Hangs(Logged):
         async def step(self, response_text: str) -> Step:  # type: ignore[override]
             await asyncio.sleep(3600)
             raise AssertionError
 
     session = new_session(Hangs, timeout=0.1, max_retries=0)
-    with pytest.raises(EnvError, match=r"no answer in 0\.1 s"):
+    with pytest.raises(EnvError, match=r"timed out after 0\.1 s"):
         asyncio.run(started(session, lambda: session.step("a")))
     assert session.counts == {"timeouts": 1}
 
 
-def test_a_timeout_that_the_env_raised_itself_keeps_its_own_words():
+def test_a_timeout_error_of_the_env_keeps_its_message():
     class Socket(Logged):
         def step(self, response_text: str) -> Step:
             raise TimeoutError("the search server")
@@ -241,7 +241,7 @@ print(trajectory.ending, trajectory.metrics["env_timeouts"], time.time(), flush=
 """
 
 
-def test_nothing_hung_keeps_the_process_from_ending():
+def test_hung_envs_do_not_keep_the_process_alive():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(Path(__file__).parents[1])],
         capture_output=True,
@@ -255,7 +255,7 @@ def test_nothing_hung_keeps_the_process_from_ending():
     assert ended - float(last) < 10
 
 
-def test_an_error_is_retried_with_a_fresh_env_that_replays():
+def test_after_an_error_a_new_env_replays_the_turns():
     class Flaky(Logged):
         made = 0
 
@@ -312,7 +312,7 @@ def test_retries_end_and_the_error_names_env_task_and_turn():
 
 
 @pytest.mark.parametrize("error", [StopIteration("end"), SystemExit(2), asyncio.CancelledError(), CancelledError()])
-def test_errors_that_asyncio_takes_for_its_own_are_errors_of_the_env(error: BaseException):
+def test_cancellation_errors_of_an_env_are_env_errors(error: BaseException):
     class Odd(Logged):
         def step(self, response_text: str) -> Step:
             raise error
@@ -325,7 +325,7 @@ def test_errors_that_asyncio_takes_for_its_own_are_errors_of_the_env(error: Base
 
 
 @pytest.mark.parametrize("shown", ["text", "image", "reset", "reward"])
-def test_a_replay_that_shows_something_else_is_caught(shown: str):
+def test_a_replay_with_another_observation_is_an_error(shown: str):
     class Drifts(Logged):
         count: Iterator[int] = iter(range(100))
 
@@ -348,7 +348,7 @@ def test_a_replay_that_shows_something_else_is_caught(shown: str):
         await session.step("a")
         await session.step("b")
 
-    with pytest.raises(EnvError, match="when replayed"):
+    with pytest.raises(EnvError, match="in the replay"):
         asyncio.run(started(session, two_turns))
     assert session.counts == {"errors": 1, "retries": 1}
 
@@ -368,7 +368,7 @@ def test_an_env_that_cannot_be_replayed_fails_at_once():
     assert session.counts == {"errors": 1}
 
 
-def test_retry_turn_samples_again_with_another_seed_and_keeps_nothing_of_the_first_reply():
+def test_retry_turn_samples_with_another_seed_and_discards_the_first_reply():
     class Picky(Logged):
         def step(self, response_text: str) -> Step:
             self.log.append(f"step {self.turn}")
@@ -453,7 +453,7 @@ def test_a_final_reward_is_a_finite_number():
 
 @pytest.mark.parametrize("method", ["reset", "format_observation"])
 @pytest.mark.parametrize("value", ["text", [{"content": "no role"}], 7])
-def test_messages_that_are_none_stop_the_run(method: str, value: Any):
+def test_malformed_messages_stop_the_run(method: str, value: Any):
     class Wrong(Logged):
         pass
 
@@ -465,7 +465,7 @@ def test_messages_that_are_none_stop_the_run(method: str, value: Any):
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("fails", ["reset", "step", "finish"])
-def test_every_env_that_was_made_is_closed_once(fails: str, is_async: bool):
+def test_every_env_is_closed_once(fails: str, is_async: bool):
     class Made(Logged):
         envs: ClassVar[list[Any]] = []
         closed = threading.Semaphore(0)
@@ -527,7 +527,7 @@ def test_an_env_whose_constructor_ends_after_its_deadline_is_closed_and_the_next
     wait_until(lambda: sorted(closed) == [0, 1])
 
 
-def test_an_async_close_is_called_when_the_run_stops_and_nobody_waits_for_it():
+def test_an_async_close_is_called_but_not_awaited_when_the_run_stops():
     class Open(Logged):
         async def step(self, response_text: str) -> Step:  # type: ignore[override]
             self.log.append("step")
@@ -552,7 +552,7 @@ def test_an_async_close_is_called_when_the_run_stops_and_nobody_waits_for_it():
     assert Open.log[-1] == "closed"
 
 
-def test_an_env_that_cannot_close_costs_nothing():
+def test_an_error_in_close_does_not_fail_the_trajectory():
     class Stuck(Logged):
         def close(self) -> None:
             raise OSError("stuck")

@@ -1,4 +1,4 @@
-"""Tool calls: read in each format, checked against schemas, run side by side, answered in order, with images."""
+"""Tool calls: parsed in each format, checked against schemas, run in parallel, results in order, with images."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_schema_comes_from_hints_and_docstring():
     }
 
 
-def test_a_function_that_makes_no_schema_is_refused_when_the_class_is_made():
+def test_a_function_without_a_schema_is_an_error_when_the_class_is_defined():
     def bare(x):
         """Do.
 
@@ -79,8 +79,12 @@ def test_a_function_that_makes_no_schema_is_refused_when_the_class_is_made():
     def many(*xs: int):
         """Do."""
 
-    for function, said in [(bare, "tool bare needs type hints"), (undescribed, "under `Args:`"), (many, "takes xs")]:
-        with pytest.raises(ValueError, match=said):
+    for function, message in [
+        (bare, "tool bare must have type hints"),
+        (undescribed, "under `Args:`"),
+        (many, "variable arguments xs"),
+    ]:
+        with pytest.raises(ValueError, match=message):
             type("Broken", (ToolEnv,), {"functions": [function]})
 
 
@@ -97,12 +101,12 @@ def test_a_function_that_makes_no_schema_is_refused_when_the_class_is_made():
         (f"<think>I call {call('add', a=1)}", []),  # a thought that never ends
     ],
 )
-def test_json_calls_are_read_in_order_and_thoughts_are_not(text: str, calls: list[ToolCall]):
+def test_json_calls_are_parsed_in_order_without_those_in_reasoning(text: str, calls: list[ToolCall]):
     assert read_tool_calls(text) == calls
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ("<tool_call>{", "does not end with </tool_call>"),
         ('<tool_call>{"name": "add", }</tool_call>', "not valid JSON: "),
@@ -114,9 +118,9 @@ def test_json_calls_are_read_in_order_and_thoughts_are_not(text: str, calls: lis
         (f"<tool_call>{'[' * 100_000}</tool_call>", "recursion"),
     ],
 )
-def test_a_call_that_cannot_be_read_says_why(body: str, said: str):
+def test_an_unparsable_call_says_why(body: str, message: str):
     (read,) = read_tool_calls(body)
-    assert said in read.problem and read.name == ""
+    assert message in read.problem and read.name == ""
 
 
 def test_xml_calls_take_their_types_from_the_schemas():
@@ -157,13 +161,13 @@ def test_an_xml_argument_has_the_type_of_its_schema(schema: dict[str, Any], text
         "<function=add><parameter=a>1</function>",
     ],
 )
-def test_an_xml_call_that_cannot_be_read_says_how_it_is_written(body: str):
+def test_an_unparsable_xml_call_says_how_to_write_it(body: str):
     (read,) = read_tool_calls(f"<tool_call>{body}</tool_call>", [ADD], "xml")
     assert read.problem.startswith("a call is <function=NAME>")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"a": 1}, ""),
         ({"a": 1, "note": None}, ""),
@@ -173,18 +177,18 @@ def test_an_xml_call_that_cannot_be_read_says_how_it_is_written(body: str):
         ({"a": 1, "z": 2}, "add: arguments: Additional properties are not allowed ('z' was unexpected)."),
     ],
 )
-def test_arguments_must_fit_the_schema(arguments: dict[str, Any], said: str):
-    assert problem_with(ToolCall("add", arguments), [ADD]) == said
+def test_arguments_must_fit_the_schema(arguments: dict[str, Any], message: str):
+    assert problem_with(ToolCall("add", arguments), [ADD]) == message
 
 
-def test_what_has_no_name_of_its_own_is_refused():
-    with pytest.raises(ValueError, match=r"Twice.functions must have names of their own, but they are add, add"):
+def test_two_functions_of_one_name_are_an_error():
+    with pytest.raises(ValueError, match=r"Twice.functions must have different names, but they are add, add"):
         type("Twice", (ToolEnv,), {"functions": [add, add]})
     with pytest.raises(ValueError, match="tool_format must be one of json, xml, but it is 'yaml'"):
         read_tool_calls("", [], "yaml")
 
 
-def test_an_unknown_tool_is_told_which_there_are():
+def test_a_call_of_an_unknown_tool_lists_the_tools():
     assert problem_with(ToolCall("sub"), [ADD]) == "there is no tool 'sub'; the tools are add."
 
 
@@ -243,7 +247,7 @@ def test_a_class_with_functions_is_a_whole_env():
     assert step(env, "4 m") == ({"obs_str": ""}, True, {"reward": 1.0})
 
 
-def test_calls_of_one_reply_are_answered_in_order_errors_too():
+def test_results_are_in_the_order_of_the_calls_errors_too():
     env = new(Sums)
     reply = call("wait") + call("draw", color="no color") + call("add") + call("mul") + call("add", a=3)
     observation, done, info = step(env, reply)
@@ -257,7 +261,7 @@ def test_calls_of_one_reply_are_answered_in_order_errors_too():
     )
 
 
-def test_functions_of_one_reply_run_side_by_side_and_own_methods_in_the_envs_thread():
+def test_functions_run_in_parallel_and_methods_in_the_envs_thread():
     both = threading.Barrier(2, timeout=20)
 
     def meet() -> str:
@@ -276,7 +280,7 @@ def test_functions_of_one_reply_run_side_by_side_and_own_methods_in_the_envs_thr
     assert env.threads == [threading.current_thread()] * 2
 
 
-def test_more_calls_than_a_reply_may_have_are_refused():
+def test_calls_beyond_the_limit_are_errors():
     class Few(Sums):
         max_calls = 2
 
@@ -298,7 +302,7 @@ def test_a_subclass_may_override_a_tool_and_judge_with_metrics():
     assert step(env, "abc")[2] == {"reward": 0.5, "length": 3}
 
 
-def test_an_env_without_judge_is_refused_at_the_start():
+def test_an_env_without_judge_is_an_error_at_startup():
     with pytest.raises(ValueError, match=r"must define judge\(self, reply\)"):
         resolve_env(type("Silent", (ToolEnv,), {"functions": [add]}))
 
@@ -323,7 +327,7 @@ def test_whole_episodes_with_images_pass_the_audit():
     ]
 
 
-def test_what_breaks_in_a_tool_is_an_env_error_and_never_told():
+def test_a_failing_tool_is_an_env_error_that_the_model_never_reads():
     calls: list[str] = []
 
     def flaky() -> str:
@@ -361,7 +365,7 @@ def shown(env: Env, *results: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("template", SHOW_TOOLS)
-def test_results_read_just_as_the_templates_own_tool_messages(template: str, shared: Path):
+def test_results_render_like_the_templates_tool_messages(template: str, shared: Path):
     env, renderer = new(Sums), real_renderer(shared, template, images=False)
     native = [{"role": "tool", "content": "one"}, {"role": "tool", "content": "2\n3"}]
     assert renderer.delta(shown(env, "one", "2\n3"), env.tools) == renderer.delta(native, env.tools)
@@ -386,11 +390,11 @@ def test_every_template_that_shows_images_shows_those_of_tools(template: str, sh
 
 
 @pytest.mark.parametrize(("template", "how"), [("qwen3_vl", "json"), ("qwen3_6", "xml")])
-def test_calls_are_read_as_the_template_has_them_written(template: str, how: str, shared: Path):
+def test_calls_are_parsed_in_the_templates_format(template: str, how: str, shared: Path):
     assert real_renderer(shared, template, images=True).tool_format == how
 
 
-def test_the_loop_tells_the_env_how_calls_are_written():
+def test_the_loop_sets_the_envs_tool_format():
     class Curious(Sums):
         def judge(self, reply: str) -> dict[str, Any]:
             return {"reward": 1.0, "json": self.tool_format == "json"}
@@ -402,7 +406,7 @@ def test_the_loop_tells_the_env_how_calls_are_written():
     assert play(Strict, ["x"]).turns[0].metrics == {"json": 0.0}
 
 
-def test_a_template_without_tools_is_refused_before_anything_is_played(tmp_path: Path):
+def test_a_template_without_tools_is_an_error_at_startup(tmp_path: Path):
     template = tmp_path / "no_tools.jinja"
     template.write_text(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -14,7 +14,7 @@ from testing.episodes import PAD, a_task, decoded, play_audited, renderer, turn_
 from vlmrl import retrieval
 from vlmrl.config.code import load_object
 from vlmrl.env.base import resolve_env
-from vlmrl.retrieval.client import HttpRetriever
+from vlmrl.retrieval import HttpRetriever
 from vlmrl.rollout.runner import Runner
 from vlmrl.types import Task
 

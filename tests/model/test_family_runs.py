@@ -12,8 +12,8 @@ from vlmrl import Env, obs
 from vlmrl.config import Config, Data, Model, Optim, Rollout, Train
 from vlmrl.model import tiny
 from vlmrl.model.families.base import FAMILIES
-from vlmrl.report.metrics import RunLog
 from vlmrl.report.progress import RunProgress
+from vlmrl.report.run_log import RunLog
 from vlmrl.run import loop
 from vlmrl.run.build import build_run
 from vlmrl.run.program import summary_of

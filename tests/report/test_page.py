@@ -35,7 +35,7 @@ class Page(HTMLParser):
         return json.loads(self.texts["data"])
 
 
-def asked(*parts):
+def user_message(*parts):
     return [{"role": "user", "content": list(parts)}]
 
 
@@ -52,20 +52,20 @@ def turn(messages=(), media=(), words="ok", ids=(7, 8), logprobs=(-0.5, -1.5)):
 
 
 def trajectory(name, turns, **more):
-    return Trajectory(name, name.split("#")[0], Task("t", asked(text("Which?"))), turns, "env_done", **more)
+    return Trajectory(name, name.split("#")[0], Task("t", user_message(text("Which?"))), turns, "env_done", **more)
 
 
 def test_the_page_is_one_file_that_loads_nothing(tmp_path):
-    write_page([trajectory("a#0", [turn(asked(image()), [RED])])], tmp_path / "out/page.html")
+    write_page([trajectory("a#0", [turn(user_message(image()), [RED])])], tmp_path / "out/page.html")
     page = Page(tmp_path / "out/page.html")
     assert not [attributes for _, attributes in page.elements if {"src", "href"} & set(attributes)]
     assert any("default-src 'none'" in (attributes.get("content") or "") for _, attributes in page.elements)
 
 
-def test_what_anyone_wrote_cannot_become_markup(tmp_path):
-    nasty = trajectory("a#0", [turn(asked(text(NASTY)), words=NASTY)], error=NASTY)
+def test_texts_cannot_become_markup(tmp_path):
+    nasty = trajectory("a#0", [turn(user_message(text(NASTY)), words=NASTY)], error=NASTY)
     write_page([nasty], tmp_path / "nasty.html", title=NASTY, decode=lambda ids: NASTY)
-    write_page([trajectory("a#0", [turn(asked(text("fine")))])], tmp_path / "fine.html")
+    write_page([trajectory("a#0", [turn(user_message(text("fine")))])], tmp_path / "fine.html")
     page, fine = Page(tmp_path / "nasty.html"), Page(tmp_path / "fine.html")
     assert page.elements == fine.elements
     (shown,) = page.data["groups"][0]["trajectories"]
@@ -80,7 +80,7 @@ def test_script_json_has_no_angle_bracket():
 
 
 def test_each_distinct_image_is_in_the_file_once(tmp_path):
-    turns = [turn(asked(image()), [RED]), turn(asked(image(), image()), [BLUE, RED])]
+    turns = [turn(user_message(image()), [RED]), turn(user_message(image(), image()), [BLUE, RED])]
     write_page([trajectory("a#0", turns), trajectory("a#1", turns)], tmp_path / "page.html")
     page = Page(tmp_path / "page.html")
     assert (tmp_path / "page.html").read_text().count(RED.data_uri) == 1
@@ -96,16 +96,16 @@ def test_groups_keep_their_order_and_gather_their_members():
     assert [(g["id"], [t["id"] for t in g["trajectories"]]) for g in groups] == [("b", ["b#0", "b#1"]), ("a", ["a#0"])]
 
 
-def test_images_stand_where_the_messages_have_them():
-    messages = [{"role": "system", "content": "Look."}, *asked(image(), text("or"), image())]
+def test_images_appear_where_the_messages_have_them():
+    messages = [{"role": "system", "content": "Look."}, *user_message(image(), text("or"), image())]
     assert message_parts(turn(messages, [RED, BLUE])) == [
         {"role": "system", "parts": [{"text": "Look."}]},
         {"role": "user", "parts": [{"image": "c0ffee"}, {"text": "or"}, {"image": "b1ue"}]},
     ]
 
 
-def test_images_too_few_and_too_many_are_shown_as_such():
-    assert message_parts(turn(asked(image()), [])) == [{"role": "user", "parts": [{"image": None}]}]
+def test_missing_and_surplus_images_are_shown():
+    assert message_parts(turn(user_message(image()), [])) == [{"role": "user", "parts": [{"image": None}]}]
     assert message_parts(turn([], [RED])) == [{"role": "images", "parts": [{"image": "c0ffee"}]}]
 
 
@@ -134,6 +134,6 @@ def test_without_decode_there_are_no_tokens_and_bad_numbers_do_not_break_the_pag
     assert shown["turns"][0]["tokens"] == [["x", "nan"], ["x", -1.0]]
 
 
-def test_a_page_of_nothing_can_be_written(tmp_path):
+def test_a_page_without_trajectories_can_be_written(tmp_path):
     write_page([], tmp_path / "page.html", title="empty")
     assert Page(tmp_path / "page.html").data == {"title": "empty", "groups": [], "images": {}}

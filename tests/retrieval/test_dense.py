@@ -26,7 +26,7 @@ def encoder(tmp_path):
     return str(tmp_path / "encoder")
 
 
-def test_near_in_meaning_is_found_without_a_common_word(tmp_path, encoder, monkeypatch):
+def test_passages_are_found_by_meaning_without_a_common_word(tmp_path, encoder, monkeypatch):
     monkeypatch.setenv("VLMRL_CACHE", str(tmp_path / "cache"))
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"id": word, "text": word}) + "\n" for word in ("car", "kitten")))

@@ -11,12 +11,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 from PIL import Image
+from testing.servers import free_port, served
 
 from vlmrl.cli.main import retriever_command
 from vlmrl.multimodal.images import load_image
-from vlmrl.retrieval import Hit, Passage, RetrieverError, open_retriever
-from vlmrl.retrieval.client import HttpRetriever
-from vlmrl.retrieval.server import create_app
+from vlmrl.retrieval import Hit, HttpRetriever, Passage, RetrieverError, open_retriever
+from vlmrl.retrieval.server import create_retriever_app
 
 pytestmark = pytest.mark.slow
 
@@ -38,34 +38,16 @@ def corpus(tmp_path):
     return str(path)
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def serving(retriever):
+    """The address of the retriever's server."""
+    return served(create_retriever_app(retriever, topk=2))
 
 
-@contextmanager
-def served(retriever):
-    """The address of the app in a thread."""
-    uvicorn = pytest.importorskip("uvicorn")
-    port = free_port()
-    server = uvicorn.Server(uvicorn.Config(create_app(retriever, topk=2), port=port, log_level="error"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
-
-
-def test_the_server_speaks_the_fields_protocol(corpus):
-    with served(open_retriever("bm25", corpus)) as url:
+def test_the_server_speaks_search_r1s_protocol(corpus):
+    with serving(open_retriever("bm25", corpus)) as url:
         assert httpx.get(f"{url}/health").json() == {"status": "ok", "retriever": "bm25", "passages": 2}
-        asked = {"queries": ["capital of France", "quantum"], "topk": 1, "return_scores": True}
-        (hit,), nothing = httpx.post(f"{url}/retrieve", json=asked).json()["result"]
+        body = {"queries": ["capital of France", "quantum"], "topk": 1, "return_scores": True}
+        (hit,), nothing = httpx.post(f"{url}/retrieve", json=body).json()["result"]
         paris = {**ROWS[0], "contents": "Paris\nParis is the capital of France."}
         assert hit["document"] == paris and hit["score"] > 0 and nothing == []
         plain = httpx.post(f"{url}/retrieve", json={"queries": ["capital of France"]}).json()
@@ -74,9 +56,9 @@ def test_the_server_speaks_the_fields_protocol(corpus):
             assert httpx.post(f"{url}/retrieve", json=wrong).status_code == 422
 
 
-def test_the_client_finds_what_the_retriever_behind_the_server_finds(corpus):
+def test_the_client_returns_what_the_served_retriever_finds(corpus):
     bm25 = open_retriever("bm25", corpus)
-    with served(bm25) as url:
+    with serving(bm25) as url:
         for address in (url, f"{url}/", f"{url}/retrieve"):
             assert open_retriever(address).search(["capital of Italy", "quantum"], 2) == bm25.search(
                 ["capital of Italy", "quantum"], 2
@@ -97,13 +79,13 @@ class Images:
         return [[Hit(Passage("1", "Red", "a square", self.image), 1.0)] for _ in queries]
 
 
-def test_images_travel_with_their_passages(tmp_path):
+def test_images_are_sent_with_their_passages(tmp_path):
     square = Image.new("RGB", (8, 6), "red")
     square.save(tmp_path / "red.png")
     buffer = io.BytesIO()
     square.save(buffer, format="JPEG")
     for source, kind in ((square, "png"), (str(tmp_path / "red.png"), "png"), (buffer.getvalue(), "jpeg")):
-        with served(Images(source)) as url:
+        with serving(Images(source)) as url:
             image = HttpRetriever(url).search(["red"], 1)[0][0].passage.image
         assert image.startswith(f"data:image/{kind};base64,")
         assert load_image(image).size == (8, 6)
@@ -139,12 +121,12 @@ def answering(*answers):
 FOUND = json.dumps({"result": [[{"id": 3, "contents": '"Rome"\nA city.'}]]})
 
 
-def test_a_server_that_fails_for_a_while_is_asked_again():
+def test_temporary_failures_are_retried():
     with answering((503, "starting"), (429, "busy"), (200, FOUND)) as url:
         assert HttpRetriever(url).search(["rome"], 1) == [[Hit(Passage("3", "Rome", "A city."), 0.0)]]
 
 
-def test_a_server_that_stays_away_is_an_error_in_the_end():
+def test_an_unreachable_server_is_an_error_after_the_patience():
     url = f"http://127.0.0.1:{free_port()}"
     began = time.monotonic()
     with pytest.raises(RetrieverError, match=r"/retrieve: no answer in 0.4 s: ConnectError"):
@@ -152,7 +134,7 @@ def test_a_server_that_stays_away_is_an_error_in_the_end():
     assert time.monotonic() - began < 5
 
 
-def test_a_late_server_is_an_error_in_the_end():
+def test_a_late_server_is_an_error_after_the_patience():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(RetrieverError, match=r"no answer in 0.1 s: ReadTimeout"):
@@ -170,12 +152,12 @@ def test_a_late_server_is_an_error_in_the_end():
         json.dumps({"result": [[{"id": 1, "text": "a", "image": "/etc/hostname"}]]}),
     ],
 )
-def test_what_is_no_reply_of_the_protocol_is_never_taken_for_passages(body):
-    with answering((200, body)) as url, pytest.raises(RetrieverError, match="gave no reply of the protocol"):
+def test_a_reply_that_breaks_the_protocol_is_an_error(body):
+    with answering((200, body)) as url, pytest.raises(RetrieverError, match="sent a reply that breaks the protocol"):
         HttpRetriever(url).search(["a"], 1)
 
 
-def test_the_command_says_what_is_missing(capsys):
+def test_the_command_names_what_is_missing(capsys):
     with pytest.raises(SystemExit, match="1"):
         retriever_command(["serve", "--corpus", "missing.jsonl"])
     assert capsys.readouterr().err.startswith("vlmrl: corpus 'missing.jsonl' does not exist")

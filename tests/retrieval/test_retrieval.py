@@ -10,11 +10,9 @@ import pytest
 from PIL import Image
 
 from vlmrl import retrieval
-from vlmrl.retrieval.base import Hit, Nothing, Passage
-from vlmrl.retrieval.batching import Batched
+from vlmrl.retrieval.base import BatchingRetriever, EmptyRetriever, Hit, Passage, index_folder
 from vlmrl.retrieval.bm25 import Bm25, best
 from vlmrl.retrieval.corpus import load_corpus
-from vlmrl.retrieval.index_cache import cached_folder
 
 ROWS = [
     {"id": "p", "title": "Paris", "text": "Paris is the capital of France, on the Seine."},
@@ -44,7 +42,7 @@ def ids(hits):
     return [hit.passage.id for hit in hits]
 
 
-def test_the_title_is_searched_and_what_has_no_word_of_the_query_is_not_found(corpus):
+def test_titles_are_searched_and_passages_without_a_word_of_the_query_are_not_found(corpus):
     retriever = retrieval.open_retriever("bm25", corpus)
     found = retriever.search(["What is the capital of France?", "nile", "quantum", "", "?!"], topk=2)
     assert [ids(hits) for hits in found] == [["p", "r"], ["n"], [], [], []]
@@ -52,18 +50,18 @@ def test_the_title_is_searched_and_what_has_no_word_of_the_query_is_not_found(co
     assert found[0][0].score > found[0][1].score > 0 and retriever.passages == 3
 
 
-def test_more_hits_than_passages_may_be_asked_for(corpus):
+def test_topk_may_exceed_the_number_of_passages(corpus):
     assert ids(retrieval.open_retriever("bm25", corpus).search(["capital river"], topk=50)[0]) == ["n", "r", "p"]
 
 
 @pytest.mark.parametrize("count", [3, 40])
-def test_best_takes_the_highest_scores_and_of_equal_ones_the_earlier(count):
+def test_best_returns_the_highest_scores_and_the_earlier_of_equal_ones(count):
     scores = np.array([0.5, 2.0, 1.0, 2.0] + [1.0] * 60, dtype=np.float32)
     assert best(scores, count) == [1, 3, 2, *range(4, 64)][:count]
     assert scores[1] == 2.0
 
 
-def test_an_index_is_built_once_and_again_for_another_corpus_or_setting(corpus, cache, tmp_path):
+def test_an_index_is_built_once_per_corpus_and_setting(corpus, cache, tmp_path):
     first = Bm25(load_corpus(corpus))
     (folder,) = cache.iterdir()
     stamp = (folder / "params.index.json").stat().st_mtime_ns
@@ -81,25 +79,25 @@ def test_an_index_is_built_once_and_again_for_another_corpus_or_setting(corpus, 
     assert len(list(cache.iterdir())) == 3
 
 
-def test_an_index_that_could_not_be_finished_is_not_found_later(cache):
+def test_a_failed_build_leaves_no_index(cache):
     def breaks(folder):
         (folder / "half").write_text("x")
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        cached_folder("bm25", "key", breaks)
+        index_folder("bm25", "key", breaks)
     assert list(cache.iterdir()) == []
-    made = cached_folder("bm25", "key", lambda folder: (folder / "whole").write_text("x"))
+    made = index_folder("bm25", "key", lambda folder: (folder / "whole").write_text("x"))
     assert [file.name for file in made.iterdir()] == ["whole"]
-    assert cached_folder("bm25", "key", breaks) == made
+    assert index_folder("bm25", "key", breaks) == made
 
 
-def test_of_two_that_build_at_once_the_first_stays(cache):
+def test_of_two_concurrent_builds_the_first_to_finish_stays(cache):
     def slower(folder):
         (folder / "mine").write_text("x")
-        cached_folder("bm25", "key", lambda other: (other / "theirs").write_text("x"))
+        index_folder("bm25", "key", lambda other: (other / "theirs").write_text("x"))
 
-    made = cached_folder("bm25", "key", slower)
+    made = index_folder("bm25", "key", slower)
     assert [file.name for file in made.iterdir()] == ["theirs"] and list(cache.iterdir()) == [made]
 
 
@@ -110,9 +108,10 @@ def test_contents_hold_the_title_in_their_first_line(tmp_path):
     assert next(iter(corpus.texts())) == "Paris\nParis is a city.\nIt is old."
 
 
-def test_rows_may_come_from_a_function_and_need_no_id(tmp_path):
+def test_rows_may_come_from_a_function_and_need_no_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def rows():\n    return [{'text': 'red'}, {'text': 'blue'}]\n")
-    retriever = retrieval.open_retriever("bm25", "mine.py:rows", base_dir=tmp_path)
+    retriever = retrieval.open_retriever("bm25", "mine.py:rows")
     assert [hit.passage for hit in retriever.search(["blue"], 3)[0]] == [Passage("1", "", "blue")]
 
 
@@ -135,7 +134,7 @@ def test_images_inside_a_parquet_file_stay_encoded(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"retriever": "elastic"}, "retriever must be bm25, dense, nothing or the address of a server"),
         ({"retriever": "bm25"}, "corpus must be set for the retriever bm25"),
@@ -145,15 +144,15 @@ def test_images_inside_a_parquet_file_stay_encoded(tmp_path):
         ({"corpus": "EMPTY"}, "returned no rows"),
     ],
 )
-def test_what_is_wrong_with_the_settings_is_told(tmp_path, settings, told):
+def test_wrong_settings_are_errors_that_say_what_is_wrong(tmp_path, settings, message):
     (tmp_path / "mine.py").write_text("def rows():\n    return []\n")
     made = {"GOOD": ROWS, "BAD": [{"words": "a"}]}
     if (name := settings.get("corpus")) in made:
         settings = {**settings, "corpus": write(tmp_path / f"{name}.jsonl", made[name])}
     if name == "EMPTY":
-        settings = {**settings, "corpus": "mine.py:rows"}
-    with pytest.raises(ValueError, match="(?s)" + told.replace("(", r"\(")):
-        retrieval.open_retriever(**settings, base_dir=tmp_path)
+        settings = {**settings, "corpus": f"{tmp_path}/mine.py:rows"}
+    with pytest.raises(ValueError, match="(?s)" + message.replace("(", r"\(")):
+        retrieval.open_retriever(**settings)
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_extra(corpus, monkeypatch):
@@ -164,11 +163,11 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(corpus, monkeyp
         retrieval.open_retriever("bm25", corpus)
 
 
-def test_nothing_finds_nothing():
+def test_the_empty_retriever_finds_nothing():
     assert retrieval.open_retriever("nothing").search(["a", "b"], 3) == [[], []]
 
 
-class Slow(Nothing):
+class Slow(EmptyRetriever):
     """Takes its time over the first batch; says each query back."""
 
     def __init__(self):
@@ -195,15 +194,15 @@ def ask(retriever, queries, topk, answers):
     return thread
 
 
-def test_queries_that_wait_are_answered_together_each_with_its_own(monkeypatch):
+def test_waiting_queries_are_answered_in_one_batch(monkeypatch):
     slow, answers = Slow(), {}
-    retriever = Batched(slow, largest=3)
+    retriever = BatchingRetriever(slow, max_batch=3)
     threads = [ask(retriever, ["a"], 1, answers)]
     while not slow.batches:
         threading.Event().wait(0.01)
     for queries, topk in ((["b"], 1), (["c", "d"], 2), (["bad"], 1)):
         threads.append(ask(retriever, queries, topk, answers))
-        while retriever._asked.qsize() < len(threads) - 1:
+        while retriever._requests.qsize() < len(threads) - 1:
             threading.Event().wait(0.01)
     slow.go.set()
     for thread in threads:

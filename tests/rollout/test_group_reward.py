@@ -12,8 +12,9 @@ from testing.fakes import make_trajectory, make_turn
 
 from vlmrl.config import Algo, Config, Data, Eval, Optim, Rollout, Train
 from vlmrl.env.base import Env, obs
-from vlmrl.report.metrics import RunLog, trajectory_metrics
+from vlmrl.report.metrics import trajectory_metrics
 from vlmrl.report.progress import RunProgress
+from vlmrl.report.run_log import RunLog
 from vlmrl.report.viewer.page import page_data
 from vlmrl.rollout.batches import fill, resolve_filters
 from vlmrl.rollout.group_reward import GroupReward, resolve_group_reward

@@ -14,8 +14,8 @@ from testing.runs import RECIPES, short_quickstart, train
 
 from vlmrl.config import Algo, Checkpoint, Config, Data, Eval, Optim, Part, Rollout, Train, WarmStart
 from vlmrl.env.base import Env, obs
-from vlmrl.report.metrics import RunLog
 from vlmrl.report.progress import RunProgress
+from vlmrl.report.run_log import RunLog
 from vlmrl.rollout.runner import RolloutError
 from vlmrl.run import loop
 from vlmrl.run.build import build_run

@@ -12,7 +12,7 @@ from testing.real_servers import config_of, servers_of
 
 from vlmrl.config import Cluster, Optim, Train
 from vlmrl.engine.servers import CPU_ARGS, CPU_ENV
-from vlmrl.report.metrics import read_rows
+from vlmrl.report.run_log import read_rows
 from vlmrl.run import loop
 from vlmrl.run.program import run_training
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from testing.real_servers import servers_of
 
-from vlmrl.report.metrics import read_rows
+from vlmrl.report.run_log import read_rows
 
 SCRIPT = Path(__file__).with_name("torchrun_script.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -9,7 +9,7 @@ from typing import Any
 from testing.real_servers import Served
 
 from vlmrl.config import Checkpoint, Config, Optim, Train
-from vlmrl.report.metrics import read_rows
+from vlmrl.report.run_log import read_rows
 from vlmrl.run.program import run_training
 from vlmrl.run.serving import ThisMachine
 

@@ -105,9 +105,10 @@ def play_command(arguments: Sequence[str]) -> None:
 def retriever_command(arguments: Sequence[str]) -> None:
     if arguments[:1] != ["serve"]:
         raise SystemExit("usage: vlmrl retriever serve --corpus FILE [options]")
-    from vlmrl.retrieval.server import ServeArguments, serve
+    from vlmrl.retrieval.server import RetrieverServerArguments as Arguments
+    from vlmrl.retrieval.server import serve_retriever as serve
 
-    settings = tyro.cli(ServeArguments, args=arguments[1:], prog="vlmrl retriever serve", description=serve.__doc__)
+    settings = tyro.cli(Arguments, args=arguments[1:], prog="vlmrl retriever serve", description=serve.__doc__)
     with _errors_in_one_line():
         serve(settings)
 
@@ -131,9 +132,10 @@ def data_command(arguments: Sequence[str]) -> None:
 def env_command(arguments: Sequence[str]) -> None:
     if arguments[:1] != ["serve"]:
         raise SystemExit("usage: vlmrl env serve ENV [options]")
-    from vlmrl.env.remote.server import ServeArguments, serve
+    from vlmrl.env.remote.server import EnvServerArguments as Arguments
+    from vlmrl.env.remote.server import serve_env as serve
 
-    settings = tyro.cli(ServeArguments, args=arguments[1:], prog="vlmrl env serve", description=serve.__doc__)
+    settings = tyro.cli(Arguments, args=arguments[1:], prog="vlmrl env serve", description=serve.__doc__)
     with _errors_in_one_line():
         serve(settings)
 

@@ -21,7 +21,7 @@ from vlmrl.engine.scripted import ScriptedEngine
 from vlmrl.env.base import resolve_env
 from vlmrl.model.loading import load_model
 from vlmrl.multimodal.renderer import Renderer, collapse
-from vlmrl.report.metrics import messages_text
+from vlmrl.report.records import messages_text
 from vlmrl.report.viewer import write_page
 from vlmrl.rollout.generator import GeneratorLoop, resolve_generate
 from vlmrl.rollout.history import resolve_policy

@@ -186,6 +186,8 @@ class Config:
     """Rollouts in waves in task order: the same run twice gives the same numbers, at some cost in speed."""
     save_model: bool = True
     """Write the trained weights to the run's folder, in Hugging Face form."""
+    trackers: tuple[str, ...] = ()
+    """Where metrics go besides `metrics.jsonl`: `tensorboard`, or `file.py:Class` (see `report/trackers.py`)."""
 
     @property
     def folder(self) -> Path:

@@ -1,6 +1,6 @@
-"""The environment contract: what a user writes, and how it is found and checked before anything is played.
+"""The environment contract: the class that users write, and the checks of an env before the first episode.
 
-Who writes an env reads only :class:`Env` and :func:`obs`. How an env is run is `env_session.py`'s business.
+To write an env, read :class:`Env` and :func:`obs`. `session.py` runs it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vlmrl.types import TRUNCATED, ImageSource, Message, Task
 
 
 class RetryTurn(Exception):
-    """Raise it in ``step`` to have the turn sampled again: the reply is thrown away, unseen by training, and counted."""
+    """Raised in ``step`` to sample the turn again: the reply is discarded before training, and counted as ``turns_resampled``."""
 
 
 def obs(text: str = "", images: list[ImageSource] | None = None) -> dict[str, Any]:
@@ -33,13 +33,13 @@ def obs(text: str = "", images: list[ImageSource] | None = None) -> dict[str, An
 class Env(abc.ABC):
     """One episode of one task. Subclass it, write ``step``, and add what else you need.
 
-    Each method may be ``async``; the plain ones all run in one thread, which is this env's own. ``self.turn`` (0 for the first
-    reply), ``self.max_turns``, ``self.seed`` and ``self.last_reply`` are set by the loop before each call, and so is
-    ``self.tool_format``, how the chat template has calls written (see `tools.py`), unless the class says it; ``self.shared`` is
-    what the optional classmethod ``setup(cls, **options)`` returned, made once per process.
+    Each method may be ``async``; plain methods all run in one thread, which belongs to this env. The turn loop sets ``self.turn``
+    (0 for the first reply), ``self.max_turns``, ``self.seed``, ``self.last_reply`` and, unless the class sets it,
+    ``self.tool_format``, the chat template's format of tool calls (see `tools.py`). ``self.shared`` is the result of the optional
+    classmethod ``setup(cls, **options)``, which is called once per process.
     """
 
-    tools: list[dict[str, Any]] = []  # noqa: RUF012  JSON schemas handed to the chat template
+    tools: list[dict[str, Any]] = []  # noqa: RUF012  JSON schemas for the chat template
     replayable: bool = True  # the same seed and replies give the same observations
 
     turn: int = 0
@@ -58,17 +58,17 @@ class Env(abc.ABC):
 
     @abc.abstractmethod
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-        """Answer one reply: the observation (see :func:`obs`), whether the episode is done, and ``info``.
+        """Play one reply. Returns the observation (see :func:`obs`), whether the episode is done, and ``info``.
 
-        ``info["reward"]`` counts towards the trajectory's reward; the other numbers in ``info`` become metrics.
+        ``info["reward"]`` is added to the trajectory's reward; the other numbers in ``info`` become metrics.
         """
 
     def finish(self, ending: str) -> float | None:
-        """Called once, at every ending that is not a failure; what it returns is added to the reward."""
+        """Called once at the end of every episode that did not fail. The result is added to the reward."""
         return None
 
     def format_observation(self, observation: dict[str, Any]) -> Message | list[Message]:
-        """The message the model reads: role ``user``, the images first, then the text."""
+        """The message that the model reads: role ``user``, images first, then the text."""
         images = observation.get("multi_modal_data", {}).get("image", [])
         text = observation.get("obs_str", "")
         if not images:
@@ -77,11 +77,11 @@ class Env(abc.ABC):
         return {"role": "user", "content": [*parts, {"type": "text", "text": text}] if text else parts}
 
     def close(self) -> None:
-        """Release what the env holds. Called once, whatever happened."""
+        """Release the env's resources. Called once, also after an error."""
 
 
 class RewardEnv(Env):
-    """A single turn judged by a plain function ``reward(text, task) -> float``; cut-off replies are judged as they are."""
+    """A single turn scored by a function ``reward(text, task) -> float``, also if the reply was cut off."""
 
     def __init__(self, task: Task, function: Callable[[str, Task], float]) -> None:
         super().__init__(task)
@@ -96,10 +96,9 @@ class RewardEnv(Env):
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """An env class or factory with its options, checked: ``spec.build(task)`` makes the env of one trajectory.
+    """An env class or factory with checked options: ``spec.build(task)`` makes the env of one trajectory.
 
-    ``tools`` and ``replayable`` are what the class says; an env may set others when it is built. ``parts`` are the specs of a
-    mixture by part.
+    ``tools`` and ``replayable`` are the class's attributes; an instance may set its own. ``parts`` are the specs of a mixture by part.
     """
 
     name: str
@@ -109,7 +108,7 @@ class EnvSpec:
     replayable: bool = True
 
     def of(self, task: Task) -> EnvSpec:
-        """The one that plays ``task``."""
+        """The spec of the task's part."""
         return self.parts[task.part] if self.parts else self
 
 

@@ -1,4 +1,4 @@
-"""A Gymnasium environment whose observation is a frame, as an Env.
+"""Gymnasium environments as Envs, with rendered frames as observations.
 
 class CartPole(GymnasiumEnv):
     def make(self):
@@ -25,42 +25,42 @@ from vlmrl.types import Message
 
 
 class GymnasiumEnv(Env):
-    """Plays the environment of :meth:`make`, seeded by the task: each reply is one or more actions, each answer the frame after.
+    """The environment that :meth:`make` returns, seeded by the task. A reply is one or more actions, the observation the last frame.
 
-    The first frame stands before the text of the prompt's last message. A frame is the observation itself where that is an RGB
-    image (uint8, ``[height, width, 3]``), and otherwise what ``render()`` gives, so make it with ``render_mode="rgb_array"``.
-    The reward is the sum of the environment's own, also where the episode is cut off.
+    The first frame comes before the text of the prompt's last message. A frame is the observation itself if that is an image (uint8,
+    ``[height, width, channels]``), and otherwise the result of ``render()``, so make the environment with ``render_mode="rgb_array"``.
+    The reward is the sum of the environment's rewards, also if the episode is cut off.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         os.environ.setdefault(
             "SDL_VIDEODRIVER", "dummy"
-        )  # pygame, which renders for many of them, then needs no display
+        )  # pygame, which many environments render with, then needs no display
 
     @classmethod
     def setup(cls, **options: Any) -> Any:
-        return require("gymnasium", "gymnasium")  # found missing at the start, not in the first episode
+        return require("gymnasium", "gymnasium")  # fails at startup if it is missing
 
     @property
     def gymnasium(self) -> Any:
-        """The module."""
+        """The module ``gymnasium``."""
         return require("gymnasium", "gymnasium")
 
     @abc.abstractmethod
     def make(self) -> Any:
-        """The ``gymnasium.Env`` of this task; what varies from task to task may depend on ``self.seed``."""
+        """The ``gymnasium.Env`` of this task, which may depend on ``self.task`` and ``self.seed``."""
 
     @abc.abstractmethod
     def read_actions(self, reply: str) -> list[Any]:
-        """The actions a reply asks for. What a ValueError says is told to the model, and nothing is played."""
+        """The actions in a reply. The text of a ValueError becomes the observation, and no action is taken."""
 
     def describe(self, info: dict[str, Any]) -> str:
-        """The text beside a frame, from the environment's ``info``."""
+        """The text after a frame, from the environment's ``info``."""
         return ""
 
     def reset(self) -> list[Message]:
-        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame, which draws for many of them, then needs no display
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
         self.gym = self.make()
         observation, _ = self.gym.reset(seed=self.seed)
         *before, last = self.task.prompt
@@ -75,15 +75,15 @@ class GymnasiumEnv(Env):
                 raise ValueError("The reply names no action.")
         except ValueError as error:
             return obs(str(error)), False, {"reward": 0.0, "actions": 0, "invalid": 1}
-        total, over, played, observation, info = 0.0, False, 0, None, {}
-        while played < len(actions) and not over:
-            observation, reward, terminated, truncated, info = self.gym.step(actions[played])
-            total, over, played = total + float(reward), terminated or truncated, played + 1
-        shown = obs() if over else obs(self.describe(info), images=[self._frame(observation)])
-        return shown, over, {"reward": total, "actions": played, "invalid": 0}
+        total, done, taken, observation, info = 0.0, False, 0, None, {}
+        while taken < len(actions) and not done:
+            observation, reward, terminated, truncated, info = self.gym.step(actions[taken])
+            total, done, taken = total + float(reward), terminated or truncated, taken + 1
+        frame = obs() if done else obs(self.describe(info), images=[self._frame(observation)])
+        return frame, done, {"reward": total, "actions": taken, "invalid": 0}
 
     def finish(self, ending: str) -> float | None:
-        return 0.0  # what was earned until then stands
+        return 0.0  # the rewards so far count
 
     def close(self) -> None:
         if hasattr(self, "gym"):
@@ -94,6 +94,7 @@ class GymnasiumEnv(Env):
         frame = observation if is_image else self.gym.render()
         if not isinstance(frame, np.ndarray):
             raise ValueError(
-                f"{type(self).__name__}: render() gave {frame!r:.80}, no frame: make it with render_mode='rgb_array'."
+                f"{type(self).__name__}: render() must return an array, but it returned {frame!r:.80}; "
+                "make the environment with render_mode='rgb_array'."
             )
         return Image.fromarray(frame)

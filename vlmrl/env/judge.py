@@ -4,8 +4,8 @@
     verdict = judge.grade("Is the answer kind?", [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Go away"}])
     verdict.score                                    # 0.1: the score 1 on the scale from 0 to 10
 
-A verdict that is not clear is no verdict: it is asked for again, and then it is a :class:`JudgeError`, which is an env error as
-any other. Make one judge for a process (``Env.setup``); its calls block, so make them from the env's own thread.
+An unclear verdict is requested again, and then raises :class:`JudgeError`, an env error like any other. Make one judge per process
+(in ``Env.setup``). Its calls block, so call it from plain methods of the env, which run in the env's own thread.
 """
 
 from __future__ import annotations
@@ -13,38 +13,31 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-import httpx
-
 from vlmrl.multimodal.images import data_uri
 from vlmrl.types import Message
+from vlmrl.utils.http import RefusedError, RetryableError, http_client, post_json, retrying
+from vlmrl.utils.threads import SingleFlight
 
 SCORE = re.compile(r"<score>(.*?)</score>", re.DOTALL)
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-OWN_TAGS = re.compile(r"</?(?:conversation|reference|score)>")
-MOST_KEPT = 65_536  # verdicts
-FIRST_PAUSE = 0.25  # seconds before the first retry; each further one waits twice as long
+PROMPT_TAGS = re.compile(r"</?(?:conversation|reference|score)>")
+CACHE_SIZE = 65_536  # verdicts
 
 
 class JudgeError(Exception):
-    """No verdict: the judge was away, refused, or was unclear as often as it was asked."""
-
-
-class _AgainError(Exception):
-    """An answer that another request may mend."""
+    """No verdict: the judge refused the request, or no attempt gave a clear verdict."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A score from 0 to 1, the judge's words, and what they cost. A verdict that was known already costs nothing."""
+    """A score from 0 to 1, the judge's whole reply, and the seconds, tokens and money it cost. A cached verdict costs nothing."""
 
     score: float
     text: str
@@ -56,12 +49,12 @@ class Verdict:
 
     @property
     def remarks(self) -> str:
-        """The judge's words without its thoughts and its score."""
+        """The reply without its reasoning (``<think>``) and without the score."""
         return SCORE.sub("", self.text.rpartition("</think>")[2]).strip()
 
     @property
     def metrics(self) -> dict[str, float]:
-        """For an env's info."""
+        """For the info of an env's step."""
         return {
             "judge": self.score,
             "judge_seconds": self.seconds,
@@ -72,12 +65,22 @@ class Verdict:
         }
 
 
-class Judge:
-    """Grades conversations on the scale from ``low`` to ``high``. May be called from many threads.
+@dataclass
+class _Usage:
+    """What all attempts for one verdict have cost, the failed ones included."""
 
-    ``url`` is the endpoint's, up to ``/v1``; its key is read from the environment variable ``key_variable``, if that is set. A
-    request may take ``timeout`` seconds and is made ``1 + max_retries`` times at most, so keep ``rollout.env_timeout`` above their
-    product. ``max_concurrent`` requests are under way at once. Prices are per million tokens, in any currency. ``request`` holds
+    requests: int = 0
+    seconds: float = 0.0
+    tokens_in: int = 0
+    tokens_out: int = 0
+
+
+class Judge:
+    """Grades conversations on a scale from ``low`` to ``high``. Thread-safe.
+
+    ``url`` is the endpoint's, up to ``/v1``. Its key is read from the environment variable ``key_variable``, if that is set. A
+    request may take ``timeout`` seconds, and each verdict ``1 + max_retries`` requests, so keep ``rollout.env_timeout`` above their
+    product. At most ``max_concurrent`` requests run at once. Prices are per million tokens, in any currency. ``request`` holds
     further fields of the request's body.
     """
 
@@ -104,39 +107,23 @@ class Judge:
         self.prices = (price_in, price_out)
         self._body = {"model": model, "temperature": 0.0, "max_tokens": 1024, **(request or {})}
         key = os.environ.get(key_variable)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(timeout=timeout, headers=headers, limits=httpx.Limits(max_connections=None))
+        self._client = http_client(timeout, {"Authorization": f"Bearer {key}"} if key else None)
         self._slots = threading.Semaphore(max_concurrent)
-        self._lock = threading.Lock()
-        self._verdicts: dict[str, Future[Verdict]] = {}
+        self._verdicts: dict[str, Verdict] = {}  # oldest first
+        self._flight: SingleFlight[Verdict] = SingleFlight()
 
     def grade(self, rubric: str, conversation: Sequence[Message], reference: str = "") -> Verdict:
-        """The verdict on a conversation, images included, by a rubric. Equal ones are asked for once.
+        """The verdict on a conversation, images included, by a rubric. Equal requests are sent once.
 
-        Raises :class:`JudgeError` where there is none.
+        Raises :class:`JudgeError` if there is no verdict.
         """
         messages: list[Message] = [
             {"role": "system", "content": self._instructions(rubric)},
-            {"role": "user", "content": _shown(conversation, reference)},
+            {"role": "user", "content": _as_one_message(conversation, reference)},
         ]
         key = hashlib.sha256(json.dumps(messages).encode()).hexdigest()
-        with self._lock:
-            known = self._verdicts.get(key)
-            if known is None:
-                mine = self._verdicts[key] = Future[Verdict]()
-            if len(self._verdicts) > MOST_KEPT:
-                del self._verdicts[next(iter(self._verdicts))]
-        if known is not None:
-            return replace(known.result(), seconds=0.0, tokens=0, cost=0.0, retries=0, cached=True)
-        try:
-            verdict = self._ask(messages)
-        except BaseException as error:
-            with self._lock:
-                self._verdicts.pop(key, None)  # who asks next asks anew
-            mine.set_exception(error)
-            raise
-        mine.set_result(verdict)
-        return verdict
+        verdict, is_new = self._flight.get(key, self._verdicts.get, lambda: self._grade(key, messages))
+        return verdict if is_new else replace(verdict, seconds=0.0, tokens=0, cost=0.0, retries=0, cached=True)
 
     def _instructions(self, rubric: str) -> str:
         return (
@@ -145,79 +132,81 @@ class Judge:
             f"{self.high:g} as <score>NUMBER</score>."
         )
 
-    def _ask(self, messages: list[Message]) -> Verdict:
-        seconds, tokens_in, tokens_out = 0.0, 0, 0
-        for retries in range(self.max_retries + 1):
-            began = time.perf_counter()
-            try:
-                answer = self._post(messages)
-                usage = answer.get("usage") or {}
-                tokens_in += usage.get("prompt_tokens") or 0
-                tokens_out += usage.get("completion_tokens") or 0
-                text = _said(answer)
-                score = self._score(text)
-            except _AgainError as error:
-                problem = str(error)
-            else:
-                cost = (tokens_in * self.prices[0] + tokens_out * self.prices[1]) / 1e6
-                seconds += time.perf_counter() - began
-                return Verdict(score, text, seconds, tokens_in + tokens_out, cost, retries)
-            seconds += time.perf_counter() - began
-            if retries < self.max_retries:
-                time.sleep(FIRST_PAUSE * 2**retries * random.uniform(0.5, 1.0))  # not all at the same moment
-        raise JudgeError(f"judge {self.url}: no verdict in {self.max_retries + 1} requests: {problem}")
+    def _grade(self, key: str, messages: list[Message]) -> Verdict:
+        """Request a verdict and cache it."""
+        usage = _Usage()
+        try:
+            score, text = retrying(attempts=self.max_retries + 1)(self._attempt, messages, usage)
+        except RetryableError as error:
+            raise JudgeError(f"judge {self.url}: no verdict in {usage.requests} requests: {error}") from error
+        except RefusedError as error:
+            raise JudgeError(f"judge {self.url} refuses: {error}") from error
+        cost = (usage.tokens_in * self.prices[0] + usage.tokens_out * self.prices[1]) / 1e6
+        verdict = Verdict(
+            score, text, usage.seconds, usage.tokens_in + usage.tokens_out, cost, retries=usage.requests - 1
+        )
+        self._verdicts[key] = verdict
+        if len(self._verdicts) > CACHE_SIZE:
+            self._verdicts.pop(next(iter(self._verdicts)), None)
+        return verdict
 
-    def _post(self, messages: list[Message]) -> dict[str, Any]:
+    def _attempt(self, messages: list[Message], usage: _Usage) -> tuple[float, str]:
+        """One request: the score from 0 to 1, and the reply. Adds to ``usage``."""
+        began = time.perf_counter()
+        usage.requests += 1
         try:
             with self._slots:
-                answer = self._client.post(self.url, json={**self._body, "messages": messages})
-        except httpx.TransportError as error:
-            raise _AgainError(f"{type(error).__name__}: {error}") from error
-        if answer.status_code == 429 or answer.status_code >= 500:
-            raise _AgainError(f"{answer.status_code} {answer.text:.200}")
-        if answer.status_code != 200:
-            raise JudgeError(f"judge {self.url} refuses: {answer.status_code} {answer.text:.300}")
-        try:
-            return dict(answer.json())
+                completion = dict(post_json(self._client, self.url, {**self._body, "messages": messages}))
+            tokens = completion.get("usage") or {}
+            usage.tokens_in += tokens.get("prompt_tokens") or 0
+            usage.tokens_out += tokens.get("completion_tokens") or 0
+            text = _reply_text(completion)
+            return self._score(text), text
         except (ValueError, TypeError) as error:
-            raise _AgainError(f"an answer that is not JSON: {answer.text[:100]!r}") from error
+            raise RetryableError(str(error)) from error
+        finally:
+            usage.seconds += time.perf_counter() - began
 
     def _score(self, text: str) -> float:
-        """The one score in a judge's words, from 0 to 1."""
+        """The only score in a reply, from 0 to 1. Raises ValueError if there is none, or more than one."""
         scores = [score.strip() for score in SCORE.findall(text.rpartition("</think>")[2])]
         if len(scores) != 1 or not NUMBER.fullmatch(scores[0]):
-            raise _AgainError(f"an unclear verdict, with the scores {scores}: {text[-200:]!r}")
+            raise ValueError(f"the reply must hold one score, but it holds {scores}: {text[-200:]!r}")
         score = float(scores[0])
         if not self.low <= score <= self.high:
-            raise _AgainError(f"a score of {score:g}, which is not from {self.low:g} to {self.high:g}")
+            raise ValueError(f"the score must be from {self.low:g} to {self.high:g}, but it is {score:g}")
         return (score - self.low) / (self.high - self.low)
 
 
 def weighted_reward(parts: Mapping[str, float], weights: Mapping[str, float]) -> dict[str, float]:
-    """An env's info with the parts of a reward as metrics: ``{"right": 1, "short": 0.5}`` by ``{"right": 1, "short": 0.2}`` has the
-    reward 1.1. A weight without a part, or a part without a weight, is a ValueError.
+    """The info of an env's step with the weighted sum of ``parts`` as its reward, and the parts as metrics.
+
+    The parts ``{"right": 1, "short": 0.5}`` with the weights ``{"right": 1, "short": 0.2}`` give the reward 1.1. Raises ValueError
+    if the two have different names.
     """
     if set(parts) != set(weights):
         raise ValueError(
-            f"the parts of a reward and their weights must have the same names, but are {sorted(parts)} and {sorted(weights)}."
+            f"the parts of a reward and their weights must have the same names, but they are {sorted(parts)} and {sorted(weights)}."
         )
     return {**parts, "reward": sum(weights[name] * value for name, value in parts.items())}
 
 
-def _said(answer: dict[str, Any]) -> str:
-    """The text of a completion that came to its end."""
+def _reply_text(completion: dict[str, Any]) -> str:
+    """The text of a chat completion that was not cut off. Raises ValueError for anything else."""
     try:
-        choice = answer["choices"][0]
+        choice = completion["choices"][0]
         text, ending = choice["message"].get("content"), choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise _AgainError(f"an answer that is no chat completion: {str(answer)[:200]}") from error
+        raise ValueError(f"the reply is not a chat completion: {str(completion)[:200]}") from error
     if ending not in (None, "stop") or not isinstance(text, str):
-        raise _AgainError(f"no whole reply (finish_reason {ending}): {choice['message'].get('refusal') or text!r}")
+        raise ValueError(
+            f"the reply is incomplete (finish_reason {ending}): {choice['message'].get('refusal') or text!r}"
+        )
     return text
 
 
-def _shown(conversation: Sequence[Message], reference: str) -> list[dict[str, Any]]:
-    """A conversation as the parts of one message, so that no role in it is taken for the judge's own."""
+def _as_one_message(conversation: Sequence[Message], reference: str) -> list[dict[str, Any]]:
+    """The parts of one message that quotes a conversation, so that the judge takes no role in it for its own."""
     parts: list[dict[str, Any]] = [_text("<conversation>")]
     for message in conversation:
         parts.append(_text(f"\n[{message['role']}]\n"))
@@ -226,13 +215,13 @@ def _shown(conversation: Sequence[Message], reference: str) -> list[dict[str, An
             if part["type"] == "image":
                 parts.append({"type": "image_url", "image_url": {"url": data_uri(part["image"])}})
             else:
-                parts.append(_text(OWN_TAGS.sub("", part["text"])))
+                parts.append(_text(PROMPT_TAGS.sub("", part["text"])))
     parts.append(_text("\n</conversation>" + (f"\n<reference>\n{reference}\n</reference>" if reference else "")))
-    return _joined(parts)
+    return _join_texts(parts)
 
 
-def _joined(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Neighbouring texts as one."""
+def _join_texts(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The parts with adjacent texts joined into one."""
     joined: list[dict[str, Any]] = []
     for part in parts:
         if joined and part["type"] == joined[-1]["type"] == "text":

@@ -1,4 +1,4 @@
-"""The tools of an MCP server as an env's tools, through the official client: over HTTP, or with a process that is started for it.
+"""The tools of an MCP server as the tools of an env, by the official client: over HTTP, or with a server process per episode.
 
 class BrowserEnv(McpEnv):
     def judge(self, reply):
@@ -17,21 +17,21 @@ from functools import partial
 from typing import Any, ClassVar
 
 from vlmrl.config.code import require
-from vlmrl.env.tools import Schema, ToolEnv, name_of
+from vlmrl.env.tools import Schema, ToolEnv, tool_name
 from vlmrl.multimodal.images import load_image
 from vlmrl.types import Message, Task
 
 
 class McpEnv(ToolEnv):
-    """A :class:`~vlmrl.env.tools.ToolEnv` whose tools are those of ``server``, beside its own ``functions``, which come first.
+    """A :class:`~vlmrl.env.tools.ToolEnv` with the tools of ``server`` after its own ``functions``.
 
-    ``server`` is an address (``http://127.0.0.1:8931/mcp``: one server that all episodes share) or a command (``npx server``: a
-    process for each episode, with few of this one's environment variables). Each env has a session of its own, from ``reset`` to
-    ``close``. A tool's own error is told to the model; a server that breaks, or is away, is an env error.
+    ``server`` is an address (``http://127.0.0.1:8931/mcp``: all episodes share one server) or a command (``npx server``: one process
+    per episode, which inherits few environment variables). Each env has its own session from ``reset`` to ``close``. The model reads
+    the errors that a tool reports. A server that fails or cannot be reached is an env error.
     """
 
     allowed: ClassVar[Collection[str] | None] = None
-    """The names of the server's tools that are shown; ``None``: all."""
+    """Names of the server's tools that the model may call; ``None``: all."""
 
     def __init__(self, task: Task, server: str) -> None:
         super().__init__(task)
@@ -43,10 +43,10 @@ class McpEnv(ToolEnv):
 
     @classmethod
     def setup(cls, **options: Any) -> Any:
-        return require("mcp", "mcp")  # found missing at the start, not in the first episode
+        return require("mcp", "mcp")  # fails at startup if it is missing
 
     def connection(self) -> Any:
-        """What ``mcp.Client`` is to connect to. Override it for a command with a working folder or variables of its own."""
+        """The argument of ``mcp.Client``. Override it to start a command in another folder or with environment variables."""
         if self.server.startswith(("http://", "https://")):
             return self.server
         command, *arguments = shlex.split(self.server)
@@ -56,10 +56,10 @@ class McpEnv(ToolEnv):
         opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._holder = asyncio.create_task(self._hold(opened))
         self._client = await opened
-        own = set(map(name_of, type(self).tools))
-        offered = [schema for schema in await self._list_tools() if name_of(schema) not in own]
-        served = [schema for schema in offered if self.allowed is None or name_of(schema) in self.allowed]
-        self._served = set(map(name_of, served))
+        own = set(map(tool_name, type(self).tools))
+        offered = [schema for schema in await self._list_tools() if tool_name(schema) not in own]
+        served = [schema for schema in offered if self.allowed is None or tool_name(schema) in self.allowed]
+        self._served = set(map(tool_name, served))
         self.tools = [*type(self).tools, *served]
         return None
 
@@ -71,14 +71,14 @@ class McpEnv(ToolEnv):
             return
         self._closing.set()
         if self._client is None:
-            self._holder.cancel()  # it never came to connect
+            self._holder.cancel()  # it is still connecting
         try:
             await asyncio.wait([self._holder])
         finally:
             self._holder.cancel()
 
     async def _hold(self, opened: asyncio.Future[Any]) -> None:
-        """Keeps the session open. The client wants to be entered and left by one task, and an env's methods have none of their own."""
+        """Keep the session open. One task must enter and leave the client, but each method of an env runs in another task."""
         try:
             async with require("mcp", "mcp").Client(self.connection()) as client:
                 opened.set_result(client)
@@ -98,12 +98,12 @@ class McpEnv(ToolEnv):
     async def _call_tool(self, name: str, /, **arguments: Any) -> Any:
         try:
             result = await self._client.call_tool(name, arguments)
-            shown = _shown(result)
-        except Exception as error:  # ValueErrors, too: the model did nothing wrong
+            content = _content(result)
+        except Exception as error:  # also a ValueError, which would be shown to the model
             raise RuntimeError(f"MCP server {self.server}, tool {name}: {_reason(error)}") from error
         if result.is_error:
-            raise ValueError(shown if isinstance(shown, str) else "the tool failed.")
-        return shown
+            raise ValueError(content if isinstance(content, str) else "the tool failed.")
+        return content
 
 
 def _schema(tool: Any) -> Schema:
@@ -111,7 +111,7 @@ def _schema(tool: Any) -> Schema:
     return {"type": "function", "function": function}
 
 
-def _shown(result: Any) -> Any:
+def _content(result: Any) -> Any:
     """A tool's result as text, or as a list of texts and images."""
     items = [_item(block) for block in result.content]
     if not items and result.structured_content is not None:
@@ -126,11 +126,11 @@ def _item(block: Any) -> Any:
         return load_image(f"data:{block.mime_type};base64,{block.data}")
     if block.type == "resource" and hasattr(block.resource, "text"):
         return block.resource.text
-    return f"[{block.type}]"  # sound, and what can only be linked to
+    return f"[{block.type}]"  # audio and links
 
 
 def _reason(error: BaseException) -> str:
-    """The first error inside nested groups, which the client's own say little about."""
+    """The first error inside nested exception groups, whose own texts say little."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""An environment that an OpenEnv server plays, as an Env: two methods say how a reply is read and what the agent sees.
+"""Environments of an OpenEnv server as Envs: one method parses replies into actions, the other formats observations.
 
 class EchoEnv(OpenEnvEnv):
     def read_action(self, reply):
@@ -23,8 +23,8 @@ from vlmrl.types import Message, Task
 class OpenEnvEnv(Env):
     """A session of the OpenEnv server at ``url``, seeded by the task, from ``reset`` to ``close``.
 
-    The first observation stands after the prompt's last message. The reward is the sum of the environment's own, also where the
-    episode is cut off; a server that breaks, or is away, is an env error.
+    The first observation comes after the prompt's last message. The reward is the sum of the environment's rewards, also if the
+    episode is cut off. A server that fails or cannot be reached is an env error.
     """
 
     def __init__(self, task: Task, url: str) -> None:
@@ -34,22 +34,22 @@ class OpenEnvEnv(Env):
 
     @classmethod
     def setup(cls, **options: Any) -> Any:
-        return require("openenv.core.generic_client", "openenv")  # found missing at the start, not in the first episode
+        return require("openenv.core.generic_client", "openenv")  # fails at startup if it is missing
 
     @abc.abstractmethod
     def read_action(self, reply: str) -> dict[str, Any]:
-        """The action a reply asks for. What a ValueError says is told to the model, and nothing is played."""
+        """The action in a reply. The text of a ValueError becomes the observation, and no action is taken."""
 
     @abc.abstractmethod
     def show(self, observation: dict[str, Any]) -> dict[str, Any]:
-        """What the agent sees of the server's observation, as :func:`~vlmrl.env.base.obs` makes it."""
+        """The agent's observation, made by :func:`~vlmrl.env.base.obs` from the server's."""
 
     async def reset(self) -> list[Message] | None:  # type: ignore[override]
         module = require("openenv.core.generic_client", "openenv")
         self._client = module.GenericEnvClient(base_url=self.url)
         result = await self._client.reset(seed=self.seed)
-        seen = self.format_observation(self.show(result.observation))
-        return [*self.task.prompt, *([seen] if isinstance(seen, dict) else seen)]
+        first = self.format_observation(self.show(result.observation))
+        return [*self.task.prompt, *([first] if isinstance(first, dict) else first)]
 
     async def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:  # type: ignore[override]
         try:
@@ -60,7 +60,7 @@ class OpenEnvEnv(Env):
         return self.show(result.observation), bool(result.done), {"reward": float(result.reward or 0.0), "invalid": 0}
 
     def finish(self, ending: str) -> float | None:
-        return 0.0  # what was earned until then stands
+        return 0.0  # the rewards so far count
 
     async def close(self) -> None:  # type: ignore[override]
         if self._client is not None:

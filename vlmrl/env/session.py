@@ -1,8 +1,8 @@
-"""One trajectory's env while it is played: its thread, its deadlines, its retries.
+"""Runs the env of one trajectory: its thread, deadlines and retries.
 
-The turn loop talks to an env only through :class:`EnvSession`. Plain methods run in a daemon thread that is this env's own,
-async ones are awaited; each call has a deadline. After an error a fresh env replays the turns so far, and what it shows is
-compared with what was shown the first time.
+The turn loop calls an env only through :class:`EnvSession`. Plain methods run in the env's own daemon thread, async ones in the event
+loop; each call has a deadline. After an error a new env replays the turns so far, and its observations are compared with the first
+ones.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from vlmrl.utils.threads import DaemonPool
 
 
 class EnvError(Exception):
-    """An env that failed for good: the trajectory is lost, never scored."""
+    """The env failed and no retry is left: the trajectory ends with ``error`` and has no reward."""
 
 
 class TaskError(EnvError):
-    """A task that cannot be played, however often it is tried: an image that does not decode, a prompt that is too long."""
+    """The task itself is at fault, so no retry helps: an image does not decode, or the prompt is too long."""
 
 
 class EnvContractError(ValueError):
-    """An env that breaks the contract: no retry can mend it, so the run stops."""
+    """The env's code breaks the contract of :class:`~vlmrl.env.base.Env`. No retry helps, so the run stops."""
 
 
-_CLOSING: set[asyncio.Task[None]] = set()  # envs that close while nobody waits: a loop holds its tasks only weakly
+_CLOSING: set[asyncio.Task[None]] = set()  # tasks that nobody awaits: an event loop keeps only weak references
 
 
 class _DeadlineError(Exception):
-    """A call of the env that took too long."""
+    """A call of the env did not return within its timeout."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one ``step`` gave, with the observation already made into messages."""
+    """The result of one ``step``, with the observation as messages."""
 
     messages: list[Message]
     done: bool
@@ -54,10 +54,10 @@ class StepResult:
 
 
 class EnvSession:
-    """Plays one task's env: ``start``, then ``step`` for each reply, ``finish`` once, ``close`` always.
+    """Runs the env of one task: ``start``, then ``step`` for each reply, ``finish`` once, ``close`` always.
 
-    ``timeout`` is in seconds, per call; ``tool_format`` is how the chat template has calls written. ``seconds`` counts the time
-    spent in the env, ``counts`` its errors, time-outs and retries.
+    ``timeout`` is per call, in seconds. ``tool_format`` is the chat template's format of tool calls. ``seconds`` is the time spent in
+    the env so far; ``counts`` counts its errors, timeouts and retries.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class EnvSession:
         self._max_retries = max_retries
         self._tool_format = tool_format
         self._env: Env | None = None
-        self._built: list[Env] = []  # the env in `_thread`, also if its constructor ended after its deadline
+        self._built: list[Env] = []  # the env in `_thread`, even if its constructor missed the deadline
         self._thread: DaemonPool | None = None
-        self._played: list[tuple[str, str]] = []  # each reply and the digest of what the env answered
+        self._played: list[tuple[str, str]] = []  # each reply, and the digest of its step result
         self._start_digest: str | None = None
         self.seconds = 0.0
         self.counts: Counter[str] = Counter()
@@ -88,11 +88,11 @@ class EnvSession:
         return self._env.replayable
 
     async def start(self) -> list[Message] | None:
-        """Build the env and reset it: the messages the episode starts with, or ``None``."""
+        """Build and reset the env. Returns the first messages, or ``None`` for the task's prompt."""
         return await self._with_retries(self._open)
 
     async def step(self, reply: str) -> StepResult:
-        """Answer a reply. Raises :class:`RetryTurn` where the env wants another one, EnvError where it failed for good."""
+        """The env's answer to a reply. Raises RetryTurn if the env rejects the reply, EnvError if no retry is left."""
 
         async def attempt() -> StepResult:
             if self._env is None:
@@ -104,9 +104,9 @@ class EnvSession:
         return result
 
     async def finish(self, ending: str, last_reply: str, last_turn: int | None = None) -> float | None:
-        """Ask once for the final reward; after an error, a fresh env that has replayed the episode is asked again.
+        """The final reward. After an error, a new env replays the episode and is called again.
 
-        ``last_turn`` is the last reply's number where no ``step`` has seen it.
+        ``last_turn`` is the turn of the last reply if no ``step`` received it.
         """
 
         async def attempt() -> float | None:
@@ -122,7 +122,7 @@ class EnvSession:
         return await self._with_retries(attempt)
 
     async def close(self) -> None:
-        """Close the env; a hung or failing one is left to end by itself."""
+        """Close the env. An error or a timeout is only counted."""
         try:
             if self._env is not None:
                 await self._call(self._env.close)
@@ -134,7 +134,7 @@ class EnvSession:
             self._env, self._thread = None, None
 
     async def abandon(self) -> None:
-        """Let go of the env without waiting for it: for a run that is being stopped."""
+        """Close the env without waiting for it, because the run is being stopped."""
         await self._abandon(wait=False)
 
     async def _with_retries(self, attempt: Callable[[], Any]) -> Any:
@@ -165,22 +165,25 @@ class EnvSession:
         messages = None if shown is None else _messages("reset", shown, self._spec.name)
         digest = _digest(messages)
         if self._start_digest not in (None, digest):
-            raise EnvError(f"env {self._spec.name}, task {self._task.id}: reset gave other messages when replayed.")
+            raise EnvError(
+                f"env {self._spec.name}, task {self._task.id}: reset returned other messages in the replay. "
+                "Make it depend on the task and self.seed alone, or set replayable = False."
+            )
         self._start_digest = digest
         return messages
 
     def _build(self, built: list[Env]) -> Env:
-        built.append(self._spec.build(self._task.copy()))  # a group's members, and replays, must not meet in it
+        built.append(self._spec.build(self._task.copy()))  # group members and replays must not share a task
         return built[0]
 
     async def _replay(self) -> None:
-        """A fresh env, brought to where the old one was."""
+        """Build a new env and replay the turns so far."""
         await self._open()
         for turn, (reply, digest) in enumerate(self._played):
             result = await self._step(reply, turn)
             if _digest(result) != digest:
                 raise EnvError(
-                    f"env {self._spec.name}, task {self._task.id}, turn {turn}: the observation differs when replayed. Make it "
+                    f"env {self._spec.name}, task {self._task.id}, turn {turn}: the observation differs in the replay. Make it "
                     "depend on self.seed and the replies alone, or set replayable = False."
                 )
 
@@ -188,17 +191,17 @@ class EnvSession:
         env = self._env
         assert env is not None
         env.turn, env.last_reply = len(self._played) if turn is None else turn, reply
-        answer = await self._call(env.step, reply)
+        result = await self._call(env.step, reply)
         if not (
-            isinstance(answer, tuple)
-            and len(answer) == 3
-            and isinstance(answer[0], dict)
-            and isinstance(answer[2], dict)
+            isinstance(result, tuple)
+            and len(result) == 3
+            and isinstance(result[0], dict)
+            and isinstance(result[2], dict)
         ):
             raise EnvContractError(
-                f"env {self._spec.name}: step must return (observation dict, done, info dict), not {answer!r}."
+                f"env {self._spec.name}: step must return (observation dict, done, info dict), but it returned {result!r}."
             )
-        observation, done, info = answer
+        observation, done, info = result
         shown = [] if done else await self._format(env, observation)
         info = dict(info)
         reward = info.pop("reward", None)
@@ -214,13 +217,13 @@ class EnvSession:
         )
 
     async def _format(self, env: Env, observation: dict[str, Any]) -> Any:
-        """The observation's messages: our own way of writing them needs no thread and no deadline."""
+        """The observation as messages. Env's own method is called directly, since it cannot block."""
         if getattr(env.format_observation, "__func__", None) is Env.format_observation:
             return env.format_observation(observation)
         return await self._call(env.format_observation, observation)
 
     async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
-        """One call under a deadline: plain functions in the env's thread, coroutines in the event loop."""
+        """One call with a deadline: plain functions in the env's thread, coroutines in the event loop."""
         began = time.perf_counter()
         try:
             async with asyncio.timeout(self._timeout) as deadline:
@@ -230,19 +233,19 @@ class EnvSession:
                 return await _await_result(await self._thread.run(method, *args))
         except TimeoutError as error:
             if deadline.expired():
-                raise _DeadlineError(f"no answer in {self._timeout:g} s") from error
+                raise _DeadlineError(f"timed out after {self._timeout:g} s") from error
             raise
         finally:
             self.seconds += time.perf_counter() - began
 
     async def _abandon(self, wait: bool = True) -> None:
-        """Let go of a broken env: a plain close is queued behind whatever hangs in its thread, and nobody waits for it.
+        """Discard a broken env. Its plain ``close`` is queued in its thread, behind a call that may hang, and not awaited.
 
-        An async close is waited for, unless ``wait`` is False.
+        An async ``close`` is awaited unless ``wait`` is False.
         """
         env, self._env = self._env, None
         if self._thread is not None and not (env is not None and inspect.iscoroutinefunction(env.close)):
-            self._thread.submit(_close_late, self._built)  # after a constructor that is still running, too
+            self._thread.submit(_close_late, self._built)  # also after a constructor that is still running
         elif env is not None:
             closing = asyncio.create_task(self._close_async(env))
             _CLOSING.add(closing)
@@ -282,17 +285,19 @@ def _messages(name: str, value: Any, env: str) -> list[Message]:
 
 
 def _check_texts(name: str, content: Any, env: str) -> None:
-    """A message's content is text that can be encoded, or a list of parts with such texts."""
+    """Raises EnvContractError unless every text in ``content`` (a text or a list of parts) is a str that can be encoded."""
     texts = (
         [part.get("text", "") for part in content if isinstance(part, dict)] if isinstance(content, list) else [content]
     )
     for text in texts:
         if text is not None and not isinstance(text, str):
-            raise EnvContractError(f"env {env}: the text that {name} gives must be a str, but it is {text!r}.")
+            raise EnvContractError(f"env {env}: a text in the messages of {name} must be a str, but it is {text!r}.")
         try:
             (text or "").encode()
         except UnicodeEncodeError as error:
-            raise EnvContractError(f"env {env}: the text that {name} gives cannot be encoded: {error}.") from error
+            raise EnvContractError(
+                f"env {env}: a text in the messages of {name} cannot be encoded as UTF-8: {error}."
+            ) from error
 
 
 def _number(name: str, value: Any, env: str) -> float:
@@ -306,7 +311,7 @@ def _number(name: str, value: Any, env: str) -> float:
 
 
 def _digest(value: Any) -> str:
-    """A hash of messages and results that is equal for equal content; images count by their pixels."""
+    """A hash of messages or a step result: equal for equal content, with images compared by their pixels."""
 
     def plain(item: Any) -> Any:
         if isinstance(item, StepResult):

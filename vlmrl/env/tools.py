@@ -1,4 +1,4 @@
-"""Tools that a model calls: its calls are read, run and answered.
+"""Tool calls: parse them from a reply, run them, return their results.
 
     def price(item: str) -> float:
         \"\"\"What an item costs.
@@ -14,8 +14,8 @@
         def judge(self, reply):                     # a reply that calls nothing is the answer
             return float(self.task.answer in reply)
 
-A function's schema comes from its type hints and its docstring. What is wrong with a call is told to the model; what breaks in a
-tool is an env error, which is retried and never told.
+A function's schema is made from its type hints and its docstring. The model reads what is wrong with its call. Any other failure of
+a tool is an env error: it is retried, and the model never reads it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,17 @@ Schema = dict[str, Any]
 CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*)</function>", re.DOTALL)
 PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
-SPOKEN = {"true": True, "false": False, "none": None, "null": None}  # templates write Python's True, models JSON's true
+LITERALS = {
+    "true": True,
+    "false": False,
+    "none": None,
+    "null": None,
+}  # templates write Python's literals, models JSON's
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as the model wrote it: ``ToolCall("zoom", {"bbox": [0, 0, 500, 500]})``. ``problem`` says why it cannot be run."""
+    """A call as the model wrote it: ``ToolCall("zoom", {"bbox": [0, 0, 500, 500]})``. ``problem`` says why it could not be parsed."""
 
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -56,26 +61,26 @@ class ToolCall:
 
 
 def read_tool_calls(text: str, tools: Sequence[Schema] = (), tool_format: str | None = None) -> list[ToolCall]:
-    """The calls of a reply, in order; what it only thought of (``<think>``) is none.
+    """The calls of a reply, in order, without those inside its reasoning (``<think>``).
 
-    ``tool_format`` is a name in :data:`TOOL_FORMATS`, ``None`` for ``json``. ``tools`` are the schemas, by which a format
-    without types of its own reads numbers.
+    ``tool_format`` is a key of :data:`TOOL_FORMATS`; ``None`` means ``json``. The XML format has no types, so its values are
+    converted to the types in the schemas ``tools``.
     """
     name = tool_format or "json"
     if name not in TOOL_FORMATS:
         raise ValueError(f"tool_format must be one of {', '.join(TOOL_FORMATS)}, but it is {name!r}.")
-    said = text.rpartition("</think>")[2].partition("<think>")[0]
-    return TOOL_FORMATS[name](said, tools)
+    reply = text.rpartition("</think>")[2].partition("<think>")[0]
+    return TOOL_FORMATS[name](reply, tools)
 
 
 def read_json_calls(text: str, tools: Sequence[Schema] = ()) -> list[ToolCall]:
-    """``<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>``: Qwen2.5, Qwen3, Qwen3-VL, and our templates."""
+    """``<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>``: Qwen2.5, Qwen3, Qwen3-VL, and vlmrl's templates."""
     return _each_call(text, _read_json_call)
 
 
 def read_xml_calls(text: str, tools: Sequence[Schema] = ()) -> list[ToolCall]:
     """``<tool_call><function=add><parameter=a>1</parameter></function></tool_call>``: Qwen3.5, Qwen3.6, Qwen3-Coder."""
-    schemas = {name_of(tool): tool for tool in tools}
+    schemas = {tool_name(tool): tool for tool in tools}
     return _each_call(text, lambda body: _read_xml_call(body, schemas))
 
 
@@ -92,7 +97,7 @@ def _each_call(text: str, read: Callable[[str], ToolCall]) -> list[ToolCall]:
             if not end:
                 raise ValueError("the call does not end with </tool_call>.")
             call = read(body.strip())
-            json.dumps(call.arguments, ensure_ascii=False).encode()  # half a surrogate pair is no text
+            json.dumps(call.arguments, ensure_ascii=False).encode()  # raises for half a surrogate pair
         except (ValueError, RecursionError) as error:
             call = ToolCall(problem=str(error))
         calls.append(call)
@@ -101,10 +106,10 @@ def _each_call(text: str, read: Callable[[str], ToolCall]) -> list[ToolCall]:
 
 def _read_json_call(body: str) -> ToolCall:
     try:
-        call = json.loads(body, parse_constant=_refuse)
+        call = json.loads(body, parse_constant=_reject_constant)
         arguments = call.get("arguments", {}) if isinstance(call, dict) else None
         if isinstance(arguments, str):
-            arguments = json.loads(arguments, parse_constant=_refuse)
+            arguments = json.loads(arguments, parse_constant=_reject_constant)
     except ValueError as error:
         raise ValueError(f"the call is not valid JSON: {error}.") from None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
@@ -112,7 +117,7 @@ def _read_json_call(body: str) -> ToolCall:
     return ToolCall(call["name"], arguments)
 
 
-def _refuse(constant: str) -> None:
+def _reject_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
@@ -124,20 +129,20 @@ def _read_xml_call(body: str, schemas: dict[str, Schema]) -> ToolCall:
         )
     name = function[1].strip()
     properties = _parameters(schemas.get(name, {})).get("properties", {})
-    given = {key.strip(): value for key, value in PARAMETER.findall(function[2])}
-    return ToolCall(name, {key: _typed(value, properties.get(key, {})) for key, value in given.items()})
+    arguments = {key.strip(): value for key, value in PARAMETER.findall(function[2])}
+    return ToolCall(name, {key: _typed(value, properties.get(key, {})) for key, value in arguments.items()})
 
 
 def _typed(text: str, schema: Schema) -> Any:
-    """An argument that was written as text, as its schema's type; as text where that is one of its types, or it is unreadable."""
+    """An XML argument converted to its schema's type; unchanged if the schema allows strings, or if it cannot be converted."""
     options = [schema, *schema.get("anyOf", ())]
     types = {kind for option in options for kind in _as_list(option.get("type", []))}
     if not types or "string" in types:
         return None if schema.get("nullable") and text.lower() in ("none", "null") else text
-    if text.strip().lower() in SPOKEN:
-        return SPOKEN[text.strip().lower()]
+    if text.strip().lower() in LITERALS:
+        return LITERALS[text.strip().lower()]
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_reject_constant)
     except ValueError:
         return text
 
@@ -146,7 +151,7 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def name_of(tool: Schema) -> str:
+def tool_name(tool: Schema) -> str:
     return tool.get("function", tool)["name"]
 
 
@@ -157,7 +162,7 @@ def _parameters(tool: Schema) -> Schema:
 def tool_schema(function: Callable[..., Any]) -> Schema:
     """The JSON schema of a plain function or method: types from its hints, descriptions from its docstring (Google's style).
 
-    Raises ValueError where a hint, the docstring or an argument's description is missing.
+    Raises ValueError if a type hint, the docstring or the description of an argument is missing.
     """
     from transformers.utils.chat_template_utils import get_json_schema
 
@@ -166,25 +171,27 @@ def tool_schema(function: Callable[..., Any]) -> Schema:
     ]
     name = getattr(function, "__name__", repr(function))
     if variable:
-        raise ValueError(f"tool {name} takes {', '.join(variable)}: a tool's arguments must be named one by one.")
+        raise ValueError(
+            f"tool {name} must name each argument, but it takes the variable arguments {', '.join(variable)}."
+        )
     try:
         schema = get_json_schema(function)
     except Exception as error:
         raise ValueError(
-            f"tool {name} needs type hints, and a docstring with every argument under `Args:`: {error}"
+            f"tool {name} must have type hints, and a docstring that describes every argument under `Args:`: {error}"
         ) from error
-    schema["function"].pop("return", None)  # what a tool gives is seen when it is given
+    schema["function"].pop("return", None)  # the model sees the result itself
     schema["function"]["parameters"]["properties"].pop("return", None)
     return schema
 
 
 def problem_with(call: ToolCall, tools: Sequence[Schema]) -> str:
-    """Why a call cannot be run, or ``""``: it was not readable, names no tool, or its arguments do not fit the tool's schema."""
+    """Why a call cannot be run, or ``""``. It may be unparsable, name no tool, or have arguments that violate the tool's schema."""
     if call.problem:
         return call.problem
-    tool = next((tool for tool in tools if name_of(tool) == call.name), None)
+    tool = next((tool for tool in tools if tool_name(tool) == call.name), None)
     if tool is None:
-        return f"there is no tool {call.name!r}; the tools are {', '.join(map(name_of, tools))}."
+        return f"there is no tool {call.name!r}; the tools are {', '.join(map(tool_name, tools))}."
     schema = {"additionalProperties": False, **_parameters(tool)}
     optional = [key for key, value in schema.get("properties", {}).items() if value.get("nullable")]
     given = {key: value for key, value in call.arguments.items() if value is not None or key not in optional}
@@ -197,33 +204,32 @@ def problem_with(call: ToolCall, tools: Sequence[Schema]) -> str:
 
 
 class ToolEnv(Env):
-    """An env whose replies call tools: subclass it, list the ``functions``, write ``judge``.
+    """An env whose replies may call tools: subclass it, list the ``functions``, and write ``judge``.
 
-    All calls of a reply are answered at once, in their order, in a user message with one ``<tool_response>`` for each. Plain
-    functions run side by side in threads of their own, async ones in the event loop; the env's own methods may be functions too
-    (those whose first parameter is ``self``), and run one after another in the env's thread. A function gives text, an image, a
-    list of both, :func:`~vlmrl.env.base.obs`, or anything that JSON can hold.
+    The results of all calls in a reply form one user message, in order, each in a ``<tool_response>``. Plain functions run in parallel
+    threads, async ones in the event loop. A function whose first parameter is ``self`` is a method of the env; methods run one by one
+    in the env's thread. A function returns text, an image, a list of both, :func:`~vlmrl.env.base.obs`, or any JSON value.
     """
 
     functions: ClassVar[Sequence[Callable[..., Any]]] = ()
     model_errors: ClassVar[tuple[type[Exception], ...]] = (ValueError,)
-    """What a function raises about its arguments: told to the model. All else is an env error."""
+    """Exceptions of a function whose text the model reads as the call's result. Any other exception is an env error."""
     max_calls: ClassVar[int] = 8
-    """Of one reply; further ones are refused."""
+    """Calls that run per reply; each further one gets an error as its result."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "functions" in vars(cls):
             cls.tools = [tool_schema(function) for function in cls.functions]
-            names = [name_of(tool) for tool in cls.tools]
+            names = [tool_name(tool) for tool in cls.tools]
             if len(set(names)) < len(names):
                 raise ValueError(
-                    f"{cls.__name__}.functions must have names of their own, but they are {', '.join(names)}."
+                    f"{cls.__name__}.functions must have different names, but they are {', '.join(names)}."
                 )
 
     @abc.abstractmethod
     def judge(self, reply: str) -> float | dict[str, Any]:
-        """What a reply without a call, which ends the episode, is worth: a reward, or an info with one. May be ``async``."""
+        """Score a reply without calls, which ends the episode: a reward, or an info dict with one. May be ``async``."""
 
     def find_function(self, name: str) -> Callable[..., Any]:
         """The function behind the tool of this name."""
@@ -233,11 +239,11 @@ class ToolEnv(Env):
     def step(self, response_text: str) -> Any:
         calls = read_tool_calls(response_text, self.tools, self.tool_format)
         if not calls:
-            return _ended(self.judge(response_text))
-        return self._answered([self._begin(number, call, len(calls) > 1) for number, call in enumerate(calls)])
+            return _end(self.judge(response_text))
+        return self._collect([self._start(number, call, len(calls) > 1) for number, call in enumerate(calls)])
 
     def format_observation(self, observation: dict[str, Any]) -> Message | list[Message]:
-        """One user message: in Qwen's templates just what messages of the role ``tool`` become, and it may hold images in all."""
+        """One user message, as Qwen's templates render messages of the role ``tool``; images are allowed in every template."""
         if "tool_results" not in observation:
             return super().format_observation(observation)
         parts: list[dict[str, Any]] = []
@@ -247,51 +253,53 @@ class ToolEnv(Env):
         has_images = any(part["type"] == "image" for part in parts)
         return {"role": "user", "content": parts if has_images else "".join(part["text"] for part in parts)}
 
-    def _begin(self, number: int, call: ToolCall, several: bool) -> Future[Any]:
-        """Starts a call, in the env's thread or in one of its own."""
+    def _start(self, number: int, call: ToolCall, several: bool) -> Future[Any]:
+        """Start a call. Of several calls, plain functions run in new threads; anything else is called now, in the env's thread."""
         problem = problem_with(call, self.tools)
         if number >= self.max_calls:
             problem = f"at most {self.max_calls} calls are taken at once."
         if problem:
-            return _called(_refuse_call, problem)
+            return _call_now(_reject_call, problem)
         function = self.find_function(call.name)
-        own = getattr(function, "__self__", None) is self
-        if own or not several or inspect.iscoroutinefunction(function):
-            return _called(function, **call.arguments)
+        is_method = getattr(function, "__self__", None) is self
+        if is_method or not several or inspect.iscoroutinefunction(function):
+            return _call_now(function, **call.arguments)
         thread = DaemonPool("tool")
         future = thread.submit(partial(function, **call.arguments))
         thread.close()
         return future
 
-    async def _answered(self, begun: list[Future[Any]]) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+    async def _collect(self, started: list[Future[Any]]) -> tuple[dict[str, Any], bool, dict[str, Any]]:
         results: list[tuple[list[dict[str, Any]], bool]] = []
-        for result in await asyncio.gather(*map(self._result, begun), return_exceptions=True):  # waits for all
+        for result in await asyncio.gather(
+            *map(self._result, started), return_exceptions=True
+        ):  # let all calls end before an error is raised
             if isinstance(result, BaseException):
                 raise result
             results.append(result)
         info = {"tool_calls": len(results), "tool_errors": sum(failed for _, failed in results)}
         return {"tool_results": [parts for parts, _ in results]}, False, info
 
-    async def _result(self, begun: Future[Any]) -> tuple[list[dict[str, Any]], bool]:
-        """What a call gave as parts of a message, and whether that is an error."""
-        told: tuple[type[Exception], ...] = (_RefusedCall, *self.model_errors)
+    async def _result(self, started: Future[Any]) -> tuple[list[dict[str, Any]], bool]:
+        """A call's result as parts of a message, and whether it is an error of the model."""
+        model_errors: tuple[type[Exception], ...] = (_RejectedCall, *self.model_errors)
         try:
-            value = begun.result() if begun.done() else await asyncio.wrap_future(begun)
+            value = started.result() if started.done() else await asyncio.wrap_future(started)
             return parts_of(await value if inspect.isawaitable(value) else value), False
-        except told as error:
+        except model_errors as error:
             return [_text(f"Error: {_encodable(str(error)) or type(error).__name__}")], True
 
 
-class _RefusedCall(Exception):
-    """A call that names no tool, or does not fit it."""
+class _RejectedCall(Exception):
+    """A call that cannot be run; see :func:`problem_with`."""
 
 
-def _refuse_call(problem: str) -> None:
-    raise _RefusedCall(problem)
+def _reject_call(problem: str) -> None:
+    raise _RejectedCall(problem)
 
 
-def _called(function: Callable[..., Any], *args: Any, **arguments: Any) -> Future[Any]:
-    """Calls at once: a future that is done."""
+def _call_now(function: Callable[..., Any], *args: Any, **arguments: Any) -> Future[Any]:
+    """Call a function in this thread. Returns a future that is done."""
     future: Future[Any] = Future()
     try:
         future.set_result(function(*args, **arguments))
@@ -300,7 +308,7 @@ def _called(function: Callable[..., Any], *args: Any, **arguments: Any) -> Futur
     return future
 
 
-async def _ended(verdict: Any) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+async def _end(verdict: Any) -> tuple[dict[str, Any], bool, dict[str, Any]]:
     verdict = await verdict if inspect.isawaitable(verdict) else verdict
     return obs(), True, verdict if isinstance(verdict, dict) else {"reward": verdict}
 
@@ -310,7 +318,7 @@ def _is_method(function: Callable[..., Any]) -> bool:
 
 
 def parts_of(value: Any) -> list[dict[str, Any]]:
-    """A function's result as parts of a message: images stay images, all else becomes text."""
+    """A function's result as parts of a message: images stay images, anything else becomes text."""
     if isinstance(value, list | tuple) and any(isinstance(item, Image.Image) for item in value):
         return [part for item in value for part in parts_of(item)]
     if isinstance(value, Image.Image):
@@ -327,5 +335,5 @@ def _text(text: str) -> dict[str, Any]:
 
 
 def _encodable(text: str) -> str:
-    """Without the half surrogate pairs that file names and broken JSON bring."""
+    """``text`` without half surrogate pairs, which come from file names and broken JSON."""
     return text.encode(errors="replace").decode()

@@ -1,1 +1,1 @@
-"""What a run reports: metrics, progress on the console, the trajectory page."""
+"""What a run reports: its log, metrics, trackers, reward curve, console progress and trajectory page."""

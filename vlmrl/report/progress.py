@@ -1,4 +1,4 @@
-"""What a run says while it goes: one live line on a terminal, plain lines elsewhere."""
+"""Progress of a run on the console: a live progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class RunProgress:
-    """A bar for each phase of a run: ``with progress.phase("train", 100) as phase: phase.advance(reward=0.4)``."""
+    """One progress bar per phase of a run: ``with progress.phase("train", 100) as phase: phase.advance(reward=0.4)``."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(soft_wrap=True)
@@ -23,14 +23,14 @@ class RunProgress:
 
 
 class Phase:
-    """One bar. On a terminal it is redrawn in place; elsewhere a line is printed at most every ``quiet`` seconds."""
+    """One progress bar. It is redrawn in place on a terminal; elsewhere a line is printed at most every ``interval`` seconds."""
 
-    def __init__(self, console: Console, name: str, total: int, quiet: float = 10.0) -> None:
+    def __init__(self, console: Console, name: str, total: int, interval: float = 10.0) -> None:
         self._console = console
         self._name = name
         self._total = total
         self._done = 0
-        self._quiet = quiet
+        self._interval = interval
         self._began = self._printed = time.monotonic()
         self._bar = Progress(
             TextColumn("{task.description:<11}"),
@@ -55,14 +55,14 @@ class Phase:
             self._bar.stop()
 
     def advance(self, **numbers: float | None) -> None:
-        """One unit done; ``numbers`` are shown beside the bar."""
+        """Count one finished unit and show ``numbers`` beside the bar."""
         self._done += 1
         note = "  ".join(
             f"{name.replace('_', ' ')} {_short(value)}" for name, value in numbers.items() if value is not None
         )
         self._bar.update(self._task, advance=1, note=note)
         now = time.monotonic()
-        if not self._console.is_terminal and (now - self._printed > self._quiet or self._done == self._total):
+        if not self._console.is_terminal and (now - self._printed > self._interval or self._done == self._total):
             left = (now - self._began) / self._done * (self._total - self._done)
             self._console.print(
                 f"{self._name:<11} {self._done}/{self._total}  {note}  {left:.0f} s left", highlight=False

@@ -1,4 +1,4 @@
-"""Retrievers behind one method, ``search(queries, topk)``: BM25, dense vectors, a server, or nothing.
+"""Retrievers with one method, ``search(queries, topk)``: BM25, dense vectors, an HTTP server, or one that finds nothing.
 
 from vlmrl import retrieval
 
@@ -8,6 +8,7 @@ retriever.search(["capital of France"], topk=3)      # [[Hit(Passage("12", "Pari
 
 from vlmrl.retrieval.base import Hit, Passage, Retriever, RetrieverError
 from vlmrl.retrieval.corpus import Corpus, load_corpus
-from vlmrl.retrieval.opening import open_retriever
+from vlmrl.retrieval.factory import open_retriever
+from vlmrl.retrieval.http import HttpRetriever
 
-__all__ = ["Corpus", "Hit", "Passage", "Retriever", "RetrieverError", "load_corpus", "open_retriever"]
+__all__ = ["Corpus", "Hit", "HttpRetriever", "Passage", "Retriever", "RetrieverError", "load_corpus", "open_retriever"]

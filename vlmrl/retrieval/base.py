@@ -1,21 +1,27 @@
-"""What is retrieved, and the one method a retriever has."""
+"""What every retriever has in common: the passages it returns, its one method, batching of queries, and the folder of its index."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from vlmrl.types import ImageSource
+from vlmrl.utils.files import build_folder, cache_root
 
 
 class RetrieverError(RuntimeError):
-    """A retriever that gave no answer: no fault of the query, so an env lets it through and is tried again."""
+    """A retriever that could not answer. The query is not at fault, so envs do not catch it: it is a retried env error."""
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A piece of a corpus: ``Passage("12", "Paris", "Paris is the capital of France.")``, with an image or without."""
+    """A piece of a corpus, with or without an image: ``Passage("12", "Paris", "Paris is the capital of France.")``."""
 
     id: str
     title: str
@@ -25,31 +31,76 @@ class Passage:
 
 @dataclass(frozen=True)
 class Hit:
-    """A passage that was found. Scores compare within one query: the higher, the better."""
+    """A passage that was found. Higher scores are better; they are comparable within one query only."""
 
     passage: Passage
     score: float
 
 
 class Retriever(Protocol):
-    """Searches a corpus of so many ``passages`` (``None``: not known). Any number of threads may call it at once; equal queries
-    get equal answers."""
+    """Searches a corpus of ``passages`` passages (``None``: unknown). Thread-safe; equal queries get equal results."""
 
     name: str
     passages: int | None
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """For each query at most ``topk`` hits, best first; fewer, or none, where nothing fits.
+        """For each query at most ``topk`` hits, best first; fewer or none if few passages match.
 
-        Raises RetrieverError where no answer can be had.
+        Raises RetrieverError if there is no answer.
         """
 
 
-class Nothing:
-    """Finds nothing, whatever is asked: the control that shows what is learnt without reading."""
+class EmptyRetriever:
+    """Finds nothing: the control that shows how well an agent does without retrieval."""
 
     name = "nothing"
     passages: int | None = 0
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         return [[] for _ in queries]
+
+
+_Request = tuple[list[str], int, "Future[list[list[Hit]]]"]
+
+
+class BatchingRetriever:
+    """Makes ``retriever`` thread-safe: one thread passes it all queries that are waiting, up to about ``max_batch`` at once.
+
+    A neural encoder needs little more time for 64 queries than for one.
+    """
+
+    def __init__(self, retriever: Retriever, max_batch: int = 64) -> None:
+        self.name, self.passages = retriever.name, retriever.passages
+        self._retriever = retriever
+        self._max_batch = max_batch
+        self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="vlmrl-retriever", daemon=True).start()
+
+    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+        result: Future[list[list[Hit]]] = Future()
+        self._requests.put((list(queries), topk, result))
+        return result.result()
+
+    def _work(self) -> None:
+        while True:
+            batch = [self._requests.get()]
+            while sum(len(queries) for queries, _, _ in batch) < self._max_batch and not self._requests.empty():
+                batch.append(self._requests.get())
+            try:
+                found = iter(self._search_all(batch))
+                for queries, topk, result in batch:
+                    result.set_result([next(found)[:topk] for _ in queries])
+            except BaseException as error:  # the thread must live on; every caller of the batch gets the error
+                for _, _, result in batch:
+                    result.set_exception(error)
+
+    def _search_all(self, batch: list[_Request]) -> list[list[Hit]]:
+        return self._retriever.search(
+            [query for queries, _, _ in batch for query in queries], max(topk for _, topk, _ in batch)
+        )
+
+
+def index_folder(kind: str, made_from: object, build: Callable[[Path], None]) -> Path:
+    """The cached folder of an index, which ``build(folder)`` fills if it is missing. Its name is a hash of ``repr(made_from)``."""
+    digest = hashlib.blake2b(repr(made_from).encode(), digest_size=8).hexdigest()
+    return build_folder(cache_root() / "retrieval" / f"{kind}-{digest}", build)

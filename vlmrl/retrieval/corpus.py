@@ -1,10 +1,10 @@
-"""A corpus of passages: a file, a hub dataset or a function's rows, read from disk as they are asked for.
+"""A corpus of passages: a file, a hub dataset or a function's rows, read from disk when they are needed.
 
     corpus = load_corpus("wiki.jsonl")     # {"id": "12", "title": "Paris", "text": "Paris is ..."} a line
     corpus[0]                              # Passage("12", "Paris", "Paris is ...")
 
-A row has ``text``, or ``contents`` with the title in its first line, as the field's corpora of Wikipedia do; ``id`` (or ``_id``),
-``title`` and ``image`` where it has them. The path of an image is relative to the corpus file's folder.
+A row has ``text``, or ``contents`` with the title in its first line, as in the usual corpora of Wikipedia. ``id`` (or ``_id``),
+``title`` and ``image`` are optional. A relative image path starts at the corpus file's folder.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 import datasets as hf
 
 from vlmrl.config.code import load_object
-from vlmrl.data.files import Rows, find, load_rows
+from vlmrl.data.files import Rows, load_rows
 from vlmrl.retrieval.base import Hit, Passage
 from vlmrl.types import ImageSource
 
-Places = list[tuple[int, float]]
-"""For one query: the numbers of passages, best first, and their scores."""
+Ranking = list[tuple[int, float]]
+"""The result of one query: passage numbers, best first, with their scores."""
 
 
 class Corpus:
-    """Passages by number, memory-mapped. Relative paths of images are in ``folder``."""
+    """Passages by number, memory-mapped. Relative image paths start at ``folder``."""
 
     def __init__(self, rows: Rows, name: str, folder: Path | None = None) -> None:
         if not {"text", "contents"} & set(rows.columns):
@@ -43,55 +43,55 @@ class Corpus:
         return self._passage(index, self._rows[index])
 
     def take(self, indices: list[int]) -> list[Passage]:
-        """Passages by number, read together."""
+        """Passages by number, in one read."""
         return list(map(self._passage, indices, self._rows.take(indices)))
 
     def texts(self) -> Iterator[str]:
-        """Each passage as a retriever reads it: the title, if there is one, on a line of its own before the text."""
+        """Each passage as it is indexed: the title, if there is one, on a line of its own before the text."""
         for index, row in enumerate(self._rows):
             passage = self._passage(index, row)
             yield f"{passage.title}\n{passage.text}" if passage.title else passage.text
 
     def digest(self) -> str:
-        """A hash of all its content."""
+        """A hash of all content."""
         return self._rows.digest()
+
+    def hits(self, rankings: Sequence[Ranking]) -> list[list[Hit]]:
+        """The rankings of several queries as hits. All passages are read together."""
+        passages = iter(self.take([index for ranking in rankings for index, _ in ranking]))
+        return [[Hit(next(passages), score) for _, score in ranking] for ranking in rankings]
 
     def _passage(self, index: int, row: dict[str, Any]) -> Passage:
         title, text = row.get("title"), row.get("text")
         if text is None:
             title, _, text = (row.get("contents") or "").partition("\n")
         id = next((row[key] for key in ("id", "_id") if row.get(key) is not None), index)
-        return Passage(str(id), (title or "").strip().strip('"'), text.strip(), self._located(row.get("image")))
+        return Passage(str(id), (title or "").strip().strip('"'), text.strip(), self._locate(row.get("image")))
 
-    def _located(self, image: ImageSource) -> ImageSource:
-        """An image's source, a relative path made absolute."""
+    def _locate(self, image: ImageSource) -> ImageSource:
+        """An image source with an absolute path."""
         if isinstance(image, dict):
             image = image.get("bytes") or image.get("path")
         is_path = isinstance(image, str) and not image.startswith(("http://", "https://", "data:"))
         return str(self._folder / image) if is_path and self._folder is not None else image
 
 
-def hits(corpus: Corpus, found: Sequence[Places]) -> list[list[Hit]]:
-    """What was found for each query, with its passages: those of all queries are read together."""
-    passages = iter(corpus.take([place for places in found for place, _ in places]))
-    return [[Hit(next(passages), score) for _, score in places] for places in found]
+def load_corpus(source: str, split: str = "train") -> Corpus:
+    """The corpus in a file or folder (jsonl, json, parquet), in a hub dataset, or in the list of rows that a function returns.
 
-
-def load_corpus(source: str, split: str = "train", base_dir: Path | None = None) -> Corpus:
-    """The corpus in a file or folder (jsonl, json, parquet), in a hub dataset, or what a function without arguments,
-    ``file.py:function``, returns as a list of rows. Paths are found under ``base_dir`` and the working directory.
+    The function, ``file.py:function``, has no arguments.
 
     Raises:
-        ValueError: nothing is there, or it has no passages.
+        ValueError: the source does not exist, or it has no passages.
     """
     if ".py:" in source:
-        rows = load_object(source, base_dir)()
+        rows = load_object(source)()
         if not rows:
             raise ValueError(f"corpus {source!r} returned no rows")
         return Corpus(Rows(hf.Dataset.from_list(rows)), source)
     try:
-        local = find(source, base_dir)
-        folder = None if local is None else local if local.is_dir() else local.parent
-        return Corpus(load_rows(source, split, base_dir), source, folder)
+        rows = load_rows(source, split)
     except ValueError as error:
         raise ValueError(str(error).replace("data.path", "corpus").replace("data.split", "split")) from error
+    path = Path(source).expanduser().resolve()
+    return Corpus(rows, source, path if path.is_dir() else path.parent if path.exists() else None)

@@ -10,18 +10,18 @@ from typing import Any
 from rich.progress import track
 
 from vlmrl.config.code import require
-from vlmrl.retrieval.base import Hit
-from vlmrl.retrieval.corpus import Corpus, hits
-from vlmrl.retrieval.index_cache import cached_folder
+from vlmrl.retrieval.base import Hit, index_folder
+from vlmrl.retrieval.corpus import Corpus
 
-CHUNK = 4096  # passages encoded before they join the index
+CHUNK = 4096  # passages encoded at a time while the index is built
+_UNIT_LENGTH = {"normalize_embeddings": True, "show_progress_bar": False}
 
 
 class Dense:
-    """Passages near a query in meaning, by cosine. ``model`` is a hub name or a folder.
+    """Ranks passages by the cosine of their vectors with the query's. ``model`` is a hub name or a folder.
 
-    Prefixes are for models that were trained with them and do not bring them along, such as e5's ``query: `` and ``passage: ``.
-    One thread at a time: put it in a :class:`~vlmrl.retrieval.batching.Batched`.
+    Set the prefixes for models that were trained with them and do not store them, such as e5's ``query: `` and ``passage: ``.
+    Not thread-safe: wrap it in a :class:`~vlmrl.retrieval.base.BatchingRetriever`.
     """
 
     name = "dense"
@@ -32,23 +32,21 @@ class Dense:
         self._faiss: Any = require("faiss", "dense")
         self._model: Any = require("sentence_transformers", "dense").SentenceTransformer(model)
         self._query_prefix, self._passage_prefix = query_prefix or None, passage_prefix or None
-        folder = cached_folder(self.name, (corpus.digest(), model, passage_prefix), self._build)
+        folder = index_folder(self.name, (corpus.digest(), model, passage_prefix), self._build_index)
         self._index = self._faiss.read_index(str(folder / "flat.faiss"), self._faiss.IO_FLAG_MMAP_IFC)
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        vectors = self._model.encode_query(list(queries), prompt=self._query_prefix, **_UNIT)
-        scores, places = self._index.search(vectors, min(topk, len(self.corpus)))
-        found = zip(places.tolist(), scores.tolist(), strict=True)
-        return hits(self.corpus, [list(zip(*row, strict=True)) for row in found])
+        vectors = self._model.encode_query(list(queries), prompt=self._query_prefix, **_UNIT_LENGTH)
+        scores, indices = self._index.search(vectors, min(topk, len(self.corpus)))
+        rows = zip(indices.tolist(), scores.tolist(), strict=True)
+        return self.corpus.hits([list(zip(*row, strict=True)) for row in rows])
 
-    def _build(self, folder: Path) -> None:
+    def _build_index(self, folder: Path) -> None:
         index: Any = None
         texts = self.corpus.texts()
         for _ in track(range(0, len(self.corpus), CHUNK), f"encoding {len(self.corpus)} passages", transient=True):
-            vectors = self._model.encode_document(list(islice(texts, CHUNK)), prompt=self._passage_prefix, **_UNIT)
+            passages = list(islice(texts, CHUNK))
+            vectors = self._model.encode_document(passages, prompt=self._passage_prefix, **_UNIT_LENGTH)
             index = index or self._faiss.IndexFlatIP(vectors.shape[1])
             index.add(vectors)
         self._faiss.write_index(index, str(folder / "flat.faiss"))
-
-
-_UNIT = {"normalize_embeddings": True, "show_progress_bar": False}

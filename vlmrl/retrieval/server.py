@@ -1,21 +1,20 @@
-"""`vlmrl retriever serve`: a retriever as a server, with the field's request and reply (see `wire.py`)."""
+"""`vlmrl retriever serve`: a retriever as an HTTP server; see `http.py` for the protocol."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from vlmrl.config.code import require
 from vlmrl.retrieval.base import Retriever
-from vlmrl.retrieval.opening import open_retriever
-from vlmrl.retrieval.wire import document
+from vlmrl.retrieval.factory import open_retriever
+from vlmrl.retrieval.http import passage_payload
 
-MOST = 1000  # queries in one request, and hits for one query
+LIMIT = 1000  # queries in one request, and hits for one query
 
 
 @dataclass(frozen=True)
-class ServeArguments:
+class RetrieverServerArguments:
     corpus: str
     """A jsonl, json or parquet file of passages (columns text or contents; id, title, image), or a hub dataset."""
     retriever: Literal["bm25", "dense"] = "bm25"
@@ -26,46 +25,51 @@ class ServeArguments:
     passage_prefix: str = ""
     """For encoders trained with one, such as `passage: `."""
     split: str = "train"
-    """Of a hub dataset."""
+    """Split of a hub dataset."""
     topk: int = 3
-    """Hits for a request that does not say how many."""
+    """Hits per query if a request sets no topk."""
     host: str = "127.0.0.1"
-    """The address to listen on. Anybody who reaches it may search: there is no password."""
+    """Address to listen on. There is no authentication: anybody who reaches it may search."""
     port: int = 8000
 
 
 @dataclass
-class Query:
-    """The body of a request."""
+class RetrieveRequest:
+    """The body of POST /retrieve."""
 
     queries: list[str]
     topk: int | None = None
     return_scores: bool = False
 
 
-def create_app(retriever: Retriever, topk: int = 3) -> Any:
-    """The FastAPI application: POST /retrieve, GET /health. Requests run side by side in threads."""
+def create_retriever_app(retriever: Retriever, topk: int = 3) -> Any:
+    """The FastAPI application: POST /retrieve, GET /health. Requests run in parallel threads."""
     fastapi = require("fastapi", "search")
     app = fastapi.FastAPI(title="vlmrl retriever")
 
     def health() -> dict[str, Any]:
         return {"status": "ok", "retriever": retriever.name, "passages": retriever.passages}
 
-    def retrieve(query: Query) -> dict[str, Any]:
-        wanted = topk if query.topk is None else query.topk
-        if len(query.queries) > MOST or not 1 <= wanted <= MOST:
-            raise fastapi.HTTPException(422, f"at most {MOST} queries, and topk from 1 to {MOST}; got {wanted}")
-        found = retriever.search(query.queries, wanted)
-        if not query.return_scores:
-            return {"result": [[document(hit.passage) for hit in hits] for hits in found]}
-        return {"result": [[{"document": document(hit.passage), "score": hit.score} for hit in hits] for hits in found]}
+    def retrieve(request: RetrieveRequest) -> dict[str, Any]:
+        wanted = topk if request.topk is None else request.topk
+        if len(request.queries) > LIMIT or not 1 <= wanted <= LIMIT:
+            raise fastapi.HTTPException(
+                422,
+                f"a request may have at most {LIMIT} queries and a topk from 1 to {LIMIT}, "
+                f"but it has {len(request.queries)} queries and topk {wanted}.",
+            )
+        found = retriever.search(request.queries, wanted)
+        if not request.return_scores:
+            return {"result": [[passage_payload(hit.passage) for hit in hits] for hits in found]}
+        scored = [[{"document": passage_payload(hit.passage), "score": hit.score} for hit in hits] for hits in found]
+        return {"result": scored}
 
     app.get("/health")(health)
     app.post("/retrieve")(retrieve)
     return app
 
 
-def serve(arguments: ServeArguments) -> None:
+def serve_retriever(arguments: RetrieverServerArguments) -> None:
     """Serve a corpus of passages over HTTP until interrupted: POST /retrieve, GET /health."""
     uvicorn = require("uvicorn", "search")
     retriever = open_retriever(
@@ -75,8 +79,9 @@ def serve(arguments: ServeArguments) -> None:
         query_prefix=arguments.query_prefix,
         passage_prefix=arguments.passage_prefix,
         split=arguments.split,
-        base_dir=Path.cwd(),
     )
     address = f"http://{arguments.host}:{arguments.port}"
     print(f"{retriever.passages} passages by {retriever.name} at {address}/retrieve", flush=True)
-    uvicorn.run(create_app(retriever, arguments.topk), host=arguments.host, port=arguments.port, log_level="warning")
+    uvicorn.run(
+        create_retriever_app(retriever, arguments.topk), host=arguments.host, port=arguments.port, log_level="warning"
+    )

@@ -24,8 +24,10 @@ from vlmrl.data import TaskStream
 from vlmrl.engine.base import Request, paused
 from vlmrl.engine.scripted import ScriptedEngine
 from vlmrl.model.lora import save_adapters
-from vlmrl.report.metrics import RunLog, draw_curve, trajectory_metrics
+from vlmrl.report.curve import draw_curve
+from vlmrl.report.metrics import trajectory_metrics
 from vlmrl.report.progress import RunProgress
+from vlmrl.report.run_log import RunLog
 from vlmrl.report.viewer import write_page
 from vlmrl.rollout.batches import GroupBatch
 from vlmrl.rollout.buffer import AsynchronousBuffer, RolloutBuffer, SynchronousBuffer
@@ -94,7 +96,7 @@ async def train(run: Run, log: RunLog, progress: RunProgress, checkpoint: Path |
                         await evaluation.end()
                 if config.checkpoint.every and (step % config.checkpoint.every == 0 or step == config.train.steps):
                     await evaluation.end()  # or its numbers would be missing after a resume
-                    place = replace(place, step=step, batches=batches.state(), log=log.place())
+                    place = replace(place, step=step, batches=batches.state(), log=log.sizes())
                     async with paused(run.engine) if config.colocated else nullcontext():
                         await asyncio.to_thread(save_checkpoint, run, trainer, place)
             await evaluation.end()

@@ -15,8 +15,10 @@ import torch
 from vlmrl.config import Cluster, Config, name_of
 from vlmrl.model import tiny
 from vlmrl.model.families.base import WHY_ALONE
-from vlmrl.report.metrics import RunLog, plain
 from vlmrl.report.progress import RunProgress
+from vlmrl.report.records import plain
+from vlmrl.report.run_log import RunLog
+from vlmrl.report.trackers import open_trackers
 from vlmrl.run import loop, memory_plan
 from vlmrl.run.build import Run, build_run
 from vlmrl.train.checkpoint import load_json
@@ -57,7 +59,8 @@ def _train(run: Run, progress: RunProgress, resume: bool) -> None:
         else:
             progress.say("\n".join([f"resumed   from {checkpoint}", *_changes(run.folder / "config.json", run.config)]))
         began = time.monotonic()
-        log = RunLog(run.folder, None if checkpoint is None else load_json(checkpoint)["log"])
+        trackers = open_trackers(run.config.trackers, run.folder, plain(run.config))
+        log = RunLog(run.folder, None if checkpoint is None else load_json(checkpoint)["log"], trackers)
         log.write_config(run.config)
         try:
             summary = run_awake(loop.train(run, log, progress, checkpoint))

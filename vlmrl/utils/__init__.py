@@ -1,1 +1,1 @@
-"""Helpers without a subject of their own: threads and event loops."""
+"""Helpers that know nothing of the other packages: threads, HTTP requests, files."""

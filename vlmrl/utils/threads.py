@@ -1,7 +1,7 @@
-"""Threads and event loops: a pool of daemon threads for plain functions, a loop in a thread, and the loop of a program.
+"""Threads and event loops that never keep a process alive: daemon pools, a loop in a thread, a program's main loop.
 
-asyncio's default pool has few threads, moves work between them and keeps the process alive behind a hung call. These do
-not: an env owns one (`DaemonPool("env")`), the media store a few, and none of them outlives the process.
+asyncio's default pool has few threads, runs successive calls in different ones, and waits for hung calls when the process exits.
+Each env therefore owns a pool of one daemon thread, and the media store a pool of a few.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import queue
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
 
 class DaemonPool:
-    """``size`` daemon threads that take calls from one queue; with size 1, all calls run in order in one thread."""
+    """``size`` daemon threads that take calls from one queue. With size 1, calls run one by one, in order, in the same thread."""
 
     def __init__(self, name: str, size: int = 1) -> None:
         self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = (
@@ -29,16 +29,16 @@ class DaemonPool:
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()  # from here on it cannot be cancelled: what is queued will be called
+        future.set_running_or_notify_cancel()  # no longer cancellable: every queued call is made
         self._queue.put((future, function, args))
         return future
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Await ``function(*args)``. Cancelling gives up the wait, never the call: a `close` must not get lost."""
+        """Await ``function(*args)``. Cancellation ends the wait, not the call, so that a queued ``close`` still runs."""
         return await asyncio.wrap_future(self.submit(function, *args))
 
     def close(self) -> None:
-        """Let the threads end after what is queued already."""
+        """End the threads after the calls that are already queued."""
         for _ in range(self._size):
             self._queue.put(None)
 
@@ -47,13 +47,13 @@ class DaemonPool:
             future, function, args = call
             try:
                 future.set_result(function(*args))
-            except BaseException as error:  # whatever a user's code raises belongs to the caller
-                future.set_exception(_harmless(error))
-            del call, future, function, args  # an idle thread keeps nothing alive
+            except BaseException as error:  # a user's code may raise anything: the caller gets it
+                future.set_exception(_as_error(error))
+            del call, future, function, args  # an idle thread must not keep them alive
 
 
 class LoopThread:
-    """An event loop in a daemon thread, where time-outs keep their time while the main loop is busy, for example training."""
+    """An event loop in a daemon thread, whose timeouts are exact even while the main loop is blocked, for example by training."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -61,11 +61,11 @@ class LoopThread:
         self._thread.start()
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Await ``coroutine`` from another loop; to be cancelled there cancels it here."""
+        """Await ``coroutine`` from another loop. Cancelling the caller cancels it."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
 
     def wait(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """The same for who has no loop. Raises TimeoutError after ``timeout`` seconds, and cancels it."""
+        """Run ``coroutine`` and block until it ends. After ``timeout`` seconds, cancel it and raise TimeoutError."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result(timeout)
@@ -74,7 +74,7 @@ class LoopThread:
             raise
 
     def close(self) -> None:
-        """Cancel what runs, and end the thread."""
+        """Cancel the running tasks and end the thread."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout=10)
 
@@ -89,10 +89,10 @@ class LoopThread:
 
 
 def run_awake(coroutine: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run`` with a loop that never sleeps for more than a second.
+    """``asyncio.run`` with a loop that wakes up every second, so that Ctrl-C always works.
 
-    Python notices a signal between two instructions. One that comes just before the loop falls asleep in the system is noticed when
-    something wakes it, and while all that runs are hung envs, nothing does.
+    Python handles a signal between two bytecode instructions. A signal that arrives just before the loop blocks in the system call is
+    handled only when the loop wakes up, which never happens while every task waits for a hung env.
     """
 
     async def stay_awake() -> None:
@@ -109,10 +109,48 @@ def run_awake(coroutine: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(main())
 
 
-def _harmless(error: BaseException) -> BaseException:
-    """As a RuntimeError, if asyncio would take it for its own: a cancellation, or the end of a coroutine or of the loop."""
+class SingleFlight(Generic[T]):
+    """Computes each value once, however many threads request it at the same time.
+
+    ``value, computed = flight.get(key, cache.get, compute)``: ``compute()`` must store its result where ``cache.get`` finds it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: dict[str, Future[T]] = {}
+
+    def get(self, key: str, find: Callable[[str], T | None], make: Callable[[], T]) -> tuple[T, bool]:
+        """``find(key)`` unless it is None; else the result of ``make()``, called by one thread while the others wait for it.
+
+        The second value says whether this call made it. An error of ``make`` is raised in all waiting threads; the next call
+        makes the value again.
+        """
+        with self._lock:
+            value = find(key)
+            if value is not None:
+                return value, False
+            pending = self._pending.get(key)
+            if pending is None:
+                self._pending[key] = Future()
+        if pending is not None:
+            return pending.result(), False
+        try:
+            value = make()
+        except BaseException as error:
+            self._take(key).set_exception(error)
+            raise
+        self._take(key).set_result(value)
+        return value, True
+
+    def _take(self, key: str) -> Future[T]:
+        with self._lock:
+            return self._pending.pop(key)
+
+
+def _as_error(error: BaseException) -> BaseException:
+    """``error``, or a RuntimeError in place of one that asyncio would act on: a cancellation, or the end of a coroutine or loop."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration | CancelledError):
         return error
-    harmless = RuntimeError(f"{type(error).__name__}: {error}")
-    harmless.__cause__ = error
-    return harmless
+    wrapped = RuntimeError(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

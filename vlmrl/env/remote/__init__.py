@@ -1,1 +1,1 @@
-"""Environments that another process plays: `vlmrl env serve ENV`, and the env that asks it."""
+"""Environments in another process: the server of `vlmrl env serve ENV`, and RemoteEnv, its client."""

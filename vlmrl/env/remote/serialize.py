@@ -1,7 +1,7 @@
-"""What an env server and its client put on the wire: tasks and messages as JSON, their images inside.
+"""Tasks and messages as JSON, images included: the payload between an env server and its client.
 
-A PIL image is ``{"$image": "<PNG in base64>"}`` and comes back as one, bytes are ``{"$bytes": "<base64>"}``. An image that is
-named by its path is read where the path means something, and travels as bytes; a URL stays one.
+A PIL image becomes ``{"$image": "<PNG in base64>"}``, in its own mode; bytes become ``{"$bytes": "<base64>"}``. Both are restored
+as what they were. A path of an image is replaced by the file's bytes, since it means nothing on the other machine. A URL is kept.
 """
 
 from __future__ import annotations
@@ -19,54 +19,58 @@ from vlmrl.types import Message, Task
 IMAGE, BYTES = "$image", "$bytes"
 
 
-def to_wire(value: Any, name: str) -> Any:
-    """``value`` as JSON. Raises ValueError for what JSON cannot hold; ``name`` is what it is called there."""
+def serialize(value: Any, name: str) -> Any:
+    """``value`` as JSON. Raises ValueError, with ``name``, for a value that JSON cannot represent."""
     if isinstance(value, Image.Image):
         return {IMAGE: _base64(_png(value))}
     if isinstance(value, bytes):
         return {BYTES: _base64(value)}
     if isinstance(value, dict):
         is_image = value.get("type") == "image" and "image" in value
-        plain = {**value, "image": _carried(value["image"])} if is_image else value
-        return {str(key): to_wire(item, f"{name}.{key}") for key, item in plain.items()}
+        plain = {**value, "image": _portable(value["image"])} if is_image else value
+        return {str(key): serialize(item, f"{name}.{key}") for key, item in plain.items()}
     if isinstance(value, list | tuple):
-        return [to_wire(item, f"{name}[{index}]") for index, item in enumerate(value)]
+        return [serialize(item, f"{name}[{index}]") for index, item in enumerate(value)]
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if isinstance(value, Path):
         return str(value)
     raise ValueError(
-        f"{name} is a {type(value).__name__}, which cannot be sent to another process: make it plain data."
+        f"{name} must be plain data (text, numbers, lists, dicts, images) to be sent to another process, "
+        f"but it is a {type(value).__name__}."
     )
 
 
-def from_wire(value: Any) -> Any:
+def deserialize(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {IMAGE}:
             return Image.open(io.BytesIO(base64.b64decode(value[IMAGE])))
         if value.keys() == {BYTES}:
             return base64.b64decode(value[BYTES])
-        return {key: from_wire(item) for key, item in value.items()}
-    return [from_wire(item) for item in value] if isinstance(value, list) else value
+        return {key: deserialize(item) for key, item in value.items()}
+    return [deserialize(item) for item in value] if isinstance(value, list) else value
 
 
-def task_to_wire(task: Task) -> dict[str, Any]:
-    """``images`` that are only the prompt's own are not sent twice: they are ``None``."""
+def serialize_task(task: Task) -> dict[str, Any]:
+    """A task as JSON. ``images`` is ``None`` if they are those of the prompt, so that they are not sent twice."""
     names = [field.name for field in fields(task) if field.name != "images"]
-    sent = {name: to_wire(getattr(task, name), f"task.{name}") for name in names}
-    shown = _images_of(task.prompt)
-    own = len(shown) != len(task.images) or any(a is not b for a, b in zip(shown, task.images, strict=True))
-    return {**sent, "images": to_wire([_carried(image) for image in task.images], "task.images") if own else None}
+    payload = {name: serialize(getattr(task, name), f"task.{name}") for name in names}
+    in_prompt = _images_of(task.prompt)
+    differ = len(in_prompt) != len(task.images) or any(a is not b for a, b in zip(in_prompt, task.images, strict=True))
+    return {
+        **payload,
+        "images": serialize([_portable(image) for image in task.images], "task.images") if differ else None,
+    }
 
 
-def task_from_wire(sent: dict[str, Any]) -> Task:
-    task = from_wire(sent)
+def deserialize_task(payload: dict[str, Any]) -> Task:
+    task = deserialize(payload)
     images = _images_of(task["prompt"]) if task["images"] is None else task["images"]
     return Task(**{**task, "images": images})
 
 
-def _carried(source: Any) -> Any:
-    """An image's source that means the same elsewhere."""
+def _portable(source: Any) -> Any:
+    """An image source that is valid on another machine."""
     if isinstance(source, dict):
         source = source.get("bytes") or source.get("path")
     if isinstance(source, str | Path) and not str(source).startswith(("http://", "https://", "data:")):

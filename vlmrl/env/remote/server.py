@@ -1,10 +1,12 @@
-"""`vlmrl env serve`: an env as a server. Each session is one env that is being played; see `client.py` for the other end.
+"""`vlmrl env serve`: an env as an HTTP server. Each session is one env of one trajectory; `client.py` is the other end.
 
-PUT    /sessions/ID           builds the env of a task and resets it: its first messages, its tools
-POST   /sessions/ID/step      one reply: messages, done, reward, metrics
+PUT    /sessions/ID           builds the env of a task and resets it: the first messages, the tools
+POST   /sessions/ID/step      one reply of the model: messages, done, reward, metrics
 POST   /sessions/ID/finish    the final reward
-DELETE /sessions/ID           closes it
+DELETE /sessions/ID           closes the session
 GET    /health                the env's name, its tools, the number of sessions
+
+An error has status 500 and the body {"kind": "retry", "contract" or "error", "message": ...}.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import tyro
@@ -22,36 +23,38 @@ import tyro
 from vlmrl.config import Options
 from vlmrl.config.code import require
 from vlmrl.env.base import EnvSpec, RetryTurn, resolve_env
-from vlmrl.env.remote.serialize import task_from_wire, to_wire
+from vlmrl.env.remote.serialize import deserialize_task, serialize
 from vlmrl.env.session import EnvContractError, EnvSession
 
 
 @dataclass(frozen=True)
-class ServeArguments:
+class EnvServerArguments:
     env: tyro.conf.Positional[str]
     """`module:Name` or `file.py:Name`."""
     env_options: Options = field(default_factory=dict)
+    """Arguments of the env's constructor or factory."""
     host: str = "127.0.0.1"
-    """The address to listen on. Anybody who reaches it may play: there is no password."""
+    """Address to listen on. There is no authentication: anybody who reaches it may start sessions."""
     port: int = 8100
     timeout: float = 45.0
-    """Seconds that one call of an env may take."""
+    """Seconds that one call of an env method may take."""
     idle_timeout: float = 1800.0
-    """Seconds after which a session is closed that nobody asked for: more than any reply of the model takes."""
+    """Seconds without a request after which a session is closed. Must exceed the time that the model needs for one reply."""
     max_sessions: int = 4096
+    """Open sessions; further ones are refused."""
 
 
 @dataclass
-class _Played:
-    """A session, and when it was last asked."""
+class _OpenSession:
+    """A session, the time of its last request, and the number of requests that are running."""
 
     session: EnvSession
-    used: float = field(default_factory=time.monotonic)
-    busy: int = 0
+    last_used: float = field(default_factory=time.monotonic)
+    running: int = 0
 
 
 class EnvServer:
-    """The sessions of one env. ``timeout`` is for a call of the env, ``idle_timeout`` for a session that nobody asks, in seconds."""
+    """The sessions of one env. In seconds, ``timeout`` limits a call of an env method, ``idle_timeout`` the time between requests."""
 
     def __init__(
         self, spec: EnvSpec, *, timeout: float = 45.0, idle_timeout: float = 1800.0, max_sessions: int = 4096
@@ -60,91 +63,93 @@ class EnvServer:
         self.timeout = timeout
         self.idle_timeout = idle_timeout
         self.max_sessions = max_sessions
-        self.sessions: dict[str, _Played] = {}
+        self.sessions: dict[str, _OpenSession] = {}
 
-    async def start(self, name: str, asked: dict[str, Any]) -> dict[str, Any]:
+    async def start(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
         if name in self.sessions or len(self.sessions) >= self.max_sessions:
-            raise RuntimeError(f"session {name} is there already, or there are {self.max_sessions} sessions.")
+            raise RuntimeError(
+                f"session {name} cannot start: it exists already, or there are {self.max_sessions} sessions (--max-sessions)."
+            )
         session = EnvSession(
             self.spec,
-            task_from_wire(asked["task"]),
-            max_turns=asked["max_turns"],
+            deserialize_task(body["task"]),
+            max_turns=body["max_turns"],
             timeout=self.timeout,
-            max_retries=0,  # who plays decides about another attempt
-            tool_format=asked["tool_format"] or "json",
+            max_retries=0,  # the client retries
+            tool_format=body["tool_format"] or "json",
         )
-        self.sessions[name] = _Played(session)
+        self.sessions[name] = _OpenSession(session)
         messages = await self._use(name, lambda session: session.start())
         return {
-            "messages": to_wire(messages, "messages"),
+            "messages": serialize(messages, "messages"),
             "tools": session.tools,
             "replayable": session.replayable,
         }
 
-    async def step(self, name: str, asked: dict[str, Any]) -> dict[str, Any]:
-        result = await self._use(name, lambda session: session.step(asked["reply"]))
+    async def step(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        result = await self._use(name, lambda session: session.step(body["reply"]))
         return {
-            "messages": to_wire(result.messages, "messages"),
+            "messages": serialize(result.messages, "messages"),
             "done": result.done,
             "reward": result.reward,
             "metrics": result.metrics,
         }
 
-    async def finish(self, name: str, asked: dict[str, Any]) -> dict[str, Any]:
-        ending, reply, turn = asked["ending"], asked["last_reply"], asked["last_turn"]
+    async def finish(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        ending, reply, turn = body["ending"], body["last_reply"], body["last_turn"]
         return {"reward": await self._use(name, lambda session: session.finish(ending, reply, turn))}
 
     async def close(self, name: str) -> dict[str, Any]:
-        """Closes a session, or lets go of one in which a call is still under way."""
-        played = self.sessions.pop(name, None)
-        if played is not None:
-            await (played.session.abandon() if played.busy else played.session.close())
+        """Close a session. One with a running call is abandoned: it closes when the call ends."""
+        opened = self.sessions.pop(name, None)
+        if opened is not None:
+            await (opened.session.abandon() if opened.running else opened.session.close())
         return {}
 
     async def close_idle(self) -> None:
         oldest = time.monotonic() - self.idle_timeout
-        idle = [name for name, played in self.sessions.items() if not played.busy and played.used < oldest]
+        idle = [name for name, opened in self.sessions.items() if not opened.running and opened.last_used < oldest]
         await asyncio.gather(*map(self.close, idle))
 
     async def close_all(self) -> None:
         await asyncio.gather(*map(self.close, list(self.sessions)))
 
     async def _use(self, name: str, call: Callable[[EnvSession], Awaitable[Any]]) -> Any:
-        """One call of a session. After an error, which leaves no env behind, there is no such session any more."""
-        played = self.sessions.get(name)
-        if played is None:
+        """One call of a session. An error other than RetryTurn closes the session."""
+        opened = self.sessions.get(name)
+        if opened is None:
             raise RuntimeError(
-                f"there is no session {name}: it was closed, has failed, or was idle for {self.idle_timeout:g} s."
+                f"there is no session {name}: it was closed, it failed, or it was idle for {self.idle_timeout:g} s."
             )
-        played.busy += 1
+        opened.running += 1
         try:
-            return await call(played.session)
+            return await call(opened.session)
         except RetryTurn:
             raise
         except Exception:
             self.sessions.pop(name, None)
-            await played.session.close()
+            await opened.session.close()
             raise
         finally:
-            played.busy -= 1
-            played.used = time.monotonic()
+            opened.running -= 1
+            opened.last_used = time.monotonic()
 
 
-def create_app(server: EnvServer) -> Any:
+def create_env_app(server: EnvServer) -> Any:
     """The FastAPI application of an env's sessions."""
     fastapi = require("fastapi", "serve")
     responses = require("fastapi.responses", "serve")
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
-        reaper = asyncio.create_task(_close_idle_for_ever(server))
+        cleaner = asyncio.create_task(_close_idle_sessions(server))
         yield
-        reaper.cancel()
+        cleaner.cancel()
         await server.close_all()
 
     app = fastapi.FastAPI(title=f"vlmrl env {server.spec.name}", lifespan=lifespan)
 
-    async def answered(call: Awaitable[dict[str, Any]]) -> Any:
+    async def respond(call: Awaitable[dict[str, Any]]) -> Any:
         try:
             return responses.JSONResponse(await call)
         except RetryTurn as error:
@@ -156,20 +161,25 @@ def create_app(server: EnvServer) -> Any:
         return responses.JSONResponse({"kind": kind, "message": message}, status_code=500)
 
     async def start(name: str, body: dict[str, Any]) -> Any:
-        return await answered(server.start(name, body))
+        return await respond(server.start(name, body))
 
     async def step(name: str, body: dict[str, Any]) -> Any:
-        return await answered(server.step(name, body))
+        return await respond(server.step(name, body))
 
     async def finish(name: str, body: dict[str, Any]) -> Any:
-        return await answered(server.finish(name, body))
+        return await respond(server.finish(name, body))
 
     async def close(name: str) -> Any:
-        return await answered(server.close(name))
+        return await respond(server.close(name))
 
     async def health() -> dict[str, Any]:
-        shown = {"tools": server.spec.tools, "replayable": server.spec.replayable}
-        return {"status": "ok", "env": server.spec.name, "sessions": len(server.sessions), **shown}
+        return {
+            "status": "ok",
+            "env": server.spec.name,
+            "sessions": len(server.sessions),
+            "tools": server.spec.tools,
+            "replayable": server.spec.replayable,
+        }
 
     for method, path, handler in (
         ("PUT", "/sessions/{name}", start),
@@ -182,20 +192,24 @@ def create_app(server: EnvServer) -> Any:
     return app
 
 
-async def _close_idle_for_ever(server: EnvServer) -> None:
+async def _close_idle_sessions(server: EnvServer) -> None:
     while True:
         await asyncio.sleep(min(10.0, server.idle_timeout))
         await server.close_idle()
 
 
-def serve(arguments: ServeArguments) -> None:
-    """Serve an env over HTTP until interrupted: a run plays it with `env="vlmrl:RemoteEnv", env_options={"url": URL}`."""
+def serve_env(arguments: EnvServerArguments) -> None:
+    """Serve an env over HTTP until interrupted. A run uses it with `env="vlmrl:RemoteEnv", env_options={"url": URL}`."""
     uvicorn = require("uvicorn", "serve")
-    spec = resolve_env(arguments.env, options=dict(arguments.env_options), base_dir=Path.cwd())
+    spec = resolve_env(arguments.env, options=dict(arguments.env_options))
     server = EnvServer(
         spec, timeout=arguments.timeout, idle_timeout=arguments.idle_timeout, max_sessions=arguments.max_sessions
     )
     print(f"{spec.name} at http://{arguments.host}:{arguments.port}", flush=True)
     uvicorn.run(
-        create_app(server), host=arguments.host, port=arguments.port, log_level="warning", timeout_graceful_shutdown=5
+        create_env_app(server),
+        host=arguments.host,
+        port=arguments.port,
+        log_level="warning",
+        timeout_graceful_shutdown=5,
     )

@@ -1,7 +1,7 @@
-"""One self-contained HTML file to look at trajectories: their images, replies, observations, rewards and logprobs.
+"""One self-contained HTML file that shows trajectories: images, replies, observations, rewards and logprobs.
 
-What varies goes into the page as JSON, and its script makes text nodes of it, so nothing a model, a tool or a dataset
-wrote can become markup. Each distinct image is in the file once, under its content hash.
+All data is embedded as JSON, and the page's script turns it into text nodes, so that no text of a model, a tool or a dataset becomes
+markup. Each distinct image is embedded once, under its content hash.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from vlmrl.report.metrics import plain, trajectory_record
+from vlmrl.report.records import plain, trajectory_record
 from vlmrl.types import MediaItem, Message, Trajectory, Turn
 
 Decode = Callable[[list[int]], str]
-"""Token ids to text, special tokens included, as a tokenizer's ``decode``."""
+"""Converts token ids to text, special tokens included, like a tokenizer's ``decode``."""
 
-LONGEST_CHARACTER = 4  # tokens: UTF-8 has at most four bytes a character, and a token at least one
+MAX_CHARACTER_TOKENS = 4  # a character has at most four bytes in UTF-8, and a token at least one
 
 
 def write_page(
@@ -30,9 +30,9 @@ def write_page(
     *,
     decode: Decode | None = None,
 ) -> None:
-    """Write ``trajectories`` as one HTML file, in the order of their groups' first members.
+    """Write ``trajectories`` as one HTML file, by group, in order of each group's first trajectory.
 
-    With ``decode``, a reply is shown as its sampled tokens, tinted by how unlikely each was; without it, as its text.
+    With ``decode``, a reply appears as its sampled tokens, coloured by their logprobs; without it, as plain text.
     """
     page = page_data(trajectories, title, decode)
     values = {"TITLE": html.escape(title), "DATA": script_json(page)}
@@ -43,13 +43,13 @@ def write_page(
 
 
 def script_json(value: Any) -> str:
-    """JSON that may stand in a script element: ``"</script>"`` becomes ``"\\u003c/script\\u003e"``."""
+    """JSON that is safe inside a script element: ``"</script>"`` becomes ``"\\u003c/script\\u003e"``."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def page_data(trajectories: Sequence[Trajectory], title: str, decode: Decode | None = None) -> dict[str, Any]:
-    """What the page's script reads: the title, the groups of trajectories, and each distinct image once, by its id."""
+    """The data for the page's script: the title, the groups of trajectories, and each distinct image by its id."""
     groups: dict[str, list[dict[str, Any]]] = {}
     images: dict[str, MediaItem] = {}
     for trajectory in trajectories:
@@ -76,10 +76,10 @@ def _trajectory_data(trajectory: Trajectory, decode: Decode | None) -> dict[str,
 
 
 def message_parts(turn: Turn) -> list[dict[str, Any]]:
-    """The messages before a reply, with the images the model saw: ``[{"role": "user", "parts": [{"image": "3fa9"}]}]``.
+    """The messages before a reply, with the images that the model saw: ``[{"role": "user", "parts": [{"image": "3fa9"}]}]``.
 
-    A part is a ``text`` or an ``image``, the id of the turn's next one (``None`` where there is none left). Images that
-    no message mentions come last, under the role ``images``.
+    A part is a ``text`` or an ``image``: the id of the turn's next image, or ``None`` if no image is left. Images that belong to no
+    message are last, under the role ``images``.
     """
     media = iter(item.id for item in turn.media)
     shown = [{"role": message.get("role", ""), "parts": _parts(message, media)} for message in turn.messages]
@@ -105,14 +105,16 @@ def _part(part: dict[str, Any], media: Iterator[str]) -> dict[str, Any]:
 def token_spans(turn: Turn, decode: Decode) -> list[tuple[str, list[float]]]:
     """The reply's tokens as text with their logprobs: ``[("I", [-0.1]), (" see", [-0.7]), ("猫", [-1.2, 0.0])]``.
 
-    Tokens that are only parts of a character's bytes share a span. Where logprobs are missing, so they are here.
+    Tokens that are parts of one character share a span. Missing logprobs are left out.
     """
     spans: list[tuple[str, list[float]]] = []
     start = 0
     for end in range(1, len(turn.response_ids) + 1):
         text = decode(turn.response_ids[start:end])
-        whole = not text.endswith("\ufffd") or end - start == LONGEST_CHARACTER or end == len(turn.response_ids)
-        if whole:
+        is_complete = (
+            not text.endswith("\ufffd") or end - start == MAX_CHARACTER_TOKENS or end == len(turn.response_ids)
+        )
+        if is_complete:
             spans.append((text, turn.logprobs[start:end]))
             start = end
     return spans

@@ -1,0 +1,91 @@
+"""The files of a run folder: rows, truncation on resume, the config."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from testing.trajectories import trajectory, turn
+
+from vlmrl.report.run_log import RunLog, read_rows
+from vlmrl.types import Task
+
+
+def test_rows_are_one_json_object_a_line_with_step_and_time(tmp_path):
+    with RunLog(tmp_path / "run") as log:
+        log.log(1, {"reward/mean": 0.25, "kl": None, "note": "warm"})
+        log.log(2, {"tokens": np.int64(3), "loss": np.float32(0.5)})
+        lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()  # already there: every row is flushed
+    first, second = map(json.loads, lines)
+    assert first.pop("time") > 1.7e9
+    assert first == {"step": 1, "reward/mean": 0.25, "kl": None, "note": "warm"}
+    assert (second["tokens"], second["loss"]) == (3, 0.5)
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, [1.0], (1,), math.nan, math.inf, np.zeros(2), object()])
+def test_a_value_that_is_not_a_finite_number_is_an_error_naming_the_key(tmp_path, value):
+    log = RunLog(tmp_path)
+    with pytest.raises(ValueError, match="'loss/parts'"):
+        log.log(1, {"fine": 1.0, "loss/parts": value})
+    assert log.rows() == []
+
+
+def test_a_metric_cannot_take_the_name_of_the_step(tmp_path):
+    with pytest.raises(ValueError, match="'step'"):
+        RunLog(tmp_path).log(1, {"step": 2})
+
+
+def test_a_resumed_run_continues_where_the_checkpoint_was_made(tmp_path):
+    with RunLog(tmp_path) as log:
+        log.log(1, {"a": 1})
+        log.log_trajectories(1, [trajectory([turn(1.0)])])
+        sizes = log.sizes()
+        log.log(2, {"a": 2})
+        log.log_trajectories(2, [trajectory([turn(1.0)])])
+    with RunLog(tmp_path, sizes) as log:
+        log.log(2, {"a": 20})
+        assert [(row["step"], row["a"]) for row in log.rows()] == [(1, 1), (2, 20)]
+    assert [row["step"] for row in read_rows(tmp_path / "trajectories.jsonl")] == [1]
+
+
+def test_a_folder_that_holds_a_run_is_an_error_unless_resumed_or_emptied(tmp_path):
+    with RunLog(tmp_path) as log:
+        log.log(1, {})
+    with pytest.raises(ValueError, match="holds a run already"):
+        RunLog(tmp_path)
+    assert RunLog(tmp_path, sizes={}).rows() == []
+
+
+def test_a_file_shorter_than_at_the_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"metrics.jsonl has 0 bytes, but had 9 when the checkpoint was made"):
+        RunLog(tmp_path, {"metrics.jsonl": 9})
+
+
+def test_an_incomplete_last_line_is_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "rew')
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}]
+    assert read_rows(tmp_path / "none.jsonl") == []
+
+
+def test_the_config_is_written_in_plain_json(tmp_path):
+    @dataclass(frozen=True)
+    class Optim:
+        lr: float = 1e-6
+        clip: float = math.inf
+
+    @dataclass(frozen=True)
+    class Config:
+        out: Path = Path("runs/x")
+        env: type = Task
+        stops: frozenset[str] = frozenset({"b", "a"})
+        optim: Optim = field(default_factory=Optim)
+
+    RunLog(tmp_path).write_config(Config())
+    assert json.loads((tmp_path / "config.json").read_text()) == {
+        "out": "runs/x",
+        "env": "vlmrl.types:Task",
+        "stops": ["a", "b"],
+        "optim": {"lr": 1e-6, "clip": "inf"},
+    }

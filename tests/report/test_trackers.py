@@ -1,0 +1,66 @@
+"""Trackers: a class registered by name, one named by its file, and the built-in ones."""
+
+import pytest
+
+from vlmrl.report.run_log import RunLog
+from vlmrl.report.trackers import TRACKERS, open_trackers
+
+
+class ToyTracker:
+    """Keeps what it receives."""
+
+    def __init__(self, folder, config):
+        self.folder, self.config, self.rows, self.closed = folder, config, [], 0
+
+    def log(self, step, values):
+        self.rows.append((step, dict(values)))
+
+    def close(self):
+        self.closed += 1
+
+
+def test_a_registered_tracker_receives_each_row_and_is_closed(tmp_path, monkeypatch):
+    monkeypatch.setitem(TRACKERS, "toy", ToyTracker)
+    (toy,) = open_trackers(("toy",), tmp_path, {"name": "geo3k"})
+    with RunLog(tmp_path, trackers=[toy]) as log:
+        log.log(1, {"reward/mean": 0.25, "kl": None})
+        with pytest.raises(ValueError, match="'loss'"):
+            log.log(2, {"loss": float("nan")})
+        log.log(2, {"loss": 0.5})
+        assert not toy.closed
+    assert toy.rows == [(1, {"reward/mean": 0.25, "kl": None}), (2, {"loss": 0.5})]
+    assert (toy.folder, toy.config, toy.closed) == (tmp_path, {"name": "geo3k"}, 1)
+    assert [row["step"] for row in log.rows()] == [1, 2]
+
+
+def test_a_tracker_is_named_by_its_file(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "class Lines:\n"
+        "    def __init__(self, folder, config): self.file = open(folder / config['name'], 'w')\n"
+        "    def log(self, step, values): print(step, *values, file=self.file)\n"
+        "    def close(self): self.file.close()\n"
+    )
+    with RunLog(tmp_path, trackers=open_trackers([f"{tmp_path}/mine.py:Lines"], tmp_path, {"name": "run.txt"})) as log:
+        log.log(3, {"loss": 0.5})
+    assert (tmp_path / "run.txt").read_text() == "3 loss\n"
+
+
+def test_an_unknown_tracker_is_an_error_that_names_the_known_ones(tmp_path):
+    with pytest.raises(ValueError, match=r"trackers must be tensorboard or file\.py:Class, but one is 'wandbb'"):
+        open_trackers(("wandbb",), tmp_path, {})
+
+
+def test_tensorboard_files_hold_the_numbers_and_the_config(tmp_path):
+    pytest.importorskip("tensorboard", reason="needs tensorboard: pip install 'vlmrl[tensorboard]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trackers = open_trackers(("tensorboard",), tmp_path, {"name": "geo3k"})
+    with RunLog(tmp_path, trackers=trackers) as log:
+        log.log(1, {"reward/mean": 0.25, "kl": None, "note": "warm"})
+        log.log(2, {"reward/mean": 0.5})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["reward/mean"]
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+    (text,) = events.Tensors("config/text_summary")
+    assert "geo3k" in text.tensor_proto.string_val[0].decode()

@@ -1,0 +1,97 @@
+"""The reward curve of a run as a PNG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INK, MUTED, GRID = "#1f2328", "#6e7781", "#e4e7eb"
+TRAIN, HELD_OUT = "#0f7b8a", "#d9622b"
+
+
+def draw_curve(
+    rows: Sequence[Mapping[str, Any]],
+    path: Path | str,
+    *,
+    title: str = "",
+    reward: str = "reward/mean",
+    held_out: str = "eval/reward/mean",
+    levels: Mapping[str, float] | None = None,
+    ylabel: str = "reward",
+) -> None:
+    """Draw the reward curve of a run's ``rows`` as a PNG.
+
+    ``reward`` and ``held_out`` name the columns of the training reward (a thin line and a smoothed one) and of the
+    evaluations (markers); rows without these columns are skipped. ``levels`` are dashed reference lines by label:
+    ``{"images blanked": 0.11, "chance": 0.25}``. Raises ValueError if no row has one of the columns.
+    """
+    from matplotlib.figure import Figure
+
+    train, evaluations = _points(rows, reward), _points(rows, held_out)
+    if not train[0] and not evaluations[0]:
+        raise ValueError(
+            f"rows: none of the {len(rows)} rows has {reward!r} or {held_out!r}, so there is nothing to draw."
+        )
+    figure = Figure(figsize=(8, 4.5), dpi=160, layout="tight", facecolor="white")
+    axes = figure.add_subplot()
+    _draw_train(axes, *train)
+    if evaluations[0]:
+        style: dict[str, Any] = {"marker": "o", "markersize": 6.5, "markeredgecolor": "white", "markeredgewidth": 1.2}
+        axes.plot(*evaluations, color=HELD_OUT, linewidth=1.4, label="held out", zorder=4, **style)
+    for label, value in (levels or {}).items():
+        axes.axhline(value, color=MUTED, linewidth=1.1, linestyle=(0, (5, 4)), zorder=2)
+        place: dict[str, Any] = {"xy": (1, value), "xytext": (-4, 3), "xycoords": axes.get_yaxis_transform()}
+        axes.annotate(label, textcoords="offset points", ha="right", va="bottom", color=MUTED, fontsize=9.5, **place)
+    _style(axes, title, ylabel)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+
+
+def _points(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    known = sorted((row["step"], row[key]) for row in rows if row.get(key) is not None)
+    return [step for step, _ in known], [value for _, value in known]
+
+
+def _draw_train(axes: Axes, steps: list[int], values: list[float]) -> None:
+    if len(steps) < 8:
+        axes.plot(steps, values, color=TRAIN, linewidth=2.2, marker=".", label="training", zorder=3)
+        return
+    axes.plot(steps, values, color=TRAIN, linewidth=0.9, alpha=0.35, label="training, each step", zorder=2)
+    axes.plot(steps, smooth(values), color=TRAIN, linewidth=2.4, label="training, smoothed", zorder=3)
+
+
+def smooth(values: Sequence[float], width: float | None = None) -> list[float]:
+    """A centred Gaussian mean whose standard deviation is ``width`` rows (by default a 40th of the rows, at least 1.5).
+
+    The weights are renormalised at both ends, so that a constant series stays constant.
+    """
+    import numpy as np
+
+    width = width or max(1.5, len(values) / 40)
+    reach = min(math.ceil(3 * width), len(values) - 1)
+    kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / width) ** 2)
+    inside = slice(reach, reach + len(values))
+    weighted = np.convolve(np.asarray(values, dtype=float), kernel)[inside]
+    return list(weighted / np.convolve(np.ones(len(values)), kernel)[inside])
+
+
+def _style(axes: Axes, title: str, ylabel: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_axisbelow(True)
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.margins(x=0.02, y=0.08)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#c5cbd3")
+    axes.tick_params(colors=MUTED, labelsize=10, length=0, pad=6)
+    axes.set_xlabel("step", color=INK, fontsize=11, labelpad=6)
+    axes.set_ylabel(ylabel, color=INK, fontsize=11, labelpad=8)
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=3, frameon=False, fontsize=10, labelcolor=INK)
+    if title:
+        axes.set_title(title, loc="left", color=INK, fontsize=13, fontweight="bold", pad=34)

@@ -1,0 +1,76 @@
+"""HTTP requests to services: which failures are retried, and how long the pauses between attempts are.
+
+def attempt():
+    return post_json(client, url, body)
+
+retrying(patience=30.0)(attempt)      # the reply's JSON; RetryableError after 30 s of failures
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import tenacity
+
+FIRST_PAUSE = 0.25  # seconds; each further pause is twice as long
+
+
+class RetryableError(Exception):
+    """A failure that another attempt may not meet: no connection, a timeout, status 429 or 5xx, an unusable reply."""
+
+
+class RefusedError(Exception):
+    """Any other status than 200: the same request would be refused again."""
+
+
+def http_client(timeout: float, headers: Mapping[str, str] | None = None) -> httpx.Client:
+    """A client for any number of threads and connections. ``timeout`` is in seconds."""
+    return httpx.Client(timeout=timeout, headers=headers, limits=httpx.Limits(max_connections=None))
+
+
+def post_json(client: httpx.Client, url: str, body: Mapping[str, Any]) -> Any:
+    """One request with a JSON body, and the JSON of its reply.
+
+    Raises:
+        RetryableError: a transport error, or status 429 or 5xx.
+        RefusedError: any other status but 200.
+        ValueError: the reply is not JSON.
+    """
+    try:
+        response = client.post(url, json=body)
+    except httpx.TransportError as error:
+        raise RetryableError(f"{type(error).__name__}: {error}") from error
+    if response.status_code == 429 or response.status_code >= 500:
+        raise RetryableError(f"{response.status_code} {response.text:.200}")
+    if response.status_code != 200:
+        raise RefusedError(f"{response.status_code} {response.text:.300}")
+    try:
+        return response.json()
+    except ValueError as error:
+        raise ValueError(f"the reply is not JSON: {response.text[:100]!r}") from error
+
+
+def retrying(
+    *, attempts: float = math.inf, patience: float = math.inf, longest_pause: float = math.inf
+) -> tenacity.Retrying:
+    """Calls a function again after each RetryableError; raises the last one when no attempt is left.
+
+    Pauses double from 0.25 s up to ``longest_pause`` and are shortened at random by up to half, so that many clients do not
+    return at the same moment. No pause begins that could end later than ``patience`` seconds after the first attempt.
+    """
+    pause = tenacity.wait_exponential(multiplier=FIRST_PAUSE, max=longest_pause)
+
+    def stop(state: tenacity.RetryCallState) -> bool:
+        waited = state.seconds_since_start or 0.0
+        return state.attempt_number >= attempts or waited + pause(state) > patience
+
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(RetryableError),
+        wait=lambda state: pause(state) * random.uniform(0.5, 1.0),
+        stop=stop,
+        reraise=True,
+    )
