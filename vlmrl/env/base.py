@@ -31,16 +31,20 @@ def obs(text: str = "", images: list[ImageSource] | None = None) -> dict[str, An
 
 
 class Env(abc.ABC):
-    """One episode of one task. Subclass it, write ``step``, and add what else you need.
+    """One episode of one task. Subclass it, write ``step``, and override the other methods you need.
 
-    Each method may be ``async``; the plain ones all run in one thread, which is this env's own. ``self.turn`` (0 for the first
-    reply), ``self.max_turns``, ``self.seed`` and ``self.last_reply`` are set by the loop before each call, and so is
-    ``self.tool_format``, how the chat template has calls written (see `tools.py`), unless the class says it; ``self.shared`` is
-    what the optional classmethod ``setup(cls, **options)`` returned, made once per process.
+    Any method may be ``async``. The plain ones all run in one thread, which belongs to this env alone. The turn loop sets
+    ``self.turn`` (0 for the first reply), ``self.max_turns``, ``self.seed`` and ``self.last_reply`` before each call. It also
+    sets ``self.tool_format``, the format in which the chat template makes the model write tool calls (see `tools.py`), unless the
+    class sets it. ``self.shared`` is the return value of the optional classmethod ``setup(cls, **options)``, which runs once per
+    process.
     """
 
-    tools: list[dict[str, Any]] = []  # noqa: RUF012  JSON schemas handed to the chat template
+    tools: list[dict[str, Any]] = []  # noqa: RUF012  JSON schemas for the chat template
     replayable: bool = True  # the same seed and replies give the same observations
+    unfinished_reward: float | None = None
+    """Added to the reward of an episode that a budget ended before ``step`` said done. Unset: ``step``, an own ``finish`` or
+    ``rollout.truncated_reward`` must give such an episode its reward."""
 
     turn: int = 0
     max_turns: int = 1
@@ -64,8 +68,11 @@ class Env(abc.ABC):
         """
 
     def finish(self, ending: str) -> float | None:
-        """Called once, at every ending that is not a failure; what it returns is added to the reward."""
-        return None
+        """Called once per episode, unless it failed; the return value is added to the reward.
+
+        ``ending`` is ``env_done``, or the budget that ended the episode: ``max_turns``, ``max_tokens`` or ``length``.
+        """
+        return None if ending == "env_done" else self.unfinished_reward
 
     def format_observation(self, observation: dict[str, Any]) -> Message | list[Message]:
         """The message the model reads: role ``user``, the images first, then the text."""
@@ -81,7 +88,7 @@ class Env(abc.ABC):
 
 
 class RewardEnv(Env):
-    """A single turn judged by a plain function ``reward(text, task) -> float``; cut-off replies are judged as they are."""
+    """A single turn whose reward is ``function(text, task)``; a reply that was cut off is judged as it stands."""
 
     def __init__(self, task: Task, function: Callable[[str, Task], float]) -> None:
         super().__init__(task)
