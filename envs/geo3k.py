@@ -1,12 +1,11 @@
-r"""geo3k: a geometry problem with a diagram. The model may have an answer scored before it gives its last one.
+r"""geo3k: a geometry problem with a diagram. The agent may have answers scored before it gives its final one.
 
 A reply with ``<tool_call>{"name": "calc_score", "arguments": {"answer": "15"}}</tool_call>`` gets the answer's score as
-an observation; a reply without a call ends the episode, and the answer in its last ``\boxed{}`` earns 1 or 0.
+an observation. A reply without a call ends the episode: the answer in its last ``\boxed{}`` earns 1 or 0.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from functools import lru_cache
@@ -14,16 +13,10 @@ from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-from vlmrl import Env, Task, obs
+from vlmrl import Task, ToolCall, ToolEnv, ToolResult, obs, read_tool_calls
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that time-outs are off; SAFE stands in for them
 
-ANSWER = {"type": "string", "description": "The answer, for example 12 or 5\\sqrt{3}."}
-CALC_SCORE = {
-    "name": "calc_score",
-    "description": "Score an answer to the problem before giving it as the final one.",
-    "parameters": {"type": "object", "properties": {"answer": ANSWER}, "required": ["answer"]},
-}
 TOLERANCE = 0.01  # relative, for decimal numbers: 8.66 and 5 sqrt 3 are one; 17 is neither sqrt 285 nor 17.1
 SPELLINGS = {"π": r"\pi ", "²": "^2", "×": r"\times ", "·": r"\cdot ", "−": "-", "\\$": "", "$": "", "\\%": "", "%": ""}
 LENGTHS = r"[kcm]?m|in|ft|yd|inch(?:es)?|feet|meters?|miles?|units?"
@@ -36,33 +29,42 @@ SAFE = re.compile(
 )
 
 
-class Geo3kEnv(Env):
-    """One problem. Without ``score_in_observation`` the tool takes an answer and does not say whether it is right."""
+class Geo3kEnv(ToolEnv):
+    """One problem. Without ``score_in_observation`` the tool accepts an answer and does not say whether it is right."""
 
-    tools = [{"type": "function", "function": CALC_SCORE}]  # noqa: RUF012
+    unfinished_reward = 0.0  # an episode that a budget ended before the final answer
 
     def __init__(self, task: Task, score_in_observation: bool = True) -> None:
         super().__init__(task)
         self.score_in_observation = score_in_observation
         self.calls = 0
-        self.judged = False
 
-    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-        _, tag, call = response_text.rpartition("</tool_call>")[0].rpartition("<tool_call>")
-        if not tag:
-            self.judged = True
-            boxed = last_boxed(response_text)
-            return obs(), True, {"reward": self.score(boxed), "format": float(bool(boxed)), "tool_calls": self.calls}
+    def calc_score(self, answer: str) -> str:
+        r"""Score an answer to the problem before giving it as the final one.
+
+        Args:
+            answer: The answer, for example 12 or 5\sqrt{3}.
+        """
+        return self.verdict(last_boxed(answer) or answer)
+
+    functions = (calc_score,)
+
+    def judge(self, reply: str) -> dict[str, Any]:
+        boxed = last_boxed(reply)
+        return {"reward": self.score(boxed), "format": float(bool(boxed)), "tool_calls": self.calls}
+
+    def read_calls(self, reply: str) -> list[ToolCall]:
+        """The last whole call, its arguments checked."""
+        whole, end, _ = reply.rpartition("</tool_call>")
+        return [checked(call) for call in read_tool_calls(whole + end, self.tools, self.tool_format)[-1:]]
+
+    def show_results(self, results: list[ToolResult]) -> tuple[dict[str, Any], dict[str, Any]]:
+        (result,) = results
         self.calls += 1
-        answer, problem = submitted(call)
-        text = problem or self.verdict(answer)
+        text = result.problem or result.value
         if self.turn == self.max_turns - 2:
             text += " This was the last check: reply now with the final answer in \\boxed{}, without a tool call."
-        return obs(text), False, {"bad_calls": float(bool(problem))}
-
-    def finish(self, ending: str) -> float | None:
-        """An episode cut off before its final answer earns 0; a judged one has its reward already."""
-        return None if self.judged else 0.0
+        return obs(text), {"bad_calls": float(bool(result.problem))}
 
     def verdict(self, answer: str) -> str:
         if not self.score_in_observation:
@@ -75,24 +77,19 @@ class Geo3kEnv(Env):
         return float(is_right(answer, str(self.task.answer), tuple(self.task.data.get("choices") or ())))
 
 
-def submitted(call: str) -> tuple[str, str]:
-    """The answer inside a tool call and ``""``, or ``""`` and what is wrong with the call."""
-    try:
-        made = json.loads(call, parse_constant=_refuse)
-        arguments = made.get("arguments") if isinstance(made, dict) else None
-        arguments = json.loads(arguments, parse_constant=_refuse) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError) as error:
-        return "", f"The tool call is not valid JSON ({str(error)[:100]})."
-    if not isinstance(made, dict) or made.get("name") != "calc_score":
-        return "", 'The tool call names no tool there is: the only one is calc_score, {"name": "calc_score", ...}.'
-    answer = arguments.get("answer") if isinstance(arguments, dict) else None
+def checked(call: ToolCall) -> ToolCall:
+    """The call with its answer as text, or with the ``problem`` that the model reads. Numbers are answers too."""
+    answer = call.arguments.get("answer")
+    _, not_json, reason = call.problem.partition("not valid JSON: ")
+    if not_json:
+        return ToolCall(problem=f"The tool call is not valid JSON ({reason.removesuffix('.')[:100]}).")
+    if call.name != "calc_score":
+        problem = 'The tool call names no tool there is: the only one is calc_score, {"name": "calc_score", ...}.'
+        return ToolCall(problem=problem)
     if isinstance(answer, bool) or not isinstance(answer, (str, int, float)) or not str(answer).strip():
-        return "", 'The tool call has no answer: calc_score takes {"answer": "..."} with a text that is not empty.'
-    return last_boxed(str(answer)) or str(answer), ""
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
+        problem = 'The tool call has no answer: calc_score takes {"answer": "..."} with a text that is not empty.'
+        return ToolCall(problem=problem)
+    return ToolCall(call.name, {"answer": str(answer)})
 
 
 def last_boxed(text: str) -> str:

@@ -15,6 +15,8 @@ WORDS = 200  # beyond so many an answer is no longer short
 class JudgeEnv(Env):
     """``url`` and ``model`` name the judge (any OpenAI-compatible endpoint); ``brevity`` weighs short answers beside its score."""
 
+    unfinished_reward = 0.0  # a budget ended the episode before the last answer was whole
+
     def __init__(
         self,
         task: Task,
@@ -49,6 +51,3 @@ class JudgeEnv(Env):
         remarks = f"A reader remarks: {verdict.remarks}\nAnswer again, better."
         self.conversation.append({"role": "user", "content": remarks})
         return obs(remarks), last, info
-
-    def finish(self, ending):
-        return None if ending == "env_done" else 0.0  # cut off before the last answer was whole

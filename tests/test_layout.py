@@ -19,7 +19,9 @@ def test_no_two_public_names_mean_two_things():
         if path == VLMRL / "__init__.py":  # `vlmrl.main` runs a recipe, as `vlmrl.cli.main.main` runs a command
             continue
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith(
+                "_"
+            ):
                 places[node.name].add(str(path.relative_to(VLMRL)))
     twice = {name: sorted(where) for name, where in places.items() if len(where) > 1}
     assert not twice

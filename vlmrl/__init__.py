@@ -9,7 +9,7 @@ from vlmrl.env.judge import Judge, JudgeError, weighted_reward
 from vlmrl.env.mcp import McpEnv
 from vlmrl.env.openenv import OpenEnvEnv
 from vlmrl.env.remote.client import RemoteEnv
-from vlmrl.env.tools import ToolCall, ToolEnv, read_tool_calls
+from vlmrl.env.tools import ToolCall, ToolEnv, ToolResult, read_tool_calls
 from vlmrl.multimodal.images import load_image
 from vlmrl.types import Message, Sample, Task, Trajectory, Turn
 
@@ -37,6 +37,7 @@ __all__ = [
     "Task",
     "ToolCall",
     "ToolEnv",
+    "ToolResult",
     "Train",
     "Trajectory",
     "Turn",

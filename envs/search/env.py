@@ -39,6 +39,8 @@ class SearchEnv(Env):
     shows those that passages have. ``instructions=False`` leaves the prompt as it is.
     """
 
+    unfinished_reward = 0.0  # a budget ended the episode before its answer
+
     def __init__(
         self,
         task: Task,
@@ -62,7 +64,6 @@ class SearchEnv(Env):
         self.answers = [task.answer] if isinstance(task.answer, str) else list(task.answer)
         self.searches = self.malformed = 0
         self.seen: set[str] = set()
-        self.answered = False
 
     @classmethod
     def setup(cls, retriever="bm25", corpus=None, encoder=None, **others):
@@ -84,7 +85,6 @@ class SearchEnv(Env):
             self.malformed += 1
             return self.say([words(f"{problem}\n")]), False, {"malformed": 1}
         if answer is not None:
-            self.answered = True
             return obs(), True, self.judge(answer)
         if self.turn == self.max_turns - 1:
             return obs(), False, {"malformed": 0}  # nobody would read what is found
@@ -92,10 +92,6 @@ class SearchEnv(Env):
         found = self.shared.search(queries, self.topk)
         parts = [part for hits in found for part in self.information([hit.passage for hit in hits])]
         return self.say(parts), False, {"malformed": 0, "passages": sum(map(len, found))}
-
-    def finish(self, ending):
-        """An episode that was cut off before its answer earns 0."""
-        return None if self.answered else 0.0
 
     def read(self, reply):
         """What the reply searches for, or its answer; ValueError says to the model what is wrong with it."""

@@ -11,7 +11,7 @@ from vlmrl import Config
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
-    [*ROOT.glob("docs/*.md"), ROOT / "README.md", *ROOT.glob("envs/**/README.md"), ROOT / "benchmarks/README.md"]
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("envs/**/README.md"), ROOT / "benchmarks/README.md"]
 )
 SECTIONS = [field.name for field in dataclasses.fields(Config) if field.default_factory is not dataclasses.MISSING]
 
@@ -37,7 +37,8 @@ def test_settings_and_links_are_there(page):
         for name in re.findall(r"`([a-z_.]+)`", line.split("|")[1])
     }  # the first column of the porting tables
     assert not {name for name in named - theirs if not names_a_setting(name)}
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", prose) if "://" not in link]
     assert not [link for link in links if not (page.parent / link).exists()]
 
 

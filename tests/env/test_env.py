@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from testing.episodes import play
 
 from vlmrl import Env, Task, obs
 from vlmrl.env.base import resolve_env
@@ -166,3 +167,21 @@ def test_observations_become_user_messages_with_the_images_first():
     assert env.format_observation(obs(images=[crop])) == {"role": "user", "content": [{"type": "image", "image": crop}]}
     assert env.format_observation(obs("plain")) == {"role": "user", "content": "plain"}
     assert env.format_observation({}) == {"role": "user", "content": ""}
+
+
+def test_the_reward_of_an_unfinished_episode_is_declared_once():
+    class Declares(Env):
+        unfinished_reward = -0.5
+
+        def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+            return obs("Again."), False, {}
+
+    env = Declares(Task("t", []))
+    assert [env.finish(ending) for ending in ("env_done", "max_turns", "max_tokens", "length")] == [
+        None,
+        -0.5,
+        -0.5,
+        -0.5,
+    ]
+    cut = play(Declares, ["a", "b"], max_turns=2)
+    assert (cut.ending, cut.reward) == ("max_turns", -0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
@@ -31,6 +32,10 @@ def env(answer: str = "15", turn: int = 0, max_turns: int = 4, **options: Any) -
     return made
 
 
+def step(made: Any, reply: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+    return asyncio.run(made.step(reply))
+
+
 def call(answer: Any, name: str = "calc_score") -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'answer': answer}})}\n</tool_call>"
 
@@ -46,16 +51,16 @@ def raw(text: str) -> str:
     ("answer", "text"), [("15", RIGHT), ("14", WRONG), (15, RIGHT), (15.0, RIGHT), ("\\boxed{15}", RIGHT)]
 )
 def test_a_call_gets_the_score_and_the_episode_goes_on(answer, text):
-    assert env().step("I think so. " + call(answer)) == ({"obs_str": text}, False, {"bad_calls": 0.0})
+    assert step(env(), "I think so. " + call(answer)) == ({"obs_str": text}, False, {"bad_calls": 0.0})
 
 
 def test_the_last_call_of_a_reply_counts():
-    assert env().step(call("14") + " no, " + call("15"))[0]["obs_str"] == RIGHT
-    assert env().step(call("15") + call("14") + " \\boxed{15}")[0]["obs_str"] == WRONG
+    assert step(env(), call("14") + " no, " + call("15"))[0]["obs_str"] == RIGHT
+    assert step(env(), call("15") + call("14") + " \\boxed{15}")[0]["obs_str"] == WRONG
 
 
 def test_arguments_may_be_a_json_string():
-    assert env().step(raw('{"name": "calc_score", "arguments": "{\\"answer\\": \\"15\\"}"}'))[0]["obs_str"] == RIGHT
+    assert step(env(), raw('{"name": "calc_score", "arguments": "{\\"answer\\": \\"15\\"}"}'))[0]["obs_str"] == RIGHT
 
 
 @pytest.mark.parametrize(
@@ -82,23 +87,23 @@ def test_arguments_may_be_a_json_string():
     ],
 )
 def test_a_wrong_call_is_explained_and_the_episode_goes_on(reply, says):
-    observation, done, info = env().step(reply)
+    observation, done, info = step(env(), reply)
     assert says in observation["obs_str"]
     assert len(observation["obs_str"]) < 250
     assert (done, info) == (False, {"bad_calls": 1.0})
 
 
 def test_the_last_chance_is_said():
-    assert env(turn=1, max_turns=4).step(call("14"))[0]["obs_str"] == WRONG
-    assert env(turn=2, max_turns=4).step(call("14"))[0]["obs_str"] == WRONG + LAST
-    assert env(turn=2, max_turns=4).step(raw("x"))[0]["obs_str"].endswith(LAST)
-    assert env(turn=3, max_turns=4).step(call("14"))[0]["obs_str"] == WRONG
+    assert step(env(turn=1, max_turns=4), call("14"))[0]["obs_str"] == WRONG
+    assert step(env(turn=2, max_turns=4), call("14"))[0]["obs_str"] == WRONG + LAST
+    assert step(env(turn=2, max_turns=4), raw("x"))[0]["obs_str"].endswith(LAST)
+    assert step(env(turn=3, max_turns=4), call("14"))[0]["obs_str"] == WRONG
 
 
 def test_the_score_can_be_kept_back():
     blind = env(score_in_observation=False)
-    assert [blind.step(call(a))[0]["obs_str"] for a in ("15", "14")] == ["The answer was received."] * 2
-    assert "not valid JSON" in blind.step(raw("x"))[0]["obs_str"]
+    assert [step(blind, call(a))[0]["obs_str"] for a in ("15", "14")] == ["The answer was received."] * 2
+    assert "not valid JSON" in step(blind, raw("x"))[0]["obs_str"]
 
 
 def test_the_tool_has_a_schema():
@@ -112,25 +117,25 @@ def test_the_tool_has_a_schema():
 
 
 def test_a_reply_without_a_call_is_judged():
-    assert env().step("so \\boxed{15}") == ({"obs_str": ""}, True, {"reward": 1.0, "format": 1.0, "tool_calls": 0})
-    assert env().step("so \\boxed{14}")[2] == {"reward": 0.0, "format": 1.0, "tool_calls": 0}
-    assert env().step("it is 15")[2] == {"reward": 0.0, "format": 0.0, "tool_calls": 0}
-    assert env().step("\\boxed{ }")[2] == {"reward": 0.0, "format": 0.0, "tool_calls": 0}
+    assert step(env(), "so \\boxed{15}") == ({"obs_str": ""}, True, {"reward": 1.0, "format": 1.0, "tool_calls": 0})
+    assert step(env(), "so \\boxed{14}")[2] == {"reward": 0.0, "format": 1.0, "tool_calls": 0}
+    assert step(env(), "it is 15")[2] == {"reward": 0.0, "format": 0.0, "tool_calls": 0}
+    assert step(env(), "\\boxed{ }")[2] == {"reward": 0.0, "format": 0.0, "tool_calls": 0}
 
 
 def test_half_a_call_is_no_call():
     for reply in ("<tool_call>{", "</tool_call>", "</tool_call><tool_call>"):
-        assert env().step(reply + "\\boxed{15}")[1:] == (True, {"reward": 1.0, "format": 1.0, "tool_calls": 0})
+        assert step(env(), reply + "\\boxed{15}")[1:] == (True, {"reward": 1.0, "format": 1.0, "tool_calls": 0})
 
 
 def test_every_ending_has_one_reward():
     judged = env()
-    judged.step(call("15"))
-    assert judged.step("\\boxed{15}")[2] == {"reward": 1.0, "format": 1.0, "tool_calls": 1}
+    step(judged, call("15"))
+    assert step(judged, "\\boxed{15}")[2] == {"reward": 1.0, "format": 1.0, "tool_calls": 1}
     assert judged.finish("env_done") is None
     for ending in ("max_turns", "max_tokens", "length"):
         cut = env()
-        assert "reward" not in cut.step(call("15"))[2]
+        assert "reward" not in step(cut, call("15"))[2]
         assert cut.finish(ending) == 0.0
         assert env().finish(ending) == 0.0
 
@@ -164,7 +169,7 @@ def test_last_boxed(text, answer):
 def test_a_reply_that_repeats_itself_is_read_in_time():
     start = time.perf_counter()
     last_boxed("\\boxed{" * 20_000)
-    env().step("<tool_call>" * 20_000)
+    step(env(), "<tool_call>" * 20_000)
     assert time.perf_counter() - start < 2
 
 
@@ -255,9 +260,9 @@ def test_letters_count_where_there_are_choices():
         assert is_right(right, "15", choices)
     for wrong in ("A", "(B)", "D", "E", "Z", "14"):
         assert not is_right(wrong, "15", choices)
-    assert env(choices=list(choices)).step("\\boxed{C}")[2]["reward"] == 1.0
-    assert env().step("\\boxed{C}")[2]["reward"] == 0.0
-    assert env(choices=None).step("\\boxed{15}")[2]["reward"] == 1.0
+    assert step(env(choices=list(choices)), "\\boxed{C}")[2]["reward"] == 1.0
+    assert step(env(), "\\boxed{C}")[2]["reward"] == 0.0
+    assert step(env(choices=None), "\\boxed{15}")[2]["reward"] == 1.0
 
 
 def test_a_number_nearer_to_another_choice_is_wrong():
@@ -315,6 +320,6 @@ def test_the_episode_in_the_readme_is_what_the_env_plays():
     replies, answers = said[0::2], said[1::2]
     played = env("6.45", max_turns=4, choices=["6.45", "12.9", "17.9", "35.8"])
     for played.turn, (reply, answer) in enumerate(zip(replies, answers, strict=True)):
-        observation, done, info = played.step(reply)
+        observation, done, info = step(played, reply)
         assert (str(info["reward"]) if done else observation["obs_str"]) == answer.strip()
     assert done

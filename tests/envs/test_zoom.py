@@ -1,5 +1,6 @@
 """The zoom env by hand: crops in thousandths, explaining observations, one reward."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,10 @@ def env(**options):
     return made
 
 
+def step(made, reply):
+    return asyncio.run(made.step(reply))
+
+
 def call(box):
     return f'I look. <tool_call>\n{{"name": "zoom", "arguments": {{"bbox": {box}}}}}\n</tool_call>'
 
@@ -50,7 +55,7 @@ def test_the_first_image_is_coarse():
     ],
 )
 def test_a_call_brings_the_crop(box, size, color):
-    observation, done, info = env(crop=64).step(call(box))
+    observation, done, info = step(env(crop=64), call(box))
     (crop,) = observation["multi_modal_data"]["image"]
     assert observation["obs_str"] == "Closer:" and not done and info == {"zooms": 1}
     assert crop.size == size and crop.getpixel((size[0] // 2, size[1] // 2)) == color
@@ -71,13 +76,13 @@ def test_a_call_brings_the_crop(box, size, color):
     ],
 )
 def test_a_wrong_call_is_explained_and_goes_on(reply, told):
-    observation, done, info = env().step(reply)
+    observation, done, info = step(env(), reply)
     assert told in observation["obs_str"] and not done and "reward" not in info
 
 
 def test_the_last_answer_is_judged_without_regard_to_case():
-    assert env().step("<answer>red</answer> no, <answer> blue </answer>")[1:] == (True, {"reward": 1.0, "answered": 1})
-    assert env().step("<answer>red</answer>")[2]["reward"] == 0.0
+    assert step(env(), "<answer>red</answer> no, <answer> blue </answer>")[1:] == (True, {"reward": 1.0, "answered": 1})
+    assert step(env(), "<answer>red</answer>")[2]["reward"] == 0.0
 
 
 def test_an_episode_without_an_answer_counts_zero():

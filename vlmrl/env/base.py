@@ -31,7 +31,7 @@ def obs(text: str = "", images: list[ImageSource] | None = None) -> dict[str, An
 
 
 class Env(abc.ABC):
-    """One episode of one task. Subclass it, write ``step``, and add what else you need.
+    """One episode of one task. Subclass it, write ``step``, and override the other methods you need.
 
     Each method may be ``async``; plain methods all run in one thread, which belongs to this env. The turn loop sets ``self.turn``
     (0 for the first reply), ``self.max_turns``, ``self.seed``, ``self.last_reply`` and, unless the class sets it,
@@ -41,6 +41,9 @@ class Env(abc.ABC):
 
     tools: list[dict[str, Any]] = []  # noqa: RUF012  JSON schemas for the chat template
     replayable: bool = True  # the same seed and replies give the same observations
+    unfinished_reward: float | None = None
+    """Added to the reward of an episode that a budget ended before ``step`` said done. Unset: ``step``, an own ``finish`` or
+    ``rollout.truncated_reward`` must give such an episode its reward."""
 
     turn: int = 0
     max_turns: int = 1
@@ -64,8 +67,11 @@ class Env(abc.ABC):
         """
 
     def finish(self, ending: str) -> float | None:
-        """Called once at the end of every episode that did not fail. The result is added to the reward."""
-        return None
+        """Called once per episode, unless it failed; the return value is added to the reward.
+
+        ``ending`` is ``env_done``, or the budget that ended the episode: ``max_turns``, ``max_tokens`` or ``length``.
+        """
+        return None if ending == "env_done" else self.unfinished_reward
 
     def format_observation(self, observation: dict[str, Any]) -> Message | list[Message]:
         """The message that the model reads: role ``user``, images first, then the text."""

@@ -27,7 +27,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -60,6 +60,14 @@ class ToolCall:
     problem: str = ""
 
 
+@dataclass(frozen=True)
+class ToolResult:
+    """What one call returned: the function's ``value``, or the ``problem`` that the model reads instead."""
+
+    value: Any = None
+    problem: str = ""
+
+
 def read_tool_calls(text: str, tools: Sequence[Schema] = (), tool_format: str | None = None) -> list[ToolCall]:
     """The calls of a reply, in order, without those inside its reasoning (``<think>``).
 
@@ -81,7 +89,7 @@ def read_json_calls(text: str, tools: Sequence[Schema] = ()) -> list[ToolCall]:
 def read_xml_calls(text: str, tools: Sequence[Schema] = ()) -> list[ToolCall]:
     """``<tool_call><function=add><parameter=a>1</parameter></function></tool_call>``: Qwen3.5, Qwen3.6, Qwen3-Coder."""
     schemas = {tool_name(tool): tool for tool in tools}
-    return _each_call(text, lambda body: _read_xml_call(body, schemas))
+    return _each_call(text, lambda body: _read_xml_call(body.strip(), schemas))
 
 
 TOOL_FORMATS: dict[str, Callable[[str, Sequence[Schema]], list[ToolCall]]] = {
@@ -96,7 +104,7 @@ def _each_call(text: str, read: Callable[[str], ToolCall]) -> list[ToolCall]:
         try:
             if not end:
                 raise ValueError("the call does not end with </tool_call>.")
-            call = read(body.strip())
+            call = read(body)
             json.dumps(call.arguments, ensure_ascii=False).encode()  # raises for half a surrogate pair
         except (ValueError, RecursionError) as error:
             call = ToolCall(problem=str(error))
@@ -110,11 +118,13 @@ def _read_json_call(body: str) -> ToolCall:
         arguments = call.get("arguments", {}) if isinstance(call, dict) else None
         if isinstance(arguments, str):
             arguments = json.loads(arguments, parse_constant=_reject_constant)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"the call is not valid JSON: {error}.") from None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
-        raise ValueError('a call is {"name": <name>, "arguments": <object>}.')
-    return ToolCall(call["name"], arguments)
+    name = call.get("name") if isinstance(call, dict) else None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        name = name if isinstance(name, str) else ""
+        return ToolCall(name, problem='a call is {"name": <name>, "arguments": <object>}.')
+    return ToolCall(name, arguments)
 
 
 def _reject_constant(constant: str) -> None:
@@ -236,8 +246,22 @@ class ToolEnv(Env):
         function = next(function for function in self.functions if function.__name__ == name)
         return getattr(self, name) if _is_method(function) else function
 
+    def read_calls(self, reply: str) -> list[ToolCall]:
+        """The calls to run, in order; one with a ``problem`` is not run. An empty list makes the reply the answer.
+
+        Override it, and :meth:`show_results`, for another protocol: fewer calls, looser arguments, other explanations.
+        """
+        calls = read_tool_calls(reply, self.tools, self.tool_format)
+        return [replace(call, problem=problem_with(call, self.tools)) for call in calls]
+
+    def show_results(self, results: list[ToolResult]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The observation and the info after a reply's calls."""
+        info = {"tool_calls": len(results), "tool_errors": sum(bool(result.problem) for result in results)}
+        shown = [f"Error: {result.problem}" if result.problem else result.value for result in results]
+        return {"tool_results": [parts_of(value) for value in shown]}, info
+
     def step(self, response_text: str) -> Any:
-        calls = read_tool_calls(response_text, self.tools, self.tool_format)
+        calls = self.read_calls(response_text)
         if not calls:
             return _end(self.judge(response_text))
         return self._collect([self._start(number, call, len(calls) > 1) for number, call in enumerate(calls)])
@@ -255,7 +279,7 @@ class ToolEnv(Env):
 
     def _start(self, number: int, call: ToolCall, several: bool) -> Future[Any]:
         """Start a call. Of several calls, plain functions run in new threads; anything else is called now, in the env's thread."""
-        problem = problem_with(call, self.tools)
+        problem = call.problem
         if number >= self.max_calls:
             problem = f"at most {self.max_calls} calls are taken at once."
         if problem:
@@ -270,24 +294,22 @@ class ToolEnv(Env):
         return future
 
     async def _collect(self, started: list[Future[Any]]) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-        results: list[tuple[list[dict[str, Any]], bool]] = []
-        for result in await asyncio.gather(
-            *map(self._result, started), return_exceptions=True
-        ):  # let all calls end before an error is raised
+        results: list[ToolResult] = []
+        for result in await asyncio.gather(*map(self._result, started), return_exceptions=True):  # waits for all
             if isinstance(result, BaseException):
                 raise result
             results.append(result)
-        info = {"tool_calls": len(results), "tool_errors": sum(failed for _, failed in results)}
-        return {"tool_results": [parts for parts, _ in results]}, False, info
+        observation, info = self.show_results(results)
+        return observation, False, info
 
-    async def _result(self, started: Future[Any]) -> tuple[list[dict[str, Any]], bool]:
-        """A call's result as parts of a message, and whether it is an error of the model."""
+    async def _result(self, started: Future[Any]) -> ToolResult:
+        """A call's result; ``problem`` is set where the error is the model's."""
         model_errors: tuple[type[Exception], ...] = (_RejectedCall, *self.model_errors)
         try:
             value = started.result() if started.done() else await asyncio.wrap_future(started)
-            return parts_of(await value if inspect.isawaitable(value) else value), False
+            return ToolResult(await value if inspect.isawaitable(value) else value)
         except model_errors as error:
-            return [_text(f"Error: {_encodable(str(error)) or type(error).__name__}")], True
+            return ToolResult(problem=_encodable(str(error)) or type(error).__name__)
 
 
 class _RejectedCall(Exception):

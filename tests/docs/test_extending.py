@@ -1,0 +1,52 @@
+"""The blocks of docs/extending.md, run as they stand."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from vlmrl.algos import ADVANTAGES, CORRECTIONS, LOSSES, LossInputs
+
+PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
+
+
+def section(title: str) -> dict[str, Any]:
+    """What the Python block under a heading defines."""
+    block = re.search(rf"## {title}\n.*?```python\n(.*?)```", PAGE, re.DOTALL)
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(block[1], names)
+    return names
+
+
+def test_the_loss_the_advantage_and_the_correction_are_registered():
+    before = [dict(registry) for registry in (LOSSES, ADVANTAGES, CORRECTIONS)]
+    try:
+        section("A loss, an advantage, a correction")
+        loss, advantage, correction = LOSSES["clipped_reinforce"], ADVANTAGES["centered"], CORRECTIONS["halve_outliers"]
+    finally:
+        for registry, entries in zip((LOSSES, ADVANTAGES, CORRECTIONS), before, strict=True):
+            registry.clear()
+            registry.update(entries)
+    logprobs, ones = torch.tensor([[-1.0, -2.0]]), torch.ones(1, 2)
+    inputs = LossInputs(logprobs, logprobs, logprobs, torch.tensor([[8.0, -1.0]]), ones)
+    assert loss(inputs, bound=3.0).per_token.tolist() == [[3.0, -2.0]]
+    assert advantage(torch.tensor([1.0, 0.0]), ["a", "a"]).tolist() == [0.5, -0.5]
+    factors, metrics = correction(logprobs, torch.tensor([[-1.5, -4.0]]), ones)
+    assert factors.tolist() == [[1.0, 0.5]] and metrics["far"].tolist() == [[0.0, 1.0]]
+
+
+def test_the_filter_and_the_history_policy():
+    page = section("A filter, a history policy")
+    assert page["has_a_right_one"]([SimpleNamespace(reward=0.0), SimpleNamespace(reward=1.0)])
+    assert not page["has_a_right_one"]([SimpleNamespace(reward=0.5)])
+    messages = [{"role": "user", "content": str(number)} for number in range(5)]
+    assert [message["content"] for message in page["first_and_last"](messages)] == ["0", "3", "4"]
+
+
+def test_the_tracker_prints_the_reward(capsys):
+    tracker = section("A tracker")["PrintTracker"](Path("runs/x"), {})
+    tracker.log(3, {"reward/mean": 0.25})
+    tracker.close()
+    assert capsys.readouterr().out == "3 0.25\n"
