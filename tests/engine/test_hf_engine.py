@@ -22,7 +22,7 @@ from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.engine.hf.features import ImageFeatureCache
 from vlmrl.env.base import RetryTurn, resolve_env
 from vlmrl.model import tiny
-from vlmrl.model.families.base import FAMILIES
+from vlmrl.model.families import FAMILIES
 from vlmrl.model.loading import LoadedModel
 from vlmrl.model.policy import Policy
 from vlmrl.multimodal.renderer import expand
@@ -138,7 +138,7 @@ def play(
 def trained(policy: Policy, samples: list[Sample], temperature: float = 1.0) -> list[list[float]]:
     """What the trainer's forward says of each row's sampled tokens."""
     with torch.no_grad():
-        scores = policy(collate(samples, policy.image_token_id, policy.merge_size), temperature).logprobs
+        scores = policy(collate(samples, policy.family), temperature).logprobs
     return [
         [scores[row, len(sample.prompt_token_ids) + i].item() for i, mask in enumerate(sample.loss_mask) if mask]
         for row, sample in enumerate(samples)

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from vlmrl import Env, obs
 from vlmrl.config import Config, Data, Model, Optim, Rollout, Train
-from vlmrl.model import tiny
-from vlmrl.model.families.base import FAMILIES
+from vlmrl.model.families import FAMILIES
 from vlmrl.report.metrics import RunLog
 from vlmrl.report.progress import RunProgress
 from vlmrl.run import loop
@@ -62,11 +61,6 @@ def config_of(family: str, folder) -> Config:
         train=Train(steps=2, groups_per_batch=2, canary=False),
         save_model=False,
     )
-
-
-def test_every_family_has_a_tiny_model():
-    assert set(tiny.RECIPES) == set(FAMILIES)
-    assert all((recipe.eyes is not None) == FAMILIES[name].vision for name, recipe in tiny.RECIPES.items())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,12 +11,12 @@ import torch
 from testing.trees import largest_difference, random_rows, train, worst_gradient
 
 from vlmrl.config import Model
-from vlmrl.model.families.base import FAMILIES
+from vlmrl.model.families import FAMILIES
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.train.packing import Packed
 from vlmrl.types import MicroBatch, Sample
 
-SHARING = [name for name, family in FAMILIES.items() if family.may_share]
+SHARING = [name for name, family in FAMILIES.items() if not family.recurrent]
 SEEING = [name for name in SHARING if FAMILIES[name].vision]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,6 @@ import torch
 import transformers
 from transformers import (
     AutoConfig,
-    AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
@@ -22,8 +23,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from vlmrl.config import Model
 from vlmrl.config.code import resolve_path
 from vlmrl.model import tiny
-from vlmrl.model.families.base import family_of
-from vlmrl.model.lora import add_lora, freeze, named_weights
+from vlmrl.model.families import family_of
+from vlmrl.model.families.base import Family
+from vlmrl.model.lora import add_lora, named_weights
 from vlmrl.model.policy import Policy
 from vlmrl.multimodal.images import blank
 from vlmrl.multimodal.renderer import Renderer
@@ -44,12 +46,13 @@ class Reader:
     image_processor: Any
     max_image_pixels: int | None
     path: str
+    family: Family
 
     def new_store(self, blank_images: bool = False) -> MediaStore | None:
         if self.image_processor is None:
             return None
         transform = blank if blank_images else None
-        return MediaStore(self.image_processor, max_pixels=self.max_image_pixels, transform=transform)
+        return MediaStore(self.family, self.image_processor, max_pixels=self.max_image_pixels, transform=transform)
 
 
 @dataclass(frozen=True)
@@ -120,20 +123,44 @@ def _build(config: Model, path: str, seed: int) -> Any:
     return model
 
 
+def freeze(model: Any, names: tuple[str, ...]) -> None:
+    """Take the gradient from parameters: those of a part of the model's family, or of a pattern such as ``model.visual.blocks.0.*``.
+
+    Raises:
+        ValueError: a name that fits no parameter, or nothing is left to train.
+    """
+    parts = family_of(model.config).parts
+    for name in names:
+        found = [p for key, p in model.named_parameters() if _is_part(key, name, parts)]
+        if not found:
+            raise ValueError(
+                f"model.freeze must name {', '.join(parts)} or a pattern of parameter names such as 'model.visual.*', but "
+                f"{name!r} fits none of this model's."
+            )
+        for parameter in found:
+            parameter.requires_grad_(False)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(f"model.freeze {list(names)} leaves nothing to train: name fewer parts.")
+
+
+def _is_part(key: str, name: str, parts: dict[str, str]) -> bool:
+    return re.search(parts[name], key) is not None if name in parts else fnmatch(key, name)
+
+
 def load_reader(config: Model, base_dir: Path | None, cache_dir: Path) -> Reader:
     """What ``config`` names, without its weights."""
     path = _found(config.path, base_dir, cache_dir)
     hf_config = AutoConfig.from_pretrained(path)
-    vision = family_of(hf_config).vision
+    family = family_of(hf_config)
     tokenizer = AutoTokenizer.from_pretrained(path)
+    pad = family.image_token_id
     renderer = Renderer(
         tokenizer,
-        image_token=str(tokenizer.convert_ids_to_tokens(hf_config.image_token_id)) if vision else None,
+        image_token=None if pad is None else str(tokenizer.convert_ids_to_tokens(pad)),
         chat_template=_chat_template(config.chat_template, base_dir),
         stop_ids=_stop_ids(path),
     )
-    image_processor = AutoImageProcessor.from_pretrained(path) if vision else None
-    return Reader(renderer, tokenizer, image_processor, config.max_image_pixels, path)
+    return Reader(renderer, tokenizer, family.load_processor(path), config.max_image_pixels, path, family)
 
 
 def _found(path: str, base_dir: Path | None, cache_dir: Path) -> str:

@@ -10,34 +10,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from vlmrl.model import tree_attention
-from vlmrl.model.expert_routing import Routing
-from vlmrl.model.families.base import WHY_ALONE, family_of
+from vlmrl.model.expert_routing import ExpertRouters
+from vlmrl.model.families import family_of
+from vlmrl.model.families.base import WHY_ALONE, ImageFeatures
 from vlmrl.model.head import logits_of, score_tokens
 from vlmrl.model.lora import adapters_off
 from vlmrl.types import MicroBatch
-
-
-@dataclass(frozen=True)
-class ImageFeatures:
-    """One image as the decoder reads it: ``embeds`` ``[tokens, hidden]``, and one more such tensor per deepstack layer."""
-
-    embeds: torch.Tensor
-    deepstack: tuple[torch.Tensor, ...] = ()
-
-
-@dataclass
-class _FeatureOutput:
-    """What Hugging Face's forward reads from ``get_image_features``: features by image occurrence."""
-
-    pooler_output: tuple[torch.Tensor, ...]
-    deepstack_features: list[Any]
 
 
 class TokenScores(NamedTuple):
@@ -60,17 +44,11 @@ class Policy(nn.Module):
         self.lockstep = False
         self.config = model.config
         self.family = family_of(model.config)
-        self.merge_size: int = model.config.vision_config.spatial_merge_size if self.family.vision else 1
-        self.image_token_id: int | None = model.config.image_token_id if self.family.vision else None
-        self.banned_ids = [model.config.image_token_id, model.config.video_token_id] if self.family.vision else []
-        self.routing = Routing(model, self.family.router) if self.family.router else None
-        self._features: _FeatureOutput | None = None
-        self._joined_deepstack = False
+        self.image_token_id = self.family.image_token_id
+        self.banned_ids = self.family.banned_ids
+        self.routing = ExpertRouters(model, self.family.router) if self.family.router else None
         _check_attention(model.config)
         tree_attention.install(model)
-        if self.family.vision:
-            # Each distinct image is encoded once and put wherever it occurs; the model's own method refuses that.
-            model.model.get_image_features = lambda *args, **kwargs: self._features
 
     @property
     def device(self) -> torch.device:
@@ -148,13 +126,7 @@ class Policy(nn.Module):
         ``cache`` a Hugging Face cache. ``unseen`` is a zero that is added before the decoder, so that what it was computed from
         takes part in the gradient. ``real`` ``[rows, length]`` is False for padding on the left.
         """
-        inputs: dict[str, Any] = {"position_ids": position_ids if self.family.vision else position_ids[0]}
-        if images:
-            levels: list[Any] = list(zip(*(image.deepstack for image in images), strict=True))
-            if self._joined_deepstack:
-                levels = [torch.cat(level) for level in levels]
-            self._features = _FeatureOutput(tuple(image.embeds for image in images), levels)
-            inputs |= {"pixel_values": images[0].embeds, "image_grid_thw": None}  # stand-ins: the features are ready
+        inputs: dict[str, Any] = {"position_ids": position_ids if self.family.mrope else position_ids[0]}
         if tree is not None:
             inputs["tree"] = tree  # reaches the attention function
         if unseen is None:
@@ -163,37 +135,24 @@ class Policy(nn.Module):
             inputs["inputs_embeds"] = self.model.get_input_embeddings()(token_ids) + unseen
         if attention_mask is not None and self.family.recurrent:
             attention_mask = {"full_attention": attention_mask, "linear_attention": real}  # type: ignore[assignment]
-        try:
+        # Each distinct image was encoded once; here its features go wherever it occurs.
+        with self.family.insert_features(self.model, images) if images else nullcontext({}) as more:
             output = self.model.model(
                 attention_mask=attention_mask,
                 past_key_values=cache,
                 use_cache=cache is not None,
                 **inputs,
+                **more,
             )
-        finally:
-            self._features = None
         return output.last_hidden_state
 
     def encode_images(self, mm_inputs: dict[str, torch.Tensor]) -> list[ImageFeatures]:
         """The features of each image in ``mm_inputs``, by the model's own vision tower."""
-        inner = self.model.model
-        inputs = {key: value.to(self.device) for key, value in mm_inputs.items()}
-        output = type(inner).get_image_features(inner, **inputs, return_dict=True)
-        deepstack = getattr(output, "deepstack_features", None) or []
-        if deepstack and isinstance(deepstack[0], torch.Tensor):  # transformers before 5.23 leaves the images joined
-            self._joined_deepstack = True
-            deepstack = [level.split([len(embeds) for embeds in output.pooler_output]) for level in deepstack]
-        levels = zip(*deepstack, strict=True) if deepstack else ((),) * len(output.pooler_output)
-        return [ImageFeatures(embeds, tuple(more)) for embeds, more in zip(output.pooler_output, levels, strict=True)]
+        return self.family.encode_images(self.model, {key: value.to(self.device) for key, value in mm_inputs.items()})
 
     def _blank_image(self) -> torch.Tensor:
-        """Zero, computed from the smallest image there is by all of the vision tower."""
-        vision = self.config.vision_config
-        side = vision.spatial_merge_size
-        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        pixels = torch.zeros(side * side, width, device=self.device)
-        grid = torch.tensor([[1, side, side]], device=self.device)
-        image = self.encode_images({"pixel_values": pixels, "image_grid_thw": grid})[0]
+        """Zero, computed from a blank image by all of the vision tower."""
+        image = self.encode_images(self.family.blank_inputs())[0]
         return 0 * torch.stack([features.sum() for features in (image.embeds, *image.deepstack)]).sum()
 
     def logits(self, hidden: torch.Tensor, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:

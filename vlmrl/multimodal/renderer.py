@@ -258,24 +258,49 @@ class Renderer:
 
 
 def expand(token_ids: Sequence[int], image_token_id: int | None, media: Sequence[MediaItem]) -> list[int]:
-    """One placeholder per image to one per visual token: ``[1, P, 2]`` of 3 tokens is ``[1, P, P, P, 2]``."""
+    """One placeholder per image to all tokens of each: ``[1, P, 2]`` of an image of 3 tokens is ``[1, P, P, P, 2]``."""
     if not media:
         return list(token_ids)
+    assert image_token_id is not None  # or there were no images
     expanded: list[int] = []
     items = iter(media)
     for token in token_ids:
-        expanded.extend([token] * next(items).num_tokens if token == image_token_id else [token])
+        expanded.extend(image_ids(next(items), image_token_id) if token == image_token_id else [token])
     return expanded
 
 
 def collapse(token_ids: Sequence[int], image_token_id: int | None, media: Sequence[MediaItem]) -> list[int]:
     """The reverse of :func:`expand`: ``[1, P, P, P, 2]`` of an image of 3 tokens is ``[1, P, 2]``."""
     collapsed: list[int] = []
-    place, items = 0, iter(media)
-    while place < len(token_ids):
-        collapsed.append(token_ids[place])
-        place += next(items).num_tokens if token_ids[place] == image_token_id else 1
-    return collapsed
+    done = 0
+    for start, end in image_spans(token_ids, image_token_id, media):
+        assert image_token_id is not None  # or there were no images
+        collapsed += [*token_ids[done:start], image_token_id]
+        done = end
+    return [*collapsed, *token_ids[done:]]
+
+
+def image_ids(item: MediaItem, image_token_id: int) -> list[int]:
+    """The tokens that stand for an image in an expanded prompt."""
+    return [item.separators.get(offset, image_token_id) for offset in range(item.num_tokens)]
+
+
+def image_spans(
+    token_ids: Sequence[int], image_token_id: int | None, media: Sequence[MediaItem]
+) -> list[tuple[int, int]]:
+    """Where each image's tokens begin and end in expanded ids: ``[1, P, P, P, 2]`` with an image of 3 tokens has ``[(1, 4)]``.
+
+    Only an image's first placeholder is looked for; :func:`vlmrl.samples.audit` checks the rest. Raises ValueError where there are
+    fewer images in ``token_ids`` than in ``media``.
+    """
+    spans: list[tuple[int, int]] = []
+    ids, done = list(token_ids), 0
+    for item in media:
+        before = next(offset for offset in range(item.num_tokens) if offset not in item.separators)
+        start = ids.index(image_token_id, done + before) - before  # type: ignore[arg-type]
+        done = start + item.num_tokens
+        spans.append((start, done))
+    return spans
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image
 from torchvision.transforms.v2 import functional as tv
-from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
+from vlmrl.model.families.base import Family, Size
 from vlmrl.multimodal.images import content_hash, image_size, load_image, source_key
 from vlmrl.types import ImageSource, MediaItem
 from vlmrl.utils.threads import DaemonPool
@@ -41,16 +41,16 @@ class MediaStore:
 
     def __init__(
         self,
+        family: Family,
         image_processor: Any,
         *,
         max_pixels: int | None = None,
         transform: Callable[[Image.Image], Image.Image] | None = None,
         threads: int = 4,
     ) -> None:
+        self._family = family
         self._processor = image_processor
-        self._factor = image_processor.patch_size * image_processor.merge_size
-        self._min_pixels = image_processor.size["shortest_edge"]
-        self._max_pixels = min(max_pixels or 2**62, image_processor.size["longest_edge"])
+        self._max_pixels = max_pixels
         self._transform = transform
         self._pool = DaemonPool("media", threads)
         self._lock = threading.Lock()
@@ -68,9 +68,9 @@ class MediaStore:
 
     def measure(self, source: ImageSource) -> Measure:
         """What :meth:`load` would make of the image's size, without decoding it."""
-        width, height = given = image_size(source)
-        rows, columns = self._size(width, height)
-        return Measure(given, (columns, rows), rows * columns // self._factor**2)
+        given = image_size(source)
+        shown = self._resized(given)
+        return Measure(given, shown, self._family.num_tokens(self._processor, shown))
 
     def close(self) -> None:
         """Let the store's threads end."""
@@ -116,19 +116,17 @@ class MediaStore:
         weakref.finalize(item, self._ids.pop, key, None).atexit = False
         return item
 
-    def _size(self, width: int, height: int) -> tuple[int, int]:
-        """The height and width that the processor would choose."""
-        return smart_resize(height, width, self._factor, self._min_pixels, self._max_pixels)
+    def _resized(self, size: Size) -> Size:
+        return self._family.resized(self._processor, size, self._max_pixels)
 
     def _process(self, content: str, image: Image.Image) -> MediaItem:
         """Resize to what the processor would choose, with its own filter, then let it make the tensors."""
-        size = self._size(*image.size)
-        if size != image.size[::-1]:
+        family, processor, size = self._family, self._processor, self._resized(image.size)
+        if size != image.size:
             pixels = tv.pil_to_tensor(image)
-            image = tv.to_pil_image(tv.resize(pixels, list(size), tv.InterpolationMode.BICUBIC, antialias=True))
-        inputs = dict(self._processor(images=[image], do_resize=False, return_tensors="pt"))
-        tokens = int(inputs["image_grid_thw"].prod()) // self._processor.merge_size**2
-        item = MediaItem(content, image, inputs, tokens)
+            image = tv.to_pil_image(tv.resize(pixels, list(size[::-1]), tv.InterpolationMode.BICUBIC, antialias=True))
+        inputs = family.image_inputs(processor, image)
+        item = MediaItem(content, image, inputs, family.num_tokens(processor, size), family.separators(processor, size))
         with self._lock:
             self.processed += 1
             self._items[content] = item

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from vlmrl.model.expert_routing import indices_of, routes_of
+from vlmrl.model.expert_routing import indices_from_routing, routing_from_indices
 from vlmrl.types import ExpertRouting, Sample
 
 REQUIRED = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "trajectory_ids", "is_last_step")
@@ -40,7 +40,7 @@ def to_columns(samples: Sequence[Sample], rollout_metrics: Mapping[str, float] |
         "rollout_metrics": dict(rollout_metrics or {}),
         "rollout_logprobs": [sample.rollout_logprobs for sample in samples] if known else None,
         "trajectory_ids": [sample.trajectory_id for sample in samples],
-        "rollout_expert_indices": [indices_of(sample.routes) for sample in samples] if routed else None,
+        "rollout_expert_indices": [indices_from_routing(sample.routes) for sample in samples] if routed else None,
         "is_last_step": [sample.is_last_step for sample in samples],
         "group_ids": [sample.group_id for sample in samples],
         "policy_versions": [sample.policy_versions for sample in samples],
@@ -118,6 +118,6 @@ def _routes(experts: Any, size: int, row: int) -> list[ExpertRouting | None]:
             f"column 'rollout_expert_indices', row {row}, must be [tokens, layers, top_k] of its {size} tokens, but its shape is "
             f"{list(indices.shape)}."
         )
-    routes = routes_of(np.maximum(indices, 0))
+    routes = routing_from_indices(np.maximum(indices, 0))
     known = [None if (token < 0).any() else route for token, route in zip(indices, routes, strict=True)]
     return known + [None] * (size - len(indices))

@@ -15,8 +15,7 @@ from vlmrl.engine.base import Request
 from vlmrl.engine.hf.features import ImageFeatureCache
 from vlmrl.engine.hf.kv_cache import BatchCache
 from vlmrl.engine.hf.sampling import Draws, sample, temperatures
-from vlmrl.model.expert_routing import Routing, routes_of
-from vlmrl.model.families.base import merged_grid, rope_positions
+from vlmrl.model.expert_routing import ExpertRouters, routing_from_indices
 from vlmrl.model.policy import Policy
 from vlmrl.multimodal.renderer import Renderer
 from vlmrl.types import Completion, ExpertRouting
@@ -112,7 +111,7 @@ class Resources:
     renderer: Renderer
     features: ImageFeatureCache
     kept: PrefixCache
-    routing: Routing | None
+    routing: ExpertRouters | None
     prefill_tokens: int
     tokens_prefilled: int = 0
 
@@ -189,12 +188,8 @@ class RunningBatch:
         positions = torch.zeros(3, len(heads), length, dtype=torch.long)
         real = torch.zeros(len(heads), length, dtype=torch.bool)
         for index, (row, ids, k) in enumerate(zip(heads, new_ids, kept, strict=True)):
-            grids = [
-                merged_grid(item.mm_inputs["image_grid_thw"], self.policy.merge_size)
-                for item in row.request.media[seen[index] :]
-            ]
             start = 0 if k is None else k.next_position
-            place, following = rope_positions(ids, grids, self.policy.image_token_id, start)
+            place, following = self.policy.family.positions(ids, row.request.media[seen[index] :], start)
             tokens[index, length - len(ids) :] = torch.tensor(ids)
             positions[:, index, length - len(ids) :] = place
             real[index, length - len(ids) :] = True
@@ -231,7 +226,9 @@ class RunningBatch:
             return self.policy.hidden(tokens, *args, **options), [[] for _ in tokens]
         with routing.recorded() as chosen:
             hidden = self.policy.hidden(tokens, *args, **options)
-        return hidden, [routes_of(row) for row in torch.stack(chosen, 1).unflatten(0, tokens.shape).cpu().numpy()]
+        return hidden, [
+            routing_from_indices(row) for row in torch.stack(chosen, 1).unflatten(0, tokens.shape).cpu().numpy()
+        ]
 
     def _draw(self, rows: list[Row], hidden: torch.Tensor) -> None:
         params = [row.request.sampling for row in rows]

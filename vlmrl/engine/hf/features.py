@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 
-from vlmrl.model.policy import ImageFeatures, Policy
+from vlmrl.model.families.base import ImageFeatures
+from vlmrl.model.policy import Policy
 from vlmrl.multimodal.store import merge_mm_inputs
 from vlmrl.types import MediaItem
 
