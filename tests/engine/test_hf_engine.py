@@ -190,7 +190,7 @@ def test_keys_and_values_kept_between_turns_change_nothing_but_the_work(model: L
     assert keeping.tokens_prefilled < new + 4 * 3  # a reply's last token is fed with the next turn
     assert forgetting.tokens_prefilled > 1.5 * new
     assert keeping.images_encoded == forgetting.images_encoded
-    assert len(keeping._resources.kept) == 0  # all trajectories were released
+    assert len(keeping._resources.prefixes) == 0  # all trajectories were released
 
 
 def test_a_trajectory_goes_on_after_a_stop_string(qwen3: LoadedModel):
@@ -500,7 +500,7 @@ def test_features_live_as_long_as_their_images_and_are_encoded_in_parts(
     assert len(features) == 1
     features.of(items)
     assert features.encoded == 5
-    features.forget()
+    features.clear()
     features.of(items)
     assert features.encoded == 6
 

@@ -133,5 +133,5 @@ def test_layers_that_see_only_a_window_are_refused():
         num_hidden_layers=2, hidden_size=64, intermediate_size=64, num_attention_heads=2, vocab_size=16
     )
     config.layer_types = ["full_attention", "sliding_attention"]
-    with pytest.raises(ValueError, match=r"look back over the whole row, but .* name \['sliding_attention'\]"):
+    with pytest.raises(ValueError, match=r"attend to the whole row, but .* hold \['sliding_attention'\]"):
         Policy(Qwen2ForCausalLM(config))

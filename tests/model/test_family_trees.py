@@ -128,6 +128,6 @@ def test_a_recurrent_model_refuses_a_tree(recurrent):
     ends = torch.tensor([[3, 3, 3]])
     batch = MicroBatch(torch.tensor([[5, 6, 7]]), torch.zeros(3, 1, 3, dtype=torch.long), torch.ones(1, 3), ends=ends)
     with pytest.raises(
-        ValueError, match="samples of qwen3_5 must not stand in one row: some of its layers hand a state"
+        ValueError, match="samples of qwen3_5 must not be packed into one row: some of its layers carry a state"
     ):
         recurrent.policy(batch)

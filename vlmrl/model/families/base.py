@@ -51,9 +51,11 @@ class Family:
     parts: ClassVar[dict[str, str]] = {"language_model": ""}
     """What can be frozen by a plain name: regular expressions, searched for in parameter names. LoRA adapts ``language_model``."""
     tiny_config_class: ClassVar[str] = ""
+    """The class in transformers of the config that ``tiny:NAME`` is built from (`model/tiny.py`)."""
     tiny_model_class: ClassVar[str] = ""
-    """Classes of transformers that ``tiny:NAME`` builds (`model/tiny.py`), and ``tiny_text``: this family's fields of its text config."""
+    """The class in transformers of its model."""
     tiny_text: ClassVar[dict[str, Any]] = {}
+    """This family's own fields of its text config."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
