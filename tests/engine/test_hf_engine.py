@@ -34,7 +34,7 @@ from vlmrl.train.packing import collate
 from vlmrl.types import Completion, Sample, Trajectory
 
 MOST = ["qwen3_vl", "qwen2_5_vl"]
-SEEING = [name for name, family in FAMILIES.items() if family.vision]
+VISION = [name for name, family in FAMILIES.items() if family.vision]
 NUCLEUS = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
 GREEDY = SamplingParams(24, temperature=0.0)
 
@@ -42,7 +42,7 @@ GREEDY = SamplingParams(24, temperature=0.0)
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tiny")
-    return {family: tiny.build(root / family, family) for family in SEEING}
+    return {family: tiny.build(root / family, family) for family in VISION}
 
 
 @pytest.fixture(scope="module", params=MOST)
@@ -50,7 +50,7 @@ def model(request: pytest.FixtureRequest, folders: dict[str, Path]) -> LoadedMod
     return sharp_model(folders[request.param])
 
 
-@pytest.fixture(scope="module", params=SEEING)
+@pytest.fixture(scope="module", params=VISION)
 def any_model(request: pytest.FixtureRequest, folders: dict[str, Path]) -> LoadedModel:
     return sharp_model(folders[request.param], end=6.0)
 
@@ -149,7 +149,7 @@ def sampled(samples: list[Sample]) -> list[list[float]]:
     return [[x for x, mask in zip(s.rollout_logprobs, s.loss_mask, strict=True) if mask] for s in samples]
 
 
-def gap(one: list[list[float]], other: list[list[float]]) -> float:
+def largest_difference(one: list[list[float]], other: list[list[float]]) -> float:
     return max(abs(a - b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
 
 
@@ -166,14 +166,16 @@ def test_logprobs_are_those_of_the_trainers_forward(any_model: LoadedModel, opti
     assert [len(t.turns) for t in trajectories][1:] == [4] * 3  # noise may run into a limit, and one does
     assert [len(s.media) for s in samples][1:] == [2, 3, 3]
     temperature = options.get("temperature", 1.0)
-    assert gap(sampled(samples), trained(model.policy, samples, temperature)) < 1e-4
+    assert largest_difference(sampled(samples), trained(model.policy, samples, temperature)) < 1e-4
     if options:  # the temperature is in them, and top-p and top-k are not
-        assert gap(sampled(samples), trained(model.policy, samples, 1.0)) > 0.1
+        assert largest_difference(sampled(samples), trained(model.policy, samples, 1.0)) > 0.1
 
     first, last = samples[2], samples[2].media[-1]
     other = store_of(model).load(image("purple", last.image.size))
     swapped = replace(first, media=[*first.media[:-1], other])
-    assert gap(sampled([first]), trained(model.policy, [swapped], temperature)) > 0.01  # the canary: an image matters
+    assert (
+        largest_difference(sampled([first]), trained(model.policy, [swapped], temperature)) > 0.01
+    )  # the canary: an image matters
 
 
 # What is kept from turn to turn
@@ -231,7 +233,7 @@ def test_a_resampled_turn_is_sampled_from_the_same_prompt(qwen3: LoadedModel):
     trajectories = play(qwen3, HFEngine(qwen3.policy, qwen3.renderer), Picky)
     assert [turn.metrics.get("turns_resampled") for turn in trajectories[0].turns] == [None, 1.0, None, None]
     samples = [sample for trajectory in trajectories for sample in concat(trajectory)]
-    assert gap(sampled(samples), trained(qwen3.policy, samples)) < 1e-4
+    assert largest_difference(sampled(samples), trained(qwen3.policy, samples)) < 1e-4
 
 
 def test_another_image_under_the_same_ids_is_looked_at(qwen3: LoadedModel):
@@ -354,7 +356,7 @@ def test_nothing_of_the_old_weights_is_left_after_an_update(mine: LoadedModel):
     first = a_request(mine, "What?", ["red", "green"], max_tokens=200)
     (reply,) = ask(engine, first)
     ask(engine, replace(first, trajectory_id="b"))
-    assert engine.images_encoded == 2  # asked twice, encoded once
+    assert engine.images_encoded == 2  # requested twice, encoded once
     assert reply.stop_reason == "stop"
     second = go_on(first, reply, a_request(mine, "More.", ["green", "blue"]))
     (stale,) = ask(HFEngine(mine.policy, mine.renderer), second)

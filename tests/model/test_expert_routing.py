@@ -114,7 +114,7 @@ def emitted(model: LoadedModel, trajectories: list[Trajectory], how: str) -> lis
 
 
 @pytest.mark.parametrize("keep_kv", [True, False])
-def test_the_engine_tells_the_experts_of_all_it_ran(model, keep_kv):
+def test_the_engine_returns_the_experts_of_all_it_ran(model, keep_kv):
     trajectories = play(model, model.policy, keep_kv)
     assert max(len(trajectory.turns) for trajectory in trajectories) == 3
     for how in EMIT:
@@ -127,7 +127,7 @@ def test_the_engine_tells_the_experts_of_all_it_ran(model, keep_kv):
 
 
 class Sparing(HFEngine):
-    """Tells the experts of no token that is known, and keeps to itself what it would have told of each reply."""
+    """Returns experts only for tokens without known ones, and counts what it leaves out of each completion."""
 
     def __init__(self, *arguments, **settings):
         super().__init__(*arguments, **settings)
@@ -168,19 +168,19 @@ def test_replay_closes_the_gap_to_an_engine_that_routes_otherwise(model, how):
             if "mlp.gate" in name:
                 parameter.add_(0.002 * torch.randn_like(parameter))
     samples = emitted(model, play(model, sampler), how)
-    gaps = {}
+    mismatch = {}
     for replay in (False, True):
         options = {"tokens_per_micro_batch": 300, "replay_routing": replay}
         trainer = Trainer(model.policy, Algo(), Optim(lr=1e-9), total_steps=1, **options)
         metrics = trainer.step(samples)
         assert metrics.get("routing/free_tokens") == (0 if replay else None)
-        gaps[replay] = max(
+        mismatch[replay] = max(
             abs(logprob - rollout)
             for sample, scored in zip(samples, trainer.scored, strict=True)
             for logprob, rollout, mask in zip(scored, sample.rollout_logprobs, sample.loss_mask, strict=True)
             if mask
         )
-    assert gaps[True] < 0.2 * gaps[False], gaps
+    assert mismatch[True] < 0.2 * mismatch[False], mismatch
 
 
 # In the trainer

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2Config, Q
 
 from vlmrl.model import tiny
 from vlmrl.model.families import FAMILIES, family_of
-from vlmrl.model.families.qwen_vl import merged_grid, mrope_positions
+from vlmrl.model.families.qwen_vl import QwenVL, merged_grid, mrope_positions
 from vlmrl.model.policy import Policy
 
 TEXT, PAD = 7, 9
@@ -29,14 +29,14 @@ def random_row(seed: int) -> tuple[list[int], list[tuple[int, int]]]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """One of each family that reads images."""
-    root = tmp_path_factory.mktemp("seeing")
-    folders = [tiny.build(root / name, name) for name, family in FAMILIES.items() if family.vision]
+    """One of each Qwen-VL family."""
+    root = tmp_path_factory.mktemp("vision")
+    folders = [tiny.build(root / name, name) for name, family in FAMILIES.items() if issubclass(family, QwenVL)]
     return [AutoModelForImageTextToText.from_pretrained(folder) for folder in folders]
 
 
 def own_rule(model, ids: list[int], grids: list[tuple[int, int]]) -> tuple[torch.Tensor, int]:
-    """What the model itself says: positions ``[3, tokens]`` and the next free one."""
+    """The positions ``[3, tokens]`` that the model itself computes, and the next free one."""
     row = torch.tensor([ids])
     patches = torch.tensor([[1, 2 * height, 2 * width] for height, width in grids]) if grids else None
     kinds = (row == PAD).int()
@@ -121,14 +121,14 @@ def test_the_tiny_families_are_known_and_others_are_refused(tiny_folder):
         family_of(SimpleNamespace(model_type="gpt2"))
 
 
-def test_only_a_model_with_recurrent_layers_has_its_rows_stand_alone():
+def test_only_a_model_with_recurrent_layers_may_not_share_or_pack_rows():
     bound = {name: family(None) for name, family in FAMILIES.items()}
     alone = [name for name, family in bound.items() if not (family.may_share and family.may_pack)]
     assert alone == ["qwen3_5"]
     assert [name for name, family in FAMILIES.items() if family.recurrent] == alone
 
 
-def test_layers_that_see_only_a_window_are_refused():
+def test_sliding_window_layers_are_refused():
     config = Qwen2Config(
         num_hidden_layers=2, hidden_size=64, intermediate_size=64, num_attention_heads=2, vocab_size=16
     )

@@ -22,11 +22,11 @@ def noise(seed: int, width: int) -> Image.Image:
     return Image.effect_noise((width, 64), 40 + seed).convert("RGB")
 
 
-def looks(index, seed):
+def images(index, seed):
     return {"prompt": "<image>What?", "images": [noise(index, 96)]}
 
 
-def asks(index, seed):
+def questions(index, seed):
     return {"prompt": f"What is {index}?"}
 
 
@@ -46,7 +46,7 @@ def config_of(family: str, folder) -> Config:
         name=family,
         output_dir=str(folder),
         model=Model(path=f"tiny:{family}", device="cpu"),
-        data=Data(generator=looks if FAMILIES[family].vision else asks, size=8),
+        data=Data(generator=images if FAMILIES[family].vision else questions, size=8),
         env=Closer,
         rollout=Rollout(
             group_size=4,

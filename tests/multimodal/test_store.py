@@ -10,6 +10,7 @@ import json
 import random
 import threading
 import weakref
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from PIL import ExifTags, Image
 from testing.fakes import make_item, qwen_vl
 from transformers import AutoImageProcessor
 
-from vlmrl.multimodal.images import blank, content_hash, load_image, png_data_uri, source_key
+from vlmrl.multimodal.images import blank, content_hash, encode_png, load_image, png_data_uri, source_key
 from vlmrl.multimodal.store import MediaStore, merge_mm_inputs
 from vlmrl.types import MediaItem
 
@@ -151,7 +152,7 @@ def test_a_closed_stores_threads_end(processor):
     assert not any(thread.is_alive() for thread in ours)
 
 
-def test_a_image_turned_by_its_camera_is_another_than_the_same_pixels_upright(store):
+def test_an_image_turned_by_its_camera_is_another_than_the_same_pixels_upright(store):
     image = noise((64, 32))
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6  # to be turned by 90 degrees
@@ -248,7 +249,7 @@ def test_max_pixels_below_the_processors_minimum_is_kept(processor):
 
 
 @pytest.mark.parametrize("size", [(64, 32), (33, 200), (700, 30), (1000, 999), (5, 5)])
-def test_a_image_is_measured_as_it_would_be_loaded(size, store, tmp_path):
+def test_an_image_is_measured_as_it_would_be_loaded(size, store, tmp_path):
     turned = Image.Exif()
     turned[ExifTags.Base.Orientation] = 6
     (tmp_path / "a.png").write_bytes(encoded(noise(size)))
@@ -286,6 +287,41 @@ def test_data_uri_holds_the_same_pixels(store):
     back = Image.open(io.BytesIO(base64.b64decode(body)))
     assert (back.mode, back.size, back.tobytes()) == ("RGB", item.image.size, item.image.tobytes())
     assert torch.equal(store.load(uri).mm_inputs["pixel_values"], item.mm_inputs["pixel_values"])
+
+
+def test_an_image_is_loaded_from_a_url_with_redirects(store):
+    data = encoded(noise((64, 32)))
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response({"/image": 200, "/moved": 302}.get(self.path, 404))
+            self.send_header("Location", "/image")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        assert store.load(f"{url}/image") is store.load(f"{url}/moved") is store.load(data)
+        with pytest.raises(ValueError, match=r"an image does not load: .*/none': Client error '404"):
+            store.load(f"{url}/none")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_png_keeps_the_mode_and_the_orientation_and_cmyk_becomes_rgb():
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    turned = Image.open(io.BytesIO(encoded(noise((64, 32)), exif=exif)))
+    assert load_image(encode_png(turned)).size == (32, 64)
+    modes = [Image.open(io.BytesIO(encode_png(noise((8, 8), mode)))).mode for mode in ("L", "RGBA", "CMYK")]
+    assert modes == ["L", "RGBA", "RGB"]
 
 
 # What is no image
