@@ -26,6 +26,7 @@ from vlmrl.engine.base import Request
 from vlmrl.env.base import resolve_env
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.model.tiny import build
+from vlmrl.multimodal.images import png_data_uri
 from vlmrl.rollout.runner import Runner
 from vlmrl.rollout.turn_loop import TurnLoop
 from vlmrl.types import Completion
@@ -61,7 +62,9 @@ class Instant:
     async def generate(self, request: Request) -> Completion:
         turn = self.turns.get(request.trajectory_id, 0)
         self.turns[request.trajectory_id] = turn + 1
-        self.sent.setdefault(turn, []).append(len(request.prompt_ids) * 6 + sum(len(i.data_uri) for i in request.media))
+        self.sent.setdefault(turn, []).append(
+            len(request.prompt_ids) * 6 + sum(len(png_data_uri(i.image)) for i in request.media)
+        )
         length = len(request.prompt_ids) + sum(item.num_tokens - 1 for item in request.media)
         size = len(self.reply)
         return Completion(self.reply, [0.0] * size, "stop", [0] * size, length)
@@ -80,7 +83,7 @@ def images_cost(model: LoadedModel) -> float:
     """CPU seconds that all distinct images need once."""
     store, began = model.new_store(), cpu()
     for image in IMAGES:
-        store.load(image).data_uri  # noqa: B018
+        png_data_uri(store.load(image).image)
     store.close()
     return cpu() - began
 

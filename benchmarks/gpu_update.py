@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextTo
 
 from vlmrl.config import Algo, Optim
 from vlmrl.model import tiny
+from vlmrl.model.families import family_of
 from vlmrl.model.policy import Policy
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.train.packing import Layout, pack, split
@@ -82,7 +83,9 @@ class Shape:
         self.dtype = torch.float32 if settings.tiny else torch.bfloat16
         self.folder = tiny.build(scratch / "tiny", max_pixels=settings.side**2)
         self.config = AutoConfig.from_pretrained(str(settings.config or self.folder))
-        self.samples = samples_of(settings, self.config, MediaStore(AutoImageProcessor.from_pretrained(self.folder)))
+        self.samples = samples_of(
+            settings, self.config, MediaStore(family_of(self.config), AutoImageProcessor.from_pretrained(self.folder))
+        )
 
     def model(self) -> Any:
         torch.manual_seed(0)
@@ -154,7 +157,7 @@ def run_ours(shape: Shape, settings: Settings, layout: Layout) -> Result:
     seconds, gib = measured(shape, settings, lambda: trainer.step(shape.samples))
     trainer.close()
     parts = split(shape.samples, settings.budget, layout, policy.image_token_id)
-    batches = [pack(shape.samples, part, policy.image_token_id, policy.merge_size).batch for part in parts]
+    batches = [pack(shape.samples, part, policy.family).batch for part in parts]
     tokens = sum(batch.token_ids.numel() for batch in batches)
     return Result(seconds, tokens, flops_of(policy.model, batches), gib)
 

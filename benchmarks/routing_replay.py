@@ -20,7 +20,7 @@ import torch
 from vlmrl.config import Algo, Model, Optim
 from vlmrl.engine.base import Request, SamplingParams
 from vlmrl.engine.hf.engine import HFEngine
-from vlmrl.model.expert_routing import indices_of
+from vlmrl.model.expert_routing import indices_from_routing
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.model.policy import Policy
 from vlmrl.train.trainer import Trainer
@@ -82,7 +82,7 @@ def moved(model: LoadedModel, samples: list[Sample]) -> float:
     for each in samples:
         with routing.recorded() as layers:
             trainer.score([replace(each, expert_routing=[])])
-        own, told = torch.stack(layers, 1).numpy()[:-1], indices_of(each.expert_routing)[:-1]
+        own, told = torch.stack(layers, 1).numpy()[:-1], indices_from_routing(each.expert_routing)[:-1]
         other.append((np.sort(own, -1) != np.sort(told, -1)).any(-1).mean())
     return float(np.mean(other))
 

@@ -60,7 +60,7 @@ def update(
     total = 0.0
     for first in range(0, len(samples), 64):
         part = samples[first : first + 64]
-        batch = collate(part, policy.image_token_id, policy.merge_size)
+        batch = collate(part, policy.family)
         logprobs = policy(batch).logprobs
         length = logprobs.shape[1]
         inputs = LossInputs(

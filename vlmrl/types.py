@@ -7,12 +7,9 @@ Modules pass these to each other. They hold data; the modules that make them hol
 
 from __future__ import annotations
 
-import base64
 import copy
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -67,25 +64,17 @@ class MediaItem:
     """One distinct image, processed once: its content hash, its pixels at the model's size, its tensors.
 
     ``mm_inputs`` are the processor's outputs under the model's own keyword names, for this image alone, for example
-    ``pixel_values`` ``[patches, channels * temporal * patch * patch]`` and ``image_grid_thw`` ``[1, 3]``. ``num_tokens`` is how
-    many placeholder tokens the image takes in an expanded prompt.
+    ``pixel_values`` ``[patches, channels * temporal * patch * patch]`` and ``image_grid_thw`` ``[1, 3]``.
+
+    An expanded prompt holds ``num_tokens`` tokens for the image. They are placeholders, except where ``separators`` has another id
+    by its offset: ``num_tokens=5, separators={2: 198}`` are two placeholders, id 198 and two placeholders.
     """
 
     id: str
     image: Image.Image
     mm_inputs: dict[str, torch.Tensor]
     num_tokens: int
-
-    def png(self) -> bytes:
-        """The image as a PNG file, made anew by each call."""
-        buffer = io.BytesIO()
-        self.image.save(buffer, format="PNG", compress_level=1)
-        return buffer.getvalue()
-
-    @cached_property
-    def data_uri(self) -> str:
-        """The PNG as a data URI, made once."""
-        return "data:image/png;base64," + base64.b64encode(self.png()).decode()
+    separators: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

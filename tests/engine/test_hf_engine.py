@@ -22,7 +22,7 @@ from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.engine.hf.features import ImageFeatureCache
 from vlmrl.env.base import RetryTurn, resolve_env
 from vlmrl.model import tiny
-from vlmrl.model.families.base import FAMILIES
+from vlmrl.model.families import FAMILIES
 from vlmrl.model.loading import LoadedModel
 from vlmrl.model.policy import Policy
 from vlmrl.multimodal.renderer import expand
@@ -34,7 +34,7 @@ from vlmrl.train.packing import collate
 from vlmrl.types import Completion, Sample, Trajectory
 
 MOST = ["qwen3_vl", "qwen2_5_vl"]
-SEEING = [name for name, family in FAMILIES.items() if family.vision]
+VISION = [name for name, family in FAMILIES.items() if family.vision]
 NUCLEUS = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
 GREEDY = SamplingParams(24, temperature=0.0)
 
@@ -42,7 +42,7 @@ GREEDY = SamplingParams(24, temperature=0.0)
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tiny")
-    return {family: tiny.build(root / family, family) for family in SEEING}
+    return {family: tiny.build(root / family, family) for family in VISION}
 
 
 @pytest.fixture(scope="module", params=MOST)
@@ -50,7 +50,7 @@ def model(request: pytest.FixtureRequest, folders: dict[str, Path]) -> LoadedMod
     return sharp_model(folders[request.param])
 
 
-@pytest.fixture(scope="module", params=SEEING)
+@pytest.fixture(scope="module", params=VISION)
 def any_model(request: pytest.FixtureRequest, folders: dict[str, Path]) -> LoadedModel:
     return sharp_model(folders[request.param], end=6.0)
 
@@ -138,7 +138,7 @@ def play(
 def trained(policy: Policy, samples: list[Sample], temperature: float = 1.0) -> list[list[float]]:
     """What the trainer's forward says of each row's sampled tokens."""
     with torch.no_grad():
-        scores = policy(collate(samples, policy.image_token_id, policy.merge_size), temperature).logprobs
+        scores = policy(collate(samples, policy.family), temperature).logprobs
     return [
         [scores[row, len(sample.prompt_token_ids) + i].item() for i, mask in enumerate(sample.loss_mask) if mask]
         for row, sample in enumerate(samples)
@@ -149,7 +149,7 @@ def sampled(samples: list[Sample]) -> list[list[float]]:
     return [[x for x, mask in zip(s.rollout_logprobs, s.loss_mask, strict=True) if mask] for s in samples]
 
 
-def gap(one: list[list[float]], other: list[list[float]]) -> float:
+def largest_difference(one: list[list[float]], other: list[list[float]]) -> float:
     return max(abs(a - b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
 
 
@@ -166,14 +166,16 @@ def test_logprobs_are_those_of_the_trainers_forward(any_model: LoadedModel, opti
     assert [len(t.turns) for t in trajectories][1:] == [4] * 3  # noise may run into a limit, and one does
     assert [len(s.media) for s in samples][1:] == [2, 3, 3]
     temperature = options.get("temperature", 1.0)
-    assert gap(sampled(samples), trained(model.policy, samples, temperature)) < 1e-4
+    assert largest_difference(sampled(samples), trained(model.policy, samples, temperature)) < 1e-4
     if options:  # the temperature is in them, and top-p and top-k are not
-        assert gap(sampled(samples), trained(model.policy, samples, 1.0)) > 0.1
+        assert largest_difference(sampled(samples), trained(model.policy, samples, 1.0)) > 0.1
 
     first, last = samples[2], samples[2].media[-1]
     other = store_of(model).load(image("purple", last.image.size))
     swapped = replace(first, media=[*first.media[:-1], other])
-    assert gap(sampled([first]), trained(model.policy, [swapped], temperature)) > 0.01  # the canary: an image matters
+    assert (
+        largest_difference(sampled([first]), trained(model.policy, [swapped], temperature)) > 0.01
+    )  # the canary: an image matters
 
 
 # What is kept from turn to turn
@@ -190,7 +192,7 @@ def test_keys_and_values_kept_between_turns_change_nothing_but_the_work(model: L
     assert keeping.tokens_prefilled < new + 4 * 3  # a reply's last token is fed with the next turn
     assert forgetting.tokens_prefilled > 1.5 * new
     assert keeping.images_encoded == forgetting.images_encoded
-    assert len(keeping._resources.kept) == 0  # all trajectories were released
+    assert len(keeping._resources.prefixes) == 0  # all trajectories were released
 
 
 def test_a_trajectory_goes_on_after_a_stop_string(qwen3: LoadedModel):
@@ -231,7 +233,7 @@ def test_a_resampled_turn_is_sampled_from_the_same_prompt(qwen3: LoadedModel):
     trajectories = play(qwen3, HFEngine(qwen3.policy, qwen3.renderer), Picky)
     assert [turn.metrics.get("turns_resampled") for turn in trajectories[0].turns] == [None, 1.0, None, None]
     samples = [sample for trajectory in trajectories for sample in concat(trajectory)]
-    assert gap(sampled(samples), trained(qwen3.policy, samples)) < 1e-4
+    assert largest_difference(sampled(samples), trained(qwen3.policy, samples)) < 1e-4
 
 
 def test_another_image_under_the_same_ids_is_looked_at(qwen3: LoadedModel):
@@ -354,7 +356,7 @@ def test_nothing_of_the_old_weights_is_left_after_an_update(mine: LoadedModel):
     first = a_request(mine, "What?", ["red", "green"], max_tokens=200)
     (reply,) = ask(engine, first)
     ask(engine, replace(first, trajectory_id="b"))
-    assert engine.images_encoded == 2  # asked twice, encoded once
+    assert engine.images_encoded == 2  # requested twice, encoded once
     assert reply.stop_reason == "stop"
     second = go_on(first, reply, a_request(mine, "More.", ["green", "blue"]))
     (stale,) = ask(HFEngine(mine.policy, mine.renderer), second)
@@ -500,7 +502,7 @@ def test_features_live_as_long_as_their_images_and_are_encoded_in_parts(
     assert len(features) == 1
     features.of(items)
     assert features.encoded == 5
-    features.forget()
+    features.clear()
     features.of(items)
     assert features.encoded == 6
 

@@ -17,12 +17,12 @@ from vlmrl.config import SGLang
 from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
 from vlmrl.engine.servers import Server, Servers
 from vlmrl.engine.sglang.engine import SGLangEngine
-from vlmrl.model.expert_routing import Routing
+from vlmrl.model.expert_routing import ExpertRouters
 from vlmrl.types import ExpertRouting
 
 pytestmark = pytest.mark.slow
 
-ROUTING = Routing(nn.ModuleList([Router()]), "Router")  # one layer, two of three experts
+ROUTING = ExpertRouters(nn.ModuleList([Router()]), "Router")  # one layer, two of three experts
 QUICK = {"health_every": 0.1, "health_timeout": 0.5, "start_timeout": 3.0}
 
 

@@ -1,4 +1,4 @@
-"""Routing replay: experts are recorded where tokens are sampled, travel with them, and are the trainer's again."""
+"""ExpertRouters replay: experts are recorded where tokens are sampled, travel with them, and are the trainer's again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vlmrl import Env, obs
 from vlmrl.config import Algo, Model, Optim, Rollout
 from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.env.base import resolve_env
-from vlmrl.model.expert_routing import Routing, indices_of, routes_of
+from vlmrl.model.expert_routing import ExpertRouters, indices_from_routing, routing_from_indices
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.model.policy import Policy
 from vlmrl.rollout.runner import Runner
@@ -49,7 +49,7 @@ def model(tmp_path_factory) -> LoadedModel:
 
 def test_a_replayed_token_goes_where_it_went_with_the_routers_own_weights():
     router = Router()
-    routing = Routing(nn.ModuleList([router]), "Router")
+    routing = ExpertRouters(nn.ModuleList([router]), "Router")
     logits = torch.tensor([[1.0, 2.0, 5.0]] * 2).log()
     with routing.replayed(torch.tensor([[[0, 1]], [[-1, -1]]])):  # the second token is free
         _, weights, chosen = router(logits)
@@ -63,9 +63,13 @@ def test_a_replayed_token_goes_where_it_went_with_the_routers_own_weights():
 
 def test_routes_are_two_bytes_an_expert():
     indices = np.array([[[3, 300], [7, 0]], [[1, 2], [5, 4]]])
-    first, second = routes_of(indices)
+    first, second = routing_from_indices(indices)
     assert first.experts == bytes([3, 0, 44, 1, 7, 0, 0, 0]) and (first.layers, first.top_k) == (2, 2)
-    assert indices_of([first, None, second]).tolist() == [indices[0].tolist(), [[-1, -1]] * 2, indices[1].tolist()]
+    assert indices_from_routing([first, None, second]).tolist() == [
+        indices[0].tolist(),
+        [[-1, -1]] * 2,
+        indices[1].tolist(),
+    ]
 
 
 # From the engine to the trainer
@@ -109,7 +113,7 @@ def emitted(model: LoadedModel, trajectories: list[Trajectory], how: str) -> lis
 
 
 @pytest.mark.parametrize("keep_kv", [True, False])
-def test_the_engine_tells_the_experts_of_all_it_ran(model, keep_kv):
+def test_the_engine_returns_the_experts_of_all_it_ran(model, keep_kv):
     trajectories = play(model, model.policy, keep_kv)
     assert max(len(trajectory.turns) for trajectory in trajectories) == 3
     for how in EMIT:
@@ -120,11 +124,11 @@ def test_the_engine_tells_the_experts_of_all_it_ran(model, keep_kv):
             assert (
                 sample.expert_routing[-1] is None
             ) == ended  # a reply's last token is run as part of the next prompt
-            assert (indices_of(sample.expert_routing)[:-1] == chosen_for(model.policy, sample)[:-1]).all()
+            assert (indices_from_routing(sample.expert_routing)[:-1] == chosen_for(model.policy, sample)[:-1]).all()
 
 
 class Sparing(HFEngine):
-    """Tells the experts of no token that is known, and keeps to itself what it would have told of each reply."""
+    """Returns experts only for tokens without known ones, and counts what it leaves out of each completion."""
 
     def __init__(self, *arguments, **settings):
         super().__init__(*arguments, **settings)
@@ -149,7 +153,7 @@ def test_it_is_enough_to_tell_the_experts_that_are_not_known_yet(model, history)
 
 def chosen_for(policy: Policy, sample: Sample) -> np.ndarray:
     """Where the routers send the tokens of a row by themselves."""
-    batch = replace(collate([sample], policy.image_token_id, policy.merge_size), experts=None)
+    batch = replace(collate([sample], policy.family), experts=None)
     with torch.no_grad(), policy.routing.recorded() as layers:
         policy(batch)
     return torch.stack(layers, 1).numpy()
@@ -165,19 +169,19 @@ def test_replay_closes_the_gap_to_an_engine_that_routes_otherwise(model, how):
             if "mlp.gate" in name:
                 parameter.add_(0.002 * torch.randn_like(parameter))
     samples = emitted(model, play(model, sampler), how)
-    gaps = {}
+    mismatch = {}
     for replay in (False, True):
         options = {"tokens_per_micro_batch": 300, "replay_routing": replay}
         trainer = Trainer(model.policy, Algo(), Optim(lr=1e-9), total_steps=1, **options)
         metrics = trainer.step(samples)
         assert metrics.get("routing/free_tokens") == (0 if replay else None)
-        gaps[replay] = max(
+        mismatch[replay] = max(
             abs(logprob - rollout)
             for sample, scored in zip(samples, trainer.scored, strict=True)
             for logprob, rollout, mask in zip(scored, sample.rollout_logprobs, sample.loss_mask, strict=True)
             if mask
         )
-    assert gaps[True] < 0.2 * gaps[False], gaps
+    assert mismatch[True] < 0.2 * mismatch[False], mismatch
 
 
 # In the trainer
@@ -192,7 +196,7 @@ def routed_at_random(model: LoadedModel, rows: list[Sample], unknown: float = 0.
         for place in range(len(row)):
             dice = random.Random(repr((row.group_id, row.token_ids[: place + 1], row.image_ids)))
             chosen = [dice.sample(range(routing.num_experts), routing.top_k) for _ in range(routing.layers)]
-            routes += [None] if dice.random() < unknown else routes_of(np.array([chosen]))
+            routes += [None] if dice.random() < unknown else routing_from_indices(np.array([chosen]))
         routed.append(replace(row, expert_routing=routes))
     return routed
 

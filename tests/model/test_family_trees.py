@@ -1,4 +1,4 @@
-"""In every family rows score and learn as if each were alone: as a tree of what they share, or padded where they may not share."""
+"""In every family rows have the logprobs and gradients of single rows: laid out as a tree, or padded where prefixes are not shared."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from testing.trees import largest_difference, random_rows, train, worst_gradient
 
 from vlmrl.config import Model
-from vlmrl.model.families.base import FAMILIES
+from vlmrl.model.families import FAMILIES
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.train.packing import Packed
 from vlmrl.types import MicroBatch, Sample
 
-SHARING = [name for name, family in FAMILIES.items() if family.may_share]
-SEEING = [name for name in SHARING if FAMILIES[name].vision]
+SHARING = [name for name, family in FAMILIES.items() if not family.recurrent]
+MROPE = [name for name in SHARING if FAMILIES[name].mrope]
 
 
 def load(family: str, folder) -> LoadedModel:
@@ -81,7 +81,7 @@ def test_a_branch_that_saw_its_neighbour_would_show(model, packed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("model", SEEING, indirect=True)
+@pytest.mark.parametrize("model", MROPE, indirect=True)
 def test_each_rows_positions_are_the_models_own(model, packed, seed):
     rows = random_rows(model, seed)
     train(model, rows, 60, share=True)
@@ -121,13 +121,13 @@ def test_padded_rows_of_a_recurrent_model_score_and_learn_as_single_rows(recurre
     alone, padded = train(recurrent, rows, 1, share=False), train(recurrent, rows, 10**6, share=True)
     assert largest_difference(alone, padded) < 1e-5
     assert worst_gradient(alone, padded, slack=1e-8) < (1e-5, "")
-    assert all(each.batch.ends is None for _, each in packed)  # whatever was asked for
+    assert all(each.batch.ends is None for _, each in packed)  # share_prefixes has no effect
 
 
 def test_a_recurrent_model_refuses_a_tree(recurrent):
     ends = torch.tensor([[3, 3, 3]])
     batch = MicroBatch(torch.tensor([[5, 6, 7]]), torch.zeros(3, 1, 3, dtype=torch.long), torch.ones(1, 3), ends=ends)
     with pytest.raises(
-        ValueError, match="samples of qwen3_5 must not stand in one row: some of its layers hand a state"
+        ValueError, match="samples of qwen3_5 must not be packed into one row: some of its layers carry a state"
     ):
         recurrent.policy(batch)

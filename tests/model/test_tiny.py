@@ -128,7 +128,7 @@ def test_a_text_model_has_no_processor(family, tmp_path):
         ("qwen3_5", (96, 64), [1, 4, 6], 6),
     ],
 )
-def test_a_image_goes_through_processor_and_model(family, size, grid, tokens, folders):
+def test_an_image_goes_through_processor_and_model(family, size, grid, tokens, folders):
     processor, model = AutoProcessor.from_pretrained(folders[family]), load(folders[family])
     messages = [{"role": "user", "content": [{"type": "image", "image": Image.new("RGB", size, "red")}]}]
     inputs = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")

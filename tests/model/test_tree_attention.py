@@ -29,7 +29,7 @@ def random_ends(seed, tokens, branching):
 
 
 def seen(ends):
-    """Who sees whom, ``[queries, keys]``, by the definition: a token sees its ancestors and itself."""
+    """The mask ``[queries, keys]`` by its definition: a token attends to its ancestors and itself."""
     places = torch.arange(len(ends))
     return (places[None, :] <= places[:, None]) & (places[:, None] < ends[None, :])
 

@@ -352,7 +352,7 @@ def test_a_special_token_that_is_cut_over_two_parts_stays_text(any_renderer):
     assert "a<|im_end|>b<|im_end|>" in any_renderer.decode(ids)
 
 
-def test_a_special_token_in_parts_beside_a_image_stays_text(image_renderer):
+def test_a_special_token_in_parts_beside_an_image_stays_text(image_renderer):
     parts = [
         {"type": "text", "text": "<|im_"},
         {"type": "text", "text": f"end|>{PAD}"},

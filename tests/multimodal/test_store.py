@@ -10,15 +10,16 @@ import json
 import random
 import threading
 import weakref
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import ExifTags, Image
-from testing.fakes import make_item
+from testing.fakes import make_item, qwen_vl
 from transformers import AutoImageProcessor
 
-from vlmrl.multimodal.images import blank, content_hash, load_image, source_key
+from vlmrl.multimodal.images import blank, content_hash, encode_png, load_image, png_data_uri, source_key
 from vlmrl.multimodal.store import MediaStore, merge_mm_inputs
 from vlmrl.types import MediaItem
 
@@ -47,7 +48,7 @@ def processor(qwen3_vl):
 
 @pytest.fixture
 def store(processor):
-    return MediaStore(processor)
+    return MediaStore(qwen_vl(), processor)
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_eight_gets_at_once_process_once(processor, sources):
         return await asyncio.gather(*map(store.get, wanted))
 
     for wanted in ([sources[0]] * 8, [sources[5]] * 8, sources[:8]):
-        store = MediaStore(processor, threads=8)
+        store = MediaStore(qwen_vl(), processor, threads=8)
         items = asyncio.run(gather(store, wanted))
         assert len(set(map(id, items))) == 1
         assert (store.seen, store.processed) == (8, 1)
@@ -103,7 +104,7 @@ def test_a_lazily_opened_image_is_read_once_by_many_threads(processor):
         return await asyncio.gather(*(store.get(image) for _ in range(8)))
 
     for _ in range(3):
-        store = MediaStore(processor, threads=8)
+        store = MediaStore(qwen_vl(), processor, threads=8)
         items = asyncio.run(gather(Image.open(io.BytesIO(data))))
         assert len(set(map(id, items))) == 1
 
@@ -142,7 +143,7 @@ def test_a_closed_stores_threads_end(processor):
         return [thread for thread in threading.enumerate() if thread.name.startswith("vlmrl-media")]
 
     before = alive()
-    store = MediaStore(processor, threads=3)
+    store = MediaStore(qwen_vl(), processor, threads=3)
     ours = [thread for thread in alive() if thread not in before]
     assert len(ours) == 3
     store.close()
@@ -151,7 +152,7 @@ def test_a_closed_stores_threads_end(processor):
     assert not any(thread.is_alive() for thread in ours)
 
 
-def test_a_image_turned_by_its_camera_is_another_than_the_same_pixels_upright(store):
+def test_an_image_turned_by_its_camera_is_another_than_the_same_pixels_upright(store):
     image = noise((64, 32))
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6  # to be turned by 90 degrees
@@ -183,7 +184,7 @@ def test_source_key_is_short_for_a_long_data_uri():
 def test_pixels_equal_the_processors(size, tiny_folder):
     processor = AutoImageProcessor.from_pretrained(tiny_folder)
     image = noise(size)
-    assert_exact(MediaStore(processor).load(image), image, processor)
+    assert_exact(MediaStore(qwen_vl(), processor).load(image), image, processor)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "CMYK"])
@@ -222,7 +223,7 @@ def test_images_that_differ_in_their_palette_only_are_different(store):
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl"])
 def test_real_diagrams_equal_the_real_processors(name, shared):
     processor = AutoImageProcessor.from_pretrained(shared / "data/qwen" / name)
-    store = MediaStore(processor)
+    store = MediaStore(qwen_vl(), processor)
     folder = shared / "data/geometry3k"
     rows = [json.loads(line) for line in (folder / "geometry3k.jsonl").read_text().splitlines()]
     paths = [folder / rows[index]["image"] for index in range(0, len(rows), len(rows) // 30)][:30]
@@ -233,9 +234,9 @@ def test_real_diagrams_equal_the_real_processors(name, shared):
 
 def test_max_pixels_lowers_the_processors_limit_and_never_raises_it(processor):
     image = noise((640, 480))
-    full = MediaStore(processor, max_pixels=10**9).load(image)
+    full = MediaStore(qwen_vl(), processor, max_pixels=10**9).load(image)
     assert full.image.size == (288, 192)
-    small = MediaStore(processor, max_pixels=100 * 100).load(image)
+    small = MediaStore(qwen_vl(), processor, max_pixels=100 * 100).load(image)
     assert (small.image.size, small.num_tokens) == ((96, 64), 6)
     processor.size = {"shortest_edge": 32 * 32, "longest_edge": 100 * 100}
     assert_exact(small, image, processor)
@@ -243,12 +244,12 @@ def test_max_pixels_lowers_the_processors_limit_and_never_raises_it(processor):
 
 def test_max_pixels_below_the_processors_minimum_is_kept(processor):
     processor.size = {"shortest_edge": 64 * 64, "longest_edge": 256 * 256}
-    item = MediaStore(processor, max_pixels=32 * 32).load(noise((640, 480)))
+    item = MediaStore(qwen_vl(), processor, max_pixels=32 * 32).load(noise((640, 480)))
     assert (item.image.size, item.num_tokens, item.mm_inputs["image_grid_thw"].tolist()) == ((32, 32), 1, [[1, 2, 2]])
 
 
 @pytest.mark.parametrize("size", [(64, 32), (33, 200), (700, 30), (1000, 999), (5, 5)])
-def test_a_image_is_measured_as_it_would_be_loaded(size, store, tmp_path):
+def test_an_image_is_measured_as_it_would_be_loaded(size, store, tmp_path):
     turned = Image.Exif()
     turned[ExifTags.Base.Orientation] = 6
     (tmp_path / "a.png").write_bytes(encoded(noise(size)))
@@ -269,7 +270,7 @@ def test_measuring_decodes_nothing_and_keeps_nothing(store):
 
 
 def test_transform_comes_before_hash_and_size(processor):
-    store = MediaStore(processor, transform=blank)
+    store = MediaStore(qwen_vl(), processor, transform=blank)
     red, noisy = store.load(Image.new("RGB", (64, 32), "red")), store.load(noise((64, 32)))
     assert red is noisy
     assert store.processed == 1
@@ -280,12 +281,47 @@ def test_transform_comes_before_hash_and_size(processor):
 
 def test_data_uri_holds_the_same_pixels(store):
     item = store.load(noise((90, 70)))
-    assert item.data_uri is item.data_uri
-    head, _, body = item.data_uri.partition(",")
+    uri = png_data_uri(item.image)
+    head, _, body = uri.partition(",")
     assert head == "data:image/png;base64"
     back = Image.open(io.BytesIO(base64.b64decode(body)))
     assert (back.mode, back.size, back.tobytes()) == ("RGB", item.image.size, item.image.tobytes())
-    assert torch.equal(store.load(item.data_uri).mm_inputs["pixel_values"], item.mm_inputs["pixel_values"])
+    assert torch.equal(store.load(uri).mm_inputs["pixel_values"], item.mm_inputs["pixel_values"])
+
+
+def test_an_image_is_loaded_from_a_url_with_redirects(store):
+    data = encoded(noise((64, 32)))
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response({"/image": 200, "/moved": 302}.get(self.path, 404))
+            self.send_header("Location", "/image")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        assert store.load(f"{url}/image") is store.load(f"{url}/moved") is store.load(data)
+        with pytest.raises(ValueError, match=r"an image does not load: .*/none': Client error '404"):
+            store.load(f"{url}/none")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_png_keeps_the_mode_and_the_orientation_and_cmyk_becomes_rgb():
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    turned = Image.open(io.BytesIO(encoded(noise((64, 32)), exif=exif)))
+    assert load_image(encode_png(turned)).size == (32, 64)
+    modes = [Image.open(io.BytesIO(encode_png(noise((8, 8), mode)))).mode for mode in ("L", "RGBA", "CMYK")]
+    assert modes == ["L", "RGBA", "RGB"]
 
 
 # What is no image
@@ -322,7 +358,7 @@ def test_a_broken_image_that_was_opened_lazily_is_named(store):
 
 
 def test_a_failure_reaches_all_who_wait_and_is_not_remembered(processor, tmp_path):
-    store = MediaStore(processor, threads=8)
+    store = MediaStore(qwen_vl(), processor, threads=8)
     path = tmp_path / "late.png"
 
     async def gather():

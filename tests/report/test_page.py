@@ -4,6 +4,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from vlmrl.multimodal.images import png_data_uri
 from vlmrl.report.viewer import write_page
 from vlmrl.report.viewer.page import message_parts, page_data, script_json, token_spans
 from vlmrl.types import MediaItem, Task, Trajectory, Turn
@@ -83,10 +84,10 @@ def test_each_distinct_image_is_in_the_file_once(tmp_path):
     turns = [turn(user_message(image()), [RED]), turn(user_message(image(), image()), [BLUE, RED])]
     write_page([trajectory("a#0", turns), trajectory("a#1", turns)], tmp_path / "page.html")
     page = Page(tmp_path / "page.html")
-    assert (tmp_path / "page.html").read_text().count(RED.data_uri) == 1
+    assert (tmp_path / "page.html").read_text().count(png_data_uri(RED.image)) == 1
     assert page.data["images"] == {
-        "c0ffee": {"uri": RED.data_uri, "width": 8, "height": 4, "tokens": 2},
-        "b1ue": {"uri": BLUE.data_uri, "width": 4, "height": 4, "tokens": 1},
+        "c0ffee": {"uri": png_data_uri(RED.image), "width": 8, "height": 4, "tokens": 2},
+        "b1ue": {"uri": png_data_uri(BLUE.image), "width": 4, "height": 4, "tokens": 1},
     }
 
 

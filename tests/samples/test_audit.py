@@ -169,36 +169,47 @@ def test_a_banned_id_among_observations_is_no_sample():
 
 def test_placeholder_runs_too_short_and_too_long():
     short = row(prompt_token_ids=[1, PAD, 2])
-    message = (
-        "trajectory t, turn 0, image 0 (red): 1 placeholder tokens stand in the row, but its grid [1, 2, 4] makes 2."
-    )
+    message = "trajectory t, turn 0, image 0 (red): 1 placeholder tokens stand in the row, but the image of 64x32 pixels takes 2."
     refuse(message, short)
     long = row(response_ids=changed(row().response_ids, 6, PAD))
-    message = (
-        "trajectory t, turn 1, image 1 (blue): 4 placeholder tokens stand in the row, but its grid [1, 2, 6] makes 3."
-    )
+    message = "trajectory t, turn 1, image 1 (blue): 4 placeholder tokens stand in the row, but the image of 96x32 pixels takes 3."
     refuse(message, long)
 
 
 def test_an_image_missing_and_one_too_many():
     red, blue = row().media
-    shows = "trajectory t: the row shows 2 images (runs of [2, 3] placeholder tokens), but holds"
-    refuse(f"{shows} 1 (red).", row(media=[red]))
-    refuse(f"{shows} 0 (none).", row(media=[]))
-    refuse(f"{shows} 3 (red, blue, red).", row(media=[red, blue, red]))
-    message = "trajectory t: the row shows 1 images (runs of [3] placeholder tokens), but holds 2 (red, blue)."
-    refuse(message, row(prompt_token_ids=[1, 2]))
+    has = "trajectory t: the row has 2 runs of placeholder tokens, of lengths [2, 3], but its"
+    refuse(f"{has} 1 images (red) take 1.", row(media=[red]))
+    refuse(f"{has} 0 images (none) take 0.", row(media=[]))
+    refuse(f"{has} 3 images (red, blue, red) take 3.", row(media=[red, blue, red]))
+    has = "trajectory t: the row has 1 runs of placeholder tokens, of lengths [3], but its"
+    refuse(f"{has} 2 images (red, blue) take 2.", row(prompt_token_ids=[1, 2]))
 
 
 def test_a_run_that_is_cut_in_two():
-    message = "trajectory t: the row shows 3 images (runs of [2, 1, 1] placeholder tokens), but holds 2 (red, blue)."
-    refuse(message, row(response_ids=changed(row().response_ids, 4, 7)))
+    has = "trajectory t: the row has 3 runs of placeholder tokens, of lengths [2, 1, 1], but its"
+    refuse(f"{has} 2 images (red, blue) take 2.", row(response_ids=changed(row().response_ids, 4, 7)))
+
+
+def test_an_image_of_several_runs_with_separators():
+    item = replace(make_item("tiles", 5), separators={2: 198})
+    turns = [make_turn([1, PAD, PAD, 198, PAD, PAD, 2], [5, 6], [-0.1, -0.2], media=[item])]
+    tiles = step_wise(make_trajectory(turns=turns))[0]
+    check(tiles)
+    refuse(
+        "trajectory t, turn 0, image 0 (tiles): tokens 1 to 6 of the row are not those of the image, whose ids between the "
+        "placeholders are {2: 198}.",
+        replace(tiles, prompt_token_ids=[1, PAD, PAD, 7, PAD, PAD, 2]),
+    )
+    whole = replace(tiles, prompt_token_ids=[1, PAD, PAD, PAD, PAD, PAD, 2])
+    refuse(
+        "trajectory t: the row has 1 runs of placeholder tokens, of lengths [5], but its 1 images (tiles) take 2.",
+        whole,
+    )
 
 
 def test_images_of_unequal_size_in_the_wrong_order():
-    message = (
-        "trajectory t, turn 0, image 0 (blue): 2 placeholder tokens stand in the row, but its grid [1, 2, 6] makes 3."
-    )
+    message = "trajectory t, turn 0, image 0 (blue): 2 placeholder tokens stand in the row, but the image of 96x32 pixels takes 3."
     refuse(message, row(media=row().media[::-1]))
 
 

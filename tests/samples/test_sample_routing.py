@@ -8,12 +8,12 @@ import pytest
 from testing.fakes import Router, make_trajectory, make_turn
 from torch import nn
 
-from vlmrl.model.expert_routing import Routing
+from vlmrl.model.expert_routing import ExpertRouters
 from vlmrl.rollout.turn_loop import record_expert_routing
 from vlmrl.samples import AuditError, audit, concat, merge_prefixes, step_wise
 from vlmrl.types import ExpertRouting, Trajectory
 
-ROUTING = Routing(nn.ModuleList([Router()]), "Router")  # one layer, two of three experts
+ROUTING = ExpertRouters(nn.ModuleList([Router()]), "Router")  # one layer, two of three experts
 
 
 def route(first: int, second: int) -> ExpertRouting:

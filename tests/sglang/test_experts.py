@@ -10,7 +10,7 @@ import pytest
 import torch
 from testing.real_servers import Served, config_of, served
 
-from vlmrl.model.expert_routing import indices_of
+from vlmrl.model.expert_routing import indices_from_routing
 from vlmrl.model.tiny import build
 from vlmrl.samples import concat, step_wise
 from vlmrl.train.expert_replay import routed_freely
@@ -29,7 +29,7 @@ def experts(tmp_path_factory):
 def chosen_here(experts: Served, sample: Sample) -> np.ndarray:
     """Where the trainer's routers send the tokens of a row by themselves."""
     policy = experts.run.model.policy
-    batch = collate([replace(sample, expert_routing=[])], policy.image_token_id, policy.merge_size)
+    batch = collate([replace(sample, expert_routing=[])], policy.family)
     with torch.no_grad(), policy.routing.recorded() as layers:
         policy(batch)
     return torch.stack(layers, 1).numpy()
@@ -41,7 +41,9 @@ def test_the_experts_of_all_tokens_are_those_of_the_trainers_routers_before_and_
         assert max(len(trajectory.turns) for trajectory in played) == 3
         for sample in (sample for trajectory in played for sample in (*concat(trajectory), *step_wise(trajectory))):
             assert routed_freely([sample]) == 0
-            alike = np.sort(indices_of(sample.expert_routing)[:-1]) == np.sort(chosen_here(experts, sample)[:-1])
+            alike = np.sort(indices_from_routing(sample.expert_routing)[:-1]) == np.sort(
+                chosen_here(experts, sample)[:-1]
+            )
             assert alike.mean() > 0.995  # a rounding difference may decide between two experts
         assert experts.gap(played) < experts.tolerance
         experts.change(1)

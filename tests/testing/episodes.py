@@ -13,6 +13,7 @@ from PIL import Image
 from torch import nn
 from transformers import Qwen2VLImageProcessor
 
+from testing.fakes import qwen_vl
 from vlmrl.config import Model, Rollout
 from vlmrl.engine.base import Engine, Request
 from vlmrl.engine.scripted import ScriptedEngine
@@ -41,7 +42,7 @@ def renderer() -> Renderer:
 def new_store() -> MediaStore:
     """Images of 32 x 32 pixels per token, as in the tiny Qwen3-VL."""
     size = {"shortest_edge": 32 * 32, "longest_edge": 256 * 256}
-    return MediaStore(Qwen2VLImageProcessor(patch_size=16, temporal_patch_size=2, merge_size=2, size=size))
+    return MediaStore(qwen_vl(), Qwen2VLImageProcessor(patch_size=16, temporal_patch_size=2, merge_size=2, size=size))
 
 
 def image(color: str = "red", size: tuple[int, int] = (64, 32)) -> Image.Image:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from PIL import Image
 from torch import nn
 
+from vlmrl.model.families.qwen3_vl import Qwen3VL
 from vlmrl.types import MediaItem, Sample, Task, Trajectory, Turn
 
 PAD = 9  # the image placeholder in the tests' literal tokens
+
+
+def qwen_vl(image_token_id: int = PAD) -> Qwen3VL:
+    """A family that needs no model: images of 2x2 patches a visual token, as those of :func:`make_item`."""
+    vision = SimpleNamespace(spatial_merge_size=2)
+    return Qwen3VL(SimpleNamespace(image_token_id=image_token_id, video_token_id=0, vision_config=vision))
 
 
 def make_item(id: str, width: int, height: int = 1) -> MediaItem:

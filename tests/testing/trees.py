@@ -1,4 +1,4 @@
-"""Random rows that branch anywhere, and a trainer whose gradient can be looked at: what the tests of shared prefixes use."""
+"""Random rows that branch anywhere, and a trainer that exposes its gradient, for the tests of shared prefixes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from PIL import Image
 
 from vlmrl.config import Algo, Optim
 from vlmrl.model.loading import LoadedModel
+from vlmrl.multimodal.renderer import image_ids
 from vlmrl.train.trainer import Trainer
 from vlmrl.types import MediaItem, Sample
 
 
 def random_rows(model: LoadedModel, seed: int, groups: int = 2, trained: float = 1.0) -> list[Sample]:
-    """Groups of 2 to 8 rows that branch anywhere; where the model sees, images in prompts and in the middle, some of them twice.
+    """Groups of 2 to 8 rows that branch anywhere. A vision model's rows have images at their start and middle, some of them twice.
 
-    Everything but a row's first token is its response. All of that is ``trained``, so that each token's place can be told, or about
-    that share of it, and the last token.
+    A row's response is everything but its first token. ``trained`` is the share of response tokens with mask 1; the last has it.
     """
     dice, store = random.Random(seed), model.new_store()
     pad: Any = model.policy.image_token_id
@@ -30,7 +30,7 @@ def random_rows(model: LoadedModel, seed: int, groups: int = 2, trained: float =
     def piece() -> tuple[list[int], list[MediaItem]]:
         if gallery and dice.random() < 0.3:
             item = dice.choice(gallery)
-            return [7, *[pad] * item.num_tokens, 8], [item]
+            return [7, *image_ids(item, pad), 8], [item]
         return [dice.randrange(200) for _ in range(dice.randint(1, 6))], []
 
     rows = []
@@ -54,7 +54,7 @@ def _row(ids: list[int], mask: list[int], media: list[MediaItem], group: str, nu
 
 
 class Watched(Trainer):
-    """Keeps each step's gradient, and throws it away."""
+    """Keeps each step's gradient instead of applying it."""
 
     gradient: dict[str, torch.Tensor]
 

@@ -8,17 +8,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from testing.fakes import PAD, make_item
+from testing.fakes import PAD, make_item, qwen_vl
 from testing.trees import Watched, random_rows
 
 from vlmrl.config import Algo, Model, Optim
 from vlmrl.model import tree_attention
-from vlmrl.model.families.base import rope_positions
+from vlmrl.model.families.base import Family
+from vlmrl.model.families.qwen_vl import mrope_positions
 from vlmrl.model.loading import load_model
 from vlmrl.train import prefix_tree
 from vlmrl.train.packing import MicroBatchPlan, pack, split
 from vlmrl.train.trainer import Trainer
 from vlmrl.types import Sample
+
+FAMILY, TEXT = qwen_vl(), Family(None)
 
 
 def row(ids, media=(), name="t", group="g", prompt=1, mask=None):
@@ -33,7 +36,7 @@ def tree_of(*rows):
     atoms = prefix_tree.atoms_of(rows, PAD)
     ordered = prefix_tree.in_order(atoms, range(len(rows)))
     shared = prefix_tree.shared_lengths([atoms[index] for index in ordered])
-    return prefix_tree.build([rows[index] for index in ordered], shared, PAD, 2)
+    return prefix_tree.build([rows[index] for index in ordered], shared, FAMILY)
 
 
 # The layout
@@ -106,7 +109,7 @@ def test_groups_that_begin_alike_share_too():
     """A system prompt: 20 + 2 * 30 tokens instead of 2 * 50."""
     rows = alike("a", 0, 20, 3, 10) + [row([*range(20), *range(500 + n, 510 + n)], group="b") for n in (0, 100, 200)]
     (part,) = split(rows, 80, "tree")
-    assert len(pack(rows, part, None, 1).batch.token_ids[0]) == 80
+    assert len(pack(rows, part, TEXT).batch.token_ids[0]) == 80
     assert len(split(rows, 79, "tree")) == 2
 
 
@@ -114,7 +117,7 @@ def test_a_trajectorys_turns_cost_what_its_last_row_costs():
     """Four step-wise rows of a linear history, each the beginning of the next."""
     rows = [row(list(range(length)), prompt=length - 3) for length in (10, 18, 26, 34)]
     (part,) = split(rows, 34, "tree")
-    batch = pack(rows, part, None, 1).batch
+    batch = pack(rows, part, TEXT).batch
     assert batch.token_ids[0].tolist() == list(range(34)) and int(batch.targets.sum()) == 12
     assert len(split(rows, 34, "packed")) > 1
 
@@ -122,7 +125,7 @@ def test_a_trajectorys_turns_cost_what_its_last_row_costs():
 def test_packed_rows_stand_end_to_end():
     rows = [row(list(range(length))) for length in (5, 3, 4)]
     assert [part.rows for part in split(rows, 9, "packed")] == [[0, 2], [1]]
-    batch = pack(rows, MicroBatchPlan([0, 2], "packed"), None, 1).batch
+    batch = pack(rows, MicroBatchPlan([0, 2], "packed"), TEXT).batch
     assert batch.token_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3]]
     assert batch.ends.tolist() == [[5] * 5 + [9] * 4]
 
@@ -164,7 +167,7 @@ def test_flex_attention_scores_as_the_cpu_does(model, monkeypatch):
     """Its forward only, and not compiled: it has no gradient on a CPU."""
     rows = random_rows(model, 0, trained=0.7)
     (part,) = split(rows, 10**6, "tree", model.policy.image_token_id)
-    packed = pack(rows, part, model.policy.image_token_id, model.policy.merge_size)
+    packed = pack(rows, part, model.policy.family)
     with torch.no_grad():
         wanted = model.policy(packed.batch)
         monkeypatch.setattr(tree_attention, "plan", tree_attention.block_mask)
@@ -218,10 +221,10 @@ def test_positions_are_those_the_row_has_alone_and_images_are_encoded_once(model
     rows = [replace(each, loss_mask=[1] * len(each.response_ids)) for each in random_rows(model, seed)]
     token = model.policy.image_token_id
     for part in split(rows, 100, layout, token):
-        packed = pack(rows, part, token, 2)
+        packed = pack(rows, part, model.policy.family)
         for index, places in zip(part.rows, packed.places, strict=True):
             grids = [tuple((item.mm_inputs["image_grid_thw"][0, 1:] // 2).tolist()) for item in rows[index].media]
-            wanted, _ = rope_positions(rows[index].token_ids, grids, token)
+            wanted, _ = mrope_positions(rows[index].token_ids, grids, token)
             trained = places >= 0
             assert int(trained.sum()) == len(rows[index].response_ids)
             assert torch.equal(packed.batch.position_ids[:, 0, places[trained]], wanted[:, -int(trained.sum()) :])

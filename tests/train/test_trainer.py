@@ -83,7 +83,7 @@ def row_logprobs(model, row):
 def test_a_mixed_micro_batch_scores_each_row_as_if_alone(model):
     rows = mixed_samples(model)
     with torch.no_grad():
-        batch = collate(rows, model.policy.image_token_id, model.policy.merge_size)
+        batch = collate(rows, model.policy.family)
         scores = model.policy(batch)
         assert len(batch.mm_inputs["image_grid_thw"]) == 3 and len(batch.image_order) == 4  # each distinct image once
         for index, row in enumerate(rows):
@@ -99,10 +99,7 @@ def test_swapping_a_image_moves_the_logprobs(model):
     other = copy.copy(row)
     other.media = sample(model, "b", [(64, 64)], [10], [1]).media
     with torch.no_grad():
-        first, second = (
-            model.policy(collate([r], model.policy.image_token_id, model.policy.merge_size)).logprobs
-            for r in (row, other)
-        )
+        first, second = (model.policy(collate([r], model.policy.family)).logprobs for r in (row, other))
     assert (first - second).abs().max() > 1e-5
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from vlmrl.engine.base import Engine, Request, SamplingParams, paused
-from vlmrl.multimodal.renderer import collapse
+from vlmrl.multimodal.renderer import collapse, image_spans
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.samples import step_wise
 from vlmrl.types import MediaItem, Sample, Trajectory
@@ -68,7 +68,7 @@ def _from_first_image(row: Sample, image_token_id: int) -> Sample:
     A trained reply may be so sure that no image moves it; the text that stands before it never is.
     """
     ids = row.token_ids
-    cut = ids.index(image_token_id) + row.media[0].num_tokens + 1  # an image is closed by a token of its own
+    cut = image_spans(ids, image_token_id, row.media[:1])[0][1] + 1  # one token of text stays in the prompt
     size = len(ids) - cut
     return replace(
         row,

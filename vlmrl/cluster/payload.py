@@ -46,15 +46,16 @@ class SerializedImage:
     pixels: np.ndarray
     mm_inputs: dict[str, WireTensor]
     num_tokens: int
+    separators: dict[int, int]
 
     @classmethod
     def of(cls, item: MediaItem) -> SerializedImage:
         inputs = {name: WireTensor.of(value) for name, value in item.mm_inputs.items()}
-        return cls(item.id, np.asarray(item.image), inputs, item.num_tokens)
+        return cls(item.id, np.asarray(item.image), inputs, item.num_tokens, item.separators)
 
     def item(self) -> MediaItem:
         inputs = {name: value.tensor() for name, value in self.mm_inputs.items()}
-        return MediaItem(self.id, Image.fromarray(self.pixels), inputs, self.num_tokens)
+        return MediaItem(self.id, Image.fromarray(self.pixels), inputs, self.num_tokens, self.separators)
 
 
 Weights = list[tuple[str, WireTensor]]

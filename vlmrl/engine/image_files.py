@@ -10,6 +10,7 @@ import weakref
 from itertools import count
 from pathlib import Path
 
+from vlmrl.multimodal.images import encode_png
 from vlmrl.types import MediaItem
 from vlmrl.utils.threads import DaemonPool
 
@@ -43,7 +44,7 @@ class ImageFiles:
             self._folder.cleanup()
 
     def _make(self, item: MediaItem) -> bytes:
-        png = item.png()
+        png = encode_png(item.image)
         if self._folder is None:
             return b'"data:image/png;base64,' + base64.b64encode(png) + b'"'
         path = Path(self._folder.name) / f"{next(self._numbers)}.png"

@@ -1,1 +1,1 @@
-"""How a Hugging Face model is run: what differs between families in `families.py`, the one adapter in `policy.py`."""
+"""The model: `policy.py` runs it, `families/` holds what differs between model families, `loading.py` loads it."""

@@ -1,7 +1,7 @@
 """Logprobs and entropies from hidden states, with the logits of only a few tokens in memory at once.
 
-A vocabulary of 151,936 makes 5 GB of float32 logits from 8,192 tokens, and autograd would keep several copies. Here they are made
-chunk by chunk, and made anew for the gradient, which is written out: head and hidden states get theirs by one sum over the chunks.
+With a vocabulary of 151,936, 8,192 tokens have 5 GB of float32 logits, and autograd would keep several copies. Here logits are
+computed chunk by chunk, and again in the backward pass, which is written by hand: gradients are summed over the chunks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-LOGITS_ON_CPU, LOGITS_ON_GPU = 2**25, 2**27  # at once; two or three times as many float32 numbers are in memory
+LOGITS_ON_CPU, LOGITS_ON_GPU = 2**25, 2**27  # of one chunk; the peak is two or three times as many float32 numbers
 
 
 def score_tokens(
@@ -22,10 +22,10 @@ def score_tokens(
     temperature: float,
     banned_ids: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each label its logprob, and the entropy of the distribution it was drawn from: float32 ``[n]``, in nats.
+    """Each label's logprob, and the entropy of its distribution: float32 ``[n]``, in nats.
 
     ``hidden`` ``[n, width]``, ``head`` ``[vocabulary, width]``, ``bias`` ``[vocabulary]``, ``labels`` ``[n]``. The distribution is the
-    softmax of the logits over ``temperature``, in which ``banned_ids`` have no part.
+    softmax of the logits divided by ``temperature``, in which ``banned_ids`` have probability 0.
     """
     result: Any = _Scores.apply(hidden, head, bias, labels, temperature, list(banned_ids))
     return result
@@ -38,7 +38,7 @@ def logits_of(
     temperature: float | torch.Tensor,
     banned_ids: Sequence[int],
 ) -> torch.Tensor:
-    """Float32 logits ``[n, vocabulary]``, after temperature and the ban."""
+    """Float32 logits ``[n, vocabulary]``, after temperature and banned ids."""
     logits = torch.nn.functional.linear(hidden, head, bias).float()
     logits /= temperature
     if banned_ids:
@@ -47,7 +47,7 @@ def logits_of(
 
 
 class _Scores(torch.autograd.Function):
-    """With z the logits, p their softmax, H its entropy, and y the label:
+    """The gradients, with z the logits, p their softmax, H its entropy, and y the label:
 
     d log p_y / dz = onehot(y) - p,    dH / dz = -p (log p + H).
     """
@@ -82,7 +82,7 @@ class _Scores(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, head, bias, labels, normalizers, entropy = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        head_grad, bias_grad = (  # sums over many chunks: in bfloat16 they would lose what a late chunk adds
+        head_grad, bias_grad = (  # float32: in bfloat16 a sum over many chunks would lose the late ones
             torch.zeros_like(weight, dtype=torch.float32) if wanted else None
             for weight, wanted in zip((head, bias), ctx.needs_input_grad[1:3], strict=True)
         )
@@ -92,7 +92,7 @@ class _Scores(torch.autograd.Function):
             if entropy_grad is None:
                 grad *= 0 if logprob_grad is None else logprob_grad[chunk, None]
             else:
-                logits[:, ctx.banned_ids] = 0  # p is 0 there, and must stay so
+                logits[:, ctx.banned_ids] = 0  # finite: their p is 0, and 0 * -inf would be NaN
                 logits += (entropy - normalizers)[chunk, None]  # log p + H
                 logits *= entropy_grad[chunk, None]
                 if logprob_grad is not None:

@@ -1,9 +1,11 @@
-"""A model with its tokenizer and processor, from a hub name, a folder, or built on the spot."""
+"""Load a model with its tokenizer and processor: from a hub name, from a folder, or a tiny one built locally."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,6 @@ import torch
 import transformers
 from transformers import (
     AutoConfig,
-    AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
@@ -22,8 +23,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from vlmrl.config import Model
 from vlmrl.config.code import resolve_path
 from vlmrl.model import tiny
-from vlmrl.model.families.base import family_of
-from vlmrl.model.lora import add_lora, freeze, named_weights
+from vlmrl.model.families import family_of
+from vlmrl.model.families.base import Family
+from vlmrl.model.lora import add_lora, named_weights
 from vlmrl.model.policy import Policy
 from vlmrl.multimodal.images import blank
 from vlmrl.multimodal.renderer import Renderer
@@ -34,9 +36,9 @@ TEMPLATES = Path(__file__).parents[1] / "multimodal/templates"
 
 @dataclass(frozen=True)
 class Reader:
-    """How a model reads: its tokenizer and chat template, its image processor (``None`` for a text model); no weights.
+    """All of a model but its weights: tokenizer, chat template and image processor (``None`` for a text model).
 
-    ``path`` is where it came from: a folder, or a hub name.
+    ``path`` is the folder or hub name that it was loaded from.
     """
 
     renderer: Renderer
@@ -44,40 +46,41 @@ class Reader:
     image_processor: Any
     max_image_pixels: int | None
     path: str
+    family: Family
 
     def new_store(self, blank_images: bool = False) -> MediaStore | None:
         if self.image_processor is None:
             return None
         transform = blank if blank_images else None
-        return MediaStore(self.image_processor, max_pixels=self.max_image_pixels, transform=transform)
+        return MediaStore(self.family, self.image_processor, max_pixels=self.max_image_pixels, transform=transform)
 
 
 @dataclass(frozen=True)
 class LoadedModel(Reader):
-    """All that comes out of one model folder."""
+    """A model with its weights."""
 
     policy: Policy
 
     @property
     def is_on_meta(self) -> bool:
-        """Whether the weights are elsewhere, and only their shapes here."""
+        """Whether this process has only the weights' shapes, on the device ``meta``."""
         return self.policy.device.type == "meta"
 
     def save(self, folder: Path, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
-        """Weights (by default its own, adapters merged in), tokenizer and processor in Hugging Face form."""
+        """Save weights (by default its own, adapters merged in), tokenizer and processor in Hugging Face form."""
         model = self.policy.model
         published = dict(as_saved(model, named_weights(model) if weights is None else weights))
-        model.save_pretrained(folder, state_dict=published, save_original_format=False)  # in which it is already
-        self.tokenizer.chat_template = self.renderer.chat_template  # the one it was trained with
+        model.save_pretrained(folder, state_dict=published, save_original_format=False)  # `as_saved` has converted them
+        self.tokenizer.chat_template = self.renderer.chat_template  # the template that it was trained with
         self.tokenizer.save_pretrained(folder)
         if self.image_processor is not None:
             self.image_processor.save_pretrained(folder)
 
 
 def as_saved(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights under the names and in the form that checkpoints have, and servers expect: not every ``model``'s own are the same.
+    """Weights under the names and in the layout of checkpoints, which servers expect and which may differ from the module's.
 
-    Qwen2.5-VL's ``model.visual.patch_embed.proj.weight`` is ``visual.patch_embed.proj.weight`` in its checkpoints.
+    For example, ``model.visual.patch_embed.proj.weight`` is ``visual.patch_embed.proj.weight`` in Qwen2.5-VL's checkpoints.
     """
     family = family_of(model.config)
     for name, weight in weights:
@@ -86,9 +89,9 @@ def as_saved(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterato
 
 
 def load_model(config: Model, base_dir: Path | None, cache_dir: Path, seed: int) -> LoadedModel:
-    """Load what ``config`` names. ``cache_dir`` holds models built on the spot; ``seed`` draws random weights.
+    """Load the model of ``config``. Tiny models are built in ``cache_dir``; ``seed`` draws random weights.
 
-    On the device ``meta`` nothing but the weights' shapes is there, and nothing of them is read.
+    On the device ``meta`` no weight is read and none allocated: only their shapes exist.
     """
     transformers.utils.logging.disable_progress_bar()  # the run shows its own
     model = _build(config, _found(config.path, base_dir, cache_dir), seed)
@@ -97,7 +100,7 @@ def load_model(config: Model, base_dir: Path | None, cache_dir: Path, seed: int)
 
 
 def shapes_of(config: Model, base_dir: Path | None, cache_dir: Path) -> Any:
-    """The model that ``config`` names, adapters and frozen parts included, on the device ``meta``."""
+    """The Hugging Face model of ``config`` on the device ``meta``, with its adapters and frozen parts."""
     return _build(replace(config, device="meta"), _found(config.path, base_dir, cache_dir), seed=0)
 
 
@@ -115,29 +118,53 @@ def _build(config: Model, path: str, seed: int) -> Any:
     freeze(model, config.freeze)
     if config.lora.rank:
         with torch.random.fork_rng():
-            torch.manual_seed(seed)  # every rank draws the same
+            torch.manual_seed(seed)  # all ranks must draw the same weights
             add_lora(model, config.lora)
     return model
 
 
+def freeze(model: Any, names: tuple[str, ...]) -> None:
+    """Take the gradient from parameters: those of a part of the model's family, or of a pattern such as ``model.visual.blocks.0.*``.
+
+    Raises:
+        ValueError: a name that fits no parameter, or nothing is left to train.
+    """
+    parts = family_of(model.config).parts
+    for name in names:
+        found = [p for key, p in model.named_parameters() if _is_part(key, name, parts)]
+        if not found:
+            raise ValueError(
+                f"model.freeze must name {', '.join(parts)} or a pattern of parameter names such as 'model.visual.*', but "
+                f"{name!r} fits none of this model's."
+            )
+        for parameter in found:
+            parameter.requires_grad_(False)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(f"model.freeze {list(names)} leaves nothing to train: name fewer parts.")
+
+
+def _is_part(key: str, name: str, parts: dict[str, str]) -> bool:
+    return re.search(parts[name], key) is not None if name in parts else fnmatch(key, name)
+
+
 def load_reader(config: Model, base_dir: Path | None, cache_dir: Path) -> Reader:
-    """What ``config`` names, without its weights."""
+    """The model of ``config`` without its weights."""
     path = _found(config.path, base_dir, cache_dir)
     hf_config = AutoConfig.from_pretrained(path)
-    vision = family_of(hf_config).vision
+    family = family_of(hf_config)
     tokenizer = AutoTokenizer.from_pretrained(path)
+    pad = family.image_token_id
     renderer = Renderer(
         tokenizer,
-        image_token=str(tokenizer.convert_ids_to_tokens(hf_config.image_token_id)) if vision else None,
+        image_token=None if pad is None else str(tokenizer.convert_ids_to_tokens(pad)),
         chat_template=_chat_template(config.chat_template, base_dir),
         stop_ids=_stop_ids(path),
     )
-    image_processor = AutoImageProcessor.from_pretrained(path) if vision else None
-    return Reader(renderer, tokenizer, image_processor, config.max_image_pixels, path)
+    return Reader(renderer, tokenizer, family.load_processor(path), config.max_image_pixels, path, family)
 
 
 def _found(path: str, base_dir: Path | None, cache_dir: Path) -> str:
-    """A model's folder, under ``base_dir`` or the working directory, or its hub name; a tiny one is built if it must be."""
+    """A model's folder, under ``base_dir`` or the working directory, or its hub name. A tiny model is built at its first use."""
     path = tiny.resolve(path, cache_dir)
     if path.startswith(("/", "~")):
         return path
@@ -158,7 +185,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _chat_template(name: str | None, base_dir: Path | None) -> str | None:
-    """A template of ours by name, or a file's text."""
+    """The text of one of vlmrl's templates, by name, or of a file."""
     if name is None:
         return None
     ours = TEMPLATES / f"{name}.jinja"

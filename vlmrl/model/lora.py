@@ -1,7 +1,6 @@
-"""What of a model is trained: parts frozen by name, and low-rank adapters (LoRA, by peft) in place of the weights.
+"""Low-rank adapters (LoRA, by peft), and a model's weights by name with its adapters merged in or apart.
 
-Adapters are injected into the model itself, so that its modules keep their places and :class:`~vlmrl.model.policy.Policy` runs it
-as ever.
+Adapters are injected into the model itself, so modules keep their names and :class:`~vlmrl.model.policy.Policy` runs it unchanged.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -18,57 +16,33 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vlmrl.config import Lora
-
-PARTS = {
-    "vision_tower": r"visual\.(?!.*merger)",
-    "projector": r"visual\..*merger",
-    "language_model": r"^(?!.*visual\.)",
-}
-"""The parts of a model that can be frozen by a plain name, as patterns of parameter names."""
+from vlmrl.model.families import family_of
 
 
-def freeze(model: nn.Module, names: tuple[str, ...]) -> None:
-    """Take the gradient from the parameters of each of :data:`PARTS`, or of a pattern such as ``model.visual.blocks.0.*``.
-
-    Raises:
-        ValueError: a name that fits no parameter, or nothing is left to train.
-    """
-    for name in names:
-        found = [p for key, p in model.named_parameters() if _fits(key, name)]
-        if not found:
-            raise ValueError(
-                f"model.freeze must name {', '.join(PARTS)} or a pattern of parameter names such as 'model.visual.*', but "
-                f"{name!r} fits none of this model's."
-            )
-        for parameter in found:
-            parameter.requires_grad_(False)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(f"model.freeze {list(names)} leaves nothing to train: name fewer parts.")
-
-
-def _fits(key: str, name: str) -> bool:
-    return re.search(PARTS[name], key) is not None if name in PARTS else fnmatch(key, name)
-
-
-def add_lora(model: nn.Module, config: Lora) -> None:
-    """Freeze the model and put trainable adapters beside its linear layers."""
+def add_lora(model: Any, config: Lora) -> None:
+    """Freeze the model and add trainable adapters to its linear layers."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    targets = "|".join(config.targets)
-    pattern = rf"^(?!.*visual\.).*\.({targets})$" if not config.vision else rf".*\.({targets})$"
+    part = "" if config.vision else family_of(model.config).parts["language_model"]
+    suffix = re.compile(rf".*\.({'|'.join(config.targets)})")
+    names = [name for name, _ in model.named_modules() if suffix.fullmatch(name) and re.search(part, name + ".")]
     settings = LoraConfig(
-        r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=pattern, bias="none"
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules="|".join(map(re.escape, names)),
+        bias="none",
     )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     try:
         inject_adapter_in_model(settings, model)
     except ValueError as error:
-        raise ValueError(f"model.lora.targets {list(config.targets)} fit no layer of this model.") from error
+        raise ValueError(f"model.lora.targets {list(config.targets)} fit no linear layer of this model.") from error
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The adapted layers by name; none where the model has no adapters, and then peft is not needed."""
+    """The adapted layers by name. peft is imported only where the model has adapters."""
     if any("lora_" in name for name, _ in model.named_parameters()):
         from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -77,7 +51,7 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The model as it was before its adapters: the reference of a KL penalty that costs no second copy."""
+    """Within the context the adapters are disabled: a KL reference without a second copy of the model."""
     layers = [layer for _, layer in lora_layers(model)]
     with ExitStack() as stack:
         for layer in layers:
@@ -88,9 +62,9 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight under its Hugging Face name, whole and with the adapters merged in, one after the other.
+    """Every weight under its Hugging Face name, unsharded and with the adapters merged in, one at a time.
 
-    On sharded models each rank walks through all of them, since each weight is gathered from all ranks.
+    On sharded models every rank must iterate over all of them: each weight is gathered from all ranks.
     """
     adapted = dict(lora_layers(model))
     for name, parameter in model.named_parameters():
@@ -105,7 +79,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def named_adapters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The adapters' own weights, whole, under the names of peft's files."""
+    """The adapters' own weights, unsharded, under their names in peft's files."""
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             yield "base_model.model." + name.replace(".default.", "."), _whole(parameter)

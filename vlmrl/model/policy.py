@@ -1,4 +1,4 @@
-"""The one place that knows how a Hugging Face model is run, for the engine and for the trainer alike.
+"""The one place that runs a Hugging Face model, for the engine and for the trainer.
 
 A :class:`Policy` wraps the model. The trainer calls it like any module: ``policy(batch, temperature) -> logprobs``. The engine
 uses :meth:`Policy.hidden` and :meth:`Policy.logits` with a cache. Both get the same distribution: after temperature, and with
@@ -10,34 +10,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from vlmrl.model import tree_attention
-from vlmrl.model.expert_routing import Routing
-from vlmrl.model.families.base import WHY_ALONE, family_of
+from vlmrl.model.expert_routing import ExpertRouters
+from vlmrl.model.families import family_of
+from vlmrl.model.families.base import WHY_ALONE, ImageFeatures
 from vlmrl.model.head import logits_of, score_tokens
 from vlmrl.model.lora import adapters_off
 from vlmrl.types import MicroBatch
-
-
-@dataclass(frozen=True)
-class ImageFeatures:
-    """One image as the decoder reads it: ``embeds`` ``[tokens, hidden]``, and one more such tensor per deepstack layer."""
-
-    embeds: torch.Tensor
-    deepstack: tuple[torch.Tensor, ...] = ()
-
-
-@dataclass
-class _FeatureOutput:
-    """What Hugging Face's forward reads from ``get_image_features``: features by image occurrence."""
-
-    pooler_output: tuple[torch.Tensor, ...]
-    deepstack_features: list[Any]
 
 
 class TokenScores(NamedTuple):
@@ -48,10 +32,9 @@ class TokenScores(NamedTuple):
 
 
 class Policy(nn.Module):
-    """A causal language model, with or without eyes. ``banned_ids`` have no probability, for sampling and training alike.
+    """A causal language model, with or without a vision tower. ``banned_ids`` have probability 0 in sampling and in training.
 
-    With ``lockstep`` every forward touches every weight, images or not: so several ranks that share the weights never wait for
-    one that has nothing to do there.
+    With ``lockstep`` every forward uses all weights, with images or without, so that all ranks take part in FSDP's collectives.
     """
 
     def __init__(self, model: Any) -> None:
@@ -60,17 +43,11 @@ class Policy(nn.Module):
         self.lockstep = False
         self.config = model.config
         self.family = family_of(model.config)
-        self.merge_size: int = model.config.vision_config.spatial_merge_size if self.family.vision else 1
-        self.image_token_id: int | None = model.config.image_token_id if self.family.vision else None
-        self.banned_ids = [model.config.image_token_id, model.config.video_token_id] if self.family.vision else []
-        self.routing = Routing(model, self.family.router) if self.family.router else None
-        self._features: _FeatureOutput | None = None
-        self._joined_deepstack = False
+        self.image_token_id = self.family.image_token_id
+        self.banned_ids = self.family.banned_ids
+        self.routing = ExpertRouters(model, self.family.router) if self.family.router else None
         _check_attention(model.config)
         tree_attention.install(model)
-        if self.family.vision:
-            # Each distinct image is encoded once and put wherever it occurs; the model's own method refuses that.
-            model.model.get_image_features = lambda *args, **kwargs: self._features
 
     @property
     def device(self) -> torch.device:
@@ -86,46 +63,46 @@ class Policy(nn.Module):
         return layer_kinds(self.config)
 
     def frozen_copy(self) -> Policy:
-        """A copy whose weights stay as they are now: the reference of a KL penalty."""
+        """A copy with frozen weights: the reference of a KL penalty."""
         copied = copy.deepcopy(self.model)
         return Policy(copied).requires_grad_(False).eval()
 
     @torch.no_grad()
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write weights, by their Hugging Face names, over this model's own; those not named stay as they are."""
+        """Overwrite the weights that ``named`` has, by their Hugging Face names; others stay as they are."""
         own = dict(self.model.named_parameters())
         for name, weight in named:
             own[name].copy_(weight)
 
     def enable_gradient_checkpointing(self) -> None:
-        """Recompute the layers' activations for the gradient instead of keeping them. Takes effect in training mode."""
-        old_name = self.model.gradient_checkpointing_enable  # deprecated where the new one exists
+        """Recompute the layers' activations in the backward pass instead of keeping them. Takes effect in training mode."""
+        old_name = self.model.gradient_checkpointing_enable  # deprecated where `activation_checkpointing_enable` exists
         settings: dict[str, Any] = {"use_reentrant": False}
         if self.routing is not None:
             settings["context_fn"] = self.routing.checkpointed
         getattr(self.model, "activation_checkpointing_enable", old_name)(settings)
 
     def forward(self, batch: MicroBatch, temperature: float = 1.0) -> TokenScores:
-        """The logprob of each token that ``batch.targets`` marks, given all before it in its row."""
+        """The logprob of each token that ``batch.targets`` marks, given all tokens before it in its row."""
         if batch.ends is not None and not self.family.may_pack:
-            raise ValueError(f"samples of {self.config.model_type} must not stand in one row: {WHY_ALONE}.")
+            raise ValueError(f"samples of {self.config.model_type} must not be packed into one row: {WHY_ALONE}.")
         features = self.encode_images(batch.mm_inputs) if batch.mm_inputs else []
         occurrences = [features[index] for index in batch.image_order]
         tree = None if batch.ends is None else tree_attention.plan(batch.ends[0])
-        unseen = self._blank_image() if self.lockstep and self.family.vision and not occurrences else None
-        with self._sent_to(batch.experts):
-            hidden = self.hidden(batch.token_ids, batch.position_ids, None, occurrences, unseen=unseen, tree=tree)
+        zero = self._blank_image() if self.lockstep and self.family.vision and not occurrences else None
+        with self._replayed(batch.experts):
+            hidden = self.hidden(batch.token_ids, batch.position_ids, None, occurrences, zero=zero, tree=tree)
         rows, places = batch.targets.nonzero(as_tuple=True)
         before = places - 1 if batch.parents is None else batch.parents[rows, places]
-        chosen = hidden[rows, before]  # a token is predicted by the one before it: the only shift there is
+        chosen = hidden[rows, before]  # the one before predicts a token: the only shift in the package
         labels = batch.token_ids[rows, places]
         head = self.model.lm_head
         logprobs, entropy = score_tokens(chosen, head.weight, head.bias, labels, temperature, self.banned_ids)
         zeros = hidden.new_zeros(batch.token_ids.shape, dtype=torch.float32)
         return TokenScores(zeros.index_put((rows, places), logprobs), zeros.index_put((rows, places), entropy))
 
-    def _sent_to(self, experts: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Meanwhile tokens go to these experts, ``[rows, length, layers, top_k]``."""
+    def _replayed(self, experts: torch.Tensor | None) -> AbstractContextManager[None]:
+        """Within the context tokens go to these experts, ``[rows, length, layers, top_k]``."""
         if self.routing is None or experts is None:
             return nullcontext()
         return self.routing.replayed(experts.flatten(0, 1))
@@ -137,67 +114,48 @@ class Policy(nn.Module):
         attention_mask: torch.Tensor | None,
         images: Sequence[ImageFeatures] = (),
         cache: Any = None,
-        unseen: torch.Tensor | None = None,
+        zero: torch.Tensor | None = None,
         real: torch.Tensor | None = None,
         tree: tree_attention.Plan | None = None,
     ) -> torch.Tensor:
         """Last hidden states ``[rows, length, hidden]``.
 
-        ``position_ids`` ``[3, rows, length]``; ``attention_mask`` ``[rows, 1, length, keys]``, True where a query may look, or
-        ``None`` for plain causal rows, and for a single one that ``tree`` describes; ``images`` by occurrence, in row order;
-        ``cache`` a Hugging Face cache. ``unseen`` is a zero that is added before the decoder, so that what it was computed from
-        takes part in the gradient. ``real`` ``[rows, length]`` is False for padding on the left.
+        ``position_ids``: ``[3, rows, length]``. ``attention_mask``: ``[rows, 1, length, keys]``, True where a query may attend;
+        ``None`` for plain causal rows, or for one row whose layout ``tree`` describes. ``images``: by occurrence, in row order.
+        ``cache``: a Hugging Face cache. ``zero``: added to the embeddings, so that the weights it was computed from take part in the
+        gradient. ``real``: ``[rows, length]``, False for padding on the left.
         """
-        inputs: dict[str, Any] = {"position_ids": position_ids if self.family.vision else position_ids[0]}
-        if images:
-            levels: list[Any] = list(zip(*(image.deepstack for image in images), strict=True))
-            if self._joined_deepstack:
-                levels = [torch.cat(level) for level in levels]
-            self._features = _FeatureOutput(tuple(image.embeds for image in images), levels)
-            inputs |= {"pixel_values": images[0].embeds, "image_grid_thw": None}  # stand-ins: the features are ready
+        inputs: dict[str, Any] = {"position_ids": position_ids if self.family.mrope else position_ids[0]}
         if tree is not None:
             inputs["tree"] = tree  # reaches the attention function
-        if unseen is None:
+        if zero is None:
             inputs["input_ids"] = token_ids
         else:
-            inputs["inputs_embeds"] = self.model.get_input_embeddings()(token_ids) + unseen
+            inputs["inputs_embeds"] = self.model.get_input_embeddings()(token_ids) + zero
         if attention_mask is not None and self.family.recurrent:
             attention_mask = {"full_attention": attention_mask, "linear_attention": real}  # type: ignore[assignment]
-        try:
+        # Each distinct image was encoded once; its features are inserted at every occurrence.
+        with self.family.insert_features(self.model, images) if images else nullcontext({}) as more:
             output = self.model.model(
                 attention_mask=attention_mask,
                 past_key_values=cache,
                 use_cache=cache is not None,
                 **inputs,
+                **more,
             )
-        finally:
-            self._features = None
         return output.last_hidden_state
 
     def encode_images(self, mm_inputs: dict[str, torch.Tensor]) -> list[ImageFeatures]:
         """The features of each image in ``mm_inputs``, by the model's own vision tower."""
-        inner = self.model.model
-        inputs = {key: value.to(self.device) for key, value in mm_inputs.items()}
-        output = type(inner).get_image_features(inner, **inputs, return_dict=True)
-        deepstack = getattr(output, "deepstack_features", None) or []
-        if deepstack and isinstance(deepstack[0], torch.Tensor):  # transformers before 5.23 leaves the images joined
-            self._joined_deepstack = True
-            deepstack = [level.split([len(embeds) for embeds in output.pooler_output]) for level in deepstack]
-        levels = zip(*deepstack, strict=True) if deepstack else ((),) * len(output.pooler_output)
-        return [ImageFeatures(embeds, tuple(more)) for embeds, more in zip(output.pooler_output, levels, strict=True)]
+        return self.family.encode_images(self.model, {key: value.to(self.device) for key, value in mm_inputs.items()})
 
     def _blank_image(self) -> torch.Tensor:
-        """Zero, computed from the smallest image there is by all of the vision tower."""
-        vision = self.config.vision_config
-        side = vision.spatial_merge_size
-        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        pixels = torch.zeros(side * side, width, device=self.device)
-        grid = torch.tensor([[1, side, side]], device=self.device)
-        image = self.encode_images({"pixel_values": pixels, "image_grid_thw": grid})[0]
+        """A zero whose gradient reaches all of the vision tower."""
+        image = self.encode_images(self.family.blank_inputs())[0]
         return 0 * torch.stack([features.sum() for features in (image.embeds, *image.deepstack)]).sum()
 
     def logits(self, hidden: torch.Tensor, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
-        """Float32 logits ``[n, vocabulary]`` of hidden states ``[n, hidden]``, after temperature and the ban."""
+        """Float32 logits ``[n, vocabulary]`` of hidden states ``[n, hidden]``, after temperature and banned ids."""
         head = self.model.lm_head
         return logits_of(hidden, head.weight, head.bias, temperature, self.banned_ids)
 
@@ -208,7 +166,7 @@ def layer_kinds(config: Any) -> list[str]:
 
 
 def _check_attention(config: Any) -> None:
-    """Refuse what would be wrong without a word."""
+    """Raise ValueError for configs that would give wrong numbers silently."""
     text = config.get_text_config()
     if getattr(text, "_attn_implementation", None) == "eager":
         raise ValueError("attn_implementation must not be eager: it adds a boolean mask as numbers. Load with sdpa.")
@@ -217,12 +175,12 @@ def _check_attention(config: Any) -> None:
     unknown = set(layer_kinds(config)) - {"full_attention", "linear_attention"}
     if unknown:
         raise ValueError(
-            f"the model's layers must look back over the whole row, but its config's layer_types name {sorted(unknown)}."
+            f"all layers must attend to the whole row, but the config's layer_types hold {sorted(unknown)}."
         )
 
 
 def without_adapters(policy: Policy) -> Callable[[MicroBatch, float], TokenScores]:
-    """``policy`` as it was before its adapters were trained: a reference that needs no second copy."""
+    """``policy`` without its adapters: a KL reference without a second copy of the model."""
 
     def score(batch: MicroBatch, temperature: float) -> TokenScores:
         with adapters_off(policy.model):

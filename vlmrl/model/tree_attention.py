@@ -1,8 +1,7 @@
-"""Attention over rows that begin alike and are laid out depth-first (`train/prefix_tree.py`): a token sees its ancestors and itself.
+"""Attention over rows with common prefixes, laid out as a tree (`train/prefix_tree.py`): a token attends to its ancestors and itself.
 
 It is registered with transformers as ``vlmrl_tree``, for the text layers. Without a :func:`plan` it is plain sdpa. No pair of
-unrelated tokens is computed, and no dense mask is built: on a CPU the tree is walked span by span, elsewhere flex attention gets
-blocks.
+unrelated tokens is computed and no dense mask is built: a CPU computes the tree span by span, a GPU by flex attention's blocks.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 NAME = "vlmrl_tree"
-BLOCK = 128  # tokens on a side of flex attention's blocks
+BLOCK = 128  # tokens a side of flex attention's blocks
 
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def install(model: Any) -> None:
-    """Let the model's text layers attend by this module; its vision tower keeps what it has."""
+    """Make the model's text layers use this attention; the vision tower keeps its own."""
     text = model.config.get_text_config()
     model.set_attn_implementation(NAME if text is model.config else {"text_config": NAME})
 
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens ``first`` to ``last`` that follow one another without a branch; all that follow them end at ``end``.
+    """Tokens ``first`` to ``last`` without a branch between them; all their descendants end at ``end``.
 
     The layout of [1 2 3 4] and [1 2 5] has ``Span(0, 2, 5)``, ``Span(2, 4, 4)`` and ``Span(4, 5, 5)``.
     """
@@ -48,12 +47,12 @@ Plan = Sequence[Span] | BlockMask
 
 
 def plan(ends: torch.Tensor) -> Plan:
-    """What the layers need to know of a layout, once for all of them. ``ends`` ``[tokens]``: where each one's subtree ends."""
+    """A layout's description for all layers. ``ends`` ``[tokens]``: where each token's subtree ends."""
     return spans(ends.numpy()) if ends.device.type == "cpu" else block_mask(ends)
 
 
 def spans(ends: np.ndarray) -> list[Span]:
-    """The layout's spans in order: within one, all tokens have one end."""
+    """The layout's spans in order. All tokens of a span have the same end."""
     firsts = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist()]
     found: list[Span] = []
     tree_end = 0
@@ -65,7 +64,7 @@ def spans(ends: np.ndarray) -> list[Span]:
 
 
 def block_mask(ends: torch.Tensor) -> BlockMask:
-    """Flex attention's blocks of keys by block of queries, from the least and the largest end in each block."""
+    """Flex attention's blocks of keys for each block of queries, from the smallest and the largest end in each block."""
     size = len(ends)
     starts = torch.arange(0, size, BLOCK, device=ends.device)
     by_block = torch.nn.functional.pad(ends, (0, -size % BLOCK)).view(-1, BLOCK)
@@ -83,7 +82,7 @@ def block_mask(ends: torch.Tensor) -> BlockMask:
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row of ``blocks`` how many are set, and which, those first: as flex attention wants it."""
+    """For each row of ``blocks`` the number of set entries, and all indices with the set ones first: flex attention's format."""
     order = blocks.int().argsort(dim=1, descending=True, stable=True).int()
     return blocks.sum(1).int()[None, None], order[None, None]
 
@@ -111,9 +110,9 @@ AttentionInterface.register(NAME, attend)
 
 
 def _pieces(tree: Sequence[Span]) -> Iterator[tuple[slice, slice, bool, bool]]:
-    """Queries, their keys, whether a query sees only the keys up to itself, and whether it has seen none before.
+    """Queries, their keys, whether attention is causal within the piece, and whether it is the queries' first piece.
 
-    What follows a span is one interval, and sees all of it.
+    A span's descendants are one interval of tokens, and attend to all of the span.
     """
     for span in tree:
         own, below = slice(span.first, span.last), slice(span.last, span.end)
@@ -123,10 +122,10 @@ def _pieces(tree: Sequence[Span]) -> Iterator[tuple[slice, slice, bool, bool]]:
 
 
 class _SpanAttention(torch.autograd.Function):
-    """Piece by piece, each softmax rescaled by its share of the whole one: exact, as flash attention over blocks is.
+    """Attention piece by piece, each softmax rescaled by its share of the whole: exact, as flash attention over blocks is.
 
-    Source: FlashAttention-2, arXiv 2307.08691, section 2.3. The pieces are computed by the kernel behind sdpa on CPUs, whose own
-    function keeps the log-sum-exp to itself.
+    Source: FlashAttention-2, arXiv 2307.08691, section 2.3. The pieces are computed by the kernel behind sdpa on CPUs, called
+    directly because sdpa does not return the log-sum-exp.
     """
 
     @staticmethod

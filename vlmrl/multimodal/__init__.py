@@ -1,1 +1,1 @@
-"""Images and prompts: loading in `images.py`, one processed copy of each in `store.py`, messages to token ids in `renderer.py`."""
+"""Images and prompts: `images.py` loads, `store.py` processes each distinct image once, `renderer.py` makes token ids of messages."""

@@ -1,4 +1,4 @@
-"""Image sources: loading them, and telling them apart. The media store and envs use it."""
+"""Image sources: load them, hash their content, measure them, and encode them as PNG or as a data URI."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import requests
+import httpx
 from PIL import ExifTags, Image, ImageOps
 
 from vlmrl.types import ImageSource
 
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 ANY_SIZE = {"min_pixels": 1, "max_pixels": 2**62}
-URL_TIMEOUT = 20  # seconds, to connect and between bytes
-_DECODING = threading.Lock()  # a PIL image that was opened, but not yet read, breaks when two threads read it
+URL_TIMEOUT = 20  # seconds, to connect and between two chunks
+_DECODING = (
+    threading.Lock()
+)  # PIL decodes an opened image at its first use, and two threads that do so at once break it
 
 
 def load_image(source: ImageSource) -> Image.Image:
-    """Any :data:`ImageSource` as an RGB image of its own size, upright; transparency becomes white."""
+    """Any :data:`ImageSource` as an upright RGB image of its own size; transparency becomes white. Raises ValueError."""
     from qwen_vl_utils import fetch_image
 
     source = _content(source)
@@ -30,13 +33,13 @@ def load_image(source: ImageSource) -> Image.Image:
         if isinstance(image, Image.Image):
             image = _upright(image)
             if image.has_transparency_data:
-                image = image.convert("RGBA")  # the one mode that fetch_image puts on white
-        # Half a patch times the merge size is a factor of one: the size is left to the processor's own rule.
+                image = image.convert("RGBA")  # the only mode that fetch_image puts on white
+        # fetch_image rounds sizes to a multiple of 2 * image_patch_size: 0.5 leaves the size to the model's own processor.
         return fetch_image({"image": image, **ANY_SIZE}, image_patch_size=0.5)
 
 
 def data_uri(source: ImageSource) -> str:
-    """Any :data:`ImageSource` as a data URI, to be sent elsewhere: encoded bytes as they are, all else as PNG."""
+    """Any :data:`ImageSource` as a data URI: encoded bytes and files as they are, all else as PNG."""
     source = _content(source)
     if isinstance(source, str) and source.startswith("data:"):
         return source
@@ -46,31 +49,42 @@ def data_uri(source: ImageSource) -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
+def encode_png(image: Image.Image) -> bytes:
+    """The image as a PNG file, its EXIF orientation kept; a mode that PNG lacks, such as CMYK, becomes RGB."""
+    buffer = io.BytesIO()
+    kept = image if image.mode in PNG_MODES else image.convert("RGB")
+    kept.save(buffer, format="PNG", compress_level=1, exif=image.getexif())
+    return buffer.getvalue()
+
+
+def png_data_uri(image: Image.Image) -> str:
+    """:func:`encode_png` as a data URI."""
+    return "data:image/png;base64," + base64.b64encode(encode_png(image)).decode()
+
+
 def _encoded(source: ImageSource) -> bytes:
     if isinstance(source, bytes):
         return source
     if isinstance(source, str | Path) and not str(source).startswith(("http://", "https://")):
         return Path(str(source).removeprefix("file://")).read_bytes()
-    buffer = io.BytesIO()
-    load_image(source).save(buffer, format="PNG", compress_level=1)
-    return buffer.getvalue()
+    return encode_png(load_image(source))
 
 
 def image_size(source: ImageSource) -> tuple[int, int]:
-    """Width and height of the image that :func:`load_image` gives, from the file's header where it has one."""
+    """Width and height of the image that :func:`load_image` returns; files and bytes are not decoded for it."""
     source = _content(source)
     with _naming(source):
         image = _open(source)
         if not isinstance(image, Image.Image):
             return load_image(source).size
         width, height = image.size
-        exif = image.getexif() if "exif" in image.info else {}  # asked otherwise, a PNG would be decoded
-        turned = exif.get(ExifTags.Base.Orientation, 1) >= 5  # by a quarter
-        return (height, width) if turned else (width, height)
+        exif = image.getexif() if "exif" in image.info else {}  # without this condition, a PNG would be decoded
+        sideways = exif.get(ExifTags.Base.Orientation, 1) >= 5  # rotated by 90 or 270 degrees
+        return (height, width) if sideways else (width, height)
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Turned as its camera says. Raises ValueError for more than 8 bits a channel, which would be clipped, not scaled."""
+    """Rotated as its EXIF orientation says. Raises ValueError for more than 8 bits a channel: PIL would clip, not scale."""
     if image.mode.startswith(("I", "F")):
         raise ValueError(
             f"mode {image.mode} holds more than 8 bits a channel; scale it to 0..255 first, for example with numpy."
@@ -79,7 +93,7 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def source_key(source: ImageSource) -> str:
-    """A key that is equal for equal sources and costs no decoding."""
+    """A key that is equal for equal sources, made without decoding encoded images."""
     source = _content(source)
     with _naming(source):
         return _key(source)
@@ -99,31 +113,30 @@ def _key(source: ImageSource) -> str:
 
 
 def content_hash(image: Image.Image) -> str:
-    """A hash of mode, size, orientation, pixels and their palette: the same for two encodings of one image."""
+    """A hash of mode, size, orientation, palette and pixels: equal for two encodings of one image."""
     with _DECODING:
         image.load()
-    turned = image.getexif().get(ExifTags.Base.Orientation)
-    meaning = (image.mode, image.size, image.getpalette(None), image.info.get("transparency"), turned)
+    orientation = image.getexif().get(ExifTags.Base.Orientation)
+    meaning = (image.mode, image.size, image.getpalette(None), image.info.get("transparency"), orientation)
     digest = hashlib.blake2b(repr(meaning).encode(), digest_size=16)
     digest.update(image.tobytes())
     return digest.hexdigest()
 
 
 def _content(source: ImageSource) -> ImageSource:
-    """The Hugging Face form without its dict."""
+    """The bytes or path inside the Hugging Face ``datasets`` form; other sources as they are."""
     return (source.get("bytes") or source.get("path")) if isinstance(source, dict) else source
 
 
 def _open(source: ImageSource) -> ImageSource:
-    """A PIL image, except for what no image can be loaded from, which is left to fetch_image to refuse."""
+    """A PIL image. What is no image source is returned as it is: fetch_image then raises the error."""
     if isinstance(source, str) and source.startswith("data:") and "base64," in source:
         source = base64.b64decode(source.partition("base64,")[2])
     if isinstance(source, bytes):
         return Image.open(io.BytesIO(source))
     if isinstance(source, str) and source.startswith(("http://", "https://")):
-        answer = requests.get(source, timeout=URL_TIMEOUT)
-        answer.raise_for_status()
-        return Image.open(io.BytesIO(answer.content))
+        response = httpx.get(source, timeout=URL_TIMEOUT, follow_redirects=True).raise_for_status()
+        return Image.open(io.BytesIO(response.content))
     if isinstance(source, str | Path):
         return Image.open(str(source).removeprefix("file://"))
     if isinstance(source, Image.Image):
@@ -141,7 +154,7 @@ def _naming(source: ImageSource) -> Iterator[None]:
 
 
 def describe(source: ImageSource) -> str:
-    """The source in a few words, for an error."""
+    """A short text for the source, for error messages."""
     if isinstance(source, bytes):
         return f"{len(source)} bytes beginning with {source[:8]!r}"
     text = repr(source)
@@ -149,5 +162,5 @@ def describe(source: ImageSource) -> str:
 
 
 def blank(image: Image.Image) -> Image.Image:
-    """A grey image of the same size: a control that shows what can be done without seeing."""
+    """A grey image of the same size: the control of a run that must not learn from images."""
     return Image.new("RGB", image.size, (128, 128, 128))

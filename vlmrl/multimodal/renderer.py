@@ -1,11 +1,11 @@
 """Messages to token ids, and a reply's ids to text.
 
-The turn loop renders the prompt once and each observation as a delta, so that no sampled id is ever encoded again. A
-delta is what the chat template writes after a fixed base conversation, cut after the base's last end-of-turn id: the
-newline that Qwen's templates put after ``<|im_end|>`` is thus its first token. `rollout/history.py` says when which is used.
+The turn loop renders the prompt once and each observation as a delta, so that no sampled id is ever re-encoded. A delta is what
+the chat template writes after a fixed base conversation, cut after the base's last end-of-turn id: the newline that ChatML
+templates put after ``<|im_end|>`` is its first token. `rollout/history.py` decides which of the two is used.
 
-Ids made here hold one placeholder per image, as engines want them; :func:`expand` gives the form that models are
-trained on, with one placeholder per visual token.
+Rendered ids hold one placeholder per image, as engines expect them. :func:`expand` gives the form that models are trained on, with
+all tokens of each image: a placeholder per visual token, and the separators of the model's family.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from vlmrl.types import ImageSource, MediaItem, Message
 
 BASE: list[Message] = [{"role": "system", "content": "."}, {"role": "user", "content": "."}]
-ESCAPE = "\U00100000"  # a private-use character: with the next one it stands for a special token in a text, or itself
+ESCAPE = (
+    "\U00100000"  # a private-use character: together with the next one it replaces a special token in a text, or itself
+)
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,8 @@ class Rendered:
 class Renderer:
     """Renders with one tokenizer and one chat template.
 
-    ``image_token`` is the text of the model's image placeholder; ``None`` for a text model. ``end_of_turn`` is the
-    text of the token that closes a turn; by default the tokenizer's end-of-sequence token. ``stop_ids`` are the ids
-    that end a reply.
+    ``image_token`` is the text of the model's image placeholder, ``None`` for a text model. ``end_of_turn`` is the text of the
+    token that closes a turn, by default the tokenizer's end-of-sequence token. ``stop_ids`` are further ids that end a reply.
     """
 
     def __init__(
@@ -76,13 +77,13 @@ class Renderer:
         self.opening = self._find_opening()
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Rendered:
-        """The whole conversation, ready for a reply."""
+        """The whole conversation with the generation prompt at its end."""
         clean, images = self._clean(messages)
         self.check_tools(tools)
         return self._finish(self._template(clean, self._clean_tools(tools)), images, messages)
 
     def check_tools(self, tools: Sequence[dict[str, Any]]) -> None:
-        """Raises ValueError where the chat template does not show the tools."""
+        """Raises ValueError where the chat template does not render the tools."""
         schemas = self._clean_tools(tools)
         if schemas and self._base(schemas) == self._base(None):
             raise ValueError(
@@ -92,27 +93,27 @@ class Renderer:
 
     @property
     def tool_format(self) -> str:
-        """How the chat template has the model write calls: a name in `tools.py`."""
+        """The format in which the chat template has the model write tool calls: a name in `env/tools.py`."""
         return "xml" if "<function=" in self.chat_template else "json"
 
     def delta(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, close: bool = False
     ) -> Rendered:
-        """What an observation adds after a reply's end-of-turn id; with ``close`` that id comes first."""
+        """The ids that an observation adds after a reply's end-of-turn id; ``close`` puts that id first."""
         clean, images = self._clean(messages)
         schemas = self._clean_tools(tools)
         base = self._base(schemas)
         full = self._template([*BASE, *clean], schemas)
         if not full.startswith(base):
             raise ValueError(
-                "the chat template rewrites earlier messages when an observation comes, so observations cannot be "
+                "the chat template rewrites earlier messages when an observation follows, so observations cannot be "
                 f"appended; it rendered {full[: len(base)]!r} where the conversation had {base!r}."
             )
         text = (self.end_of_turn if close else "") + full[len(base) :]
         return self._finish(text, images, messages)
 
     def inline(self, messages: Sequence[Message]) -> Rendered:
-        """What an observation adds inside a reply that goes on: its bare text, and its images as the template writes them."""
+        """The ids that an observation adds in the middle of a reply: its bare text, and images as the template writes them."""
         clean, images = self._clean(messages)
         text = ""
         for message in clean:
@@ -130,7 +131,7 @@ class Renderer:
         """
         if not self.marks_replies:
             raise ValueError(
-                "the chat template has no {% generation %} markers, so it cannot be told which tokens are the replies'; set "
+                "the chat template has no {% generation %} markers, which mark the tokens of the replies; set "
                 "model.chat_template (`chatml` and `chatml_drop_thinking` have them), or rollout.samples to step_wise."
             )
         clean, images = self._clean(messages)
@@ -154,7 +155,7 @@ class Renderer:
         return bool(re.search(r"\{%-?\s*generation\s*-?%\}", self.chat_template))
 
     def text(self, token_ids: Sequence[int], opened: bool = True) -> str:
-        """A reply as an env reads it: what the generation prompt ``opened``, the decoded ids, no end-of-turn token."""
+        """A reply as an env reads it: the opening that the generation prompt wrote (if ``opened``), the ids' text, no end of turn."""
         ids = list(token_ids[:-1]) if token_ids and token_ids[-1] in self.stop_ids else list(token_ids)
         return (self.opening if opened else "") + self.decode(ids)
 
@@ -216,13 +217,13 @@ class Renderer:
         return self._image
 
     def _find_opening(self) -> str:
-        """What the generation prompt writes into the reply, such as ``<think>``: all after its role line."""
+        """What the generation prompt writes at the start of a reply, such as ``<think>``: all after its role line."""
         prompt = self._template(BASE, None)[len(self._base(None)) :]
         _, _, opening = prompt.partition("assistant\n")
         return opening
 
     def _clean(self, messages: Sequence[Message]) -> tuple[list[Message], list[ImageSource]]:
-        """Messages whose texts hold no special token and whose images are bare marks, and the images."""
+        """The messages with special tokens escaped and images replaced by ``{"type": "image"}``, and the images."""
         images: list[ImageSource] = []
         clean = []
         for message in messages:
@@ -238,7 +239,7 @@ class Renderer:
             return self._escape(content)
         parts: list[dict[str, Any]] = []
         for kind, run in groupby(content, lambda part: part["type"]):
-            if kind == "text":  # joined before it is escaped, or a special token in two parts would slip through
+            if kind == "text":  # joined before escaping, or a special token cut over two parts would get through
                 parts.append({"type": "text", "text": self._escape("".join(part["text"] for part in run))})
             elif kind == "image":
                 shown = [part["image"] for part in run]
@@ -258,24 +259,49 @@ class Renderer:
 
 
 def expand(token_ids: Sequence[int], image_token_id: int | None, media: Sequence[MediaItem]) -> list[int]:
-    """One placeholder per image to one per visual token: ``[1, P, 2]`` of 3 tokens is ``[1, P, P, P, 2]``."""
+    """One placeholder per image to all tokens of each: ``[1, P, 2]`` of an image of 3 tokens is ``[1, P, P, P, 2]``."""
     if not media:
         return list(token_ids)
+    assert image_token_id is not None  # or there were no images
     expanded: list[int] = []
     items = iter(media)
     for token in token_ids:
-        expanded.extend([token] * next(items).num_tokens if token == image_token_id else [token])
+        expanded.extend(image_ids(next(items), image_token_id) if token == image_token_id else [token])
     return expanded
 
 
 def collapse(token_ids: Sequence[int], image_token_id: int | None, media: Sequence[MediaItem]) -> list[int]:
     """The reverse of :func:`expand`: ``[1, P, P, P, 2]`` of an image of 3 tokens is ``[1, P, 2]``."""
     collapsed: list[int] = []
-    place, items = 0, iter(media)
-    while place < len(token_ids):
-        collapsed.append(token_ids[place])
-        place += next(items).num_tokens if token_ids[place] == image_token_id else 1
-    return collapsed
+    done = 0
+    for start, end in image_spans(token_ids, image_token_id, media):
+        assert image_token_id is not None  # or there were no images
+        collapsed += [*token_ids[done:start], image_token_id]
+        done = end
+    return [*collapsed, *token_ids[done:]]
+
+
+def image_ids(item: MediaItem, image_token_id: int) -> list[int]:
+    """The tokens that stand for an image in an expanded prompt."""
+    return [item.separators.get(offset, image_token_id) for offset in range(item.num_tokens)]
+
+
+def image_spans(
+    token_ids: Sequence[int], image_token_id: int | None, media: Sequence[MediaItem]
+) -> list[tuple[int, int]]:
+    """Where each image's tokens begin and end in expanded ids: ``[1, P, P, P, 2]`` with an image of 3 tokens has ``[(1, 4)]``.
+
+    Only an image's first placeholder is looked for; :func:`vlmrl.samples.audit` checks the rest. Raises ValueError where there are
+    fewer images in ``token_ids`` than in ``media``.
+    """
+    spans: list[tuple[int, int]] = []
+    ids, done = list(token_ids), 0
+    for item in media:
+        before = next(offset for offset in range(item.num_tokens) if offset not in item.separators)
+        start = ids.index(image_token_id, done + before) - before  # type: ignore[arg-type]
+        done = start + item.num_tokens
+        spans.append((start, done))
+    return spans
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:

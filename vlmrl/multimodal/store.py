@@ -1,8 +1,7 @@
-"""Images: from any source to a content hash, tensors and an engine payload, each made once.
+"""The media store: each distinct image is loaded, hashed, resized and processed once.
 
-The turn loop asks :class:`MediaStore` for every image of a prompt or an observation and keeps the :class:`MediaItem`
-it gets. Packing merges the items' tensors with :func:`merge_mm_inputs`. The store itself keeps only weak references: a
-image lives as long as a trajectory or sample that shows it.
+The turn loop gets a :class:`MediaItem` for every image of a prompt or an observation. Packing merges the items' tensors with
+:func:`merge_mm_inputs`. The store keeps only weak references: an item exists as long as a trajectory or sample holds it.
 """
 
 from __future__ import annotations
@@ -16,49 +15,50 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image
 from torchvision.transforms.v2 import functional as tv
-from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
+from vlmrl.model.families.base import Family, Size
 from vlmrl.multimodal.images import content_hash, image_size, load_image, source_key
 from vlmrl.types import ImageSource, MediaItem
 from vlmrl.utils.threads import DaemonPool
 
 
 class Measure(NamedTuple):
-    """How the model will see an image of the size ``given``: its size then, and its visual tokens. Sizes are (width, height)."""
+    """What the model sees of an image, without its pixels. Sizes are (width, height)."""
 
-    given: tuple[int, int]
-    shown: tuple[int, int]
+    given: Size
+    """The image's own size."""
+    shown: Size
+    """Its size at the model."""
     num_tokens: int
 
 
 class MediaStore:
-    """Makes each distinct image's :class:`MediaItem` once, whoever asks for it and however often.
+    """Makes the :class:`MediaItem` of each distinct image once. Thread-safe.
 
-    ``image_processor`` is the model's own; ``max_pixels`` lowers its limit. ``transform``, applied to each decoded
-    image, serves controls such as :func:`vlmrl.multimodal.images.blank`. ``seen`` counts the images asked for, ``processed``
-    those that went through the processor.
+    ``image_processor`` is what ``family`` loaded for the model; ``max_pixels`` lowers its limit. ``transform`` is applied to each
+    decoded image, for controls such as :func:`vlmrl.multimodal.images.blank`. ``seen`` counts requested images, ``processed`` those
+    that went through the processor.
     """
 
     def __init__(
         self,
+        family: Family,
         image_processor: Any,
         *,
         max_pixels: int | None = None,
         transform: Callable[[Image.Image], Image.Image] | None = None,
         threads: int = 4,
     ) -> None:
+        self._family = family
         self._processor = image_processor
-        self._factor = image_processor.patch_size * image_processor.merge_size
-        self._min_pixels = image_processor.size["shortest_edge"]
-        self._max_pixels = min(max_pixels or 2**62, image_processor.size["longest_edge"])
+        self._max_pixels = max_pixels
         self._transform = transform
         self._pool = DaemonPool("media", threads)
         self._lock = threading.Lock()
         self._items: weakref.WeakValueDictionary[str, MediaItem] = weakref.WeakValueDictionary()
         self._ids: dict[str, str] = {}  # source key -> content hash
-        self._pending: dict[
-            str, Future[MediaItem]
-        ] = {}  # by source key while loading, by content hash while processing
+        # By source key while an image is loaded, by content hash while it is processed.
+        self._pending: dict[str, Future[MediaItem]] = {}
         self.seen = 0
         self.processed = 0
 
@@ -67,24 +67,24 @@ class MediaStore:
         return await self._pool.run(self.load, source)
 
     def measure(self, source: ImageSource) -> Measure:
-        """What :meth:`load` would make of the image's size, without decoding it."""
-        width, height = given = image_size(source)
-        rows, columns = self._size(width, height)
-        return Measure(given, (columns, rows), rows * columns // self._factor**2)
+        """The size and token count that :meth:`load` would give the image, without decoding it."""
+        given = image_size(source)
+        shown = self._resized(given)
+        return Measure(given, shown, self._family.num_tokens(self._processor, shown))
 
     def close(self) -> None:
-        """Let the store's threads end."""
+        """End the store's threads."""
         self._pool.close()
 
     def load(self, source: ImageSource) -> MediaItem:
-        """The same, here and now; safe from any thread. Raises ValueError for what is no image."""
+        """As :meth:`get`, in the calling thread. Raises ValueError for what is no image."""
         with self._lock:
             self.seen += 1
         key = source_key(source)
         return self._once(key, lambda: self._load(key, source))
 
     def _once(self, key: str, make: Callable[[], MediaItem]) -> MediaItem:
-        """The living item of a source key or content hash; else what ``make`` gives to one thread while others wait."""
+        """The item of a source key or content hash if it still exists; else ``make()``, run by one thread while others wait."""
         with self._lock:
             item = self._items.get(self._ids.get(key, key))
             if item is not None:
@@ -116,19 +116,17 @@ class MediaStore:
         weakref.finalize(item, self._ids.pop, key, None).atexit = False
         return item
 
-    def _size(self, width: int, height: int) -> tuple[int, int]:
-        """The height and width that the processor would choose."""
-        return smart_resize(height, width, self._factor, self._min_pixels, self._max_pixels)
+    def _resized(self, size: Size) -> Size:
+        return self._family.resized(self._processor, size, self._max_pixels)
 
     def _process(self, content: str, image: Image.Image) -> MediaItem:
-        """Resize to what the processor would choose, with its own filter, then let it make the tensors."""
-        size = self._size(*image.size)
-        if size != image.size[::-1]:
+        """Resize to the size that the processor would choose, with its own filter, then make the tensors."""
+        family, processor, size = self._family, self._processor, self._resized(image.size)
+        if size != image.size:
             pixels = tv.pil_to_tensor(image)
-            image = tv.to_pil_image(tv.resize(pixels, list(size), tv.InterpolationMode.BICUBIC, antialias=True))
-        inputs = dict(self._processor(images=[image], do_resize=False, return_tensors="pt"))
-        tokens = int(inputs["image_grid_thw"].prod()) // self._processor.merge_size**2
-        item = MediaItem(content, image, inputs, tokens)
+            image = tv.to_pil_image(tv.resize(pixels, list(size[::-1]), tv.InterpolationMode.BICUBIC, antialias=True))
+        inputs = family.image_inputs(processor, image)
+        item = MediaItem(content, image, inputs, family.num_tokens(processor, size), family.separators(processor, size))
         with self._lock:
             self.processed += 1
             self._items[content] = item
@@ -136,7 +134,7 @@ class MediaStore:
 
 
 def merge_mm_inputs(items: Sequence[MediaItem]) -> dict[str, torch.Tensor]:
-    """The items' tensors joined along their first dimension: one ``torch.cat`` per key.
+    """The items' tensors concatenated along their first dimension: one ``torch.cat`` per key.
 
     Two images of 16 and 24 patches give ``pixel_values`` ``[40, patch]`` and ``image_grid_thw`` ``[2, 3]``. Raises
     ValueError where a key is missing from some items or holds no tensor.

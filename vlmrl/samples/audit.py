@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from vlmrl.model.expert_routing import Routing, indices_of
+from vlmrl.model.expert_routing import ExpertRouters, indices_from_routing
+from vlmrl.multimodal.renderer import image_ids, image_spans
 from vlmrl.types import MediaItem, Sample, Trajectory
 
 TOLERANCE = 1e-6
@@ -42,7 +43,7 @@ def audit(
     *,
     image_token_id: int | None = None,
     banned_ids: Collection[int] = (),
-    routing: Routing | None = None,
+    routing: ExpertRouters | None = None,
 ) -> AuditReport:
     """Check the rules of a batch. With ``trajectories``, also check that its tokens are those that were shown and sampled.
 
@@ -135,30 +136,49 @@ def _check_rewards(samples: Sequence[Sample], row: int) -> None:
 
 
 def _check_images(samples: Sequence[Sample], row: int, image_token_id: int | None) -> None:
-    """Each run of placeholders belongs to one image, in order, and has as many tokens as the image's grid."""
+    """The runs of placeholders are those that the row's images expand to, in order, with their separators between them."""
     sample = samples[row]
     name = sample.trajectory_id
     if image_token_id is None:
         if sample.media:
             raise AuditError(f"trajectory {name}: {len(sample.media)} images in a batch for a text model.")
         return
-    edges = np.flatnonzero(np.diff(np.array(sample.token_ids) == image_token_id, prepend=False, append=False))
-    runs = [(int(start), int(end - start)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
-    if len(runs) != len(sample.media):
+    runs = _placeholder_runs(sample.token_ids, image_token_id)
+    wanted = [
+        (index, item, size)
+        for index, item in enumerate(sample.media)
+        for _, size in _placeholder_runs(image_ids(item, image_token_id), image_token_id)
+    ]
+    if len(runs) != len(wanted):
         raise AuditError(
-            f"trajectory {name}: the row shows {len(runs)} images (runs of {[size for _, size in runs]} placeholder "
-            f"tokens), but holds {len(sample.media)} ({', '.join(sample.image_ids) or 'none'})."
+            f"trajectory {name}: the row has {len(runs)} runs of placeholder tokens, of lengths {[size for _, size in runs]}, "
+            f"but its {len(sample.media)} images ({', '.join(sample.image_ids) or 'none'}) take {len(wanted)}."
         )
-    for index, ((start, size), item) in enumerate(zip(runs, sample.media, strict=True)):
-        if size != item.num_tokens:
+    for (start, size), (index, item, length) in zip(runs, wanted, strict=True):
+        if size != length:
             turn = _turn_of(samples, row, start - len(sample.prompt_token_ids))
             raise AuditError(
                 f"trajectory {name}, turn {turn}, image {index} ({item.id}): {size} placeholder tokens stand in the "
-                f"row, but its grid {item.mm_inputs['image_grid_thw'][0].tolist()} makes {item.num_tokens}."
+                f"row, but the image of {item.image.width}x{item.image.height} pixels takes {length}."
+            )
+    for index, (item, (start, end)) in enumerate(
+        zip(sample.media, image_spans(sample.token_ids, image_token_id, sample.media), strict=True)
+    ):
+        if sample.token_ids[start:end] != image_ids(item, image_token_id):
+            turn = _turn_of(samples, row, start - len(sample.prompt_token_ids))
+            raise AuditError(
+                f"trajectory {name}, turn {turn}, image {index} ({item.id}): tokens {start} to {end} of the row are not those of "
+                f"the image, whose ids between the placeholders are {item.separators}."
             )
 
 
-def _check_expert_routing(sample: Sample, routing: Routing | None) -> None:
+def _placeholder_runs(token_ids: Sequence[int], image_token_id: int) -> list[tuple[int, int]]:
+    """The first token and the length of each run of placeholders."""
+    edges = np.flatnonzero(np.diff(np.array(token_ids) == image_token_id, prepend=False, append=False))
+    return [(int(start), int(end - start)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def _check_expert_routing(sample: Sample, routing: ExpertRouters | None) -> None:
     """One entry per token of the row; a known entry names ``top_k`` different experts of the model in each layer."""
     where, entries = f"trajectory {sample.trajectory_id}", sample.expert_routing
     if not entries:
@@ -173,7 +193,7 @@ def _check_expert_routing(sample: Sample, routing: Routing | None) -> None:
                 f"{where}, token {place}: it was sent to {entry.top_k} experts in each of {entry.layers} layers, but the model sends "
                 f"to {routing.top_k} in each of {routing.layers}."
             )
-    indices = np.sort(indices_of(entries), axis=-1)
+    indices = np.sort(indices_from_routing(entries), axis=-1)
     wrong = (indices >= routing.num_experts).any(-1) | ((np.diff(indices) == 0) & (indices[..., 1:] >= 0)).any(-1)
     if wrong.any():
         place, layer = map(int, np.argwhere(wrong)[0])

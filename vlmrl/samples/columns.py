@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from vlmrl.model.expert_routing import indices_of, routes_of
+from vlmrl.model.expert_routing import indices_from_routing, routing_from_indices
 from vlmrl.types import ExpertRouting, Sample
 
 REQUIRED = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "trajectory_ids", "is_last_step")
@@ -44,7 +44,9 @@ def to_columns(samples: Sequence[Sample], rollout_metrics: Mapping[str, float] |
         "rollout_metrics": dict(rollout_metrics or {}),
         "rollout_logprobs": [sample.rollout_logprobs for sample in samples] if known else None,
         "trajectory_ids": [sample.trajectory_id for sample in samples],
-        "rollout_expert_indices": [indices_of(sample.expert_routing) for sample in samples] if routed else None,
+        "rollout_expert_indices": [indices_from_routing(sample.expert_routing) for sample in samples]
+        if routed
+        else None,
         "is_last_step": [sample.is_last_step for sample in samples],
         "group_ids": [sample.group_id for sample in samples],
         "policy_versions": [sample.policy_versions for sample in samples],
@@ -132,6 +134,6 @@ def _expert_routing(experts: Any, size: int, row: int) -> list[ExpertRouting | N
             f"column 'rollout_expert_indices', row {row}, must be [tokens, layers, top_k] of its {size} tokens, but its shape is "
             f"{list(indices.shape)}."
         )
-    routing = routes_of(np.maximum(indices, 0))
+    routing = routing_from_indices(np.maximum(indices, 0))
     known = [None if (token < 0).any() else own for token, own in zip(indices, routing, strict=True)]
     return known + [None] * (size - len(indices))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vlmrl.model.expert_routing import indices_of
+from vlmrl.model.expert_routing import indices_from_routing
 from vlmrl.types import Sample
 
 
@@ -22,7 +22,7 @@ def expert_indices(
     for sample, path in zip(samples, paths, strict=True):
         if not any(sample.expert_routing):
             continue
-        own = torch.from_numpy(indices_of(sample.expert_routing))
+        own = torch.from_numpy(indices_from_routing(sample.expert_routing))
         if laid_out is None:
             laid_out = torch.full((shape[0] * shape[1], *own.shape[1:]), -1, dtype=own.dtype)
         places = torch.from_numpy(path)

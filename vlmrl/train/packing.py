@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from vlmrl.model.families.base import merged_grid, rope_positions
+from vlmrl.model.families.base import Family
 from vlmrl.model.policy import Policy, TokenScores
 from vlmrl.multimodal.store import merge_mm_inputs
 from vlmrl.train import prefix_tree
@@ -121,15 +121,15 @@ def _padded(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return bins
 
 
-def pack(samples: Sequence[Sample], part: MicroBatchPlan, image_token_id: int | None, merge_size: int) -> Packed:
+def pack(samples: Sequence[Sample], part: MicroBatchPlan, family: Family) -> Packed:
     """The batch of one part. ``samples`` are those the part was split from; its scores by sample are in the order of its rows."""
     rows = [samples[row] for row in part.rows]
     if part.layout == "padded":
-        return Packed(collate(rows, image_token_id, merge_size))
+        return Packed(collate(rows, family))
     shared = [0] * len(rows)
     if part.layout == "tree":
-        shared = prefix_tree.shared_lengths(prefix_tree.atoms_of(rows, image_token_id))
-    tree = prefix_tree.build(rows, shared, image_token_id, merge_size)
+        shared = prefix_tree.shared_lengths(prefix_tree.atoms_of(rows, family.image_token_id))
+    tree = prefix_tree.build(rows, shared, family)
     places = torch.full((len(rows), max(map(len, rows))), -1, dtype=torch.long)
     for number, (sample, path) in enumerate(zip(rows, tree.paths, strict=True)):
         trained = np.flatnonzero(sample.loss_mask) + len(sample.prompt_token_ids)
@@ -144,16 +144,15 @@ def pack(samples: Sequence[Sample], part: MicroBatchPlan, image_token_id: int | 
     return Packed(batch, places)
 
 
-def collate(samples: Sequence[Sample], image_token_id: int | None, merge_size: int) -> MicroBatch:
-    """One row a sample, padded on the right, with M-RoPE positions of their own, and the distinct images' tensors merged once."""
+def collate(samples: Sequence[Sample], family: Family) -> MicroBatch:
+    """One row a sample, padded on the right, with positions of their own, and the distinct images' tensors merged once."""
     length = max(map(len, samples))
     token_ids = torch.zeros(len(samples), length, dtype=torch.long)
     position_ids = torch.zeros(3, len(samples), length, dtype=torch.long)
     for row, sample in enumerate(samples):
         ids = sample.token_ids
-        grids = [merged_grid(item.mm_inputs["image_grid_thw"], merge_size) for item in sample.media]
         token_ids[row, : len(ids)] = torch.tensor(ids)
-        position_ids[:, row, : len(ids)], _ = rope_positions(ids, grids, image_token_id)
+        position_ids[:, row, : len(ids)], _ = family.positions(ids, sample.media)
     merged, order = _distinct([item for sample in samples for item in sample.media])
     targets = per_token(samples, lambda sample: sample.loss_mask).bool()
     paths = [np.arange(len(sample)) + row * length for row, sample in enumerate(samples)]
@@ -182,7 +181,7 @@ def response_logprobs(policy: Policy, samples: Sequence[Sample], temperature: fl
     """The logprobs, in nats, of each sample's response tokens by ``policy``: one array ``[response]`` a sample."""
     scores = []
     for sample in samples:
-        batch = collate([sample], policy.image_token_id, policy.merge_size).to(policy.device)
+        batch = collate([sample], policy.family).to(policy.device)
         logprobs = policy(batch, temperature).logprobs[0, len(sample.prompt_token_ids) : len(sample)]
         scores.append(logprobs.float().cpu().numpy())
     return scores

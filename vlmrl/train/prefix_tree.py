@@ -15,7 +15,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from vlmrl.model.families.base import merged_grid, rope_positions
+from vlmrl.model.families.base import Family
+from vlmrl.multimodal.renderer import image_spans
 from vlmrl.types import MediaItem, Sample
 
 
@@ -37,7 +38,7 @@ class Tree:
         return len(self.token_ids)
 
 
-def build(rows: Sequence[Sample], shared: Sequence[int], image_token_id: int | None, merge_size: int) -> Tree:
+def build(rows: Sequence[Sample], shared: Sequence[int], family: Family) -> Tree:
     """One tree, or several side by side.
 
     ``shared`` says how many tokens each row has in common with the one before it: :func:`shared_lengths` of rows that are in
@@ -53,13 +54,11 @@ def build(rows: Sequence[Sample], shared: Sequence[int], image_token_id: int | N
         ids = np.array(sample.token_ids, dtype=np.int64)
         new = np.arange(size, size + len(ids) - known)
         path = np.concatenate([paths[-1][:known], new]) if known else new
-        grids = [merged_grid(item.mm_inputs["image_grid_thw"], merge_size) for item in sample.media]
         token_ids.append(ids[known:])
-        positions.append(rope_positions(sample.token_ids, grids, image_token_id)[0][:, known:])
+        positions.append(family.positions(sample.token_ids, sample.media)[0][:, known:])
         parents.append(np.concatenate([[-1], path[:-1]])[known:])
-        known_visual = int((ids[:known] == image_token_id).sum())
-        seen = np.cumsum([item.num_tokens for item in sample.media])
-        media += sample.media[int(np.searchsorted(seen, known_visual, side="right")) :]
+        spans = image_spans(sample.token_ids, family.image_token_id, sample.media)
+        media += [item for item, (start, _) in zip(sample.media, spans, strict=True) if start >= known]
         paths.append(path)
         size += len(new)
     ends = np.arange(1, size + 1)
@@ -109,13 +108,11 @@ def atoms_of(samples: Sequence[Sample], image_token_id: int | None) -> list[np.n
     found = []
     for sample in samples:
         atoms = np.array(sample.token_ids, dtype=np.int64)
-        codes = []
-        for item in sample.media:
+        spans = image_spans(sample.token_ids, image_token_id, sample.media)
+        for item, (start, end) in zip(sample.media, spans, strict=True):
             if item.id not in firsts:
                 firsts[item.id], used = used, used + item.num_tokens
-            codes.append(-1 - firsts[item.id] - np.arange(item.num_tokens))
-        if codes:
-            atoms[atoms == image_token_id] = np.concatenate(codes)
+            atoms[start:end] = -1 - firsts[item.id] - np.arange(item.num_tokens)
         found.append(atoms)
     return found
 

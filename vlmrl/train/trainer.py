@@ -297,7 +297,7 @@ class Trainer:
         return parts
 
     def _score(self, policy: Scorer, samples: list[Sample], part: MicroBatchPlan) -> TokenScores:
-        packed = pack(samples, part, self.policy.image_token_id, self.policy.merge_size).to(self.policy.device)
+        packed = pack(samples, part, self.policy.family).to(self.policy.device)
         batch = packed.batch
         if not self._replay_routing or policy is not self.policy:  # a reference routes as it would by itself
             batch = replace(batch, experts=None)

@@ -1,4 +1,4 @@
-"""The rows in generation: prompts run, tokens drawn, keys and values kept, by the thread of :mod:`vlmrl.engine.hf.engine`."""
+"""The running batch: prefill, decode, and the prefix cache between turns. The thread of :mod:`vlmrl.engine.hf.engine` runs it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from vlmrl.engine.base import Request
 from vlmrl.engine.hf.features import ImageFeatureCache
 from vlmrl.engine.hf.kv_cache import BatchCache
 from vlmrl.engine.hf.sampling import Draws, sample, temperatures
-from vlmrl.model.expert_routing import Routing, routes_of
-from vlmrl.model.families.base import merged_grid, rope_positions
+from vlmrl.model.expert_routing import ExpertRouters, routing_from_indices
 from vlmrl.model.policy import Policy
 from vlmrl.multimodal.renderer import Renderer
 from vlmrl.types import Completion, ExpertRouting
 
 
 @dataclass
-class _Kept:
-    """A trajectory between turns: its tokens and images so far, row ``index`` of ``cache``, and the next position."""
+class CachedPrefix:
+    """What is kept of a trajectory between turns: its tokens and images, row ``index`` of ``cache``, and the next position."""
 
     token_ids: list[int]
     media_ids: list[str]
@@ -33,17 +32,17 @@ class _Kept:
     next_position: int
     routes: list[ExpertRouting | None]
 
-    def begins(self, row: Row) -> bool:
-        """Whether ``row`` goes on from here, with at least one new token to run."""
+    def is_prefix_of(self, row: Row) -> bool:
+        """Whether ``row``'s prompt continues this one with at least one new token."""
         length, images = len(self.token_ids), [item.id for item in row.request.media[: len(self.media_ids)]]
         return length < len(row.prompt_ids) and row.prompt_ids[:length] == self.token_ids and images == self.media_ids
 
 
 @dataclass(eq=False)
 class Row:
-    """One request while it is served.
+    """One request in progress.
 
-    ``versions`` say under which weights each of its ``token_ids`` was drawn, ``routes`` which experts those tokens had that were run.
+    ``versions`` are the policy versions that its ``token_ids`` were sampled with, ``routes`` the experts of all tokens run so far.
     """
 
     request: Request
@@ -64,41 +63,41 @@ class Row:
 
 
 class PrefixCache:
-    """Keys and values of trajectories between two turns, all of the weights ``policy_version``; used from several threads.
+    """Keys and values of trajectories between two turns, computed with the weights of ``policy_version``. Thread-safe.
 
-    With ``off`` nothing is kept.
+    Nothing is kept unless ``enabled``.
     """
 
-    def __init__(self, *, off: bool) -> None:
+    def __init__(self, *, enabled: bool) -> None:
         self.policy_version = 0
-        self.off = off
-        self._rows: dict[str, _Kept] = {}
+        self.enabled = enabled
+        self._rows: dict[str, CachedPrefix] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def take(self, row: Row) -> _Kept | None:
-        """What ``row`` goes on from, if it does."""
+    def take(self, row: Row) -> CachedPrefix | None:
+        """Remove and return the prefix that ``row`` continues; ``None`` where it continues none."""
         with self._lock:
-            kept = self._rows.pop(row.request.trajectory_id, None)
-        return kept if kept is not None and kept.begins(row) else None
+            prefix = self._rows.pop(row.request.trajectory_id, None)
+        return prefix if prefix is not None and prefix.is_prefix_of(row) else None
 
     def put(self, row: Row, cache: BatchCache, index: int, version: int) -> None:
-        """Row ``index`` of ``cache``, unless the weights that made it are old."""
-        cached = row.prompt_ids + row.token_ids[:-1]  # the last token was never fed
+        """Keep row ``index`` of ``cache``, unless it was computed with older weights than the current ones."""
+        cached = row.prompt_ids + row.token_ids[:-1]  # the last token was sampled, but not run
         images = [item.id for item in row.request.media]
         with self._lock:
             if version == self.policy_version:
-                kept = _Kept(cached, images, cache, index, row.next_position, row.routes)
-                self._rows[row.request.trajectory_id] = kept
+                prefix = CachedPrefix(cached, images, cache, index, row.next_position, row.routes)
+                self._rows[row.request.trajectory_id] = prefix
 
     def release(self, trajectory_id: str) -> None:
         with self._lock:
             self._rows.pop(trajectory_id, None)
 
-    def forget(self, policy_version: int) -> None:
-        """The weights are new."""
+    def clear(self, policy_version: int) -> None:
+        """Drop everything after a weight update to ``policy_version``."""
         with self._lock:
             self.policy_version = policy_version
             self._rows.clear()
@@ -106,52 +105,54 @@ class PrefixCache:
 
 @dataclass
 class Resources:
-    """What every batch of an engine works with. ``prefill_tokens`` bounds one prompt forward, ``routing`` records experts."""
+    """What all batches of an engine share. ``prefill_tokens`` bounds one prefill forward; ``routing`` records experts."""
 
     policy: Policy
     renderer: Renderer
     features: ImageFeatureCache
-    kept: PrefixCache
-    routing: Routing | None
+    prefixes: PrefixCache
+    routing: ExpertRouters | None
     prefill_tokens: int
     tokens_prefilled: int = 0
 
 
 class RunningBatch:
-    """The rows in generation, and their cache."""
+    """The rows in progress and their KV cache."""
 
     def __init__(self, resources: Resources) -> None:
         self.resources = resources
         self.policy = resources.policy
-        self.version = resources.kept.policy_version
+        self.version = resources.prefixes.policy_version
         self.rows: list[Row] = []
         self.cache: BatchCache | None = None
 
-    def start_over(self) -> None:
-        """The weights are new: compute anew what the rows have so far, and go on from there."""
+    def recompute(self) -> None:
+        """After a weight update: prefill again what the rows have so far, and continue from there."""
         rows, self.rows, self.cache = self.rows, [], None
-        self.version = self.resources.kept.policy_version
+        self.version = self.resources.prefixes.policy_version
         self.admit([row for row in rows if not row.abandoned])
 
-    def admit(self, arrived: list[Row]) -> None:
-        """Run the rows' prompts and what they have sampled, draw the next tokens, and let them join. What is equal is run once."""
+    def admit(self, new_rows: list[Row]) -> None:
+        """Prefill the rows' prompts and replies so far, sample their next tokens, and add them. Equal prompts are run once."""
         fresh: dict[tuple[object, ...], list[Row]] = {}
-        resumed: list[tuple[Row, _Kept]] = []
-        for row in arrived:
-            kept = self.resources.kept.take(row)
-            if kept is not None:
-                resumed.append((row, kept))
+        resumed: list[tuple[Row, CachedPrefix]] = []
+        for row in new_rows:
+            prefix = self.resources.prefixes.take(row)
+            if prefix is not None:
+                resumed.append((row, prefix))
             else:
                 key = (tuple(row.request.prompt_ids), *row.token_ids, tuple(item.id for item in row.request.media))
                 fresh.setdefault(key, []).append(row)
         for part in self._chunks(list(fresh.values()), lambda rows: len(rows[0].ids)):
             self._prefill(part, [None] * len(part))
         for pairs in self._chunks(resumed, lambda pair: len(pair[0].prompt_ids)):
-            pairs.sort(key=lambda pair: (id(pair[1].cache), pair[1].index))  # as they lie in their caches
-            self._prefill([[row] for row, _ in pairs], [kept for _, kept in pairs])
+            pairs.sort(
+                key=lambda pair: (id(pair[1].cache), pair[1].index)
+            )  # rows of one cache are then adjacent, in order
+            self._prefill([[row] for row, _ in pairs], [prefix for _, prefix in pairs])
 
     def advance(self) -> None:
-        """One more token for every row."""
+        """Decode one token for every row."""
         cache, rows = self.cache, self.rows
         assert cache is not None
         device = self.policy.device
@@ -166,7 +167,7 @@ class RunningBatch:
         self._retire()
 
     def _chunks(self, items: list, length) -> list[list]:  # type: ignore[type-arg, no-untyped-def]
-        """Items of like length together, as many as fit into one forward."""
+        """Items sorted by length and cut into parts whose padded tokens fit into one forward."""
         parts: list[list] = []  # type: ignore[type-arg]
         longest = 0
         for item in sorted(items, key=length):
@@ -177,33 +178,29 @@ class RunningBatch:
             parts[-1].append(item)
         return parts
 
-    def _prefill(self, prompts: list[list[Row]], kept: Sequence[_Kept | None]) -> None:
-        """Run one forward over distinct prompts, each shared by the rows of its list, after what is ``kept`` of them."""
+    def _prefill(self, prompts: list[list[Row]], prefixes: Sequence[CachedPrefix | None]) -> None:
+        """Run one forward over distinct prompts, each shared by the rows of its list, after their cached ``prefixes``."""
         device = self.policy.device
         heads = [rows[0] for rows in prompts]
-        done = [0 if k is None else len(k.token_ids) for k in kept]
-        seen = [0 if k is None else len(k.media_ids) for k in kept]
+        done = [0 if prefix is None else len(prefix.token_ids) for prefix in prefixes]
+        seen = [0 if prefix is None else len(prefix.media_ids) for prefix in prefixes]
         new_ids = [row.ids[n:] for row, n in zip(heads, done, strict=True)]
         length = max(map(len, new_ids))
         tokens = torch.zeros(len(heads), length, dtype=torch.long)
         positions = torch.zeros(3, len(heads), length, dtype=torch.long)
         real = torch.zeros(len(heads), length, dtype=torch.bool)
-        for index, (row, ids, k) in enumerate(zip(heads, new_ids, kept, strict=True)):
-            grids = [
-                merged_grid(item.mm_inputs["image_grid_thw"], self.policy.merge_size)
-                for item in row.request.media[seen[index] :]
-            ]
-            start = 0 if k is None else k.next_position
-            place, following = rope_positions(ids, grids, self.policy.image_token_id, start)
+        for index, (row, ids, prefix) in enumerate(zip(heads, new_ids, prefixes, strict=True)):
+            start = 0 if prefix is None else prefix.next_position
+            place, following = self.policy.family.positions(ids, row.request.media[seen[index] :], start)
             tokens[index, length - len(ids) :] = torch.tensor(ids)
             positions[:, index, length - len(ids) :] = place
             real[index, length - len(ids) :] = True
             for member in prompts[index]:
                 member.next_position = following
-                member.routes = member.routes if k is None else list(k.routes)
+                member.routes = member.routes if prefix is None else list(prefix.routes)
         tokens, positions, real = tokens.to(device), positions.to(device), real.to(device)
-        past = [k for k in kept if k is not None]
-        cache = _resumed(past) if past else BatchCache.empty(self.policy.layer_kinds, len(heads), device)
+        past = [prefix for prefix in prefixes if prefix is not None]
+        cache = _joined(past) if past else BatchCache.empty(self.policy.layer_kinds, len(heads), device)
         mask = cache.mask_for(real)
         cache.extend(real)
         shown = [item for row, n in zip(heads, seen, strict=True) for item in row.request.media[n:]]
@@ -211,7 +208,7 @@ class RunningBatch:
         images = [features[item.id] for item in shown]
         hidden, routes = self._run(tokens, positions, mask, images, cache.hf, real=real)
         for rows, n, ids, new in zip(prompts, done, new_ids, routes, strict=True):
-            for row in rows:  # what was run before keeps the experts it had
+            for row in rows:  # tokens that were run before keep their first experts
                 row.routes += new[length - len(ids) :][len(row.routes) - n :]
         self.resources.tokens_prefilled += sum(map(len, new_ids))
         owner = [index for index, rows in enumerate(prompts) for _ in rows]
@@ -225,13 +222,15 @@ class RunningBatch:
         self._retire()
 
     def _run(self, tokens: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, list[list[ExpertRouting]]]:
-        """Hidden states, and for each row the experts of its tokens, where they are recorded."""
+        """Hidden states, and the experts of each row's tokens: empty lists where they are not recorded."""
         routing = self.resources.routing
         if routing is None:
             return self.policy.hidden(tokens, *args, **options), [[] for _ in tokens]
-        with routing.recorded() as chosen:
+        with routing.recorded() as layers:
             hidden = self.policy.hidden(tokens, *args, **options)
-        return hidden, [routes_of(row) for row in torch.stack(chosen, 1).unflatten(0, tokens.shape).cpu().numpy()]
+        return hidden, [
+            routing_from_indices(row) for row in torch.stack(layers, 1).unflatten(0, tokens.shape).cpu().numpy()
+        ]
 
     def _draw(self, rows: list[Row], hidden: torch.Tensor) -> None:
         params = [row.request.sampling for row in rows]
@@ -248,32 +247,34 @@ class RunningBatch:
             return "stop"
         stops = row.request.sampling.stop
         if stops:
-            longest = max(len(stop.encode()) for stop in stops)  # a token is one byte at least
+            longest = max(len(stop.encode()) for stop in stops)  # a token has at least one byte
             tail = self.resources.renderer.decode(row.token_ids[-longest - 4 :])
             if any(stop in tail for stop in stops):
                 return "stop"
         return "length" if len(row.token_ids) >= row.request.sampling.max_tokens else None
 
     def _retire(self) -> None:
-        """Answer the finished rows, keep their keys and values, and go on with the rest."""
-        going = [i for i, row in enumerate(self.rows) if row.stop_reason is None and not row.abandoned]
-        if len(going) == len(self.rows):
+        """Complete the finished rows, keep their keys and values, and continue with the rest."""
+        running = [i for i, row in enumerate(self.rows) if row.stop_reason is None and not row.abandoned]
+        if len(running) == len(self.rows):
             return
         cache, rows = self.cache, self.rows
         assert cache is not None
-        leaving = sorted(set(range(len(rows))) - set(going))
-        if not self.resources.kept.off:
-            stopped = [index for index in leaving if rows[index].stop_reason == "stop"]
-            own = cache.taken(stopped) if going and stopped else cache  # not the whole batch for the sake of a few
+        finished = sorted(set(range(len(rows))) - set(running))
+        if self.resources.prefixes.enabled:
+            stopped = [index for index in finished if rows[index].stop_reason == "stop"]
+            own = (
+                cache.taken(stopped) if running and stopped else cache
+            )  # a copy, or a few rows would keep the batch alive
             for place, index in enumerate(stopped):
-                self.resources.kept.put(rows[index], own, place if going else index, self.version)
-        for index in leaving:
-            _answer(rows[index])
-        self.rows = [rows[index] for index in going]
-        self.cache = cache.taken(going) if going else None
+                self.resources.prefixes.put(rows[index], own, place if running else index, self.version)
+        for index in finished:
+            _complete(rows[index])
+        self.rows = [rows[index] for index in running]
+        self.cache = cache.taken(running) if running else None
 
 
-def _answer(row: Row) -> None:
+def _complete(row: Row) -> None:
     if not row.future.done():
         reason = row.stop_reason or "abort"
         routes = [*row.routes, None] if row.routes else []
@@ -282,7 +283,7 @@ def _answer(row: Row) -> None:
         )
 
 
-def _resumed(kept: Sequence[_Kept]) -> BatchCache:
-    """The rows of ``kept``, of which those of one cache stand together."""
-    parts = groupby(kept, lambda k: id(k.cache))
-    return BatchCache.join([rows[0].cache.taken([k.index for k in rows]) for rows in (list(part) for _, part in parts)])
+def _joined(prefixes: Sequence[CachedPrefix]) -> BatchCache:
+    """The prefixes' rows as one cache; those of one cache are adjacent in ``prefixes``."""
+    parts = [list(part) for _, part in groupby(prefixes, lambda prefix: id(prefix.cache))]
+    return BatchCache.join([part[0].cache.taken([prefix.index for prefix in part]) for part in parts])

@@ -1,8 +1,8 @@
-"""The embedded engine: samples from a :class:`Policy` in this process, in batches that requests join as they come.
+"""The embedded engine: samples from a :class:`Policy` in this process, with continuous batching.
 
-One daemon thread owns the model while it generates, and lets go of it between two tokens where it is paused. What was computed
-is kept where it can be used again: an image's features as long as the weights stay, a trajectory's keys and values from turn to
-turn, and equal prompts are run once. After a weight update the rows in generation are computed anew from the tokens they have.
+One daemon thread runs the model; a pause stops it between two tokens. Work is reused where possible: an image's features until the
+next weight update, a trajectory's keys and values from turn to turn, and one prefill for equal prompts. After a weight update the
+running rows are prefilled again from the tokens they have.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from vlmrl.model.policy import Policy
 from vlmrl.multimodal.renderer import Renderer, expand
 from vlmrl.types import Completion
 
-LINGER = 0.004  # an idle engine starts when nothing has come for so many seconds
-LONGEST_LINGER = 0.05
+LINGER = 0.004  # seconds without a new request after which an idle engine starts its batch
+LONGEST_LINGER = 0.05  # seconds; it starts by then in any case
 JOIN_EVERY = 16  # tokens after which waiting requests join at the latest
 
 
 class _Pause:
-    """Somebody else has the model from when the engine's thread says that it ``stands`` until it is ``over``."""
+    """``begun`` resolves once the engine's thread has stopped using the model; it stays stopped until ``over`` is set."""
 
     def __init__(self) -> None:
-        self.stands: Future[None] = Future()
-        self.stands.set_running_or_notify_cancel()  # from here on it cannot be cancelled
+        self.begun: Future[None] = Future()
+        self.begun.set_running_or_notify_cancel()  # from here on it cannot be cancelled
         self.over = threading.Event()
 
 
 class HFEngine:
-    """Serves requests from ``policy``. ``keep_kv`` keeps keys and values between the turns of a trajectory, where layers have no more
-    to remember than those: a recurrent state would also take in the padding that later turns bring.
+    """Samples from ``policy``.
 
-    ``prefill_tokens`` bounds the padded tokens of one prompt forward, and the visual tokens that are encoded at once.
-    ``images_encoded``, ``tokens_prefilled`` and ``seconds_busy`` count work done. With ``record_routes`` a reply tells its tokens'
-    experts, if the model has any.
+    ``keep_kv`` keeps keys and values between a trajectory's turns. It has no effect on recurrent models, whose state would be
+    changed by the padding of later turns. ``prefill_tokens`` bounds the padded tokens of one prefill forward, and the visual tokens
+    encoded at once. With ``record_routes`` completions hold their tokens' experts, if the model has any. ``images_encoded``,
+    ``tokens_prefilled`` and ``seconds_busy`` count work done.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class HFEngine:
             policy,
             renderer,
             ImageFeatureCache(policy, prefill_tokens),
-            PrefixCache(off=not keep_kv or policy.family.recurrent),
+            PrefixCache(enabled=keep_kv and not policy.family.recurrent),
             policy.routing if record_routes else None,
             prefill_tokens,
         )
@@ -82,13 +82,13 @@ class HFEngine:
 
     @property
     def policy_version(self) -> int:
-        return self._resources.kept.policy_version
+        return self._resources.prefixes.policy_version
 
     async def generate(self, request: Request) -> Completion:
         return (await self.generate_batch([request]))[0]
 
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
-        """All of ``requests`` as one batch that nothing else joins before it has begun."""
+        """Serve ``requests`` as one batch, which other requests can join only once it has started."""
         if self._closed:
             raise EngineError("the embedded engine is closed.")
         rows = [self._row(request) for request in requests]
@@ -101,27 +101,27 @@ class HFEngine:
             raise
 
     def release(self, trajectory_id: str) -> None:
-        self._resources.kept.release(trajectory_id)
+        self._resources.prefixes.release(trajectory_id)
 
     async def pause(self) -> None:
         if self._pause is None and not self._closed:
             self._pause = _Pause()
             self._inbox.put([])  # wakes an idle thread
         if self._pause is not None:
-            await asyncio.wrap_future(self._pause.stands)
+            await asyncio.wrap_future(self._pause.begun)
 
     async def resume(self) -> None:
         self._end_pause()
 
     def weights_changed(self, policy_version: int) -> None:
-        """The policy's weights are new: forget all that the old ones computed. Change them only while nothing is sampled."""
-        self._resources.features.forget()
-        self._resources.kept.forget(policy_version)
+        """Drop everything that the old weights computed. Change the policy's weights only while the engine is paused or idle."""
+        self._resources.features.clear()
+        self._resources.prefixes.clear(policy_version)
 
     def close(self) -> None:
-        """End the engine's thread, which would abort the process if it ran torch while the interpreter shuts down.
+        """End the engine's thread: running torch while the interpreter shuts down would abort the process.
 
-        Who still waits gets an EngineError.
+        Waiting requests fail with an EngineError.
         """
         self._closed = True
         self._inbox.put([])  # wakes an idle thread
@@ -129,7 +129,7 @@ class HFEngine:
         self._thread.join(timeout=10)
 
     def _row(self, request: Request) -> Row:
-        """Refuses, before anything runs, a request whose placeholders and images do not match."""
+        """The request as a row. Raises ValueError where its placeholders and images do not match."""
         marks = request.prompt_ids.count(self.policy.image_token_id) if self.policy.image_token_id is not None else 0
         if marks != len(request.media):
             raise ValueError(
@@ -143,7 +143,7 @@ class HFEngine:
         running = RunningBatch(self._resources)
         while True:
             arrived = self._receive(block=not running.rows)
-            self._stand_still()
+            self._wait_out_pause()
             if self._closed:
                 _fail({*arrived, *running.rows}, "the embedded engine was closed.")
                 return
@@ -151,11 +151,11 @@ class HFEngine:
             try:
                 with torch.inference_mode():
                     if running.version != self.policy_version:
-                        running.start_over()
+                        running.recompute()
                     if arrived:
                         running.admit(arrived)
                     for _ in range(JOIN_EVERY):
-                        if not running.rows or self._is_wanted(len(running.rows)):
+                        if not running.rows or self._must_return(len(running.rows)):
                             break
                         running.advance()
             except Exception as error:
@@ -163,10 +163,10 @@ class HFEngine:
                 running = RunningBatch(self._resources)
             self.seconds_busy += time.perf_counter() - began
 
-    def _stand_still(self) -> None:
+    def _wait_out_pause(self) -> None:
         pause = self._pause
         if pause is not None:
-            pause.stands.set_result(None)
+            pause.begun.set_result(None)
             pause.over.wait()
 
     def _end_pause(self) -> None:
@@ -174,17 +174,17 @@ class HFEngine:
         if pause is not None:
             pause.over.set()
 
-    def _is_wanted(self, running: int) -> bool:
-        """Whether the thread has something else to do than the next token of ``running`` rows."""
+    def _must_return(self, running: int) -> bool:
+        """Whether to stop decoding the ``running`` rows for now: to close, to pause, or to admit waiting requests."""
         return self._closed or self._pause is not None or self._inbox.qsize() * 4 > running
 
     def _receive(self, block: bool) -> list[Row]:
-        """Everything that waits. An idle engine lingers while requests keep coming: what starts together stays together."""
+        """All waiting requests. An idle engine waits a little for more, since requests that start together stay in one batch."""
         arrived: list[Row] = []
         if block:
             arrived += self._inbox.get()
             began = time.perf_counter()
-            lingers = len(arrived) == 1  # a wave is whole, and an empty list is a call to close
+            lingers = len(arrived) == 1  # a batch is complete, and an empty list only wakes the thread
             while lingers and self._pause is None and time.perf_counter() - began < LONGEST_LINGER:
                 try:
                     arrived += self._inbox.get(timeout=LINGER)

@@ -1,17 +1,21 @@
-"""The embedded engine's image features: each image is encoded once as long as it lives and the weights stay."""
+"""The embedded engine's image features: each distinct image is encoded once per policy version."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
 
-from vlmrl.model.policy import ImageFeatures, Policy
+from vlmrl.model.families.base import ImageFeatures
+from vlmrl.model.policy import Policy
 from vlmrl.multimodal.store import merge_mm_inputs
 from vlmrl.types import MediaItem
 
 
 class ImageFeatureCache:
-    """Encodes with ``policy``, at most ``budget`` visual tokens (or one image) at once. ``encoded`` counts the images."""
+    """Encodes with ``policy``, at most ``budget`` visual tokens (or one image) at once. ``encoded`` counts images.
+
+    Features are kept as long as their :class:`MediaItem` exists.
+    """
 
     def __init__(self, policy: Policy, budget: int) -> None:
         self.encoded = 0
@@ -24,7 +28,7 @@ class ImageFeatureCache:
 
     def of(self, media: Iterable[MediaItem]) -> dict[str, ImageFeatures]:
         """The features of ``media`` by content hash."""
-        known = self._known  # what `forget` leaves behind also takes what is encoded meanwhile, under the old weights
+        known = self._known  # `clear` replaces the dict, so features of the old weights never get into the new one
         items = {item.id: item for item in media}
         found = {name: known[name] for name in items if name in known}
         for part in self._parts([item for name, item in items.items() if name not in found]):
@@ -36,8 +40,8 @@ class ImageFeatureCache:
                 weakref.finalize(item, known.pop, item.id, None).atexit = False
         return found
 
-    def forget(self) -> None:
-        """The weights are new."""
+    def clear(self) -> None:
+        """Drop everything after a weight update."""
         self._known = {}
 
     def _parts(self, items: list[MediaItem]) -> Iterator[list[MediaItem]]:

@@ -1,7 +1,7 @@
-"""The embedded engine's memory of what it ran: a batch that rows join and leave.
+"""The embedded engine's KV cache: a batch to which rows are added and from which they are removed.
 
-Attention layers hold keys and values in buffers that grow by doubling. Rows have different lengths and stand right-aligned;
-``valid`` marks the columns that hold a token. Recurrent layers hold one state a row. The model sees an ordinary Hugging Face cache.
+Attention layers hold keys and values in buffers with spare columns. Rows have different lengths and are right-aligned; ``valid``
+marks the columns that hold a token. Recurrent layers hold one state for each row. The model gets an ordinary Hugging Face cache.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
-SLACK = 1.25  # columns over tokens, from which on a cache is packed before it is used again
+SLACK = 1.25  # a cache with more columns than this, over its longest row's tokens, is packed before it is reused
 
 
 class GrowingLayer(DynamicLayer):
-    """A cache layer that writes into spare room instead of copying all it holds at each token."""
+    """A cache layer that writes new tokens into spare columns instead of copying all keys and values at each token."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -26,7 +26,7 @@ class GrowingLayer(DynamicLayer):
         if keys is not None and values is not None:
             self.lazy_initialization(keys, values)
             self.keys, self.values = keys, values
-        self._room: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -35,11 +35,11 @@ class GrowingLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         length, added = self.keys.shape[2], key_states.shape[2]
-        if self._room is None or self._room[0].shape[2] < length + added:
-            self._room = tuple(
+        if self._buffers is None or self._buffers[0].shape[2] < length + added:
+            self._buffers = tuple(
                 _grown(old, new, length + added) for old, new in ((self.keys, key_states), (self.values, value_states))
             )  # type: ignore[assignment]
-        keys, values = self._room  # type: ignore[misc]
+        keys, values = self._buffers  # type: ignore[misc]
         keys[:, :, length : length + added] = key_states
         values[:, :, length : length + added] = value_states
         self.keys, self.values = keys[:, :, : length + added], values[:, :, : length + added]
@@ -47,7 +47,7 @@ class GrowingLayer(DynamicLayer):
 
     @classmethod
     def join(cls, layers: Sequence[Any], length: int) -> GrowingLayer:
-        """The rows of all, padded on the left to ``length`` columns."""
+        """The rows of all ``layers``, padded on the left to ``length`` columns."""
         keys, values = (
             torch.cat([_left_pad(getattr(layer, name), length) for layer in layers]) for name in ("keys", "values")
         )
@@ -60,7 +60,7 @@ class GrowingLayer(DynamicLayer):
 
 
 class StateLayer(LinearAttentionLayer):
-    """What a recurrent layer remembers of each row: the last inputs of its convolution, and its state."""
+    """A recurrent layer's state of each row: the last inputs of its convolution, and the recurrent state."""
 
     def __init__(self, convolution: torch.Tensor | None = None, state: torch.Tensor | None = None) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class StateLayer(LinearAttentionLayer):
 
     @classmethod
     def join(cls, layers: Sequence[Any], length: int) -> StateLayer:
-        """The rows of all."""
+        """The rows of all ``layers``."""
         return cls(
             torch.cat([layer.conv_states[0] for layer in layers]),
             torch.cat([layer.recurrent_states[0] for layer in layers]),
@@ -89,7 +89,7 @@ LAYERS: dict[str, type[GrowingLayer] | type[StateLayer]] = {
     "full_attention": GrowingLayer,
     "linear_attention": StateLayer,
 }
-"""By the names that Hugging Face's configs give to kinds of layers."""
+"""By the names of ``layer_types`` in Hugging Face's configs."""
 
 
 def _grown(old: torch.Tensor, new: torch.Tensor, needed: int) -> torch.Tensor:
@@ -114,7 +114,7 @@ class BatchCache:
 
     @classmethod
     def join(cls, parts: Sequence[BatchCache]) -> BatchCache:
-        """The rows of all parts, one part after the other."""
+        """The rows of all parts, concatenated."""
         if len(parts) == 1:
             return parts[0]
         length = max(part.columns for part in parts)
@@ -128,10 +128,9 @@ class BatchCache:
         return self.valid.shape[1]
 
     def mask_for(self, real: torch.Tensor) -> torch.Tensor:
-        """``[rows, 1, new, columns + new]``, before :meth:`extend`: a new token sees its row's past and the new ones up to itself.
+        """``[rows, 1, new, columns + new]``, before :meth:`extend`: a new token attends to its row's past and new tokens up to itself.
 
-        Of the new ``[rows, new]`` those that are not ``real`` are padding, which looks at itself, since a query that may look nowhere
-        gives NaN.
+        ``real`` ``[rows, new]`` is False for padding, which attends to itself, since a query without any key gives NaN.
         """
         rows, length = real.shape
         causal = torch.ones(length, length, dtype=torch.bool, device=real.device).tril()
@@ -140,18 +139,18 @@ class BatchCache:
         return torch.cat([self.valid[:, None, :].expand(rows, length, -1), new], dim=2)[:, None]
 
     def extend(self, valid: torch.Tensor) -> None:
-        """Say which of the columns that the next forward adds hold a token, ``[rows, added]``."""
+        """Mark which of the columns that the next forward adds hold a token: ``valid`` ``[rows, added]``."""
         self.valid = torch.cat([self.valid, valid], dim=1)
 
     def select(self, rows: torch.Tensor) -> BatchCache:
-        """Only ``rows`` (each as often as named), packed tight: holes and columns that nobody uses are dropped."""
+        """Only ``rows`` (repeated where named twice), without holes and without columns that none of them uses."""
         valid = self.valid[rows]
         length = int(valid.sum(1).max()) if len(rows) else 0
         order = valid.to(torch.uint8).argsort(dim=1, stable=True)[:, valid.shape[1] - length :]
         return BatchCache([layer.select(rows, order) for layer in self.layers], valid.gather(1, order))
 
     def taken(self, rows: Sequence[int]) -> BatchCache:
-        """``rows`` in this order: this very cache where they are all it has and it is packed well, otherwise a copy."""
+        """``rows`` in this order: this cache itself where they are all its rows and it is packed well enough, otherwise a copy."""
         if list(rows) == list(range(len(self.valid))) and self.columns <= SLACK * int(self.valid.sum(1).max()):
             return self
         return self.select(torch.tensor(rows, device=self.valid.device))

@@ -1,4 +1,4 @@
-"""Drawing tokens: temperature, top-k and top-p by row, from numbers that depend on the request's seed alone."""
+"""Sampling tokens with temperature, top-k and top-p by row, from random numbers that depend on the request's seed alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlmrl.engine.base import SamplingParams
 
 
 class Draws:
-    """The random numbers of one request: token ``i`` of a reply uses number ``i``, whatever else is in the batch."""
+    """The random numbers of one request: token ``i`` of its reply uses number ``i``, whatever else is in the batch."""
 
     def __init__(self, seed: int) -> None:
         self._generator = np.random.Generator(np.random.PCG64(seed))
@@ -29,7 +29,7 @@ def sample(
     """One token per row of ``logits`` ``[rows, vocabulary]`` (float32, after temperature and the ban), by inverting the
     cumulative distribution at each row's number in [0, 1).
 
-    Returns ids and logprobs; a logprob is of the whole distribution, before top-k and top-p.
+    Returns ids and logprobs, in nats, of the whole distribution, before top-k and top-p.
     """
     logprobs = logits.log_softmax(-1)
     allowed = logprobs
@@ -44,17 +44,17 @@ def sample(
 
 
 def temperatures(params: Sequence[SamplingParams], device: torch.device) -> torch.Tensor:
-    """``[rows, 1]``; greedy rows report logprobs at temperature 1."""
+    """Temperatures ``[rows, 1]``: 1 for greedy rows, whose logprobs are reported at temperature 1."""
     return torch.tensor([p.temperature or 1.0 for p in params], device=device)[:, None]
 
 
 def _filter(logprobs: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """-inf on all but each row's ``top_k`` likeliest tokens, and of those all but the fewest that hold ``top_p``."""
+    """``logprobs`` with -inf outside each row's ``top_k`` likeliest tokens, and outside the smallest set with mass ``top_p``."""
     ranked, order = logprobs.sort(dim=-1, descending=True)
     width = logprobs.shape[1]
     top_k = torch.tensor([p.top_k or width for p in params], device=logprobs.device)[:, None]
     top_p = torch.tensor([p.top_p for p in params], device=logprobs.device)[:, None]
     ranked = ranked.masked_fill(torch.arange(width, device=logprobs.device) >= top_k, -torch.inf)
     mass = ranked.softmax(-1)
-    ranked = ranked.masked_fill(mass.cumsum(-1) - mass >= top_p, -torch.inf)  # the first is always kept
+    ranked = ranked.masked_fill(mass.cumsum(-1) - mass >= top_p, -torch.inf)  # never the first
     return torch.empty_like(logprobs).scatter_(-1, order, ranked)

@@ -23,7 +23,7 @@ import numpy as np
 from vlmrl.engine.base import EngineError, Request, SamplingParams
 from vlmrl.engine.image_files import ImageFiles
 from vlmrl.engine.servers import UNREACHED, Server, ServerError, Servers, quietly
-from vlmrl.model.expert_routing import Routing, routes_of
+from vlmrl.model.expert_routing import ExpertRouters, routing_from_indices
 from vlmrl.multimodal.renderer import Renderer
 from vlmrl.types import Completion, ExpertRouting
 from vlmrl.utils.threads import LoopThread
@@ -57,7 +57,7 @@ class SGLangEngine:
         servers: Servers,
         renderer: Renderer,
         banned_ids: list[int],
-        routing: Routing | None = None,
+        routing: ExpertRouters | None = None,
         free_gpus: Callable[[], bool] = lambda: True,
     ) -> None:
         self.servers = servers
@@ -248,7 +248,7 @@ class SGLangEngine:
             raise ValueError(
                 f"the SGLang server told {len(told)} experts of {run} tokens, which is not {top_k} in each of {layers} layers."
             )
-        routes = routes_of(told.reshape(-1, layers, top_k))
+        routes = routing_from_indices(told.reshape(-1, layers, top_k))
         current = [True] * prompt + [version == versions[-1] for version in versions[:-1]]
         return [*(route if known else None for route, known in zip(routes, current, strict=True)), None]
 

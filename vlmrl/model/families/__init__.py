@@ -1,1 +1,32 @@
-"""Model families: what differs between them."""
+"""The index of model families: one class for each ``model_type``, in a file of its own. `base.py` says what a family provides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vlmrl.model.families.base import Family
+from vlmrl.model.families.qwen2_5_vl import Qwen25VL
+from vlmrl.model.families.qwen2_vl import Qwen2VL
+from vlmrl.model.families.qwen3_5 import Qwen35
+from vlmrl.model.families.qwen3_vl import Qwen3VL, Qwen3VLMoe
+from vlmrl.model.families.qwen_text import Qwen2, Qwen3
+
+FAMILIES: dict[str, type[Family]] = {
+    "qwen2_vl": Qwen2VL,
+    "qwen2_5_vl": Qwen25VL,
+    "qwen3_vl": Qwen3VL,
+    "qwen3_vl_moe": Qwen3VLMoe,
+    "qwen3_5": Qwen35,
+    "qwen2": Qwen2,
+    "qwen3": Qwen3,
+}
+"""By the ``model_type`` of a Hugging Face config. ``FAMILIES["my_type"] = MyFamily`` adds one from outside the package."""
+
+
+def family_of(config: Any) -> Family:
+    """The family of a model with this Hugging Face config. Raises ValueError for a ``model_type`` without a family."""
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"model type {config.model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}."
+        )
+    return FAMILIES[config.model_type](config)

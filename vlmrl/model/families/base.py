@@ -1,100 +1,166 @@
-"""What differs between model families, in one table, and the rotary positions they share."""
+"""What a model family is: all that the package has to know about a ``model_type`` beyond what its config says."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import transformers
+from PIL import Image
 
-WHY_ALONE = "some of its layers hand a state from token to token, which no attention mask can branch or end"
+from vlmrl.types import MediaItem
+
+WHY_ALONE = "some of its layers carry a state from token to token, which no attention mask can branch or end"
+TINY_HEAD_DIM = 32
+
+Size = tuple[int, int]
+"""Width and height in pixels."""
 
 
 @dataclass(frozen=True)
-class Family:
-    """Facts about one ``model_type``.
+class ImageFeatures:
+    """One image as the decoder reads it: ``embeds`` ``[visual tokens, hidden]``, and one such tensor for each deepstack layer."""
 
-    ``vision``: it reads images, and its positions are M-RoPE triples. ``recurrent``: :data:`WHY_ALONE`.
-    ``router``: the class of the modules that send tokens to experts, in a mixture of experts. ``turned``: the ends of the names of
-    weights whose last two dimensions are the other way round in checkpoints; transformers turns them when it loads, not when it saves.
+    embeds: torch.Tensor
+    deepstack: tuple[torch.Tensor, ...] = ()
+
+
+class Family:
+    """A model family, bound to the config of one model. This base class describes a plain text model.
+
+    A new family is a subclass in a file of its own and an entry in :data:`vlmrl.model.families.FAMILIES`. A family with images sets
+    ``vision`` and overrides the methods from :meth:`load_processor` to :meth:`insert_features`; `qwen_vl.py` is an example.
+
+    Model code is expected in Hugging Face's form: ``model.model`` is the decoder without its head, ``model.lm_head`` the head,
+    ``config.get_text_config()`` the decoder's config.
     """
 
-    vision: bool
-    recurrent: bool = False
-    router: str | None = None
-    turned: tuple[str, ...] = ()
+    vision: ClassVar[bool] = False
+    """The model reads images."""
+    mrope: ClassVar[bool] = False
+    """The model takes position triples ``[3, rows, tokens]``; otherwise ``[rows, tokens]``."""
+    recurrent: ClassVar[bool] = False
+    """Some layers carry a state from token to token, as gated linear attention does."""
+    router: ClassVar[str | None] = None
+    """The class name of the modules that choose a token's experts, in a mixture of experts."""
+    transposed_weights: ClassVar[tuple[str, ...]] = ()
+    """Suffixes of weight names whose last two dimensions are swapped in checkpoints. transformers swaps them on load, not on save."""
+    parts: ClassVar[dict[str, str]] = {"language_model": ""}
+    """What can be frozen by a plain name: regular expressions, searched for in parameter names. LoRA adapts ``language_model``."""
+    tiny_config_class: ClassVar[str] = ""
+    """The class in transformers of the config that ``tiny:NAME`` is built from (`model/tiny.py`)."""
+    tiny_model_class: ClassVar[str] = ""
+    """The class in transformers of its model."""
+    tiny_text: ClassVar[dict[str, Any]] = {}
+    """This family's own fields of its text config."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
 
     @property
     def may_share(self) -> bool:
-        """Rows that begin alike may be computed as one tree."""
+        """Whether rows with a common prefix may be computed as one tree."""
         return not self.recurrent
 
     @property
     def may_pack(self) -> bool:
-        """Rows that have nothing in common may stand in one row, kept apart by the attention mask."""
+        """Whether unrelated rows may be packed into one, separated by the attention mask."""
         return not self.recurrent
 
+    @property
+    def image_token_id(self) -> int | None:
+        """The image placeholder; ``None`` for a text model."""
+        return self.config.image_token_id if self.vision else None
+
+    @property
+    def banned_ids(self) -> list[int]:
+        """Ids with probability 0 in sampling and training: media placeholders, which a processor would take for an image."""
+        return [self.config.image_token_id] if self.vision else []
+
     def published(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """A weight as checkpoints have it: ``mlp.experts.down_proj`` as ``[experts, in, out]``, for one."""
-        return weight.transpose(-1, -2).contiguous() if name.endswith(self.turned) else weight
+        """A weight in its checkpoint layout, for example ``mlp.experts.down_proj`` as ``[experts, in, out]``."""
+        return weight.transpose(-1, -2).contiguous() if name.endswith(self.transposed_weights) else weight
+
+    def positions(
+        self, token_ids: Sequence[int], media: Sequence[MediaItem], start: int = 0
+    ) -> tuple[torch.Tensor, int]:
+        """Rotary positions ``[3, tokens]`` of a row or of its continuation from ``start``, and the next free position.
+
+        ``token_ids`` are expanded and hold the images ``media``, in order. Here: 0, 1, 2, ... in all three dimensions.
+        """
+        stop = start + len(token_ids)
+        return torch.arange(start, stop).expand(3, -1), stop
+
+    # Images
+
+    def load_processor(self, path: str) -> Any:
+        """What turns an image into tensors, from a model's folder or hub name; ``None`` for a text model.
+
+        It is passed to the methods below and saved with the model by its ``save_pretrained``.
+        """
+        return None
+
+    def resized(self, processor: Any, size: Size, max_pixels: int | None) -> Size:
+        """The size at which the model sees an image of ``size``; ``max_pixels`` lowers the processor's limit.
+
+        Raises ValueError for a size that the processor refuses.
+        """
+        raise NotImplementedError
+
+    def num_tokens(self, processor: Any, size: Size) -> int:
+        """How many tokens an image of this :meth:`resized` size expands to, separators included."""
+        raise NotImplementedError
+
+    def separators(self, processor: Any, size: Size) -> dict[int, int]:
+        """The tokens of an image's expansion that are no placeholders, by offset: ``{4: 198}`` is id 198 after 4 placeholders.
+
+        Tiles, rows or frames that are separated by other ids make several runs of placeholders from one image.
+        """
+        return {}
+
+    def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, torch.Tensor]:
+        """The processor's tensors of one image that has its :meth:`resized` size already.
+
+        The tensors of several images are concatenated along their first dimension before :meth:`encode_images` gets them.
+        """
+        raise NotImplementedError
+
+    def blank_inputs(self) -> dict[str, torch.Tensor]:
+        """The :meth:`image_inputs` of a small black image. A rank without images encodes it, to take part in FSDP's collectives."""
+        raise NotImplementedError
+
+    def encode_images(self, model: Any, mm_inputs: dict[str, torch.Tensor]) -> list[ImageFeatures]:
+        """Run the vision tower and the projector: the features of each image in ``mm_inputs``."""
+        raise NotImplementedError
+
+    def insert_features(self, model: Any, images: Sequence[ImageFeatures]) -> AbstractContextManager[dict[str, Any]]:
+        """Within the context, ``model.model`` called with the yielded arguments replaces its placeholders' embeddings by ``images``.
+
+        ``images`` are the features of each image occurrence, in row order.
+        """
+        raise NotImplementedError
+
+    # Tiny models (`model/tiny.py`)
+
+    @classmethod
+    def tiny_config(cls, text: dict[str, Any], vision_width: int, vision_depth: int, tokenizer: Any) -> Any:
+        """The config of a tiny model; ``text`` are the fields that every text config has."""
+        return getattr(transformers, cls.tiny_config_class)(**text | cls.tiny_text)
+
+    @classmethod
+    def tiny_model(cls, config: Any) -> Any:
+        """A model with random weights drawn from torch's global generator."""
+        return getattr(transformers, cls.tiny_model_class)(config)
+
+    @classmethod
+    def tiny_processor(cls, tokenizer: Any, max_pixels: int) -> Any:
+        """The processor that is saved beside the weights, with the tokenizer inside; ``None``: the tokenizer alone is saved."""
+        return None
 
 
-FAMILIES = {
-    "qwen2_vl": Family(vision=True),
-    "qwen2_5_vl": Family(vision=True),
-    "qwen3_vl": Family(vision=True),
-    "qwen3_vl_moe": Family(
-        vision=True, router="Qwen3VLMoeTextTopKRouter", turned=("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-    ),
-    "qwen3_5": Family(vision=True, recurrent=True),
-    "qwen2": Family(vision=False),  # Qwen2.5, too
-    "qwen3": Family(vision=False),
-}
-
-
-def family_of(config: Any) -> Family:
-    """The family of a Hugging Face config. Raises ValueError for one that was never checked."""
-    if config.model_type not in FAMILIES:
-        raise ValueError(
-            f"model type {config.model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}."
-        )
-    return FAMILIES[config.model_type]
-
-
-def rope_positions(
-    token_ids: Sequence[int], grids: Sequence[tuple[int, int]], image_token_id: int | None, start: int = 0
-) -> tuple[torch.Tensor, int]:
-    """M-RoPE positions ``[3, tokens]`` (temporal, height, width) of a row or of its continuation, and the next free position.
-
-    A text token takes the next position in all three. An image of ``grids`` (height, width in visual tokens, after merging)
-    takes one temporal position, spreads its rows and columns from there, and the text goes on after the larger side::
-
-        rope_positions([7, 9, 9, 8], [(1, 2)], image_token_id=9) == [[0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]], 4
-
-    Source: Qwen2-VL, arXiv 2409.12191, section 2.1; the tests compare it with each model's own rule.
-    """
-    ids = torch.as_tensor(token_ids, dtype=torch.long)
-    parts: list[torch.Tensor] = []
-    done = 0
-    visual = (ids == image_token_id).nonzero().flatten().tolist() if image_token_id is not None and grids else []
-    cursor = 0
-    for height, width in grids:
-        first = visual[cursor]
-        parts.append((torch.arange(first - done) + start).expand(3, -1))
-        start += first - done
-        rows = torch.arange(height).repeat_interleave(width)
-        columns = torch.arange(width).repeat(height)
-        parts.append(torch.stack([torch.zeros_like(rows), rows, columns]) + start)
-        start += max(height, width)
-        done = first + height * width
-        cursor += height * width
-    rest = len(ids) - done
-    parts.append((torch.arange(rest) + start).expand(3, -1))
-    return torch.cat(parts, dim=1), start + rest
-
-
-def merged_grid(image_grid_thw: torch.Tensor, merge_size: int) -> tuple[int, int]:
-    """An image's height and width in visual tokens, from its grid of patches ``[1, 3]``."""
-    _, height, width = image_grid_thw[0].tolist()
-    return height // merge_size, width // merge_size
+def tiny_rope(**fields: Any) -> dict[str, Any]:
+    """Rope fields of a tiny model's text config."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **fields}}

@@ -14,6 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from vlmrl.multimodal.images import png_data_uri
 from vlmrl.report.records import plain, trajectory_record
 from vlmrl.types import MediaItem, Message, Trajectory, Turn
 
@@ -63,7 +64,12 @@ def page_data(trajectories: Sequence[Trajectory], title: str, decode: Decode | N
 
 
 def _image_data(item: MediaItem) -> dict[str, Any]:
-    return {"uri": item.data_uri, "width": item.image.width, "height": item.image.height, "tokens": item.num_tokens}
+    return {
+        "uri": png_data_uri(item.image),
+        "width": item.image.width,
+        "height": item.image.height,
+        "tokens": item.num_tokens,
+    }
 
 
 def _trajectory_data(trajectory: Trajectory, decode: Decode | None) -> dict[str, Any]:

@@ -1,0 +1,179 @@
+"""What the Qwen-VL families share: M-RoPE positions, grids of patches, the vision forward, and how tiny ones are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import transformers
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+from vlmrl.model.families.base import Family, ImageFeatures, Size
+from vlmrl.types import MediaItem
+
+
+@dataclass
+class _FeatureOutput:
+    """What Hugging Face's forward reads from ``get_image_features``: features by image occurrence."""
+
+    pooler_output: tuple[torch.Tensor, ...]
+    deepstack_features: list[Any]
+
+
+class QwenVL(Family):
+    """Images are one run of placeholders, one for each ``spatial_merge_size ** 2`` patches, with M-RoPE positions."""
+
+    vision = True
+    mrope = True
+    parts: ClassVar[dict[str, str]] = {
+        "vision_tower": r"visual\.(?!.*merger)",
+        "projector": r"visual\..*merger",
+        "language_model": r"^(?!.*visual\.)",
+    }
+    tiny_processor_class: ClassVar[str] = ""
+    tiny_video_processor_class: ClassVar[str] = ""
+    tiny_patch_size: ClassVar[int]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._joined_deepstack = False
+
+    @property
+    def banned_ids(self) -> list[int]:
+        return [self.config.image_token_id, self.config.video_token_id]
+
+    def positions(
+        self, token_ids: Sequence[int], media: Sequence[MediaItem], start: int = 0
+    ) -> tuple[torch.Tensor, int]:
+        merge = self.config.vision_config.spatial_merge_size if media else 1
+        grids = [merged_grid(item.mm_inputs["image_grid_thw"], merge) for item in media]
+        return mrope_positions(token_ids, grids, self.image_token_id, start)
+
+    def load_processor(self, path: str) -> Any:
+        return transformers.AutoImageProcessor.from_pretrained(path)
+
+    def resized(self, processor: Any, size: Size, max_pixels: int | None) -> Size:
+        width, height = size
+        factor = processor.patch_size * processor.merge_size
+        limit = min(max_pixels or 2**62, processor.size["longest_edge"])
+        rows, columns = smart_resize(height, width, factor, processor.size["shortest_edge"], limit)
+        return columns, rows
+
+    def num_tokens(self, processor: Any, size: Size) -> int:
+        return size[0] * size[1] // (processor.patch_size * processor.merge_size) ** 2
+
+    def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, torch.Tensor]:
+        return dict(processor(images=[image], do_resize=False, return_tensors="pt"))
+
+    def blank_inputs(self) -> dict[str, torch.Tensor]:
+        vision = self.config.vision_config
+        side = vision.spatial_merge_size
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return {"pixel_values": torch.zeros(side * side, width), "image_grid_thw": torch.tensor([[1, side, side]])}
+
+    def encode_images(self, model: Any, mm_inputs: dict[str, torch.Tensor]) -> list[ImageFeatures]:
+        output = model.model.get_image_features(**mm_inputs, return_dict=True)
+        deepstack = getattr(output, "deepstack_features", None) or []
+        if deepstack and isinstance(deepstack[0], torch.Tensor):  # transformers before 5.23 leaves the images joined
+            self._joined_deepstack = True
+            deepstack = [level.split([len(embeds) for embeds in output.pooler_output]) for level in deepstack]
+        levels = zip(*deepstack, strict=True) if deepstack else ((),) * len(output.pooler_output)
+        return [ImageFeatures(embeds, tuple(more)) for embeds, more in zip(output.pooler_output, levels, strict=True)]
+
+    @contextmanager
+    def insert_features(self, model: Any, images: Sequence[ImageFeatures]) -> Iterator[dict[str, Any]]:
+        """The model's own forward inserts them, deepstack included; only its call of the vision tower is replaced."""
+        levels: list[Any] = list(zip(*(image.deepstack for image in images), strict=True))
+        if self._joined_deepstack:
+            levels = [torch.cat(level) for level in levels]
+        output = _FeatureOutput(tuple(image.embeds for image in images), levels)
+        model.model.get_image_features = lambda *args, **kwargs: output
+        try:
+            yield {"pixel_values": images[0].embeds, "image_grid_thw": None}  # stand-ins: the features are ready
+        finally:
+            del model.model.get_image_features  # what is left is the class's own method
+
+    @classmethod
+    def tiny_vision(cls, width: int, text_width: int) -> dict[str, Any]:
+        """This family's fields of the vision config, from the vision tower's width and the language model's."""
+        raise NotImplementedError
+
+    @classmethod
+    def tiny_config(cls, text: dict[str, Any], vision_width: int, vision_depth: int, tokenizer: Any) -> Any:
+        ids = tokenizer.get_vocab()
+        vision = {
+            "depth": vision_depth,
+            "num_heads": 4,
+            "patch_size": cls.tiny_patch_size,
+            "temporal_patch_size": 2,
+            "spatial_merge_size": 2,
+            **cls.tiny_vision(vision_width, text["hidden_size"]),
+        }
+        return getattr(transformers, cls.tiny_config_class)(
+            text_config=text | cls.tiny_text,
+            vision_config=vision,
+            image_token_id=ids["<|image_pad|>"],
+            video_token_id=ids["<|video_pad|>"],
+            vision_start_token_id=ids["<|vision_start|>"],
+            vision_end_token_id=ids["<|vision_end|>"],
+            tie_word_embeddings=True,
+        )
+
+    @classmethod
+    def tiny_processor(cls, tokenizer: Any, max_pixels: int) -> Any:
+        sizes: dict[str, Any] = {
+            "patch_size": cls.tiny_patch_size,
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+            "size": {"shortest_edge": (2 * cls.tiny_patch_size) ** 2, "longest_edge": max_pixels},
+            "image_mean": [0.5] * 3,
+            "image_std": [0.5] * 3,
+        }
+        return getattr(transformers, cls.tiny_processor_class)(
+            image_processor=transformers.Qwen2VLImageProcessor(**sizes),
+            tokenizer=tokenizer,
+            video_processor=getattr(transformers, cls.tiny_video_processor_class)(**sizes),
+            chat_template=tokenizer.chat_template,
+        )
+
+
+def mrope_positions(
+    token_ids: Sequence[int], grids: Sequence[tuple[int, int]], image_token_id: int | None, start: int = 0
+) -> tuple[torch.Tensor, int]:
+    """M-RoPE positions ``[3, tokens]`` (temporal, height, width) of a row or of its continuation, and the next free position.
+
+    A text token takes the next position in all three. An image of ``grids`` (height, width in visual tokens, after merging)
+    takes one temporal position, spreads its rows and columns from there, and the text goes on after the larger side::
+
+        mrope_positions([7, 9, 9, 8], [(1, 2)], image_token_id=9) == [[0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]], 4
+
+    Source: Qwen2-VL, arXiv 2409.12191, section 2.1; the tests compare it with each model's own rule.
+    """
+    ids = torch.as_tensor(token_ids, dtype=torch.long)
+    parts: list[torch.Tensor] = []
+    done = 0
+    visual = (ids == image_token_id).nonzero().flatten().tolist() if image_token_id is not None and grids else []
+    cursor = 0
+    for height, width in grids:
+        first = visual[cursor]
+        parts.append((torch.arange(first - done) + start).expand(3, -1))
+        start += first - done
+        rows = torch.arange(height).repeat_interleave(width)
+        columns = torch.arange(width).repeat(height)
+        parts.append(torch.stack([torch.zeros_like(rows), rows, columns]) + start)
+        start += max(height, width)
+        done = first + height * width
+        cursor += height * width
+    rest = len(ids) - done
+    parts.append((torch.arange(rest) + start).expand(3, -1))
+    return torch.cat(parts, dim=1), start + rest
+
+
+def merged_grid(image_grid_thw: torch.Tensor, merge_size: int) -> tuple[int, int]:
+    """An image's height and width in visual tokens, from its grid of patches ``[1, 3]``."""
+    _, height, width = image_grid_thw[0].tolist()
+    return height // merge_size, width // merge_size
