@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, ClassVar
 
-from vlmrl.config.code import require
+from vlmrl.config.code import import_extra
 from vlmrl.env.tools import Schema, ToolEnv, name_of
 from vlmrl.multimodal.images import load_image
 from vlmrl.types import Message, Task
@@ -43,14 +43,14 @@ class McpEnv(ToolEnv):
 
     @classmethod
     def setup(cls, **options: Any) -> Any:
-        return require("mcp", "mcp")  # found missing at the start, not in the first episode
+        return import_extra("mcp", "mcp")  # found missing at the start, not in the first episode
 
     def connection(self) -> Any:
         """What ``mcp.Client`` is to connect to. Override it for a command with a working folder or variables of its own."""
         if self.server.startswith(("http://", "https://")):
             return self.server
         command, *arguments = shlex.split(self.server)
-        return require("mcp", "mcp").StdioServerParameters(command=command, args=arguments)
+        return import_extra("mcp", "mcp").StdioServerParameters(command=command, args=arguments)
 
     async def reset(self) -> list[Message] | None:  # type: ignore[override]
         opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -80,7 +80,7 @@ class McpEnv(ToolEnv):
     async def _hold(self, opened: asyncio.Future[Any]) -> None:
         """Keeps the session open. The client wants to be entered and left by one task, and an env's methods have none of their own."""
         try:
-            async with require("mcp", "mcp").Client(self.connection()) as client:
+            async with import_extra("mcp", "mcp").Client(self.connection()) as client:
                 opened.set_result(client)
                 await self._closing.wait()
         except Exception as error:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import abc
 from typing import Any
 
-from vlmrl.config.code import require
+from vlmrl.config.code import import_extra
 from vlmrl.env.base import Env, obs
 from vlmrl.types import Message, Task
 
@@ -34,7 +34,9 @@ class OpenEnvEnv(Env):
 
     @classmethod
     def setup(cls, **options: Any) -> Any:
-        return require("openenv.core.generic_client", "openenv")  # found missing at the start, not in the first episode
+        return import_extra(
+            "openenv.core.generic_client", "openenv"
+        )  # found missing at the start, not in the first episode
 
     @abc.abstractmethod
     def read_action(self, reply: str) -> dict[str, Any]:
@@ -45,7 +47,7 @@ class OpenEnvEnv(Env):
         """What the agent sees of the server's observation, as :func:`~vlmrl.env.base.obs` makes it."""
 
     async def reset(self) -> list[Message] | None:  # type: ignore[override]
-        module = require("openenv.core.generic_client", "openenv")
+        module = import_extra("openenv.core.generic_client", "openenv")
         self._client = module.GenericEnvClient(base_url=self.url)
         result = await self._client.reset(seed=self.seed)
         seen = self.format_observation(self.show(result.observation))

@@ -85,20 +85,20 @@ def as_saved(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterato
             yield saved, family.published(saved, value)
 
 
-def load_model(config: Model, base_dir: Path | None, cache_dir: Path, seed: int) -> LoadedModel:
+def load_model(config: Model, cache_dir: Path, seed: int) -> LoadedModel:
     """Load what ``config`` names. ``cache_dir`` holds models built on the spot; ``seed`` draws random weights.
 
     On the device ``meta`` nothing but the weights' shapes is there, and nothing of them is read.
     """
     transformers.utils.logging.disable_progress_bar()  # the run shows its own
-    model = _build(config, _found(config.path, base_dir, cache_dir), seed)
-    reader = load_reader(config, base_dir, cache_dir)
+    model = _build(config, _found(config.path, cache_dir), seed)
+    reader = load_reader(config, cache_dir)
     return LoadedModel(**vars(reader), policy=Policy(model).eval())
 
 
-def shapes_of(config: Model, base_dir: Path | None, cache_dir: Path) -> Any:
+def shapes_of(config: Model, cache_dir: Path) -> Any:
     """The model that ``config`` names, adapters and frozen parts included, on the device ``meta``."""
-    return _build(replace(config, device="meta"), _found(config.path, base_dir, cache_dir), seed=0)
+    return _build(replace(config, device="meta"), _found(config.path, cache_dir), seed=0)
 
 
 def _build(config: Model, path: str, seed: int) -> Any:
@@ -120,29 +120,26 @@ def _build(config: Model, path: str, seed: int) -> Any:
     return model
 
 
-def load_reader(config: Model, base_dir: Path | None, cache_dir: Path) -> Reader:
+def load_reader(config: Model, cache_dir: Path) -> Reader:
     """What ``config`` names, without its weights."""
-    path = _found(config.path, base_dir, cache_dir)
+    path = _found(config.path, cache_dir)
     hf_config = AutoConfig.from_pretrained(path)
     vision = family_of(hf_config).vision
     tokenizer = AutoTokenizer.from_pretrained(path)
     renderer = Renderer(
         tokenizer,
         image_token=str(tokenizer.convert_ids_to_tokens(hf_config.image_token_id)) if vision else None,
-        chat_template=_chat_template(config.chat_template, base_dir),
+        chat_template=_chat_template(config.chat_template),
         stop_ids=_stop_ids(path),
     )
     image_processor = AutoImageProcessor.from_pretrained(path) if vision else None
     return Reader(renderer, tokenizer, image_processor, config.max_image_pixels, path)
 
 
-def _found(path: str, base_dir: Path | None, cache_dir: Path) -> str:
-    """A model's folder, under ``base_dir`` or the working directory, or its hub name; a tiny one is built if it must be."""
+def _found(path: str, cache_dir: Path) -> str:
+    """A model's folder, absolute if it is local, or its name on the Hub; a tiny model is built on first use."""
     path = tiny.resolve(path, cache_dir)
-    if path.startswith(("/", "~")):
-        return path
-    local = [place for place in (base_dir, Path.cwd()) if place and (place / path).is_dir()]
-    return str(local[0] / path) if local else path
+    return str(Path(path).absolute()) if Path(path).is_dir() else path
 
 
 def pick_device(name: str) -> torch.device:
@@ -157,12 +154,12 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _chat_template(name: str | None, base_dir: Path | None) -> str | None:
+def _chat_template(name: str | None) -> str | None:
     """A template of ours by name, or a file's text."""
     if name is None:
         return None
     ours = TEMPLATES / f"{name}.jinja"
-    return (ours if ours.is_file() else resolve_path(name, base_dir)).read_text()
+    return (ours if ours.is_file() else resolve_path(name)).read_text()
 
 
 def _stop_ids(path: str) -> list[int]:

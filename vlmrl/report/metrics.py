@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self, get_args
 
+from vlmrl.config.code import code_path
 from vlmrl.types import TRUNCATED, Ending, Message, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, numbers.Real):
         return float(value) if math.isfinite(value) else str(float(value))
     if callable(value) and hasattr(value, "__qualname__"):
-        return f"{value.__module__}:{value.__qualname__}"
+        return code_path(value)
     return str(value)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vlmrl.config.code import require
+from vlmrl.config.code import import_extra
 from vlmrl.retrieval.base import Hit
 from vlmrl.retrieval.corpus import Corpus, Places, hits
 from vlmrl.retrieval.index_cache import cached_folder
@@ -28,7 +28,7 @@ class Bm25:
     def __init__(self, corpus: Corpus, k1: float = 0.9, b: float = 0.4, stopwords: str = "en") -> None:
         self.corpus = corpus
         self.passages: int | None = len(corpus)
-        self._bm25s: Any = require("bm25s", "search")
+        self._bm25s: Any = import_extra("bm25s", "search")
         self._stopwords = stopwords or None
 
         def build(folder: Path) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 
 import datasets as hf
 
-from vlmrl.config.code import load_object
-from vlmrl.data.files import Rows, find, load_rows
+from vlmrl.config.code import load_object, local_data
+from vlmrl.data.files import Rows, load_rows
 from vlmrl.retrieval.base import Hit, Passage
 from vlmrl.types import ImageSource
 
@@ -77,21 +77,21 @@ def hits(corpus: Corpus, found: Sequence[Places]) -> list[list[Hit]]:
     return [[Hit(next(passages), score) for _, score in places] for places in found]
 
 
-def load_corpus(source: str, split: str = "train", base_dir: Path | None = None) -> Corpus:
+def load_corpus(source: str, split: str = "train") -> Corpus:
     """The corpus in a file or folder (jsonl, json, parquet), in a hub dataset, or what a function without arguments,
-    ``file.py:function``, returns as a list of rows. Paths are found under ``base_dir`` and the working directory.
+    ``file.py:function``, returns as a list of rows. Paths are relative to the working directory.
 
     Raises:
         ValueError: nothing is there, or it has no passages.
     """
     if ".py:" in source:
-        rows = load_object(source, base_dir)()
+        rows = load_object(source)()
         if not rows:
             raise ValueError(f"corpus {source!r} returned no rows")
         return Corpus(Rows(hf.Dataset.from_list(rows)), source)
     try:
-        local = find(source, base_dir)
+        local = local_data(source)
         folder = None if local is None else local if local.is_dir() else local.parent
-        return Corpus(load_rows(source, split, base_dir), source, folder)
+        return Corpus(load_rows(source, split), source, folder)
     except ValueError as error:
         raise ValueError(str(error).replace("data.path", "corpus").replace("data.split", "split")) from error

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from vlmrl.retrieval.base import Nothing, Retriever
 from vlmrl.retrieval.batching import Batched
 from vlmrl.retrieval.bm25 import Bm25
@@ -22,7 +20,6 @@ def open_retriever(
     query_prefix: str = "",
     passage_prefix: str = "",
     split: str = "train",
-    base_dir: Path | None = None,
 ) -> Retriever:
     """``bm25`` or ``dense`` over ``corpus`` (see :func:`load_corpus`), ``nothing``, or the server at an ``http://`` address.
 
@@ -39,7 +36,7 @@ def open_retriever(
         raise ValueError(f"retriever must be {KINDS}, but it is {retriever!r}.")
     if not corpus:
         raise ValueError(f"corpus must be set for the retriever {retriever}: a file, a hub name or file.py:function.")
-    passages = load_corpus(corpus, split, base_dir)
+    passages = load_corpus(corpus, split)
     if retriever == "bm25":
         return Batched(Bm25(passages))
     if not encoder:

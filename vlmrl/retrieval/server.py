@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from vlmrl.config.code import require
+from vlmrl.config.code import import_extra
 from vlmrl.retrieval.base import Retriever
 from vlmrl.retrieval.opening import open_retriever
 from vlmrl.retrieval.wire import document
@@ -45,7 +44,7 @@ class Query:
 
 def create_app(retriever: Retriever, topk: int = 3) -> Any:
     """The FastAPI application: POST /retrieve, GET /health. Requests run side by side in threads."""
-    fastapi = require("fastapi", "search")
+    fastapi = import_extra("fastapi", "search")
     app = fastapi.FastAPI(title="vlmrl retriever")
 
     def health() -> dict[str, Any]:
@@ -67,7 +66,7 @@ def create_app(retriever: Retriever, topk: int = 3) -> Any:
 
 def serve(arguments: ServeArguments) -> None:
     """Serve a corpus of passages over HTTP until interrupted: POST /retrieve, GET /health."""
-    uvicorn = require("uvicorn", "search")
+    uvicorn = import_extra("uvicorn", "search")
     retriever = open_retriever(
         arguments.retriever,
         arguments.corpus,
@@ -75,7 +74,6 @@ def serve(arguments: ServeArguments) -> None:
         query_prefix=arguments.query_prefix,
         passage_prefix=arguments.passage_prefix,
         split=arguments.split,
-        base_dir=Path.cwd(),
     )
     address = f"http://{arguments.host}:{arguments.port}"
     print(f"{retriever.passages} passages by {retriever.name} at {address}/retrieve", flush=True)

@@ -14,13 +14,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import tyro
 
 from vlmrl.config import Options
-from vlmrl.config.code import require
+from vlmrl.config.code import import_extra
 from vlmrl.env.base import EnvSpec, RetryTurn, resolve_env
 from vlmrl.env.remote.serialize import task_from_wire, to_wire
 from vlmrl.env.session import EnvContractError, EnvSession
@@ -132,8 +131,8 @@ class EnvServer:
 
 def create_app(server: EnvServer) -> Any:
     """The FastAPI application of an env's sessions."""
-    fastapi = require("fastapi", "serve")
-    responses = require("fastapi.responses", "serve")
+    fastapi = import_extra("fastapi", "serve")
+    responses = import_extra("fastapi.responses", "serve")
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
@@ -190,8 +189,8 @@ async def _close_idle_for_ever(server: EnvServer) -> None:
 
 def serve(arguments: ServeArguments) -> None:
     """Serve an env over HTTP until interrupted: a run plays it with `env="vlmrl:RemoteEnv", env_options={"url": URL}`."""
-    uvicorn = require("uvicorn", "serve")
-    spec = resolve_env(arguments.env, options=dict(arguments.env_options), base_dir=Path.cwd())
+    uvicorn = import_extra("uvicorn", "serve")
+    spec = resolve_env(arguments.env, options=dict(arguments.env_options))
     server = EnvServer(
         spec, timeout=arguments.timeout, idle_timeout=arguments.idle_timeout, max_sessions=arguments.max_sessions
     )
