@@ -110,9 +110,10 @@ def test_contents_hold_the_title_in_their_first_line(tmp_path):
     assert next(iter(corpus.texts())) == "Paris\nParis is a city.\nIt is old."
 
 
-def test_rows_may_come_from_a_function_and_need_no_id(tmp_path):
+def test_rows_may_come_from_a_function_and_need_no_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def rows():\n    return [{'text': 'red'}, {'text': 'blue'}]\n")
-    retriever = retrieval.open_retriever("bm25", "mine.py:rows", base_dir=tmp_path)
+    retriever = retrieval.open_retriever("bm25", "mine.py:rows")
     assert [hit.passage for hit in retriever.search(["blue"], 3)[0]] == [Passage("1", "", "blue")]
 
 
@@ -145,7 +146,8 @@ def test_images_inside_a_parquet_file_stay_encoded(tmp_path):
         ({"corpus": "EMPTY"}, "returned no rows"),
     ],
 )
-def test_what_is_wrong_with_the_settings_is_told(tmp_path, settings, told):
+def test_what_is_wrong_with_the_settings_is_told(tmp_path, monkeypatch, settings, told):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def rows():\n    return []\n")
     made = {"GOOD": ROWS, "BAD": [{"words": "a"}]}
     if (name := settings.get("corpus")) in made:
@@ -153,7 +155,7 @@ def test_what_is_wrong_with_the_settings_is_told(tmp_path, settings, told):
     if name == "EMPTY":
         settings = {**settings, "corpus": "mine.py:rows"}
     with pytest.raises(ValueError, match="(?s)" + told.replace("(", r"\(")):
-        retrieval.open_retriever(**settings, base_dir=tmp_path)
+        retrieval.open_retriever(**settings)
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_extra(corpus, monkeypatch):

@@ -166,7 +166,7 @@ class Checker:
             if cut:
                 self.say(
                     "no room",
-                    f"{cut} leave no room for {what}: raise rollout.max_tokens, or set data.max_prompt_tokens",
+                    f"{cut} are too long for {what}: raise rollout.max_tokens, or set data.max_prompt_tokens",
                 )
                 break
 

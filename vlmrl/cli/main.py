@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from tyro.conf import OmitSubcommandPrefixes, Suppress, subcommand
@@ -63,7 +63,9 @@ def main() -> None:
         print(vlmrl.__version__)
         return
     words, options = split_at_recipe(arguments or ["--help"])
-    command = tyro.cli(Command, args=words, prog="vlmrl", description=DESCRIPTION, config=(OmitSubcommandPrefixes,))
+    command: Any = tyro.cli(
+        Command, args=words, prog="vlmrl", description=DESCRIPTION, config=(OmitSubcommandPrefixes,)
+    )
     with errors_in_one_line():
         getattr(command, "command", command).run(options)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vlmrl.config.data import check_env_or_reward, check_held_out
+from vlmrl.config.data import Part, check_env_or_reward, check_held_out
 from vlmrl.config.fields import require
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ def check_episodes(config: Config) -> None:
     """The env, reward function or agent loop, and the limits of an episode."""
     check_env_or_reward("", config.env, config.reward)
     rollout = config.rollout
-    has_env = any(part.env is not None or part.reward is not None for part in [config, *config.mixture.values()])
+    parts: list[Config | Part] = [config, *config.mixture.values()]
+    has_env = any(part.env is not None or part.reward is not None for part in parts)
     if rollout.generate is not None and has_env:
         raise ValueError("rollout.generate plays whole episodes itself, so env and reward must be unset.")
     if config.reward is not None:

@@ -43,7 +43,7 @@ class Rollout:
     max_failed_fraction: float = 0.25
     """Maximum fraction of a step's trajectories that may fail. Above it, the run stops with an error."""
     generate: Code = None
-    """Agent loop of your own, instead of `env`: `async function(client, renderer, task)` plays an episode and returns its trajectory."""
+    """Agent loop of your own, instead of `env`: `async function(client, renderer, task)` returns a trajectory."""
     history: Literal["append", "inline", "rerender"] = "append"
     """How the next prompt is built.
     `append`: earlier tokens stay as sampled; observations are appended, formatted by the chat template.

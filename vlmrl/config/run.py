@@ -32,7 +32,7 @@ class Config:
     reward: Code = None
     """Reward function for single-turn tasks, instead of an env: `function(text, task) -> float`."""
     group_reward: Code = None
-    """Reward function over a whole group, instead of or besides the env's rewards.
+    """Reward function over a whole group, in addition to the env's rewards.
     `function(trajectories)` returns one number per trajectory, which is added to its reward for training."""
     mixture: dict[str, Part] = field(default_factory=dict)
     """Several datasets by name, instead of `data`. Each has a sampling weight and optionally an env of its own."""
