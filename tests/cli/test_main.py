@@ -48,6 +48,7 @@ def test_the_version_is_printed(monkeypatch, capsys):
 
 
 def test_the_help_of_train_lists_the_settings_of_the_recipe(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "mine.py").write_text(
         '"""My recipe."""\nfrom vlmrl import Config\ndef config(): return Config(name="mine")\n'
     )

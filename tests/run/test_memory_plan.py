@@ -79,7 +79,7 @@ def test_sizes_come_from_the_shapes_alone(tiny_folder):
         m for name, m in real.model.named_modules() if name.endswith((".k_proj", ".v_proj")) and "visual" not in name
     ]
     assert sizes.cached == sum(layer.out_features for layer in kept)
-    assert plan(Config(model=model), None, Ranks()).sizes == sizes
+    assert plan(Config(model=model), Ranks()).sizes == sizes
 
 
 @pytest.mark.parametrize(

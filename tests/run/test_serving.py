@@ -46,11 +46,11 @@ def config_of(model, folder, **settings) -> Config:
         ({"deterministic": True}, "deterministic needs engine embedded"),
         (
             {"cluster": Cluster(gpus=8, engines=8), "sglang": SGLang(tp=2)},
-            "cluster.engines must be at most 4: for more there are not sglang.tp (2) GPUs each on one machine, of the ranks'",
+            "cluster.engines must be at most 4: each server needs sglang.tp (2) GPUs on one machine, of the ranks'",
         ),
         (
             {"cluster": Cluster(gpus=8, engines=3, colocate=False), "sglang": SGLang(tp=2)},
-            "cluster.engines must be at most 2: for more there are not sglang.tp (2) GPUs each on one machine, beside the ranks'",
+            "cluster.engines must be at most 2: each server needs sglang.tp (2) GPUs on one machine, beside the ranks'",
         ),
         (
             {"cluster": Cluster(gpus=4), "sglang": SGLang(tp=8)},
@@ -60,7 +60,7 @@ def config_of(model, folder, **settings) -> Config:
         ({"cluster": Cluster(gpus=4), "sglang": SGLang(sync="group")}, "sglang.sync must be tensor, disk or auto"),
         (
             {"cluster": Cluster(gpus=12, ranks=6, engines=3, colocate=False, nodes=2), "sglang": SGLang(tp=2)},
-            "cluster.engines must be at most 2: for more there are not sglang.tp (2) GPUs each on one machine",
+            "cluster.engines must be at most 2: each server needs sglang.tp (2) GPUs on one machine",
         ),
         ({"cluster": Cluster(ranks=2), "sglang": SGLang(servers=2)}, "cluster.engines counts servers"),
         ({"cluster": Cluster(ranks=2), "sglang": SGLang(first_gpu=1)}, "Ray assigns GPUs"),

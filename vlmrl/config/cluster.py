@@ -90,7 +90,7 @@ def resolve_cluster(config: Config) -> Cluster:
 def check_servers(config: Config) -> None:
     """Raises ValueError if the settings of servers contradict those of the cluster or of the run."""
     if config.deterministic:
-        raise ValueError("deterministic requires engine embedded: sampling of an SGLang server is not reproducible.")
+        raise ValueError("deterministic needs engine embedded: sampling of an SGLang server is not reproducible.")
     cluster, sglang = config.resolved_cluster, config.sglang
     if not cluster.on:
         return
