@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vlmrl import Algo, Config, Model, Rollout, Task, Train, WarmStart
-from vlmrl.config.code import load_object
+from vlmrl.config.code import load_object, resolve_config
 from vlmrl.data import TaskStream
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.run_log import RunLog
@@ -138,7 +138,7 @@ def learning(
     folder: Path = Path("runs/async_long_tail"),
 ) -> None:
     """From one warm-started model at a constant rate. Ratios are to the weights that sampled, unless ``corrections`` are given."""
-    recipe: Config = load_object(f"{ROOT / 'recipes/quickstart.py'}:config")()
+    recipe = resolve_config(load_object(f"{ROOT / 'recipes/quickstart.py'}:config")(), ROOT / "recipes")
     config = replace(recipe, output_dir=str(folder), save_model=False, optim=replace(recipe.optim, lr=lr))
     config = replace(config, eval=replace(recipe.eval, every=0, blank_images=False))
     config = replace(config, model=Model(path=teach(config)), warm_start=WarmStart())
@@ -163,7 +163,7 @@ def learning(
 
 async def learn(config: Config) -> tuple[float, float, list[float]]:
     """Held-out reward before and after, and the training reward of each step."""
-    run = build_run(config, ROOT / "recipes")
+    run = build_run(config)
     log = RunLog(run.folder, {})  # a run of before is written over
     summary = await train(run, log, RunProgress(Console(quiet=True)))
     run.engine.close()

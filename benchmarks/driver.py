@@ -114,7 +114,7 @@ def line(x: np.ndarray, y: np.ndarray) -> str:
 
 def main(episodes: int = 1024, turns: int = 20, profile: bool = False) -> None:
     folder = build("runs/.models/driver", max_pixels=2**18)
-    model = load_model(Model(path=str(folder), device="cpu"), None, Path(folder), seed=0)
+    model = load_model(Model(path=str(folder), device="cpu"), Path(folder), seed=0)
     play(model, 16, 2)  # a warm-up
     once = images_cost(model)
     profiler = cProfile.Profile()

@@ -51,7 +51,7 @@ def own_milliseconds(trajectories: list[Trajectory], ends: list[list[float]]) ->
 
 def play(title: str, turns: int, side: int, repeats: int) -> None:
     folder = build("runs/.models/long", max_pixels=2**22)
-    model = load_model(Model(path=str(folder), device="cpu"), None, folder, seed=0)
+    model = load_model(Model(path=str(folder), device="cpu"), folder, seed=0)
     times: list[float] = []
 
     def reply(request, turn: int) -> str:

@@ -79,7 +79,7 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         path = tiny.build(folder / "model", hidden_size=512, num_layers=8, vision_hidden_size=128, max_pixels=SIDE**2)
-        self.model: LoadedModel = load_model(Model(path=str(path), device="cpu"), None, folder, seed=0)
+        self.model: LoadedModel = load_model(Model(path=str(path), device="cpu"), folder, seed=0)
         self.store = self.model.new_store()
         self.tokens = self.images = 0
         inner = self.model.policy.model.model

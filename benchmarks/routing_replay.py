@@ -31,7 +31,7 @@ REPLIES, TOKENS = 64, 128
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        model = load_model(Model(path="tiny:qwen3_vl_moe", device="cpu", dtype="float32"), None, Path(folder), seed=0)
+        model = load_model(Model(path="tiny:qwen3_vl_moe", device="cpu", dtype="float32"), Path(folder), seed=0)
     with torch.no_grad():
         for name, parameter in model.policy.named_parameters():
             if "mlp.experts" in name:  # or random experts would hardly differ

@@ -28,7 +28,7 @@ from vlmrl.samples import audit, concat
 from vlmrl.train.packing import collate, per_token
 from vlmrl.types import Sample, Trajectory
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).resolve().parent.parent
 COLORS = ["red", "green", "blue", "yellow"]
 QUARTERS = ["top left", "top right", "bottom left", "bottom right"]
 BOXES = ["[0, 0, 500, 500]", "[500, 0, 1000, 500]", "[0, 500, 500, 1000]", "[500, 500, 1000, 1000]"]
@@ -82,11 +82,10 @@ def update(
 
 def main(steps: int = 100, warm_steps: int = 400, groups: int = 16, group_size: int = 8, seed: int = 0) -> float:
     """Train and print the reward as it climbs; returns the mean reward of the last ten steps."""
-    tasks = load_tasks(Data(generator="../datasets/shapes.py:make_task", size=4096), HERE)
-    env = resolve_env(
-        "../envs/zoom.py:ZoomEnv", options={"coarse": 32, "crop": 32, "tools_in_prompt": False}, base_dir=HERE
-    )
-    model = load_model(Model(path="tiny:qwen3_vl", device="cpu"), HERE, Path("runs/.models"), seed)
+    tasks = load_tasks(Data(generator=f"{ROOT}/datasets/shapes.py:make_task", size=4096))
+    options = {"coarse": 32, "crop": 32, "tools_in_prompt": False}
+    env = resolve_env(f"{ROOT}/envs/zoom.py:ZoomEnv", options=options)
+    model = load_model(Model(path="tiny:qwen3_vl", device="cpu"), Path("runs/.models"), seed)
     policy, renderer, store = model.policy, model.renderer, model.new_store()
     rollout = Rollout(group_size=group_size, max_turns=2, max_tokens=256, max_reply_tokens=48)
     order = itertools.cycle(tasks.order(0))

@@ -52,6 +52,6 @@ __all__ = [
 
 def main(config: Callable[[], Config]) -> None:
     """Run a recipe as a program: ``python recipe.py --optim.lr 1e-6`` is ``vlmrl train recipe.py --optim.lr 1e-6``."""
-    from vlmrl.cli.main import run_recipe
+    from vlmrl.cli.train import run_recipe
 
     run_recipe(config)

@@ -18,7 +18,7 @@ from vlmrl.types import Task, Trajectory, Turn
 
 @pytest.fixture
 def parts(tiny_folder):
-    model = load_model(Model(path=str(tiny_folder), device="cpu"), None, tiny_folder.parent, seed=0)
+    model = load_model(Model(path=str(tiny_folder), device="cpu"), tiny_folder.parent, seed=0)
     engine = HFEngine(model.policy, model.renderer)
     yield model, engine, model.new_store()
     engine.close()

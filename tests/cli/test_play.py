@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from vlmrl.cli.play import PlayArguments, play
+from vlmrl.cli.play import PlayCommand, play
 from vlmrl.config import Model, Rollout
 
 MINE = """
@@ -40,18 +40,18 @@ def folder(tmp_path, monkeypatch):
 
 def settings(qwen3_vl, env="mine.py:Ask", **rollout):
     limits = {"max_turns": 3, "max_reply_tokens": 8, "truncated_reward": 0.0} | rollout
-    return PlayArguments(env, "mine.py:tasks", n=2, model=Model(path=str(qwen3_vl)), rollout=Rollout(**limits))
+    return PlayCommand(env, "mine.py:tasks", n=2, model=Model(path=str(qwen3_vl)), rollout=Rollout(**limits))
 
 
 def test_a_generator_plays_by_itself(qwen3_vl, folder, capsys):
     asyncio.run(play(settings(qwen3_vl, env=None, generate="mine.py:generate")))
-    told = capsys.readouterr().out
-    assert told.count("My own prompt.") == 2 and "Question" not in told.replace("question", "")
-    assert "2 episodes, mean reward 0.500" in told
+    output = capsys.readouterr().out
+    assert output.count("My own prompt.") == 2 and "Question" not in output.replace("question", "")
+    assert "2 episodes, mean reward 0.500" in output
 
 
 def test_an_env_and_a_generator_are_too_many(qwen3_vl, folder):
-    with pytest.raises(ValueError, match="no env must be named"):
+    with pytest.raises(ValueError, match="env must be unset with rollout"):
         asyncio.run(play(settings(qwen3_vl, generate="mine.py:generate")))
 
 

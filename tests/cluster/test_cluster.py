@@ -114,8 +114,8 @@ def runs(tmp_path_factory):
     """The same run in this process, and on two ranks and two engines."""
     os.environ[MARK] = "module"
     config = short_quickstart(tmp_path_factory.mktemp("cluster"))
-    here = build_run(config, RECIPES)
-    there = build_run(replace(config, cluster=Cluster(ranks=2, engines=2)), RECIPES)
+    here = build_run(config)
+    there = build_run(replace(config, cluster=Cluster(ranks=2, engines=2)))
     yield here, there
     here.engine.close()
     there.engine.close()

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from testing.runs import RECIPES, short_quickstart
+from testing.runs import short_quickstart
 
 from vlmrl.config import Checkpoint, Cluster, Optim, WarmStart
 from vlmrl.engine.base import paused
@@ -44,7 +44,7 @@ def away(ranks) -> list[bool]:
 
 
 def test_a_side_leaves_the_gpus_before_the_other_comes(pretended_gpus, tmp_path):
-    run = build_run(two_gpus(tmp_path), RECIPES)
+    run = build_run(two_gpus(tmp_path))
     cluster = run.engine._cluster
     assert len(cluster.engines) == 2
     shared = [engine.__ray_call__.remote(lambda _: os.environ["CUDA_VISIBLE_DEVICES"]) for engine in cluster.engines]
@@ -76,8 +76,8 @@ def test_a_side_leaves_the_gpus_before_the_other_comes(pretended_gpus, tmp_path)
 def test_a_run_that_takes_turns_trains_what_it_sampled_also_when_it_was_resumed(pretended_gpus, tmp_path):
     config = two_gpus(tmp_path, checkpoint=Checkpoint(every=1))
     config = replace(config, warm_start=WarmStart(), eval=replace(config.eval, every=0, blank_images=False))
-    run_training(config, RECIPES)
-    run_training(replace(config, train=replace(config.train, steps=3)), RECIPES, resume=True)
+    run_training(config)
+    run_training(replace(config, train=replace(config.train, steps=3)), resume=True)
     rows = [row for row in read_rows(config.folder / "metrics.jsonl") if "logprob_mismatch/max" in row]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert max(row["logprob_mismatch/max"] for row in rows) < 1e-3

@@ -1,4 +1,4 @@
-"""Finding files and objects by what a recipe says."""
+"""Loading the code of a config, and resolving its paths against the recipe's folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from vlmrl.config.code import load_object, places, require, resolve_path
+from vlmrl import Algo, Config, Data, Eval, Model, Part, Rollout, WarmStart
+from vlmrl.config.code import (
+    code_path,
+    import_extra,
+    load_object,
+    places,
+    resolve_config,
+    resolve_function,
+    resolve_path,
+)
 
 
 def write(path: Path, text: str) -> Path:
@@ -16,7 +25,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_resolve_path_takes_the_base_dir_before_the_working_directory(tmp_path, monkeypatch):
+def test_resolve_path_takes_the_folder_before_the_working_directory(tmp_path, monkeypatch):
     first = write(tmp_path / "recipes" / "a.txt", "recipe")
     second = write(tmp_path / "work" / "a.txt", "work")
     only = write(tmp_path / "work" / "b.txt", "work")
@@ -115,4 +124,118 @@ def test_our_datasets_folder_is_named_by_file():
 
 def test_a_missing_optional_package_names_its_extra():
     with pytest.raises(ValueError, match=r"no_such_package is not installed .* pip install 'vlmrl\[games\]'"):
-        require("no_such_package", "games")
+        import_extra("no_such_package", "games")
+
+
+CODE = """
+class Env: pass
+def judge(text, task): return 1.0
+def best(trajectories): return [0.0]
+def tasks(index, seed): return {"prompt": "x"}
+def newest(messages): return messages
+def keep(trajectories, k=1): return True
+def show(task, turn): return "x"
+async def play(client, renderer, task): ...
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A recipe's folder with code, data, a template and a model; the working directory is another one."""
+    folder = tmp_path / "recipes"
+    write(folder / "mine.py", CODE)
+    for name in ("rows.jsonl", "my.jinja", "model/config.json"):
+        write(folder / name, "{}")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return folder
+
+
+def test_code_becomes_its_object_and_paths_become_absolute(folder):
+    mine = str(folder / "mine.py")
+    config = resolve_config(
+        Config(
+            env="mine.py:Env",
+            group_reward="mine.py:best",
+            data=Data("rows.jsonl"),
+            model=Model("model", chat_template="my.jinja"),
+            rollout=Rollout(history="rerender", history_policy="mine.py:newest"),
+            algo=Algo(
+                filters=("mine.py:keep", "zero_variance"), filter_options={"mine.py:keep.k": 2}, reference="model"
+            ),
+            eval=Eval(data=Data(generator="mine.py:tasks", size=1)),
+            warm_start=WarmStart(demonstrate="mine.py:show"),
+        ),
+        folder,
+    )
+    assert config.env is load_object(f"{mine}:Env") and config.group_reward is load_object(f"{mine}:best")
+    assert config.rollout.history_policy is load_object(f"{mine}:newest")
+    assert config.eval.data.generator is load_object(f"{mine}:tasks")
+    assert config.warm_start.demonstrate is load_object(f"{mine}:show")
+    assert (config.data.path, config.model.path) == (str(folder / "rows.jsonl"), str(folder / "model"))
+    assert (config.model.chat_template, config.algo.reference) == (str(folder / "my.jinja"), str(folder / "model"))
+    assert config.algo.filters == (f"{mine}:keep", "zero_variance") and config.algo.options_of(f"{mine}:keep") == {
+        "k": 2
+    }
+    assert resolve_config(config) == config
+
+
+def test_the_parts_of_a_mixture_are_resolved(folder):
+    part = Part(data=Data("rows.jsonl"), eval_data=Data("rows.jsonl"), reward="mine.py:judge")
+    resolved = resolve_config(Config(mixture={"a": part}), folder).mixture["a"]
+    assert resolved.reward is load_object(f"{folder}/mine.py:judge")
+    assert resolved.data.path == resolved.eval_data.path == str(folder / "rows.jsonl")
+
+
+def test_names_that_are_no_files_stay(folder):
+    config = Config(
+        data=Data("hiyouga/geometry3k"),
+        model=Model("Qwen/Qwen3-VL-2B-Instruct", chat_template="chatml"),
+        rollout=Rollout(history="rerender", history_policy="last_turns"),
+        algo=Algo(filters=("zero_variance",), reference="tiny:qwen3_vl"),
+    )
+    assert resolve_config(config, folder) == config
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Config(env="mine.py:Nobody"), r"^env: 'mine.py:Nobody': mine.py has no 'Nobody'"),
+        (
+            Config(mixture={"a": Part(data=Data("rows.jsonl"), env="x.py:E")}),
+            r"^mixture\.a\.env: 'x.py' does not exist",
+        ),
+        (Config(rollout=Rollout(generate="mine:play")), r"^rollout\.generate: 'mine:play': importing 'mine' raised"),
+        (Config(data=Data("gone.jsonl")), r"^data\.path 'gone.jsonl' does not exist\. Looked at: .*/recipes/gone"),
+        (Config(model=Model(chat_template="gone.jinja")), r"'gone.jinja' does not exist"),
+        (Config(algo=Algo(filters=("x.py:keep",))), r"'x.py' does not exist"),
+    ],
+)
+def test_what_does_not_exist_is_named_with_its_setting(folder, config, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_config(config, folder)
+
+
+def test_resolve_function_takes_a_built_in_name_code_or_a_function(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert resolve_function("f", "abs", ["x"], registry={"abs": abs}) is abs
+    assert resolve_function("f", "mine.py:judge", ["text", "task"]) is load_object("mine.py:judge")
+    assert resolve_function("f", len, ["x"]) is len
+
+
+def test_a_function_that_does_not_fit_is_named_with_its_signature(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    with pytest.raises(ValueError, match=r"^reward must be callable as judge\(task\), but .* judge\(text, task\)"):
+        resolve_function("reward", "mine.py:judge", ["task"])
+    with pytest.raises(
+        ValueError, match=r"^algo.filter_options do not fit keep: .* 'n'; .* keep\(trajectories, k=1\)\.$"
+    ):
+        resolve_function("algo.filters", "mine.py:keep", ["group"], {"n": 1}, options_field="algo.filter_options")
+    with pytest.raises(ValueError, match=r"^reward must be a function \(text, task\), but it is 3\.$"):
+        resolve_function("reward", 3, ["text", "task"])
+
+
+def test_code_path_names_the_file_so_that_it_can_be_loaded_again(folder):
+    env = load_object(f"{folder}/mine.py:Env")
+    assert code_path(env) == f"{folder}/mine.py:Env" and load_object(code_path(env)) is env
+    assert code_path(Path) == f"{Path.__module__}:Path"

@@ -61,7 +61,7 @@ def test_a_recipes_help_reads_like_documentation(tmp_path):
     assert done.returncode == 0
     assert "Geometry3K over several turns" in done.stdout
     assert "--optim.lr FLOAT" in done.stdout and "--rollout.max-turns INT" in done.stdout
-    assert "Trajectories per task: the group of a GRPO baseline." in done.stdout
+    assert "Trajectories per task. Advantages are computed within such a group." in done.stdout
     assert done.stderr == ""
 
 
@@ -86,9 +86,9 @@ def test_an_unknown_field_is_named(tmp_path):
 def test_a_mistake_gives_one_clear_line_before_anything_is_trained(tmp_path, options, message):
     done = run(ROOT / "recipes/quickstart.py", *options, cwd=tmp_path)
     assert done.returncode != 0
-    told = done.stdout + done.stderr
-    assert message in told
-    assert "Traceback" not in told
+    output = done.stdout + done.stderr
+    assert message in output
+    assert "Traceback" not in output
     assert not (tmp_path / "runs/quickstart").exists()
 
 
@@ -98,15 +98,26 @@ def test_options_on_the_command_line_are_numbers_where_they_look_like_them():
     assert config.algo.loss_options == {"clip": 0.2, "count": 3, "on": True, "name": "abc", "nothing": None}
 
 
-def test_every_option_has_a_help_text():
-    """Those of nested settings are told by their own fields."""
-    bare = []
+def settings_and_help():
+    """The name of each setting in vlmrl/config, with its help text or ``None``. Nested sections have none of their own."""
     trees = [ast.parse(path.read_text()) for path in (ROOT / "vlmrl/config").glob("*.py")]
-    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
-    assert len(classes) > 10
-    for cls in classes:
+    for cls in (node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)):
         for node, after in itertools.pairwise(cls.body):
-            told = isinstance(after, ast.Expr) or "field(default_factory=" in ast.unparse(node)
-            if isinstance(node, ast.AnnAssign) and not told:
-                bare.append(f"{cls.name}.{ast.unparse(node.target)}")
-    assert not bare
+            if isinstance(node, ast.AnnAssign) and "field(default_factory=" not in ast.unparse(node):
+                help_text = after.value.value if isinstance(after, ast.Expr) else None
+                yield f"{cls.name}.{ast.unparse(node.target)}", help_text
+
+
+def test_every_option_has_a_help_text():
+    settings = dict(settings_and_help())
+    assert len(settings) > 80
+    assert not [name for name, help_text in settings.items() if not help_text]
+
+
+def test_help_texts_are_sentences_and_break_only_between_them():
+    """`--help` keeps the line breaks of a help text, so that each line must begin a sentence or a value."""
+    for name, help_text in settings_and_help():
+        if name.startswith("SGLang."):
+            continue
+        for line in help_text.splitlines():
+            assert line.rstrip().endswith((".", ":")), (name, line)

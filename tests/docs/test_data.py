@@ -10,6 +10,7 @@ from typing import Any
 from PIL import Image
 
 from vlmrl import Data
+from vlmrl.config import resolve_config
 from vlmrl.data import TaskStream, load_run_tasks
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,7 @@ def test_the_mixture_draws_three_of_one_part_for_each_of_the_other(tmp_path):
     geo3k = replace(
         config.mixture["geo3k"], data=replace(config.mixture["geo3k"].data, path=str(tmp_path / "rows.jsonl"))
     )
-    tasks, held_out = load_run_tasks(replace(config, mixture=config.mixture | {"geo3k": geo3k}), ROOT)
+    tasks, held_out = load_run_tasks(resolve_config(replace(config, mixture=config.mixture | {"geo3k": geo3k}), ROOT))
     drawn = [task.part for task in islice(TaskStream(tasks), 8)]
     assert (drawn.count("geo3k"), drawn.count("zoom")) == (6, 2)
     assert held_out is not None and 64 < len(held_out) < 75

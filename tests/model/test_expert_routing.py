@@ -36,7 +36,7 @@ from vlmrl.types import Sample, Trajectory
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> LoadedModel:
     """One whose routers are never quite sure."""
-    loaded = load_model(Model(path="tiny:qwen3_vl_moe", device="cpu"), None, tmp_path_factory.mktemp("m"), seed=0)
+    loaded = load_model(Model(path="tiny:qwen3_vl_moe", device="cpu"), tmp_path_factory.mktemp("m"), seed=0)
     with torch.no_grad():
         for name, parameter in loaded.policy.named_parameters():
             if "mlp.experts" in name:

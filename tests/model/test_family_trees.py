@@ -22,7 +22,7 @@ MROPE = [name for name in SHARING if FAMILIES[name].mrope]
 
 def load(family: str, folder) -> LoadedModel:
     """A tiny model that looks where it should, so that a wrong mask or position shows."""
-    model = load_model(Model(path=f"tiny:{family}", device="cpu", dtype="float32"), None, folder, seed=0)
+    model = load_model(Model(path=f"tiny:{family}", device="cpu", dtype="float32"), folder, seed=0)
     with torch.no_grad():
         for name, parameter in model.policy.named_parameters():
             if "q_proj" in name or "k_proj" in name:

@@ -13,7 +13,7 @@ ROW = torch.tensor([[5, 6, 7, 300, 20]])
 
 
 def load(folder, **settings):
-    return load_model(Model(path=str(folder), device="cpu", **settings), None, folder.parent, seed=0)
+    return load_model(Model(path=str(folder), device="cpu", **settings), folder.parent, seed=0)
 
 
 def trained(loaded):

@@ -3,6 +3,7 @@
 import io
 import json
 import socket
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import pytest
 from PIL import Image
 from testing.servers import free_port, served
 
-from vlmrl.cli.main import retriever_command
+from vlmrl.cli import main as cli
 from vlmrl.multimodal.images import load_image
 from vlmrl.retrieval import Hit, HttpRetriever, Passage, RetrieverError, open_retriever
 from vlmrl.retrieval.server import create_retriever_app
@@ -157,9 +158,8 @@ def test_a_reply_that_breaks_the_protocol_is_an_error(body):
         HttpRetriever(url).search(["a"], 1)
 
 
-def test_the_command_names_what_is_missing(capsys):
+def test_the_command_names_what_is_missing(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["vlmrl", "retriever", "serve", "--corpus", "missing.jsonl"])
     with pytest.raises(SystemExit, match="1"):
-        retriever_command(["serve", "--corpus", "missing.jsonl"])
+        cli.main()
     assert capsys.readouterr().err.startswith("vlmrl: corpus 'missing.jsonl' does not exist")
-    with pytest.raises(SystemExit, match="usage: vlmrl retriever serve --corpus FILE"):
-        retriever_command(["index"])

@@ -144,13 +144,14 @@ def test_images_inside_a_parquet_file_stay_encoded(tmp_path):
         ({"corpus": "EMPTY"}, "returned no rows"),
     ],
 )
-def test_wrong_settings_are_errors_that_say_what_is_wrong(tmp_path, settings, message):
+def test_wrong_settings_are_errors_that_say_what_is_wrong(tmp_path, monkeypatch, settings, message):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def rows():\n    return []\n")
     made = {"GOOD": ROWS, "BAD": [{"words": "a"}]}
     if (name := settings.get("corpus")) in made:
         settings = {**settings, "corpus": write(tmp_path / f"{name}.jsonl", made[name])}
     if name == "EMPTY":
-        settings = {**settings, "corpus": f"{tmp_path}/mine.py:rows"}
+        settings = {**settings, "corpus": "mine.py:rows"}
     with pytest.raises(ValueError, match="(?s)" + message.replace("(", r"\(")):
         retrieval.open_retriever(**settings)
 

@@ -76,11 +76,12 @@ def test_dynamic_sampling_gives_up_or_ends_with_the_tasks():
 
 def test_a_users_own_filter_by_path(tmp_path):
     (tmp_path / "mine.py").write_text("def small(group, most):\n    return int(group[0].task.id) <= most\n")
-    algo = Algo(filters=("mine.py:small",), filter_options={"mine.py:small.most": 1})
-    batch = asyncio.run(fill(runner(), tasks(), 3, "s", resolve_filters(algo, tmp_path), "off"))
+    small = f"{tmp_path}/mine.py:small"
+    algo = Algo(filters=(small,), filter_options={f"{small}.most": 1})
+    batch = asyncio.run(fill(runner(), tasks(), 3, "s", resolve_filters(algo), "off"))
     assert ids(batch) == ["0", "1"]
     with pytest.raises(ValueError, match=r"algo.filter_options do not fit small: missing a required argument"):
-        resolve_filters(Algo(filters=("mine.py:small",)), tmp_path)
+        resolve_filters(Algo(filters=(small,)))
 
 
 class Slow(Env):

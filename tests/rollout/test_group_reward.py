@@ -145,10 +145,10 @@ def test_one_that_hangs_is_given_up():
 
 def test_what_is_no_function_of_a_group_is_refused_at_the_start(tmp_path):
     (tmp_path / "mine.py").write_text("def two(group, other):\n    return []\n\nNUMBER = 3\n")
-    with pytest.raises(ValueError, match=r"group_reward: its arguments do not fit two"):
-        resolve_group_reward(Config(group_reward="mine.py:two"), tmp_path)
-    with pytest.raises(ValueError, match=r"group_reward must be a function of a group's trajectories, but it is 3"):
-        resolve_group_reward(Config(group_reward="mine.py:NUMBER"), tmp_path)
+    with pytest.raises(ValueError, match=r"group_reward must be callable as two\(trajectories\)"):
+        resolve_group_reward(Config(group_reward=f"{tmp_path}/mine.py:two"))
+    with pytest.raises(ValueError, match=r"group_reward must be a function \(trajectories\), but it is 3"):
+        resolve_group_reward(Config(group_reward=f"{tmp_path}/mine.py:NUMBER"))
 
 
 def test_a_run_trains_on_it_and_evaluates_without(tmp_path):

@@ -172,7 +172,7 @@ def test_policies_rewrite_messages():
 
 def test_policies_by_name_by_path_and_with_options_that_do_not_fit(tmp_path):
     (tmp_path / "mine.py").write_text("def none(messages):\n    return messages[:1]\n")
-    mine = resolve_policy(Rollout(history="rerender", history_policy="mine.py:none"), tmp_path)
+    mine = resolve_policy(Rollout(history="rerender", history_policy=f"{tmp_path}/mine.py:none"))
     assert mine([1, 2]) == [1]
     named = Rollout(history="rerender", history_policy="last_turns", history_options={"n": 2})
     with pytest.raises(ValueError, match=r"rollout.history_options do not fit last_turns: .*'n'"):

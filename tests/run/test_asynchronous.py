@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from testing.runs import RECIPES, short_quickstart, train
+from testing.runs import short_quickstart, train
 
 from vlmrl.config import Algo, Cluster, Config, Eval, Optim, Rollout, Train, WarmStart
 from vlmrl.model.loading import load_model
@@ -58,7 +58,7 @@ def watched(config: Config, monkeypatch):
 def check_every_logprob(config: Config, weights, batches) -> int:
     """Each sampled token has the logprob that the weights of its version give it, and the trainer's is of the version it
     trained. How many replies were begun under one version and ended under another."""
-    policy = load_model(config.model, RECIPES, config.models_dir, config.seed).policy
+    policy = load_model(config.model, config.models_dir, config.seed).policy
     scorer = Trainer(policy, Algo(), Optim(), total_steps=1, tokens_per_micro_batch=4096)
     for newest, trajectories, by_trainer in batches:
         samples = [row for trajectory in trajectories for row in concat(trajectory)]

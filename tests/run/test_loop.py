@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_run_leaves_what_it_promises(tmp_path, capsys):
-    run_training(short_quickstart(tmp_path), RECIPES)
+    run_training(short_quickstart(tmp_path))
     folder = tmp_path / "runs/quickstart"
     summary = json.loads((folder / "summary.json").read_text())
     assert {"reward_before", "reward_after", "reward_blanked"} <= summary.keys()
@@ -53,7 +53,7 @@ def test_an_earlier_run_is_moved_aside(tmp_path, capsys):
         config, warm_start=WarmStart(), eval=Eval(), train=replace(config.train, steps=1), save_model=False
     )
     for _ in range(2):
-        run_training(config, RECIPES)
+        run_training(config)
     assert (tmp_path / "runs/quickstart/metrics.jsonl").exists() and (
         tmp_path / "runs/quickstart.1/metrics.jsonl"
     ).exists()
@@ -141,7 +141,7 @@ def test_a_text_task_with_a_reward_function_uses_the_same_loop(tmp_path):
         train=Train(steps=1, groups_per_batch=2),
         save_model=False,
     )
-    _, rows, _ = train(config, None)
+    _, rows, _ = train(config)
     assert rows[0]["images/mean"] == 0.0 and rows[0]["logprob_mismatch/max"] < 1e-4
 
 
@@ -193,7 +193,7 @@ def test_a_image_that_does_not_decode_is_named(tmp_path):
         rollout=Rollout(group_size=2, max_tokens=256, max_reply_tokens=8),
     )
     with pytest.raises(RolloutError, match=r"(?s)an image does not load:.*broken\.png"):
-        train(config, tmp_path)
+        train(config)
 
 
 def test_shuffled_rewards_keep_their_values_but_not_their_places():
@@ -266,7 +266,7 @@ def test_rollouts_go_on_while_the_trainer_trains(tmp_path):
     for name, weight in run.trainers.policy.named_parameters():
         assert torch.equal(weight, dict(run.model.policy.named_parameters())[name])
 
-    again = build_run(replace(config, train=replace(config.train, steps=5)), RECIPES)
+    again = build_run(replace(config, train=replace(config.train, steps=5)))
     log = RunLog(again.folder, saved["log"])
     asyncio.run(loop.train(again, log, RunProgress(Console(quiet=True)), again.checkpoints.newest()))
     log.close()

@@ -63,15 +63,15 @@ def test_apart_half_of_the_gpus_train():
 )
 def test_eight_gpus_are_shared_where_that_is_possible_and_otherwise_divided(settings, ranks, engines):
     """Servers that run already are on none of these GPUs."""
-    placed = Config(cluster=Cluster(gpus=8), **settings).placed
+    placed = Config(cluster=Cluster(gpus=8), **settings).resolved_cluster
     assert (placed.num_ranks, placed.num_engines) == (ranks, engines)
 
 
 def test_sizes_come_from_the_shapes_alone(tiny_folder):
     model = Model(path=str(tiny_folder), lora=Lora(rank=2))
-    shapes = shapes_of(model, None, tiny_folder.parent)
+    shapes = shapes_of(model, tiny_folder.parent)
     assert {weight.device.type for weight in shapes.parameters()} == {"meta"}
-    real = load_model(model, None, tiny_folder.parent, 0).policy
+    real = load_model(model, tiny_folder.parent, 0).policy
     sizes = Sizes.of(shapes)
     assert sizes.parameters == sum(weight.numel() for weight in real.parameters())
     assert sizes.trained == sum(weight.numel() for weight in real.parameters() if weight.requires_grad)
@@ -79,7 +79,7 @@ def test_sizes_come_from_the_shapes_alone(tiny_folder):
         m for name, m in real.model.named_modules() if name.endswith((".k_proj", ".v_proj")) and "visual" not in name
     ]
     assert sizes.cached == sum(layer.out_features for layer in kept)
-    assert plan(Config(model=model), None, Ranks()).sizes == sizes
+    assert plan(Config(model=model), Ranks()).sizes == sizes
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_one_row_needs_generation_markers(tmp_path, taught):
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
     )
     with pytest.raises(ValueError, match=re.escape("needs a chat template with {% generation %} markers")):
-        build_run(config(tmp_path, taught, str(bare), history="rerender"), RECIPES)
+        build_run(config(tmp_path, taught, str(bare), history="rerender"))
 
 
 async def guess(client, renderer, task):
@@ -130,9 +130,9 @@ def test_a_single_turn_goes_to_the_engine_as_one_batch(tmp_path, taught, monkeyp
         env_options={},
         reward=lambda text, task: float(len(text) % 2),
         rollout=Rollout(group_size=4, max_turns=1, max_tokens=256, max_reply_tokens=8),
-        data=Data(generator="../datasets/shapes.py:make_task", size=8),
+        data=Data(generator=f"{RECIPES}/../datasets/shapes.py:make_task", size=8),
     )
-    run = build_run(base, RECIPES)
+    run = build_run(base)
     sizes = []
     wave = run.engine.generate_batch
 
@@ -187,9 +187,7 @@ def test_a_step_that_the_filters_leave_empty_is_told_and_not_trained(tmp_path, t
 
 def test_a_kl_penalty_on_rewards_lowers_what_strays_from_the_reference(tmp_path, taught):
     base = config(tmp_path, taught)
-    run = build_run(
-        replace(base, algo=Algo(kl_coef=0.5, kl="k1", kl_in_reward=True, reference="tiny:qwen3_vl")), RECIPES
-    )
+    run = build_run(replace(base, algo=Algo(kl_coef=0.5, kl="k1", kl_in_reward=True, reference="tiny:qwen3_vl")))
     trainer = loop.new_trainer(run)
     batch = asyncio.run(run.runner().play(TaskStream(run.tasks), 2, "x"))
     samples = [sample for trajectory in batch.trajectories for sample in concat(trajectory)]

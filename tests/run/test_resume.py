@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from vlmrl.config import Checkpoint, Eval, WarmStart
-from vlmrl.config.code import load_object
+from vlmrl.config.code import load_object, resolve_config
 from vlmrl.run.program import run_training
 
 pytestmark = pytest.mark.slow
@@ -74,7 +74,7 @@ def test_a_killed_run_goes_on_with_the_numbers_of_one_that_was_not(tmp_path):
 
 def test_without_a_checkpoint_resuming_starts_anew(tmp_path, capsys):
     config = replace(
-        load_object(f"{RECIPE}:config")(),
+        resolve_config(load_object(f"{RECIPE}:config")(), RECIPE.parent),
         output_dir=str(tmp_path),
         checkpoint=Checkpoint(every=1),
         warm_start=WarmStart(),
@@ -82,8 +82,8 @@ def test_without_a_checkpoint_resuming_starts_anew(tmp_path, capsys):
         save_model=False,
     )
     config = replace(config, train=replace(config.train, steps=1, groups_per_batch=2))
-    run_training(config, RECIPE.parent, resume=True)
+    run_training(config, resume=True)
     assert "resumed" not in capsys.readouterr().out
-    run_training(replace(config, train=replace(config.train, steps=2)), RECIPE.parent, resume=True)
+    run_training(replace(config, train=replace(config.train, steps=2)), resume=True)
     assert "train.steps is now 2, and was 1" in capsys.readouterr().out
     assert [row["step"] for row in rows(tmp_path / "quickstart")] == [1, 2]

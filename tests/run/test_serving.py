@@ -46,11 +46,11 @@ def config_of(model, folder, **settings) -> Config:
         ({"deterministic": True}, "deterministic needs engine embedded"),
         (
             {"cluster": Cluster(gpus=8, engines=8), "sglang": SGLang(tp=2)},
-            "cluster.engines must be at most 4: for more there are not sglang.tp (2) GPUs each on one machine, of the ranks'",
+            "cluster.engines must be at most 4: each server needs sglang.tp (2) GPUs on one machine, of the ranks'",
         ),
         (
             {"cluster": Cluster(gpus=8, engines=3, colocate=False), "sglang": SGLang(tp=2)},
-            "cluster.engines must be at most 2: for more there are not sglang.tp (2) GPUs each on one machine, beside the ranks'",
+            "cluster.engines must be at most 2: each server needs sglang.tp (2) GPUs on one machine, beside the ranks'",
         ),
         (
             {"cluster": Cluster(gpus=4), "sglang": SGLang(tp=8)},
@@ -60,10 +60,10 @@ def config_of(model, folder, **settings) -> Config:
         ({"cluster": Cluster(gpus=4), "sglang": SGLang(sync="group")}, "sglang.sync must be tensor, disk or auto"),
         (
             {"cluster": Cluster(gpus=12, ranks=6, engines=3, colocate=False, nodes=2), "sglang": SGLang(tp=2)},
-            "cluster.engines must be at most 2: for more there are not sglang.tp (2) GPUs each on one machine",
+            "cluster.engines must be at most 2: each server needs sglang.tp (2) GPUs on one machine",
         ),
         ({"cluster": Cluster(ranks=2), "sglang": SGLang(servers=2)}, "cluster.engines counts servers"),
-        ({"cluster": Cluster(ranks=2), "sglang": SGLang(first_gpu=1)}, "Ray gives out GPUs"),
+        ({"cluster": Cluster(ranks=2), "sglang": SGLang(first_gpu=1)}, "Ray assigns GPUs"),
     ],
 )
 def test_what_servers_cannot_do_is_refused(settings, message):
@@ -91,7 +91,7 @@ def test_servers_that_run_already_need_none_here_and_get_the_trainers_own_weight
 def test_weights_are_sent_and_saved_under_the_names_and_in_the_form_of_checkpoints(family, tmp_path):
     folder = build(tmp_path / "model", family)
     saved = load_file(folder / "model.safetensors")
-    model = load_model(Model(path=str(folder), device="cpu", dtype="float32"), None, tmp_path, seed=0)
+    model = load_model(Model(path=str(folder), device="cpu", dtype="float32"), tmp_path, seed=0)
     ours = dict(as_saved(model.policy.model, named_weights(model.policy.model)))
     model.save(tmp_path / "again")
     for weights in (ours, load_file(tmp_path / "again/model.safetensors")):

@@ -36,7 +36,7 @@ def test_two_ranks_train_what_a_server_samples_also_when_it_dies_and_leave_nothi
         return metrics
 
     monkeypatch.setattr(loop, "push_weights", push_and_kill)
-    run_training(config, Path.cwd())
+    run_training(config)
     rows = read_rows(config.folder / "metrics.jsonl")
     assert [row["failed"] for row in rows] == [0, 0, 0]
     assert max(row["logprob_mismatch/max"] for row in rows) < 1e-3
@@ -61,7 +61,7 @@ def test_ranks_and_servers_take_turns_on_the_same_gpus(qwen3_vl, tmp_path, monke
     monkeypatch.setattr(loop, "push_weights", push_and_look)
     ray.init(address="local", num_cpus=6, num_gpus=2, include_dashboard=False)
     try:
-        run_training(config, Path.cwd())
+        run_training(config)
     finally:
         ray.shutdown()
     rows = read_rows(config.folder / "metrics.jsonl")

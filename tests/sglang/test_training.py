@@ -21,7 +21,7 @@ def attached(family: Served, folder: Path, **settings: Any) -> Config:
 
 
 def rows_of(config: Config, resume: bool = False) -> list[dict[str, Any]]:
-    run_training(config, Path.cwd(), resume=resume)
+    run_training(config, resume=resume)
     return read_rows(config.folder / "metrics.jsonl")
 
 

@@ -11,4 +11,4 @@ from vlmrl.run.program import run_training
 
 if __name__ == "__main__":
     model, folder = map(Path, sys.argv[1:])
-    run_training(replace(config_of(model, folder, dtype="float32"), optim=Optim(lr=3e-3)), Path.cwd())
+    run_training(replace(config_of(model, folder, dtype="float32"), optim=Optim(lr=3e-3)))

@@ -96,7 +96,7 @@ def decoded(token_ids: Sequence[int]) -> str:
 
 def sharp_model(folder: Path, end: float = 5.0) -> LoadedModel:
     """The tiny model of ``folder`` in float32 on the CPU, made :func:`sharp`."""
-    loaded = load_model(Model(path=str(folder), device="cpu", dtype="float32"), None, folder, seed=0)
+    loaded = load_model(Model(path=str(folder), device="cpu", dtype="float32"), folder, seed=0)
     sharpen(loaded.policy.model, end)
     return loaded
 

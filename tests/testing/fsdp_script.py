@@ -59,8 +59,8 @@ def train(folder: str, out: Path, ranks: Ranks, name: str) -> dict[str, Any]:
     images, lora, kl = CASES[name]
     recomputed = Train(gradient_checkpointing=ranks.size > 1)
     config = Config(model=Model(path=folder, lora=Lora(rank=lora)), train=recomputed, output_dir=str(out))
-    loaded = load_model(config.model, None, out, 0)
-    trainers = Trainers.of(config, None, ranks, loaded if ranks.size == 1 else None)
+    loaded = load_model(config.model, out, 0)
+    trainers = Trainers.of(config, ranks, loaded if ranks.size == 1 else None)
     if ranks.rank:
         follow(trainers.make)
         return {}

@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 
 from vlmrl.config import Config
-from vlmrl.config.code import load_object
-from vlmrl.report.metrics import RunLog
+from vlmrl.config.code import load_object, resolve_config
 from vlmrl.report.progress import RunProgress
+from vlmrl.report.run_log import RunLog
 from vlmrl.run import loop
 from vlmrl.run.build import build_run
 
@@ -20,7 +20,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def short_quickstart(tmp_path: Path, **changes: Any) -> Config:
-    config = load_object(f"{RECIPES / 'quickstart.py'}:config")()
+    config = resolve_config(load_object(f"{RECIPES / 'quickstart.py'}:config")(), RECIPES)
     return replace(
         config,
         output_dir=str(tmp_path / "runs"),
@@ -33,8 +33,8 @@ def short_quickstart(tmp_path: Path, **changes: Any) -> Config:
     )
 
 
-def train(config: Config, base_dir=RECIPES):
-    run = build_run(config, base_dir)
+def train(config: Config):
+    run = build_run(config)
     log = RunLog(run.folder)
     summary = asyncio.run(loop.train(run, log, RunProgress(Console(quiet=True))))
     log.close()

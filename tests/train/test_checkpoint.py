@@ -68,7 +68,7 @@ def test_random_numbers_go_on(tmp_path):
 
 def trainer_of(folder, *, dtype: str = "float32", rank: int = 0, kl: float = 0.0) -> Trainer:
     lora = Lora(rank=rank, dropout=0.1)
-    loaded = load_model(Model(path=str(folder), device="cpu", dtype=dtype, lora=lora), None, folder, seed=0)
+    loaded = load_model(Model(path=str(folder), device="cpu", dtype=dtype, lora=lora), folder, seed=0)
     reference = loaded.policy.frozen_copy() if kl else None
     optim = Optim(lr=1e-3, schedule="linear", warmup_steps=2)
     settings = {"total_steps": 9, "tokens_per_micro_batch": 64, "reference": reference}
@@ -80,7 +80,7 @@ def test_a_restored_trainer_takes_the_very_steps_that_the_first_one_takes(case, 
     """Float32 masters, the dropout of adapters and the reference of a KL penalty included."""
     torch.manual_seed(3)
     first = trainer_of(qwen3_vl, **case)
-    rows = samples_of(load_model(Model(path=str(qwen3_vl)), None, tmp_path, 0), [True, False, False, False])
+    rows = samples_of(load_model(Model(path=str(qwen3_vl)), tmp_path, 0), [True, False, False, False])
     if first.reference is not None:
         with torch.no_grad():
             next(first.reference.parameters()).add_(0.1)  # as after a warm start
@@ -105,7 +105,7 @@ def test_a_checkpoint_of_other_trained_parts_is_refused(qwen3_vl, tmp_path):
 
 
 def test_a_rate_that_was_changed_counts(qwen3_vl, tmp_path):
-    rows = samples_of(load_model(Model(path=str(qwen3_vl)), None, tmp_path, 0), [False, False])
+    rows = samples_of(load_model(Model(path=str(qwen3_vl)), tmp_path, 0), [False, False])
     first = trainer_of(qwen3_vl)
     first.step(rows)
     first.save(tmp_path)

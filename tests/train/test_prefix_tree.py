@@ -135,7 +135,7 @@ def test_packed_rows_stand_end_to_end():
 
 @pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl"])
 def model(request, tmp_path_factory):
-    return load_model(Model(path=f"tiny:{request.param}", device="cpu"), None, tmp_path_factory.mktemp("m"), seed=0)
+    return load_model(Model(path=f"tiny:{request.param}", device="cpu"), tmp_path_factory.mktemp("m"), seed=0)
 
 
 def train(model, rows, budget, layout):
@@ -179,7 +179,7 @@ def test_flex_attention_scores_as_the_cpu_does(model, monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU: flex attention has no gradient on a CPU")
 @pytest.mark.parametrize("layout", ["tree", "packed"])
 def test_a_gpu_gives_the_gradients_of_padded_rows(layout, tmp_path):
-    model = load_model(Model(path="tiny:qwen3_vl", device="cuda", dtype="float32"), None, tmp_path, seed=0)
+    model = load_model(Model(path="tiny:qwen3_vl", device="cuda", dtype="float32"), tmp_path, seed=0)
     rows = random_rows(model, 0, trained=0.7)
     (plain, _), (other, _) = train(model, rows, 1, "padded"), train(model, rows, 400, layout)
     for one, two in zip(plain.scored, other.scored, strict=True):

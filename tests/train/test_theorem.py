@@ -75,9 +75,7 @@ def gradients(model, trajectories: list[Trajectory], form: str, reduction: str, 
 
 @pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl"])
 def model(request, tmp_path_factory):
-    return load_model(
-        Model(path=f"tiny:{request.param}", device="cpu"), None, tmp_path_factory.mktemp("models"), seed=0
-    )
+    return load_model(Model(path=f"tiny:{request.param}", device="cpu"), tmp_path_factory.mktemp("models"), seed=0)
 
 
 @pytest.mark.parametrize("images", ["none", "one", "every turn"])

@@ -20,7 +20,7 @@ from vlmrl.types import Sample
 @pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl"])
 def model(request, tmp_path_factory):
     folder = tiny.build(tmp_path_factory.mktemp("model") / request.param, request.param)
-    return load_model(Model(path=str(folder), device="cpu"), None, folder.parent, seed=0)
+    return load_model(Model(path=str(folder), device="cpu"), folder.parent, seed=0)
 
 
 def sample(model, name, images, response, mask, group="g", advantage=1.0):
@@ -266,7 +266,7 @@ def test_the_optimizers_averages_can_be_moved(model):
 def test_two_trainers_of_a_bfloat16_model_follow_each_other(tmp_path):
     """As a warm start and the training after it: the first lets go of the gradients."""
     folder = tiny.build(tmp_path / "m", "qwen3_vl")
-    loaded = load_model(Model(path=str(folder), device="cpu", dtype="bfloat16"), None, tmp_path, seed=0)
+    loaded = load_model(Model(path=str(folder), device="cpu", dtype="bfloat16"), tmp_path, seed=0)
     rows = [sample(loaded, "a", [], [20, 21], [1, 1])]
     for _ in range(2):
         trainer = Trainer(loaded.policy, Algo(), Optim(lr=1e-3), total_steps=1, tokens_per_micro_batch=100)

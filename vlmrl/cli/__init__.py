@@ -1,1 +1,1 @@
-"""The `vlmrl` command: one file for each subcommand."""
+"""The `vlmrl` command: one module per subcommand, each with its arguments and a method `run`."""

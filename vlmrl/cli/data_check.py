@@ -1,14 +1,13 @@
-"""`vlmrl data check`: a recipe's first tasks as the model will see them, and what would be passed over. Loads no weights."""
+"""`vlmrl data check`: the first tasks of a recipe as the model will see them, and the length of its prompts. No weights are loaded."""
 
 from __future__ import annotations
 
 import asyncio
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -17,35 +16,59 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from vlmrl.config import Config
+from vlmrl.cli.recipe import Recipe, RecipePath, interruptible
+from vlmrl.config import Config, resolve_config
 from vlmrl.data import TaskMixture, TaskSource, load_run_tasks
 from vlmrl.data.stream import prompt_tokens
 from vlmrl.env.base import EnvSpec, resolve_envs
 from vlmrl.env.session import EnvError, EnvSession
-from vlmrl.model.loading import Reader, load_reader
-from vlmrl.multimodal.renderer import Rendered
-from vlmrl.multimodal.store import MediaStore
 from vlmrl.rollout.history import new_history, resolve_policy
 from vlmrl.types import ImageSource, Message, Task
 
+if TYPE_CHECKING:
+    from vlmrl.multimodal.renderer import Rendered
+
 
 @dataclass(frozen=True)
-class CheckArguments:
+class DataCheckCommand:
+    """Show the first tasks of a recipe as the model will see them, and measure its prompts."""
+
+    recipe: RecipePath
+    """Python file with a function `config() -> Config`. For its options, see `vlmrl data check RECIPE --help`."""
+
+    def run(self, options: Sequence[str]) -> None:
+        recipe = Recipe.load(self.recipe)
+        settings = tyro.cli(
+            CheckOptions,
+            default=CheckOptions(recipe.config()),
+            args=options,
+            description=check.__doc__,
+            prog=f"vlmrl data check {self.recipe}",
+        )
+        settings = replace(settings, config=resolve_config(settings.config, recipe.folder))
+        with interruptible():
+            passed = check(settings)
+        if not passed:
+            raise SystemExit(1)
+
+
+@dataclass(frozen=True)
+class CheckOptions:
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
     rows: int = 2
-    """How many tasks to show, of each part of a mixture."""
+    """Number of tasks to show, per part of a mixture."""
     measure: int = 1000
-    """How many prompts to measure, of each part, in the order in which they will be drawn."""
+    """Number of prompts to measure, per part, in the order of training."""
 
 
-def check(settings: CheckArguments, base_dir: Path | None, console: Console | None = None) -> bool:
-    """Show and measure tasks; whether all of those could be made and shown."""
+def check(settings: CheckOptions, console: Console | None = None) -> bool:
+    """Show the first tasks and measure the prompts; False if a task could not be loaded or shown."""
     config = settings.config
-    checker = Checker(config, base_dir, console or Console(highlight=False))
-    tasks, held_out = load_run_tasks(config, base_dir)
+    checker = Checker(config, console or Console(highlight=False))
+    tasks, held_out = load_run_tasks(config)
     parts = tasks.parts if isinstance(tasks, TaskMixture) else {"": tasks}
     checker.say("model", f"{config.model.path}; chat template: {config.model.chat_template or 'its own'}")
-    checker.say("env", checker.spec.name if checker.spec else "none: rollout.generate plays by itself")
+    checker.say("env", checker.spec.name if checker.spec else "none: rollout.generate plays the episodes")
     checker.say("data", f"{len(tasks)} tasks to train on, {len(held_out) if held_out else 'none'} held out")
     for name, source in parts.items():
         if name:
@@ -59,16 +82,18 @@ def check(settings: CheckArguments, base_dir: Path | None, console: Console | No
 
 
 class Checker:
-    """Shows tasks on one console, as one model's ``reader`` reads them and ``spec``'s env begins them."""
+    """Prints tasks as the model reads them: started by the env of ``spec``, rendered and tokenized by ``reader``."""
 
-    def __init__(self, config: Config, base_dir: Path | None, console: Console) -> None:
+    def __init__(self, config: Config, console: Console) -> None:
+        from vlmrl.model.loading import load_reader
+
         self.config = config.rollout
         self.console = console
         generate = config.rollout.generate is not None
-        self.spec: EnvSpec | None = None if generate else resolve_envs(config, base_dir)
-        self.policy = resolve_policy(config.rollout, base_dir)
-        self.reader: Reader = load_reader(config.model, base_dir, config.models_dir)
-        self.store: MediaStore | None = self.reader.new_store()
+        self.spec: EnvSpec | None = None if generate else resolve_envs(config)
+        self.policy = resolve_policy(config.rollout)
+        self.reader = load_reader(config.model, config.models_dir)
+        self.store = self.reader.new_store()
         self.count = prompt_tokens(self.reader.renderer, self.store, self._class_tools)
         self.problems = 0
 
@@ -80,7 +105,7 @@ class Checker:
         self.console.print(line)
 
     def show(self, source: TaskSource, number: int) -> None:
-        """The task of one draw: its tokens, its images, its tools, and the prompt itself."""
+        """Print the task of one draw: token counts, images, tools and the rendered prompt."""
         try:
             task = source.draw(number)
             messages, tools = asyncio.run(self._opening(task))
@@ -92,12 +117,12 @@ class Checker:
         self.console.print()
         self.console.print(Rule(f"[bold]{task.id}[/bold]", align="left", style="dim"))
         total = len(rendered.token_ids) + sum(tokens - 1 for _, tokens in images)
-        room = f"{max(0, self.config.max_tokens - total)} of rollout.max_tokens ({self.config.max_tokens}) are left for the episode"
+        room = f"{max(0, self.config.max_tokens - total)} of rollout.max_tokens ({self.config.max_tokens}) remain for the episode"
         self.say("tokens", f"{total}; {room}")
         if own != total:
-            self.say("", f"the env begins with other messages or tools than the row's, which are {own} tokens", "")
-        for place, (told, _) in enumerate(images, start=1):
-            self.say(f"image {place}", told)
+            self.say("", f"the env changes the messages or tools of the row, which has {own} tokens", "")
+        for index, (description, _) in enumerate(images, start=1):
+            self.say(f"image {index}", description)
         self.say("tools", ", ".join(map(_tool_name, tools)) or "none")
         self.say("answer", repr(task.answer))
         if task.data:
@@ -105,7 +130,7 @@ class Checker:
         self.console.print(self._marked(rendered, [tokens for _, tokens in images]), end="")
 
     def measure(self, source: TaskSource, count: int) -> None:
-        """How long the prompts are, and what becomes of those that are too long or cannot be made."""
+        """Print the distribution of prompt lengths, and the prompts that are too long or cannot be loaded."""
         lengths: list[int] = []
         images: list[int] = []
         resized = 0
@@ -124,28 +149,29 @@ class Checker:
         self.console.print(Rule(f"[bold]{count} of {len(source)} prompts measured[/bold]", align="left", style="dim"))
         self.console.print(_quantiles({"tokens": lengths, "images": images}))
         if resized:
-            self.say("resized", f"{resized} of {sum(images)} images do not keep their size")
-        self._tell_limits(lengths, source.max_prompt_tokens)
+            self.say("resized", f"{resized} of {sum(images)} images change their size")
+        self._say_limits(lengths, source.max_prompt_tokens)
         for problem in broken[:5]:
             self._problem(problem)
         if len(broken) > 5:
             self._problem(f"and {len(broken) - 5} more such rows")
 
-    def _tell_limits(self, lengths: Sequence[int], limit: int | None) -> None:
+    def _say_limits(self, lengths: Sequence[int], limit: int | None) -> None:
         over = sum(length > limit for length in lengths) if limit else 0
         if limit is not None:
-            self.say("too long", f"{over} of {len(lengths)} are over data.max_prompt_tokens ({limit}) and passed over")
+            self.say("too long", f"{over} of {len(lengths)} are over data.max_prompt_tokens ({limit}) and skipped")
         kept = [length for length in lengths if limit is None or length <= limit]
         for room, what in ((1, "any reply"), (self.config.max_reply_tokens, "a reply of rollout.max_reply_tokens")):
             cut = sum(self.config.max_tokens - length < room for length in kept)
             if cut:
                 self.say(
-                    "no room", f"{cut} leave none for {what}: raise rollout.max_tokens, or set data.max_prompt_tokens"
+                    "no room",
+                    f"{cut} are too long for {what}: raise rollout.max_tokens, or set data.max_prompt_tokens",
                 )
                 break
 
     async def _opening(self, task: Task) -> tuple[list[Message], list[dict[str, Any]]]:
-        """What the episode begins with: the env's messages and tools, or the row's own."""
+        """The first messages and the tools of the episode: the env's, or the row's own."""
         if self.spec is None:
             return task.prompt, []
         config = self.config
@@ -161,15 +187,15 @@ class Checker:
         return self.spec.of(task).tools if self.spec else []
 
     def _image(self, source: ImageSource) -> tuple[str, int]:
-        """An image's sizes in words, and its tokens; decodes it, so that a broken one is found."""
+        """A description of an image and its number of tokens. Decodes the image, so that broken files are found."""
         assert self.store is not None  # the renderer of a text model refuses images
         given, shown, _ = self.store.measure(source)
         tokens = self.store.load(source).num_tokens
-        seen = "as it is" if given == shown else f"seen as {shown[0]}x{shown[1]}"
+        seen = "unchanged" if given == shown else f"resized to {shown[0]}x{shown[1]}"
         return f"{given[0]}x{given[1]} px, {seen}: {_tokens(tokens)}", tokens
 
     def _marked(self, rendered: Rendered, image_tokens: Sequence[int]) -> Text:
-        """The prompt's text; real special tokens stand out from the same words in a text, also where there are no colors."""
+        """The prompt's text. Brackets mark special tokens, which plain text might spell too."""
         renderer, text = self.reader.renderer, Text()
         special = {index for index, token in self.reader.tokenizer.added_tokens_decoder.items() if token.special}
         images: Iterator[tuple[int, int]] = iter(enumerate(image_tokens, start=1))
@@ -179,8 +205,8 @@ class Checker:
                 continue
             for token in run:
                 if token == renderer.image_token_id:
-                    place, size = next(images)
-                    text.append(f"⟦image {place}: {_tokens(size)}⟧", "cyan")
+                    index, size = next(images)
+                    text.append(f"⟦image {index}: {_tokens(size)}⟧", "cyan")
                 else:
                     text.append(f"⟦{renderer.decode([token])}⟧", "magenta")
         return text
@@ -202,11 +228,11 @@ def _tokens(number: int) -> str:
 
 def _quantiles(columns: dict[str, list[int]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("", "mean", "least", "half below", "95% below", "most"):
+    for title in ("", "mean", "min", "median", "p95", "max"):
         table.add_column(title, justify="right" if title else "left", style=None if title else "bold")
     for name, values in columns.items():
         if values:
             ordered = sorted(values)
-            places = [ordered[round(share * (len(ordered) - 1))] for share in (0, 0.5, 0.95, 1)]
-            table.add_row(f"{name:<9}", f"{statistics.fmean(values):.1f}", *map(str, places))
+            quantiles = [ordered[round(share * (len(ordered) - 1))] for share in (0, 0.5, 0.95, 1)]
+            table.add_row(f"{name:<9}", f"{statistics.fmean(values):.1f}", *map(str, quantiles))
     return table

@@ -1,64 +1,72 @@
-"""`vlmrl play`: try an env out before training, with the embedded engine or by typing the replies."""
+"""`vlmrl play`: try an env before training, with the embedded engine or with replies from the keyboard."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
 from rich.markup import escape
 
+from vlmrl.cli.recipe import interruptible
 from vlmrl.config import Data, Model, Options, Rollout, name_of
-from vlmrl.data import load_tasks
-from vlmrl.engine.base import Engine, Request
-from vlmrl.engine.hf.engine import HFEngine
-from vlmrl.engine.scripted import ScriptedEngine
-from vlmrl.env.base import resolve_env
-from vlmrl.model.loading import load_model
-from vlmrl.multimodal.renderer import Renderer, collapse
-from vlmrl.report.records import messages_text
-from vlmrl.report.viewer import write_page
-from vlmrl.rollout.generator import GeneratorLoop, resolve_generate
-from vlmrl.rollout.history import resolve_policy
-from vlmrl.rollout.runner import EpisodeLoop
-from vlmrl.rollout.turn_loop import TurnLoop
 from vlmrl.types import Trajectory
-from vlmrl.utils.threads import DaemonPool
+from vlmrl.utils.threads import DaemonPool, run_awake
+
+if TYPE_CHECKING:
+    from vlmrl.engine.base import Request
+    from vlmrl.multimodal.renderer import Renderer
+    from vlmrl.rollout.runner import EpisodeLoop
 
 
 @dataclass(frozen=True)
-class PlayArguments:
-    env: tyro.conf.Positional[str | None] = None
-    """`module:Name` or `file.py:Name`; unset with `--rollout.generate`, which plays by itself."""
+class PlayCommand:
+    """Play an env on a few tasks and print the episodes: prompts, replies, observations and rewards."""
+
+    env: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="ENV")] = None
+    """Env: `module:Name` or `file.py:Name`. Leave it out with `--rollout.generate`, which plays episodes itself."""
     data: str = tyro.MISSING
-    """A dataset (hub name, parquet, json, jsonl, folder) or a generator of tasks (`file.py:function`)."""
+    """Tasks: a generator (`file.py:function`), or a dataset: a Hub name, a .parquet, .json or .jsonl file, or a folder of them."""
     n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 4
-    """How many tasks to play."""
+    """Number of tasks to play."""
     by_hand: bool = False
-    """Type the replies instead of sampling them."""
+    """Read the replies from the keyboard instead of sampling them."""
     env_options: Options = field(default_factory=dict)
+    """Keyword arguments of the env, as pairs `NAME VALUE`."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Where prompt, images and answer are found, if not under these names."""
+    """Column names of prompt, images and answer as pairs `FIELD COLUMN`, for example `prompt problem`."""
     split: str = "train"
+    """Split of the dataset."""
     model: Model = field(default_factory=Model)
     rollout: Rollout = field(default_factory=lambda: Rollout(max_turns=4, max_reply_tokens=128, truncated_reward=0.0))
     page: Path | None = None
-    """Write the episodes, with their images, to this HTML file too."""
+    """Also write the episodes, with their images, to this HTML file."""
     seed: int = 0
+    """Seed of the sampling and of the weights of tiny models."""
+
+    def run(self, options: Sequence[str]) -> None:
+        with interruptible():
+            run_awake(play(self))
 
 
-async def play(settings: PlayArguments) -> None:
-    """Play an env on a few tasks and print what happens: what the model read, what it said, what it was given for it."""
+async def play(settings: PlayCommand) -> None:
+    """Play the tasks one after the other, printing each episode when it ends."""
+    from vlmrl.data import load_tasks
+    from vlmrl.engine.base import Engine
+    from vlmrl.engine.hf.engine import HFEngine
+    from vlmrl.engine.scripted import ScriptedEngine
+    from vlmrl.model.loading import load_model
+    from vlmrl.report.viewer import write_page
+
     console = Console(soft_wrap=True, highlight=False)
-    base_dir = Path.cwd()
-    new_loop = _resolve_loop(settings, base_dir)
-    tasks = load_tasks(_data(settings), base_dir)
-    model = load_model(settings.model, base_dir, Path(tempfile.gettempdir()) / "vlmrl-models", settings.seed)
+    new_loop = _resolve_loop(settings)
+    tasks = load_tasks(_data(settings))
+    model = load_model(settings.model, Path(tempfile.gettempdir()) / "vlmrl-models", settings.seed)
     engine: Engine = HFEngine(model.policy, model.renderer)
     if settings.by_hand:
         engine = ScriptedEngine(Typist(console, model.renderer).reply, model.renderer)
@@ -79,38 +87,44 @@ async def play(settings: PlayArguments) -> None:
         console.print(f"episodes with images: {settings.page}")
 
 
-def _resolve_loop(settings: PlayArguments, base_dir: Path) -> Callable[..., EpisodeLoop]:
-    """What makes the loop that plays an episode: of the env, or of a generator."""
-    generate = resolve_generate(settings.rollout, base_dir)
+def _resolve_loop(settings: PlayCommand) -> Callable[..., EpisodeLoop]:
+    """Makes the loop that plays an episode, from the env or from `rollout.generate`."""
+    from vlmrl.env.base import resolve_env
+    from vlmrl.rollout.generator import GeneratorLoop, resolve_generate
+    from vlmrl.rollout.history import resolve_policy
+    from vlmrl.rollout.turn_loop import TurnLoop
+
+    generate = resolve_generate(settings.rollout)
     if generate is None:
-        spec = resolve_env(settings.env, None, dict(settings.env_options), base_dir)
-        return partial(TurnLoop, spec, history_policy=resolve_policy(settings.rollout, base_dir))
+        spec = resolve_env(settings.env, None, dict(settings.env_options))
+        return partial(TurnLoop, spec, history_policy=resolve_policy(settings.rollout))
     if settings.env is not None:
-        raise ValueError("rollout.generate plays whole episodes by itself, so no env must be named.")
+        raise ValueError(
+            f"env must be unset with rollout.generate, which plays episodes itself, but it is {settings.env!r}."
+        )
     return partial(GeneratorLoop, generate)
 
 
-def _data(settings: PlayArguments) -> Data:
+def _data(settings: PlayCommand) -> Data:
     if ".py:" in settings.data:
         return Data(generator=settings.data, size=settings.n)
     return Data(path=settings.data, split=settings.split, columns=settings.columns, shuffle=False)
 
 
 class Typist:
-    """Shows what the model would read, raw, with images as files, and takes the reply from the keyboard."""
+    """Prints the prompt that the model would read, writes its images to files, and reads the reply from the keyboard."""
 
     def __init__(self, console: Console, renderer: Renderer) -> None:
         self._console = console
         self._renderer = renderer
         self._folder = Path(tempfile.mkdtemp(prefix="vlmrl-play-"))
         self._shown: dict[str, list[int]] = {}
-        self._keyboard = DaemonPool("keyboard")  # a daemon: a prompt that nobody answers keeps no process alive
+        self._keyboard = DaemonPool("keyboard")  # a daemon thread: an unanswered prompt does not block the exit
 
     async def reply(self, request: Request, turn: int) -> str:
         old, new = self._shown.get(request.trajectory_id, []), list(request.prompt_ids)
-        same = next(
-            (place for place, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new))
-        )
+        pairs = enumerate(zip(old, new, strict=False))
+        same = next((index for index, (a, b) in pairs if a != b), min(len(old), len(new)))
         self._console.print(f"[dim]{escape(self._renderer.decode(new[same:]))}[/dim]")
         images = sum(token == self._renderer.image_token_id for token in new[:same])
         for number, item in enumerate(request.media[images:], start=images):
@@ -122,17 +136,18 @@ class Typist:
 
 
 def _print(console: Console, trajectory: Trajectory, renderer: Renderer) -> None:
-    """One episode as a transcript; a generator's prompts are known only as tokens."""
+    """Print one episode. Prompts of `rollout.generate` exist only as tokens and are decoded."""
+    from vlmrl.multimodal.renderer import collapse
+    from vlmrl.report.records import messages_text
+
     console.print(f"\n[bold]task {escape(trajectory.task.id)}[/bold]  answer {escape(repr(trajectory.task.answer))}")
     for number, turn in enumerate(trajectory.turns):
         sizes = "".join(f" {item.image.width}x{item.image.height} px, {item.num_tokens} tokens;" for item in turn.media)
         engine_ids = collapse(turn.prompt_ids, renderer.image_token_id, turn.media)
         text = messages_text(turn.messages) if turn.messages else renderer.decode(engine_ids)
         console.print(f"[dim]{escape(text)}[/dim]" + (f"[cyan] images:{sizes}[/cyan]" if sizes else ""))
-        given = "" if turn.reward is None else f"  reward {turn.reward:g}"
-        console.print(f"[green]turn {number}>[/green] {escape(turn.text)}[yellow]{given}[/yellow]")
-    reward = "none" if trajectory.reward is None else f"{trajectory.reward:g}"
-    console.print(
-        f"[bold]{trajectory.ending}[/bold], reward {reward}"
-        + (f": {escape(trajectory.error)}" if trajectory.error else "")
-    )
+        reward = "" if turn.reward is None else f"  reward {turn.reward:g}"
+        console.print(f"[green]turn {number}>[/green] {escape(turn.text)}[yellow]{reward}[/yellow]")
+    total = "none" if trajectory.reward is None else f"{trajectory.reward:g}"
+    error = f": {escape(trajectory.error)}" if trajectory.error else ""
+    console.print(f"[bold]{trajectory.ending}[/bold], reward {total}{error}")

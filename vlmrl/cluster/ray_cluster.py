@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,22 +41,22 @@ class RayCluster:
     ``dtype`` is what all of them compute in. With servers of SGLang for engines it is their :class:`~vlmrl.run.serving.ServerHost`.
     """
 
-    def __init__(self, config: Config, base_dir: Path | None, keep_kv: bool) -> None:
+    def __init__(self, config: Config, keep_kv: bool) -> None:
         self.images = ImageObjects()
         self.ranks: list[Actor] = []
         self.engines: list[Actor] = []
         self.dtype = pick_dtype(config.model.dtype, torch.device("cuda" if config.cluster.gpus else "cpu"))
         self._config = config
-        self._cluster = config.placed
+        self._cluster = config.resolved_cluster
         self._room: Any = None
         self._failed = False
         self._rank_beside: dict[str, int] = {}  # by server's address, the first of the ranks whose GPUs it shares
         self._owns_ray = not ray.is_initialized()
         try:
             if self._owns_ray:
-                _connect(config, base_dir)
+                _connect(config)
             self._room = _reserve(config)
-            self._start(config, base_dir if config.cluster.address is None else None, keep_kv)
+            self._start(config, keep_kv)
         except BaseException:
             self.close()
             raise
@@ -138,20 +139,20 @@ class RayCluster:
         if self._owns_ray:
             ray.shutdown()
 
-    def _start(self, config: Config, base_dir: Path | None, keep_kv: bool) -> None:
+    def _start(self, config: Config, keep_kv: bool) -> None:
         cluster, plain = self._cluster, _for_workers(config)
         count = cluster.num_ranks
         for rank in range(count):
             place = self._place(rank * cluster.nodes // count, gpus=int(cluster.gpus > 0))
-            self.ranks.append(ray.remote(RankWorker).options(**place).remote(plain, base_dir, Ranks(rank, count)))
+            self.ranks.append(ray.remote(RankWorker).options(**place).remote(plain, Ranks(rank, count)))
         if config.engine == "embedded":
-            self._start_engines(config, base_dir, keep_kv)
+            self._start_engines(config, keep_kv)
         address = results([self.ranks[0].__ray_call__.remote(_address)], LOADING, "start")[0]
         (port,) = results([self.ranks[0].host.remote(address)], LOADING, "start")
         ready = [engine.__ray_ready__.remote() for engine in self.engines]
         results([*[rank.load.remote(address, port) for rank in self.ranks], *ready], LOADING, "load the model")
 
-    def _start_engines(self, config: Config, base_dir: Path | None, keep_kv: bool) -> None:
+    def _start_engines(self, config: Config, keep_kv: bool) -> None:
         cluster, plain, count = self._cluster, _for_workers(config), len(self.ranks)
         sampled = replace(plain, model=replace(plain.model, lora=Lora(), freeze=()))  # gets merged weights
         for number in range(cluster.num_engines):
@@ -160,7 +161,7 @@ class RayCluster:
             own = int(cluster.gpus > 0 and gpu is None)
             place = self._place(number * cluster.nodes // cluster.num_engines, own)
             place["max_concurrency"] = config.rollout.max_concurrent + CONTROL
-            self.engines.append(ray.remote(EngineWorker).options(**place).remote(sampled, base_dir, keep_kv, gpu))
+            self.engines.append(ray.remote(EngineWorker).options(**place).remote(sampled, keep_kv, gpu))
 
     def _ask_each(self, method: str, arguments: Sequence[tuple[Any, ...]], seconds: float, what: str) -> list[Any]:
         """Have each rank do the same with arguments of its own."""
@@ -241,27 +242,28 @@ def parts_by_rank(delivery: WeightUpdate, beside: dict[str, int], ranks: int) ->
     return [part if part.targets or part.keep else None for part in parts]
 
 
-def _connect(config: Config, base_dir: Path | None) -> None:
-    cluster = config.placed
+def _connect(config: Config) -> None:
+    cluster = config.resolved_cluster
     if cluster.address is None:
         cpus = max(_processes(config), os.cpu_count() or 1)  # there may be fewer cores
         # `local`: without an address Ray would join any cluster that it finds on this machine.
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING)
         return
     code: dict[str, Any] = {"py_modules": [str(Path(vlmrl.__file__).parent)]}
-    if base_dir is not None:
-        code |= {"working_dir": str(base_dir), "excludes": [f"/{Path(config.output_dir).name}/"]}
+    program = Path(sys.argv[0]).resolve()
+    if program.suffix == ".py":  # a recipe: workers import the modules beside it
+        code |= {"working_dir": str(program.parent), "excludes": [f"/{Path(config.output_dir).name}/"]}
     ray.init(address=cluster.address, runtime_env=code, logging_level=logging.WARNING)
 
 
 def _processes(config: Config) -> int:
     """Those that are placed."""
-    return config.placed.num_ranks + (0 if config.attached else config.placed.num_engines)
+    return config.resolved_cluster.num_ranks + (0 if config.attached else config.resolved_cluster.num_engines)
 
 
 def _reserve(config: Config) -> PlacementGroup:
     """A bundle of resources on each node."""
-    cluster = config.placed
+    cluster = config.resolved_cluster
     cpus = -(-_processes(config) // cluster.nodes)
     bundle = {"CPU": cpus} | ({"GPU": cluster.gpus // cluster.nodes} if cluster.gpus else {})
     room = placement_group([bundle] * cluster.nodes, strategy="STRICT_SPREAD")

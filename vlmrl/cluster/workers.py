@@ -53,9 +53,8 @@ REGISTRIES: dict[str, dict[str, Any]] = {
 class RankWorker:
     """One trainer rank. All are told the same; rank 0 answers for all."""
 
-    def __init__(self, config: Config, base_dir: Path | None, ranks: Ranks) -> None:
+    def __init__(self, config: Config, ranks: Ranks) -> None:
         self._config = config
-        self._base_dir = base_dir
         self._ranks = ranks
         self._store: TCPStore | None = None
         self._trainer: Any = None
@@ -76,7 +75,7 @@ class RankWorker:
             dist.init_process_group(
                 backend_of(self._device), store=store, rank=rank, world_size=size, timeout=COLLECTIVE
             )
-        self._trainers = Trainers.of(self._config, self._base_dir, self._ranks)
+        self._trainers = Trainers.of(self._config, self._ranks)
         forget_unused()  # the whole model was here, of which a share is left
 
     def start(self, algo: Algo, code: Code, settings: dict[str, Any]) -> None:
@@ -153,10 +152,10 @@ class RankWorker:
 class EngineWorker:
     """One embedded engine with weights of its own, on the GPU ``gpu`` where that is given."""
 
-    def __init__(self, config: Config, base_dir: Path | None, keep_kv: bool, gpu: str | None) -> None:
+    def __init__(self, config: Config, keep_kv: bool, gpu: str | None) -> None:
         if gpu is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # CUDA reads it when it is first used
-        model = load_model(config.model, base_dir, config.models_dir, config.seed)
+        model = load_model(config.model, config.models_dir, config.seed)
         record_routes = config.train.replay_routing
         self._engine = HFEngine(model.policy, model.renderer, keep_kv=keep_kv, record_routes=record_routes)
         self._device = model.policy.device

@@ -1,14 +1,16 @@
-"""The settings of a run: frozen dataclasses, checked when they are made.
+"""The settings of a run: frozen dataclasses that check their values when they are created.
 
-A recipe returns one :class:`Config`; the command line overrides any field of it (``--optim.lr 1e-6``). The docstring of
-a field is its help text. Every complaint names the field, the rule and the value.
+A recipe returns one :class:`Config`; the command line overrides any field of it (``--optim.lr 1e-6``). The docstring of a field
+is its help text. Every error names the field, the rule and the value.
 """
 
+from vlmrl.config.cluster import Cluster
+from vlmrl.config.code import resolve_config
 from vlmrl.config.data import Data, Part
 from vlmrl.config.fields import Code, Options, name_of
 from vlmrl.config.model import Lora, Model
 from vlmrl.config.rollout import Rollout, SGLang
-from vlmrl.config.run import Cluster, Config
+from vlmrl.config.run import Config
 from vlmrl.config.training import Algo, Checkpoint, Eval, Optim, Train, WarmStart
 
 __all__ = [
@@ -29,4 +31,5 @@ __all__ = [
     "Train",
     "WarmStart",
     "name_of",
+    "resolve_config",
 ]

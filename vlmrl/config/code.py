@@ -1,7 +1,8 @@
-"""Finding what a recipe names: files (from its own folder, then the working directory) and Python objects.
+"""Load the code that a config names, and resolve a config against the folder of its recipe.
 
-load_object("envs/geo3k.py:Geo3kEnv", base_dir)     # a file, which need not be in a package
-load_object("my_package.envs:MyEnv")                # an importable module
+load_object("envs/geo3k.py:Geo3kEnv", folder)     # a file, which need not be in a package
+load_object("my_package.envs:MyEnv")              # an importable module
+resolve_config(config, Path("recipes"))           # all names of code loaded, all local paths absolute
 """
 
 from __future__ import annotations
@@ -13,47 +14,202 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from vlmrl.config.data import Data, Part
+from vlmrl.config.fields import name_of
+from vlmrl.config.run import Config
+from vlmrl.config.training import Algo
+
 FILE_MODULE = "vlmrl_file_"
-"""How the modules' names begin that :func:`load_object` made of files: nothing but this process can import them."""
+"""Prefix of the modules that :func:`load_object` makes of files. Only the process that loaded a file can import its module."""
+DATA_SUFFIXES = (".parquet", ".json", ".jsonl")
 
 
-def places(path: str | Path, base_dir: Path | None = None) -> list[Path]:
-    """Where ``path`` is looked for, in order: under ``base_dir``, then under the working directory."""
-    roots = [Path.cwd()] if base_dir is None else [Path(base_dir), Path.cwd()]
+def resolve_config(config: Config, folder: Path | None = None) -> Config:
+    """``config`` with every name of code replaced by its function or class and every local path made absolute.
+
+    Names and paths are looked up in ``folder`` (the recipe's), then in the working directory. Names of built-in functions,
+    names on the Hugging Face Hub and ``tiny:FAMILY`` stay as they are. Resolving twice changes nothing.
+
+    Raises:
+        ValueError: a file, a module or a name does not exist, or importing it failed; the message starts with the setting.
+    """
+    rollout, model, start = config.rollout, config.model, config.warm_start
+    policy = rollout.history_policy
+    if not isinstance(policy, str) or ":" in policy:
+        policy = load_code("rollout.history_policy", policy, folder)
+    generate = load_code("rollout.generate", rollout.generate, folder)
+    template = model.chat_template
+    if template is not None and (Path(template).suffix or "/" in template):
+        template = str(resolve_path(template, folder))
+    return replace(
+        config,
+        env=load_code("env", config.env, folder),
+        reward=load_code("reward", config.reward, folder),
+        group_reward=load_code("group_reward", config.group_reward, folder),
+        data=_resolve_data("data", config.data, folder),
+        mixture={name: _resolve_part(f"mixture.{name}", part, folder) for name, part in config.mixture.items()},
+        model=replace(model, path=_model_path(model.path, folder), chat_template=template),
+        rollout=replace(rollout, generate=generate, history_policy=policy),
+        algo=_resolve_algo(config.algo, folder),
+        eval=replace(config.eval, data=_resolve_data("eval.data", config.eval.data, folder)),
+        warm_start=replace(start, demonstrate=load_code("warm_start.demonstrate", start.demonstrate, folder)),
+        trackers=tuple(_absolute_code(name, folder) for name in config.trackers),
+    )
+
+
+def _resolve_data(field: str, data: Data, folder: Path | None) -> Data:
+    local = None if data.path is None else local_data(data.path, folder)
+    generator = load_code(f"{field}.generator", data.generator, folder)
+    return replace(data, path=data.path if local is None else str(local), generator=generator)
+
+
+def _resolve_part(field: str, part: Part, folder: Path | None) -> Part:
+    return replace(
+        part,
+        data=_resolve_data(f"{field}.data", part.data, folder),
+        eval_data=_resolve_data(f"{field}.eval_data", part.eval_data, folder),
+        env=load_code(f"{field}.env", part.env, folder),
+        reward=load_code(f"{field}.reward", part.reward, folder),
+    )
+
+
+def _resolve_algo(algo: Algo, folder: Path | None) -> Algo:
+    """Filters stay strings, since trainer ranks in other processes receive ``algo``; files get absolute paths."""
+    named = {name: _absolute_code(name, folder) for name in algo.filters}
+    options = {}
+    for key, value in algo.filter_options.items():
+        name, _, option = key.rpartition(".")
+        options[f"{named[name]}.{option}"] = value
+    reference = None if algo.reference is None else _model_path(algo.reference, folder)
+    return replace(algo, filters=tuple(named.values()), filter_options=options, reference=reference)
+
+
+def _absolute_code(spec: str, folder: Path | None) -> str:
+    where, _, name = spec.rpartition(":")
+    return f"{resolve_path(where, folder)}:{name}" if where.endswith(".py") else spec
+
+
+def _model_path(path: str, folder: Path | None) -> str:
+    """The first local folder of this name, or ``path`` itself: a name on the Hub, or ``tiny:FAMILY``."""
+    return next((str(place) for place in places(path, folder) if place.is_dir()), path)
+
+
+def places(path: str | Path, folder: Path | None = None) -> list[Path]:
+    """The absolute paths where ``path`` is looked for, in order: in ``folder``, then in the working directory."""
+    roots = [Path.cwd()] if folder is None else [Path(folder), Path.cwd()]
     return list(dict.fromkeys((root / Path(path).expanduser()).resolve() for root in roots))
 
 
-def resolve_path(path: str | Path, base_dir: Path | None = None) -> Path:
-    """The first of :func:`places` that exists, as an absolute path.
+def resolve_path(path: str | Path, folder: Path | None = None) -> Path:
+    """The first of :func:`places` that exists.
 
     Raises:
-        ValueError: nothing is there; the message names every place looked at.
+        ValueError: none exists; the message lists all of them.
     """
-    looked = places(path, base_dir)
+    looked = places(path, folder)
     for place in looked:
         if place.exists():
             return place
     raise ValueError(f"{str(path)!r} does not exist. Looked at: {', '.join(map(str, looked))}")
 
 
-def load_object(spec: str, base_dir: Path | None = None) -> Any:
-    """What ``module:name`` or ``path/to/file.py:name`` names; ``name`` may be dotted (``file.py:Class.method``).
-
-    A file is found as :func:`resolve_path` says and executed once per process, under a module name of its own, so that
-    files of the same name in two folders do not meet.
+def local_data(path: str, folder: Path | None = None) -> Path | None:
+    """The local data file or folder that ``path`` names; ``None`` if it can only be a name on the Hub.
 
     Raises:
-        ValueError: the form is wrong, or the file, the module or the name is not there, or its import raised.
+        ValueError: ``path`` has the form of a local path, but nothing is there.
+    """
+    is_local = Path(path).suffix in DATA_SUFFIXES or path.startswith((".", "/", "~")) or path.count("/") > 1
+    if not is_local and not any(place.exists() for place in places(path, folder)):
+        return None
+    try:
+        return resolve_path(path, folder)
+    except ValueError as error:
+        raise ValueError(f"data.path {error}") from error
+
+
+def load_code(field: str, code: str | Callable[..., Any] | None, folder: Path | None = None) -> Any:
+    """The object that the setting ``field`` names; a function, a class or ``None`` is returned as it is."""
+    if not isinstance(code, str):
+        return code
+    try:
+        return load_object(code, folder)
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from error.__cause__
+
+
+def resolve_function(
+    field: str,
+    code: str | Callable[..., Any],
+    parameters: Sequence[str],
+    options: Mapping[str, Any] | None = None,
+    *,
+    options_field: str | None = None,
+    registry: Mapping[str, Callable[..., Any]] | None = None,
+) -> Callable[..., Any]:
+    """The function that the setting ``field`` names: a key of ``registry``, code to load, or the function itself.
+
+    It must be callable with ``parameters`` by position and with ``options`` (the setting ``options_field``) by keyword.
+
+    Raises:
+        ValueError: it does not exist, it is not callable, or the call does not fit its signature.
+    """
+    known = registry or {}
+    function = known[code] if isinstance(code, str) and code in known else load_code(field, code)
+    call = f"({', '.join(parameters)})"
+    if not callable(function):
+        raise ValueError(f"{field} must be a function {call}, but it is {function!r}.")
+    if options_field is not None:
+        check_options(options_field, function, len(parameters), options or {})
+        return function
+    try:
+        inspect.signature(function).bind(*parameters)
+    except TypeError as error:
+        name = name_of(function)
+        raise ValueError(
+            f"{field} must be callable as {name}{call}, but its signature is {name}{inspect.signature(function)}: {error}."
+        ) from error
+    return function
+
+
+def check_options(field: str, function: Callable[..., Any], arguments: int, options: Mapping[str, Any]) -> None:
+    """Raises ValueError unless ``function`` accepts ``arguments`` positional arguments and these keyword options."""
+    try:
+        inspect.signature(function).bind(*[None] * arguments, **options)
+    except TypeError as error:
+        name = name_of(function)
+        raise ValueError(
+            f"{field} do not fit {name}: {error}; its signature is {name}{inspect.signature(function)}."
+        ) from error
+
+
+def code_path(code: Callable[..., Any]) -> str:
+    """The string that names ``code``: ``/path/file.py:Name`` for code of a file or the main program, else ``module:Name``."""
+    name = code.__module__
+    file = getattr(sys.modules.get(name), "__file__", None)
+    is_file = name == "__main__" or name.startswith(FILE_MODULE)
+    return f"{Path(file).resolve() if is_file and file else name}:{code.__qualname__}"
+
+
+def load_object(spec: str, folder: Path | None = None) -> Any:
+    """The object that ``module:name`` or ``path/to/file.py:name`` names; ``name`` may be dotted (``file.py:Class.method``).
+
+    :func:`resolve_path` finds a file. It is executed once per process, as a module whose name contains a hash of its path, so
+    that files of one name in two folders are two modules.
+
+    Raises:
+        ValueError: the form is wrong, or the file, the module or the name does not exist, or importing it failed.
     """
     where, _, name = spec.rpartition(":")
     if not where or not name:
         raise ValueError(f"{spec!r} names no object: write 'module:name' or 'path/to/file.py:name'")
-    module = _load_file(resolve_path(where, base_dir), spec) if where.endswith(".py") else _load_module(where, spec)
+    module = _load_file(resolve_path(where, folder), spec) if where.endswith(".py") else _load_module(where, spec)
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
@@ -67,7 +223,7 @@ def _load_module(name: str, spec: str) -> ModuleType:
         raise ValueError(f"{spec!r}: a path to a Python file ends in .py, and {name!r} does not")
     if name.split(".")[0] == "datasets":
         raise ValueError(
-            f"{spec!r}: 'datasets' is Hugging Face's package, never the folder of the same name. "
+            f"{spec!r}: 'datasets' is always Hugging Face's package, not a local folder of that name. "
             f"Name the file instead: {name.replace('.', '/')}.py:{spec.rpartition(':')[2]}"
         )
     try:
@@ -100,20 +256,11 @@ def _similar(name: str, owner: Any) -> str:
     return f"Close names: {', '.join(close)}" if close else f"It has: {', '.join(sorted(public)) or 'nothing public'}"
 
 
-def require(package: str, extra: str) -> ModuleType:
-    """An optional package, imported now. Raises ValueError naming the extra of vlmrl that installs it, where it is not there."""
+def import_extra(package: str, extra: str) -> ModuleType:
+    """Import an optional package. Raises ValueError with the extra of vlmrl that installs it if it is missing."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"{package} is not installed ({error}): it comes with pip install 'vlmrl[{extra}]'."
+            f"{package} is not installed ({error}). Install it with pip install 'vlmrl[{extra}]'."
         ) from error
-
-
-def check_options(field: str, function: Callable[..., Any], arguments: int, options: Mapping[str, Any]) -> None:
-    """Raises ValueError where ``function`` cannot be called with so many plain arguments and these options."""
-    try:
-        inspect.signature(function).bind(*[None] * arguments, **options)
-    except TypeError as error:
-        name = getattr(function, "__qualname__", str(function))
-        raise ValueError(f"{field} do not fit {name}: {error}; it is {name}{inspect.signature(function)}.") from error

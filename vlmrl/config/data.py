@@ -1,4 +1,4 @@
-"""Where tasks come from, and who plays them."""
+"""Settings of the datasets, and of the env or reward function that belongs to each."""
 
 from __future__ import annotations
 
@@ -9,30 +9,34 @@ from vlmrl.config.fields import Code, Options, positive, require
 
 @dataclass(frozen=True)
 class Data:
+    """Tasks: rows of a dataset, or the output of a generator function."""
+
     path: str | None = None
-    """A hub name, a parquet, json or jsonl file, or a folder of them."""
+    """Dataset: a name on the Hugging Face Hub, a .parquet, .json or .jsonl file, or a folder of such files."""
     split: str = "train"
-    """Which split; it may be a slice such as `train[:100]`."""
+    """Split of the dataset, optionally a slice such as `train[:100]`."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Where prompt, images and answer are found, if not under these names: `prompt problem`. `source` and `id` can be named, too."""
+    """Columns of the dataset as pairs `FIELD COLUMN`, for example `prompt problem`.
+    Fields: `prompt`, `images` and `answer`, which default to columns of the same names, and the optional `id` and `source`."""
     generator: Code = None
-    """`file.py:function` or `module:function`, called as `function(index, seed, **options)` to make each task."""
+    """Function that makes tasks, instead of `path`: `function(index, seed, **options)` returns a Task or a dict with a prompt."""
     size: int | None = None
-    """How many tasks the generator makes."""
+    """Number of tasks from the generator. Required with `generator`."""
     limit: int | None = None
-    """Take only the first so many rows."""
+    """Maximum number of rows, taken from the start. Unset: all rows."""
     held_out: int | float = 0
-    """Rows kept for the evaluation: a number of them, or below 1 a share. Chosen by id alone, or by place where rows have none."""
+    """Rows held out for evaluation: a count, or a fraction if below 1.
+    A hash of the row's id selects them, or of its index if rows have no id."""
     max_prompt_tokens: int | None = None
-    """Pass over rows whose prompt is longer, its images and the env's tools included."""
+    """Maximum prompt length in tokens, including images and tool schemas. Longer rows are skipped. Unset: no limit."""
     shuffle: bool = True
-    """Play each epoch in an order of its own; otherwise as the rows stand."""
+    """Shuffle the tasks in each epoch."""
     system_prompt: str | None = None
-    """Put before every prompt that has no system message of its own."""
+    """System message for prompts that have none. Unset: no message is added."""
     seed: int = 0
-    """Of the order, and of the tasks: a generator's images, an env's chances."""
+    """Seed of the shuffling, of the generator and of each task's env."""
     options: Options = field(default_factory=dict)
-    """Keyword options of the generator."""
+    """Keyword arguments of the generator, as pairs `NAME VALUE`."""
 
     def __post_init__(self) -> None:
         if self.path is not None and self.generator is not None:
@@ -43,7 +47,7 @@ class Data:
             require(self.size is not None, "data.size", "set when data.generator is", self.size)
         positive("data", self, "size", "limit", "max_prompt_tokens")
         whole = self.held_out < 1 or self.held_out == int(self.held_out)
-        require(self.held_out >= 0 and whole, "data.held_out", "a share or a count of rows", self.held_out)
+        require(self.held_out >= 0 and whole, "data.held_out", "a fraction or a count of rows", self.held_out)
         known = {"prompt", "images", "answer", "id", "source"}
         require(set(self.columns) <= known, "data.columns", f"a mapping from {sorted(known)}", self.columns)
 
@@ -54,34 +58,34 @@ class Data:
 
 @dataclass(frozen=True)
 class Part:
-    """One of the datasets that a run mixes, and who plays it."""
+    """One dataset of a mixture, with its env or reward function."""
 
     data: Data = field(default_factory=Data)
     eval_data: Data = field(default_factory=Data)
-    """Its held-out tasks; unset: those that `data.held_out` keeps back, if any."""
+    """Held-out tasks of this part. Unset: the rows that its `data.held_out` selects, if any."""
     env: Code = None
-    """Its env; with neither env nor reward the run's own plays it."""
+    """Env of this part. Without `env` and `reward`, the part uses the run's."""
     env_options: Options = field(default_factory=dict)
-    """Keyword options of its env."""
+    """Keyword arguments of the env, as pairs `NAME VALUE`."""
     reward: Code = None
-    """For a single turn, instead of an env: `function(text, task) -> float`."""
+    """Reward function for single-turn tasks, instead of an env: `function(text, task) -> float`."""
     weight: float = 1.0
-    """Its share of the draws, beside the other parts' weights."""
+    """Sampling weight, relative to the weights of the other parts."""
 
     def __post_init__(self) -> None:
         require(self.data.is_set, "mixture.NAME.data", "given a path or a generator", self.data)
         positive("mixture.NAME", self, "weight")
-        check_player("mixture.NAME.", self.env, self.reward)
+        check_env_or_reward("mixture.NAME.", self.env, self.reward)
         check_held_out("mixture.NAME.data", self.data, "mixture.NAME.eval_data", self.eval_data)
 
 
-def check_player(prefix: str, env: Code, reward: Code) -> None:
+def check_env_or_reward(prefix: str, env: Code, reward: Code) -> None:
     if env is not None and reward is not None:
         raise ValueError(
-            f"{prefix}env and {prefix}reward cannot both be set: a reward function stands for a whole single-turn env."
+            f"{prefix}env and {prefix}reward cannot both be set: a reward function replaces a whole single-turn env."
         )
 
 
 def check_held_out(name: str, data: Data, other: str, eval_data: Data) -> None:
     if data.held_out and eval_data.is_set:
-        raise ValueError(f"{name}.held_out and {other} exclude each other: both say what the run is evaluated on.")
+        raise ValueError(f"{name}.held_out and {other} exclude each other: both select the tasks for evaluation.")

@@ -1,4 +1,4 @@
-"""What the settings are made of and checked by: options, names of code, rules for values."""
+"""Types of settings and rules for their values, shared by all sections of a config."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 from tyro.constructors import PrimitiveConstructorSpec
 
-Options = dict[str, int | float | bool | None | str]  # noqa: RUF036  words are tried from left to right: str takes any
+Options = dict[str, int | float | bool | None | str]  # noqa: RUF036  tyro tries the types in this order; str accepts any word
 
 
 def name_of(code: object) -> str:
-    """How a function, a class or a string that names one is shown."""
+    """The name of a function, a class or a string of code, for messages."""
     return code if isinstance(code, str) else getattr(code, "__qualname__", str(code))
 
 
@@ -30,11 +30,13 @@ Code = Annotated[
 
 
 def require(ok: bool, name: str, rule: str, value: object) -> None:
+    """Raises ValueError unless ``ok``: the setting ``name`` must be ``rule``."""
     if not ok:
         raise ValueError(f"{name} must be {rule}, but it is {value!r}.")
 
 
 def positive(prefix: str, config: object, *names: str) -> None:
+    """Raises ValueError unless these fields of ``config`` are ``None`` or finite and greater than 0."""
     for name in names:
         value = getattr(config, name)
         require(value is None or (math.isfinite(value) and value > 0), f"{prefix}.{name}", "greater than 0", value)

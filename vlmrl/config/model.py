@@ -1,4 +1,4 @@
-"""Which model is trained, and how much of it."""
+"""Settings of the model and of which of its weights are trained."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from vlmrl.config.fields import positive, require
 
 @dataclass(frozen=True)
 class Lora:
+    """LoRA: train low-rank adapters instead of the model's own weights."""
+
     rank: int = 0
-    """Of the low-rank adapters that are trained in place of the weights; 0: no adapters. Needs `pip install 'vlmrl[lora]'`."""
+    """Rank of the LoRA adapters. 0 trains the full weights. Requires `pip install 'vlmrl[lora]'`."""
     alpha: int = 32
-    """What the adapters add is scaled by `alpha / rank`."""
+    """LoRA alpha: the adapters' output is scaled by `alpha / rank`."""
     dropout: float = 0.0
-    """Of what goes into the adapters, while they are trained."""
+    """Dropout probability on the adapters' input during training."""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """The linear layers that get adapters, by the last part of their names."""
+    """Linear layers with adapters, by the last component of their module names."""
     vision: bool = False
-    """Adapt the vision tower's layers of these names, too."""
+    """Also add adapters to the target layers of the vision tower."""
 
     def __post_init__(self) -> None:
         require(self.rank >= 0, "model.lora.rank", "0 (off) or more", self.rank)
@@ -30,20 +32,23 @@ class Lora:
 
 @dataclass(frozen=True)
 class Model:
+    """The policy: which model to load, where, and which parts of it are frozen."""
+
     path: str = "tiny:qwen3_vl"
-    """A hub name, a folder in Hugging Face form, or `tiny:FAMILY`, such as `tiny:qwen3_vl`, which is built on the spot."""
+    """Model: a name on the Hugging Face Hub or a local folder.
+    `tiny:FAMILY`, for example `tiny:qwen3_vl`, builds a tiny model with random weights."""
     device: str = "auto"
-    """`auto` (the first CUDA GPU, otherwise the CPU), or a torch device such as `cuda:1`."""
+    """Torch device, such as `cuda:1`. `auto`: the first CUDA GPU, or the CPU if there is none."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """`auto`: bfloat16 on a GPU, float32 on a CPU. The optimizer's own copy is float32 either way."""
+    """Compute dtype. `auto`: bfloat16 on a GPU, float32 on a CPU. The optimizer's master weights are always float32."""
     chat_template: str | None = None
-    """A Jinja file, or the name of one in `vlmrl/multimodal/templates`; unset: the model's own."""
+    """Chat template: a Jinja file, or the name of a template in `vlmrl/multimodal/templates`. Unset: the model's own."""
     random_weights: bool = False
-    """Take only the configuration, the tokenizer and the processor from `path`, and draw the weights."""
+    """Initialize the weights at random. Only config, tokenizer and image processor are loaded from `path`."""
     max_image_pixels: int | None = None
-    """Shrink images to at most this many pixels; unset: the processor's own limit."""
+    """Maximum pixels per image; larger images are scaled down. Unset: the limit of the model's image processor."""
     freeze: tuple[str, ...] = ()
-    """What is not trained: `vision_tower`, `projector`, `language_model`, or patterns of parameter names."""
+    """Parameters to freeze: `vision_tower`, `projector`, `language_model`, or glob patterns of parameter names."""
     lora: Lora = field(default_factory=Lora)
 
     def __post_init__(self) -> None:

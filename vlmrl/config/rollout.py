@@ -1,4 +1,4 @@
-"""How episodes are played, and what samples the replies."""
+"""Settings of the episodes and of the engines that sample the replies."""
 
 from __future__ import annotations
 
@@ -10,50 +10,57 @@ from vlmrl.config.fields import Code, Options, positive, require
 
 @dataclass(frozen=True)
 class Rollout:
+    """How episodes are played: groups, sampling, limits, retries, history and samples."""
+
     group_size: int = 8
-    """Trajectories per task: the group of a GRPO baseline."""
+    """Trajectories per task. Advantages are computed within such a group."""
     max_turns: int = 1
-    """Replies in one episode; an env may end it sooner."""
+    """Maximum turns (model replies) per trajectory. The env may end the episode earlier."""
     max_tokens: int = 4096
-    """The budget of a whole trajectory: prompt, images, replies and observations."""
+    """Maximum tokens of a trajectory: prompt, images, replies and observations together."""
     max_reply_tokens: int = 1024
-    """The most tokens one reply may take."""
+    """Maximum tokens of one reply."""
     temperature: float = 1.0
-    """Of sampling; 0: always the likeliest token."""
+    """Sampling temperature. 0 is greedy decoding."""
     top_p: float = 1.0
-    """Sample from the likeliest tokens that make up this share; 1: from all."""
+    """Nucleus sampling: probability mass of the tokens that are sampled from. 1 disables it."""
     top_k: int = 0
-    """0: off."""
+    """Sample from the k most likely tokens only. 0 disables it."""
     stop: tuple[str, ...] = ()
-    """Stop strings; the matched one stays in the reply."""
+    """Stop strings. The reply ends after the first match, which stays part of it."""
     max_concurrent: int = 256
-    """Trajectories in play at once."""
+    """Maximum trajectories in progress at the same time."""
     over_sampling: float = 1.0
-    """Start so many times the groups a batch needs, keep the first that finish, and stop the stragglers."""
+    """Over-sampling factor: start this many times the groups of a batch, keep the first to finish, abort the rest. 1 disables it."""
     max_env_retries_per_turn: int = 1
-    """Fresh envs tried after an env error, each replaying the turns so far."""
+    """Retries per turn after an env error. Each retry builds a new env and replays the earlier turns in it."""
     env_timeout: float = 60.0
-    """Seconds that one call of an env may take."""
+    """Timeout of one env call, in seconds."""
     engine_timeout: float = 600.0
-    """Seconds that one reply may take."""
+    """Timeout of one reply from the engine, in seconds."""
     max_refills: int = 2
-    """Failed members of a group are played anew, so many times; then the group is dropped and counted."""
+    """Times a failed trajectory is played again before its group is dropped."""
     max_failed_fraction: float = 0.25
-    """The run stops when more of a step's trajectories fail."""
+    """Maximum fraction of a step's trajectories that may fail. Above it, the run stops with an error."""
     generate: Code = None
-    """An async function of client, renderer and task that plays an episode in place of the turn loop; env is then unset."""
+    """Agent loop of your own, instead of `env`: `async function(client, renderer, task)` returns a trajectory."""
     history: Literal["append", "inline", "rerender"] = "append"
-    """`append`: replies stay as sampled and observations follow, as the template writes them. `inline`: the episode is one
-    assistant message, observations are bare text inside it. `rerender`: the messages are templated anew before each reply."""
+    """How the next prompt is built.
+    `append`: earlier tokens stay as sampled; observations are appended, formatted by the chat template.
+    `inline`: the episode is one assistant message; observations are inserted as plain text.
+    `rerender`: the chat template renders the whole conversation again before each reply."""
     history_policy: Code = None
-    """For `rerender`: `keep_last_images`, `drop_thinking`, `last_turns`, or a function from messages to messages."""
+    """Function that rewrites the messages before each reply, with `rerender`. Unset: messages are not changed.
+    Values: `keep_last_images`, `drop_thinking`, `last_turns`, or your own `function(messages, **options) -> messages`."""
     history_options: Options = field(default_factory=dict)
-    """Keyword options of the policy, such as `k 2`."""
+    """Keyword arguments of the history policy, as pairs `NAME VALUE`, for example `k 2`."""
     samples: Literal["concat", "step_wise", "merged"] = "concat"
-    """What is trained: `concat`: one row per trajectory. `step_wise`: one row per turn, with exactly the prompt it had. `merged`:
-    step-wise rows joined wherever one's prompt goes on from the one before."""
+    """Training samples per trajectory.
+    `concat`: one for the whole trajectory.
+    `step_wise`: one per turn, with the exact prompt of that turn.
+    `merged`: step-wise samples, joined where a prompt continues the previous one."""
     truncated_reward: float | None = None
-    """What a truncated trajectory counts that got no reward from its env; unset: that is an error."""
+    """Reward of a truncated trajectory that received none from its env. Unset: such a trajectory is an error."""
 
     def __post_init__(self) -> None:
         sizes = ("group_size", "max_turns", "max_tokens", "max_reply_tokens", "max_concurrent")
@@ -62,9 +69,8 @@ class Rollout:
         require(self.over_sampling >= 1, "rollout.over_sampling", "1 (off) or more", self.over_sampling)
         require(0 < self.top_p <= 1, "rollout.top_p", "in (0, 1]", self.top_p)
         require(self.top_k >= 0, "rollout.top_k", "0 (off) or more", self.top_k)
-        require(
-            0 <= self.max_failed_fraction <= 1, "rollout.max_failed_fraction", "in [0, 1]", self.max_failed_fraction
-        )
+        failed = self.max_failed_fraction
+        require(0 <= failed <= 1, "rollout.max_failed_fraction", "in [0, 1]", failed)
         if self.history_policy is not None:
             require(self.history == "rerender", "rollout.history", "rerender with a history_policy", self.history)
         if self.history_options:
@@ -74,7 +80,7 @@ class Rollout:
 
     @property
     def needs_rendered_rows(self) -> bool:
-        """One row of a history that is rendered anew: its tokens are encoded again, so it has no rollout logprobs."""
+        """Whether a sample is the re-rendered conversation: its tokens are encoded again and have no rollout logprobs."""
         return self.history == "rerender" and self.samples == "concat"
 
 

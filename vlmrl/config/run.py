@@ -1,177 +1,44 @@
-"""The settings of a whole run, and what must not be set together."""
+"""All settings of a run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from vlmrl.config.data import Data, Part, check_held_out, check_player
-from vlmrl.config.fields import Code, Options, positive, require
+from vlmrl.config.checks import check_asynchronous, check_data, check_episodes, check_samples
+from vlmrl.config.cluster import Cluster, check_servers, resolve_cluster
+from vlmrl.config.data import Data, Part
+from vlmrl.config.fields import Code, Options, require
 from vlmrl.config.model import Model
 from vlmrl.config.rollout import Rollout, SGLang
 from vlmrl.config.training import Algo, Checkpoint, Eval, Optim, Train, WarmStart
 
 
-def _check_samples(algo: Algo, rollout: Rollout) -> None:
-    """Algorithms that the form of the samples makes wrong or impossible."""
-    if rollout.samples == "step_wise" and algo.advantage == "reinforce_pp":
-        raise ValueError(
-            "algo.advantage reinforce_pp is defined over batches of one row per episode, and step-wise rows count an episode once "
-            "per turn: set rollout.samples to concat or merged, or take grpo or rloo."
-        )
-    if rollout.needs_rendered_rows and (algo.corrections or algo.old_policy == "rollout"):
-        name = f"algo.corrections {list(algo.corrections)}" if algo.corrections else "algo.old_policy rollout"
-        raise ValueError(
-            f"{name} must be unset where rows are rendered anew (rollout.history rerender with samples concat), since these have no "
-            "rollout logprobs: set rollout.samples to step_wise."
-        )
-    if rollout.needs_rendered_rows and algo.credit == "turn":
-        raise ValueError(
-            "algo.credit turn needs to know each turn's tokens: set rollout.samples to step_wise with rerender."
-        )
-
-
-def _check_asynchronous(config: Config) -> None:
-    """What makes no sense, or is wrong, while rollouts and training go on at once."""
-    if config.deterministic:
-        raise ValueError("train.max_staleness must be 0 with deterministic: what is ready first, no run repeats.")
-    if config.rollout.over_sampling > 1:
-        raise ValueError(
-            "rollout.over_sampling must be 1 with train.max_staleness above 0: nobody waits for stragglers, so none are stopped."
-        )
-    if config.train.too_old == "correct":
-        if config.rollout.needs_rendered_rows:
-            raise ValueError(
-                "train.too_old correct needs the rollout's logprobs, and rows rendered anew (rollout.history rerender with samples "
-                "concat) have none: set rollout.samples to step_wise."
-            )
-        rule = "set with train.too_old correct, such as token_truncation, or algo.old_policy must be rollout"
-        corrected = bool(config.algo.corrections) or config.old_policy == "rollout"
-        require(corrected, "algo.corrections", rule, config.algo.corrections)
-    if config.cluster.gpus and config.cluster.colocate:
-        raise ValueError(
-            "cluster.colocate must be False or unset with train.max_staleness above 0: engines sample while the trainer trains, so "
-            "they cannot take turns on one GPU."
-        )
-
-
-def _check_servers(config: Config) -> None:
-    """What does not go together with servers of SGLang."""
-    if config.deterministic:
-        raise ValueError("deterministic needs engine embedded: what an SGLang server samples, no run repeats.")
-    cluster, sglang = config.placed, config.sglang
-    if not cluster.on:
-        return
-    require(
-        sglang.servers == 1, "sglang.servers", "left alone on a cluster: cluster.engines counts servers", sglang.servers
-    )
-    require(sglang.first_gpu == 0, "sglang.first_gpu", "left alone on a cluster: Ray gives out GPUs", sglang.first_gpu)
-    require(sglang.port == 0, "sglang.port", "left alone on a cluster: each machine has ports of its own", sglang.port)
-    if cluster.gpus and not config.attached:
-        free = _room_for_servers(cluster, sglang.tp)
-        whose, most = "of the ranks'", cluster.num_ranks // cluster.nodes
-        if not cluster.colocate:
-            whose, most = "beside the ranks'", (cluster.gpus - cluster.num_ranks) // cluster.nodes
-        require(sglang.tp <= most, "sglang.tp", f"at most {most}, the GPUs of one machine {whose}", sglang.tp)
-        rule = f"at most {free}: for more there are not sglang.tp ({sglang.tp}) GPUs each on one machine, {whose}"
-        require(cluster.num_engines <= free, "cluster.engines", rule, cluster.num_engines)
-        if cluster.colocate:
-            rule = f"a multiple of cluster.nodes ({cluster.nodes}), where servers share the ranks' GPUs"
-            require(cluster.num_engines % cluster.nodes == 0, "cluster.engines", rule, cluster.num_engines)
-            rule = "tensor, disk or auto where servers share the ranks' GPUs: no process group (NCCL) has a GPU twice"
-            require(sglang.sync != "group", "sglang.sync", rule, sglang.sync)
-
-
-def _room_for_servers(cluster: Cluster, tp: int) -> int:
-    """How many servers have ``tp`` GPUs each on one machine: as many of the ranks' for each, or of those beside the ranks'."""
-    if not cluster.colocate:
-        return (cluster.gpus - cluster.num_ranks) // cluster.nodes // tp * cluster.nodes
-    ranks = cluster.num_ranks // cluster.nodes
-    return cluster.nodes * max((count for count in range(1, ranks // tp + 1) if ranks % count == 0), default=0)
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Trainer ranks and engines in processes that Ray places; by default there is one process and no Ray."""
-
-    gpus: int = 0
-    """GPUs in all that Ray spreads the run over; 0: none, and no Ray unless `ranks` is set. Needs `pip install 'vlmrl[ray]'`."""
-    ranks: int | None = None
-    """Trainer processes (FSDP2). Unset: one a GPU, or one for every second where engines have theirs. With 0 GPUs: a trial on CPUs."""
-    engines: int | None = None
-    """Unset: one for each rank's GPU, or for each GPU that is no rank's; without GPUs one."""
-    colocate: bool | None = None
-    """Ranks and engines take turns on the same GPUs, their memory released in between, or each has a GPU of its own, as rollouts ahead
-    of the trainer need it. Unset: turns wherever that is possible."""
-    nodes: int = 1
-    """Machines that ranks and engines are spread over evenly."""
-    address: str | None = None
-    """Of a Ray cluster that runs already, such as `auto`; unset: Ray is started on this machine, and ends with the run."""
-
-    @property
-    def on(self) -> bool:
-        return self.gpus > 0 or self.ranks is not None
-
-    @property
-    def num_ranks(self) -> int:
-        if self.ranks is not None:
-            return self.ranks
-        return self.gpus // 2 if self.colocate is False else self.gpus
-
-    @property
-    def num_engines(self) -> int:
-        if self.engines is not None:
-            return self.engines
-        if not self.gpus:
-            return 1
-        return self.gpus - self.num_ranks if self.colocate is False else self.num_ranks
-
-    def __post_init__(self) -> None:
-        require(self.gpus >= 0, "cluster.gpus", "0 (off) or more", self.gpus)
-        positive("cluster", self, "ranks", "engines", "nodes")
-        if not self.on:
-            given = [name for name in ("engines", "address") if getattr(self, name) is not None]
-            require(not given and self.nodes == 1, "cluster.gpus", f"set with cluster.{(given or ['nodes'])[0]}", 0)
-            return
-        for name, value in (("gpus", self.gpus), ("ranks", self.num_ranks)):
-            require(value % self.nodes == 0, f"cluster.{name}", f"a multiple of cluster.nodes ({self.nodes})", value)
-        if self.gpus and self.colocate:
-            require(self.num_ranks <= self.gpus, "cluster.ranks", f"at most cluster.gpus ({self.gpus})", self.num_ranks)
-            rule = f"a divisor of cluster.ranks ({self.num_ranks}), whose GPUs they share"
-            require(self.num_ranks % self.num_engines == 0, "cluster.engines", rule, self.num_engines)
-        elif self.gpus and self.colocate is False:
-            require(
-                self.num_ranks > 0 and self.num_ranks + self.num_engines <= self.gpus,
-                "cluster.ranks and cluster.engines",
-                f"together at most cluster.gpus ({self.gpus}), where engines have GPUs of their own",
-                (self.num_ranks, self.num_engines),
-            )
-
-
 @dataclass(frozen=True)
 class Config:
-    """Everything a run needs. A recipe fills it in; the command line overrides it."""
+    """All settings of a run. A recipe sets them, and the command line overrides them."""
 
     name: str = "run"
-    """The run's folder is `output_dir/name`."""
+    """Name of the run. Its files are written to `output_dir/name`."""
     output_dir: str = "runs"
-    """Where runs leave their folders."""
+    """Folder that contains the folders of all runs."""
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     env: Code = None
-    """`module:Name` or `file.py:Name` of an env class or of a factory `build(task, **options)`."""
+    """Env: `module:Name` or `file.py:Name` of an Env class, or of a function `build(task, **options)` that returns one."""
     env_options: Options = field(default_factory=dict)
-    """Keyword options of the env."""
+    """Keyword arguments of the env, as pairs `NAME VALUE`."""
     reward: Code = None
-    """For a single turn, instead of an env: `function(text, task) -> float`."""
+    """Reward function for single-turn tasks, instead of an env: `function(text, task) -> float`."""
     group_reward: Code = None
-    """`function(trajectories) -> numbers`, asked once for each whole group: what is added to each member's reward in training."""
+    """Reward function over a whole group, in addition to the env's rewards.
+    `function(trajectories)` returns one number per trajectory, which is added to its reward for training."""
     mixture: dict[str, Part] = field(default_factory=dict)
-    """Several datasets in one run, by name, instead of `data`: each with its weight and, if it has one, an env of its own."""
+    """Several datasets by name, instead of `data`. Each has a sampling weight and optionally an env of its own."""
     rollout: Rollout = field(default_factory=Rollout)
     engine: Literal["embedded", "sglang"] = "embedded"
-    """What samples the replies: the model in this process, or SGLang servers (`pip install 'vlmrl[sglang]'`)."""
+    """Inference engine. `embedded`: the model in this process. `sglang`: SGLang servers (`pip install 'vlmrl[sglang]'`)."""
     sglang: SGLang = field(default_factory=SGLang)
     algo: Algo = field(default_factory=Algo)
     optim: Optim = field(default_factory=Optim)
@@ -181,38 +48,35 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     cluster: Cluster = field(default_factory=Cluster)
     seed: int = 0
-    """Of random weights, of sampling, and of whatever else is drawn."""
+    """Seed of weight initialization, sampling and all other random draws outside `data.seed`."""
     deterministic: bool = False
-    """Rollouts in waves in task order: the same run twice gives the same numbers, at some cost in speed."""
+    """Make runs reproducible bit by bit: batch rollouts in lockstep and in task order, which is slower."""
     save_model: bool = True
+    """At the end, save the trained model in Hugging Face format to the run's folder."""
     """Write the trained weights to the run's folder, in Hugging Face form."""
     trackers: tuple[str, ...] = ()
     """Where metrics go besides `metrics.jsonl`: `tensorboard`, or `file.py:Class` (see `report/trackers.py`)."""
 
     @property
     def folder(self) -> Path:
-        """Where the run leaves everything."""
+        """The folder of this run's files."""
         return Path(self.output_dir) / self.name
 
     @property
-    def placed(self) -> Cluster:
-        """``cluster``, with ``colocate`` chosen where it is unset, and as many servers as their ``tp`` GPUs leave room for."""
-        cluster, starts_servers = self.cluster, self.engine == "sglang" and not self.attached
-        if cluster.colocate is None:
-            cluster = replace(cluster, colocate=self.attached or not self.train.max_staleness)
-        if starts_servers and cluster.gpus and cluster.engines is None:
-            cluster = replace(cluster, engines=max(1, _room_for_servers(cluster, self.sglang.tp)))
-        return cluster
+    def resolved_cluster(self) -> Cluster:
+        """``cluster`` with ``colocate`` and the number of servers chosen where they are unset."""
+        return resolve_cluster(self)
 
     @property
     def attached(self) -> bool:
-        """Whether servers sample that run already, on none of this run's GPUs."""
+        """Whether the engines are running servers, which use none of this run's GPUs."""
         return self.engine == "sglang" and bool(self.sglang.urls)
 
     @property
     def colocated(self) -> bool:
         """Whether Ray places ranks and engines on the same GPUs."""
-        return bool(self.placed.gpus and self.placed.colocate and not self.attached)
+        cluster = self.resolved_cluster
+        return bool(cluster.gpus and cluster.colocate and not self.attached)
 
     @property
     def old_policy(self) -> Literal["trainer", "rollout"]:
@@ -223,52 +87,15 @@ class Config:
 
     @property
     def models_dir(self) -> Path:
-        """Where models that are built on the spot are kept."""
+        """Cache folder of tiny models."""
         return Path(self.output_dir) / ".models"
 
     def __post_init__(self) -> None:
         require(self.name not in ("", ".", "..") and "/" not in self.name, "name", "a plain folder name", self.name)
-        check_player("", self.env, self.reward)
-        check_held_out("data", self.data, "eval.data", self.eval.data)
-        self._check_mixture()
-        _check_samples(self.algo, self.rollout)
-        _ = self.placed  # raises where its numbers do not go together
-        if self.train.max_staleness:
-            _check_asynchronous(self)
+        check_data(self)
+        check_episodes(self)
+        check_samples(self)
+        _ = self.resolved_cluster  # raises if its numbers do not fit together
+        check_asynchronous(self)
         if self.engine == "sglang":
-            _check_servers(self)
-        parts: list[Config | Part] = [self, *self.mixture.values()]
-        plays = any(part.env is not None or part.reward is not None for part in parts)
-        if self.rollout.generate is not None and plays:
-            raise ValueError("rollout.generate plays whole episodes by itself, so env and reward must be unset.")
-        if self.reward is not None:
-            require(
-                self.rollout.max_turns == 1, "rollout.max_turns", "1 with a reward function", self.rollout.max_turns
-            )
-        if self.train.shuffle_rewards and self.algo.credit == "turn":
-            raise ValueError(
-                "train.shuffle_rewards permutes whole episodes' rewards: set algo.credit to trajectory for that control."
-            )
-        if self.deterministic and self.rollout.over_sampling > 1:
-            raise ValueError(
-                "rollout.over_sampling keeps what finishes first, which no run repeats: set deterministic to False."
-            )
-        budget = f"less than rollout.max_tokens ({self.rollout.max_tokens})"
-        require(
-            self.rollout.max_reply_tokens < self.rollout.max_tokens,
-            "rollout.max_reply_tokens",
-            budget,
-            self.rollout.max_reply_tokens,
-        )
-
-    def _check_mixture(self) -> None:
-        if self.mixture and self.data.is_set:
-            raise ValueError(
-                "data and mixture exclude each other: make data a part of the mixture, or leave one unset."
-            )
-        if self.mixture and self.eval.data.is_set:
-            raise ValueError(
-                "eval.data and mixture exclude each other: set mixture.NAME.eval_data, which has NAME's env."
-            )
-        for name in self.mixture:
-            require(name.isidentifier(), "mixture", "named by plain words", name)
+            check_servers(self)

@@ -1,4 +1,4 @@
-"""What is learnt from the episodes, with which steps, and how it is evaluated."""
+"""Settings of the algorithm, the optimizer, the training loop, evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -11,48 +11,59 @@ from vlmrl.config.fields import Code, Options, positive, require
 
 @dataclass(frozen=True)
 class Algo:
+    """The objective: advantages, loss, KL penalty, corrections and filters."""
+
     advantage: str = "grpo"
-    """A name in `vlmrl.algos.ADVANTAGES`."""
+    """Advantage estimator: `grpo`, `rloo`, `maxrl`, `reinforce_pp`, or a name registered in `vlmrl.algos.ADVANTAGES`."""
     advantage_options: Options = field(default_factory=dict)
-    """Keyword options of the advantage."""
+    """Keyword arguments of the advantage estimator, as pairs `NAME VALUE`."""
     credit: Literal["trajectory", "turn"] = "trajectory"
-    """`turn`: each turn has its own advantage, from what is paid from it on; for envs that pay turn by turn."""
+    """Credit assignment.
+    `trajectory`: one advantage for all turns.
+    `turn`: one advantage per turn, from its return-to-go; for envs with per-turn rewards."""
     loss: str = "ppo"
-    """A name in `vlmrl.algos.LOSSES`."""
+    """Policy loss, or a name registered in `vlmrl.algos.LOSSES`.
+    Values: `ppo`, `dual_clip`, `gspo`, `cispo`, `sapo`, `dppo_tv`, `dppo_kl`, `reinforce`, `sft`."""
     loss_options: Options = field(default_factory=dict)
-    """Such as `clip_low 0.2 clip_high 0.28`."""
+    """Keyword arguments of the loss, as pairs `NAME VALUE`, for example `clip_low 0.2 clip_high 0.28`."""
     reduction: str = "token_mean"
-    """A name in `vlmrl.algos.REDUCTIONS`."""
+    """Loss aggregation, or a name registered in `vlmrl.algos.REDUCTIONS`.
+    Values: `token_mean`, `sequence_mean`, `seq_mean_token_sum_norm`, `prompt_mean`."""
     reduction_options: Options = field(default_factory=dict)
-    """Keyword options of the reduction."""
+    """Keyword arguments of the reduction, as pairs `NAME VALUE`."""
     old_policy: Literal["trainer", "rollout"] | None = None
-    """The weights that the loss's ratio is to, around which it clips: the `trainer`'s before the batch, with the gap to those that
-    sampled left to `corrections`, or those that sampled, the `rollout`'s. Unset: `rollout` where `train.max_staleness` is above 0, the
-    loss has a ratio, rows have the rollout's logprobs and nothing is corrected; else `trainer`."""
+    """Log-ratio baseline: `trainer` uses the trainer's own logprobs before the update, `rollout` the engine's logprobs from sampling.
+    Unset: `rollout` with `train.max_staleness`, if the loss has a ratio and nothing else corrects it; otherwise `trainer`."""
     corrections: tuple[str, ...] = ()
-    """Names in `vlmrl.algos.CORRECTIONS`, for a rollout policy that is not the trainer's; their factors are multiplied."""
+    """Off-policy corrections for the mismatch between rollout and trainer. The weights of several are multiplied.
+    Values: `token_truncation`, `sequence_truncation`, `token_mask`, `geometric_mask`, `veto`, or names you register."""
     correction_options: Options = field(default_factory=dict)
-    """Such as `token_truncation.cap 2.0`."""
+    """Options of the corrections, as pairs `CORRECTION.NAME VALUE`, for example `token_truncation.cap 2.0`."""
     kl_coef: float = 0.0
-    """Weight of the KL penalty towards the reference; 0: no reference model is kept."""
+    """Coefficient of the KL penalty against the reference model. 0 disables it, and no reference model is loaded."""
     kl: Literal["k1", "k2", "k3", "abs"] = "k3"
-    """How the KL is estimated from the logprobs of the sampled tokens."""
+    """KL estimator, from the logprobs of the sampled tokens."""
     kl_in_reward: bool = False
-    """Take the KL off the trajectory's reward instead of adding it to the loss."""
+    """Subtract the KL penalty from the trajectory's reward instead of adding it to the loss."""
     reference: str | None = None
-    """The reference model's hub name or folder; unset: the weights training starts from, with `model.lora` without the adapters."""
+    """Reference model of the KL penalty: a name on the Hugging Face Hub or a folder.
+    Unset: the initial policy; with LoRA, the base model without adapters."""
     entropy_coef: float = 0.0
-    """Weight of an entropy bonus."""
+    """Coefficient of the entropy bonus. 0 disables it."""
     filters: tuple[str, ...] = ()
-    """Which groups are trained: names in `vlmrl.algos.FILTERS`, or `file.py:function` of a group's trajectories."""
+    """Group filters. A group is trained on only if every filter returns True for its list of trajectories.
+    Values: `zero_variance`, `reward_band`, or `file.py:function`."""
     filter_options: Options = field(default_factory=dict)
-    """Such as `reward_band.high 0.9`."""
+    """Options of the filters, as pairs `FILTER.NAME VALUE`, for example `reward_band.high 0.9`."""
     dynamic_sampling: Literal["off", "filter", "replace"] = "off"
-    """What becomes of a batch that the filters left short: `filter`: sample on until it is full, `replace`: repeat kept groups."""
+    """What to do when filters remove groups of a batch.
+    `off`: train on what is left.
+    `filter`: sample more groups until the batch is full.
+    `replace`: repeat groups that passed."""
     mask_truncated: bool = False
-    """Leave trajectories that a length limit cut off out of the loss; they still count in their group's baseline."""
+    """Exclude truncated trajectories from the loss. They still count in the baseline of their group."""
     overlong_buffer: int = 0
-    """Tokens before `rollout.max_tokens` over which the reward falls by up to 1; 0: off."""
+    """Soft overlong penalty: the reward falls by up to 1 over this many tokens before `rollout.max_tokens`. 0 disables it."""
 
     def __post_init__(self) -> None:
         require(self.kl_coef >= 0, "algo.kl_coef", "0 or more", self.kl_coef)
@@ -94,20 +105,22 @@ class Algo:
 
 @dataclass(frozen=True)
 class Optim:
+    """AdamW, its learning-rate schedule and gradient clipping."""
+
     lr: float = 1e-6
-    """The learning rate of AdamW."""
+    """Peak learning rate of AdamW."""
     weight_decay: float = 0.0
-    """How much of each weight a step takes away, times the learning rate."""
+    """Decoupled weight decay of AdamW."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """How slowly the averages of the gradient and of its square forget."""
+    """Adam's betas (beta1, beta2)."""
     grad_clip: float = 1.0
-    """The largest norm of the whole gradient."""
+    """Maximum norm of the gradient over all parameters."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls to 0 over the run, after the warm-up."""
+    """Learning-rate schedule after warmup. `linear` and `cosine` decay to 0 at the end of the run."""
     warmup_steps: int = 0
-    """Optimizer steps over which the learning rate rises from 0."""
+    """Optimizer steps of linear warmup from 0."""
     offload: bool = False
-    """Keep the optimizer's averages (8 bytes a parameter) in host memory except while it steps."""
+    """Keep the optimizer state (8 bytes per parameter) in host memory and load it onto the GPU only for the optimizer step."""
 
     def __post_init__(self) -> None:
         positive("optim", self, "lr", "grad_clip")
@@ -116,30 +129,34 @@ class Optim:
 
 @dataclass(frozen=True)
 class Train:
+    """The training loop: batch sizes, asynchronous rollouts, memory and checks."""
+
     steps: int = 100
-    """RolloutBuffer to train on."""
+    """Training steps. Each one trains on one batch of groups."""
     groups_per_batch: int = 16
-    """Groups rolled out before each update."""
+    """Groups per batch, the unit of one rollout phase."""
     groups_per_step: int | None = None
-    """Groups per optimizer step; it divides `groups_per_batch`. Unset: one step a batch."""
+    """Groups per optimizer step (mini-batch). It must divide `groups_per_batch`. Unset: one optimizer step per batch."""
     max_staleness: int = 0
-    """0: synchronous. Above: rollouts go on while the trainer trains, so many weight updates ahead of it."""
+    """Maximum number of weight updates between sampling and training.
+    0: synchronous. Above 0: rollouts continue during training."""
     too_old: Literal["wait", "correct", "drop"] = "wait"
-    """What becomes of groups that take so long that they would be older than `max_staleness`. `wait`: the trainer waits for them.
-    `correct`: it goes on with what is ready, and trains them when they come, corrected by the loss's ratio or `algo.corrections`.
-    `drop`: it goes on, and they are lost."""
+    """What to do about episodes that take so long that they would exceed `max_staleness`.
+    `wait`: the trainer waits for them.
+    `correct`: train on them later, corrected by the loss's ratio or by `algo.corrections`.
+    `drop`: discard them."""
     tokens_per_micro_batch: int = 16384
-    """Tokens computed in one forward; gradients accumulate over as many as the batch needs."""
+    """Maximum tokens per forward pass. Gradients accumulate over the micro-batches of an optimizer step."""
     share_prefixes: bool = True
-    """Compute what the rows of a group begin with in common once: its prompt, and with step-wise rows all earlier turns."""
+    """Compute tokens that samples of a group share only once: the prompt, and earlier turns of step-wise samples."""
     replay_routing: bool = True
-    """Mixtures of experts: compute each token with the experts it had when it was sampled, where the engine told them."""
+    """For mixture-of-experts models: train each token with the experts that the engine used for it, if the engine reports them."""
     gradient_checkpointing: bool = False
-    """Recompute activations for the gradient instead of keeping them: less memory, more time."""
+    """Recompute activations in the backward pass instead of storing them: less memory, more time."""
     canary: bool = True
-    """Before the first update, swap one image and demand that logprobs move."""
+    """Before the first update, replace one image by noise and stop the run if logprobs do not change."""
     shuffle_rewards: bool = False
-    """A control: permute the rewards over each batch. Whatever is still learnt was not learnt from reward."""
+    """Control experiment: shuffle the rewards within each batch, so that nothing can be learned from them."""
 
     def __post_init__(self) -> None:
         positive("train", self, "groups_per_batch", "groups_per_step", "tokens_per_micro_batch")
@@ -152,10 +169,12 @@ class Train:
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """When checkpoints are written and how many are kept."""
+
     every: int = 0
-    """Write a checkpoint after each so many batches, and after the last one; 0: none. `--resume` goes on from the newest."""
+    """Steps between checkpoints; a last one is written at the end. 0 disables them. `--resume` continues from the newest."""
     keep: int = 2
-    """Of the newest, so many stay."""
+    """Number of checkpoints to keep, the newest ones."""
 
     def __post_init__(self) -> None:
         require(self.every >= 0, "checkpoint.every", "0 (off) or more", self.every)
@@ -164,18 +183,20 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Eval:
+    """Evaluation on held-out tasks, before, during and after training."""
+
     data: Data = field(default_factory=Data)
-    """Held-out tasks; unset: those that `data.held_out` keeps back. Where there are none, there is no evaluation."""
+    """Held-out tasks. Unset: the rows that `data.held_out` selects. Without any, there is no evaluation."""
     every: int = 0
-    """Evaluate after each so many batches as well as before and after the run; 0: only then."""
+    """Steps between evaluations, besides those before and after training. 0: only these two."""
     temperature: float = 1.0
-    """Of sampling in evaluations; 0: always the likeliest token."""
+    """Sampling temperature in evaluations. 0 is greedy decoding."""
     samples_per_task: int = 1
-    """Episodes of each held-out task; their mean is one number."""
+    """Trajectories per held-out task."""
     blank_images: bool = False
-    """At the end, evaluate once more with every image blanked: what is left was not learnt by seeing."""
+    """After training, evaluate once more with blank images, to measure what the policy achieves without seeing."""
     chance: float | None = None
-    """The reward of guessing, if known: shown beside the others."""
+    """Expected reward of random guessing, shown in reports and plots. Unset: not shown."""
 
     def __post_init__(self) -> None:
         require(self.every >= 0, "eval.every", "0 or more", self.every)
@@ -185,16 +206,16 @@ class Eval:
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Supervised steps before reinforcement learning, on episodes played by a script."""
+    """Supervised fine-tuning on scripted episodes before reinforcement learning."""
 
     demonstrate: Code = None
-    """`file.py:function`, called as `function(task, turn)`: the reply to imitate at that turn. Unset: no warm start."""
+    """Scripted policy: `function(task, turn)` returns the reply to imitate at that turn. Required if `steps` is above 0."""
     steps: int = 0
-    """Optimizer steps."""
+    """Optimizer steps. 0 disables the warm start."""
     trajectories_per_step: int = 64
-    """Scripted episodes imitated in one step."""
+    """Scripted trajectories per optimizer step."""
     lr: float = 1e-3
-    """The learning rate of these steps."""
+    """Learning rate of the warm start."""
 
     def __post_init__(self) -> None:
         require(self.steps >= 0, "warm_start.steps", "0 or more", self.steps)

@@ -11,7 +11,7 @@ from typing import Any
 
 import datasets as hf
 
-from vlmrl.config.code import places, resolve_path
+from vlmrl.config.code import local_data, places
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 _SPLIT_NAMES = {"train", "validation", "val", "valid", "dev", "test"}
@@ -53,27 +53,17 @@ class Rows:
         return self._table[name].to_pylist()
 
 
-def load_rows(path: str, split: str, base_dir: Path | None = None) -> Rows:
+def load_rows(path: str, split: str) -> Rows:
     """The rows of one split, which may be a slice such as ``train[:100]``.
 
     Raises:
         ValueError: the data does not exist, cannot be read, or has no rows; the message names the file and, if known, the line.
     """
-    local = find(path, base_dir)
-    dataset = _load_local(local, split) if local else _load_hub(path, split, base_dir)
+    local = local_data(path)
+    dataset = _load_local(local, split) if local else _load_hub(path, split)
     if not len(dataset):
         raise ValueError(f"data.path {path!r} has no rows in the split {split!r}.")
     return Rows(dataset)
-
-
-def find(path: str, base_dir: Path | None) -> Path | None:
-    """The local file or folder; ``None`` if ``path`` can only be a hub name."""
-    if any(place.exists() for place in places(path, base_dir)):
-        return resolve_path(path, base_dir)
-    if Path(path).suffix in FORMATS or path.startswith((".", "/", "~")) or path.count("/") > 1:
-        looked = ", ".join(map(str, places(path, base_dir)))
-        raise ValueError(f"data.path {path!r} does not exist. Looked at: {looked}")
-    return None
 
 
 def task_name(path: Path, split: str) -> str:
@@ -81,11 +71,11 @@ def task_name(path: Path, split: str) -> str:
     return f"{path.parent.name}/{path.stem}" if path.suffix in FORMATS else f"{path.name}/{split}"
 
 
-def _load_hub(path: str, split: str, base_dir: Path | None) -> hf.Dataset:
+def _load_hub(path: str, split: str) -> hf.Dataset:
     try:
         return hf.load_dataset(path, split=split)
     except OSError as error:  # not found, offline, not allowed: all of them are OSErrors
-        looked = ", ".join(map(str, places(path, base_dir)))
+        looked = ", ".join(map(str, places(path)))
         message = f"data.path {path!r} is nothing local (looked at: {looked}), and the hub says: {error}"
         raise ValueError(message) from error
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
 
 from vlmrl.config import Config, Data
 from vlmrl.data.source import TaskSource, load_split
@@ -57,19 +56,19 @@ class TaskMixture:
 Tasks = TaskSource | TaskMixture
 
 
-def load_run_tasks(config: Config, base_dir: Path | None = None) -> tuple[Tasks, Tasks | None]:
+def load_run_tasks(config: Config) -> tuple[Tasks, Tasks | None]:
     """The training tasks, and the evaluation tasks if there are any. Raises ValueError if the config names no tasks."""
     if not config.mixture:
         if not config.data.is_set:
             raise ValueError("data must be set: give it a path or a generator, or mix several datasets with mixture.")
-        return _load(config.data, config.eval.data, base_dir)
-    loaded = {name: _load(part.data, part.eval_data, base_dir, name) for name, part in config.mixture.items()}
+        return _load(config.data, config.eval.data)
+    loaded = {name: _load(part.data, part.eval_data, name) for name, part in config.mixture.items()}
     weights = {name: part.weight for name, part in config.mixture.items()}
     held_out = {name: tasks for name, (_, tasks) in loaded.items() if tasks is not None}
     mixed = TaskMixture({name: tasks for name, (tasks, _) in loaded.items()}, weights)
     return mixed, TaskMixture(held_out, weights) if held_out else None
 
 
-def _load(data: Data, eval_data: Data, base_dir: Path | None, part: str = "") -> tuple[TaskSource, TaskSource | None]:
-    tasks, held_out = load_split(data, base_dir, part)
-    return tasks, load_split(eval_data, base_dir, part)[0] if eval_data.is_set else held_out
+def _load(data: Data, eval_data: Data, part: str = "") -> tuple[TaskSource, TaskSource | None]:
+    tasks, held_out = load_split(data, part)
+    return tasks, load_split(eval_data, part)[0] if eval_data.is_set else held_out

@@ -95,7 +95,7 @@ class RowImages:
         return {"type": "image", "image": base64.b64decode(source) if key == "base64" else self._located(source)}
 
     def _located(self, source: ImageSource) -> ImageSource:
-        """The source, a relative path made absolute: under the data's own folder, ``base_dir``, or the working one."""
+        """The source, a relative path made absolute: in the data's own folder or in the working directory."""
         if isinstance(source, dict) and source.get("bytes") is not None:
             return source
         path = source.get("path") if isinstance(source, dict) else source

@@ -1,13 +1,12 @@
 """Dataset rows and generators become :class:`~vlmrl.types.Task` by configuration alone; images are not decoded.
 
-tasks = load_tasks(Data("geo.jsonl", columns={"prompt": "problem"}), base_dir)
+tasks = load_tasks(Data("geo.jsonl", columns={"prompt": "problem"}))
 [tasks[i] for i in tasks.order(epoch=0)]
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from vlmrl.config import Data
-from vlmrl.config.code import load_object, places
-from vlmrl.data.files import find, load_rows, task_name
+from vlmrl.config.code import local_data, resolve_function
+from vlmrl.data.files import load_rows, task_name
 from vlmrl.data.row_images import RowImages, image_parts
 from vlmrl.types import Message, Task
 
@@ -69,21 +68,21 @@ def _shuffled(size: int, seed: int, epoch: int) -> tuple[int, ...]:
     return tuple(indices)
 
 
-def load_tasks(data: Data, base_dir: Path | None = None) -> TaskSource:
+def load_tasks(data: Data) -> TaskSource:
     """The tasks that ``data`` names, without those it holds out; see :func:`load_split`."""
-    return load_split(data, base_dir)[0]
+    return load_split(data)[0]
 
 
-def load_split(data: Data, base_dir: Path | None = None, part: str = "") -> tuple[TaskSource, TaskSource | None]:
+def load_split(data: Data, part: str = "") -> tuple[TaskSource, TaskSource | None]:
     """The training tasks of ``data``, and those that it holds out. ``part`` is their name in a mixture.
 
-    Local paths are looked for under ``base_dir``, then the working directory.
+    Relative paths are resolved against the working directory.
 
     Raises:
         ValueError: the data, a mapped column or the generator does not exist, the generator's options do not fit it, or no rows
             are left to train on.
     """
-    table = _generated(data, base_dir, part) if data.generator is not None else _dataset(data, base_dir, part)
+    table = _generated(data, part) if data.generator is not None else _dataset(data, part)
     ids = table.ids if data.limit is None else table.ids[: data.limit]
     kept_back = held_out(ids, data.held_out)
     sides = [[row for row in range(len(ids)) if (row in kept_back) == side] for side in (False, True)]
@@ -121,15 +120,15 @@ class _Table:
 # Datasets
 
 
-def _dataset(data: Data, base_dir: Path | None, part: str) -> _Table:
+def _dataset(data: Data, part: str) -> _Table:
     if data.path is None:
         raise ValueError("data names no tasks: set data.path (a file, a folder, a hub name) or data.generator")
-    rows = load_rows(data.path, data.split, base_dir)
+    rows = load_rows(data.path, data.split)
     columns = _checked_columns(data, rows.columns)
-    local = find(data.path, base_dir)
+    local = local_data(data.path)
     name = task_name(local or Path(data.path), data.split)
     own = [] if local is None else [local if local.is_dir() else local.parent]
-    roots = [*own, *places(".", base_dir)]
+    roots = [*own, Path.cwd()]
     ids = rows.column(columns["id"]) if "id" in columns else range(len(rows))
 
     def make(index: int) -> Task:
@@ -160,19 +159,13 @@ def _checked_columns(data: Data, present: list[str]) -> dict[str, str]:
 # Generators
 
 
-def _generated(data: Data, base_dir: Path | None, part: str) -> _Table:
-    function = load_object(data.generator, base_dir) if isinstance(data.generator, str) else data.generator
+def _generated(data: Data, part: str) -> _Table:
+    assert data.generator is not None
+    function = resolve_function(
+        "data.generator", data.generator, ["index", "seed"], data.options, options_field="data.options"
+    )
     name = getattr(function, "__name__", type(function).__name__)
-    if not callable(function):
-        raise ValueError(f"data.generator {data.generator!r} must name a function(index, seed), not {function!r}")
-    try:
-        inspect.signature(function).bind(0, 0, **data.options)
-    except TypeError as error:
-        raise ValueError(
-            f"data.generator {name}{inspect.signature(function)} cannot be called as "
-            f"{name}(index, seed, **{data.options!r}): {error}. Correct data.options or the function"
-        ) from error
-    source = part or (data.generator if isinstance(data.generator, str) else name)
+    source = part or name
 
     def make(index: int) -> Task:
         where, seed = f"task {index} of generator {name!r}", task_seed(data.seed, index)
@@ -184,7 +177,7 @@ def _generated(data: Data, base_dir: Path | None, part: str) -> _Table:
             raise ValueError(f"{where}: it must return a Task or a dict with a prompt, but it returned {made!r}")
         task = Task(f"{name}/{data.seed}/{index}", [], source=source, seed=seed, part=part)
         columns = {key: key for key in ("prompt", "images", "answer") if key in made}
-        return _filled(task, made, columns, data.system_prompt, RowImages(where, places(".", base_dir)))
+        return _filled(task, made, columns, data.system_prompt, RowImages(where, [Path.cwd()]))
 
     return _Table(make, range(data.size or 0))
 

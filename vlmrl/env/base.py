@@ -10,11 +10,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from vlmrl.config import Config, Part
-from vlmrl.config.code import load_object
+from vlmrl.config.code import check_options, load_code, resolve_function
 from vlmrl.types import TRUNCATED, ImageSource, Message, Task
 
 
@@ -118,11 +117,11 @@ class EnvSpec:
         return self.parts[task.part] if self.parts else self
 
 
-def resolve_envs(config: Config, base_dir: Path | None = None) -> EnvSpec:
+def resolve_envs(config: Config) -> EnvSpec:
     """The spec of a run's env, or that of its mixture, where each part has its own or else the run's."""
 
     def resolved(player: Config | Part) -> EnvSpec:
-        return resolve_env(player.env, player.reward, dict(player.env_options), base_dir)
+        return resolve_env(player.env, player.reward, dict(player.env_options))
 
     if not config.mixture:
         return resolved(config)
@@ -142,7 +141,6 @@ def resolve_env(
     env: str | Callable[..., Any] | None,
     reward: str | Callable[..., Any] | None = None,
     options: dict[str, Any] | None = None,
-    base_dir: Path | None = None,
 ) -> EnvSpec:
     """The spec of ``env`` (a class, a factory, ``module:Name`` or ``file.py:Name``) or of a ``reward`` function.
 
@@ -153,10 +151,9 @@ def resolve_env(
     if (env is None) == (reward is None):
         raise ValueError(f"exactly one of env and reward must be set, but env is {env!r} and reward is {reward!r}.")
     if reward is not None:
-        function = load_object(reward, base_dir) if isinstance(reward, str) else reward
-        _check_reward(function, _name(function))
+        function = resolve_function("reward", reward, ["text", "task"])
         return EnvSpec(_name(function), partial(RewardEnv, function=function))
-    target = load_object(env, base_dir) if isinstance(env, str) else env
+    target = load_code("env", env)
     name = _name(target)
     if not callable(target):
         raise ValueError(
@@ -164,13 +161,7 @@ def resolve_env(
         )
     if isinstance(target, type):
         _check_class(target, name)
-    try:
-        inspect.signature(target).bind(None, **options)
-    except TypeError as error:
-        known = [str(p) for p in list(inspect.signature(target).parameters.values())[1:]]
-        raise ValueError(
-            f"env_options {options} do not fit {name}: {error}; it takes {', '.join(known) or 'none'}."
-        ) from None
+    check_options("env_options", target, 1, options)
     shared = _set_up(target, options, name) if hasattr(target, "setup") else None
     tools, replayable = getattr(target, "tools", []), getattr(target, "replayable", True)
     build = partial(_build, target, options, name, shared)
@@ -200,15 +191,6 @@ def _build(target: Callable[..., Any], options: dict[str, Any], name: str, share
         raise ValueError(f"env factory {name} must return a vlmrl.Env, but it returned a {type(env).__name__}.")
     env.shared, env.seed = shared, task.seed
     return env
-
-
-def _check_reward(function: Any, name: str) -> None:
-    if not callable(function):
-        raise ValueError(f"reward {name} must be a function (text, task), but it is a {type(function).__name__}.")
-    try:
-        inspect.signature(function).bind("", None)
-    except TypeError as error:
-        raise ValueError(f"reward {name} must be called as {name}(text, task), but: {error}.") from None
 
 
 def _check_class(cls: type, name: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vlmrl.config.code import require
+from vlmrl.config.code import import_extra
 from vlmrl.env.base import Env, obs
 from vlmrl.types import Message
 
@@ -40,12 +40,12 @@ class GymnasiumEnv(Env):
 
     @classmethod
     def setup(cls, **options: Any) -> Any:
-        return require("gymnasium", "gymnasium")  # fails at startup if it is missing
+        return import_extra("gymnasium", "gymnasium")  # fails at startup if it is missing
 
     @property
     def gymnasium(self) -> Any:
         """The module ``gymnasium``."""
-        return require("gymnasium", "gymnasium")
+        return import_extra("gymnasium", "gymnasium")
 
     @abc.abstractmethod
     def make(self) -> Any:

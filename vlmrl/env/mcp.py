@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, ClassVar
 
-from vlmrl.config.code import require
+from vlmrl.config.code import import_extra
 from vlmrl.env.tools import Schema, ToolEnv, tool_name
 from vlmrl.multimodal.images import load_image
 from vlmrl.types import Message, Task
@@ -43,14 +43,14 @@ class McpEnv(ToolEnv):
 
     @classmethod
     def setup(cls, **options: Any) -> Any:
-        return require("mcp", "mcp")  # fails at startup if it is missing
+        return import_extra("mcp", "mcp")  # fails at startup if it is missing
 
     def connection(self) -> Any:
         """The argument of ``mcp.Client``. Override it to start a command in another folder or with environment variables."""
         if self.server.startswith(("http://", "https://")):
             return self.server
         command, *arguments = shlex.split(self.server)
-        return require("mcp", "mcp").StdioServerParameters(command=command, args=arguments)
+        return import_extra("mcp", "mcp").StdioServerParameters(command=command, args=arguments)
 
     async def reset(self) -> list[Message] | None:  # type: ignore[override]
         opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -80,7 +80,7 @@ class McpEnv(ToolEnv):
     async def _hold(self, opened: asyncio.Future[Any]) -> None:
         """Keep the session open. One task must enter and leave the client, but each method of an env runs in another task."""
         try:
-            async with require("mcp", "mcp").Client(self.connection()) as client:
+            async with import_extra("mcp", "mcp").Client(self.connection()) as client:
                 opened.set_result(client)
                 await self._closing.wait()
         except Exception as error:

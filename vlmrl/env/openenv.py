@@ -15,7 +15,7 @@ from __future__ import annotations
 import abc
 from typing import Any
 
-from vlmrl.config.code import require
+from vlmrl.config.code import import_extra
 from vlmrl.env.base import Env, obs
 from vlmrl.types import Message, Task
 
@@ -34,7 +34,7 @@ class OpenEnvEnv(Env):
 
     @classmethod
     def setup(cls, **options: Any) -> Any:
-        return require("openenv.core.generic_client", "openenv")  # fails at startup if it is missing
+        return import_extra("openenv.core.generic_client", "openenv")  # fails at startup if it is missing
 
     @abc.abstractmethod
     def read_action(self, reply: str) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class OpenEnvEnv(Env):
         """The agent's observation, made by :func:`~vlmrl.env.base.obs` from the server's."""
 
     async def reset(self) -> list[Message] | None:  # type: ignore[override]
-        module = require("openenv.core.generic_client", "openenv")
+        module = import_extra("openenv.core.generic_client", "openenv")
         self._client = module.GenericEnvClient(base_url=self.url)
         result = await self._client.reset(seed=self.seed)
         first = self.format_observation(self.show(result.observation))

@@ -88,20 +88,20 @@ def as_saved(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterato
             yield saved, family.published(saved, value)
 
 
-def load_model(config: Model, base_dir: Path | None, cache_dir: Path, seed: int) -> LoadedModel:
+def load_model(config: Model, cache_dir: Path, seed: int) -> LoadedModel:
     """Load the model of ``config``. Tiny models are built in ``cache_dir``; ``seed`` draws random weights.
 
     On the device ``meta`` no weight is read and none allocated: only their shapes exist.
     """
     transformers.utils.logging.disable_progress_bar()  # the run shows its own
-    model = _build(config, _found(config.path, base_dir, cache_dir), seed)
-    reader = load_reader(config, base_dir, cache_dir)
+    model = _build(config, _found(config.path, cache_dir), seed)
+    reader = load_reader(config, cache_dir)
     return LoadedModel(**vars(reader), policy=Policy(model).eval())
 
 
-def shapes_of(config: Model, base_dir: Path | None, cache_dir: Path) -> Any:
+def shapes_of(config: Model, cache_dir: Path) -> Any:
     """The Hugging Face model of ``config`` on the device ``meta``, with its adapters and frozen parts."""
-    return _build(replace(config, device="meta"), _found(config.path, base_dir, cache_dir), seed=0)
+    return _build(replace(config, device="meta"), _found(config.path, cache_dir), seed=0)
 
 
 def _build(config: Model, path: str, seed: int) -> Any:
@@ -147,9 +147,9 @@ def _is_part(key: str, name: str, parts: dict[str, str]) -> bool:
     return re.search(parts[name], key) is not None if name in parts else fnmatch(key, name)
 
 
-def load_reader(config: Model, base_dir: Path | None, cache_dir: Path) -> Reader:
+def load_reader(config: Model, cache_dir: Path) -> Reader:
     """The model of ``config`` without its weights."""
-    path = _found(config.path, base_dir, cache_dir)
+    path = _found(config.path, cache_dir)
     hf_config = AutoConfig.from_pretrained(path)
     family = family_of(hf_config)
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -157,19 +157,16 @@ def load_reader(config: Model, base_dir: Path | None, cache_dir: Path) -> Reader
     renderer = Renderer(
         tokenizer,
         image_token=None if pad is None else str(tokenizer.convert_ids_to_tokens(pad)),
-        chat_template=_chat_template(config.chat_template, base_dir),
+        chat_template=_chat_template(config.chat_template),
         stop_ids=_stop_ids(path),
     )
     return Reader(renderer, tokenizer, family.load_processor(path), config.max_image_pixels, path, family)
 
 
-def _found(path: str, base_dir: Path | None, cache_dir: Path) -> str:
-    """A model's folder, under ``base_dir`` or the working directory, or its hub name. A tiny model is built at its first use."""
+def _found(path: str, cache_dir: Path) -> str:
+    """A model's folder, absolute if it is local, or its hub name. A tiny model is built at its first use."""
     path = tiny.resolve(path, cache_dir)
-    if path.startswith(("/", "~")):
-        return path
-    local = [place for place in (base_dir, Path.cwd()) if place and (place / path).is_dir()]
-    return str(local[0] / path) if local else path
+    return str(Path(path).absolute()) if Path(path).is_dir() else path
 
 
 def pick_device(name: str) -> torch.device:
@@ -184,12 +181,12 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _chat_template(name: str | None, base_dir: Path | None) -> str | None:
+def _chat_template(name: str | None) -> str | None:
     """The text of one of vlmrl's templates, by name, or of a file."""
     if name is None:
         return None
     ours = TEMPLATES / f"{name}.jinja"
-    return (ours if ours.is_file() else resolve_path(name, base_dir)).read_text()
+    return (ours if ours.is_file() else resolve_path(name)).read_text()
 
 
 def _stop_ids(path: str) -> list[int]:

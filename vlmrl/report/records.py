@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vlmrl.config.code import code_path
 from vlmrl.report.metrics import repetition
 from vlmrl.types import Message, Trajectory, Turn
 
@@ -28,7 +29,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, numbers.Real):
         return float(value) if math.isfinite(value) else str(float(value))
     if callable(value) and hasattr(value, "__qualname__"):
-        return f"{value.__module__}:{value.__qualname__}"
+        return code_path(value)
     return str(value)
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from vlmrl.config.code import load_object, require
+from vlmrl.config.code import import_extra, load_object
 
 
 class Tracker(Protocol):
@@ -40,7 +40,7 @@ class TensorBoardTracker:
     """Event files in the run's folder, for ``tensorboard --logdir runs``: numbers as scalars, the config as text."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
-        self._writer = require("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder / "tensorboard"))
+        self._writer = import_extra("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder / "tensorboard"))
         self._writer.add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```")
 
     def log(self, step: int, values: Mapping[str, float | int | str | None]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vlmrl.config.code import require
+from vlmrl.config.code import import_extra
 from vlmrl.retrieval.base import Hit, index_folder
 from vlmrl.retrieval.corpus import Corpus, Ranking
 
@@ -27,7 +27,7 @@ class Bm25:
     def __init__(self, corpus: Corpus, k1: float = 0.9, b: float = 0.4, stopwords: str = "en") -> None:
         self.corpus = corpus
         self.passages: int | None = len(corpus)
-        self._bm25s: Any = require("bm25s", "search")
+        self._bm25s: Any = import_extra("bm25s", "search")
         self._stopwords = stopwords or None
 
         def build_index(folder: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.progress import track
 
-from vlmrl.config.code import require
+from vlmrl.config.code import import_extra
 from vlmrl.retrieval.base import Hit, index_folder
 from vlmrl.retrieval.corpus import Corpus
 
@@ -29,8 +29,8 @@ class Dense:
     def __init__(self, corpus: Corpus, model: str, query_prefix: str = "", passage_prefix: str = "") -> None:
         self.corpus = corpus
         self.passages: int | None = len(corpus)
-        self._faiss: Any = require("faiss", "dense")
-        self._model: Any = require("sentence_transformers", "dense").SentenceTransformer(model)
+        self._faiss: Any = import_extra("faiss", "dense")
+        self._model: Any = import_extra("sentence_transformers", "dense").SentenceTransformer(model)
         self._query_prefix, self._passage_prefix = query_prefix or None, passage_prefix or None
         folder = index_folder(self.name, (corpus.digest(), model, passage_prefix), self._build_index)
         self._index = self._faiss.read_index(str(folder / "flat.faiss"), self._faiss.IO_FLAG_MMAP_IFC)

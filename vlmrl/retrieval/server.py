@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vlmrl.config.code import require
+from vlmrl.config.code import import_extra
 from vlmrl.retrieval.base import Retriever
 from vlmrl.retrieval.factory import open_retriever
 from vlmrl.retrieval.http import passage_payload
@@ -44,7 +44,7 @@ class RetrieveRequest:
 
 def create_retriever_app(retriever: Retriever, topk: int = 3) -> Any:
     """The FastAPI application: POST /retrieve, GET /health. Requests run in parallel threads."""
-    fastapi = require("fastapi", "search")
+    fastapi = import_extra("fastapi", "search")
     app = fastapi.FastAPI(title="vlmrl retriever")
 
     def health() -> dict[str, Any]:
@@ -71,7 +71,7 @@ def create_retriever_app(retriever: Retriever, topk: int = 3) -> Any:
 
 def serve_retriever(arguments: RetrieverServerArguments) -> None:
     """Serve a corpus of passages over HTTP until interrupted: POST /retrieve, GET /health."""
-    uvicorn = require("uvicorn", "search")
+    uvicorn = import_extra("uvicorn", "search")
     retriever = open_retriever(
         arguments.retriever,
         arguments.corpus,

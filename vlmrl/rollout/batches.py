@@ -6,11 +6,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 from vlmrl.algos import FILTERS
 from vlmrl.config import Algo
-from vlmrl.config.code import check_options, load_object
+from vlmrl.config.code import resolve_function
 from vlmrl.rollout.runner import Group, RolloutError, Rollouts, Runner
 from vlmrl.types import Task, Trajectory
 
@@ -75,13 +74,14 @@ def too_few(label: str, passed: int, count: int) -> RolloutError:
     )
 
 
-def resolve_filters(algo: Algo, base_dir: Path | None = None) -> list[Filter]:
-    """The functions that ``algo.filters`` names, with their options. Raises ValueError where one is not there or does not fit."""
+def resolve_filters(algo: Algo) -> list[Filter]:
+    """The functions of ``algo.filters`` with their options bound. Raises ValueError if one is missing or its options do not fit."""
     found: list[Filter] = []
     for name in algo.filters:
-        function = FILTERS.get(name) or load_object(name, base_dir)
         options = algo.options_of(name)
-        check_options("algo.filter_options", function, 1, options)
+        function = resolve_function(
+            "algo.filters", name, ["trajectories"], options, options_field="algo.filter_options", registry=FILTERS
+        )
         found.append(partial(function, **options))
     return found
 

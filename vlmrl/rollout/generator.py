@@ -17,11 +17,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from vlmrl.config import Rollout, name_of
-from vlmrl.config.code import load_object
+from vlmrl.config.code import load_code
 from vlmrl.engine.base import Engine, EngineError, Request, SamplingParams
 from vlmrl.multimodal.renderer import Renderer, expand
 from vlmrl.multimodal.store import MediaStore
@@ -234,12 +233,12 @@ class GeneratorLoop:
         return trajectory
 
 
-def resolve_generate(config: Rollout, base_dir: Path | None = None) -> Generate | None:
-    named = config.generate
-    function = load_object(named, base_dir) if isinstance(named, str) else named
+def resolve_generate(config: Rollout) -> Generate | None:
+    """The function ``rollout.generate``. Raises ValueError unless it is an async function."""
+    function = load_code("rollout.generate", config.generate)
     if function is not None and not inspect.iscoroutinefunction(function):
         raise ValueError(
-            f"rollout.generate must be an async function of client, renderer and task, but it is {name_of(named)}."
+            f"rollout.generate must be an async function (client, renderer, task), but it is {name_of(config.generate)}."
         )
     return function
 

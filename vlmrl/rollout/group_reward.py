@@ -16,11 +16,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 from vlmrl.config import Config, name_of
-from vlmrl.config.code import check_options, load_object
+from vlmrl.config.code import resolve_function
 from vlmrl.types import Trajectory
 from vlmrl.utils.threads import DaemonPool
 
@@ -89,17 +88,12 @@ def _fail(group: Sequence[Trajectory], reason: str) -> None:
         trajectory.ending, trajectory.error = "error", reason
 
 
-def resolve_group_reward(config: Config, base_dir: Path | None = None) -> GroupReward | None:
-    """What ``config.group_reward`` names, with the deadline and the retries of an env's call.
+def resolve_group_reward(config: Config) -> GroupReward | None:
+    """The function ``group_reward``, with the timeout and the retries of an env call.
 
-    Raises ValueError where it is not there, or takes other arguments than a group.
+    Raises ValueError if it does not exist or does not accept a list of trajectories.
     """
     if config.group_reward is None:
         return None
-    function = (
-        load_object(config.group_reward, base_dir) if isinstance(config.group_reward, str) else config.group_reward
-    )
-    if not callable(function):
-        raise ValueError(f"group_reward must be a function of a group's trajectories, but it is {function!r}.")
-    check_options("group_reward: its arguments", function, 1, {})
+    function = resolve_function("group_reward", config.group_reward, ["trajectories"])
     return GroupReward(function, config.rollout.env_timeout, config.rollout.max_env_retries_per_turn + 1)

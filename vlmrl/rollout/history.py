@@ -11,11 +11,10 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from vlmrl.config import Rollout
-from vlmrl.config.code import check_options, load_object
+from vlmrl.config.code import resolve_function
 from vlmrl.multimodal.renderer import Rendered, Renderer
 from vlmrl.types import Message, Turn
 
@@ -145,15 +144,20 @@ def _parts(message: Message) -> list[dict[str, Any]]:
     return [] if isinstance(content, str) else content
 
 
-def resolve_policy(config: Rollout, base_dir: Path | None = None) -> HistoryPolicy | None:
-    """The function that ``config.history_policy`` names, one of :data:`HISTORY_POLICIES` or a user's own, with its options."""
-    named = config.history_policy
-    if named is None:
+def resolve_policy(config: Rollout) -> HistoryPolicy | None:
+    """The history policy of ``config``, one of :data:`HISTORY_POLICIES` or a user's own, with its options bound."""
+    if config.history_policy is None:
         return None
-    if isinstance(named, str):
-        named = HISTORY_POLICIES.get(named) or load_object(named, base_dir)
-    check_options("rollout.history_options", named, 1, config.history_options)
-    return partial(named, **config.history_options)
+    options = config.history_options
+    function = resolve_function(
+        "rollout.history_policy",
+        config.history_policy,
+        ["messages"],
+        options,
+        options_field="rollout.history_options",
+        registry=HISTORY_POLICIES,
+    )
+    return partial(function, **options)
 
 
 HISTORY_POLICIES: dict[str, Callable[..., Messages]] = {

@@ -33,14 +33,13 @@ from vlmrl.train.trainer import Receive, choose
 
 @dataclass
 class Run:
-    """The parts of one run, made from ``config``. Paths in it were resolved from ``base_dir``, the recipe's folder.
+    """The parts of one run, made from ``config``.
 
     Episodes are played by the env of ``spec``, or by ``generate``. ``receive`` takes the trainer's weights to the engine; ``None``:
     it samples from the very same ones, or, with ``serving``, servers get them.
     """
 
     config: Config
-    base_dir: Path | None
     spec: EnvSpec | None
     generate: Generate | None
     tasks: Tasks
@@ -92,18 +91,18 @@ class Run:
         return Runner(turn_loop, group_size=group_size, group_reward=group_reward)
 
 
-def build_run(config: Config, base_dir: Path | None = None, ranks: Ranks | None = None) -> Run:
+def build_run(config: Config, ranks: Ranks | None = None) -> Run:
     """Everything a run needs, on rank 0 of its trainers. What can be wrong with a config is found here, cheap things first."""
-    generate = resolve_generate(config.rollout, base_dir)
-    spec = resolve_envs(config, base_dir) if generate is None else None
-    history_policy = resolve_policy(config.rollout, base_dir)
+    generate = resolve_generate(config.rollout)
+    spec = resolve_envs(config) if generate is None else None
+    history_policy = resolve_policy(config.rollout)
     _check_algo(config.algo)
-    filters = resolve_filters(config.algo, base_dir)
-    group_reward = resolve_group_reward(config, base_dir)
-    tasks, held_out = load_run_tasks(config, base_dir)
+    filters = resolve_filters(config.algo)
+    group_reward = resolve_group_reward(config)
+    tasks, held_out = load_run_tasks(config)
     torch.manual_seed(config.seed)
     ranks = ranks or Ranks()
-    model = load_model(_sampled(config, ranks), base_dir, config.models_dir, config.seed)
+    model = load_model(_sampled(config, ranks), config.models_dir, config.seed)
     if spec is not None:
         model.renderer.check_tools(spec.tools)
     if config.rollout.needs_rendered_rows and not model.renderer.marks_replies:
@@ -116,8 +115,8 @@ def build_run(config: Config, base_dir: Path | None = None, ranks: Ranks | None 
     tasks, held_out = tasks.measured(length), held_out and held_out.measured(length)
     keep_kv = config.rollout.max_turns > 1 or generate is not None
     place = _on_cluster if config.cluster.on else _here
-    engine, trainers, receive, serving = place(config, base_dir, ranks, model, keep_kv)
-    played = (config, base_dir, spec, generate, tasks, held_out, model, store, engine, history_policy, filters)
+    engine, trainers, receive, serving = place(config, ranks, model, keep_kv)
+    played = (config, spec, generate, tasks, held_out, model, store, engine, history_policy, filters)
     return Run(*played, trainers, receive, group_reward, serving)
 
 
@@ -138,9 +137,9 @@ def _shared(config: Config, ranks: Ranks) -> bool:
 Placed = tuple[RunEngine, StartTrainer, Receive | None, Serving | None]
 
 
-def _here(config: Config, base_dir: Path | None, ranks: Ranks, model: LoadedModel, keep_kv: bool) -> Placed:
+def _here(config: Config, ranks: Ranks, model: LoadedModel, keep_kv: bool) -> Placed:
     """The trainer in this process, which may be one of several that ``torchrun`` started, and the engine too unless it is servers."""
-    trainers = Trainers.of(config, base_dir, ranks, model if _shared(config, ranks) else None)
+    trainers = Trainers.of(config, ranks, model if _shared(config, ranks) else None)
     if config.train.gradient_checkpointing:
         model.policy.enable_gradient_checkpointing()
     receive = None if trainers.policy is model.policy else model.policy.load_weights
@@ -152,7 +151,7 @@ def _here(config: Config, base_dir: Path | None, ranks: Ranks, model: LoadedMode
     return engine, trainers, receive, None
 
 
-def _on_cluster(config: Config, base_dir: Path | None, ranks: Ranks, model: LoadedModel, keep_kv: bool) -> Placed:
+def _on_cluster(config: Config, ranks: Ranks, model: LoadedModel, keep_kv: bool) -> Placed:
     """Both in processes that Ray places."""
     if ranks.size > 1:
         raise ValueError("cluster starts processes by itself: run the recipe without torchrun.")
@@ -164,7 +163,7 @@ def _on_cluster(config: Config, base_dir: Path | None, ranks: Ranks, model: Load
         if error.name != "ray":
             raise
         raise ValueError("cluster needs Ray: pip install 'vlmrl[ray]'") from error
-    cluster = RayCluster(config, base_dir, keep_kv)
+    cluster = RayCluster(config, keep_kv)
     if config.engine == "sglang":
         try:
             serving = Serving.of(config, model, cluster)

@@ -19,7 +19,7 @@ from vlmrl.algos.filters import is_overlong
 from vlmrl.checks.image_swap import check_images
 from vlmrl.checks.logprob_mismatch import TurnMismatch, summarise, turn_mismatches
 from vlmrl.config import Algo, Optim
-from vlmrl.config.code import load_object
+from vlmrl.config.code import load_code
 from vlmrl.data import TaskStream
 from vlmrl.engine.base import Request, paused
 from vlmrl.engine.scripted import ScriptedEngine
@@ -217,9 +217,7 @@ def note_mismatches(trajectories: Sequence[Trajectory], gaps: Sequence[TurnMisma
 async def warm_start(run: Run, progress: RunProgress) -> None:
     """Imitate scripted episodes, played through the same loop, with cross entropy on the scripted replies."""
     config = run.config.warm_start
-    demonstrate = (
-        load_object(config.demonstrate, run.base_dir) if isinstance(config.demonstrate, str) else config.demonstrate
-    )
+    demonstrate = load_code("warm_start.demonstrate", config.demonstrate)
     playing: dict[str, Task] = {}
 
     def reply(request: Request, turn: int) -> str:

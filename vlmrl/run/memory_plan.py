@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ class Plan:
     @classmethod
     def of(cls, config: Config, sizes: Sizes, ranks: int) -> Plan:
         """``ranks``: those that were started already, of which a cluster needs none."""
-        cluster = config.placed
+        cluster = config.resolved_cluster
         device = torch.device("cuda" if cluster.gpus else "cpu") if cluster.on else pick_device(config.model.device)
         dtype = pick_dtype(config.model.dtype, device)
         ranks = cluster.num_ranks if cluster.on else ranks
@@ -75,13 +74,13 @@ class Plan:
         return "\n".join(lines + ([f"          engine: {_told(self.engine)}"] if self.engine else []))
 
 
-def plan(config: Config, base_dir: Path | None, ranks: Ranks) -> Plan:
+def plan(config: Config, ranks: Ranks) -> Plan:
     """What ``config`` asks for, from the shapes of the model's weights alone."""
-    return Plan.of(config, Sizes.of(shapes_of(config.model, base_dir, config.models_dir)), ranks.size)
+    return Plan.of(config, Sizes.of(shapes_of(config.model, config.models_dir)), ranks.size)
 
 
 def _where(config: Config, device: torch.device, ranks: int) -> str:
-    cluster = config.placed
+    cluster = config.resolved_cluster
     if not cluster.on:
         beside = "the engine" if config.engine == "embedded" else "a copy of the weights for servers"
         return (
@@ -121,7 +120,7 @@ def _cache(config: Config, sizes: Sizes, dtype: torch.dtype) -> dict[str, float]
     """The most that keys and values can take on one engine: every trajectory at its full length."""
     rollout = config.rollout
     played = config.train.groups_per_batch * rollout.group_size * rollout.over_sampling
-    engines = config.placed.num_engines if config.cluster.on else 1
+    engines = config.resolved_cluster.num_engines if config.cluster.on else 1
     trajectories = min(rollout.max_concurrent, played) / engines
     return {"keys and values at most": trajectories * rollout.max_tokens * sizes.cached * dtype.itemsize}
 

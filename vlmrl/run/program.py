@@ -27,7 +27,7 @@ from vlmrl.train.fsdp import backend_of, dismiss, follow, join_ranks, leave_rank
 from vlmrl.utils.threads import run_awake
 
 
-def run_training(config: Config, base_dir: Path, *, dry_run: bool = False, resume: bool = False) -> None:
+def run_training(config: Config, *, dry_run: bool = False, resume: bool = False) -> None:
     """Build, train, and say where everything is. Ctrl-C keeps what there is and exits with 130.
 
     With ``resume`` an earlier run of this name goes on in its folder, from its newest checkpoint; otherwise it is set aside.
@@ -37,13 +37,13 @@ def run_training(config: Config, base_dir: Path, *, dry_run: bool = False, resum
     ranks = join_ranks(backend_of(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
     if ranks.rank == 0:
         progress = RunProgress()
-        progress.say(str(memory_plan.plan(config, base_dir, ranks)))
+        progress.say(str(memory_plan.plan(config, ranks)))
         if dry_run:
-            _without_weights(config, base_dir, progress)
+            _without_weights(config, progress)
         else:
-            _train(build_run(config, base_dir, ranks), progress, resume)
+            _train(build_run(config, ranks), progress, resume)
     elif not dry_run:
-        follow(Trainers.of(config, base_dir, ranks).make)
+        follow(Trainers.of(config, ranks).make)
     if ranks.size > 1:
         if ranks.rank == 0 and not dry_run:
             dismiss()
@@ -74,9 +74,9 @@ def _train(run: Run, progress: RunProgress, resume: bool) -> None:
     progress.say(report(run, summary, time.monotonic() - began))
 
 
-def _without_weights(config: Config, base_dir: Path, progress: RunProgress) -> None:
+def _without_weights(config: Config, progress: RunProgress) -> None:
     """Resolve everything else, in this process alone."""
-    run = build_run(replace(config, model=replace(config.model, device="meta"), cluster=Cluster()), base_dir)
+    run = build_run(replace(config, model=replace(config.model, device="meta"), cluster=Cluster()))
     progress.say(summary_of(run))
     run.engine.close()
 

@@ -50,16 +50,15 @@ class Trainers:
     """Makes trainers of one policy, one after the other: a warm start's, then the run's. Every rank has one of these."""
 
     config: Config
-    base_dir: Path | None
     ranks: Ranks
     policy: Policy
 
     @classmethod
-    def of(cls, config: Config, base_dir: Path | None, ranks: Ranks, loaded: LoadedModel | None = None) -> Trainers:
+    def of(cls, config: Config, ranks: Ranks, loaded: LoadedModel | None = None) -> Trainers:
         """Trains ``loaded``'s own policy, if it is given, and otherwise its shard of one that all ranks load."""
         if loaded is not None:
-            return cls(config, base_dir, ranks, loaded.policy)
-        return cls(config, base_dir, ranks, _load(config, config.model, base_dir, ranks))
+            return cls(config, ranks, loaded.policy)
+        return cls(config, ranks, _load(config, config.model, ranks))
 
     def start(self, algo: Algo, **settings: Any) -> RunTrainer:
         """A trainer with these arguments of :class:`Trainer`, on all ranks. Called on rank 0."""
@@ -78,22 +77,22 @@ class Trainers:
         model = self.config.model
         if algo.reference is not None:
             named = replace(model, path=algo.reference, random_weights=False, lora=Lora(), freeze=())
-            return _load(self.config, named, self.base_dir, self.ranks).requires_grad_(False).eval()
+            return _load(self.config, named, self.ranks).requires_grad_(False).eval()
         if model.lora.rank:
             return without_adapters(self.policy)
         if self.ranks.size == 1:
             return self.policy.frozen_copy()
-        copied = _load(self.config, model, self.base_dir, self.ranks).requires_grad_(False).eval()
+        copied = _load(self.config, model, self.ranks).requires_grad_(False).eval()
         with torch.no_grad():
             for ours, theirs in zip(copied.parameters(), self.policy.parameters(), strict=True):
                 ours.copy_(theirs)
         return copied
 
 
-def _load(config: Config, model: Model, base_dir: Path | None, ranks: Ranks) -> Policy:
+def _load(config: Config, model: Model, ranks: Ranks) -> Policy:
     """A policy, sharded where there are several ranks: then its weights are float32 and it computes in ``model.dtype``."""
     wanted = model if ranks.size == 1 else replace(model, dtype="float32")
-    policy = load_model(wanted, base_dir, config.models_dir, config.seed).policy
+    policy = load_model(wanted, config.models_dir, config.seed).policy
     if config.train.gradient_checkpointing:
         policy.enable_gradient_checkpointing()
     return policy if ranks.size == 1 else shard(policy, pick_dtype(model.dtype, pick_device(model.device)))

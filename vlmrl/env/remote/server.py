@@ -21,7 +21,7 @@ from typing import Any
 import tyro
 
 from vlmrl.config import Options
-from vlmrl.config.code import require
+from vlmrl.config.code import import_extra
 from vlmrl.env.base import EnvSpec, RetryTurn, resolve_env
 from vlmrl.env.remote.serialize import deserialize_task, serialize
 from vlmrl.env.session import EnvContractError, EnvSession
@@ -137,8 +137,8 @@ class EnvServer:
 
 def create_env_app(server: EnvServer) -> Any:
     """The FastAPI application of an env's sessions."""
-    fastapi = require("fastapi", "serve")
-    responses = require("fastapi.responses", "serve")
+    fastapi = import_extra("fastapi", "serve")
+    responses = import_extra("fastapi.responses", "serve")
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
@@ -200,7 +200,7 @@ async def _close_idle_sessions(server: EnvServer) -> None:
 
 def serve_env(arguments: EnvServerArguments) -> None:
     """Serve an env over HTTP until interrupted. A run uses it with `env="vlmrl:RemoteEnv", env_options={"url": URL}`."""
-    uvicorn = require("uvicorn", "serve")
+    uvicorn = import_extra("uvicorn", "serve")
     spec = resolve_env(arguments.env, options=dict(arguments.env_options))
     server = EnvServer(
         spec, timeout=arguments.timeout, idle_timeout=arguments.idle_timeout, max_sessions=arguments.max_sessions

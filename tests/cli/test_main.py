@@ -1,0 +1,72 @@
+"""The `vlmrl` command: subcommands, the recipe before its options, one-line errors."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+import vlmrl
+from vlmrl.cli import main as cli
+
+COMMANDS = ["train", "eval", "play", "data", "retriever", "env"]
+
+
+def vlmrl_command(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["vlmrl", *arguments])
+    cli.main()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("train recipe.py --optim.lr 1", 2),
+        ("eval recipe.py --help", 2),
+        ("data check recipe.py --rows 3", 3),
+        ("train --help", 2),
+        ("data check --help", 3),
+        ("play mine.py:Ask --data mine.py:tasks", 4),
+        ("env serve mine.py:Ask --port 1", 5),
+    ],
+)
+def test_a_recipes_options_are_split_off(arguments, words):
+    parts = arguments.split()
+    assert cli.split_at_recipe(parts) == (parts[:words], parts[words:])
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_the_help_lists_all_commands(monkeypatch, capsys, arguments):
+    with pytest.raises(SystemExit, match="0"):
+        vlmrl_command(monkeypatch, *arguments)
+    shown = capsys.readouterr().out
+    assert all(f"• {name} " in shown for name in COMMANDS)
+
+
+def test_the_version_is_printed(monkeypatch, capsys):
+    vlmrl_command(monkeypatch, "--version")
+    assert capsys.readouterr().out == f"{vlmrl.__version__}\n"
+
+
+def test_the_help_of_train_lists_the_settings_of_the_recipe(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "mine.py").write_text(
+        '"""My recipe."""\nfrom vlmrl import Config\ndef config(): return Config(name="mine")\n'
+    )
+    with pytest.raises(SystemExit, match="0"):
+        vlmrl_command(monkeypatch, "train", str(tmp_path / "mine.py"), "--help")
+    shown = capsys.readouterr().out
+    assert "My recipe." in shown and "(default: mine)" in shown and "--optim.lr FLOAT" in shown
+
+
+@pytest.mark.parametrize("arguments", [["tain"], ["train"], ["data", "chek"], ["env", "serve"]])
+def test_a_wrong_command_line_exits_with_status_2(monkeypatch, capsys, arguments):
+    with pytest.raises(SystemExit, match="2"):
+        vlmrl_command(monkeypatch, *arguments)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_missing_recipe_is_one_line(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="1"):
+        vlmrl_command(monkeypatch, "train", "gone.py")
+    error = capsys.readouterr().err
+    assert error.startswith("vlmrl: 'gone.py' does not exist. Looked at: ") and error.count("\n") == 1

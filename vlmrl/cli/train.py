@@ -1,0 +1,50 @@
+"""`vlmrl train`, and recipe files that are run as programs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import tyro
+
+from vlmrl.cli.recipe import Recipe, RecipePath, errors_in_one_line
+from vlmrl.config import Config, resolve_config
+
+
+@dataclass(frozen=True)
+class TrainCommand:
+    """Train with a recipe."""
+
+    recipe: RecipePath
+    """Python file with a function `config() -> Config`. For its options, see `vlmrl train RECIPE --help`."""
+
+    def run(self, options: Sequence[str]) -> None:
+        train(Recipe.load(self.recipe), options, prog=f"vlmrl train {self.recipe}")
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+    dry_run: bool = False
+    """Check all settings and data, print the plan and exit without training."""
+    resume: bool = False
+    """Continue from the newest checkpoint in the run's folder. Without one, start from the beginning."""
+
+
+def run_recipe(config: Callable[[], Config]) -> None:
+    """Train with the recipe file that is run as a program, with its command-line options."""
+    with errors_in_one_line():
+        train(Recipe.of(config), sys.argv[1:])
+
+
+def train(recipe: Recipe, options: Sequence[str], prog: str | None = None) -> None:
+    chosen = tyro.cli(
+        TrainOptions, default=TrainOptions(recipe.config()), args=options, description=recipe.description, prog=prog
+    )
+    config = resolve_config(chosen.config, recipe.folder)
+
+    from vlmrl.run.program import run_training
+
+    run_training(config, dry_run=chosen.dry_run, resume=chosen.resume)
