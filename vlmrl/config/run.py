@@ -46,9 +46,6 @@ def _check_asynchronous(config: Config) -> None:
                 "train.too_old correct needs the rollout's logprobs, and rows rendered anew (rollout.history rerender with samples "
                 "concat) have none: set rollout.samples to step_wise."
             )
-        rule = "set with train.too_old correct, such as token_truncation, or algo.old_policy must be rollout"
-        corrected = bool(config.algo.corrections) or config.old_policy == "rollout"
-        require(corrected, "algo.corrections", rule, config.algo.corrections)
     if config.cluster.gpus and config.cluster.colocate:
         raise ValueError(
             "cluster.colocate must be False or unset with train.max_staleness above 0: engines sample while the trainer trains, so "
@@ -211,13 +208,6 @@ class Config:
     def colocated(self) -> bool:
         """Whether Ray places ranks and engines on the same GPUs."""
         return bool(self.placed.gpus and self.placed.colocate and not self.attached)
-
-    @property
-    def old_policy(self) -> Literal["trainer", "rollout"]:
-        """``algo.old_policy``, or what it is where it is unset."""
-        able = self.algo.has_ratio and not self.rollout.needs_rendered_rows  # whose rows have no rollout logprobs
-        wanted = self.train.max_staleness > 0 and not self.algo.corrections
-        return self.algo.old_policy or ("rollout" if able and wanted else "trainer")
 
     @property
     def models_dir(self) -> Path:

@@ -26,9 +26,9 @@ class Algo:
     reduction_options: Options = field(default_factory=dict)
     """Keyword options of the reduction."""
     old_policy: Literal["trainer", "rollout"] | None = None
-    """The weights that the loss's ratio is to, around which it clips: the `trainer`'s before the batch, with the gap to those that
-    sampled left to `corrections`, or those that sampled, the `rollout`'s. Unset: `rollout` where `train.max_staleness` is above 0, the
-    loss has a ratio, rows have the rollout's logprobs and nothing is corrected; else `trainer`."""
+    """Whose logprobs the loss's ratio exp(logprobs - old_logprobs) divides by: the `trainer`'s own before the batch, with the mismatch to
+    the rollout policy left to `corrections`, or the `rollout`'s. Unset: `rollout` if `train.max_staleness` is above 0, the loss has a
+    ratio, rows have rollout logprobs and `corrections` is empty; else `trainer`."""
     corrections: tuple[str, ...] = ()
     """Names in `vlmrl.algos.CORRECTIONS`, for a rollout policy that is not the trainer's; their factors are multiplied."""
     correction_options: Options = field(default_factory=dict)
@@ -58,9 +58,6 @@ class Algo:
         require(self.kl_coef >= 0, "algo.kl_coef", "0 or more", self.kl_coef)
         require(self.overlong_buffer >= 0, "algo.overlong_buffer", "0 (off) or more", self.overlong_buffer)
         if self.old_policy == "rollout":
-            require(
-                self.has_ratio, "algo.loss", "one with a ratio with algo.old_policy rollout, such as ppo", self.loss
-            )
             rule = "unset with algo.old_policy rollout, whose ratios correct for the rollout's policy already"
             require(not self.corrections, "algo.corrections", rule, self.corrections)
         if "gae" in (self.advantage, self.loss):
@@ -80,11 +77,6 @@ class Algo:
             )
             require(not self.kl_in_reward, "algo.kl_in_reward", "False with credit turn", self.kl_in_reward)
             require(not self.overlong_buffer, "algo.overlong_buffer", "0 with credit turn", self.overlong_buffer)
-
-    @property
-    def has_ratio(self) -> bool:
-        """Whether the loss reads the old policy's logprobs."""
-        return self.loss not in ("reinforce", "sft")
 
     def options_of(self, name: str) -> Options:
         """The options of one correction or filter: those whose key is ``name.option``."""

@@ -13,11 +13,11 @@ from typing import Literal
 import numpy as np
 import torch
 
+from vlmrl.model.expert_routing import indices_of
 from vlmrl.model.families.base import merged_grid, rope_positions
 from vlmrl.model.policy import Policy, TokenScores
 from vlmrl.multimodal.store import merge_mm_inputs
 from vlmrl.train import prefix_tree
-from vlmrl.train.expert_replay import expert_indices
 from vlmrl.types import MediaItem, MicroBatch, Sample
 
 Layout = Literal["tree", "packed", "padded"]
@@ -175,6 +175,37 @@ def per_token(samples: Sequence[Sample], values: Callable[[Sample], Sequence[flo
         start = len(sample.prompt_token_ids)
         tensor[row, start : len(sample)] = torch.tensor(values(sample), dtype=torch.float32)
     return tensor
+
+
+def expert_indices(
+    samples: Sequence[Sample], paths: Sequence[np.ndarray], shape: tuple[int, int]
+) -> torch.Tensor | None:
+    """The recorded experts ``[rows, length, layers, top_k]`` of a batch of ``shape`` (rows, length); ``None`` if there are none.
+
+    ``paths[i]`` are the indices of sample i's tokens in the flattened batch. A token of several samples gets the experts of the first
+    sample that has them recorded, and -1 if none has.
+    """
+    experts: torch.Tensor | None = None
+    for sample, path in zip(samples, paths, strict=True):
+        if not any(sample.routes):
+            continue
+        own = torch.from_numpy(indices_of(sample.routes))
+        if experts is None:
+            experts = torch.full((shape[0] * shape[1], *own.shape[1:]), -1, dtype=own.dtype)
+        indices = torch.from_numpy(path)
+        new = experts[indices, 0, 0] < 0
+        experts[indices[new]] = own[new]
+    return None if experts is None else experts.unflatten(0, shape)
+
+
+def count_unrecorded_experts(samples: Sequence[Sample]) -> int:
+    """How many tokens have no recorded experts, so that the trainer's own routers choose them.
+
+    A row's last token is not counted: no logprob depends on it.
+    """
+    return sum(
+        len(sample) - 1 - sum(route is not None for route in sample.routes[: len(sample) - 1]) for sample in samples
+    )
 
 
 @torch.no_grad()
