@@ -12,7 +12,8 @@ from vlmrl.config import Algo, Cluster, Config, Eval, Optim, Rollout, Train, War
 from vlmrl.model.loading import load_model
 from vlmrl.run import loop
 from vlmrl.samples import concat
-from vlmrl.train.trainer import Trainer
+from vlmrl.train.controller import RunTrainer
+from vlmrl.train.trainer import Trainer, TrainerSpec
 
 
 def ahead(tmp_path, **changes) -> Config:
@@ -31,23 +32,28 @@ def ahead(tmp_path, **changes) -> Config:
 
 def watched(config: Config, monkeypatch):
     """The run's rows, the weights of each version, and each batch with its version and the trainer's own logprobs."""
-    weights, batches = {}, []
-    push, train_on = loop.push_weights, loop.train_on
+    weights, batches, outputs = {}, [], []
+    push, train_on, step = loop.push_weights, loop.train_on, RunTrainer.step
 
     async def pushed(run, trainer, version):
-        told = await push(run, trainer, version)
+        metrics = await push(run, trainer, version)
         weights[version] = {name: weight.clone() for name, weight in trainer.named_weights()}
-        return told
+        return metrics
+
+    def stepped(trainer, samples):
+        outputs.append(step(trainer, samples))
+        return outputs[-1]
 
     def trained(run, trainer, trajectories):
         if not weights:
             weights[0] = {name: weight.clone() for name, weight in trainer.named_weights()}
         metrics = train_on(run, trainer, trajectories)
-        batches.append((len(weights) - 1, trajectories, trainer.scored))
+        batches.append((len(weights) - 1, trajectories, outputs[-1].logprobs))
         return metrics
 
     monkeypatch.setattr(loop, "push_weights", pushed)
     monkeypatch.setattr(loop, "train_on", trained)
+    monkeypatch.setattr(RunTrainer, "step", stepped)
     run, rows, _ = train(config)
     run.engine.close()
     return [row for row in rows if "loss" in row], weights, batches
@@ -57,7 +63,7 @@ def check_every_logprob(config: Config, weights, batches) -> int:
     """Each sampled token has the logprob that the weights of its version give it, and the trainer's is of the version it
     trained. How many replies were begun under one version and ended under another."""
     policy = load_model(config.model, RECIPES, config.models_dir, config.seed).policy
-    scorer = Trainer(policy, Algo(), Optim(), total_steps=1, tokens_per_micro_batch=4096)
+    scorer = Trainer(policy, TrainerSpec(Algo(), Optim(), total_steps=1, tokens_per_micro_batch=4096))
     for newest, trajectories, by_trainer in batches:
         samples = [row for trajectory in trajectories for row in concat(trajectory)]
         scores = []

@@ -23,6 +23,7 @@ from vlmrl.rollout.runner import RolloutError
 from vlmrl.run import loop
 from vlmrl.run.build import build_run
 from vlmrl.run.program import run_training
+from vlmrl.train.credit import assign_advantages
 from vlmrl.types import Task
 
 ROOT = Path(__file__).parents[2]
@@ -239,7 +240,7 @@ def test_shuffled_rewards_keep_their_values_but_not_their_places():
             train=Train(shuffle_rewards=shuffled),
             algo=replace(Config().algo, advantage_options={"scale_by_std": False}),
         )
-        loop.give_advantages(samples, trajectories, config)
+        assign_advantages(samples, trajectories, config)
         given[shuffled] = [s.advantage for s in samples]
     assert given[False] == [-1.5, -0.5, 0.5, 1.5] * 4
     assert given[True] != given[False]

@@ -15,7 +15,7 @@ from vlmrl.data import TaskStream
 from vlmrl.run import loop
 from vlmrl.run.build import build_run
 from vlmrl.samples import concat
-from vlmrl.train.credit import give_advantages
+from vlmrl.train.credit import assign_advantages
 
 TURNS = 3
 
@@ -196,7 +196,7 @@ def test_a_kl_penalty_on_rewards_lowers_what_strays_from_the_reference(tmp_path,
     for trajectory, sample in zip(batch.trajectories, samples, strict=True):
         mine = sum(logprob for logprob, mask in zip(sample.rollout_logprobs, sample.loss_mask, strict=True) if mask)
         assert kl[trajectory.id] > 10 and mine < 0  # a taught model is far from a random one
-    give_advantages(
+    assign_advantages(
         samples, batch.trajectories, replace(base, algo=Algo(advantage_options={"scale_by_std": False})), kl
     )
     members = batch.groups[0]

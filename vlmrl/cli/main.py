@@ -75,15 +75,14 @@ def eval_command(arguments: Sequence[str]) -> None:
     settings = tyro.cli(Config, default=config(), args=rest, description=doc, prog="vlmrl eval RECIPE")
     with _errors_in_one_line():
         from vlmrl.report.progress import RunProgress
-        from vlmrl.run import loop
         from vlmrl.run.build import build_run
-        from vlmrl.run.evaluate import Evaluation
+        from vlmrl.run.evaluate import Evaluation, evaluate_run
 
         run = build_run(settings, folder)
 
         async def evaluate() -> Evaluation:
             await run.connect()
-            return await loop.evaluate_run(run, RunProgress(), label="eval")
+            return await evaluate_run(run, RunProgress(), label="eval")
 
         try:
             result = _until_interrupted(lambda: run_awake(evaluate()))

@@ -40,12 +40,11 @@ def _check_asynchronous(config: Config) -> None:
         raise ValueError(
             "rollout.over_sampling must be 1 with train.max_staleness above 0: nobody waits for stragglers, so none are stopped."
         )
-    if config.train.too_old == "correct":
-        if config.rollout.needs_rendered_rows:
-            raise ValueError(
-                "train.too_old correct needs the rollout's logprobs, and rows rendered anew (rollout.history rerender with samples "
-                "concat) have none: set rollout.samples to step_wise."
-            )
+    if config.train.too_old == "correct" and config.rollout.needs_rendered_rows:
+        raise ValueError(
+            "train.too_old correct needs rollout logprobs, and re-rendered rows (rollout.history rerender with samples concat) have "
+            "none: set rollout.samples to step_wise."
+        )
     if config.cluster.gpus and config.cluster.colocate:
         raise ValueError(
             "cluster.colocate must be False or unset with train.max_staleness above 0: engines sample while the trainer trains, so "

@@ -26,9 +26,9 @@ class Algo:
     reduction_options: Options = field(default_factory=dict)
     """Keyword options of the reduction."""
     old_policy: Literal["trainer", "rollout"] | None = None
-    """Whose logprobs the loss's ratio exp(logprobs - old_logprobs) divides by: the `trainer`'s own before the batch, with the mismatch to
-    the rollout policy left to `corrections`, or the `rollout`'s. Unset: `rollout` if `train.max_staleness` is above 0, the loss has a
-    ratio, rows have rollout logprobs and `corrections` is empty; else `trainer`."""
+    """Log-ratio baseline of the loss: the trainer's own logprobs before the batch, with the mismatch to the rollout policy left to
+    `corrections`, or the rollout's. Unset: `rollout` if `train.max_staleness` is above 0, the loss has a ratio, rows have rollout
+    logprobs and `corrections` is empty; else `trainer`."""
     corrections: tuple[str, ...] = ()
     """Names in `vlmrl.algos.CORRECTIONS`, for a rollout policy that is not the trainer's; their factors are multiplied."""
     correction_options: Options = field(default_factory=dict)

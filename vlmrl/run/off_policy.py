@@ -18,7 +18,9 @@ def old_policy(config: Config) -> Literal["trainer", "rollout"]:
     A loss that declares nothing also gets rollout logprobs by default: if it has a ratio, they are the right ones.
     """
     algo = config.algo
-    able = _loss_has_ratio(config) is not False and not config.rollout.needs_rendered_rows  # which have no rollout logprobs
+    able = (
+        _loss_has_ratio(config) is not False and not config.rollout.needs_rendered_rows
+    )  # which have no rollout logprobs
     wanted = config.train.max_staleness > 0 and not algo.corrections
     return algo.old_policy or ("rollout" if able and wanted else "trainer")
 

@@ -1,8 +1,8 @@
 """The run's trainer as the loop uses it, wherever its ranks are: in this process, under ``torchrun`` or in Ray's actors.
 
-:class:`RunTrainer` names the methods of :class:`~vlmrl.train.trainer.Trainer` once; a subclass says how a call reaches the ranks. Under
-``torchrun`` every process runs the recipe. Rank 0 plays the episodes and is the controller: it broadcasts each call as a command, which
-the other ranks receive in :func:`run_commands`.
+:class:`RunTrainer` lists the methods of :class:`~vlmrl.train.trainer.Trainer` once; a subclass defines how a call reaches the ranks.
+Under ``torchrun`` every process runs the recipe. Rank 0 plays the episodes and is the controller: it broadcasts each call as a
+command, which the other ranks receive in :func:`run_commands`.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from torch.utils.hooks import RemovableHandle
 class MasterWeights:
     """Float32 copies of a model's trainable parameters, with their gradients accumulated over micro-batches.
 
-    Backward adds each gradient to its master's in float32. A float32 parameter is its own master. ``named`` holds the masters under the
-    parameters' names. :meth:`publish` writes them into the model after an optimizer step.
+    Backward adds each gradient to its master's in float32. A float32 parameter is its own master. ``named`` holds the masters by
+    parameter name. :meth:`publish` writes them into the model after an optimizer step.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -281,7 +281,7 @@ class Trainer:
         before: torch.Tensor,
         reference: torch.Tensor | None,
     ) -> LossInputs:
-        """``before``: the trainer's logprobs before its first step on these samples; they also stand in for unknown rollout logprobs."""
+        """``before``: the trainer's logprobs before its first step on the samples; also used for unknown rollout logprobs."""
         device, rollout = logprobs.device, before
         unknown = [sample.trajectory_id for sample in samples if sample.rollout_logprobs is None]
         if not unknown:
@@ -362,7 +362,9 @@ def _response(sample: Sample, row: np.ndarray) -> np.ndarray:
 
 def _advantages(sample: Sample) -> list[float]:
     if sample.advantage is None:
-        raise ValueError(f"trajectory {sample.trajectory_id}: sample.advantage must be set before Trainer.step, but it is None.")
+        raise ValueError(
+            f"trajectory {sample.trajectory_id}: sample.advantage must be set before Trainer.step, but it is None."
+        )
     if isinstance(sample.advantage, list):
         return sample.advantage
     return [sample.advantage] * len(sample.response_ids)
