@@ -1,4 +1,4 @@
-"""The canary: it passes where images are read, and finds the place where they get lost."""
+"""The image-swap check passes where images reach the model, and names the side where they get lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs whose rollouts go on while the trainer trains: each logprob is of the weights it says, in one process and under Ray."""
+"""Asynchronous runs: each logprob belongs to the policy version it is labelled with, in one process and under Ray."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vlmrl.train.trainer import Trainer, TrainerSpec
 
 
 def ahead(tmp_path, **changes) -> Config:
-    """Large steps that every sample takes part in, and replies so long that updates come in their midst."""
+    """Large steps in which every sample is trained, and replies so long that weight updates interrupt them."""
     return replace(
         short_quickstart(tmp_path, **changes),
         rollout=Rollout(group_size=1, max_turns=2, max_tokens=512, max_reply_tokens=200),
@@ -91,7 +91,7 @@ def test_every_logprob_is_of_the_weights_it_says(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("old_policy", [None, "trainer"])
-def test_ratios_are_to_the_weights_that_sampled_unless_told_otherwise(tmp_path, old_policy):
+def test_ratios_are_to_the_rollout_policy_unless_old_policy_is_set(tmp_path, old_policy):
     algo = Algo(entropy_coef=1.0, old_policy=old_policy)  # no group has an advantage: the bonus moves the weights
     _, rows, _ = train(replace(ahead(tmp_path), algo=algo))
     rows = [row for row in rows if "loss" in row]

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there, and what comes out of them is what went in."""
+"""Checkpoints are complete or absent, and restore what was saved."""
 
 import random
 from dataclasses import replace

@@ -40,7 +40,7 @@ def test_two_ranks_train_as_one(case, results):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_checkpoint_of_two_ranks_is_gone_on_from_by_two_and_by_one(case, results):
+def test_a_checkpoint_of_two_ranks_resumes_on_two_and_on_one(case, results):
     one, two = (result[case]["following"] for result in results)
     assert two[1] == two[0]
     assert one[1] == one[0]

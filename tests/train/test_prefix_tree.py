@@ -45,7 +45,7 @@ def test_rows_that_begin_alike_are_laid_out_depth_first():
     assert [path.tolist() for path in tree.paths] == [[0, 1, 2, 3], [0, 1, 4]]
     assert tree.ends.tolist() == [5, 5, 4, 4, 5]
     assert tree.parents.tolist() == [-1, 0, 1, 2, 1]
-    assert tree.position_ids[0].tolist() == [0, 1, 2, 3, 2]  # a branch goes on from where it left
+    assert tree.position_ids[0].tolist() == [0, 1, 2, 3, 2]  # a branch continues where it forked
 
 
 def test_a_row_that_another_begins_with_costs_nothing():
@@ -219,12 +219,12 @@ def test_positions_are_those_the_row_has_alone_and_images_are_encoded_once(model
     token = model.policy.image_token_id
     for part in split(rows, 100, layout, token):
         packed = pack(rows, part, token, 2)
-        for index, places in zip(part.rows, packed.indices, strict=True):
+        for index, indices in zip(part.rows, packed.indices, strict=True):
             grids = [tuple((item.mm_inputs["image_grid_thw"][0, 1:] // 2).tolist()) for item in rows[index].media]
             wanted, _ = rope_positions(rows[index].token_ids, grids, token)
-            trained = places >= 0
+            trained = indices >= 0
             assert int(trained.sum()) == len(rows[index].response_ids)
-            assert torch.equal(packed.batch.position_ids[:, 0, places[trained]], wanted[:, -int(trained.sum()) :])
-            assert packed.batch.token_ids[0, places[trained]].tolist() == rows[index].response_ids
+            assert torch.equal(packed.batch.position_ids[:, 0, indices[trained]], wanted[:, -int(trained.sum()) :])
+            assert packed.batch.token_ids[0, indices[trained]].tolist() == rows[index].response_ids
         images = {item.id for index in part.rows for item in rows[index].media}
         assert len(packed.batch.mm_inputs.get("image_grid_thw", [])) == len(images)

@@ -265,8 +265,8 @@ def test_the_optimizer_state_can_be_moved(model):
     assert moved and all(moment.is_meta for moment in moved) and not any(moment.is_meta for moment in moments)
 
 
-def test_two_trainers_of_a_bfloat16_model_follow_each_other(tmp_path):
-    """As a warm start and the training after it: the first lets go of the gradients."""
+def test_two_trainers_of_a_bfloat16_model_in_succession(tmp_path):
+    """As a warm start and the training after it: the first removes its gradient hooks."""
     folder = tiny.build(tmp_path / "m", "qwen3_vl")
     loaded = load_model(Model(path=str(folder), device="cpu", dtype="bfloat16"), None, tmp_path, seed=0)
     rows = [sample(loaded, "a", [], [20, 21], [1, 1])]

@@ -41,8 +41,8 @@ class LossInputs:
 def refuse_infinite(name: str, values: torch.Tensor, loss_mask: torch.Tensor) -> None:
     wrong = ~values.isfinite() & (loss_mask > 0)
     if bool(wrong.any()):
-        row, place = wrong.nonzero()[0].tolist()
-        raise ValueError(f"{name}[{row}, {place}] must be finite, but it is {float(values[row, place])}.")
+        row, column = wrong.nonzero()[0].tolist()
+        raise ValueError(f"{name}[{row}, {column}] must be finite, but it is {float(values[row, column])}.")
 
 
 @dataclass(frozen=True)

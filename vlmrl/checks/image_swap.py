@@ -1,6 +1,6 @@
 """The image-swap check (``train.canary``): before training, swap one image; the logprobs must change in trainer and engine.
 
-Where pixels get lost, a run goes on and only its reward falls. This check finds it within a second.
+Where pixels get lost, a run continues and only its reward falls. This check finds it within a second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MIN_CHANGE = 1e-5  # nats; far above the effect of batching, far below the effec
 TOKENS = 4  # sampled by the engine after each of the two images
 
 Score = Callable[[Sequence[Sample]], list[np.ndarray]]
-"""The current logprobs of each sample's response tokens, as :meth:`vlmrl.train.trainer.Trainer.score` gives them."""
+"""The current logprobs of each sample's response tokens, as :meth:`vlmrl.train.trainer.Trainer.score` returns them."""
 
 
 class ImageSwapError(RuntimeError):

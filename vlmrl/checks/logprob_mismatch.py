@@ -34,7 +34,7 @@ def turn_mismatches(
     rows: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
         rows.setdefault(sample.trajectory_id, []).append(index)
-    places: list[tuple[str, int]] = []
+    turns: list[tuple[str, int]] = []
     differences: list[np.ndarray] = []
     for trajectory in trajectories:
         own = rows.get(trajectory.id, [])
@@ -42,15 +42,15 @@ def turn_mismatches(
             if span.end > span.start:
                 index, part = own[span.row], slice(span.start, span.end)
                 rollout = np.array((samples[index].rollout_logprobs or [])[part])
-                places.append((trajectory.id, span.turn))
+                turns.append((trajectory.id, span.turn))
                 differences.append(logprobs[index][part].astype(np.float64) - rollout)
-    if not places:
+    if not turns:
         return []
     sizes = np.array([len(d) for d in differences])
     starts = np.cumsum(sizes) - sizes
     d = np.concatenate(differences)
     mean, k3 = np.add.reduceat(np.abs(d), starts) / sizes, np.add.reduceat(np.expm1(d) - d, starts) / sizes
-    numbers = zip(places, sizes, mean, np.maximum.reduceat(np.abs(d), starts), k3, strict=True)
+    numbers = zip(turns, sizes, mean, np.maximum.reduceat(np.abs(d), starts), k3, strict=True)
     return [TurnMismatch(name, turn, int(n), float(m), float(top), float(k)) for (name, turn), n, m, top, k in numbers]
 
 

@@ -88,14 +88,9 @@ class Run(Backends):
 
         With a ``group_size`` its episodes are not for training, so there is no group reward.
         """
-        settings, group_reward = rollout or self.config.rollout, self.group_reward if group_size is None else None
-        parts = (
-            engine or self._sampling_engine(),
-            self.model.renderer,
-            store or self.store,
-            settings,
-            self.config.seed,
-        )
+        rollout, group_reward = rollout or self.config.rollout, self.group_reward if group_size is None else None
+        engine = engine or self._sampling_engine()
+        parts = (engine, self.model.renderer, store or self.store, rollout, self.config.seed)
         if self.spec is None:
             assert self.generate is not None
             return Runner(GeneratorLoop(self.generate, *parts), group_size=group_size, group_reward=group_reward)
@@ -165,8 +160,8 @@ def _sampled(config: Config, ranks: Ranks) -> Model:
 
 def _shares_weights(config: Config, ranks: Ranks) -> bool:
     """Whether this process holds one copy of the weights, for the trainer and for the engine or for loading servers."""
-    samples_meanwhile = config.train.max_staleness > 0 and config.engine == "embedded"
-    return ranks.size == 1 and not samples_meanwhile and not config.cluster.on
+    samples_during_training = config.train.max_staleness > 0 and config.engine == "embedded"
+    return ranks.size == 1 and not samples_during_training and not config.cluster.on
 
 
 def _build_here(config: Config, base_dir: Path | None, ranks: Ranks, model: LoadedModel, keep_kv: bool) -> Backends:

@@ -47,7 +47,7 @@ class Evaluator:
             self._summary[f"{name}_standard_error"] = result.standard_error
 
     async def after_step(self, step: int) -> None:
-        """Start the evaluation that is due after this step. In an asynchronous run it goes on in the background."""
+        """Start the evaluation that is due after this step. In an asynchronous run it continues in the background."""
         config = self._run.config
         if config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
             self._background = asyncio.create_task(self.evaluate(step))

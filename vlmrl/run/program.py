@@ -17,8 +17,9 @@ from vlmrl.model import tiny
 from vlmrl.model.families.base import WHY_ALONE
 from vlmrl.report.metrics import RunLog, plain
 from vlmrl.report.progress import RunProgress
-from vlmrl.run import loop, memory_plan
+from vlmrl.run import loop
 from vlmrl.run.build import Run, build_run
+from vlmrl.run.memory_plan import plan_memory
 from vlmrl.run.off_policy import describe_correction
 from vlmrl.train.checkpoint import load_json
 from vlmrl.train.controller import destroy_process_group, join_process_group, run_commands, stop_commands
@@ -33,11 +34,11 @@ def run_training(config: Config, base_dir: Path, *, dry_run: bool = False, resum
     With ``resume`` an earlier run of this name continues in its folder from its newest checkpoint; otherwise its folder is renamed.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    tiny.resolve(config.model.path, config.models_dir)  # every rank loads the model, before rank 0 has written anything
+    tiny.resolve(config.model.path, config.models_dir)  # before ranks are known: then only rank 0 builds models
     ranks = join_process_group(backend_of(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
     if ranks.rank == 0:
         progress = RunProgress()
-        progress.say(str(memory_plan.plan_memory(config, base_dir, ranks)))
+        progress.say(str(plan_memory(config, base_dir, ranks)))
         if dry_run:
             _without_weights(config, base_dir, progress)
         else:

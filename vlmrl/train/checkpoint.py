@@ -103,7 +103,11 @@ def saved_names(checkpoint: Path) -> set[str]:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> Tensors:
-    """Adam's moments and step counts as ``exp_avg/NAME``, ``exp_avg_sq/NAME`` and ``step/NAME``."""
+    """Adam's moments and step counts as ``exp_avg/NAME``, ``exp_avg_sq/NAME`` and ``step/NAME``.
+
+    torch's ``get_optimizer_state_dict`` does not fit: it refuses master weights, which are not parameters of the model, includes
+    hyperparameters, which are the resumed run's own, and creates state for parameters that never had a gradient.
+    """
     return {
         f"{kind}/{name}": value
         for name, parameter in named.items()
