@@ -147,7 +147,7 @@ class Trainer:
     ) -> tuple[dict[str, float], torch.Tensor]:
         """One optimizer step with gradient accumulation over micro-batches.
 
-        Returns its metrics and the trainer's logprobs ``[rows, length]`` before the mini-batches of this batch.
+        Returns its metrics and the logprobs ``[rows, length]`` of the weights before the first step on the batch.
         """
         device, ranks = self.policy.device, self._ranks
         mask = per_token(samples, lambda sample: sample.loss_mask).to(device)
