@@ -25,8 +25,10 @@ from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.model.policy import Policy
 from vlmrl.report.progress import RunProgress
 from vlmrl.rollout.batches import fill
-from vlmrl.run.build import Run, build
-from vlmrl.run.loop import evaluate_run, new_trainer, train_on, warm_start
+from vlmrl.run.build import Run, build_run
+from vlmrl.run.evaluate import evaluate_run
+from vlmrl.run.loop import new_trainer, train_on
+from vlmrl.run.warm_start import warm_start
 
 ROOT = Path(__file__).parent.parent
 STALE = 4  # weight updates that a stale engine is behind
@@ -69,7 +71,7 @@ def teach(config: Config) -> str:
     """The folder of a model that knows the form of an episode, made once."""
     folder = Path(config.output_dir).resolve() / "taught"
     if not (folder / "config.json").exists():
-        run = build(config, ROOT / "recipes")
+        run = build_run(config, ROOT / "recipes")
         asyncio.run(warm_start(run, RunProgress()))
         run.model.save(folder)
         run.engine.close()
@@ -93,12 +95,12 @@ class StaleEngine(HFEngine):
 async def learn(row: Row, config: Config, model: str) -> tuple[float, float, float]:
     """Held-out reward before and after, and the mean gap to the rollout's logprobs over the run."""
     config = replace(config, model=Model(path=model), algo=row.algo, seed=row.seed, warm_start=WarmStart())
-    run = build(config, ROOT / "recipes")
+    run = build_run(config, ROOT / "recipes")
     quiet = RunProgress(Console(quiet=True))
     before = await evaluate_run(run, quiet, label="before")
     if row.lag:
         run.engine.close()
-        run.engine = StaleEngine(run, row.lag)
+        run = replace(run, engine=StaleEngine(run, row.lag))
     trainer, runner, tasks, gaps = new_trainer(run), run.runner(), TaskStream(run.tasks), []
     for step in range(config.train.steps):
         batch = await fill(runner, tasks, config.train.groups_per_batch, f"step{step:06d}", [], "off")
@@ -106,7 +108,7 @@ async def learn(row: Row, config: Config, model: str) -> tuple[float, float, flo
         run.engine.weights_changed(step + 1)
     if row.lag:  # evaluate the weights themselves
         run.engine.close()
-        run.engine = HFEngine(run.model.policy, run.model.renderer)
+        run = replace(run, engine=HFEngine(run.model.policy, run.model.renderer))
     after = await evaluate_run(run, quiet, label="after")
     run.engine.close()
     return before.reward, after.reward, sum(gaps) / len(gaps)

@@ -31,7 +31,7 @@ from vlmrl.model.families import family_of
 from vlmrl.model.policy import Policy
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.train.packing import Layout, pack, split
-from vlmrl.train.trainer import Trainer
+from vlmrl.train.trainer import Trainer, TrainerSpec
 from vlmrl.types import MicroBatch, Sample
 
 MEMBERS = 8
@@ -152,7 +152,7 @@ def run_ours(shape: Shape, settings: Settings, layout: Layout) -> Result:
     if settings.gradient_checkpointing:
         policy.enable_gradient_checkpointing()
     sizes = {"total_steps": 100, "tokens_per_micro_batch": settings.budget}
-    trainer = Trainer(policy, Algo(), Optim(lr=LR), share_prefixes=layout == "tree", **sizes)
+    trainer = Trainer(policy, TrainerSpec(Algo(), Optim(lr=LR), share_prefixes=layout == "tree", **sizes))
     trainer._layout = layout  # on a CPU, too, where the trainer would pad
     seconds, gib = measured(shape, settings, lambda: trainer.step(shape.samples))
     trainer.close()

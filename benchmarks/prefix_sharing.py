@@ -32,7 +32,7 @@ from vlmrl.config import Algo, Model, Optim
 from vlmrl.model import tiny
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.samples import concat, step_wise
-from vlmrl.train.trainer import Trainer
+from vlmrl.train.trainer import Trainer, TrainerSpec
 from vlmrl.types import MediaItem, Sample, Task, Trajectory, Turn
 
 SIDE = 512  # of the image in pixels: 256 visual tokens
@@ -97,7 +97,7 @@ class Bench:
 
     def trainer(self, variant: Variant) -> Trainer:
         sizes = {"tokens_per_micro_batch": variant.budget, "share_prefixes": variant.shared}
-        return Trainer(self.model.policy, Algo(), Optim(lr=1e-9), total_steps=1, **sizes)
+        return Trainer(self.model.policy, TrainerSpec(Algo(), Optim(lr=1e-9), total_steps=1, **sizes))
 
     def run(self, variants: dict[str, Variant], repetitions: int) -> dict[str, Cost]:
         costs = {name: Cost() for name in variants}

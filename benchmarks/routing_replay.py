@@ -23,7 +23,7 @@ from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.model.expert_routing import indices_from_routing
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.model.policy import Policy
-from vlmrl.train.trainer import Trainer
+from vlmrl.train.trainer import Trainer, TrainerSpec
 from vlmrl.types import Sample
 
 REPLIES, TOKENS = 64, 128
@@ -68,7 +68,8 @@ def sample(model: LoadedModel) -> list[Sample]:
 
 def gap(model: LoadedModel, samples: list[Sample], replay: bool) -> np.ndarray:
     """Every reply token's |trainer - rollout|, in nats."""
-    trainer = Trainer(model.policy, Algo(), Optim(), total_steps=1, tokens_per_micro_batch=16384, replay_routing=replay)
+    spec = TrainerSpec(Algo(), Optim(), total_steps=1, tokens_per_micro_batch=16384, replay_routing=replay)
+    trainer = Trainer(model.policy, spec)
     scored = trainer.score(samples)
     return np.concatenate([np.abs(logprobs - s.rollout_logprobs) for logprobs, s in zip(scored, samples, strict=True)])
 
@@ -77,7 +78,7 @@ def moved(model: LoadedModel, samples: list[Sample]) -> float:
     """The share of choices (a token's in one layer) that are other experts in float32."""
     routing = model.policy.routing
     assert routing is not None
-    trainer = Trainer(model.policy, Algo(), Optim(), total_steps=1, tokens_per_micro_batch=1)
+    trainer = Trainer(model.policy, TrainerSpec(Algo(), Optim(), total_steps=1, tokens_per_micro_batch=1))
     other = []
     for each in samples:
         with routing.recorded() as layers:

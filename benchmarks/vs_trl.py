@@ -39,9 +39,10 @@ from trl.chat_template_utils import qwen3_vl_chat_template
 from vlmrl import Config, Data, Env, Model, Optim, Rollout, Task, Train, WarmStart, obs
 from vlmrl.data import TaskStream
 from vlmrl.report.progress import RunProgress
-from vlmrl.run.build import Run, build
-from vlmrl.run.loop import train_on, warm_start
-from vlmrl.train.trainer import Trainer
+from vlmrl.run.build import Run, build_run
+from vlmrl.run.loop import train_on
+from vlmrl.run.warm_start import warm_start
+from vlmrl.train.trainer import TrainerSpec
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"page": PAGE}}\n</tool_call>'
 QUESTION = "Look at all the images, one by one."
@@ -173,7 +174,7 @@ def teach(settings: Settings, folder: Path) -> Run:
     template = folder / "template.jinja"
     template.write_text(qwen3_vl_chat_template)
     options = {"turns": settings.turns, "side": settings.side}
-    run = build(
+    run = build_run(
         Config(
             name="vs_trl",
             output_dir=str(folder),
@@ -198,14 +199,8 @@ async def step_vlmrl(run: Run, settings: Settings, cost: Cost, label: str) -> No
     """The stages of `vlmrl.run.loop.train`, timed."""
     config = run.config
     budget = config.train.tokens_per_micro_batch
-    trainer = Trainer(
-        run.model.policy,
-        config.algo,
-        config.optim,
-        total_steps=100,
-        tokens_per_micro_batch=budget,
-        share_prefixes=settings.share_prefixes,
-    )
+    sizes = {"total_steps": 100, "tokens_per_micro_batch": budget, "share_prefixes": settings.share_prefixes}
+    trainer = run.trainers.start(TrainerSpec(config.algo, config.optim, **sizes))
     runner, tasks = run.runner(), TaskStream(run.tasks)
     for step in range(settings.steps + 1):
         before = Marks.now(run.engine.seconds_busy)

@@ -1,4 +1,4 @@
-"""The canary: it passes where images are read, and finds the place where they get lost."""
+"""The image-swap check passes where images reach the model, and names the side where they get lost."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from vlmrl.checks.image_swap import CanaryError, check_images
+from vlmrl.checks.image_swap import ImageSwapError, check_images
 from vlmrl.config import Algo, Model, Optim
 from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.model.loading import load_model
-from vlmrl.train.trainer import Trainer
+from vlmrl.train.trainer import Trainer, TrainerSpec
 from vlmrl.types import Task, Trajectory, Turn
 
 
@@ -36,7 +36,7 @@ def trajectory(model, store, images: int) -> Trajectory:
 
 
 def check(model, engine, store, images: int = 1):
-    trainer = Trainer(model.policy, Algo(), Optim(), total_steps=1, tokens_per_micro_batch=1000)
+    trainer = Trainer(model.policy, TrainerSpec(Algo(), Optim(), total_steps=1, tokens_per_micro_batch=1000))
     shown = [trajectory(model, store, images)]
     return asyncio.run(check_images(trainer.score, engine, store, shown, model.policy.image_token_id))
 
@@ -57,7 +57,7 @@ def test_a_blind_trainer_is_found(parts, monkeypatch):
     encode = model.policy.encode_images
     blind = lambda inputs: encode({**inputs, "pixel_values": inputs["pixel_values"] * 0})  # noqa: E731
     monkeypatch.setattr(model.policy, "encode_images", blind)
-    with pytest.raises(CanaryError, match=r"trajectory t, image 0 \(.*the trainer's logprobs moved by 0 nats"):
+    with pytest.raises(ImageSwapError, match=r"trajectory t, image 0 \(.*the trainer's logprobs changed by 0 nats"):
         check(model, engine, store)
 
 
@@ -80,5 +80,5 @@ def test_an_engine_that_drops_pixels_on_the_wire_is_found(parts):
         async def resume(self):
             await engine.resume()
 
-    with pytest.raises(CanaryError, match="the engine's logprobs moved by"):
+    with pytest.raises(ImageSwapError, match="the engine's logprobs changed by"):
         check(model, Lossy(), store)

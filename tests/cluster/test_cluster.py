@@ -22,8 +22,9 @@ from vlmrl.config import Algo, Cluster, Optim
 from vlmrl.data import TaskStream
 from vlmrl.engine.base import Request, paused
 from vlmrl.run.build import build_run
-from vlmrl.run.loop import push_weights
+from vlmrl.run.stages import push_weights
 from vlmrl.samples import concat
+from vlmrl.train.trainer import TrainerSpec
 
 pytestmark = pytest.mark.slow
 
@@ -99,8 +100,8 @@ def play(run, groups: int, label: str) -> list:
 
 
 def start(run):
-    settings = {"optim": Optim(lr=1e-3), "total_steps": 10, "tokens_per_micro_batch": 400, "groups_per_step": 1}
-    return run.trainers.start(Algo(kl_coef=0.1), **settings)
+    algo, optim = Algo(kl_coef=0.1), Optim(lr=1e-3)
+    return run.trainers.start(TrainerSpec(algo, optim, total_steps=10, tokens_per_micro_batch=400, groups_per_step=1))
 
 
 def gap(trainer, rows) -> float:
@@ -127,12 +128,13 @@ def test_two_ranks_train_on_recorded_episodes_as_one_process_does(runs):
     rows = play(here, 2, "recorded")
     mine, theirs = start(here), start(there)
     steps = [(mine.step(rows), theirs.step(rows)) for _ in range(3)]
-    assert len({local["loss"] for local, _ in steps}) == 3  # or equal losses would say nothing
+    assert len({local.metrics["loss"] for local, _ in steps}) == 3  # or equal losses would say nothing
     for local, remote in steps:
-        assert remote == pytest.approx(local, abs=1e-5, rel=1e-5)
+        assert remote.metrics == pytest.approx(local.metrics, abs=1e-5, rel=1e-5)
     assert theirs.steps_done == mine.steps_done == 6
-    for local, remote in zip(mine.scored, theirs.scored, strict=True):
-        assert remote == pytest.approx(local, abs=1e-4)
+    local, remote = steps[-1]
+    for one, other in zip(local.logprobs, remote.logprobs, strict=True):
+        assert other == pytest.approx(one, abs=1e-4)
     assert theirs.kl_by_trajectory(rows) == pytest.approx(mine.kl_by_trajectory(rows), abs=1e-4)
     weights = dict(theirs.named_weights())
     for name, weight in mine.named_weights():

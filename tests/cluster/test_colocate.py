@@ -15,9 +15,10 @@ from vlmrl.config import Checkpoint, Cluster, Optim, WarmStart
 from vlmrl.engine.base import paused
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.run_log import read_rows
-from vlmrl.run import loop
 from vlmrl.run.build import build_run
+from vlmrl.run.checkpointing import save_after_failure
 from vlmrl.run.program import run_training
+from vlmrl.train.trainer import TrainerSpec
 from vlmrl.weight_sync.transfer import Target, WeightUpdate
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'vlmrl[ray]'")
@@ -61,10 +62,10 @@ def test_a_side_leaves_the_gpus_before_the_other_comes(pretended_gpus, tmp_path)
 
         async def turns():
             async with paused(run.engine):
-                settings = {"optim": Optim(lr=1e-3), "total_steps": 1, "tokens_per_micro_batch": 400}
-                trainer = run.trainers.start(run.config.algo, **settings)
+                spec = TrainerSpec(run.config.algo, Optim(lr=1e-3), total_steps=1, tokens_per_micro_batch=400)
+                trainer = run.trainers.start(spec)
                 assert away(cluster.ranks) == [False, False]
-            await loop.save_what_there_is(run, trainer, RunProgress(Console(file=said)))
+            await save_after_failure(run, trainer, RunProgress(Console(file=said)))
 
         asyncio.run(turns())
         assert told == [("pause", (True,), [False] * 2), ("resume", (), [True] * 2), ("pause", (True,), [True] * 2)]

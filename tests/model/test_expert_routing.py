@@ -27,9 +27,8 @@ from vlmrl.model.policy import Policy
 from vlmrl.rollout.runner import Runner
 from vlmrl.rollout.turn_loop import TurnLoop, record_expert_routing
 from vlmrl.samples import EMIT, audit
-from vlmrl.train.expert_replay import routed_freely
-from vlmrl.train.packing import collate
-from vlmrl.train.trainer import Trainer
+from vlmrl.train.packing import collate, count_unrecorded_experts
+from vlmrl.train.trainer import Trainer, TrainerSpec
 from vlmrl.types import Sample, Trajectory
 
 
@@ -119,7 +118,7 @@ def test_the_engine_returns_the_experts_of_all_it_ran(model, keep_kv):
     for how in EMIT:
         samples = emitted(model, trajectories, how)
         for sample in samples:
-            assert len(sample.expert_routing) == len(sample) and routed_freely([sample]) == 0
+            assert len(sample.routes) == len(sample) and count_unrecorded_experts([sample]) == 0
             ended = sample.is_last_step or how != "step_wise"
             assert (
                 sample.expert_routing[-1] is None
@@ -172,12 +171,12 @@ def test_replay_closes_the_gap_to_an_engine_that_routes_otherwise(model, how):
     mismatch = {}
     for replay in (False, True):
         options = {"tokens_per_micro_batch": 300, "replay_routing": replay}
-        trainer = Trainer(model.policy, Algo(), Optim(lr=1e-9), total_steps=1, **options)
-        metrics = trainer.step(samples)
-        assert metrics.get("routing/free_tokens") == (0 if replay else None)
+        trainer = Trainer(model.policy, TrainerSpec(Algo(), Optim(lr=1e-9), total_steps=1, **options))
+        output = trainer.step(samples)
+        assert output.metrics.get("routing/free_tokens") == (0 if replay else None)
         mismatch[replay] = max(
             abs(logprob - rollout)
-            for sample, scored in zip(samples, trainer.scored, strict=True)
+            for sample, scored in zip(samples, output.logprobs, strict=True)
             for logprob, rollout, mask in zip(scored, sample.rollout_logprobs, sample.loss_mask, strict=True)
             if mask
         )
@@ -223,7 +222,7 @@ def test_what_one_row_knows_of_a_shared_token_serves_the_others(model):
     ]
     whole, patched = train(model, routed, 10**6, share=True), train(model, forgetful, 10**6, share=True)
     assert largest_difference(whole, patched) < 1e-6
-    assert routed_freely(routed) == 0 and routed_freely(forgetful) == 3
+    assert count_unrecorded_experts(routed) == 0 and count_unrecorded_experts(forgetful) == 3
 
 
 def test_activations_that_are_computed_anew_are_routed_as_before(model):

@@ -22,7 +22,7 @@ from vlmrl.rollout.runner import RolloutError, Runner
 from vlmrl.run import loop
 from vlmrl.run.build import build_run
 from vlmrl.samples import audit, emit
-from vlmrl.train.credit import paid_from
+from vlmrl.train.credit import return_to_go
 
 
 class Paid(Env):
@@ -75,7 +75,7 @@ def test_rows_of_every_kind_carry_it_through_the_audit(how):
     rows = emit(trajectory, how)
     audit(rows, [trajectory], image_token_id=None)
     assert trajectory.reward == sum(row.reward for row in rows) == 1.75
-    assert [paid_from(trajectory, turn) for turn in (0, 1)] == [1.75, 1.5]
+    assert [return_to_go(trajectory, turn) for turn in (0, 1)] == [1.75, 1.5]
 
 
 def test_rows_that_were_made_while_playing_are_paid_on_their_last_sampled_token():

@@ -1,4 +1,4 @@
-"""Runs whose rollouts go on while the trainer trains: each logprob is of the weights it says, in one process and under Ray."""
+"""Asynchronous runs: each logprob belongs to the policy version it is labelled with, in one process and under Ray."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from vlmrl.config import Algo, Cluster, Config, Eval, Optim, Rollout, Train, War
 from vlmrl.model.loading import load_model
 from vlmrl.run import loop
 from vlmrl.samples import concat
-from vlmrl.train.trainer import Trainer
+from vlmrl.train.controller import RunTrainer
+from vlmrl.train.trainer import Trainer, TrainerSpec
 
 pytestmark = pytest.mark.slow
 
 
 def ahead(tmp_path, **changes) -> Config:
-    """Large steps that every sample takes part in, and replies so long that updates come in their midst."""
+    """Large steps in which every sample is trained, and replies so long that weight updates interrupt them."""
     return replace(
         short_quickstart(tmp_path, **changes),
         rollout=Rollout(group_size=1, max_turns=2, max_tokens=512, max_reply_tokens=200),
@@ -33,23 +34,28 @@ def ahead(tmp_path, **changes) -> Config:
 
 def watched(config: Config, monkeypatch):
     """The run's rows, the weights of each version, and each batch with its version and the trainer's own logprobs."""
-    weights, batches = {}, []
-    push, train_on = loop.push_weights, loop.train_on
+    weights, batches, outputs = {}, [], []
+    push, train_on, step = loop.push_weights, loop.train_on, RunTrainer.step
 
     async def pushed(run, trainer, version):
-        told = await push(run, trainer, version)
+        metrics = await push(run, trainer, version)
         weights[version] = {name: weight.clone() for name, weight in trainer.named_weights()}
-        return told
+        return metrics
+
+    def stepped(trainer, samples):
+        outputs.append(step(trainer, samples))
+        return outputs[-1]
 
     def trained(run, trainer, trajectories):
         if not weights:
             weights[0] = {name: weight.clone() for name, weight in trainer.named_weights()}
         metrics = train_on(run, trainer, trajectories)
-        batches.append((len(weights) - 1, trajectories, trainer.scored))
+        batches.append((len(weights) - 1, trajectories, outputs[-1].logprobs))
         return metrics
 
     monkeypatch.setattr(loop, "push_weights", pushed)
     monkeypatch.setattr(loop, "train_on", trained)
+    monkeypatch.setattr(RunTrainer, "step", stepped)
     run, rows, _ = train(config)
     run.engine.close()
     return [row for row in rows if "loss" in row], weights, batches
@@ -59,7 +65,7 @@ def check_every_logprob(config: Config, weights, batches) -> int:
     """Each sampled token has the logprob that the weights of its version give it, and the trainer's is of the version it
     trained. How many replies were begun under one version and ended under another."""
     policy = load_model(config.model, config.models_dir, config.seed).policy
-    scorer = Trainer(policy, Algo(), Optim(), total_steps=1, tokens_per_micro_batch=4096)
+    scorer = Trainer(policy, TrainerSpec(Algo(), Optim(), total_steps=1, tokens_per_micro_batch=4096))
     for newest, trajectories, by_trainer in batches:
         samples = [row for trajectory in trajectories for row in concat(trajectory)]
         scores = []
@@ -87,7 +93,7 @@ def test_every_logprob_is_of_the_weights_it_says(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("old_policy", [None, "trainer"])
-def test_ratios_are_to_the_weights_that_sampled_unless_told_otherwise(tmp_path, old_policy):
+def test_ratios_are_to_the_rollout_policy_unless_old_policy_is_set(tmp_path, old_policy):
     algo = Algo(entropy_coef=1.0, old_policy=old_policy)  # no group has an advantage: the bonus moves the weights
     _, rows, _ = train(replace(ahead(tmp_path), algo=algo))
     rows = [row for row in rows if "loss" in row]

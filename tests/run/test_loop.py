@@ -1,4 +1,4 @@
-"""Whole runs, short: what they leave behind, how they fail, and that a repeated one repeats."""
+"""Short whole runs: their files, how they fail, and that a deterministic run repeats."""
 
 import asyncio
 import json
@@ -20,6 +20,7 @@ from vlmrl.rollout.runner import RolloutError
 from vlmrl.run import loop
 from vlmrl.run.build import build_run
 from vlmrl.run.program import run_training
+from vlmrl.train.credit import assign_advantages
 from vlmrl.types import Task
 
 pytestmark = pytest.mark.slow
@@ -43,8 +44,8 @@ def test_a_run_leaves_what_it_promises(tmp_path, capsys):
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2]
     assert all(row["logprob_mismatch/max"] < 1e-4 for row in steps)  # the engine's distribution is the trainer's
-    told = capsys.readouterr().out
-    assert "reward.png" in told and "trajectories.html" in told and "held-out reward after" in told
+    output = capsys.readouterr().out
+    assert "reward.png" in output and "trajectories.html" in output and "held-out reward after" in output
 
 
 def test_an_earlier_run_is_moved_aside(tmp_path, capsys):
@@ -88,7 +89,7 @@ class Echo(Env):
         return obs("Again."), self.turn == 1, {"reward": 1.0 if self.turn == 0 else 0.0}
 
 
-def test_a_mixture_plays_each_part_with_its_own_env_and_tells_them_apart(tmp_path):
+def test_a_mixture_plays_each_part_with_its_own_env_and_has_metrics_of_each(tmp_path):
     config = Config(
         name="mixed",
         output_dir=str(tmp_path),
@@ -213,13 +214,13 @@ def test_shuffled_rewards_keep_their_values_but_not_their_places():
             train=Train(shuffle_rewards=shuffled),
             algo=replace(Config().algo, advantage_options={"scale_by_std": False}),
         )
-        loop.give_advantages(samples, trajectories, config)
+        assign_advantages(samples, trajectories, config)
         given[shuffled] = [s.advantage for s in samples]
     assert given[False] == [-1.5, -0.5, 0.5, 1.5] * 4
     assert given[True] != given[False]
 
 
-def test_ctrl_c_stops_cleanly_and_keeps_what_there_is(tmp_path):
+def test_ctrl_c_stops_cleanly_and_keeps_the_results(tmp_path):
     command = [
         sys.executable,
         "-u",
@@ -242,8 +243,8 @@ def test_ctrl_c_stops_cleanly_and_keeps_what_there_is(tmp_path):
     assert (tmp_path / "quickstart/reward.png").exists()
 
 
-def test_rollouts_go_on_while_the_trainer_trains(tmp_path):
-    """Replies that a weight update interrupts go on, an evaluation stops nothing, and a resumed run goes on."""
+def test_rollouts_continue_while_the_trainer_trains(tmp_path):
+    """Interrupted replies continue after a weight update, an evaluation blocks nothing, and a run resumes."""
     config = short_quickstart(tmp_path, checkpoint=Checkpoint(every=2))
     config = replace(
         config,
@@ -271,4 +272,4 @@ def test_rollouts_go_on_while_the_trainer_trains(tmp_path):
     asyncio.run(loop.train(again, log, RunProgress(Console(quiet=True)), again.checkpoints.newest()))
     log.close()
     assert [row["step"] for row in log.rows() if "loss" in row] == [1, 2, 3, 4, 5]
-    assert log.rows()[-2]["staleness/max"] == 0  # what was not trained was played anew
+    assert log.rows()[-2]["staleness/max"] == 0  # groups that were not trained are played again

@@ -1,4 +1,4 @@
-"""The plan: what it counts, by hand."""
+"""The memory plan against sums by hand."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ import torch
 
 from vlmrl.config import Algo, Cluster, Config, Lora, Model, Optim, Rollout, SGLang, Train
 from vlmrl.model.loading import load_model, shapes_of
-from vlmrl.run.memory_plan import Plan, Sizes, plan
+from vlmrl.run.memory_plan import MemoryPlan, Sizes, plan_memory
 from vlmrl.train.ranks import Ranks
 
 SIZES = Sizes(parameters=1000, trained=400, cached=6)
 PLAYED = {"rollout": Rollout(group_size=8, max_tokens=100, max_reply_tokens=10), "train": Train(groups_per_batch=4)}
 
 
-def test_eight_gpus_share_weights_gradients_and_averages():
-    told = Plan.of(Config(cluster=Cluster(gpus=8), **PLAYED), SIZES, 1)
-    assert told.ranks == 8 and told.dtype == torch.bfloat16
-    assert told.trainer == {"weights": 4000 / 8, "gradients": 1600 / 8, "averages": 3200 / 8}
-    assert told.engine == {"weights": 2000, "keys and values at most": 32 / 8 * 100 * 6 * 2}
-    assert "8 trainer ranks (FSDP2) and 8 engines on 8 GPUs of 1 node, taking turns" in str(told)
+def test_eight_gpus_shard_weights_gradients_and_optimizer_state():
+    plan = MemoryPlan.of(Config(cluster=Cluster(gpus=8), **PLAYED), SIZES, 1)
+    assert plan.ranks == 8 and plan.dtype == torch.bfloat16
+    assert plan.trainer == {"weights": 4000 / 8, "gradients": 1600 / 8, "optimizer state": 3200 / 8}
+    assert plan.engine == {"weights": 2000, "KV cache at most": 32 / 8 * 100 * 6 * 2}
+    assert "8 trainer ranks (FSDP2) and 8 engines on 8 GPUs of 1 node, colocated" in str(plan)
 
 
-def test_one_rank_in_bfloat16_has_masters_and_may_keep_its_averages_on_the_host():
+def test_one_rank_in_bfloat16_has_masters_and_may_keep_its_optimizer_state_on_the_host():
     config = Config(cluster=Cluster(gpus=1), optim=Optim(offload=True), algo=Algo(kl_coef=0.1), **PLAYED)
     parts = {"weights": 2000, "masters": 1600, "gradients": 1600, "reference": 2000}
-    assert Plan.of(config, SIZES, 1).trainer == parts
+    assert MemoryPlan.of(config, SIZES, 1).trainer == parts
     lora = replace(config, model=Model(lora=Lora(rank=4)))  # the reference is the model without adapters
-    assert Plan.of(lora, SIZES, 1).trainer == {name: parts[name] for name in ("weights", "masters", "gradients")}
+    assert MemoryPlan.of(lora, SIZES, 1).trainer == {name: parts[name] for name in ("weights", "masters", "gradients")}
 
 
 def test_in_one_process_the_engine_has_the_trainers_weights():
-    told = Plan.of(Config(model=Model(device="cpu"), **PLAYED), SIZES, 1)
-    assert told.trainer == {"weights": 4000, "gradients": 1600, "averages": 3200}
-    assert told.engine == {"keys and values at most": 32 * 100 * 6 * 4}
-    assert "placement one process, on cpu" in str(told)
-    under_torchrun = Plan.of(Config(model=Model(device="cpu"), **PLAYED), SIZES, 2)
+    plan = MemoryPlan.of(Config(model=Model(device="cpu"), **PLAYED), SIZES, 1)
+    assert plan.trainer == {"weights": 4000, "gradients": 1600, "optimizer state": 3200}
+    assert plan.engine == {"KV cache at most": 32 * 100 * 6 * 4}
+    assert "placement one process, on cpu" in str(plan)
+    under_torchrun = MemoryPlan.of(Config(model=Model(device="cpu"), **PLAYED), SIZES, 2)
     assert "on 2 ranks (FSDP2), the engine beside rank 0" in str(under_torchrun)
     assert under_torchrun.engine["weights"] == 4000
 
@@ -46,7 +46,7 @@ def test_in_one_process_the_engine_has_the_trainers_weights():
 def test_apart_half_of_the_gpus_train():
     config = Config(cluster=Cluster(gpus=8, colocate=False, nodes=2))
     assert (config.cluster.num_ranks, config.cluster.num_engines) == (4, 4)
-    assert "4 trainer ranks (FSDP2) and 4 engines on 8 GPUs of 2 nodes, apart" in str(Plan.of(config, SIZES, 1))
+    assert "4 trainer ranks (FSDP2) and 4 engines on 8 GPUs of 2 nodes, apart" in str(MemoryPlan.of(config, SIZES, 1))
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,11 @@ def test_sizes_come_from_the_shapes_alone(tiny_folder):
         m for name, m in real.model.named_modules() if name.endswith((".k_proj", ".v_proj")) and "visual" not in name
     ]
     assert sizes.cached == sum(layer.out_features for layer in kept)
-    assert plan(Config(model=model), Ranks()).sizes == sizes
+    assert plan_memory(Config(model=model), Ranks()).sizes == sizes
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"engines": 2}, "cluster.gpus must be set with cluster.engines"),
         ({"nodes": 2}, "cluster.gpus must be set with cluster.nodes"),
@@ -94,6 +94,6 @@ def test_sizes_come_from_the_shapes_alone(tiny_folder):
         ({"gpus": 1, "colocate": False}, "together at most cluster.gpus (1)"),
     ],
 )
-def test_what_cannot_be_placed_is_refused(settings, told):
-    with pytest.raises(ValueError, match=re.escape(told)):
+def test_what_cannot_be_placed_is_refused(settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         Config(cluster=Cluster(**settings))

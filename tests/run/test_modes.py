@@ -1,4 +1,4 @@
-"""Whole short runs in each history mode and sample form, with images that come in the middle."""
+"""Whole short runs in each history mode and sample form, with images in the middle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vlmrl.data import TaskStream
 from vlmrl.run import loop
 from vlmrl.run.build import build_run
 from vlmrl.samples import concat
-from vlmrl.train.credit import give_advantages
+from vlmrl.train.credit import assign_advantages
 
 pytestmark = pytest.mark.slow
 
@@ -134,11 +134,11 @@ def test_a_single_turn_goes_to_the_engine_as_one_batch(tmp_path, taught, monkeyp
     )
     run = build_run(base)
     sizes = []
-    wave = run.engine.generate_batch
+    generate_batch = run.engine.generate_batch
 
     def watched(requests):
         sizes.append(len(requests))
-        return wave(requests)
+        return generate_batch(requests)
 
     monkeypatch.setattr(run.engine, "generate_batch", watched)
     rollouts = asyncio.run(run.runner().play(TaskStream(run.tasks), 6, "x"))
@@ -178,7 +178,7 @@ def test_penalties_and_corrections_in_a_whole_step(tmp_path, taught):
     assert row["mismatch/ratio_max"] == pytest.approx(1.0, abs=1e-3) and row["entropy"] > 0
 
 
-def test_a_step_that_the_filters_leave_empty_is_told_and_not_trained(tmp_path, taught):
+def test_a_step_that_the_filters_leave_empty_is_logged_and_not_trained(tmp_path, taught):
     never = Algo(filters=("reward_band",), filter_options={"reward_band.low": 2.0, "reward_band.high": 3.0})
     run, rows, _ = train(replace(config(tmp_path, taught), algo=never))
     run.engine.close()
@@ -196,7 +196,7 @@ def test_a_kl_penalty_on_rewards_lowers_what_strays_from_the_reference(tmp_path,
     for trajectory, sample in zip(batch.trajectories, samples, strict=True):
         mine = sum(logprob for logprob, mask in zip(sample.rollout_logprobs, sample.loss_mask, strict=True) if mask)
         assert kl[trajectory.id] > 10 and mine < 0  # a taught model is far from a random one
-    give_advantages(
+    assign_advantages(
         samples, batch.trajectories, replace(base, algo=Algo(advantage_options={"scale_by_std": False})), kl
     )
     members = batch.groups[0]

@@ -1,4 +1,4 @@
-"""A run that was killed goes on in its folder, with the numbers of one that never was."""
+"""A killed run resumes in its folder, with the numbers of an uninterrupted one."""
 
 import json
 import os
@@ -72,7 +72,7 @@ def test_a_killed_run_goes_on_with_the_numbers_of_one_that_was_not(tmp_path):
     assert not (tmp_path / "killed/quickstart.1").exists()  # it was not set aside
 
 
-def test_without_a_checkpoint_resuming_starts_anew(tmp_path, capsys):
+def test_without_a_checkpoint_a_resumed_run_starts_over(tmp_path, capsys):
     config = replace(
         resolve_config(load_object(f"{RECIPE}:config")(), RECIPE.parent),
         output_dir=str(tmp_path),

@@ -15,7 +15,7 @@ from vlmrl.model.loading import as_saved, load_model
 from vlmrl.model.lora import named_weights
 from vlmrl.model.tiny import build
 from vlmrl.run.build import build_run
-from vlmrl.run.memory_plan import Plan, Sizes
+from vlmrl.run.memory_plan import MemoryPlan, Sizes
 
 URLS = SGLang(urls=("http://127.0.0.1:9",))
 
@@ -108,12 +108,12 @@ def test_experts_are_in_the_form_of_the_hubs_checkpoints(tmp_path):
 
 def test_the_plan_leaves_out_the_memory_of_servers():
     config = Config(engine="sglang", sglang=URLS)
-    assert Plan.of(config, Sizes(100, 100, 8), ranks=1).engine == {}
-    told = Plan.of(config, Sizes(100, 100, 8), ranks=2)
+    assert MemoryPlan.of(config, Sizes(100, 100, 8), ranks=1).engine == {}
+    told = MemoryPlan.of(config, Sizes(100, 100, 8), ranks=2)
     assert list(told.engine) == ["weights"]
     assert told.where == "one program on 2 ranks (FSDP2), a copy of the weights for servers beside rank 0"
-    attached = Plan.of(Config(engine="sglang", cluster=Cluster(gpus=4), sglang=URLS), Sizes(100, 100, 8), ranks=1)
+    attached = MemoryPlan.of(Config(engine="sglang", cluster=Cluster(gpus=4), sglang=URLS), Sizes(100, 100, 8), ranks=1)
     assert attached.where == "4 trainer ranks (FSDP2) on 4 GPUs of 1 node, beside servers that run already"
-    placed = Plan.of(Config(engine="sglang", cluster=Cluster(gpus=4)), Sizes(100, 100, 8), ranks=1)
-    assert placed.where == "4 trainer ranks (FSDP2) and 4 SGLang servers on 4 GPUs of 1 node, taking turns"
+    placed = MemoryPlan.of(Config(engine="sglang", cluster=Cluster(gpus=4)), Sizes(100, 100, 8), ranks=1)
+    assert placed.where == "4 trainer ranks (FSDP2) and 4 SGLang servers on 4 GPUs of 1 node, colocated"
     assert placed.engine == {}

@@ -13,8 +13,7 @@ from testing.real_servers import Served, config_of, served
 from vlmrl.model.expert_routing import indices_from_routing
 from vlmrl.model.tiny import build
 from vlmrl.samples import concat, step_wise
-from vlmrl.train.expert_replay import routed_freely
-from vlmrl.train.packing import collate
+from vlmrl.train.packing import collate, count_unrecorded_experts
 from vlmrl.types import Sample
 
 
@@ -40,7 +39,7 @@ def test_the_experts_of_all_tokens_are_those_of_the_trainers_routers_before_and_
         played = experts.episodes(name)
         assert max(len(trajectory.turns) for trajectory in played) == 3
         for sample in (sample for trajectory in played for sample in (*concat(trajectory), *step_wise(trajectory))):
-            assert routed_freely([sample]) == 0
+            assert count_unrecorded_experts([sample]) == 0
             alike = np.sort(indices_from_routing(sample.expert_routing)[:-1]) == np.sort(
                 chosen_here(experts, sample)[:-1]
             )

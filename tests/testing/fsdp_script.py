@@ -1,4 +1,4 @@
-"""What `test_parallel.py` runs on one process and under torchrun on two: five steps on fixed samples, for each case."""
+"""What `test_fsdp.py` runs on one process and under torchrun on two: five steps on fixed samples, for each case."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from PIL import Image
 
 from vlmrl.config import Algo, Config, Lora, Model, Optim, Train
 from vlmrl.model.loading import load_model
+from vlmrl.train.controller import destroy_process_group, join_process_group, run_commands, stop_commands
 from vlmrl.train.factory import Trainers
-from vlmrl.train.fsdp import dismiss, follow, join_ranks, leave_ranks
 from vlmrl.train.ranks import Ranks
+from vlmrl.train.trainer import TrainerSpec
 from vlmrl.types import Sample
 
 
@@ -55,45 +56,46 @@ CASES = {
 
 
 def train(folder: str, out: Path, ranks: Ranks, name: str) -> dict[str, Any]:
-    """What five steps gave, and the sixth before and after a checkpoint; nothing on a rank that only follows."""
+    """The results of five steps, and of the sixth before and after a checkpoint; nothing on ranks other than 0."""
     images, lora, kl = CASES[name]
     recomputed = Train(gradient_checkpointing=ranks.size > 1)
     config = Config(model=Model(path=folder, lora=Lora(rank=lora)), train=recomputed, output_dir=str(out))
     loaded = load_model(config.model, out, 0)
     trainers = Trainers.of(config, ranks, loaded if ranks.size == 1 else None)
     if ranks.rank:
-        follow(trainers.make)
+        run_commands(trainers.make)
         return {}
     rows = samples_of(loaded, [letter == "p" for letter in images])
     algo = Algo(loss="ppo", kl_coef=kl, corrections=("token_truncation",)) if kl else Algo(loss="sft")
-    settings = {"optim": Optim(lr=1e-3), "total_steps": 20, "tokens_per_micro_batch": 40, "groups_per_step": 2}
-    trainer = trainers.start(algo, **settings)
-    steps = [trainer.step(rows) for _ in range(5)]
+    spec = TrainerSpec(algo, Optim(lr=1e-3), total_steps=20, tokens_per_micro_batch=40, groups_per_step=2)
+    trainer = trainers.start(spec)
+    outputs = [trainer.step(rows) for _ in range(5)]
     weights = {name: float(weight.double().square().sum()) for name, weight in trainer.named_weights()}
     penalties = trainer.kl_by_trajectory(rows) if kl else {}
-    scored = [row.tolist() for row in trainer.scored]
+    logprobs = [row.tolist() for row in outputs[-1].logprobs]
     checkpoint = out / name / str(ranks.size)
     checkpoint.mkdir(parents=True)
     trainer.save(checkpoint)
-    following = [trainer.step(rows)]
+    following = [trainer.step(rows).metrics]
     trainer.close()
     for sizes in sorted({ranks.size, 2}):  # one process also goes on from what two ranks have saved
-        restored = trainers.start(algo, **settings)
+        restored = trainers.start(spec)
         restored.restore(out / name / str(sizes))
-        following.append(restored.step(rows))
+        following.append(restored.step(rows).metrics)
         restored.close()
     if ranks.size > 1:
-        dismiss()
-    return {"steps": steps, "weights": weights, "scored": scored, "kl": penalties, "following": following}
+        stop_commands()
+    steps = [output.metrics for output in outputs]
+    return {"steps": steps, "weights": weights, "logprobs": logprobs, "kl": penalties, "following": following}
 
 
 def main(folder: str, out: Path) -> None:
-    ranks = join_ranks("gloo")
+    ranks = join_process_group("gloo")
     results = {name: train(folder, out, ranks, name) for name in CASES}
     if ranks.rank == 0:
         (out / f"of{ranks.size}.json").write_text(json.dumps(results))
     if ranks.size > 1:
-        leave_ranks()
+        destroy_process_group()
 
 
 if __name__ == "__main__":

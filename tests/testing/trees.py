@@ -13,7 +13,7 @@ from PIL import Image
 from vlmrl.config import Algo, Optim
 from vlmrl.model.loading import LoadedModel
 from vlmrl.multimodal.renderer import image_ids
-from vlmrl.train.trainer import Trainer
+from vlmrl.train.trainer import Trainer, TrainerSpec
 from vlmrl.types import MediaItem, Sample
 
 
@@ -57,6 +57,7 @@ class Watched(Trainer):
     """Keeps each step's gradient instead of applying it."""
 
     gradient: dict[str, torch.Tensor]
+    logprobs: list[np.ndarray]
 
     def _apply_gradient(self) -> dict[str, float]:
         self.gradient = {n: p.grad.clone() for n, p in self.policy.named_parameters() if p.grad is not None}
@@ -66,15 +67,16 @@ class Watched(Trainer):
 
 def train(model: LoadedModel, rows: Sequence[Sample], budget: int, share: bool) -> Watched:
     """A step's logprobs and gradient, in micro-batches of at most ``budget`` tokens; 1 means row by row."""
-    options: dict[str, Any] = {"tokens_per_micro_batch": budget, "share_prefixes": share}
-    trainer = Watched(model.policy, Algo(loss="reinforce"), Optim(), total_steps=1, **options)
-    trainer.step(rows)
+    algo = Algo(loss="reinforce")
+    spec = TrainerSpec(algo, Optim(), total_steps=1, tokens_per_micro_batch=budget, share_prefixes=share)
+    trainer = Watched(model.policy, spec)
+    trainer.logprobs = trainer.step(rows).logprobs
     return trainer
 
 
-def largest_difference(one: Trainer, other: Trainer) -> float:
+def largest_difference(one: Watched, other: Watched) -> float:
     """Between the two's logprobs, in nats."""
-    return max(float(np.abs(a - b).max()) for a, b in zip(one.scored, other.scored, strict=True))
+    return max(float(np.abs(a - b).max()) for a, b in zip(one.logprobs, other.logprobs, strict=True))
 
 
 def worst_gradient(one: Watched, other: Watched, slack: float = 1e-9) -> tuple[float, str]:

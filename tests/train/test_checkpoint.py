@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there, and what comes out of them is what went in."""
+"""Checkpoints are complete or absent, and restore what was saved."""
 
 import random
 from dataclasses import replace
@@ -11,7 +11,7 @@ from testing.fsdp_script import samples_of
 from vlmrl.config import Algo, Lora, Model, Optim
 from vlmrl.model.loading import load_model
 from vlmrl.train.checkpoint import Checkpoints, load_random, save_random
-from vlmrl.train.trainer import Trainer
+from vlmrl.train.trainer import Trainer, TrainerSpec
 
 
 def names(folder):
@@ -71,8 +71,8 @@ def trainer_of(folder, *, dtype: str = "float32", rank: int = 0, kl: float = 0.0
     loaded = load_model(Model(path=str(folder), device="cpu", dtype=dtype, lora=lora), folder, seed=0)
     reference = loaded.policy.frozen_copy() if kl else None
     optim = Optim(lr=1e-3, schedule="linear", warmup_steps=2)
-    settings = {"total_steps": 9, "tokens_per_micro_batch": 64, "reference": reference}
-    return Trainer(loaded.policy, Algo(loss="ppo", kl_coef=kl), optim, **settings)
+    spec = TrainerSpec(Algo(loss="ppo", kl_coef=kl), optim, total_steps=9, tokens_per_micro_batch=64)
+    return Trainer(loaded.policy, spec, reference=reference)
 
 
 @pytest.mark.parametrize("case", [{"dtype": "bfloat16"}, {"rank": 2}, {"kl": 0.1}])
@@ -87,10 +87,10 @@ def test_a_restored_trainer_takes_the_very_steps_that_the_first_one_takes(case, 
     first.step(rows)
     first.step(rows)
     first.save(tmp_path)
-    expected = [first.step(rows) for _ in range(2)]
+    expected = [first.step(rows).metrics for _ in range(2)]
     second = trainer_of(qwen3_vl, **case)
-    second.restore(tmp_path)
-    assert [second.step(rows) for _ in range(2)] == expected
+    assert second.restore(tmp_path) == 2
+    assert [second.step(rows).metrics for _ in range(2)] == expected
     assert second.steps_done == 4 and expected[0]["lr"] != expected[1]["lr"]
     for (name, mine), (_, theirs) in zip(second.named_weights(), first.named_weights(), strict=True):
         assert torch.equal(mine, theirs), name
@@ -112,4 +112,4 @@ def test_a_rate_that_was_changed_counts(qwen3_vl, tmp_path):
     second = trainer_of(qwen3_vl)
     second._optim = replace(second._optim, lr=5e-4)
     second.restore(tmp_path)
-    assert second.step(rows)["lr"] == pytest.approx(5e-4 * 2 / 3)
+    assert second.step(rows).metrics["lr"] == pytest.approx(5e-4 * 2 / 3)

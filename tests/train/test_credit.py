@@ -10,7 +10,7 @@ from testing.fakes import make_trajectory, make_turn
 from vlmrl.config import Algo, Config, Rollout, Train
 from vlmrl.samples import concat, step_wise
 from vlmrl.samples.emit import ReplySpan, reply_spans
-from vlmrl.train.credit import give_advantages, paid_from, shaped_reward
+from vlmrl.train.credit import assign_advantages, return_to_go, shaped_reward
 
 PLAIN = {"scale_by_std": False}
 
@@ -31,15 +31,15 @@ def group():
 def test_one_number_for_a_whole_episode():
     trajectories = group()  # rewards 4, 1, 5; mean 10/3
     samples = [sample for trajectory in trajectories for sample in step_wise(trajectory)]
-    give_advantages(samples, trajectories, Config(algo=Algo(advantage_options=PLAIN)))
+    assign_advantages(samples, trajectories, Config(algo=Algo(advantage_options=PLAIN)))
     assert [s.advantage for s in samples] == pytest.approx([2 / 3, 2 / 3, -7 / 3, -7 / 3, 5 / 3])
 
 
 @pytest.mark.parametrize("form", [concat, step_wise])
-def test_credit_by_turn_compares_what_is_paid_from_that_turn_on(form):
-    trajectories = group()  # paid from turn 0: 4, 1, 5 (mean 10/3); from turn 1: 3, 1 (mean 2)
+def test_credit_by_turn_compares_returns_to_go(form):
+    trajectories = group()  # returns-to-go of turn 0: 4, 1, 5 (mean 10/3); of turn 1: 3, 1 (mean 2)
     samples = [sample for trajectory in trajectories for sample in form(trajectory)]
-    give_advantages(samples, trajectories, Config(algo=Algo(credit="turn", advantage_options=PLAIN)))
+    assign_advantages(samples, trajectories, Config(algo=Algo(credit="turn", advantage_options=PLAIN)))
     trained = [
         advantage
         for sample in samples
@@ -51,9 +51,9 @@ def test_credit_by_turn_compares_what_is_paid_from_that_turn_on(form):
     assert all(not x for s in samples for x, mask in zip(s.advantage, s.loss_mask, strict=True) if not mask)
 
 
-def test_what_is_paid_from_a_turn_on_includes_the_final_reward():
+def test_a_return_to_go_includes_the_final_reward():
     trajectory = make_trajectory(turns=group()[0].turns, final_reward=0.5)
-    assert [paid_from(trajectory, turn) for turn in range(2)] == [4.5, 3.5]
+    assert [return_to_go(trajectory, turn) for turn in range(2)] == [4.5, 3.5]
 
 
 def test_spans_of_replies_with_nothing_between_them_and_with_a_dropped_end_of_turn():
@@ -91,23 +91,15 @@ def test_length_costs_only_near_the_limit():
         ),
         (
             {"algo": Algo(corrections=("veto",)), "rollout": Rollout(history="rerender")},
-            r"\['veto'\] must be unset where rows are rendered anew",
+            r"\['veto'\] must be unset where rows are",
         ),
         (
             {"algo": Algo(old_policy="rollout"), "rollout": Rollout(history="rerender")},
-            "algo.old_policy rollout must be unset where rows are rendered anew",
-        ),
-        (
-            {"algo": Algo(old_policy="trainer"), "train": Train(max_staleness=1, too_old="correct")},
-            "algo.corrections must be set with train.too_old correct",
-        ),
-        (
-            {"algo": Algo(loss="reinforce"), "train": Train(max_staleness=1, too_old="correct")},
-            "algo.corrections must be set with train.too_old correct",
+            "algo.old_policy rollout must be unset where rows are",
         ),
         (
             {"rollout": Rollout(history="rerender"), "train": Train(max_staleness=1, too_old="correct")},
-            "train.too_old correct needs the rollout's logprobs",
+            "train.too_old correct needs",
         ),
         ({"algo": Algo(credit="turn"), "rollout": Rollout(history="rerender")}, "algo.credit turn needs to know"),
         ({"deterministic": True, "rollout": Rollout(over_sampling=1.5)}, "keeps what finishes first"),
@@ -116,20 +108,6 @@ def test_length_costs_only_near_the_limit():
 def test_what_does_not_go_together_is_refused_with_its_reason(settings, message):
     with pytest.raises(ValueError, match=message):
         Config(**settings)
-
-
-def test_the_old_policy_is_the_rollouts_where_rollouts_are_ahead_and_not_corrected():
-    def chosen(staleness, rollout=Rollout(), **algo):  # noqa: B008 - it is frozen
-        return Config(algo=Algo(**algo), train=Train(max_staleness=staleness), rollout=rollout).old_policy
-
-    assert [chosen(0), chosen(1), chosen(1, corrections=("veto",))] == ["trainer", "rollout", "trainer"]
-    assert [chosen(0, old_policy="rollout"), chosen(1, old_policy="trainer")] == ["rollout", "trainer"]
-    assert [chosen(1, loss="reinforce"), chosen(1, loss="sft"), chosen(1, loss="gspo")] == [
-        "trainer",
-        "trainer",
-        "rollout",
-    ]
-    assert chosen(1, Rollout(history="rerender")) == "trainer"  # rows rendered anew have no rollout logprobs
 
 
 @pytest.mark.parametrize(
@@ -143,7 +121,6 @@ def test_the_old_policy_is_the_rollouts_where_rollouts_are_ahead_and_not_correct
             {"old_policy": "rollout", "corrections": ("veto",)},
             "algo.corrections must be unset with algo.old_policy rollout",
         ),
-        ({"old_policy": "rollout", "loss": "reinforce"}, "algo.loss must be one with a ratio"),
         ({"credit": "turn", "advantage": "reinforce_pp"}, "algo.advantage must be a group baseline with credit turn"),
     ],
 )

@@ -37,12 +37,12 @@ def test_two_ranks_train_as_one(case, results):
         assert theirs == pytest.approx(mine, abs=1e-5, rel=1e-5)
     assert two["weights"] == pytest.approx(one["weights"], rel=1e-4)
     assert two["kl"] == pytest.approx(one["kl"], abs=1e-4)
-    for mine, theirs in zip(one["scored"], two["scored"], strict=True):
+    for mine, theirs in zip(one["logprobs"], two["logprobs"], strict=True):
         assert theirs == pytest.approx(mine, abs=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_checkpoint_of_two_ranks_is_gone_on_from_by_two_and_by_one(case, results):
+def test_a_checkpoint_of_two_ranks_resumes_on_two_and_on_one(case, results):
     one, two = (result[case]["following"] for result in results)
     assert two[1] == two[0]
     assert one[1] == one[0]
@@ -50,7 +50,7 @@ def test_a_checkpoint_of_two_ranks_is_gone_on_from_by_two_and_by_one(case, resul
 
 
 def test_a_recipe_runs_under_torchrun(tmp_path):
-    """Rank 0 samples from a copy of its own: the gap to the sharded policy shows that it gets the merged weights."""
+    """Rank 0 samples from a copy of its own: the mismatch to the sharded policy shows that it gets the merged weights."""
     recipe = Path(__file__).parents[2] / "recipes/quickstart.py"
     short = ["--warm-start.steps", "2", "--train.steps", "2", "--train.groups-per-batch", "2", "--data.size", "32"]
     options = [
@@ -69,6 +69,6 @@ def test_a_recipe_runs_under_torchrun(tmp_path):
     assert done.returncode == 0, done.stderr[-8000:]
     assert "on 2 ranks (FSDP2)" in done.stdout
     rows = [json.loads(line) for line in (tmp_path / "quickstart/metrics.jsonl").read_text().splitlines()]
-    gaps = [row["logprob_mismatch/max"] for row in rows if "logprob_mismatch/max" in row]
-    assert len(gaps) == 2 and max(gaps) < 1e-4
+    mismatches = [row["logprob_mismatch/max"] for row in rows if "logprob_mismatch/max" in row]
+    assert len(mismatches) == 2 and max(mismatches) < 1e-4
     assert (tmp_path / "quickstart/adapters/adapter_model.safetensors").exists()

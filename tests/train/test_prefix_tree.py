@@ -18,7 +18,7 @@ from vlmrl.model.families.qwen_vl import mrope_positions
 from vlmrl.model.loading import load_model
 from vlmrl.train import prefix_tree
 from vlmrl.train.packing import MicroBatchPlan, pack, split
-from vlmrl.train.trainer import Trainer
+from vlmrl.train.trainer import Trainer, TrainerSpec
 from vlmrl.types import Sample
 
 FAMILY, TEXT = qwen_vl(), Family(None)
@@ -48,7 +48,7 @@ def test_rows_that_begin_alike_are_laid_out_depth_first():
     assert [path.tolist() for path in tree.paths] == [[0, 1, 2, 3], [0, 1, 4]]
     assert tree.ends.tolist() == [5, 5, 4, 4, 5]
     assert tree.parents.tolist() == [-1, 0, 1, 2, 1]
-    assert tree.position_ids[0].tolist() == [0, 1, 2, 3, 2]  # a branch goes on from where it left
+    assert tree.position_ids[0].tolist() == [0, 1, 2, 3, 2]  # a branch continues where it forked
 
 
 def test_a_row_that_another_begins_with_costs_nothing():
@@ -139,18 +139,18 @@ def model(request, tmp_path_factory):
 
 
 def train(model, rows, budget, layout):
-    trainer = Watched(model.policy, Algo(loss="reinforce"), Optim(), total_steps=1, tokens_per_micro_batch=budget)
+    spec = TrainerSpec(Algo(loss="reinforce"), Optim(), total_steps=1, tokens_per_micro_batch=budget)
+    trainer = Watched(model.policy, spec)
     trainer._layout = layout
-    metrics = trainer.step(rows)
-    return trainer, metrics
+    return trainer, trainer.step(rows)
 
 
 def assert_same(one, other):
     """Logprobs, entropies and gradients of two trainers' steps."""
-    (trainer, metrics), (again, more) = one, other
-    for logprobs, others in zip(trainer.scored, again.scored, strict=True):
+    (trainer, output), (again, more) = one, other
+    for logprobs, others in zip(output.logprobs, more.logprobs, strict=True):
         assert np.abs(logprobs - others).max() < 1e-5
-    assert more["entropy"] == pytest.approx(metrics["entropy"], rel=1e-5)
+    assert more.metrics["entropy"] == pytest.approx(output.metrics["entropy"], rel=1e-5)
     for name, gradient in trainer.gradient.items():
         assert (gradient - again.gradient[name]).norm() <= 1e-5 * gradient.norm() + 1e-9, name
 
@@ -181,8 +181,8 @@ def test_flex_attention_scores_as_the_cpu_does(model, monkeypatch):
 def test_a_gpu_gives_the_gradients_of_padded_rows(layout, tmp_path):
     model = load_model(Model(path="tiny:qwen3_vl", device="cuda", dtype="float32"), tmp_path, seed=0)
     rows = random_rows(model, 0, trained=0.7)
-    (plain, _), (other, _) = train(model, rows, 1, "padded"), train(model, rows, 400, layout)
-    for one, two in zip(plain.scored, other.scored, strict=True):
+    (plain, padded), (other, laid_out) = train(model, rows, 1, "padded"), train(model, rows, 400, layout)
+    for one, two in zip(padded.logprobs, laid_out.logprobs, strict=True):
         assert np.abs(one - two).max() < 1e-3
     for name, gradient in plain.gradient.items():
         assert (gradient - other.gradient[name]).norm() <= 1e-2 * gradient.norm() + 1e-6, name
@@ -194,7 +194,7 @@ def updated(model, rows, **options):
     Adam divides by the gradient's own size, so by itself it would turn rounding of gradients near 0 into updates of either sign.
     """
     before = copy.deepcopy(model.policy.state_dict())
-    trainer = Trainer(model.policy, Algo(), Optim(lr=1.0), total_steps=1, **options)
+    trainer = Trainer(model.policy, TrainerSpec(Algo(), Optim(lr=1.0), total_steps=1, **options))
     trainer.optimizer.param_groups[0]["eps"] = 1e-2
     trainer.step(rows)
     after = {name: parameter.detach() - before[name] for name, parameter in model.policy.named_parameters()}
@@ -222,12 +222,12 @@ def test_positions_are_those_the_row_has_alone_and_images_are_encoded_once(model
     token = model.policy.image_token_id
     for part in split(rows, 100, layout, token):
         packed = pack(rows, part, model.policy.family)
-        for index, places in zip(part.rows, packed.places, strict=True):
+        for index, indices in zip(part.rows, packed.indices, strict=True):
             grids = [tuple((item.mm_inputs["image_grid_thw"][0, 1:] // 2).tolist()) for item in rows[index].media]
             wanted, _ = mrope_positions(rows[index].token_ids, grids, token)
-            trained = places >= 0
+            trained = indices >= 0
             assert int(trained.sum()) == len(rows[index].response_ids)
-            assert torch.equal(packed.batch.position_ids[:, 0, places[trained]], wanted[:, -int(trained.sum()) :])
-            assert packed.batch.token_ids[0, places[trained]].tolist() == rows[index].response_ids
+            assert torch.equal(packed.batch.position_ids[:, 0, indices[trained]], wanted[:, -int(trained.sum()) :])
+            assert packed.batch.token_ids[0, indices[trained]].tolist() == rows[index].response_ids
         images = {item.id for index in part.rows for item in rows[index].media}
         assert len(packed.batch.mm_inputs.get("image_grid_thw", [])) == len(images)

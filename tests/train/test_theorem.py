@@ -12,7 +12,7 @@ from vlmrl.checks.logprob_mismatch import turn_mismatches
 from vlmrl.config import Algo, Model, Optim
 from vlmrl.model.loading import load_model
 from vlmrl.samples import audit, concat, merge_prefixes, step_wise
-from vlmrl.train.trainer import Trainer
+from vlmrl.train.trainer import Trainer, TrainerSpec
 from vlmrl.types import Task, Trajectory, Turn
 
 FORMS = {
@@ -68,8 +68,9 @@ def gradients(model, trajectories: list[Trajectory], form: str, reduction: str, 
     for sample in samples:
         sample.advantage = advantages[sample.trajectory_id]
     algo = Algo(reduction=reduction)
-    trainer = Watched(policy, algo, Optim(), total_steps=9, tokens_per_micro_batch=300, groups_per_step=groups_per_step)
-    trainer.step(samples)
+    spec = TrainerSpec(algo, Optim(), total_steps=9, tokens_per_micro_batch=300, groups_per_step=groups_per_step)
+    trainer = Watched(policy, spec)
+    trainer.logprobs = trainer.step(samples).logprobs
     return trainer
 
 
@@ -105,15 +106,16 @@ def test_other_replies_give_other_gradients(model):
     assert max(float((right[name] - wrong[name]).norm() / right[name].norm()) for name in right) > 1e-2
 
 
-def test_gaps_are_told_by_turn_in_every_form(model):
+def test_the_mismatch_is_by_turn_in_every_form(model):
     trajectories = play(model, "one")
-    gaps = {}
+    mismatches = {}
     for form, emit in FORMS.items():
         trainer = gradients(model, trajectories, form, "token_mean", None)
-        gaps[form] = turn_mismatches(trajectories, [s for t in trajectories for s in emit(t)], trainer.scored)
-    places = [(t.id, number) for t in trajectories for number in range(len(t.turns))]
-    for form, found in gaps.items():
-        assert [(gap.trajectory_id, gap.turn) for gap in found] == places, form
-        for gap, same in zip(found, gaps["concat"], strict=True):
-            assert (gap.tokens, gap.max) == (same.tokens, pytest.approx(same.max, abs=1e-5))
-            assert gap.max >= gap.mean > 0 and gap.k3 > 0
+        samples = [s for t in trajectories for s in emit(t)]
+        mismatches[form] = turn_mismatches(trajectories, samples, trainer.logprobs)
+    turns = [(t.id, number) for t in trajectories for number in range(len(t.turns))]
+    for form, found in mismatches.items():
+        assert [(each.trajectory_id, each.turn) for each in found] == turns, form
+        for each, same in zip(found, mismatches["concat"], strict=True):
+            assert (each.tokens, each.max) == (same.tokens, pytest.approx(same.max, abs=1e-5))
+            assert each.max >= each.mean > 0 and each.k3 > 0

@@ -13,7 +13,7 @@ from vlmrl.model.loading import load_model
 from vlmrl.model.policy import Policy
 from vlmrl.train.master_weights import MasterWeights, move_state
 from vlmrl.train.packing import collate, per_token, split
-from vlmrl.train.trainer import Trainer, learning_rate_factor
+from vlmrl.train.trainer import Trainer, TrainerSpec, learning_rate_factor
 from vlmrl.types import Sample
 
 
@@ -106,11 +106,12 @@ def test_swapping_a_image_moves_the_logprobs(model):
 def gradients(model, rows, tokens_per_micro_batch, algo=Algo()):  # noqa: B008 - it is frozen
     policy = model.policy
     policy.zero_grad()
-    trainer = Trainer(policy, algo, Optim(lr=1e-9), total_steps=1, tokens_per_micro_batch=tokens_per_micro_batch)
+    spec = TrainerSpec(algo, Optim(lr=1e-9), total_steps=1, tokens_per_micro_batch=tokens_per_micro_batch)
+    trainer = Trainer(policy, spec)
     trainer._apply_gradient = lambda: {}  # keep the gradient
-    trainer.step(rows)
-    for row, scored in zip(rows, trainer.scored, strict=True):
-        assert np.abs((row_logprobs(model, row).detach().numpy() - scored) * row.loss_mask).max() < 1e-5
+    output = trainer.step(rows)
+    for row, logprobs in zip(rows, output.logprobs, strict=True):
+        assert np.abs((row_logprobs(model, row).detach().numpy() - logprobs) * row.loss_mask).max() < 1e-5
     return {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
 
 
@@ -155,26 +156,28 @@ def test_with_the_rollouts_policy_as_the_old_one_each_token_weighs_what_its_rati
 def test_a_batch_is_cut_into_optimizer_steps_by_groups(model):
     rows = mixed_samples(model)
     before = copy.deepcopy(model.policy.state_dict())
-    trainer = Trainer(
-        model.policy, Algo(), Optim(lr=1e-4), total_steps=2, tokens_per_micro_batch=10**6, groups_per_step=1
-    )
-    metrics = trainer.step(rows)
-    assert trainer.steps_done == 2
-    assert metrics["ratio"] != 1.0  # the second step is off the policy the old logprobs came from
+    spec = TrainerSpec(Algo(), Optim(lr=1e-4), total_steps=2, tokens_per_micro_batch=10**6, groups_per_step=1)
+    output = Trainer(model.policy, spec).step(rows)
+    assert output.steps_done == 2
+    assert output.metrics["ratio"] != 1.0  # the second step is off the policy the old logprobs came from
     model.policy.load_state_dict(before)
 
 
-def test_what_is_told_of_the_gap_is_of_the_weights_before_the_batch_whatever_the_ratio_is_to(model):
+def test_logprobs_and_mismatch_are_of_the_weights_before_the_batch(model):
     rows = mixed_samples(model)
     before = copy.deepcopy(model.policy.state_dict())
     options = {"tokens_per_micro_batch": 10**6, "groups_per_step": 1}
-    trainer = Trainer(model.policy, Algo(old_policy="rollout"), Optim(lr=1e-3), total_steps=2, **options)
-    wanted = trainer.score(rows)
-    metrics = trainer.step(rows)
-    for scored, logprobs in zip(trainer.scored, wanted, strict=True):
-        assert np.abs(scored - logprobs).max() < 1e-5
-    likeliest = max(told[np.array(row.loss_mask) > 0].max() for told, row in zip(wanted, rows, strict=True))
-    assert metrics["mismatch/ratio_max"] == pytest.approx(np.exp(likeliest + 1.0), rel=1e-4)  # all were sampled at -1
+    spec = TrainerSpec(Algo(old_policy="rollout"), Optim(lr=1e-3), total_steps=2, **options)
+    trainer = Trainer(model.policy, spec)
+    before_training = trainer.score(rows)
+    output = trainer.step(rows)
+    for logprobs, wanted in zip(output.logprobs, before_training, strict=True):
+        assert np.abs(logprobs - wanted).max() < 1e-5
+    pairs = zip(before_training, rows, strict=True)
+    likeliest = max(logprobs[np.array(row.loss_mask) > 0].max() for logprobs, row in pairs)
+    assert output.metrics["mismatch/ratio_max"] == pytest.approx(
+        np.exp(likeliest + 1.0), rel=1e-4
+    )  # all were sampled at -1
     rows[1].rollout_logprobs = None
     with pytest.raises(ValueError, match="trajectory b: rollout_logprobs must be given with"):
         trainer.step(rows)
@@ -183,32 +186,26 @@ def test_what_is_told_of_the_gap_is_of_the_weights_before_the_batch_whatever_the
 
 def test_kl_needs_a_reference_and_pulls_towards_it(model):
     with pytest.raises(ValueError, match=r"algo.kl_coef is 0.1, so a reference policy must be given"):
-        Trainer(model.policy, Algo(kl_coef=0.1), Optim(), total_steps=1, tokens_per_micro_batch=100)
+        Trainer(model.policy, TrainerSpec(Algo(kl_coef=0.1), Optim(), total_steps=1, tokens_per_micro_batch=100))
     before = copy.deepcopy(model.policy.state_dict())
     reference = model.policy.frozen_copy()
     rows = mixed_samples(model)
     for row in rows:
         row.advantage = 0.0
-    trainer = Trainer(
-        model.policy,
-        Algo(kl_coef=1.0),
-        Optim(lr=1e-4),
-        total_steps=9,
-        tokens_per_micro_batch=10**6,
-        reference=reference,
-    )
-    assert trainer.step(rows)["kl"] == pytest.approx(0.0, abs=1e-6)
+    spec = TrainerSpec(Algo(kl_coef=1.0), Optim(lr=1e-4), total_steps=9, tokens_per_micro_batch=10**6)
+    trainer = Trainer(model.policy, spec, reference=reference)
+    assert trainer.step(rows).metrics["kl"] == pytest.approx(0.0, abs=1e-6)
     with torch.no_grad():
         for parameter in model.policy.parameters():
             parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    kl = [trainer.step(rows)["kl"] for _ in range(5)]
+    kl = [trainer.step(rows).metrics["kl"] for _ in range(5)]
     assert kl[0] > 0 and kl[-1] < kl[0]
     model.policy.load_state_dict(before)
 
 
 def test_unknown_names_list_the_known_ones(model):
     with pytest.raises(ValueError, match=r"algo.loss must be one of cispo, .*, ppo, .*, sft, but it is 'pp0'"):
-        Trainer(model.policy, Algo(loss="pp0"), Optim(), total_steps=1, tokens_per_micro_batch=100)
+        Trainer(model.policy, TrainerSpec(Algo(loss="pp0"), Optim(), total_steps=1, tokens_per_micro_batch=100))
 
 
 def test_eager_attention_is_refused(model):
@@ -252,23 +249,25 @@ def test_bfloat16_weights_train_through_float32_masters():
     assert module.weight.item() == 1.0 and masters.parameters[0].item() == 1.0 + 2.0**-12
 
 
-def test_the_optimizers_averages_can_be_moved(model):
-    """`meta` stands for the host here: every average is moved, and no scalar counter."""
+def test_the_optimizer_state_can_be_moved(model):
+    """`meta` stands for the host here: every moment is moved, and no scalar step count."""
     rows = mixed_samples(model)
-    trainer = Trainer(model.policy, Algo(), Optim(lr=1e-6, offload=True), total_steps=2, tokens_per_micro_batch=10**6)
+    spec = TrainerSpec(Algo(), Optim(lr=1e-6, offload=True), total_steps=2, tokens_per_micro_batch=10**6)
+    trainer = Trainer(model.policy, spec)
     trainer.step(rows)
-    averages = [state["exp_avg"] for state in trainer.optimizer.state.values()]
+    moments = [state["exp_avg"] for state in trainer.optimizer.state.values()]
     move_state(trainer.optimizer, torch.device("meta"))
     moved = [state["exp_avg"] for state in trainer.optimizer.state.values()]
-    assert moved and all(average.is_meta for average in moved) and not any(average.is_meta for average in averages)
+    assert moved and all(moment.is_meta for moment in moved) and not any(moment.is_meta for moment in moments)
 
 
-def test_two_trainers_of_a_bfloat16_model_follow_each_other(tmp_path):
-    """As a warm start and the training after it: the first lets go of the gradients."""
+def test_two_trainers_of_a_bfloat16_model_in_succession(tmp_path):
+    """As a warm start and the training after it: the first removes its gradient hooks."""
     folder = tiny.build(tmp_path / "m", "qwen3_vl")
     loaded = load_model(Model(path=str(folder), device="cpu", dtype="bfloat16"), tmp_path, seed=0)
     rows = [sample(loaded, "a", [], [20, 21], [1, 1])]
     for _ in range(2):
-        trainer = Trainer(loaded.policy, Algo(), Optim(lr=1e-3), total_steps=1, tokens_per_micro_batch=100)
-        assert trainer.step(rows)["grad_norm"] > 0
+        spec = TrainerSpec(Algo(), Optim(lr=1e-3), total_steps=1, tokens_per_micro_batch=100)
+        trainer = Trainer(loaded.policy, spec)
+        assert trainer.step(rows).metrics["grad_norm"] > 0
         trainer.close()

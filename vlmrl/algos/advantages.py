@@ -1,4 +1,4 @@
-"""Advantages: from one reward a trajectory to one advantage a trajectory, by groups."""
+"""Advantages: from one reward per trajectory to one advantage per trajectory, by groups."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ EPS = 1e-6
 
 
 def grpo(rewards: torch.Tensor, group_ids: Sequence[str], scale_by_std: bool = True) -> torch.Tensor:
-    """Reward minus the group's mean, over the group's unbiased standard deviation; a group of one keeps mean 0 and std 1.
+    """Reward minus the group's mean, over the group's unbiased standard deviation; a group of one keeps its reward.
 
-    ``rewards`` ``[trajectories]``; the same shape comes back. Rewards 1, 0, 0, 1 give +-0.8660. ``scale_by_std=False`` leaves the
-    difference as it is (Dr. GRPO, arXiv 2503.20783). Source: GRPO, arXiv 2402.03300, section 4.1.
+    ``rewards`` and the result are ``[trajectories]``. Rewards 1, 0, 0, 1 give +-0.8660. ``scale_by_std=False`` does not divide
+    (Dr. GRPO, arXiv 2503.20783). Source: GRPO, arXiv 2402.03300, section 4.1.
     """
 
     def of_group(group: torch.Tensor) -> torch.Tensor:
@@ -38,9 +38,9 @@ def rloo(rewards: torch.Tensor, group_ids: Sequence[str]) -> torch.Tensor:
 
 
 def maxrl(rewards: torch.Tensor, group_ids: Sequence[str]) -> torch.Tensor:
-    """Reward minus the group's mean, over that mean: 1, 0, 0, 0 give 3, -1, -1, -1, so that hard tasks count more.
+    """Reward minus the group's mean, over that mean: 1, 0, 0, 0 give 3, -1, -1, -1, so that hard tasks have larger advantages.
 
-    For rewards of 0 or more. A group whose mean is 0 gives 0. Source: MaxRL, arXiv 2602.02710.
+    Rewards must be 0 or more. A group whose mean is 0 gives 0. Source: MaxRL, arXiv 2602.02710.
     """
     if bool((rewards < 0).any()):
         raise ValueError(
@@ -57,7 +57,7 @@ def maxrl(rewards: torch.Tensor, group_ids: Sequence[str]) -> torch.Tensor:
 def reinforce_pp(rewards: torch.Tensor, group_ids: Sequence[str], group_baseline: bool = False) -> torch.Tensor:
     """Rewards whitened over the whole batch: minus its mean, over its unbiased standard deviation.
 
-    ``group_baseline`` first subtracts each group's mean. Rewards 1, 0, 0, 1 give +-0.8660. A batch of one keeps its reward.
+    ``group_baseline`` subtracts each group's mean first. Rewards 1, 0, 0, 1 give +-0.8660. A batch of one keeps its reward.
     Source: REINFORCE++, arXiv 2501.03262.
     """
     if len(rewards) == 1:
@@ -83,7 +83,7 @@ def _by_group(
 
 
 def _all_equal(rewards: torch.Tensor) -> bool:
-    """Several equal rewards: their mean's rounding error must not be scaled up to an advantage."""
+    """Whether there are several rewards, all equal: the rounding error of their mean must not be scaled up to an advantage."""
     return len(rewards) > 1 and bool((rewards == rewards[0]).all())
 
 

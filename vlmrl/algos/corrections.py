@@ -1,8 +1,8 @@
-"""Rollout corrections: factors for the gap between the trainer's policy and the one that sampled.
+"""Rollout corrections: importance weights and masks for the mismatch between the trainer's policy and the rollout policy.
 
-Each takes ``old_logprobs``, ``rollout_logprobs`` and ``loss_mask`` ``[rows, length]`` and gives detached factors of that shape, 1
-where nothing is corrected, and metrics as single tensors. Factors of several corrections are multiplied. A row is the sequence: an
-episode in concat samples, a turn in step-wise ones.
+Each takes ``old_logprobs``, ``rollout_logprobs`` and ``loss_mask`` ``[rows, length]``. It returns detached factors of that shape, 1
+where nothing is corrected, and metrics as scalar tensors. The factors of several corrections are multiplied. The sequence is a row:
+an episode with concat samples, a turn with step-wise samples.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Correction = tuple[torch.Tensor, dict[str, torch.Tensor]]
 def token_truncation(
     old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, loss_mask: torch.Tensor, cap: float = 2.0
 ) -> Correction:
-    """min(r, cap) for each token, r the trainer's probability over the rollout's. Ratios 1/2 and 4 give 1/2 and 2.
+    """min(r, cap) for each token, with r the trainer's probability over the rollout's. Ratios 1/2 and 4 give 1/2 and 2.
 
     Source: truncated importance sampling, Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025.
     """
@@ -30,7 +30,7 @@ def token_truncation(
 def sequence_truncation(
     old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, loss_mask: torch.Tensor, cap: float = 2.0
 ) -> Correction:
-    """min(R, cap) for all tokens of a row, R the product of their ratios. Source: as :func:`geometric_mask`."""
+    """min(R, cap) for all tokens of a row, with R the product of their ratios. Source: as :func:`geometric_mask`."""
     total = _log_ratio(old_logprobs, rollout_logprobs, loss_mask).sum(1, keepdim=True)
     ratio = total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().expand_as(loss_mask)
     return _keep_padding(ratio.clamp(max=cap), ratio > cap, loss_mask)
@@ -43,7 +43,7 @@ def token_mask(
     low: float = 0.5,
     high: float = 5.0,
 ) -> Correction:
-    """r within [low, high], and 0 outside: such tokens are not trained. Source: IcePop, Ring-1T, arXiv 2510.18855."""
+    """r within [low, high], and 0 outside, so that these tokens are not trained. Source: IcePop, Ring-1T, arXiv 2510.18855."""
     ratio = _log_ratio(old_logprobs, rollout_logprobs, loss_mask).exp()
     outside = (ratio < low) | (ratio > high)
     return _keep_padding(ratio.masked_fill(outside, 0.0), outside, loss_mask)
@@ -56,7 +56,7 @@ def geometric_mask(
     low: float = 0.99,
     high: float = 1.01,
 ) -> Correction:
-    """1 for a row whose tokens' ratios have a geometric mean within [low, high], and 0 for all tokens of any other.
+    """1 for a row whose tokens' ratios have a geometric mean within [low, high]; 0 for all tokens of any other row.
 
     Source: Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch", 2025.
     """
@@ -78,7 +78,7 @@ def veto(
 def mismatch(
     old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, loss_mask: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """What there is to correct: the largest ratio, k1 and k3 of KL(rollout || trainer), and the ratio of the perplexities."""
+    """Metrics of the mismatch: the largest ratio, k1 and k3 of KL(rollout || trainer), and the ratio of the perplexities."""
     log_ratio = _log_ratio(old_logprobs, rollout_logprobs, loss_mask)
     tokens = loss_mask.sum().clamp(min=1)
     k1 = -log_ratio.sum() / tokens
@@ -89,7 +89,7 @@ def mismatch(
 
 
 def _log_ratio(old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-    """Trainer minus rollout, 0 where nothing was sampled. Raises ValueError at the first logprob that is not finite."""
+    """Trainer minus rollout logprobs, 0 where the mask is 0. Raises ValueError at the first logprob that is not finite."""
     refuse_infinite("old_logprobs", old_logprobs, loss_mask)
     refuse_infinite("rollout_logprobs", rollout_logprobs, loss_mask)
     difference = (old_logprobs.detach() - rollout_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -1,4 +1,4 @@
-"""Which groups and trajectories are trained, and what length costs. Pure functions over played trajectories."""
+"""Which groups and trajectories are trained, and the penalty for length. Pure functions over finished trajectories."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ EQUAL = 1e-8  # rewards closer than this are the same
 
 
 def zero_variance(group: Sequence[Trajectory]) -> bool:
-    """Keep a group only where its live members' rewards differ: equal ones have no advantage. Source: DAPO, arXiv 2503.14476."""
+    """Keep a group only if its rewards differ: equal rewards have advantage 0. Source: DAPO, arXiv 2503.14476."""
     rewards = [trajectory.reward for trajectory in group if not trajectory.failed and trajectory.reward is not None]
     return bool(rewards) and max(rewards) - min(rewards) > EQUAL
 
 
 def reward_band(group: Sequence[Trajectory], low: float = 0.0, high: float = 1.0) -> bool:
-    """Keep a group whose mean reward lies strictly between ``low`` and ``high``: neither non_retryable nor mastered."""
+    """Keep a group whose mean reward lies strictly between ``low`` and ``high``: neither impossible nor solved."""
     rewards = [trajectory.reward for trajectory in group if not trajectory.failed and trajectory.reward is not None]
     return bool(rewards) and low < sum(rewards) / len(rewards) < high
 
 
 def is_overlong(trajectory: Trajectory) -> bool:
-    """Cut off by a length limit, so that its reward says little about it. Source: DAPO, section 3.4."""
+    """Whether a length limit cut the trajectory off, so that its reward says little about it. Source: DAPO, section 3.4."""
     return trajectory.ending in TRUNCATED
 
 
 def soft_overlong_penalty(length: int, limit: int, buffer: int) -> float:
-    """0 up to ``limit - buffer`` tokens, then falling in a straight line to -1 at ``limit``.
+    """0 up to ``limit - buffer`` tokens, then linearly down to -1 at ``limit``.
 
     Length 90 of 100 with a buffer of 20 gives -0.5. Source: DAPO, arXiv 2503.14476, equation 13.
     """

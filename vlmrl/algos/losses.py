@@ -4,28 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
 MAX_LOG_RATIO = 20.0
+Function = TypeVar("Function", bound=Callable[..., "LossOutputs"])
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss may read. Only ``logprobs`` carries a gradient; ``ref_logprobs`` is there where a reference model is.
-
-    ``old_logprobs`` are the trainer's before its first step on the batch, or with ``algo.old_policy rollout`` equal to
-    ``rollout_logprobs``.
+    """What a loss may read; every tensor is ``[rows, length]``.
 
     Raises ValueError at the first logprob with mask 1 that is not finite.
     """
 
     logprobs: torch.Tensor
+    """The trainer's current logprobs. Only these carry a gradient."""
     old_logprobs: torch.Tensor
+    """The trainer's before its first step on the batch; with ``algo.old_policy rollout`` the same as ``rollout_logprobs``."""
     rollout_logprobs: torch.Tensor
+    """The engine's, when the tokens were sampled."""
     advantages: torch.Tensor
     loss_mask: torch.Tensor
+    """1 where a token is trained, 0 elsewhere."""
     ref_logprobs: torch.Tensor | None = None
+    """The reference model's; ``None`` where the run has none."""
 
     def __post_init__(self) -> None:
         for name in ("logprobs", "old_logprobs", "ref_logprobs"):
@@ -37,8 +41,8 @@ class LossInputs:
 def refuse_infinite(name: str, values: torch.Tensor, loss_mask: torch.Tensor) -> None:
     wrong = ~values.isfinite() & (loss_mask > 0)
     if bool(wrong.any()):
-        row, place = wrong.nonzero()[0].tolist()
-        raise ValueError(f"{name}[{row}, {place}] must be finite, but it is {float(values[row, place])}.")
+        row, column = wrong.nonzero()[0].tolist()
+        raise ValueError(f"{name}[{row}, {column}] must be finite, but it is {float(values[row, column])}.")
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,28 @@ class LossOutputs:
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+def loss(*, has_ratio: bool) -> Callable[[Function], Function]:
+    """Declare whether a loss weighs tokens by their ratio exp(logprobs - old_logprobs), and so corrects for an older rollout policy.
+
+        @loss(has_ratio=False)
+        def reinforce(inputs): ...
+
+    A loss without this declaration can be trained, but is never relied on as a correction.
+    """
+
+    def declare(function: Function) -> Function:
+        vars(function)["has_ratio"] = has_ratio
+        return function
+
+    return declare
+
+
+def has_ratio(function: Callable[..., LossOutputs]) -> bool | None:
+    """What :func:`loss` declared; ``None`` where nothing was declared."""
+    return getattr(function, "has_ratio", None)
+
+
+@loss(has_ratio=True)
 def ppo(inputs: LossInputs, clip_low: float = 0.2, clip_high: float = 0.28) -> LossOutputs:
     """The clipped surrogate: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), with r the ratio to the old policy.
 
@@ -57,8 +83,9 @@ def ppo(inputs: LossInputs, clip_low: float = 0.2, clip_high: float = 0.28) -> L
     return _clipped(inputs.logprobs - inputs.old_logprobs, inputs.advantages, clip_low, clip_high)
 
 
+@loss(has_ratio=True)
 def dual_clip(inputs: LossInputs, clip_low: float = 0.2, clip_high: float = 0.28, c: float = 3.0) -> LossOutputs:
-    """:func:`ppo`, and where the advantage is negative never worse than -c A: a huge ratio cannot take over the batch.
+    """:func:`ppo`, bounded by -c A where the advantage is negative, so that a huge ratio cannot dominate the batch.
 
     Source: Ye et al., "Mastering Complex Control in MOBA Games", arXiv 1912.09729.
     """
@@ -69,10 +96,11 @@ def dual_clip(inputs: LossInputs, clip_low: float = 0.2, clip_high: float = 0.28
     return LossOutputs(torch.where(bounded, bound, clipped.per_token), metrics)
 
 
+@loss(has_ratio=True)
 def gspo(inputs: LossInputs, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossOutputs:
-    """:func:`ppo` with one ratio a row, the geometric mean of its tokens' ratios; in the token form, each token gets its gradient.
+    """:func:`ppo` with one ratio per row, the geometric mean of its tokens' ratios, in the form that gives each token a gradient.
 
-    A row is the sequence: an episode in concat samples, a turn in step-wise ones.
+    The sequence is a row: an episode with concat samples, a turn with step-wise samples.
     Source: GSPO, arXiv 2507.18071, equations 7 and 13 (GSPO-token).
     """
     mask = inputs.loss_mask
@@ -83,8 +111,9 @@ def gspo(inputs: LossInputs, clip_low: float = 3e-4, clip_high: float = 4e-4) ->
     return _clipped(token_form, inputs.advantages, clip_low, clip_high)
 
 
+@loss(has_ratio=True)
 def cispo(inputs: LossInputs, ratio_min: float = 0.0, ratio_max: float = 5.0) -> LossOutputs:
-    """-sg(clip(r, ratio_min, ratio_max)) A log p: the weight is clipped, and no token loses its gradient.
+    """-sg(clip(r, ratio_min, ratio_max)) A log p: the weight is clipped, and every token keeps its gradient.
 
     Source: MiniMax-M1, arXiv 2506.13585, equation 4; the bound of 5 is ScaleRL's, arXiv 2510.13786.
     """
@@ -94,10 +123,11 @@ def cispo(inputs: LossInputs, ratio_min: float = 0.0, ratio_max: float = 5.0) ->
     return LossOutputs(-clipped * inputs.advantages * inputs.logprobs, metrics)
 
 
+@loss(has_ratio=True)
 def sapo(inputs: LossInputs, tau_pos: float = 1.0, tau_neg: float = 1.05) -> LossOutputs:
-    """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate in place of the clip, with a tau for each sign of the advantage.
+    """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate in place of the clip, with one tau for each sign of the advantage.
 
-    At r = 1 its gradient is that of -r A. Source: SAPO, arXiv 2511.20347.
+    At r = 1 its gradient equals that of -r A. Source: SAPO, arXiv 2511.20347.
     """
     ratio = _ratio(inputs)
     tau = torch.where(inputs.advantages > 0, tau_pos, tau_neg).to(ratio.dtype)
@@ -105,19 +135,21 @@ def sapo(inputs: LossInputs, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Los
     return LossOutputs(-gate * inputs.advantages, {"ratio": ratio.detach()})
 
 
+@loss(has_ratio=True)
 def dppo_tv(inputs: LossInputs, limit: float = 0.15, ratio_max: float = 20.0) -> LossOutputs:
-    """-sg(r) A log p, but nothing where the token's probability has already moved by more than ``limit`` in the wanted direction.
+    """-sg(r) A log p, and 0 where the token's probability has already moved by more than ``limit`` in the advantage's direction.
 
-    The move is the total variation of the two-way choice "this token or another", from the old policy (in the paper the one that
-    sampled: ``algo.old_policy rollout``). ``ratio_max`` truncates the weight.
+    The move is the total variation of the binary distribution "this token or another" from the old policy, which in the paper
+    is the rollout policy (``algo.old_policy rollout``). ``ratio_max`` truncates the weight.
     Source: DPPO, "Rethinking the Trust Region in LLM RL", arXiv 2602.04879 (binary TV).
     """
     p, old = inputs.logprobs.detach().exp(), inputs.old_logprobs.exp()
     return _trust_region(inputs, (p - old).abs() > limit, ratio_max)
 
 
+@loss(has_ratio=True)
 def dppo_kl(inputs: LossInputs, limit: float = 0.05, ratio_max: float = 20.0) -> LossOutputs:
-    """:func:`dppo_tv` with KL(old || new) of the two-way choice in place of total variation, in nats.
+    """:func:`dppo_tv` with KL(old || new) of the binary distribution, in nats, in place of total variation.
 
     Source: arXiv 2602.04879 (binary KL).
     """
@@ -126,13 +158,15 @@ def dppo_kl(inputs: LossInputs, limit: float = 0.05, ratio_max: float = 20.0) ->
     return _trust_region(inputs, kl > limit, ratio_max)
 
 
+@loss(has_ratio=False)
 def reinforce(inputs: LossInputs) -> LossOutputs:
-    """-A log p. Source: Williams, 1992. On-policy: a second step on the same samples is biased."""
+    """-A log p. Source: Williams, 1992. On-policy only: a second step on the same samples is biased."""
     return LossOutputs(-inputs.advantages * inputs.logprobs)
 
 
+@loss(has_ratio=False)
 def sft(inputs: LossInputs) -> LossOutputs:
-    """Cross entropy of the tokens with mask 1: -logprob. Advantages and ratios play no part."""
+    """Cross entropy of the tokens with mask 1: -logprob. Advantages and ratios are not used."""
     return LossOutputs(-inputs.logprobs)
 
 
@@ -172,7 +206,7 @@ def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def kl_abs(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """|log(p / ref)|: a plain distance, no estimate of the KL."""
+    """|log(p / ref)|: a distance, not an estimate of the KL."""
     return (logprobs - ref_logprobs).abs()
 
 

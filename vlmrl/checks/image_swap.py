@@ -1,6 +1,6 @@
-"""The canary: before training starts, one image is swapped, and logprobs must move, in the trainer and in the engine.
+"""The image-swap check (``train.canary``): before training, swap one image; the logprobs must change in trainer and engine.
 
-Pixels that get lost on their way leave everything running and the reward falling; this finds it in a second.
+Where pixels get lost, a run continues and only its reward falls. This check finds it within a second.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from vlmrl.multimodal.store import MediaStore
 from vlmrl.samples import step_wise
 from vlmrl.types import MediaItem, Sample, Trajectory
 
-MOVES = 1e-5  # nats; far above what batching changes, far below what an image does
-TOKENS = 4  # that the engine is asked for
+MIN_CHANGE = 1e-5  # nats; far above the effect of batching, far below the effect of an image
+TOKENS = 4  # sampled by the engine after each of the two images
 
 Score = Callable[[Sequence[Sample]], list[np.ndarray]]
-"""The current logprobs of each sample's response tokens, as :meth:`vlmrl.train.trainer.Trainer.score` gives them."""
+"""The current logprobs of each sample's response tokens, as :meth:`vlmrl.train.trainer.Trainer.score` returns them."""
 
 
-class CanaryError(RuntimeError):
+class ImageSwapError(RuntimeError):
     """Images do not reach the model."""
 
 
 @dataclass(frozen=True)
-class Canary:
-    """The largest change of a logprob, in nats, when one image is another one."""
+class ImageSwap:
+    """The largest change of a logprob, in nats, when noise replaces one image."""
 
     trainer: float
     engine: float
@@ -38,8 +38,8 @@ class Canary:
 
 async def check_images(
     score: Score, engine: Engine, store: MediaStore, trajectories: Sequence[Trajectory], image_token_id: int | None
-) -> Canary | None:
-    """Swap the first image there is; ``None`` where no trajectory has one. Raises CanaryError where nothing moves.
+) -> ImageSwap | None:
+    """Swap the first image of the trajectories; ``None`` if they have none. Raises ImageSwapError where no logprob changes.
 
     ``score`` is the trainer's, ``image_token_id`` the model's image placeholder.
     """
@@ -49,23 +49,23 @@ async def check_images(
     assert image_token_id is not None  # or there were no images
     row = _from_first_image(row, image_token_id)
     swapped = replace(row, media=[await store.get(_noise(row.media[0])), *row.media[1:]])
-    engine_moved = await _engine_moves(engine, row, swapped, image_token_id)
-    async with paused(engine):  # which may sample from the very weights that score
-        canary = Canary(_trainer_moves(score, row, swapped), engine_moved)
-    for side, moved in vars(canary).items():
-        if moved <= MOVES:
-            raise CanaryError(
-                f"trajectory {row.trajectory_id}, image 0 ({row.media[0].id}): with noise in its place the {side}'s logprobs moved "
-                f"by {moved:.2g} nats, where more than {MOVES:g} was expected. Images do not reach the model there: training "
+    engine_change = await _engine_change(engine, row, swapped, image_token_id)
+    async with paused(engine):  # it may share the weights that score uses
+        change = ImageSwap(_trainer_change(score, row, swapped), engine_change)
+    for side, nats in vars(change).items():
+        if nats <= MIN_CHANGE:
+            raise ImageSwapError(
+                f"trajectory {row.trajectory_id}, image 0 ({row.media[0].id}): with noise in its place the {side}'s logprobs changed "
+                f"by {nats:.2g} nats, where more than {MIN_CHANGE:g} was expected. Images do not reach the model there, so training "
                 "would be blind. (train.canary False skips this check.)"
             )
-    return canary
+    return change
 
 
 def _from_first_image(row: Sample, image_token_id: int) -> Sample:
-    """The same tokens, where all text after the first image counts as response.
+    """The same tokens with all text after the first image as the response.
 
-    A trained reply may be so sure that no image moves it; the text that stands before it never is.
+    A trained reply may have a probability so close to 1 that no image changes it. The text before it has not.
     """
     ids = row.token_ids
     cut = image_spans(ids, image_token_id, row.media[:1])[0][1] + 1  # one token of text stays in the prompt
@@ -86,13 +86,13 @@ def _noise(item: MediaItem) -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def _trainer_moves(score: Score, row: Sample, swapped: Sample) -> float:
+def _trainer_change(score: Score, row: Sample, swapped: Sample) -> float:
     kept, other = score([row, swapped])
     return float(np.abs(kept - other).max())
 
 
-async def _engine_moves(engine: Engine, row: Sample, swapped: Sample, image_token_id: int) -> float:
-    """Greedy continuations right after both images: infinite where they differ, else the largest difference of logprobs."""
+async def _engine_change(engine: Engine, row: Sample, swapped: Sample, image_token_id: int) -> float:
+    """The largest difference of logprobs between greedy continuations of the two images; infinite if their tokens differ."""
     replies = []
     for name, each in (("kept", row), ("swapped", swapped)):
         shown = each.media[:1]

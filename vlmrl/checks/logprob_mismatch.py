@@ -1,4 +1,4 @@
-"""How far the trainer's logprobs are from the rollout's, turn by turn: the first place where a mismatch shows."""
+"""The difference between the trainer's and the rollout's logprobs, turn by turn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlmrl.types import Sample, Trajectory
 
 @dataclass(frozen=True)
 class TurnMismatch:
-    """Over the ``tokens`` of one reply: mean and largest |trainer - rollout| in nats; k3 estimates KL(rollout || trainer)."""
+    """Over the ``tokens`` of one reply: mean and maximum of |trainer - rollout| in nats; k3 estimates KL(rollout || trainer)."""
 
     trajectory_id: str
     turn: int
@@ -26,15 +26,15 @@ class TurnMismatch:
 def turn_mismatches(
     trajectories: Sequence[Trajectory], samples: Sequence[Sample], logprobs: Sequence[np.ndarray]
 ) -> list[TurnMismatch]:
-    """The gap of each turn that ``samples`` train; ``logprobs`` are the trainer's, one array ``[response]`` for each sample.
+    """The mismatch of each turn in ``samples``; ``logprobs`` are the trainer's, one array ``[response]`` for each sample.
 
-    A row without rollout logprobs has none. k3 is the mean of exp(d) - 1 - d, d the trainer's logprob minus the rollout's
+    Samples without rollout logprobs are left out. k3 is the mean of exp(d) - 1 - d, d the trainer's logprob minus the rollout's
     (Schulman, "Approximating KL divergence", 2020).
     """
     rows: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
         rows.setdefault(sample.trajectory_id, []).append(index)
-    places: list[tuple[str, int]] = []
+    turns: list[tuple[str, int]] = []
     differences: list[np.ndarray] = []
     for trajectory in trajectories:
         own = rows.get(trajectory.id, [])
@@ -42,27 +42,38 @@ def turn_mismatches(
             if span.end > span.start:
                 index, part = own[span.row], slice(span.start, span.end)
                 rollout = np.array((samples[index].rollout_logprobs or [])[part])
-                places.append((trajectory.id, span.turn))
+                turns.append((trajectory.id, span.turn))
                 differences.append(logprobs[index][part].astype(np.float64) - rollout)
-    if not places:
+    if not turns:
         return []
     sizes = np.array([len(d) for d in differences])
     starts = np.cumsum(sizes) - sizes
     d = np.concatenate(differences)
     mean, k3 = np.add.reduceat(np.abs(d), starts) / sizes, np.add.reduceat(np.expm1(d) - d, starts) / sizes
-    numbers = zip(places, sizes, mean, np.maximum.reduceat(np.abs(d), starts), k3, strict=True)
+    numbers = zip(turns, sizes, mean, np.maximum.reduceat(np.abs(d), starts), k3, strict=True)
     return [TurnMismatch(name, turn, int(n), float(m), float(top), float(k)) for (name, turn), n, m, top, k in numbers]
 
 
-def summarise(gaps: Sequence[TurnMismatch]) -> dict[str, float | str]:
-    """``logprob_mismatch/mean|max|k3`` over all tokens, and the turn that is ``worst``; nothing where no gap is known."""
-    if not gaps:
+def record_mismatches(
+    trajectories: Sequence[Trajectory], samples: Sequence[Sample], logprobs: Sequence[np.ndarray]
+) -> dict[str, float | str]:
+    """Write each turn's largest mismatch into the turn. Returns metrics over all turns; arguments as :func:`turn_mismatches`."""
+    mismatches = turn_mismatches(trajectories, samples, logprobs)
+    by_id = {trajectory.id: trajectory for trajectory in trajectories}
+    for mismatch in mismatches:
+        by_id[mismatch.trajectory_id].turns[mismatch.turn].logprob_mismatch = mismatch.max
+    return summarize(mismatches)
+
+
+def summarize(mismatches: Sequence[TurnMismatch]) -> dict[str, float | str]:
+    """``logprob_mismatch/mean|max|k3`` over all tokens, and the ``worst`` turn; nothing where no mismatch is known."""
+    if not mismatches:
         return {}
-    tokens = sum(gap.tokens for gap in gaps)
-    worst = max(gaps, key=lambda gap: gap.max)
+    tokens = sum(mismatch.tokens for mismatch in mismatches)
+    worst = max(mismatches, key=lambda mismatch: mismatch.max)
     return {
-        "logprob_mismatch/mean": sum(gap.mean * gap.tokens for gap in gaps) / tokens,
+        "logprob_mismatch/mean": sum(mismatch.mean * mismatch.tokens for mismatch in mismatches) / tokens,
         "logprob_mismatch/max": worst.max,
-        "logprob_mismatch/k3": sum(gap.k3 * gap.tokens for gap in gaps) / tokens,
+        "logprob_mismatch/k3": sum(mismatch.k3 * mismatch.tokens for mismatch in mismatches) / tokens,
         "logprob_mismatch/worst": f"{worst.trajectory_id}, turn {worst.turn}",
     }

@@ -34,15 +34,14 @@ class EvalCommand:
 def evaluate(config: Config) -> None:
     """Play the held-out tasks and print their mean reward."""
     from vlmrl.report.progress import RunProgress
-    from vlmrl.run import loop
     from vlmrl.run.build import build_run
-    from vlmrl.run.evaluate import Evaluation
+    from vlmrl.run.evaluate import Evaluation, evaluate_run
 
     run = build_run(config)
 
     async def connect_and_evaluate() -> Evaluation:
         await run.connect()
-        return await loop.evaluate_run(run, RunProgress(), label="eval")
+        return await evaluate_run(run, RunProgress(), label="eval")
 
     try:
         with interruptible():

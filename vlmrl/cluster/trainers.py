@@ -1,4 +1,4 @@
-"""The trainer ranks as one trainer, for the driver."""
+"""The trainer ranks in Ray's actors as one trainer, for the driver."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 
-from vlmrl.cluster.calls import MOVING
+from vlmrl.cluster.calls import MOVING, STEPPING
 from vlmrl.cluster.ray_cluster import RayCluster
 from vlmrl.cluster.workers import code_of
-from vlmrl.config import Algo
 from vlmrl.config.code import FILE_MODULE
 from vlmrl.train.checkpoint import load_random, save_random
-from vlmrl.train.trainer import Receive
+from vlmrl.train.controller import RunTrainer
+from vlmrl.train.trainer import Receive, TrainerSpec
 from vlmrl.types import Sample
 
 
@@ -27,57 +26,43 @@ class RemoteTrainers:
     def __init__(self, cluster: RayCluster) -> None:
         self._cluster = cluster
 
-    def start(self, algo: Algo, **settings: Any) -> RemoteTrainer:
-        code = code_of(algo)
+    def start(self, spec: TrainerSpec) -> RemoteTrainer:
+        code = code_of(spec.algo)
         for _, _, function in code:
             module = getattr(function, "__module__", None) or ""
             if module.startswith(FILE_MODULE):  # a recipe's: no other process can import it
                 ray.cloudpickle.register_pickle_by_value(sys.modules[module])
-        self._cluster.ask("start", algo, code, settings)
+        self._cluster.ask("start", spec, code)
         return RemoteTrainer(self._cluster)
 
 
-class RemoteTrainer:
-    """The ranks as one :class:`~vlmrl.train.trainer.Trainer`."""
+class RemoteTrainer(RunTrainer):
+    """The ranks as one :class:`~vlmrl.train.trainer.Trainer`. Checkpoints need a folder that all nodes share."""
 
     def __init__(self, cluster: RayCluster) -> None:
-        self.steps_done = 0
-        self.scored: list[np.ndarray] = []
         self._cluster = cluster
 
-    def step(self, samples: Sequence[Sample]) -> dict[str, float]:
-        metrics = self._cluster.ask_about("step", samples)
-        self.steps_done, self.scored = self._cluster.ask("read", "steps_done", "scored")
-        return metrics
+    def call(self, method: str, *arguments: Any) -> Any:
+        return self._cluster.ask("call", method, *arguments, seconds=TIME_LIMITS.get(method, STEPPING))
 
-    def score(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        return self._cluster.ask_about("score", samples)
+    def call_on(self, method: str, samples: Sequence[Sample]) -> Any:
+        return self._cluster.ask_about(method, samples)
 
-    def kl_by_trajectory(self, samples: Sequence[Sample]) -> dict[str, float]:
-        return self._cluster.ask_about("kl_by_trajectory", samples)
+    def iterate(self, method: str) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in self._cluster.ask("weights", method, seconds=MOVING):
+            yield name, weight.tensor()
 
     def send_weights(self, receive: Receive) -> Any:
         return self._cluster.ask("send_weights", receive, seconds=MOVING)
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._named("named_weights")
-
-    def named_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._named("named_adapters")
-
     def save(self, checkpoint: Path) -> None:
-        """Each rank writes its part: the folder must be one that all nodes see."""
-        self._cluster.ask("call", "save", checkpoint.resolve(), seconds=MOVING)
+        super().save(checkpoint.resolve())
         save_random(checkpoint, "driver")
 
     def restore(self, checkpoint: Path) -> None:
-        self._cluster.ask("call", "restore", checkpoint.resolve(), seconds=MOVING)
-        (self.steps_done,) = self._cluster.ask("read", "steps_done")
+        super().restore(checkpoint.resolve())
         load_random(checkpoint, "driver")
 
-    def close(self) -> None:
-        self._cluster.ask("call", "close")
 
-    def _named(self, which: str) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, weight in self._cluster.ask("weights", which, seconds=MOVING):
-            yield name, weight.tensor()
+TIME_LIMITS = {"save": MOVING, "restore": MOVING}
+"""Seconds for calls that read or write the whole policy; :data:`STEPPING` for all others."""

@@ -26,7 +26,7 @@ from vlmrl.train.factory import Trainers
 from vlmrl.train.fsdp import COLLECTIVE, backend_of, forget_unused, reshard
 from vlmrl.train.packing import response_logprobs
 from vlmrl.train.ranks import Ranks
-from vlmrl.train.trainer import Receive
+from vlmrl.train.trainer import Receive, TrainerSpec
 from vlmrl.types import Completion, MediaItem, Sample
 from vlmrl.weight_sync.transfer import TransferResult, WeightUpdate
 
@@ -78,26 +78,22 @@ class RankWorker:
         self._trainers = Trainers.of(self._config, self._ranks)
         forget_unused()  # the whole model was here, of which a share is left
 
-    def start(self, algo: Algo, code: Code, settings: dict[str, Any]) -> None:
-        """A new trainer, with these arguments of :class:`~vlmrl.train.trainer.Trainer`."""
+    def start(self, spec: TrainerSpec, code: Code) -> None:
+        """Make a new trainer, once the functions of ``code`` are registered here."""
         self._come()
         for registry, name, function in code:
             REGISTRIES[registry][name] = function
-        self._trainer = self._trainers.make(algo, **settings)
+        self._trainer = self._trainers.make(spec)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """What one of the trainer's methods gives."""
+        """Call one of the trainer's methods. Rank 0 returns its result, the other ranks None."""
         self._come()
         result = getattr(self._trainer, method)(*arguments)
         return None if self._ranks.rank else result
 
-    def call_on(self, method: str, crate: SamplePayload[Sample], *images: SerializedImage) -> Any:
-        """The same of a method that takes rows."""
-        return self.call(method, crate.unpack([image.item() for image in images]))
-
-    def read(self, *names: str) -> list[Any]:
-        """The trainer's attributes of these names."""
-        return [None if self._ranks.rank else getattr(self._trainer, name) for name in names]
+    def call_on(self, method: str, payload: SamplePayload[Sample], *images: SerializedImage) -> Any:
+        """The same for a method that takes samples."""
+        return self.call(method, payload.unpack([image.item() for image in images]))
 
     def send_weights(self, receive: Receive) -> Any:
         """Walk through the weights on all ranks; what ``receive`` tells on rank 0."""

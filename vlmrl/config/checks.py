@@ -88,6 +88,3 @@ def _check_correction(config: Config) -> None:
             "train.too_old correct needs rollout logprobs, which re-rendered samples (rollout.history rerender with rollout.samples "
             "concat) do not have: set rollout.samples to step_wise."
         )
-    rule = "set with train.too_old correct, such as token_truncation, or algo.old_policy must be rollout"
-    corrected = bool(config.algo.corrections) or config.old_policy == "rollout"
-    require(corrected, "algo.corrections", rule, config.algo.corrections)

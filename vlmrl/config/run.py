@@ -79,13 +79,6 @@ class Config:
         return bool(cluster.gpus and cluster.colocate and not self.attached)
 
     @property
-    def old_policy(self) -> Literal["trainer", "rollout"]:
-        """``algo.old_policy``, or what it is where it is unset."""
-        able = self.algo.has_ratio and not self.rollout.needs_rendered_rows  # whose rows have no rollout logprobs
-        wanted = self.train.max_staleness > 0 and not self.algo.corrections
-        return self.algo.old_policy or ("rollout" if able and wanted else "trainer")
-
-    @property
     def models_dir(self) -> Path:
         """Cache folder of tiny models."""
         return Path(self.output_dir) / ".models"

@@ -69,9 +69,6 @@ class Algo:
         require(self.kl_coef >= 0, "algo.kl_coef", "0 or more", self.kl_coef)
         require(self.overlong_buffer >= 0, "algo.overlong_buffer", "0 (off) or more", self.overlong_buffer)
         if self.old_policy == "rollout":
-            require(
-                self.has_ratio, "algo.loss", "one with a ratio with algo.old_policy rollout, such as ppo", self.loss
-            )
             rule = "unset with algo.old_policy rollout, whose ratios correct for the rollout's policy already"
             require(not self.corrections, "algo.corrections", rule, self.corrections)
         if "gae" in (self.advantage, self.loss):
@@ -91,11 +88,6 @@ class Algo:
             )
             require(not self.kl_in_reward, "algo.kl_in_reward", "False with credit turn", self.kl_in_reward)
             require(not self.overlong_buffer, "algo.overlong_buffer", "0 with credit turn", self.overlong_buffer)
-
-    @property
-    def has_ratio(self) -> bool:
-        """Whether the loss reads the old policy's logprobs."""
-        return self.loss not in ("reinforce", "sft")
 
     def options_of(self, name: str) -> Options:
         """The options of one correction or filter: those whose key is ``name.option``."""

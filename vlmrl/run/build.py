@@ -1,4 +1,4 @@
-"""The parts of one run, made from its config: what can be wrong with a config is found here, before anything is played."""
+"""The parts of one run, built from its config. Errors of a config are found here, before anything is sampled."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from vlmrl.algos import ADVANTAGES, CORRECTIONS, LOSSES, REDUCTIONS
-from vlmrl.config import Algo, Config, Lora, Model, Options
+from vlmrl.algos import ADVANTAGES, CORRECTIONS, LOSSES, REDUCTIONS, look_up
+from vlmrl.config import Algo, Config, Lora, Model, Options, Rollout
 from vlmrl.config.code import check_options
 from vlmrl.data import Tasks, load_run_tasks
 from vlmrl.data.stream import prompt_tokens
@@ -24,79 +24,92 @@ from vlmrl.rollout.group_reward import GroupReward, resolve_group_reward
 from vlmrl.rollout.history import HistoryPolicy, resolve_policy
 from vlmrl.rollout.runner import Runner
 from vlmrl.rollout.turn_loop import TurnLoop
+from vlmrl.run.off_policy import check_off_policy
 from vlmrl.run.serving import Serving, ThisMachine
 from vlmrl.train.checkpoint import Checkpoints
-from vlmrl.train.factory import StartTrainer, Trainers
+from vlmrl.train.controller import StartTrainer
+from vlmrl.train.factory import Trainers
 from vlmrl.train.ranks import Ranks
-from vlmrl.train.trainer import Receive, choose
+from vlmrl.train.trainer import Receive
 
 
-@dataclass
-class Run:
-    """The parts of one run, made from ``config``.
+@dataclass(frozen=True, kw_only=True)
+class Backends:
+    """What samples, what trains, and how weights get from the trainer to the engine."""
 
-    Episodes are played by the env of ``spec``, or by ``generate``. ``receive`` takes the trainer's weights to the engine; ``None``:
-    it samples from the very same ones, or, with ``serving``, servers get them.
-    """
+    engine: RunEngine
+    trainers: StartTrainer
+    receive: Receive | None = None
+    """Brings the trainer's weights to the engine. ``None``: the engine samples from the same weights, or ``serving`` sends them."""
+    serving: Serving | None = None
+    """The inference servers of the run, if it has any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Backends):
+    """The parts of one run."""
 
     config: Config
-    spec: EnvSpec | None
-    generate: Generate | None
     tasks: Tasks
     held_out: Tasks | None
     model: LoadedModel
     store: MediaStore | None
-    engine: RunEngine
+    spec: EnvSpec | None
+    """The env that plays the episodes; ``None``: ``generate`` plays them."""
+    generate: Generate | None
     history_policy: HistoryPolicy | None
     filters: list[Filter]
-    trainers: StartTrainer
-    receive: Receive | None
     group_reward: GroupReward | None
-    serving: Serving | None
 
     @property
     def folder(self) -> Path:
         return self.config.folder
 
     async def connect(self) -> list[str]:
-        """Before anything is sampled: servers, if they do it, come up, get the weights, and agree with the trainer; a line of each."""
-        hands = {} if self.serving is None else await self.serving.connect(self.store)
-        return [f"server    {url}: {hand}" for url, hand in hands.items()]
+        """Start and load servers, if the run has any, and check that they agree with the trainer. Returns a line for each."""
+        reports = {} if self.serving is None else await self.serving.connect(self.store)
+        return [f"server    {url}: {parity}" for url, parity in reports.items()]
 
     @property
     def checkpoints(self) -> Checkpoints:
         return Checkpoints(self.folder / "checkpoints", self.config.checkpoint.keep)
 
     def runner(
-        self, *, group_size: int | None = None, engine: Engine | None = None, store: MediaStore | None = None
+        self,
+        *,
+        group_size: int | None = None,
+        engine: Engine | None = None,
+        store: MediaStore | None = None,
+        rollout: Rollout | None = None,
     ) -> Runner:
-        """A runner of this run's episodes; ``engine`` and ``store`` may be others than the run's own.
+        """A runner of this run's episodes, with other parts than the run's own where they are given.
 
-        With a ``group_size`` of its own it plays for no training, and there is no group reward.
+        With a ``group_size`` its episodes are not for training, so there is no group reward.
         """
-        config = self.config
-        rollout = config.rollout
-        single = rollout.max_turns == 1 and self.generate is None and rollout.over_sampling == 1
-        one_batch = single and not config.train.max_staleness
-        lockstep = config.deterministic or one_batch  # unless nobody waits for the last
-        own: Engine = (
-            LockstepBatching(self.engine) if lockstep and isinstance(self.engine, BatchEngine) else self.engine
-        )
-        parts = (engine or own, self.model.renderer, store or self.store, config.rollout, config.seed)
-        group_reward = self.group_reward if group_size is None else None
+        rollout, group_reward = rollout or self.config.rollout, self.group_reward if group_size is None else None
+        engine = engine or self._sampling_engine()
+        parts = (engine, self.model.renderer, store or self.store, rollout, self.config.seed)
         if self.spec is None:
             assert self.generate is not None
             return Runner(GeneratorLoop(self.generate, *parts), group_size=group_size, group_reward=group_reward)
         turn_loop = TurnLoop(self.spec, *parts, self.history_policy)
         return Runner(turn_loop, group_size=group_size, group_reward=group_reward)
 
+    def _sampling_engine(self) -> Engine:
+        """The engine, with lockstep batching in deterministic runs and where all requests arrive at once anyway."""
+        config, rollout = self.config, self.config.rollout
+        single = rollout.max_turns == 1 and self.generate is None and rollout.over_sampling == 1
+        lockstep = config.deterministic or (single and not config.train.max_staleness)
+        return LockstepBatching(self.engine) if lockstep and isinstance(self.engine, BatchEngine) else self.engine
+
 
 def build_run(config: Config, ranks: Ranks | None = None) -> Run:
-    """Everything a run needs, on rank 0 of its trainers. What can be wrong with a config is found here, cheap things first."""
+    """Build everything that a run needs, on trainer rank 0. Cheap checks come first."""
     generate = resolve_generate(config.rollout)
     spec = resolve_envs(config) if generate is None else None
     history_policy = resolve_policy(config.rollout)
     _check_algo(config.algo)
+    check_off_policy(config)
     filters = resolve_filters(config.algo)
     group_reward = resolve_group_reward(config)
     tasks, held_out = load_run_tasks(config)
@@ -114,47 +127,58 @@ def build_run(config: Config, ranks: Ranks | None = None) -> Run:
     length = prompt_tokens(model.renderer, store, lambda task: spec.of(task).tools if spec else [])
     tasks, held_out = tasks.measured(length), held_out and held_out.measured(length)
     keep_kv = config.rollout.max_turns > 1 or generate is not None
-    place = _on_cluster if config.cluster.on else _here
-    engine, trainers, receive, serving = place(config, ranks, model, keep_kv)
-    played = (config, spec, generate, tasks, held_out, model, store, engine, history_policy, filters)
-    return Run(*played, trainers, receive, group_reward, serving)
+    build = _build_on_cluster if config.cluster.on else _build_here
+    backends = build(config, ranks, model, keep_kv)
+    return Run(
+        config=config,
+        tasks=tasks,
+        held_out=held_out,
+        model=model,
+        store=store,
+        spec=spec,
+        generate=generate,
+        history_policy=history_policy,
+        filters=filters,
+        group_reward=group_reward,
+        engine=backends.engine,
+        trainers=backends.trainers,
+        receive=backends.receive,
+        serving=backends.serving,
+    )
 
 
 def _sampled(config: Config, ranks: Ranks) -> Model:
-    """The model that is sampled from, or whose weights servers get: on a cluster engines have it, and here are only its shapes."""
-    if _shared(config, ranks):
+    """The settings of the model that this process samples from or loads into servers; on a cluster only its shapes are loaded here."""
+    if _shares_weights(config, ranks):
         return config.model
     device = "meta" if config.cluster.on else config.model.device
-    return replace(config.model, device=device, lora=Lora(), freeze=())  # gets merged weights
+    return replace(config.model, device=device, lora=Lora(), freeze=())  # receives merged weights
 
 
-def _shared(config: Config, ranks: Ranks) -> bool:
-    """Whether the engine, which may be servers with weights of their own, gets by with the very weights that are trained."""
-    samples_meanwhile = config.train.max_staleness > 0 and config.engine == "embedded"
-    return ranks.size == 1 and not samples_meanwhile and not config.cluster.on
+def _shares_weights(config: Config, ranks: Ranks) -> bool:
+    """Whether this process holds one copy of the weights, for the trainer and for the engine or for loading servers."""
+    samples_during_training = config.train.max_staleness > 0 and config.engine == "embedded"
+    return ranks.size == 1 and not samples_during_training and not config.cluster.on
 
 
-Placed = tuple[RunEngine, StartTrainer, Receive | None, Serving | None]
-
-
-def _here(config: Config, ranks: Ranks, model: LoadedModel, keep_kv: bool) -> Placed:
-    """The trainer in this process, which may be one of several that ``torchrun`` started, and the engine too unless it is servers."""
-    trainers = Trainers.of(config, ranks, model if _shared(config, ranks) else None)
+def _build_here(config: Config, ranks: Ranks, model: LoadedModel, keep_kv: bool) -> Backends:
+    """The trainer in this process, or in all that ``torchrun`` started; the engine in this process, or servers on this machine."""
+    trainers = Trainers.of(config, ranks, model if _shares_weights(config, ranks) else None)
     if config.train.gradient_checkpointing:
         model.policy.enable_gradient_checkpointing()
     receive = None if trainers.policy is model.policy else model.policy.load_weights
     if config.engine == "sglang":
         serving = Serving.of(config, model, ThisMachine(config, model.policy, ranks.size))
-        return serving.engine, trainers, receive, serving
+        return Backends(engine=serving.engine, trainers=trainers, receive=receive, serving=serving)
     record_routes = config.train.replay_routing
     engine = HFEngine(model.policy, model.renderer, keep_kv=keep_kv, record_routes=record_routes)
-    return engine, trainers, receive, None
+    return Backends(engine=engine, trainers=trainers, receive=receive)
 
 
-def _on_cluster(config: Config, ranks: Ranks, model: LoadedModel, keep_kv: bool) -> Placed:
-    """Both in processes that Ray places."""
+def _build_on_cluster(config: Config, ranks: Ranks, model: LoadedModel, keep_kv: bool) -> Backends:
+    """Trainer and engine in processes that Ray places."""
     if ranks.size > 1:
-        raise ValueError("cluster starts processes by itself: run the recipe without torchrun.")
+        raise ValueError("cluster starts its own processes: run the recipe without torchrun.")
     try:
         from vlmrl.cluster.engines import RemoteEngine
         from vlmrl.cluster.ray_cluster import RayCluster
@@ -170,13 +194,13 @@ def _on_cluster(config: Config, ranks: Ranks, model: LoadedModel, keep_kv: bool)
         except BaseException:
             cluster.close()
             raise
-        return serving.engine, RemoteTrainers(cluster), None, serving
+        return Backends(engine=serving.engine, trainers=RemoteTrainers(cluster), serving=serving)
     engine = RemoteEngine(cluster, config)
-    return engine, RemoteTrainers(cluster), engine.receive, None
+    return Backends(engine=engine, trainers=RemoteTrainers(cluster), receive=engine.receive)
 
 
 def _check_algo(algo: Algo) -> None:
-    """Every name is in its registry, and its options fit the function's signature."""
+    """Check that every name is registered and its options fit the function's signature."""
     chosen: list[tuple[str, str, dict[str, Any], int, Options]] = [
         ("advantage", algo.advantage, ADVANTAGES, 2, algo.advantage_options),
         ("loss", algo.loss, LOSSES, 1, algo.loss_options),
@@ -185,4 +209,4 @@ def _check_algo(algo: Algo) -> None:
     ]
     for kind, name, registry, arguments, options in chosen:
         field = "algo.corrections" if kind == "correction" else f"algo.{kind}"
-        check_options(f"algo.{kind}_options", choose(field, name, registry), arguments, options)
+        check_options(f"algo.{kind}_options", look_up(field, name, registry), arguments, options)

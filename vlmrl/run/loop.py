@@ -1,176 +1,119 @@
-"""The main loop: roll out groups, audit, train, hand the new weights to the engine.
+"""The main loop: take a batch of groups, audit, compute advantages, train, and push the weights to the engine.
 
-`parts.py` makes a run's parts from its config and :func:`train` plays it; the command line calls both. Each stage is a
-function or an object of its own, so this file reads like the algorithm.
+``build.py`` builds a run's parts and :func:`train` runs it. Evaluation, recording, checkpoints and the warm start have files of their
+own, so this file reads like the algorithm.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vlmrl.algos.filters import is_overlong
 from vlmrl.checks.image_swap import check_images
-from vlmrl.checks.logprob_mismatch import TurnMismatch, summarise, turn_mismatches
-from vlmrl.config import Algo, Optim
-from vlmrl.config.code import load_code
+from vlmrl.checks.logprob_mismatch import record_mismatches
 from vlmrl.data import TaskStream
-from vlmrl.engine.base import Request, paused
-from vlmrl.engine.scripted import ScriptedEngine
-from vlmrl.model.lora import save_adapters
-from vlmrl.report.curve import draw_curve
-from vlmrl.report.metrics import trajectory_metrics
+from vlmrl.engine.base import paused
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.run_log import RunLog
-from vlmrl.report.viewer import write_page
-from vlmrl.rollout.batches import GroupBatch
 from vlmrl.rollout.buffer import AsynchronousBuffer, RolloutBuffer, SynchronousBuffer
 from vlmrl.run.build import Run
-from vlmrl.run.evaluate import Background, Evaluation, evaluate
-from vlmrl.samples import AuditReport, audit, emit
-from vlmrl.train.checkpoint import load_json, save_json
-from vlmrl.train.credit import give_advantages
-from vlmrl.train.factory import RunTrainer
-from vlmrl.types import Sample, Task, Trajectory
-
-LAST_PAUSE = 150.0  # seconds for the engine of a broken run to leave the GPUs to the trainer
-PAGE_TRAJECTORIES = 64  # of the last batch, shown on the trajectory page
-
-
-@dataclass
-class LoopState:
-    """Where a run is: what a checkpoint holds of the loop itself."""
-
-    step: int = 0
-    batches: dict[str, Any] = field(default_factory=dict)
-    log: dict[str, int] = field(default_factory=dict)
-    summary: dict[str, float] = field(default_factory=dict)
+from vlmrl.run.checkpointing import LoopState, restore, save_after_failure, save_checkpoint, save_model, save_summary
+from vlmrl.run.evaluate import Evaluator
+from vlmrl.run.off_policy import old_policy
+from vlmrl.run.recorder import Recorder
+from vlmrl.run.stages import audited_samples, push_weights
+from vlmrl.run.warm_start import warm_start
+from vlmrl.train.controller import RunTrainer
+from vlmrl.train.credit import assign_advantages
+from vlmrl.train.trainer import TrainerSpec
+from vlmrl.types import Trajectory
 
 
 async def train(run: Run, log: RunLog, progress: RunProgress, checkpoint: Path | None = None) -> dict[str, float]:
-    """Warm start, evaluation, the steps, evaluation again. Returns the summary, which `summary.json` holds too.
+    """Warm start, evaluation, training steps, evaluation again. Returns the summary, which is also written to `summary.json`.
 
-    A ``checkpoint`` stands for all that went before it.
+    With a ``checkpoint`` the run resumes there, without the warm start and the first evaluation.
     """
-    config, place = run.config, LoopState()
+    config, state = run.config, LoopState.load(checkpoint)
+    evaluator, recorder = Evaluator(run, log, progress, state.summary), Recorder(run, log)
     for line in await run.connect():
         progress.say(line)
     if checkpoint is None:
         if config.warm_start.steps:
             await warm_start(run, progress)
-        await _evaluate_into(place.summary, "reward_before", run, log, 0, progress)
+        await evaluator.evaluate(0, "reward_before")
     async with paused(run.engine):
-        trainer, batches = new_trainer(run), new_buffer(run)
+        trainer, buffer = new_trainer(run), new_buffer(run)
         if checkpoint is not None:
-            place = await restore(run, trainer, batches, checkpoint)
-    evaluation = Background()
-    played: list[Trajectory] = []
+            await restore(run, trainer, buffer, state, checkpoint)
     try:
-        with progress.phase("train", config.train.steps - place.step) as phase:
-            for step in range(place.step + 1, config.train.steps + 1):
-                counts = image_counts(run)
-                began = time.perf_counter()
-                batch = await batches.take(step)
-                rolled_out = time.perf_counter()
-                played = batch.rollouts.trajectories
-                if step == 1 and config.train.canary and run.store is not None:
-                    await check_images(trainer.score, run.engine, run.store, played, run.model.policy.image_token_id)
-                metrics = await update(run, trainer, batch.trajectories, step, evaluation)
-                batches.trained()
-                seconds = {"time/rollout": rolled_out - began, "time/train": time.perf_counter() - rolled_out}
-                counts = {name: count - counts[name] for name, count in image_counts(run).items()}
-                row = step_metrics(batch) | counts | batches.metrics() | metrics | seconds
-                log.log(step, row)
-                log.log_trajectories(step, played)
-                rate = row["sampled_tokens"] / (time.perf_counter() - began)
-                phase.advance(reward=row.get("reward/mean"), reply_tokens=row["sampled_tokens/mean"], tokens_per_s=rate)
-                if config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
-                    evaluation.start(_evaluate_into({}, "", run, log, step, progress))
-                    if not config.train.max_staleness:
-                        await evaluation.end()
-                if config.checkpoint.every and (step % config.checkpoint.every == 0 or step == config.train.steps):
-                    await evaluation.end()  # or its numbers would be missing after a resume
-                    place = replace(place, step=step, batches=batches.state(), log=log.sizes())
-                    async with paused(run.engine) if config.colocated else nullcontext():
-                        await asyncio.to_thread(save_checkpoint, run, trainer, place)
-            await evaluation.end()
+        await train_steps(run, trainer, buffer, state, evaluator, recorder, progress)
     except BaseException:
         if config.save_model and trainer.steps_done:
-            await save_what_there_is(run, trainer, progress)
+            await save_after_failure(run, trainer, progress)
         raise
     finally:
-        await evaluation.stop()
-        await batches.close()
-        leave_behind(run, log, played)
-    summary = place.summary
-    await _evaluate_into(summary, "reward_after", run, log, config.train.steps, progress)
+        await evaluator.cancel()
+        await buffer.close()
+        recorder.write_pages()
+    await evaluator.evaluate(config.train.steps, "reward_after")
     if config.eval.blank_images:
-        await _evaluate_into(summary, "reward_blanked", run, log, config.train.steps, progress, blank_images=True)
-    (run.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    leave_behind(run, log, played)
+        await evaluator.evaluate(config.train.steps, "reward_blanked", blank_images=True)
+    save_summary(run, state)
+    recorder.write_pages()
     if config.save_model:
-        if config.colocated:
-            await run.engine.pause()
-        save(run, trainer)
-    return summary
+        await save_model(run, trainer)
+    return state.summary
 
 
-def save_checkpoint(run: Run, trainer: RunTrainer, place: LoopState) -> None:
-    with run.checkpoints.new(place.step) as folder:
-        trainer.save(folder)
-        save_json(folder, asdict(place))
-
-
-async def restore(run: Run, trainer: RunTrainer, batches: RolloutBuffer, checkpoint: Path) -> LoopState:
-    """Bring trainer, paused engine and data to where the checkpoint was made."""
-    place = LoopState(**load_json(checkpoint))
-    trainer.restore(checkpoint)
-    await push_weights(run, trainer, place.step)
-    batches.restore(place.batches)
-    return place
-
-
-async def save_what_there_is(run: Run, trainer: RunTrainer, progress: RunProgress) -> None:
-    """A stopped or broken run keeps what it has learnt: the weights here, which need nothing of other ranks, or else the trainer's."""
-    try:
-        if run.config.colocated:
-            async with asyncio.timeout(LAST_PAUSE):
-                await run.engine.pause()
-    except Exception as error:  # what broke the run may be the engine
-        progress.say(f"the engine did not leave the GPUs to the trainer: {error or type(error).__name__}")
-    try:
-        run.model.save(run.folder / "model", trainer.named_weights() if run.model.is_on_meta else None)
-    except RuntimeError as error:  # what broke the run may be the trainer
-        progress.say(f"the weights of the last step could not be saved: {error}")
-
-
-def save(run: Run, trainer: RunTrainer) -> None:
-    """The trained weights in Hugging Face form, and adapters, if there are any, also by themselves."""
-    run.model.save(run.folder / "model", trainer.named_weights() if run.model.is_on_meta else None)
-    model = run.config.model
-    if model.lora.rank:
-        save_adapters(dict(trainer.named_adapters()), model.lora, model.path, run.folder / "adapters")
+async def train_steps(
+    run: Run,
+    trainer: RunTrainer,
+    buffer: RolloutBuffer,
+    state: LoopState,
+    evaluator: Evaluator,
+    recorder: Recorder,
+    progress: RunProgress,
+) -> None:
+    """All steps after ``state.step``: one batch each."""
+    config = run.config
+    with progress.phase("train", config.train.steps - state.step) as phase:
+        for step in range(state.step + 1, config.train.steps + 1):
+            recorder.begin_step()
+            batch = await buffer.take(step)
+            recorder.batch_taken(batch)
+            if step == 1 and config.train.canary and run.store is not None:
+                played, image_token_id = batch.rollouts.trajectories, run.model.policy.image_token_id
+                await check_images(trainer.score, run.engine, run.store, played, image_token_id)
+            metrics = await update(run, trainer, batch.trajectories, step, evaluator)
+            buffer.trained()
+            phase.advance(**recorder.end_step(step, batch, buffer.metrics() | metrics))
+            await evaluator.after_step(step)
+            every = config.checkpoint.every
+            if every and (step % every == 0 or step == config.train.steps):
+                await evaluator.wait()  # or a resumed run would lack its metrics
+                await save_checkpoint(run, trainer, buffer, state, step, recorder.log)
+        await evaluator.wait()
 
 
 async def update(
-    run: Run, trainer: RunTrainer, trajectories: Sequence[Trajectory], step: int, evaluation: Background
+    run: Run, trainer: RunTrainer, trajectories: Sequence[Trajectory], step: int, evaluator: Evaluator
 ) -> dict[str, Any]:
-    """Train on one batch and hand the weights to the engine, which samples on meanwhile where it has weights of its own.
+    """Train on one batch and push the weights to the engine. In an asynchronous run the engine samples during training.
 
-    An ``evaluation`` that is under way ends with the weights it began with.
+    A running evaluation finishes under the weights it began with.
     """
     if not run.config.train.max_staleness:
-        async with paused(run.engine):  # it may sample from the very weights that are trained
+        async with paused(run.engine):  # it may share the weights that are trained
             metrics = train_on(run, trainer, trajectories)
             return metrics | await push_weights(run, trainer, step)
     metrics = await asyncio.to_thread(train_on, run, trainer, trajectories)
-    await evaluation.end()
+    await evaluator.wait()
     began = time.perf_counter()
     async with paused(run.engine):
         metrics |= await push_weights(run, trainer, step)
@@ -178,149 +121,25 @@ async def update(
 
 
 def train_on(run: Run, trainer: RunTrainer, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    """One batch: emit, audit, give the advantages, update."""
+    """Train on one batch: emit samples, audit them, compute advantages, update. Returns metrics."""
     began = time.perf_counter()
+    algo = run.config.algo
     metrics: dict[str, Any] = {"samples/unmerged": sum(len(trajectory.turns) for trajectory in trajectories)}
     if not trajectories:
         return metrics | {"samples": 0}
     samples, report = audited_samples(run, trajectories)
     metrics |= {"time/audit": time.perf_counter() - began, "samples": report.samples}
     metrics |= {f"left_out/{reason}": count for reason, count in report.left_out.items()}
-    penalties = trainer.kl_by_trajectory(samples) if run.config.algo.kl_in_reward else {}
-    coef = run.config.algo.kl_coef
-    give_advantages(samples, trajectories, run.config, {name: coef * kl for name, kl in penalties.items()})
-    if run.config.algo.mask_truncated:
+    kl = trainer.kl_by_trajectory(samples) if algo.kl_in_reward else {}
+    assign_advantages(samples, trajectories, run.config, {name: algo.kl_coef * value for name, value in kl.items()})
+    if algo.mask_truncated:
         overlong = {trajectory.id for trajectory in trajectories if is_overlong(trajectory)}
         metrics["left_out/overlong"] = sum(sum(s.loss_mask) for s in samples if s.trajectory_id in overlong)
         samples = [sample for sample in samples if sample.trajectory_id not in overlong]
-    if samples:
-        metrics |= trainer.step(samples)
-    return metrics | note_mismatches(trajectories, turn_mismatches(trajectories, samples, trainer.scored))
-
-
-def audited_samples(run: Run, trajectories: Sequence[Trajectory]) -> tuple[list[Sample], AuditReport]:
-    """The rows that these trajectories are trained by."""
-    samples = [sample for trajectory in trajectories for sample in emit(trajectory, run.config.rollout.samples)]
-    policy = run.model.policy
-    image_token_id, banned_ids, routing = policy.image_token_id, policy.banned_ids, policy.routing
-    return samples, audit(samples, trajectories, image_token_id=image_token_id, banned_ids=banned_ids, routing=routing)
-
-
-def note_mismatches(trajectories: Sequence[Trajectory], gaps: Sequence[TurnMismatch]) -> dict[str, float | str]:
-    """Write each turn's gap between trainer and rollout into the turn; the summary of all of them."""
-    by_id = {trajectory.id: trajectory for trajectory in trajectories}
-    for gap in gaps:
-        by_id[gap.trajectory_id].turns[gap.turn].logprob_mismatch = gap.max
-    return summarise(gaps)
-
-
-async def warm_start(run: Run, progress: RunProgress) -> None:
-    """Imitate scripted episodes, played through the same loop, with cross entropy on the scripted replies."""
-    config = run.config.warm_start
-    demonstrate = load_code("warm_start.demonstrate", config.demonstrate)
-    playing: dict[str, Task] = {}
-
-    def reply(request: Request, turn: int) -> str:
-        assert demonstrate is not None
-        return demonstrate(playing[request.trajectory_id.partition(".")[0]], turn)  # a refill's id has a suffix
-
-    runner = run.runner(group_size=1, engine=ScriptedEngine(reply, run.model.renderer))
-    tasks = TaskStream(run.tasks)
-    async with paused(run.engine):
-        trainer = run.trainers.start(
-            Algo(loss="sft"),
-            optim=Optim(lr=config.lr, warmup_steps=config.steps // 20),
-            total_steps=config.steps,
-            tokens_per_micro_batch=run.config.train.tokens_per_micro_batch,
-        )
-        with progress.phase("warm start", config.steps) as phase:
-            for step in range(config.steps):
-                batch = [next(tasks) for _ in range(config.trajectories_per_step)]
-                playing = {f"warm{step:06d}/{index:05d}/00": task for index, task in enumerate(batch)}
-                rollouts = await runner.play(iter(batch), len(batch), f"warm{step:06d}")
-                samples, _ = audited_samples(run, rollouts.trajectories)
-                for sample in samples:
-                    sample.advantage = 0.0  # cross entropy asks for none
-                phase.advance(loss=trainer.step(samples)["loss"])
-        trainer.close()
-        await push_weights(run, trainer, run.engine.policy_version)
-
-
-async def evaluate_run(run: Run, progress: RunProgress, *, label: str, blank_images: bool = False) -> Evaluation:
-    """The held-out tasks under the run's current weights."""
-    if run.held_out is None:
-        raise ValueError("eval.data must be set for an evaluation.")
-    config = run.config
-    rollout = replace(config.rollout, temperature=config.eval.temperature)
-    store = run.model.new_store(blank_images)
-    runner = run.runner(group_size=config.eval.samples_per_task, store=store)
-    runner.loop.config = rollout
-    tasks = [task for task in run.held_out if run.held_out.fits(task)]
-    rewards: list[float] = []
-    with progress.phase("evaluate", len(tasks) * runner.group_size) as phase:
-
-        def ended(trajectory: Trajectory) -> None:
-            rewards.extend([] if trajectory.reward is None else [trajectory.reward])
-            phase.advance(reward=sum(rewards) / len(rewards) if rewards else None)
-
-        try:
-            return await evaluate(runner, tasks, label, ended)
-        finally:
-            if store is not None:
-                store.close()
-
-
-async def _evaluate_into(
-    summary: dict[str, float],
-    name: str,
-    run: Run,
-    log: RunLog,
-    step: int,
-    progress: RunProgress,
-    blank_images: bool = False,
-) -> dict[str, float]:
-    """Evaluate if there is anything held out; log the numbers, and put them into the summary under ``name``."""
-    if run.held_out is None:
-        return summary
-    kind = "blanked" if blank_images else "eval"
-    result = await evaluate_run(run, progress, label=f"{kind}{step:06d}", blank_images=blank_images)
-    row = {f"{kind}/{key}": value for key, value in trajectory_metrics(result.trajectories).items()}
-    log.log(step, row | {f"{kind}/standard_error": result.standard_error})
-    if name:
-        summary[name] = result.reward
-        summary[f"{name}_standard_error"] = result.standard_error
-    return summary
-
-
-def image_counts(run: Run) -> dict[str, float]:
-    """How many images were asked for, processed and encoded so far."""
-    counts = {"images/encoded": run.engine.images_encoded}
-    if run.store is not None:
-        counts |= {"images/seen": run.store.seen, "images/processed": run.store.processed}
-    return {name: float(count) for name, count in counts.items()}
-
-
-def step_metrics(batch: GroupBatch) -> dict[str, float]:
-    """What was played for one step, also what the filters then left out."""
-    rollouts = batch.rollouts
-    metrics = trajectory_metrics(rollouts.trajectories)
-    metrics["sampled_tokens"] = float(sum(trajectory.num_sampled for trajectory in rollouts.trajectories))
-    metrics["failed"] = float(len(rollouts.failed))
-    metrics["groups/dropped"] = float(rollouts.dropped_groups)
-    metrics["groups/stopped"], metrics["groups/filtered"] = float(rollouts.stopped_groups), float(batch.filtered)
-    metrics["groups/too_old"] = float(batch.too_old)
-    return metrics
-
-
-def leave_behind(run: Run, log: RunLog, trajectories: Sequence[Trajectory]) -> None:
-    """The reward curve, the trajectory page and the last batch's records."""
-    if not trajectories or not log.rows():
-        return
-    chance = run.config.eval.chance
-    levels = {} if chance is None else {"chance": chance}
-    draw_curve(log.rows(), run.folder / "reward.png", title=run.config.name, levels=levels)
-    shown = trajectories[:PAGE_TRAJECTORIES]
-    write_page(shown, run.folder / "trajectories.html", title=run.config.name, decode=run.model.renderer.decode)
+    if not samples:
+        return metrics
+    output = trainer.step(samples)
+    return metrics | output.metrics | record_mismatches(trajectories, samples, output.logprobs)
 
 
 def new_buffer(run: Run) -> RolloutBuffer:
@@ -330,24 +149,16 @@ def new_buffer(run: Run) -> RolloutBuffer:
 
 
 def new_trainer(run: Run) -> RunTrainer:
-    config = run.config
-    steps_per_batch = config.train.groups_per_batch // (config.train.groups_per_step or config.train.groups_per_batch)
-    return run.trainers.start(
-        replace(config.algo, old_policy=config.old_policy),
+    config, train = run.config, run.config.train
+    steps_per_batch = train.groups_per_batch // (train.groups_per_step or train.groups_per_batch)
+    spec = TrainerSpec(
+        algo=replace(config.algo, old_policy=old_policy(config)),
         optim=config.optim,
-        total_steps=config.train.steps * steps_per_batch,
-        tokens_per_micro_batch=config.train.tokens_per_micro_batch,
+        total_steps=train.steps * steps_per_batch,
+        tokens_per_micro_batch=train.tokens_per_micro_batch,
         temperature=config.rollout.temperature or 1.0,
-        groups_per_step=config.train.groups_per_step,
-        share_prefixes=config.train.share_prefixes,
-        replay_routing=config.train.replay_routing,
+        groups_per_step=train.groups_per_step,
+        share_prefixes=train.share_prefixes,
+        replay_routing=train.replay_routing,
     )
-
-
-async def push_weights(run: Run, trainer: RunTrainer, policy_version: int) -> dict[str, float]:
-    """Hand the trainer's weights to the paused engine, unless it samples from the very same ones; metrics of how servers took them."""
-    if run.receive is not None:
-        trainer.send_weights(run.receive)
-    metrics = {} if run.serving is None else await run.serving.push(trainer, policy_version)
-    run.engine.weights_changed(policy_version)
-    return metrics
+    return run.trainers.start(spec)

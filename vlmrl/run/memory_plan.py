@@ -1,4 +1,4 @@
-"""The plan of a run: which processes there will be, and what memory each takes. It is made before anything is loaded."""
+"""The memory plan of a run: its processes and the memory of each, computed from shapes before anything is loaded."""
 
 from __future__ import annotations
 
@@ -15,41 +15,40 @@ from vlmrl.train.ranks import Ranks
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model: its parameters, those of them that are trained, and the numbers that a token leaves in its cache."""
+    """Counts of numbers in a model."""
 
     parameters: int
     trained: int
     cached: int
+    """Per token in the KV cache."""
 
     @classmethod
     def of(cls, model: Any) -> Sizes:
         weights = list(model.parameters())
         text = model.config.get_text_config()
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        layers = layer_kinds(model.config).count("full_attention")  # recurrent layers keep nothing of each token
+        layers = layer_kinds(model.config).count("full_attention")  # recurrent layers have no KV cache
         trained = sum(weight.numel() for weight in weights if weight.requires_grad)
         return cls(sum(weight.numel() for weight in weights), trained, 2 * layers * text.num_key_value_heads * head)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A run's processes, the dtype they compute in, and their memory by part, in bytes.
-
-    ``ranks`` are the trainer's. ``engine`` holds no weights where it samples from the trainer's own, and is
-    empty where servers sample, whose memory is their own affair.
-    """
+class MemoryPlan:
+    """A run's processes, the dtype they compute in, and their memory by part, in bytes."""
 
     model: str
     where: str
     ranks: int
+    """Trainer ranks."""
     dtype: torch.dtype
     sizes: Sizes
     trainer: dict[str, float]
     engine: dict[str, float]
+    """Without weights where the engine shares the trainer's; empty for servers, which manage their own memory."""
 
     @classmethod
-    def of(cls, config: Config, sizes: Sizes, ranks: int) -> Plan:
-        """``ranks``: those that were started already, of which a cluster needs none."""
+    def of(cls, config: Config, sizes: Sizes, ranks: int) -> MemoryPlan:
+        """``ranks``: the trainer ranks that ``torchrun`` started. A cluster starts its own."""
         cluster = config.resolved_cluster
         device = torch.device("cuda" if cluster.gpus else "cpu") if cluster.on else pick_device(config.model.device)
         dtype = pick_dtype(config.model.dtype, device)
@@ -69,14 +68,14 @@ class Plan:
         lines = [
             f"model     {self.model}, {parameters:.1f} M parameters, of which {trained:.1f} M are trained; {dtype}",
             f"placement {self.where}",
-            f"memory    {each}: {_told(self.trainer)}, beside activations",
+            f"memory    {each}: {_sizes_of(self.trainer)}, beside activations",
         ]
-        return "\n".join(lines + ([f"          engine: {_told(self.engine)}"] if self.engine else []))
+        return "\n".join(lines + ([f"          engine: {_sizes_of(self.engine)}"] if self.engine else []))
 
 
-def plan(config: Config, ranks: Ranks) -> Plan:
-    """What ``config`` asks for, from the shapes of the model's weights alone."""
-    return Plan.of(config, Sizes.of(shapes_of(config.model, config.models_dir)), ranks.size)
+def plan_memory(config: Config, ranks: Ranks) -> MemoryPlan:
+    """The plan of a config. It needs only the shapes of the model's weights."""
+    return MemoryPlan.of(config, Sizes.of(shapes_of(config.model, config.models_dir)), ranks.size)
 
 
 def _where(config: Config, device: torch.device, ranks: int) -> str:
@@ -91,25 +90,25 @@ def _where(config: Config, device: torch.device, ranks: int) -> str:
     trainer = f"{ranks} trainer ranks (FSDP2)" if ranks > 1 else "1 trainer"
     machines = f"{cluster.nodes} nodes" if cluster.nodes > 1 else "1 node"
     if config.attached:
-        theirs = f"{cluster.gpus} GPUs" if cluster.gpus else "the CPUs"
-        return f"{trainer} on {theirs} of {machines}, beside servers that run already"
+        devices = f"{cluster.gpus} GPUs" if cluster.gpus else "the CPUs"
+        return f"{trainer} on {devices} of {machines}, beside servers that run already"
     kind, several = "engine" if config.engine == "embedded" else "SGLang server", cluster.num_engines > 1
     engines = f"{cluster.num_engines} {kind}{'s' * several}"
     if not cluster.gpus:
         return f"{trainer} and {engines} on the CPUs of {machines}"
-    how = "taking turns" if cluster.colocate else "apart"
+    how = "colocated" if cluster.colocate else "apart"
     return f"{trainer} and {engines} on {cluster.gpus} GPUs of {machines}, {how}"
 
 
 def _trainer(config: Config, sizes: Sizes, ranks: int, dtype: torch.dtype) -> dict[str, float]:
-    """Of each rank. Several ranks share float32 weights; one alone has float32 masters beside narrower weights."""
+    """The memory of each rank. Several ranks shard float32 weights; a single rank has float32 masters beside bfloat16 weights."""
     own = dtype.itemsize if ranks == 1 else 4
     parts = {"weights": own * sizes.parameters / ranks}
     if own < 4:
         parts["masters"] = 4 * sizes.trained
     parts["gradients"] = 4 * sizes.trained / ranks
     if not config.optim.offload:
-        parts["averages"] = 8 * sizes.trained / ranks
+        parts["optimizer state"] = 8 * sizes.trained / ranks
     algo = config.algo
     if algo.kl_coef and (algo.reference is not None or not config.model.lora.rank):
         parts["reference"] = own * sizes.parameters / ranks
@@ -117,15 +116,15 @@ def _trainer(config: Config, sizes: Sizes, ranks: int, dtype: torch.dtype) -> di
 
 
 def _cache(config: Config, sizes: Sizes, dtype: torch.dtype) -> dict[str, float]:
-    """The most that keys and values can take on one engine: every trajectory at its full length."""
+    """The largest KV cache of one engine: every trajectory at its full length."""
     rollout = config.rollout
-    played = config.train.groups_per_batch * rollout.group_size * rollout.over_sampling
+    started = config.train.groups_per_batch * rollout.group_size * rollout.over_sampling
     engines = config.resolved_cluster.num_engines if config.cluster.on else 1
-    trajectories = min(rollout.max_concurrent, played) / engines
-    return {"keys and values at most": trajectories * rollout.max_tokens * sizes.cached * dtype.itemsize}
+    trajectories = min(rollout.max_concurrent, started) / engines
+    return {"KV cache at most": trajectories * rollout.max_tokens * sizes.cached * dtype.itemsize}
 
 
-def _told(parts: dict[str, float]) -> str:
+def _sizes_of(parts: dict[str, float]) -> str:
     each = ", ".join(f"{name} {_gigabytes(size)}" for name, size in parts.items())
     return each if len(parts) == 1 else f"{each}: {_gigabytes(sum(parts.values()))}"
 

@@ -1,4 +1,4 @@
-"""A training run as a program: its folder, its plan, its progress, its end."""
+"""A training run as a program: its folder, plan, progress and report."""
 
 from __future__ import annotations
 
@@ -19,35 +19,38 @@ from vlmrl.report.progress import RunProgress
 from vlmrl.report.records import plain
 from vlmrl.report.run_log import RunLog
 from vlmrl.report.trackers import open_trackers
-from vlmrl.run import loop, memory_plan
+from vlmrl.run import loop
 from vlmrl.run.build import Run, build_run
+from vlmrl.run.memory_plan import plan_memory
+from vlmrl.run.off_policy import describe_correction
 from vlmrl.train.checkpoint import load_json
+from vlmrl.train.controller import destroy_process_group, join_process_group, run_commands, stop_commands
 from vlmrl.train.factory import Trainers
-from vlmrl.train.fsdp import backend_of, dismiss, follow, join_ranks, leave_ranks
+from vlmrl.train.fsdp import backend_of
 from vlmrl.utils.threads import run_awake
 
 
 def run_training(config: Config, *, dry_run: bool = False, resume: bool = False) -> None:
-    """Build, train, and say where everything is. Ctrl-C keeps what there is and exits with 130.
+    """Build and train, then print where the results are. Ctrl-C saves the weights and exits with 130.
 
-    With ``resume`` an earlier run of this name goes on in its folder, from its newest checkpoint; otherwise it is set aside.
+    With ``resume`` an earlier run of this name continues in its folder from its newest checkpoint; otherwise its folder is renamed.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    tiny.resolve(config.model.path, config.models_dir)  # before ranks are known, from when on only rank 0 writes files
-    ranks = join_ranks(backend_of(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+    tiny.resolve(config.model.path, config.models_dir)  # before ranks are known: then only rank 0 builds models
+    ranks = join_process_group(backend_of(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
     if ranks.rank == 0:
         progress = RunProgress()
-        progress.say(str(memory_plan.plan(config, ranks)))
+        progress.say(str(plan_memory(config, ranks)))
         if dry_run:
             _without_weights(config, progress)
         else:
             _train(build_run(config, ranks), progress, resume)
     elif not dry_run:
-        follow(Trainers.of(config, ranks).make)
+        run_commands(Trainers.of(config, ranks).make)
     if ranks.size > 1:
         if ranks.rank == 0 and not dry_run:
-            dismiss()
-        leave_ranks()
+            stop_commands()
+        destroy_process_group()
 
 
 def _train(run: Run, progress: RunProgress, resume: bool) -> None:
@@ -55,7 +58,7 @@ def _train(run: Run, progress: RunProgress, resume: bool) -> None:
         progress.say(summary_of(run))
         checkpoint = run.checkpoints.newest() if resume else None
         if checkpoint is None:
-            _set_aside(run.folder)
+            _rename_earlier_run(run.folder)
         else:
             progress.say("\n".join([f"resumed   from {checkpoint}", *_changes(run.folder / "config.json", run.config)]))
         began = time.monotonic()
@@ -65,7 +68,7 @@ def _train(run: Run, progress: RunProgress, resume: bool) -> None:
         try:
             summary = run_awake(loop.train(run, log, progress, checkpoint))
         except (KeyboardInterrupt, asyncio.CancelledError):
-            progress.say(f"\nstopped after {time.monotonic() - began:.0f} s; what there is lies in {run.folder}")
+            progress.say(f"\nstopped after {time.monotonic() - began:.0f} s; the results so far are in {run.folder}")
             raise SystemExit(130) from None
         finally:
             log.close()
@@ -75,14 +78,14 @@ def _train(run: Run, progress: RunProgress, resume: bool) -> None:
 
 
 def _without_weights(config: Config, progress: RunProgress) -> None:
-    """Resolve everything else, in this process alone."""
+    """Build everything but the weights, in this process, to find errors and print the plan."""
     run = build_run(replace(config, model=replace(config.model, device="meta"), cluster=Cluster()))
     progress.say(summary_of(run))
     run.engine.close()
 
 
 def summary_of(run: Run) -> str:
-    """What is about to happen, in a few lines."""
+    """The plan of the run, in a few lines."""
     config, policy = run.config, run.model.policy
     held_out = f", {len(run.held_out)} held out" if run.held_out is not None else ""
     sampled = config.train.groups_per_batch * config.rollout.group_size
@@ -97,21 +100,16 @@ def summary_of(run: Run) -> str:
     if run.serving is not None:
         lines.insert(-1, f"engine    {run.serving.plan()}")
     if config.train.share_prefixes and not policy.family.may_share:
-        told = (
-            f"not shared, though train.share_prefixes is set: {policy.config.model_type} does not allow it, {WHY_ALONE}"
-        )
-        lines.insert(-1, f"prefixes  {told}")
+        reason = f"{policy.config.model_type} does not allow it, {WHY_ALONE}"
+        lines.insert(-1, f"prefixes  not shared, though train.share_prefixes is set: {reason}")
     if config.train.max_staleness:
-        corrected = "corrections: " + ", ".join(config.algo.corrections)
-        if not config.algo.corrections:
-            corrected = "corrected by the loss's ratio" if config.old_policy == "rollout" else "not corrected"
-        told = f"asynchronous, {config.train.max_staleness} updates ahead at most; too old: {config.train.too_old}"
-        lines.insert(-1, f"rollouts  {told}; {corrected}")
+        ahead = f"asynchronous, {config.train.max_staleness} updates ahead at most; too old: {config.train.too_old}"
+        lines.insert(-1, f"rollouts  {ahead}; {describe_correction(config)}")
     return "\n".join(lines)
 
 
 def report(run: Run, summary: dict[str, float], seconds: float) -> str:
-    """The end of a run: what was reached, and what to open."""
+    """The report at the end of a run: the rewards, and the files to open."""
     lines = [f"\ndone in {seconds:.0f} s"]
     titles = {"reward_before": "before", "reward_after": "after", "reward_blanked": "after, images blanked"}
     for key, title in titles.items():
@@ -133,7 +131,7 @@ def report(run: Run, summary: dict[str, float], seconds: float) -> str:
 
 
 def _changes(before: Path, config: Config) -> list[str]:
-    """The settings that are others than those in the file, a line each."""
+    """The settings that differ from those in the file ``before``, a line each."""
     old, new = _flat(json.loads(before.read_text())), _flat(plain(config))
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     return [f"          {name} is now {new.get(name)}, and was {old.get(name)}" for name in names]
@@ -147,8 +145,8 @@ def _flat(settings: Any, name: str = "") -> dict[str, Any]:
     return {key: value for part in parts for key, value in part.items()}
 
 
-def _set_aside(folder: Path) -> None:
-    """Move an earlier run of this name to `name.1`, `name.2`, and so on: nothing is overwritten."""
+def _rename_earlier_run(folder: Path) -> None:
+    """Rename the folder of an earlier run to `name.1`, `name.2`, and so on, so that nothing is overwritten."""
     if not folder.exists():
         return
     number = next(n for n in range(1, 10**6) if not folder.with_name(f"{folder.name}.{n}").exists())

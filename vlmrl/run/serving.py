@@ -19,7 +19,7 @@ from vlmrl.model.loading import LoadedModel, as_saved
 from vlmrl.model.lora import named_weights
 from vlmrl.model.policy import Policy
 from vlmrl.multimodal.store import MediaStore
-from vlmrl.train.factory import RunTrainer
+from vlmrl.train.controller import RunTrainer
 from vlmrl.train.fsdp import forget_unused
 from vlmrl.train.packing import response_logprobs
 from vlmrl.types import Sample

@@ -1,11 +1,11 @@
-"""Checkpoints: all that a run needs to go on, in a folder that appears whole or not at all.
+"""Checkpoints: everything that a resumed run needs, in a folder that appears whole or not at all.
 
     runs/geo3k/checkpoints/step000020/
-      run.json       where the loop is: its step, its place in the data and in the log
-      trainer/       trained weights and the optimizer's averages (torch.distributed.checkpoint), each rank's part in a file
+      run.json       the loop's state: its step, its position in the data and in the log
+      trainer/       trained weights and optimizer state (torch.distributed.checkpoint), each rank's part in a file
       random0.pt     rank 0's random number generators
 
-The folder is filled under another name, written out to the disk, and renamed. With many ranks all of them must see it.
+The folder is written under a temporary name, flushed to the disk, and renamed. All ranks must share the file system.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Checkpoints:
-    """The checkpoints of one run, of which the last ``keep`` stay."""
+    """The checkpoints of one run. Only the newest ``keep`` are kept."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder
         self.keep = keep
 
     def all(self) -> list[Path]:
-        """The whole ones, oldest first."""
+        """Paths of the complete checkpoints, oldest first."""
         return sorted(self.folder.glob("step*"))
 
     def newest(self) -> Path | None:
@@ -45,26 +45,26 @@ class Checkpoints:
 
     @contextmanager
     def new(self, step: int) -> Iterator[Path]:
-        """A folder to fill, which is a checkpoint once the block ends without an error."""
+        """A folder to write to. It becomes a checkpoint when the block ends without an error."""
         whole, partial = self.folder / f"step{step:06d}", self.folder / f".step{step:06d}"
-        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed here
+        shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed while it wrote this step
         partial.mkdir(parents=True)
         yield partial
         for path in (*partial.rglob("*"), partial):
-            _write_out(path)
-        self._remove(whole)  # of a run that was resumed from before it
+            _flush(path)
+        self._remove(whole)  # exists if the run was resumed from an earlier checkpoint
         partial.rename(whole)
-        _write_out(self.folder)
+        _flush(self.folder)
         for old in self.all()[: -self.keep]:
             self._remove(old)
 
     def _remove(self, checkpoint: Path) -> None:
-        """Never leaves a part of it under its name."""
+        """Rename before deleting, so that no partial checkpoint keeps its name."""
         if checkpoint.exists():
-            going = checkpoint.with_name(f".{checkpoint.name}.old")
-            shutil.rmtree(going, ignore_errors=True)
-            checkpoint.rename(going)
-            shutil.rmtree(going)
+            removed = checkpoint.with_name(f".{checkpoint.name}.old")
+            shutil.rmtree(removed, ignore_errors=True)
+            checkpoint.rename(removed)
+            shutil.rmtree(removed)
 
 
 def save_json(checkpoint: Path, values: Mapping[str, Any]) -> None:
@@ -76,22 +76,22 @@ def load_json(checkpoint: Path) -> dict[str, Any]:
 
 
 def save_tensors(checkpoint: Path, tensors: Tensors) -> None:
-    """Every rank calls this with its own shards of the same tensors."""
-    with warnings.catch_warnings():  # that a process alone is alone
+    """Write the tensors, or this rank's shards of them. Every rank calls this with the same names."""
+    with warnings.catch_warnings():  # a single process has no process group
         warnings.simplefilter("ignore")
         state_dict_saver.save(dict(tensors), checkpoint_id=checkpoint / "trainer")
 
 
 def load_tensors(checkpoint: Path, tensors: Tensors) -> None:
-    """Fill ``tensors`` in place; they may be sharded over other numbers of ranks than those that were saved.
+    """Fill ``tensors`` in place; another number of ranks may have saved them.
 
     Raises ValueError where the checkpoint holds tensors of other names.
     """
     other = saved_names(checkpoint) ^ tensors.keys()
     if other:
         raise ValueError(
-            f"checkpoint {checkpoint}: it was made by another model or with other trained parts; {len(other)} tensors are only on "
-            f"one side, such as {min(other)!r}. Resume with the settings it was made with."
+            f"checkpoint {checkpoint}: it was made by another model or with other trained parts; {len(other)} tensors are only in "
+            f"one of them, such as {min(other)!r}. Resume with the settings it was made with."
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -102,8 +102,12 @@ def saved_names(checkpoint: Path) -> set[str]:
     return set(FileSystemReader(checkpoint / "trainer").read_metadata().state_dict_metadata)
 
 
-def averages(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> Tensors:
-    """Adam's averages and its counts of steps, as ``exp_avg/NAME`` and so on."""
+def optimizer_state(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> Tensors:
+    """Adam's moments and step counts as ``exp_avg/NAME``, ``exp_avg_sq/NAME`` and ``step/NAME``.
+
+    torch's ``get_optimizer_state_dict`` does not fit: it refuses master weights, which are not parameters of the model, includes
+    hyperparameters, which are the resumed run's own, and creates state for parameters that never had a gradient.
+    """
     return {
         f"{kind}/{name}": value
         for name, parameter in named.items()
@@ -111,16 +115,16 @@ def averages(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]
     }
 
 
-def make_averages(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], wanted: set[str]) -> None:
-    """Zeros in the place of those that are ``wanted``; a parameter that never had a gradient has none."""
+def init_optimizer_state(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], saved: set[str]) -> None:
+    """Zeros to load the ``saved`` optimizer state into; a parameter that never had a gradient has none."""
     for name, parameter in named.items():
-        if f"exp_avg/{name}" in wanted:
+        if f"exp_avg/{name}" in saved:
             zeros = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in ("exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
 
 
 def save_random(checkpoint: Path, rank: int | str) -> None:
-    """The state of this process's random number generators: Python's, NumPy's and torch's."""
+    """Write the state of this process's random number generators: Python's, NumPy's and torch's."""
     numbers: dict[str, Any] = dict(np.random.get_state(legacy=False))
     numbers["state"] = {"key": numbers["state"]["key"].tolist(), "pos": numbers["state"]["pos"]}
     state = {
@@ -133,7 +137,7 @@ def save_random(checkpoint: Path, rank: int | str) -> None:
 
 
 def load_random(checkpoint: Path, rank: int | str) -> None:
-    """A rank that had no part in the checkpoint draws on as it is."""
+    """Restore the generators. A rank that wrote no part of the checkpoint keeps its own."""
     path = checkpoint / f"random{rank}.pt"
     if not path.exists():
         return
@@ -145,8 +149,8 @@ def load_random(checkpoint: Path, rank: int | str) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _write_out(path: Path) -> None:
-    """Have the system write a file, or a folder's list of names, to the disk."""
+def _flush(path: Path) -> None:
+    """Flush a file, or a folder's entries, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""From rewards to the advantage that each sample is trained with: once per trajectory, or once per turn."""
+"""Credit assignment: from rewards to the samples' advantages, one per trajectory or one per turn."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from vlmrl.samples.emit import reply_spans
 from vlmrl.types import Sample, Trajectory
 
 
-def give_advantages(
+def assign_advantages(
     samples: Sequence[Sample],
     trajectories: Sequence[Trajectory],
     config: Config,
     penalties: Mapping[str, float] | None = None,
 ) -> None:
-    """Set every sample's advantage. ``penalties`` by trajectory id, such as a KL, are taken off its reward.
+    """Set every sample's advantage. ``penalties`` by trajectory id, such as a KL, are subtracted from the rewards.
 
-    ``algo.credit`` trajectory: one number, from the whole reward. ``turn``: one for each turn, from what is paid from this turn
-    on, compared with the same turn of the group's other members.
+    ``algo.credit`` trajectory: one advantage from the whole reward. ``turn``: one per turn, from its return-to-go, with the same turn
+    of the group's other members as the baseline.
     """
     if config.algo.credit == "turn":
-        _give_by_turn(samples, trajectories, config.algo)
+        _assign_by_turn(samples, trajectories, config.algo)
         return
     rewards = [
         shaped_reward(trajectory, config) - (penalties or {}).get(trajectory.id, 0.0) for trajectory in trajectories
@@ -40,7 +40,7 @@ def give_advantages(
 
 
 def shaped_reward(trajectory: Trajectory, config: Config) -> float:
-    """The trajectory's reward, less what its length costs (``algo.overlong_buffer``)."""
+    """The trajectory's reward with the penalty for its length (``algo.overlong_buffer``)."""
     assert trajectory.reward is not None
     buffer = config.algo.overlong_buffer
     if not buffer:
@@ -48,15 +48,15 @@ def shaped_reward(trajectory: Trajectory, config: Config) -> float:
     return trajectory.reward + soft_overlong_penalty(trajectory.num_tokens, config.rollout.max_tokens, buffer)
 
 
-def _give_by_turn(samples: Sequence[Sample], trajectories: Sequence[Trajectory], algo: Algo) -> None:
+def _assign_by_turn(samples: Sequence[Sample], trajectories: Sequence[Trajectory], algo: Algo) -> None:
     rows: dict[str, list[Sample]] = {}
     for sample in samples:
         rows.setdefault(sample.trajectory_id, []).append(sample)
         sample.advantage = [0.0] * len(sample.response_ids)
-    places = [(trajectory, turn) for trajectory in trajectories for turn in range(len(trajectory.turns))]
-    returns = [paid_from(trajectory, turn) for trajectory, turn in places]
-    values = _advantages(returns, [f"{trajectory.group_id}, turn {turn}" for trajectory, turn in places], algo)
-    by_turn = {(trajectory.id, turn): value for (trajectory, turn), value in zip(places, values, strict=True)}
+    turns = [(trajectory, turn) for trajectory in trajectories for turn in range(len(trajectory.turns))]
+    returns = [return_to_go(trajectory, turn) for trajectory, turn in turns]
+    values = _advantages(returns, [f"{trajectory.group_id}, turn {turn}" for trajectory, turn in turns], algo)
+    by_turn = {(trajectory.id, turn): value for (trajectory, turn), value in zip(turns, values, strict=True)}
     for trajectory in trajectories:
         for span in reply_spans(trajectory, rows[trajectory.id]):
             advantage = rows[trajectory.id][span.row].advantage
@@ -64,8 +64,8 @@ def _give_by_turn(samples: Sequence[Sample], trajectories: Sequence[Trajectory],
             advantage[span.start : span.end] = [by_turn[trajectory.id, span.turn]] * (span.end - span.start)
 
 
-def paid_from(trajectory: Trajectory, turn: int) -> float:
-    """The rewards of this turn and all later ones, the final one and the group's."""
+def return_to_go(trajectory: Trajectory, turn: int) -> float:
+    """The rewards of this turn and all later turns, with the final reward and the group reward."""
     at_the_end = (trajectory.final_reward, trajectory.group_reward)
     return sum(reward or 0.0 for reward in (*trajectory.turn_rewards[turn:], *at_the_end))
 

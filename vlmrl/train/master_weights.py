@@ -1,4 +1,4 @@
-"""Float32 masters for a model that computes in bfloat16: the optimizer sees only these."""
+"""Float32 master weights for a model that computes in bfloat16. The optimizer updates only the masters."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch.utils.hooks import RemovableHandle
 
 
 class MasterWeights:
-    """Float32 copies of a model's trainable parameters, and of their gradients over all micro-batches.
+    """Float32 copies of a model's trainable parameters, with their gradients accumulated over micro-batches.
 
-    A gradient is added to its master's, in float32, as soon as backward has made it. Where the model is float32 already, the
-    parameters are their own masters, in ``named``. :meth:`publish` writes the masters into the model after an optimizer step.
+    Backward adds each gradient to its master's in float32. A float32 parameter is its own master. ``named`` holds the masters by
+    parameter name. :meth:`publish` writes them into the model after an optimizer step.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -35,12 +35,12 @@ class MasterWeights:
         return list(self.named.values())
 
     def close(self) -> None:
-        """Let go of the model, so that another trainer can take it over."""
+        """Remove the gradient hooks, so that another trainer can train the model."""
         for hook in self._hooks:
             hook.remove()
 
     def to(self, device: torch.device) -> None:
-        """The masters that are no parameters of the model to ``device``."""
+        """Move the masters that are not parameters of the model to ``device``."""
         for _, master in self._pairs:
             master.data = master.data.to(device)
 
@@ -51,7 +51,7 @@ class MasterWeights:
 
 
 def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """The optimizer's averages, which it needs only while it steps, to ``device``."""
+    """Move the optimizer state to ``device``, the scalar step counts excepted."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim():

@@ -1,7 +1,7 @@
 """Samples to micro-batches, in one of three layouts, with each distinct image once.
 
-The trainer calls :func:`split` once per mini-batch and :func:`pack` for each part. A token has the rotary position that its own row
-gives it, whatever is packed beside it.
+The trainer calls :func:`split` once per mini-batch and :func:`pack` for each micro-batch. A token's rotary position depends on its own
+row only, whatever is packed beside it.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Literal
 import numpy as np
 import torch
 
+from vlmrl.model.expert_routing import indices_from_routing
 from vlmrl.model.families.base import Family
 from vlmrl.model.policy import Policy, TokenScores
 from vlmrl.multimodal.store import merge_mm_inputs
 from vlmrl.train import prefix_tree
-from vlmrl.train.expert_replay import expert_indices
 from vlmrl.types import MediaItem, MicroBatch, Sample
 
 Layout = Literal["tree", "packed", "padded"]
-"""``tree``: what rows begin with in common is there once. ``packed``: rows end to end. ``padded``: rows below each other."""
+"""``tree``: prefixes that rows share are there once. ``packed``: rows end to end. ``padded``: one row per sample, padded."""
 
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """One micro-batch: which of the samples it was split from, and how they are laid out."""
+    """One micro-batch: the indices of its samples in the mini-batch, and their layout."""
 
     rows: list[int]
     layout: Layout
@@ -34,24 +34,22 @@ class MicroBatchPlan:
 
 @dataclass(frozen=True)
 class Packed:
-    """A batch, and where its samples' tokens lie in it: ``places`` ``[samples, length]`` into the flattened batch, -1 for padding.
-
-    ``None``: each sample is a row of the batch.
-    """
+    """A batch, and the positions of its samples' tokens in it."""
 
     batch: MicroBatch
-    places: torch.Tensor | None = None
+    indices: torch.Tensor | None = None
+    """``[samples, length]`` into the flattened batch, -1 for padding. ``None``: each sample is a row of the batch."""
 
     def to(self, device: torch.device) -> Packed:
-        return Packed(self.batch.to(device), None if self.places is None else self.places.to(device))
+        return Packed(self.batch.to(device), None if self.indices is None else self.indices.to(device))
 
     def by_sample(self, scores: TokenScores) -> TokenScores:
         """Scores of the batch as ``[samples, length]``."""
-        places = self.places
-        if places is None:
+        indices = self.indices
+        if indices is None:
             return scores
-        taken = [values.flatten()[places.clamp(min=0)] * (places >= 0) for values in (scores.logprobs, scores.entropy)]
-        return TokenScores(*taken)
+        each = (scores.logprobs, scores.entropy)
+        return TokenScores(*(values.flatten()[indices.clamp(min=0)] * (indices >= 0) for values in each))
 
 
 def split(
@@ -60,10 +58,10 @@ def split(
     layout: Layout = "padded",
     image_token_id: int | None = None,
 ) -> list[MicroBatchPlan]:
-    """Micro-batches that compute at most so many tokens, the longest first; a row that is longer by itself gets one of its own.
+    """Micro-batches of at most ``tokens_per_micro_batch`` computed tokens, the largest first. A longer row has one of its own.
 
-    Rows of lengths 5, 2, 4 and a budget of 10 give rows [0, 2] and [1] when padded, [0, 2] and [1] when packed. In a tree a group's
-    rows stay together where they fit, and are cut where the least is computed twice where they do not.
+    Rows of lengths 5, 2, 4 and a budget of 10 give rows [0, 2] and [1] when padded, [0, 2] and [1] when packed. In a tree, a group
+    that does not fit into one micro-batch is cut where the fewest tokens are computed twice.
     """
     if layout == "padded":
         bins = _padded([len(sample) for sample in samples], tokens_per_micro_batch)
@@ -89,7 +87,7 @@ def split(
 
 @dataclass
 class _Piece:
-    """Rows that are computed together, as how many tokens at most, and the atoms of one of them."""
+    """Rows that are computed together, an upper bound of their tokens, and the atoms of one of them."""
 
     rows: list[int]
     tokens: int
@@ -97,22 +95,22 @@ class _Piece:
 
 
 def _fill(pieces: Sequence[_Piece], budget: int) -> list[_Piece]:
-    """Pieces joined up to the budget, the largest first, each to the one that begins most like it; in order of their size."""
+    """Join pieces up to the budget, largest first, each to the bin with the longest common prefix. Sorted by size."""
     bins: list[_Piece] = []
     for piece in sorted(pieces, key=lambda piece: -piece.tokens):
-        known = [prefix_tree.shared_length(each.atoms, piece.atoms) for each in bins]
-        fits = [place for place, each in enumerate(bins) if each.tokens + piece.tokens - known[place] <= budget]
+        shared = [prefix_tree.shared_length(each.atoms, piece.atoms) for each in bins]
+        fits = [index for index, each in enumerate(bins) if each.tokens + piece.tokens - shared[index] <= budget]
         if fits:
-            place = max(fits, key=known.__getitem__)
-            bins[place].rows += piece.rows
-            bins[place].tokens += piece.tokens - known[place]
+            index = max(fits, key=shared.__getitem__)
+            bins[index].rows += piece.rows
+            bins[index].tokens += piece.tokens - shared[index]
         else:
             bins.append(piece)
     return sorted(bins, key=lambda piece: -piece.tokens)
 
 
 def _padded(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Rows that are padded together, longest first."""
+    """The rows of each padded micro-batch, longest first."""
     bins: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         if not bins or (len(bins[-1]) + 1) * lengths[bins[-1][0]] > budget:
@@ -121,31 +119,31 @@ def _padded(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return bins
 
 
-def pack(samples: Sequence[Sample], part: MicroBatchPlan, family: Family) -> Packed:
-    """The batch of one part. ``samples`` are those the part was split from; its scores by sample are in the order of its rows."""
-    rows = [samples[row] for row in part.rows]
-    if part.layout == "padded":
+def pack(samples: Sequence[Sample], plan: MicroBatchPlan, family: Family) -> Packed:
+    """The batch of one micro-batch. ``samples`` are the whole mini-batch; scores by sample are in the order of ``plan.rows``."""
+    rows = [samples[row] for row in plan.rows]
+    if plan.layout == "padded":
         return Packed(collate(rows, family))
     shared = [0] * len(rows)
-    if part.layout == "tree":
+    if plan.layout == "tree":
         shared = prefix_tree.shared_lengths(prefix_tree.atoms_of(rows, family.image_token_id))
     tree = prefix_tree.build(rows, shared, family)
-    places = torch.full((len(rows), max(map(len, rows))), -1, dtype=torch.long)
+    indices = torch.full((len(rows), max(map(len, rows))), -1, dtype=torch.long)
     for number, (sample, path) in enumerate(zip(rows, tree.paths, strict=True)):
         trained = np.flatnonzero(sample.loss_mask) + len(sample.prompt_token_ids)
-        places[number, trained] = torch.from_numpy(path[trained])
+        indices[number, trained] = torch.from_numpy(path[trained])
     targets = torch.zeros(1, len(tree), dtype=torch.bool)
-    targets[0, places[places >= 0]] = True
+    targets[0, indices[indices >= 0]] = True
     ends, parents = (torch.from_numpy(values)[None] for values in (tree.ends, tree.parents))
     merged, order = _distinct(tree.media)
     experts = expert_indices(rows, tree.paths, (1, len(tree)))
     token_ids, position_ids = torch.from_numpy(tree.token_ids)[None], tree.position_ids[:, None]
     batch = MicroBatch(token_ids, position_ids, targets, merged, order, ends, parents, experts)
-    return Packed(batch, places)
+    return Packed(batch, indices)
 
 
 def collate(samples: Sequence[Sample], family: Family) -> MicroBatch:
-    """One row a sample, padded on the right, with positions of their own, and the distinct images' tensors merged once."""
+    """One row per sample, padded on the right, each with its own M-RoPE positions; distinct images' tensors are merged once."""
     length = max(map(len, samples))
     token_ids = torch.zeros(len(samples), length, dtype=torch.long)
     position_ids = torch.zeros(3, len(samples), length, dtype=torch.long)
@@ -161,14 +159,14 @@ def collate(samples: Sequence[Sample], family: Family) -> MicroBatch:
 
 
 def _distinct(media: Sequence[MediaItem]) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """Each distinct image's tensors once, merged, and for each occurrence which of them it is."""
+    """The merged tensors of the distinct images, and for each occurrence the index of its image."""
     distinct = {item.id: item for item in media}
     index_of = {name: index for index, name in enumerate(distinct)}
     return merge_mm_inputs(list(distinct.values())), [index_of[item.id] for item in media]
 
 
 def per_token(samples: Sequence[Sample], values: Callable[[Sample], Sequence[float]]) -> torch.Tensor:
-    """A list beside each row's response as a float tensor ``[rows, length]`` beside its tokens, zero on prompt and padding."""
+    """One value per response token as a float tensor ``[rows, length]``, zero on prompt and padding."""
     tensor = torch.zeros(len(samples), max(map(len, samples)))
     for row, sample in enumerate(samples):
         start = len(sample.prompt_token_ids)
@@ -176,9 +174,41 @@ def per_token(samples: Sequence[Sample], values: Callable[[Sample], Sequence[flo
     return tensor
 
 
+def expert_indices(
+    samples: Sequence[Sample], paths: Sequence[np.ndarray], shape: tuple[int, int]
+) -> torch.Tensor | None:
+    """The recorded experts ``[rows, length, layers, top_k]`` of a batch of ``shape`` (rows, length); ``None`` if there are none.
+
+    ``paths[i]`` are the indices of sample i's tokens in the flattened batch. A token of several samples gets the experts of the first
+    sample that has them recorded, and -1 if none has.
+    """
+    experts: torch.Tensor | None = None
+    for sample, path in zip(samples, paths, strict=True):
+        if not any(sample.expert_routing):
+            continue
+        own = torch.from_numpy(indices_from_routing(sample.expert_routing))
+        if experts is None:
+            experts = torch.full((shape[0] * shape[1], *own.shape[1:]), -1, dtype=own.dtype)
+        indices = torch.from_numpy(path)
+        new = experts[indices, 0, 0] < 0
+        experts[indices[new]] = own[new]
+    return None if experts is None else experts.unflatten(0, shape)
+
+
+def count_unrecorded_experts(samples: Sequence[Sample]) -> int:
+    """How many tokens have no recorded experts, so that the trainer's own routers choose them.
+
+    A row's last token is not counted: no logprob depends on it.
+    """
+    return sum(
+        len(sample) - 1 - sum(route is not None for route in sample.expert_routing[: len(sample) - 1])
+        for sample in samples
+    )
+
+
 @torch.no_grad()
 def response_logprobs(policy: Policy, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
-    """The logprobs, in nats, of each sample's response tokens by ``policy``: one array ``[response]`` a sample."""
+    """The logprobs ``[response]``, in nats, of each sample's response tokens under ``policy``."""
     scores = []
     for sample in samples:
         batch = collate([sample], policy.family).to(policy.device)

@@ -1,9 +1,9 @@
-"""Rows that begin alike as one tree, laid out depth-first, so that what they share is computed once.
+"""Rows with common prefixes as one tree, laid out depth-first, so that a shared prefix is computed once.
 
     rows [1 2 3 4] and [1 2 5]:     layout  1 2 3 4 5,   paths  [0 1 2 3] and [0 1 4],   ends  5 5 4 4 5
 
-A token's subtree is one interval of the layout, from itself to its ``end``, so "a token sees its ancestors" is ``key <= query <
-end[key]``. Images count by their content: two rows share an image's tokens only where it is the same image.
+A token's subtree is one interval of the layout, from itself to its ``end``, so a token attends to its ancestors where ``key <= query <
+end[key]``. Images are compared by content: two rows share an image's tokens only if it is the same image.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from vlmrl.types import MediaItem, Sample
 
 @dataclass(frozen=True)
 class Tree:
-    """``paths[i]`` is where each token of row ``i`` lies in the layout.
-
-    ``parents`` is the place of the token before, -1 for the first; ``media`` are the images in layout order.
-    """
+    """The layout of one or more trees; arrays are per token of the layout."""
 
     token_ids: np.ndarray
     position_ids: torch.Tensor
     parents: np.ndarray
+    """The index of the previous token of the row, -1 for a row's first token."""
     ends: np.ndarray
+    """The index after the last token of the subtree."""
     paths: list[np.ndarray]
+    """``paths[i]`` are the indices of row ``i``'s tokens."""
     media: list[MediaItem]
+    """The images in layout order."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -41,8 +42,8 @@ class Tree:
 def build(rows: Sequence[Sample], shared: Sequence[int], family: Family) -> Tree:
     """One tree, or several side by side.
 
-    ``shared`` says how many tokens each row has in common with the one before it: :func:`shared_lengths` of rows that are in
-    :func:`in_order`, or zeros, and then each row is computed by itself.
+    ``shared`` is the number of tokens that each row shares with the row before it: :func:`shared_lengths` of rows sorted by
+    :func:`in_order`, or zeros to share nothing.
     """
     token_ids: list[np.ndarray] = []
     positions: list[torch.Tensor] = []
@@ -62,20 +63,22 @@ def build(rows: Sequence[Sample], shared: Sequence[int], family: Family) -> Tree
         paths.append(path)
         size += len(new)
     ends = np.arange(1, size + 1)
-    for path in paths:  # in layout order, so that a later row's end is the larger one
+    for path in paths:  # in layout order, so that the last row that has a token sets its end
         ends[path] = path[-1] + 1
     return Tree(np.concatenate(token_ids), torch.cat(positions, 1), np.concatenate(parents), ends, paths, media)
 
 
 def cut(atoms: Sequence[np.ndarray], ordered: Sequence[int], budget: int) -> list[tuple[list[int], int]]:
-    """``ordered`` rows in parts whose trees hold at most ``budget`` tokens, and how many each holds.
+    """Cut ``ordered`` rows into parts whose trees have at most ``budget`` tokens. Returns each part with its number of tokens.
 
-    Of all such cuts this one has the fewest tokens in total, and then the fewest parts. Only a row that is longer than the
-    budget by itself goes over it.
+    Of all such cuts this one has the fewest tokens in total, and then the fewest parts. Only a single row that is longer than the
+    budget exceeds it.
     """
     lengths = [len(atoms[row]) for row in ordered]
     shared = shared_lengths([atoms[row] for row in ordered])
-    best: list[tuple[int, int, int]] = [(0, 0, 0)]  # of the rows so far: tokens, parts, and the last part's first row
+    best: list[tuple[int, int, int]] = [
+        (0, 0, 0)
+    ]  # for the rows so far: tokens, parts, and the first row of the last part
     for last in range(len(ordered)):
         size, ways = 0, []
         for first in range(last, -1, -1):
@@ -94,14 +97,14 @@ def cut(atoms: Sequence[np.ndarray], ordered: Sequence[int], budget: int) -> lis
 
 
 def in_order(atoms: Sequence[np.ndarray], rows: Sequence[int]) -> list[int]:
-    """``rows`` sorted by their atoms: rows that begin alike stand together, a shorter one before those it begins."""
+    """``rows`` sorted by their atoms: rows with a common prefix are adjacent, and a row precedes the rows that it is a prefix of."""
     return sorted(rows, key=lambda row: atoms[row].astype(">i8").tobytes())
 
 
 def atoms_of(samples: Sequence[Sample], image_token_id: int | None) -> list[np.ndarray]:
-    """A number for each token of each sample, equal where the model sees the same.
+    """A number for each token of each sample, equal where the model's input is the same.
 
-    A text token's is its id; a visual token's is negative and stands for its image and its place in it.
+    A text token's number is its id. A visual token's is negative and identifies its image and its index in the image.
     """
     firsts: dict[str, int] = {}
     used = 0
@@ -118,12 +121,12 @@ def atoms_of(samples: Sequence[Sample], image_token_id: int | None) -> list[np.n
 
 
 def shared_lengths(atoms: Sequence[np.ndarray]) -> list[int]:
-    """How many atoms each row begins with as the row before it does; 0 for the first."""
+    """The length of the common prefix of each row and the row before it; 0 for the first."""
     return [0, *(shared_length(one, other) for one, other in pairwise(atoms))]
 
 
 def shared_length(a: np.ndarray, b: np.ndarray) -> int:
-    """How many atoms two rows begin with in common."""
+    """The length of the common prefix of two rows."""
     length = min(len(a), len(b))
     different = np.flatnonzero(a[:length] != b[:length])
     return int(different[0]) if len(different) else length

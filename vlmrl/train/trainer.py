@@ -1,4 +1,4 @@
-"""The trainer: samples in, one or more optimizer steps, metrics out.
+"""The trainer: samples in, one or more optimizer steps, metrics and logprobs out.
 
 The loop calls :meth:`Trainer.step` on each audited batch whose samples have their advantages.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,93 +17,111 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from vlmrl.algos import CORRECTIONS, KL, LOSSES, REDUCTIONS, LossInputs
+from vlmrl.algos import CORRECTIONS, KL, LOSSES, REDUCTIONS, LossInputs, look_up
 from vlmrl.algos.corrections import mismatch
 from vlmrl.config import Algo, Optim
 from vlmrl.model.lora import named_adapters, named_weights
 from vlmrl.model.policy import Policy, TokenScores
 from vlmrl.train.checkpoint import (
-    averages,
+    init_optimizer_state,
     load_random,
     load_tensors,
-    make_averages,
+    optimizer_state,
     save_random,
     save_tensors,
     saved_names,
 )
-from vlmrl.train.expert_replay import routed_freely
 from vlmrl.train.master_weights import MasterWeights, move_state
-from vlmrl.train.metric_accumulator import MetricAccumulator
-from vlmrl.train.packing import Layout, MicroBatchPlan, pack, per_token, split
-from vlmrl.train.ranks import Ranks
+from vlmrl.train.packing import Layout, MicroBatchPlan, count_unrecorded_experts, pack, per_token, split
+from vlmrl.train.ranks import MetricAccumulator, Ranks
 from vlmrl.types import MicroBatch, Sample
 
 Scorer = Callable[[MicroBatch, float], TokenScores]
 Receive = Callable[[Iterator[tuple[str, torch.Tensor]]], Any]
-"""Takes weights by name, one after the other, to where they are sampled from, and may tell how that went."""
+"""Takes named weights one by one and brings them to the engine. It may return a report of the transfer."""
+
+
+@dataclass(frozen=True)
+class TrainerSpec:
+    """Everything that a trainer is made of beside its policy, the same on every rank."""
+
+    algo: Algo
+    optim: Optim
+    total_steps: int
+    """Length of the learning-rate schedule, in optimizer steps."""
+    tokens_per_micro_batch: int
+    temperature: float = 1.0
+    """The sampling temperature of the rollouts."""
+    groups_per_step: int | None = None
+    """Groups per optimizer step; ``None``: one step for all groups of a batch."""
+    share_prefixes: bool = True
+    """Compute prefixes that rows have in common once, where the model's family allows it."""
+    replay_routing: bool = True
+    """Use the experts that the engine recorded, where the model is a mixture of experts."""
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """The result of :meth:`Trainer.step`."""
+
+    metrics: dict[str, float]
+    logprobs: list[np.ndarray]
+    """For each sample the trainer's logprobs ``[response]``, in nats, before the update."""
+    steps_done: int
+    """Optimizer steps taken so far, those before a resume included."""
 
 
 class Trainer:
     """Updates ``policy`` with one loss of :data:`vlmrl.algos.LOSSES`.
 
-    ``total_steps`` is the length of the learning-rate schedule, in optimizer steps. ``temperature`` is the rollouts'. ``reference``,
-    a frozen policy, is needed where ``algo.kl_coef`` is above 0. With more than one of ``ranks`` each calls every method with
-    the same arguments, and gets the same results.
+    ``reference`` is a frozen policy, required where ``algo.kl_coef`` is above 0. With several ``ranks``, every rank calls every
+    method with the same arguments and gets the same results.
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        algo: Algo,
-        optim: Optim,
-        *,
-        total_steps: int,
-        tokens_per_micro_batch: int,
-        temperature: float = 1.0,
-        groups_per_step: int | None = None,
-        reference: Scorer | None = None,
-        share_prefixes: bool = True,
-        replay_routing: bool = True,
-        ranks: Ranks | None = None,
+        self, policy: Policy, spec: TrainerSpec, *, reference: Scorer | None = None, ranks: Ranks | None = None
     ) -> None:
+        algo, optim = spec.algo, spec.optim
+        if algo.kl_coef and reference is None:
+            raise ValueError(f"algo.kl_coef is {algo.kl_coef}, so a reference policy must be given.")
         self.policy = policy
         self.reference = reference
         self.steps_done = 0
-        self.scored: list[np.ndarray] = []  # before the last batch's update, its responses' logprobs
+        self._spec = spec
         self._ranks = ranks or Ranks()
         self._algo = algo
-        self._loss = choose("algo.loss", algo.loss, LOSSES)
-        self._reduction = choose("algo.reduction", algo.reduction, REDUCTIONS)
-        self._temperature = temperature
-        self._micro_tokens = tokens_per_micro_batch
-        self._groups_per_step = groups_per_step
-        self._layout = _layout(policy, share_prefixes)
-        self._replay_routing = replay_routing and policy.routing is not None
         self._optim = optim
-        self._total_steps = total_steps
+        self._loss = look_up("algo.loss", algo.loss, LOSSES)
+        self._reduction = look_up("algo.reduction", algo.reduction, REDUCTIONS)
+        self._layout = _layout(policy, spec.share_prefixes)
+        self._replay_routing = spec.replay_routing and policy.routing is not None
         self._weights = MasterWeights(policy)
         self.optimizer = torch.optim.AdamW(
             self._weights.parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
         )
-        if algo.kl_coef and reference is None:
-            raise ValueError(f"algo.kl_coef is {algo.kl_coef}, so a reference policy must be given.")
 
-    def step(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Train once on each sample: one optimizer step for each ``groups_per_step`` groups (all, where that is unset).
+    def step(self, samples: Sequence[Sample]) -> StepOutput:
+        """Train once on each sample, with one optimizer step for each ``groups_per_step`` groups.
 
-        The samples of one trajectory stand in a row.
+        The samples of one trajectory must be adjacent.
         """
         mini_batches = self._mini_batches(samples)
         parts = [[samples[index] for index in indices] for indices in mini_batches]
         old = [self._score_all(part) for part in parts] if len(parts) > 1 else [None]
-        self.scored = [np.empty(0)] * len(samples)
-        steps = [self._update(*step) for step in zip(parts, mini_batches, old, strict=True)]
+        logprobs, steps = [np.empty(0)] * len(samples), []
+        for part, indices, old_logprobs in zip(parts, mini_batches, old, strict=True):
+            metrics, before = self._update(part, old_logprobs)
+            steps.append(metrics)
+            for index, sample, row in zip(indices, part, before.cpu().numpy(), strict=True):
+                logprobs[index] = _response(sample, row)
         self.policy.eval()  # in training mode, checkpointed layers take no cache, and an engine may share this model
-        told = {name: _over_steps(name, [metrics[name] for metrics in steps]) for name in steps[0]}
-        return told | ({"routing/free_tokens": routed_freely(samples)} if self._replay_routing else {})
+        metrics = {name: _over_steps(name, [step[name] for step in steps]) for name in steps[0]}
+        if self._replay_routing:
+            metrics["routing/free_tokens"] = count_unrecorded_experts(samples)
+        return StepOutput(metrics, logprobs, self.steps_done)
 
     def to(self, device: torch.device) -> None:
-        """Take all that is kept between two steps to ``device``, the policy and the reference included."""
+        """Move everything that is kept between two steps to ``device``, the policy and the reference included."""
         self.policy.to(device)
         if isinstance(self.reference, Policy):
             self.reference.to(device)
@@ -112,53 +130,54 @@ class Trainer:
             move_state(self.optimizer, device)
 
     def close(self) -> None:
-        """The last step was taken: another trainer may take over the policy."""
+        """Release the policy after the last step, so that another trainer can train it."""
         self._weights.close()
 
     def _mini_batches(self, samples: Sequence[Sample]) -> list[list[int]]:
-        """The indices of each optimizer step's samples: a fixed number of groups, however many rows they have."""
+        """The sample indices of each optimizer step: a fixed number of groups, however many rows they have."""
         groups: dict[str, list[int]] = defaultdict(list)
         for index, sample in enumerate(samples):
             groups[sample.group_id].append(index)
         members = list(groups.values())
-        size = self._groups_per_step or len(members)
+        size = self._spec.groups_per_step or len(members)
         return [list(chain.from_iterable(members[first : first + size])) for first in range(0, len(members), size)]
 
-    def _update(self, samples: list[Sample], indices: list[int], old_logprobs: torch.Tensor | None) -> dict[str, float]:
-        """One optimizer step, its gradient gathered over micro-batches under weights fixed for all of them."""
+    def _update(
+        self, samples: list[Sample], old_logprobs: torch.Tensor | None
+    ) -> tuple[dict[str, float], torch.Tensor]:
+        """One optimizer step with gradient accumulation over micro-batches.
+
+        Returns its metrics and the logprobs ``[rows, length]`` of the weights before the first step on the batch.
+        """
         device, ranks = self.policy.device, self._ranks
         mask = per_token(samples, lambda sample: sample.loss_mask).to(device)
         weights = self._reduction(mask, [s.group_id for s in samples], **self._algo.reduction_options)
         before = torch.zeros_like(mask)
-        total, tally = torch.zeros((), device=device), MetricAccumulator()
+        total, accumulator = torch.zeros((), device=device), MetricAccumulator()
         self.policy.train()
-        for part, counts in ranks.deal(self._split(samples)):
-            rows, length = part.rows, max(len(samples[row]) for row in part.rows)
-            scores = self._score(self.policy, samples, part)
-            reference = self._reference_logprobs(samples, part)
+        for plan, counts in ranks.shard(self._split(samples)):
+            rows, length = plan.rows, max(len(samples[row]) for row in plan.rows)
+            scores = self._score(self.policy, samples, plan)
+            reference = self._reference_logprobs(samples, plan)
             old = scores.logprobs.detach() if old_logprobs is None else old_logprobs[rows, :length]
             inputs = self._loss_inputs([samples[row] for row in rows], scores.logprobs, old, reference)
             per_token_loss, metrics = self._per_token_loss(inputs, scores, old)
             loss = (per_token_loss * weights[rows, :length] * counts).sum()
-            (loss * ranks.size).backward()  # the gradient's mean over ranks is then its sum
+            (loss * ranks.size).backward()  # ranks average gradients, so this makes their sum
             total += loss.detach()
             for name, value in metrics.items():
-                tally.add(name, value, inputs.loss_mask * counts)
+                accumulator.add(name, value, inputs.loss_mask * counts)
             if counts:
                 before[rows, :length] = old
-        self._note_scored(samples, indices, ranks.sum(before))
+        before = ranks.sum(before)
         tokens = float(mask.sum())
-        told = tally.result(tokens, ranks, device)
-        return {"loss": float(ranks.sum(total)), "tokens": tokens, **told, **self._apply_gradient()}
-
-    def _note_scored(self, samples: list[Sample], indices: list[int], logprobs: torch.Tensor) -> None:
-        for index, sample, row in zip(indices, samples, logprobs.cpu().numpy(), strict=True):
-            self.scored[index] = _response(sample, row)
+        means = accumulator.result(tokens, ranks, device)
+        return {"loss": float(ranks.sum(total)), "tokens": tokens, **means, **self._apply_gradient()}, before
 
     def _per_token_loss(
         self, inputs: LossInputs, scores: TokenScores, before: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The policy's loss, corrected, with the penalties that are set; metrics per token ``[rows, length]`` or single.
+        """The loss with its corrections and penalties, and metrics that are per token ``[rows, length]`` or scalars.
 
         ``before``: as in :meth:`_loss_inputs`.
         """
@@ -169,9 +188,9 @@ class Trainer:
         if algo.corrections or algo.old_policy == "rollout":
             metrics |= {f"mismatch/{name}": value for name, value in mismatch(*probabilities).items()}
         for name in algo.corrections:
-            factors, told = CORRECTIONS[name](*probabilities, **algo.options_of(name))
+            factors, extra = CORRECTIONS[name](*probabilities, **algo.options_of(name))
             per_token_loss = per_token_loss * factors
-            metrics |= {f"correction/{name}/{key}": value for key, value in told.items()}
+            metrics |= {f"correction/{name}/{key}": value for key, value in extra.items()}
         if inputs.ref_logprobs is not None:
             kl = KL[algo.kl](inputs.logprobs, inputs.ref_logprobs)
             per_token_loss, metrics["kl"] = per_token_loss + algo.kl_coef * kl, kl
@@ -180,14 +199,14 @@ class Trainer:
         return per_token_loss, metrics
 
     def score(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """The logprobs, in nats, of each sample's response tokens under the current weights."""
+        """The logprobs ``[response]``, in nats, of each sample's response tokens under the current weights."""
         rows = list(samples)
         logprobs = self._score_all(rows).cpu().numpy()
         return [_response(sample, row) for sample, row in zip(rows, logprobs, strict=True)]
 
     @torch.no_grad()
     def kl_by_trajectory(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Each trajectory's KL to the reference, in nats, summed over its trained tokens: what a penalty on rewards takes off."""
+        """By trajectory id, the KL to the reference in nats, summed over the trained tokens: the penalty on rewards."""
         assert self.reference is not None
         rows = list(samples)
         difference = KL[self._algo.kl](self._score_all(rows), self._score_all(rows, self.reference))
@@ -197,26 +216,25 @@ class Trainer:
             total[sample.trajectory_id] += value
         return dict(total)
 
-    def send_weights(self, receive: Receive) -> Any:
-        """Give ``receive`` the weights of :meth:`named_weights`, here where they are; what it tells."""
-        return receive(self.named_weights())
-
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The policy's weights as :func:`~vlmrl.model.lora.named_weights` gives them; every rank walks through them."""
+        """The policy's weights as :func:`~vlmrl.model.lora.named_weights` yields them. Every rank must iterate over them."""
         return named_weights(self.policy.model)
 
     def named_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The adapters' weights; every rank walks through them."""
+        """The adapters' weights. Every rank must iterate over them."""
         return named_adapters(self.policy.model)
 
     def save(self, checkpoint: Path) -> None:
-        """Write this rank's part of a checkpoint; every rank calls it."""
+        """Write this rank's part of a checkpoint. Every rank calls it."""
         save_random(checkpoint, self._ranks.rank)
         save_tensors(checkpoint, self._tensors())
 
-    def restore(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint, which may be one of another number of ranks. Rates and the like are this trainer's own."""
-        make_averages(self.optimizer, self._weights.named, saved_names(checkpoint))
+    def restore(self, checkpoint: Path) -> int:
+        """Load a checkpoint, which another number of ranks may have written. Returns the optimizer steps it had taken.
+
+        Hyperparameters such as the learning rate are those of this trainer's spec.
+        """
+        init_optimizer_state(self.optimizer, self._weights.named, saved_names(checkpoint))
         tensors = self._tensors()
         load_tensors(checkpoint, tensors)
         self.steps_done = int(tensors["steps_done"])
@@ -224,11 +242,12 @@ class Trainer:
         if self._optim.offload:
             move_state(self.optimizer, torch.device("cpu"))
         load_random(checkpoint, self._ranks.rank)
+        return self.steps_done
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """All that a checkpoint holds of this trainer: also a reference that is a copy of what training started from."""
+        """Everything that a checkpoint holds of this trainer, including a reference that is a copy of the initial weights."""
         named = self._weights.named
-        tensors = {"steps_done": torch.tensor(self.steps_done), **averages(self.optimizer, named)}
+        tensors = {"steps_done": torch.tensor(self.steps_done), **optimizer_state(self.optimizer, named)}
         tensors |= {f"weight/{name}": weight.detach() for name, weight in named.items()}
         if isinstance(self.reference, Policy) and self._algo.reference is None:
             tensors |= {f"reference/{name}": weight.detach() for name, weight in self.reference.named_parameters()}
@@ -240,9 +259,9 @@ class Trainer:
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         if not math.isfinite(norm):
             raise FloatingPointError(
-                f"optimizer step {self.steps_done}: the gradient's norm is {norm}; nothing was updated."
+                f"optimizer step {self.steps_done}: the gradient norm is {norm}, so the weights were not updated."
             )
-        rate = optim.lr * learning_rate_factor(optim, self.steps_done, self._total_steps)
+        rate = optim.lr * learning_rate_factor(optim, self.steps_done, self._spec.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if optim.offload:
@@ -262,8 +281,8 @@ class Trainer:
         before: torch.Tensor,
         reference: torch.Tensor | None,
     ) -> LossInputs:
-        """``before``: the trainer's own logprobs before its first step on these samples."""
-        device, rollout = logprobs.device, before  # the best there is where the rollout's are not known
+        """``before``: the trainer's logprobs before its first step on the samples; also used for unknown rollout logprobs."""
+        device, rollout = logprobs.device, before
         unknown = [sample.trajectory_id for sample in samples if sample.rollout_logprobs is None]
         if not unknown:
             rollout = per_token(samples, lambda sample: sample.rollout_logprobs or ()).to(device)
@@ -281,41 +300,41 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def _reference_logprobs(self, samples: list[Sample], part: MicroBatchPlan) -> torch.Tensor | None:
+    def _reference_logprobs(self, samples: list[Sample], plan: MicroBatchPlan) -> torch.Tensor | None:
         if not self._algo.kl_coef or self._algo.kl_in_reward:
             return None
         assert self.reference is not None
-        return self._score(self.reference, samples, part).logprobs
+        return self._score(self.reference, samples, plan).logprobs
 
     def _split(self, samples: list[Sample]) -> list[MicroBatchPlan]:
-        """Micro-batches, of which every rank has at least one where there are so many samples."""
-        budget, image_token_id = self._micro_tokens, self.policy.image_token_id
-        parts = split(samples, budget, self._layout, image_token_id)
-        while len(parts) < min(self._ranks.size, len(samples)):
+        """Micro-batches, at least one for every rank if there are as many samples."""
+        budget, image_token_id = self._spec.tokens_per_micro_batch, self.policy.image_token_id
+        plans = split(samples, budget, self._layout, image_token_id)
+        while len(plans) < min(self._ranks.size, len(samples)):
             budget = min(budget, sum(map(len, samples))) // 2
-            parts = split(samples, budget, self._layout, image_token_id)
-        return parts
+            plans = split(samples, budget, self._layout, image_token_id)
+        return plans
 
-    def _score(self, policy: Scorer, samples: list[Sample], part: MicroBatchPlan) -> TokenScores:
-        packed = pack(samples, part, self.policy.family).to(self.policy.device)
+    def _score(self, policy: Scorer, samples: list[Sample], plan: MicroBatchPlan) -> TokenScores:
+        packed = pack(samples, plan, self.policy.family).to(self.policy.device)
         batch = packed.batch
-        if not self._replay_routing or policy is not self.policy:  # a reference routes as it would by itself
+        if not self._replay_routing or policy is not self.policy:  # a reference uses its own routers
             batch = replace(batch, experts=None)
-        return packed.by_sample(policy(batch, self._temperature))
+        return packed.by_sample(policy(batch, self._spec.temperature))
 
     @torch.no_grad()
     def _score_all(self, samples: list[Sample], policy: Scorer | None = None) -> torch.Tensor:
-        """The logprobs ``[rows, length]`` of a mini-batch: by default the current ones, the old policy of the updates to come."""
+        """The logprobs ``[rows, length]`` of a mini-batch under ``policy``, by default the current weights."""
         logprobs = torch.zeros(len(samples), max(map(len, samples)), device=self.policy.device)
-        for part, counts in self._ranks.deal(self._split(samples)):
-            scores = self._score(policy or self.policy, samples, part).logprobs
+        for plan, counts in self._ranks.shard(self._split(samples)):
+            scores = self._score(policy or self.policy, samples, plan).logprobs
             if counts:
-                logprobs[part.rows, : scores.shape[1]] = scores
+                logprobs[plan.rows, : scores.shape[1]] = scores
         return self._ranks.sum(logprobs)
 
 
 def learning_rate_factor(optim: Optim, step: int, total_steps: int) -> float:
-    """The share of ``optim.lr`` that optimizer step ``step`` (from 0) uses."""
+    """The factor on ``optim.lr`` at optimizer step ``step``, counted from 0."""
     if step < optim.warmup_steps:
         return (step + 1) / (optim.warmup_steps + 1)
     done = min(1.0, (step - optim.warmup_steps) / max(1, total_steps - optim.warmup_steps))
@@ -323,21 +342,14 @@ def learning_rate_factor(optim: Optim, step: int, total_steps: int) -> float:
 
 
 def _layout(policy: Policy, share_prefixes: bool) -> Layout:
-    """How rows lie in a micro-batch, by what the model's family allows; unshared ones cost the least padded on a CPU."""
+    """The layout of micro-batches that the model's family allows. On a CPU, padded rows are cheaper than packed ones."""
     if share_prefixes and policy.family.may_share:
         return "tree"
     return "packed" if policy.family.may_pack and policy.device.type != "cpu" else "padded"
 
 
-def choose(field: str, name: str, registry: dict[str, Any]) -> Any:
-    """The registry's entry. Raises ValueError listing the names there are."""
-    if name not in registry:
-        raise ValueError(f"{field} must be one of {', '.join(sorted(registry))}, but it is {name!r}.")
-    return registry[name]
-
-
 def _over_steps(name: str, values: list[float]) -> float:
-    """One number of a metric's values over optimizer steps: their mean, but the number of tokens adds up and a maximum stays one."""
+    """A metric over several optimizer steps: the sum of ``tokens``, the maximum of names that end with ``max``, else the mean."""
     if name == "tokens":
         return sum(values)
     return max(values) if name.endswith("max") else sum(values) / len(values)
@@ -350,7 +362,9 @@ def _response(sample: Sample, row: np.ndarray) -> np.ndarray:
 
 def _advantages(sample: Sample) -> list[float]:
     if sample.advantage is None:
-        raise ValueError(f"trajectory {sample.trajectory_id}: its advantage was never computed.")
+        raise ValueError(
+            f"trajectory {sample.trajectory_id}: sample.advantage must be set before Trainer.step, but it is None."
+        )
     if isinstance(sample.advantage, list):
         return sample.advantage
     return [sample.advantage] * len(sample.response_ids)

@@ -1,0 +1,51 @@
+"""Losses registered from outside the package, trained while rollouts run ahead: what the plan says corrects them."""
+
+from dataclasses import replace
+
+import pytest
+from test_loop import RECIPES, short_quickstart, train
+
+from vlmrl.algos import LOSSES, LossOutputs, loss
+from vlmrl.config import Algo, Config, Eval, Optim, Rollout, Train, WarmStart
+from vlmrl.run.build import build_run
+from vlmrl.run.program import summary_of
+
+
+def plain(inputs):
+    """Half of REINFORCE: it reads no old logprobs, and declares nothing."""
+    return LossOutputs(-0.5 * inputs.advantages * inputs.logprobs)
+
+
+@loss(has_ratio=False)
+def declared(inputs):
+    return plain(inputs)
+
+
+def config(tmp_path, name: str, too_old: str = "wait") -> Config:
+    return replace(
+        short_quickstart(tmp_path),
+        rollout=Rollout(group_size=2, max_turns=2, max_tokens=128, max_reply_tokens=16),
+        warm_start=WarmStart(),
+        algo=Algo(loss=name),
+        optim=Optim(lr=1e-3),
+        train=Train(steps=2, groups_per_batch=2, max_staleness=1, too_old=too_old, canary=False),
+        eval=Eval(),
+        save_model=False,
+    )
+
+
+@pytest.mark.parametrize(("function", "phrase"), [(plain, "not known to be corrected"), (declared, "not corrected")])
+def test_a_loss_without_a_ratio_trains_and_is_not_called_corrected(function, phrase, tmp_path, monkeypatch):
+    monkeypatch.setitem(LOSSES, "mine", function)
+    run, rows, _ = train(config(tmp_path, "mine"))
+    plan = summary_of(run)
+    run.engine.close()
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2]
+    assert f"1 updates ahead at most; too old: wait; {phrase}" in plan
+    assert "corrected by the loss's ratio" not in plan
+
+
+def test_a_loss_without_a_ratio_cannot_correct_groups_that_are_too_old(tmp_path, monkeypatch):
+    monkeypatch.setitem(LOSSES, "mine", plain)
+    with pytest.raises(ValueError, match=r"algo\.loss 'mine' declared as"):
+        build_run(config(tmp_path, "mine", too_old="correct"), RECIPES)

@@ -1,0 +1,27 @@
+"""The stages that training steps, the warm start and a resume have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vlmrl.run.build import Run
+from vlmrl.samples import AuditReport, audit, emit
+from vlmrl.train.controller import RunTrainer
+from vlmrl.types import Sample, Trajectory
+
+
+def audited_samples(run: Run, trajectories: Sequence[Trajectory]) -> tuple[list[Sample], AuditReport]:
+    """The samples of these trajectories, and the audit's report. Raises AuditError where they are inconsistent."""
+    samples = [sample for trajectory in trajectories for sample in emit(trajectory, run.config.rollout.samples)]
+    policy = run.model.policy
+    image_token_id, banned_ids, routing = policy.image_token_id, policy.banned_ids, policy.routing
+    return samples, audit(samples, trajectories, image_token_id=image_token_id, banned_ids=banned_ids, routing=routing)
+
+
+async def push_weights(run: Run, trainer: RunTrainer, policy_version: int) -> dict[str, float]:
+    """Push the trainer's weights to the paused engine, unless both share them. Returns metrics of the weight update."""
+    if run.receive is not None:
+        trainer.send_weights(run.receive)
+    metrics = {} if run.serving is None else await run.serving.push(trainer, policy_version)
+    run.engine.weights_changed(policy_version)
+    return metrics

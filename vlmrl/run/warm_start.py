@@ -1,0 +1,47 @@
+"""The supervised steps before reinforcement learning."""
+
+from __future__ import annotations
+
+from vlmrl.config import Algo, Optim
+from vlmrl.config.code import load_code
+from vlmrl.data import TaskStream
+from vlmrl.engine.base import Request, paused
+from vlmrl.engine.scripted import ScriptedEngine
+from vlmrl.report.progress import RunProgress
+from vlmrl.run.build import Run
+from vlmrl.run.stages import audited_samples, push_weights
+from vlmrl.train.trainer import TrainerSpec
+from vlmrl.types import Task
+
+
+async def warm_start(run: Run, progress: RunProgress) -> None:
+    """Train with cross entropy on scripted replies, in episodes that the run's own loop plays."""
+    config = run.config.warm_start
+    demonstrate = load_code("warm_start.demonstrate", config.demonstrate)
+    task_of: dict[str, Task] = {}
+
+    def reply(request: Request, turn: int) -> str:
+        assert demonstrate is not None
+        return demonstrate(task_of[request.trajectory_id.partition(".")[0]], turn)  # a refill's id has a suffix
+
+    runner = run.runner(group_size=1, engine=ScriptedEngine(reply, run.model.renderer))
+    tasks = TaskStream(run.tasks)
+    async with paused(run.engine):
+        spec = TrainerSpec(
+            algo=Algo(loss="sft"),
+            optim=Optim(lr=config.lr, warmup_steps=config.steps // 20),
+            total_steps=config.steps,
+            tokens_per_micro_batch=run.config.train.tokens_per_micro_batch,
+        )
+        trainer = run.trainers.start(spec)
+        with progress.phase("warm start", config.steps) as phase:
+            for step in range(config.steps):
+                batch = [next(tasks) for _ in range(config.trajectories_per_step)]
+                task_of = {f"warm{step:06d}/{index:05d}/00": task for index, task in enumerate(batch)}
+                rollouts = await runner.play(iter(batch), len(batch), f"warm{step:06d}")
+                samples, _ = audited_samples(run, rollouts.trajectories)
+                for sample in samples:
+                    sample.advantage = 0.0  # the trainer requires one, cross entropy does not use it
+                phase.advance(loss=trainer.step(samples).metrics["loss"])
+        trainer.close()
+        await push_weights(run, trainer, run.engine.policy_version)
