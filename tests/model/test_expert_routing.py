@@ -118,7 +118,7 @@ def test_the_engine_returns_the_experts_of_all_it_ran(model, keep_kv):
     for how in EMIT:
         samples = emitted(model, trajectories, how)
         for sample in samples:
-            assert len(sample.routes) == len(sample) and count_unrecorded_experts([sample]) == 0
+            assert len(sample.expert_routing) == len(sample) and count_unrecorded_experts([sample]) == 0
             ended = sample.is_last_step or how != "step_wise"
             assert (
                 sample.expert_routing[-1] is None

@@ -221,7 +221,7 @@ def test_rows_of_a_tree_share_whole_images_and_have_positions_of_their_own(model
     assert packed.batch.token_ids.numel() < 0.6 * sum(map(len, samples))
     shown = int((packed.batch.token_ids == family.image_token_id).sum())
     assert (shown, len(packed.batch.mm_inputs["patches"])) == (4 * len(packed.batch.image_order), 3 * 4)
-    for index, places in zip(part.rows, packed.places, strict=True):
+    for index, places in zip(part.rows, packed.indices, strict=True):
         trained = places >= 0
         wanted = trained.nonzero().flatten()
         assert torch.equal(packed.batch.position_ids[0, 0, places[trained]], wanted)
