@@ -16,8 +16,10 @@ from vlmrl.config import SGLang
 from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
 from vlmrl.engine.servers import Server, Servers
 from vlmrl.engine.sglang.engine import SGLangEngine
+from vlmrl.engine.sglang.receiver import SGLangReceiver, SGLangWeights
+from vlmrl.weight_sync import SENDERS
+from vlmrl.weight_sync.base import WeightUpdate, buckets
 from vlmrl.weight_sync.server_sync import FILL, WeightSync
-from vlmrl.weight_sync.transfer import Target, WeightUpdate, buckets
 
 BF16 = torch.bfloat16
 
@@ -53,7 +55,8 @@ def sync_of(tmp_path):
         servers = Servers(config, known, colocated=free_gpus is not None)
         engine = SGLangEngine(servers, Words(), [], free_gpus=free_gpus or (lambda: True))
         engines.append(engine)
-        sync = WeightSync(engine, config, tmp_path)
+        backend = SGLangWeights(servers, config.sync_timeout)
+        sync = WeightSync(engine, backend, tmp_path, config.sync, config.bucket_mb * 2**20)
 
         async def begin():
             await engine.start()
@@ -70,7 +73,7 @@ def sync_of(tmp_path):
 
 def send(values):
     """A trainer whose only weight has these values."""
-    return lambda delivery: delivery(iter([("w", torch.tensor(values))]))
+    return lambda update: update.send(iter([("w", torch.tensor(values))]))
 
 
 def sampled(sync, name="t"):
@@ -112,7 +115,7 @@ def test_every_server_gets_every_update_and_tells_its_version(fakes, sync_of):
 def test_only_the_last_bucket_names_the_weights_and_flushes(fakes, sync_of):
     sync = sync_of(fakes[0], bucket_mb=1)
     weights = [("a", torch.ones(2**18)), ("b", torch.ones(2**18))]
-    asyncio.run(sync.push(lambda delivery: delivery(iter(weights)), policy_version=1))
+    asyncio.run(sync.push(lambda update: update.send(iter(weights)), policy_version=1))
     first, last = fakes[0].asked("/update_weights_from_tensor")[-2:]
     assert (first["flush_cache"], first.get("weight_version")) == (False, None)
     assert last["flush_cache"] and sync.engine.versions[last["weight_version"]] == 1
@@ -387,25 +390,26 @@ def test_a_filled_server_shows_what_no_update_reaches(fakes, sync_of):
     assert asyncio.run(sync.checksums())[fakes[0].url] == before
 
 
-def test_a_delivery_can_be_carried_out_in_another_process(fakes):
-    delivery = WeightUpdate((Target(fakes[0].url),), "tensor", "far.0", "far", 2**20, 5.0, BF16)
-    sent = pickle.loads(pickle.dumps(delivery))(iter([("w", torch.tensor([1.001, 2.0]))]))
-    assert sent.bytes == 4
+def test_an_update_can_be_sent_from_another_process(fakes):
+    update = WeightUpdate((SGLangReceiver(fakes[0].url),), SENDERS["tensor"], "far.0", "far", 2**20, BF16)
+    result = pickle.loads(pickle.dumps(update)).send(iter([("w", torch.tensor([1.001, 2.0]))]))
+    assert result.bytes == 4
     assert fakes[0].weights["w"].tolist() == [1.0, 2.0]
     assert fakes[0].version == "far.0"
 
 
-def test_ranks_deliver_side_by_side_and_one_of_them_again_to_a_server_on_another_gpu(fakes):
-    """Which it must not try to reach by handles of its own GPU's memory: on this machine there is no GPU at all."""
-    parts = [WeightUpdate((Target(fake.url),), "tensor", "ranks.0", "ranks", 2**20, 5.0) for fake in fakes]
+def test_two_ranks_send_at_once_and_one_of_them_again_to_a_server_on_another_gpu(fakes):
+    """Without handles of its own GPU's memory: this machine has no GPU at all."""
+    parts = [WeightUpdate((SGLangReceiver(fake.url),), SENDERS["tensor"], "ranks.0", "ranks", 2**20) for fake in fakes]
     weights = [("w", torch.tensor([1.0, 2.0]))]
     fakes[1].refuses = True
-    sent = parts[0](iter(weights)) + replace(parts[1], keep=False)(iter([("w", torch.tensor([3.0, 4.0]))]))
-    assert (sent.bytes, list(sent.failed), sent.refused) == (8, [fakes[1].url], (fakes[1].url,))
+    other = replace(parts[1], keep=False).send(iter([("w", torch.tensor([3.0, 4.0]))]))
+    result = parts[0].send(iter(weights)) + other
+    assert (result.bytes, list(result.failed), result.refused) == (8, [fakes[1].url], (fakes[1].url,))
     fakes[1].refuses = False
-    again = replace(parts[1], targets=(Target(fakes[1].url, device="cuda"),), again=True, by_value=True)
-    assert not again(()).failed
-    assert fakes[1].weights["w"].tolist() == [1, 2]  # what was kept
+    on_gpu = SGLangReceiver(fakes[1].url, device="cuda")
+    assert not replace(parts[1], receivers=(on_gpu,), resend=True, by_value=True).send(()).failed
+    assert fakes[1].weights["w"].tolist() == [1, 2]  # the kept weights
 
 
 async def until(true):

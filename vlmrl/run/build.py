@@ -28,7 +28,9 @@ from vlmrl.run.serving import Serving, ThisMachine
 from vlmrl.train.checkpoint import Checkpoints
 from vlmrl.train.factory import StartTrainer, Trainers
 from vlmrl.train.ranks import Ranks
-from vlmrl.train.trainer import Receive, choose
+from vlmrl.train.trainer import choose
+from vlmrl.weight_sync.base import WeightSender
+from vlmrl.weight_sync.local import LocalSender
 
 
 @dataclass
@@ -51,7 +53,7 @@ class Run:
     history_policy: HistoryPolicy | None
     filters: list[Filter]
     trainers: StartTrainer
-    receive: Receive | None
+    receive: WeightSender | None
     group_reward: GroupReward | None
     serving: Serving | None
 
@@ -135,7 +137,7 @@ def _shared(config: Config, ranks: Ranks) -> bool:
     return ranks.size == 1 and not samples_meanwhile and not config.cluster.on
 
 
-Placed = tuple[RunEngine, StartTrainer, Receive | None, Serving | None]
+Placed = tuple[RunEngine, StartTrainer, WeightSender | None, Serving | None]
 
 
 def _here(config: Config, base_dir: Path | None, ranks: Ranks, model: LoadedModel, keep_kv: bool) -> Placed:
@@ -143,7 +145,7 @@ def _here(config: Config, base_dir: Path | None, ranks: Ranks, model: LoadedMode
     trainers = Trainers.of(config, base_dir, ranks, model if _shared(config, ranks) else None)
     if config.train.gradient_checkpointing:
         model.policy.enable_gradient_checkpointing()
-    receive = None if trainers.policy is model.policy else model.policy.load_weights
+    receive = None if trainers.policy is model.policy else LocalSender(model.policy)
     if config.engine == "sglang":
         serving = Serving.of(config, model, ThisMachine(config, model.policy, ranks.size))
         return serving.engine, trainers, receive, serving
@@ -159,6 +161,7 @@ def _on_cluster(config: Config, base_dir: Path | None, ranks: Ranks, model: Load
     try:
         from vlmrl.cluster.engines import RemoteEngine
         from vlmrl.cluster.ray_cluster import RayCluster
+        from vlmrl.cluster.server_host import RayServerHost
         from vlmrl.cluster.trainers import RemoteTrainers
     except ModuleNotFoundError as error:
         if error.name != "ray":
@@ -167,13 +170,13 @@ def _on_cluster(config: Config, base_dir: Path | None, ranks: Ranks, model: Load
     cluster = RayCluster(config, base_dir, keep_kv)
     if config.engine == "sglang":
         try:
-            serving = Serving.of(config, model, cluster)
+            serving = Serving.of(config, model, RayServerHost(config, cluster))
         except BaseException:
             cluster.close()
             raise
-        return serving.engine, RemoteTrainers(cluster), None, serving
+        return serving.engine, RemoteTrainers(cluster.ranks), None, serving
     engine = RemoteEngine(cluster, config)
-    return engine, RemoteTrainers(cluster), engine.receive, None
+    return engine, RemoteTrainers(cluster.ranks), engine.sender, None
 
 
 def _check_algo(algo: Algo) -> None:

@@ -21,8 +21,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from vlmrl.model.policy import Policy
 from vlmrl.train.ranks import Ranks
-from vlmrl.train.trainer import Receive, Trainer
+from vlmrl.train.trainer import Trainer
 from vlmrl.types import Sample
+from vlmrl.weight_sync.base import TransferResult, WeightSender
 
 COLLECTIVE = timedelta(minutes=20)  # the longest that a rank waits for the others within a step
 BETWEEN_STEPS = timedelta(days=7)  # and for the next batch
@@ -102,8 +103,8 @@ class RankZeroTrainer:
         _tell("kl_by_trajectory", samples)
         return self._trainer.kl_by_trajectory(samples)
 
-    def send_weights(self, receive: Receive) -> Any:
-        return receive(self.named_weights())
+    def send_weights(self, sender: WeightSender) -> TransferResult:
+        return sender.send(self.named_weights())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         _tell("named_weights")

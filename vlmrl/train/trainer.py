@@ -37,10 +37,9 @@ from vlmrl.train.metric_accumulator import MetricAccumulator
 from vlmrl.train.packing import Layout, MicroBatchPlan, pack, per_token, split
 from vlmrl.train.ranks import Ranks
 from vlmrl.types import MicroBatch, Sample
+from vlmrl.weight_sync.base import TransferResult, WeightSender
 
 Scorer = Callable[[MicroBatch, float], TokenScores]
-Receive = Callable[[Iterator[tuple[str, torch.Tensor]]], Any]
-"""Takes weights by name, one after the other, to where they are sampled from, and may tell how that went."""
 
 
 class Trainer:
@@ -197,9 +196,9 @@ class Trainer:
             total[sample.trajectory_id] += value
         return dict(total)
 
-    def send_weights(self, receive: Receive) -> Any:
-        """Give ``receive`` the weights of :meth:`named_weights`, here where they are; what it tells."""
-        return receive(self.named_weights())
+    def send_weights(self, sender: WeightSender) -> TransferResult:
+        """Send the weights of :meth:`named_weights` from this process."""
+        return sender.send(self.named_weights())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The policy's weights as :func:`~vlmrl.model.lora.named_weights` gives them; every rank walks through them."""
