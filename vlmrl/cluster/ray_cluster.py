@@ -55,8 +55,8 @@ class RayCluster:
         """Start number ``index`` of ``of`` actors of one kind, which are spread evenly over the nodes, with GPUs of its own."""
         node = index * self._resolved.nodes // of
         where = PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=node)
-        placed = {"scheduling_strategy": where, "num_cpus": 1, "num_gpus": gpus}
-        return ray.remote(worker).options(**placed, **options).remote(*arguments)
+        resources = {"scheduling_strategy": where, "num_cpus": 1, "num_gpus": gpus}
+        return ray.remote(worker).options(**resources, **options).remote(*arguments)
 
     def close(self) -> None:
         for actor in [*self.ranks.actors, *self.engines]:

@@ -4,7 +4,7 @@
     result = update.send(trainer.named_weights())
 
 A :class:`WeightSender` sends named weights from the process that holds them; each way of sending has a file here and a line in
-:data:`vlmrl.weight_sync.SENDERS`. A :class:`WeightReceiver` is one server's end and comes from the server's backend.
+:data:`vlmrl.weight_sync.SENDERS`. A :class:`WeightReceiver` is one server's end, made by its backend.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class WeightSender(Protocol):
 class WeightReceiver(Protocol):
     """One server's end of weight updates, as its backend implements it; used in the sending process, so it must pickle.
 
-    Calls block. They raise WeightsRefused where the server answers with an error, and OSError where no answer comes.
+    Calls block. They raise WeightsRefused where the server answers with an error, and OSError where it does not answer.
     """
 
     @property
@@ -134,7 +134,7 @@ class WeightReceiver(Protocol):
         ...
 
     def receive(self, bucket: Bucket, version: str | None) -> None:
-        """Load a bucket. With the last one comes ``version``, the name of the new weights: caches of the old ones are flushed."""
+        """Load a bucket. ``version``, given with the last one, names the new weights: caches of the old ones are flushed."""
         ...
 
     def end(self) -> None:

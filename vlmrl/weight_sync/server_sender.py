@@ -56,7 +56,7 @@ class ServerSender(Generic[Receiver]):
         return bucket
 
     def deliver(self, receiver: Receiver, bucket: Bucket, version: str | None) -> None:
-        """Send a prepared bucket to one server, in a thread for it; ``version`` comes with the last bucket."""
+        """Send a prepared bucket to one server, in a thread for it; ``version`` is given with the last bucket."""
         self.begin(receiver)
         receiver.receive(bucket, version)
 

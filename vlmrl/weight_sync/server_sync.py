@@ -1,10 +1,10 @@
-"""Keeps servers at the trainer's weights: every update, and every server that comes back.
+"""Keeps servers at the trainer's weights: every update, and every server that recovers.
 
     sync = WeightSync(engine, backend, folder, "tensor", bucket_bytes=2**29)
     result = await sync.push(host.send, policy_version=3)      # inside `paused(engine)`
 
-Each set of weights has a name on the servers, which comes back with each token that they sample: a reply from weights with another
-name is not taken. The transfer itself is a :class:`~vlmrl.weight_sync.base.WeightUpdate`.
+Each set of weights has a name on the servers, and replies say by which weights each token was sampled: a reply from weights of another
+name is not used. The transfer itself is a :class:`~vlmrl.weight_sync.base.WeightUpdate`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PackedAdapter(Protocol):
 
 
 class WeightBackend(Protocol):
-    """What a server backend provides for weight updates. Adapters come as its own :class:`PackedAdapter`."""
+    """What a server backend provides for weight updates. ``adapter`` is what its own ``pack_adapter`` made."""
 
     def receiver(self, server: Server) -> WeightReceiver: ...
 
@@ -97,7 +97,7 @@ class WeightSync:
         return await self.engine.thread.run(self._push(send, policy_version, self.engine.servers.all))
 
     async def push(self, send: Send, policy_version: int) -> TransferResult:
-        """Send weights to all servers that serve. An unreachable one is left out, and gets them when it comes back.
+        """Send weights to all servers that serve. An unreachable one is left out, and gets them when it recovers.
 
         Raises EngineError where a server refuses them. Cancelled, it aborts the transfer if this process sends.
         """
@@ -132,7 +132,7 @@ class WeightSync:
             return result
 
     async def _resync(self, server: Server) -> None:
-        """Send the last weights again, to a server that came back. Called with ``servers.changing`` held."""
+        """Send the last weights again, to a server that recovered. Called with ``servers.changing`` held."""
         result = await self._transfer([server], resend=True)
         if result.failed:
             raise EngineError(result.failed[server.url])
@@ -204,7 +204,7 @@ class WeightSync:
         return result
 
     def _check_complete(self, result: TransferResult) -> None:
-        """At the start all servers must have the weights. Later, a server that was not reached gets them when it comes back."""
+        """At the start all servers must have the weights. Later, an unreachable server gets them when it recovers."""
         for server in self.engine.servers.all:
             if server.url in result.failed:
                 why = f"{result.failed[server.url]}{server.log_tail()}"

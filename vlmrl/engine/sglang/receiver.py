@@ -86,7 +86,7 @@ class SGLangReceiver:
                     connection.sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for the answer
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
-        """POST as JSON. Raises WeightsRefused for an answer that is an error, and OSError where none comes."""
+        """POST as JSON. Raises WeightsRefused for an answer that is an error, and OSError where there is none."""
         address = urlsplit(self.url)
         kind = HTTPSConnection if address.scheme == "https" else HTTPConnection
         connection = kind(address.netloc, timeout=self.timeout)
@@ -186,5 +186,5 @@ def serialized(tensors: Any) -> str:
 
 
 def _own_memory(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """Copies of tensors on a CPU, since a pickled view brings all of its memory along."""
+    """Copies of tensors on a CPU, since pickling a view pickles all of its memory."""
     return [(name, tensor if tensor.is_cuda else tensor.clone()) for name, tensor in tensors]
