@@ -36,7 +36,7 @@ class FakeReceiver:
     timeout: float = PATIENCE
     calls: list[object] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    asked: threading.Event = field(default_factory=threading.Event)
+    called: threading.Event = field(default_factory=threading.Event)
     aborted: threading.Event = field(default_factory=threading.Event)
 
     def begin(self) -> None:
@@ -44,7 +44,7 @@ class FakeReceiver:
 
     def receive(self, bucket: Bucket, version: str | None) -> None:
         self.calls.append(version)
-        self.asked.set()
+        self.called.set()
         if self.hangs:
             assert self.aborted.wait(PATIENCE)
             raise ConnectionAbortedError("the socket was closed")
@@ -145,7 +145,7 @@ def test_an_aborted_transfer_returns_and_the_process_sends_the_next_one(way, kin
             yield name, weight
 
     sending = DaemonPool("sending").submit(update_of(way, well, ill).send, gather())
-    assert well.asked.wait(PATIENCE) and ill.asked.wait(PATIENCE)
+    assert well.called.wait(PATIENCE) and ill.called.wait(PATIENCE)
     base.abort("run")
     assert set(sending.result(PATIENCE).failed) == {well.url, ill.url}
     assert gathered == ["a", "b"]  # all of them: other ranks wait for this one in each gather
@@ -162,7 +162,7 @@ def test_a_transfer_is_aborted_also_where_a_receiver_never_returns():
     receiver = FakeReceiver("one", hangs=True)
     receiver.abort = lambda: None
     sending = DaemonPool("sending").submit(update_of("tensor", receiver).send, iter(weights()))
-    assert receiver.asked.wait(PATIENCE)
+    assert receiver.called.wait(PATIENCE)
     base.abort("run")
     assert sending.result(PATIENCE).failed == {"one": "aborted"}
     receiver.aborted.set()  # lets its thread end
@@ -195,7 +195,7 @@ def test_a_cancelled_push_aborts_its_transfer(tmp_path):
         backend = SimpleNamespace(receiver=lambda _: receiver)
         sync = WeightSync(engine, backend, tmp_path, "tensor", 8)
         push = asyncio.create_task(sync.push(lambda update: update.send(iter(weights())), 1))
-        assert await asyncio.to_thread(receiver.asked.wait, PATIENCE)
+        assert await asyncio.to_thread(receiver.called.wait, PATIENCE)
         push.cancel()
         with pytest.raises(asyncio.CancelledError):
             await push

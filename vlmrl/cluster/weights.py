@@ -48,6 +48,8 @@ class RayEngineSender:
             ray.cancel(call)
 
     def _wait(self) -> None:
+        if self._aborted:
+            self.abort()  # also calls that began after it
         try:
             results(self._loading, WEIGHTS_SECONDS, "load_weights")
         except TaskCancelledError:
