@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 
 import pytest
 import torch
@@ -38,8 +39,10 @@ class Engine:
 @pytest.fixture(scope="module")
 def engines():
     ray.init(address="local", num_cpus=2, include_dashboard=False)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors cannot import tests
     actor = ray.remote(Engine).options(max_concurrency=4)
     yield [actor.remote(hangs) for hangs in (False, True)]
+    ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
     ray.shutdown()
 
 

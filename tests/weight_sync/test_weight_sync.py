@@ -55,7 +55,7 @@ def sync_of(tmp_path):
         servers = Servers(config, known, colocated=free_gpus is not None)
         engine = SGLangEngine(servers, Words(), [], free_gpus=free_gpus or (lambda: True))
         engines.append(engine)
-        backend = SGLangWeights(servers, config.sync_timeout)
+        backend = SGLangWeights(config.sync_timeout)
         sync = WeightSync(engine, backend, tmp_path, config.sync, config.bucket_mb * 2**20)
 
         async def begin():

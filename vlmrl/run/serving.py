@@ -139,7 +139,7 @@ class Serving:
         servers = Servers(wanted, home.servers(args), home.close, colocated)
         engine = SGLangEngine(servers, model.renderer, model.policy.banned_ids, routing, home.free_gpus)
         method = home.method if wanted.sync == "auto" else wanted.sync
-        backend = SGLangWeights(servers, wanted.sync_timeout)
+        backend = SGLangWeights(wanted.sync_timeout)
         sync = WeightSync(engine, backend, config.folder.absolute() / "weights", method, wanted.bucket_mb * 2**20)
         return cls(config, model, engine, sync, home)
 

@@ -23,10 +23,6 @@ class WeightsRefused(Exception):
     """A server answered that it does not take the weights."""
 
 
-class TransferAborted(Exception):
-    """The transfer to this server was aborted."""
-
-
 @dataclass
 class Bucket:
     """Some weights of one dtype: ``flat`` ``[sum of sizes]`` holds them one after the other, each with a name and a shape."""
@@ -107,27 +103,15 @@ class WeightReceiver(Protocol):
     Calls block. They raise WeightsRefused where the server answers with an error, and OSError where it does not answer.
     """
 
-    @property
-    def url(self) -> str: ...
-    @property
-    def ranks(self) -> int:
-        """Tensor parallel processes of the server."""
-        ...
-
-    @property
-    def device(self) -> str:
-        """``cuda`` or ``cpu``."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """What the server computes in; None: not known, weights are sent as they are."""
-        ...
-
-    @property
-    def timeout(self) -> float:
-        """Seconds that a call may take."""
-        ...
+    url: str
+    ranks: int
+    """Tensor parallel processes of the server."""
+    device: str
+    """``cuda`` or ``cpu``."""
+    dtype: torch.dtype | None
+    """What the server computes in; None: not known, weights are sent as they are."""
+    timeout: float
+    """Seconds that a call may take."""
 
     def begin(self) -> None:
         """Open an update. One that an earlier sender left open is closed first."""

@@ -14,7 +14,6 @@ from vlmrl.utils.threads import DaemonPool
 from vlmrl.weight_sync.base import (
     Bucket,
     NamedWeights,
-    TransferAborted,
     TransferResult,
     WeightReceiver,
     WeightsRefused,
@@ -124,7 +123,7 @@ class ServerSender(Generic[Receiver]):
         """Call it for each receiver at once, and wait until all have returned or the transfer is aborted."""
         for url, future in [(receiver.url, threads.submit(call, receiver)) for receiver in receivers]:
             wait([future, self._aborted], return_when=FIRST_COMPLETED)
-            error = TransferAborted("aborted") if self._aborted.done() else future.exception()
+            error = InterruptedError("aborted") if self._aborted.done() else future.exception()
             if error is not None:
                 self.failed.setdefault(url, error)
 

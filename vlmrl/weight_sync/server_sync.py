@@ -12,15 +12,15 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from vlmrl.engine.base import EngineError
-from vlmrl.engine.servers import UNREACHED, Server, quietly
+from vlmrl.engine.servers import UNREACHED, Server, ServerError, quietly
 from vlmrl.engine.sglang.engine import SGLangEngine
 from vlmrl.utils.threads import DaemonPool
 from vlmrl.weight_sync import SENDERS
@@ -32,37 +32,40 @@ Send = Callable[[WeightUpdate], TransferResult]
 FILL = 0.01  # in place of every weight, when it is checked that all of them arrive
 
 
-class PackedAdapter(Protocol):
-    """A LoRA adapter in the servers' own form."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def bytes(self) -> int: ...
+Call = tuple[str, Any]  # path and body of a request
 
 
 class WeightBackend(Protocol):
-    """What a server backend provides for weight updates. ``adapter`` is what its own ``pack_adapter`` made."""
+    """What a server backend provides for weight updates."""
+
+    checksums: Call
+    """Its reply is passed to :meth:`parse_checksums`."""
 
     def receiver(self, server: Server) -> WeightReceiver: ...
 
-    def pack_adapter(
-        self, name: str, weights: dict[str, torch.Tensor], settings: dict[str, Any], dtype: torch.dtype | None
-    ) -> PackedAdapter:
-        """``settings`` as in peft's `adapter_config.json`."""
+    def serialize_adapter(self, weights: dict[str, torch.Tensor]) -> str:
+        """A LoRA adapter's weights as the servers take them, in base64."""
         ...
 
-    async def load_adapter(self, server: Server, adapter: Any) -> None:
-        """Raises EngineError where the server refuses it, and one of ``UNREACHED`` where it does not answer."""
+    def load_adapter(self, name: str, settings: Mapping[str, Any], weights: str, tp: int) -> Call:
+        """``settings`` as in peft's `adapter_config.json`; ``weights`` are serialized; the server has ``tp`` ranks."""
         ...
 
-    async def unload_adapter(self, server: Server, name: str) -> None:
-        """Returns when no request uses it any more."""
+    def unload_adapter(self, name: str) -> Call:
+        """The server answers when no request uses the adapter any more."""
         ...
 
-    async def checksums(self, server: Server) -> dict[str, str]:
-        """By tensor and rank: equal weights have equal ones."""
+    def parse_checksums(self, reply: Any) -> list[Mapping[str, str]]:
+        """For each rank of the server, the checksum of each tensor by name: equal weights have equal ones."""
         ...
+
+
+class Adapter(NamedTuple):
+    """A LoRA adapter: its name on the servers, the settings of its `adapter_config.json`, its serialized weights."""
+
+    name: str
+    settings: dict[str, Any]
+    weights: str
 
 
 class WeightSync:
@@ -87,7 +90,7 @@ class WeightSync:
         self._numbers = count()
         self._version = ""  # of the last weights
         self._send: Send | None = None
-        self._adapter: PackedAdapter | None = None  # the last one
+        self._adapter: Adapter | None = None  # the last one
         self._unloading: set[asyncio.Task[None]] = set()
         self._thread = DaemonPool("weights")
         engine.servers.bring = self._resync
@@ -137,7 +140,7 @@ class WeightSync:
         if result.failed:
             raise EngineError(result.failed[server.url])
         if self._adapter is not None:
-            await self._backend.load_adapter(server, self._adapter)
+            await self._load(server, self._adapter)
 
     async def _push_adapter(
         self, weights: dict[str, torch.Tensor], settings: dict[str, Any], policy_version: int
@@ -145,19 +148,32 @@ class WeightSync:
         servers, started = self.engine.servers, time.perf_counter()
         async with servers.changing:
             name, old = f"{self._run}.adapter{next(self._numbers)}", self.engine.adapter
-            dtype = self._backend.receiver(servers.all[0]).dtype
-            adapter: PackedAdapter = await self._thread.run(self._backend.pack_adapter, name, weights, settings, dtype)
+            values = await self._thread.run(self._serialized, weights)
             self.engine.versions[name] = policy_version
-            self._adapter = adapter
-            await asyncio.gather(*(self._load_or_leave_out(server, adapter) for server in servers.ready))
+            self._adapter = Adapter(name, settings, values)
+            await asyncio.gather(*(self._load_or_leave_out(server, self._adapter) for server in servers.ready))
             self.engine.adapter = name
             if old is not None:
                 self._unload(old)
-            self.bytes, self.seconds = adapter.bytes, time.perf_counter() - started
+            self.bytes, self.seconds = len(values) * 3 // 4, time.perf_counter() - started
 
-    async def _load_or_leave_out(self, server: Server, adapter: PackedAdapter) -> None:
+    def _serialized(self, weights: dict[str, torch.Tensor]) -> str:
+        """By value, in the dtype of the servers: adapters are small."""
+        dtype = self._backend.receiver(self.engine.servers.all[0]).dtype
+        on_cpu = {name: weight.detach().to("cpu", dtype or weight.dtype) for name, weight in weights.items()}
+        return self._backend.serialize_adapter(on_cpu)
+
+    async def _load(self, server: Server, adapter: Adapter) -> None:
+        receiver = self._backend.receiver(server)
+        call = self._backend.load_adapter(*adapter, tp=receiver.ranks)
         try:
-            await self._backend.load_adapter(server, adapter)
+            await self.engine.servers.call(server, *call, timeout=receiver.timeout)
+        except ServerError as error:
+            raise EngineError(f"a server refused the adapter: {error}") from error
+
+    async def _load_or_leave_out(self, server: Server, adapter: Adapter) -> None:
+        try:
+            await self._load(server, adapter)
         except UNREACHED:
             await self.engine.servers.withdraw(server)
             server.failed()
@@ -165,7 +181,8 @@ class WeightSync:
     def _unload(self, adapter: str) -> None:
         """Without waiting: a server keeps an adapter until no request uses it."""
         for server in self.engine.servers.ready:
-            task = asyncio.create_task(quietly(self._backend.unload_adapter(server, adapter)))
+            call = self.engine.servers.call(server, *self._backend.unload_adapter(adapter))
+            task = asyncio.create_task(quietly(call))
             self._unloading.add(task)
             task.add_done_callback(self._unloading.discard)
 
@@ -211,4 +228,10 @@ class WeightSync:
                 raise EngineError(f"the server {server.url} did not take the weights: {why}")
 
     async def _checksums(self) -> dict[str, dict[str, str]]:
-        return {server.url: await self._backend.checksums(server) for server in self.engine.servers.all}
+        sums: dict[str, dict[str, str]] = {}
+        for server in self.engine.servers.all:
+            timeout = self._backend.receiver(server).timeout
+            reply = await self.engine.servers.call(server, *self._backend.checksums, timeout=timeout)
+            ranks = enumerate(self._backend.parse_checksums(reply))
+            sums[server.url] = {f"{name} of rank {rank}": value for rank, part in ranks for name, value in part.items()}
+        return sums

@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -17,12 +18,11 @@ from urllib.parse import urlsplit
 import torch
 from torch.multiprocessing import reductions
 
-from vlmrl.engine.base import EngineError
-from vlmrl.engine.servers import Server, ServerError, Servers
+from vlmrl.engine.servers import Server
 from vlmrl.weight_sync.base import Bucket, WeightsRefused
 from vlmrl.weight_sync.nccl import GroupAddress
 
-LOAD_ADAPTER = "/load_lora_adapter_from_tensors"
+Call = tuple[str, Any]  # path and body of a request
 DEVICE_ARGUMENT = 6  # of `rebuild_cuda_tensor`; SGLang also takes a device's UUID there
 
 
@@ -109,24 +109,12 @@ class SGLangReceiver:
             raise WeightsRefused(f"{self.url}{path}: HTTP {response.status}: {message}")
 
 
-@dataclass(frozen=True)
-class SGLangAdapter:
-    """A LoRA adapter as the body of a request, for one rank."""
-
-    name: str
-    body: dict[str, Any]
-
-    @property
-    def bytes(self) -> int:
-        """The size of its serialized tensors."""
-        return len(self.body["serialized_named_tensors"][0]) * 3 // 4
-
-
 class SGLangWeights:
-    """What :class:`~vlmrl.weight_sync.server_sync.WeightSync` needs of SGLang servers. ``timeout``: seconds for one call."""
+    """What :class:`~vlmrl.weight_sync.server_sync.WeightSync` needs of SGLang. ``timeout``: seconds for one call."""
 
-    def __init__(self, servers: Servers, timeout: float) -> None:
-        self._servers = servers
+    checksums: Call = ("/weights_checker", {"action": "checksum"})
+
+    def __init__(self, timeout: float) -> None:
         self._timeout = timeout
 
     def receiver(self, server: Server) -> SGLangReceiver:
@@ -134,32 +122,18 @@ class SGLangWeights:
         dtype = getattr(torch, str(info.get("dtype")), None)
         return SGLangReceiver(server.url, info.get("tp_size", 1), info.get("device", "cpu"), dtype, self._timeout)
 
-    def pack_adapter(
-        self, name: str, weights: dict[str, torch.Tensor], settings: dict[str, Any], dtype: torch.dtype | None
-    ) -> SGLangAdapter:
-        """By value, in ``dtype``: adapters are small. ``settings`` as in peft's `adapter_config.json`."""
-        values = serialized({key: weight.detach().to("cpu", dtype or weight.dtype) for key, weight in weights.items()})
-        body = {"lora_name": name, "config_dict": settings, "serialized_named_tensors": [values]}
-        return SGLangAdapter(name, body)
+    def serialize_adapter(self, weights: dict[str, torch.Tensor]) -> str:
+        return serialized(weights)
 
-    async def load_adapter(self, server: Server, adapter: SGLangAdapter) -> None:
-        """Raises EngineError where the server refuses it, and the errors of an unreachable server."""
-        values = adapter.body["serialized_named_tensors"] * server.info.get("tp_size", 1)
-        body = adapter.body | {"serialized_named_tensors": values}
-        try:
-            await self._servers.call(server, LOAD_ADAPTER, body, timeout=self._timeout)
-        except ServerError as error:
-            raise EngineError(f"a server refused the adapter: {error}") from error
+    def load_adapter(self, name: str, settings: Mapping[str, Any], weights: str, tp: int) -> Call:
+        body = {"lora_name": name, "config_dict": settings, "serialized_named_tensors": [weights] * tp}
+        return "/load_lora_adapter_from_tensors", body
 
-    async def unload_adapter(self, server: Server, name: str) -> None:
-        """Returns when no request uses it any more."""
-        await self._servers.call(server, "/unload_lora_adapter", {"lora_name": name})
+    def unload_adapter(self, name: str) -> Call:
+        return "/unload_lora_adapter", {"lora_name": name}
 
-    async def checksums(self, server: Server) -> dict[str, str]:
-        """By tensor and rank."""
-        reply = await self._servers.call(server, "/weights_checker", {"action": "checksum"}, timeout=self._timeout)
-        parts = enumerate(part["checksums"] for part in reply["ranks"])
-        return {f"{name} of rank {rank}": value for rank, part in parts for name, value in part.items()}
+    def parse_checksums(self, reply: Any) -> list[Mapping[str, str]]:
+        return [part["checksums"] for part in reply["ranks"]]
 
 
 def _progress(version: str | None) -> dict[str, Any]:
