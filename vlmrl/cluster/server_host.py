@@ -77,7 +77,7 @@ class RayServerHost:
         As handles of GPU memory a server gets them from the rank whose GPU it shares.
         """
         pickle_by_value(update.sender)
-        by_handle = update.sender is IpcSender
+        by_handle = isinstance(update.sender, type) and issubclass(update.sender, IpcSender)
         update = replace(update, by_value=by_handle and (update.resend or not self.shares_gpus))
         ranks = self._cluster.ranks
         if not update.resend:

@@ -115,17 +115,21 @@ class ServerSender(Generic[Receiver]):
 
     def _end_all(self, threads: DaemonPool) -> None:
         """Also after an error: a server with an open update takes no other."""
-        if not self._aborted.done():
-            begun = [receiver for receiver in self.receivers.values() if self.has_begun(receiver)]
-            self._run_for(threads, begun, lambda receiver: receiver.end())
+        begun = [receiver for receiver in self.receivers.values() if self.has_begun(receiver)]
+        self._run_for(threads, begun, lambda receiver: receiver.end())
 
     def _run_for(self, threads: DaemonPool, receivers: list[Receiver], call: Callable[[Receiver], None]) -> None:
         """Call it for each receiver at once, and wait until all have returned or the transfer is aborted."""
-        for url, future in [(receiver.url, threads.submit(call, receiver)) for receiver in receivers]:
+        calls = [] if self._aborted.done() else [threads.submit(call, receiver) for receiver in receivers]
+        for future in calls:
             wait([future, self._aborted], return_when=FIRST_COMPLETED)
-            error = InterruptedError("aborted") if self._aborted.done() else future.exception()
+        if self._aborted.done():
+            errors: list[BaseException | None] = [InterruptedError("aborted")] * len(receivers)
+        else:
+            errors = [future.exception() for future in calls]
+        for receiver, error in zip(receivers, errors, strict=True):
             if error is not None:
-                self.failed.setdefault(url, error)
+                self.failed.setdefault(receiver.url, error)
 
 
 def to_gpu_of(receivers: Iterable[WeightReceiver], bucket: Bucket) -> Bucket:
