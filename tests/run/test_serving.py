@@ -80,7 +80,7 @@ def test_servers_to_start_need_sglang(qwen3_vl, tmp_path, monkeypatch):
 def test_servers_that_run_already_need_none_here_and_get_the_trainers_own_weights(qwen3_vl, tmp_path):
     run = build_run(config_of(qwen3_vl, tmp_path, sglang=URLS))
     try:
-        assert run.trainers.policy is run.model.policy and run.receive is None
+        assert run.trainers.policy is run.model.policy and run.sender is None
         assert run.serving.plan() == "SGLang at http://127.0.0.1:9; weights by group"
         assert run.runner().loop.engine is run.engine  # one request after the other, in no waves
     finally:

@@ -1,4 +1,4 @@
-"""Weights on their way to servers, against a stand-in that speaks the protocol."""
+"""Servers kept at the trainer's weights, against a fake that speaks their protocol."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from vlmrl.config import SGLang
 from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
 from vlmrl.engine.servers import Server, Servers
 from vlmrl.engine.sglang.engine import SGLangEngine
+from vlmrl.engine.sglang.receiver import SGLangReceiver, SGLangWeights
+from vlmrl.weight_sync import SENDERS
+from vlmrl.weight_sync.base import WeightUpdate, buckets
 from vlmrl.weight_sync.server_sync import FILL, WeightSync
-from vlmrl.weight_sync.transfer import Target, WeightUpdate, buckets
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +41,7 @@ def fakes():
 
 @pytest.fixture
 def sync_of(tmp_path):
-    """Makes a WeightSync of these servers; they serve weights `w` = [1, 2] as version 0."""
+    """Makes a WeightSync of these servers; they serve weights `w` = [1, 2] as policy version 0."""
     engines = []
 
     def make(*fakes, free_gpus=None, processes=MappingProxyType({}), **settings):
@@ -55,7 +57,8 @@ def sync_of(tmp_path):
         servers = Servers(config, known, colocated=free_gpus is not None)
         engine = SGLangEngine(servers, Words(), [], free_gpus=free_gpus or (lambda: True))
         engines.append(engine)
-        sync = WeightSync(engine, config, tmp_path)
+        backend = SGLangWeights(config.sync_timeout)
+        sync = WeightSync(engine, backend, tmp_path, config.sync, config.bucket_mb * 2**20)
 
         async def begin():
             await engine.start()
@@ -72,7 +75,7 @@ def sync_of(tmp_path):
 
 def send(values):
     """A trainer whose only weight has these values."""
-    return lambda delivery: delivery(iter([("w", torch.tensor(values))]))
+    return lambda update: update.send(iter([("w", torch.tensor(values))]))
 
 
 def sampled(sync, name="t"):
@@ -99,14 +102,14 @@ def test_wider_weights_are_rounded_to_what_the_server_computes_in():
     assert [(bucket.names, bucket.flat.tolist()) for bucket in made] == [(["a", "b"], [1.0, 1.5]), (["c"], [3])]
 
 
-def test_every_server_gets_every_update_and_tells_its_version(fakes, sync_of):
+def test_every_server_gets_every_update_and_reports_its_version(fakes, sync_of):
     sync = sync_of(*fakes)
     assert [fake.weights["w"].tolist() for fake in fakes] == [[1, 2]] * 2
     assert sampled(sync) == [0, 0, 0]
-    sent = asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
+    result = asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
     assert [fake.weights["w"].tolist() for fake in fakes] == [[3, 4]] * 2
     assert sampled(sync) == [1, 1, 1]
-    assert (sent.bytes, sync.bytes, sent.failed) == (8, 8, {})
+    assert (result.bytes, sync.bytes, result.failed) == (8, 8, {})
     updates = [path for path, _ in fakes[0].calls if "weight" in path]
     assert updates == ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"] * 2
 
@@ -114,15 +117,15 @@ def test_every_server_gets_every_update_and_tells_its_version(fakes, sync_of):
 def test_only_the_last_bucket_names_the_weights_and_flushes(fakes, sync_of):
     sync = sync_of(fakes[0], bucket_mb=1)
     weights = [("a", torch.ones(2**18)), ("b", torch.ones(2**18))]
-    asyncio.run(sync.push(lambda delivery: delivery(iter(weights)), policy_version=1))
+    asyncio.run(sync.push(lambda update: update.send(iter(weights)), policy_version=1))
     first, last = fakes[0].asked("/update_weights_from_tensor")[-2:]
     assert (first["flush_cache"], first.get("weight_version")) == (False, None)
     assert last["flush_cache"] and sync.engine.versions[last["weight_version"]] == 1
 
 
-def test_paused_servers_lend_the_memory_of_their_keys_and_values_until_the_trainer_has_left(fakes, sync_of):
-    left: list[list[set[str]]] = []
-    sync = sync_of(*fakes, free_gpus=lambda: not left.append([fake.given_back for fake in fakes]))
+def test_paused_servers_release_their_kv_cache_until_the_trainer_is_offloaded(fakes, sync_of):
+    released: list[list[set[str]]] = []
+    sync = sync_of(*fakes, free_gpus=lambda: not released.append([fake.given_back for fake in fakes]))
 
     async def update():
         async with paused(sync.engine):
@@ -132,13 +135,13 @@ def test_paused_servers_lend_the_memory_of_their_keys_and_values_until_the_train
 
     for _ in range(2):
         asyncio.run(update())
-        assert left.pop() == [{"kv_cache"}] * len(fakes)
+        assert released.pop() == [{"kv_cache"}] * len(fakes)
         assert all(not fake.given_back and not fake.paused for fake in fakes)
         assert sampled(sync) == [1, 1, 1]
 
 
 class Started:
-    """What a run knows of a fake's process, and does to it. It is up ``delay`` seconds after a start, and ends when it ``may_end``."""
+    """The process of a fake server: it is up ``delay`` seconds after a start, and its stop returns once ``may_end`` is set."""
 
     def __init__(self, fake: FakeSGLang) -> None:
         self.fake = fake
@@ -168,11 +171,11 @@ class Started:
         return ""
 
 
-PATIENT = {"health_timeout": 10.0}  # a busy machine is no reason to start a server anew
+PATIENT = {"health_timeout": 10.0}  # a busy machine is no reason to restart a server
 
 
 @pytest.mark.parametrize("path", ["/pause_generation", "/release_memory_occupation"])
-def test_a_server_that_lends_nothing_is_stopped_until_the_trainer_has_left(fakes, sync_of, path):
+def test_a_server_that_releases_nothing_is_stopped_until_the_trainer_is_offloaded(fakes, sync_of, path):
     well, ill = (Started(fake) for fake in fakes)
     sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
     fakes[1].failing = {path}
@@ -190,7 +193,7 @@ def test_a_server_that_lends_nothing_is_stopped_until_the_trainer_has_left(fakes
     assert [fake.weights["w"].tolist() for fake in fakes] == [[3, 4]] * 2
 
 
-def test_a_server_that_cannot_take_its_memory_back_is_started_anew_at_once(fakes, sync_of):
+def test_a_server_that_cannot_take_its_memory_back_is_restarted_at_once(fakes, sync_of):
     well, ill = (Started(fake) for fake in fakes)
     processes = {fakes[0].url: well, fakes[1].url: ill}
     sync = sync_of(*fakes, free_gpus=lambda: True, processes=processes, health_every=30.0, **PATIENT)
@@ -226,14 +229,14 @@ def test_a_pause_waits_for_a_server_that_is_being_started(fakes, sync_of, paused
     assert ill.starts == 2
 
 
-def test_a_server_that_does_not_come_up_is_not_started_while_the_trainer_has_its_gpu(fakes, sync_of):
+def test_a_server_that_fails_to_start_is_not_started_while_the_trainer_has_its_gpu(fakes, sync_of):
     well, ill = (Started(fake) for fake in fakes)
     sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, start_timeout=0.5)
     ill.delay = 3600.0
 
     async def update():
         ill.stop()
-        await until(lambda: ill.starts == 3)  # nobody waits for a second one
+        await until(lambda: ill.starts == 3)  # the pause waits for a first start only
         async with paused(sync.engine):
             assert not ill.alive
             starts = ill.starts
@@ -270,19 +273,19 @@ def test_a_pause_that_begins_while_a_server_is_stopped_keeps_it_stopped(fakes, s
 def test_a_pause_that_begins_while_a_server_gets_its_weights_keeps_it_from_serving(fakes, sync_of):
     well, ill = (Started(fake) for fake in fakes)
     sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
-    asked, may_have = [], threading.Event()
+    attempts, may_have = [], threading.Event()
 
-    async def bring(server):
-        asked.append(server)
-        if len(asked) == 1:
+    async def resync(server):
+        attempts.append(server)
+        if len(attempts) == 1:
             raise EngineError("as the test said")  # so that no pause waits for the next attempt
         await asyncio.to_thread(may_have.wait, 10)
 
-    sync.engine.servers.bring = bring
+    sync.engine.servers.bring = resync
 
     async def update():
         ill.stop()
-        await until(lambda: len(asked) == 2)
+        await until(lambda: len(attempts) == 2)
         await sync.engine.pause()
         may_have.set()
         await asyncio.sleep(0.3)
@@ -291,7 +294,7 @@ def test_a_pause_that_begins_while_a_server_gets_its_weights_keeps_it_from_servi
     asyncio.run(update())
 
 
-def test_a_server_that_comes_back_does_not_serve_without_the_adapter(fakes, sync_of):
+def test_a_server_that_recovers_does_not_serve_without_the_adapter(fakes, sync_of):
     sync = sync_of(*fakes)
     asyncio.run(sync.push_adapter({"a": torch.ones(2)}, {}, policy_version=1))
     assert fakes[1].adapter == sync.engine.adapter
@@ -299,15 +302,15 @@ def test_a_server_that_comes_back_does_not_serve_without_the_adapter(fakes, sync
     asyncio.run(until(lambda: not sync.engine.servers.all[1].ready))
     fakes[1].dropping = {"/load_lora_adapter_from_tensors"}
     fakes[1].sick = False
-    asked = len(fakes[1].asked("/load_lora_adapter_from_tensors"))
-    asyncio.run(until(lambda: len(fakes[1].asked("/load_lora_adapter_from_tensors")) > asked + 1))
+    loads = len(fakes[1].asked("/load_lora_adapter_from_tensors"))
+    asyncio.run(until(lambda: len(fakes[1].asked("/load_lora_adapter_from_tensors")) > loads + 1))
     assert not sync.engine.servers.all[1].ready
     fakes[1].dropping = set()
     asyncio.run(until(lambda: sync.engine.servers.all[1].ready))
     assert fakes[1].adapter == sync.engine.adapter
 
 
-def test_where_the_trainer_cannot_leave_servers_do_not_come_back(fakes, sync_of):
+def test_where_the_trainer_cannot_be_offloaded_servers_stay_asleep(fakes, sync_of):
     sync = sync_of(fakes[0], free_gpus=lambda: False)
 
     async def update():
@@ -335,8 +338,8 @@ def test_a_server_that_was_away_gets_the_weights_before_it_serves_again(fakes, s
 def test_a_server_that_dies_in_the_midst_of_an_update_is_left_out_until_it_is_current(fakes, sync_of):
     sync = sync_of(*fakes)
     fakes[1].dropping = {"/update_weights_from_tensor"}
-    sent = asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
-    assert list(sent.failed) == [fakes[1].url]
+    result = asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
+    assert list(result.failed) == [fakes[1].url]
     assert fakes[1].weights["w"].tolist() == [1, 2]
     assert {tuple(sampled(sync, f"t{i}")) for i in range(4)} == {(1, 1, 1)}
     fakes[1].dropping = set()
@@ -344,12 +347,12 @@ def test_a_server_that_dies_in_the_midst_of_an_update_is_left_out_until_it_is_cu
     assert fakes[1].weights["w"].tolist() == [3, 4]
 
 
-def test_weights_that_no_server_could_take_wait_for_the_first_that_comes_back(fakes, sync_of):
+def test_weights_that_no_server_could_take_wait_for_the_first_that_recovers(fakes, sync_of):
     sync = sync_of(fakes[0])
     fakes[0].sick = True
     asyncio.run(until(lambda: not sync.engine.servers.all[0].ready))
-    sent = asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
-    assert sent.failed == {} and fakes[0].weights["w"].tolist() == [1, 2]
+    result = asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
+    assert result.failed == {} and fakes[0].weights["w"].tolist() == [1, 2]
     fakes[0].sick = False
     assert sampled(sync) == [1, 1, 1]
     assert fakes[0].weights["w"].tolist() == [3, 4]
@@ -369,7 +372,7 @@ def test_a_refused_update_ends_the_run(fakes, sync_of):
         asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
 
 
-def test_an_update_that_somebody_left_open_is_ended_first(fakes, sync_of):
+def test_an_update_that_was_left_open_is_ended_first(fakes, sync_of):
     sync = sync_of(fakes[0])
     fakes[0].begun = True
     asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
@@ -378,39 +381,40 @@ def test_an_update_that_somebody_left_open_is_ended_first(fakes, sync_of):
 
 def test_a_filled_server_shows_what_no_update_reaches(fakes, sync_of):
     sync = sync_of(fakes[0])
-    fakes[0].weights["deaf"] = torch.ones(2)
-    fakes[0].deaf = {"deaf"}
+    fakes[0].weights["frozen"] = torch.ones(2)
+    fakes[0].deaf = {"frozen"}
     before = asyncio.run(sync.checksums())[fakes[0].url]
     asyncio.run(sync.fill(send([1.0, 2.0])))
     assert fakes[0].weights["w"].tolist() == pytest.approx([FILL, FILL])
     filled = asyncio.run(sync.checksums())[fakes[0].url]
-    assert [name for name in before if before[name] == filled[name]] == ["deaf of rank 0"]
+    assert [name for name in before if before[name] == filled[name]] == ["frozen of rank 0"]
     asyncio.run(sync.push(send([1.0, 2.0]), policy_version=0))
     assert asyncio.run(sync.checksums())[fakes[0].url] == before
 
 
-def test_a_delivery_can_be_carried_out_in_another_process(fakes):
-    delivery = WeightUpdate((Target(fakes[0].url),), "tensor", "far.0", "far", 2**20, 5.0, BF16)
-    sent = pickle.loads(pickle.dumps(delivery))(iter([("w", torch.tensor([1.001, 2.0]))]))
-    assert sent.bytes == 4
+def test_an_update_can_be_sent_from_another_process(fakes):
+    update = WeightUpdate((SGLangReceiver(fakes[0].url),), SENDERS["tensor"], "far.0", "far", 2**20, BF16)
+    result = pickle.loads(pickle.dumps(update)).send(iter([("w", torch.tensor([1.001, 2.0]))]))
+    assert result.bytes == 4
     assert fakes[0].weights["w"].tolist() == [1.0, 2.0]
     assert fakes[0].version == "far.0"
 
 
-def test_ranks_deliver_side_by_side_and_one_of_them_again_to_a_server_on_another_gpu(fakes):
-    """Which it must not try to reach by handles of its own GPU's memory: on this machine there is no GPU at all."""
-    parts = [WeightUpdate((Target(fake.url),), "tensor", "ranks.0", "ranks", 2**20, 5.0) for fake in fakes]
+def test_two_ranks_send_at_once_and_one_of_them_again_to_a_server_on_another_gpu(fakes):
+    """Without handles of its own GPU's memory: this machine has no GPU at all."""
+    parts = [WeightUpdate((SGLangReceiver(fake.url),), SENDERS["tensor"], "ranks.0", "ranks", 2**20) for fake in fakes]
     weights = [("w", torch.tensor([1.0, 2.0]))]
     fakes[1].refuses = True
-    sent = parts[0](iter(weights)) + replace(parts[1], keep=False)(iter([("w", torch.tensor([3.0, 4.0]))]))
-    assert (sent.bytes, list(sent.failed), sent.refused) == (8, [fakes[1].url], (fakes[1].url,))
+    other = replace(parts[1], keep=False).send(iter([("w", torch.tensor([3.0, 4.0]))]))
+    result = parts[0].send(iter(weights)) + other
+    assert (result.bytes, list(result.failed), result.refused) == (8, [fakes[1].url], (fakes[1].url,))
     fakes[1].refuses = False
-    again = replace(parts[1], targets=(Target(fakes[1].url, device="cuda"),), again=True, by_value=True)
-    assert not again(()).failed
-    assert fakes[1].weights["w"].tolist() == [1, 2]  # what was kept
+    on_gpu = SGLangReceiver(fakes[1].url, device="cuda")
+    assert not replace(parts[1], receivers=(on_gpu,), resend=True, by_value=True).send(()).failed
+    assert fakes[1].weights["w"].tolist() == [1, 2]  # the kept weights
 
 
-async def until(true):
+async def until(condition):
     async with asyncio.timeout(5):
-        while not true():
+        while not condition():
             await asyncio.sleep(0.01)

@@ -11,21 +11,23 @@ from ray.exceptions import ActorDiedError, RayError
 
 from vlmrl.cluster import ClusterError
 
-PLACING = 300.0  # seconds until there is room for all processes
-LOADING = 1800.0  # until each has its model
-STEPPING = 4 * 3600.0  # for a call of the trainer; a rank that waits in vain for another gives up much earlier
-MOVING = 900.0  # for weights on their way
-KEEPING = 60.0  # for a word from who keeps a server's process
-LAST_WORDS = 2.0  # after a first error, for the one that caused it
-BUCKET = 256 * 2**20  # bytes of weights that travel at once
-CONTROL = 64  # calls of an engine beside those for replies
+PLACEMENT_SECONDS = 300.0  # until there is room for all processes
+LOAD_SECONDS = 1800.0  # until each process has its model
+TRAINER_SECONDS = 4 * 3600.0  # for a trainer's method; a rank that waits for another in vain gives up much earlier
+WEIGHTS_SECONDS = 900.0  # to gather and send weights, or to move them between GPU and host
+SERVER_SECONDS = 60.0  # for the actor that runs a server's process
+AFTER_ERROR_SECONDS = 2.0  # after a first error, for the error that caused it
 
 Ref = Any  # of an object in Ray's store
 Actor = Any  # the handle of one
 
 
 def results(calls: Sequence[Ref], seconds: float, what: str) -> list[Any]:
-    """All results. After a first error the others are not waited for: they may themselves wait for the one that failed."""
+    """The results of all calls. ``what`` they do is for errors.
+
+    After a first error the other calls get only a moment: they may wait for the process that failed. Raises ClusterError where a
+    process died or did not answer within ``seconds``, and else the error of the call.
+    """
     results: dict[Ref, Any] = {}
     errors: list[RayError] = []
     pending, end = list(calls), time.monotonic() + seconds
@@ -37,12 +39,12 @@ def results(calls: Sequence[Ref], seconds: float, what: str) -> list[Any]:
             results[done[0]] = ray.get(done[0])
         except RayError as error:
             errors.append(error)
-            end = time.monotonic() + LAST_WORDS
+            end = time.monotonic() + AFTER_ERROR_SECONDS
     died = next((error for error in errors if isinstance(error, ActorDiedError)), None)
     if died is not None:
-        raise ClusterError(f"a process died when it was to {what}: {died}") from died
+        raise ClusterError(f"a process died during the call `{what}`: {died}") from died
     if errors:
         raise errors[0]
     if pending:
-        raise ClusterError(f"{len(pending)} of {len(calls)} processes did not {what} in {seconds:g} s.")
+        raise ClusterError(f"{len(pending)} of {len(calls)} processes did not return from `{what}` in {seconds:g} s.")
     return [results[call] for call in calls]

@@ -1,56 +1,77 @@
-"""What goes through the object store: its large parts are arrays, which a process maps into its memory instead of copying them."""
+"""What goes through Ray's object store: large parts are arrays, which a process maps into its memory instead of copying them."""
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
+import ray
 import torch
 from PIL import Image
 
+from vlmrl.cluster.calls import Ref
+from vlmrl.config.code import FILE_MODULE
 from vlmrl.engine.base import Request
 from vlmrl.types import MediaItem, Sample
+from vlmrl.weight_sync.base import Bucket
 
-Shown = TypeVar("Shown", Sample, Request)
+Row = TypeVar("Row", Sample, Request)
 
 
 @dataclass(frozen=True)
-class WireTensor:
-    """A tensor as bytes, which may be of a dtype that numpy does not know."""
+class SerializedTensor:
+    """A tensor as bytes: numpy does not know all of torch's dtypes."""
 
     data: np.ndarray
     dtype: torch.dtype
     shape: torch.Size
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> WireTensor:
-        flat = (
-            tensor.detach().reshape(-1).to("cpu", copy=True)
-        )  # FSDP resizes its own, which numpy would forbid from then on
-        return cls(flat.view(torch.uint8).numpy(), tensor.dtype, tensor.shape)
+    def of(cls, tensor: torch.Tensor) -> SerializedTensor:
+        flat = tensor.detach().reshape(-1)
+        copied = flat.to("cpu", copy=True)  # FSDP resizes the memory of its own tensors, which numpy would forbid
+        return cls(copied.view(torch.uint8).numpy(), tensor.dtype, tensor.shape)
 
     def tensor(self) -> torch.Tensor:
-        """The tensor over the same memory, where nothing may be written."""
-        with warnings.catch_warnings(action="ignore"):  # of just that
+        """The tensor over the same memory, which must not be written to."""
+        with warnings.catch_warnings(action="ignore"):  # numpy's memory is read-only
             return torch.from_numpy(self.data).view(self.dtype).reshape(self.shape)
 
 
 @dataclass(frozen=True)
+class SerializedBucket:
+    """A :class:`~vlmrl.weight_sync.base.Bucket` of weights as bytes."""
+
+    names: list[str]
+    shapes: list[torch.Size]
+    flat: SerializedTensor
+
+    @classmethod
+    def of(cls, bucket: Bucket) -> SerializedBucket:
+        return cls(bucket.names, bucket.shapes, SerializedTensor.of(bucket.flat))
+
+    def bucket(self) -> Bucket:
+        return Bucket(self.names, self.shapes, self.flat.tensor())
+
+
+@dataclass(frozen=True)
 class SerializedImage:
-    """A :class:`~vlmrl.types.MediaItem` as arrays; ``pixels`` are ``[height, width, 3]``."""
+    """A :class:`~vlmrl.types.MediaItem` as arrays; ``pixels`` are ``[height, width, 3]``, uint8."""
 
     id: str
     pixels: np.ndarray
-    mm_inputs: dict[str, WireTensor]
+    mm_inputs: dict[str, SerializedTensor]
     num_tokens: int
     separators: dict[int, int]
 
     @classmethod
     def of(cls, item: MediaItem) -> SerializedImage:
-        inputs = {name: WireTensor.of(value) for name, value in item.mm_inputs.items()}
+        inputs = {name: SerializedTensor.of(value) for name, value in item.mm_inputs.items()}
         return cls(item.id, np.asarray(item.image), inputs, item.num_tokens, item.separators)
 
     def item(self) -> MediaItem:
@@ -58,33 +79,16 @@ class SerializedImage:
         return MediaItem(self.id, Image.fromarray(self.pixels), inputs, self.num_tokens, self.separators)
 
 
-Weights = list[tuple[str, WireTensor]]
-
-
-def buckets(weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int, dtype: torch.dtype) -> Iterator[Weights]:
-    """Weights in parts of about ``max_bytes``; what is float32 is rounded to ``dtype`` first."""
-    bucket: Weights = []
-    size = 0
-    for name, weight in weights:
-        bucket.append((name, WireTensor.of(weight.to(dtype) if weight.dtype == torch.float32 else weight)))
-        size += bucket[-1][1].data.nbytes
-        if size >= max_bytes:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket
-
-
 @dataclass(frozen=True)
-class SamplePayload(Generic[Shown]):
-    """Rows without their images: row ``i`` shows those of ``shows[i]``, numbers of the distinct images that travel apart."""
+class SamplePayload(Generic[Row]):
+    """Samples or requests without their images, which are sent beside it: ``rows[i]`` shows the distinct images ``shows[i]``."""
 
-    rows: list[Shown]
+    rows: list[Row]
     shows: list[list[int]]
 
     @classmethod
-    def of(cls, rows: Sequence[Shown]) -> tuple[SamplePayload[Shown], list[MediaItem]]:
-        """The crate, and the distinct images."""
+    def of(cls, rows: Sequence[Row]) -> tuple[SamplePayload[Row], list[MediaItem]]:
+        """The payload, and the distinct images."""
         numbers: dict[str, int] = {}
         images: list[MediaItem] = []
         for row in rows:
@@ -94,7 +98,30 @@ class SamplePayload(Generic[Shown]):
         shows = [[numbers[item.id] for item in row.media] for row in rows]
         return cls([replace(row, media=[]) for row in rows], shows), images
 
-    def unpack(self, images: Sequence[MediaItem]) -> list[Shown]:
+    def unpack(self, images: Sequence[MediaItem]) -> list[Row]:
         """The rows with their images again."""
         pairs = zip(self.rows, self.shows, strict=True)
         return [replace(row, media=[images[number] for number in shown]) for row, shown in pairs]
+
+
+class ImageObjects:
+    """The object store's references to images: each distinct image is stored once, for as long as a sample shows it."""
+
+    def __init__(self) -> None:
+        self._refs: weakref.WeakKeyDictionary[MediaItem, Ref] = weakref.WeakKeyDictionary()
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    def refs(self, items: Sequence[MediaItem]) -> list[Ref]:
+        for item in items:
+            if item not in self._refs:
+                self._refs[item] = ray.put(SerializedImage.of(item))
+        return [self._refs[item] for item in items]
+
+
+def pickle_by_value(code: Any) -> None:
+    """Have Ray send a function or class of a recipe's file as code: no other process can import that file by name."""
+    module = getattr(code, "__module__", None) or ""
+    if module.startswith(FILE_MODULE):
+        ray.cloudpickle.register_pickle_by_value(sys.modules[module])

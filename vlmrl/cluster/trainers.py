@@ -2,58 +2,55 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 
-from vlmrl.cluster.calls import MOVING, STEPPING
-from vlmrl.cluster.ray_cluster import RayCluster
-from vlmrl.cluster.workers import code_of
-from vlmrl.config.code import FILE_MODULE
+from vlmrl.cluster.calls import TRAINER_SECONDS, WEIGHTS_SECONDS
+from vlmrl.cluster.payload import pickle_by_value
+from vlmrl.cluster.ranks import RankActors
+from vlmrl.cluster.workers import functions_of
 from vlmrl.train.checkpoint import load_random, save_random
 from vlmrl.train.controller import RunTrainer
-from vlmrl.train.trainer import Receive, TrainerSpec
+from vlmrl.train.trainer import TrainerSpec
 from vlmrl.types import Sample
+from vlmrl.weight_sync.base import TransferResult, WeightSender
 
 
 class RemoteTrainers:
     """Makes trainers on the ranks, one after the other."""
 
-    def __init__(self, cluster: RayCluster) -> None:
-        self._cluster = cluster
+    def __init__(self, ranks: RankActors) -> None:
+        self._ranks = ranks
 
     def start(self, spec: TrainerSpec) -> RemoteTrainer:
-        code = code_of(spec.algo)
-        for _, _, function in code:
-            module = getattr(function, "__module__", None) or ""
-            if module.startswith(FILE_MODULE):  # a recipe's: no other process can import it
-                ray.cloudpickle.register_pickle_by_value(sys.modules[module])
-        self._cluster.ask("start", spec, code)
-        return RemoteTrainer(self._cluster)
+        functions = functions_of(spec.algo)
+        for _, _, function in functions:
+            pickle_by_value(function)
+        self._ranks.run("start", spec, functions)
+        return RemoteTrainer(self._ranks)
 
 
 class RemoteTrainer(RunTrainer):
     """The ranks as one :class:`~vlmrl.train.trainer.Trainer`. Checkpoints need a folder that all nodes share."""
 
-    def __init__(self, cluster: RayCluster) -> None:
-        self._cluster = cluster
+    def __init__(self, ranks: RankActors) -> None:
+        self._ranks = ranks
 
     def call(self, method: str, *arguments: Any) -> Any:
-        return self._cluster.ask("call", method, *arguments, seconds=TIME_LIMITS.get(method, STEPPING))
+        return self._ranks.run("call", method, *arguments, seconds=TIME_LIMITS.get(method, TRAINER_SECONDS))
 
     def call_on(self, method: str, samples: Sequence[Sample]) -> Any:
-        return self._cluster.ask_about(method, samples)
+        return self._ranks.run_on_samples("call_on", samples, method)
 
     def iterate(self, method: str) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, weight in self._cluster.ask("weights", method, seconds=MOVING):
+        for name, weight in self._ranks.run("weights", method, seconds=WEIGHTS_SECONDS):
             yield name, weight.tensor()
 
-    def send_weights(self, receive: Receive) -> Any:
-        return self._cluster.ask("send_weights", receive, seconds=MOVING)
+    def send_weights(self, sender: WeightSender) -> TransferResult:
+        return self._ranks.run("send_weights", sender, seconds=WEIGHTS_SECONDS)
 
     def save(self, checkpoint: Path) -> None:
         super().save(checkpoint.resolve())
@@ -64,5 +61,5 @@ class RemoteTrainer(RunTrainer):
         load_random(checkpoint, "driver")
 
 
-TIME_LIMITS = {"save": MOVING, "restore": MOVING}
-"""Seconds for calls that read or write the whole policy; :data:`STEPPING` for all others."""
+TIME_LIMITS = {"save": WEIGHTS_SECONDS, "restore": WEIGHTS_SECONDS}
+"""Seconds for calls that read or write the whole policy; :data:`TRAINER_SECONDS` for all others."""

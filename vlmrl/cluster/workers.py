@@ -1,11 +1,10 @@
-"""What the processes of a cluster do: trainer ranks, embedded engines, keepers of servers. Plain classes, which `actors.py` makes
-Ray's actors of."""
+"""What the processes of a cluster do: trainer ranks, embedded engines, servers. Plain classes, which Ray makes actors of."""
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from vlmrl.algos import CORRECTIONS, KL, LOSSES, REDUCTIONS
-from vlmrl.cluster.payload import SamplePayload, SerializedImage, Weights, WireTensor
+from vlmrl.cluster.payload import SamplePayload, SerializedBucket, SerializedImage, SerializedTensor
 from vlmrl.config import Algo, Config, SGLang
 from vlmrl.engine.base import Request
 from vlmrl.engine.hf.engine import HFEngine
@@ -26,17 +25,17 @@ from vlmrl.train.factory import Trainers
 from vlmrl.train.fsdp import COLLECTIVE, backend_of, forget_unused, reshard
 from vlmrl.train.packing import response_logprobs
 from vlmrl.train.ranks import Ranks
-from vlmrl.train.trainer import Receive, TrainerSpec
+from vlmrl.train.trainer import TrainerSpec
 from vlmrl.types import Completion, MediaItem, Sample
-from vlmrl.weight_sync.transfer import TransferResult, WeightUpdate
+from vlmrl.weight_sync.base import TransferResult, WeightSender, WeightUpdate
 
 HOST = torch.device("cpu")
 
-Code = list[tuple[str, str, Callable[..., Any]]]
-"""The functions that an algorithm names: registry, name, function. A recipe's own are nowhere else on these processes."""
+RegisteredFunctions = list[tuple[str, str, Callable[..., Any]]]
+"""Registry, name and function of each function that an algorithm names. A worker's registries lack the recipe's own."""
 
 
-def code_of(algo: Algo) -> Code:
+def functions_of(algo: Algo) -> RegisteredFunctions:
     names = [("losses", algo.loss), ("reductions", algo.reduction), ("kl", algo.kl)]
     names += [("corrections", name) for name in algo.corrections]
     return [(registry, name, REGISTRIES[registry][name]) for registry, name in names]
@@ -51,22 +50,22 @@ REGISTRIES: dict[str, dict[str, Any]] = {
 
 
 class RankWorker:
-    """One trainer rank. All are told the same; rank 0 answers for all."""
+    """One trainer rank. All ranks get the same calls; the results are rank 0's."""
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self._config = config
         self._ranks = ranks
         self._store: TCPStore | None = None
         self._trainer: Any = None
-        self._away = False
+        self._offloaded = False
 
     def host(self, address: str) -> int:
-        """Rank 0 opens the ranks' meeting place on its own machine: the port."""
+        """Open the ranks' store on rank 0's machine. Returns its port."""
         self._store = TCPStore(address, 0, self._ranks.size, True, COLLECTIVE, wait_for_workers=False)
         return self._store.port
 
     def load(self, address: str, port: int) -> None:
-        """Meet the other ranks, and load this one's share of the policy."""
+        """Join the other ranks, and load this one's shard of the policy."""
         torch.manual_seed(self._config.seed)
         self._device = torch.device("cuda", 0) if torch.cuda.is_available() else HOST
         if self._ranks.size > 1:
@@ -78,66 +77,74 @@ class RankWorker:
         self._trainers = Trainers.of(self._config, self._ranks)
         forget_unused()  # the whole model was here, of which a share is left
 
-    def start(self, spec: TrainerSpec, code: Code) -> None:
-        """Make a new trainer, once the functions of ``code`` are registered here."""
-        self._come()
-        for registry, name, function in code:
+    def start(self, spec: TrainerSpec, functions: RegisteredFunctions) -> None:
+        """Make a new trainer, once ``functions`` are registered here."""
+        self._onload()
+        for registry, name, function in functions:
             REGISTRIES[registry][name] = function
         self._trainer = self._trainers.make(spec)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call one of the trainer's methods. Rank 0 returns its result, the other ranks None."""
-        self._come()
+        self._onload()
         result = getattr(self._trainer, method)(*arguments)
         return None if self._ranks.rank else result
 
-    def call_on(self, method: str, payload: SamplePayload[Sample], *images: SerializedImage) -> Any:
+    def call_on(self, method: str, samples: SamplePayload[Sample], *images: SerializedImage) -> Any:
         """The same for a method that takes samples."""
-        return self.call(method, payload.unpack([image.item() for image in images]))
+        return self.call(method, samples.unpack([image.item() for image in images]))
 
-    def send_weights(self, receive: Receive) -> Any:
-        """Walk through the weights on all ranks; what ``receive`` tells on rank 0."""
-        self._come()
-        return (_walk if self._ranks.rank else receive)(self._trainer.named_weights())
-
-    def deliver(self, delivery: WeightUpdate | None) -> TransferResult | None:
-        """The policy's weights for servers, from the ranks that are given a delivery. To repeat one is asked of rank 0 alone."""
-        if delivery is not None and delivery.again:
-            return delivery(())
-        self._come()
-        model = self._trainers.policy.model
-        named = named_weights(model)
-        if delivery is None:
-            _walk(named)
+    def send_weights(self, sender: WeightSender) -> TransferResult | None:
+        """Gather the weights on all ranks, and send them from rank 0."""
+        self._onload()
+        weights = self._trainer.named_weights()
+        if self._ranks.rank:
+            _walk(weights)
             return None
-        return delivery(as_saved(model, named))
+        return sender.send(weights)
+
+    def send_update(self, update: WeightUpdate | None) -> TransferResult | None:
+        """Gather the policy's weights on all ranks, and send them to servers from those that get an ``update``.
+
+        Rank 0 alone is called for a resend.
+        """
+        if update is not None and update.resend:
+            return update.send(())
+        self._onload()
+        model = self._trainers.policy.model
+        weights = named_weights(model)
+        if update is None:
+            _walk(weights)
+            return None
+        return update.send(as_saved(model, weights))
 
     def logprobs(
-        self, temperature: float, crate: SamplePayload[Sample], *images: SerializedImage
+        self, temperature: float, samples: SamplePayload[Sample], *images: SerializedImage
     ) -> list[np.ndarray] | None:
-        """Of each row's response under the policy's weights, before there is a trainer."""
-        scores = response_logprobs(self._trainers.policy, crate.unpack([image.item() for image in images]), temperature)
+        """Of each sample's response under the policy's weights, in nats, before there is a trainer."""
+        rows = samples.unpack([image.item() for image in images])
+        scores = response_logprobs(self._trainers.policy, rows, temperature)
         return None if self._ranks.rank else scores
 
-    def weights(self, method: str) -> Weights | None:
-        """What ``named_weights`` or ``named_adapters`` gives, whole."""
-        self._come()
+    def weights(self, method: str) -> list[tuple[str, SerializedTensor]] | None:
+        """All weights of the trainer's ``named_weights`` or ``named_adapters``."""
+        self._onload()
         named = getattr(self._trainer, method)()
         if self._ranks.rank:
             _walk(named)
             return None
-        return [(name, WireTensor.of(weight)) for name, weight in named]
+        return [(name, SerializedTensor.of(weight)) for name, weight in named]
 
-    def leave(self) -> None:
-        """Give the GPU's memory to others, until the next call."""
-        if not self._away:
+    def offload(self) -> None:
+        """Move everything to host memory, until the next call."""
+        if not self._offloaded:
             self._move(HOST)
-            self._away = True
+            self._offloaded = True
 
-    def _come(self) -> None:
-        if self._away:
+    def _onload(self) -> None:
+        if self._offloaded:
             self._move(self._device)
-            self._away = False
+            self._offloaded = False
 
     def _move(self, device: torch.device) -> None:
         reshard(self._trainers.policy)
@@ -146,7 +153,7 @@ class RankWorker:
 
 
 class EngineWorker:
-    """One embedded engine with weights of its own, on the GPU ``gpu`` where that is given."""
+    """One embedded engine with weights of its own, on GPU number ``gpu``; None: on the GPU that Ray gave it, or the CPU."""
 
     def __init__(self, config: Config, keep_kv: bool, gpu: str | None) -> None:
         if gpu is not None:
@@ -156,11 +163,11 @@ class EngineWorker:
         self._engine = HFEngine(model.policy, model.renderer, keep_kv=keep_kv, record_routes=record_routes)
         self._device = model.policy.device
         self._items: weakref.WeakValueDictionary[str, MediaItem] = weakref.WeakValueDictionary()
-        self._shown: dict[str, list[MediaItem]] = {}  # by trajectory: its images live until it is released
+        self._shown: dict[str, list[MediaItem]] = {}  # by trajectory, whose images live until it is released
 
-    async def generate(self, crate: SamplePayload[Request], *images: SerializedImage) -> tuple[list[Completion], int]:
-        """The replies to some requests as one batch, and how many images this engine has encoded so far."""
-        requests = crate.unpack([self._item(image) for image in images])
+    async def generate(self, batch: SamplePayload[Request], *images: SerializedImage) -> tuple[list[Completion], int]:
+        """Replies to requests that are sampled as one batch, and how many images this engine has encoded so far."""
+        requests = batch.unpack([self._item(image) for image in images])
         for request in requests:
             self._shown[request.trajectory_id] = list(request.media)
         return await self._engine.generate_batch(requests), self._engine.images_encoded
@@ -169,18 +176,18 @@ class EngineWorker:
         self._shown.pop(trajectory_id, None)
         self._engine.release(trajectory_id)
 
-    async def pause(self, leave: bool) -> None:
-        """Stop sampling; with ``leave``, give the GPU's memory to others."""
+    async def pause(self, offload: bool) -> None:
+        """Stop sampling; with ``offload``, move the weights to host memory."""
         await self._engine.pause()
-        if leave:
+        if offload:
             self._move(HOST)
 
     async def resume(self) -> None:
         self._move(self._device)
         await self._engine.resume()
 
-    async def load_weights(self, weights: Weights) -> None:
-        self._engine.policy.load_weights((name, weight.tensor()) for name, weight in weights)
+    async def load_weights(self, weights: SerializedBucket) -> None:
+        self._engine.policy.load_weights(weights.bucket().tensors())
 
     async def weights_changed(self, policy_version: int) -> None:
         self._engine.weights_changed(policy_version)
@@ -197,17 +204,17 @@ class EngineWorker:
 
 
 class ServerWorker:
-    """Keeps the process of one SGLang server, on its machine and on the GPUs that it was given itself, or the ranks' ``shared``."""
+    """Runs the process of one server, on its machine. Its GPUs are those that Ray gave the actor, or the ranks' ``shared`` ones."""
 
     def __init__(self, config: SGLang, args: dict[str, Any], log: Path, gpus: bool, shared: list[str]) -> None:
         if shared:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shared)  # which the server inherits
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shared)  # the server inherits it
         self._planned = config, args, log
         self._gpu = 0 if gpus else None
         self._process: LocalProcess | None = None
 
     def plan(self, host: str) -> str:
-        """Where it will listen. Nothing is started yet."""
+        """Choose a port on this machine. Returns the server's URL. Nothing is started yet."""
         (port,) = free_ports(1, host)
         self._process = LocalProcess(launch(*self._planned, host, port, self._gpu))
         return f"http://{host}:{port}"
@@ -230,7 +237,7 @@ class ServerWorker:
         return self._process
 
 
-def _walk(weights: Any) -> None:
-    """Take part in gathering each of the weights, and keep none."""
+def _walk(weights: Iterable[Any]) -> None:
+    """Take part in gathering each weight, and keep none."""
     for _ in weights:
         pass

@@ -197,6 +197,14 @@ def code_path(code: Callable[..., Any]) -> str:
     return f"{Path(file).resolve() if is_file and file else name}:{code.__qualname__}"
 
 
+def recipe_folder() -> Path | None:
+    """The folder of the recipe that this process runs: of the main program, or of the first file that was loaded."""
+    program = sys.modules.get("__main__")
+    modules = [program] if hasattr(program, "config") else []
+    modules += [module for name, module in sys.modules.items() if name.startswith(FILE_MODULE)]
+    return next((Path(module.__file__).resolve().parent for module in modules if module and module.__file__), None)
+
+
 def load_object(spec: str, folder: Path | None = None) -> Any:
     """The object that ``module:name`` or ``path/to/file.py:name`` names; ``name`` may be dotted (``file.py:Class.method``).
 

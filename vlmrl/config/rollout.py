@@ -102,7 +102,7 @@ class SGLang:
     """The interpreter that runs them; unset: this one."""
     port: int = 0
     """Of the first server, the others follow; 0: any that are free."""
-    sync: Literal["auto", "tensor", "group", "disk"] = "auto"
+    sync: str = "auto"
     """How weights get there: `tensor`: as handles of GPU memory that both see (CUDA IPC), or by value from a CPU. `group`: by a
     process group (NCCL or gloo). `disk`: by a folder both see. `auto`: tensor to servers started here without Ray, or
     with it on the ranks' GPUs, else group."""

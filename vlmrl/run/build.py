@@ -30,7 +30,8 @@ from vlmrl.train.checkpoint import Checkpoints
 from vlmrl.train.controller import StartTrainer
 from vlmrl.train.factory import Trainers
 from vlmrl.train.ranks import Ranks
-from vlmrl.train.trainer import Receive
+from vlmrl.weight_sync.base import WeightSender
+from vlmrl.weight_sync.local import LocalSender
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +40,8 @@ class Backends:
 
     engine: RunEngine
     trainers: StartTrainer
-    receive: Receive | None = None
-    """Brings the trainer's weights to the engine. ``None``: the engine samples from the same weights, or ``serving`` sends them."""
+    sender: WeightSender | None = None
+    """Sends the trainer's weights to the engine. ``None``: the engine samples from the same weights, or ``serving`` sends them."""
     serving: Serving | None = None
     """The inference servers of the run, if it has any."""
 
@@ -142,7 +143,7 @@ def build_run(config: Config, ranks: Ranks | None = None) -> Run:
         group_reward=group_reward,
         engine=backends.engine,
         trainers=backends.trainers,
-        receive=backends.receive,
+        sender=backends.sender,
         serving=backends.serving,
     )
 
@@ -166,13 +167,13 @@ def _build_here(config: Config, ranks: Ranks, model: LoadedModel, keep_kv: bool)
     trainers = Trainers.of(config, ranks, model if _shares_weights(config, ranks) else None)
     if config.train.gradient_checkpointing:
         model.policy.enable_gradient_checkpointing()
-    receive = None if trainers.policy is model.policy else model.policy.load_weights
+    sender = None if trainers.policy is model.policy else LocalSender(model.policy)
     if config.engine == "sglang":
         serving = Serving.of(config, model, ThisMachine(config, model.policy, ranks.size))
-        return Backends(engine=serving.engine, trainers=trainers, receive=receive, serving=serving)
+        return Backends(engine=serving.engine, trainers=trainers, sender=sender, serving=serving)
     record_routes = config.train.replay_routing
     engine = HFEngine(model.policy, model.renderer, keep_kv=keep_kv, record_routes=record_routes)
-    return Backends(engine=engine, trainers=trainers, receive=receive)
+    return Backends(engine=engine, trainers=trainers, sender=sender)
 
 
 def _build_on_cluster(config: Config, ranks: Ranks, model: LoadedModel, keep_kv: bool) -> Backends:
@@ -182,6 +183,7 @@ def _build_on_cluster(config: Config, ranks: Ranks, model: LoadedModel, keep_kv:
     try:
         from vlmrl.cluster.engines import RemoteEngine
         from vlmrl.cluster.ray_cluster import RayCluster
+        from vlmrl.cluster.server_host import RayServerHost
         from vlmrl.cluster.trainers import RemoteTrainers
     except ModuleNotFoundError as error:
         if error.name != "ray":
@@ -190,13 +192,13 @@ def _build_on_cluster(config: Config, ranks: Ranks, model: LoadedModel, keep_kv:
     cluster = RayCluster(config, keep_kv)
     if config.engine == "sglang":
         try:
-            serving = Serving.of(config, model, cluster)
+            serving = Serving.of(config, model, RayServerHost(config, cluster))
         except BaseException:
             cluster.close()
             raise
-        return Backends(engine=serving.engine, trainers=RemoteTrainers(cluster), serving=serving)
+        return Backends(engine=serving.engine, trainers=RemoteTrainers(cluster.ranks), serving=serving)
     engine = RemoteEngine(cluster, config)
-    return Backends(engine=engine, trainers=RemoteTrainers(cluster), receive=engine.receive)
+    return Backends(engine=engine, trainers=RemoteTrainers(cluster.ranks), sender=engine.sender)
 
 
 def _check_algo(algo: Algo) -> None:

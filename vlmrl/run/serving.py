@@ -15,6 +15,7 @@ from vlmrl.checks.server_parity import ParityReport, ask_about, check_parity
 from vlmrl.config import Config, Lora
 from vlmrl.engine.servers import Server, Servers, planned
 from vlmrl.engine.sglang.engine import SGLangEngine
+from vlmrl.engine.sglang.receiver import SGLangWeights
 from vlmrl.model.loading import LoadedModel, as_saved
 from vlmrl.model.lora import named_weights
 from vlmrl.model.policy import Policy
@@ -23,8 +24,8 @@ from vlmrl.train.controller import RunTrainer
 from vlmrl.train.fsdp import forget_unused
 from vlmrl.train.packing import response_logprobs
 from vlmrl.types import Sample
+from vlmrl.weight_sync.base import TransferResult, WeightUpdate
 from vlmrl.weight_sync.server_sync import WeightSync
-from vlmrl.weight_sync.transfer import Method, TransferResult, WeightUpdate
 
 
 class ServerHost(Protocol):
@@ -38,7 +39,7 @@ class ServerHost(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     @property
-    def method(self) -> Method: ...
+    def method(self) -> str: ...
 
     @property
     def shares_gpus(self) -> bool: ...
@@ -77,7 +78,7 @@ class ThisMachine:
         return self.policy.dtype
 
     @property
-    def method(self) -> Method:
+    def method(self) -> str:
         return "group" if self.config.sglang.urls else "tensor"
 
     @property
@@ -92,7 +93,7 @@ class ThisMachine:
 
     def send(self, delivery: WeightUpdate) -> TransferResult:
         model = self.policy.model
-        return delivery(as_saved(model, named_weights(model)))
+        return delivery.send(as_saved(model, named_weights(model)))
 
     def score(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
         return response_logprobs(self.policy, samples, temperature)
@@ -137,7 +138,9 @@ class Serving:
             args["enable-memory-saver"] = True
         servers = Servers(wanted, home.servers(args), home.close, colocated)
         engine = SGLangEngine(servers, model.renderer, model.policy.banned_ids, routing, home.free_gpus)
-        sync = WeightSync(engine, wanted, config.folder.absolute() / "weights", home.method)
+        method = home.method if wanted.sync == "auto" else wanted.sync
+        backend = SGLangWeights(wanted.sync_timeout)
+        sync = WeightSync(engine, backend, config.folder.absolute() / "weights", method, wanted.bucket_mb * 2**20)
         return cls(config, model, engine, sync, home)
 
     async def connect(self, store: MediaStore | None) -> dict[str, ParityReport]:

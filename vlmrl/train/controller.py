@@ -21,8 +21,9 @@ import torch.distributed as dist
 
 from vlmrl.train.fsdp import COLLECTIVE
 from vlmrl.train.ranks import Ranks
-from vlmrl.train.trainer import Receive, StepOutput, Trainer, TrainerSpec
+from vlmrl.train.trainer import StepOutput, Trainer, TrainerSpec
 from vlmrl.types import Sample
+from vlmrl.weight_sync.base import TransferResult, WeightSender
 
 BETWEEN_COMMANDS = timedelta(days=7)  # a rank's time limit for the next command: rollouts may take long
 
@@ -63,9 +64,9 @@ class RunTrainer(ABC):
     def named_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.iterate("named_adapters")
 
-    def send_weights(self, receive: Receive) -> Any:
-        """Call ``receive`` with the named weights, in rank 0's process. Returns its result."""
-        return receive(self.named_weights())
+    def send_weights(self, sender: WeightSender) -> TransferResult:
+        """Send the named weights from rank 0's process."""
+        return sender.send(self.named_weights())
 
     def save(self, checkpoint: Path) -> None:
         self.call("save", checkpoint)

@@ -37,8 +37,6 @@ from vlmrl.train.ranks import MetricAccumulator, Ranks
 from vlmrl.types import MicroBatch, Sample
 
 Scorer = Callable[[MicroBatch, float], TokenScores]
-Receive = Callable[[Iterator[tuple[str, torch.Tensor]]], Any]
-"""Takes named weights one by one and brings them to the engine. It may return a report of the transfer."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,15 @@
-"""New weights on their way from the trainer to the engine."""
+"""Weight updates from the trainer to the engine: a file for each way of sending, the same for all engines."""
+
+from collections.abc import Callable
+
+from vlmrl.weight_sync.base import WeightSender, WeightUpdate
+from vlmrl.weight_sync.disk import DiskSender
+from vlmrl.weight_sync.ipc import IpcSender
+from vlmrl.weight_sync.nccl import NcclSender
+
+SENDERS: dict[str, Callable[[WeightUpdate], WeightSender]] = {
+    "tensor": IpcSender,
+    "group": NcclSender,
+    "disk": DiskSender,
+}
+"""Ways of sending weights to servers, by the name that the setting `sync` gives them."""

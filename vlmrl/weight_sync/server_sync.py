@@ -1,10 +1,10 @@
-"""Keeps SGLang servers at the trainer's weights: every update, and every server that comes back.
+"""Keeps servers at the trainer's weights: every update, and every server that recovers.
 
-    sync = WeightSync(engine, config.sglang, folder)
-    sent = await sync.push(trainer.send_weights, policy_version=3)      # inside `paused(engine)`
+    sync = WeightSync(engine, backend, folder, "tensor", bucket_bytes=2**29)
+    result = await sync.push(host.send, policy_version=3)      # inside `paused(engine)`
 
-Each set of weights has a name on the servers, and each token they sample tells it: a reply from weights with another name is
-not taken. The transfer itself is in :mod:`vlmrl.weight_sync.transfer`.
+Each set of weights has a name on the servers, and replies say by which weights each token was sampled: a reply from weights of another
+name is not used. The transfer itself is a :class:`~vlmrl.weight_sync.base.WeightUpdate`.
 """
 
 from __future__ import annotations
@@ -12,120 +12,166 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from vlmrl.config import SGLang
 from vlmrl.engine.base import EngineError
 from vlmrl.engine.servers import UNREACHED, Server, ServerError, quietly
 from vlmrl.engine.sglang.engine import SGLangEngine
 from vlmrl.utils.threads import DaemonPool
-from vlmrl.weight_sync.transfer import Method, Target, TransferResult, WeightUpdate, serialized
+from vlmrl.weight_sync import SENDERS
+from vlmrl.weight_sync.base import TransferResult, WeightReceiver, WeightUpdate, abort
 
 Send = Callable[[WeightUpdate], TransferResult]
-"""Carries a delivery out where the weights are: :meth:`vlmrl.train.trainer.Trainer.send_weights`, for one."""
+"""Calls :meth:`WeightUpdate.send` where the weights are, in this process or in another."""
 
-LOAD_ADAPTER = "/load_lora_adapter_from_tensors"
 FILL = 0.01  # in place of every weight, when it is checked that all of them arrive
 
 
-class WeightSync:
-    """Gives the servers of ``engine`` their weights by ``method``, unless ``config`` names one. ``folder`` is where disk writes them.
+Call = tuple[str, Any]  # path and body of a request
 
-    ``bytes`` and ``seconds`` are of the last push, to each server.
+
+class WeightBackend(Protocol):
+    """What a server backend provides for weight updates."""
+
+    checksums: Call
+    """Its reply is passed to :meth:`parse_checksums`."""
+
+    def receiver(self, server: Server) -> WeightReceiver: ...
+
+    def serialize_adapter(self, weights: dict[str, torch.Tensor]) -> str:
+        """A LoRA adapter's weights as the servers take them, in base64."""
+        ...
+
+    def load_adapter(self, name: str, settings: Mapping[str, Any], weights: str, tp: int) -> Call:
+        """``settings`` as in peft's `adapter_config.json`; ``weights`` are serialized; the server has ``tp`` ranks."""
+        ...
+
+    def unload_adapter(self, name: str) -> Call:
+        """The server answers when no request uses the adapter any more."""
+        ...
+
+    def parse_checksums(self, reply: Any) -> list[Mapping[str, str]]:
+        """For each rank of the server, the checksum of each tensor by name: equal weights have equal ones."""
+        ...
+
+
+class Adapter(NamedTuple):
+    """A LoRA adapter: its name on the servers, the settings of its `adapter_config.json`, its serialized weights."""
+
+    name: str
+    settings: dict[str, Any]
+    weights: str
+
+
+class WeightSync:
+    """Sends weights to the servers of ``engine`` by ``method``, a name in :data:`~vlmrl.weight_sync.SENDERS`.
+
+    ``bytes`` and ``seconds`` are of the last push; ``bytes`` went to each server. ``folder`` is for methods that write files.
     """
 
-    def __init__(self, engine: SGLangEngine, config: SGLang, folder: Path, method: Method = "group") -> None:
+    def __init__(
+        self, engine: SGLangEngine, backend: WeightBackend, folder: Path, method: str, bucket_bytes: int
+    ) -> None:
+        if method not in SENDERS:
+            raise ValueError(f"sync must be auto or one of {', '.join(sorted(SENDERS))}, but it is {method!r}.")
         self.engine = engine
         self.bytes = 0
         self.seconds = 0.0
-        self.method: Method = method if config.sync == "auto" else config.sync
-        self._config = config
+        self.method = method
+        self._backend = backend
         self._folder = folder
+        self._bucket_bytes = bucket_bytes
         self._run = uuid.uuid4().hex[:8]
         self._numbers = count()
-        self._name = ""  # of the last weights
+        self._version = ""  # of the last weights
         self._send: Send | None = None
-        self._adapter: dict[str, Any] | None = None  # the last one, as servers take it
+        self._adapter: Adapter | None = None  # the last one
         self._unloading: set[asyncio.Task[None]] = set()
         self._thread = DaemonPool("weights")
-        engine.servers.bring = self._bring
+        engine.servers.bring = self._resync
 
     async def first(self, send: Send, policy_version: int = 0) -> TransferResult:
-        """Weights for all servers, before any of them serves."""
+        """Send weights to all servers, before any of them serves."""
         return await self.engine.thread.run(self._push(send, policy_version, self.engine.servers.all))
 
     async def push(self, send: Send, policy_version: int) -> TransferResult:
-        """Weights for all that serve. One that cannot be reached is left out, and gets them when it comes back.
+        """Send weights to all servers that serve. An unreachable one is left out, and gets them when it recovers.
 
-        Raises EngineError where a server refuses them.
+        Raises EngineError where a server refuses them. Cancelled, it aborts the transfer if this process sends.
         """
         return await self.engine.thread.run(self._push(send, policy_version, None))
 
     async def push_adapter(
         self, weights: dict[str, torch.Tensor], settings: dict[str, Any], policy_version: int
     ) -> None:
-        """A LoRA adapter for all that serve, beside the weights they have; ``settings`` as in peft's `adapter_config.json`.
+        """Send a LoRA adapter to all servers that serve; ``settings`` as in peft's `adapter_config.json`.
 
-        Requests that are under way keep the adapter they began with. Raises EngineError where a server refuses it.
+        Requests in flight keep the adapter they began with. Raises EngineError where a server refuses it.
         """
         await self.engine.thread.run(self._push_adapter(weights, settings, policy_version))
 
     async def fill(self, send: Send) -> None:
-        """Overwrite every weight there is with one number: what the next push does not set stays wrong, and is found."""
+        """Overwrite every weight with one number: weights that the next push does not reach then stay wrong."""
         await self.engine.thread.run(self._overwrite(send))
 
     async def checksums(self) -> dict[str, dict[str, str]]:
-        """What each server's weights sum up to, by tensor and rank: servers with equal weights have equal ones."""
+        """Checksums of each server's weights, by URL, then by tensor and rank. Equal weights have equal ones."""
         return await self.engine.thread.run(self._checksums())
 
     async def _push(self, send: Send, policy_version: int, servers: Sequence[Server] | None) -> TransferResult:
         async with self.engine.servers.changing:
             chosen = self.engine.servers.ready if servers is None else servers
-            self._name, self._send = f"{self._run}.{next(self._numbers)}", send
-            self.engine.versions[self._name] = policy_version
-            sent = await self._deliver(chosen)
+            self._version, self._send = f"{self._run}.{next(self._numbers)}", send
+            self.engine.versions[self._version] = policy_version
+            result = await self._transfer(chosen)
             if servers is not None:
-                self._all_have(sent)
-            self.bytes, self.seconds = sent.bytes, sent.seconds
-            return sent
+                self._check_complete(result)
+            self.bytes, self.seconds = result.bytes, result.seconds
+            return result
 
-    async def _bring(self, server: Server) -> None:
-        """The last weights once more, for a server that came back. Called with ``servers.changing`` held."""
-        sent = await self._deliver([server], again=True)
-        if sent.failed:
-            raise EngineError(sent.failed[server.url])
+    async def _resync(self, server: Server) -> None:
+        """Send the last weights again, to a server that recovered. Called with ``servers.changing`` held."""
+        result = await self._transfer([server], resend=True)
+        if result.failed:
+            raise EngineError(result.failed[server.url])
         if self._adapter is not None:
             await self._load(server, self._adapter)
 
     async def _push_adapter(
         self, weights: dict[str, torch.Tensor], settings: dict[str, Any], policy_version: int
     ) -> None:
-        servers, began = self.engine.servers, time.perf_counter()
+        servers, started = self.engine.servers, time.perf_counter()
         async with servers.changing:
             name, old = f"{self._run}.adapter{next(self._numbers)}", self.engine.adapter
-            values = await self._thread.run(_values, weights, _dtype(servers.all[0]))
+            values = await self._thread.run(self._serialized, weights)
             self.engine.versions[name] = policy_version
-            self._adapter = {"lora_name": name, "config_dict": settings, "serialized_named_tensors": [values]}
+            self._adapter = Adapter(name, settings, values)
             await asyncio.gather(*(self._load_or_leave_out(server, self._adapter) for server in servers.ready))
             self.engine.adapter = name
             if old is not None:
                 self._unload(old)
-            self.bytes, self.seconds = len(values) * 3 // 4, time.perf_counter() - began
+            self.bytes, self.seconds = len(values) * 3 // 4, time.perf_counter() - started
 
-    async def _load(self, server: Server, adapter: dict[str, Any]) -> None:
-        ranks = server.info.get("tp_size", 1)
-        body = adapter | {"serialized_named_tensors": adapter["serialized_named_tensors"] * ranks}
+    def _serialized(self, weights: dict[str, torch.Tensor]) -> str:
+        """By value, in the dtype of the servers: adapters are small."""
+        dtype = self._backend.receiver(self.engine.servers.all[0]).dtype
+        on_cpu = {name: weight.detach().to("cpu", dtype or weight.dtype) for name, weight in weights.items()}
+        return self._backend.serialize_adapter(on_cpu)
+
+    async def _load(self, server: Server, adapter: Adapter) -> None:
+        receiver = self._backend.receiver(server)
+        call = self._backend.load_adapter(*adapter, tp=receiver.ranks)
         try:
-            await self.engine.servers.call(server, LOAD_ADAPTER, body, timeout=self._config.sync_timeout)
+            await self.engine.servers.call(server, *call, timeout=receiver.timeout)
         except ServerError as error:
-            raise EngineError(f"an SGLang server refused the adapter: {error}") from error
+            raise EngineError(f"a server refused the adapter: {error}") from error
 
-    async def _load_or_leave_out(self, server: Server, adapter: dict[str, Any]) -> None:
+    async def _load_or_leave_out(self, server: Server, adapter: Adapter) -> None:
         try:
             await self._load(server, adapter)
         except UNREACHED:
@@ -133,70 +179,59 @@ class WeightSync:
             server.failed()
 
     def _unload(self, adapter: str) -> None:
-        """Which waits over there until nobody uses it any more."""
+        """Without waiting: a server keeps an adapter until no request uses it."""
         for server in self.engine.servers.ready:
-            call = self.engine.servers.call(server, "/unload_lora_adapter", {"lora_name": adapter})
+            call = self.engine.servers.call(server, *self._backend.unload_adapter(adapter))
             task = asyncio.create_task(quietly(call))
             self._unloading.add(task)
             task.add_done_callback(self._unloading.discard)
 
     async def _overwrite(self, send: Send) -> None:
         async with self.engine.servers.changing:
-            self._send, self._name = send, f"{self._run}.fill"
-            self.engine.versions[self._name] = -1  # which only a handshake asks for
-            self._all_have(await self._deliver(self.engine.servers.all, fill=FILL))
+            self._send, self._version = send, f"{self._run}.fill"
+            self.engine.versions[self._version] = -1  # only the startup parity check requests replies under it
+            self._check_complete(await self._transfer(self.engine.servers.all, fill=FILL))
 
-    async def _deliver(self, servers: Sequence[Server], **how: Any) -> TransferResult:
-        delivery = WeightUpdate(
-            targets=tuple(_target(server) for server in servers),
-            method=self.method,
-            name=self._name,
+    async def _transfer(
+        self, servers: Sequence[Server], resend: bool = False, fill: float | None = None
+    ) -> TransferResult:
+        update = WeightUpdate(
+            receivers=tuple(map(self._backend.receiver, servers)),
+            sender=SENDERS[self.method],
+            version=self._version,
             run=self._run,
-            bucket_bytes=self._config.bucket_mb * 2**20,
-            timeout=self._config.sync_timeout,
-            dtype=_dtype(self.engine.servers.all[0]),
+            bucket_bytes=self._bucket_bytes,
+            dtype=self._backend.receiver(self.engine.servers.all[0]).dtype,
             folder=self._folder,
-            **how,
+            resend=resend,
+            fill=fill,
         )
         assert self._send is not None
-        sent: TransferResult = await self._thread.run(self._send, delivery)
-        if sent.refused:
-            raise EngineError(f"an SGLang server refused the weights ({self.method}): {sent.failed[sent.refused[0]]}")
+        try:
+            result: TransferResult = await self._thread.run(self._send, update)
+        except asyncio.CancelledError:
+            abort(self._run)
+            raise
+        if result.refused:
+            raise EngineError(f"a server refused the weights ({self.method}): {result.failed[result.refused[0]]}")
         for server in servers:
-            if server.url in sent.failed:
+            if server.url in result.failed:
                 await self.engine.servers.withdraw(server)
                 server.failed()
-        return sent
+        return result
 
-    def _all_have(self, sent: TransferResult) -> None:
-        """At the start, that is: later on, a server that was not reached is brought up to date when it comes back."""
+    def _check_complete(self, result: TransferResult) -> None:
+        """At the start all servers must have the weights. Later, an unreachable server gets them when it recovers."""
         for server in self.engine.servers.all:
-            if server.url in sent.failed:
-                raise EngineError(
-                    f"the SGLang server {server.url} took no weights: {sent.failed[server.url]}{server.log_tail()}"
-                )
+            if server.url in result.failed:
+                why = f"{result.failed[server.url]}{server.log_tail()}"
+                raise EngineError(f"the server {server.url} did not take the weights: {why}")
 
     async def _checksums(self) -> dict[str, dict[str, str]]:
         sums: dict[str, dict[str, str]] = {}
         for server in self.engine.servers.all:
-            told = await self.engine.servers.call(
-                server, "/weights_checker", {"action": "checksum"}, timeout=self._config.sync_timeout
-            )
-            parts = enumerate(part["checksums"] for part in told["ranks"])
-            sums[server.url] = {f"{name} of rank {rank}": value for rank, part in parts for name, value in part.items()}
+            timeout = self._backend.receiver(server).timeout
+            reply = await self.engine.servers.call(server, *self._backend.checksums, timeout=timeout)
+            ranks = enumerate(self._backend.parse_checksums(reply))
+            sums[server.url] = {f"{name} of rank {rank}": value for rank, part in ranks for name, value in part.items()}
         return sums
-
-
-def _target(server: Server) -> Target:
-    info = server.info
-    return Target(server.url, info.get("tp_size", 1), info.get("device", "cpu"))
-
-
-def _dtype(server: Server) -> torch.dtype | None:
-    """What it computes in."""
-    return getattr(torch, str(server.info.get("dtype")), None)
-
-
-def _values(weights: dict[str, torch.Tensor], dtype: torch.dtype | None) -> str:
-    """Adapters are small, and go by value to wherever a server is."""
-    return serialized({name: weight.detach().to("cpu", dtype or weight.dtype) for name, weight in weights.items()})

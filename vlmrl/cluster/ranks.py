@@ -1,0 +1,66 @@
+"""The trainer ranks' actors, called together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+
+from vlmrl.cluster import ClusterError
+from vlmrl.cluster.calls import LOAD_SECONDS, TRAINER_SECONDS, WEIGHTS_SECONDS, Actor, results
+from vlmrl.cluster.payload import ImageObjects, SamplePayload
+from vlmrl.types import Sample
+
+
+class RankActors:
+    """All ranks of :class:`~vlmrl.cluster.workers.RankWorker`. After an error of any rank, further calls raise ClusterError."""
+
+    def __init__(self, images: ImageObjects) -> None:
+        self.actors: list[Actor] = []
+        self._images = images
+        self._failed = False
+
+    def __len__(self) -> int:
+        return len(self.actors)
+
+    def run(self, method: str, *arguments: Any, seconds: float = TRAINER_SECONDS) -> Any:
+        """Run a worker's method on all ranks with the same arguments. Returns rank 0's result."""
+        what = method if method not in ("call", "call_on") else arguments[0]
+        return self.run_each(method, [arguments] * len(self.actors), seconds, what)[0]
+
+    def run_on_samples(self, method: str, samples: Sequence[Sample], *arguments: Any) -> Any:
+        """Run it with ``arguments`` and samples, which are sent once to each node, and their images once for all calls."""
+        payload, images = SamplePayload.of(samples)
+        return self.run(method, *arguments, ray.put(payload), *self._images.refs(images))
+
+    def run_each(self, method: str, arguments: Sequence[tuple[Any, ...]], seconds: float, what: str) -> list[Any]:
+        """Run it on each rank with arguments of that rank's own. Returns all results."""
+        if self._failed:
+            raise ClusterError("one of the trainer's ranks has failed: the others cannot go on.")
+        calls = [getattr(rank, method).remote(*given) for rank, given in zip(self.actors, arguments, strict=True)]
+        try:
+            return results(calls, seconds, what)
+        except BaseException:
+            self._failed = True
+            raise
+
+    def logprobs(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
+        """Of each sample's response, in nats, before there is a trainer."""
+        return self.run_on_samples("logprobs", samples, temperature)
+
+    def offload(self) -> bool:
+        """Move the ranks' weights and optimizer states to host memory; False where a rank has failed, so that they cannot."""
+        if not self._failed:
+            self.run("offload", seconds=WEIGHTS_SECONDS)
+        return not self._failed
+
+    def gpus(self, first: int, count: int) -> list[str]:
+        """The GPUs of ``count`` ranks from ``first`` on, as Ray numbers them on their machine."""
+        calls = [rank.__ray_call__.remote(_gpu) for rank in self.actors[first : first + count]]
+        return results(calls, LOAD_SECONDS, "start")
+
+
+def _gpu(_: Any) -> str:
+    return ray.get_runtime_context().get_accelerator_ids()["GPU"][0]

@@ -1,0 +1,141 @@
+"""Servers under Ray: their processes, and the weights that the trainer ranks send them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
+from operator import add
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray.exceptions import RayError
+
+from vlmrl.cluster import ClusterError
+from vlmrl.cluster.calls import LOAD_SECONDS, SERVER_SECONDS, TRAINER_SECONDS, Actor, results
+from vlmrl.cluster.payload import pickle_by_value
+from vlmrl.cluster.ray_cluster import RayCluster, node_address
+from vlmrl.cluster.workers import ServerWorker
+from vlmrl.config import Config
+from vlmrl.engine.base import EngineError
+from vlmrl.engine.servers import Server
+from vlmrl.types import Sample
+from vlmrl.weight_sync.base import TransferResult, WeightUpdate
+from vlmrl.weight_sync.ipc import IpcSender
+
+
+class RayServerHost:
+    """The :class:`~vlmrl.run.serving.ServerHost` of a run whose trainer ranks are Ray's actors."""
+
+    def __init__(self, config: Config, cluster: RayCluster) -> None:
+        self._config = config
+        self._cluster = cluster
+        self._rank_beside: dict[str, int] = {}  # by server's URL, the first of the ranks whose GPUs it shares
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._cluster.dtype
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether there are servers on the ranks' GPUs."""
+        return self._config.engine != "embedded" and self._config.colocated
+
+    @property
+    def method(self) -> str:
+        return "tensor" if self.shares_gpus else "group"
+
+    def servers(self, args: dict[str, Any]) -> list[Server]:
+        """One for each of ``cluster.num_engines``, on its machine and its GPUs; attached ones as they are."""
+        config, resolved = self._config.sglang, self._config.resolved_cluster
+        if config.urls:
+            return [Server(url) for url in config.urls]
+        logs, count = self._config.folder.absolute() / "servers", resolved.num_engines
+        beside = [number * resolved.num_ranks // count for number in range(count)]
+        for number, rank in enumerate(beside):
+            shared = self._cluster.ranks.gpus(rank, config.tp) if self.shares_gpus else []
+            own = config.tp if resolved.gpus and not shared else 0
+            given = config, args, logs / f"server-{number}.log", resolved.gpus > 0, shared
+            actor = self._cluster.start_actor(ServerWorker, *given, index=number, of=count, gpus=own)
+            self._cluster.engines.append(actor)
+        actors = self._cluster.engines
+        hosts = ["127.0.0.1"] * len(actors)
+        if resolved.nodes > 1:
+            hosts = results([actor.__ray_call__.remote(node_address) for actor in actors], LOAD_SECONDS, "start")
+        plans = [actor.plan.remote(host) for actor, host in zip(actors, hosts, strict=True)]
+        urls = results(plans, LOAD_SECONDS, "plan a server")
+        if self.shares_gpus:
+            self._rank_beside = dict(zip(urls, beside, strict=True))
+        return [Server(url, RemoteProcess(actor)) for url, actor in zip(urls, actors, strict=True)]
+
+    def send(self, update: WeightUpdate) -> TransferResult:
+        """All ranks gather the weights. Rank 0 sends them, and alone sends them again, from its own copy.
+
+        As handles of GPU memory a server gets them from the rank whose GPU it shares.
+        """
+        pickle_by_value(update.sender)
+        by_handle = isinstance(update.sender, type) and issubclass(update.sender, IpcSender)
+        update = replace(update, by_value=by_handle and (update.resend or not self.shares_gpus))
+        ranks = self._cluster.ranks
+        if not update.resend:
+            updates = updates_by_rank(update, self._rank_beside if by_handle else {}, len(ranks))
+            sent = ranks.run_each("send_update", [(each,) for each in updates], TRAINER_SECONDS, "send_update")
+            return reduce(add, [result for result in sent if result is not None])
+        try:
+            return results([ranks.actors[0].send_update.remote(update)], TRAINER_SECONDS, "send_update")[0]
+        except (RayError, ClusterError) as error:
+            raise EngineError(f"rank 0 could not send the weights again: {error}") from error
+
+    def score(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
+        return self._cluster.ranks.logprobs(samples, temperature)
+
+    def free_gpus(self) -> bool:
+        return self._cluster.ranks.offload()
+
+    def close(self) -> None:
+        self._cluster.close()
+
+
+class RemoteProcess:
+    """A server's process that a :class:`~vlmrl.cluster.workers.ServerWorker` runs. A lost actor counts as a dead process."""
+
+    def __init__(self, actor: Actor) -> None:
+        self._actor = actor
+
+    @property
+    def alive(self) -> bool:
+        """True also while the actor takes long to answer: the caller watches other servers, too."""
+        answer = self._actor.alive.remote()
+        try:
+            return not ray.wait([answer], timeout=1.0)[0] or ray.get(answer)
+        except RayError:
+            return False
+
+    def start(self) -> None:
+        self._call("start")
+
+    def stop(self, gently: bool = True) -> None:
+        with contextlib.suppress(EngineError):
+            self._call("stop", gently)
+
+    def log_tail(self) -> str:
+        try:
+            return self._call("log_tail")
+        except EngineError as error:
+            return f"; {error}"
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            return results([getattr(self._actor, method).remote(*arguments)], SERVER_SECONDS, f"{method} a server")[0]
+        except (RayError, ClusterError) as error:
+            raise EngineError(f"the actor that runs the server's process does not answer: {error}") from error
+
+
+def updates_by_rank(update: WeightUpdate, beside: dict[str, int], ranks: int) -> list[WeightUpdate | None]:
+    """What each rank sends: to the servers ``beside`` it, by URL; rank 0, which keeps the weights, also to those beside none."""
+    receivers = [tuple(each for each in update.receivers if beside.get(each.url, 0) == rank) for rank in range(ranks)]
+    updates = [replace(update, receivers=each, keep=rank == 0) for rank, each in enumerate(receivers)]
+    return [each if each.receivers or each.keep else None for each in updates]

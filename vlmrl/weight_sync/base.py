@@ -1,0 +1,176 @@
+"""Weight updates: the trainer's weights on their way to whatever samples from them.
+
+    update = WeightUpdate(receivers=(receiver,), sender=SENDERS["tensor"], version="run.3", run="run", bucket_bytes=2**29)
+    result = update.send(trainer.named_weights())
+
+A :class:`WeightSender` sends named weights from the process that holds them; each way of sending has a file here and a line in
+:data:`vlmrl.weight_sync.SENDERS`. A :class:`WeightReceiver` is one server's end, made by its backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import torch
+
+NamedWeights = Iterable[tuple[str, torch.Tensor]]
+
+
+class WeightsRefused(Exception):
+    """A server answered that it does not take the weights."""
+
+
+@dataclass
+class Bucket:
+    """Some weights of one dtype: ``flat`` ``[sum of sizes]`` holds them one after the other, each with a name and a shape."""
+
+    names: list[str]
+    shapes: list[torch.Size]
+    flat: torch.Tensor
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """The weights, as views of ``flat``."""
+        sizes = [shape.numel() for shape in self.shapes]
+        parts = zip(self.names, self.shapes, self.flat.split(sizes), strict=True)
+        return [(name, part.view(shape)) for name, shape, part in parts]
+
+    def to(self, device: torch.device) -> Bucket:
+        return Bucket(self.names, self.shapes, self.flat.to(device))
+
+
+def buckets(weights: NamedWeights, max_bytes: int, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
+    """Weights in their order, as many of one dtype as fit into ``max_bytes``; a larger weight is a bucket of its own.
+
+    Floating point weights wider than ``dtype`` are rounded to it.
+    """
+    waiting: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, weight in weights:
+        if dtype is not None and weight.is_floating_point() and weight.dtype.itemsize > dtype.itemsize:
+            weight = weight.to(dtype)
+        if waiting and (size + weight.nbytes > max_bytes or weight.dtype != waiting[0][1].dtype):
+            yield _joined(waiting)
+            waiting, size = [], 0
+        waiting.append((name, weight.detach()))
+        size += weight.nbytes
+    if waiting:
+        yield _joined(waiting)
+
+
+def _joined(weights: list[tuple[str, torch.Tensor]]) -> Bucket:
+    flat = torch.cat([weight.reshape(-1) for _, weight in weights])
+    return Bucket([name for name, _ in weights], [weight.shape for _, weight in weights], flat)
+
+
+@dataclass(frozen=True)
+class TransferResult:
+    """The outcome of one transfer."""
+
+    bytes: int
+    """Sent to each receiver."""
+    seconds: float
+    failed: dict[str, str] = field(default_factory=dict)
+    """By URL, why a server does not have the weights now."""
+    refused: tuple[str, ...] = ()
+    """The URLs in ``failed`` whose servers answered with an error."""
+
+    def __add__(self, other: TransferResult) -> TransferResult:
+        """Of two concurrent transfers of the same weights to different servers."""
+        size, seconds = max(self.bytes, other.bytes), max(self.seconds, other.seconds)
+        return TransferResult(size, seconds, self.failed | other.failed, self.refused + other.refused)
+
+
+class WeightSender(Protocol):
+    """Sends named weights to servers, to Ray's engine actors, or to an engine in this process."""
+
+    def send(self, weights: NamedWeights) -> TransferResult:
+        """Iterate over all ``weights`` and send them. Gathering them may be a collective of all ranks, so an abort does not stop
+        the iteration."""
+        ...
+
+    def abort(self) -> None:
+        """Stop a :meth:`send` that runs in another thread: it sends no more and returns. The process goes on."""
+        ...
+
+
+@runtime_checkable
+class WeightReceiver(Protocol):
+    """One server's end of weight updates, as its backend implements it; used in the sending process, so it must pickle.
+
+    Calls block. They raise WeightsRefused where the server answers with an error, and OSError where it does not answer.
+    """
+
+    url: str
+    ranks: int
+    """Tensor parallel processes of the server."""
+    device: str
+    """``cuda`` or ``cpu``."""
+    dtype: torch.dtype | None
+    """What the server computes in; None: not known, weights are sent as they are."""
+    timeout: float
+    """Seconds that a call may take."""
+
+    def begin(self) -> None:
+        """Open an update. One that an earlier sender left open is closed first."""
+        ...
+
+    def receive(self, bucket: Bucket, version: str | None) -> None:
+        """Load a bucket. ``version``, given with the last one, names the new weights: caches of the old ones are flushed."""
+        ...
+
+    def end(self) -> None:
+        """Close the update."""
+        ...
+
+    def abort(self) -> None:
+        """Make calls that run in other threads fail now, and all later ones."""
+        ...
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """One update of servers' weights: all that a sender needs to know. It pickles, to be sent from wherever the weights are."""
+
+    receivers: tuple[WeightReceiver, ...]
+    """With none, the weights are only kept."""
+    sender: Callable[[WeightUpdate], WeightSender]
+    """How they are sent: a value of :data:`vlmrl.weight_sync.SENDERS`."""
+    version: str
+    """The servers' name for these weights."""
+    run: str
+    """The run that sends: what a process keeps between updates is kept by run."""
+    bucket_bytes: int
+    dtype: torch.dtype | None = None
+    """Wider weights are rounded to it."""
+    folder: Path | None = None
+    """Where weights are written, if the sender writes any."""
+    resend: bool = False
+    """Send the weights that this process kept from the last update, not the ones it is given."""
+    fill: float | None = None
+    """Send this number in place of every value."""
+    keep: bool = True
+    """Keep the weights in host memory, for a resend."""
+    by_value: bool = False
+    """Send no handles of GPU memory: a server is not on this process's GPU."""
+
+    def send(self, weights: NamedWeights) -> TransferResult:
+        """Send from this process. :func:`abort` stops it from another thread."""
+        sender = self.sender(self)
+        _running[self.run] = sender
+        try:
+            return sender.send(weights)
+        finally:
+            del _running[self.run]
+
+
+_running: dict[str, WeightSender] = {}  # by run
+
+
+def abort(run: str) -> None:
+    """Abort the update of ``run`` that this process sends, if there is one."""
+    sender = _running.get(run)
+    if sender is not None:
+        sender.abort()

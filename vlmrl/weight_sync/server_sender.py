@@ -1,0 +1,150 @@
+"""What all ways of sending weights to servers share: buckets, one thread a server, failures, the kept copy, aborts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from contextlib import suppress
+from typing import ClassVar, Generic, TypeVar, cast
+
+import torch
+
+from vlmrl.utils.threads import DaemonPool
+from vlmrl.weight_sync.base import (
+    Bucket,
+    NamedWeights,
+    TransferResult,
+    WeightReceiver,
+    WeightsRefused,
+    WeightUpdate,
+    buckets,
+)
+
+CPU = torch.device("cpu")
+
+Receiver = TypeVar("Receiver", bound=WeightReceiver)
+
+_kept: dict[str, list[Bucket]] = {}  # by run: the last weights this process sent, in host memory
+
+
+class ServerSender(Generic[Receiver]):
+    """Sends one update to all its servers at once. A server that fails gets nothing more.
+
+    This class passes each bucket to :meth:`WeightReceiver.receive`. A subclass overrides :meth:`prepare`, :meth:`deliver` and
+    :meth:`finish`, and names in ``needs`` the receiver protocol that it calls.
+    """
+
+    needs: ClassVar[type] = WeightReceiver
+
+    def __init__(self, update: WeightUpdate) -> None:
+        self.update = update
+        self.failed: dict[str, BaseException] = {}
+        for receiver in update.receivers:
+            if not isinstance(receiver, self.needs):
+                raise ValueError(
+                    f"{type(self).__name__} needs a {self.needs.__name__}, which {type(receiver).__name__} of {receiver.url} is not: "
+                    "choose another `sync`."
+                )
+        self.receivers = {receiver.url: cast(Receiver, receiver) for receiver in update.receivers}
+        self._begun: set[str] = set()
+        self._aborted: Future[None] = Future()
+
+    def prepare(self, bucket: Bucket) -> Bucket:
+        """The bucket as it is delivered. Called once for each bucket."""
+        return bucket
+
+    def deliver(self, receiver: Receiver, bucket: Bucket, version: str | None) -> None:
+        """Send a prepared bucket to one server, in a thread for it; ``version`` is given with the last bucket."""
+        self.begin(receiver)
+        receiver.receive(bucket, version)
+
+    def finish(self) -> None:
+        """Called at the end, also after an error."""
+
+    def begin(self, receiver: Receiver) -> None:
+        """Open the update at this server, if it is not open."""
+        if receiver.url not in self._begun:
+            receiver.begin()
+            self._begun.add(receiver.url)
+
+    def has_begun(self, receiver: Receiver) -> bool:
+        return receiver.url in self._begun
+
+    def send(self, weights: NamedWeights) -> TransferResult:
+        started = time.perf_counter()
+        kept: list[Bucket] = []
+        size = 0
+        threads = DaemonPool("weights", max(1, len(self.receivers)))
+        try:
+            for bucket, last in _with_last(self._buckets(weights)):
+                size += bucket.flat.nbytes
+                if self.update.keep:
+                    kept.append(bucket.to(CPU))
+                self._deliver_to_all(threads, bucket, self.update.version if last else None)
+        finally:
+            self._end_all(threads)
+            threads.close()
+            self.finish()
+        if self.update.keep and self.update.fill is None:
+            _kept[self.update.run] = kept
+        refused = tuple(url for url, error in self.failed.items() if isinstance(error, WeightsRefused))
+        failed = {url: str(error) for url, error in self.failed.items()}
+        return TransferResult(size, time.perf_counter() - started, failed, refused)
+
+    def abort(self) -> None:
+        with suppress(InvalidStateError):  # aborted before
+            self._aborted.set_result(None)
+        for receiver in self.receivers.values():
+            receiver.abort()
+
+    def _buckets(self, weights: NamedWeights) -> Iterator[Bucket]:
+        if self.update.resend:
+            yield from _kept[self.update.run]
+            return
+        for bucket in buckets(weights, self.update.bucket_bytes, self.update.dtype):
+            if self.update.fill is not None:
+                bucket.flat.fill_(self.update.fill)
+            yield bucket
+
+    def _deliver_to_all(self, threads: DaemonPool, bucket: Bucket, version: str | None) -> None:
+        receivers = [receiver for url, receiver in self.receivers.items() if url not in self.failed]
+        if receivers:
+            prepared = self.prepare(bucket)
+            self._run_for(threads, receivers, lambda receiver: self.deliver(receiver, prepared, version))
+
+    def _end_all(self, threads: DaemonPool) -> None:
+        """Also after an error: a server with an open update takes no other."""
+        begun = [receiver for receiver in self.receivers.values() if self.has_begun(receiver)]
+        self._run_for(threads, begun, lambda receiver: receiver.end())
+
+    def _run_for(self, threads: DaemonPool, receivers: list[Receiver], call: Callable[[Receiver], None]) -> None:
+        """Call it for each receiver at once, and wait until all have returned or the transfer is aborted."""
+        calls = [] if self._aborted.done() else [threads.submit(call, receiver) for receiver in receivers]
+        for future in calls:
+            wait([future, self._aborted], return_when=FIRST_COMPLETED)
+        if self._aborted.done():
+            errors: list[BaseException | None] = [InterruptedError("aborted")] * len(receivers)
+        else:
+            errors = [future.exception() for future in calls]
+        for receiver, error in zip(receivers, errors, strict=True):
+            if error is not None:
+                self.failed.setdefault(receiver.url, error)
+
+
+def to_gpu_of(receivers: Iterable[WeightReceiver], bucket: Bucket) -> Bucket:
+    """On this process's GPU, where the servers have GPUs."""
+    if any(receiver.device == "cuda" for receiver in receivers):
+        return bucket.to(torch.device("cuda", torch.cuda.current_device()))
+    return bucket
+
+
+def _with_last(items: Iterable[Bucket]) -> Iterator[tuple[Bucket, bool]]:
+    """Each item, and whether it is the last one."""
+    waiting: Bucket | None = None
+    for item in items:
+        if waiting is not None:
+            yield waiting, False
+        waiting = item
+    if waiting is not None:
+        yield waiting, True
