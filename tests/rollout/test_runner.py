@@ -17,8 +17,9 @@ from testing.episodes import COLORS, a_task, image, script, sharp_model, turn_lo
 
 from vlmrl import Env, Task, Trajectory, obs
 from vlmrl.config import Rollout
-from vlmrl.engine.base import LockstepBatching, Request
+from vlmrl.engine.base import Request
 from vlmrl.engine.hf.engine import HFEngine
+from vlmrl.engine.lockstep import LockstepBatching
 from vlmrl.env.base import resolve_env
 from vlmrl.env.session import EnvContractError
 from vlmrl.model import tiny
@@ -406,7 +407,7 @@ def test_a_wave_starts_when_all_who_live_have_asked_and_is_in_task_order():
         asking = [asyncio.create_task(waves.generate(Request(name, [1]))) for name in ("g/02", "g/00", "g/01")]
         await asyncio.sleep(0.01)
         assert waves_seen == []  # the fourth may still ask
-        waves.leave()
+        waves.drop()
         assert await asyncio.gather(*asking) == ["to g/02", "to g/00", "to g/01"]
         assert waves_seen == [["g/00", "g/01", "g/02"]]
         assert waves.policy_version == 3

@@ -115,5 +115,5 @@ def test_the_plan_leaves_out_the_memory_of_servers():
     attached = Plan.of(Config(engine="sglang", cluster=Cluster(gpus=4), sglang=URLS), Sizes(100, 100, 8), ranks=1)
     assert attached.where == "4 trainer ranks (FSDP2) on 4 GPUs of 1 node, beside servers that run already"
     placed = Plan.of(Config(engine="sglang", cluster=Cluster(gpus=4)), Sizes(100, 100, 8), ranks=1)
-    assert placed.where == "4 trainer ranks (FSDP2) and 4 SGLang servers on 4 GPUs of 1 node, taking turns"
+    assert placed.where == "4 trainer ranks (FSDP2) and 4 sglang servers on 4 GPUs of 1 node, taking turns"
     assert placed.engine == {}

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from testing.real_servers import config_of, served
 
-from vlmrl.run.serving import is_installed
+from vlmrl.engine.backend import is_installed
 
 HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items):
-    if not is_installed():
+    if not is_installed("sglang"):
         for item in items:
             if HERE in item.path.parents:
                 item.add_marker(pytest.mark.skip(reason="needs SGLang: make test-sglang has an environment with it"))

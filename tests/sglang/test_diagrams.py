@@ -57,8 +57,8 @@ def test_prompt_tokens_are_counted_alike_on_real_diagrams(real_reader, shared):
         media = [await run.store.get(image)]
         sizes.add(media[0].num_tokens)
         request = Request(str(file), rendered.token_ids, media, SamplingParams(1))
-        answer, _ = await run.engine.thread.run(run.engine._ask(real_reader.server, request))
-        assert answer["meta_info"]["prompt_tokens"] == len(rendered.token_ids) - 1 + media[0].num_tokens, file
+        completion = await run.engine.generate_on(real_reader.server, request)
+        assert completion.prompt_tokens == len(rendered.token_ids) - 1 + media[0].num_tokens, file
 
     async def count_all():
         for file in files:

@@ -30,7 +30,7 @@ asyncio.run(asyncio.sleep(600))
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 def test_rollouts_outlive_their_server(qwen3, monkeypatch, blow):
     servers = qwen3.run.engine.servers
-    monkeypatch.setattr(servers, "config", replace(qwen3.run.config.sglang, health_timeout=15.0))
+    monkeypatch.setattr(servers, "settings", replace(qwen3.run.config.sglang, health_timeout=15.0))
     qwen3.change(seed=int(blow))
     asyncio.run(qwen3.push())
     sums, restarts = qwen3.checksums(), servers.restarts

@@ -11,7 +11,7 @@ import pytest
 from testing.real_servers import config_of, servers_of
 
 from vlmrl.config import Cluster, Optim, Train
-from vlmrl.engine.servers import CPU_ARGS, CPU_ENV
+from vlmrl.engine.sglang.backend import CPU_ARGS, CPU_ENV
 from vlmrl.report.metrics import read_rows
 from vlmrl.run import loop
 from vlmrl.run.program import run_training

@@ -39,7 +39,7 @@ def test_all_ways_give_the_same_weights(family):
     family.change(seed=7)
     sums = []
     for family.sync.method in ("tensor", "group", "disk"):
-        asyncio.run(family.sync.fill(family.run.serving.home.send))
+        asyncio.run(family.sync.fill(family.run.serving.host.send))
         asyncio.run(family.push())
         sums.append(family.checksums())
     assert sums[0] == sums[1] == sums[2]

@@ -11,7 +11,7 @@ from testing.real_servers import Served
 from vlmrl.config import Checkpoint, Config, Optim, Train
 from vlmrl.report.metrics import read_rows
 from vlmrl.run.program import run_training
-from vlmrl.run.serving import ThisMachine
+from vlmrl.run.serving import LocalServerHost
 
 
 def attached(family: Served, folder: Path, **settings: Any) -> Config:
@@ -39,7 +39,7 @@ def test_a_run_samples_what_it_trains_also_when_it_was_resumed(qwen3, tmp_path):
 
 def test_a_server_on_the_trainers_gpu_lends_its_memory_while_the_trainer_trains(qwen3, tmp_path, monkeypatch):
     """On a CPU there is none to give, but the server must agree to it and sample rightly afterwards."""
-    monkeypatch.setattr(ThisMachine, "shares_gpus", True)
+    monkeypatch.setattr(LocalServerHost, "shares_gpus", True)
     log = qwen3.server.process.launch.log
     before = log.read_text()
     rows = rows_of(attached(qwen3, tmp_path))

@@ -37,10 +37,10 @@ class FakeSGLang:
         self.aborted: list[str] = []
         self.version = "default"
         self.weights: dict[str, torch.Tensor] = {"w": torch.zeros(2)}
-        self.deaf: set[str] = set()  # names of weights that no update reaches
+        self.unreachable_weights: set[str] = set()  # names of weights that no update reaches
         self.adapter: str | None = None
         self.paused = False
-        self.given_back: set[str] = set()
+        self.released: set[str] = set()
         self.dropping: set[str] = set()  # paths at which it hangs up
         self.begun = False
         self.refuses = False
@@ -50,7 +50,7 @@ class FakeSGLang:
         self.thread = LoopThread("fake-sglang")
         self.url = self.thread.wait(self._start())
 
-    def asked(self, path: str) -> list[Any]:
+    def bodies_of(self, path: str) -> list[Any]:
         """The bodies of all calls of ``path``."""
         return [body for where, body in self.calls if where == path]
 
@@ -124,13 +124,13 @@ class FakeSGLang:
         return web.json_response({"status": "ok"})
 
     async def _release_memory_occupation(self, body: Any) -> web.Response:
-        assert self.paused and not self.given_back
-        self.given_back |= set(body["tags"])
+        assert self.paused and not self.released
+        self.released |= set(body["tags"])
         return web.Response()
 
     async def _resume_memory_occupation(self, body: Any) -> web.Response:
-        assert self.given_back == set(body["tags"])
-        self.given_back = set()
+        assert self.released == set(body["tags"])
+        self.released = set()
         return web.Response()
 
     async def _begin_weight_update(self, body: Any) -> web.Response:
@@ -149,7 +149,7 @@ class FakeSGLang:
         if self.refuses:
             return web.json_response({"success": False, "message": "there is no such weight"}, status=400)
         for name, weight in pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])):
-            if name not in self.deaf:
+            if name not in self.unreachable_weights:
                 self.weights[name] = weight
         self.version = body.get("weight_version", self.version)
         return web.json_response({"success": True})

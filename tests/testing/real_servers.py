@@ -15,7 +15,7 @@ from testing.episodes import COLORS, image
 from vlmrl.checks.server_parity import ParityReport
 from vlmrl.config import Config, Data, Model, Rollout, SGLang, Train
 from vlmrl.engine.base import Request, SamplingParams, paused
-from vlmrl.engine.servers import Server
+from vlmrl.engine.server import Server
 from vlmrl.env.base import Env, obs
 from vlmrl.multimodal.renderer import expand
 from vlmrl.run.build import Run, build_run
@@ -115,7 +115,7 @@ class Served:
         """The weights as they are now, as the next policy version."""
         version = self.version + 1
         async with paused(self.run.engine):
-            await self.sync.push(self.run.serving.home.send, version)
+            await self.sync.push(self.run.serving.host.send, version)
             self.run.engine.weights_changed(version)
 
     def weights(self) -> dict[str, torch.Tensor]:

@@ -14,8 +14,10 @@ from testing.fake_sglang import FakeSGLang
 
 from vlmrl.config import SGLang
 from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
-from vlmrl.engine.servers import Server, Servers
-from vlmrl.engine.sglang.engine import SGLangEngine
+from vlmrl.engine.server import Server
+from vlmrl.engine.server_engine import ServerEngine
+from vlmrl.engine.server_pool import ServerPool
+from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.weight_sync.server_sync import FILL, WeightSync
 from vlmrl.weight_sync.transfer import Target, WeightUpdate, buckets
 
@@ -40,7 +42,7 @@ def sync_of(tmp_path):
     """Makes a WeightSync of these servers; they serve weights `w` = [1, 2] as version 0."""
     engines = []
 
-    def make(*fakes, free_gpus=None, processes=MappingProxyType({}), **settings):
+    def make(*fakes, offload_trainer=None, processes=MappingProxyType({}), **settings):
         quick = {
             "health_every": 0.1,
             "health_timeout": 0.5,
@@ -50,8 +52,8 @@ def sync_of(tmp_path):
         }
         config = SGLang(urls=tuple(fake.url for fake in fakes), **(quick | settings))
         known = [Server(fake.url, processes.get(fake.url)) for fake in fakes]
-        servers = Servers(config, known, colocated=free_gpus is not None)
-        engine = SGLangEngine(servers, Words(), [], free_gpus=free_gpus or (lambda: True))
+        servers = ServerPool(SGLangBackend(config), known, colocated=offload_trainer is not None)
+        engine = ServerEngine(servers, Words(), [], offload_trainer=offload_trainer or (lambda: True))
         engines.append(engine)
         sync = WeightSync(engine, config, tmp_path)
 
@@ -113,25 +115,25 @@ def test_only_the_last_bucket_names_the_weights_and_flushes(fakes, sync_of):
     sync = sync_of(fakes[0], bucket_mb=1)
     weights = [("a", torch.ones(2**18)), ("b", torch.ones(2**18))]
     asyncio.run(sync.push(lambda delivery: delivery(iter(weights)), policy_version=1))
-    first, last = fakes[0].asked("/update_weights_from_tensor")[-2:]
+    first, last = fakes[0].bodies_of("/update_weights_from_tensor")[-2:]
     assert (first["flush_cache"], first.get("weight_version")) == (False, None)
     assert last["flush_cache"] and sync.engine.versions[last["weight_version"]] == 1
 
 
 def test_paused_servers_lend_the_memory_of_their_keys_and_values_until_the_trainer_has_left(fakes, sync_of):
     left: list[list[set[str]]] = []
-    sync = sync_of(*fakes, free_gpus=lambda: not left.append([fake.given_back for fake in fakes]))
+    sync = sync_of(*fakes, offload_trainer=lambda: not left.append([fake.released for fake in fakes]))
 
     async def update():
         async with paused(sync.engine):
             await sync.engine.pause()  # to pause twice is to pause once
-            assert all(fake.given_back == {"kv_cache"} for fake in fakes)
+            assert all(fake.released == {"kv_cache"} for fake in fakes)
             await sync.push(send([3.0, 4.0]), policy_version=1)
 
     for _ in range(2):
         asyncio.run(update())
         assert left.pop() == [{"kv_cache"}] * len(fakes)
-        assert all(not fake.given_back and not fake.paused for fake in fakes)
+        assert all(not fake.released and not fake.paused for fake in fakes)
         assert sampled(sync) == [1, 1, 1]
 
 
@@ -151,7 +153,7 @@ class Started:
         self.alive, self.starts = True, self.starts + 1
         self.timer = threading.Timer(self.delay, self.come_up)
         self.timer.start()
-        self.fake.paused, self.fake.given_back, self.fake.failing = False, set(), set()
+        self.fake.paused, self.fake.released, self.fake.failing = False, set(), set()
 
     def come_up(self) -> None:
         self.fake.sick = False
@@ -172,7 +174,7 @@ PATIENT = {"health_timeout": 10.0}  # a busy machine is no reason to start a ser
 @pytest.mark.parametrize("path", ["/pause_generation", "/release_memory_occupation"])
 def test_a_server_that_lends_nothing_is_stopped_until_the_trainer_has_left(fakes, sync_of, path):
     well, ill = (Started(fake) for fake in fakes)
-    sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
+    sync = sync_of(*fakes, offload_trainer=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
     fakes[1].failing = {path}
 
     async def update():
@@ -191,7 +193,7 @@ def test_a_server_that_lends_nothing_is_stopped_until_the_trainer_has_left(fakes
 def test_a_server_that_cannot_take_its_memory_back_is_started_anew_at_once(fakes, sync_of):
     well, ill = (Started(fake) for fake in fakes)
     processes = {fakes[0].url: well, fakes[1].url: ill}
-    sync = sync_of(*fakes, free_gpus=lambda: True, processes=processes, health_every=30.0, **PATIENT)
+    sync = sync_of(*fakes, offload_trainer=lambda: True, processes=processes, health_every=30.0, **PATIENT)
 
     async def update():
         async with paused(sync.engine):
@@ -200,13 +202,13 @@ def test_a_server_that_cannot_take_its_memory_back_is_started_anew_at_once(fakes
 
     asyncio.run(update())
     assert (well.starts, ill.starts) == (1, 2)
-    assert not sync.engine.servers.all[1].lends
+    assert not sync.engine.servers.all[1].asleep
 
 
 @pytest.mark.parametrize("paused_when_it_dies", [False, True])
 def test_a_pause_waits_for_a_server_that_is_being_started(fakes, sync_of, paused_when_it_dies):
     well, ill = (Started(fake) for fake in fakes)
-    sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
+    sync = sync_of(*fakes, offload_trainer=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
     ill.delay = 1.0
 
     async def update():
@@ -218,7 +220,7 @@ def test_a_pause_waits_for_a_server_that_is_being_started(fakes, sync_of, paused
             ill.stop()
         await until(lambda: ill.starts == 2)
         async with paused(sync.engine):
-            assert ill.alive and fakes[1].given_back == {"kv_cache"}
+            assert ill.alive and fakes[1].released == {"kv_cache"}
 
     asyncio.run(update())
     assert ill.starts == 2
@@ -226,7 +228,9 @@ def test_a_pause_waits_for_a_server_that_is_being_started(fakes, sync_of, paused
 
 def test_a_server_that_does_not_come_up_is_not_started_while_the_trainer_has_its_gpu(fakes, sync_of):
     well, ill = (Started(fake) for fake in fakes)
-    sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, start_timeout=0.5)
+    sync = sync_of(
+        *fakes, offload_trainer=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, start_timeout=0.5
+    )
     ill.delay = 3600.0
 
     async def update():
@@ -241,12 +245,14 @@ def test_a_server_that_does_not_come_up_is_not_started_while_the_trainer_has_its
         await until(lambda: sync.engine.servers.all[1].ready)
 
     asyncio.run(update())
-    assert not sync.engine.servers.all[1].lends
+    assert not sync.engine.servers.all[1].asleep
 
 
 def test_a_pause_that_begins_while_a_server_is_stopped_keeps_it_stopped(fakes, sync_of):
     well, ill = (Started(fake) for fake in fakes)
-    sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, start_timeout=0.5)
+    sync = sync_of(
+        *fakes, offload_trainer=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, start_timeout=0.5
+    )
     ill.delay = 3600.0
 
     async def update():
@@ -267,7 +273,7 @@ def test_a_pause_that_begins_while_a_server_is_stopped_keeps_it_stopped(fakes, s
 
 def test_a_pause_that_begins_while_a_server_gets_its_weights_keeps_it_from_serving(fakes, sync_of):
     well, ill = (Started(fake) for fake in fakes)
-    sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
+    sync = sync_of(*fakes, offload_trainer=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
     asked, may_have = [], threading.Event()
 
     async def bring(server):
@@ -276,7 +282,7 @@ def test_a_pause_that_begins_while_a_server_gets_its_weights_keeps_it_from_servi
             raise EngineError("as the test said")  # so that no pause waits for the next attempt
         await asyncio.to_thread(may_have.wait, 10)
 
-    sync.engine.servers.bring = bring
+    sync.engine.servers.resync = bring
 
     async def update():
         ill.stop()
@@ -297,8 +303,8 @@ def test_a_server_that_comes_back_does_not_serve_without_the_adapter(fakes, sync
     asyncio.run(until(lambda: not sync.engine.servers.all[1].ready))
     fakes[1].dropping = {"/load_lora_adapter_from_tensors"}
     fakes[1].sick = False
-    asked = len(fakes[1].asked("/load_lora_adapter_from_tensors"))
-    asyncio.run(until(lambda: len(fakes[1].asked("/load_lora_adapter_from_tensors")) > asked + 1))
+    asked = len(fakes[1].bodies_of("/load_lora_adapter_from_tensors"))
+    asyncio.run(until(lambda: len(fakes[1].bodies_of("/load_lora_adapter_from_tensors")) > asked + 1))
     assert not sync.engine.servers.all[1].ready
     fakes[1].dropping = set()
     asyncio.run(until(lambda: sync.engine.servers.all[1].ready))
@@ -306,14 +312,14 @@ def test_a_server_that_comes_back_does_not_serve_without_the_adapter(fakes, sync
 
 
 def test_where_the_trainer_cannot_leave_servers_do_not_come_back(fakes, sync_of):
-    sync = sync_of(fakes[0], free_gpus=lambda: False)
+    sync = sync_of(fakes[0], offload_trainer=lambda: False)
 
     async def update():
         async with paused(sync.engine):
             pass
 
     asyncio.run(update())
-    assert fakes[0].given_back == {"kv_cache"} and fakes[0].paused
+    assert fakes[0].released == {"kv_cache"} and fakes[0].paused
 
 
 def test_a_server_that_was_away_gets_the_weights_before_it_serves_again(fakes, sync_of):
@@ -377,7 +383,7 @@ def test_an_update_that_somebody_left_open_is_ended_first(fakes, sync_of):
 def test_a_filled_server_shows_what_no_update_reaches(fakes, sync_of):
     sync = sync_of(fakes[0])
     fakes[0].weights["deaf"] = torch.ones(2)
-    fakes[0].deaf = {"deaf"}
+    fakes[0].unreachable_weights = {"deaf"}
     before = asyncio.run(sync.checksums())[fakes[0].url]
     asyncio.run(sync.fill(send([1.0, 2.0])))
     assert fakes[0].weights["w"].tolist() == pytest.approx([FILL, FILL])

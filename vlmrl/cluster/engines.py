@@ -57,7 +57,7 @@ class RemoteEngine:
         await self._all("pause", self._takes_turns)
 
     async def resume(self) -> None:
-        if not self._takes_turns or await asyncio.to_thread(self._cluster.free_gpus):
+        if not self._takes_turns or await asyncio.to_thread(self._cluster.offload_trainer):
             await self._all("resume")
 
     def weights_changed(self, policy_version: int) -> None:

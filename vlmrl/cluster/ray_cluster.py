@@ -26,8 +26,9 @@ from vlmrl.cluster.calls import CONTROL, KEEPING, LOADING, MOVING, PLACING, STEP
 from vlmrl.cluster.payload import SamplePayload, SerializedImage
 from vlmrl.cluster.workers import EngineWorker, RankWorker, ServerWorker
 from vlmrl.config import Config, Lora
+from vlmrl.engine.backend import ServedModel, ServerBackend
 from vlmrl.engine.base import EngineError
-from vlmrl.engine.servers import Server
+from vlmrl.engine.server import Server
 from vlmrl.model.loading import pick_dtype
 from vlmrl.train.ranks import Ranks
 from vlmrl.types import MediaItem, Sample
@@ -37,7 +38,7 @@ from vlmrl.weight_sync.transfer import Method, TransferResult, WeightUpdate
 class RayCluster:
     """Trainer ranks and engines, placed and loaded. :meth:`close` ends all of them, and Ray where it was started here.
 
-    ``dtype`` is what all of them compute in. With servers of SGLang for engines it is their :class:`~vlmrl.run.serving.ServerHost`.
+    ``dtype`` is what all of them compute in. With servers for engines it is their :class:`~vlmrl.run.serving.ServerHost`.
     """
 
     def __init__(self, config: Config, base_dir: Path | None, keep_kv: bool) -> None:
@@ -63,7 +64,7 @@ class RayCluster:
     @property
     def shares_gpus(self) -> bool:
         """Whether the ranks' GPUs have servers, too."""
-        return self._config.engine == "sglang" and self._config.colocated
+        return self._config.engine != "embedded" and self._config.colocated
 
     @property
     def method(self) -> Method:
@@ -79,24 +80,24 @@ class RayCluster:
         crate, images = SamplePayload.of(samples)
         return self.ask("call_on", method, ray.put(crate), *self.images.refs(images))
 
-    def free_gpus(self) -> bool:
+    def offload_trainer(self) -> bool:
         """Have the ranks leave the GPUs to the engines; False where they cannot, since one of them failed."""
         if not self._failed:
             self.ask("leave", seconds=MOVING)
         return not self._failed
 
-    def servers(self, args: dict[str, Any]) -> list[Server]:
+    def servers(self, backend: ServerBackend, model: ServedModel) -> list[Server]:
         """One for each engine that is asked for, each on its machine and its GPUs."""
-        sglang, cluster = self._config.sglang, self._cluster
-        if sglang.urls:
-            return [Server(url) for url in sglang.urls]
+        settings, cluster = backend.settings, self._cluster
+        if settings.urls:
+            return [Server(url) for url in settings.urls]
         logs = self._config.folder.absolute() / "servers"
         beside = [number * cluster.num_ranks // cluster.num_engines for number in range(cluster.num_engines)]
         for number, first in enumerate(beside):
-            shared = self._gpus_of(first, sglang.tp) if self.shares_gpus else []
-            own = sglang.tp if cluster.gpus and not shared else 0
+            shared = self._gpus_of(first, settings.tp) if self.shares_gpus else []
+            own = settings.tp if cluster.gpus and not shared else 0
             place = self._place(number * cluster.nodes // cluster.num_engines, own)
-            kept = sglang, args, logs / f"server-{number}.log", cluster.gpus > 0, shared
+            kept = backend, model, logs / f"server-{number}.log", cluster.gpus > 0, shared
             self.engines.append(ray.remote(ServerWorker).options(**place).remote(*kept))
         hosts = ["127.0.0.1"] * len(self.engines)
         if cluster.nodes > 1:

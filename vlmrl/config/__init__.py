@@ -7,8 +7,10 @@ a field is its help text. Every complaint names the field, the rule and the valu
 from vlmrl.config.data import Data, Part
 from vlmrl.config.fields import Code, Options, name_of
 from vlmrl.config.model import Lora, Model
-from vlmrl.config.rollout import Rollout, SGLang
+from vlmrl.config.rollout import Rollout
 from vlmrl.config.run import Cluster, Config
+from vlmrl.config.servers import ServerSettings
+from vlmrl.config.sglang import SGLang
 from vlmrl.config.training import Algo, Checkpoint, Eval, Optim, Train, WarmStart
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "Part",
     "Rollout",
     "SGLang",
+    "ServerSettings",
     "Train",
     "WarmStart",
     "name_of",

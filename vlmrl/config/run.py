@@ -9,7 +9,8 @@ from typing import Literal
 from vlmrl.config.data import Data, Part, check_held_out, check_player
 from vlmrl.config.fields import Code, Options, positive, require
 from vlmrl.config.model import Model
-from vlmrl.config.rollout import Rollout, SGLang
+from vlmrl.config.rollout import Rollout
+from vlmrl.config.sglang import SGLang
 from vlmrl.config.training import Algo, Checkpoint, Eval, Optim, Train, WarmStart
 
 
@@ -170,8 +171,8 @@ class Config:
     mixture: dict[str, Part] = field(default_factory=dict)
     """Several datasets in one run, by name, instead of `data`: each with its weight and, if it has one, an env of its own."""
     rollout: Rollout = field(default_factory=Rollout)
-    engine: Literal["embedded", "sglang"] = "embedded"
-    """What samples the replies: the model in this process, or SGLang servers (`pip install 'vlmrl[sglang]'`)."""
+    engine: str = "embedded"
+    """What samples the replies. `embedded`: the model in this process. `sglang`: SGLang servers (`pip install 'vlmrl[sglang]'`)."""
     sglang: SGLang = field(default_factory=SGLang)
     algo: Algo = field(default_factory=Algo)
     optim: Optim = field(default_factory=Optim)

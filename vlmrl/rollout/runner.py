@@ -12,7 +12,8 @@ from itertools import islice
 from typing import Any, Protocol
 
 from vlmrl.config import Rollout
-from vlmrl.engine.base import Engine, LockstepBatching
+from vlmrl.engine.base import Engine
+from vlmrl.engine.lockstep import LockstepBatching
 from vlmrl.rollout.group_reward import GroupReward
 from vlmrl.types import Task, Trajectory
 
@@ -141,7 +142,7 @@ class Runner:
                 return trajectory
         finally:
             if self._waves:
-                self._waves.leave()
+                self._waves.drop()
 
     def stop_if_too_many(self, failed: list[Trajectory], asked: int) -> None:
         """Raise RolloutError when more than ``max_failed_fraction`` of those ``asked`` for have ``failed``."""

@@ -13,8 +13,10 @@ from vlmrl.config import Algo, Config, Lora, Model, Options
 from vlmrl.config.code import check_options
 from vlmrl.data import Tasks, load_run_tasks
 from vlmrl.data.lengths import prompt_tokens
-from vlmrl.engine.base import BatchEngine, Engine, LockstepBatching, RunEngine
+from vlmrl.engine.backend import backend_class, new_backend
+from vlmrl.engine.base import BatchEngine, Engine, RunEngine
 from vlmrl.engine.hf.engine import HFEngine
+from vlmrl.engine.lockstep import LockstepBatching
 from vlmrl.env.base import EnvSpec, resolve_envs
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.multimodal.store import MediaStore
@@ -24,7 +26,7 @@ from vlmrl.rollout.group_reward import GroupReward, resolve_group_reward
 from vlmrl.rollout.history import HistoryPolicy, resolve_policy
 from vlmrl.rollout.runner import Runner
 from vlmrl.rollout.turn_loop import TurnLoop
-from vlmrl.run.serving import Serving, ThisMachine
+from vlmrl.run.serving import LocalServerHost, Serving
 from vlmrl.train.checkpoint import Checkpoints
 from vlmrl.train.factory import StartTrainer, Trainers
 from vlmrl.train.ranks import Ranks
@@ -97,6 +99,8 @@ def build_run(config: Config, base_dir: Path | None = None, ranks: Ranks | None 
     generate = resolve_generate(config.rollout, base_dir)
     spec = resolve_envs(config, base_dir) if generate is None else None
     history_policy = resolve_policy(config.rollout, base_dir)
+    if config.engine != "embedded":
+        backend_class(config.engine)  # raises for a name that is none
     _check_algo(config.algo)
     filters = resolve_filters(config.algo, base_dir)
     group_reward = resolve_group_reward(config, base_dir)
@@ -144,8 +148,9 @@ def _here(config: Config, base_dir: Path | None, ranks: Ranks, model: LoadedMode
     if config.train.gradient_checkpointing:
         model.policy.enable_gradient_checkpointing()
     receive = None if trainers.policy is model.policy else model.policy.load_weights
-    if config.engine == "sglang":
-        serving = Serving.of(config, model, ThisMachine(config, model.policy, ranks.size))
+    if config.engine != "embedded":
+        host = LocalServerHost(new_backend(config).settings, config.folder, model.policy, ranks.size)
+        serving = Serving.of(config, model, host)
         return serving.engine, trainers, receive, serving
     record_routes = config.train.replay_routing
     engine = HFEngine(model.policy, model.renderer, keep_kv=keep_kv, record_routes=record_routes)
@@ -165,7 +170,7 @@ def _on_cluster(config: Config, base_dir: Path | None, ranks: Ranks, model: Load
             raise
         raise ValueError("cluster needs Ray: pip install 'vlmrl[ray]'") from error
     cluster = RayCluster(config, base_dir, keep_kv)
-    if config.engine == "sglang":
+    if config.engine != "embedded":
         try:
             serving = Serving.of(config, model, cluster)
         except BaseException:

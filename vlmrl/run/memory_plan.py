@@ -94,7 +94,7 @@ def _where(config: Config, device: torch.device, ranks: int) -> str:
     if config.attached:
         theirs = f"{cluster.gpus} GPUs" if cluster.gpus else "the CPUs"
         return f"{trainer} on {theirs} of {machines}, beside servers that run already"
-    kind, several = "engine" if config.engine == "embedded" else "SGLang server", cluster.num_engines > 1
+    kind, several = "engine" if config.engine == "embedded" else f"{config.engine} server", cluster.num_engines > 1
     engines = f"{cluster.num_engines} {kind}{'s' * several}"
     if not cluster.gpus:
         return f"{trainer} and {engines} on the CPUs of {machines}"

@@ -19,17 +19,16 @@ from typing import Any
 
 import torch
 
-from vlmrl.config import SGLang
+from vlmrl.config import ServerSettings
 from vlmrl.engine.base import EngineError
-from vlmrl.engine.servers import UNREACHED, Server, ServerError, quietly
-from vlmrl.engine.sglang.engine import SGLangEngine
+from vlmrl.engine.server import UNREACHED, Server, ServerError, quietly
+from vlmrl.engine.server_engine import ServerEngine
 from vlmrl.utils.threads import DaemonPool
 from vlmrl.weight_sync.transfer import Method, Target, TransferResult, WeightUpdate, serialized
 
 Send = Callable[[WeightUpdate], TransferResult]
 """Carries a delivery out where the weights are: :meth:`vlmrl.train.trainer.Trainer.send_weights`, for one."""
 
-LOAD_ADAPTER = "/load_lora_adapter_from_tensors"
 FILL = 0.01  # in place of every weight, when it is checked that all of them arrive
 
 
@@ -39,7 +38,7 @@ class WeightSync:
     ``bytes`` and ``seconds`` are of the last push, to each server.
     """
 
-    def __init__(self, engine: SGLangEngine, config: SGLang, folder: Path, method: Method = "group") -> None:
+    def __init__(self, engine: ServerEngine, config: ServerSettings, folder: Path, method: Method = "group") -> None:
         self.engine = engine
         self.bytes = 0
         self.seconds = 0.0
@@ -50,10 +49,10 @@ class WeightSync:
         self._numbers = count()
         self._name = ""  # of the last weights
         self._send: Send | None = None
-        self._adapter: dict[str, Any] | None = None  # the last one, as servers take it
+        self._adapter: tuple[str, dict[str, Any], str] | None = None  # the last one, as servers take it
         self._unloading: set[asyncio.Task[None]] = set()
         self._thread = DaemonPool("weights")
-        engine.servers.bring = self._bring
+        engine.servers.resync = self._bring
 
     async def first(self, send: Send, policy_version: int = 0) -> TransferResult:
         """Weights for all servers, before any of them serves."""
@@ -84,7 +83,7 @@ class WeightSync:
         return await self.engine.thread.run(self._checksums())
 
     async def _push(self, send: Send, policy_version: int, servers: Sequence[Server] | None) -> TransferResult:
-        async with self.engine.servers.changing:
+        async with self.engine.servers.update_lock:
             chosen = self.engine.servers.ready if servers is None else servers
             self._name, self._send = f"{self._run}.{next(self._numbers)}", send
             self.engine.versions[self._name] = policy_version
@@ -95,7 +94,7 @@ class WeightSync:
             return sent
 
     async def _bring(self, server: Server) -> None:
-        """The last weights once more, for a server that came back. Called with ``servers.changing`` held."""
+        """The last weights once more, for a server that came back. Called with ``servers.update_lock`` held."""
         sent = await self._deliver([server], again=True)
         if sent.failed:
             raise EngineError(sent.failed[server.url])
@@ -106,26 +105,25 @@ class WeightSync:
         self, weights: dict[str, torch.Tensor], settings: dict[str, Any], policy_version: int
     ) -> None:
         servers, began = self.engine.servers, time.perf_counter()
-        async with servers.changing:
+        async with servers.update_lock:
             name, old = f"{self._run}.adapter{next(self._numbers)}", self.engine.adapter
             values = await self._thread.run(_values, weights, _dtype(servers.all[0]))
             self.engine.versions[name] = policy_version
-            self._adapter = {"lora_name": name, "config_dict": settings, "serialized_named_tensors": [values]}
+            self._adapter = name, settings, values
             await asyncio.gather(*(self._load_or_leave_out(server, self._adapter) for server in servers.ready))
             self.engine.adapter = name
             if old is not None:
                 self._unload(old)
             self.bytes, self.seconds = len(values) * 3 // 4, time.perf_counter() - began
 
-    async def _load(self, server: Server, adapter: dict[str, Any]) -> None:
-        ranks = server.info.get("tp_size", 1)
-        body = adapter | {"serialized_named_tensors": adapter["serialized_named_tensors"] * ranks}
+    async def _load(self, server: Server, adapter: tuple[str, dict[str, Any], str]) -> None:
+        call = self.engine.backend.load_adapter(*adapter, tp=server.info.tp)
         try:
-            await self.engine.servers.call(server, LOAD_ADAPTER, body, timeout=self._config.sync_timeout)
+            await self.engine.servers.call(server, *call, timeout=self._config.sync_timeout)
         except ServerError as error:
-            raise EngineError(f"an SGLang server refused the adapter: {error}") from error
+            raise EngineError(f"a server refused the adapter: {error}") from error
 
-    async def _load_or_leave_out(self, server: Server, adapter: dict[str, Any]) -> None:
+    async def _load_or_leave_out(self, server: Server, adapter: tuple[str, dict[str, Any], str]) -> None:
         try:
             await self._load(server, adapter)
         except UNREACHED:
@@ -135,13 +133,13 @@ class WeightSync:
     def _unload(self, adapter: str) -> None:
         """Which waits over there until nobody uses it any more."""
         for server in self.engine.servers.ready:
-            call = self.engine.servers.call(server, "/unload_lora_adapter", {"lora_name": adapter})
+            call = self.engine.servers.call(server, *self.engine.backend.unload_adapter(adapter))
             task = asyncio.create_task(quietly(call))
             self._unloading.add(task)
             task.add_done_callback(self._unloading.discard)
 
     async def _overwrite(self, send: Send) -> None:
-        async with self.engine.servers.changing:
+        async with self.engine.servers.update_lock:
             self._send, self._name = send, f"{self._run}.fill"
             self.engine.versions[self._name] = -1  # which only a handshake asks for
             self._all_have(await self._deliver(self.engine.servers.all, fill=FILL))
@@ -161,7 +159,7 @@ class WeightSync:
         assert self._send is not None
         sent: TransferResult = await self._thread.run(self._send, delivery)
         if sent.refused:
-            raise EngineError(f"an SGLang server refused the weights ({self.method}): {sent.failed[sent.refused[0]]}")
+            raise EngineError(f"a server refused the weights ({self.method}): {sent.failed[sent.refused[0]]}")
         for server in servers:
             if server.url in sent.failed:
                 await self.engine.servers.withdraw(server)
@@ -173,28 +171,26 @@ class WeightSync:
         for server in self.engine.servers.all:
             if server.url in sent.failed:
                 raise EngineError(
-                    f"the SGLang server {server.url} took no weights: {sent.failed[server.url]}{server.log_tail()}"
+                    f"the server {server.url} took no weights: {sent.failed[server.url]}{server.log_tail()}"
                 )
 
     async def _checksums(self) -> dict[str, dict[str, str]]:
         sums: dict[str, dict[str, str]] = {}
         for server in self.engine.servers.all:
-            told = await self.engine.servers.call(
-                server, "/weights_checker", {"action": "checksum"}, timeout=self._config.sync_timeout
-            )
-            parts = enumerate(part["checksums"] for part in told["ranks"])
+            backend, timeout = self.engine.backend, self._config.sync_timeout
+            reply = await self.engine.servers.call(server, *backend.checksums, timeout=timeout)
+            parts = enumerate(backend.parse_checksums(reply))
             sums[server.url] = {f"{name} of rank {rank}": value for rank, part in parts for name, value in part.items()}
         return sums
 
 
 def _target(server: Server) -> Target:
-    info = server.info
-    return Target(server.url, info.get("tp_size", 1), info.get("device", "cpu"))
+    return Target(server.url, server.info.tp, server.info.device)
 
 
 def _dtype(server: Server) -> torch.dtype | None:
     """What it computes in."""
-    return getattr(torch, str(server.info.get("dtype")), None)
+    return getattr(torch, str(server.info.dtype), None)
 
 
 def _values(weights: dict[str, torch.Tensor], dtype: torch.dtype | None) -> str:
