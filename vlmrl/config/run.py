@@ -10,6 +10,7 @@ from vlmrl.config.data import Data, Part, check_held_out, check_player
 from vlmrl.config.fields import Code, Options, positive, require
 from vlmrl.config.model import Model
 from vlmrl.config.rollout import Rollout
+from vlmrl.config.servers import ServerSettings
 from vlmrl.config.sglang import SGLang
 from vlmrl.config.training import Algo, Checkpoint, Eval, Optim, Train, WarmStart
 
@@ -58,30 +59,34 @@ def _check_asynchronous(config: Config) -> None:
 
 
 def _check_servers(config: Config) -> None:
-    """What does not go together with servers of SGLang."""
+    """What does not go together with inference servers."""
     if config.deterministic:
-        raise ValueError("deterministic needs engine embedded: what an SGLang server samples, no run repeats.")
-    cluster, sglang = config.placed, config.sglang
-    if not cluster.on:
+        raise ValueError("deterministic needs engine embedded: what a server samples, no run repeats.")
+    cluster, servers = config.placed, config.servers
+    if not cluster.on or servers is None:
         return
+    section, tp = servers.section, servers.tp
+    rule = "left alone on a cluster: cluster.engines counts servers"
+    require(servers.servers == 1, f"{section}.servers", rule, servers.servers)
     require(
-        sglang.servers == 1, "sglang.servers", "left alone on a cluster: cluster.engines counts servers", sglang.servers
+        servers.first_gpu == 0, f"{section}.first_gpu", "left alone on a cluster: Ray gives out GPUs", servers.first_gpu
     )
-    require(sglang.first_gpu == 0, "sglang.first_gpu", "left alone on a cluster: Ray gives out GPUs", sglang.first_gpu)
-    require(sglang.port == 0, "sglang.port", "left alone on a cluster: each machine has ports of its own", sglang.port)
+    require(
+        servers.port == 0, f"{section}.port", "left alone on a cluster: each machine has ports of its own", servers.port
+    )
     if cluster.gpus and not config.attached:
-        free = _room_for_servers(cluster, sglang.tp)
+        free = _room_for_servers(cluster, tp)
         whose, most = "of the ranks'", cluster.num_ranks // cluster.nodes
         if not cluster.colocate:
             whose, most = "beside the ranks'", (cluster.gpus - cluster.num_ranks) // cluster.nodes
-        require(sglang.tp <= most, "sglang.tp", f"at most {most}, the GPUs of one machine {whose}", sglang.tp)
-        rule = f"at most {free}: for more there are not sglang.tp ({sglang.tp}) GPUs each on one machine, {whose}"
+        require(tp <= most, f"{section}.tp", f"at most {most}, the GPUs of one machine {whose}", tp)
+        rule = f"at most {free}: for more there are not {section}.tp ({tp}) GPUs each on one machine, {whose}"
         require(cluster.num_engines <= free, "cluster.engines", rule, cluster.num_engines)
         if cluster.colocate:
             rule = f"a multiple of cluster.nodes ({cluster.nodes}), where servers share the ranks' GPUs"
             require(cluster.num_engines % cluster.nodes == 0, "cluster.engines", rule, cluster.num_engines)
             rule = "tensor, disk or auto where servers share the ranks' GPUs: no process group (NCCL) has a GPU twice"
-            require(sglang.sync != "group", "sglang.sync", rule, sglang.sync)
+            require(servers.sync != "group", f"{section}.sync", rule, servers.sync)
 
 
 def _room_for_servers(cluster: Cluster, tp: int) -> int:
@@ -196,17 +201,22 @@ class Config:
     @property
     def placed(self) -> Cluster:
         """``cluster``, with ``colocate`` chosen where it is unset, and as many servers as their ``tp`` GPUs leave room for."""
-        cluster, starts_servers = self.cluster, self.engine == "sglang" and not self.attached
+        cluster = self.cluster
         if cluster.colocate is None:
             cluster = replace(cluster, colocate=self.attached or not self.train.max_staleness)
-        if starts_servers and cluster.gpus and cluster.engines is None:
-            cluster = replace(cluster, engines=max(1, _room_for_servers(cluster, self.sglang.tp)))
+        if self.servers is not None and not self.attached and cluster.gpus and cluster.engines is None:
+            cluster = replace(cluster, engines=max(1, _room_for_servers(cluster, self.servers.tp)))
         return cluster
+
+    @property
+    def servers(self) -> ServerSettings | None:
+        """The settings of the inference servers: the section that ``engine`` names. None: the engine is embedded."""
+        return None if self.engine == "embedded" else getattr(self, self.engine, ServerSettings())
 
     @property
     def attached(self) -> bool:
         """Whether servers sample that run already, on none of this run's GPUs."""
-        return self.engine == "sglang" and bool(self.sglang.urls)
+        return self.servers is not None and bool(self.servers.urls)
 
     @property
     def colocated(self) -> bool:
@@ -234,7 +244,7 @@ class Config:
         _ = self.placed  # raises where its numbers do not go together
         if self.train.max_staleness:
             _check_asynchronous(self)
-        if self.engine == "sglang":
+        if self.servers is not None:
             _check_servers(self)
         parts: list[Config | Part] = [self, *self.mixture.values()]
         plays = any(part.env is not None or part.reward is not None for part in parts)

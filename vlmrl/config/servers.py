@@ -11,8 +11,7 @@ from vlmrl.config.fields import Options, positive, require
 @dataclass(frozen=True)
 class ServerSettings:
     section: ClassVar[str] = "server"
-    """Name of the section in the config, which error messages give."""
-
+    """Name of the section in the config, as error messages give it."""
     urls: tuple[str, ...] = ()
     """Addresses of running servers, such as `http://node7:30000`. Unset: the run starts its own servers."""
     servers: int = 1

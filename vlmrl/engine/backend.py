@@ -85,13 +85,12 @@ class ServerBackend(ABC):
     """A server program: how it is started, and its dialect of HTTP. Holds no state of any server."""
 
     name: ClassVar[str]
-    """Value of ``config.engine``, name of its section in the config, and of the extra of vlmrl that installs it."""
+    """Value of ``config.engine``, name of the config's field with its settings (without one, it gets the defaults of
+    :class:`ServerSettings`), and of the extra of vlmrl that installs it."""
     title: ClassVar[str]
     """Name of the program in messages."""
     package: ClassVar[str]
     """Python package that a started server imports."""
-    settings_class: ClassVar[type[ServerSettings]] = ServerSettings
-    """Class of its settings, whose defaults are used if the config has no section called ``name``."""
     capabilities: ClassVar[Capabilities] = Capabilities()
 
     health: ClassVar[Call]
@@ -181,8 +180,8 @@ def backend_class(engine: str) -> type[ServerBackend]:
 
 def new_backend(config: Config) -> ServerBackend:
     """The server program that ``config.engine`` names, with the settings of its section."""
-    chosen = backend_class(config.engine)
-    return chosen(getattr(config, config.engine, None) or chosen.settings_class())
+    assert config.servers is not None
+    return backend_class(config.engine)(config.servers)
 
 
 def is_installed(package: str) -> bool:

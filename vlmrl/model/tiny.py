@@ -113,7 +113,7 @@ def _qwen3_vision(width: int, text_width: int) -> dict[str, Any]:
 def _qwen3_moe_vision(width: int, text_width: int) -> dict[str, Any]:
     return _qwen3_vision(width, text_width) | {
         "deepstack_visual_indexes": [0, 1, 2]
-    }  # SGLang counts on three, as in the real ones
+    }  # servers count on three, as in the real ones
 
 
 def _qwen3_5_vision(width: int, text_width: int) -> dict[str, Any]:

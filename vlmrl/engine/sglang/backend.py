@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vlmrl.config import Lora, SGLang
+from vlmrl.config import Lora
 from vlmrl.engine.backend import Attempt, Call, Capabilities, ServedModel, ServerBackend
 from vlmrl.engine.server import Launch, ServerInfo
 from vlmrl.engine.server_reply import Reply
@@ -37,7 +37,6 @@ class SGLangBackend(ServerBackend):
     name = "sglang"
     title = "SGLang"
     package = "sglang"
-    settings_class = SGLang
     capabilities = Capabilities(
         lora=True, expert_routing=True, image_files=True, tensor_handles=True, sleep=True, checksums=True
     )
