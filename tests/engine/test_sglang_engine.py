@@ -228,7 +228,7 @@ def test_the_server_with_least_to_do_gets_a_new_trajectory(fakes, engine_of):
         await until(lambda: sum(len(fake.bodies_of("/generate")) for fake in fakes) == 4)
         counts = [len(fake.bodies_of("/generate")) for fake in fakes]
         for fake in fakes:
-            fake.go_on()
+            fake.release_requests()
         await asyncio.gather(*tasks)
         return counts
 
@@ -255,7 +255,7 @@ def test_another_server_takes_over_and_keeps_the_trajectory(fakes, engine_of):
 
 def test_a_refused_request_is_not_sent_again(fakes, engine_of):
     fakes[0].statuses = [400]
-    with pytest.raises(ValueError, match="HTTP 400: as the test said"):
+    with pytest.raises(ValueError, match="HTTP 400: set by the test"):
         generate(engine_of(fakes[0]), plain())
     assert len(fakes[0].bodies_of("/generate")) == 1
 
@@ -294,7 +294,7 @@ def test_another_server_takes_over_the_request_of_a_hung_one(fakes, engine_of):
             fake.hangs = fake is stuck
         stuck.sick = True
         completion = await task
-        stuck.go_on()
+        stuck.release_requests()
         return completion
 
     for fake in fakes:

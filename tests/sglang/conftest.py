@@ -1,4 +1,4 @@
-"""Real SGLang servers on the CPU, with tiny models: one for each model, started when a test first asks for it, and shared."""
+"""Real SGLang servers on the CPU, with tiny models: one per model, started for the first test that uses it, and shared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def both(qwen3_vl, qwen2_5_vl, tmp_path_factory):
-    """Two servers, started at once, since each keeps little more than one core busy while it starts."""
+    """Two servers, started at the same time: a starting server keeps little more than one core busy."""
     folder = tmp_path_factory.mktemp("both")
     yield from served(config_of(qwen3_vl, folder, dtype="float32"), config_of(qwen2_5_vl, folder))
 

@@ -139,7 +139,7 @@ class Serving:
         colocated = host.shares_gpus and not config.train.max_staleness
         method = host.method if settings.sync == "auto" else settings.sync
         _check_installed(backend)
-        _check_capabilities(backend, colocated=colocated, expert_routing=routing is not None, method=method)
+        check_capabilities(backend, colocated=colocated, expert_routing=routing is not None, method=method)
         served = ServedModel(
             path=model.path,
             dtype=str(host.dtype).removeprefix("torch."),
@@ -234,7 +234,7 @@ def _check_installed(backend: ServerBackend) -> None:
         )
 
 
-def _check_capabilities(backend: ServerBackend, *, colocated: bool, expert_routing: bool, method: Method) -> None:
+def check_capabilities(backend: ServerBackend, *, colocated: bool, expert_routing: bool, method: Method) -> None:
     """Refuse settings that need more than the server program can do."""
     able, section = backend.capabilities, backend.settings.section
     rules = [
