@@ -13,7 +13,8 @@ from testing.fake_sglang import END, FakeSGLang
 from testing.fakes import PAD, Router, make_item
 from torch import nn
 
-from vlmrl.config import SGLang
+from vlmrl.config import Lora, SGLang
+from vlmrl.engine.backend import ServedModel
 from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
 from vlmrl.engine.server import Server
 from vlmrl.engine.server_engine import ServerEngine
@@ -346,6 +347,28 @@ def test_waiting_requests_continue_when_an_unresponsive_server_is_healthy_again(
             return await task
 
     assert asyncio.run(doubt()).token_ids == [5, 6, END]
+
+
+def test_the_command_line_on_gpus_has_the_runs_arguments_and_over_them_the_settings(tmp_path):
+    settings = SGLang(tp=2, args={"mem_fraction_static": 0.4, "log-requests": True}, env={"A": "1"}, python="py")
+    model = ServedModel("/model", "bfloat16", lora=Lora(rank=4), expert_routing=True, sleep=True)
+    launch = SGLangBackend(settings).launch(model, tmp_path / "log", "127.0.0.1", 30000, gpu=2)
+    assert " ".join(launch.command) == (
+        "py -m sglang.launch_server --host 127.0.0.1 --port 30000 --tp 2 --base-gpu-id 2 --model-path /model --dtype bfloat16 "
+        f"--enable-lora --max-lora-rank 4 --lora-target-modules {' '.join(Lora().targets)} --max-loras-per-batch 4 "
+        "--max-loaded-loras 8 --enable-return-routed-experts --enable-memory-saver --mem-fraction-static 0.4 --log-requests"
+    )
+    assert launch.env == {"SGLANG_VLM_CACHE_SIZE_MB": "0", "A": "1"}
+
+
+def test_the_command_line_without_gpus_starts_the_cpu_engine(tmp_path):
+    settings = SGLang(args={"device": None, "max-total-tokens": 100})
+    model = ServedModel("/model", "float32", random_weights=True)
+    launch = SGLangBackend(settings).launch(model, tmp_path / "log", "127.0.0.1", 30000, gpu=None)
+    words = " ".join(launch.command)
+    assert "--load-format dummy" in words and "--max-total-tokens 100" in words
+    assert "--device" not in words and "--base-gpu-id" not in words
+    assert launch.env["SGLANG_USE_CPU_ENGINE"] == "1"
 
 
 def test_an_old_server_is_refused(fakes):

@@ -64,7 +64,7 @@ class RayCluster:
     @property
     def shares_gpus(self) -> bool:
         """Whether the ranks' GPUs have servers, too."""
-        return self._config.servers is not None and self._config.colocated
+        return self._config.server_settings is not None and self._config.colocated
 
     @property
     def method(self) -> Method:

@@ -62,7 +62,7 @@ def _check_servers(config: Config) -> None:
     """What does not go together with inference servers."""
     if config.deterministic:
         raise ValueError("deterministic needs engine embedded: what a server samples, no run repeats.")
-    cluster, servers = config.placed, config.servers
+    cluster, servers = config.placed, config.server_settings
     if not cluster.on or servers is None:
         return
     section, tp = servers.section, servers.tp
@@ -204,19 +204,22 @@ class Config:
         cluster = self.cluster
         if cluster.colocate is None:
             cluster = replace(cluster, colocate=self.attached or not self.train.max_staleness)
-        if self.servers is not None and not self.attached and cluster.gpus and cluster.engines is None:
-            cluster = replace(cluster, engines=max(1, _room_for_servers(cluster, self.servers.tp)))
+        if self.server_settings is not None and not self.attached and cluster.gpus and cluster.engines is None:
+            cluster = replace(cluster, engines=max(1, _room_for_servers(cluster, self.server_settings.tp)))
         return cluster
 
     @property
-    def servers(self) -> ServerSettings | None:
+    def server_settings(self) -> ServerSettings | None:
         """The settings of the inference servers: the section that ``engine`` names. None: the engine is embedded."""
-        return None if self.engine == "embedded" else getattr(self, self.engine, ServerSettings())
+        section = getattr(self, self.engine, None)
+        return (
+            None if self.engine == "embedded" else section if isinstance(section, ServerSettings) else ServerSettings()
+        )
 
     @property
     def attached(self) -> bool:
         """Whether servers sample that run already, on none of this run's GPUs."""
-        return self.servers is not None and bool(self.servers.urls)
+        return self.server_settings is not None and bool(self.server_settings.urls)
 
     @property
     def colocated(self) -> bool:
@@ -244,7 +247,7 @@ class Config:
         _ = self.placed  # raises where its numbers do not go together
         if self.train.max_staleness:
             _check_asynchronous(self)
-        if self.servers is not None:
+        if self.server_settings is not None:
             _check_servers(self)
         parts: list[Config | Part] = [self, *self.mixture.values()]
         plays = any(part.env is not None or part.reward is not None for part in parts)

@@ -180,8 +180,8 @@ def backend_class(engine: str) -> type[ServerBackend]:
 
 def new_backend(config: Config) -> ServerBackend:
     """The server program that ``config.engine`` names, with the settings of its section."""
-    assert config.servers is not None
-    return backend_class(config.engine)(config.servers)
+    assert config.server_settings is not None
+    return backend_class(config.engine)(config.server_settings)
 
 
 def is_installed(package: str) -> bool:

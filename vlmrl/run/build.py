@@ -99,7 +99,7 @@ def build_run(config: Config, base_dir: Path | None = None, ranks: Ranks | None 
     generate = resolve_generate(config.rollout, base_dir)
     spec = resolve_envs(config, base_dir) if generate is None else None
     history_policy = resolve_policy(config.rollout, base_dir)
-    if config.servers is not None:
+    if config.server_settings is not None:
         backend_class(config.engine)  # raises for a name that is none
     _check_algo(config.algo)
     filters = resolve_filters(config.algo, base_dir)
@@ -148,8 +148,8 @@ def _here(config: Config, base_dir: Path | None, ranks: Ranks, model: LoadedMode
     if config.train.gradient_checkpointing:
         model.policy.enable_gradient_checkpointing()
     receive = None if trainers.policy is model.policy else model.policy.load_weights
-    if config.servers is not None:
-        host = LocalServerHost(config.servers, config.folder, model.policy, ranks.size)
+    if config.server_settings is not None:
+        host = LocalServerHost(config.server_settings, config.folder, model.policy, ranks.size)
         serving = Serving.of(config, model, host)
         return serving.engine, trainers, receive, serving
     record_routes = config.train.replay_routing
@@ -170,7 +170,7 @@ def _on_cluster(config: Config, base_dir: Path | None, ranks: Ranks, model: Load
             raise
         raise ValueError("cluster needs Ray: pip install 'vlmrl[ray]'") from error
     cluster = RayCluster(config, base_dir, keep_kv)
-    if config.servers is not None:
+    if config.server_settings is not None:
         try:
             serving = Serving.of(config, model, cluster)
         except BaseException:

@@ -1,6 +1,6 @@
 """Keeps servers at the trainer's weights: every update, and every server that comes back.
 
-    sync = WeightSync(engine, config.servers, folder)
+    sync = WeightSync(engine, config.server_settings, folder)
     sent = await sync.push(trainer.send_weights, policy_version=3)      # inside `paused(engine)`
 
 Each set of weights has a name on the servers, and each token they sample tells it: a reply from weights with another name is
