@@ -1,4 +1,4 @@
-"""The SGLang adapter against a stand-in that speaks the protocol."""
+"""The server engine with the SGLang backend, against a fake server that speaks its protocol."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from testing.fake_sglang import END, FakeSGLang
 from testing.fakes import PAD, Router, make_item
 from torch import nn
 
-from vlmrl.config import SGLang
+from vlmrl.config import Lora, SGLang
+from vlmrl.engine.backend import ServedModel
 from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
-from vlmrl.engine.servers import Server, Servers
-from vlmrl.engine.sglang.engine import SGLangEngine
+from vlmrl.engine.server import Server
+from vlmrl.engine.server_engine import ServerEngine
+from vlmrl.engine.server_pool import ServerPool
+from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.model.expert_routing import ExpertRouters
 from vlmrl.types import ExpertRouting
 
@@ -27,7 +30,7 @@ QUICK = {"health_every": 0.1, "health_timeout": 0.5, "start_timeout": 3.0}
 
 
 class Words:
-    """As much of a renderer as the adapter asks for."""
+    """The part of a renderer that the engine uses."""
 
     image_token_id = PAD
     stop_ids = frozenset({END})
@@ -43,13 +46,13 @@ def fakes():
 
 @pytest.fixture
 def engine_of():
-    """Makes an engine that serves, of these servers, whose weights are its policy version 3."""
+    """Makes an engine with these servers, which serve. Their initial weights are policy version 3."""
     engines = []
 
     def make(*fakes, routing=None, **settings):
         config = SGLang(urls=tuple(fake.url for fake in fakes), **(QUICK | settings))
-        servers = Servers(config, [Server(url) for url in config.urls])
-        engine = SGLangEngine(servers, Words(), banned_ids=[PAD], routing=routing)
+        servers = ServerPool(SGLangBackend(config), [Server(url) for url in config.urls])
+        engine = ServerEngine(servers, Words(), banned_ids=[PAD], routing=routing)
         engines.append(engine)
         engine.versions["default"] = 3
         asyncio.run(started(engine))
@@ -65,7 +68,7 @@ async def started(engine):
     await engine.serve()
 
 
-def ask(engine, request):
+def generate(engine, request):
     return asyncio.run(engine.generate(request))
 
 
@@ -74,7 +77,7 @@ def plain(name="t", ids=(1, 2, 3)):
 
 
 def test_a_reply_becomes_a_completion(fakes, engine_of):
-    completion = ask(engine_of(fakes[0]), plain())
+    completion = generate(engine_of(fakes[0]), plain())
     assert completion.token_ids == [5, 6, END]
     assert completion.logprobs == [-0.25, -0.5, -0.75]
     assert completion.stop_reason == "stop"
@@ -85,9 +88,9 @@ def test_a_reply_becomes_a_completion(fakes, engine_of):
 def test_a_request_holds_unexpanded_ids_one_png_per_image_and_the_ban(fakes, engine_of):
     item = make_item("red", 4)  # 4 tokens, 128x32 pixels
     request = Request("t", [1, PAD, 2], [item], SamplingParams(8, 0.5, 0.9, 20, ("</answer>",)))
-    completion = ask(engine_of(fakes[0]), request)
+    completion = generate(engine_of(fakes[0]), request)
     assert completion.prompt_tokens == 6
-    [body] = fakes[0].asked("/generate")
+    [body] = fakes[0].bodies_of("/generate")
     assert body["input_ids"] == [1, PAD, 2]
     [uri] = body["image_data"]
     assert Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).size == (128, 32)
@@ -104,7 +107,7 @@ def test_a_request_holds_unexpanded_ids_one_png_per_image_and_the_ban(fakes, eng
     }
 
 
-def test_a_image_is_made_into_a_png_once(fakes, engine_of):
+def test_an_image_is_made_into_a_png_once(fakes, engine_of):
     engine, item = engine_of(*fakes), make_item("red", 4)
 
     async def many():
@@ -119,23 +122,23 @@ def test_wrong_counts_are_refused_before_anything_is_sent(fakes, engine_of):
     engine, item = engine_of(fakes[0]), make_item("red", 4)
     for ids, media in (([1, PAD, PAD], [item]), ([1, PAD], [item, item]), ([PAD] * 4, [item]), ([1], [item])):
         with pytest.raises(ValueError, match="image placeholders"):
-            ask(engine, Request("t", ids, media))
-    assert fakes[0].asked("/generate") == []
+            generate(engine, Request("t", ids, media))
+    assert fakes[0].bodies_of("/generate") == []
 
 
 def experts(*rows):
-    """As a server tells them, of one layer: two experts a token."""
+    """As a server returns them, for one layer: two experts per token."""
     return base64.b64encode(np.array(rows, "<i4").tobytes()).decode()
 
 
-def test_experts_come_with_the_tokens_from_where_they_are_not_known(fakes, engine_of):
+def test_experts_are_returned_for_the_tokens_whose_experts_are_not_known(fakes, engine_of):
     fakes[0].meta = {"routed_experts": experts([0, 1], [2, 0], [1, 2], [0, 2])}
     request = Request("t", [1, 2, 3], [], SamplingParams(8), routing_from=1)
-    completion = ask(engine_of(fakes[0], routing=ROUTING), request)
+    completion = generate(engine_of(fakes[0], routing=ROUTING), request)
     assert completion.expert_routing == [
         ExpertRouting(bytes([a, 0, b, 0]), 2) for a, b in ((0, 1), (2, 0), (1, 2), (0, 2))
     ] + [None]
-    [body] = fakes[0].asked("/generate")
+    [body] = fakes[0].bodies_of("/generate")
     assert body["return_routed_experts"] and body["routed_experts_start_len"] == 1
 
 
@@ -144,7 +147,7 @@ def test_experts_of_tokens_that_earlier_weights_sampled_are_not_known(fakes, eng
     engine.versions["new"] = 4
     spans = [{"version": "default", "start": 0, "end": 2}, {"version": "new", "start": 2, "end": 3}]
     fakes[0].meta = {"routed_experts": experts([0, 1], [2, 0], [1, 2], [0, 2], [2, 1]), "weight_versions": spans}
-    completion = ask(engine, plain())
+    completion = generate(engine, plain())
     assert completion.policy_versions == [3, 3, 4]
     assert [route is None for route in completion.expert_routing] == [False, False, False, True, True, True]
 
@@ -152,16 +155,16 @@ def test_experts_of_tokens_that_earlier_weights_sampled_are_not_known(fakes, eng
 def test_experts_that_are_missing_or_not_the_models_are_an_error(fakes, engine_of):
     engine = engine_of(fakes[0], routing=ROUTING)
     with pytest.raises(ValueError, match="--enable-return-routed-experts"):
-        ask(engine, plain())
+        generate(engine, plain())
     fakes[0].meta = {"routed_experts": experts([0, 1], [2, 0])}
-    with pytest.raises(ValueError, match=r"told 4 experts of 5 tokens, which is not 2 in each of 1 layers"):
-        ask(engine, plain())
+    with pytest.raises(ValueError, match=r"returned 4 experts for 5 tokens, which is not 2 in each of 1 layers"):
+        generate(engine, plain())
 
 
-def test_another_count_over_there_is_an_error_that_names_both(fakes, engine_of):
+def test_a_different_prompt_length_on_the_server_is_an_error_that_names_both(fakes, engine_of):
     fakes[0].tokens_per_image = 3
-    with pytest.raises(ValueError, match="counted 5 prompt tokens, but we 6"):
-        ask(engine_of(fakes[0]), Request("t", [1, PAD, 2], [make_item("red", 4)]))
+    with pytest.raises(ValueError, match="counted 5 prompt tokens, but the renderer 6"):
+        generate(engine_of(fakes[0]), Request("t", [1, PAD, 2], [make_item("red", 4)]))
 
 
 @pytest.mark.parametrize(
@@ -172,15 +175,15 @@ def test_another_count_over_there_is_an_error_that_names_both(fakes, engine_of):
         ({"type": "abort", "message": "Aborted", "status_code": None}, "abort"),
     ],
 )
-def test_finish_reasons_are_told(fakes, engine_of, finish, reason):
+def test_finish_reasons_become_stop_reasons(fakes, engine_of, finish, reason):
     fakes[0].finish = finish
-    assert ask(engine_of(fakes[0]), plain()).stop_reason == reason
+    assert generate(engine_of(fakes[0]), plain()).stop_reason == reason
 
 
-def test_a_stop_at_a_token_that_is_none_of_ours_is_refused(fakes, engine_of):
+def test_a_stop_at_an_unknown_stop_id_is_refused(fakes, engine_of):
     fakes[0].finish = {"type": "stop", "matched": 6}
-    with pytest.raises(ValueError, match=r"ended a reply at token 6, which is none of ours \[258\]"):
-        ask(engine_of(fakes[0]), plain())
+    with pytest.raises(ValueError, match=r"ended a reply at token 6, which is not one of the stop ids \[258\]"):
+        generate(engine_of(fakes[0]), plain())
 
 
 def test_each_token_has_the_version_of_the_weights_it_was_sampled_from(fakes, engine_of):
@@ -188,16 +191,16 @@ def test_each_token_has_the_version_of_the_weights_it_was_sampled_from(fakes, en
     engine.versions |= {"run.1": 4}
     spans = [{"version": "default", "start": 0, "end": 1}, {"version": "run.1", "start": 1, "end": 3}]
     fakes[0].meta = {"weight_versions": spans}
-    assert ask(engine, plain()).policy_versions == [3, 4, 4]
+    assert generate(engine, plain()).policy_versions == [3, 4, 4]
 
 
-def test_weights_that_were_never_sent_are_no_answer(fakes, engine_of):
+def test_a_reply_from_weights_that_were_never_sent_is_rejected(fakes, engine_of):
     fakes[0].version = "somebody else's"
     with pytest.raises(EngineError, match='weights "somebody else\'s", which this run never sent'):
-        ask(engine_of(fakes[0], retries=1), plain())
+        generate(engine_of(fakes[0], retries=1), plain())
 
 
-def test_logprobs_of_other_tokens_or_none_are_no_answer(fakes, engine_of):
+def test_a_reply_with_wrong_or_missing_logprobs_is_rejected(fakes, engine_of):
     engine = engine_of(fakes[0], retries=0)
     for logprobs in (
         [[-1.0, 5, None]],
@@ -206,15 +209,15 @@ def test_logprobs_of_other_tokens_or_none_are_no_answer(fakes, engine_of):
     ):
         fakes[0].meta = {"output_token_logprobs": logprobs}
         with pytest.raises(EngineError, match="logprobs that are not theirs, or not finite"):
-            ask(engine, plain())
+            generate(engine, plain())
 
 
 def test_a_trajectory_stays_with_its_server(fakes, engine_of):
     engine = engine_of(*fakes)
     for turn in range(3):
         for name in ("a", "b"):
-            ask(engine, plain(name, range(1, 4 + turn)))
-    ids = [[body["input_ids"] for body in fake.asked("/generate")] for fake in fakes]
+            generate(engine, plain(name, range(1, 4 + turn)))
+    ids = [[body["input_ids"] for body in fake.bodies_of("/generate")] for fake in fakes]
     assert sorted(map(len, ids)) in ([0, 6], [3, 3])
 
 
@@ -224,50 +227,50 @@ def test_the_server_with_least_to_do_gets_a_new_trajectory(fakes, engine_of):
         fake.hangs = True
 
     async def four():
-        asked = [asyncio.create_task(engine.generate(plain(f"t{i}"))) for i in range(4)]
-        await until(lambda: sum(len(fake.asked("/generate")) for fake in fakes) == 4)
-        counts = [len(fake.asked("/generate")) for fake in fakes]
+        tasks = [asyncio.create_task(engine.generate(plain(f"t{i}"))) for i in range(4)]
+        await until(lambda: sum(len(fake.bodies_of("/generate")) for fake in fakes) == 4)
+        counts = [len(fake.bodies_of("/generate")) for fake in fakes]
         for fake in fakes:
-            fake.go_on()
-        await asyncio.gather(*asked)
+            fake.release_requests()
+        await asyncio.gather(*tasks)
         return counts
 
     assert asyncio.run(four()) == [2, 2]
 
 
-def test_a_server_that_answers_500_for_a_while_is_asked_again(fakes, engine_of):
+def test_a_request_is_retried_on_a_server_that_replies_500_for_a_while(fakes, engine_of):
     fakes[0].statuses = [500, 500]
     engine = engine_of(fakes[0])
-    assert ask(engine, plain()).token_ids == [5, 6, END]
+    assert generate(engine, plain()).token_ids == [5, 6, END]
     assert engine.retried == 2
 
 
 def test_another_server_takes_over_and_keeps_the_trajectory(fakes, engine_of):
     engine = engine_of(*fakes)
-    ask(engine, plain())
-    first = next(fake for fake in fakes if fake.asked("/generate"))
+    generate(engine, plain())
+    first = next(fake for fake in fakes if fake.bodies_of("/generate"))
     second = next(fake for fake in fakes if fake is not first)
     first.statuses = [500]
-    ask(engine, plain())
-    ask(engine, plain())
-    assert (len(first.asked("/generate")), len(second.asked("/generate"))) == (2, 2)
+    generate(engine, plain())
+    generate(engine, plain())
+    assert (len(first.bodies_of("/generate")), len(second.bodies_of("/generate"))) == (2, 2)
 
 
 def test_a_refused_request_is_not_sent_again(fakes, engine_of):
     fakes[0].statuses = [400]
-    with pytest.raises(ValueError, match="HTTP 400: as the test said"):
-        ask(engine_of(fakes[0]), plain())
-    assert len(fakes[0].asked("/generate")) == 1
+    with pytest.raises(ValueError, match="HTTP 400: set by the test"):
+        generate(engine_of(fakes[0]), plain())
+    assert len(fakes[0].bodies_of("/generate")) == 1
 
 
 def test_no_server_at_all_is_an_engine_error(fakes, engine_of):
     engine = engine_of(fakes[0], retries=1, start_timeout=0.5)
     fakes[0].sick, fakes[0].statuses = True, [500] * 9
     with pytest.raises(EngineError, match="no SGLang server"):
-        ask(engine, plain())
+        generate(engine, plain())
 
 
-def test_what_is_given_up_here_is_aborted_there(fakes, engine_of):
+def test_a_cancelled_request_is_aborted_on_the_server(fakes, engine_of):
     engine = engine_of(fakes[0])
     fakes[0].hangs = True
 
@@ -278,23 +281,23 @@ def test_what_is_given_up_here_is_aborted_there(fakes, engine_of):
         await until(lambda: fakes[0].aborted)
 
     asyncio.run(give_up())
-    assert fakes[0].aborted == [fakes[0].asked("/generate")[0]["rid"]]
+    assert fakes[0].aborted == [fakes[0].bodies_of("/generate")[0]["rid"]]
 
 
-def test_what_a_hung_server_was_asked_another_answers(fakes, engine_of):
+def test_another_server_takes_over_the_request_of_a_hung_one(fakes, engine_of):
     engine = engine_of(*fakes, health_every=0.2)
 
     async def hang():
-        asked = asyncio.create_task(engine.generate(plain()))
+        task = asyncio.create_task(engine.generate(plain()))
         for fake in fakes:
             fake.hangs = True
-        await until(lambda: any(fake.asked("/generate") for fake in fakes))
-        stuck = next(fake for fake in fakes if fake.asked("/generate"))
+        await until(lambda: any(fake.bodies_of("/generate") for fake in fakes))
+        stuck = next(fake for fake in fakes if fake.bodies_of("/generate"))
         for fake in fakes:
             fake.hangs = fake is stuck
         stuck.sick = True
-        completion = await asked
-        stuck.go_on()
+        completion = await task
+        stuck.release_requests()
         return completion
 
     for fake in fakes:
@@ -302,30 +305,30 @@ def test_what_a_hung_server_was_asked_another_answers(fakes, engine_of):
     assert asyncio.run(hang()).token_ids == [5, 6, END]
 
 
-def test_nothing_is_asked_while_paused(fakes, engine_of):
+def test_no_request_is_sent_during_a_pause(fakes, engine_of):
     engine = engine_of(fakes[0])
 
     async def pause():
         async with paused(engine):
-            await engine.pause()  # to pause twice is to pause once
+            await engine.pause()  # a second pause changes nothing
             assert fakes[0].paused
-            asked = asyncio.create_task(engine.generate(plain()))
+            task = asyncio.create_task(engine.generate(plain()))
             await asyncio.sleep(0.3)
-            assert fakes[0].asked("/generate") == []
+            assert fakes[0].bodies_of("/generate") == []
         assert not fakes[0].paused
-        return await asked
+        return await task
 
     assert asyncio.run(pause()).token_ids == [5, 6, END]
-    assert fakes[0].asked("/pause_generation")[0] == {"mode": "retract"}
+    assert fakes[0].bodies_of("/pause_generation")[0] == {"mode": "retract"}
 
 
-def test_a_server_that_was_paused_in_the_midst_of_a_health_check_goes_on_serving(fakes, engine_of):
+def test_a_pause_during_a_health_check_does_not_withdraw_the_server(fakes, engine_of):
     engine = engine_of(fakes[0])
     server = engine.servers.all[0]
 
     async def pause():
         fakes[0].sick = True  # as a paused server looks
-        await until(lambda: server.doubted)
+        await until(lambda: server.unresponsive)
         async with paused(engine):
             await asyncio.sleep(4 * QUICK["health_timeout"])
         return server.ready
@@ -333,24 +336,47 @@ def test_a_server_that_was_paused_in_the_midst_of_a_health_check_goes_on_serving
     assert asyncio.run(pause())
 
 
-def test_a_doubted_server_that_is_well_again_wakes_who_waits_for_it(fakes, engine_of):
+def test_waiting_requests_continue_when_an_unresponsive_server_is_healthy_again(fakes, engine_of):
     engine = engine_of(fakes[0], health_timeout=30.0, start_timeout=60.0)
 
     async def doubt():
         fakes[0].sick = True
-        await until(lambda: engine.servers.all[0].doubted)
-        asked = asyncio.create_task(engine.generate(plain()))
+        await until(lambda: engine.servers.all[0].unresponsive)
+        task = asyncio.create_task(engine.generate(plain()))
         await asyncio.sleep(0.3)
         fakes[0].sick = False
         async with asyncio.timeout(10):
-            return await asked
+            return await task
 
     assert asyncio.run(doubt()).token_ids == [5, 6, END]
 
 
+def test_the_command_line_on_gpus_has_the_runs_arguments_and_over_them_the_settings(tmp_path):
+    settings = SGLang(tp=2, args={"mem_fraction_static": 0.4, "log-requests": True}, env={"A": "1"}, python="py")
+    model = ServedModel("/model", "bfloat16", lora=Lora(rank=4), expert_routing=True, sleep=True)
+    launch = SGLangBackend(settings).launch(model, tmp_path / "log", "127.0.0.1", 30000, gpu=2)
+    assert " ".join(launch.command) == (
+        "py -m sglang.launch_server --host 127.0.0.1 --port 30000 --tp 2 --base-gpu-id 2 --model-path /model --dtype bfloat16 "
+        f"--enable-lora --max-lora-rank 4 --lora-target-modules {' '.join(Lora().targets)} --max-loras-per-batch 4 "
+        "--max-loaded-loras 8 --enable-return-routed-experts --enable-memory-saver --mem-fraction-static 0.4 --log-requests"
+    )
+    assert launch.env == {"SGLANG_VLM_CACHE_SIZE_MB": "0", "A": "1"}
+
+
+def test_the_command_line_without_gpus_starts_the_cpu_engine(tmp_path):
+    settings = SGLang(args={"device": None, "max-total-tokens": 100})
+    model = ServedModel("/model", "float32", random_weights=True)
+    launch = SGLangBackend(settings).launch(model, tmp_path / "log", "127.0.0.1", 30000, gpu=None)
+    words = " ".join(launch.command)
+    assert "--load-format dummy" in words and "--max-total-tokens 100" in words
+    assert "--device" not in words and "--base-gpu-id" not in words
+    assert launch.env["SGLANG_USE_CPU_ENGINE"] == "1"
+
+
 def test_an_old_server_is_refused(fakes):
     fakes[0].info["version"] = "0.5.9.post2"
-    engine = SGLangEngine(Servers(SGLang(urls=(fakes[0].url,)), [Server(fakes[0].url)]), Words(), [])
+    backend = SGLangBackend(SGLang(urls=(fakes[0].url,)))
+    engine = ServerEngine(ServerPool(backend, [Server(fakes[0].url)]), Words(), [])
     with pytest.raises(ValueError, match=r"is SGLang 0.5.9.post2, but 0.5.23 or newer is needed"):
         asyncio.run(engine.start())
     engine.close()

@@ -18,8 +18,9 @@ from testing.episodes import COLORS, a_task, image, script, sharp_model, turn_lo
 
 from vlmrl import Env, Task, Trajectory, obs
 from vlmrl.config import Rollout
-from vlmrl.engine.base import LockstepBatching, Request
+from vlmrl.engine.base import Request
 from vlmrl.engine.hf.engine import HFEngine
+from vlmrl.engine.lockstep import LockstepBatching
 from vlmrl.env.base import resolve_env
 from vlmrl.env.session import EnvContractError
 from vlmrl.model import tiny
@@ -421,7 +422,7 @@ def test_a_lockstep_batch_starts_when_all_have_requested_in_task_order():
         requests = [asyncio.create_task(engine.generate(Request(name, [1]))) for name in ("g/02", "g/00", "g/01")]
         await asyncio.sleep(0)  # the three requests are made
         assert batches == []  # the fourth is missing
-        engine.leave()
+        engine.drop()
         assert await asyncio.gather(*requests) == ["to g/02", "to g/00", "to g/01"]
         assert batches == [["g/00", "g/01", "g/02"]]
         assert engine.policy_version == 3

@@ -1,4 +1,4 @@
-"""Runs that sample from SGLang servers, as far as that goes without one. With real ones: tests/sglang."""
+"""Runs with inference servers, without starting one. With real servers: tests/sglang."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vlmrl.config import Cluster, Config, Data, Model, Rollout, SGLang
+from vlmrl.config import Cluster, Config, Data, Lora, Model, Rollout, ServerSettings, SGLang
+from vlmrl.engine.backend import ServerBackend
+from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.model.loading import as_saved, load_model
 from vlmrl.model.lora import named_weights
 from vlmrl.model.tiny import build
 from vlmrl.run.build import build_run
 from vlmrl.run.memory_plan import MemoryPlan, Sizes
+from vlmrl.run.serving import check_capabilities, sends_adapters
 
 URLS = SGLang(urls=("http://127.0.0.1:9",))
 
@@ -66,25 +69,54 @@ def config_of(model, folder, **settings) -> Config:
         ({"cluster": Cluster(ranks=2), "sglang": SGLang(first_gpu=1)}, "Ray assigns GPUs"),
     ],
 )
-def test_what_servers_cannot_do_is_refused(settings, message):
+def test_settings_that_contradict_servers_are_refused(settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Config(engine="sglang", **settings)
 
 
 def test_servers_to_start_need_sglang(qwen3_vl, tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))  # as of a folder
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None))  # as for a folder
     with pytest.raises(ValueError, match=re.escape("pip install 'vlmrl[sglang]'")):
         build_run(config_of(qwen3_vl, tmp_path))
 
 
-def test_servers_that_run_already_need_none_here_and_get_the_trainers_own_weights(qwen3_vl, tmp_path):
+def test_attached_servers_need_no_sglang_here_and_get_the_trainers_own_weights(qwen3_vl, tmp_path):
     run = build_run(config_of(qwen3_vl, tmp_path, sglang=URLS))
     try:
         assert run.trainers.policy is run.model.policy and run.sender is None
         assert run.serving.plan() == "SGLang at http://127.0.0.1:9; weights by group"
-        assert run.runner().loop.engine is run.engine  # one request after the other, in no waves
+        assert run.runner().loop.engine is run.engine  # without lockstep batching
     finally:
         run.engine.close()
+
+
+class Plain(ServerBackend):
+    """A server program without any capability."""
+
+    name, title, package = "plain", "Plain", "json"
+    launch = parse_info = generate = parse = abort = None  # not called
+
+
+@pytest.mark.parametrize(
+    ("settings", "needs", "message"),
+    [
+        ({}, {"expert_routing": True}, "with engine plain, train.replay_routing must be False: it returns no experts."),
+        ({}, {"colocated": True}, "with engine plain, server.first_gpu must name other GPUs than the trainer's"),
+        ({}, {"method": "tensor"}, "with engine plain, server.sync must be group or disk: it takes no tensor handles."),
+        ({"images": "file"}, {}, "with engine plain, server.images must be inline: it reads no files."),
+    ],
+)
+def test_settings_that_need_a_missing_capability_are_refused(settings, needs, message):
+    needs = {"colocated": False, "expert_routing": False, "method": "disk"} | needs
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_capabilities(Plain(ServerSettings(**settings)), **needs)
+
+
+@pytest.mark.parametrize("vision", [False, True])
+def test_adapters_that_servers_cannot_load_are_merged(vision):
+    config = Config(engine="sglang", sglang=URLS, model=Model(lora=Lora(rank=4, vision=vision)))
+    assert sends_adapters(config, SGLangBackend(URLS)) == (not vision)
+    assert not sends_adapters(config, Plain(ServerSettings()))
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe"])
@@ -115,5 +147,5 @@ def test_the_plan_leaves_out_the_memory_of_servers():
     attached = MemoryPlan.of(Config(engine="sglang", cluster=Cluster(gpus=4), sglang=URLS), Sizes(100, 100, 8), ranks=1)
     assert attached.where == "4 trainer ranks (FSDP2) on 4 GPUs of 1 node, beside servers that run already"
     placed = MemoryPlan.of(Config(engine="sglang", cluster=Cluster(gpus=4)), Sizes(100, 100, 8), ranks=1)
-    assert placed.where == "4 trainer ranks (FSDP2) and 4 SGLang servers on 4 GPUs of 1 node, colocated"
+    assert placed.where == "4 trainer ranks (FSDP2) and 4 sglang servers on 4 GPUs of 1 node, colocated"
     assert placed.engine == {}

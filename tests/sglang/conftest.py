@@ -1,4 +1,4 @@
-"""Real SGLang servers on the CPU, with tiny models: one for each model, started when a test first asks for it, and shared."""
+"""Real SGLang servers on the CPU, with tiny models: one per model, started for the first test that uses it, and shared."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from testing.real_servers import config_of, served
 
-from vlmrl.run.serving import is_installed
+from vlmrl.engine.backend import is_installed
 
 HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items):
-    if not is_installed():
+    if not is_installed("sglang"):
         for item in items:
             if HERE in item.path.parents:
                 item.add_marker(pytest.mark.skip(reason="needs SGLang: make test-sglang has an environment with it"))
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def both(qwen3_vl, qwen2_5_vl, tmp_path_factory):
-    """Two servers, started at once, since each keeps little more than one core busy while it starts."""
+    """Two servers, started at the same time: a starting server keeps little more than one core busy."""
     folder = tmp_path_factory.mktemp("both")
     yield from served(config_of(qwen3_vl, folder, dtype="float32"), config_of(qwen2_5_vl, folder))
 

@@ -29,7 +29,7 @@ def adapted(qwen2_5_vl, tmp_path_factory):
 
 @dataclass
 class Adapters:
-    """As much of a trainer as a push of adapters asks for."""
+    """The part of a trainer that a push of adapters uses."""
 
     run: object
 
@@ -38,7 +38,7 @@ class Adapters:
 
 
 def train(adapted: Served, seed: int) -> None:
-    """What training would do: other adapters."""
+    """Change the adapters, as training would."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in adapted.run.model.policy.model.named_parameters():
@@ -54,27 +54,27 @@ async def push(adapted: Served) -> dict[str, float]:
     return metrics
 
 
-def test_adapters_are_sent_by_themselves_and_sampled_with(adapted):
+def test_adapters_are_sent_separately_and_used_for_sampling(adapted):
     for seed in (1, 2):
         train(adapted, seed)
         metrics = asyncio.run(push(adapted))
         played = adapted.episodes(f"lora{seed}")
         assert versions(played) == {adapted.version}
-        assert adapted.gap(played) < adapted.tolerance
+        assert adapted.largest_difference(played) < adapted.tolerance
         with adapters_off(adapted.run.model.policy.model):
-            assert adapted.gap(played) > 3 * adapted.tolerance  # so they are seen
+            assert adapted.largest_difference(played) > 3 * adapted.tolerance  # so the adapters have an effect
     size = sum(weight.numel() for _, weight in named_adapters(adapted.run.model.policy.model))
     assert metrics["weight_sync/bytes"] < 2 * 2 * size + 50_000  # bfloat16, and the pickle's own
 
 
-def test_an_interrupted_reply_keeps_the_adapter_it_began_with(adapted):
+def test_an_interrupted_reply_keeps_its_adapter(adapted):
     version, old, request = adapted.version, adapted.weights(), adapted.question("interrupted", 300)
 
     async def interrupt():
-        [asked] = await adapted.in_the_midst([request], tokens=60)
+        [task] = await adapted.in_flight([request], tokens=60)
         train(adapted, seed=9)
         await push(adapted)
-        return await asked
+        return await task
 
     completion = asyncio.run(interrupt())
     assert set(completion.policy_versions) == {version}
@@ -89,4 +89,4 @@ def test_a_restarted_server_has_the_adapter_again(adapted):
     os.killpg(adapted.server.process.group, signal.SIGKILL)
     played = adapted.episodes("restarted")
     assert versions(played) == {adapted.version}
-    assert adapted.gap(played) < adapted.tolerance
+    assert adapted.largest_difference(played) < adapted.tolerance

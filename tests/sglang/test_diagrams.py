@@ -1,4 +1,4 @@
-"""Real diagrams with the real processor: both sides see as many tokens."""
+"""Real diagrams with the real processor: server and renderer count the same tokens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def real_reader(shared, qwen3_vl, tmp_path_factory):
         yield one
 
 
-def test_prompt_tokens_are_counted_alike_on_real_diagrams(real_reader, shared):
+def test_server_and_renderer_count_the_same_prompt_tokens_on_real_diagrams(real_reader, shared):
     run = real_reader.run
     files = sorted((shared / "data/geometry3k/images").iterdir())
     files = files[:: len(files) // DIAGRAMS][:DIAGRAMS]
@@ -57,8 +57,8 @@ def test_prompt_tokens_are_counted_alike_on_real_diagrams(real_reader, shared):
         media = [await run.store.get(image)]
         sizes.add(media[0].num_tokens)
         request = Request(str(file), rendered.token_ids, media, SamplingParams(1))
-        answer, _ = await run.engine.thread.run(run.engine._ask(real_reader.server, request))
-        assert answer["meta_info"]["prompt_tokens"] == len(rendered.token_ids) - 1 + media[0].num_tokens, file
+        completion = await run.engine.generate_on(real_reader.server, request)
+        assert completion.prompt_tokens == len(rendered.token_ids) - 1 + media[0].num_tokens, file
 
     async def count_all():
         for file in files:
@@ -66,5 +66,5 @@ def test_prompt_tokens_are_counted_alike_on_real_diagrams(real_reader, shared):
 
     asyncio.run(count_all())
     assert len(sizes) > 20
-    [hands] = real_reader.hands.values()
-    assert hands.seen < real_reader.tolerance and hands.unseen < real_reader.tolerance
+    [report] = real_reader.reports.values()
+    assert report.seen < real_reader.tolerance and report.unseen < real_reader.tolerance

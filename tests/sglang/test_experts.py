@@ -1,4 +1,4 @@
-"""A mixture of experts on a real server tells where it sent each token."""
+"""A mixture-of-experts model on a real server: it returns the experts of each token."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def test_the_experts_of_all_tokens_are_those_of_the_trainers_routers_before_and_
                 chosen_here(experts, sample)[:-1]
             )
             assert alike.mean() > 0.995  # a rounding difference may decide between two experts
-        assert experts.gap(played) < experts.tolerance
+        assert experts.largest_difference(played) < experts.tolerance
         experts.change(1)
         asyncio.run(experts.push())
 
 
-def test_experts_that_are_known_are_not_told_again(experts):
+def test_known_experts_are_not_returned_again(experts):
     request = experts.question("again", 8)
     whole = asyncio.run(experts.run.engine.generate(request))
     assert len(whole.expert_routing) == whole.prompt_tokens + len(whole.token_ids)
     known = whole.prompt_tokens - 3
     request = experts.question("again", 8, routing_from=known)
-    told = asyncio.run(experts.run.engine.generate(request))
-    assert len(told.expert_routing) == 3 + len(told.token_ids)
-    assert told.expert_routing[:2] == whole.expert_routing[known : known + 2]
+    rest = asyncio.run(experts.run.engine.generate(request))
+    assert len(rest.expert_routing) == 3 + len(rest.token_ids)
+    assert rest.expert_routing[:2] == whole.expert_routing[known : known + 2]

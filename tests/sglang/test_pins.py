@@ -1,4 +1,4 @@
-"""The environment is the one that SGLang's release asks for."""
+"""The environment has the versions that SGLang's release requires."""
 
 from importlib.metadata import version
 

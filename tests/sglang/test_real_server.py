@@ -12,47 +12,47 @@ from testing.real_servers import versions
 from vlmrl.multimodal.renderer import expand
 
 
-def test_server_and_trainer_agree_before_anything_is_played(family):
-    [hands] = family.hands.values()
-    assert hands.seen < family.tolerance and hands.unseen < family.tolerance
+def test_server_and_trainer_agree_at_startup(family):
+    [report] = family.reports.values()
+    assert report.seen < family.tolerance and report.unseen < family.tolerance
 
 
 def test_episodes_with_images_in_their_observations_are_what_the_trainer_sees(family):
     played = family.episodes("play")
     assert [len(t.turns) for t in played] == [3] * 8
     assert all(len(turn.media) == 1 for t in played for turn in t.turns)
-    assert family.gap(played) < family.tolerance
+    assert family.largest_difference(played) < family.tolerance
 
 
 @pytest.mark.parametrize("method", ["tensor", "group", "disk"])
-def test_after_an_update_images_seen_before_are_seen_anew(family, method):
+def test_after_an_update_image_features_are_computed_again(family, method):
     family.sync.method = method
     family.episodes(f"{method}-before")
     family.change(seed=len(method))
     asyncio.run(family.push())
     played = family.episodes(f"{method}-after")
     assert versions(played) == {family.version}
-    assert family.gap(played) < family.tolerance
+    assert family.largest_difference(played) < family.tolerance
 
 
 def test_all_ways_give_the_same_weights(family):
     family.change(seed=7)
     sums = []
     for family.sync.method in ("tensor", "group", "disk"):
-        asyncio.run(family.sync.fill(family.run.serving.home.send))
+        asyncio.run(family.sync.fill(family.run.serving.host.send))
         asyncio.run(family.push())
         sums.append(family.checksums())
     assert sums[0] == sums[1] == sums[2]
 
 
-def test_turns_that_an_update_interrupts_go_on_under_the_new_weights(family):
+def test_interrupted_replies_continue_with_the_new_weights(family):
     requests = [family.question(f"interrupted/{i}", 300) for i in range(8)]
 
     async def interrupt(seed):
-        asked = await family.in_the_midst(requests, tokens=400)  # prompts and some tokens of replies
+        tasks = await family.in_flight(requests, tokens=400)  # prompts and some tokens of replies
         family.change(seed)
         await family.push()
-        return await asyncio.gather(*asked)
+        return await asyncio.gather(*tasks)
 
     for seed in range(11, 16):  # on a busy machine the replies may have ended before the update came
         version, old = family.version, family.weights()
@@ -66,8 +66,8 @@ def test_turns_that_an_update_interrupts_go_on_under_the_new_weights(family):
     family.set_weights(old)
     scores = list(zip(rows, family.scores(rows), new, sampled_before, strict=True))
     assert max(np.abs(a - b).max() for _, a, b, _ in scores) > 0.3  # or the weights would not matter
-    gaps = [np.abs(np.where(before, a, b) - row.rollout_logprobs).max() for row, a, b, before in scores]
-    assert max(gaps) < family.tolerance
+    differences = [np.abs(np.where(before, a, b) - row.rollout_logprobs).max() for row, a, b, before in scores]
+    assert max(differences) < family.tolerance
 
 
 def test_wrong_counts_are_refused_before_a_request_is_sent(family):
@@ -94,7 +94,7 @@ def test_a_matched_stop_string_stays_in_the_reply(family):
     assert any(mark in text for mark in "eoa") and not any(mark in before for mark in "eoa")
 
 
-def test_what_is_given_up_here_ends_there(family):
+def test_cancelled_requests_end_on_the_server(family):
     requests = [family.question(f"aborted/{i}", 440) for i in range(16)]  # not all of them end at once by themselves
 
     async def give_up():

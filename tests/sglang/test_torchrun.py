@@ -1,4 +1,4 @@
-"""Trainer ranks that `torchrun` starts, and a real server that rank 0 starts: its weights are those of all ranks."""
+"""Trainer ranks under `torchrun`, and a real server that rank 0 starts and updates with the weights of all ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def test_two_ranks_train_what_a_server_samples(qwen3_vl, tmp_path):
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])}
     ranks = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
     try:
-        told, _ = ranks.communicate(timeout=600)
+        output, _ = ranks.communicate(timeout=600)
     finally:
-        ranks.terminate()  # torchrun hands it on, and the first rank ends its server
+        ranks.terminate()  # torchrun forwards the signal, and rank 0 ends its server
         ranks.wait(timeout=60)
-    assert ranks.returncode == 0, told[-8000:]
-    assert "on 2 ranks (FSDP2)" in told
+    assert ranks.returncode == 0, output[-8000:]
+    assert "on 2 ranks (FSDP2)" in output
     folder = tmp_path / qwen3_vl.name
     rows = read_rows(folder / "metrics.jsonl")
     assert [row["failed"] for row in rows] == [0, 0]

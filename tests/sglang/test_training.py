@@ -1,4 +1,4 @@
-"""Whole runs on a server that they did not start: steps, a resumed run, and rollouts ahead of the trainer."""
+"""Whole runs on an attached server: steps, a resumed run, and rollouts ahead of the trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from testing.real_servers import Served
 from vlmrl.config import Checkpoint, Config, Optim, Train
 from vlmrl.report.run_log import read_rows
 from vlmrl.run.program import run_training
-from vlmrl.run.serving import ThisMachine
+from vlmrl.run.serving import LocalServerHost
 
 
 def attached(family: Served, folder: Path, **settings: Any) -> Config:
@@ -25,7 +25,7 @@ def rows_of(config: Config, resume: bool = False) -> list[dict[str, Any]]:
     return read_rows(config.folder / "metrics.jsonl")
 
 
-def test_a_run_samples_what_it_trains_also_when_it_was_resumed(qwen3, tmp_path):
+def test_a_run_samples_from_the_trained_weights_also_after_a_resume(qwen3, tmp_path):
     config = attached(qwen3, tmp_path, checkpoint=Checkpoint(every=2))
     rows = rows_of(config)
     assert [row["step"] for row in rows] == [1, 2]
@@ -37,19 +37,19 @@ def test_a_run_samples_what_it_trains_also_when_it_was_resumed(qwen3, tmp_path):
     assert [row["weight_sync/bytes"] for row in rows] == [size] * 4
 
 
-def test_a_server_on_the_trainers_gpu_lends_its_memory_while_the_trainer_trains(qwen3, tmp_path, monkeypatch):
-    """On a CPU there is none to give, but the server must agree to it and sample rightly afterwards."""
-    monkeypatch.setattr(ThisMachine, "shares_gpus", True)
+def test_a_server_on_the_trainers_gpu_sleeps_during_training(qwen3, tmp_path, monkeypatch):
+    """On a CPU there is no memory to release, but the server must accept the calls and sample correctly afterwards."""
+    monkeypatch.setattr(LocalServerHost, "shares_gpus", True)
     log = qwen3.server.process.launch.log
     before = log.read_text()
     rows = rows_of(attached(qwen3, tmp_path))
     assert max(row["logprob_mismatch/max"] for row in rows) < qwen3.tolerance
-    asked = log.read_text()[len(before) :]
-    lent = asked.count("POST /release_memory_occupation")
-    assert lent == asked.count("POST /resume_memory_occupation") == asked.count("POST /pause_generation") >= 2
+    calls = log.read_text()[len(before) :]
+    sleeps = calls.count("POST /release_memory_occupation")
+    assert sleeps == calls.count("POST /resume_memory_occupation") == calls.count("POST /pause_generation") >= 2
 
 
-def test_rollouts_go_on_while_the_trainer_trains(qwen3, tmp_path):
+def test_rollouts_continue_during_training(qwen3, tmp_path):
     train = Train(steps=4, groups_per_batch=2, max_staleness=1)
     rows = rows_of(attached(qwen3, tmp_path, train=train))
     assert rows[0]["logprob_mismatch/max"] < qwen3.tolerance

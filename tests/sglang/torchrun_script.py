@@ -1,4 +1,4 @@
-"""What `test_torchrun.py` starts on each of two ranks: a short run whose replies a server samples."""
+"""A short run with a server, which `test_torchrun.py` starts on each of two ranks."""
 
 import sys
 from dataclasses import replace

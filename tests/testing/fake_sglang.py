@@ -1,4 +1,4 @@
-"""A stand-in for an SGLang server, in this process: it speaks the protocol, and does as a test tells it."""
+"""A fake SGLang server in this process: it speaks the protocol, and tests set what it does."""
 
 from __future__ import annotations
 
@@ -15,42 +15,38 @@ from PIL import Image
 from vlmrl.utils.threads import LoopThread
 
 INFO = {"version": "0.5.23", "tp_size": 1, "dtype": "float32", "device": "cpu", "max_req_input_len": 8192}
-END = 258  # what it says where a test says nothing: one token that ends a turn
+END = 258  # end-of-turn id of its replies
 
 
 class FakeSGLang:
-    """Answers every request with ``reply``: ids that are `[5, 6, END]` unless set.
-
-    ``statuses`` are taken one after the other for the next requests; ``hangs`` holds all that come. ``calls`` are the paths that were
-    asked for and their bodies. It holds weights by name, and checks that an update is begun and ended.
-    """
+    """Replies to every request with the ids in ``reply``. It has weights by name, and checks that an update is begun and ended."""
 
     def __init__(self, pad: int = -1, tokens_per_image: int = 4) -> None:
         self.reply = [5, 6, END]
         self.finish: dict[str, Any] = {"type": "stop", "matched": END}
         self.meta: dict[str, Any] = {}
         self.info = dict(INFO)
-        self.statuses: list[int] = []
-        self.hangs = False
-        self.sick = False
-        self.calls: list[tuple[str, Any]] = []
+        self.statuses: list[int] = []  # of the next requests, one each
+        self.hangs = False  # hold all requests
+        self.sick = False  # fail health checks
+        self.calls: list[tuple[str, Any]] = []  # paths and bodies
         self.aborted: list[str] = []
         self.version = "default"
         self.weights: dict[str, torch.Tensor] = {"w": torch.zeros(2)}
-        self.deaf: set[str] = set()  # names of weights that no update reaches
+        self.unreachable_weights: set[str] = set()  # names of weights that no update changes
         self.adapter: str | None = None
         self.paused = False
-        self.given_back: set[str] = set()
-        self.dropping: set[str] = set()  # paths at which it hangs up
+        self.released: set[str] = set()  # tags of memory
+        self.dropping: set[str] = set()  # paths at which it drops the connection
         self.begun = False
-        self.refuses = False
-        self.failing: set[str] = set()  # paths that it answers with 500
+        self.refuses = False  # all weight updates
+        self.failing: set[str] = set()  # paths that fail with status 500
         self.pad, self.tokens_per_image = pad, tokens_per_image
         self._going = asyncio.Event()
         self.thread = LoopThread("fake-sglang")
         self.url = self.thread.wait(self._start())
 
-    def asked(self, path: str) -> list[Any]:
+    def bodies_of(self, path: str) -> list[Any]:
         """The bodies of all calls of ``path``."""
         return [body for where, body in self.calls if where == path]
 
@@ -58,8 +54,8 @@ class FakeSGLang:
         self.thread.wait(self._runner.cleanup())
         self.thread.close()
 
-    def go_on(self) -> None:
-        """Answer what was held back."""
+    def release_requests(self) -> None:
+        """Reply to the held requests."""
         self.hangs = False
         self.thread.loop.call_soon_threadsafe(self._going.set)
 
@@ -96,7 +92,7 @@ class FakeSGLang:
 
     async def _generate(self, body: Any) -> web.Response:
         if self.statuses and (status := self.statuses.pop(0)) != 200:
-            return web.Response(status=status, text="as the test said")
+            return web.Response(status=status, text="set by the test")
         if self.hangs:
             await self._going.wait()
         for image in body.get("image_data", []):
@@ -124,13 +120,13 @@ class FakeSGLang:
         return web.json_response({"status": "ok"})
 
     async def _release_memory_occupation(self, body: Any) -> web.Response:
-        assert self.paused and not self.given_back
-        self.given_back |= set(body["tags"])
+        assert self.paused and not self.released
+        self.released |= set(body["tags"])
         return web.Response()
 
     async def _resume_memory_occupation(self, body: Any) -> web.Response:
-        assert self.given_back == set(body["tags"])
-        self.given_back = set()
+        assert self.released == set(body["tags"])
+        self.released = set()
         return web.Response()
 
     async def _begin_weight_update(self, body: Any) -> web.Response:
@@ -149,7 +145,7 @@ class FakeSGLang:
         if self.refuses:
             return web.json_response({"success": False, "message": "there is no such weight"}, status=400)
         for name, weight in pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])):
-            if name not in self.deaf:
+            if name not in self.unreachable_weights:
                 self.weights[name] = weight
         self.version = body.get("weight_version", self.version)
         return web.json_response({"success": True})

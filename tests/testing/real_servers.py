@@ -15,7 +15,7 @@ from testing.episodes import COLORS, image
 from vlmrl.checks.server_parity import ParityReport
 from vlmrl.config import Config, Data, Model, Rollout, SGLang, Train
 from vlmrl.engine.base import Request, SamplingParams, paused
-from vlmrl.engine.servers import Server
+from vlmrl.engine.server import Server
 from vlmrl.env.base import Env, obs
 from vlmrl.multimodal.renderer import expand
 from vlmrl.run.build import Run, build_run
@@ -23,12 +23,12 @@ from vlmrl.samples import audit, concat
 from vlmrl.train.packing import response_logprobs
 from vlmrl.types import Completion, Sample, Trajectory
 
-GAPS = {"bfloat16": 0.03, "float32": 1e-3}  # nats, that server and trainer may differ by
+TOLERANCES = {"bfloat16": 0.03, "float32": 1e-3}  # largest logprob difference of server and trainer, in nats
 SHIM = Path(__file__).parents[1] / "sglang/shim"
 
 
 class Peek(Env):
-    """Shows an image at each of three turns, whatever is said."""
+    """Shows an image at each of three turns, whatever the reply."""
 
     def step(self, response_text: str):
         color = COLORS[(self.task.seed + self.turn) % len(COLORS)]
@@ -62,10 +62,10 @@ def config_of(model: Path, folder: Path, dtype: str = "bfloat16", **sglang: Any)
 
 @dataclass
 class Served:
-    """A run whose only server serves; ``first`` are the weights it began with."""
+    """A run whose only server serves; ``first`` are its initial weights."""
 
     run: Run
-    hands: dict[str, ParityReport]
+    reports: dict[str, ParityReport]
     first: dict[str, torch.Tensor]
 
     @property
@@ -82,7 +82,7 @@ class Served:
 
     @property
     def tolerance(self) -> float:
-        return GAPS[self.run.config.model.dtype]
+        return TOLERANCES[self.run.config.model.dtype]
 
     def episodes(self, label: str, groups: int = 2) -> list[Trajectory]:
         """So many groups, played and audited."""
@@ -94,17 +94,17 @@ class Served:
         audit(rows, rollouts.trajectories, **ids, routing=policy.routing)
         return rollouts.trajectories
 
-    def gap(self, played: Sequence[Trajectory]) -> float:
+    def largest_difference(self, played: Sequence[Trajectory]) -> float:
         """The largest difference between the server's logprobs and the trainer's."""
         rows = [sample for trajectory in played for sample in concat(trajectory)]
-        told = zip(self.scores(rows), rows, strict=True)
-        return max(np.abs(ours - row.rollout_logprobs)[np.array(row.loss_mask, bool)].max() for ours, row in told)
+        pairs = zip(self.scores(rows), rows, strict=True)
+        return max(np.abs(scores - row.rollout_logprobs)[np.array(row.loss_mask, bool)].max() for scores, row in pairs)
 
     def scores(self, rows: Sequence[Sample]) -> list[np.ndarray]:
         return response_logprobs(self.run.model.policy, rows, 1.0)
 
     def change(self, seed: int) -> None:
-        """What training would do, and more: other weights in all parts of the model."""
+        """Change the weights in all parts of the model, more than training would."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, weight in self.run.model.policy.model.named_parameters():
@@ -112,10 +112,10 @@ class Served:
                 weight.copy_(self.first[name] * noise.to(weight.dtype))
 
     async def push(self) -> None:
-        """The weights as they are now, as the next policy version."""
+        """Send the current weights as the next policy version."""
         version = self.version + 1
         async with paused(self.run.engine):
-            await self.sync.push(self.run.serving.home.send, version)
+            await self.sync.push(self.run.serving.host.send, version)
             self.run.engine.weights_changed(version)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -129,28 +129,28 @@ class Served:
         return sums
 
     async def load(self) -> dict[str, Any]:
-        """What the server tells about its load."""
-        told = await self.run.engine.thread.run(self.run.engine.servers.call(self.server, "/v1/loads"))
-        return told["loads"][0]
+        """What the server reports about its load."""
+        reply = await self.run.engine.thread.run(self.run.engine.servers.call(self.server, "/v1/loads"))
+        return reply["loads"][0]
 
     async def until_idle(self) -> None:
         async with asyncio.timeout(60):
             while (load := await self.load())["num_running_reqs"] + load["num_waiting_reqs"]:
                 await asyncio.sleep(0.1)
 
-    async def in_the_midst(self, requests: Sequence[Request], tokens: int) -> list[asyncio.Task[Completion]]:
-        """The requests, asked, and the server has more than so many tokens; asked again where they ended before that was seen."""
-        asked: list[asyncio.Task[Completion]] = []
+    async def in_flight(self, requests: Sequence[Request], tokens: int) -> list[asyncio.Task[Completion]]:
+        """Send the requests until the server holds more than ``tokens`` tokens. Requests that end before are sent again."""
+        tasks: list[asyncio.Task[Completion]] = []
         async with asyncio.timeout(120):
             while (await self.load())["num_used_tokens"] <= tokens:
-                _ = [task.result() for task in asked if task.done()]  # raises what one of them did
-                if all(task.done() for task in asked):
-                    asked = [asyncio.create_task(self.run.engine.generate(request)) for request in requests]
+                _ = [task.result() for task in tasks if task.done()]  # raises their errors
+                if all(task.done() for task in tasks):
+                    tasks = [asyncio.create_task(self.run.engine.generate(request)) for request in requests]
                 await asyncio.sleep(0.1)
-        return asked
+        return tasks
 
     def requests(self) -> int:
-        """That the server has answered so far."""
+        """Number of requests that the server has answered so far."""
         return self.server.process.launch.log.read_text().count("POST /generate")
 
     def question(self, name: str, tokens: int, routing_from: int = 0) -> Request:
@@ -167,15 +167,15 @@ class Served:
 
 
 def served(*configs: Config) -> Iterator[list[Served]]:
-    """For a fixture: starts a server for each, and sees to it that none of their processes is left at the end."""
+    """For a fixture: starts a server for each config, and checks that none of their processes is left at the end."""
     runs = [build_run(config) for config in configs]
 
     async def connect() -> list[dict[str, ParityReport]]:
         return await asyncio.gather(*(run.serving.connect(run.store) for run in runs))
 
     try:
-        hands = asyncio.run(connect())
-        yield [Served(run, hand, copied(run)) for run, hand in zip(runs, hands, strict=True)]
+        reports = asyncio.run(connect())
+        yield [Served(run, report, copied(run)) for run, report in zip(runs, reports, strict=True)]
         groups = [run.engine.servers.all[0].process.group for run in runs]
         assert all(map(processes_of, groups))
     finally:
@@ -184,15 +184,15 @@ def served(*configs: Config) -> Iterator[list[Served]]:
     assert not any(map(processes_of, groups))
 
 
-def servers_of(place: Path) -> list[int]:
-    """The processes that still have a log open in the run's folder ``place``, or this very log."""
+def servers_of(path: Path) -> list[int]:
+    """The processes that have a log open in the run's folder ``path``, or the log ``path`` itself."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             opened = [each.readlink() for each in (process / "fd").iterdir()]
         except OSError:
             continue
-        if any(log == place or (place / "servers") in log.parents for log in opened):
+        if any(log == path or (path / "servers") in log.parents for log in opened):
             found.append(int(process.name))
     return found
 
@@ -209,11 +209,11 @@ def versions(played: Sequence[Trajectory]) -> set[int]:
 def processes_of(group: int) -> list[int]:
     """The processes of a process group that still run."""
     found = []
-    for place in Path("/proc").glob("[0-9]*"):
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            state, own = place.joinpath("stat").read_text().rpartition(")")[2].split()[:3:2]
-        except OSError:  # it ended meanwhile
+            state, own = process.joinpath("stat").read_text().rpartition(")")[2].split()[:3:2]
+        except OSError:  # it has ended
             continue
         if int(own) == group and state != "Z":
-            found.append(int(place.name))
+            found.append(int(process.name))
     return found

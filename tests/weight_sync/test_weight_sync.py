@@ -14,9 +14,11 @@ from testing.fake_sglang import FakeSGLang
 
 from vlmrl.config import SGLang
 from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
-from vlmrl.engine.servers import Server, Servers
-from vlmrl.engine.sglang.engine import SGLangEngine
-from vlmrl.engine.sglang.receiver import SGLangReceiver, SGLangWeights
+from vlmrl.engine.server import Server
+from vlmrl.engine.server_engine import ServerEngine
+from vlmrl.engine.server_pool import ServerPool
+from vlmrl.engine.sglang.backend import SGLangBackend
+from vlmrl.engine.sglang.receiver import SGLangReceiver
 from vlmrl.weight_sync import SENDERS
 from vlmrl.weight_sync.base import WeightUpdate, buckets
 from vlmrl.weight_sync.server_sync import FILL, WeightSync
@@ -44,7 +46,7 @@ def sync_of(tmp_path):
     """Makes a WeightSync of these servers; they serve weights `w` = [1, 2] as policy version 0."""
     engines = []
 
-    def make(*fakes, free_gpus=None, processes=MappingProxyType({}), **settings):
+    def make(*fakes, offload_trainer=None, processes=MappingProxyType({}), **settings):
         quick = {
             "health_every": 0.1,
             "health_timeout": 0.5,
@@ -54,11 +56,10 @@ def sync_of(tmp_path):
         }
         config = SGLang(urls=tuple(fake.url for fake in fakes), **(quick | settings))
         known = [Server(fake.url, processes.get(fake.url)) for fake in fakes]
-        servers = Servers(config, known, colocated=free_gpus is not None)
-        engine = SGLangEngine(servers, Words(), [], free_gpus=free_gpus or (lambda: True))
+        servers = ServerPool(SGLangBackend(config), known, colocated=offload_trainer is not None)
+        engine = ServerEngine(servers, Words(), [], offload_trainer=offload_trainer or (lambda: True))
         engines.append(engine)
-        backend = SGLangWeights(config.sync_timeout)
-        sync = WeightSync(engine, backend, tmp_path, config.sync, config.bucket_mb * 2**20)
+        sync = WeightSync(engine, tmp_path, config.sync)
 
         async def begin():
             await engine.start()
@@ -118,25 +119,25 @@ def test_only_the_last_bucket_names_the_weights_and_flushes(fakes, sync_of):
     sync = sync_of(fakes[0], bucket_mb=1)
     weights = [("a", torch.ones(2**18)), ("b", torch.ones(2**18))]
     asyncio.run(sync.push(lambda update: update.send(iter(weights)), policy_version=1))
-    first, last = fakes[0].asked("/update_weights_from_tensor")[-2:]
+    first, last = fakes[0].bodies_of("/update_weights_from_tensor")[-2:]
     assert (first["flush_cache"], first.get("weight_version")) == (False, None)
     assert last["flush_cache"] and sync.engine.versions[last["weight_version"]] == 1
 
 
 def test_paused_servers_release_their_kv_cache_until_the_trainer_is_offloaded(fakes, sync_of):
     released: list[list[set[str]]] = []
-    sync = sync_of(*fakes, free_gpus=lambda: not released.append([fake.given_back for fake in fakes]))
+    sync = sync_of(*fakes, offload_trainer=lambda: not released.append([fake.released for fake in fakes]))
 
     async def update():
         async with paused(sync.engine):
             await sync.engine.pause()  # to pause twice is to pause once
-            assert all(fake.given_back == {"kv_cache"} for fake in fakes)
+            assert all(fake.released == {"kv_cache"} for fake in fakes)
             await sync.push(send([3.0, 4.0]), policy_version=1)
 
     for _ in range(2):
         asyncio.run(update())
         assert released.pop() == [{"kv_cache"}] * len(fakes)
-        assert all(not fake.given_back and not fake.paused for fake in fakes)
+        assert all(not fake.released and not fake.paused for fake in fakes)
         assert sampled(sync) == [1, 1, 1]
 
 
@@ -156,7 +157,7 @@ class Started:
         self.alive, self.starts = True, self.starts + 1
         self.timer = threading.Timer(self.delay, self.come_up)
         self.timer.start()
-        self.fake.paused, self.fake.given_back, self.fake.failing = False, set(), set()
+        self.fake.paused, self.fake.released, self.fake.failing = False, set(), set()
 
     def come_up(self) -> None:
         self.fake.sick = False
@@ -177,7 +178,7 @@ PATIENT = {"health_timeout": 10.0}  # a busy machine is no reason to restart a s
 @pytest.mark.parametrize("path", ["/pause_generation", "/release_memory_occupation"])
 def test_a_server_that_releases_nothing_is_stopped_until_the_trainer_is_offloaded(fakes, sync_of, path):
     well, ill = (Started(fake) for fake in fakes)
-    sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
+    sync = sync_of(*fakes, offload_trainer=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
     fakes[1].failing = {path}
 
     async def update():
@@ -196,7 +197,7 @@ def test_a_server_that_releases_nothing_is_stopped_until_the_trainer_is_offloade
 def test_a_server_that_cannot_take_its_memory_back_is_restarted_at_once(fakes, sync_of):
     well, ill = (Started(fake) for fake in fakes)
     processes = {fakes[0].url: well, fakes[1].url: ill}
-    sync = sync_of(*fakes, free_gpus=lambda: True, processes=processes, health_every=30.0, **PATIENT)
+    sync = sync_of(*fakes, offload_trainer=lambda: True, processes=processes, health_every=30.0, **PATIENT)
 
     async def update():
         async with paused(sync.engine):
@@ -205,13 +206,13 @@ def test_a_server_that_cannot_take_its_memory_back_is_restarted_at_once(fakes, s
 
     asyncio.run(update())
     assert (well.starts, ill.starts) == (1, 2)
-    assert not sync.engine.servers.all[1].lends
+    assert not sync.engine.servers.all[1].asleep
 
 
 @pytest.mark.parametrize("paused_when_it_dies", [False, True])
 def test_a_pause_waits_for_a_server_that_is_being_started(fakes, sync_of, paused_when_it_dies):
     well, ill = (Started(fake) for fake in fakes)
-    sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
+    sync = sync_of(*fakes, offload_trainer=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
     ill.delay = 1.0
 
     async def update():
@@ -223,7 +224,7 @@ def test_a_pause_waits_for_a_server_that_is_being_started(fakes, sync_of, paused
             ill.stop()
         await until(lambda: ill.starts == 2)
         async with paused(sync.engine):
-            assert ill.alive and fakes[1].given_back == {"kv_cache"}
+            assert ill.alive and fakes[1].released == {"kv_cache"}
 
     asyncio.run(update())
     assert ill.starts == 2
@@ -231,7 +232,9 @@ def test_a_pause_waits_for_a_server_that_is_being_started(fakes, sync_of, paused
 
 def test_a_server_that_fails_to_start_is_not_started_while_the_trainer_has_its_gpu(fakes, sync_of):
     well, ill = (Started(fake) for fake in fakes)
-    sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, start_timeout=0.5)
+    sync = sync_of(
+        *fakes, offload_trainer=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, start_timeout=0.5
+    )
     ill.delay = 3600.0
 
     async def update():
@@ -246,12 +249,14 @@ def test_a_server_that_fails_to_start_is_not_started_while_the_trainer_has_its_g
         await until(lambda: sync.engine.servers.all[1].ready)
 
     asyncio.run(update())
-    assert not sync.engine.servers.all[1].lends
+    assert not sync.engine.servers.all[1].asleep
 
 
 def test_a_pause_that_begins_while_a_server_is_stopped_keeps_it_stopped(fakes, sync_of):
     well, ill = (Started(fake) for fake in fakes)
-    sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, start_timeout=0.5)
+    sync = sync_of(
+        *fakes, offload_trainer=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, start_timeout=0.5
+    )
     ill.delay = 3600.0
 
     async def update():
@@ -272,7 +277,7 @@ def test_a_pause_that_begins_while_a_server_is_stopped_keeps_it_stopped(fakes, s
 
 def test_a_pause_that_begins_while_a_server_gets_its_weights_keeps_it_from_serving(fakes, sync_of):
     well, ill = (Started(fake) for fake in fakes)
-    sync = sync_of(*fakes, free_gpus=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
+    sync = sync_of(*fakes, offload_trainer=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
     attempts, may_have = [], threading.Event()
 
     async def resync(server):
@@ -281,7 +286,7 @@ def test_a_pause_that_begins_while_a_server_gets_its_weights_keeps_it_from_servi
             raise EngineError("as the test said")  # so that no pause waits for the next attempt
         await asyncio.to_thread(may_have.wait, 10)
 
-    sync.engine.servers.bring = resync
+    sync.engine.servers.resync = resync
 
     async def update():
         ill.stop()
@@ -302,8 +307,8 @@ def test_a_server_that_recovers_does_not_serve_without_the_adapter(fakes, sync_o
     asyncio.run(until(lambda: not sync.engine.servers.all[1].ready))
     fakes[1].dropping = {"/load_lora_adapter_from_tensors"}
     fakes[1].sick = False
-    loads = len(fakes[1].asked("/load_lora_adapter_from_tensors"))
-    asyncio.run(until(lambda: len(fakes[1].asked("/load_lora_adapter_from_tensors")) > loads + 1))
+    loads = len(fakes[1].bodies_of("/load_lora_adapter_from_tensors"))
+    asyncio.run(until(lambda: len(fakes[1].bodies_of("/load_lora_adapter_from_tensors")) > loads + 1))
     assert not sync.engine.servers.all[1].ready
     fakes[1].dropping = set()
     asyncio.run(until(lambda: sync.engine.servers.all[1].ready))
@@ -311,14 +316,14 @@ def test_a_server_that_recovers_does_not_serve_without_the_adapter(fakes, sync_o
 
 
 def test_where_the_trainer_cannot_be_offloaded_servers_stay_asleep(fakes, sync_of):
-    sync = sync_of(fakes[0], free_gpus=lambda: False)
+    sync = sync_of(fakes[0], offload_trainer=lambda: False)
 
     async def update():
         async with paused(sync.engine):
             pass
 
     asyncio.run(update())
-    assert fakes[0].given_back == {"kv_cache"} and fakes[0].paused
+    assert fakes[0].released == {"kv_cache"} and fakes[0].paused
 
 
 def test_a_server_that_was_away_gets_the_weights_before_it_serves_again(fakes, sync_of):
@@ -382,7 +387,7 @@ def test_an_update_that_was_left_open_is_ended_first(fakes, sync_of):
 def test_a_filled_server_shows_what_no_update_reaches(fakes, sync_of):
     sync = sync_of(fakes[0])
     fakes[0].weights["frozen"] = torch.ones(2)
-    fakes[0].deaf = {"frozen"}
+    fakes[0].unreachable_weights = {"frozen"}
     before = asyncio.run(sync.checksums())[fakes[0].url]
     asyncio.run(sync.fill(send([1.0, 2.0])))
     assert fakes[0].weights["w"].tolist() == pytest.approx([FILL, FILL])

@@ -20,8 +20,9 @@ from vlmrl.cluster.payload import pickle_by_value
 from vlmrl.cluster.ray_cluster import RayCluster, node_address
 from vlmrl.cluster.workers import ServerWorker
 from vlmrl.config import Config
+from vlmrl.engine.backend import ServedModel, ServerBackend
 from vlmrl.engine.base import EngineError
-from vlmrl.engine.servers import Server
+from vlmrl.engine.server import Server
 from vlmrl.types import Sample
 from vlmrl.weight_sync.base import TransferResult, WeightUpdate
 from vlmrl.weight_sync.ipc import IpcSender
@@ -48,17 +49,17 @@ class RayServerHost:
     def method(self) -> str:
         return "tensor" if self.shares_gpus else "group"
 
-    def servers(self, args: dict[str, Any]) -> list[Server]:
+    def servers(self, backend: ServerBackend, model: ServedModel) -> list[Server]:
         """One for each of ``cluster.num_engines``, on its machine and its GPUs; attached ones as they are."""
-        config, resolved = self._config.sglang, self._config.resolved_cluster
-        if config.urls:
-            return [Server(url) for url in config.urls]
+        settings, resolved = backend.settings, self._config.resolved_cluster
+        if settings.urls:
+            return [Server(url) for url in settings.urls]
         logs, count = self._config.folder.absolute() / "servers", resolved.num_engines
         beside = [number * resolved.num_ranks // count for number in range(count)]
         for number, rank in enumerate(beside):
-            shared = self._cluster.ranks.gpus(rank, config.tp) if self.shares_gpus else []
-            own = config.tp if resolved.gpus and not shared else 0
-            given = config, args, logs / f"server-{number}.log", resolved.gpus > 0, shared
+            shared = self._cluster.ranks.gpus(rank, settings.tp) if self.shares_gpus else []
+            own = settings.tp if resolved.gpus and not shared else 0
+            given = backend, model, logs / f"server-{number}.log", resolved.gpus > 0, shared
             actor = self._cluster.start_actor(ServerWorker, *given, index=number, of=count, gpus=own)
             self._cluster.engines.append(actor)
         actors = self._cluster.engines
@@ -92,7 +93,7 @@ class RayServerHost:
     def score(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
         return self._cluster.ranks.logprobs(samples, temperature)
 
-    def free_gpus(self) -> bool:
+    def offload_trainer(self) -> bool:
         return self._cluster.ranks.offload()
 
     def close(self) -> None:

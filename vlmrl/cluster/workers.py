@@ -15,10 +15,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from vlmrl.algos import CORRECTIONS, KL, LOSSES, REDUCTIONS
 from vlmrl.cluster.payload import SamplePayload, SerializedBucket, SerializedImage, SerializedTensor
-from vlmrl.config import Algo, Config, SGLang
+from vlmrl.config import Algo, Config
+from vlmrl.engine.backend import ServedModel, ServerBackend
 from vlmrl.engine.base import Request
 from vlmrl.engine.hf.engine import HFEngine
-from vlmrl.engine.servers import LocalProcess, free_ports, launch
+from vlmrl.engine.server import LocalProcess, free_ports
 from vlmrl.model.loading import as_saved, load_model
 from vlmrl.model.lora import named_weights
 from vlmrl.train.factory import Trainers
@@ -206,17 +207,17 @@ class EngineWorker:
 class ServerWorker:
     """Runs the process of one server, on its machine. Its GPUs are those that Ray gave the actor, or the ranks' ``shared`` ones."""
 
-    def __init__(self, config: SGLang, args: dict[str, Any], log: Path, gpus: bool, shared: list[str]) -> None:
+    def __init__(self, backend: ServerBackend, model: ServedModel, log: Path, gpus: bool, shared: list[str]) -> None:
         if shared:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shared)  # the server inherits it
-        self._planned = config, args, log
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shared)  # which the server inherits
+        self._backend, self._model, self._log = backend, model, log
         self._gpu = 0 if gpus else None
         self._process: LocalProcess | None = None
 
     def plan(self, host: str) -> str:
         """Choose a port on this machine. Returns the server's URL. Nothing is started yet."""
         (port,) = free_ports(1, host)
-        self._process = LocalProcess(launch(*self._planned, host, port, self._gpu))
+        self._process = LocalProcess(self._backend.launch(self._model, self._log, host, port, self._gpu))
         return f"http://{host}:{port}"
 
     def alive(self) -> bool:

@@ -9,8 +9,10 @@ from vlmrl.config.code import resolve_config
 from vlmrl.config.data import Data, Part
 from vlmrl.config.fields import Code, Options, name_of
 from vlmrl.config.model import Lora, Model
-from vlmrl.config.rollout import Rollout, SGLang
+from vlmrl.config.rollout import Rollout
 from vlmrl.config.run import Config
+from vlmrl.config.servers import ServerSettings
+from vlmrl.config.sglang import SGLang
 from vlmrl.config.training import Algo, Checkpoint, Eval, Optim, Train, WarmStart
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Part",
     "Rollout",
     "SGLang",
+    "ServerSettings",
     "Train",
     "WarmStart",
     "name_of",

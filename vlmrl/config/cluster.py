@@ -9,6 +9,7 @@ from vlmrl.config.fields import positive, require
 
 if TYPE_CHECKING:
     from vlmrl.config.run import Config
+    from vlmrl.config.servers import ServerSettings
 
 
 @dataclass(frozen=True)
@@ -79,41 +80,42 @@ class Cluster:
 
 def resolve_cluster(config: Config) -> Cluster:
     """``config.cluster`` with ``colocate`` chosen if unset, and as many servers as fit if ``engines`` is unset."""
-    cluster, starts_servers = config.cluster, config.engine == "sglang" and not config.attached
+    cluster, servers = config.cluster, None if config.attached else config.server_settings
     if cluster.colocate is None:
         cluster = replace(cluster, colocate=config.attached or not config.train.max_staleness)
-    if starts_servers and cluster.gpus and cluster.engines is None:
-        cluster = replace(cluster, engines=max(1, cluster.servers_that_fit(config.sglang.tp)))
+    if servers is not None and cluster.gpus and cluster.engines is None:
+        cluster = replace(cluster, engines=max(1, cluster.servers_that_fit(servers.tp)))
     return cluster
 
 
 def check_servers(config: Config) -> None:
     """Raises ValueError if the settings of servers contradict those of the cluster or of the run."""
     if config.deterministic:
-        raise ValueError("deterministic needs engine embedded: sampling of an SGLang server is not reproducible.")
-    cluster, sglang = config.resolved_cluster, config.sglang
-    if not cluster.on:
+        raise ValueError("deterministic needs engine embedded: sampling of a server is not reproducible.")
+    cluster, servers = config.resolved_cluster, config.server_settings
+    if not cluster.on or servers is None:
         return
     for name, value, default, why in (
-        ("servers", sglang.servers, 1, "cluster.engines counts servers"),
-        ("first_gpu", sglang.first_gpu, 0, "Ray assigns GPUs"),
-        ("port", sglang.port, 0, "ports are chosen on each machine"),
+        ("servers", servers.servers, 1, "cluster.engines counts servers"),
+        ("first_gpu", servers.first_gpu, 0, "Ray assigns GPUs"),
+        ("port", servers.port, 0, "ports are chosen on each machine"),
     ):
-        require(value == default, f"sglang.{name}", f"{default} (its default) on a cluster: {why}", value)
+        require(value == default, f"{servers.section}.{name}", f"{default} (its default) on a cluster: {why}", value)
     if cluster.gpus and not config.attached:
-        _check_server_gpus(cluster, sglang.tp)
+        _check_server_gpus(cluster, servers)
         if cluster.colocate:
             rule = "tensor, disk or auto when servers share the ranks' GPUs: a process group (NCCL) needs distinct GPUs"
-            require(sglang.sync != "group", "sglang.sync", rule, sglang.sync)
+            require(servers.sync != "group", f"{servers.section}.sync", rule, servers.sync)
 
 
-def _check_server_gpus(cluster: Cluster, tp: int) -> None:
-    """Raises ValueError unless all servers, of ``tp`` GPUs each, fit on the machines of ``cluster``."""
+def _check_server_gpus(cluster: Cluster, servers: ServerSettings) -> None:
+    """Raises ValueError unless all servers fit on the machines of ``cluster``, each on ``servers.tp`` GPUs of one machine."""
+    tp, name = servers.tp, f"{servers.section}.tp"
     fitting, whose, most = cluster.servers_that_fit(tp), "of the ranks'", cluster.num_ranks // cluster.nodes
     if not cluster.colocate:
         whose, most = "beside the ranks'", (cluster.gpus - cluster.num_ranks) // cluster.nodes
-    require(tp <= most, "sglang.tp", f"at most {most}, the GPUs of one machine {whose}", tp)
-    rule = f"at most {fitting}: each server needs sglang.tp ({tp}) GPUs on one machine, {whose}"
+    require(tp <= most, name, f"at most {most}, the GPUs of one machine {whose}", tp)
+    rule = f"at most {fitting}: each server needs {name} ({tp}) GPUs on one machine, {whose}"
     require(cluster.num_engines <= fitting, "cluster.engines", rule, cluster.num_engines)
     if cluster.colocate:
         rule = f"a multiple of cluster.nodes ({cluster.nodes}) when servers share the ranks' GPUs"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from vlmrl.config.checks import check_asynchronous, check_data, check_episodes, check_samples
 from vlmrl.config.cluster import Cluster, check_servers, resolve_cluster
 from vlmrl.config.data import Data, Part
 from vlmrl.config.fields import Code, Options, require
 from vlmrl.config.model import Model
-from vlmrl.config.rollout import Rollout, SGLang
+from vlmrl.config.rollout import Rollout
+from vlmrl.config.servers import ServerSettings
+from vlmrl.config.sglang import SGLang
 from vlmrl.config.training import Algo, Checkpoint, Eval, Optim, Train, WarmStart
 
 
@@ -37,7 +38,7 @@ class Config:
     mixture: dict[str, Part] = field(default_factory=dict)
     """Several datasets by name, instead of `data`. Each has a sampling weight and optionally an env of its own."""
     rollout: Rollout = field(default_factory=Rollout)
-    engine: Literal["embedded", "sglang"] = "embedded"
+    engine: str = "embedded"
     """Inference engine. `embedded`: the model in this process. `sglang`: SGLang servers (`pip install 'vlmrl[sglang]'`)."""
     sglang: SGLang = field(default_factory=SGLang)
     algo: Algo = field(default_factory=Algo)
@@ -68,9 +69,17 @@ class Config:
         return resolve_cluster(self)
 
     @property
+    def server_settings(self) -> ServerSettings | None:
+        """The settings of the inference servers: the section that ``engine`` names. None: the engine is embedded."""
+        if self.engine == "embedded":
+            return None
+        section = getattr(self, self.engine, None)
+        return section if isinstance(section, ServerSettings) else ServerSettings()
+
+    @property
     def attached(self) -> bool:
         """Whether the engines are running servers, which use none of this run's GPUs."""
-        return self.engine == "sglang" and bool(self.sglang.urls)
+        return self.server_settings is not None and bool(self.server_settings.urls)
 
     @property
     def colocated(self) -> bool:
@@ -90,5 +99,5 @@ class Config:
         check_samples(self)
         _ = self.resolved_cluster  # raises if its numbers do not fit together
         check_asynchronous(self)
-        if self.engine == "sglang":
+        if self.server_settings is not None:
             check_servers(self)

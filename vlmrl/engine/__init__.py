@@ -1,1 +1,1 @@
-"""Inference engines: the protocol in `base.py`, one file for each way to sample."""
+"""Inference engines: `base.py` says what the turn loop needs of any engine, `backend.py` what a server program has to provide."""

@@ -1,8 +1,7 @@
-"""What the turn loop asks of an inference engine, and nothing more."""
+"""The interface between the turn loop and an inference engine."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from vlmrl.types import Completion, MediaItem
 
 
 class EngineError(Exception):
-    """An engine that did not answer, after its own retries: the trajectory is lost, never scored."""
+    """The engine returned no reply, after its own retries. The trajectory fails and gets no reward."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +28,17 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One reply to sample: ids with one placeholder per image, and the images in order.
-
-    Requests of one trajectory share ``trajectory_id``, so that an engine can keep what it computed for earlier turns. Ids sort
-    in task order. Where an engine tells experts, those of the first ``routing_from`` tokens, images expanded, are known already.
-    """
+    """One reply to sample: ``Request("step1/0/3", [1, 151655, 2], [image], SamplingParams(256))``."""
 
     trajectory_id: str
+    """The same for all turns of a trajectory, so that the engine can keep their KV cache. Ids sort in task order."""
     prompt_ids: Sequence[int]
+    """The whole prompt, with one placeholder id per image."""
     media: Sequence[MediaItem] = field(default_factory=list)
+    """The images, in the order of their placeholders."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=256))
     routing_from: int = 0
+    """The experts of so many prompt tokens, images expanded, are known already: the engine need not return them."""
 
 
 class Engine(Protocol):
@@ -49,27 +48,27 @@ class Engine(Protocol):
     def policy_version(self) -> int: ...
 
     async def generate(self, request: Request) -> Completion:
-        """One reply. Raises EngineError where none can be had, ValueError for a request that is wrong in itself.
+        """One reply. A weight update may interrupt it: ``policy_versions`` has the version that sampled each token.
 
-        A weight update may come in its midst: ``policy_versions`` say under which weights each of its tokens was sampled.
+        Raises EngineError if the engine fails, ValueError if the request itself is invalid.
         """
         ...
 
     def release(self, trajectory_id: str) -> None:
-        """The trajectory is over: forget what was kept for it."""
+        """The trajectory has ended: forget everything kept for it."""
         ...
 
     async def pause(self) -> None:
-        """Stop sampling between two tokens, and return once nothing reads the weights any more. To pause twice is to pause once.
+        """Stop sampling between two tokens, and return once nothing reads the weights any more. A second pause changes nothing.
 
-        Requests in flight keep the tokens they have; they and those that come meanwhile wait for :meth:`resume`.
+        Requests in flight keep their tokens; they and new requests wait for :meth:`resume`.
         """
         ...
 
     async def resume(self) -> None:
-        """Go on. Where the weights changed, nothing is used that the old ones computed: keys and values, features of images.
+        """Continue. After a weight update nothing computed with the old weights is used: no KV cache, no image features.
 
-        An engine that takes turns with a trainer stays paused where that has failed and cannot leave their GPUs.
+        A colocated engine stays paused if the trainer has failed and cannot offload its memory.
         """
         ...
 
@@ -78,7 +77,7 @@ class Engine(Protocol):
 
 @asynccontextmanager
 async def paused(engine: Engine) -> AsyncIterator[None]:
-    """Inside, the engine samples nothing: its weights may be trained or exchanged."""
+    """Inside, the engine samples nothing: its weights may be trained or replaced."""
     try:
         await engine.pause()
         yield
@@ -88,82 +87,19 @@ async def paused(engine: Engine) -> AsyncIterator[None]:
 
 @runtime_checkable
 class BatchEngine(Engine, Protocol):
-    """An engine that can also sample many requests as one batch, whose make-up is then the caller's."""
+    """An engine that can also sample several requests as one batch, which the caller composes."""
 
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]: ...
 
 
 class RunEngine(Engine, Protocol):
-    """What a run asks of its engine beside the episodes. ``images_encoded`` counts the images that went through the model."""
+    """What a training run needs of its engine beyond the turn loop."""
 
     @property
-    def images_encoded(self) -> int: ...
-
-    def weights_changed(self, policy_version: int) -> None:
-        """The weights are new: forget all that the old ones computed. Called only while the engine is paused."""
+    def images_encoded(self) -> int:
+        """Number of images that were encoded."""
         ...
 
-
-class LockstepBatching:
-    """An engine that waits until every live trajectory has asked, then samples all in task order: the deterministic mode.
-
-    The runner calls :meth:`join` before trajectories start and :meth:`leave` as each one ends.
-    """
-
-    def __init__(self, engine: BatchEngine) -> None:
-        self.engine = engine
-        self._live = 0
-        self._waiting: list[tuple[Request, asyncio.Future[Completion]]] = []
-        self._running: set[asyncio.Task[None]] = set()
-
-    @property
-    def policy_version(self) -> int:
-        return self.engine.policy_version
-
-    def join(self, count: int) -> None:
-        self._live += count
-
-    def leave(self) -> None:
-        self._live -= 1
-        self._start_if_complete()
-
-    async def generate(self, request: Request) -> Completion:
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append((request, future))
-        self._start_if_complete()
-        try:
-            return await future
-        except asyncio.CancelledError:  # who gave up waits no more: nothing is to be sampled for nobody
-            self._waiting = [pair for pair in self._waiting if pair[1] is not future]
-            raise
-
-    def release(self, trajectory_id: str) -> None:
-        self.engine.release(trajectory_id)
-
-    async def pause(self) -> None:
-        await self.engine.pause()
-
-    async def resume(self) -> None:
-        await self.engine.resume()
-
-    def close(self) -> None:
-        self.engine.close()
-
-    def _start_if_complete(self) -> None:
-        if self._waiting and len(self._waiting) >= self._live:
-            wave, self._waiting = sorted(self._waiting, key=lambda pair: pair[0].trajectory_id), []
-            task = asyncio.create_task(self._run(wave))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
-
-    async def _run(self, wave: list[tuple[Request, asyncio.Future[Completion]]]) -> None:
-        try:
-            completions = await self.engine.generate_batch([request for request, _ in wave])
-        except BaseException as error:
-            for _, future in wave:
-                if not future.done():
-                    future.set_exception(error)
-            return
-        for (_, future), completion in zip(wave, completions, strict=True):
-            if not future.done():
-                future.set_result(completion)
+    def weights_changed(self, policy_version: int) -> None:
+        """The weights have changed: forget everything computed with the old ones. Called only while the engine is paused."""
+        ...

@@ -1,4 +1,4 @@
-"""What a request to a server holds for an image, made once: the PNG itself, or the path of the file it was written to."""
+"""Images in requests to servers: a PNG as a data URI, or the path of a PNG file. Each image is encoded once."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from vlmrl.multimodal.images import encode_png
 from vlmrl.types import MediaItem
 from vlmrl.utils.threads import DaemonPool
 
-MEMORY = Path("/dev/shm")  # files there are never written to a disk
+MEMORY = Path("/dev/shm")  # a file system in memory: nothing is written to a disk
 
 
 class ImageFiles:
-    """Payloads of images, as JSON. ``files``: paths, for servers that see this machine's files; otherwise data URIs.
+    """The payload of each image as a JSON string: with ``files`` a path, for servers that read this machine's files, else a data URI.
 
-    A payload lives as long as its image. ``encoded`` counts the PNGs made. Used from one event loop.
+    A payload is deleted with its image. Used from one event loop.
     """
 
     def __init__(self, files: bool) -> None:
         self.encoded = 0
-        self._made: weakref.WeakKeyDictionary[MediaItem, asyncio.Future[bytes]] = weakref.WeakKeyDictionary()
+        """Number of PNGs made."""
+        self._payloads: weakref.WeakKeyDictionary[MediaItem, asyncio.Future[bytes]] = weakref.WeakKeyDictionary()
         self._pool = DaemonPool("images", 2)
         self._numbers = count()
         where = MEMORY if MEMORY.is_dir() else None
@@ -33,10 +34,10 @@ class ImageFiles:
 
     async def payload(self, item: MediaItem) -> bytes:
         """``"data:image/png;base64,..."`` or ``"/dev/shm/vlmrl-images-x/0.png"``, quotes included."""
-        if item not in self._made:
+        if item not in self._payloads:
             self.encoded += 1
-            self._made[item] = asyncio.ensure_future(self._pool.run(self._make, item))
-        return await asyncio.shield(self._made[item])
+            self._payloads[item] = asyncio.ensure_future(self._pool.run(self._make, item))
+        return await asyncio.shield(self._payloads[item])
 
     def close(self) -> None:
         self._pool.close()

@@ -1,4 +1,4 @@
-"""An engine whose replies a function writes: warm starts, `vlmrl play` by hand, and tests."""
+"""An engine whose replies are written by a function: for warm starts, for `vlmrl play` by hand, and for tests."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from vlmrl.types import Completion
 
 
 class ScriptedEngine:
-    """Calls ``reply(request, turn)`` for each reply's text and gives it as tokens with logprob 0, end of turn included.
+    """Calls ``reply(request, turn)`` for the text of each reply, and returns it as tokens with logprob 0, end-of-turn id included.
 
-    ``reply`` may be ``async``. It may return a Completion instead, to play a special ending.
+    ``reply`` may be ``async``. It may return a Completion instead of text, to test a special ending.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ScriptedEngine:
         del self._turns[trajectory_id]
 
     async def pause(self) -> None:
-        """A script has no weights to wait for."""
+        """Nothing to do: there are no weights."""
 
     async def resume(self) -> None:
         pass

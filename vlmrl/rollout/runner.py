@@ -12,7 +12,8 @@ from itertools import islice
 from typing import Any, Protocol
 
 from vlmrl.config import Rollout
-from vlmrl.engine.base import Engine, LockstepBatching
+from vlmrl.engine.base import Engine
+from vlmrl.engine.lockstep import LockstepBatching
 from vlmrl.rollout.group_reward import GroupReward
 from vlmrl.types import Task, Trajectory
 
@@ -146,7 +147,7 @@ class Runner:
                 return trajectory
         finally:
             if self._lockstep:
-                self._lockstep.leave()
+                self._lockstep.drop()
 
     def stop_if_too_many(self, failed: list[Trajectory], requested: int) -> None:
         """Raise RolloutError if more than ``max_failed_fraction`` of the ``requested`` trajectories have ``failed``."""

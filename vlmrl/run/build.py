@@ -13,8 +13,10 @@ from vlmrl.config import Algo, Config, Lora, Model, Options, Rollout
 from vlmrl.config.code import check_options
 from vlmrl.data import Tasks, load_run_tasks
 from vlmrl.data.stream import prompt_tokens
-from vlmrl.engine.base import BatchEngine, Engine, LockstepBatching, RunEngine
+from vlmrl.engine.backend import backend_class
+from vlmrl.engine.base import BatchEngine, Engine, RunEngine
 from vlmrl.engine.hf.engine import HFEngine
+from vlmrl.engine.lockstep import LockstepBatching
 from vlmrl.env.base import EnvSpec, resolve_envs
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.multimodal.store import MediaStore
@@ -25,7 +27,7 @@ from vlmrl.rollout.history import HistoryPolicy, resolve_policy
 from vlmrl.rollout.runner import Runner
 from vlmrl.rollout.turn_loop import TurnLoop
 from vlmrl.run.off_policy import check_off_policy
-from vlmrl.run.serving import Serving, ThisMachine
+from vlmrl.run.serving import LocalServerHost, Serving
 from vlmrl.train.checkpoint import Checkpoints
 from vlmrl.train.controller import StartTrainer
 from vlmrl.train.factory import Trainers
@@ -109,6 +111,8 @@ def build_run(config: Config, ranks: Ranks | None = None) -> Run:
     generate = resolve_generate(config.rollout)
     spec = resolve_envs(config) if generate is None else None
     history_policy = resolve_policy(config.rollout)
+    if config.server_settings is not None:
+        backend_class(config.engine)  # raises ValueError for an unknown engine
     _check_algo(config.algo)
     check_off_policy(config)
     filters = resolve_filters(config.algo)
@@ -168,8 +172,9 @@ def _build_here(config: Config, ranks: Ranks, model: LoadedModel, keep_kv: bool)
     if config.train.gradient_checkpointing:
         model.policy.enable_gradient_checkpointing()
     sender = None if trainers.policy is model.policy else LocalSender(model.policy)
-    if config.engine == "sglang":
-        serving = Serving.of(config, model, ThisMachine(config, model.policy, ranks.size))
+    if config.server_settings is not None:
+        host = LocalServerHost(config.server_settings, config.folder, model.policy, ranks.size)
+        serving = Serving.of(config, model, host)
         return Backends(engine=serving.engine, trainers=trainers, sender=sender, serving=serving)
     record_routes = config.train.replay_routing
     engine = HFEngine(model.policy, model.renderer, keep_kv=keep_kv, record_routes=record_routes)
@@ -190,7 +195,7 @@ def _build_on_cluster(config: Config, ranks: Ranks, model: LoadedModel, keep_kv:
             raise
         raise ValueError("cluster needs Ray: pip install 'vlmrl[ray]'") from error
     cluster = RayCluster(config, keep_kv)
-    if config.engine == "sglang":
+    if config.server_settings is not None:
         try:
             serving = Serving.of(config, model, RayServerHost(config, cluster))
         except BaseException:

@@ -92,7 +92,7 @@ def _where(config: Config, device: torch.device, ranks: int) -> str:
     if config.attached:
         devices = f"{cluster.gpus} GPUs" if cluster.gpus else "the CPUs"
         return f"{trainer} on {devices} of {machines}, beside servers that run already"
-    kind, several = "engine" if config.engine == "embedded" else "SGLang server", cluster.num_engines > 1
+    kind, several = "engine" if config.engine == "embedded" else f"{config.engine} server", cluster.num_engines > 1
     engines = f"{cluster.num_engines} {kind}{'s' * several}"
     if not cluster.gpus:
         return f"{trainer} and {engines} on the CPUs of {machines}"

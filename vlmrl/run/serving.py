@@ -1,21 +1,22 @@
-"""How a run samples from SGLang servers: the engine, the way weights get there, and the handshake before anything is played."""
+"""How a run samples from inference servers: the engine, weight updates, and the startup parity check."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from vlmrl.checks.server_parity import ParityReport, ask_about, check_parity
-from vlmrl.config import Config, Lora
-from vlmrl.engine.servers import Server, Servers, planned
-from vlmrl.engine.sglang.engine import SGLangEngine
-from vlmrl.engine.sglang.receiver import SGLangWeights
+from vlmrl.checks.server_parity import ParityReport, check_parity, parity_questions
+from vlmrl.config import Config, ServerSettings
+from vlmrl.engine.backend import ServedModel, ServerBackend, is_installed, new_backend
+from vlmrl.engine.server import LocalProcess, Server, free_ports
+from vlmrl.engine.server_engine import ServerEngine
+from vlmrl.engine.server_pool import ServerPool
 from vlmrl.model.loading import LoadedModel, as_saved
 from vlmrl.model.lora import named_weights
 from vlmrl.model.policy import Policy
@@ -29,47 +30,51 @@ from vlmrl.weight_sync.server_sync import WeightSync
 
 
 class ServerHost(Protocol):
-    """Where servers are started, and where the weights are that they get.
-
-    ``method`` is how these travel there, ``dtype`` what is trained in, and so what servers compute in. ``shares_gpus``: servers are on
-    the trainer's GPUs.
-    """
+    """The machines on which servers are started, and the trainer whose weights they get."""
 
     @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def method(self) -> str: ...
-
-    @property
-    def shares_gpus(self) -> bool: ...
-
-    def servers(self, args: dict[str, Any]) -> list[Server]:
-        """The run's servers, which are given these arguments. Nothing is started yet."""
+    def dtype(self) -> torch.dtype:
+        """What the trainer computes in, and so what servers compute in."""
         ...
 
-    def send(self, delivery: WeightUpdate) -> TransferResult:
-        """Carry out a delivery of the weights as they are now."""
+    @property
+    def method(self) -> str:
+        """How weights are sent from here if the settings do not say."""
+        ...
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether servers use the trainer's GPUs."""
+        ...
+
+    def servers(self, backend: ServerBackend, model: ServedModel) -> list[Server]:
+        """The run's servers, which load ``model``, or the running ones at ``urls``. Nothing is started yet."""
+        ...
+
+    def send(self, update: WeightUpdate) -> TransferResult:
+        """Send the trainer's current weights."""
         ...
 
     def score(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
-        """The logprobs of each sample's response under these weights."""
+        """The logprobs of each sample's response under the trainer's current weights."""
         ...
 
-    def free_gpus(self) -> bool:
-        """Leave to the servers what the trainer needs of shared GPUs only while it trains. False: it cannot, the run is over."""
+    def offload_trainer(self) -> bool:
+        """Move what the trainer has on shared GPUs to host memory. False: it has failed and cannot, so the run is over."""
         ...
 
     def close(self) -> None:
-        """The run is over, and the servers have stopped."""
+        """Called after the servers have stopped."""
         ...
 
 
 @dataclass(frozen=True)
-class ThisMachine:
-    """The servers' processes beside this one, which has the weights in ``policy`` and is one of ``ranks``."""
+class LocalServerHost:
+    """Servers on this machine, next to a trainer that has its weights in ``policy`` and is one of ``ranks``."""
 
-    config: Config
+    settings: ServerSettings
+    folder: Path
+    """The run's folder."""
     policy: Policy
     ranks: int
 
@@ -79,26 +84,35 @@ class ThisMachine:
 
     @property
     def method(self) -> str:
-        return "group" if self.config.sglang.urls else "tensor"
+        return "group" if self.settings.urls else "tensor"
 
     @property
     def shares_gpus(self) -> bool:
-        sglang, device = self.config.sglang, self.policy.device
-        taken = range(sglang.first_gpu, sglang.first_gpu + sglang.servers * sglang.tp)
-        return device.type == "cuda" and (device.index or 0) in taken and self.ranks == 1 and not sglang.urls
+        settings, device = self.settings, self.policy.device
+        gpus = range(settings.first_gpu, settings.first_gpu + settings.servers * settings.tp)
+        return device.type == "cuda" and (device.index or 0) in gpus and self.ranks == 1 and not settings.urls
 
-    def servers(self, args: dict[str, Any]) -> list[Server]:
-        logs = self.config.folder.absolute() / "servers"
-        return planned(self.config.sglang, args, logs, self.policy.device.type == "cuda")
+    def servers(self, backend: ServerBackend, model: ServedModel) -> list[Server]:
+        settings = self.settings
+        if settings.urls:
+            return [Server(url) for url in settings.urls]
+        count, port = settings.servers, settings.port
+        logs = self.folder.absolute() / "servers"
+        servers = []
+        for index, each in enumerate(range(port, port + count) if port else free_ports(count)):
+            gpu = settings.first_gpu + index * settings.tp if self.policy.device.type == "cuda" else None
+            launch = backend.launch(model, logs / f"server-{index}.log", "127.0.0.1", each, gpu)
+            servers.append(Server(f"http://127.0.0.1:{each}", LocalProcess(launch), reads_files=True))
+        return servers
 
-    def send(self, delivery: WeightUpdate) -> TransferResult:
+    def send(self, update: WeightUpdate) -> TransferResult:
         model = self.policy.model
-        return delivery.send(as_saved(model, named_weights(model)))
+        return update.send(as_saved(model, named_weights(model)))
 
     def score(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
         return response_logprobs(self.policy, samples, temperature)
 
-    def free_gpus(self) -> bool:
+    def offload_trainer(self) -> bool:
         forget_unused()
         return True
 
@@ -108,70 +122,65 @@ class ThisMachine:
 
 @dataclass
 class Serving:
-    """The servers of one run, and what is needed to keep them at the trainer's weights."""
+    """The servers of one run, and what keeps them at the trainer's weights."""
 
     config: Config
     model: LoadedModel
-    engine: SGLangEngine
+    engine: ServerEngine
     sync: WeightSync
-    home: ServerHost
+    host: ServerHost
 
     @classmethod
-    def of(cls, config: Config, model: LoadedModel, home: ServerHost) -> Serving:
-        """Plans the servers, whose logs and weights go to the run's folder. Nothing is started yet."""
-        wanted = config.sglang
-        if not wanted.urls and wanted.python is None and not is_installed():
-            raise ValueError(
-                "engine sglang starts servers of SGLang, which is not installed: pip install 'vlmrl[sglang]', or name an interpreter "
-                "that has it (sglang.python), or servers that run already (sglang.urls)."
-            )
-        args: dict[str, Any] = {"model-path": model.path, "dtype": str(home.dtype).removeprefix("torch.")}
-        if config.model.random_weights:
-            args["load-format"] = "dummy"
-        if adapters_apart(config.model.lora):
-            args |= _lora_args(config.model.lora)
+    def of(cls, config: Config, model: LoadedModel, host: ServerHost) -> Serving:
+        """Plans the servers, whose logs and weights are written to the run's folder. Nothing is started yet."""
+        backend = new_backend(config)
+        settings = backend.settings
         routing = model.policy.routing if config.train.replay_routing else None
-        if routing is not None:
-            args["enable-return-routed-experts"] = True
-        colocated = home.shares_gpus and not config.train.max_staleness
-        if colocated:
-            args["enable-memory-saver"] = True
-        servers = Servers(wanted, home.servers(args), home.close, colocated)
-        engine = SGLangEngine(servers, model.renderer, model.policy.banned_ids, routing, home.free_gpus)
-        method = home.method if wanted.sync == "auto" else wanted.sync
-        backend = SGLangWeights(wanted.sync_timeout)
-        sync = WeightSync(engine, backend, config.folder.absolute() / "weights", method, wanted.bucket_mb * 2**20)
-        return cls(config, model, engine, sync, home)
+        colocated = host.shares_gpus and not config.train.max_staleness
+        method = host.method if settings.sync == "auto" else settings.sync
+        _check_installed(backend)
+        check_capabilities(backend, colocated=colocated, expert_routing=routing is not None, method=method)
+        served = ServedModel(
+            path=model.path,
+            dtype=str(host.dtype).removeprefix("torch."),
+            random_weights=config.model.random_weights,
+            lora=config.model.lora if sends_adapters(config, backend) else None,
+            expert_routing=routing is not None,
+            sleep=colocated,
+        )
+        pool = ServerPool(backend, host.servers(backend, served), host.close, colocated)
+        engine = ServerEngine(pool, model.renderer, model.policy.banned_ids, routing, host.offload_trainer)
+        sync = WeightSync(engine, config.folder.absolute() / "weights", method)
+        return cls(config, model, engine, sync, host)
 
     async def connect(self, store: MediaStore | None) -> dict[str, ParityReport]:
-        """Start or find the servers, give them the weights, and let them serve. Raises ParityError where they disagree with us."""
+        """Start the servers or attach to them, send them the weights, and let them serve. Raises ParityError if one disagrees."""
         config = self.config
         await self.engine.start()
         self._check_room()
-
-        hands: dict[str, ParityReport] = {}
-        if config.sglang.check:
-            questions = await ask_about(self.model.renderer, store, config.rollout)
-            ours = partial(self.home.score, temperature=config.rollout.temperature or 1.0)
-            alike = await self._loaded_alike()
-            hands = await check_parity(self.sync, self.home.send, ours, questions, loaded_alike=alike)
+        reports: dict[str, ParityReport] = {}
+        if self.engine.backend.settings.check:
+            questions = await parity_questions(self.model.renderer, store, config.rollout)
+            score = partial(self.host.score, temperature=config.rollout.temperature or 1.0)
+            same = await self._have_same_weights()
+            reports = await check_parity(self.sync, self.host.send, score, questions, same_weights=same)
         else:
-            await self.sync.first(self.home.send)
+            await self.sync.first(self.host.send)
         await self.engine.serve()
-        return hands
+        return reports
 
     async def push(self, trainer: RunTrainer, policy_version: int) -> dict[str, float]:
-        """The weights that the model in this process has now for all servers, or the trainer's adapters where there are any.
+        """Send all servers the weights that this process has now, or the trainer's adapters if these are sent separately.
 
-        Returns metrics of it, and of the servers.
+        Returns metrics of the update and of the servers.
         """
         lora = self.config.model.lora
-        if adapters_apart(lora):
+        if sends_adapters(self.config, self.engine.backend):
             settings = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "bias": "none"}
             settings["target_modules"] = list(lora.targets)
             await self.sync.push_adapter(dict(trainer.named_adapters()), settings, policy_version)
         else:
-            await self.sync.push(self.home.send, policy_version)
+            await self.sync.push(self.host.send, policy_version)
         return {
             "weight_sync/bytes": float(self.sync.bytes),
             "weight_sync/seconds": self.sync.seconds,
@@ -180,49 +189,63 @@ class Serving:
         }
 
     def plan(self) -> str:
-        """One line: what serves, and how weights get there."""
-        wanted = self.config.sglang
-        how = "adapters" if adapters_apart(self.config.model.lora) else f"weights by {self.sync.method}"
-        if wanted.urls:
-            return f"SGLang at {', '.join(wanted.urls)}; {how}"
-        size, count = f" of {wanted.tp} GPUs" if wanted.tp > 1 else "", len(self.engine.servers.all)
+        """One line: the servers, and how weights are sent to them."""
+        backend = self.engine.backend
+        settings, title = backend.settings, backend.title
+        sent = "adapters" if sends_adapters(self.config, backend) else f"weights by {self.sync.method}"
+        if settings.urls:
+            return f"{title} at {', '.join(settings.urls)}; {sent}"
+        size, count = f" of {settings.tp} GPUs" if settings.tp > 1 else "", len(self.engine.servers.all)
         where = "placed by Ray" if self.config.cluster.on else "started here"
-        return f"{count} SGLang server{'s' * (count > 1)}{size}, {where}; {how}"
+        return f"{count} {title} server{'s' * (count > 1)}{size}, {where}; {sent}"
 
     def _check_room(self) -> None:
+        wanted, backend = self.config.rollout.max_tokens, self.engine.backend
         for server in self.engine.servers.all:
-            room, wanted = server.info.get("max_req_input_len"), self.config.rollout.max_tokens
+            room = server.info.max_prompt_tokens
             if room is not None and room < wanted:
                 raise ValueError(
-                    f"rollout.max_tokens must be at most what the server {server.url} can hold, {room} tokens, but it is {wanted}: "
-                    "lower it, or raise context-length or mem-fraction-static in sglang.args."
+                    f"rollout.max_tokens must be at most {room}, the tokens that the server {server.url} has room for, but it is "
+                    f"{wanted}: lower it, or raise {backend.args_hint} in {backend.settings.section}.args."
                 )
 
-    async def _loaded_alike(self) -> bool:
-        """Whether all servers have the weights that they loaded from the trainer's own folder, and no earlier run's."""
-        if self.config.model.random_weights:
+    async def _have_same_weights(self) -> bool:
+        """Whether all servers have loaded their weights from the trainer's folder, and no update has replaced them since."""
+        backend, servers = self.engine.backend, self.engine.servers
+        if self.config.model.random_weights or not backend.capabilities.checksums:
             return False
-        servers = self.engine.servers
-        told = [await self.engine.thread.run(servers.call(server, "/model_info")) for server in servers.all]
-        return all((info["model_path"], info["weight_version"]) == (self.model.path, "default") for info in told)
+        replies = [await self.engine.thread.run(servers.call(each, *backend.loaded_weights)) for each in servers.all]
+        return all(backend.parse_loaded_weights(reply) == self.model.path for reply in replies)
 
 
-def is_installed() -> bool:
-    """Whether SGLang can be imported here; a mere folder of that name is no package."""
-    spec = importlib.util.find_spec("sglang")
-    return spec is not None and spec.origin is not None
+def sends_adapters(config: Config, backend: ServerBackend) -> bool:
+    """Whether LoRA adapters are sent separately. If the servers cannot load them, they are merged into the weights."""
+    lora, able = config.model.lora, backend.capabilities
+    return lora.rank > 0 and (able.vision_lora if lora.vision else able.lora)
 
 
-def adapters_apart(lora: Lora) -> bool:
-    """Whether adapters are sent by themselves. SGLang has none for vision towers: then they are merged into the weights."""
-    return lora.rank > 0 and not lora.vision
+def _check_installed(backend: ServerBackend) -> None:
+    settings = backend.settings
+    if not settings.urls and settings.python is None and not is_installed(backend.package):
+        raise ValueError(
+            f"engine {backend.name} starts {backend.title} servers, and {backend.title} is not installed: pip install "
+            f"'vlmrl[{backend.name}]', or set {settings.section}.python to an interpreter that has it, or {settings.section}.urls to "
+            "running servers."
+        )
 
 
-def _lora_args(lora: Lora) -> dict[str, Any]:
-    return {
-        "enable-lora": True,
-        "max-lora-rank": lora.rank,
-        "lora-target-modules": " ".join(lora.targets),
-        "max-loras-per-batch": 4,  # the current one, and earlier ones that interrupted requests still use
-        "max-loaded-loras": 8,
-    }
+def check_capabilities(backend: ServerBackend, *, colocated: bool, expert_routing: bool, method: str) -> None:
+    """Refuse settings that need more than the server program can do."""
+    able, section = backend.capabilities, backend.settings.section
+    rules = [
+        (not expert_routing or able.expert_routing, "train.replay_routing must be False: it returns no experts"),
+        (not colocated or able.sleep, f"{section}.first_gpu must name other GPUs than the trainer's: it cannot sleep"),
+        (
+            method != "tensor" or able.tensor_handles,
+            f"{section}.sync must be group or disk: it takes no tensor handles",
+        ),
+        (backend.settings.images != "file" or able.image_files, f"{section}.images must be inline: it reads no files"),
+    ]
+    for ok, rule in rules:
+        if not ok:
+            raise ValueError(f"with engine {backend.name}, {rule}.")

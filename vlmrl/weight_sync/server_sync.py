@@ -1,6 +1,6 @@
 """Keeps servers at the trainer's weights: every update, and every server that recovers.
 
-    sync = WeightSync(engine, backend, folder, "tensor", bucket_bytes=2**29)
+    sync = WeightSync(engine, folder, "tensor")
     result = await sync.push(host.send, policy_version=3)      # inside `paused(engine)`
 
 Each set of weights has a name on the servers, and replies say by which weights each token was sampled: a reply from weights of another
@@ -12,52 +12,24 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from vlmrl.engine.base import EngineError
-from vlmrl.engine.servers import UNREACHED, Server, ServerError, quietly
-from vlmrl.engine.sglang.engine import SGLangEngine
+from vlmrl.engine.server import UNREACHED, Server, ServerError, quietly
+from vlmrl.engine.server_engine import ServerEngine
 from vlmrl.utils.threads import DaemonPool
 from vlmrl.weight_sync import SENDERS
-from vlmrl.weight_sync.base import TransferResult, WeightReceiver, WeightUpdate, abort
+from vlmrl.weight_sync.base import TransferResult, WeightUpdate, abort
 
 Send = Callable[[WeightUpdate], TransferResult]
 """Calls :meth:`WeightUpdate.send` where the weights are, in this process or in another."""
 
 FILL = 0.01  # in place of every weight, when it is checked that all of them arrive
-
-
-Call = tuple[str, Any]  # path and body of a request
-
-
-class WeightBackend(Protocol):
-    """What a server backend provides for weight updates."""
-
-    checksums: Call
-    """Its reply is passed to :meth:`parse_checksums`."""
-
-    def receiver(self, server: Server) -> WeightReceiver: ...
-
-    def serialize_adapter(self, weights: dict[str, torch.Tensor]) -> str:
-        """A LoRA adapter's weights as the servers take them, in base64."""
-        ...
-
-    def load_adapter(self, name: str, settings: Mapping[str, Any], weights: str, tp: int) -> Call:
-        """``settings`` as in peft's `adapter_config.json`; ``weights`` are serialized; the server has ``tp`` ranks."""
-        ...
-
-    def unload_adapter(self, name: str) -> Call:
-        """The server answers when no request uses the adapter any more."""
-        ...
-
-    def parse_checksums(self, reply: Any) -> list[Mapping[str, str]]:
-        """For each rank of the server, the checksum of each tensor by name: equal weights have equal ones."""
-        ...
 
 
 class Adapter(NamedTuple):
@@ -74,18 +46,15 @@ class WeightSync:
     ``bytes`` and ``seconds`` are of the last push; ``bytes`` went to each server. ``folder`` is for methods that write files.
     """
 
-    def __init__(
-        self, engine: SGLangEngine, backend: WeightBackend, folder: Path, method: str, bucket_bytes: int
-    ) -> None:
+    def __init__(self, engine: ServerEngine, folder: Path, method: str) -> None:
         if method not in SENDERS:
             raise ValueError(f"sync must be auto or one of {', '.join(sorted(SENDERS))}, but it is {method!r}.")
         self.engine = engine
         self.bytes = 0
         self.seconds = 0.0
         self.method = method
-        self._backend = backend
+        self._backend = engine.backend
         self._folder = folder
-        self._bucket_bytes = bucket_bytes
         self._run = uuid.uuid4().hex[:8]
         self._numbers = count()
         self._version = ""  # of the last weights
@@ -93,7 +62,7 @@ class WeightSync:
         self._adapter: Adapter | None = None  # the last one
         self._unloading: set[asyncio.Task[None]] = set()
         self._thread = DaemonPool("weights")
-        engine.servers.bring = self._resync
+        engine.servers.resync = self._resync
 
     async def first(self, send: Send, policy_version: int = 0) -> TransferResult:
         """Send weights to all servers, before any of them serves."""
@@ -124,7 +93,7 @@ class WeightSync:
         return await self.engine.thread.run(self._checksums())
 
     async def _push(self, send: Send, policy_version: int, servers: Sequence[Server] | None) -> TransferResult:
-        async with self.engine.servers.changing:
+        async with self.engine.servers.update_lock:
             chosen = self.engine.servers.ready if servers is None else servers
             self._version, self._send = f"{self._run}.{next(self._numbers)}", send
             self.engine.versions[self._version] = policy_version
@@ -135,7 +104,7 @@ class WeightSync:
             return result
 
     async def _resync(self, server: Server) -> None:
-        """Send the last weights again, to a server that recovered. Called with ``servers.changing`` held."""
+        """Send the last weights again, to a server that recovered. Called with ``servers.update_lock`` held."""
         result = await self._transfer([server], resend=True)
         if result.failed:
             raise EngineError(result.failed[server.url])
@@ -146,7 +115,7 @@ class WeightSync:
         self, weights: dict[str, torch.Tensor], settings: dict[str, Any], policy_version: int
     ) -> None:
         servers, started = self.engine.servers, time.perf_counter()
-        async with servers.changing:
+        async with servers.update_lock:
             name, old = f"{self._run}.adapter{next(self._numbers)}", self.engine.adapter
             values = await self._thread.run(self._serialized, weights)
             self.engine.versions[name] = policy_version
@@ -187,7 +156,7 @@ class WeightSync:
             task.add_done_callback(self._unloading.discard)
 
     async def _overwrite(self, send: Send) -> None:
-        async with self.engine.servers.changing:
+        async with self.engine.servers.update_lock:
             self._send, self._version = send, f"{self._run}.fill"
             self.engine.versions[self._version] = -1  # only the startup parity check requests replies under it
             self._check_complete(await self._transfer(self.engine.servers.all, fill=FILL))
@@ -200,7 +169,7 @@ class WeightSync:
             sender=SENDERS[self.method],
             version=self._version,
             run=self._run,
-            bucket_bytes=self._bucket_bytes,
+            bucket_bytes=self._backend.settings.bucket_mb * 2**20,
             dtype=self._backend.receiver(self.engine.servers.all[0]).dtype,
             folder=self._folder,
             resend=resend,

@@ -1,1 +1,1 @@
-"""SGLang servers as an engine."""
+"""SGLang as a server program: how it is started, and its dialect of HTTP."""

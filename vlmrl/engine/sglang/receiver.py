@@ -1,4 +1,4 @@
-"""How SGLang servers take weights and LoRA adapters: the paths, bodies and serialized tensors of their HTTP API."""
+"""How SGLang servers take weights: the paths, bodies and serialized tensors of their HTTP API."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import io
 import json
 import pickle
 import socket
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -18,11 +17,9 @@ from urllib.parse import urlsplit
 import torch
 from torch.multiprocessing import reductions
 
-from vlmrl.engine.servers import Server
 from vlmrl.weight_sync.base import Bucket, WeightsRefused
 from vlmrl.weight_sync.nccl import GroupAddress
 
-Call = tuple[str, Any]  # path and body of a request
 DEVICE_ARGUMENT = 6  # of `rebuild_cuda_tensor`; SGLang also takes a device's UUID there
 
 
@@ -107,33 +104,6 @@ class SGLangReceiver:
         if not 200 <= response.status < 300:
             message = content.decode(errors="replace")[:2000]
             raise WeightsRefused(f"{self.url}{path}: HTTP {response.status}: {message}")
-
-
-class SGLangWeights:
-    """What :class:`~vlmrl.weight_sync.server_sync.WeightSync` needs of SGLang. ``timeout``: seconds for one call."""
-
-    checksums: Call = ("/weights_checker", {"action": "checksum"})
-
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
-
-    def receiver(self, server: Server) -> SGLangReceiver:
-        info = server.info
-        dtype = getattr(torch, str(info.get("dtype")), None)
-        return SGLangReceiver(server.url, info.get("tp_size", 1), info.get("device", "cpu"), dtype, self._timeout)
-
-    def serialize_adapter(self, weights: dict[str, torch.Tensor]) -> str:
-        return serialized(weights)
-
-    def load_adapter(self, name: str, settings: Mapping[str, Any], weights: str, tp: int) -> Call:
-        body = {"lora_name": name, "config_dict": settings, "serialized_named_tensors": [weights] * tp}
-        return "/load_lora_adapter_from_tensors", body
-
-    def unload_adapter(self, name: str) -> Call:
-        return "/unload_lora_adapter", {"lora_name": name}
-
-    def parse_checksums(self, reply: Any) -> list[Mapping[str, str]]:
-        return [part["checksums"] for part in reply["ranks"]]
 
 
 def _progress(version: str | None) -> dict[str, Any]:

@@ -1,16 +1,16 @@
-"""For tests: stands in for SGLang's library of GPU kernels, which cannot be loaded on a machine without a GPU's driver.
+"""For tests: replaces SGLang's library of GPU kernels, which cannot be loaded without a GPU driver.
 
-Every name in it is there and fails when it is called: a server on a CPU calls none. It also has torch forget about pinned memory,
-which SGLang's LoRA layers, and what it keeps of experts, ask for on any device.
+Every kernel exists and fails when it is called: a server on a CPU calls none. It also makes torch ignore requests for pinned memory,
+which SGLang's LoRA layers and its buffer of experts make on any device.
 """
 
 import functools
 
 import torch
 
-__version__ = "0.4.10"  # SGLang compares it with what it was built for
+__version__ = "0.4.10"  # SGLang checks it against the version that it requires
 
-_IMPORTED_OPS = (  # which files of models look up while they are imported
+_IMPORTED_OPS = (  # looked up while model files are imported
     "fused_moe_router_cpu",
     "fused_sigmoid_mul_cpu",
     "fused_qk_gemma_rmsnorm_cpu",
@@ -21,7 +21,7 @@ _IMPORTED_OPS = (  # which files of models look up while they are imported
 
 def _missing(name):
     def kernel(*args, **kwargs):
-        raise NotImplementedError(f"sgl_kernel.{name} needs a GPU, and this is the tests' stand-in for it")
+        raise NotImplementedError(f"sgl_kernel.{name} needs a GPU, and this is the tests' replacement")
 
     return kernel
 
@@ -41,7 +41,7 @@ def _unpinned(function):
 
 
 class _NoDriver:
-    """As much of CUDA's runtime as asks for pinned memory."""
+    """The part of CUDA's runtime that pins memory."""
 
     @staticmethod
     def cudaHostRegister(*memory):  # noqa: N802
@@ -60,4 +60,4 @@ if not torch.cuda.is_available():
         setattr(torch, _name, _unpinned(getattr(torch, _name)))
     torch.Tensor.pin_memory = lambda tensor, *device: tensor
     torch.cuda.cudart = _NoDriver
-    torch.cuda.synchronize = lambda *device: None  # asked for after memory was given back
+    torch.cuda.synchronize = lambda *device: None  # called after memory was released

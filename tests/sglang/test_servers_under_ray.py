@@ -1,4 +1,4 @@
-"""Trainer ranks and a real server that Ray places: the same recipe, and the same checks."""
+"""Trainer ranks and real servers under Ray: the same recipe and the same checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from testing.real_servers import config_of, servers_of
 
 from vlmrl.config import Cluster, Optim, Train
-from vlmrl.engine.servers import CPU_ARGS, CPU_ENV
+from vlmrl.engine.sglang.backend import CPU_ARGS, CPU_ENV
 from vlmrl.report.run_log import read_rows
 from vlmrl.run import loop
 from vlmrl.run.program import run_training
@@ -19,9 +19,7 @@ from vlmrl.run.program import run_training
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'vlmrl[ray]'")
 
 
-def test_two_ranks_train_what_a_server_samples_also_when_it_dies_and_leave_nothing_behind(
-    qwen3_vl, tmp_path, monkeypatch
-):
+def test_two_ranks_train_with_a_server_that_dies_and_no_process_is_left(qwen3_vl, tmp_path, monkeypatch):
     train = Train(steps=3, groups_per_batch=2)
     config = replace(
         config_of(qwen3_vl, tmp_path, dtype="float32"), cluster=Cluster(ranks=2), optim=Optim(lr=3e-3), train=train
@@ -45,8 +43,8 @@ def test_two_ranks_train_what_a_server_samples_also_when_it_dies_and_leave_nothi
     assert servers_of(config.folder.absolute()) == []
 
 
-def test_ranks_and_servers_take_turns_on_the_same_gpus(qwen3_vl, tmp_path, monkeypatch):
-    """Ray is told of GPUs that are not there: on a CPU there is no memory to lend, but servers must agree to it."""
+def test_colocated_ranks_and_servers_share_the_same_gpus(qwen3_vl, tmp_path, monkeypatch):
+    """Ray believes in GPUs that do not exist: on a CPU there is no memory to release, but servers must accept the calls."""
     config = config_of(qwen3_vl, tmp_path, dtype="float32")
     args = config.sglang.args | CPU_ARGS | {"max-total-tokens": 16384, "enable-memory-saver": False}
     sglang = replace(config.sglang, args=args, env=config.sglang.env | CPU_ENV)
@@ -68,17 +66,17 @@ def test_ranks_and_servers_take_turns_on_the_same_gpus(qwen3_vl, tmp_path, monke
     assert [row["failed"] for row in rows] == [0, 0]
     assert max(row["logprob_mismatch/max"] for row in rows) < 1e-3
     retried = [row["engine/retried"] for row in rows]
-    assert retried == [0, 0]  # as it would not be where no rank sent a server its weights
+    assert retried == [0, 0]  # a server without weights from its rank would be retried
     assert seen == [["0", "1"]] * 2
     for log in logs:
-        lent = log.read_text().count("POST /release_memory_occupation")
-        back = log.read_text().count("POST /resume_memory_occupation")
-        assert lent == back + 1 >= 3  # at last the ranks write the trained weights, and servers end
+        sleeps = log.read_text().count("POST /release_memory_occupation")
+        wakes = log.read_text().count("POST /resume_memory_occupation")
+        assert sleeps == wakes + 1 >= 3  # the last pause is for saving the model; then servers end
     assert servers_of(config.folder.absolute()) == []
 
 
 def visible_gpus(log: Path) -> str:
-    """Those that the server that writes ``log`` was given."""
+    """CUDA_VISIBLE_DEVICES of the server that writes ``log``."""
     (server, *_) = servers_of(log)
     environment = Path(f"/proc/{server}/environ").read_text().split("\0")
     return next(line.partition("=")[2] for line in environment if line.startswith("CUDA_VISIBLE_DEVICES="))

@@ -1,0 +1,254 @@
+"""A server program that vlmrl does not know, registered from outside: its dialect is not SGLang's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from testing.episodes import a_task, decoded, play_audited, renderer
+
+from vlmrl.config import Config, ServerSettings
+from vlmrl.engine.backend import SERVER_BACKENDS, Call, ServedModel, ServerBackend, backend_class, new_backend
+from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
+from vlmrl.engine.server import Launch, LocalProcess, Server, ServerInfo, free_ports
+from vlmrl.engine.server_engine import ServerEngine
+from vlmrl.engine.server_pool import ServerPool
+from vlmrl.engine.server_reply import BadReply, Reply
+from vlmrl.env.base import Env, obs
+
+ROOT = Path(__file__).parents[2]
+
+# Says the words "yes" and end of turn, whatever the prompt. The weights' name is what the last call of /weights set.
+PROGRAM = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+state = {"weights": "none", "frozen": False, "failures": 0, "completions": 0}
+
+class Toy(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def reply(self, body, status=200):
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self):
+        self.reply(state | {"release": "toy 7", "gpus": 1})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path != "/complete":
+            state.update(body)
+            return self.reply({})
+        state["completions"] += 1
+        if state["failures"]:
+            state["failures"] -= 1
+            return self.reply({"error": "overloaded"}, 503)
+        tokens = [{"id": each, "logprob": -0.5, "weights": state["weights"]} for each in body["say"]]
+        self.reply({"tokens": tokens, "why": "done", "read": len(body["tokens"])})
+
+    def log_message(self, *_): pass
+
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Toy).serve_forever()
+"""
+
+
+@dataclass(frozen=True)
+class ToySettings(ServerSettings):
+    section: ClassVar[str] = "toy"
+    say: str = "yes"
+
+
+@dataclass(frozen=True)
+class ToyConfig(Config):
+    toy: ToySettings = field(default_factory=ToySettings)
+
+
+class ToyBackend(ServerBackend):
+    name, title, package = "toy", "Toy", "json"
+    health, info = Call("/"), Call("/")
+    pause, resume = Call("/state", {"frozen": True}), Call("/state", {"frozen": False})
+
+    def launch(self, model, log, host, port, gpu):
+        return Launch([sys.executable, "-c", PROGRAM, str(port)], {}, log)
+
+    def parse_info(self, reply):
+        return ServerInfo(version=reply["release"], tp=reply["gpus"])
+
+    def generate(self, attempt):
+        words = renderer().encode(self.settings.say)
+        return Call(
+            "/complete", {"tokens": list(attempt.request.prompt_ids), "say": [*words, renderer().end_of_turn_id]}
+        )
+
+    def parse(self, attempt, reply):
+        if reply["why"] != "done":
+            raise BadReply(f"it ended by {reply['why']}")
+        tokens = reply["tokens"]
+        return Reply(
+            token_ids=[each["id"] for each in tokens],
+            logprobs=[(each["logprob"], each["id"]) for each in tokens],
+            stop_reason="stop",
+            prompt_tokens=reply["read"],
+            weights=[(each["weights"], 1) for each in tokens],
+        )
+
+    def abort(self, attempt_id):
+        return Call("/state", {})
+
+
+class TwoTurns(Env):
+    def step(self, response_text):
+        return obs("Sure?"), self.turn == 1, {"reward": float(response_text == "yes")}
+
+
+@pytest.fixture
+def engine(monkeypatch, tmp_path):
+    """An engine with two servers that it started. Their weights are called "first", policy version 0."""
+    monkeypatch.setitem(SERVER_BACKENDS, "toy", ToyBackend)
+    settings = ToySettings(health_every=0.2, health_timeout=2.0, start_timeout=30.0)
+    backend = new_backend(ToyConfig(engine="toy", toy=settings))
+    assert backend.settings is settings
+    servers = []
+    for port in free_ports(2):
+        launch = backend.launch(ServedModel("model", "float32"), tmp_path / f"{port}.log", "127.0.0.1", port, None)
+        servers.append(Server(f"http://127.0.0.1:{port}", LocalProcess(launch)))
+    pool = ServerPool(backend, servers)
+    engine = ServerEngine(pool, renderer(), banned_ids=[])
+    engine.versions["first"] = 0
+
+    async def resync(server):
+        await pool.call(server, "/state", {"weights": "first"})
+
+    pool.resync = resync
+
+    async def start():
+        await engine.start()
+        for server in servers:
+            await engine.thread.run(resync(server))
+        await engine.serve()
+
+    try:
+        asyncio.run(start())
+        yield engine
+    finally:
+        engine.close()
+    assert not any(server.alive for server in servers)
+
+
+def state_of(engine, server):
+    return engine.thread.wait(engine.servers.call(server, "/"))
+
+
+def set_state(engine, server, **state):
+    engine.thread.wait(engine.servers.call(server, "/state", state))
+
+
+def test_an_episode_is_played_and_a_failed_request_is_retried_on_the_other_server(engine):
+    first, second = engine.servers.all
+    set_state(engine, first, failures=1)
+    trajectory = play_audited(TwoTurns, engine, a_task())
+    assert [decoded(turn.response_ids) for turn in trajectory.turns] == ["yes<|im_end|>"] * 2
+    assert trajectory.reward == 2.0
+    assert {version for turn in trajectory.turns for version in turn.policy_versions} == {0}
+    assert engine.retried == 1
+    assert [state_of(engine, each)["completions"] for each in (first, second)] == [1, 2]
+    assert first.info == ServerInfo(version="toy 7", tp=1)
+
+
+def test_a_server_that_dies_is_withdrawn_and_restarted_with_the_current_weights(engine):
+    first, second = engine.servers.all
+    os.killpg(first.process.group, signal.SIGKILL)
+
+    async def restarted():
+        first.check_health.set()
+        await until(lambda: engine.servers.restarts == 1)
+        completion = await engine.generate(Request("t", [1, 2], [], SamplingParams(8)))
+        await until(lambda: first.ready)
+        return completion
+
+    assert asyncio.run(restarted()).policy_versions == [0] * len(renderer().encode("yes")) + [0]
+    assert state_of(engine, first)["weights"] == "first"
+    assert second.ready and not first.asleep
+
+
+def test_a_reply_from_other_weights_withdraws_its_server(engine):
+    first, second = engine.servers.all
+    set_state(engine, first, weights="somebody else's")
+    completion = asyncio.run(engine.generate(Request("t", [1, 2], [], SamplingParams(8))))
+    assert set(completion.policy_versions) == {0}
+    assert engine.retried == 1
+    assert state_of(engine, second)["completions"] == 1
+    asyncio.run(until(lambda: first.ready))
+    assert state_of(engine, first)["weights"] == "first"
+
+
+def test_no_request_is_sent_during_a_pause(engine):
+    async def pause():
+        async with paused(engine):
+            states = [await engine.thread.run(engine.servers.call(each, "/")) for each in engine.servers.all]
+            assert [state["frozen"] for state in states] == [True, True]
+            reply = asyncio.create_task(engine.generate(Request("t", [1, 2], [], SamplingParams(8))))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(reply), 0.3)
+        return await reply
+
+    assert asyncio.run(pause()).stop_reason == "stop"
+    assert not any(state_of(engine, each)["frozen"] for each in engine.servers.all)
+
+
+def test_an_unknown_engine_is_an_error_that_names_the_known_ones(monkeypatch):
+    with pytest.raises(ValueError, match="engine must be one of embedded, sglang, but it is 'toy'"):
+        backend_class("toy")
+    monkeypatch.setitem(SERVER_BACKENDS, "toy", "test_fake_backend:ToyBackend")
+    assert backend_class("toy").title == "Toy"
+
+
+def test_no_server_within_the_time_limit_is_an_error_that_names_the_program(engine):
+    for server in engine.servers.all:
+        engine.thread.wait(engine.servers.withdraw(server))
+    with pytest.raises(EngineError, match="no Toy server has served for 0 s"):
+        engine.thread.wait(engine.servers.pick(None, 0.0))
+
+
+ALLOWED = {
+    "vlmrl/engine/backend.py": ['"sglang": "vlmrl.engine.sglang.backend:SGLangBackend",'],  # the registry
+    "vlmrl/config/run.py": [  # the section, its import, and the help of `engine`
+        "from vlmrl.config.sglang import SGLang",
+        '"""What samples the replies. `embedded`: the model in this process. `sglang`: SGLang servers '
+        '(`pip install \'vlmrl[sglang]\'`)."""',
+        "sglang: SGLang = field(default_factory=SGLang)",
+    ],
+    "vlmrl/config/__init__.py": [
+        "from vlmrl.config.sglang import SGLang",
+        '"SGLang",',
+    ],  # so that recipes can import it
+}
+OWN = ("vlmrl/engine/sglang/", "vlmrl/config/sglang.py")
+
+
+def test_sglang_is_named_only_in_its_own_folder_and_section():
+    wrong = []
+    for path in sorted((ROOT / "vlmrl").rglob("*.py")):
+        name = str(path.relative_to(ROOT))
+        if name.startswith(OWN):
+            continue
+        lines = [line.strip() for line in path.read_text().splitlines() if re.search("sglang", line, re.IGNORECASE)]
+        wrong += [f"{name}: {line}" for line in lines if line not in ALLOWED.get(name, [])]
+    assert not wrong
+
+
+async def until(true):
+    async with asyncio.timeout(30):
+        while not true():
+            await asyncio.sleep(0.02)

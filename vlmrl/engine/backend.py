@@ -1,0 +1,201 @@
+"""What a server program has to provide to be an engine: one class for each program, in a folder of its own.
+
+Supervision, restarts, retries, policy versions and the startup parity check are shared by all of them (`server_pool.py`,
+`server_engine.py`, `vlmrl/checks/server_parity.py`). To add a program, subclass :class:`ServerBackend` and add a line to
+SERVER_BACKENDS; a program outside the package registers its class: ``SERVER_BACKENDS["mine"] = MyBackend``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from vlmrl.config import Config, Lora, ServerSettings
+from vlmrl.engine.base import Request
+from vlmrl.engine.server import Launch, Server, ServerInfo
+from vlmrl.engine.server_reply import Reply
+from vlmrl.weight_sync.base import WeightReceiver
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a server program can do. Settings that need more are refused, or replaced where that is said here."""
+
+    lora: bool = False
+    """Load and unload LoRA adapters while it serves. False: adapters are merged into the weights."""
+    vision_lora: bool = False
+    """The same for adapters of the vision tower."""
+    expert_routing: bool = False
+    """Return the experts of each token of a mixture-of-experts model."""
+    image_files: bool = False
+    """Read an image from a path in the request. False: requests contain the images as data URIs."""
+    tensor_handles: bool = False
+    """Receive weights as handles of GPU memory (CUDA IPC) or as values in the request. False: by a process group or from disk."""
+    sleep: bool = False
+    """Release the memory of its KV cache and take it back, to share GPUs with the trainer."""
+    checksums: bool = False
+    """Return checksums of its weights. False: the startup parity check compares only logprobs."""
+
+
+class Call(NamedTuple):
+    """An HTTP call: GET ``path`` if ``body`` is None, else POST ``body``, which is JSON as Python objects or as encoded bytes."""
+
+    path: str
+    body: Any = None
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The model that a server has to load, and the features that the run needs of it."""
+
+    path: str
+    dtype: str
+    """Such as ``bfloat16``."""
+    random_weights: bool = False
+    """Load no weights: the first update sends all of them."""
+    lora: Lora | None = None
+    """Adapters that are sent separately from the weights."""
+    expert_routing: bool = False
+    sleep: bool = False
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt to sample the reply to ``request``, with everything that its HTTP call contains."""
+
+    id: str
+    """Unique, so that the call can be aborted."""
+    request: Request
+    images: Sequence[bytes]
+    """Each image of the request as a JSON string: a data URI, or the path of a file."""
+    adapter: str | None
+    """Name of the LoRA adapter to sample with."""
+    stop_ids: frozenset[int]
+    banned_ids: Sequence[int]
+    """Ids with no probability; the logprobs of the others are normalized without them."""
+    expert_routing: bool
+    """Return the experts of all tokens from ``request.routing_from`` on."""
+
+
+class ServerBackend(ABC):
+    """A server program: how it is started, and its dialect of HTTP. Holds no state of any server."""
+
+    name: ClassVar[str]
+    """Value of ``config.engine``, name of the config's field with its settings (without one, it gets the defaults of
+    :class:`ServerSettings`), and of the extra of vlmrl that installs it."""
+    title: ClassVar[str]
+    """Name of the program in messages."""
+    package: ClassVar[str]
+    """Python package that a started server imports."""
+    capabilities: ClassVar[Capabilities] = Capabilities()
+
+    health: ClassVar[Call]
+    """Succeeds if the server can sample."""
+    info: ClassVar[Call]
+    """Its reply is passed to :meth:`parse_info`."""
+    pause: ClassVar[Call]
+    """Stop sampling between two tokens, and put the requests in flight back into the queue."""
+    resume: ClassVar[Call]
+    """Continue. Requests that were put back are computed again with the current weights and keep their sampled tokens."""
+    sleep: ClassVar[Call]
+    """With ``capabilities.sleep``: release the memory of the KV cache."""
+    wake: ClassVar[Call]
+    """With ``capabilities.sleep``: take the memory of the KV cache back."""
+    loaded_weights: ClassVar[Call]
+    """With ``capabilities.checksums``: its reply is passed to :meth:`parse_loaded_weights`."""
+    checksums: ClassVar[Call]
+    """With ``capabilities.checksums``: its reply is passed to :meth:`parse_checksums`."""
+
+    args_hint: ClassVar[str] = "the arguments that limit it"
+    """For an error: the arguments that give a server room for longer prompts."""
+    routing_hint: ClassVar[str] = ""
+    """For an error: what makes a server return experts, ending in "or "."""
+    image_cache_hint: ClassVar[str] = ""
+    """For an error: what keeps a server from reusing image features after a weight update."""
+    logprobs_hint: ClassVar[str] = ""
+    """For an error: what changes the distribution of the logprobs that a server returns."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+
+    @abstractmethod
+    def launch(self, model: ServedModel, log: Path, host: str, port: int, gpu: int | None) -> Launch:
+        """How to start a server that listens at ``host:port``, on ``settings.tp`` GPUs from index ``gpu`` on. None: on the CPU."""
+
+    @abstractmethod
+    def parse_info(self, reply: Any) -> ServerInfo: ...
+
+    def check_version(self, url: str, info: ServerInfo) -> None:
+        """Raise ValueError for a server that is too old."""
+
+    @abstractmethod
+    def generate(self, attempt: Attempt) -> Call: ...
+
+    @abstractmethod
+    def parse(self, attempt: Attempt, reply: Any) -> Reply:
+        """Raises BadReply for a reply after which another attempt may succeed, ValueError where none can."""
+
+    @abstractmethod
+    def abort(self, attempt_id: str) -> Call: ...
+
+    def load_adapter(self, name: str, settings: Mapping[str, Any], weights: str, tp: int) -> Call:
+        """With ``capabilities.lora``: load an adapter. ``settings`` as in peft's `adapter_config.json`; ``weights`` are serialized."""
+        raise NotImplementedError(f"{self.title} loads no adapters")
+
+    def unload_adapter(self, name: str) -> Call:
+        """With ``capabilities.lora``: unload an adapter once no request uses it."""
+        raise NotImplementedError(f"{self.title} unloads no adapters")
+
+    @abstractmethod
+    def receiver(self, server: Server) -> WeightReceiver:
+        """The server's end of a weight update."""
+
+    def serialize_adapter(self, weights: dict[str, torch.Tensor]) -> str:
+        """With ``capabilities.lora``: an adapter's weights as the server takes them, in base64."""
+        raise NotImplementedError(f"{self.title} loads no adapters")
+
+    def parse_loaded_weights(self, reply: Any) -> str | None:
+        """The folder that the server loaded its weights from, or None if an update has replaced them since."""
+        return None
+
+    def parse_checksums(self, reply: Any) -> list[Mapping[str, str]]:
+        """For each rank of the server, the checksum of each tensor by name."""
+        raise NotImplementedError(f"{self.title} has no checksums")
+
+
+SERVER_BACKENDS: dict[str, str | type[ServerBackend]] = {
+    "sglang": "vlmrl.engine.sglang.backend:SGLangBackend",
+}
+"""The server programs by the value of ``config.engine``: a class, or "module:Class" of one that is imported when it is used."""
+
+
+def backend_class(engine: str) -> type[ServerBackend]:
+    """The server program called ``engine``. Raises ValueError if there is none."""
+    if engine not in SERVER_BACKENDS:
+        names = ", ".join(["embedded", *SERVER_BACKENDS])
+        raise ValueError(f"engine must be one of {names}, but it is {engine!r}.")
+    entry = SERVER_BACKENDS[engine]
+    if not isinstance(entry, str):
+        return entry
+    module, _, name = entry.partition(":")
+    found: type[ServerBackend] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def new_backend(config: Config) -> ServerBackend:
+    """The server program that ``config.engine`` names, with the settings of its section."""
+    assert config.server_settings is not None
+    return backend_class(config.engine)(config.server_settings)
+
+
+def is_installed(package: str) -> bool:
+    """Whether ``package`` can be imported here. A folder of that name without an `__init__.py` does not count."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None

@@ -1,0 +1,194 @@
+"""One inference server: its address, its process if the run starts it, and what is known about its state."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import aiohttp
+
+FIRST_BACKOFF = 0.5  # seconds without requests after a failure, doubled by each further one
+LONGEST_BACKOFF = 30.0
+STOP_SECONDS = 8.0  # from SIGTERM to SIGKILL
+TAIL = 2000  # characters of a log or of a reply that an error shows
+UNREACHED = (aiohttp.ClientError, TimeoutError, OSError)  # raised by a call that got no reply
+
+# Run in the child before the server: the kernel kills it when the thread that started it ends, even by SIGKILL.
+_DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the process that started this server is gone")
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+class ServerError(Exception):
+    """A server replied with an error; ``status`` is the HTTP status. An unreachable server raises one of UNREACHED instead."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start one server: its command line, the environment variables that it gets beside ours, and its log file."""
+
+    command: Sequence[str]
+    env: dict[str, str]
+    log: Path
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What a server reports about itself. ``device`` is ``cuda`` or ``cpu``; ``None`` means that it reports no such thing."""
+
+    version: str = "unknown"
+    tp: int = 1
+    device: str = "cpu"
+    dtype: str | None = None
+    """Such as ``bfloat16``."""
+    max_prompt_tokens: int | None = None
+
+
+class ServerProcess(Protocol):
+    """The process of a server that the run starts: a :class:`LocalProcess`, or one on another machine."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs. The server itself is not called."""
+        ...
+
+    def start(self) -> None: ...
+
+    def stop(self, gently: bool = True) -> None:
+        """End the process and all its children: with SIGTERM first if ``gently``, then with SIGKILL."""
+        ...
+
+    def log_tail(self) -> str:
+        """The end of its log, for an error message."""
+        ...
+
+
+class LocalProcess:
+    """A server's process on this machine. It ends with the thread that starts it, even if that thread is killed."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def group(self) -> int:
+        """The process group of the server and its children."""
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        self.launch.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.launch.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _DIE_WITH_PARENT, str(os.getpid()), *self.launch.command],
+                env=os.environ | self.launch.env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # its own process group: Ctrl-C does not reach it, and one signal ends all of it
+            )
+
+    def stop(self, gently: bool = True) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if gently and process.poll() is None:
+            _signal_group(process, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS)
+        _signal_group(process, signal.SIGKILL)
+        process.wait()
+
+    def log_tail(self) -> str:
+        if not self.launch.log.exists():
+            return ""
+        return f"; the end of {self.launch.log}:\n{self.launch.log.read_text(errors='replace')[-TAIL:]}"
+
+
+class Server:
+    """State of the server at ``url``. ``process``: the run starts it. ``reads_files``: it can read files of this machine."""
+
+    def __init__(self, url: str, process: ServerProcess | None = None, reads_files: bool = False) -> None:
+        self.url = url.rstrip("/")
+        self.process = process
+        self.reads_files = reads_files
+        self.ready = False
+        """It is healthy and has the current weights: it may serve."""
+        self.unresponsive = False
+        """It fails its health checks. It gets no new requests until it passes one."""
+        self.asleep = False
+        """Its KV cache memory is released to the trainer."""
+        self.in_flight = 0
+        """Number of requests that it is working on."""
+        self.info = ServerInfo()
+        self.check_health = asyncio.Event()
+        """Set: do the next health check at once."""
+        self.withdrawn = asyncio.Event()
+        """Set when it is taken out of service; replaced when it serves again."""
+        self._failures = 0
+        self._backoff_until = 0.0
+
+    @property
+    def alive(self) -> bool:
+        """False if its process has ended. True for a server that the run did not start."""
+        return self.process is None or self.process.alive
+
+    @property
+    def backoff(self) -> float:
+        """Seconds until it may get requests again after its last failure."""
+        return max(0.0, self._backoff_until - time.monotonic())
+
+    def failed(self) -> None:
+        """A call failed: start or extend the back-off, and check its health."""
+        self._backoff_until = time.monotonic() + min(LONGEST_BACKOFF, FIRST_BACKOFF * 2**self._failures)
+        self._failures += 1
+        self.check_health.set()
+
+    def answered(self) -> None:
+        """A call succeeded: end the back-off."""
+        self._failures, self._backoff_until = 0, 0.0
+
+    def log_tail(self) -> str:
+        return "" if self.process is None else self.process.log_tail()
+
+
+async def quietly(call: Coroutine[Any, Any, Any]) -> None:
+    """Await ``call`` and ignore its failure: for calls that change nothing if the server cannot be reached."""
+    with contextlib.suppress(*UNREACHED, ServerError):
+        await call
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Ports of this machine that are free right now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((host, 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)

@@ -1,0 +1,228 @@
+"""An engine that samples from inference servers, whatever their program is.
+
+Requests contain one placeholder id per image, and the images at the model's own size. All turns of a trajectory go to one server,
+which has the KV cache of the earlier turns; when it fails, another server starts the reply again. A reply is accepted only if its
+counts, its logprobs and the weights that sampled it are right.
+
+Everything runs in an event loop of its own thread, so that health checks and time limits work while the main loop trains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from vlmrl.engine.backend import Attempt, Call
+from vlmrl.engine.base import EngineError, Request
+from vlmrl.engine.image_files import ImageFiles
+from vlmrl.engine.server import UNREACHED, Server, ServerError, quietly
+from vlmrl.engine.server_pool import ServerPool
+from vlmrl.engine.server_reply import BadReply, StaleWeights, completion_of
+from vlmrl.model.expert_routing import ExpertRouters
+from vlmrl.multimodal.renderer import Renderer
+from vlmrl.types import Completion
+from vlmrl.utils.threads import LoopThread
+
+PAUSE_SECONDS = 120.0
+ABORT_SECONDS = 10.0
+
+
+class ServerEngine:
+    """Samples from ``servers``. ``banned_ids`` are never sampled; with ``routing``, completions contain the experts of their tokens.
+
+    With colocated servers, a pause also puts them to sleep. Before they wake, ``offload_trainer`` moves the trainer to host memory;
+    it returns False if it cannot, and the servers stay paused.
+    """
+
+    def __init__(
+        self,
+        servers: ServerPool,
+        renderer: Renderer,
+        banned_ids: Sequence[int],
+        routing: ExpertRouters | None = None,
+        offload_trainer: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.servers = servers
+        self.backend = servers.backend
+        self.policy_version = 0
+        self.versions: dict[str, int] = {}
+        """Policy version of each set of weights that was sent, by the name that the servers know it by."""
+        self.adapter: str | None = None
+        """Name of the LoRA adapter that new requests are sampled with."""
+        self.retried = 0
+        """Number of failed attempts."""
+        self.thread = LoopThread("servers")
+        self._renderer = renderer
+        self._banned_ids = banned_ids
+        self._routing = routing
+        self._offload_trainer = offload_trainer
+        self._server_of: dict[str, Server] = {}  # by trajectory
+        self._images = ImageFiles(servers.read_files)
+        self._aborts: set[asyncio.Task[Any]] = set()
+
+    @property
+    def images_encoded(self) -> int:
+        """Number of images that were made into PNGs."""
+        return self._images.encoded
+
+    async def start(self) -> None:
+        """Wait for the servers. Raises EngineError if one does not start, ValueError if one is too old."""
+        await self.thread.run(self.servers.start())
+        for server in self.servers.all:
+            self.backend.check_version(server.url, server.info)
+
+    async def serve(self) -> None:
+        """All servers have the current weights: let them serve, and watch them from now on."""
+        if self.servers.colocated:
+            await asyncio.to_thread(self._offload_trainer)
+        await self.thread.run(self.servers.serve_all())
+
+    async def generate(self, request: Request) -> Completion:
+        image_token = self._renderer.image_token_id
+        placeholders = request.prompt_ids.count(image_token) if image_token else 0
+        if placeholders != len(request.media):
+            raise ValueError(
+                f"trajectory {request.trajectory_id}: the prompt has {placeholders} image placeholders, but "
+                f"{len(request.media)} images came with it."
+            )
+        return await self.thread.run(self._generate(request))
+
+    async def generate_on(self, server: Server, request: Request) -> Completion:
+        """One attempt on ``server``, whether it serves or not."""
+        return await self.thread.run(self._attempt(server, request))
+
+    def release(self, trajectory_id: str) -> None:
+        self._server_of.pop(trajectory_id, None)
+
+    async def pause(self) -> None:
+        """Servers put their requests in flight back into the queue; new requests wait here."""
+        await self.thread.run(self._pause())
+
+    async def resume(self) -> None:
+        """Servers compute the requests in their queue again, with their current weights, and continue them."""
+        await self.thread.run(self._resume())
+
+    def weights_changed(self, policy_version: int) -> None:
+        self.policy_version = policy_version
+
+    def close(self) -> None:
+        """End the servers that the run started. Waiting requests raise EngineError."""
+        self.thread.wait(self.servers.close())
+        self.thread.close()
+        self._images.close()
+
+    async def _generate(self, request: Request) -> Completion:
+        """Attempts until one succeeds: on the trajectory's own server first, on others when it fails."""
+        attempts = self.servers.settings.retries + 1
+        failure: Exception | None = None
+        for _ in range(attempts):
+            server = await self._pick_server(request)
+            try:
+                return await self._attempt(server, request)
+            except (*UNREACHED, ServerError, BadReply) as error:
+                if isinstance(error, ServerError) and error.status == 400:
+                    raise ValueError(f"trajectory {request.trajectory_id}: {error}") from error
+                failure = error
+                if isinstance(error, StaleWeights):
+                    await self.servers.withdraw(server)
+                self._server_of.pop(request.trajectory_id, None)
+                server.failed()
+                self.retried += 1
+        raise EngineError(
+            f"trajectory {request.trajectory_id}: no {self.backend.title} server answered in {attempts} attempts: "
+            f"{type(failure).__name__}: {failure}"
+        ) from failure
+
+    async def _pick_server(self, request: Request) -> Server:
+        last = self._server_of.get(request.trajectory_id)
+        server = await self.servers.pick(last, self.servers.settings.start_timeout)
+        self._server_of[request.trajectory_id] = server
+        return server
+
+    async def _attempt(self, server: Server, request: Request) -> Completion:
+        """One attempt on one server. A cancelled attempt is also aborted on the server."""
+        attempt_id, adapter = uuid.uuid4().hex, self.adapter
+        server.in_flight += 1
+        try:
+            attempt = await self._new_attempt(attempt_id, request, adapter)
+            call = self.servers.call(server, *self.backend.generate(attempt))
+            reply = await _unless_withdrawn(server, call)
+            server.answered()
+        except asyncio.CancelledError:
+            self._abort(server, attempt_id)
+            raise
+        finally:
+            server.in_flight -= 1
+        parsed = self.backend.parse(attempt, reply)
+        hint = self.backend.routing_hint
+        return completion_of(request, parsed, self.versions, adapter=adapter, routing=self._routing, routing_hint=hint)
+
+    async def _new_attempt(self, attempt_id: str, request: Request, adapter: str | None) -> Attempt:
+        return Attempt(
+            id=attempt_id,
+            request=request,
+            images=[await self._images.payload(item) for item in request.media],
+            adapter=adapter,
+            stop_ids=self._renderer.stop_ids,
+            banned_ids=self._banned_ids,
+            expert_routing=self._routing is not None,
+        )
+
+    def _abort(self, server: Server, attempt_id: str) -> None:
+        call = self.servers.call(server, *self.backend.abort(attempt_id), timeout=ABORT_SECONDS)
+        task = asyncio.create_task(quietly(call))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _pause(self) -> None:
+        colocated = self.servers.colocated
+        if colocated and not self.servers.paused:
+            await self.servers.wait_for_starts()
+        self.servers.paused = True
+        await self._call_all(self.backend.pause, self.servers.ready)
+        if colocated:
+            awake = [server for server in self.servers.ready if not server.asleep]
+            await self._call_all(self.backend.sleep, awake, asleep=True)
+            await self.servers.stop_awake()
+
+    async def _resume(self) -> None:
+        if self.servers.colocated:
+            if not await asyncio.to_thread(self._offload_trainer):
+                return
+            asleep = [server for server in self.servers.ready if server.asleep]
+            await self._call_all(self.backend.wake, asleep, asleep=False)
+        await self._call_all(self.backend.resume, self.servers.ready)
+        self.servers.paused = False
+        for server in self.servers.all:
+            if not server.ready:
+                server.check_health.set()  # nothing was checked during the pause
+        await self.servers.notify()
+
+    async def _call_all(self, call: Call, servers: Sequence[Server], asleep: bool | None = None) -> None:
+        """Call all ``servers`` and note whether they are ``asleep`` afterwards. One that fails is withdrawn until it is revived."""
+
+        async def call_one(server: Server) -> None:
+            try:
+                await self.servers.call(server, *call, timeout=PAUSE_SECONDS)
+                if asleep is not None:
+                    server.asleep = asleep
+            except (*UNREACHED, ServerError):
+                await self.servers.withdraw(server)
+                server.failed()
+
+        await asyncio.gather(*(call_one(server) for server in servers))
+
+
+async def _unless_withdrawn(server: Server, call: Coroutine[Any, Any, Any]) -> Any:
+    """The result of ``call``. Raises ServerError as soon as ``server`` is withdrawn."""
+    reply, withdrawn = asyncio.ensure_future(call), asyncio.ensure_future(server.withdrawn.wait())
+    try:
+        await asyncio.wait({reply, withdrawn}, return_when=asyncio.FIRST_COMPLETED)
+        if not reply.done():
+            raise ServerError("the server was taken out of service", status=503)
+        return reply.result()
+    finally:
+        for task in (reply, withdrawn):
+            task.cancel()

@@ -1,0 +1,240 @@
+"""All servers of a run: started or attached, watched, restarted and resynced.
+
+A server serves only while it is healthy and has the current weights. When either fails, the pool withdraws it until both hold again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import aiohttp
+
+from vlmrl.engine.backend import ServerBackend
+from vlmrl.engine.base import EngineError
+from vlmrl.engine.server import TAIL, UNREACHED, Server, ServerError
+
+CHECK_SECONDS = 30.0  # time limit of one health check
+
+
+class ServerPool:
+    """All servers of one run. Its coroutines run in one event loop, that of the engine's thread.
+
+    ``resync`` sends a server the current weights before it serves again. Set it before :meth:`start`.
+    """
+
+    def __init__(
+        self,
+        backend: ServerBackend,
+        servers: Sequence[Server],
+        on_close: Callable[[], None] | None = None,
+        colocated: bool = False,
+    ) -> None:
+        self.backend = backend
+        self.settings = backend.settings
+        self.all = list(servers)
+        self.resync: Callable[[Server], Awaitable[None]] = _nothing
+        self.restarts = 0
+        self.paused = False
+        self.colocated = colocated
+        """The trainer uses the servers' GPUs while they are paused: none may start then."""
+        self.update_lock = asyncio.Lock()
+        """Held during a weight update of all servers, and during the resync of one."""
+        self._on_close = on_close
+        self._starting: set[Server] = set()
+        self._changed = asyncio.Condition()
+        self._session: aiohttp.ClientSession | None = None
+        self._watchers: list[asyncio.Task[None]] = []
+
+    @property
+    def ready(self) -> list[Server]:
+        return [server for server in self.all if server.ready]
+
+    @property
+    def read_files(self) -> bool:
+        """Whether requests contain paths of image files instead of the images."""
+        if self.settings.images != "auto":
+            return self.settings.images == "file"
+        return self.backend.capabilities.image_files and all(server.reads_files for server in self.all)
+
+    async def start(self) -> None:
+        """Start the servers and wait until all are healthy. Raises EngineError if one is not within ``start_timeout``."""
+        limits = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+        self._session = aiohttp.ClientSession(connector=limits, timeout=aiohttp.ClientTimeout(total=None))
+        for server in self.all:
+            if server.process is not None:
+                server.process.start()
+        await asyncio.gather(*map(self._until_up, self.all))
+
+    async def serve_all(self) -> None:
+        """All servers are healthy and have the current weights: let them serve, and watch them from now on."""
+        for server in self.all:
+            await self.serve(server)
+        self._watchers = [asyncio.create_task(self._watch(server)) for server in self.all]
+
+    async def close(self) -> None:
+        for task in self._watchers:
+            task.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+        processes = [server.process for server in self.all if server.process is not None]
+        try:
+            await asyncio.gather(*(asyncio.to_thread(process.stop) for process in processes))
+        finally:
+            if self._on_close is not None:
+                self._on_close()
+
+    async def call(self, server: Server, path: str, body: Any = None, timeout: float | None = None) -> Any:
+        """GET ``path``, or POST ``body`` (JSON as Python objects, or encoded as bytes). Returns the JSON of the response.
+
+        Raises ServerError if the server replies with an error, and one of UNREACHED if it does not reply.
+        """
+        assert self._session is not None
+        limit = aiohttp.ClientTimeout(total=timeout)
+        payload: dict[str, Any] = {} if body is None else {"json": body}
+        if isinstance(body, bytes):
+            payload = {"data": body, "headers": {"Content-Type": "application/json"}}
+        method = self._session.get if body is None else self._session.post
+        async with method(server.url + path, timeout=limit, **payload) as response:
+            if response.status != 200:
+                text = (await response.text())[:TAIL]
+                raise ServerError(f"{server.url}{path}: HTTP {response.status}: {text}", response.status)
+            return await response.json(content_type=None) if response.content_length != 0 else None
+
+    async def pick(self, favourite: Server | None, patience: float) -> Server:
+        """``favourite`` if it serves, else the server with the fewest requests. Waits while none serves, or all are paused.
+
+        Raises EngineError after ``patience`` seconds.
+        """
+        until = time.monotonic() + patience
+        while True:
+            able = [] if self.paused else [s for s in self.ready if not s.backoff and not s.unresponsive]
+            if favourite in able and favourite is not None:
+                return favourite
+            if able:
+                return min(able, key=lambda server: server.in_flight)
+            left = until - time.monotonic()
+            if left <= 0:
+                urls = ", ".join(server.url for server in self.all)
+                raise EngineError(
+                    f"no {self.backend.title} server has served for {patience:g} s ({urls}){self.all[0].log_tail()}"
+                )
+            backoffs = [server.backoff for server in self.ready if server.backoff]
+            await self._wait_for_change(left if self.paused else min([left, *backoffs]))
+
+    async def serve(self, server: Server) -> None:
+        """The server is healthy and has the current weights: let it serve."""
+        server.answered()
+        server.ready = True
+        server.withdrawn = asyncio.Event()
+        await self.notify()
+
+    async def withdraw(self, server: Server) -> None:
+        """Take the server out of service. Its requests in flight fail, so that other servers can take them."""
+        server.ready = False
+        server.withdrawn.set()
+        await self.notify()
+
+    async def wait_for_starts(self) -> None:
+        """Wait until each failed server has been restarted once. Without this, every pause would stop it again before it is up."""
+        while self._starting:
+            await self._wait_for_change(1.0)
+
+    async def stop_awake(self) -> None:
+        """Stop the processes of servers that did not fall asleep, because they failed. They restart after the pause."""
+        awake = [server for server in self.all if server.process is not None and not (server.ready and server.asleep)]
+        for server in awake:
+            await self.withdraw(server)
+        await asyncio.gather(*(asyncio.to_thread(server.process.stop, False) for server in awake if server.process))
+
+    async def notify(self) -> None:
+        """Wake every coroutine that waits for a server."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _wait_for_change(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds), self._changed:
+                await self._changed.wait()
+
+    async def _until_up(self, server: Server) -> None:
+        limit = self.settings.start_timeout
+        if not await self._is_healthy(server, limit):
+            reason = f"did not answer in {self.settings.section}.start_timeout ({limit:g} s)"
+            if not server.alive:
+                reason = "ended while it started"
+            raise EngineError(f"the {self.backend.title} server {server.url} {reason}{server.log_tail()}")
+        reply = await self.call(server, *self.backend.info, timeout=CHECK_SECONDS)
+        server.info = self.backend.parse_info(reply)
+
+    async def _is_healthy(self, server: Server, patience: float) -> bool:
+        """Whether a health check succeeds within ``patience`` seconds. From the first failed check to the next success the server is
+        unresponsive."""
+        until = time.monotonic() + patience
+        while server.alive:
+            left = until - time.monotonic()
+            try:
+                await self.call(server, *self.backend.health, timeout=max(0.1, min(CHECK_SECONDS, left)))
+                if server.unresponsive:
+                    server.unresponsive = False
+                    await self.notify()
+                return True
+            except (*UNREACHED, ServerError):
+                if left <= 0:
+                    break
+                server.unresponsive = True
+            await asyncio.sleep(min(0.5, left))
+        return False
+
+    async def _watch(self, server: Server) -> None:
+        """Check one server's health for as long as the run lasts, and revive it when it fails."""
+        broken = False  # healthy, but its resync failed
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.settings.health_every):
+                    await server.check_health.wait()
+            server.check_health.clear()
+            if self.paused and (self.colocated or server.alive):
+                continue  # a paused server answers no health check, and the trainer may still use its memory
+            checkable = not broken and not server.asleep  # a server that is still asleep failed to wake: restart it
+            healthy = checkable and await self._is_healthy(server, self.settings.health_timeout)
+            if server.ready and (healthy or (self.paused and server.alive)):
+                continue
+            await self.withdraw(server)
+            if not broken:
+                self._starting.add(server)
+            try:
+                await self._revive(server, restart=not healthy)
+                broken = False
+            except (*UNREACHED, ServerError, EngineError):
+                broken = True
+            finally:
+                self._starting.discard(server)
+
+    async def _revive(self, server: Server, restart: bool) -> None:
+        """Restart the server if the run started it, wait until it is healthy, send it the current weights, and let it serve."""
+        if (restart or server.asleep) and server.process is not None:
+            await asyncio.to_thread(server.process.stop, False)  # without SIGTERM: it may hang
+            self._check_not_paused(server)
+            server.process.start()
+            server.asleep = False
+            self.restarts += 1
+        await self._until_up(server)
+        async with self.update_lock:
+            await self.resync(server)
+        self._check_not_paused(server)
+        await self.serve(server)
+
+    def _check_not_paused(self, server: Server) -> None:
+        if self.paused and self.colocated:
+            raise EngineError(
+                f"the {self.backend.title} server {server.url} must wait: the trainer uses its GPUs until the pause ends"
+            )
+
+
+async def _nothing(server: Server) -> None:
+    pass

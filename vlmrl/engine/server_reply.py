@@ -1,0 +1,105 @@
+"""A server's reply, in the form that all server programs share, and the checks that make it a :class:`Completion`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from vlmrl.engine.base import Request
+from vlmrl.model.expert_routing import ExpertRouters, routing_from_indices
+from vlmrl.types import Completion, ExpertRouting
+
+StopReason = Literal["stop", "length", "abort"]
+
+
+class BadReply(Exception):
+    """A reply that cannot be used. Another attempt may succeed."""
+
+
+class StaleWeights(BadReply):
+    """A reply from a server that does not have the weights of this run: it needs a resync."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a server sampled: ``Reply([5, 6], [(-0.1, 5), (-2.3, 6)], "stop", 12, [("run.4", 2)])``."""
+
+    token_ids: list[int]
+    logprobs: Sequence[tuple[float | None, int]]
+    """Per token, its logprob and the id that the server reports with it."""
+    stop_reason: StopReason
+    prompt_tokens: int
+    """Length of the prompt as the server counts it, images expanded."""
+    weights: Sequence[tuple[str, int]]
+    """The name of the weights that sampled the tokens, and how many consecutive tokens they sampled."""
+    experts: np.ndarray | None = None
+    """Expert indices of the tokens from ``request.routing_from`` on, without the last one: [tokens, layers, top_k], flattened."""
+
+
+def completion_of(
+    request: Request,
+    reply: Reply,
+    versions: Mapping[str, int],
+    *,
+    adapter: str | None = None,
+    routing: ExpertRouters | None = None,
+    routing_hint: str = "",
+) -> Completion:
+    """The checked reply, with policy ``versions`` by the name of the weights.
+
+    Raises BadReply where another attempt may succeed, ValueError where none can.
+    """
+    ids = reply.token_ids
+    logprobs = [logprob for logprob, _ in reply.logprobs if logprob is not None and math.isfinite(logprob)]
+    if [token for _, token in reply.logprobs] != ids or len(logprobs) != len(ids):
+        raise BadReply(f"{len(ids)} ids came with {len(reply.logprobs)} logprobs that are not theirs, or not finite")
+    expected = len(request.prompt_ids) + sum(item.num_tokens - 1 for item in request.media)
+    if reply.prompt_tokens != expected:
+        raise ValueError(
+            f"trajectory {request.trajectory_id}: the server counted {reply.prompt_tokens} prompt tokens, but the renderer "
+            f"{expected}: they expand or resize images differently."
+        )
+    token_versions = _versions(reply, versions)
+    if adapter is not None:
+        token_versions = [versions[adapter]] * len(ids)  # a reply keeps the adapter that it started with
+    routes: list[ExpertRouting | None] = []
+    if routing is not None and reply.stop_reason != "abort":
+        routes = _routes(reply, routing, token_versions, expected - request.routing_from, routing_hint)
+    return Completion(ids, logprobs, reply.stop_reason, token_versions, expected, routes)
+
+
+def _versions(reply: Reply, versions: Mapping[str, int]) -> list[int]:
+    """Per token, the policy version that sampled it."""
+    found: list[int] = []
+    for name, count in reply.weights:
+        if name not in versions:
+            raise StaleWeights(f"it was sampled from weights {name!r}, which this run never sent")
+        found += [versions[name]] * count
+    if len(found) != len(reply.token_ids):
+        raise BadReply(f"{len(reply.token_ids)} ids came with the policy versions of {len(found)}")
+    return found
+
+
+def _routes(
+    reply: Reply, routing: ExpertRouters, versions: list[int], prompt_tokens: int, hint: str
+) -> list[ExpertRouting | None]:
+    """The experts of the last ``prompt_tokens`` tokens of the prompt and of the reply.
+
+    The last sampled token has none, because it never went through the model. After a weight update a server computes all tokens
+    again: the experts that earlier weights chose for their tokens are lost.
+    """
+    if reply.experts is None:
+        raise ValueError(f"the server did not return the experts of its tokens: {hint}set train.replay_routing False.")
+    layers, top_k = routing.layers, routing.top_k
+    computed = prompt_tokens + len(versions) - 1
+    if len(reply.experts) != computed * layers * top_k:
+        raise ValueError(
+            f"the server returned {len(reply.experts)} experts for {computed} tokens, which is not {top_k} in each of {layers} layers."
+        )
+    routes = routing_from_indices(reply.experts.reshape(-1, layers, top_k))
+    current = [True] * prompt_tokens + [version == versions[-1] for version in versions[:-1]]
+    return [*(route if known else None for route, known in zip(routes, current, strict=True)), None]

@@ -1,0 +1,148 @@
+"""SGLang: its command line, its environment, and its HTTP calls."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmrl.config import Lora
+from vlmrl.engine.backend import Attempt, Call, Capabilities, ServedModel, ServerBackend
+from vlmrl.engine.server import Launch, Server, ServerInfo
+from vlmrl.engine.server_reply import Reply
+from vlmrl.engine.sglang.receiver import SGLangReceiver, serialized
+from vlmrl.engine.sglang.requests import parse_reply, request_body
+
+OLDEST = (0, 5, 23)  # earlier versions decode ids that come with images, and encode the text again
+KV_CACHE = {"tags": ["kv_cache"]}
+CPU_ARGS = {
+    "device": "cpu",
+    "attention-backend": "torch_native",
+    "sampling-backend": "pytorch",
+    "disable-cuda-graph": True,
+    "disable-overlap-schedule": True,
+    "mem-fraction-static": 0.3,
+    "max-total-tokens": 65536,
+    "sleep-on-idle": True,
+}
+CPU_ENV = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # compilation takes minutes on a CPU and gains nothing
+}
+
+
+class SGLangBackend(ServerBackend):
+    name = "sglang"
+    title = "SGLang"
+    package = "sglang"
+    capabilities = Capabilities(
+        lora=True, expert_routing=True, image_files=True, tensor_handles=True, sleep=True, checksums=True
+    )
+
+    health = Call("/health")
+    info = Call("/server_info")
+    pause = Call("/pause_generation", {"mode": "retract"})
+    resume = Call("/continue_generation", {})
+    sleep = Call("/release_memory_occupation", KV_CACHE)
+    wake = Call("/resume_memory_occupation", KV_CACHE)
+    loaded_weights = Call("/model_info")
+    checksums = Call("/weights_checker", {"action": "checksum"})
+
+    args_hint = "context-length or mem-fraction-static"
+    routing_hint = "start it with --enable-return-routed-experts, or "
+    image_cache_hint = "Start it with SGLANG_VLM_CACHE_SIZE_MB=0."
+    logprobs_hint = "no SGLANG_RETURN_ORIGINAL_LOGPROB"
+
+    def launch(self, model: ServedModel, log: Path, host: str, port: int, gpu: int | None) -> Launch:
+        place = CPU_ARGS if gpu is None else {"base-gpu-id": gpu}
+        args = {"host": host, "port": port, "tp": self.settings.tp} | place | model_args(model)
+        env = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}  # its cache of image features would survive weight updates
+        env |= ({} if gpu is not None else CPU_ENV) | self.settings.env
+        return Launch(self._command(args), env, log)
+
+    def parse_info(self, reply: Any) -> ServerInfo:
+        return ServerInfo(
+            version=str(reply.get("version", "unknown")),
+            tp=reply.get("tp_size", 1),
+            device=reply.get("device", "cpu"),
+            dtype=reply.get("dtype"),
+            max_prompt_tokens=reply.get("max_req_input_len"),
+        )
+
+    def check_version(self, url: str, info: ServerInfo) -> None:
+        numbers = tuple(int(number) for number in re.findall(r"\d+", info.version)[:3])
+        if numbers < OLDEST:
+            raise ValueError(
+                f"the server {url} is SGLang {info.version}, but {'.'.join(map(str, OLDEST))} or newer is needed: earlier versions "
+                "decode ids that come with images, and encode the text again."
+            )
+
+    def generate(self, attempt: Attempt) -> Call:
+        return Call("/generate", request_body(attempt))
+
+    def parse(self, attempt: Attempt, reply: Any) -> Reply:
+        return parse_reply(attempt, reply)
+
+    def abort(self, attempt_id: str) -> Call:
+        return Call("/abort_request", {"rid": attempt_id})
+
+    def load_adapter(self, name: str, settings: Mapping[str, Any], weights: str, tp: int) -> Call:
+        body = {"lora_name": name, "config_dict": settings, "serialized_named_tensors": [weights] * tp}
+        return Call("/load_lora_adapter_from_tensors", body)
+
+    def unload_adapter(self, name: str) -> Call:
+        return Call("/unload_lora_adapter", {"lora_name": name})
+
+    def receiver(self, server: Server) -> SGLangReceiver:
+        info = server.info
+        dtype = getattr(torch, str(info.dtype), None)
+        return SGLangReceiver(server.url, info.tp, info.device, dtype, self.settings.sync_timeout)
+
+    def serialize_adapter(self, weights: dict[str, torch.Tensor]) -> str:
+        return serialized(weights)
+
+    def parse_loaded_weights(self, reply: Any) -> str | None:
+        path: str = reply["model_path"]
+        return path if reply["weight_version"] == "default" else None
+
+    def parse_checksums(self, reply: Any) -> list[Mapping[str, str]]:
+        return [rank["checksums"] for rank in reply["ranks"]]
+
+    def _command(self, args: dict[str, Any]) -> list[str]:
+        """SGLang's command line: ``args``, overridden by the arguments in the settings."""
+        words = [self.settings.python or sys.executable, "-m", "sglang.launch_server"]
+        own = {name.lstrip("-").replace("_", "-"): value for name, value in self.settings.args.items()}
+        for name, value in (args | own).items():
+            if value is True:
+                words.append(f"--{name}")
+            elif value is not None and value is not False:
+                words += [f"--{name}", *(shlex.split(value) if isinstance(value, str) else [str(value)])]
+        return words
+
+
+def model_args(model: ServedModel) -> dict[str, Any]:
+    args: dict[str, Any] = {"model-path": model.path, "dtype": model.dtype}
+    if model.random_weights:
+        args["load-format"] = "dummy"
+    if model.lora is not None:
+        args |= _lora_args(model.lora)
+    if model.expert_routing:
+        args["enable-return-routed-experts"] = True
+    if model.sleep:
+        args["enable-memory-saver"] = True
+    return args
+
+
+def _lora_args(lora: Lora) -> dict[str, Any]:
+    return {
+        "enable-lora": True,
+        "max-lora-rank": lora.rank,
+        "lora-target-modules": " ".join(lora.targets),
+        "max-loras-per-batch": 4,  # the current adapter, and earlier ones that interrupted requests still use
+        "max-loaded-loras": 8,
+    }

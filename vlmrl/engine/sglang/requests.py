@@ -1,0 +1,78 @@
+"""The body of a request to SGLang's `/generate`, and its reply."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import numpy as np
+
+from vlmrl.engine.backend import Attempt
+from vlmrl.engine.server_reply import BadReply, Reply, StopReason
+
+BAN = -1e9  # added to a logit: its token gets no probability, and the logprobs of the others are normalized without it
+NOT_A_NUMBER = "NaN happened"  # SGLang reports this as a matched stop string
+
+
+def request_body(attempt: Attempt) -> bytes:
+    """JSON. The images are joined as bytes, so that a large data URI is not parsed or escaped again for each request."""
+    request = attempt.request
+    fields: dict[str, Any] = {
+        "rid": attempt.id,
+        "input_ids": list(request.prompt_ids),
+        "sampling_params": _sampling(attempt),
+        "return_logprob": True,
+    }
+    if attempt.adapter is not None:
+        fields["lora_path"] = attempt.adapter
+    if attempt.expert_routing:
+        fields |= {"return_routed_experts": True, "routed_experts_start_len": request.routing_from}
+    body = json.dumps(fields, separators=(",", ":")).encode()
+    if not attempt.images:
+        return body
+    return b"".join([body[:-1], b',"image_data":[', b",".join(attempt.images), b"]}"])
+
+
+def _sampling(attempt: Attempt) -> dict[str, Any]:
+    params = attempt.request.sampling
+    return {
+        "max_new_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k or -1,
+        "stop": list(params.stop),
+        "stop_token_ids": sorted(attempt.stop_ids),
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+        "logit_bias": {str(index): BAN for index in attempt.banned_ids},
+    }
+
+
+def parse_reply(attempt: Attempt, reply: dict[str, Any]) -> Reply:
+    meta, ids = reply["meta_info"], list(reply["output_ids"])
+    experts = meta.get("routed_experts") if attempt.expert_routing else None
+    return Reply(
+        token_ids=ids,
+        stop_reason=_stop_reason(meta["finish_reason"], attempt.stop_ids),
+        logprobs=[(logprob, token) for logprob, token, *_ in meta["output_token_logprobs"][: len(ids)]],
+        prompt_tokens=meta["prompt_tokens"],
+        weights=[(span["version"], span["end"] - span["start"]) for span in meta["weight_versions"]],
+        experts=None if experts is None else np.frombuffer(base64.b64decode(experts), "<i4"),
+    )
+
+
+def _stop_reason(finish: dict[str, Any], stop_ids: frozenset[int]) -> StopReason:
+    reason: StopReason = finish["type"]
+    matched = finish.get("matched")
+    if reason == "abort" and finish.get("status_code"):
+        raise BadReply(f"the server aborted it: {finish.get('message')}")
+    if matched == NOT_A_NUMBER:
+        raise BadReply("the server's logits were not finite")
+    if isinstance(matched, int) and matched not in stop_ids:
+        raise ValueError(
+            f"the SGLang server ended a reply at token {matched}, which is not one of the stop ids {sorted(stop_ids)}: its "
+            "tokenizer or generation config differs from model.path's."
+        )
+    assert reason in ("stop", "length", "abort"), finish
+    return reason
