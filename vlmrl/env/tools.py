@@ -270,10 +270,10 @@ class ToolEnv(Env):
         return future
 
     async def _collect(self, started: list[Future[Any]]) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        # All calls end before an error is raised.
+        ended = await asyncio.gather(*map(self._result, started), return_exceptions=True)
         results: list[tuple[list[dict[str, Any]], bool]] = []
-        for result in await asyncio.gather(
-            *map(self._result, started), return_exceptions=True
-        ):  # let all calls end before an error is raised
+        for result in ended:
             if isinstance(result, BaseException):
                 raise result
             results.append(result)
