@@ -183,13 +183,13 @@ def test_a_hung_step_fails_its_trajectory_and_is_counted():
     class Hangs(Logged):
         def step(self, response_text: str) -> Step:
             if self.task.id == "bad":
-                time.sleep(5)
+                time.sleep(30)
             return obs("fine"), True, {"reward": 1.0}
 
-    bad = play(Hangs, ["a"], a_task(id="bad"), env_timeout=0.2, max_env_retries_per_turn=1)
+    bad = play(Hangs, ["a"], a_task(id="bad"), env_timeout=0.5, max_env_retries_per_turn=1)
     assert bad.ending == "error"
     assert bad.error is not None
-    assert "Hangs, task bad, turn 0: timed out after 0.2 s" in bad.error
+    assert "Hangs, task bad, turn 0: timed out after 0.5 s" in bad.error
     assert (bad.metrics["env_timeouts"], bad.metrics["env_retries"]) == (2.0, 1.0)
     assert bad.reward is None
     assert play(Hangs, ["a"], a_task(id="good")).reward == 2.0  # of step and finish
@@ -521,7 +521,7 @@ def test_an_env_whose_constructor_ends_after_its_deadline_is_closed_and_the_next
 
         Late.close = close  # type: ignore[assignment,method-assign]
 
-    trajectory = play(Late, ["a"], max_turns=1, env_timeout=0.2)
+    trajectory = play(Late, ["a"], max_turns=1, env_timeout=1.0)
     assert (trajectory.ending, trajectory.metrics["env_timeouts"]) == ("max_turns", 1.0)
     go_on.set()
     wait_until(lambda: sorted(closed) == [0, 1])
@@ -535,8 +535,11 @@ def test_an_async_close_is_called_but_not_awaited_when_the_run_stops():
             raise AssertionError
 
         async def close(self) -> None:  # type: ignore[override]
-            await asyncio.sleep(0.01)
+            await gate.wait()
             self.log.append("closed")
+            closed.set()
+
+    gate, closed = asyncio.Event(), asyncio.Event()
 
     async def go() -> None:
         loop = turn_loop(Open, ["a"])
@@ -546,7 +549,9 @@ def test_an_async_close_is_called_but_not_awaited_when_the_run_stops():
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing
-        await asyncio.sleep(0.1)
+        assert Open.log[-1] == "step"
+        gate.set()
+        await asyncio.wait_for(closed.wait(), 20)
 
     asyncio.run(go())
     assert Open.log[-1] == "closed"

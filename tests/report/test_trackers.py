@@ -2,7 +2,8 @@
 
 import pytest
 
-from vlmrl.report.run_log import RunLog
+from vlmrl.cli.main import main
+from vlmrl.report.run_log import RunLog, read_rows
 from vlmrl.report.trackers import TRACKERS, open_trackers
 
 
@@ -64,3 +65,53 @@ def test_tensorboard_files_hold_the_numbers_and_the_config(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
     (text,) = events.Tensors("config/text_summary")
     assert "geo3k" in text.tensor_proto.string_val[0].decode()
+
+
+RECIPE = """
+from pathlib import Path
+from vlmrl import Config, Data, Model, Rollout, Task, Train
+from vlmrl.report.trackers import TRACKERS
+
+class Toy:
+    def __init__(self, folder, config):
+        self.lines, self.file = [config["name"]], folder / "toy.txt"
+
+    def log(self, step, values):
+        self.lines.append(f"{step} {sorted(values)}")
+
+    def close(self):
+        self.file.write_text("\\n".join(self.lines))
+
+TRACKERS["toy"] = Toy
+
+def make_task(index, seed):
+    return Task(str(index), [{"role": "user", "content": "?"}])
+
+def reward(text, task):
+    return len(text) / 100
+
+def config():
+    return Config(
+        output_dir=str(Path(__file__).parent / "runs"),
+        model=Model(path="tiny:qwen3"),
+        data=Data(generator=make_task, size=4),
+        reward=reward,
+        rollout=Rollout(group_size=2, max_turns=1, max_tokens=64, max_reply_tokens=8),
+        train=Train(steps=2, groups_per_batch=1),
+        trackers=("toy",),
+        save_model=False,
+    )
+"""
+
+
+def test_a_run_logs_every_row_to_its_trackers(tmp_path, monkeypatch):
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    monkeypatch.setattr("sys.argv", ["vlmrl", "train", str(tmp_path / "recipe.py")])
+    try:
+        main()
+    finally:
+        TRACKERS.pop("toy", None)
+    rows = read_rows(tmp_path / "runs/run/metrics.jsonl")
+    logged = [f"{row.pop('step')} {sorted(row.keys() - {'time'})}" for row in rows]
+    assert (tmp_path / "runs/run/toy.txt").read_text().splitlines() == ["run", *logged]
+    assert len(logged) >= 2

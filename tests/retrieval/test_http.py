@@ -5,7 +5,6 @@ import json
 import socket
 import sys
 import threading
-import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -129,10 +128,8 @@ def test_temporary_failures_are_retried():
 
 def test_an_unreachable_server_is_an_error_after_the_patience():
     url = f"http://127.0.0.1:{free_port()}"
-    began = time.monotonic()
     with pytest.raises(RetrieverError, match=r"/retrieve: no answer in 0.4 s: ConnectError"):
         HttpRetriever(url, patience=0.4).search(["a"], 1)
-    assert time.monotonic() - began < 5
 
 
 def test_a_late_server_is_an_error_after_the_patience():

@@ -1,4 +1,4 @@
-"""Servers for tests: an ASGI app in a thread, on a free port of the loopback address, gone when the test ends."""
+"""Servers for tests: an ASGI app in a thread, on a free port of the loopback address, stopped when the test ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def free_port() -> int:
 
 @contextmanager
 def served(app: Any, port: int | None = None, **settings: Any) -> Iterator[str]:
-    """The address of an app that is being served."""
+    """Serve an app; the value is its address."""
     uvicorn = pytest.importorskip("uvicorn", reason="needs uvicorn: pip install 'vlmrl[serve]'")
     port = port or free_port()
     config = uvicorn.Config(app, port=port, log_level="error", timeout_graceful_shutdown=1, **settings)

@@ -34,9 +34,7 @@ class GymnasiumEnv(Env):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        os.environ.setdefault(
-            "SDL_VIDEODRIVER", "dummy"
-        )  # pygame, which many environments render with, then needs no display
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # so that pygame, which many render with, needs no display
 
     @classmethod
     def setup(cls, **options: Any) -> Any:
@@ -60,7 +58,6 @@ class GymnasiumEnv(Env):
         return ""
 
     def reset(self) -> list[Message]:
-        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
         self.gym = self.make()
         observation, _ = self.gym.reset(seed=self.seed)
         *before, last = self.task.prompt

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
+import math
 import numbers
 import time
 from collections import Counter
@@ -304,8 +305,8 @@ def _number(name: str, value: Any, env: str) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        number = float("nan")
-    if number != number or number in (float("inf"), float("-inf")):
+        number = math.nan
+    if not math.isfinite(number):
         raise EnvContractError(f"env {env}: {name} must be a finite number, but it is {value!r}.")
     return number
 

@@ -18,11 +18,8 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from vlmrl.report.records import plain, trajectory_record
-from vlmrl.report.trackers import Tracker
+from vlmrl.report.trackers import Number, Tracker
 from vlmrl.types import Trajectory
-
-Number = float | int | str | None
-"""A metric's value. ``None`` means not known."""
 
 
 class RunLog:

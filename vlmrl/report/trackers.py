@@ -25,12 +25,15 @@ from typing import Any, Protocol
 
 from vlmrl.config.code import import_extra, load_object
 
+Number = float | int | str | None
+"""A metric's value. Floats are finite; ``None`` means not known."""
+
 
 class Tracker(Protocol):
     """Receives each row of metrics. Its class is called with the run's folder and its config as a JSON-like dict."""
 
-    def log(self, step: int, values: Mapping[str, float | int | str | None]) -> None:
-        """One row of ``metrics.jsonl``. A value is a finite number, a string, or ``None`` if it is not known."""
+    def log(self, step: int, values: Mapping[str, Number]) -> None:
+        """Record one row of ``metrics.jsonl``."""
 
     def close(self) -> None:
         """Called once, at the end of the run, also after an error."""
@@ -43,7 +46,7 @@ class TensorBoardTracker:
         self._writer = import_extra("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder / "tensorboard"))
         self._writer.add_text("config", f"```json\n{json.dumps(config, indent=2)}\n```")
 
-    def log(self, step: int, values: Mapping[str, float | int | str | None]) -> None:
+    def log(self, step: int, values: Mapping[str, Number]) -> None:
         for name, value in values.items():
             if isinstance(value, int | float):
                 self._writer.add_scalar(name, value, step)
