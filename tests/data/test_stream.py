@@ -85,7 +85,7 @@ def test_every_draw_is_where_drawing_from_the_first_on_comes_to(weights, number)
     for _ in range(number):
         due = {name: (counts[name] + 0.5) / mixed.weights[name] for name in counts}
         counts[min(due, key=lambda name: due[name])] += 1
-    after = Counter(task.part for task in (mixed.draw(place) for place in range(max(0, number - 20), number)))
+    after = Counter(task.part for task in (mixed.draw(index) for index in range(max(0, number - 20), number)))
     before = Counter(task.part for task in islice(TaskStream(mixed), max(0, number - 20)))
     assert before + after == Counter({name: count for name, count in counts.items() if count})
 

@@ -1,4 +1,4 @@
-"""A reward that sees a whole group: when it is asked, what it adds, and what happens where it fails."""
+"""A reward of a whole group: when it is called, what it adds, and its failures."""
 
 import asyncio
 import math

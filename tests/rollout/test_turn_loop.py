@@ -184,17 +184,17 @@ def test_an_observation_that_does_not_fit_is_left_out_whole(with_image: bool):
 
 
 def test_a_reply_may_use_its_own_limit_or_what_the_budget_leaves():
-    asked: list[int] = []
+    limits: list[int] = []
 
     def reply(request: Request, turn: int) -> str:
-        asked.append(request.sampling.max_tokens)
+        limits.append(request.sampling.max_tokens)
         return "a" * 60
 
     long = play(env(), reply, max_reply_tokens=20, truncated_reward=0.0)
-    assert (long.ending, len(long.turns[0].response_ids), asked) == ("length", 20, [20])
+    assert (long.ending, len(long.turns[0].response_ids), limits) == ("length", 20, [20])
     prompt = len(long.turns[0].prompt_ids)
     spent = play(env(), reply, max_tokens=prompt + 15, max_reply_tokens=20, truncated_reward=0.0)
-    assert (spent.ending, spent.num_tokens, asked) == ("max_tokens", prompt + 15, [20, 15])
+    assert (spent.ending, spent.num_tokens, limits) == ("max_tokens", prompt + 15, [20, 15])
 
 
 def test_a_truncated_reply_is_not_shown_to_step():
