@@ -440,6 +440,7 @@ def test_what_is_no_task_is_refused(made):
         load_tasks(Data(generator=lambda index, seed: made, size=1))[0]
 
 
+@pytest.mark.slow
 def test_our_datasets_folder_never_shadows_hugging_faces():
     with pytest.raises(ValueError, match=r"Hugging Face's package.*datasets/geo3k\.py:make"):
         load_tasks(Data(generator="datasets.geo3k:make", size=1))

@@ -241,6 +241,7 @@ print(trajectory.ending, trajectory.metrics["env_timeouts"], time.time(), flush=
 """
 
 
+@pytest.mark.slow
 def test_nothing_hung_keeps_the_process_from_ending():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(Path(__file__).parents[1])],
