@@ -287,7 +287,7 @@ def test_data_without_path_or_generator_is_an_error():
         load_tasks(Data())
 
 
-def test_paths_are_looked_for_in_base_dir_then_in_the_working_directory(tmp_path, monkeypatch):
+def test_paths_are_found_in_base_dir_then_in_the_working_directory(tmp_path, monkeypatch):
     jsonl(tmp_path / "recipes" / "data" / "a.jsonl", [{"prompt": "recipe"}])
     jsonl(tmp_path / "work" / "data" / "a.jsonl", [{"prompt": "work"}])
     monkeypatch.chdir(tmp_path / "work")
