@@ -55,6 +55,7 @@ def test_an_env_and_a_generator_are_too_many(qwen3_vl, folder):
         asyncio.run(play(settings(qwen3_vl, generate="mine.py:generate")))
 
 
+@pytest.mark.slow
 def test_the_history_policy_rewrites_what_is_read_by_hand(qwen3_vl, folder):
     """Typed by hand, each prompt is shown where it differs from the last: with the policy, the question is gone in the third."""
     options = ["--rollout.history", "rerender", "--rollout.history-policy", "mine.py:newest"]

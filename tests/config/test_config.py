@@ -55,6 +55,7 @@ def run(*arguments, cwd):
     )
 
 
+@pytest.mark.slow
 def test_a_recipes_help_reads_like_documentation(tmp_path):
     """From another folder, as paths in a recipe are resolved from its own."""
     done = run(ROOT / "recipes/geo3k.py", "--help", cwd=tmp_path)
@@ -65,6 +66,7 @@ def test_a_recipes_help_reads_like_documentation(tmp_path):
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_an_unknown_field_is_named(tmp_path):
     done = run(ROOT / "recipes/quickstart.py", "--optim.learning-rate", "1", cwd=tmp_path)
     assert done.returncode != 0
@@ -83,6 +85,7 @@ def test_an_unknown_field_is_named(tmp_path):
         (["--optim.lr", "-1"], "optim.lr must be greater than 0"),
     ],
 )
+@pytest.mark.slow
 def test_a_mistake_gives_one_clear_line_before_anything_is_trained(tmp_path, options, message):
     done = run(ROOT / "recipes/quickstart.py", *options, cwd=tmp_path)
     assert done.returncode != 0

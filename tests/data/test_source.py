@@ -41,7 +41,7 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def placed(prompt: Any, images: Any = None, **options: Any) -> Task:
+def task_with(prompt: Any, images: Any = None, **options: Any) -> Task:
     """The one task of a generator that returns this row."""
     row = {"prompt": prompt, "images": images}
     return load_tasks(Data(generator=lambda index, seed: row, size=1, **options))[0]
@@ -64,37 +64,37 @@ def content(task: Task) -> Any:
 
 
 def test_a_string_without_images_stays_a_string_and_its_mark_is_prose():
-    assert placed("What does <image> mean in HTML?").prompt == [
+    assert task_with("What does <image> mean in HTML?").prompt == [
         {"role": "user", "content": "What does <image> mean in HTML?"}
     ]
 
 
 def test_a_mark_counts_only_as_often_as_the_row_has_images():
-    task = placed("<image>Is <image> a tag? <image>", [A])
+    task = task_with("<image>Is <image> a tag? <image>", [A])
     assert content(task) == [image(A), text("Is <image> a tag? <image>")]
     assert task.images == [A]
 
 
 def test_marks_take_the_images_in_order():
-    assert content(placed("from <image> to <image>", [A, B])) == [text("from "), image(A), text(" to "), image(B)]
+    assert content(task_with("from <image> to <image>", [A, B])) == [text("from "), image(A), text(" to "), image(B)]
 
 
 def test_images_without_a_mark_go_first_and_the_order_stays():
-    assert content(placed("Compare.", [A, B])) == [image(A), image(B), text("Compare.")]
-    task = placed("See <image> here", [A, B, C])
+    assert content(task_with("Compare.", [A, B])) == [image(A), image(B), text("Compare.")]
+    task = task_with("See <image> here", [A, B, C])
     assert content(task) == [image(A), image(B), text("See "), image(C), text(" here")]
     assert task.images == [A, B, C]
 
 
 def test_one_image_needs_no_list():
-    assert content(placed("<image>", A)) == [image(A)]
+    assert content(task_with("<image>", A)) == [image(A)]
     pil = Image.new("RGB", (2, 2))
-    assert content(placed("x", pil))[0]["image"] is pil
+    assert content(task_with("x", pil))[0]["image"] is pil
 
 
 def test_an_image_that_is_none_names_its_task():
     with pytest.raises(ValueError, match=r"task 0 of generator.*must be bytes, a path.*not None"):
-        placed("<image><image>", [A, None])
+        task_with("<image><image>", [A, None])
 
 
 # A list of messages
@@ -105,7 +105,7 @@ def test_bare_image_parts_take_the_images_in_order():
         {"role": "system", "content": "Look at <image>."},
         {"role": "user", "content": [{"type": "image"}, text("and <image>"), {"type": "image"}]},
     ]
-    task = placed(prompt, [A, B])
+    task = task_with(prompt, [A, B])
     assert task.prompt == [
         {"role": "system", "content": "Look at <image>."},
         {"role": "user", "content": [image(A), text("and <image>"), image(B)]},
@@ -119,7 +119,7 @@ def test_marks_count_in_all_user_messages_only():
         {"role": "assistant", "content": "I see <image>"},
         {"role": "user", "content": "then <image> not <image>"},
     ]
-    assert placed(prompt, [A, B]).prompt == [
+    assert task_with(prompt, [A, B]).prompt == [
         {"role": "user", "content": [image(A), text(" first")]},
         {"role": "assistant", "content": "I see <image>"},
         {"role": "user", "content": [text("then "), image(B), text(" not <image>")]},
@@ -128,7 +128,7 @@ def test_marks_count_in_all_user_messages_only():
 
 def test_unmarked_images_go_before_the_first_user_string():
     prompt = [{"role": "user", "content": "one"}, {"role": "user", "content": "two <image>"}]
-    assert [m["content"] for m in placed(prompt, [A, B]).prompt] == [
+    assert [m["content"] for m in task_with(prompt, [A, B]).prompt] == [
         [image(A), text("one")],
         [text("two "), image(B)],
     ]
@@ -136,7 +136,7 @@ def test_unmarked_images_go_before_the_first_user_string():
 
 def test_bare_parts_and_marks_together():
     prompt = [{"role": "user", "content": [{"type": "image"}]}, {"role": "user", "content": "<image> <image>"}]
-    assert [m["content"] for m in placed(prompt, [A, B]).prompt] == [[image(A)], [image(B), text(" <image>")]]
+    assert [m["content"] for m in task_with(prompt, [A, B]).prompt] == [[image(A)], [image(B), text(" <image>")]]
 
 
 @pytest.mark.parametrize(
@@ -144,13 +144,13 @@ def test_bare_parts_and_marks_together():
     [
         ([{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}], [A], "1 images for 2 image parts"),
         ([{"role": "user", "content": [{"type": "image"}]}], [A, B], "2 images for 1 image parts"),
-        ([{"role": "user", "content": [text("no place")]}], [A], "1 images for 0 image parts"),
+        ([{"role": "user", "content": [text("no source")]}], [A], "1 images for 0 image parts"),
         ([{"role": "user", "content": [{"type": "image"}]}], None, "0 images for 1 image parts"),
     ],
 )
 def test_counts_that_do_not_work_out_are_named(prompt, images, numbers):
     with pytest.raises(ValueError, match=f"task 0 of generator.*: {numbers}"):
-        placed(prompt, images)
+        task_with(prompt, images)
 
 
 def test_parts_with_their_own_source_keep_it_in_one_form():
@@ -167,7 +167,7 @@ def test_parts_with_their_own_source_keep_it_in_one_form():
             ],
         }
     ]
-    task = placed(prompt, [B])
+    task = task_with(prompt, [B])
     sources = [A, "https://x.org/a.png", "data:image/png;base64,AAAA", b"hi", B]
     assert content(task) == [*map(image, sources), text("plain")]
     assert task.images == sources
@@ -175,22 +175,22 @@ def test_parts_with_their_own_source_keep_it_in_one_form():
 
 def test_other_keys_of_messages_stay_and_empty_ones_go():
     prompt = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "name": None}]
-    assert placed(prompt).prompt == [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]
+    assert task_with(prompt).prompt == [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]
 
 
 @pytest.mark.parametrize("prompt", [None, 3, [], ["hi"], [{"content": "no role"}]])
 def test_a_prompt_of_another_kind_is_refused(prompt):
     with pytest.raises(ValueError, match="must be a string or a list of messages"):
-        placed(prompt)
+        task_with(prompt)
 
 
 def test_the_system_prompt_goes_before_a_prompt_without_one():
-    assert placed("hi", system_prompt="Be brief.").prompt == [
+    assert task_with("hi", system_prompt="Be brief.").prompt == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "hi"},
     ]
     own = [{"role": "system", "content": "Mine"}, {"role": "user", "content": "hi"}]
-    assert placed(own, system_prompt="Be brief.").prompt == own
+    assert task_with(own, system_prompt="Be brief.").prompt == own
 
 
 # Rows
@@ -439,6 +439,7 @@ def test_what_is_no_task_is_refused(made):
         load_tasks(Data(generator=lambda index, seed: made, size=1))[0]
 
 
+@pytest.mark.slow
 def test_our_datasets_folder_never_shadows_hugging_faces():
     with pytest.raises(ValueError, match=r"Hugging Face's package.*datasets/geo3k\.py:make"):
         load_tasks(Data(generator="datasets.geo3k:make", size=1))
@@ -528,13 +529,13 @@ def test_a_row_without_its_id_or_source_is_named(tmp_path, name):
 
 def test_a_copy_shares_the_images_and_nothing_else():
     red = Image.new("RGB", (2, 2), "red")
-    task = placed("<image>Which?", [red])
+    task = task_with("<image>Which?", [red])
     copy = task.copy()
     assert copy == task
     assert copy.images[0] is red and copy.prompt[0]["content"][0]["image"] is red
     copy.prompt[0]["content"].pop()
     copy.data["seen"] = True
-    assert task == placed("<image>Which?", [red])
+    assert task == task_with("<image>Which?", [red])
 
 
 def test_a_task_that_cannot_be_copied_is_named():

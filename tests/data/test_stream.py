@@ -29,7 +29,7 @@ def prompts(tasks: Iterable[Task]) -> list[str]:
     return [task.prompt[0]["content"] for task in tasks]
 
 
-def test_a_stream_plays_every_task_once_an_epoch_each_epoch_in_its_own_order():
+def test_a_stream_plays_every_task_once_an_epoch_in_its_own_order():
     source = numbered(8)
     drawn = prompts(islice(TaskStream(source), 24))
     assert drawn[:8] == ["0", "2", "1", "4", "6", "7", "3", "5"]
@@ -72,7 +72,7 @@ def names(tasks: Iterable[Task]) -> list[str]:
     return [task.part + task.prompt[0]["content"] for task in tasks]
 
 
-def test_a_mixture_draws_by_weight_and_each_part_goes_through_its_own_epochs():
+def test_a_mixture_draws_by_weight_and_each_part_has_its_own_epochs():
     stream = TaskStream(mixture(a=part(3, weight=2), b=part(2)))
     assert names(islice(stream, 9)) == ["a0", "b0", "a1", "a2", "b1", "a0", "a1", "b0", "a2"]
 
@@ -85,7 +85,7 @@ def test_every_draw_is_where_drawing_from_the_first_on_comes_to(weights, number)
     for _ in range(number):
         due = {name: (counts[name] + 0.5) / mixed.weights[name] for name in counts}
         counts[min(due, key=lambda name: due[name])] += 1
-    after = Counter(task.part for task in (mixed.draw(place) for place in range(max(0, number - 20), number)))
+    after = Counter(task.part for task in (mixed.draw(index) for index in range(max(0, number - 20), number)))
     before = Counter(task.part for task in islice(TaskStream(mixed), max(0, number - 20)))
     assert before + after == Counter({name: count for name, count in counts.items() if count})
 

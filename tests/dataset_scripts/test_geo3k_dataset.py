@@ -48,6 +48,7 @@ def folder(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_folder_becomes_two_parquet_files(tmp_path):
     source = folder(tmp_path / "source")
     command = [sys.executable, SCRIPT, "--out", str(tmp_path / "out"), "--source", str(source)]

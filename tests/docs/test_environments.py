@@ -39,6 +39,7 @@ def test_the_shop_is_played_to_its_end():
     assert trajectory.turns[1].media[0].image.getpixel((0, 0)) == (0, 128, 0)
 
 
+@pytest.mark.slow
 def test_the_painter_plays_with_a_server_that_is_started_for_it():
     pytest.importorskip("mcp", reason="needs mcp: pip install 'vlmrl[mcp]'")
     server = f"{sys.executable} {Path(__file__).parents[1] / 'env/mcp_server.py'}"
@@ -57,6 +58,7 @@ def test_the_cart_is_played_frame_by_frame():
     assert [len(turn.media) for turn in trajectory.turns] == [1, 1, 0]
 
 
+@pytest.mark.slow
 def test_the_poem_is_judged_and_its_lines_are_counted():
     responses = pytest.importorskip("starlette.responses", reason="needs starlette: pip install 'vlmrl[serve]'")
 

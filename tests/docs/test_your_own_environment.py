@@ -46,6 +46,7 @@ def test_it_is_shown_as_the_model_sees_it(folder, monkeypatch, capsys):
     assert "448 tasks to train on, 64 held out" in told and "128x128 px, as it is" in told
 
 
+@pytest.mark.slow
 def test_it_trains_and_leaves_what_is_promised(folder, monkeypatch, capsys):
     told = run(COMMANDS[2], monkeypatch, capsys)
     assert "Dots, at most 2 turns" in told and "448 tasks, 64 held out" in told

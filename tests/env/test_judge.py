@@ -17,6 +17,8 @@ from testing.servers import free_port, served
 from vlmrl import Judge, JudgeError, ToolEnv, weighted_reward
 from vlmrl.config.code import load_object
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 JudgeEnv = load_object(f"{ROOT / 'envs/judge.py'}:JudgeEnv")
 CONVERSATION = [{"role": "user", "content": "Greet me."}, {"role": "assistant", "content": "Hi!"}]

@@ -241,6 +241,7 @@ print(trajectory.ending, trajectory.metrics["env_timeouts"], time.time(), flush=
 """
 
 
+@pytest.mark.slow
 def test_hung_envs_do_not_keep_the_process_alive():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(Path(__file__).parents[1])],

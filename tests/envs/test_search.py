@@ -260,6 +260,7 @@ class Impatient(SearchEnv):
         return HttpRetriever(retriever, patience=0.5)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_costs_trajectories_and_never_text_or_reward(corpus):
     pytest.importorskip("uvicorn", reason="needs vlmrl[search]")
     with socket.socket() as probe:
@@ -296,6 +297,7 @@ def test_a_server_that_dies_costs_trajectories_and_never_text_or_reward(corpus):
         assert trajectory.reward is None and trajectory.turns == [] and trajectory.metrics["env_retries"] == 1
 
 
+@pytest.mark.slow
 def test_real_questions_are_answered_from_real_passages(shared):
     """In process and through the protocol: the same passages, and for most questions a gold one among the first three."""
     folder = shared / "data/search"

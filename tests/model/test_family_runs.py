@@ -17,6 +17,8 @@ from vlmrl.run import loop
 from vlmrl.run.build import build_run
 from vlmrl.run.program import summary_of
 
+pytestmark = pytest.mark.slow
+
 
 def noise(seed: int, width: int) -> Image.Image:
     return Image.effect_noise((width, 64), 40 + seed).convert("RGB")

@@ -86,6 +86,7 @@ def test_no_targets_still_give_a_gradient_to_the_head():
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures resident memory from Linux's /proc")
+@pytest.mark.slow
 def test_the_logits_of_a_real_vocabulary_are_never_there_at_once():
     """1,024 tokens make 0.58 GiB of logits, and autograd keeps several copies; here 0.46 GiB are enough for any number."""
     script = Path(__file__).parents[2] / "benchmarks/head_memory.py"

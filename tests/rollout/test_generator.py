@@ -130,7 +130,7 @@ def test_sampling_that_cannot_be_is_refused(sampling, error):
     assert error in play(generate).error
 
 
-def test_a_generator_that_raises_hangs_or_returns_nothing_fails_its_trajectory():
+def test_a_generator_that_raises_or_hangs_fails_its_trajectory():
     async def raises(client, renderer, task):
         raise OSError("disk full")
 

@@ -1,4 +1,4 @@
-"""A reward that sees a whole group: when it is asked, what it adds, and what happens where it fails."""
+"""A reward of a whole group: when it is called, what it adds, and its failures."""
 
 import asyncio
 import math
@@ -78,7 +78,7 @@ def test_rows_of_every_kind_carry_it_through_the_audit(how):
     assert [return_to_go(trajectory, turn) for turn in (0, 1)] == [1.75, 1.5]
 
 
-def test_rows_that_were_made_while_playing_are_paid_on_their_last_sampled_token():
+def test_rows_of_the_rollout_are_rewarded_on_the_last_sampled_token():
     trajectory = make_trajectory(turns=[make_turn([1], [5, 6], [-0.1, -0.2])])
     trajectory.samples = emit(trajectory, "concat")
     trajectory.samples[-1].loss_mask[-1] = 0

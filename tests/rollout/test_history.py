@@ -60,7 +60,7 @@ START = f"{USER}2+2?{END}\n{ASSISTANT}"
 # Inline
 
 
-def test_inline_drops_the_end_of_turn_between_turns_and_trains_the_last():
+def test_inline_trains_only_the_last_end_of_turn():
     trajectory = play(Shows, ["a", "done"], history="inline")
     assert prompts(trajectory) == [START, f"{START}a{SEEN}Look."]
     assert [turn.dropped for turn in trajectory.turns] == [1, 0] and trajectory.tail_ids == []
@@ -70,7 +70,7 @@ def test_inline_drops_the_end_of_turn_between_turns_and_trains_the_last():
     assert check(trajectory, "step_wise").left_out == {}
 
 
-def test_inline_closes_a_last_reply_that_a_stop_string_ended_untrained():
+def test_inline_closes_a_reply_that_a_stop_string_ended():
     def reply(request, turn):
         return completion("done" if turn else "a", request_tokens(request), end=False)
 
@@ -221,7 +221,7 @@ def rewritten(name: str, reply: str) -> str:
 
 
 @pytest.mark.parametrize("name", DROP_THINKING)
-def test_the_rewrites_of_templates_that_forget_are_these_and_no_others(name, shared):
+def test_templates_rewrite_history_only_by_dropping_thinking(name, shared):
     """A user message answers a reply: append keeps it as sampled, the full render has it rewritten."""
     real = real_renderer(shared, "qwen3-vl", name)
 

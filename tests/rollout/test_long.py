@@ -49,7 +49,7 @@ def test_each_turn_encodes_its_own_observation_and_nothing_else(monkeypatch, tur
     assert len({len(turn.prompt_ids) for turn in trajectory.turns[1:]}) == 1
 
 
-def test_step_wise_rows_of_a_long_episode_hold_images_by_reference_and_merge_into_one(monkeypatch):
+def test_rows_of_a_long_episode_share_images_and_merge_into_one(monkeypatch):
     trajectory, _, _ = play(monkeypatch, 20, True)
     rows = step_wise(trajectory)
     assert len({id(item) for row in rows for item in row.media}) == 19  # 190 occurrences of 19 images

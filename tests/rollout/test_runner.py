@@ -334,7 +334,7 @@ def test_threads_of_envs_do_not_pile_up():
     assert threading.active_count() <= before + 8
 
 
-def test_lockstep_batches_larger_than_the_concurrency_limit_do_not_deadlock():
+def test_lockstep_batches_above_the_concurrency_limit_do_not_deadlock():
     sizes: list[int] = []
 
     class Counting:
@@ -406,7 +406,7 @@ def test_lockstep_batching_gives_the_same_trajectories_twice(model: LoadedModel)
     assert len({str(turns) for _, _, turns in first}) > 9  # a short reply may be drawn twice
 
 
-def test_a_lockstep_batch_starts_when_all_have_requested_in_task_order():
+def test_a_lockstep_batch_waits_for_all_and_is_in_task_order():
     batches: list[list[str]] = []
 
     class Naming:

@@ -145,7 +145,7 @@ def test_another_stop_id_than_the_end_of_turn_is_closed_too():
     assert second.prompt_ids[0] == renderer().end_of_turn_id
 
 
-def test_the_turn_limit_ends_it_and_the_last_observation_is_not_appended():
+def test_at_the_turn_limit_the_last_observation_is_not_appended():
     rendered: list[Any] = []
 
     class Watched(env(obs("x"), obs("never", images=[b"no image"]))):  # type: ignore[misc]
@@ -184,17 +184,17 @@ def test_an_observation_that_does_not_fit_is_left_out_whole(with_image: bool):
 
 
 def test_a_reply_may_use_its_own_limit_or_what_the_budget_leaves():
-    asked: list[int] = []
+    limits: list[int] = []
 
     def reply(request: Request, turn: int) -> str:
-        asked.append(request.sampling.max_tokens)
+        limits.append(request.sampling.max_tokens)
         return "a" * 60
 
     long = play(env(), reply, max_reply_tokens=20, truncated_reward=0.0)
-    assert (long.ending, len(long.turns[0].response_ids), asked) == ("length", 20, [20])
+    assert (long.ending, len(long.turns[0].response_ids), limits) == ("length", 20, [20])
     prompt = len(long.turns[0].prompt_ids)
     spent = play(env(), reply, max_tokens=prompt + 15, max_reply_tokens=20, truncated_reward=0.0)
-    assert (spent.ending, spent.num_tokens, asked) == ("max_tokens", prompt + 15, [20, 15])
+    assert (spent.ending, spent.num_tokens, limits) == ("max_tokens", prompt + 15, [20, 15])
 
 
 def test_a_truncated_reply_is_not_shown_to_step():
@@ -281,7 +281,7 @@ def test_an_aborted_reply_ends_it_as_a_failure_without_reward():
     assert (trajectory.ending, trajectory.failed, trajectory.reward) == ("aborted", True, None)
 
 
-def test_an_engine_error_or_silence_fails_the_trajectory_after_the_turns_it_has():
+def test_an_engine_error_or_timeout_fails_the_trajectory():
     def dies(request: Request, turn: int) -> str:
         if turn:
             raise EngineError("server 3 is gone")
@@ -298,7 +298,7 @@ def test_an_engine_error_or_silence_fails_the_trajectory_after_the_turns_it_has(
     assert late.error == "trajectory g/00: no reply in rollout.engine_timeout (0.1 s)."
 
 
-def test_the_engine_is_told_when_a_trajectory_is_over_however_it_ended():
+def test_the_engine_releases_every_trajectory_however_it_ended():
     class Engine:
         policy_version = 0
 
@@ -324,7 +324,7 @@ def test_the_engine_is_told_when_a_trajectory_is_over_however_it_ended():
         assert engine.released == ["g/00"]
 
 
-def test_tools_of_an_env_are_shown_in_the_prompt_and_not_in_observations():
+def test_tools_of_an_env_are_in_the_prompt_only():
     class Tooled(env(obs("x"), obs("y"))):  # type: ignore[misc]
         tools: ClassVar[list[dict[str, Any]]] = [
             {"type": "function", "function": {"name": "zoom", "parameters": {"type": "object"}}}
@@ -372,7 +372,7 @@ def test_metrics_of_turns_and_time_are_kept():
     assert all(turn.env_seconds > 0 and turn.engine_seconds > 0 for turn in trajectory.turns)
 
 
-def test_each_request_has_a_seed_of_its_own_that_a_second_run_draws_again():
+def test_each_request_has_its_own_reproducible_seed():
     def seeds(run_seed: int, task_seed: int, trajectory_id: str) -> list[int]:
         found: list[int] = []
 

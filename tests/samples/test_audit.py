@@ -418,8 +418,8 @@ def test_rewards_that_do_not_add_up():
     refuse(message.format(1.0, 1.25), lost, trajectories=[make_trajectory()])
     twice = [replace(sample, rewards={1: 1.25}) for sample in step_wise(make_trajectory())]
     refuse(message.format(2.5, 1.25), *twice, trajectories=[make_trajectory()])
-    nobody = make_trajectory(turns=[make_turn([1], [5], [-0.1])], final_reward=None)
-    refuse(message.format(0.0, None), *concat(nobody), trajectories=[nobody])
+    unrewarded = make_trajectory(turns=[make_turn([1], [5], [-0.1])], final_reward=None)
+    refuse(message.format(0.0, None), *concat(unrewarded), trajectories=[unrewarded])
 
 
 @pytest.mark.parametrize("ending", ["error", "aborted"])

@@ -44,7 +44,7 @@ def test_rewards_by_token_and_unknown_logprobs():
     assert to_columns([first, second])["rollout_logprobs"] is None
 
 
-def test_experts_are_there_for_the_prompt_too_and_may_lack_the_last_token():
+def test_expert_indices_include_the_prompt_and_may_lack_the_last_token():
     experts = [
         [[[token, 9]] for token in range(5)],
         [[[7, 2]], [[-1, -1]]],

@@ -24,7 +24,7 @@ A, B, C = route(0, 1), route(1, 2), route(2, 0)
 
 
 def two_turns(**second) -> Trajectory:
-    """Prompt 1 2, reply 5 6, observation 7, reply 8; each engine call told all but its last token."""
+    """Prompt 1 2, reply 5 6, observation 7, reply 8; the engine reported all but the last token of each call."""
     turns = [make_turn([1, 2], [5, 6], [-0.1, -0.2]), make_turn([7], [8], [-0.3], **second)]
     record_expert_routing([A, A, B, None], turns[:1])
     return make_trajectory(turns=turns)

@@ -104,7 +104,7 @@ def sharp_model(folder: Path, end: float = 5.0) -> LoadedModel:
 def sharpen(model: Any, end: float) -> None:
     """Random weights that say something: a larger decoder, and a head that ends turns the more the larger ``end`` is.
 
-    As they come, all tokens are nearly equally likely, so that a wrong position or image would hardly show.
+    Without this, all tokens are nearly equally likely, so that a wrong position or image would hardly show.
     """
     text = model.config.get_text_config()
     head = nn.Linear(text.hidden_size, text.vocab_size)

@@ -13,6 +13,8 @@ from vlmrl.model.loading import load_model
 from vlmrl.train.checkpoint import Checkpoints, load_random, save_random
 from vlmrl.train.trainer import Trainer, TrainerSpec
 
+pytestmark = pytest.mark.slow
+
 
 def names(folder):
     return sorted(path.name for path in folder.iterdir())

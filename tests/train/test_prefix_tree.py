@@ -163,6 +163,7 @@ def test_logprobs_and_gradients_are_those_of_single_rows(model, seed, layout, bu
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.slow
 def test_flex_attention_scores_as_the_cpu_does(model, monkeypatch):
     """Its forward only, and not compiled: it has no gradient on a CPU."""
     rows = random_rows(model, 0, trained=0.7)

@@ -51,8 +51,8 @@ class TaskSource:
 
     def draw(self, number: int) -> Task:
         """The task of draw ``number``, from 0: epoch after epoch, each in its own order."""
-        epoch, place = divmod(number, len(self))
-        return self[self.order(epoch)[place]]
+        epoch, index = divmod(number, len(self))
+        return self[self.order(epoch)[index]]
 
     def fits(self, task: Task) -> bool:
         return self.max_prompt_tokens is None or self.tokens is None or self.tokens(task) <= self.max_prompt_tokens
@@ -88,7 +88,7 @@ def load_split(data: Data, part: str = "") -> tuple[TaskSource, TaskSource | Non
     sides = [[row for row in range(len(ids)) if (row in kept_back) == side] for side in (False, True)]
     if not sides[0] or (data.held_out and not sides[1]):
         raise ValueError(
-            f"data.held_out {data.held_out} keeps back {len(sides[1])} of {len(ids)} rows: it must leave some on each side."
+            f"data.held_out {data.held_out} keeps back {len(sides[1])} of {len(ids)} rows: some must remain on each side."
         )
     train, rest = (TaskSource(table.make, rows, data.seed, data.shuffle, data.max_prompt_tokens) for rows in sides)
     return train, rest if data.held_out else None
@@ -101,7 +101,7 @@ def held_out(ids: Sequence[Any], amount: int | float) -> set[int]:
     """
     ranks = [int.from_bytes(hashlib.sha256(str(name).encode()).digest()[:8], "big") for name in ids] if amount else []
     limit = amount * 2**64 if amount < 1 else sorted(ranks)[: int(amount)][-1] + 1
-    return {place for place, rank in enumerate(ranks) if rank < limit}
+    return {index for index, rank in enumerate(ranks) if rank < limit}
 
 
 def task_seed(seed: int, index: int) -> int:

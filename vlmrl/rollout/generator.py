@@ -153,19 +153,19 @@ class Client:
         """The recorded replies that the rows train, in order. Raises ValueError for trained tokens that were never sampled."""
         calls = iter(self._calls)
         for sample in samples:
-            place = 0
+            index = 0
             for mask, run in groupby(sample.loss_mask):
-                end = place + len(list(run))
+                end = index + len(list(run))
                 if mask:
-                    ids = sample.response_ids[place:end]
+                    ids = sample.response_ids[index:end]
                     call = next((call for call in calls if call.completion.token_ids == ids), None)
                     if call is None:
                         raise ValueError(
-                            f"trajectory {self.trajectory_id}, response tokens {place} to {end - 1}: they have mask 1, but this "
+                            f"trajectory {self.trajectory_id}, response tokens {index} to {end - 1}: they have mask 1, but this "
                             f"generator's client never sampled them: {ids[:20]}."
                         )
                     yield call
-                place = end
+                index = end
 
     def _turns(self, calls: Sequence[_Call]) -> list[Turn]:
         turns: list[Turn] = []

@@ -79,7 +79,7 @@ def _add_reward(trajectory: Trajectory, reward: float) -> None:
     trajectory.group_reward = reward
     if trajectory.samples:  # rows that the rollout made already hold the trajectory's own reward
         row = trajectory.samples[-1]
-        last = max(place for place, mask in enumerate(row.loss_mask) if mask)  # the last sampled token
+        last = max(index for index, mask in enumerate(row.loss_mask) if mask)  # the last sampled token
         row.rewards[last] = row.rewards.get(last, 0.0) + reward
 
 

@@ -77,15 +77,15 @@ class _Context:
         """The part of a whole prompt that follows its common prefix with this context. Images are compared by content."""
         pairs = enumerate(zip(self.engine_ids, whole.engine_ids[:-1], strict=False))
         shorter = min(len(self.engine_ids), len(whole.engine_ids) - 1)
-        same = next((place for place, (old, new) in pairs if old != new), shorter)
-        places = [place for place in range(same) if whole.engine_ids[place] == image_token_id]
-        for number, place in enumerate(places):
+        same = next((index for index, (old, new) in pairs if old != new), shorter)
+        indices = [index for index in range(same) if whole.engine_ids[index] == image_token_id]
+        for number, index in enumerate(indices):
             if self.media[number].id != whole.media[number].id:
-                same, places = place, places[:number]
+                same, indices = index, indices[:number]
                 break
-        kept = same + sum(item.num_tokens - 1 for item in whole.media[: len(places)])
-        new = _Piece(whole.engine_ids[same:], whole.token_ids[kept:], whole.media[len(places) :], whole.messages)
-        return new if kept == self.length else replace(new, kept=kept, kept_media=len(places))
+        kept = same + sum(item.num_tokens - 1 for item in whole.media[: len(indices)])
+        new = _Piece(whole.engine_ids[same:], whole.token_ids[kept:], whole.media[len(indices) :], whole.messages)
+        return new if kept == self.length else replace(new, kept=kept, kept_media=len(indices))
 
     def _cut(self, kept: int, kept_media: int) -> None:
         del self.media[kept_media:]

@@ -114,10 +114,10 @@ def _check_tokens(samples: Sequence[Sample], row: int, banned_ids: list[int]) ->
     )
     for broken, message in rules:
         if broken.any():
-            place = int(broken.argmax())
-            problem = message.format(logprob=given[place], token=sample.response_ids[place])
+            index = int(broken.argmax())
+            problem = message.format(logprob=given[index], token=sample.response_ids[index])
             raise AuditError(
-                f"trajectory {name}, turn {_turn_of(samples, row, place)}, response token {place}: {problem}"
+                f"trajectory {name}, turn {_turn_of(samples, row, index)}, response token {index}: {problem}"
             )
 
 
@@ -125,13 +125,13 @@ def _check_rewards(samples: Sequence[Sample], row: int) -> None:
     """Rewards are finite and on sampled tokens; the final reward may be on a last token that was not sampled."""
     sample = samples[row]
     size = len(sample.response_ids)
-    for place, reward in sample.rewards.items():
-        where = f"trajectory {sample.trajectory_id}, turn {_turn_of(samples, row, place)}, response token {place}"
-        if not 0 <= place < size:
+    for index, reward in sample.rewards.items():
+        where = f"trajectory {sample.trajectory_id}, turn {_turn_of(samples, row, index)}, response token {index}"
+        if not 0 <= index < size:
             raise AuditError(f"{where}: it has the reward {reward}, but the response has {size} tokens.")
         if not math.isfinite(reward):
             raise AuditError(f"{where}: rewards must be finite, but it is {reward}.")
-        if reward and not sample.loss_mask[place] and place != size - 1:
+        if reward and not sample.loss_mask[index] and index != size - 1:
             raise AuditError(f"{where}: it was not sampled (mask 0), so its reward must be 0, but it is {reward}.")
 
 
@@ -187,18 +187,18 @@ def _check_expert_routing(sample: Sample, routing: ExpertRouters | None) -> None
         raise AuditError(f"{where}: expert_routing has {len(entries)} entries, but the model has no experts.")
     if len(entries) != len(sample):
         raise AuditError(f"{where}: expert_routing has {len(entries)} entries, but the row has {len(sample)} tokens.")
-    for place, entry in enumerate(entries):
+    for index, entry in enumerate(entries):
         if entry is not None and (entry.layers, entry.top_k) != (routing.layers, routing.top_k):
             raise AuditError(
-                f"{where}, token {place}: it was sent to {entry.top_k} experts in each of {entry.layers} layers, but the model sends "
+                f"{where}, token {index}: it was sent to {entry.top_k} experts in each of {entry.layers} layers, but the model sends "
                 f"to {routing.top_k} in each of {routing.layers}."
             )
     indices = np.sort(indices_from_routing(entries), axis=-1)
     wrong = (indices >= routing.num_experts).any(-1) | ((np.diff(indices) == 0) & (indices[..., 1:] >= 0)).any(-1)
     if wrong.any():
-        place, layer = map(int, np.argwhere(wrong)[0])
+        index, layer = map(int, np.argwhere(wrong)[0])
         raise AuditError(
-            f"{where}, token {place}, layer {layer}: it was sent to experts {indices[place, layer].tolist()}, which must be "
+            f"{where}, token {index}, layer {layer}: it was sent to experts {indices[index, layer].tolist()}, which must be "
             f"different ones of {routing.num_experts}."
         )
 
@@ -265,13 +265,13 @@ class _TrajectoryCheck:
                     "but were never sampled."
                 )
             self._check_prompt(row, *next(prompts))
-            place = self._check_reply(row, 0)
+            index = self._check_reply(row, 0)
             self.turn += 1
-            while place < len(row.response_ids) and self.turn < len(turns):
+            while index < len(row.response_ids) and self.turn < len(turns):
                 next(prompts)
-                place = self._check_reply(row, self._check_between(row, place))
+                index = self._check_reply(row, self._check_between(row, index))
                 self.turn += 1
-            self._check_tail(row, place)
+            self._check_tail(row, index)
         if self.turn < len(turns):
             rest = sum(len(turn.response_ids) for turn in turns[self.turn :])
             raise AuditError(
@@ -280,70 +280,70 @@ class _TrajectoryCheck:
 
     def _check_prompt(self, row: Sample, ids: list[int], media: list[MediaItem]) -> None:
         if row.prompt_token_ids != ids:
-            place = _first_difference(row.prompt_token_ids, ids)
+            index = _first_difference(row.prompt_token_ids, ids)
             raise AuditError(
-                f"{self._where}, prompt token {place}: the model saw {_at(ids, place)} ({len(ids)} tokens), but the row "
-                f"has {_at(row.prompt_token_ids, place)} ({len(row.prompt_token_ids)} tokens)."
+                f"{self._where}, prompt token {index}: the model saw {_at(ids, index)} ({len(ids)} tokens), but the row "
+                f"has {_at(row.prompt_token_ids, index)} ({len(row.prompt_token_ids)} tokens)."
             )
         self.images = 0
         self._check_media(row, media)
 
-    def _check_between(self, row: Sample, place: int) -> int:
-        """Compare the observation before this turn's reply, inside the row, at ``place``. Returns where it ends."""
+    def _check_between(self, row: Sample, index: int) -> int:
+        """Compare the observation before this turn's reply, inside the row, at ``index``. Returns where it ends."""
         turn = self.trajectory.turns[self.turn]
         if turn.kept is not None:
             raise AuditError(
                 f"{self._where}: its prompt was re-rendered, so the row must end before it, but it goes on at response token "
-                f"{place}."
+                f"{index}."
             )
         self._check_media(row, turn.media)
-        end = place + len(turn.prompt_ids)
-        held = row.response_ids[place:end]
-        if held != turn.prompt_ids or any(row.loss_mask[place:end]):
+        end = index + len(turn.prompt_ids)
+        held = row.response_ids[index:end]
+        if held != turn.prompt_ids or any(row.loss_mask[index:end]):
             at = _first_difference(held, turn.prompt_ids)
             if at == len(turn.prompt_ids):
-                at = row.loss_mask.index(1, place, end) - place
-            mask = f"mask {_at(row.loss_mask, place + at)}"
+                at = row.loss_mask.index(1, index, end) - index
+            mask = f"mask {_at(row.loss_mask, index + at)}"
             raise AuditError(
-                f"{self._where}, observation token {at} (response token {place + at}): the env showed "
+                f"{self._where}, observation token {at} (response token {index + at}): the env showed "
                 f"{_at(turn.prompt_ids, at)}, which has mask 0, but the row has {_at(held, at)} with {mask}."
             )
         return end
 
-    def _check_reply(self, row: Sample, place: int) -> int:
-        """Compare this turn's reply at ``place``: ids, logprobs, policy versions and mask. Returns where it ends."""
+    def _check_reply(self, row: Sample, index: int) -> int:
+        """Compare this turn's reply at ``index``: ids, logprobs, policy versions and mask. Returns where it ends."""
         turn = self.trajectory.turns[self.turn]
         length = len(turn.response_ids)
-        if turn.dropped and row.response_ids[place : place + length] != turn.response_ids:
+        if turn.dropped and row.response_ids[index : index + length] != turn.response_ids:
             length -= turn.dropped
             self.left_out["inline_end_of_turn"] += turn.dropped
         assert row.rollout_logprobs is not None
-        end = place + length
+        end = index + length
         sampled: list[list[Any]] = [turn.response_ids, turn.logprobs, turn.policy_versions, [1] * length]
         trained: list[list[Any]] = [row.response_ids, row.rollout_logprobs, row.policy_versions, row.loss_mask]
-        wanted, held = [values[:length] for values in sampled], [values[place:end] for values in trained]
+        wanted, held = [values[:length] for values in sampled], [values[index:end] for values in trained]
         if held == wanted:
             return end
         at = min(_first_difference(old, new) for old, new in zip(wanted, held, strict=True))
         names = ("id", "logprob", "policy version", "mask")
         shown = [", ".join(f"{n} {_at(v, at)}" for n, v in zip(names, lists, strict=True)) for lists in (wanted, held)]
         raise AuditError(
-            f"{self._where}, token {at} of the reply (response token {place + at}) must be {shown[0]}, as sampled, but it is "
+            f"{self._where}, token {at} of the reply (response token {index + at}) must be {shown[0]}, as sampled, but it is "
             f"{shown[1]}; the reply has {len(turn.response_ids)} tokens, the row {sum(row.loss_mask)} with mask 1."
         )
 
-    def _check_tail(self, row: Sample, place: int) -> None:
+    def _check_tail(self, row: Sample, index: int) -> None:
         if len(row.media) != self.images:
             raise AuditError(
                 f"trajectory {self.trajectory.id}, turn {self.turn - 1}, image {self.images}: the env showed {self.images} "
                 f"images up to here, but the row holds {len(row.media)}."
             )
-        rest = row.response_ids[place:]
+        rest = row.response_ids[index:]
         allowed = self.trajectory.tail_ids if self.turn == len(self.trajectory.turns) else []
-        if any(row.loss_mask[place:]) or (rest and rest != allowed):
+        if any(row.loss_mask[index:]) or (rest and rest != allowed):
             raise AuditError(
-                f"trajectory {self.trajectory.id}: the row ends with {len(rest)} tokens from response token {place} on, "
-                f"{sum(row.loss_mask[place:])} of them with mask 1, that no turn has."
+                f"trajectory {self.trajectory.id}: the row ends with {len(rest)} tokens from response token {index} on, "
+                f"{sum(row.loss_mask[index:])} of them with mask 1, that no turn has."
             )
 
     def _check_media(self, row: Sample, media: Sequence[MediaItem]) -> None:
@@ -365,19 +365,19 @@ class _TrajectoryCheck:
 
 def _first_difference(a: Sequence[object], b: Sequence[object]) -> int:
     pairs = enumerate(zip(a, b, strict=False))
-    return next((place for place, (x, y) in pairs if x != y), min(len(a), len(b)))
+    return next((index for index, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
-def _at(values: Sequence[object], place: int) -> object:
-    return values[place] if place < len(values) else "nothing"
+def _at(values: Sequence[object], index: int) -> object:
+    return values[index] if index < len(values) else "nothing"
 
 
-def _turn_of(samples: Sequence[Sample], row: int, place: int) -> int:
+def _turn_of(samples: Sequence[Sample], row: int, index: int) -> int:
     """The turn of a response token: the number of replies that end before it, in this row and the trajectory's earlier ones.
 
     With the mask ``[1, 1, 0, 1]``, tokens 0 and 1 belong to turn 0, the observation and the next reply to turn 1. A prompt token
-    (``place < 0``) belongs to the row's first turn.
+    (``index < 0``) belongs to the row's first turn.
     """
     before = [s.loss_mask for s in samples[:row] if s.trajectory_id == samples[row].trajectory_id]
-    mask = [*chain.from_iterable([*earlier, 0] for earlier in before), *samples[row].loss_mask[: max(place, 0) + 1]]
+    mask = [*chain.from_iterable([*earlier, 0] for earlier in before), *samples[row].loss_mask[: max(index, 0) + 1]]
     return sum(a > b for a, b in pairwise(mask))

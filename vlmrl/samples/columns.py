@@ -37,7 +37,7 @@ def to_columns(samples: Sequence[Sample], rollout_metrics: Mapping[str, float] |
         "prompt_token_ids": [sample.prompt_token_ids for sample in samples],
         "response_ids": [sample.response_ids for sample in samples],
         "rewards": [
-            [sample.rewards.get(place, 0.0) for place in range(len(sample.response_ids))] for sample in samples
+            [sample.rewards.get(index, 0.0) for index in range(len(sample.response_ids))] for sample in samples
         ],
         "loss_masks": [sample.loss_mask for sample in samples],
         "stop_reasons": [sample.stop_reason for sample in samples],
@@ -121,7 +121,7 @@ def _rewards(reward: Any, mask: Sequence[int], row: int) -> dict[int, float]:
         raise ValueError(
             f"column 'rewards', row {row}, has {len(reward)} entries, but loss_masks has {len(mask)} in that row."
         )
-    return {place: float(value) for place, value in enumerate(reward) if value}
+    return {index: float(value) for index, value in enumerate(reward) if value}
 
 
 def _expert_routing(experts: Any, size: int, row: int) -> list[ExpertRouting | None]:

@@ -143,16 +143,16 @@ def reply_spans(trajectory: Trajectory, rows: Sequence[Sample]) -> list[ReplySpa
     spans: list[ReplySpan] = []
     turns = trajectory.turns
     for number, row in enumerate(rows):
-        place, is_first = 0, True
-        while len(spans) < len(turns) and (is_first or place < len(row.response_ids)):
+        index, is_first = 0, True
+        while len(spans) < len(turns) and (is_first or index < len(row.response_ids)):
             turn = turns[len(spans)]
             if not is_first:
-                place += len(turn.prompt_ids)
+                index += len(turn.prompt_ids)
             length, is_first = len(turn.response_ids), False
-            if turn.dropped and row.response_ids[place : place + length] != turn.response_ids:
+            if turn.dropped and row.response_ids[index : index + length] != turn.response_ids:
                 length -= turn.dropped
-            spans.append(ReplySpan(len(spans), number, place, place + length))
-            place += length
+            spans.append(ReplySpan(len(spans), number, index, index + length))
+            index += length
     return spans
 
 
@@ -186,7 +186,7 @@ def _append_sample(sample: Sample, following: Sample) -> None:
     assert sample.rollout_logprobs is not None and following.rollout_logprobs is not None
     _append_unsampled(sample, following.prompt_token_ids[len(sample) :], following.policy_versions[0])
     start = len(sample.response_ids)
-    sample.rewards |= {start + place: reward for place, reward in following.rewards.items()}
+    sample.rewards |= {start + index: reward for index, reward in following.rewards.items()}
     sample.response_ids += following.response_ids
     sample.loss_mask += following.loss_mask
     sample.rollout_logprobs += following.rollout_logprobs
