@@ -1,10 +1,10 @@
 """Does each algorithm learn? The quickstart's task, from one warm-started model, with every loss and every advantage.
 
     python benchmarks/algorithms.py                         # all of them, about a minute each on two cores
-    python benchmarks/algorithms.py --only ppo gspo stale   # rows whose name begins so
+    python benchmarks/algorithms.py --only ppo gspo stale   # rows whose names begin with these
 
-Two optimizer steps a batch, so that the second is off-policy and clipping has something to do. `stale` rows sample from weights
-that are 4 updates of the engine behind, with and without a correction. Prints a table: held-out reward before and after.
+Two optimizer steps a batch, so that the second is off-policy and clipping has an effect. `stale` rows sample from weights that are 4
+updates old, with and without a correction. Prints a table: held-out reward before and after.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
-"""What the embedded engine gains by keeping keys and values between turns, and how often images are worked on.
+"""Speed of the embedded engine with the KV cache kept between turns, and how often images are processed and encoded.
 
     python benchmarks/keep_kv.py --turns 8
 
-The same groups are played twice by one tiny model, every turn bringing a new image: once with the trajectories' keys and
-values kept from turn to turn, once running each prompt anew. Prints the ratio of rollout times and of prompt tokens run.
+One tiny model plays the same groups twice, with a new image every turn: once with each trajectory's KV cache kept from turn to turn,
+once with each prompt prefilled again. Prints the ratio of rollout times and of prefilled tokens.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""The gap between rollout and trainer in a mixture of experts, with the rollout's routing replayed and without.
+"""The logprob mismatch of a mixture of experts, with the rollout's expert routing replayed and without.
 
-The engine samples in bfloat16, the trainer computes in float32: what remains with replay is rounding, what goes away is tokens
-that went to other experts.
+The engine samples in bfloat16, the trainer computes in float32. Replay removes the mismatch of tokens that went to other experts;
+rounding remains.
 
     python benchmarks/routing_replay.py
 """

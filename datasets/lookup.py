@@ -1,4 +1,4 @@
-"""A small world for learning to search: things that have a color each, which only the corpus tells.
+"""A small task for learning to search: things with a color each, which only the corpus contains.
 
     python datasets/lookup.py --out corpus.jsonl      # look at it
 
@@ -26,7 +26,7 @@ def passages() -> list[dict[str, str]]:
 
 
 def make_task(index: int, seed: int, first: int = 0, count: int = 7000) -> dict[str, str]:
-    """What color is it? Task after task asks about the ``count`` things from number ``first`` on, and then about them again."""
+    """A question about the color of thing ``first + index % count``."""
     thing = THINGS[first + index % count]
     return {"prompt": f"What color is the {thing}?", "answer": color_of(thing), "thing": thing}
 
