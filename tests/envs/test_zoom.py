@@ -54,7 +54,7 @@ def test_the_first_image_is_coarse():
         ([999, 999, 1000, 1000], (64, 64), (255, 255, 0)),  # also at the edge
     ],
 )
-def test_a_call_brings_the_crop(box, size, color):
+def test_a_call_returns_the_crop(box, size, color):
     observation, done, info = step(env(crop=64), call(box))
     (crop,) = observation["multi_modal_data"]["image"]
     assert observation["obs_str"] == "Closer:" and not done and info == {"zooms": 1}
@@ -62,7 +62,7 @@ def test_a_call_brings_the_crop(box, size, color):
 
 
 @pytest.mark.parametrize(
-    ("reply", "told"),
+    ("reply", "text"),
     [
         ("Blue, I think.", "Call zoom, or give your answer"),
         ("<tool_call>{</tool_call>", "A call is {"),
@@ -75,9 +75,9 @@ def test_a_call_brings_the_crop(box, size, color):
         (call("[0, 0, Infinity, 5]"), "A call is {"),
     ],
 )
-def test_a_wrong_call_is_explained_and_goes_on(reply, told):
+def test_a_wrong_call_is_explained_and_goes_on(reply, text):
     observation, done, info = step(env(), reply)
-    assert told in observation["obs_str"] and not done and "reward" not in info
+    assert text in observation["obs_str"] and not done and "reward" not in info
 
 
 def test_the_last_answer_is_judged_without_regard_to_case():
