@@ -25,7 +25,7 @@ from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.model.policy import Policy
 from vlmrl.report.progress import RunProgress
 from vlmrl.rollout.batches import fill
-from vlmrl.run.build import Run, build
+from vlmrl.run.build import Run, build_run
 from vlmrl.run.loop import evaluate_run, new_trainer, train_on, warm_start
 
 ROOT = Path(__file__).parent.parent
@@ -69,7 +69,7 @@ def teach(config: Config) -> str:
     """The folder of a model that knows the form of an episode, made once."""
     folder = Path(config.output_dir).resolve() / "taught"
     if not (folder / "config.json").exists():
-        run = build(config, ROOT / "recipes")
+        run = build_run(config, ROOT / "recipes")
         asyncio.run(warm_start(run, RunProgress()))
         run.model.save(folder)
         run.engine.close()
@@ -91,25 +91,25 @@ class StaleEngine(HFEngine):
 
 
 async def learn(row: Row, config: Config, model: str) -> tuple[float, float, float]:
-    """Held-out reward before and after, and the mean gap to the rollout's logprobs over the run."""
+    """Held-out reward before and after, and the mean logprob mismatch over the run."""
     config = replace(config, model=Model(path=model), algo=row.algo, seed=row.seed, warm_start=WarmStart())
-    run = build(config, ROOT / "recipes")
+    run = build_run(config, ROOT / "recipes")
     quiet = RunProgress(Console(quiet=True))
     before = await evaluate_run(run, quiet, label="before")
     if row.lag:
         run.engine.close()
         run.engine = StaleEngine(run, row.lag)
-    trainer, runner, tasks, gaps = new_trainer(run), run.runner(), TaskStream(run.tasks), []
+    trainer, runner, tasks, mismatches = new_trainer(run), run.runner(), TaskStream(run.tasks), []
     for step in range(config.train.steps):
         batch = await fill(runner, tasks, config.train.groups_per_batch, f"step{step:06d}", [], "off")
-        gaps.append(train_on(run, trainer, batch.trajectories)["logprob_mismatch/mean"])
+        mismatches.append(train_on(run, trainer, batch.trajectories)["logprob_mismatch/mean"])
         run.engine.weights_changed(step + 1)
     if row.lag:  # evaluate the weights themselves
         run.engine.close()
         run.engine = HFEngine(run.model.policy, run.model.renderer)
     after = await evaluate_run(run, quiet, label="after")
     run.engine.close()
-    return before.reward, after.reward, sum(gaps) / len(gaps)
+    return before.reward, after.reward, sum(mismatches) / len(mismatches)
 
 
 def main(steps: int = 65, only: tuple[str, ...] = (), folder: Path = Path("runs/algorithms")) -> None:
@@ -117,11 +117,13 @@ def main(steps: int = 65, only: tuple[str, ...] = (), folder: Path = Path("runs/
     config = settings(folder, steps)
     model = teach(config)
     print(f"{steps} batches, two optimizer steps each\n")
-    print("| loss and advantage | before | after | mean gap, nats |\n| --- | --- | --- | --- |", flush=True)
+    print(
+        "| loss and advantage | before | after | mean logprob mismatch, nats |\n| --- | --- | --- | --- |", flush=True
+    )
     for row in rows():
         if not only or row.name.startswith(only):
-            before, after, gap = asyncio.run(learn(row, config, model))
-            print(f"| {row.name} | {before:.3f} | {after:.3f} | {gap:.1e} |", flush=True)
+            before, after, mismatch = asyncio.run(learn(row, config, model))
+            print(f"| {row.name} | {before:.3f} | {after:.3f} | {mismatch:.1e} |", flush=True)
 
 
 if __name__ == "__main__":

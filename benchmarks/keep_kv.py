@@ -62,8 +62,8 @@ def main(turns: int = 8, groups: int = 4, repeats: int = 5) -> None:
     seconds = {keep: statistics.median(r[0] for r in rows) for keep, rows in results.items()}
     tokens = {keep: statistics.median(r[1] for r in rows) for keep, rows in results.items()}
     print(f"{turns} turns, {groups} groups of 8, an image each turn")
-    print(f"rollout time, run anew / kept:        {seconds[False] / seconds[True]:.2f}")
-    print(f"prompt tokens run, run anew / kept:   {tokens[False] / tokens[True]:.2f}")
+    print(f"rollout time, prefilled again / kept:     {seconds[False] / seconds[True]:.2f}")
+    print(f"prefilled tokens, prefilled again / kept: {tokens[False] / tokens[True]:.2f}")
     print(f"images processed / distinct:        {max(r[2] for rows in results.values() for r in rows):.2f}")
 
 

@@ -79,7 +79,7 @@ def play(title: str, turns: int, side: int, repeats: int) -> None:
 
 
 def watched(reply: Callable, times: list[float]) -> Callable:
-    """Notes when each reply is asked for."""
+    """``reply``, which also appends the time of each call to ``times``."""
 
     def noting(request, turn: int) -> str:
         times.append(time.perf_counter())

@@ -30,8 +30,8 @@ def recall(retriever: Retriever, questions: list[dict], topk: int = 3) -> dict[s
     """The mean share of a question's gold passages among its first hits, by dataset and over all."""
     shares = defaultdict(list)
     for start in range(0, len(questions), 64):
-        asked = questions[start : start + 64]
-        for row, hits in zip(asked, retriever.search([row["question"] for row in asked], topk), strict=True):
+        batch = questions[start : start + 64]
+        for row, hits in zip(batch, retriever.search([row["question"] for row in batch], topk), strict=True):
             gold = set(row["gold_passages"])
             share = len(gold & {hit.passage.id for hit in hits}) / len(gold)
             shares[row["dataset"]].append(share)

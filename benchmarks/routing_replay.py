@@ -39,10 +39,12 @@ def main() -> None:
     samples = sample(model)
     tokens = sum(len(each.response_ids) for each in samples)
     print(f"{tokens} tokens of {REPLIES} replies; {moved(model, samples):.1%} of choices differ between the two")
-    print("| routing | mean gap | 99.9% of tokens | largest gap |\n| --- | --- | --- | --- |")
+    print("| routing | mean mismatch | 99.9% of tokens | largest mismatch |\n| --- | --- | --- | --- |")
     for name, replay in (("the trainer's own", False), ("replayed", True)):
-        gaps = gap(model, samples, replay)
-        print(f"| {name} | {gaps.mean():.1e} | {np.quantile(gaps, 0.999):.1e} | {gaps.max():.1e} |")
+        differences = mismatch(model, samples, replay)
+        print(
+            f"| {name} | {differences.mean():.1e} | {np.quantile(differences, 0.999):.1e} | {differences.max():.1e} |"
+        )
 
 
 def sample(model: LoadedModel) -> list[Sample]:
@@ -62,7 +64,7 @@ def sample(model: LoadedModel) -> list[Sample]:
     return rows
 
 
-def gap(model: LoadedModel, samples: list[Sample], replay: bool) -> np.ndarray:
+def mismatch(model: LoadedModel, samples: list[Sample], replay: bool) -> np.ndarray:
     """Every reply token's |trainer - rollout|, in nats."""
     trainer = Trainer(model.policy, Algo(), Optim(), total_steps=1, tokens_per_micro_batch=16384, replay_routing=replay)
     scored = trainer.score(samples)
@@ -70,7 +72,7 @@ def gap(model: LoadedModel, samples: list[Sample], replay: bool) -> np.ndarray:
 
 
 def moved(model: LoadedModel, samples: list[Sample]) -> float:
-    """The share of choices (a token's in one layer) that are other experts in float32."""
+    """The share of expert choices (per token and layer) that differ in float32."""
     routing = model.policy.routing
     assert routing is not None
     trainer = Trainer(model.policy, Algo(), Optim(), total_steps=1, tokens_per_micro_batch=1)

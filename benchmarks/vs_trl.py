@@ -123,7 +123,7 @@ IMAGES = Images()
 
 
 def image(seed: int, number: int, side: int) -> Image.Image:
-    """The same for all members of a group, drawn anew by each, as a crop would be."""
+    """The same image for all members of a group, drawn again for each of them, as a crop would be."""
     return Image.fromarray(np.random.default_rng([seed, number]).integers(0, 256, (side, side, 3), dtype=np.uint8))
 
 
@@ -172,7 +172,7 @@ def teach(settings: Settings, folder: Path) -> Run:
     template = folder / "template.jinja"
     template.write_text(qwen3_vl_chat_template)
     options = {"turns": settings.turns, "side": settings.side}
-    run = build(
+    run = build_run(
         Config(
             name="vs_trl",
             output_dir=str(folder),

@@ -1,9 +1,9 @@
 """A small task for learning to search: things with a color each, which only the corpus contains.
 
-    python datasets/lookup.py --out corpus.jsonl      # look at it
+    python datasets/lookup.py --out corpus.jsonl      # write it to a file
 
-As a corpus: ``datasets/lookup.py:passages``. As a generator of tasks: ``Data(generator="datasets/lookup.py:make_task", size=7000)``;
-with the options ``first`` 7000 and ``count`` 200 it asks about the other things.
+As a corpus: ``datasets/lookup.py:passages``. As a task generator: ``Data(generator="datasets/lookup.py:make_task", size=7000)``; the
+options ``first`` 7000 and ``count`` 200 give questions about the other things.
 """
 
 import json
