@@ -38,7 +38,7 @@ from trl.chat_template_utils import qwen3_vl_chat_template
 from vlmrl import Config, Data, Env, Model, Optim, Rollout, Task, Train, WarmStart, obs
 from vlmrl.data import TaskStream
 from vlmrl.report.progress import RunProgress
-from vlmrl.run.build import Run, build
+from vlmrl.run.build import Run, build_run
 from vlmrl.run.loop import train_on, warm_start
 from vlmrl.train.trainer import Trainer
 
