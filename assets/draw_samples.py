@@ -1,4 +1,4 @@
-"""Draws samples.svg beside this file: a trajectory of three turns as token blocks, and the rows that each form makes of it."""
+"""Draws samples.svg beside this file: a trajectory of three turns as token blocks, and its rows in each sample form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = dict(zip("PIRO", COLORS, strict=True))
 TURNS = ("PPIIIIP", "RRR"), ("OIIIO", "RRR"), ("OO", "RRR")  # what is new in each turn: prompt, then reply
 GAP, SIZE = 0.35, 0.86  # between two segments, and of a block, where a token's place is 1 wide
 LEFT, RIGHT, BOTTOM, TOP = -6.1, 29.0, -17.1, 2.7
-HATCH = "/////"  # of images: they are told apart without colours, too
+HATCH = "/////"  # of images, so that they differ from text without colors too
 RC = {"svg.hashsalt": "vlmrl", "font.family": "DejaVu Sans", "hatch.linewidth": 0.7}
 
 
@@ -68,9 +68,9 @@ def row(ax: Axes, y: float, trained: set[int], first: int = 0, hidden: int | Non
     write(ax, RIGHT, y + SIZE / 2, f"{tokens} tokens", 9.5, "right")
 
 
-def heading(ax: Axes, y: float, name: str, told: str) -> None:
+def heading(ax: Axes, y: float, name: str, note: str) -> None:
     write(ax, LEFT, y + SIZE / 2, name, 10.5, "left", weight="bold")
-    write(ax, LEFT, y - 0.3 - 0.38 * told.count("\n"), told, 8.5, "left", color=MUTED)
+    write(ax, LEFT, y - 0.3 - 0.38 * note.count("\n"), note, 8.5, "left", color=MUTED)
 
 
 def trajectory(ax: Axes, y: float) -> None:
@@ -103,8 +103,8 @@ def draw() -> Figure:
     ax = figure.add_axes((0.012, 0.01, 0.976, 0.99), xlim=(LEFT, RIGHT), ylim=(BOTTOM, TOP))
     ax.axis("off")
     trajectory(ax, 0)
-    for y, name, told in ((-2.7, "concat", "1 row"), (-5.1, "step_wise", "1 row a turn"), (-10.4, "merged", "1 row")):
-        heading(ax, y, name, told)
+    for y, name, note in ((-2.7, "concat", "1 row"), (-5.1, "step_wise", "1 row a turn"), (-10.4, "merged", "1 row")):
+        heading(ax, y, name, note)
     heading(ax, -12.8, "merged", "keep_last_images,\nk = 1: 2 rows")
     for y, trained in ((-2.7, {0, 1, 2}), (-5.1, {0}), (-6.6, {1}), (-8.1, {2}), (-10.4, {0, 1, 2}), (-12.8, {0})):
         row(ax, y, trained, min(trained))

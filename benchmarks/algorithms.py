@@ -1,10 +1,10 @@
 """Does each algorithm learn? The quickstart's task, from one warm-started model, with every loss and every advantage.
 
     python benchmarks/algorithms.py                         # all of them, about a minute each on two cores
-    python benchmarks/algorithms.py --only ppo gspo stale   # rows whose name begins so
+    python benchmarks/algorithms.py --only ppo gspo stale   # rows whose names begin with these
 
-Two optimizer steps a batch, so that the second is off-policy and clipping has something to do. `stale` rows sample from weights
-that are 4 updates of the engine behind, with and without a correction. Prints a table: held-out reward before and after.
+Two optimizer steps a batch, so that the second is off-policy and clipping has an effect. `stale` rows sample from weights that are 4
+updates old, with and without a correction. Prints a table: held-out reward before and after.
 """
 
 import asyncio
@@ -93,7 +93,7 @@ class StaleEngine(HFEngine):
 
 
 async def learn(row: Row, config: Config, model: str) -> tuple[float, float, float]:
-    """Held-out reward before and after, and the mean gap to the rollout's logprobs over the run."""
+    """Held-out reward before and after, and the mean logprob mismatch over the run."""
     config = replace(config, model=Model(path=model), algo=row.algo, seed=row.seed, warm_start=WarmStart())
     run = build_run(config, ROOT / "recipes")
     quiet = RunProgress(Console(quiet=True))
@@ -101,17 +101,17 @@ async def learn(row: Row, config: Config, model: str) -> tuple[float, float, flo
     if row.lag:
         run.engine.close()
         run = replace(run, engine=StaleEngine(run, row.lag))
-    trainer, runner, tasks, gaps = new_trainer(run), run.runner(), TaskStream(run.tasks), []
+    trainer, runner, tasks, mismatches = new_trainer(run), run.runner(), TaskStream(run.tasks), []
     for step in range(config.train.steps):
         batch = await fill(runner, tasks, config.train.groups_per_batch, f"step{step:06d}", [], "off")
-        gaps.append(train_on(run, trainer, batch.trajectories)["logprob_mismatch/mean"])
+        mismatches.append(train_on(run, trainer, batch.trajectories)["logprob_mismatch/mean"])
         run.engine.weights_changed(step + 1)
     if row.lag:  # evaluate the weights themselves
         run.engine.close()
         run = replace(run, engine=HFEngine(run.model.policy, run.model.renderer))
     after = await evaluate_run(run, quiet, label="after")
     run.engine.close()
-    return before.reward, after.reward, sum(gaps) / len(gaps)
+    return before.reward, after.reward, sum(mismatches) / len(mismatches)
 
 
 def main(steps: int = 65, only: tuple[str, ...] = (), folder: Path = Path("runs/algorithms")) -> None:
@@ -119,11 +119,13 @@ def main(steps: int = 65, only: tuple[str, ...] = (), folder: Path = Path("runs/
     config = settings(folder, steps)
     model = teach(config)
     print(f"{steps} batches, two optimizer steps each\n")
-    print("| loss and advantage | before | after | mean gap, nats |\n| --- | --- | --- | --- |", flush=True)
+    print(
+        "| loss and advantage | before | after | mean logprob mismatch, nats |\n| --- | --- | --- | --- |", flush=True
+    )
     for row in rows():
         if not only or row.name.startswith(only):
-            before, after, gap = asyncio.run(learn(row, config, model))
-            print(f"| {row.name} | {before:.3f} | {after:.3f} | {gap:.1e} |", flush=True)
+            before, after, mismatch = asyncio.run(learn(row, config, model))
+            print(f"| {row.name} | {before:.3f} | {after:.3f} | {mismatch:.1e} |", flush=True)
 
 
 if __name__ == "__main__":

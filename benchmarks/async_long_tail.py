@@ -1,11 +1,11 @@
-"""What rollouts ahead of the trainer gain where one trajectory in 16 takes ten times as long, and what they cost in learning.
+"""Speed and learning of asynchronous rollouts where one trajectory in 16 takes ten times as long.
 
     python benchmarks/async_long_tail.py speed      # simulated episodes and training steps, about two minutes
     python benchmarks/async_long_tail.py learning   # the quickstart's task, three seeds each, about three minutes a row
 
-`speed` plays through the real runner and buffers; only episodes and training sleep instead of computing. Prints samples per second
-as a ratio to the synchronous loop, the staleness of what was trained, and the share of long trajectories in what was generated and in
-what was trained. `learning` prints held-out rewards before and after, and the training reward in between.
+`speed` uses the real runner and buffers; episodes and training sleep instead of computing. Prints samples per second
+relative to the synchronous loop, the staleness of trained tokens, and the share of long trajectories among generated and among
+trained ones. `learning` prints held-out rewards before and after, and the training reward in between.
 """
 
 import asyncio

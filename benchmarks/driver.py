@@ -1,12 +1,12 @@
-"""Does the driver keep up? 1,024 episodes at once, 20 turns each, an image a turn, against an engine that answers at once.
+"""CPU time of the driver: 1,024 concurrent episodes, 20 turns each, an image a turn, with an engine that takes no time.
 
     python benchmarks/driver.py                  # 1,024 episodes of 20 turns
-    python benchmarks/driver.py --profile        # and where the time goes
+    python benchmarks/driver.py --profile        # and a profile
 
-The engine takes no time, so what is left is the driver's: rendering, encoding, the env and its thread, images, requests. Prints
-CPU milliseconds a turn of the whole process, what each distinct image costs once (processor and PNG), and straight lines through
-the bytes that a request sends, by turn, and through the CPU time of episodes of 5 to 40 turns: what is copied again at each turn would
-bend it upwards.
+What is measured is the driver's own work: rendering, encoding, the env and its thread, images, requests. Prints
+CPU milliseconds a turn of the whole process, the one-time cost of each distinct image (processor and PNG), and linear fits to
+the bytes of a request by turn and to the CPU time of episodes of 5 to 40 turns. Data that is copied again at each turn would bend
+the second one upwards.
 """
 
 import asyncio

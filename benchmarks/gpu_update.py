@@ -3,9 +3,9 @@
     python benchmarks/gpu_update.py --config Qwen3-VL-2B-Instruct.config.json        # random weights, bfloat16
     python benchmarks/gpu_update.py --tiny                                           # a smoke test on the CPU
 
-All take the same samples: groups of 8 replies to a prompt with an image, in micro-batches of 16,384 tokens. ``shared`` computes
-each prompt once, ``packed`` lays rows end to end, and TRL's GRPOTrainer, where trl is installed, pads them. Utilisation counts the
-multiplications that a variant's own tokens need, without what is computed anew, over what the device could do.
+All variants get the same samples: groups of 8 replies to a prompt with an image, in micro-batches of 16,384 tokens. ``shared``
+computes each prompt once, ``packed`` concatenates rows, and TRL's GRPOTrainer, if trl is installed, pads them. Utilisation is the
+floating point operations of a variant's own tokens, without recomputation, divided by the device's peak.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python benchmarks/head_memory.py --tokens 8192 --hidden 128
     python benchmarks/head_memory.py --tokens 8192 --hidden 2048
 
-A fresh process on the CPU; the peak of what is resident, from Linux. The gradients are counted, as part of the peak.
+Runs in a fresh process on the CPU and prints the peak resident memory that Linux reports, gradients included.
 """
 
 import time

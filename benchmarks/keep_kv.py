@@ -1,9 +1,9 @@
-"""What the embedded engine gains by keeping keys and values between turns, and how often images are worked on.
+"""Speed of the embedded engine with the KV cache kept between turns, and how often images are processed and encoded.
 
     python benchmarks/keep_kv.py --turns 8
 
-The same groups are played twice by one tiny model, every turn bringing a new image: once with the trajectories' keys and
-values kept from turn to turn, once running each prompt anew. Prints the ratio of rollout times and of prompt tokens run.
+One tiny model plays the same groups twice, with a new image every turn: once with each trajectory's KV cache kept from turn to turn,
+once with each prompt prefilled again. Prints the ratio of rollout times and of prefilled tokens.
 """
 
 import asyncio
@@ -62,8 +62,8 @@ def main(turns: int = 8, groups: int = 4, repeats: int = 5) -> None:
     seconds = {keep: statistics.median(r[0] for r in rows) for keep, rows in results.items()}
     tokens = {keep: statistics.median(r[1] for r in rows) for keep, rows in results.items()}
     print(f"{turns} turns, {groups} groups of 8, an image each turn")
-    print(f"rollout time, run anew / kept:        {seconds[False] / seconds[True]:.2f}")
-    print(f"prompt tokens run, run anew / kept:   {tokens[False] / tokens[True]:.2f}")
+    print(f"rollout time, prefilled again / kept:     {seconds[False] / seconds[True]:.2f}")
+    print(f"prefilled tokens, prefilled again / kept: {tokens[False] / tokens[True]:.2f}")
     print(f"images processed / distinct:        {max(r[2] for rows in results.values() for r in rows):.2f}")
 
 

@@ -1,10 +1,10 @@
-"""Does a turn cost more the later it comes? Two long episodes, each turn's time split into engine, env and the loop's own.
+"""Cost of a turn by its number: two long episodes, each turn's time split into engine, env and the turn loop itself.
 
     python benchmarks/long_episodes.py
 
-20 turns with an image of 1,600 tokens each (33,000 tokens in all), and 200 turns of text. Replies are scripted, so the loop's own
-work is what is left: rendering, encoding, image processing, the request. Prints a straight line through its milliseconds by
-turn, and the last quarter of the turns over the first.
+20 turns with an image of 1,600 tokens each (33,000 tokens in all), and 200 turns of text. Replies are scripted, so that only the turn
+loop's own work remains: rendering, encoding, image processing, the request. Prints a linear fit to its milliseconds by
+turn, and the ratio of the last quarter of the turns to the first.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ def play(title: str, turns: int, side: int, repeats: int) -> None:
 
 
 def watched(reply: Callable, times: list[float]) -> Callable:
-    """Notes when each reply is asked for."""
+    """``reply``, which also appends the time of each call to ``times``."""
 
     def noting(request, turn: int) -> str:
         times.append(time.perf_counter())

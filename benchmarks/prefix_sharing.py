@@ -1,13 +1,13 @@
-"""What sharing prefixes gains in training: the same samples with what they begin with in common computed once, and row by row.
+"""Training with shared prefixes: the same samples with common prefixes computed once, and row by row.
 
     python benchmarks/prefix_sharing.py group          # 8 replies to one prompt with an image
     python benchmarks/prefix_sharing.py turns          # 16 turns of one trajectory, a row each
     python benchmarks/prefix_sharing.py growth         # how the cost of step-wise rows grows with the number of turns
     python benchmarks/prefix_sharing.py table          # turns x group size
 
-A Qwen3-VL of 27 M parameters (hidden 512) takes whole optimizer steps on the CPU. Unshared rows are padded with others of like
-length, at several sizes of micro-batches, of which the fastest counts. The variants take turns; medians are compared. Memory is
-the peak of what is resident above the model, its gradients and the optimizer's averages.
+A Qwen3-VL of 27 M parameters (hidden 512) takes whole optimizer steps on the CPU. Unshared rows are padded together with rows of
+similar length, at several micro-batch sizes, of which the fastest counts. The variants alternate; medians are compared. Memory is
+the peak resident memory above the model, its gradients and the optimizer state.
 """
 
 from __future__ import annotations

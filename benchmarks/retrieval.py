@@ -1,10 +1,10 @@
-"""Retrieval on real passages: how much of the gold is found, and how long a query takes under many trajectories.
+"""Retrieval on real passages: the share of gold passages that are found, and the time of a query under 64 threads.
 
     python benchmarks/retrieval.py --data ../shared/data/search
     python benchmarks/retrieval.py --data ../shared/data/search --encoder sentence-transformers/all-MiniLM-L6-v2
 
 ``--data`` is a folder with ``corpus.jsonl`` (id, title, text) and ``questions.jsonl`` (question, dataset, gold_passages). Each of 64
-threads does nothing but search (the worst case), or waits about 100 ms between searches, as for a model's reply.
+threads searches without a pause (the worst case), or waits about 100 ms between searches, as for a model's reply.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def recall(retriever: Retriever, questions: list[dict], topk: int = 3) -> dict[s
     """The mean share of a question's gold passages among its first hits, by dataset and over all."""
     shares = defaultdict(list)
     for start in range(0, len(questions), 64):
-        asked = questions[start : start + 64]
-        for row, hits in zip(asked, retriever.search([row["question"] for row in asked], topk), strict=True):
+        batch = questions[start : start + 64]
+        for row, hits in zip(batch, retriever.search([row["question"] for row in batch], topk), strict=True):
             gold = set(row["gold_passages"])
             share = len(gold & {hit.passage.id for hit in hits}) / len(gold)
             shares[row["dataset"]].append(share)

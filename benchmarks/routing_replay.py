@@ -1,7 +1,7 @@
-"""The gap between rollout and trainer in a mixture of experts, with the rollout's routing replayed and without.
+"""The logprob mismatch of a mixture of experts, with the rollout's expert routing replayed and without.
 
-The engine samples in bfloat16, the trainer computes in float32: what remains with replay is rounding, what goes away is tokens
-that went to other experts.
+The engine samples in bfloat16, the trainer computes in float32. Replay removes the mismatch of tokens that went to other experts;
+rounding remains.
 
     python benchmarks/routing_replay.py
 """
@@ -39,10 +39,12 @@ def main() -> None:
     samples = sample(model)
     tokens = sum(len(each.response_ids) for each in samples)
     print(f"{tokens} tokens of {REPLIES} replies; {moved(model, samples):.1%} of choices differ between the two")
-    print("| routing | mean gap | 99.9% of tokens | largest gap |\n| --- | --- | --- | --- |")
+    print("| routing | mean mismatch | 99.9% of tokens | largest mismatch |\n| --- | --- | --- | --- |")
     for name, replay in (("the trainer's own", False), ("replayed", True)):
-        gaps = gap(model, samples, replay)
-        print(f"| {name} | {gaps.mean():.1e} | {np.quantile(gaps, 0.999):.1e} | {gaps.max():.1e} |")
+        differences = mismatch(model, samples, replay)
+        print(
+            f"| {name} | {differences.mean():.1e} | {np.quantile(differences, 0.999):.1e} | {differences.max():.1e} |"
+        )
 
 
 def sample(model: LoadedModel) -> list[Sample]:
@@ -66,7 +68,7 @@ def sample(model: LoadedModel) -> list[Sample]:
     return rows
 
 
-def gap(model: LoadedModel, samples: list[Sample], replay: bool) -> np.ndarray:
+def mismatch(model: LoadedModel, samples: list[Sample], replay: bool) -> np.ndarray:
     """Every reply token's |trainer - rollout|, in nats."""
     spec = TrainerSpec(Algo(), Optim(), total_steps=1, tokens_per_micro_batch=16384, replay_routing=replay)
     trainer = Trainer(model.policy, spec)
@@ -75,7 +77,7 @@ def gap(model: LoadedModel, samples: list[Sample], replay: bool) -> np.ndarray:
 
 
 def moved(model: LoadedModel, samples: list[Sample]) -> float:
-    """The share of choices (a token's in one layer) that are other experts in float32."""
+    """The share of expert choices (per token and layer) that differ in float32."""
     routing = model.policy.routing
     assert routing is not None
     trainer = Trainer(model.policy, TrainerSpec(Algo(), Optim(), total_steps=1, tokens_per_micro_batch=1))

@@ -1,15 +1,14 @@
-"""The same multi-turn work with images through vlmrl and through TRL's GRPOTrainer, in one run on this machine.
+"""The same multi-turn task with images in vlmrl and in TRL's GRPOTrainer, in one run on this machine.
 
     pip install -e '.[bench]'
     python benchmarks/vs_trl.py --turns 8
 
-An agent looks at ``turns`` images, the first with its prompt and one more after each call of a tool, and then says it is done.
-A tiny Qwen3-VL is first taught these replies until sampling (top_p 0.9) gives nothing else, but for a digit in each call, which is
-any of eight: so both sides generate for real, replies as long as each other's, which is checked, and no two members of a group
-alike. Both use the same weights, template, processor and batch: one optimizer step
-on ``groups`` groups of 8. TRL generates with its transformers backend and an `environment_factory`. The two take turns, and
-medians of their steps are compared. Prints step times, the part of them spent generating (prompts included), and how often
-each distinct image went through the processor and through the vision tower.
+An agent sees ``turns`` images, the first in its prompt and one more after each tool call, and then says that it is done. A tiny
+Qwen3-VL is first trained until sampling (top_p 0.9) gives only these replies, with one of eight digits in each call. So both sides
+really generate, their replies have equal lengths (this is checked), and members of a group differ. Both use the same weights,
+template, processor and batch: one optimizer step on ``groups`` groups of 8. TRL generates with its transformers backend and an
+`environment_factory`. The two alternate, and medians of their steps are compared. Prints step times, their share of generation
+(prefill included), and how often each distinct image was processed and encoded.
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ IMAGES = Images()
 
 
 def image(seed: int, number: int, side: int) -> Image.Image:
-    """The same for all members of a group, drawn anew by each, as a crop would be."""
+    """The same image for all members of a group, drawn again for each of them, as a crop would be."""
     return Image.fromarray(np.random.default_rng([seed, number]).integers(0, 256, (side, side, 3), dtype=np.uint8))
 
 

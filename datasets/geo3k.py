@@ -41,12 +41,12 @@ Row = dict[str, Any]
 
 
 def prepare(out: Path, source: str = "hiyouga/geometry3k", choices: bool = True) -> dict[str, int]:
-    """Write both splits and say how many rows each has.
+    """Write both splits, and print and return the number of rows of each.
 
     Args:
         out: The folder to write to.
         source: A hub name, or a folder with geometry3k.jsonl and images/.
-        choices: List the choices in the prompt where they are known; otherwise leave them out of the rows, too, so
+        choices: List the choices in the prompt where they are known. False: leave them out of prompt and rows, so
             that no letter can be guessed.
     """
     out.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def prepare(out: Path, source: str = "hiyouga/geometry3k", choices: bool = True)
         read = list(from_folder(Path(source), split) if Path(source).is_dir() else from_hub(source, split))
         rows = [finished(row, choices) for row in read if row["images"]]
         hf.Dataset.from_list(rows, features=FEATURES).to_parquet(out / f"{split}.parquet")
-        print(f"{out / split}.parquet: {len(rows)} rows, {len(read) - len(rows)} left out for want of an image")
+        print(f"{out / split}.parquet: {len(rows)} rows, {len(read) - len(rows)} left out because they have no image")
         counts[split] = len(rows)
     return counts
 

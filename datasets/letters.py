@@ -1,9 +1,9 @@
-"""Images for the zoom recipe, drawn from a seed: small signs in many places, a letter on each, and a question about one.
+"""Images for the zoom recipe, drawn from a seed: small signs with a letter each, and a question about one of them.
 
-    python datasets/letters.py --out letters.png      # look at two, and at one as the agent first sees it
+    python datasets/letters.py --out letters.png      # draw two, and one as the agent first sees it
 
-As a generator of tasks: ``Data(generator="../datasets/letters.py:make_task", size=20_000)``. Shown at 192 pixels, a
-image still tells where each sign is, and no longer what its letter is.
+As a task generator: ``Data(generator="../datasets/letters.py:make_task", size=20_000)``. At 192 pixels an image still shows where
+each sign is, but its letter cannot be read.
 """
 
 import random
@@ -21,7 +21,7 @@ PROMPT = (
 
 
 def make_task(index: int, seed: int, side: int = 1024, signs: int = 9) -> dict:
-    """Task ``index``: an image of ``side`` pixels with so many signs, no two alike, and the letter on one of them."""
+    """Task ``index``: an image of ``side`` pixels with ``signs`` different signs; the answer is the letter on one of them."""
     rng = random.Random(f"{seed}/{index}")
     kinds = rng.sample([(color, shape) for color in COLORS for shape in SHAPES], signs)
     letters = rng.sample(string.ascii_uppercase, signs)
@@ -50,7 +50,7 @@ def draw_sign(
 
 
 def main(out: Path = Path("letters.png"), seed: int = 0) -> None:
-    """Draw the first two tasks' images, and the first once more as the agent sees it before it zooms."""
+    """Draw the first two tasks' images, and the first again as the agent sees it before it zooms."""
     tasks = [make_task(index, seed) for index in range(2)]
     images = [task["images"][0] for task in tasks]
     sheet = Image.new("RGB", (2 * 1044 + 212, 1044), "white")

@@ -1,9 +1,9 @@
-"""A small world for learning to search: things that have a color each, which only the corpus tells.
+"""A small task for learning to search: things with a color each, which only the corpus contains.
 
-    python datasets/lookup.py --out corpus.jsonl      # look at it
+    python datasets/lookup.py --out corpus.jsonl      # write it to a file
 
-As a corpus: ``datasets/lookup.py:passages``. As a generator of tasks: ``Data(generator="datasets/lookup.py:make_task", size=7000)``;
-with the options ``first`` 7000 and ``count`` 200 it asks about the other things.
+As a corpus: ``datasets/lookup.py:passages``. As a task generator: ``Data(generator="datasets/lookup.py:make_task", size=7000)``; the
+options ``first`` 7000 and ``count`` 200 give questions about the other things.
 """
 
 import json
@@ -26,7 +26,7 @@ def passages() -> list[dict[str, str]]:
 
 
 def make_task(index: int, seed: int, first: int = 0, count: int = 7000) -> dict[str, str]:
-    """What color is it? Task after task asks about the ``count`` things from number ``first`` on, and then about them again."""
+    """A question about the color of thing ``first + index % count``."""
     thing = THINGS[first + index % count]
     return {"prompt": f"What color is the {thing}?", "answer": color_of(thing), "thing": thing}
 

@@ -3,11 +3,11 @@
     python datasets/search.py --out data/search                                         # NQ and HotpotQA, from the hub
     python datasets/search.py --out data/search --source questions.jsonl --corpus corpus.jsonl
 
-From the hub come FlashRAG's questions (Jin et al. 2024, arXiv 2405.13576) and Search-R1's Wikipedia of 2018, 21 million passages:
-14 GB. ``--corpus none`` leaves the corpus out, for one that a server has. Of a file of questions every tenth is held out.
+The hub's versions are FlashRAG's questions (Jin et al. 2024, arXiv 2405.13576) and Search-R1's Wikipedia of 2018, 21 million passages:
+14 GB. ``--corpus none`` prepares no corpus, if a server has it already. Every tenth question of a file is held out.
 
-A row has ``prompt`` (the question), ``answer`` (all texts that are right), ``id``, ``dataset`` and ``gold_passages`` (empty where not
-known); a passage ``id``, ``title`` and ``text``, and ``image`` is not kept.
+A row has ``prompt`` (the question), ``answer`` (all right texts), ``id``, ``dataset`` and ``gold_passages`` (empty if not known). A
+passage has ``id``, ``title`` and ``text``; images are not kept.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Row = dict[str, Any]
 def prepare(
     out: Path, source: str = HUB, corpus: str = WIKIPEDIA, sets: tuple[str, ...] = ("nq", "hotpotqa")
 ) -> dict[str, int]:
-    """Write what is asked for and say how many rows each file has.
+    """Write questions and corpus, and print and return the number of rows of each file.
 
     Args:
         out: The folder to write to.
         source: A hub name with one configuration for each set, or a jsonl file of questions.
         corpus: A hub name or a file of passages, or none.
-        sets: Which questions: of a file, the rows whose dataset begins so.
+        sets: Names of question sets; of a file, rows whose dataset begins with one of them.
     """
     out.mkdir(parents=True, exist_ok=True)
     counts = {}
@@ -70,7 +70,7 @@ def from_hub(name: str, sets: tuple[str, ...], split: str) -> Iterator[Row]:
 
 
 def from_file(path: Path, sets: tuple[str, ...], split: str) -> Iterator[Row]:
-    """The file's rows of this split: which one a row is in, its id (or question) decides, whatever else is in the file."""
+    """The file's rows of this split. A row's split depends only on its id, or on its question if it has no id."""
     with path.open(encoding="utf-8") as lines:
         for row in map(json.loads, lines):
             held_out = zlib.crc32(str(row.get("id") or row["question"]).encode()) % 10 == 0
@@ -79,7 +79,7 @@ def from_file(path: Path, sets: tuple[str, ...], split: str) -> Iterator[Row]:
 
 
 def finished(row: Row) -> Row:
-    """The row under our names; the answers may be called answers, golden_answers or answer."""
+    """The row with our column names; its answers are in answers, golden_answers or answer."""
     answer = next((row[key] for key in ("answers", "golden_answers", "answer") if row.get(key)), None)
     if answer is None:
         raise SystemExit(f"no answers, golden_answers or answer in the row {str(row)[:200]}")

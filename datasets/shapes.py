@@ -1,4 +1,4 @@
-"""Images for the quickstart, drawn from a seed: four quarters, a small shape in each, and a question about one.
+"""Images for the quickstart, drawn from a seed: a small shape in each quarter, and a question about one of them.
 
     python datasets/shapes.py --out shapes.png      # look at some
 
@@ -18,17 +18,17 @@ def make_task(index: int, seed: int, side: int = 256) -> dict:
     """Task ``index``: an image of ``side`` pixels, and a question whose answer is one of :data:`COLORS`."""
     rng = random.Random(f"{seed}/{index}")
     colors = {quarter: rng.choice(list(COLORS)) for quarter in QUARTERS}
-    asked = rng.choice(list(QUARTERS))
+    quarter = rng.choice(list(QUARTERS))
     return {
-        "prompt": f"<image>What color is the shape {asked}?",
+        "prompt": f"<image>What color is the shape {quarter}?",
         "images": [draw(colors, rng, side)],
-        "answer": colors[asked],
-        "quarter": asked,
+        "answer": colors[quarter],
+        "quarter": quarter,
     }
 
 
 def draw(colors: dict[str, str], rng: random.Random, side: int) -> Image.Image:
-    """A grey image with one shape in each quarter, at a place and of a size that vary."""
+    """A grey image with one shape in each quarter, at a varying position and size."""
     image = Image.new("RGB", (side, side), (128, 128, 128))
     pen = ImageDraw.Draw(image)
     half = side // 2

@@ -1,7 +1,7 @@
 """FrozenLake, seen as Gymnasium draws it: the agent walks over a frozen lake to the goal, around the holes.
 
-A reply names its steps between answer tags: ``<answer>right, down</answer>``. The next frame shows where they led. Every task's
-lake is drawn from its seed; there is always a way. Reaching the goal earns 1, a hole ends the episode with 0.
+A reply names its steps between answer tags: ``<answer>right, down</answer>``. The next frame shows the new position. Every task's
+lake is generated from its seed and has a path to the goal. The goal earns 1; a hole ends the episode with 0.
 """
 
 import re
@@ -13,7 +13,7 @@ ASK = f"Name your steps between answer tags, such as <answer>right, down</answer
 
 
 class FrozenLakeEnv(GymnasiumEnv):
-    """A lake of ``size`` x ``size`` tiles, each frozen with the chance ``frozen``; on ``slippery`` ice one slides aside."""
+    """A lake of ``size`` x ``size`` tiles, each frozen with probability ``frozen``; on ``slippery`` ice steps slide sideways."""
 
     def __init__(
         self, task: Task, size: int = 4, frozen: float = 0.8, slippery: bool = False, steps_per_turn: int = 5

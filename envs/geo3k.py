@@ -17,7 +17,7 @@ from vlmrl import Task, ToolCall, ToolEnv, ToolResult, obs, read_tool_calls
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that time-outs are off; SAFE stands in for them
 
-TOLERANCE = 0.01  # relative, for decimal numbers: 8.66 and 5 sqrt 3 are one; 17 is neither sqrt 285 nor 17.1
+TOLERANCE = 0.01  # relative, for decimal numbers: 8.66 equals 5 sqrt 3; 17 equals neither sqrt 285 nor 17.1
 SPELLINGS = {"π": r"\pi ", "²": "^2", "×": r"\times ", "·": r"\cdot ", "−": "-", "\\$": "", "$": "", "\\%": "", "%": ""}
 LENGTHS = r"[kcm]?m|in|ft|yd|inch(?:es)?|feet|meters?|miles?|units?"
 UNITS = re.compile(rf"(?<=[\d}})i]) ?(?:deg(?:rees?)?|(?:square |sq\.? )?(?:{LENGTHS})(?: ?\^ ?\{{?[23]\}}?)?)$")
@@ -93,7 +93,7 @@ def checked(call: ToolCall) -> ToolCall:
 
 
 def last_boxed(text: str) -> str:
-    r"""What is in the last closed ``\boxed{...}``, braces inside it included; ``""`` where there is none."""
+    r"""The content of the last closed ``\boxed{...}``, with braces inside it; ``""`` if there is none."""
     opened: list[re.Match[str]] = []
     start = end = 0
     for token in re.finditer(r"\\boxed\s*\{|(?<!\\)[{}]", text):
@@ -105,7 +105,7 @@ def last_boxed(text: str) -> str:
 
 
 def is_right(answer: str, gold: str, choices: tuple[str, ...] = ()) -> bool:
-    """Whether ``answer`` means ``gold``: the right letter, the same text or mathematics, or a number near it."""
+    """Whether ``answer`` equals ``gold``: the right letter, the same text, the same mathematics, or a number close to it."""
     answer, gold, *options = map(plain, (answer, gold, *choices))
     if options and (letter := re.fullmatch(r"\(?([A-Z])[).]?", answer)):
         return gold in options[ord(letter[1]) - ord("A") :][:1]
@@ -123,7 +123,7 @@ def is_right(answer: str, gold: str, choices: tuple[str, ...] = ()) -> bool:
 
 
 def plain(text: str) -> str:
-    """One spelling: no dollars, units, degrees or text commands."""
+    """A normal form: no dollars, units, degrees or text commands."""
     text = re.sub(r"√ ?(\d+)", r"\\sqrt{\1}", re.sub(r"√ ?\(([^()]*)\)", r"\\sqrt{\1}", text))
     for old, new in SPELLINGS.items():
         text = text.replace(old, new)
@@ -134,13 +134,13 @@ def plain(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def read(text: str) -> list[Any]:
-    """What math-verify makes of a plain text; nothing, where it is not simple mathematics (see ``SAFE``)."""
+    """math-verify's parse of a plain text; empty if it is not simple mathematics (see ``SAFE``)."""
     safe = len(text) <= 80 and SAFE.fullmatch(text)
     return parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=0) if safe else []
 
 
 def number(text: str) -> float | None:
-    """The real number that a plain text stands for, if it does."""
+    """The real number that a plain text represents, or ``None``."""
     try:
         return float(read(text)[0].evalf())
     except (IndexError, TypeError, ValueError, AttributeError, OverflowError):

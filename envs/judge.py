@@ -1,7 +1,7 @@
 """Open questions, graded by a language model: the agent answers, reads the judge's remarks, and improves its answer.
 
-The judge goes by a rubric: the task's own (its column ``rubric``) or the option. With ``grade="turn"`` every answer is paid, with
-``"episode"`` only the last one, judged in the light of the whole conversation. With one turn both are the same.
+The judge grades by a rubric: the task's column ``rubric``, or else the option. With ``grade="turn"`` every answer gets a reward, with
+``"episode"`` only the last one, graded with the whole conversation. With one turn both are the same.
 """
 
 from typing import Literal
@@ -9,7 +9,7 @@ from typing import Literal
 from vlmrl import Env, Judge, Task, obs, weighted_reward
 
 RUBRIC = "Grade the agent's last answer: is it right, complete and clear? Where images are shown, does it tell what is in them?"
-WORDS = 200  # beyond so many an answer is no longer short
+WORDS = 200  # up to this length an answer gets the whole reward for brevity
 
 
 class JudgeEnv(Env):

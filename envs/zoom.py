@@ -58,7 +58,7 @@ class ZoomEnv(ToolEnv):
         return {"reward": float(right), "answered": 1}
 
     def read_calls(self, reply):
-        """The last whole call; none where the reply has an answer. Another reply is told how to go on."""
+        """No call if the reply has an answer, otherwise its last whole call. A reply with neither gets a hint."""
         if ANSWER.search(reply):
             return []
         whole, end, _ = reply.rpartition("</tool_call>")

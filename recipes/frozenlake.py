@@ -7,10 +7,10 @@
 Group size, batch, learning rate, token limits, lakes and steps per turn are those of VAGEN's GRPO run on this task
 (github.com/mll-lab-nu/VAGEN, examples/frozenlake/train_grpo_qwen25vl3b_vision.sh; Wang et al. 2025, arXiv 2510.16907): Qwen2.5-VL-3B,
 32 lakes x 8 trajectories, lr 1e-6, no KL, 400 steps, on two GPUs. For that model: ``--model.path Qwen/Qwen2.5-VL-3B-Instruct``.
-Theirs adds 0.02 for a well-formed reply; here only the goal counts.
+Theirs adds 0.02 for a well-formed reply; ours rewards only the goal.
 
-One GPU of 80 GB: weights, master weights, gradients and Adam's averages of the 2B model take 18 bytes a parameter, 38 GB in all,
-and the rest is for activations and the engine's keys and values. That is computed; no full run has been measured yet.
+Memory, computed: weights, master weights, gradients and optimizer state of the 2B model take 18 bytes a parameter, 38 GB in all;
+the rest of an 80 GB GPU is for activations and the engine's KV cache. No full run of this recipe has been measured yet.
 """
 
 import vlmrl
@@ -22,7 +22,7 @@ Think first, then name up to {steps} steps, each left, down, right or up, betwee
 
 
 def lakes(index: int, seed: int, steps: int = 5) -> dict:
-    """A task: its lake is drawn from its seed by the env."""
+    """A task. The env generates its lake from its seed."""
     return {"prompt": PROMPT.format(steps=steps)}
 
 

@@ -1,4 +1,4 @@
-"""Geometry3K over several turns: read a diagram, have an answer scored by a tool, answer in \\boxed{}.
+"""Geometry3K over several turns: read a diagram, have answers scored by a tool, answer in \\boxed{}.
 
     python datasets/geo3k.py --out data/geo3k                  # once: from the hub, or --source FOLDER for a local copy
     vlmrl data check recipes/geo3k.py                          # what the model will read
@@ -9,14 +9,14 @@
 Batch, group, optimizer, clip range and token limits are those of slime's run on this task with this model (github.com/THUDM/slime,
 examples/geo3k_vlm_multi_turn/run_geo3k_vlm_multi_turn.py): 64 problems x 8 episodes, one step a batch, Adam (0.9, 0.98) at 1e-6
 with weight decay 0.1, clip 0.2 to 0.28, no KL, 4096 tokens after the prompt, on four GPUs. Three turns are those of SkyRL's
-(github.com/NovaSky-AI/SkyRL, examples/train/geometry3k). Their rewards are checked otherwise than ours, so curves differ.
+(github.com/NovaSky-AI/SkyRL, examples/train/geometry3k). Both grade answers differently, so curves differ.
 
-One GPU of 80 GB: weights, master weights, gradients and Adam's averages of the 2B model take 18 bytes a parameter, 38 GB in all,
-and the rest is for activations and the engine's keys and values; ``--optim.offload`` takes 17 GB of that away. This is computed:
-no full run of this recipe has been measured yet.
+Memory, computed: weights, master weights, gradients and optimizer state of the 2B model take 18 bytes a parameter, 38 GB in all;
+the rest of an 80 GB GPU is for activations and the engine's KV cache. ``--optim.offload`` saves 17 GB. No full run of this recipe
+has been measured yet.
 
 Any other Qwen-VL: ``--model.path Qwen/Qwen2.5-VL-3B-Instruct --model.chat-template chatml`` (Qwen2.5-VL's own template does not
-show tools, and is refused with an env that has some). With ``--env-options.no-score-in-observation`` the tool does not tell the
+show tools, and is refused with an env that has tools). With ``--env-options.no-score-in-observation`` the tool does not return the
 score.
 """
 

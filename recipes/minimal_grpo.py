@@ -2,7 +2,7 @@
 
     python recipes/minimal_grpo.py --steps 100
 
-Nothing is hidden in a loop object: this file plays groups, turns them into samples, audits them, computes advantages and the
+No loop object hides anything: this file plays groups, turns them into samples, audits them, computes advantages and the
 loss, and takes the optimizer step itself. `vlmrl/run/loop.py` does the same with evaluation, logging and settings.
 """
 
@@ -45,7 +45,7 @@ def demonstrate(task, turn: int) -> str:
 
 
 def emit(trajectories: list[Trajectory], policy: Policy) -> list[Sample]:
-    """Trajectories to audited samples: what is trained is what was sampled."""
+    """Trajectories to samples; the audit checks that they hold exactly what was sampled."""
     samples = [sample for trajectory in trajectories for sample in concat(trajectory)]
     audit(samples, trajectories, image_token_id=policy.image_token_id, banned_ids=policy.banned_ids)
     return samples
@@ -54,7 +54,7 @@ def emit(trajectories: list[Trajectory], policy: Policy) -> list[Sample]:
 def update(
     policy: Policy, optimizer: torch.optim.Optimizer, samples: list[Sample], advantages: list[float], loss: str
 ) -> float:
-    """One optimizer step on all samples, in micro-batches of 64 rows, under weights that count the whole batch's tokens."""
+    """One optimizer step on all samples, in micro-batches of 64 rows; token weights are computed over the whole batch."""
     mask = per_token(samples, lambda sample: sample.loss_mask)
     weights = REDUCTIONS["token_mean"](mask, [sample.group_id for sample in samples])
     total = 0.0
@@ -81,7 +81,7 @@ def update(
 
 
 def main(steps: int = 100, warm_steps: int = 400, groups: int = 16, group_size: int = 8, seed: int = 0) -> float:
-    """Train and print the reward as it climbs; returns the mean reward of the last ten steps."""
+    """Train, print the reward of each step, and return the mean reward of the last ten steps."""
     tasks = load_tasks(Data(generator=f"{ROOT}/datasets/shapes.py:make_task", size=4096))
     options = {"coarse": 32, "crop": 32, "tools_in_prompt": False}
     env = resolve_env(f"{ROOT}/envs/zoom.py:ZoomEnv", options=options)

@@ -1,4 +1,4 @@
-"""Search: answer questions by looking things up in Wikipedia, over several turns.
+"""Search: answer questions by searching Wikipedia, over several turns.
 
     pip install 'vlmrl[search]'
     python datasets/search.py --out data/search              # once: NQ, HotpotQA and a corpus (14 GB); --help for your own
@@ -8,19 +8,19 @@
 Batch, group, rate, warm-up, KL, turns, passages and token limits are those of Search-R1's GRPO run
 (github.com/PeterGriffinJin/Search-R1, train_grpo.sh; Jin et al. 2025, arXiv 2503.09516): 512 questions x 5 episodes, two optimizer
 steps a batch, lr 1e-6 with 28.5% of 1005 steps as warm-up, KL 0.001 (k3), two searches and an answer, 3 passages, replies of 500
-tokens, on eight GPUs with Qwen2.5-3B and questions of NQ alone. As there, an episode is one assistant message. Theirs searches with
-e5 on a server; for that:
+tokens, on eight GPUs with Qwen2.5-3B and questions of NQ alone. As there, an episode is one assistant message. Their retriever is
+e5 on a server; to use it:
 
     vlmrl retriever serve --corpus data/search/corpus.parquet --retriever dense --encoder intfloat/e5-base-v2 \\
         --query-prefix 'query: ' --passage-prefix 'passage: '
     python recipes/search.py --env-options.retriever http://127.0.0.1:8000
 
 Other histories: ``--rollout.history append`` (passages in user messages), or ``--rollout.history rerender --rollout.history-policy
-last_turns --rollout.samples step_wise`` (only the last turn's passages stay).
+last_turns --rollout.samples step_wise`` (only the passages of the last turn stay in the prompt).
 
-One GPU of 80 GB: weights, master weights, gradients and Adam's averages of the 1.7B model take 18 bytes a parameter, 31 GB, its
-frozen reference 3 GB, and the rest is for activations and keys and values. That is computed; no full run of this recipe has been
-measured yet. The BM25 index of 21 million passages needs tens of GB of host memory when it is made, once.
+Memory, computed: weights, master weights, gradients and optimizer state of the 1.7B model take 18 bytes a parameter, 31 GB, its
+frozen reference 3 GB; the rest of an 80 GB GPU is for activations and the KV cache. No full run of this recipe has been measured
+yet. Building the BM25 index of 21 million passages, once, needs tens of GB of host memory.
 """
 
 from pathlib import Path

@@ -1,13 +1,13 @@
-"""Learning to answer with what a search brings: a tiny text model on a laptop CPU, in a few minutes.
+"""A tiny text model learns to answer with what its search found, on a laptop CPU in a few minutes.
 
-A question names a thing and asks for its color, which stands nowhere but in the corpus. The agent searches for the thing, reads the
-passage that comes back in the middle of the episode, says what it read, and answers. A supervised warm start teaches it all of that
-but the answers, which are any color, whatever was read, and so reward begins where guessing is. That it pays to answer with what was
-read is learnt from reward. Held out are things that were never asked about.
+A question is about the color of a thing, which only the corpus contains. The agent searches for the thing, reads the passage in the
+middle of the episode, repeats the color that it read, and answers. 300 supervised warm-start steps teach this form; their answers are
+random colors, so reward begins at guessing (0.25). Reinforcement learning teaches the agent to answer with the color that it read. The
+held-out tasks are about things that do not occur in training.
 
     pip install 'vlmrl[search]'
     python recipes/search_tiny.py
-    python recipes/search_tiny.py --env-options.retriever nothing      # a control: guessing
+    python recipes/search_tiny.py --env-options.retriever nothing      # a control: the retriever finds nothing
 """
 
 import random

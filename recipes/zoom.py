@@ -1,20 +1,20 @@
-"""Zoom: find a small sign in a large image that is shown small, look closer with a tool, read the letter on it.
+"""Zoom: find a small sign in a downscaled image, look closer with a tool, and read the letter on the sign.
 
     python recipes/zoom.py                         # Qwen3-VL-2B-Instruct on one GPU; the images are drawn, nothing to download
     vlmrl data check recipes/zoom.py               # what the model will read
     python recipes/zoom.py --dry-run               # resolve everything, print the plan, stop
 
-The letter cannot be read in the 192 pixels that the agent sees first: it must call the tool, and crops come back in the middle of
-the episode. Guessing a letter is right once in 26 times. With images of your own: ``--data.path FILE``, with the columns prompt,
+The letter cannot be read in the 192 pixels that the agent sees first: it must call the tool, whose crops are new images in the middle
+of the episode. A guessed letter is right once in 26 times. With your own images: ``--data.path FILE``, with the columns prompt,
 images (one image) and answer (a word).
 
 Batch, group, turns and learning rate are those of verl's DeepEyes recipe, the published run with this kind of tool
-(github.com/volcengine/verl, recipe/deepeyes/run_deepeyes_grpo.sh; Zheng et al. 2025, arXiv 2505.14362): 128 tasks x 8 episodes of at
-most 5 replies, one step a batch, 1e-6, no KL, on eight GPUs with Qwen2.5-VL-7B. Its photos and answers are longer, so are its token
-limits, and a language model judges them; ours are judged by comparing letters.
+(github.com/volcengine/verl, recipe/deepeyes/run_deepeyes_grpo.sh; Zheng et al. 2025, arXiv 2505.14362): 128 tasks x 8 episodes of
+at most 5 replies, one step a batch, 1e-6, no KL, on eight GPUs with Qwen2.5-VL-7B. Its token limits are larger, since its photos
+are larger and its answers longer, and a language model grades them; ours are graded by comparing letters.
 
-One GPU of 80 GB: weights, master weights, gradients and Adam's averages of the 2B model take 18 bytes a parameter, 38 GB in all,
-and the rest is for activations and the engine's keys and values. That is computed; no full run has been measured yet.
+Memory, computed: weights, master weights, gradients and optimizer state of the 2B model take 18 bytes a parameter, 38 GB in all;
+the rest of an 80 GB GPU is for activations and the engine's KV cache. No full run of this recipe has been measured yet.
 """
 
 import vlmrl

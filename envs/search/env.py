@@ -1,7 +1,8 @@
 """Search: a question that the agent answers by looking things up, as in Search-R1 (arXiv 2503.09516).
 
-A reply with ``<search>query</search>`` gets the best passages between ``<information>`` tags; one with ``<answer>...</answer>`` ends
-the episode and is judged by exact match or token F1. With ``tool_calls`` the search is a tool call, as the chat template has it.
+A reply with ``<search>query</search>`` gets the best passages between ``<information>`` tags. A reply with ``<answer>...</answer>``
+ends the episode and is scored by exact match or token F1. With ``tool_calls`` a search is a tool call in the chat template's
+format.
 """
 
 import re
@@ -32,11 +33,11 @@ SEARCH = {
 
 
 class SearchEnv(Env):
-    """Task: a question, and as its answer a text or a list of texts that are all right.
+    """Task: a question; its answer is a text, or a list of texts of which each is right.
 
-    ``retriever``, ``corpus`` and ``encoder`` are :func:`vlmrl.retrieval.open_retriever`'s: one retriever serves all episodes.
-    ``reward`` is ``em`` or ``f1``; ``format_reward`` is added where an answer was given and no reply was malformed. ``images``
-    shows those that passages have. ``instructions=False`` leaves the prompt as it is.
+    ``retriever``, ``corpus`` and ``encoder`` are arguments of :func:`vlmrl.retrieval.open_retriever`; all episodes share one
+    retriever. ``reward`` is ``em`` or ``f1``; ``format_reward`` is added if there is an answer and no reply was malformed.
+    ``images`` shows the images of passages. ``instructions=False`` leaves the prompt unchanged.
     """
 
     unfinished_reward = 0.0  # a budget ended the episode before its answer
@@ -72,10 +73,10 @@ class SearchEnv(Env):
     def reset(self):
         if not self.instructions:
             return None
-        told = words(INSTRUCTIONS.format(how=HOW_TO_SEARCH[bool(self.tools)]) + "\n\nQuestion: ")
+        rules = words(INSTRUCTIONS.format(how=HOW_TO_SEARCH[bool(self.tools)]) + "\n\nQuestion: ")
         *before, question = self.task.prompt
         content = question["content"]
-        whole = told["text"] + content if isinstance(content, str) else [told, *content]
+        whole = rules["text"] + content if isinstance(content, str) else [rules, *content]
         return [*before, {**question, "content": whole}]
 
     def step(self, response_text):
@@ -87,14 +88,14 @@ class SearchEnv(Env):
         if answer is not None:
             return obs(), True, self.judge(answer)
         if self.turn == self.max_turns - 1:
-            return obs(), False, {"malformed": 0}  # nobody would read what is found
+            return obs(), False, {"malformed": 0}  # the model would not read what is found
         self.searches += len(queries)
         found = self.shared.search(queries, self.topk)
         parts = [part for hits in found for part in self.information([hit.passage for hit in hits])]
         return self.say(parts), False, {"malformed": 0, "passages": sum(map(len, found))}
 
     def read(self, reply):
-        """What the reply searches for, or its answer; ValueError says to the model what is wrong with it."""
+        """The reply's queries, or its answer. The text of a ValueError explains to the model what is wrong."""
         if self.tools and (calls := read_tool_calls(reply, self.tools, self.tool_format)):
             for call in calls:
                 query = call.arguments.get("query")
@@ -113,7 +114,7 @@ class SearchEnv(Env):
         raise ValueError(f"That was no valid action: {wish}, or <answer>...</answer> to answer, with something inside.")
 
     def information(self, passages):
-        """The passages as parts of a message, each image after its passage."""
+        """The passages as message parts, each image after its passage."""
         parts = [words("<information>\n")]
         for number, passage in enumerate(passages, 1):
             self.seen.add(passage.id)
@@ -127,7 +128,7 @@ class SearchEnv(Env):
         return [*parts, words("</information>\n")]
 
     def say(self, parts):
-        """The observation, with a word of warning before the last turn."""
+        """The observation, with a warning before the last turn."""
         if self.turn == self.max_turns - 2:
             parts = [*parts, words("This was the last search: answer now, as <answer>...</answer>.\n")]
         opening, closing = ("<tool_response>\n", "</tool_response>") if self.tools else ("\n\n", "\n")

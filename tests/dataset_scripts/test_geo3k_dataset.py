@@ -53,13 +53,13 @@ def test_a_folder_becomes_two_parquet_files(tmp_path):
     source = folder(tmp_path / "source")
     command = [sys.executable, SCRIPT, "--out", str(tmp_path / "out"), "--source", str(source)]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
-    assert "train.parquet: 1 rows, 1 left out for want of an image" in shown
+    assert "train.parquet: 1 rows, 1 left out because they have no image" in shown
     assert "validation.parquet: 1 rows, 0 left out" in shown
     task = load_tasks(Data(str(tmp_path / "out")))[0]
     image = {"bytes": png(), "path": "1.png"}
-    asked = {"type": "text", "text": f"Find x.\nA. 5\nB. 14{ENDING}"}
+    question = {"type": "text", "text": f"Find x.\nA. 5\nB. 14{ENDING}"}
     assert task.id == "out/train/0"
-    assert task.prompt == [{"role": "user", "content": [{"type": "image", "image": image}, asked]}]
+    assert task.prompt == [{"role": "user", "content": [{"type": "image", "image": image}, question]}]
     assert task.answer == "14"
     assert task.data == {
         "id": "0",

@@ -1,4 +1,4 @@
-"""The zoom recipe's images: no two signs alike, one letter asked for, the same from the same seed."""
+"""The zoom recipe's images: no two signs alike, one letter as the answer, the same from the same seed."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The small search recipe's world: the answer is in one passage, and what is held out was never asked about."""
+"""The small search recipe's world: the answer is in one passage, and held-out things never occur in training."""
 
 from pathlib import Path
 

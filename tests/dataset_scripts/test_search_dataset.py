@@ -52,7 +52,7 @@ def test_answers_under_the_fields_other_names_are_found(tmp_path, answers):
     assert not (tmp_path / "corpus.parquet").exists()
 
 
-def test_what_is_missing_is_told(tmp_path):
+def test_a_missing_column_is_an_error(tmp_path):
     with pytest.raises(SystemExit, match="no answers, golden_answers or answer in the row"):
         prepare(tmp_path, write(tmp_path / "q.jsonl", [{"question": f"{n}?"} for n in range(9)]), "none")
     source = write(tmp_path / "q.jsonl", [{"question": "a?", "answer": "b", "dataset": "nq"}])

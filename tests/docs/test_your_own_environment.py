@@ -35,21 +35,21 @@ def test_the_guide_shows_three_commands():
 
 
 def test_it_is_played_by_hand(folder, monkeypatch, capsys):
-    told = run(COMMANDS[0], monkeypatch, capsys, typed="77\n78\n")
-    assert "How many dots are there?" in told and "Not right. These are the upper ones:" in told
-    assert told.count("image 0:") == told.count("image 1:") == 1
-    assert "1 episodes, mean reward 0.000" in told
+    output = run(COMMANDS[0], monkeypatch, capsys, typed="77\n78\n")
+    assert "How many dots are there?" in output and "Not right. These are the upper ones:" in output
+    assert output.count("image 0:") == output.count("image 1:") == 1
+    assert "1 episodes, mean reward 0.000" in output
 
 
 def test_it_is_shown_as_the_model_sees_it(folder, monkeypatch, capsys):
-    told = run(COMMANDS[1], monkeypatch, capsys)
-    assert "448 tasks to train on, 64 held out" in told and "128x128 px, as it is" in told
+    output = run(COMMANDS[1], monkeypatch, capsys)
+    assert "448 tasks to train on, 64 held out" in output and "128x128 px, as it is" in output
 
 
 @pytest.mark.slow
 def test_it_trains_and_leaves_what_is_promised(folder, monkeypatch, capsys):
-    told = run(COMMANDS[2], monkeypatch, capsys)
-    assert "Dots, at most 2 turns" in told and "448 tasks, 64 held out" in told
+    output = run(COMMANDS[2], monkeypatch, capsys)
+    assert "Dots, at most 2 turns" in output and "448 tasks, 64 held out" in output
     promised = re.findall(r"`([\w./]+)`", PAGE[PAGE.index("| file | content |") : PAGE.index("## When something")])
     assert {"trajectories.html", "summary.json"} <= set(promised)
     for name in promised:

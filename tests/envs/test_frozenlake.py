@@ -32,7 +32,7 @@ def test_a_hole_ends_the_walk_without_reward():
 
 
 @pytest.mark.parametrize(
-    ("reply", "told"),
+    ("reply", "text"),
     [
         ("right", "Name your steps between answer tags"),
         ("<answer>north</answer>", "a step is left, down, right, up."),
@@ -40,9 +40,9 @@ def test_a_hole_ends_the_walk_without_reward():
         ("<answer>up, up, up, up, up, up</answer>", "At most 5 steps at once."),
     ],
 )
-def test_a_reply_that_names_no_steps_is_told_how(reply: str, told: str):
+def test_a_reply_that_names_no_steps_is_explained(reply: str, text: str):
     trajectory = play(FrozenLakeEnv, [reply, "<answer>right</answer>"], TASK, **BIG)
-    assert told in trajectory.turns[1].messages[0]["content"] and trajectory.turns[0].metrics["invalid"] == 1
+    assert text in trajectory.turns[1].messages[0]["content"] and trajectory.turns[0].metrics["invalid"] == 1
 
 
 def test_a_lake_depends_on_the_task_alone():

@@ -60,7 +60,7 @@ Doc 1 (Title: Paris) Paris is the capital of France, on the Seine.
 """
 
 
-def test_a_search_brings_passages_between_tags(corpus):
+def test_a_search_returns_passages_between_tags(corpus):
     observation, done, info = env(corpus, topk=1).step("<think>Hm.</think> <search> capital of France </search>")
     assert observation["obs_str"] == "\n" + PARIS + "\n" and not done
     assert info == {"malformed": 0, "passages": 1}
@@ -69,8 +69,8 @@ def test_a_search_brings_passages_between_tags(corpus):
 
 
 def test_a_long_passage_is_cut_between_words(corpus):
-    told = env(corpus, topk=1, passage_chars=30).step("<search>France</search>")[0]["obs_str"]
-    assert "(Title: Paris) Paris is the capital of ...\n" in told
+    text = env(corpus, topk=1, passage_chars=30).step("<search>France</search>")[0]["obs_str"]
+    assert "(Title: Paris) Paris is the capital of ...\n" in text
 
 
 def test_the_answer_ends_the_episode_and_is_judged(corpus):
@@ -108,7 +108,7 @@ def test_squads_normalisation_and_f1(answer, right, em, f1):
     "reply",
     ["Paris.", "<search></search>", "<answer> </answer>", "<search>never closed", "</search>", "<Search>x</Search>"],
 )
-def test_a_malformed_reply_is_told_what_to_do(corpus, reply):
+def test_a_malformed_reply_is_explained(corpus, reply):
     made = env(corpus, format_reward=0.25)
     observation, done, info = made.step(reply)
     assert observation["obs_str"].strip() == (
@@ -158,8 +158,8 @@ def call(query, name="search"):
 def test_a_tool_call_searches_and_several_are_answered_together(corpus):
     made = env(corpus, tool_calls=True, topk=1)
     assert made.tools[0]["function"]["name"] == "search" and "call the search tool" in made.reset()[0]["content"]
-    told = made.step(call("France") + call("Italy"))[0]["obs_str"]
-    assert told == (
+    text = made.step(call("France") + call("Italy"))[0]["obs_str"]
+    assert text == (
         f"<tool_response>{PARIS}<information>\nDoc 1 (Title: Rome) Rome is the capital of Italy.\n</information>\n"
         "</tool_response>"
     )
@@ -167,7 +167,7 @@ def test_a_tool_call_searches_and_several_are_answered_together(corpus):
 
 
 @pytest.mark.parametrize(
-    ("reply", "told"),
+    ("reply", "text"),
     [
         (call("France", name="google"), "The only tool is search"),
         (call(""), "a text that is not empty"),
@@ -176,9 +176,9 @@ def test_a_tool_call_searches_and_several_are_answered_together(corpus):
         ("<search>France</search>", "call the search tool, or <answer>"),
     ],
 )
-def test_a_malformed_tool_call_is_told_what_is_wrong(corpus, reply, told):
+def test_a_malformed_tool_call_is_explained(corpus, reply, text):
     observation, done, info = env(corpus, tool_calls=True).step(reply)
-    assert told in observation["obs_str"] and not done and info == {"malformed": 1}
+    assert text in observation["obs_str"] and not done and info == {"malformed": 1}
 
 
 def test_calls_in_the_other_format_are_read_too(corpus):

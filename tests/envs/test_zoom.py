@@ -54,15 +54,36 @@ def test_the_first_image_is_coarse():
         ([999, 999, 1000, 1000], (64, 64), (255, 255, 0)),  # also at the edge
     ],
 )
-def test_a_call_brings_the_crop(box, size, color):
+def test_a_call_returns_the_crop(box, size, color):
     observation, done, info = step(env(crop=64), call(box))
     (crop,) = observation["multi_modal_data"]["image"]
     assert observation["obs_str"] == "Closer:" and not done and info == {"zooms": 1}
     assert crop.size == size and crop.getpixel((size[0] // 2, size[1] // 2)) == color
 
 
+def test_the_model_reads_the_crop_then_a_word_and_no_tool_tags():
+    made = env(crop=64)
+    message = made.format_observation(step(made, call([0, 0, 500, 500]))[0])
+    assert message["role"] == "user"
+    assert [part["type"] for part in message["content"]] == ["image", "text"]
+    assert message["content"][1]["text"] == "Closer:"
+
+
+def test_of_several_calls_the_last_whole_one_counts_and_an_answer_comes_first():
+    red, blue = call([0, 0, 500, 500]), call([0, 500, 500, 1000])
+    (crop,) = step(env(), red + blue + "<tool_call>{")[0]["multi_modal_data"]["image"]
+    assert crop.getpixel((100, 50)) == (0, 0, 255)
+    assert step(env(), red + "<answer>blue</answer>")[1:] == (True, {"reward": 1.0, "answered": 1})
+
+
+def test_a_schema_is_in_the_prompt_unless_it_is_turned_off():
+    assert [tool["function"]["name"] for tool in env().tools] == ["zoom"]
+    hidden = env(tools_in_prompt=False)
+    assert hidden.tools == [] and step(hidden, call([0, 0, 500, 500]))[2] == {"zooms": 1}
+
+
 @pytest.mark.parametrize(
-    ("reply", "told"),
+    ("reply", "text"),
     [
         ("Blue, I think.", "Call zoom, or give your answer"),
         ("<tool_call>{</tool_call>", "A call is {"),
@@ -75,9 +96,9 @@ def test_a_call_brings_the_crop(box, size, color):
         (call("[0, 0, Infinity, 5]"), "A call is {"),
     ],
 )
-def test_a_wrong_call_is_explained_and_goes_on(reply, told):
+def test_a_wrong_call_is_explained_and_goes_on(reply, text):
     observation, done, info = step(env(), reply)
-    assert told in observation["obs_str"] and not done and "reward" not in info
+    assert text in observation["obs_str"] and not done and "reward" not in info
 
 
 def test_the_last_answer_is_judged_without_regard_to_case():

@@ -79,8 +79,8 @@ def run(*arguments, cwd, timeout=400):
 def test_minimal_grpo_is_a_page_and_runs(tmp_path):
     recipe = ROOT / "recipes/minimal_grpo.py"
     assert len(recipe.read_text().splitlines()) <= 200
-    told = run(recipe, "--steps", 2, "--warm-steps", 2, "--groups", 2, "--group-size", 2, cwd=tmp_path)
-    assert "step    2  reward" in told
+    output = run(recipe, "--steps", 2, "--warm-steps", 2, "--groups", 2, "--group-size", 2, cwd=tmp_path)
+    assert "step    2  reward" in output
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -89,9 +89,9 @@ def test_a_recipe_is_a_page_whose_help_is_its_documentation(recipe, capsys):
     assert len(file.read_text().splitlines()) <= 100
     with pytest.raises(SystemExit, match="0"):
         cli.train_command([str(file), "--help"])
-    told = " ".join(capsys.readouterr().out.split())
-    assert " ".join(inspect.getmodule(_config(file)).__doc__.split()) in told
-    assert "--optim.lr FLOAT" in told and "Trajectories per task: the group of a GRPO baseline." in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert " ".join(inspect.getmodule(_config(file)).__doc__.split()) in output
+    assert "--optim.lr FLOAT" in output and "Trajectories per task: the group of a GRPO baseline." in output
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -145,9 +145,9 @@ def small_data(name: str, data: Data, folder: Path) -> list[str]:
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
-    told = run(ROOT / "recipes/quickstart.py", "--dry-run", "--train.max-staleness", "2", cwd=tmp_path)
-    assert "ZoomEnv, at most 2 turns and 256 tokens" in told and "4096 tasks, 256 held out" in told
-    assert "asynchronous, 2 updates ahead at most; too old: wait; corrected by the loss's ratio" in told
+    output = run(ROOT / "recipes/quickstart.py", "--dry-run", "--train.max-staleness", "2", cwd=tmp_path)
+    assert "ZoomEnv, at most 2 turns and 256 tokens" in output and "4096 tasks, 256 held out" in output
+    assert "asynchronous, 2 updates ahead at most; too old: wait; corrected by the loss's ratio" in output
     assert not (tmp_path / "runs/quickstart").exists()
 
 
@@ -187,7 +187,7 @@ def test_geo3k_runs_two_steps_on_real_problems(tmp_path, family, template, sampl
     run(ROOT / "datasets/geo3k.py", "--out", prepared, "--source", SHARED / "data/geometry3k", cwd=tmp_path)
     model = small_model(family, tmp_path / family)
     options = ["--model.chat-template", template] if template else []
-    told = run(
+    output = run(
         ROOT / "recipes/geo3k.py",
         *("--model.path", model, "--model.random-weights", "--model.device", "cpu", "--output-dir", tmp_path / "runs"),
         *("--data.path", prepared / "train.parquet", "--eval.data.path", prepared / "validation.parquet"),
@@ -199,7 +199,7 @@ def test_geo3k_runs_two_steps_on_real_problems(tmp_path, family, template, sampl
     )
     rows = [json.loads(line) for line in (tmp_path / "runs/geo3k/metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
-    assert len(steps) == 2, told
+    assert len(steps) == 2, output
     assert all(row["images/mean"] == 1.0 and row["logprob_mismatch/max"] < 1e-4 for row in steps)
     assert torch.isfinite(torch.tensor([row["grad_norm"] for row in steps])).all()
 
@@ -207,7 +207,7 @@ def test_geo3k_runs_two_steps_on_real_problems(tmp_path, family, template, sampl
 def test_frozenlake_runs_two_steps_on_rendered_frames(tmp_path):
     """A tiny model of random weights, whose replies are noise: what is checked is that the run holds together."""
     pytest.importorskip("gymnasium", reason="needs gymnasium: pip install 'vlmrl[gymnasium]'")
-    told = run(
+    output = run(
         ROOT / "recipes/frozenlake.py",
         *("--model.path", "tiny:qwen3_vl", "--model.device", "cpu", "--output-dir", tmp_path / "runs"),
         *("--train.steps", 2, "--train.groups-per-batch", 2, "--rollout.group-size", 2, "--eval.data.size", 2),
@@ -216,7 +216,7 @@ def test_frozenlake_runs_two_steps_on_rendered_frames(tmp_path):
     )
     rows = [json.loads(line) for line in (tmp_path / "runs/frozenlake/metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
-    assert len(steps) == 2, told
+    assert len(steps) == 2, output
     assert all(
         row["images/mean"] >= 1.0 and row["reward/mean"] == 0.0 and row["logprob_mismatch/max"] < 1e-4 for row in steps
     )
