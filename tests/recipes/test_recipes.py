@@ -15,7 +15,8 @@ from PIL import Image
 from transformers import AutoConfig
 
 from vlmrl import Config, Data
-from vlmrl.cli import main as cli
+from vlmrl.cli.recipe import errors_in_one_line
+from vlmrl.cli.train import TrainCommand
 from vlmrl.config.code import load_object
 
 pytestmark = pytest.mark.slow
@@ -88,10 +89,10 @@ def test_a_recipe_is_a_page_whose_help_is_its_documentation(recipe, capsys):
     file = ROOT / f"recipes/{recipe}.py"
     assert len(file.read_text().splitlines()) <= 100
     with pytest.raises(SystemExit, match="0"):
-        cli.train_command([str(file), "--help"])
+        TrainCommand(str(file)).run(["--help"])
     output = " ".join(capsys.readouterr().out.split())
     assert " ".join(inspect.getmodule(_config(file)).__doc__.split()) in output
-    assert "--optim.lr FLOAT" in output and "Trajectories per task: the group of a GRPO baseline." in output
+    assert "--optim.lr FLOAT" in output and "Trajectories per task." in output
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -107,7 +108,8 @@ def test_a_recipe_runs_two_steps(recipe, tmp_path, monkeypatch, qwen3_vl):
     for name, data in data_of(config):
         options += small_data(name, data, tmp_path)
     try:
-        cli.train_command([str(file), *options])
+        with errors_in_one_line():
+            TrainCommand(str(file)).run(options)
     except SystemExit as end:
         if "pip install" in str(end.__cause__):
             pytest.skip(str(end.__cause__))
