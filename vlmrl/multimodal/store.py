@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
-from torchvision.transforms.v2 import functional as tv
 
 from vlmrl.model.families.base import Family, Size
 from vlmrl.multimodal.images import content_hash, image_size, load_image, source_key
@@ -120,11 +119,10 @@ class MediaStore:
         return self._family.resized(self._processor, size, self._max_pixels)
 
     def _process(self, content: str, image: Image.Image) -> MediaItem:
-        """Resize to the size that the processor would choose, with its own filter, then make the tensors."""
+        """Resize as the processor would, then make the tensors."""
         family, processor, size = self._family, self._processor, self._resized(image.size)
         if size != image.size:
-            pixels = tv.pil_to_tensor(image)
-            image = tv.to_pil_image(tv.resize(pixels, list(size[::-1]), tv.InterpolationMode.BICUBIC, antialias=True))
+            image = family.resize(image, size)
         inputs = family.image_inputs(processor, image)
         item = MediaItem(content, image, inputs, family.num_tokens(processor, size), family.separators(processor, size))
         with self._lock:

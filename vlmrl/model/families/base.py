@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 import transformers
 from PIL import Image
+from torchvision.transforms.v2 import functional as tv
 
 from vlmrl.types import MediaItem
 
@@ -109,6 +110,12 @@ class Family:
         Raises ValueError for a size that the processor refuses.
         """
         raise NotImplementedError
+
+    def resize(self, image: Image.Image, size: Size) -> Image.Image:
+        """The image at this :meth:`resized` size, with the processor's own filter. Here: bicubic, antialiased."""
+        width, height = size
+        pixels = tv.resize(tv.pil_to_tensor(image), [height, width], tv.InterpolationMode.BICUBIC, antialias=True)
+        return tv.to_pil_image(pixels)
 
     def num_tokens(self, processor: Any, size: Size) -> int:
         """How many tokens an image of this :meth:`resized` size expands to, separators included."""
