@@ -177,7 +177,7 @@ class Config:
     """Several datasets in one run, by name, instead of `data`: each with its weight and, if it has one, an env of its own."""
     rollout: Rollout = field(default_factory=Rollout)
     engine: str = "embedded"
-    """What samples the replies. `embedded`: the model in this process. `sglang`: SGLang servers (`pip install 'vlmrl[sglang]'`)."""
+    """Inference engine. `embedded`: the model in this process. `sglang`: SGLang servers (`pip install 'vlmrl[sglang]'`)."""
     sglang: SGLang = field(default_factory=SGLang)
     algo: Algo = field(default_factory=Algo)
     optim: Optim = field(default_factory=Optim)
