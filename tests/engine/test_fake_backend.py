@@ -225,7 +225,7 @@ ALLOWED = {
     "vlmrl/engine/backend.py": ['"sglang": "vlmrl.engine.sglang.backend:SGLangBackend",'],  # the registry
     "vlmrl/config/run.py": [  # the section, its import, and the help of `engine`
         "from vlmrl.config.sglang import SGLang",
-        '"""What samples the replies. `embedded`: the model in this process. `sglang`: SGLang servers '
+        '"""Inference engine. `embedded`: the model in this process. `sglang`: SGLang servers '
         '(`pip install \'vlmrl[sglang]\'`)."""',
         "sglang: SGLang = field(default_factory=SGLang)",
     ],
