@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import re
 import signal
@@ -11,17 +12,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+import httpx
 import pytest
+import torch
 from testing.episodes import a_task, decoded, play_audited, renderer
 
-from vlmrl.config import Config, ServerSettings
-from vlmrl.engine.backend import SERVER_BACKENDS, Call, ServedModel, ServerBackend, backend_class, new_backend
+from vlmrl.config import Config, Data, Model, Rollout, ServerSettings, Train
+from vlmrl.engine.backend import (
+    SERVER_BACKENDS,
+    Call,
+    Capabilities,
+    ServedModel,
+    ServerBackend,
+    backend_class,
+    new_backend,
+)
 from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
 from vlmrl.engine.server import Launch, LocalProcess, Server, ServerInfo, free_ports
 from vlmrl.engine.server_engine import ServerEngine
 from vlmrl.engine.server_pool import ServerPool
 from vlmrl.engine.server_reply import BadReply, Reply
 from vlmrl.env.base import Env, obs
+from vlmrl.model import tiny
+from vlmrl.report.run_log import read_rows
+from vlmrl.run.program import run_training
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,6 +121,33 @@ class ToyBackend(ServerBackend):
 
     def abort(self, attempt_id):
         return Call("/state", {})
+
+    def receiver(self, server):
+        return ToyReceiver(server.url)
+
+
+@dataclass
+class ToyReceiver:
+    """Takes no weights, only their version: a toy says what its settings tell it to say."""
+
+    url: str
+    ranks: int = 1
+    device: str = "cpu"
+    dtype: torch.dtype | None = None
+    timeout: float = 60.0
+
+    def begin(self):
+        pass
+
+    def receive(self, bucket, version):
+        if version is not None:
+            httpx.post(f"{self.url}/state", json={"weights": version}, timeout=self.timeout)
+
+    def end(self):
+        pass
+
+    def abort(self):
+        pass
 
 
 class TwoTurns(Env):
@@ -205,6 +248,27 @@ def test_no_request_is_sent_during_a_pause(engine):
 
     assert asyncio.run(pause()).stop_reason == "stop"
     assert not any(state_of(engine, each)["frozen"] for each in engine.servers.all)
+
+
+def test_a_step_is_trained_on_what_a_toy_server_sampled(monkeypatch, tmp_path):
+    monkeypatch.setitem(SERVER_BACKENDS, "toy", ToyBackend)
+    monkeypatch.setattr(ToyBackend, "capabilities", Capabilities(tensor_handles=True))
+    rewards = itertools.cycle([0.0, 1.0])
+    config = ToyConfig(
+        name="toy",
+        output_dir=str(tmp_path),
+        model=Model(path=str(tiny.build(tmp_path / "model", "qwen3")), device="cpu", dtype="float32"),
+        data=Data(generator=lambda index, seed: {"prompt": "Say yes."}, size=4),
+        reward=lambda text, task: next(rewards) if text == "yes" else -1.0,
+        rollout=Rollout(group_size=2, max_tokens=64, max_reply_tokens=8),
+        engine="toy",
+        toy=ToySettings(check=False),
+        train=Train(steps=2, groups_per_batch=2),
+    )
+    run_training(config)
+    first, second = (row for row in read_rows(config.folder / "metrics.jsonl") if "loss" in row)
+    assert first["reward/mean"] == second["reward/mean"] == 0.5
+    assert second["weight_sync/bytes"] > 0 and second["failed"] == 0
 
 
 def test_an_unknown_engine_is_an_error_that_names_the_known_ones(monkeypatch):

@@ -16,6 +16,8 @@ from vlmrl.utils.threads import DaemonPool
 from vlmrl.weight_sync.base import Bucket, WeightsRefused
 from vlmrl.weight_sync.nccl import GroupAddress
 
+pytestmark = pytest.mark.slow
+
 PATIENCE = 60  # seconds, for what takes milliseconds
 BUCKET = Bucket(["a", "b"], [torch.Size([2]), torch.Size([1, 1])], torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16))
 

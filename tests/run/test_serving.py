@@ -94,7 +94,7 @@ class Plain(ServerBackend):
     """A server program without any capability."""
 
     name, title, package = "plain", "Plain", "json"
-    launch = parse_info = generate = parse = abort = None  # not called
+    launch = parse_info = generate = parse = abort = receiver = None  # not called
 
 
 @pytest.mark.parametrize(

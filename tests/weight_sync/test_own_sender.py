@@ -12,10 +12,12 @@ from testing.fake_sglang import FakeSGLang
 
 from vlmrl.config import Algo, Config, Data, Model, Optim, Rollout, SGLang, Train
 from vlmrl.model import tiny
-from vlmrl.report.metrics import read_rows
+from vlmrl.report.run_log import read_rows
 from vlmrl.run.program import run_training
 from vlmrl.weight_sync import SENDERS
 from vlmrl.weight_sync.base import NamedWeights, TransferResult, WeightSender, WeightUpdate
+
+pytestmark = pytest.mark.slow
 
 MAILBOX: dict[str, FakeSGLang] = {}
 """Servers in this process by URL: their memory is where the sender puts the weights."""
@@ -66,7 +68,7 @@ def test_a_step_is_trained_whose_weights_reach_the_server_by_a_sender_of_ones_ow
         optim=Optim(lr=1e-2),
         train=Train(steps=1, groups_per_batch=2),
     )
-    run_training(config, tmp_path)
+    run_training(config)
     [row] = [row for row in read_rows(config.folder / "metrics.jsonl") if "loss" in row]
     assert row["weight_sync/bytes"] == sum(weight.nbytes for weight in server.weights.values())
     before, after = load_file(folder / "model.safetensors"), load_file(config.folder / "model/model.safetensors")

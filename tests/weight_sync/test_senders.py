@@ -130,7 +130,7 @@ def test_a_server_that_cannot_receive_in_this_way_is_named():
 
 def test_a_way_that_nobody_registered_is_refused(tmp_path):
     with pytest.raises(ValueError, match="sync must be auto or one of disk, group, tensor, but it is 'pigeon'"):
-        WeightSync(None, None, tmp_path, "pigeon", 1)
+        WeightSync(None, tmp_path, "pigeon")
 
 
 @pytest.mark.parametrize(("way", "kind"), [("tensor", FakeReceiver), ("group", GroupMember)])
@@ -184,11 +184,11 @@ def test_a_cancelled_push_aborts_its_transfer(tmp_path):
     server = SimpleNamespace(url="one")
 
     async def cancelled():
-        servers = SimpleNamespace(changing=asyncio.Lock(), ready=[server], all=[server])
+        servers = SimpleNamespace(update_lock=asyncio.Lock(), ready=[server], all=[server])
         thread = SimpleNamespace(run=lambda coroutine: coroutine)
-        engine = SimpleNamespace(servers=servers, versions={}, thread=thread)
-        backend = SimpleNamespace(receiver=lambda _: receiver)
-        sync = WeightSync(engine, backend, tmp_path, "tensor", 8)
+        backend = SimpleNamespace(receiver=lambda _: receiver, settings=SimpleNamespace(bucket_mb=1))
+        engine = SimpleNamespace(servers=servers, versions={}, thread=thread, backend=backend)
+        sync = WeightSync(engine, tmp_path, "tensor")
         push = asyncio.create_task(sync.push(lambda update: update.send(iter(weights())), 1))
         assert await asyncio.to_thread(receiver.called.wait, PATIENCE)
         push.cancel()

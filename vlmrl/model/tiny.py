@@ -14,7 +14,6 @@ import hashlib
 import inspect
 import os
 import tempfile
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from transformers import PreTrainedTokenizerFast
 from vlmrl.model import families
 from vlmrl.model.families import FAMILIES
 from vlmrl.model.families.base import TINY_HEAD_DIM, Family
+from vlmrl.utils.files import build_folder
 
 PREFIX = "tiny:"
 TEMPLATE = Path(__file__).parents[1] / "multimodal/templates/chatml.jinja"
@@ -100,13 +100,7 @@ def resolve(path: str, cache_dir: str | Path) -> str:
     sources = [Path(__file__), TEMPLATE, source, *sorted(Path(families.__file__).parent.glob("*.py"))]
     made_from = b"".join(file.read_bytes() for file in sources) + transformers.__version__.encode()
     folder = Path(cache_dir).expanduser() / f"tiny-{family}-{hashlib.sha256(made_from).hexdigest()[:8]}"
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
-            built = build(Path(scratch) / folder.name, family)
-            with suppress(OSError):  # another process was first
-                built.rename(folder)
-    return str(folder)
+    return str(build_folder(folder, lambda empty: build(empty, family)))
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

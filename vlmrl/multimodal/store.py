@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from PIL import Image
 from vlmrl.model.families.base import Family, Size
 from vlmrl.multimodal.images import content_hash, image_size, load_image, source_key
 from vlmrl.types import ImageSource, MediaItem
-from vlmrl.utils.threads import DaemonPool
+from vlmrl.utils.threads import DaemonPool, SingleFlight
 
 
 class Measure(NamedTuple):
@@ -57,7 +56,7 @@ class MediaStore:
         self._items: weakref.WeakValueDictionary[str, MediaItem] = weakref.WeakValueDictionary()
         self._ids: dict[str, str] = {}  # source key -> content hash
         # By source key while an image is loaded, by content hash while it is processed.
-        self._pending: dict[str, Future[MediaItem]] = {}
+        self._flight: SingleFlight[MediaItem] = SingleFlight()
         self.seen = 0
         self.processed = 0
 
@@ -84,25 +83,11 @@ class MediaStore:
 
     def _once(self, key: str, make: Callable[[], MediaItem]) -> MediaItem:
         """The item of a source key or content hash if it still exists; else ``make()``, run by one thread while others wait."""
+        return self._flight.get(key, self._find, make)[0]
+
+    def _find(self, key: str) -> MediaItem | None:
         with self._lock:
-            item = self._items.get(self._ids.get(key, key))
-            if item is not None:
-                return item
-            pending = self._pending.get(key)
-            if pending is None:
-                mine = self._pending[key] = Future()
-        if pending is not None:
-            return pending.result()
-        try:
-            item = make()
-            mine.set_result(item)
-            return item
-        except BaseException as error:
-            mine.set_exception(error)
-            raise
-        finally:
-            with self._lock:
-                del self._pending[key]
+            return self._items.get(self._ids.get(key, key))
 
     def _load(self, key: str, source: ImageSource) -> MediaItem:
         image = load_image(source)

@@ -14,6 +14,7 @@ from typing import Any
 
 from PIL import Image
 
+from vlmrl.multimodal.images import encode_png
 from vlmrl.types import Message, Task
 
 IMAGE, BYTES = "$image", "$bytes"
@@ -22,7 +23,7 @@ IMAGE, BYTES = "$image", "$bytes"
 def serialize(value: Any, name: str) -> Any:
     """``value`` as JSON. Raises ValueError, with ``name``, for a value that JSON cannot represent."""
     if isinstance(value, Image.Image):
-        return {IMAGE: _base64(_png(value))}
+        return {IMAGE: _base64(encode_png(value))}
     if isinstance(value, bytes):
         return {BYTES: _base64(value)}
     if isinstance(value, dict):
@@ -76,13 +77,6 @@ def _portable(source: Any) -> Any:
     if isinstance(source, str | Path) and not str(source).startswith(("http://", "https://", "data:")):
         return Path(str(source).removeprefix("file://")).read_bytes()
     return source
-
-
-def _png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    kept = image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16") else image.convert("RGB")
-    kept.save(buffer, format="PNG", compress_level=1, exif=image.getexif())
-    return buffer.getvalue()
 
 
 def _base64(content: bytes) -> str:

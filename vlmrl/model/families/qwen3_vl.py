@@ -38,5 +38,5 @@ class Qwen3VLMoe(Qwen3VL):
 
     @classmethod
     def tiny_vision(cls, width: int, text_width: int) -> dict[str, Any]:
-        # SGLang expects three deepstack layers, as in the published models.
+        # Inference servers expect three deepstack layers, as in the published models.
         return super().tiny_vision(width, text_width) | {"deepstack_visual_indexes": [0, 1, 2]}
