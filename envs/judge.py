@@ -8,7 +8,7 @@ from typing import Literal
 
 from vlmrl import Env, Judge, Task, obs, weighted_reward
 
-RUBRIC = "Grade the agent's last answer: is it right, complete and clear? Where images are shown, does it tell what is in them?"
+RUBRIC = "Grade the agent's last answer: is it right, complete and clear? Where images are shown, does it say what is in them?"
 WORDS = 200  # up to this length an answer gets the whole reward for brevity
 
 

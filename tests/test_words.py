@@ -28,6 +28,7 @@ INSTEAD = {
 KEPT = {  # by file: words that are data, such as tokens and prompts that a model reads
     "vlmrl/model/tiny.py": {"picture"},
     "datasets/lookup.py": {"picture"},
+    "vlmrl/report/viewer/page.html": {"gap"},  # the property of CSS
 }
 
 

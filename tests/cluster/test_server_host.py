@@ -13,6 +13,7 @@ from vlmrl.config import Algo, Cluster, Config, Data, Model, Optim, Rollout, SGL
 from vlmrl.model import tiny
 from vlmrl.run.program import run_training
 
+pytestmark = pytest.mark.slow
 pytest.importorskip("ray", reason="needs Ray: pip install 'vlmrl[ray]'")
 
 
@@ -41,7 +42,7 @@ def test_a_server_has_the_weights_of_two_ranks_after_a_step(server, tmp_path):
         optim=Optim(lr=1e-2),
         train=Train(steps=1, groups_per_batch=2),
     )
-    run_training(config, tmp_path)
+    run_training(config)
     saved = load_file(config.folder / "model/model.safetensors")
     assert all(torch.equal(server.weights[name], weight) for name, weight in saved.items())
     updates = [path for path, _ in server.calls if "weight" in path]

@@ -43,7 +43,7 @@ def test_it_is_played_by_hand(folder, monkeypatch, capsys):
 
 def test_it_is_shown_as_the_model_sees_it(folder, monkeypatch, capsys):
     output = run(COMMANDS[1], monkeypatch, capsys)
-    assert "448 tasks to train on, 64 held out" in output and "128x128 px, as it is" in output
+    assert "448 tasks to train on, 64 held out" in output and "128x128 px" in output
 
 
 @pytest.mark.slow

@@ -18,7 +18,9 @@ import torch
 from testing.episodes import a_task, decoded, play_audited, renderer
 
 from vlmrl.config import Config, Data, Model, Rollout, ServerSettings, Train
-from vlmrl.engine.backend import (
+from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
+from vlmrl.engine.server import Launch, LocalProcess, Server, ServerInfo, free_ports
+from vlmrl.engine.server_backend import (
     SERVER_BACKENDS,
     Call,
     Capabilities,
@@ -27,8 +29,6 @@ from vlmrl.engine.backend import (
     backend_class,
     new_backend,
 )
-from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
-from vlmrl.engine.server import Launch, LocalProcess, Server, ServerInfo, free_ports
 from vlmrl.engine.server_engine import ServerEngine
 from vlmrl.engine.server_pool import ServerPool
 from vlmrl.engine.server_reply import BadReply, Reply
@@ -286,7 +286,7 @@ def test_no_server_within_the_time_limit_is_an_error_that_names_the_program(engi
 
 
 ALLOWED = {
-    "vlmrl/engine/backend.py": ['"sglang": "vlmrl.engine.sglang.backend:SGLangBackend",'],  # the registry
+    "vlmrl/engine/server_backend.py": ['"sglang": "vlmrl.engine.sglang.backend:SGLangBackend",'],  # the registry
     "vlmrl/config/run.py": [  # the section, its import, and the help of `engine`
         "from vlmrl.config.sglang import SGLang",
         '"""Inference engine. `embedded`: the model in this process. `sglang`: SGLang servers '

@@ -14,9 +14,9 @@ from testing.fakes import PAD, Router, make_item
 from torch import nn
 
 from vlmrl.config import Lora, SGLang
-from vlmrl.engine.backend import ServedModel
 from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
 from vlmrl.engine.server import Server
+from vlmrl.engine.server_backend import ServedModel
 from vlmrl.engine.server_engine import ServerEngine
 from vlmrl.engine.server_pool import ServerPool
 from vlmrl.engine.sglang.backend import SGLangBackend

@@ -19,8 +19,8 @@ from testing.servers import free_port, served
 
 from vlmrl import Env, RemoteEnv, RetryTurn, ToolEnv, obs
 from vlmrl.env.base import resolve_env
+from vlmrl.env.remote.env_server import EnvServer, create_env_app
 from vlmrl.env.remote.serialize import serialize_task
-from vlmrl.env.remote.server import EnvServer, create_env_app
 from vlmrl.env.session import EnvContractError
 
 pytestmark = pytest.mark.slow

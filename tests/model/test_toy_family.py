@@ -29,7 +29,7 @@ from vlmrl.rollout.runner import Runner
 from vlmrl.rollout.turn_loop import TurnLoop
 from vlmrl.samples import AuditError, audit, concat, step_wise
 from vlmrl.train.packing import pack, split
-from vlmrl.train.trainer import Trainer
+from vlmrl.train.trainer import Trainer, TrainerSpec
 from vlmrl.types import MediaItem, Sample, Trajectory
 
 PATCH = 3 * 8 * 4  # an image is two tiles of 8 x 8 pixels, and a tile is two patches
@@ -124,7 +124,7 @@ def folder(tmp_path_factory) -> Iterator[Any]:
 
 
 def load(folder: Any, **settings: Any) -> LoadedModel:
-    return load_model(Model(path="tiny:toy", device="cpu", dtype="float32", **settings), None, folder, seed=0)
+    return load_model(Model(path="tiny:toy", device="cpu", dtype="float32", **settings), folder, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +204,7 @@ def test_a_step_trains_on_what_the_engine_sampled(model, trajectories, share):
     assert images == {2, 3} and len(samples) == 18
     audit(samples, trajectories, image_token_id=policy.image_token_id, banned_ids=policy.banned_ids)
     options: dict[str, Any] = {"tokens_per_micro_batch": 200, "share_prefixes": share}
-    trainer = Trainer(policy, Algo(), Optim(lr=1e-4), total_steps=1, **options)
+    trainer = Trainer(policy, TrainerSpec(Algo(), Optim(lr=1e-4), total_steps=1, **options))
     assert largest_mismatch(trainer, samples) < 1e-5
     before = {name: weight.detach().clone() for name, weight in policy.named_parameters()}
     trainer.step(samples)
@@ -230,7 +230,7 @@ def test_rows_of_a_tree_share_whole_images_and_have_positions_of_their_own(model
 
 def test_another_image_moves_logprobs_in_the_trainer_and_the_engine(model, trajectories):
     engine = HFEngine(model.policy, model.renderer)
-    trainer = Trainer(model.policy, Algo(), Optim(), total_steps=1, tokens_per_micro_batch=1000)
+    trainer = Trainer(model.policy, TrainerSpec(Algo(), Optim(), total_steps=1, tokens_per_micro_batch=1000))
     pad = model.policy.image_token_id
     canary = asyncio.run(check_images(trainer.score, engine, model.new_store(), trajectories, pad))
     engine.close()

@@ -289,6 +289,7 @@ def test_data_uri_holds_the_same_pixels(store):
     assert torch.equal(store.load(uri).mm_inputs["pixel_values"], item.mm_inputs["pixel_values"])
 
 
+@pytest.mark.slow
 def test_an_image_is_loaded_from_a_url_with_redirects(store):
     data = encoded(noise((64, 32)))
 

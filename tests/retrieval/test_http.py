@@ -16,7 +16,7 @@ from testing.servers import free_port, served
 from vlmrl.cli import main as cli
 from vlmrl.multimodal.images import load_image
 from vlmrl.retrieval import Hit, HttpRetriever, Passage, RetrieverError, open_retriever
-from vlmrl.retrieval.server import create_retriever_app
+from vlmrl.retrieval.retrieval_server import create_retriever_app
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from vlmrl.config import Cluster, Config, Data, Lora, Model, Rollout, ServerSettings, SGLang
-from vlmrl.engine.backend import ServerBackend
+from vlmrl.engine.server_backend import ServerBackend
 from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.model.loading import as_saved, load_model
 from vlmrl.model.lora import named_weights

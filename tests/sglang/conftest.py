@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from testing.real_servers import config_of, served
 
-from vlmrl.engine.backend import is_installed
+from vlmrl.engine.server_backend import is_installed
 
 HERE = Path(__file__).parent
 

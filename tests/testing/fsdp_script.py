@@ -13,7 +13,7 @@ from PIL import Image
 from vlmrl.config import Algo, Config, Lora, Model, Optim, Train
 from vlmrl.model.loading import load_model
 from vlmrl.train.controller import destroy_process_group, join_process_group, run_commands, stop_commands
-from vlmrl.train.factory import Trainers
+from vlmrl.train.make_trainer import Trainers
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import TrainerSpec
 from vlmrl.types import Sample

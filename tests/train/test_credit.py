@@ -91,18 +91,21 @@ def test_length_costs_only_near_the_limit():
         ),
         (
             {"algo": Algo(corrections=("veto",)), "rollout": Rollout(history="rerender")},
-            r"\['veto'\] must be unset where rows are",
+            r"\['veto'\] must be unset with re-rendered samples",
         ),
         (
             {"algo": Algo(old_policy="rollout"), "rollout": Rollout(history="rerender")},
-            "algo.old_policy rollout must be unset where rows are",
+            "algo.old_policy rollout must be unset with re-rendered samples",
         ),
         (
             {"rollout": Rollout(history="rerender"), "train": Train(max_staleness=1, too_old="correct")},
             "train.too_old correct needs",
         ),
-        ({"algo": Algo(credit="turn"), "rollout": Rollout(history="rerender")}, "algo.credit turn needs to know"),
-        ({"deterministic": True, "rollout": Rollout(over_sampling=1.5)}, "keeps what finishes first"),
+        ({"algo": Algo(credit="turn"), "rollout": Rollout(history="rerender")}, "algo.credit turn must know"),
+        (
+            {"deterministic": True, "rollout": Rollout(over_sampling=1.5)},
+            "rollout.over_sampling must be 1 with deterministic",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_its_reason(settings, message):

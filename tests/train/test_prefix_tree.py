@@ -36,7 +36,7 @@ def tree_of(*rows):
     atoms = prefix_tree.atoms_of(rows, PAD)
     ordered = prefix_tree.in_order(atoms, range(len(rows)))
     shared = prefix_tree.shared_lengths([atoms[index] for index in ordered])
-    return prefix_tree.build([rows[index] for index in ordered], shared, FAMILY)
+    return prefix_tree.build_tree([rows[index] for index in ordered], shared, FAMILY)
 
 
 # The layout

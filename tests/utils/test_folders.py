@@ -2,7 +2,7 @@
 
 import pytest
 
-from vlmrl.utils.files import build_folder, cache_root
+from vlmrl.utils.folders import build_folder, cache_root
 
 
 def write(folder):

@@ -28,10 +28,10 @@ class EvalCommand:
             description=recipe.description,
             prog=f"vlmrl eval {self.recipe}",
         )
-        evaluate(resolve_config(config, recipe.folder))
+        run_evaluation(resolve_config(config, recipe.folder))
 
 
-def evaluate(config: Config) -> None:
+def run_evaluation(config: Config) -> None:
     """Play the held-out tasks and print their mean reward."""
     from vlmrl.report.progress import RunProgress
     from vlmrl.run.build import build_run

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vlmrl.env.remote import server as env_server
-from vlmrl.retrieval import server as retriever_server
+from vlmrl.env.remote import env_server
+from vlmrl.retrieval import retrieval_server
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class ServeEnvCommand(env_server.EnvServerArguments):
 
 
 @dataclass(frozen=True)
-class ServeRetrieverCommand(retriever_server.RetrieverServerArguments):
+class ServeRetrieverCommand(retrieval_server.RetrieverServerArguments):
     """Serve a corpus of passages over HTTP, for search envs."""
 
     def run(self, options: Sequence[str]) -> None:
-        retriever_server.serve_retriever(self)
+        retrieval_server.serve_retriever(self)

@@ -21,7 +21,7 @@ class TrainCommand:
     """Python file with a function `config() -> Config`. For its options, see `vlmrl train RECIPE --help`."""
 
     def run(self, options: Sequence[str]) -> None:
-        train(Recipe.load(self.recipe), options, prog=f"vlmrl train {self.recipe}")
+        train_recipe(Recipe.load(self.recipe), options, prog=f"vlmrl train {self.recipe}")
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class TrainOptions:
 def run_recipe(config: Callable[[], Config]) -> None:
     """Train with the recipe file that is run as a program, with its command-line options."""
     with errors_in_one_line():
-        train(Recipe.of(config), sys.argv[1:])
+        train_recipe(Recipe.of(config), sys.argv[1:])
 
 
-def train(recipe: Recipe, options: Sequence[str], prog: str | None = None) -> None:
+def train_recipe(recipe: Recipe, options: Sequence[str], prog: str | None = None) -> None:
     chosen = tyro.cli(
         TrainOptions, default=TrainOptions(recipe.config()), args=options, description=recipe.description, prog=prog
     )

@@ -17,7 +17,7 @@ import vlmrl
 from vlmrl.cluster import ClusterError
 from vlmrl.cluster.calls import LOAD_SECONDS, PLACEMENT_SECONDS, Actor, results
 from vlmrl.cluster.payload import ImageObjects
-from vlmrl.cluster.ranks import RankActors
+from vlmrl.cluster.rank_actors import RankActors
 from vlmrl.cluster.workers import EngineWorker, RankWorker
 from vlmrl.config import Config, Lora
 from vlmrl.config.code import recipe_folder

@@ -20,9 +20,9 @@ from vlmrl.cluster.payload import pickle_by_value
 from vlmrl.cluster.ray_cluster import RayCluster, node_address
 from vlmrl.cluster.workers import ServerWorker
 from vlmrl.config import Config
-from vlmrl.engine.backend import ServedModel, ServerBackend
 from vlmrl.engine.base import EngineError
 from vlmrl.engine.server import Server
+from vlmrl.engine.server_backend import ServedModel, ServerBackend
 from vlmrl.types import Sample
 from vlmrl.weight_sync.base import TransferResult, WeightUpdate
 from vlmrl.weight_sync.ipc import IpcSender

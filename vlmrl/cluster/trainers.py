@@ -10,7 +10,7 @@ import torch
 
 from vlmrl.cluster.calls import TRAINER_SECONDS, WEIGHTS_SECONDS
 from vlmrl.cluster.payload import pickle_by_value
-from vlmrl.cluster.ranks import RankActors
+from vlmrl.cluster.rank_actors import RankActors
 from vlmrl.cluster.workers import functions_of
 from vlmrl.train.checkpoint import load_random, save_random
 from vlmrl.train.controller import RunTrainer

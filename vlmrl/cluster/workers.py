@@ -16,14 +16,14 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from vlmrl.algos import CORRECTIONS, KL, LOSSES, REDUCTIONS
 from vlmrl.cluster.payload import SamplePayload, SerializedBucket, SerializedImage, SerializedTensor
 from vlmrl.config import Algo, Config
-from vlmrl.engine.backend import ServedModel, ServerBackend
 from vlmrl.engine.base import Request
 from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.engine.server import LocalProcess, free_ports
+from vlmrl.engine.server_backend import ServedModel, ServerBackend
 from vlmrl.model.loading import as_saved, load_model
 from vlmrl.model.lora import named_weights
-from vlmrl.train.factory import Trainers
 from vlmrl.train.fsdp import COLLECTIVE, backend_of, forget_unused, reshard
+from vlmrl.train.make_trainer import Trainers
 from vlmrl.train.packing import response_logprobs
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import TrainerSpec

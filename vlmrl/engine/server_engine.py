@@ -14,10 +14,10 @@ import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from vlmrl.engine.backend import Attempt, Call
 from vlmrl.engine.base import EngineError, Request
 from vlmrl.engine.image_files import ImageFiles
 from vlmrl.engine.server import UNREACHED, Server, ServerError, quietly
+from vlmrl.engine.server_backend import Attempt, Call
 from vlmrl.engine.server_pool import ServerPool
 from vlmrl.engine.server_reply import BadReply, StaleWeights, completion_of
 from vlmrl.model.expert_routing import ExpertRouters

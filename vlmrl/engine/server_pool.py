@@ -13,9 +13,9 @@ from typing import Any
 
 import aiohttp
 
-from vlmrl.engine.backend import ServerBackend
 from vlmrl.engine.base import EngineError
 from vlmrl.engine.server import TAIL, UNREACHED, Server, ServerError
+from vlmrl.engine.server_backend import ServerBackend
 
 CHECK_SECONDS = 30.0  # time limit of one health check
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 from vlmrl.model import families
 from vlmrl.model.families import FAMILIES
 from vlmrl.model.families.base import TINY_HEAD_DIM, Family
-from vlmrl.utils.files import build_folder
+from vlmrl.utils.folders import build_folder
 
 PREFIX = "tiny:"
 TEMPLATE = Path(__file__).parents[1] / "multimodal/templates/chatml.jinja"

@@ -8,7 +8,7 @@ retriever.search(["capital of France"], topk=3)      # [[Hit(Passage("12", "Pari
 
 from vlmrl.retrieval.base import Hit, Passage, Retriever, RetrieverError
 from vlmrl.retrieval.corpus import Corpus, load_corpus
-from vlmrl.retrieval.factory import open_retriever
-from vlmrl.retrieval.http import HttpRetriever
+from vlmrl.retrieval.http_retriever import HttpRetriever
+from vlmrl.retrieval.open import open_retriever
 
 __all__ = ["Corpus", "Hit", "HttpRetriever", "Passage", "Retriever", "RetrieverError", "load_corpus", "open_retriever"]

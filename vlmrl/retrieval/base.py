@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from vlmrl.types import ImageSource
-from vlmrl.utils.files import build_folder, cache_root
+from vlmrl.utils.folders import build_folder, cache_root
 
 
 class RetrieverError(RuntimeError):

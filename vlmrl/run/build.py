@@ -13,10 +13,10 @@ from vlmrl.config import Algo, Config, Lora, Model, Options, Rollout
 from vlmrl.config.code import check_options
 from vlmrl.data import Tasks, load_run_tasks
 from vlmrl.data.stream import prompt_tokens
-from vlmrl.engine.backend import backend_class
 from vlmrl.engine.base import BatchEngine, Engine, RunEngine
 from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.engine.lockstep import LockstepBatching
+from vlmrl.engine.server_backend import backend_class
 from vlmrl.env.base import EnvSpec, resolve_envs
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.multimodal.store import MediaStore
@@ -30,7 +30,7 @@ from vlmrl.run.off_policy import check_off_policy
 from vlmrl.run.serving import LocalServerHost, Serving
 from vlmrl.train.checkpoint import Checkpoints
 from vlmrl.train.controller import StartTrainer
-from vlmrl.train.factory import Trainers
+from vlmrl.train.make_trainer import Trainers
 from vlmrl.train.ranks import Ranks
 from vlmrl.weight_sync.base import WeightSender
 from vlmrl.weight_sync.local import LocalSender

@@ -25,8 +25,8 @@ from vlmrl.run.memory_plan import plan_memory
 from vlmrl.run.off_policy import describe_correction
 from vlmrl.train.checkpoint import load_json
 from vlmrl.train.controller import destroy_process_group, join_process_group, run_commands, stop_commands
-from vlmrl.train.factory import Trainers
 from vlmrl.train.fsdp import backend_of
+from vlmrl.train.make_trainer import Trainers
 from vlmrl.utils.threads import run_awake
 
 

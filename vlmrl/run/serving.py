@@ -13,8 +13,8 @@ import torch
 
 from vlmrl.checks.server_parity import ParityReport, check_parity, parity_questions
 from vlmrl.config import Config, ServerSettings
-from vlmrl.engine.backend import ServedModel, ServerBackend, is_installed, new_backend
 from vlmrl.engine.server import LocalProcess, Server, free_ports
+from vlmrl.engine.server_backend import ServedModel, ServerBackend, is_installed, new_backend
 from vlmrl.engine.server_engine import ServerEngine
 from vlmrl.engine.server_pool import ServerPool
 from vlmrl.model.loading import LoadedModel, as_saved

@@ -127,7 +127,7 @@ def pack(samples: Sequence[Sample], plan: MicroBatchPlan, family: Family) -> Pac
     shared = [0] * len(rows)
     if plan.layout == "tree":
         shared = prefix_tree.shared_lengths(prefix_tree.atoms_of(rows, family.image_token_id))
-    tree = prefix_tree.build(rows, shared, family)
+    tree = prefix_tree.build_tree(rows, shared, family)
     indices = torch.full((len(rows), max(map(len, rows))), -1, dtype=torch.long)
     for number, (sample, path) in enumerate(zip(rows, tree.paths, strict=True)):
         trained = np.flatnonzero(sample.loss_mask) + len(sample.prompt_token_ids)

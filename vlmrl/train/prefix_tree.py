@@ -39,7 +39,7 @@ class Tree:
         return len(self.token_ids)
 
 
-def build(rows: Sequence[Sample], shared: Sequence[int], family: Family) -> Tree:
+def build_tree(rows: Sequence[Sample], shared: Sequence[int], family: Family) -> Tree:
     """One tree, or several side by side.
 
     ``shared`` is the number of tokens that each row shares with the row before it: :func:`shared_lengths` of rows sorted by

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from vlmrl.config import Lora
-from vlmrl.engine.backend import Attempt, Call, Capabilities, ServedModel, ServerBackend
 from vlmrl.engine.server import Launch, Server, ServerInfo
+from vlmrl.engine.server_backend import Attempt, Call, Capabilities, ServedModel, ServerBackend
 from vlmrl.engine.server_reply import Reply
 from vlmrl.engine.sglang.receiver import SGLangReceiver, serialized
 from vlmrl.engine.sglang.requests import parse_reply, request_body

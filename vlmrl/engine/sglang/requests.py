@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vlmrl.engine.backend import Attempt
+from vlmrl.engine.server_backend import Attempt
 from vlmrl.engine.server_reply import BadReply, Reply, StopReason
 
 BAN = -1e9  # added to a logit: its token gets no probability, and the logprobs of the others are normalized without it

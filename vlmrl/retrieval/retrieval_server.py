@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from vlmrl.config.code import import_extra
 from vlmrl.retrieval.base import Retriever
-from vlmrl.retrieval.factory import open_retriever
-from vlmrl.retrieval.http import passage_payload
+from vlmrl.retrieval.http_retriever import passage_payload
+from vlmrl.retrieval.open import open_retriever
 
 LIMIT = 1000  # queries in one request, and hits for one query
 

@@ -6,7 +6,7 @@ from vlmrl.retrieval.base import BatchingRetriever, EmptyRetriever, Retriever
 from vlmrl.retrieval.bm25 import Bm25
 from vlmrl.retrieval.corpus import load_corpus
 from vlmrl.retrieval.dense import Dense
-from vlmrl.retrieval.http import HttpRetriever
+from vlmrl.retrieval.http_retriever import HttpRetriever
 
 KINDS = "bm25, dense, nothing or the address of a server (http://...)"
 
