@@ -259,6 +259,34 @@ def test_image_paths_are_found_beside_the_file_then_in_the_working_directory(tmp
         source[2]
 
 
+GENERATOR = """
+import functools
+
+def make(index, seed):
+    return {"prompt": "x", "images": ("both.png", "work.png", "gone.png")[index]}
+
+class Maker:
+    def __call__(self, index, seed):
+        return make(index, seed)
+
+partial, instance = functools.partial(make), Maker()
+"""
+
+
+@pytest.mark.parametrize("name", ["make", "partial", "instance"])
+def test_a_generators_images_are_found_beside_its_file_then_in_the_working_directory(tmp_path, monkeypatch, name):
+    work, own = tmp_path / "work", tmp_path / "own"
+    for path in (own / "both.png", work / "both.png", work / "work.png"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(A)
+    (own / "tasks.py").write_text(GENERATOR)
+    monkeypatch.chdir(work)
+    source = load_tasks(Data(generator=f"{own}/tasks.py:{name}", size=3))
+    assert [source[index].images for index in (0, 1)] == [[str(own / "both.png")], [str(work / "work.png")]]
+    with pytest.raises(ValueError, match=r"no image 'gone\.png'\. Looked at: .*own/gone\.png, .*work/gone\.png"):
+        source[2]
+
+
 def test_images_are_not_decoded(tmp_path, monkeypatch):
     features = hf.Features({"prompt": hf.Value("string"), "images": hf.List(hf.Image()), "extra": hf.Image()})
     row = {"prompt": "x", "images": [{"bytes": A, "path": None}, {"bytes": b"no image", "path": None}], "extra": None}

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from test_loop import RECIPES, short_quickstart, train
+from test_loop import short_quickstart, train
 
 from vlmrl.algos import LOSSES, LossOutputs, loss
 from vlmrl.config import Algo, Config, Eval, Optim, Rollout, Train, WarmStart
@@ -48,4 +48,4 @@ def test_a_loss_without_a_ratio_trains_and_is_not_called_corrected(function, phr
 def test_a_loss_without_a_ratio_cannot_correct_groups_that_are_too_old(tmp_path, monkeypatch):
     monkeypatch.setitem(LOSSES, "mine", plain)
     with pytest.raises(ValueError, match=r"algo\.loss 'mine' declared as"):
-        build_run(config(tmp_path, "mine", too_old="correct"), RECIPES)
+        build_run(config(tmp_path, "mine", too_old="correct"))

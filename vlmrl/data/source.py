@@ -6,11 +6,12 @@ tasks = load_tasks(Data("geo.jsonl", columns={"prompt": "problem"}))
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ class TaskSource:
         return replace(self, tokens=tokens)
 
 
-@lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=8)
 def _shuffled(size: int, seed: int, epoch: int) -> tuple[int, ...]:
     indices = list(range(size))
     random.Random(f"{seed}/{epoch}").shuffle(indices)
@@ -76,7 +77,7 @@ def load_tasks(data: Data) -> TaskSource:
 def load_split(data: Data, part: str = "") -> tuple[TaskSource, TaskSource | None]:
     """The training tasks of ``data``, and those that it holds out. ``part`` is their name in a mixture.
 
-    Relative paths are resolved against the working directory.
+    Relative paths of images are looked up beside the data, or beside the generator's file, then in the working directory.
 
     Raises:
         ValueError: the data, a mapped column or the generator does not exist, the generator's options do not fit it, or no rows
@@ -166,6 +167,7 @@ def _generated(data: Data, part: str) -> _Table:
     )
     name = getattr(function, "__name__", type(function).__name__)
     source = part or name
+    roots = [*_own_folder(function), Path.cwd()]
 
     def make(index: int) -> Task:
         where, seed = f"task {index} of generator {name!r}", task_seed(data.seed, index)
@@ -177,9 +179,20 @@ def _generated(data: Data, part: str) -> _Table:
             raise ValueError(f"{where}: it must return a Task or a dict with a prompt, but it returned {made!r}")
         task = Task(f"{name}/{data.seed}/{index}", [], source=source, seed=seed, part=part)
         columns = {key: key for key in ("prompt", "images", "answer") if key in made}
-        return _filled(task, made, columns, data.system_prompt, RowImages(where, [Path.cwd()]))
+        return _filled(task, made, columns, data.system_prompt, RowImages(where, roots))
 
     return _Table(make, range(data.size or 0))
+
+
+def _own_folder(function: Callable[..., Any]) -> list[Path]:
+    """The folder of the file that defines a function, or the class of a callable object; none if there is no such file."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    try:
+        file = inspect.getsourcefile(function if inspect.isroutine(function) else type(function))
+    except TypeError:  # a built-in
+        file = None
+    return [Path(file).resolve().parent] if file else []
 
 
 # One row

@@ -1,4 +1,4 @@
-"""`vlmrl retriever serve`: a retriever as an HTTP server; see `http.py` for the protocol."""
+"""`vlmrl retriever serve`: a retriever as an HTTP server; see `http_retriever.py` for the protocol."""
 
 from __future__ import annotations
 
