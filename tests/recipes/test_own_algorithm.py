@@ -12,9 +12,10 @@ RECIPE = '''
 import torch
 import vlmrl
 from vlmrl import Algo, Config, Data, Rollout, Train
-from vlmrl.algos import ADVANTAGES, LOSSES, LossOutputs
+from vlmrl.algos import ADVANTAGES, LOSSES, LossOutputs, loss
 
 
+@loss(has_ratio=False)
 def half(inputs, scale=0.5):
     """Half of REINFORCE."""
     return LossOutputs(-scale * inputs.advantages * inputs.logprobs)
