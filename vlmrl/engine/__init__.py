@@ -1,1 +1,1 @@
-"""Inference engines: `base.py` says what the turn loop needs of any engine, `backend.py` what a server program has to provide."""
+"""Inference engines: `base.py` is the interface of every engine, `server_backend.py` what a server program has to provide."""

@@ -2,7 +2,7 @@
 
 The turn loop renders the prompt once and each observation as a delta, so that no sampled id is ever re-encoded. A delta is what
 the chat template writes after a fixed base conversation, cut after the base's last end-of-turn id: the newline that ChatML
-templates put after ``<|im_end|>`` is its first token. `rollout/history.py` decides which of the two is used.
+templates put after ``<|im_end|>`` is its first token. `rollout/history.py` decides where each is used.
 
 Rendered ids hold one placeholder per image, as engines expect them. :func:`expand` gives the form that models are trained on, with
 all tokens of each image: a placeholder per visual token, and the separators of the model's family.
@@ -23,9 +23,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from vlmrl.types import ImageSource, MediaItem, Message
 
 BASE: list[Message] = [{"role": "system", "content": "."}, {"role": "user", "content": "."}]
-ESCAPE = (
-    "\U00100000"  # a private-use character: together with the next one it replaces a special token in a text, or itself
-)
+# A private-use character. Followed by a second one, it stands for a special token in a text, or for itself.
+ESCAPE = "\U00100000"
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Renderer:
 
     @property
     def tool_format(self) -> str:
-        """The format in which the chat template has the model write tool calls: a name in `env/tools.py`."""
+        """The format of tool calls that the chat template asks the model for: a name in `env/tools.py`."""
         return "xml" if "<function=" in self.chat_template else "json"
 
     def delta(
@@ -155,7 +154,7 @@ class Renderer:
         return bool(re.search(r"\{%-?\s*generation\s*-?%\}", self.chat_template))
 
     def text(self, token_ids: Sequence[int], opened: bool = True) -> str:
-        """A reply as an env reads it: the opening that the generation prompt wrote (if ``opened``), the ids' text, no end of turn."""
+        """A reply as an env reads it: without its end-of-turn id, and if ``opened`` after the opening of the generation prompt."""
         ids = list(token_ids[:-1]) if token_ids and token_ids[-1] in self.stop_ids else list(token_ids)
         return (self.opening if opened else "") + self.decode(ids)
 
@@ -259,10 +258,10 @@ class Renderer:
 
 
 def expand(token_ids: Sequence[int], image_token_id: int | None, media: Sequence[MediaItem]) -> list[int]:
-    """One placeholder per image to all tokens of each: ``[1, P, 2]`` of an image of 3 tokens is ``[1, P, P, P, 2]``."""
+    """Replace each image's placeholder by all tokens of the image: ``[1, P, 2]`` with an image of 3 tokens is ``[1, P, P, P, 2]``."""
     if not media:
         return list(token_ids)
-    assert image_token_id is not None  # or there were no images
+    assert image_token_id is not None  # a text model has no images
     expanded: list[int] = []
     items = iter(media)
     for token in token_ids:
@@ -271,11 +270,11 @@ def expand(token_ids: Sequence[int], image_token_id: int | None, media: Sequence
 
 
 def collapse(token_ids: Sequence[int], image_token_id: int | None, media: Sequence[MediaItem]) -> list[int]:
-    """The reverse of :func:`expand`: ``[1, P, P, P, 2]`` of an image of 3 tokens is ``[1, P, 2]``."""
+    """The reverse of :func:`expand`: ``[1, P, P, P, 2]`` with an image of 3 tokens is ``[1, P, 2]``."""
     collapsed: list[int] = []
     done = 0
     for start, end in image_spans(token_ids, image_token_id, media):
-        assert image_token_id is not None  # or there were no images
+        assert image_token_id is not None  # a text model has no images
         collapsed += [*token_ids[done:start], image_token_id]
         done = end
     return [*collapsed, *token_ids[done:]]
@@ -291,8 +290,8 @@ def image_spans(
 ) -> list[tuple[int, int]]:
     """Where each image's tokens begin and end in expanded ids: ``[1, P, P, P, 2]`` with an image of 3 tokens has ``[(1, 4)]``.
 
-    Only an image's first placeholder is looked for; :func:`vlmrl.samples.audit` checks the rest. Raises ValueError where there are
-    fewer images in ``token_ids`` than in ``media``.
+    Only each image's first placeholder is searched for; :func:`vlmrl.samples.audit` checks the rest. Raises ValueError if
+    ``token_ids`` contain fewer images than ``media``.
     """
     spans: list[tuple[int, int]] = []
     ids, done = list(token_ids), 0
@@ -305,7 +304,7 @@ def image_spans(
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """The same structure with every string in it changed, keys too."""
+    """The same structure with ``change`` applied to every string in it, keys too."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

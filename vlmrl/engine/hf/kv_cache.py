@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
-SLACK = 1.25  # a cache with more columns than this, over its longest row's tokens, is packed before it is reused
+SLACK = 1.25  # a cache with more columns than this times its longest row's tokens is compacted before it is reused
 
 
 class GrowingLayer(DynamicLayer):
@@ -60,7 +60,7 @@ class GrowingLayer(DynamicLayer):
 
 
 class StateLayer(LinearAttentionLayer):
-    """A recurrent layer's state of each row: the last inputs of its convolution, and the recurrent state."""
+    """Each row's state in a recurrent layer: the last inputs of its convolution, and the recurrent state."""
 
     def __init__(self, convolution: torch.Tensor | None = None, state: torch.Tensor | None = None) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class BatchCache:
         return BatchCache([layer.select(rows, order) for layer in self.layers], valid.gather(1, order))
 
     def taken(self, rows: Sequence[int]) -> BatchCache:
-        """``rows`` in this order: this cache itself where they are all its rows and it is packed well enough, otherwise a copy."""
+        """``rows`` in this order. If they are all rows of this cache, and it is compact enough, this cache itself; else a copy."""
         if list(rows) == list(range(len(self.valid))) and self.columns <= SLACK * int(self.valid.sum(1).max()):
             return self
         return self.select(torch.tensor(rows, device=self.valid.device))
