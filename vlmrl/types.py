@@ -24,8 +24,8 @@ ImageSource = Any
 ``datasets`` form ``{"bytes": ..., "path": ...}``."""
 
 Ending = Literal["env_done", "max_turns", "max_tokens", "length", "aborted", "error"]
-"""Why a trajectory ended: the env was done; the turn limit; the trajectory's token budget; a reply reached its own token limit;
-it was stopped from outside; an env or engine error that retries did not fix."""
+"""Why a trajectory ended: the env was done; the turn limit; the trajectory's token budget; the token limit of one reply; a stop from
+outside; an env or engine error that retries did not fix."""
 
 TRUNCATED: frozenset[str] = frozenset({"max_tokens", "length"})
 """The endings that cut an episode off before the env was done with it."""

@@ -11,7 +11,7 @@ from vlmrl.types import Completion, MediaItem
 
 
 class EngineError(Exception):
-    """The engine returned no reply, after its own retries. The trajectory fails and gets no reward."""
+    """The engine returned no reply, even after retries. The trajectory fails and gets no reward."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Request:
     """The images, in the order of their placeholders."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=256))
     routing_from: int = 0
-    """The engine need not return the experts of the first so many prompt tokens, images expanded: they are known already."""
+    """Index of the first token, images expanded, whose experts the engine should return: those of earlier ones are known."""
 
 
 def check_placeholders(request: Request, image_token_id: int | None) -> None:

@@ -1,4 +1,4 @@
-"""One inference server: its address, its process if the run starts it, and what is known about its state."""
+"""One inference server: its address, its process if the run starts it, and its state."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a server reports about itself. ``device`` is ``cuda`` or ``cpu``; ``None`` means that it reports no such thing."""
+    """What a server reports about itself. ``device`` is ``cuda`` or ``cpu``; ``None``: not reported."""
 
     version: str = "unknown"
     tp: int = 1
@@ -128,7 +128,7 @@ class LocalProcess:
 
 
 class Server:
-    """State of the server at ``url``. ``process``: None if the run did not start it. ``reads_files``: those of this machine."""
+    """State of the server at ``url``. ``process``: None if the run did not start it. ``reads_files``: it sees this machine's files."""
 
     def __init__(self, url: str, process: ServerProcess | None = None, reads_files: bool = False) -> None:
         self.url = url.rstrip("/")

@@ -1,4 +1,4 @@
-"""What a server program has to provide to be an engine: one class for each program, in a folder of its own.
+"""The interface of a server program: one subclass for each program, in its own folder.
 
 Supervision, restarts, retries, policy versions and the startup parity check are shared by all of them (`server_pool.py`,
 `server_engine.py`, `vlmrl/checks/server_parity.py`). To add a program, subclass :class:`ServerBackend` and add a line to
@@ -85,7 +85,7 @@ class Attempt:
 
 
 class ServerBackend(ABC):
-    """A server program: how it is started, and its dialect of HTTP. Holds no state of any server."""
+    """A server program: how it is started, and its HTTP API. Has no state."""
 
     name: ClassVar[str]
     """Its name as value of ``config.engine``, as the config's field with its settings (if there is none, :class:`ServerSettings`
@@ -140,7 +140,7 @@ class ServerBackend(ABC):
 
     @abstractmethod
     def parse(self, attempt: Attempt, reply: Any) -> Reply:
-        """Raises BadReply for a reply after which another attempt may succeed, ValueError where none can."""
+        """Raises BadReply if another attempt may succeed, ValueError if none can."""
 
     @abstractmethod
     def abort(self, attempt_id: str) -> Call: ...
@@ -173,7 +173,7 @@ class ServerBackend(ABC):
 SERVER_BACKENDS: dict[str, str | type[ServerBackend]] = {
     "sglang": "vlmrl.engine.sglang.backend:SGLangBackend",
 }
-"""The server programs by the value of ``config.engine``: a class, or "module:Class" of one that is imported when it is used."""
+"""The server programs by the value of ``config.engine``: a class, or "module:Class", which is imported when it is used."""
 
 
 def backend_class(engine: str) -> type[ServerBackend]:

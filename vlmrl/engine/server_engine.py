@@ -102,7 +102,7 @@ class ServerEngine:
         self.policy_version = policy_version
 
     def close(self) -> None:
-        """End the servers that the run started. Waiting requests raise EngineError."""
+        """End the servers that the run started. Waiting requests fail."""
         self.thread.wait(self.servers.close())
         self.thread.close()
         self._images.close()

@@ -1,6 +1,6 @@
-"""All servers of a run: started or attached, watched, restarted and resynced.
+"""All servers of a run: started by the run or attached by URL, watched, restarted and resynced.
 
-A server serves only while it is healthy and has the current weights. When either fails, the pool withdraws it until both hold again.
+A server serves only while it is healthy and has the current weights. Otherwise the pool withdraws it until both are true again.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class ServerPool:
             server.check_health.clear()
             if self.paused and (self.colocated or server.alive):
                 continue  # a paused server answers no health check, and the trainer may still use its memory
-            checkable = not broken and not server.asleep  # a server that is still asleep failed to wake: restart it
+            checkable = not broken and not server.asleep  # a server that is asleep now has failed to wake: restart it
             healthy = checkable and await self._is_healthy(server, self.settings.health_timeout)
             if server.ready and (healthy or (self.paused and server.alive)):
                 continue

@@ -51,12 +51,14 @@ def completion_of(
 ) -> Completion:
     """The checked reply, with policy ``versions`` by the name of the weights.
 
-    Raises BadReply where another attempt may succeed, ValueError where none can.
+    Raises BadReply if another attempt may succeed, ValueError if none can.
     """
     ids = reply.token_ids
     logprobs = [logprob for logprob, _ in reply.logprobs if logprob is not None and math.isfinite(logprob)]
     if [token for _, token in reply.logprobs] != ids or len(logprobs) != len(ids):
-        raise BadReply(f"{len(ids)} ids came with {len(reply.logprobs)} logprobs that are not theirs, or not finite")
+        raise BadReply(
+            f"{len(ids)} ids came with {len(reply.logprobs)} logprobs of other ids, or with logprobs that are not finite"
+        )
     expected = len(request.prompt_ids) + sum(item.num_tokens - 1 for item in request.media)
     if reply.prompt_tokens != expected:
         raise ValueError(

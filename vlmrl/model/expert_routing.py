@@ -78,7 +78,7 @@ def routing_from_indices(indices: np.ndarray) -> list[ExpertRouting]:
 
 
 def indices_from_routing(routing: Sequence[ExpertRouting | None]) -> np.ndarray:
-    """``[tokens, layers, top_k]``, -1 for tokens without known experts; ``[tokens, 0, 0]`` where no token has any.
+    """``[tokens, layers, top_k]``, -1 for tokens without known experts; ``[tokens, 0, 0]`` if no token has any.
 
     All known entries must have one shape, which the audit checks.
     """

@@ -67,7 +67,7 @@ class LoadedModel(Reader):
         return self.policy.device.type == "meta"
 
     def save(self, folder: Path, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
-        """Save weights (by default its own, adapters merged in), tokenizer and processor in Hugging Face form."""
+        """Save ``weights`` (by default this model's, adapters merged), tokenizer and processor in Hugging Face form."""
         model = self.policy.model
         published = dict(as_saved(model, named_weights(model) if weights is None else weights))
         model.save_pretrained(folder, state_dict=published, save_original_format=False)  # `as_saved` has converted them
@@ -190,7 +190,7 @@ def _chat_template(name: str | None) -> str | None:
 
 
 def _stop_ids(path: str) -> list[int]:
-    """The ids at which the model's own generation settings end a reply."""
+    """The end-of-sequence ids of the model's generation config."""
     try:
         ids = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:

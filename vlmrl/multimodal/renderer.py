@@ -82,7 +82,7 @@ class Renderer:
         return self._finish(self._template(clean, self._clean_tools(tools)), images, messages)
 
     def check_tools(self, tools: Sequence[dict[str, Any]]) -> None:
-        """Raises ValueError where the chat template does not render the tools."""
+        """Raise ValueError if the chat template does not render the tools."""
         schemas = self._clean_tools(tools)
         if schemas and self._base(schemas) == self._base(None):
             raise ValueError(
@@ -124,7 +124,7 @@ class Renderer:
     def conversation(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
     ) -> tuple[Rendered, list[int]]:
-        """A finished conversation, and a mask that is 1 on the ids that the template's generation markers enclose.
+        """A finished conversation, and a mask that is 1 on the ids between the template's generation markers.
 
         The text is encoded in pieces cut at the markers, as it would have been sampled.
         """
@@ -150,7 +150,7 @@ class Renderer:
 
     @property
     def marks_replies(self) -> bool:
-        """Whether the template marks what the assistant generated."""
+        """Whether the template has generation markers around the assistant's tokens."""
         return bool(re.search(r"\{%-?\s*generation\s*-?%\}", self.chat_template))
 
     def text(self, token_ids: Sequence[int], opened: bool = True) -> str:
@@ -216,7 +216,7 @@ class Renderer:
         return self._image
 
     def _find_opening(self) -> str:
-        """What the generation prompt writes at the start of a reply, such as ``<think>``: all after its role line."""
+        """The start of a reply that the generation prompt writes after its role line, such as ``<think>``."""
         prompt = self._template(BASE, None)[len(self._base(None)) :]
         _, _, opening = prompt.partition("assistant\n")
         return opening

@@ -120,7 +120,7 @@ def merge_mm_inputs(items: Sequence[MediaItem]) -> dict[str, torch.Tensor]:
     """The items' tensors concatenated along their first dimension: one ``torch.cat`` per key.
 
     Two images of 16 and 24 patches give ``pixel_values`` ``[40, patch]`` and ``image_grid_thw`` ``[2, 3]``. Raises
-    ValueError where a key is missing from some items or holds no tensor.
+    ValueError if a key is missing from some items or is no tensor.
     """
     if not items:
         return {}

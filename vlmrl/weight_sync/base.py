@@ -98,7 +98,7 @@ class WeightSender(Protocol):
 
 @runtime_checkable
 class WeightReceiver(Protocol):
-    """One server's end of weight updates, implemented by its backend. It must pickle, since the process that sends calls it.
+    """One server's end of weight updates, implemented by its backend. It must pickle: the process that sends calls it.
 
     Calls block. They raise WeightsRefused if the server answers with an error, OSError if it does not answer.
     """
@@ -146,7 +146,7 @@ class WeightUpdate:
     dtype: torch.dtype | None = None
     """Wider weights are rounded to it."""
     folder: Path | None = None
-    """For senders that write files."""
+    """Parent folder of the files that a sender writes."""
     resend: bool = False
     """Send the weights that this process kept from the last update instead of the given ones."""
     fill: float | None = None

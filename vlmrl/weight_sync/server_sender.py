@@ -55,7 +55,7 @@ class ServerSender(Generic[Receiver]):
         return bucket
 
     def deliver(self, receiver: Receiver, bucket: Bucket, version: str | None) -> None:
-        """Send a prepared bucket to one server, in the server's own thread. ``version`` is given with the last bucket."""
+        """Send a prepared bucket to one server. Runs in a thread per server; ``version`` is given with the last bucket."""
         self.begin(receiver)
         receiver.receive(bucket, version)
 

@@ -27,7 +27,7 @@ from vlmrl.weight_sync import SENDERS
 from vlmrl.weight_sync.base import TransferResult, WeightUpdate, abort
 
 Send = Callable[[WeightUpdate], TransferResult]
-"""Calls :meth:`WeightUpdate.send` where the weights are, in this process or in another."""
+"""Calls :meth:`WeightUpdate.send` in the process that has the weights, which may be another one."""
 
 FILL = 0.01  # the value of every weight while the parity check tests that updates reach all weights
 

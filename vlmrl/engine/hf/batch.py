@@ -224,7 +224,7 @@ class RunningBatch:
         self._retire()
 
     def _run(self, tokens: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, list[list[ExpertRouting]]]:
-        """Hidden states, and the experts of each row's tokens: empty lists where they are not recorded."""
+        """Hidden states, and the experts of each row's tokens: empty lists if they are not recorded."""
         routing = self.resources.routing
         if routing is None:
             return self.policy.hidden(tokens, *args, **options), [[] for _ in tokens]

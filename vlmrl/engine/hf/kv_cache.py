@@ -109,7 +109,7 @@ class BatchCache:
 
     @classmethod
     def empty(cls, kinds: Sequence[str], rows: int, device: torch.device) -> BatchCache:
-        """For a model of these kinds of layers."""
+        """A cache without columns, for a model with these kinds of layers."""
         return cls([LAYERS[kind]() for kind in kinds], torch.zeros(rows, 0, dtype=torch.bool, device=device))
 
     @classmethod
@@ -139,11 +139,11 @@ class BatchCache:
         return torch.cat([self.valid[:, None, :].expand(rows, length, -1), new], dim=2)[:, None]
 
     def extend(self, valid: torch.Tensor) -> None:
-        """Mark which of the columns that the next forward adds hold a token: ``valid`` ``[rows, added]``."""
+        """Add the columns of the next forward: ``valid`` ``[rows, added]`` is True where one holds a token."""
         self.valid = torch.cat([self.valid, valid], dim=1)
 
     def select(self, rows: torch.Tensor) -> BatchCache:
-        """Only ``rows`` (repeated where named twice), without holes and without columns that none of them uses."""
+        """Only ``rows`` (an index may repeat), without holes and without columns that none of them uses."""
         valid = self.valid[rows]
         length = int(valid.sum(1).max()) if len(rows) else 0
         order = valid.to(torch.uint8).argsort(dim=1, stable=True)[:, valid.shape[1] - length :]

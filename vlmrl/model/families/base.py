@@ -50,7 +50,7 @@ class Family:
     transposed_weights: ClassVar[tuple[str, ...]] = ()
     """Suffixes of weight names whose last two dimensions are swapped in checkpoints. transformers swaps them on load, not on save."""
     parts: ClassVar[dict[str, str]] = {"language_model": ""}
-    """What can be frozen by a plain name: regular expressions, searched for in parameter names. LoRA adapts ``language_model``."""
+    """Parts that `model.freeze` can name, each with a regular expression for parameter names. LoRA adapts ``language_model``."""
     tiny_config_class: ClassVar[str] = ""
     """The class in transformers of the config that ``tiny:NAME`` is built from (`model/tiny.py`)."""
     tiny_model_class: ClassVar[str] = ""
