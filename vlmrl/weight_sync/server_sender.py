@@ -73,20 +73,21 @@ class ServerSender(Generic[Receiver]):
 
     def send(self, weights: NamedWeights) -> TransferResult:
         started = time.perf_counter()
+        keep = self.update.keep and self.update.fill is None
         kept: list[Bucket] = []
         size = 0
         threads = DaemonPool("weights", max(1, len(self.receivers)))
         try:
             for bucket, last in _with_last(self._buckets(weights)):
                 size += bucket.flat.nbytes
-                if self.update.keep:
+                if keep:
                     kept.append(bucket.to(CPU))
                 self._deliver_to_all(threads, bucket, self.update.version if last else None)
         finally:
             self._end_all(threads)
             threads.close()
             self.finish()
-        if self.update.keep and self.update.fill is None:
+        if keep:
             _kept[self.update.run] = kept
         refused = tuple(url for url, error in self.failed.items() if isinstance(error, WeightsRefused))
         failed = {url: str(error) for url, error in self.failed.items()}
