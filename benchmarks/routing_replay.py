@@ -85,8 +85,8 @@ def moved(model: LoadedModel, samples: list[Sample]) -> float:
     for each in samples:
         with routing.recorded() as layers:
             trainer.score([replace(each, expert_routing=[])])
-        own, told = torch.stack(layers, 1).numpy()[:-1], indices_from_routing(each.expert_routing)[:-1]
-        other.append((np.sort(own, -1) != np.sort(told, -1)).any(-1).mean())
+        own, recorded = torch.stack(layers, 1).numpy()[:-1], indices_from_routing(each.expert_routing)[:-1]
+        other.append((np.sort(own, -1) != np.sort(recorded, -1)).any(-1).mean())
     return float(np.mean(other))
 
 

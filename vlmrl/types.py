@@ -24,8 +24,8 @@ ImageSource = Any
 ``datasets`` form ``{"bytes": ..., "path": ...}``."""
 
 Ending = Literal["env_done", "max_turns", "max_tokens", "length", "aborted", "error"]
-"""Why a trajectory ended: the env was done; the turn limit; the trajectory's token budget; a reply reached its own token limit;
-it was stopped from outside; an env or engine error that retries did not fix."""
+"""Why a trajectory ended: the env was done; the turn limit; the trajectory's token budget; the token limit of one reply; a stop from
+outside; an env or engine error that retries did not fix."""
 
 TRUNCATED: frozenset[str] = frozenset({"max_tokens", "length"})
 """The endings that cut an episode off before the env was done with it."""
@@ -61,13 +61,13 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class MediaItem:
-    """One distinct image, processed once: its content hash, its pixels at the model's size, its tensors.
+    """One distinct image, processed once: its content hash, its pixels at the model's size, and its tensors.
 
     ``mm_inputs`` are the processor's outputs under the model's own keyword names, for this image alone, for example
     ``pixel_values`` ``[patches, channels * temporal * patch * patch]`` and ``image_grid_thw`` ``[1, 3]``.
 
-    An expanded prompt holds ``num_tokens`` tokens for the image. They are placeholders, except where ``separators`` has another id
-    by its offset: ``num_tokens=5, separators={2: 198}`` are two placeholders, id 198 and two placeholders.
+    An expanded prompt holds ``num_tokens`` tokens for the image: placeholders, except that ``separators`` gives the id at some
+    offsets. ``num_tokens=5, separators={2: 198}`` are two placeholders, id 198 and two placeholders.
     """
 
     id: str
@@ -102,8 +102,8 @@ class Completion:
     policy_versions: list[int]
     prompt_tokens: int  # the length of the prompt that the engine ran, images expanded
     expert_routing: Sequence[ExpertRouting | None] = ()
-    """Of prompt and reply, from the request's ``routing_from`` on; ``None`` for the last token, which was sampled and not run.
-    Empty if the model has no experts or the engine does not report them."""
+    """Of each prompt and reply token from the request's ``routing_from`` on; ``None`` for the last token, which was sampled and not
+    run. Empty if the model has no experts or the engine does not report them."""
 
 
 @dataclass

@@ -208,7 +208,7 @@ def test_a_reply_with_wrong_or_missing_logprobs_is_rejected(fakes, engine_of):
         [[None, t, None] for t in (5, 6, END)],
     ):
         fakes[0].meta = {"output_token_logprobs": logprobs}
-        with pytest.raises(EngineError, match="logprobs that are not theirs, or not finite"):
+        with pytest.raises(EngineError, match="logprobs of other ids, or with logprobs that are not finite"):
             generate(engine, plain())
 
 

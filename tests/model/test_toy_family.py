@@ -250,9 +250,9 @@ def test_a_rank_without_images_runs_the_vision_tower(model, trajectories):
     text = replace(sample, prompt_token_ids=[1, 2], media=[])
     (part,) = split([text], 1000)
     batch = pack([text], part, model.policy.family).batch
-    model.policy.lockstep = True
+    model.policy.use_all_weights = True
     model.policy(batch).logprobs.sum().backward()
-    model.policy.lockstep = False
+    model.policy.use_all_weights = False
     assert model.policy.model.model.tower.weight.grad is not None
     model.policy.zero_grad()
 

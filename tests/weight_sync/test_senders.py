@@ -124,7 +124,7 @@ def test_files_are_read_when_all_are_written_and_then_deleted(tmp_path):
 
 
 def test_a_server_that_cannot_receive_in_this_way_is_named():
-    with pytest.raises(ValueError, match=r"NcclSender needs a GroupReceiver, which FakeReceiver of one is not"):
+    with pytest.raises(ValueError, match=r"NcclSender needs a GroupReceiver, but one has a FakeReceiver"):
         update_of("group", FakeReceiver("one")).send(iter(weights()))
 
 

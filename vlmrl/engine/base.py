@@ -11,7 +11,7 @@ from vlmrl.types import Completion, MediaItem
 
 
 class EngineError(Exception):
-    """The engine returned no reply, after its own retries. The trajectory fails and gets no reward."""
+    """The engine returned no reply, even after retries. The trajectory fails and gets no reward."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,17 @@ class Request:
     """The images, in the order of their placeholders."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=256))
     routing_from: int = 0
-    """The experts of so many prompt tokens, images expanded, are known already: the engine need not return them."""
+    """Index of the first token, images expanded, whose experts the engine should return: those of earlier ones are known."""
+
+
+def check_placeholders(request: Request, image_token_id: int | None) -> None:
+    """Raise ValueError unless the prompt has one placeholder per image."""
+    placeholders = 0 if image_token_id is None else request.prompt_ids.count(image_token_id)
+    if placeholders != len(request.media):
+        raise ValueError(
+            f"trajectory {request.trajectory_id}: the prompt has {placeholders} image placeholders, but "
+            f"{len(request.media)} images came with it."
+        )
 
 
 class Engine(Protocol):
@@ -77,7 +87,7 @@ class Engine(Protocol):
 
 @asynccontextmanager
 async def paused(engine: Engine) -> AsyncIterator[None]:
-    """Inside, the engine samples nothing: its weights may be trained or replaced."""
+    """Within the context the engine samples nothing, so its weights may be trained or replaced."""
     try:
         await engine.pause()
         yield
@@ -93,7 +103,7 @@ class BatchEngine(Engine, Protocol):
 
 
 class RunEngine(Engine, Protocol):
-    """What a training run needs of its engine beyond the turn loop."""
+    """What a training run needs of its engine beyond what the turn loop needs."""
 
     @property
     def images_encoded(self) -> int:

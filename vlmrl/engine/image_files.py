@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import tempfile
 import weakref
 from itertools import count
 from pathlib import Path
 
-from vlmrl.multimodal.images import encode_png
+from vlmrl.multimodal.images import encode_png, png_data_uri
 from vlmrl.types import MediaItem
 from vlmrl.utils.threads import DaemonPool
 
@@ -18,9 +17,9 @@ MEMORY = Path("/dev/shm")  # a file system in memory: nothing is written to a di
 
 
 class ImageFiles:
-    """The payload of each image as a JSON string: with ``files`` a path, for servers that read this machine's files, else a data URI.
+    """Each image as a JSON string: with ``files`` a path, for servers that read this machine's files, else a data URI.
 
-    A payload is deleted with its image. Used from one event loop.
+    Path and data URI live as long as the image. Used from one event loop.
     """
 
     def __init__(self, files: bool) -> None:
@@ -45,10 +44,9 @@ class ImageFiles:
             self._folder.cleanup()
 
     def _make(self, item: MediaItem) -> bytes:
-        png = encode_png(item.image)
         if self._folder is None:
-            return b'"data:image/png;base64,' + base64.b64encode(png) + b'"'
+            return f'"{png_data_uri(item.image)}"'.encode()
         path = Path(self._folder.name) / f"{next(self._numbers)}.png"
-        path.write_bytes(png)
+        path.write_bytes(encode_png(item.image))
         weakref.finalize(item, path.unlink, missing_ok=True).atexit = False
         return json.dumps(str(path)).encode()

@@ -1,4 +1,4 @@
-"""Lockstep batching: batches that depend on nothing but the tasks, so that a run can be repeated exactly."""
+"""Lockstep batching: what is sampled together depends on the tasks alone, so that a run can be repeated exactly."""
 
 from __future__ import annotations
 

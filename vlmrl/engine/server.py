@@ -1,4 +1,4 @@
-"""One inference server: its address, its process if the run starts it, and what is known about its state."""
+"""One inference server: its address, its process if the run starts it, and its state."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ServerError(Exception):
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start one server: its command line, the environment variables that it gets beside ours, and its log file."""
+    """How to start one server: its command line, environment variables added to this process's, and its log file."""
 
     command: Sequence[str]
     env: dict[str, str]
@@ -52,7 +52,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a server reports about itself. ``device`` is ``cuda`` or ``cpu``; ``None`` means that it reports no such thing."""
+    """What a server reports about itself. ``device`` is ``cuda`` or ``cpu``; ``None``: not reported."""
 
     version: str = "unknown"
     tp: int = 1
@@ -128,7 +128,7 @@ class LocalProcess:
 
 
 class Server:
-    """State of the server at ``url``. ``process``: the run starts it. ``reads_files``: it can read files of this machine."""
+    """State of the server at ``url``. ``process``: None if the run did not start it. ``reads_files``: it sees this machine's files."""
 
     def __init__(self, url: str, process: ServerProcess | None = None, reads_files: bool = False) -> None:
         self.url = url.rstrip("/")
@@ -137,14 +137,14 @@ class Server:
         self.ready = False
         """It is healthy and has the current weights: it may serve."""
         self.unresponsive = False
-        """It fails its health checks. It gets no new requests until it passes one."""
+        """It failed its last health check. It gets no new requests until it passes one."""
         self.asleep = False
         """Its KV cache memory is released to the trainer."""
         self.in_flight = 0
         """Number of requests that it is working on."""
         self.info = ServerInfo()
         self.check_health = asyncio.Event()
-        """Set: do the next health check at once."""
+        """Set to do the next health check at once."""
         self.withdrawn = asyncio.Event()
         """Set when it is taken out of service; replaced when it serves again."""
         self._failures = 0

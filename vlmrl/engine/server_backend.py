@@ -1,4 +1,4 @@
-"""What a server program has to provide to be an engine: one class for each program, in a folder of its own.
+"""The interface of a server program: one subclass for each program, in its own folder.
 
 Supervision, restarts, retries, policy versions and the startup parity check are shared by all of them (`server_pool.py`,
 `server_engine.py`, `vlmrl/checks/server_parity.py`). To add a program, subclass :class:`ServerBackend` and add a line to
@@ -26,12 +26,12 @@ from vlmrl.weight_sync.base import WeightReceiver
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a server program can do. Settings that need more are refused, or replaced where that is said here."""
+    """What a server program can do. A setting that needs more is an error, unless the field names a fallback."""
 
     lora: bool = False
     """Load and unload LoRA adapters while it serves. False: adapters are merged into the weights."""
     vision_lora: bool = False
-    """The same for adapters of the vision tower."""
+    """As ``lora``, for adapters of the vision tower."""
     expert_routing: bool = False
     """Return the experts of each token of a mixture-of-experts model."""
     image_files: bool = False
@@ -85,15 +85,15 @@ class Attempt:
 
 
 class ServerBackend(ABC):
-    """A server program: how it is started, and its dialect of HTTP. Holds no state of any server."""
+    """A server program: how it is started, and its HTTP API. Has no state."""
 
     name: ClassVar[str]
-    """Value of ``config.engine``, name of the config's field with its settings (without one, it gets the defaults of
-    :class:`ServerSettings`), and of the extra of vlmrl that installs it."""
+    """Its name as value of ``config.engine``, as the config's field with its settings (if there is none, :class:`ServerSettings`
+    apply), and as the extra in ``pip install 'vlmrl[NAME]'``."""
     title: ClassVar[str]
     """Name of the program in messages."""
     package: ClassVar[str]
-    """Python package that a started server imports."""
+    """Python package that must be installed to start a server."""
     capabilities: ClassVar[Capabilities] = Capabilities()
 
     health: ClassVar[Call]
@@ -116,11 +116,11 @@ class ServerBackend(ABC):
     args_hint: ClassVar[str] = "the arguments that limit it"
     """For an error: the arguments that give a server room for longer prompts."""
     routing_hint: ClassVar[str] = ""
-    """For an error: what makes a server return experts, ending in "or "."""
+    """For an error: how to make a server return experts. Ends with "or "."""
     image_cache_hint: ClassVar[str] = ""
-    """For an error: what keeps a server from reusing image features after a weight update."""
+    """For an error: how to stop a server from reusing image features after a weight update."""
     logprobs_hint: ClassVar[str] = ""
-    """For an error: what changes the distribution of the logprobs that a server returns."""
+    """For an error: a setting that changes the distribution of the logprobs that a server returns."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
@@ -140,7 +140,7 @@ class ServerBackend(ABC):
 
     @abstractmethod
     def parse(self, attempt: Attempt, reply: Any) -> Reply:
-        """Raises BadReply for a reply after which another attempt may succeed, ValueError where none can."""
+        """Raises BadReply if another attempt may succeed, ValueError if none can."""
 
     @abstractmethod
     def abort(self, attempt_id: str) -> Call: ...
@@ -173,7 +173,7 @@ class ServerBackend(ABC):
 SERVER_BACKENDS: dict[str, str | type[ServerBackend]] = {
     "sglang": "vlmrl.engine.sglang.backend:SGLangBackend",
 }
-"""The server programs by the value of ``config.engine``: a class, or "module:Class" of one that is imported when it is used."""
+"""The server programs by the value of ``config.engine``: a class, or "module:Class", which is imported when it is used."""
 
 
 def backend_class(engine: str) -> type[ServerBackend]:

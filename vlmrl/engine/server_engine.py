@@ -1,8 +1,8 @@
 """An engine that samples from inference servers, whatever their program is.
 
 Requests contain one placeholder id per image, and the images at the model's own size. All turns of a trajectory go to one server,
-which has the KV cache of the earlier turns; when it fails, another server starts the reply again. A reply is accepted only if its
-counts, its logprobs and the weights that sampled it are right.
+which has the KV cache of the earlier turns; when it fails, another server starts the reply again. Each reply's token counts, logprobs
+and policy versions are checked before it is used.
 
 Everything runs in an event loop of its own thread, so that health checks and time limits work while the main loop trains.
 """
@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from vlmrl.engine.base import EngineError, Request
+from vlmrl.engine.base import EngineError, Request, check_placeholders
 from vlmrl.engine.image_files import ImageFiles
 from vlmrl.engine.server import UNREACHED, Server, ServerError, quietly
 from vlmrl.engine.server_backend import Attempt, Call
@@ -48,7 +48,7 @@ class ServerEngine:
         self.backend = servers.backend
         self.policy_version = 0
         self.versions: dict[str, int] = {}
-        """Policy version of each set of weights that was sent, by the name that the servers know it by."""
+        """Policy version of each set of weights that was sent, by its name on the servers."""
         self.adapter: str | None = None
         """Name of the LoRA adapter that new requests are sampled with."""
         self.retried = 0
@@ -64,7 +64,7 @@ class ServerEngine:
 
     @property
     def images_encoded(self) -> int:
-        """Number of images that were made into PNGs."""
+        """Number of images that were encoded as PNG."""
         return self._images.encoded
 
     async def start(self) -> None:
@@ -80,13 +80,7 @@ class ServerEngine:
         await self.thread.run(self.servers.serve_all())
 
     async def generate(self, request: Request) -> Completion:
-        image_token = self._renderer.image_token_id
-        placeholders = request.prompt_ids.count(image_token) if image_token else 0
-        if placeholders != len(request.media):
-            raise ValueError(
-                f"trajectory {request.trajectory_id}: the prompt has {placeholders} image placeholders, but "
-                f"{len(request.media)} images came with it."
-            )
+        check_placeholders(request, self._renderer.image_token_id)
         return await self.thread.run(self._generate(request))
 
     async def generate_on(self, server: Server, request: Request) -> Completion:
@@ -108,7 +102,7 @@ class ServerEngine:
         self.policy_version = policy_version
 
     def close(self) -> None:
-        """End the servers that the run started. Waiting requests raise EngineError."""
+        """End the servers that the run started. Waiting requests fail."""
         self.thread.wait(self.servers.close())
         self.thread.close()
         self._images.close()
@@ -197,7 +191,7 @@ class ServerEngine:
         self.servers.paused = False
         for server in self.servers.all:
             if not server.ready:
-                server.check_health.set()  # nothing was checked during the pause
+                server.check_health.set()  # health checks stop during a pause
         await self.servers.notify()
 
     async def _call_all(self, call: Call, servers: Sequence[Server], asleep: bool | None = None) -> None:

@@ -1,6 +1,6 @@
-"""All servers of a run: started or attached, watched, restarted and resynced.
+"""All servers of a run: started by the run or attached by URL, watched, restarted and resynced.
 
-A server serves only while it is healthy and has the current weights. When either fails, the pool withdraws it until both hold again.
+A server serves only while it is healthy and has the current weights. Otherwise the pool withdraws it until both are true again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ServerPool:
         self.restarts = 0
         self.paused = False
         self.colocated = colocated
-        """The trainer uses the servers' GPUs while they are paused: none may start then."""
+        """The trainer uses the servers' GPUs while they are paused. No server may start then."""
         self.update_lock = asyncio.Lock()
         """Held during a weight update of all servers, and during the resync of one."""
         self._on_close = on_close
@@ -62,8 +62,8 @@ class ServerPool:
 
     async def start(self) -> None:
         """Start the servers and wait until all are healthy. Raises EngineError if one is not within ``start_timeout``."""
-        limits = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
-        self._session = aiohttp.ClientSession(connector=limits, timeout=aiohttp.ClientTimeout(total=None))
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         for server in self.all:
             if server.process is not None:
                 server.process.start()
@@ -105,18 +105,18 @@ class ServerPool:
                 raise ServerError(f"{server.url}{path}: HTTP {response.status}: {text}", response.status)
             return await response.json(content_type=None) if response.content_length != 0 else None
 
-    async def pick(self, favourite: Server | None, patience: float) -> Server:
-        """``favourite`` if it serves, else the server with the fewest requests. Waits while none serves, or all are paused.
+    async def pick(self, preferred: Server | None, patience: float) -> Server:
+        """``preferred`` if it serves, else the server with the fewest requests. Waits while none serves, or all are paused.
 
         Raises EngineError after ``patience`` seconds.
         """
         until = time.monotonic() + patience
         while True:
-            able = [] if self.paused else [s for s in self.ready if not s.backoff and not s.unresponsive]
-            if favourite in able and favourite is not None:
-                return favourite
-            if able:
-                return min(able, key=lambda server: server.in_flight)
+            available = [] if self.paused else [s for s in self.ready if not s.backoff and not s.unresponsive]
+            if preferred in available and preferred is not None:
+                return preferred
+            if available:
+                return min(available, key=lambda server: server.in_flight)
             left = until - time.monotonic()
             if left <= 0:
                 urls = ", ".join(server.url for server in self.all)
@@ -172,8 +172,7 @@ class ServerPool:
         server.info = self.backend.parse_info(reply)
 
     async def _is_healthy(self, server: Server, patience: float) -> bool:
-        """Whether a health check succeeds within ``patience`` seconds. From the first failed check to the next success the server is
-        unresponsive."""
+        """Whether a health check succeeds within ``patience`` seconds. Also sets ``server.unresponsive``."""
         until = time.monotonic() + patience
         while server.alive:
             left = until - time.monotonic()
@@ -200,7 +199,7 @@ class ServerPool:
             server.check_health.clear()
             if self.paused and (self.colocated or server.alive):
                 continue  # a paused server answers no health check, and the trainer may still use its memory
-            checkable = not broken and not server.asleep  # a server that is still asleep failed to wake: restart it
+            checkable = not broken and not server.asleep  # a server that is asleep now has failed to wake: restart it
             healthy = checkable and await self._is_healthy(server, self.settings.health_timeout)
             if server.ready and (healthy or (self.paused and server.alive)):
                 continue

@@ -1,4 +1,4 @@
-"""A server's reply, in the form that all server programs share, and the checks that make it a :class:`Completion`."""
+"""A server's reply in a form common to all server programs, and the checks that make it a :class:`Completion`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BadReply(Exception):
 
 
 class StaleWeights(BadReply):
-    """A reply from a server that does not have the weights of this run: it needs a resync."""
+    """A reply sampled with weights that this run never sent: the server needs a resync."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Reply:
     prompt_tokens: int
     """Length of the prompt as the server counts it, images expanded."""
     weights: Sequence[tuple[str, int]]
-    """The name of the weights that sampled the tokens, and how many consecutive tokens they sampled."""
+    """Name of the weights, and the number of consecutive tokens that they sampled."""
     experts: np.ndarray | None = None
     """Expert indices of the tokens from ``request.routing_from`` on, without the last one: [tokens, layers, top_k], flattened."""
 
@@ -51,12 +51,14 @@ def completion_of(
 ) -> Completion:
     """The checked reply, with policy ``versions`` by the name of the weights.
 
-    Raises BadReply where another attempt may succeed, ValueError where none can.
+    Raises BadReply if another attempt may succeed, ValueError if none can.
     """
     ids = reply.token_ids
     logprobs = [logprob for logprob, _ in reply.logprobs if logprob is not None and math.isfinite(logprob)]
     if [token for _, token in reply.logprobs] != ids or len(logprobs) != len(ids):
-        raise BadReply(f"{len(ids)} ids came with {len(reply.logprobs)} logprobs that are not theirs, or not finite")
+        raise BadReply(
+            f"{len(ids)} ids came with {len(reply.logprobs)} logprobs of other ids, or with logprobs that are not finite"
+        )
     expected = len(request.prompt_ids) + sum(item.num_tokens - 1 for item in request.media)
     if reply.prompt_tokens != expected:
         raise ValueError(
@@ -66,10 +68,10 @@ def completion_of(
     token_versions = _versions(reply, versions)
     if adapter is not None:
         token_versions = [versions[adapter]] * len(ids)  # a reply keeps the adapter that it started with
-    routes: list[ExpertRouting | None] = []
+    experts: list[ExpertRouting | None] = []
     if routing is not None and reply.stop_reason != "abort":
-        routes = _routes(reply, routing, token_versions, expected - request.routing_from, routing_hint)
-    return Completion(ids, logprobs, reply.stop_reason, token_versions, expected, routes)
+        experts = _expert_routing(reply, routing, token_versions, expected - request.routing_from, routing_hint)
+    return Completion(ids, logprobs, reply.stop_reason, token_versions, expected, experts)
 
 
 def _versions(reply: Reply, versions: Mapping[str, int]) -> list[int]:
@@ -84,13 +86,13 @@ def _versions(reply: Reply, versions: Mapping[str, int]) -> list[int]:
     return found
 
 
-def _routes(
+def _expert_routing(
     reply: Reply, routing: ExpertRouters, versions: list[int], prompt_tokens: int, hint: str
 ) -> list[ExpertRouting | None]:
     """The experts of the last ``prompt_tokens`` tokens of the prompt and of the reply.
 
-    The last sampled token has none, because it never went through the model. After a weight update a server computes all tokens
-    again: the experts that earlier weights chose for their tokens are lost.
+    The last sampled token has none, because it never went through the model. Neither have tokens sampled before a weight update: the
+    server computed them again, and returns the experts of the new weights.
     """
     if reply.experts is None:
         raise ValueError(f"the server did not return the experts of its tokens: {hint}set train.replay_routing False.")
@@ -100,6 +102,6 @@ def _routes(
         raise ValueError(
             f"the server returned {len(reply.experts)} experts for {computed} tokens, which is not {top_k} in each of {layers} layers."
         )
-    routes = routing_from_indices(reply.experts.reshape(-1, layers, top_k))
+    computed_with = routing_from_indices(reply.experts.reshape(-1, layers, top_k))
     current = [True] * prompt_tokens + [version == versions[-1] for version in versions[:-1]]
-    return [*(route if known else None for route, known in zip(routes, current, strict=True)), None]
+    return [*(each if known else None for each, known in zip(computed_with, current, strict=True)), None]

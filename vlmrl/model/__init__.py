@@ -1,1 +1,1 @@
-"""The model: `policy.py` runs it, `families/` holds what differs between model families, `loading.py` loads it."""
+"""The model: `policy.py` runs it, `families/` is what differs between model families, `loading.py` loads it."""

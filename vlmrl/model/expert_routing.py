@@ -22,7 +22,7 @@ from vlmrl.types import ExpertRouting
 class ExpertRouters:
     """The routers of ``model``, which are its modules of class ``class_name``, in layer order.
 
-    Each scores ``num_experts`` for a token and sends it to ``top_k``. Their ``forward`` is replaced on the instances.
+    Each scores ``num_experts`` experts for a token and sends it to ``top_k`` of them. Their ``forward`` is replaced on the instances.
     """
 
     def __init__(self, model: nn.Module, class_name: str) -> None:
@@ -47,7 +47,7 @@ class ExpertRouters:
 
     @contextmanager
     def replayed(self, indices: torch.Tensor | None) -> Iterator[None]:
-        """Within the context, tokens go to the experts ``indices`` ``[tokens, layers, top_k]``; -1 leaves the choice to the router."""
+        """Within the context, ``indices`` ``[tokens, layers, top_k]`` choose the experts; -1 leaves the choice to the router."""
         before, self._replayed = self._replayed, indices
         try:
             yield
@@ -78,9 +78,9 @@ def routing_from_indices(indices: np.ndarray) -> list[ExpertRouting]:
 
 
 def indices_from_routing(routing: Sequence[ExpertRouting | None]) -> np.ndarray:
-    """``[tokens, layers, top_k]``, -1 for tokens without known experts; ``[tokens, 0, 0]`` where no token has any.
+    """``[tokens, layers, top_k]``, -1 for tokens without known experts; ``[tokens, 0, 0]`` if no token has any.
 
-    All known ones must have one shape, which the audit checks.
+    All known entries must have one shape, which the audit checks.
     """
     known = np.array([each is not None for each in routing], dtype=bool)
     first = next((each for each in routing if each is not None), None)

@@ -36,7 +36,7 @@ TEMPLATES = Path(__file__).parents[1] / "multimodal/templates"
 
 @dataclass(frozen=True)
 class Reader:
-    """All of a model but its weights: tokenizer, chat template and image processor (``None`` for a text model).
+    """Everything of a model but its weights: tokenizer, chat template and image processor (``None`` for a text model).
 
     ``path`` is the folder or hub name that it was loaded from.
     """
@@ -63,11 +63,11 @@ class LoadedModel(Reader):
 
     @property
     def is_on_meta(self) -> bool:
-        """Whether this process has only the weights' shapes, on the device ``meta``."""
+        """Whether this process has only the shapes of the weights, on the device ``meta``."""
         return self.policy.device.type == "meta"
 
     def save(self, folder: Path, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
-        """Save weights (by default its own, adapters merged in), tokenizer and processor in Hugging Face form."""
+        """Save ``weights`` (by default this model's, adapters merged), tokenizer and processor in Hugging Face form."""
         model = self.policy.model
         published = dict(as_saved(model, named_weights(model) if weights is None else weights))
         model.save_pretrained(folder, state_dict=published, save_original_format=False)  # `as_saved` has converted them
@@ -78,7 +78,7 @@ class LoadedModel(Reader):
 
 
 def as_saved(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights under the names and in the layout of checkpoints, which servers expect and which may differ from the module's.
+    """Weights under their names and in their layout in checkpoints, which servers expect. Both may differ from the module's.
 
     For example, ``model.visual.patch_embed.proj.weight`` is ``visual.patch_embed.proj.weight`` in Qwen2.5-VL's checkpoints.
     """
@@ -124,10 +124,10 @@ def _build(config: Model, path: str, seed: int) -> Any:
 
 
 def freeze(model: Any, names: tuple[str, ...]) -> None:
-    """Take the gradient from parameters: those of a part of the model's family, or of a pattern such as ``model.visual.blocks.0.*``.
+    """Freeze parameters: ``names`` are parts of the model's family or patterns such as ``model.visual.blocks.0.*``.
 
     Raises:
-        ValueError: a name that fits no parameter, or nothing is left to train.
+        ValueError: a name fits no parameter, or nothing is left to train.
     """
     parts = family_of(model.config).parts
     for name in names:
@@ -164,7 +164,7 @@ def load_reader(config: Model, cache_dir: Path) -> Reader:
 
 
 def _found(path: str, cache_dir: Path) -> str:
-    """A model's folder, absolute if it is local, or its hub name. A tiny model is built at its first use."""
+    """The absolute path of a local model folder, or a hub name as it is. A tiny model is built at its first use."""
     path = tiny.resolve(path, cache_dir)
     return str(Path(path).absolute()) if Path(path).is_dir() else path
 
@@ -190,7 +190,7 @@ def _chat_template(name: str | None) -> str | None:
 
 
 def _stop_ids(path: str) -> list[int]:
-    """The ids at which the model's own generation settings end a reply."""
+    """The end-of-sequence ids of the model's generation config."""
     try:
         ids = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:

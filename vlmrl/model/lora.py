@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, by peft), and a model's weights by name with its adapters merged in or apart.
+"""Low-rank adapters (LoRA, by peft), and a model's weights by name: with its adapters merged, or the adapters alone.
 
 Adapters are injected into the model itself, so modules keep their names and :class:`~vlmrl.model.policy.Policy` runs it unchanged.
 """
@@ -42,7 +42,7 @@ def add_lora(model: Any, config: Lora) -> None:
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The adapted layers by name. peft is imported only where the model has adapters."""
+    """The adapted layers by name. peft is imported only if the model has adapters."""
     if any("lora_" in name for name, _ in model.named_parameters()):
         from peft.tuners.tuners_utils import BaseTunerLayer
 

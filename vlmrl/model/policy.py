@@ -18,14 +18,14 @@ from torch import nn
 from vlmrl.model import tree_attention
 from vlmrl.model.expert_routing import ExpertRouters
 from vlmrl.model.families import family_of
-from vlmrl.model.families.base import WHY_ALONE, ImageFeatures
+from vlmrl.model.families.base import WHY_NOT_PACKED, ImageFeatures
 from vlmrl.model.head import logits_of, score_tokens
 from vlmrl.model.lora import adapters_off
 from vlmrl.types import MicroBatch
 
 
 class TokenScores(NamedTuple):
-    """Per token ``[rows, length]``, float32, zero where no target is: the logprob and the distribution's entropy, in nats."""
+    """Per token ``[rows, length]``, float32, zero except at targets: the logprob and the distribution's entropy, in nats."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -34,13 +34,13 @@ class TokenScores(NamedTuple):
 class Policy(nn.Module):
     """A causal language model, with or without a vision tower. ``banned_ids`` have probability 0 in sampling and in training.
 
-    With ``lockstep`` every forward uses all weights, with images or without, so that all ranks take part in FSDP's collectives.
+    With ``use_all_weights`` a batch without images also runs the vision tower, so that all ranks take part in FSDP's collectives.
     """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        self.lockstep = False
+        self.use_all_weights = False
         self.config = model.config
         self.family = family_of(model.config)
         self.image_token_id = self.family.image_token_id
@@ -69,7 +69,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Overwrite the weights that ``named`` has, by their Hugging Face names; others stay as they are."""
+        """Overwrite the weights in ``named``, by their Hugging Face names; others stay as they are."""
         own = dict(self.model.named_parameters())
         for name, weight in named:
             own[name].copy_(weight)
@@ -85,16 +85,16 @@ class Policy(nn.Module):
     def forward(self, batch: MicroBatch, temperature: float = 1.0) -> TokenScores:
         """The logprob of each token that ``batch.targets`` marks, given all tokens before it in its row."""
         if batch.ends is not None and not self.family.may_pack:
-            raise ValueError(f"samples of {self.config.model_type} must not be packed into one row: {WHY_ALONE}.")
+            raise ValueError(f"samples of {self.config.model_type} must not be packed into one row: {WHY_NOT_PACKED}.")
         features = self.encode_images(batch.mm_inputs) if batch.mm_inputs else []
         occurrences = [features[index] for index in batch.image_order]
         tree = None if batch.ends is None else tree_attention.plan(batch.ends[0])
-        zero = self._blank_image() if self.lockstep and self.family.vision and not occurrences else None
+        zero = self._blank_image() if self.use_all_weights and self.family.vision and not occurrences else None
         with self._replayed(batch.experts):
             hidden = self.hidden(batch.token_ids, batch.position_ids, None, occurrences, zero=zero, tree=tree)
         rows, places = batch.targets.nonzero(as_tuple=True)
         before = places - 1 if batch.parents is None else batch.parents[rows, places]
-        chosen = hidden[rows, before]  # the one before predicts a token: the only shift in the package
+        chosen = hidden[rows, before]  # a token is predicted by the one before it; no other code shifts tokens
         labels = batch.token_ids[rows, places]
         head = self.model.lm_head
         logprobs, entropy = score_tokens(chosen, head.weight, head.bias, labels, temperature, self.banned_ids)
@@ -102,7 +102,7 @@ class Policy(nn.Module):
         return TokenScores(zeros.index_put((rows, places), logprobs), zeros.index_put((rows, places), entropy))
 
     def _replayed(self, experts: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Within the context tokens go to these experts, ``[rows, length, layers, top_k]``."""
+        """Within the context, ``experts`` ``[rows, length, layers, top_k]`` are the tokens' experts."""
         if self.routing is None or experts is None:
             return nullcontext()
         return self.routing.replayed(experts.flatten(0, 1))

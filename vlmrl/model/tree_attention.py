@@ -1,7 +1,7 @@
 """Attention over rows with common prefixes, laid out as a tree (`train/prefix_tree.py`): a token attends to its ancestors and itself.
 
-It is registered with transformers as ``vlmrl_tree``, for the text layers. Without a :func:`plan` it is plain sdpa. No pair of
-unrelated tokens is computed and no dense mask is built: a CPU computes the tree span by span, a GPU by flex attention's blocks.
+It is registered with transformers as ``vlmrl_tree``, for the text layers. Without a :func:`plan` it is plain sdpa. Scores between
+unrelated tokens are not computed and no dense mask is built: a CPU goes span by span, a GPU by flex attention's blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 NAME = "vlmrl_tree"
-BLOCK = 128  # tokens a side of flex attention's blocks
+BLOCK = 128  # side of flex attention's blocks, in tokens
 
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -32,7 +32,7 @@ def install(model: Any) -> None:
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens ``first`` to ``last`` without a branch between them; all their descendants end at ``end``.
+    """Tokens ``first`` to ``last``, without a branch between them; their descendants follow, up to ``end``.
 
     The layout of [1 2 3 4] and [1 2 5] has ``Span(0, 2, 5)``, ``Span(2, 4, 4)`` and ``Span(4, 5, 5)``.
     """
@@ -47,7 +47,7 @@ Plan = Sequence[Span] | BlockMask
 
 
 def plan(ends: torch.Tensor) -> Plan:
-    """A layout's description for all layers. ``ends`` ``[tokens]``: where each token's subtree ends."""
+    """The tree for all attention layers. ``ends`` ``[tokens]``: where each token's subtree ends."""
     return spans(ends.numpy()) if ends.device.type == "cpu" else block_mask(ends)
 
 

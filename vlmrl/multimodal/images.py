@@ -18,9 +18,7 @@ from vlmrl.types import ImageSource
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 ANY_SIZE = {"min_pixels": 1, "max_pixels": 2**62}
 URL_TIMEOUT = 20  # seconds, to connect and between two chunks
-_DECODING = (
-    threading.Lock()
-)  # PIL decodes an opened image at its first use, and two threads that do so at once break it
+_DECODING = threading.Lock()  # PIL decodes an opened image at its first use, which is not thread-safe
 
 
 def load_image(source: ImageSource) -> Image.Image:
@@ -129,7 +127,7 @@ def _content(source: ImageSource) -> ImageSource:
 
 
 def _open(source: ImageSource) -> ImageSource:
-    """A PIL image. What is no image source is returned as it is: fetch_image then raises the error."""
+    """A PIL image. Anything that is no image source is returned as it is: fetch_image then raises the error."""
     if isinstance(source, str) and source.startswith("data:") and "base64," in source:
         source = base64.b64decode(source.partition("base64,")[2])
     if isinstance(source, bytes):
@@ -147,6 +145,7 @@ def _open(source: ImageSource) -> ImageSource:
 
 @contextmanager
 def _naming(source: ImageSource) -> Iterator[None]:
+    """Within the context, errors become ValueErrors that name the source."""
     try:
         yield
     except Exception as error:
@@ -162,5 +161,5 @@ def describe(source: ImageSource) -> str:
 
 
 def blank(image: Image.Image) -> Image.Image:
-    """A grey image of the same size: the control of a run that must not learn from images."""
+    """A grey image of the same size: a control for whether a run learns from its images."""
     return Image.new("RGB", image.size, (128, 128, 128))

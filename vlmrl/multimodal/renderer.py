@@ -2,7 +2,7 @@
 
 The turn loop renders the prompt once and each observation as a delta, so that no sampled id is ever re-encoded. A delta is what
 the chat template writes after a fixed base conversation, cut after the base's last end-of-turn id: the newline that ChatML
-templates put after ``<|im_end|>`` is its first token. `rollout/history.py` decides which of the two is used.
+templates put after ``<|im_end|>`` is its first token. `rollout/history.py` decides where each is used.
 
 Rendered ids hold one placeholder per image, as engines expect them. :func:`expand` gives the form that models are trained on, with
 all tokens of each image: a placeholder per visual token, and the separators of the model's family.
@@ -23,9 +23,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from vlmrl.types import ImageSource, MediaItem, Message
 
 BASE: list[Message] = [{"role": "system", "content": "."}, {"role": "user", "content": "."}]
-ESCAPE = (
-    "\U00100000"  # a private-use character: together with the next one it replaces a special token in a text, or itself
-)
+# A private-use character. Followed by a second one, it stands for a special token in a text, or for itself.
+ESCAPE = "\U00100000"
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Renderer:
         return self._finish(self._template(clean, self._clean_tools(tools)), images, messages)
 
     def check_tools(self, tools: Sequence[dict[str, Any]]) -> None:
-        """Raises ValueError where the chat template does not render the tools."""
+        """Raise ValueError if the chat template does not render the tools."""
         schemas = self._clean_tools(tools)
         if schemas and self._base(schemas) == self._base(None):
             raise ValueError(
@@ -93,7 +92,7 @@ class Renderer:
 
     @property
     def tool_format(self) -> str:
-        """The format in which the chat template has the model write tool calls: a name in `env/tools.py`."""
+        """The format of tool calls that the chat template asks the model for: a name in `env/tools.py`."""
         return "xml" if "<function=" in self.chat_template else "json"
 
     def delta(
@@ -125,7 +124,7 @@ class Renderer:
     def conversation(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
     ) -> tuple[Rendered, list[int]]:
-        """A finished conversation, and a mask that is 1 on the ids that the template's generation markers enclose.
+        """A finished conversation, and a mask that is 1 on the ids between the template's generation markers.
 
         The text is encoded in pieces cut at the markers, as it would have been sampled.
         """
@@ -151,11 +150,11 @@ class Renderer:
 
     @property
     def marks_replies(self) -> bool:
-        """Whether the template marks what the assistant generated."""
+        """Whether the template has generation markers around the assistant's tokens."""
         return bool(re.search(r"\{%-?\s*generation\s*-?%\}", self.chat_template))
 
     def text(self, token_ids: Sequence[int], opened: bool = True) -> str:
-        """A reply as an env reads it: the opening that the generation prompt wrote (if ``opened``), the ids' text, no end of turn."""
+        """A reply as an env reads it: without its end-of-turn id, and if ``opened`` after the opening of the generation prompt."""
         ids = list(token_ids[:-1]) if token_ids and token_ids[-1] in self.stop_ids else list(token_ids)
         return (self.opening if opened else "") + self.decode(ids)
 
@@ -217,7 +216,7 @@ class Renderer:
         return self._image
 
     def _find_opening(self) -> str:
-        """What the generation prompt writes at the start of a reply, such as ``<think>``: all after its role line."""
+        """The start of a reply that the generation prompt writes after its role line, such as ``<think>``."""
         prompt = self._template(BASE, None)[len(self._base(None)) :]
         _, _, opening = prompt.partition("assistant\n")
         return opening
@@ -259,10 +258,10 @@ class Renderer:
 
 
 def expand(token_ids: Sequence[int], image_token_id: int | None, media: Sequence[MediaItem]) -> list[int]:
-    """One placeholder per image to all tokens of each: ``[1, P, 2]`` of an image of 3 tokens is ``[1, P, P, P, 2]``."""
+    """Replace each image's placeholder by all tokens of the image: ``[1, P, 2]`` with an image of 3 tokens is ``[1, P, P, P, 2]``."""
     if not media:
         return list(token_ids)
-    assert image_token_id is not None  # or there were no images
+    assert image_token_id is not None  # a text model has no images
     expanded: list[int] = []
     items = iter(media)
     for token in token_ids:
@@ -271,11 +270,11 @@ def expand(token_ids: Sequence[int], image_token_id: int | None, media: Sequence
 
 
 def collapse(token_ids: Sequence[int], image_token_id: int | None, media: Sequence[MediaItem]) -> list[int]:
-    """The reverse of :func:`expand`: ``[1, P, P, P, 2]`` of an image of 3 tokens is ``[1, P, 2]``."""
+    """The reverse of :func:`expand`: ``[1, P, P, P, 2]`` with an image of 3 tokens is ``[1, P, 2]``."""
     collapsed: list[int] = []
     done = 0
     for start, end in image_spans(token_ids, image_token_id, media):
-        assert image_token_id is not None  # or there were no images
+        assert image_token_id is not None  # a text model has no images
         collapsed += [*token_ids[done:start], image_token_id]
         done = end
     return [*collapsed, *token_ids[done:]]
@@ -291,8 +290,8 @@ def image_spans(
 ) -> list[tuple[int, int]]:
     """Where each image's tokens begin and end in expanded ids: ``[1, P, P, P, 2]`` with an image of 3 tokens has ``[(1, 4)]``.
 
-    Only an image's first placeholder is looked for; :func:`vlmrl.samples.audit` checks the rest. Raises ValueError where there are
-    fewer images in ``token_ids`` than in ``media``.
+    Only each image's first placeholder is searched for; :func:`vlmrl.samples.audit` checks the rest. Raises ValueError if
+    ``token_ids`` contain fewer images than ``media``.
     """
     spans: list[tuple[int, int]] = []
     ids, done = list(token_ids), 0
@@ -305,7 +304,7 @@ def image_spans(
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """The same structure with every string in it changed, keys too."""
+    """The same structure with ``change`` applied to every string in it, keys too."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

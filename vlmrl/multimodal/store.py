@@ -21,7 +21,7 @@ from vlmrl.utils.threads import DaemonPool, SingleFlight
 
 
 class Measure(NamedTuple):
-    """What the model sees of an image, without its pixels. Sizes are (width, height)."""
+    """An image's sizes, (width, height), and its number of tokens."""
 
     given: Size
     """The image's own size."""
@@ -33,7 +33,7 @@ class Measure(NamedTuple):
 class MediaStore:
     """Makes the :class:`MediaItem` of each distinct image once. Thread-safe.
 
-    ``image_processor`` is what ``family`` loaded for the model; ``max_pixels`` lowers its limit. ``transform`` is applied to each
+    ``image_processor`` is from :meth:`Family.load_processor`; ``max_pixels`` lowers its limit. ``transform`` is applied to each
     decoded image, for controls such as :func:`vlmrl.multimodal.images.blank`. ``seen`` counts requested images, ``processed`` those
     that went through the processor.
     """
@@ -65,7 +65,7 @@ class MediaStore:
         return await self._pool.run(self.load, source)
 
     def measure(self, source: ImageSource) -> Measure:
-        """The size and token count that :meth:`load` would give the image, without decoding it."""
+        """The size and token count that the image would have after :meth:`load`, without decoding it."""
         given = image_size(source)
         shown = self._resized(given)
         return Measure(given, shown, self._family.num_tokens(self._processor, shown))
@@ -75,7 +75,7 @@ class MediaStore:
         self._pool.close()
 
     def load(self, source: ImageSource) -> MediaItem:
-        """As :meth:`get`, in the calling thread. Raises ValueError for what is no image."""
+        """As :meth:`get`, in the calling thread. Raises ValueError if the source is no image."""
         with self._lock:
             self.seen += 1
         key = source_key(source)
@@ -120,7 +120,7 @@ def merge_mm_inputs(items: Sequence[MediaItem]) -> dict[str, torch.Tensor]:
     """The items' tensors concatenated along their first dimension: one ``torch.cat`` per key.
 
     Two images of 16 and 24 patches give ``pixel_values`` ``[40, patch]`` and ``image_grid_thw`` ``[2, 3]``. Raises
-    ValueError where a key is missing from some items or holds no tensor.
+    ValueError if a key is missing from some items or is no tensor.
     """
     if not items:
         return {}

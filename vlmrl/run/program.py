@@ -14,7 +14,7 @@ import torch
 
 from vlmrl.config import Cluster, Config, name_of
 from vlmrl.model import tiny
-from vlmrl.model.families.base import WHY_ALONE
+from vlmrl.model.families.base import WHY_NOT_PACKED
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.records import plain
 from vlmrl.report.run_log import RunLog
@@ -100,7 +100,7 @@ def summary_of(run: Run) -> str:
     if run.serving is not None:
         lines.insert(-1, f"engine    {run.serving.plan()}")
     if config.train.share_prefixes and not policy.family.may_share:
-        reason = f"{policy.config.model_type} does not allow it, {WHY_ALONE}"
+        reason = f"{policy.config.model_type} does not allow it, {WHY_NOT_PACKED}"
         lines.insert(-1, f"prefixes  not shared, though train.share_prefixes is set: {reason}")
     if config.train.max_staleness:
         ahead = f"asynchronous, {config.train.max_staleness} updates ahead at most; too old: {config.train.too_old}"

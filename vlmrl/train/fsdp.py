@@ -38,7 +38,7 @@ def shard(policy: Policy, dtype: torch.dtype) -> Policy:
         if type(module).__name__ in layers:
             fully_shard(module, mesh=mesh, mp_policy=precision)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
-    policy.lockstep = True
+    policy.use_all_weights = True
     return policy
 
 

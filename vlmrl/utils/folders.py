@@ -16,10 +16,10 @@ def cache_root() -> Path:
 
 
 def build_folder(folder: Path, build: Callable[[Path], object]) -> Path:
-    """``folder``, which ``build(path)`` fills under another name unless it exists already.
+    """``folder``, filled by ``build(path)`` unless it exists already.
 
-    The path that ``build`` gets is an empty folder with the same name. When it returns, that folder is renamed to ``folder``.
-    Processes that start together may all build; the first to finish wins, and the others use its result.
+    ``path`` is an empty temporary folder of the same name. When ``build`` returns, it is moved to ``folder``. Processes that start
+    together may all build; the first to finish wins, and the others use its result.
     """
     if folder.exists():
         return folder

@@ -1,9 +1,6 @@
 """HTTP requests to services: which failures are retried, and how long the pauses between attempts are.
 
-def attempt():
-    return post_json(client, url, body)
-
-retrying(patience=30.0)(attempt)      # the reply's JSON; RetryableError after 30 s of failures
+retrying(patience=30.0)(post_json, client, url, body)     # the reply's JSON; RetryableError after 30 s of failures
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ class RetryableError(Exception):
 
 
 class RefusedError(Exception):
-    """Any other status than 200: the same request would be refused again."""
+    """A status that another attempt would meet again: none of 200, 429 and 5xx."""
 
 
 def http_client(timeout: float, headers: Mapping[str, str] | None = None) -> httpx.Client:

@@ -112,7 +112,7 @@ def run_awake(coroutine: Coroutine[Any, Any, T]) -> T:
 class SingleFlight(Generic[T]):
     """Computes each value once, however many threads request it at the same time.
 
-    ``value, computed = flight.get(key, cache.get, compute)``: ``compute()`` must store its result where ``cache.get`` finds it.
+    ``value, computed = flight.get(key, cache.get, compute)``, where ``compute()`` also stores its result for ``cache.get``.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class SingleFlight(Generic[T]):
     def get(self, key: str, find: Callable[[str], T | None], make: Callable[[], T]) -> tuple[T, bool]:
         """``find(key)`` unless it is None; else the result of ``make()``, called by one thread while the others wait for it.
 
-        The second value says whether this call made it. An error of ``make`` is raised in all waiting threads; the next call
+        The second item is whether this call made the value. An error of ``make`` is raised in all waiting threads; the next call
         makes the value again.
         """
         with self._lock:

@@ -1,4 +1,4 @@
-"""Weight updates from the trainer to the engine: a file for each way of sending, the same for all engines."""
+"""Weight updates from the trainer to the engine: a file for each way of sending, the same for all server programs."""
 
 from collections.abc import Callable
 
@@ -12,4 +12,4 @@ SENDERS: dict[str, Callable[[WeightUpdate], WeightSender]] = {
     "group": NcclSender,
     "disk": DiskSender,
 }
-"""Ways of sending weights to servers, by the name that the setting `sync` gives them."""
+"""Ways of sending weights to servers, by the value of the setting `sync`."""

@@ -1,4 +1,4 @@
-"""Weight updates: the trainer's weights on their way to whatever samples from them.
+"""Weight updates: how the trainer's weights get to the engine.
 
     update = WeightUpdate(receivers=(receiver,), sender=SENDERS["tensor"], version="run.3", run="run", bucket_bytes=2**29)
     result = update.send(trainer.named_weights())
@@ -20,7 +20,7 @@ NamedWeights = Iterable[tuple[str, torch.Tensor]]
 
 
 class WeightsRefused(Exception):
-    """A server answered that it does not take the weights."""
+    """A server answered a weight update with an error."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Bucket:
 
 
 def buckets(weights: NamedWeights, max_bytes: int, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
-    """Weights in their order, as many of one dtype as fit into ``max_bytes``; a larger weight is a bucket of its own.
+    """Weights in their order, each bucket of one dtype and at most ``max_bytes``; a larger weight is a bucket of its own.
 
     Floating point weights wider than ``dtype`` are rounded to it.
     """
@@ -73,12 +73,12 @@ class TransferResult:
     """Sent to each receiver."""
     seconds: float
     failed: dict[str, str] = field(default_factory=dict)
-    """By URL, why a server does not have the weights now."""
+    """Why a server does not have the weights now, by URL."""
     refused: tuple[str, ...] = ()
     """The URLs in ``failed`` whose servers answered with an error."""
 
     def __add__(self, other: TransferResult) -> TransferResult:
-        """Of two concurrent transfers of the same weights to different servers."""
+        """The result of two concurrent transfers of the same weights to different servers."""
         size, seconds = max(self.bytes, other.bytes), max(self.seconds, other.seconds)
         return TransferResult(size, seconds, self.failed | other.failed, self.refused + other.refused)
 
@@ -92,15 +92,15 @@ class WeightSender(Protocol):
         ...
 
     def abort(self) -> None:
-        """Stop a :meth:`send` that runs in another thread: it sends no more and returns. The process goes on."""
+        """Stop a :meth:`send` that runs in another thread: it iterates to the end without sending, and returns."""
         ...
 
 
 @runtime_checkable
 class WeightReceiver(Protocol):
-    """One server's end of weight updates, as its backend implements it; used in the sending process, so it must pickle.
+    """One server's end of weight updates, implemented by its backend. It must pickle: the process that sends calls it.
 
-    Calls block. They raise WeightsRefused where the server answers with an error, and OSError where it does not answer.
+    Calls block. They raise WeightsRefused if the server answers with an error, OSError if it does not answer.
     """
 
     url: str
@@ -109,9 +109,9 @@ class WeightReceiver(Protocol):
     device: str
     """``cuda`` or ``cpu``."""
     dtype: torch.dtype | None
-    """What the server computes in; None: not known, weights are sent as they are."""
+    """The server's dtype. None: unknown, so weights are sent as they are."""
     timeout: float
-    """Seconds that a call may take."""
+    """Time limit of a call in seconds."""
 
     def begin(self) -> None:
         """Open an update. One that an earlier sender left open is closed first."""
@@ -132,29 +132,29 @@ class WeightReceiver(Protocol):
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """One update of servers' weights: all that a sender needs to know. It pickles, to be sent from wherever the weights are."""
+    """One update of servers' weights: all that a sender needs. It must pickle, since the weights may be in another process."""
 
     receivers: tuple[WeightReceiver, ...]
-    """With none, the weights are only kept."""
+    """If empty, the weights are only kept for a resend."""
     sender: Callable[[WeightUpdate], WeightSender]
-    """How they are sent: a value of :data:`vlmrl.weight_sync.SENDERS`."""
+    """The way of sending: a value of :data:`vlmrl.weight_sync.SENDERS`."""
     version: str
     """The servers' name for these weights."""
     run: str
-    """The run that sends: what a process keeps between updates is kept by run."""
+    """Id of the run. The kept weights and open process groups of a process belong to a run."""
     bucket_bytes: int
     dtype: torch.dtype | None = None
     """Wider weights are rounded to it."""
     folder: Path | None = None
-    """Where weights are written, if the sender writes any."""
+    """Parent folder of the files that a sender writes."""
     resend: bool = False
-    """Send the weights that this process kept from the last update, not the ones it is given."""
+    """Send the weights that this process kept from the last update instead of the given ones."""
     fill: float | None = None
     """Send this number in place of every value."""
     keep: bool = True
     """Keep the weights in host memory, for a resend."""
     by_value: bool = False
-    """Send no handles of GPU memory: a server is not on this process's GPU."""
+    """Send values instead of handles of GPU memory, because a server is not on this process's GPU."""
 
     def send(self, weights: NamedWeights) -> TransferResult:
         """Send from this process. :func:`abort` stops it from another thread."""

@@ -20,7 +20,7 @@ class FolderReceiver(WeightReceiver, Protocol):
 
 
 class DiskSender(ServerSender[FolderReceiver]):
-    """One file a bucket, in a folder of this update's own that is deleted at the end."""
+    """Writes one file per bucket into a folder for this update, and deletes the folder at the end."""
 
     needs = FolderReceiver
 

@@ -1,4 +1,4 @@
-"""Weights to an engine in this process that has a copy of its own: under torchrun, or with ``train.max_staleness``."""
+"""Weights to an engine in this process with its own copy of the model: under torchrun, or with ``train.max_staleness``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from vlmrl.weight_sync.base import NamedWeights, TransferResult
 
 
 class LoadsWeights(Protocol):
-    """A model that takes weights by name, such as :class:`vlmrl.model.policy.Policy`."""
+    """A model that loads weights by name, such as :class:`vlmrl.model.policy.Policy`."""
 
     def load_weights(self, named: NamedWeights) -> None: ...
 
 
 class LocalSender:
-    """Copies each weight into ``target``. After an abort those that are left keep their old values."""
+    """Copies each weight into ``target``. Weights not copied before an abort keep their old values."""
 
     def __init__(self, target: LoadsWeights) -> None:
         self._target = target

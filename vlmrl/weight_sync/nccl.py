@@ -1,4 +1,4 @@
-"""Weights by a process group of the trainer's process and a server's: NCCL between GPUs, gloo between CPUs."""
+"""Weights by broadcast in a process group with each server: NCCL between GPUs, gloo between CPUs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from vlmrl.engine.server import free_ports
 from vlmrl.utils.threads import DaemonPool
 from vlmrl.weight_sync.base import Bucket, WeightReceiver
 from vlmrl.weight_sync.server_sender import ServerSender, to_gpu_of
@@ -24,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GroupAddress:
-    """A process group that a server joins: rank 0 is the trainer's process, which listens at ``host`` and ``port``."""
+    """A process group that a server joins. Rank 0 is the trainer's process, which listens at ``host`` and ``port``."""
 
     name: str
     host: str
@@ -42,12 +43,12 @@ class GroupReceiver(WeightReceiver, Protocol):
         ...
 
     def receive_broadcast(self, bucket: Bucket, version: str | None, group: str) -> None:
-        """As :meth:`receive`, with the values of ``bucket.flat`` broadcast as bytes in the group of this name."""
+        """As :meth:`receive`, but the values of ``bucket.flat`` arrive as bytes by a broadcast in this group."""
         ...
 
 
 class NcclSender(ServerSender[GroupReceiver]):
-    """Broadcasts each bucket. A group lives as long as the run; a new one is made after a failure, and for a resend."""
+    """Broadcasts each bucket. Groups are kept for the whole run, and made again after a failure and for a resend."""
 
     needs = GroupReceiver
 
@@ -57,7 +58,7 @@ class NcclSender(ServerSender[GroupReceiver]):
     def deliver(self, receiver: GroupReceiver, bucket: Bucket, version: str | None) -> None:
         key = self.update.run, receiver.url
         if self.update.resend and not self.has_begun(receiver):
-            _drop(key)  # the server may be another process than before
+            _drop(key)  # the server may have been restarted
         if key not in _groups:
             _groups[key] = join(receiver)
         self.begin(receiver)
@@ -68,7 +69,7 @@ class NcclSender(ServerSender[GroupReceiver]):
                 lambda: receiver.receive_broadcast(bucket, version, name),
             )
         except Exception:
-            _drop(key)  # its members may have stopped at different collectives
+            _drop(key)  # its members may be at different collectives
             raise
 
     def abort(self) -> None:
@@ -77,15 +78,15 @@ class NcclSender(ServerSender[GroupReceiver]):
             _drop((self.update.run, url))
 
 
-_groups: dict[tuple[str, str], tuple[str, Any]] = {}  # by run and server: the group's name there, and the group
+_groups: dict[tuple[str, str], tuple[str, Any]] = {}  # by run and URL: the group's name on the server, and the group
 
 
 def _drop(key: tuple[str, str]) -> None:
-    """Abort the group: a broadcast that waits for the server raises."""
+    """Abort and forget the group. A broadcast that waits for the server raises."""
     _, group = _groups.pop(key, ("", None))
     if group is not None:
         c10d: Any = distributed_c10d
-        with suppress(Exception):  # the group is of no more use, however its end goes
+        with suppress(Exception):  # the group is not used again
             c10d._abort_process_group(group)
 
 
@@ -93,13 +94,13 @@ def join(receiver: GroupReceiver) -> tuple[str, Any]:
     """A new process group with a server: its name, and the group."""
     backend = "nccl" if receiver.device == "cuda" else "gloo"
     name = f"vlmrl-{uuid.uuid4().hex[:8]}"
-    address = GroupAddress(name, address_towards(receiver.url), free_port(), receiver.ranks + 1, backend)
+    address = GroupAddress(name, address_towards(receiver.url), free_ports(1, "")[0], receiver.ranks + 1, backend)
     timeout = timedelta(seconds=receiver.timeout)
     return name, _at_once(lambda: _process_group(address, timeout), lambda: receiver.join_group(address))
 
 
 def _at_once(ours: Callable[[], T], theirs: Callable[[], None]) -> T:
-    """Do our part of a collective while the server does its part. Where the server fails, ours ends by a drop or its time-out."""
+    """Both sides of a collective: ours in a thread, the server's here. If it fails, :func:`_drop` or a timeout ends ours."""
     thread = DaemonPool("group")
     mine = thread.submit(ours)
     thread.close()
@@ -124,9 +125,3 @@ def address_towards(url: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((urlsplit(url).hostname or "127.0.0.1", 9))  # sends nothing
         return str(probe.getsockname()[0])
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])

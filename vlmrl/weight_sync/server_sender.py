@@ -1,4 +1,4 @@
-"""What all ways of sending weights to servers share: buckets, one thread a server, failures, the kept copy, aborts."""
+"""The base class of all ways to send weights to servers: buckets, a thread per server, failures, the kept copy, aborts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _kept: dict[str, list[Bucket]] = {}  # by run: the last weights this process sen
 
 
 class ServerSender(Generic[Receiver]):
-    """Sends one update to all its servers at once. A server that fails gets nothing more.
+    """Sends one update to all its servers concurrently. A server that fails gets no further buckets.
 
     This class passes each bucket to :meth:`WeightReceiver.receive`. A subclass overrides :meth:`prepare`, :meth:`deliver` and
     :meth:`finish`, and names in ``needs`` the receiver protocol that it calls.
@@ -43,19 +43,19 @@ class ServerSender(Generic[Receiver]):
         for receiver in update.receivers:
             if not isinstance(receiver, self.needs):
                 raise ValueError(
-                    f"{type(self).__name__} needs a {self.needs.__name__}, which {type(receiver).__name__} of {receiver.url} is not: "
-                    "choose another `sync`."
+                    f"{type(self).__name__} needs a {self.needs.__name__}, but {receiver.url} has a {type(receiver).__name__}: choose "
+                    "another `sync`."
                 )
         self.receivers = {receiver.url: cast(Receiver, receiver) for receiver in update.receivers}
         self._begun: set[str] = set()
         self._aborted: Future[None] = Future()
 
     def prepare(self, bucket: Bucket) -> Bucket:
-        """The bucket as it is delivered. Called once for each bucket."""
+        """Called once for each bucket. Returns the bucket to deliver, for example on another device."""
         return bucket
 
     def deliver(self, receiver: Receiver, bucket: Bucket, version: str | None) -> None:
-        """Send a prepared bucket to one server, in a thread for it; ``version`` is given with the last bucket."""
+        """Send a prepared bucket to one server. Runs in a thread per server; ``version`` is given with the last bucket."""
         self.begin(receiver)
         receiver.receive(bucket, version)
 
@@ -63,7 +63,7 @@ class ServerSender(Generic[Receiver]):
         """Called at the end, also after an error."""
 
     def begin(self, receiver: Receiver) -> None:
-        """Open the update at this server, if it is not open."""
+        """Open the update at this server, unless it is open already."""
         if receiver.url not in self._begun:
             receiver.begin()
             self._begun.add(receiver.url)
@@ -73,20 +73,21 @@ class ServerSender(Generic[Receiver]):
 
     def send(self, weights: NamedWeights) -> TransferResult:
         started = time.perf_counter()
+        keep = self.update.keep and self.update.fill is None
         kept: list[Bucket] = []
         size = 0
         threads = DaemonPool("weights", max(1, len(self.receivers)))
         try:
             for bucket, last in _with_last(self._buckets(weights)):
                 size += bucket.flat.nbytes
-                if self.update.keep:
+                if keep:
                     kept.append(bucket.to(CPU))
                 self._deliver_to_all(threads, bucket, self.update.version if last else None)
         finally:
             self._end_all(threads)
             threads.close()
             self.finish()
-        if self.update.keep and self.update.fill is None:
+        if keep:
             _kept[self.update.run] = kept
         refused = tuple(url for url, error in self.failed.items() if isinstance(error, WeightsRefused))
         failed = {url: str(error) for url, error in self.failed.items()}
@@ -114,12 +115,12 @@ class ServerSender(Generic[Receiver]):
             self._run_for(threads, receivers, lambda receiver: self.deliver(receiver, prepared, version))
 
     def _end_all(self, threads: DaemonPool) -> None:
-        """Also after an error: a server with an open update takes no other."""
+        """Close the open updates, also after an error: a server with an open update refuses the next."""
         begun = [receiver for receiver in self.receivers.values() if self.has_begun(receiver)]
         self._run_for(threads, begun, lambda receiver: receiver.end())
 
     def _run_for(self, threads: DaemonPool, receivers: list[Receiver], call: Callable[[Receiver], None]) -> None:
-        """Call it for each receiver at once, and wait until all have returned or the transfer is aborted."""
+        """Call it for all receivers concurrently, and wait until all have returned or the transfer is aborted."""
         calls = [] if self._aborted.done() else [threads.submit(call, receiver) for receiver in receivers]
         for future in calls:
             wait([future, self._aborted], return_when=FIRST_COMPLETED)
@@ -133,7 +134,7 @@ class ServerSender(Generic[Receiver]):
 
 
 def to_gpu_of(receivers: Iterable[WeightReceiver], bucket: Bucket) -> Bucket:
-    """On this process's GPU, where the servers have GPUs."""
+    """``bucket`` on this process's GPU if any server has a GPU; else as it is."""
     if any(receiver.device == "cuda" for receiver in receivers):
         return bucket.to(torch.device("cuda", torch.cuda.current_device()))
     return bucket

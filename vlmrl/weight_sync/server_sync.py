@@ -1,10 +1,10 @@
-"""Keeps servers at the trainer's weights: every update, and every server that recovers.
+"""Keeps the servers' weights equal to the trainer's: every update, and a resync of every server that recovers.
 
     sync = WeightSync(engine, folder, "tensor")
     result = await sync.push(host.send, policy_version=3)      # inside `paused(engine)`
 
-Each set of weights has a name on the servers, and replies say by which weights each token was sampled: a reply from weights of another
-name is not used. The transfer itself is a :class:`~vlmrl.weight_sync.base.WeightUpdate`.
+Each set of weights has a name on the servers, and a reply contains the name of the weights that sampled each token: a reply with an
+unknown name is not used. The transfer itself is a :class:`~vlmrl.weight_sync.base.WeightUpdate`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from vlmrl.weight_sync import SENDERS
 from vlmrl.weight_sync.base import TransferResult, WeightUpdate, abort
 
 Send = Callable[[WeightUpdate], TransferResult]
-"""Calls :meth:`WeightUpdate.send` where the weights are, in this process or in another."""
+"""Calls :meth:`WeightUpdate.send` in the process that has the weights, which may be another one."""
 
-FILL = 0.01  # in place of every weight, when it is checked that all of them arrive
+FILL = 0.01  # the value of every weight while the parity check tests that updates reach all weights
 
 
 class Adapter(NamedTuple):
@@ -43,7 +43,7 @@ class Adapter(NamedTuple):
 class WeightSync:
     """Sends weights to the servers of ``engine`` by ``method``, a name in :data:`~vlmrl.weight_sync.SENDERS`.
 
-    ``bytes`` and ``seconds`` are of the last push; ``bytes`` went to each server. ``folder`` is for methods that write files.
+    ``bytes`` (to each server) and ``seconds`` are of the last push. ``folder`` is for methods that write files.
     """
 
     def __init__(self, engine: ServerEngine, folder: Path, method: str) -> None:
@@ -71,7 +71,7 @@ class WeightSync:
     async def push(self, send: Send, policy_version: int) -> TransferResult:
         """Send weights to all servers that serve. An unreachable one is left out, and gets them when it recovers.
 
-        Raises EngineError where a server refuses them. Cancelled, it aborts the transfer if this process sends.
+        Raises EngineError if a server refuses them. A cancellation aborts the transfer if this process sends.
         """
         return await self.engine.thread.run(self._push(send, policy_version, None))
 
@@ -80,12 +80,12 @@ class WeightSync:
     ) -> None:
         """Send a LoRA adapter to all servers that serve; ``settings`` as in peft's `adapter_config.json`.
 
-        Requests in flight keep the adapter they began with. Raises EngineError where a server refuses it.
+        Requests in flight keep the adapter they began with. Raises EngineError if a server refuses the new one.
         """
         await self.engine.thread.run(self._push_adapter(weights, settings, policy_version))
 
     async def fill(self, send: Send) -> None:
-        """Overwrite every weight with one number: weights that the next push does not reach then stay wrong."""
+        """Overwrite every weight with one number, so that a weight that no update reaches is noticed."""
         await self.engine.thread.run(self._overwrite(send))
 
     async def checksums(self) -> dict[str, dict[str, str]]:
@@ -104,7 +104,7 @@ class WeightSync:
             return result
 
     async def _resync(self, server: Server) -> None:
-        """Send the last weights again, to a server that recovered. Called with ``servers.update_lock`` held."""
+        """Send the last weights and adapter to a server that recovered. Called with ``servers.update_lock`` held."""
         result = await self._transfer([server], resend=True)
         if result.failed:
             raise EngineError(result.failed[server.url])
@@ -127,7 +127,7 @@ class WeightSync:
             self.bytes, self.seconds = len(values) * 3 // 4, time.perf_counter() - started
 
     def _serialized(self, weights: dict[str, torch.Tensor]) -> str:
-        """By value, in the dtype of the servers: adapters are small."""
+        """By value, since adapters are small, in the servers' dtype."""
         dtype = self._backend.receiver(self.engine.servers.all[0]).dtype
         on_cpu = {name: weight.detach().to("cpu", dtype or weight.dtype) for name, weight in weights.items()}
         return self._backend.serialize_adapter(on_cpu)
@@ -148,7 +148,7 @@ class WeightSync:
             server.failed()
 
     def _unload(self, adapter: str) -> None:
-        """Without waiting: a server keeps an adapter until no request uses it."""
+        """Does not wait: a server keeps the adapter until no request uses it."""
         for server in self.engine.servers.ready:
             call = self.engine.servers.call(server, *self._backend.unload_adapter(adapter))
             task = asyncio.create_task(quietly(call))
@@ -158,7 +158,7 @@ class WeightSync:
     async def _overwrite(self, send: Send) -> None:
         async with self.engine.servers.update_lock:
             self._send, self._version = send, f"{self._run}.fill"
-            self.engine.versions[self._version] = -1  # only the startup parity check requests replies under it
+            self.engine.versions[self._version] = -1  # only the startup parity check samples from it
             self._check_complete(await self._transfer(self.engine.servers.all, fill=FILL))
 
     async def _transfer(
@@ -190,7 +190,7 @@ class WeightSync:
         return result
 
     def _check_complete(self, result: TransferResult) -> None:
-        """At the start all servers must have the weights. Later, an unreachable server gets them when it recovers."""
+        """Raise EngineError if a server does not have the weights. At the start of a run, all must have them."""
         for server in self.engine.servers.all:
             if server.url in result.failed:
                 why = f"{result.failed[server.url]}{server.log_tail()}"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,17 +20,19 @@ from vlmrl.model.policy import Policy
 from vlmrl.multimodal.renderer import Renderer
 from vlmrl.types import Completion, ExpertRouting
 
+T = TypeVar("T")
+
 
 @dataclass
 class CachedPrefix:
-    """What is kept of a trajectory between turns: its tokens and images, row ``index`` of ``cache``, and the next position."""
+    """One trajectory's keys and values between turns: row ``index`` of ``cache``, for these tokens and images."""
 
     token_ids: list[int]
     media_ids: list[str]
     cache: BatchCache
     index: int
     next_position: int
-    routes: list[ExpertRouting | None]
+    expert_routing: list[ExpertRouting | None]
 
     def is_prefix_of(self, row: Row) -> bool:
         """Whether ``row``'s prompt continues this one with at least one new token."""
@@ -42,7 +44,7 @@ class CachedPrefix:
 class Row:
     """One request in progress.
 
-    ``versions`` are the policy versions that its ``token_ids`` were sampled with, ``routes`` the experts of all tokens run so far.
+    ``versions`` are the policy versions that sampled ``token_ids``; ``expert_routing`` is of all tokens run so far.
     """
 
     request: Request
@@ -53,7 +55,7 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    routes: list[ExpertRouting | None] = field(default_factory=list)
+    expert_routing: list[ExpertRouting | None] = field(default_factory=list)
     stop_reason: str | None = None
     abandoned: bool = False
 
@@ -78,7 +80,7 @@ class PrefixCache:
         return len(self._rows)
 
     def take(self, row: Row) -> CachedPrefix | None:
-        """Remove and return the prefix that ``row`` continues; ``None`` where it continues none."""
+        """Remove and return the cached prefix of ``row``'s prompt; ``None`` if there is none."""
         with self._lock:
             prefix = self._rows.pop(row.request.trajectory_id, None)
         return prefix if prefix is not None and prefix.is_prefix_of(row) else None
@@ -89,7 +91,7 @@ class PrefixCache:
         images = [item.id for item in row.request.media]
         with self._lock:
             if version == self.policy_version:
-                prefix = CachedPrefix(cached, images, cache, index, row.next_position, row.routes)
+                prefix = CachedPrefix(cached, images, cache, index, row.next_position, row.expert_routing)
                 self._rows[row.request.trajectory_id] = prefix
 
     def release(self, trajectory_id: str) -> None:
@@ -105,7 +107,7 @@ class PrefixCache:
 
 @dataclass
 class Resources:
-    """What all batches of an engine share. ``prefill_tokens`` bounds one prefill forward; ``routing`` records experts."""
+    """What all batches of an engine share. ``prefill_tokens`` limits one prefill forward; ``routing`` records experts."""
 
     policy: Policy
     renderer: Renderer
@@ -146,9 +148,8 @@ class RunningBatch:
         for part in self._chunks(list(fresh.values()), lambda rows: len(rows[0].ids)):
             self._prefill(part, [None] * len(part))
         for pairs in self._chunks(resumed, lambda pair: len(pair[0].prompt_ids)):
-            pairs.sort(
-                key=lambda pair: (id(pair[1].cache), pair[1].index)
-            )  # rows of one cache are then adjacent, in order
+            # Rows of one cache must be adjacent, in their order.
+            pairs.sort(key=lambda pair: (id(pair[1].cache), pair[1].index))
             self._prefill([[row] for row, _ in pairs], [prefix for _, prefix in pairs])
 
     def advance(self) -> None:
@@ -159,16 +160,16 @@ class RunningBatch:
         cache.extend(torch.ones(len(rows), 1, dtype=torch.bool, device=device))
         tokens = torch.tensor([[row.token_ids[-1]] for row in rows], device=device)
         positions = torch.tensor([[row.next_position] for row in rows], device=device).expand(3, -1, -1)
-        hidden, routes = self._run(tokens, positions, cache.valid[:, None, None, :], cache=cache.hf)
-        for row, new in zip(rows, routes, strict=True):
+        hidden, experts = self._run(tokens, positions, cache.valid[:, None, None, :], cache=cache.hf)
+        for row, new in zip(rows, experts, strict=True):
             row.next_position += 1
-            row.routes += new
+            row.expert_routing += new
         self._draw(rows, hidden[:, -1])
         self._retire()
 
-    def _chunks(self, items: list, length) -> list[list]:  # type: ignore[type-arg, no-untyped-def]
+    def _chunks(self, items: list[T], length: Callable[[T], int]) -> list[list[T]]:
         """Items sorted by length and cut into parts whose padded tokens fit into one forward."""
-        parts: list[list] = []  # type: ignore[type-arg]
+        parts: list[list[T]] = []
         longest = 0
         for item in sorted(items, key=length):
             longest = max(longest, length(item))
@@ -181,35 +182,36 @@ class RunningBatch:
     def _prefill(self, prompts: list[list[Row]], prefixes: Sequence[CachedPrefix | None]) -> None:
         """Run one forward over distinct prompts, each shared by the rows of its list, after their cached ``prefixes``."""
         device = self.policy.device
-        heads = [rows[0] for rows in prompts]
-        done = [0 if prefix is None else len(prefix.token_ids) for prefix in prefixes]
-        seen = [0 if prefix is None else len(prefix.media_ids) for prefix in prefixes]
-        new_ids = [row.ids[n:] for row, n in zip(heads, done, strict=True)]
+        first_rows = [rows[0] for rows in prompts]
+        cached_tokens = [0 if prefix is None else len(prefix.token_ids) for prefix in prefixes]
+        cached_images = [0 if prefix is None else len(prefix.media_ids) for prefix in prefixes]
+        new_ids = [row.ids[n:] for row, n in zip(first_rows, cached_tokens, strict=True)]
         length = max(map(len, new_ids))
-        tokens = torch.zeros(len(heads), length, dtype=torch.long)
-        positions = torch.zeros(3, len(heads), length, dtype=torch.long)
-        real = torch.zeros(len(heads), length, dtype=torch.bool)
-        for index, (row, ids, prefix) in enumerate(zip(heads, new_ids, prefixes, strict=True)):
+        tokens = torch.zeros(len(first_rows), length, dtype=torch.long)
+        positions = torch.zeros(3, len(first_rows), length, dtype=torch.long)
+        real = torch.zeros(len(first_rows), length, dtype=torch.bool)
+        for index, (row, ids, prefix) in enumerate(zip(first_rows, new_ids, prefixes, strict=True)):
             start = 0 if prefix is None else prefix.next_position
-            place, following = self.policy.family.positions(ids, row.request.media[seen[index] :], start)
+            row_positions, end = self.policy.family.positions(ids, row.request.media[cached_images[index] :], start)
             tokens[index, length - len(ids) :] = torch.tensor(ids)
-            positions[:, index, length - len(ids) :] = place
+            positions[:, index, length - len(ids) :] = row_positions
             real[index, length - len(ids) :] = True
             for member in prompts[index]:
-                member.next_position = following
-                member.routes = member.routes if prefix is None else list(prefix.routes)
+                member.next_position = end
+                if prefix is not None:
+                    member.expert_routing = list(prefix.expert_routing)
         tokens, positions, real = tokens.to(device), positions.to(device), real.to(device)
         past = [prefix for prefix in prefixes if prefix is not None]
-        cache = _joined(past) if past else BatchCache.empty(self.policy.layer_kinds, len(heads), device)
+        cache = _joined(past) if past else BatchCache.empty(self.policy.layer_kinds, len(first_rows), device)
         mask = cache.mask_for(real)
         cache.extend(real)
-        shown = [item for row, n in zip(heads, seen, strict=True) for item in row.request.media[n:]]
-        features = self.resources.features.of(shown)
-        images = [features[item.id] for item in shown]
-        hidden, routes = self._run(tokens, positions, mask, images, cache.hf, real=real)
-        for rows, n, ids, new in zip(prompts, done, new_ids, routes, strict=True):
+        new_media = [item for row, n in zip(first_rows, cached_images, strict=True) for item in row.request.media[n:]]
+        features = self.resources.features.of(new_media)
+        images = [features[item.id] for item in new_media]
+        hidden, experts = self._run(tokens, positions, mask, images, cache.hf, real=real)
+        for rows, n, ids, new in zip(prompts, cached_tokens, new_ids, experts, strict=True):
             for row in rows:  # tokens that were run before keep their first experts
-                row.routes += new[length - len(ids) :][len(row.routes) - n :]
+                row.expert_routing += new[length - len(ids) :][len(row.expert_routing) - n :]
         self.resources.tokens_prefilled += sum(map(len, new_ids))
         owner = [index for index, rows in enumerate(prompts) for _ in rows]
         members = [row for rows in prompts for row in rows]
@@ -222,7 +224,7 @@ class RunningBatch:
         self._retire()
 
     def _run(self, tokens: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, list[list[ExpertRouting]]]:
-        """Hidden states, and the experts of each row's tokens: empty lists where they are not recorded."""
+        """Hidden states, and the experts of each row's tokens: empty lists if they are not recorded."""
         routing = self.resources.routing
         if routing is None:
             return self.policy.hidden(tokens, *args, **options), [[] for _ in tokens]
@@ -263,9 +265,8 @@ class RunningBatch:
         finished = sorted(set(range(len(rows))) - set(running))
         if self.resources.prefixes.enabled:
             stopped = [index for index in finished if rows[index].stop_reason == "stop"]
-            own = (
-                cache.taken(stopped) if running and stopped else cache
-            )  # a copy, or a few rows would keep the batch alive
+            # A copy, since a few rows would keep the memory of the whole batch.
+            own = cache.taken(stopped) if running and stopped else cache
             for place, index in enumerate(stopped):
                 self.resources.prefixes.put(rows[index], own, place if running else index, self.version)
         for index in finished:
@@ -277,9 +278,9 @@ class RunningBatch:
 def _complete(row: Row) -> None:
     if not row.future.done():
         reason = row.stop_reason or "abort"
-        routes = [*row.routes, None] if row.routes else []
+        routing = [*row.expert_routing, None] if row.expert_routing else []
         row.future.set_result(
-            Completion(row.token_ids, row.logprobs, reason, row.versions, len(row.prompt_ids), routes)  # type: ignore[arg-type]
+            Completion(row.token_ids, row.logprobs, reason, row.versions, len(row.prompt_ids), routing)  # type: ignore[arg-type]
         )
 
 

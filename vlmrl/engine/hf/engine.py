@@ -16,7 +16,7 @@ from concurrent.futures import Future
 
 import torch
 
-from vlmrl.engine.base import EngineError, Request
+from vlmrl.engine.base import EngineError, Request, check_placeholders
 from vlmrl.engine.hf.batch import PrefixCache, Resources, Row, RunningBatch
 from vlmrl.engine.hf.features import ImageFeatureCache
 from vlmrl.engine.hf.sampling import Draws
@@ -25,12 +25,12 @@ from vlmrl.multimodal.renderer import Renderer, expand
 from vlmrl.types import Completion
 
 LINGER = 0.004  # seconds without a new request after which an idle engine starts its batch
-LONGEST_LINGER = 0.05  # seconds; it starts by then in any case
+LONGEST_LINGER = 0.05  # seconds after its first request at which it starts in any case
 JOIN_EVERY = 16  # tokens after which waiting requests join at the latest
 
 
 class _Pause:
-    """``begun`` resolves once the engine's thread has stopped using the model; it stays stopped until ``over`` is set."""
+    """``begun`` resolves once the engine's thread has stopped using the model; the thread waits until ``over`` is set."""
 
     def __init__(self) -> None:
         self.begun: Future[None] = Future()
@@ -43,8 +43,8 @@ class HFEngine:
 
     ``keep_kv`` keeps keys and values between a trajectory's turns. It has no effect on recurrent models, whose state would be
     changed by the padding of later turns. ``prefill_tokens`` bounds the padded tokens of one prefill forward, and the visual tokens
-    encoded at once. With ``record_routes`` completions hold their tokens' experts, if the model has any. ``images_encoded``,
-    ``tokens_prefilled`` and ``seconds_busy`` count work done.
+    encoded at once. With ``record_routes`` completions contain the experts of their tokens, if the model has any. ``images_encoded``,
+    ``tokens_prefilled`` and ``seconds_busy`` measure the work done.
     """
 
     def __init__(
@@ -129,13 +129,7 @@ class HFEngine:
         self._thread.join(timeout=10)
 
     def _row(self, request: Request) -> Row:
-        """The request as a row. Raises ValueError where its placeholders and images do not match."""
-        marks = request.prompt_ids.count(self.policy.image_token_id) if self.policy.image_token_id is not None else 0
-        if marks != len(request.media):
-            raise ValueError(
-                f"trajectory {request.trajectory_id}: the prompt has {marks} image placeholders, but "
-                f"{len(request.media)} images came with it."
-            )
+        check_placeholders(request, self.policy.image_token_id)
         prompt = expand(request.prompt_ids, self.policy.image_token_id, request.media)
         return Row(request, Future(), prompt, Draws(request.sampling.seed))
 

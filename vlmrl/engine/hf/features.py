@@ -28,7 +28,7 @@ class ImageFeatureCache:
 
     def of(self, media: Iterable[MediaItem]) -> dict[str, ImageFeatures]:
         """The features of ``media`` by content hash."""
-        known = self._known  # `clear` replaces the dict, so features of the old weights never get into the new one
+        known = self._known  # `clear` replaces the dict: features that are computed now never get into the next one
         items = {item.id: item for item in media}
         found = {name: known[name] for name in items if name in known}
         for part in self._parts([item for name, item in items.items() if name not in found]):

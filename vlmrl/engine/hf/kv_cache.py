@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
-SLACK = 1.25  # a cache with more columns than this, over its longest row's tokens, is packed before it is reused
+SLACK = 1.25  # a cache with more columns than this times its longest row's tokens is compacted before it is reused
 
 
 class GrowingLayer(DynamicLayer):
@@ -60,7 +60,7 @@ class GrowingLayer(DynamicLayer):
 
 
 class StateLayer(LinearAttentionLayer):
-    """A recurrent layer's state of each row: the last inputs of its convolution, and the recurrent state."""
+    """Each row's state in a recurrent layer: the last inputs of its convolution, and the recurrent state."""
 
     def __init__(self, convolution: torch.Tensor | None = None, state: torch.Tensor | None = None) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class BatchCache:
 
     @classmethod
     def empty(cls, kinds: Sequence[str], rows: int, device: torch.device) -> BatchCache:
-        """For a model of these kinds of layers."""
+        """A cache without columns, for a model with these kinds of layers."""
         return cls([LAYERS[kind]() for kind in kinds], torch.zeros(rows, 0, dtype=torch.bool, device=device))
 
     @classmethod
@@ -139,18 +139,18 @@ class BatchCache:
         return torch.cat([self.valid[:, None, :].expand(rows, length, -1), new], dim=2)[:, None]
 
     def extend(self, valid: torch.Tensor) -> None:
-        """Mark which of the columns that the next forward adds hold a token: ``valid`` ``[rows, added]``."""
+        """Add the columns of the next forward: ``valid`` ``[rows, added]`` is True where one holds a token."""
         self.valid = torch.cat([self.valid, valid], dim=1)
 
     def select(self, rows: torch.Tensor) -> BatchCache:
-        """Only ``rows`` (repeated where named twice), without holes and without columns that none of them uses."""
+        """Only ``rows`` (an index may repeat), without holes and without columns that none of them uses."""
         valid = self.valid[rows]
         length = int(valid.sum(1).max()) if len(rows) else 0
         order = valid.to(torch.uint8).argsort(dim=1, stable=True)[:, valid.shape[1] - length :]
         return BatchCache([layer.select(rows, order) for layer in self.layers], valid.gather(1, order))
 
     def taken(self, rows: Sequence[int]) -> BatchCache:
-        """``rows`` in this order: this cache itself where they are all its rows and it is packed well enough, otherwise a copy."""
+        """``rows`` in this order. If they are all rows of this cache, and it is compact enough, this cache itself; else a copy."""
         if list(rows) == list(range(len(self.valid))) and self.columns <= SLACK * int(self.valid.sum(1).max()):
             return self
         return self.select(torch.tensor(rows, device=self.valid.device))

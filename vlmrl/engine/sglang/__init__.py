@@ -1,1 +1,1 @@
-"""SGLang as a server program: how it is started, and its dialect of HTTP."""
+"""SGLang as a server program: how it is started, and its HTTP API."""

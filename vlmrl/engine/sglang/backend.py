@@ -59,8 +59,8 @@ class SGLangBackend(ServerBackend):
     logprobs_hint = "no SGLANG_RETURN_ORIGINAL_LOGPROB"
 
     def launch(self, model: ServedModel, log: Path, host: str, port: int, gpu: int | None) -> Launch:
-        place = CPU_ARGS if gpu is None else {"base-gpu-id": gpu}
-        args = {"host": host, "port": port, "tp": self.settings.tp} | place | model_args(model)
+        device = CPU_ARGS if gpu is None else {"base-gpu-id": gpu}
+        args = {"host": host, "port": port, "tp": self.settings.tp} | device | _model_args(model)
         env = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}  # its cache of image features would survive weight updates
         env |= ({} if gpu is not None else CPU_ENV) | self.settings.env
         return Launch(self._command(args), env, log)
@@ -125,7 +125,7 @@ class SGLangBackend(ServerBackend):
         return words
 
 
-def model_args(model: ServedModel) -> dict[str, Any]:
+def _model_args(model: ServedModel) -> dict[str, Any]:
     args: dict[str, Any] = {"model-path": model.path, "dtype": model.dtype}
     if model.random_weights:
         args["load-format"] = "dummy"
@@ -143,6 +143,6 @@ def _lora_args(lora: Lora) -> dict[str, Any]:
         "enable-lora": True,
         "max-lora-rank": lora.rank,
         "lora-target-modules": " ".join(lora.targets),
-        "max-loras-per-batch": 4,  # the current adapter, and earlier ones that interrupted requests still use
+        "max-loras-per-batch": 4,  # the current adapter, and earlier ones that requests in flight still use
         "max-loaded-loras": 8,
     }

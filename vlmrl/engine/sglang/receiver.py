@@ -1,4 +1,4 @@
-"""How SGLang servers take weights: the paths, bodies and serialized tensors of their HTTP API."""
+"""Weight updates over SGLang's HTTP API: paths, bodies and serialized tensors."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class SGLangReceiver:
     def begin(self) -> None:
         try:
             self._post("/begin_weight_update", {})
-        except WeightsRefused:  # a sender that is gone left an update open
+        except WeightsRefused:  # an earlier sender died and left an update open
             self._post("/end_weight_update", {})
             self._post("/begin_weight_update", {})
 
     def receive(self, bucket: Bucket, version: str | None) -> None:
-        """As handles of GPU memory, or by value from a CPU. Each rank takes a serialization of its own: handles are counted."""
+        """As handles of GPU memory, or by value from a CPU. Each rank needs its own serialization: handles are reference-counted."""
         parts = [serialized(_own_memory(bucket.tensors())) for _ in range(self.ranks)]
-        self._post("/update_weights_from_tensor", {"serialized_named_tensors": parts} | _progress(version))
+        self._post("/update_weights_from_tensor", {"serialized_named_tensors": parts} | _version_fields(version))
 
     def join_group(self, group: GroupAddress) -> None:
         body = {
@@ -66,7 +66,7 @@ class SGLangReceiver:
             "group_name": group,
             "load_format": "flattened_bucket",
         }
-        self._post("/update_weights_from_distributed", body | _progress(version))
+        self._post("/update_weights_from_distributed", body | _version_fields(version))
 
     def load_folder(self, folder: Path, version: str) -> None:
         body = {"model_path": str(folder), "load_format": "auto", "weight_version": version}
@@ -83,7 +83,7 @@ class SGLangReceiver:
                     connection.sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for the answer
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
-        """POST as JSON. Raises WeightsRefused for an answer that is an error, and OSError where there is none."""
+        """POST as JSON. Raises WeightsRefused if the server answers with an error, OSError if it does not answer."""
         address = urlsplit(self.url)
         kind = HTTPSConnection if address.scheme == "https" else HTTPConnection
         connection = kind(address.netloc, timeout=self.timeout)
@@ -106,8 +106,8 @@ class SGLangReceiver:
             raise WeightsRefused(f"{self.url}{path}: HTTP {response.status}: {message}")
 
 
-def _progress(version: str | None) -> dict[str, Any]:
-    """What every bucket of an update says: the last one names the weights, and flushes what the old ones computed."""
+def _version_fields(version: str | None) -> dict[str, Any]:
+    """Fields of each bucket's request. The last one names the new weights, and flushes the caches of the old ones."""
     return {"flush_cache": version is not None} | ({} if version is None else {"weight_version": version})
 
 

@@ -11,12 +11,14 @@ import numpy as np
 from vlmrl.engine.server_backend import Attempt
 from vlmrl.engine.server_reply import BadReply, Reply, StopReason
 
-BAN = -1e9  # added to a logit: its token gets no probability, and the logprobs of the others are normalized without it
+BAN = (
+    -1e9
+)  # added to a banned token's logit: the token gets no probability, and the other logprobs are normalized without it
 NOT_A_NUMBER = "NaN happened"  # SGLang reports this as a matched stop string
 
 
 def request_body(attempt: Attempt) -> bytes:
-    """JSON. The images are joined as bytes, so that a large data URI is not parsed or escaped again for each request."""
+    """JSON. Images are inserted as bytes, so that a large data URI is not encoded again for each request."""
     request = attempt.request
     fields: dict[str, Any] = {
         "rid": attempt.id,

@@ -1,4 +1,4 @@
-"""The index of model families: one class for each ``model_type``, in a file of its own. `base.py` says what a family provides."""
+"""The index of model families: one class for each ``model_type``. `base.py` is the interface that they implement."""
 
 from __future__ import annotations
 

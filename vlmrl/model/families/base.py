@@ -1,4 +1,4 @@
-"""What a model family is: all that the package has to know about a ``model_type`` beyond what its config says."""
+"""The interface of a model family: all that the package has to know about a ``model_type`` beyond its config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchvision.transforms.v2 import functional as tv
 
 from vlmrl.types import MediaItem
 
-WHY_ALONE = "some of its layers carry a state from token to token, which no attention mask can branch or end"
+WHY_NOT_PACKED = "some of its layers carry a state from token to token, which no attention mask can branch or end"
 TINY_HEAD_DIM = 32
 
 Size = tuple[int, int]
@@ -50,13 +50,13 @@ class Family:
     transposed_weights: ClassVar[tuple[str, ...]] = ()
     """Suffixes of weight names whose last two dimensions are swapped in checkpoints. transformers swaps them on load, not on save."""
     parts: ClassVar[dict[str, str]] = {"language_model": ""}
-    """What can be frozen by a plain name: regular expressions, searched for in parameter names. LoRA adapts ``language_model``."""
+    """Parts that `model.freeze` can name, each with a regular expression for parameter names. LoRA adapts ``language_model``."""
     tiny_config_class: ClassVar[str] = ""
     """The class in transformers of the config that ``tiny:NAME`` is built from (`model/tiny.py`)."""
     tiny_model_class: ClassVar[str] = ""
     """The class in transformers of its model."""
     tiny_text: ClassVar[dict[str, Any]] = {}
-    """This family's own fields of its text config."""
+    """Fields of the text config that only this family has."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -98,14 +98,14 @@ class Family:
     # Images
 
     def load_processor(self, path: str) -> Any:
-        """What turns an image into tensors, from a model's folder or hub name; ``None`` for a text model.
+        """The image processor in a model's folder or under its hub name; ``None`` for a text model.
 
-        It is passed to the methods below and saved with the model by its ``save_pretrained``.
+        It is passed to the methods below, and saved with the model by its ``save_pretrained``.
         """
         return None
 
     def resized(self, processor: Any, size: Size, max_pixels: int | None) -> Size:
-        """The size at which the model sees an image of ``size``; ``max_pixels`` lowers the processor's limit.
+        """The size to which an image of ``size`` is resized; ``max_pixels`` lowers the processor's limit.
 
         Raises ValueError for a size that the processor refuses.
         """
@@ -122,14 +122,14 @@ class Family:
         raise NotImplementedError
 
     def separators(self, processor: Any, size: Size) -> dict[int, int]:
-        """The tokens of an image's expansion that are no placeholders, by offset: ``{4: 198}`` is id 198 after 4 placeholders.
+        """The tokens of an expanded image that are no placeholders, by offset: ``{4: 198}`` is id 198 after 4 placeholders.
 
-        Tiles, rows or frames that are separated by other ids make several runs of placeholders from one image.
+        They separate tiles, rows or frames, so that one image has several runs of placeholders.
         """
         return {}
 
     def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, torch.Tensor]:
-        """The processor's tensors of one image that has its :meth:`resized` size already.
+        """The processor's tensors of one image, which already has its :meth:`resized` size.
 
         The tensors of several images are concatenated along their first dimension before :meth:`encode_images` gets them.
         """
@@ -144,7 +144,7 @@ class Family:
         raise NotImplementedError
 
     def insert_features(self, model: Any, images: Sequence[ImageFeatures]) -> AbstractContextManager[dict[str, Any]]:
-        """Within the context, ``model.model`` called with the yielded arguments replaces its placeholders' embeddings by ``images``.
+        """Within the context, ``model.model``, called with the yielded arguments, replaces its placeholders by ``images``.
 
         ``images`` are the features of each image occurrence, in row order.
         """
@@ -164,7 +164,7 @@ class Family:
 
     @classmethod
     def tiny_processor(cls, tokenizer: Any, max_pixels: int) -> Any:
-        """The processor that is saved beside the weights, with the tokenizer inside; ``None``: the tokenizer alone is saved."""
+        """The processor to save beside the weights, tokenizer included; ``None`` saves the tokenizer alone."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""Qwen3.5: three of four decoder layers are gated linear attention, whose recurrent state a mask can neither branch nor end."""
+"""Qwen3.5: three of four decoder layers are gated linear attention, whose recurrent state no mask can branch or reset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Qwen-VL families share: M-RoPE positions, grids of patches, the vision forward, and how tiny ones are made."""
+"""The base class of the Qwen-VL families: M-RoPE positions, grids of patches, the vision forward, and tiny models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _FeatureOutput:
 
 
 class QwenVL(Family):
-    """Images are one run of placeholders, one for each ``spatial_merge_size ** 2`` patches, with M-RoPE positions."""
+    """An image is one run of placeholders, each for ``spatial_merge_size ** 2`` patches. Positions are M-RoPE."""
 
     vision = True
     mrope = True
@@ -86,7 +86,7 @@ class QwenVL(Family):
 
     @contextmanager
     def insert_features(self, model: Any, images: Sequence[ImageFeatures]) -> Iterator[dict[str, Any]]:
-        """The model's own forward inserts them, deepstack included; only its call of the vision tower is replaced."""
+        """The model's own forward inserts the features, deepstack included; only its call of the vision tower is replaced."""
         levels: list[Any] = list(zip(*(image.deepstack for image in images), strict=True))
         if self._joined_deepstack:
             levels = [torch.cat(level) for level in levels]
@@ -95,7 +95,7 @@ class QwenVL(Family):
         try:
             yield {"pixel_values": images[0].embeds, "image_grid_thw": None}  # stand-ins: the features are ready
         finally:
-            del model.model.get_image_features  # what is left is the class's own method
+            del model.model.get_image_features  # uncovers the class's own method
 
     @classmethod
     def tiny_vision(cls, width: int, text_width: int) -> dict[str, Any]:
@@ -146,8 +146,8 @@ def mrope_positions(
 ) -> tuple[torch.Tensor, int]:
     """M-RoPE positions ``[3, tokens]`` (temporal, height, width) of a row or of its continuation, and the next free position.
 
-    A text token takes the next position in all three. An image of ``grids`` (height, width in visual tokens, after merging)
-    takes one temporal position, spreads its rows and columns from there, and the text goes on after the larger side::
+    A text token takes the next position in all three. An image of ``grids`` (height, width in visual tokens, after merging) takes one
+    temporal position and counts its rows and columns from there. The text goes on after the larger side::
 
         mrope_positions([7, 9, 9, 8], [(1, 2)], image_token_id=9) == [[0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]], 4
 
