@@ -88,8 +88,8 @@ class ServerBackend(ABC):
     """A server program: how it is started, and its dialect of HTTP. Holds no state of any server."""
 
     name: ClassVar[str]
-    """Value of ``config.engine``, name of the config's field with its settings (without one, it gets the defaults of
-    :class:`ServerSettings`), and of the extra of vlmrl that installs it."""
+    """Value of ``config.engine``, name of the config's field with its settings, and of the extra of vlmrl that installs it.
+    Without such a field it gets the defaults of :class:`ServerSettings`, and no setting can be changed."""
     title: ClassVar[str]
     """Name of the program in messages."""
     package: ClassVar[str]
