@@ -231,6 +231,10 @@ def test_a_function_that_does_not_fit_is_named_with_its_signature(folder, monkey
         ValueError, match=r"^algo.filter_options do not fit keep: .* 'n'; .* keep\(trajectories, k=1\)\.$"
     ):
         resolve_function("algo.filters", "mine.py:keep", ["group"], {"n": 1}, options_field="algo.filter_options")
+    with pytest.raises(
+        ValueError, match=r"f must be one of abs, min, or code such as file\.py:function, but it is 'mni'"
+    ):
+        resolve_function("f", "mni", ["x"], registry={"min": min, "abs": abs})
     with pytest.raises(ValueError, match=r"^reward must be a function \(text, task\), but it is 3\.$"):
         resolve_function("reward", 3, ["text", "task"])
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from vlmrl.algos import ADVANTAGES, CORRECTIONS, LOSSES, LossInputs
+from vlmrl.model.families import FAMILIES
+from vlmrl.weight_sync import SENDERS
 
 PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
 
@@ -43,6 +45,22 @@ def test_the_filter_and_the_history_policy():
     assert not page["has_a_right_one"]([SimpleNamespace(reward=0.5)])
     messages = [{"role": "user", "content": str(number)} for number in range(5)]
     assert [message["content"] for message in page["first_and_last"](messages)] == ["0", "3", "4"]
+
+
+def test_the_family_is_registered(monkeypatch):
+    monkeypatch.setattr("vlmrl.model.families.FAMILIES", dict(FAMILIES))
+    page = section("A model family")
+    assert page["FAMILIES"]["my_vl"] is page["MyVL"] and "my_vl" not in FAMILIES
+    assert page["AutoConfig"].for_model("my_vl").model_type == "my_vl"
+
+
+def test_the_sender_is_registered_and_iterates_over_all_weights(monkeypatch):
+    monkeypatch.setattr("vlmrl.weight_sync.SENDERS", dict(SENDERS))
+    page = section("A way to send weights")
+    assert page["SENDERS"]["mine"] is page["MySender"] and "mine" not in SENDERS
+    weights = iter([("a", torch.zeros(2)), ("b", torch.zeros(1))])
+    assert page["MySender"](SimpleNamespace(receivers=())).send(weights).bytes == 12
+    assert next(weights, None) is None
 
 
 def test_the_tracker_prints_the_reward(capsys):

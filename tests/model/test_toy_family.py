@@ -14,7 +14,15 @@ import torch
 from PIL import Image
 from testing.episodes import a_task
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 
 from vlmrl import Env, obs
 from vlmrl.checks.image_swap import check_images
@@ -23,6 +31,7 @@ from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.env.base import resolve_env
 from vlmrl.model.families import FAMILIES
 from vlmrl.model.families.base import Family, ImageFeatures, Size
+from vlmrl.model.families.qwen3_vl import Qwen3VL
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.multimodal.renderer import collapse, expand, image_spans
 from vlmrl.rollout.runner import Runner
@@ -125,6 +134,27 @@ def folder(tmp_path_factory) -> Iterator[Any]:
 
 def load(folder: Any, **settings: Any) -> LoadedModel:
     return load_model(Model(path="tiny:toy", device="cpu", dtype="float32", **settings), folder, seed=0)
+
+
+class OwnQwenConfig(Qwen3VLConfig):
+    model_type = "own_qwen"
+
+
+class OwnQwenModel(Qwen3VLForConditionalGeneration):
+    config_class = OwnQwenConfig
+
+
+class OwnQwen(Qwen3VL):
+    tiny_config_class = OwnQwenConfig
+    tiny_model_class = OwnQwenModel
+
+
+def test_a_variant_of_a_family_names_its_own_classes(tmp_path, monkeypatch):
+    AutoConfig.register("own_qwen", OwnQwenConfig)
+    AutoModelForImageTextToText.register(OwnQwenConfig, OwnQwenModel)
+    monkeypatch.setitem(FAMILIES, "own_qwen", OwnQwen)
+    policy = load_model(Model(path="tiny:own_qwen", device="cpu", dtype="float32"), tmp_path, seed=0).policy
+    assert isinstance(policy.model, OwnQwenModel) and isinstance(policy.family, OwnQwen)
 
 
 @pytest.fixture(scope="module")

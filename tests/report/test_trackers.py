@@ -3,8 +3,10 @@
 import pytest
 
 from vlmrl.cli.main import main
+from vlmrl.config.code import load_object
 from vlmrl.report.run_log import RunLog, read_rows
 from vlmrl.report.trackers import TRACKERS, open_trackers
+from vlmrl.run.program import run_training
 
 
 class ToyTracker:
@@ -49,6 +51,15 @@ def test_a_tracker_is_named_by_its_file(tmp_path):
 def test_an_unknown_tracker_is_an_error_that_names_the_known_ones(tmp_path):
     with pytest.raises(ValueError, match=r"trackers must be tensorboard or file\.py:Class, but one is 'wandbb'"):
         open_trackers(("wandbb",), tmp_path, {})
+
+
+def test_a_plan_refuses_an_unknown_tracker(tmp_path):
+    (tmp_path / "recipe.py").write_text(RECIPE.replace('("toy",)', '("tyo",)'))
+    try:
+        with pytest.raises(ValueError, match="but one is 'tyo'"):
+            run_training(load_object(f"{tmp_path}/recipe.py:config")(), dry_run=True)
+    finally:
+        TRACKERS.pop("toy", None)
 
 
 def test_tensorboard_files_hold_the_numbers_and_the_config(tmp_path):

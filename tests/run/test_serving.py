@@ -102,7 +102,11 @@ class Plain(ServerBackend):
     [
         ({}, {"expert_routing": True}, "with engine plain, train.replay_routing must be False: it returns no experts."),
         ({}, {"colocated": True}, "with engine plain, server.first_gpu must name other GPUs than the trainer's"),
-        ({}, {"method": "tensor"}, "with engine plain, server.sync must be group or disk: it takes no tensor handles."),
+        (
+            {},
+            {"method": "tensor"},
+            "with engine plain, server.sync must be one of disk, group: it takes no tensor handles.",
+        ),
         ({"images": "file"}, {}, "with engine plain, server.images must be inline: it reads no files."),
     ],
 )

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from vlmrl.config import SGLang
 from vlmrl.utils.threads import DaemonPool
 from vlmrl.weight_sync import SENDERS, base, nccl
 from vlmrl.weight_sync.base import Bucket, WeightsRefused, WeightUpdate
@@ -129,8 +130,11 @@ def test_a_server_that_cannot_receive_in_this_way_is_named():
 
 
 def test_a_way_that_nobody_registered_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="sync must be auto or one of disk, group, tensor, but it is 'pigeon'"):
-        WeightSync(None, tmp_path, "pigeon")
+    engine = SimpleNamespace(backend=SimpleNamespace(settings=SGLang()))
+    with pytest.raises(
+        ValueError, match=r"sglang\.sync must be auto or one of disk, group, tensor, but it is 'pigeon'"
+    ):
+        WeightSync(engine, tmp_path, "pigeon")
 
 
 @pytest.mark.parametrize(("way", "kind"), [("tensor", FakeReceiver), ("group", GroupMember)])

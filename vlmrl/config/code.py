@@ -161,6 +161,9 @@ def resolve_function(
         ValueError: it does not exist, it is not callable, or the call does not fit its signature.
     """
     known = registry or {}
+    if known and isinstance(code, str) and code not in known and ":" not in code:
+        names = ", ".join(sorted(known))
+        raise ValueError(f"{field} must be one of {names}, or code such as file.py:function, but it is {code!r}.")
     function = known[code] if isinstance(code, str) and code in known else load_code(field, code)
     call = f"({', '.join(parameters)})"
     if not callable(function):

@@ -88,8 +88,8 @@ class ServerBackend(ABC):
     """A server program: how it is started, and its HTTP API. Has no state."""
 
     name: ClassVar[str]
-    """Its name as value of ``config.engine``, as the config's field with its settings (if there is none, :class:`ServerSettings`
-    apply), and as the extra in ``pip install 'vlmrl[NAME]'``."""
+    """Value of ``config.engine``, name of the config's field with its settings, and of the extra of vlmrl that installs it.
+    Without such a field it gets the defaults of :class:`ServerSettings`, and no setting can be changed."""
     title: ClassVar[str]
     """Name of the program in messages."""
     package: ClassVar[str]

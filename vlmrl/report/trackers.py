@@ -59,13 +59,22 @@ TRACKERS: dict[str, Callable[[Path, dict[str, Any]], Tracker]] = {"tensorboard":
 """Trackers by name. Add your own before the run starts, or name it ``file.py:Class`` in the config."""
 
 
+def tracker_classes(names: Sequence[str]) -> list[Callable[[Path, dict[str, Any]], Tracker]]:
+    """The classes of these names.
+
+    Raises:
+        ValueError: a name is neither registered nor ``file.py:Class``.
+    """
+    for name in names:
+        if name not in TRACKERS and ":" not in name:
+            raise ValueError(f"trackers must be {', '.join(TRACKERS)} or file.py:Class, but one is {name!r}.")
+    return [TRACKERS[name] if name in TRACKERS else load_object(name) for name in names]
+
+
 def open_trackers(names: Sequence[str], folder: Path, config: dict[str, Any]) -> list[Tracker]:
     """The trackers of these names, open. ``config`` is the run's config as a dict (see `records.plain`).
 
     Raises:
         ValueError: a name is neither registered nor ``file.py:Class``, or a package is not installed.
     """
-    for name in names:
-        if name not in TRACKERS and ":" not in name:
-            raise ValueError(f"trackers must be {', '.join(TRACKERS)} or file.py:Class, but one is {name!r}.")
-    return [TRACKERS[name](folder, config) if name in TRACKERS else load_object(name)(folder, config) for name in names]
+    return [each(folder, config) for each in tracker_classes(names)]

@@ -18,7 +18,7 @@ from vlmrl.model.families.base import WHY_NOT_PACKED
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.records import plain
 from vlmrl.report.run_log import RunLog
-from vlmrl.report.trackers import open_trackers
+from vlmrl.report.trackers import open_trackers, tracker_classes
 from vlmrl.run import loop
 from vlmrl.run.build import Run, build_run
 from vlmrl.run.memory_plan import plan_memory
@@ -39,6 +39,7 @@ def run_training(config: Config, *, dry_run: bool = False, resume: bool = False)
     tiny.resolve(config.model.path, config.models_dir)  # before ranks are known: then only rank 0 builds models
     ranks = join_process_group(backend_of(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
     if ranks.rank == 0:
+        tracker_classes(config.trackers)  # raises ValueError for an unknown one before anything is loaded
         progress = RunProgress()
         progress.say(str(plan_memory(config, ranks)))
         if dry_run:

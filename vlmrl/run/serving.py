@@ -25,6 +25,7 @@ from vlmrl.train.controller import RunTrainer
 from vlmrl.train.fsdp import forget_unused
 from vlmrl.train.packing import response_logprobs
 from vlmrl.types import Sample
+from vlmrl.weight_sync import SENDERS
 from vlmrl.weight_sync.base import TransferResult, WeightUpdate
 from vlmrl.weight_sync.server_sync import WeightSync
 
@@ -237,12 +238,13 @@ def _check_installed(backend: ServerBackend) -> None:
 def check_capabilities(backend: ServerBackend, *, colocated: bool, expert_routing: bool, method: str) -> None:
     """Refuse settings that need more than the server program can do."""
     able, section = backend.capabilities, backend.settings.section
+    other_ways = sorted(SENDERS.keys() - {"tensor"})
     rules = [
         (not expert_routing or able.expert_routing, "train.replay_routing must be False: it returns no experts"),
         (not colocated or able.sleep, f"{section}.first_gpu must name other GPUs than the trainer's: it cannot sleep"),
         (
             method != "tensor" or able.tensor_handles,
-            f"{section}.sync must be group or disk: it takes no tensor handles",
+            f"{section}.sync must be one of {', '.join(other_ways)}: it takes no tensor handles",
         ),
         (backend.settings.images != "file" or able.image_files, f"{section}.images must be inline: it reads no files"),
     ]

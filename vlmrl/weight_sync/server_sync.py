@@ -48,7 +48,8 @@ class WeightSync:
 
     def __init__(self, engine: ServerEngine, folder: Path, method: str) -> None:
         if method not in SENDERS:
-            raise ValueError(f"sync must be auto or one of {', '.join(sorted(SENDERS))}, but it is {method!r}.")
+            field = f"{engine.backend.settings.section}.sync"
+            raise ValueError(f"{field} must be auto or one of {', '.join(sorted(SENDERS))}, but it is {method!r}.")
         self.engine = engine
         self.bytes = 0
         self.seconds = 0.0

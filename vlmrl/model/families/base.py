@@ -51,10 +51,10 @@ class Family:
     """Suffixes of weight names whose last two dimensions are swapped in checkpoints. transformers swaps them on load, not on save."""
     parts: ClassVar[dict[str, str]] = {"language_model": ""}
     """Parts that `model.freeze` can name, each with a regular expression for parameter names. LoRA adapts ``language_model``."""
-    tiny_config_class: ClassVar[str] = ""
-    """The class in transformers of the config that ``tiny:NAME`` is built from (`model/tiny.py`)."""
-    tiny_model_class: ClassVar[str] = ""
-    """The class in transformers of its model."""
+    tiny_config_class: ClassVar[str | type] = ""
+    """The class of the config that ``tiny:NAME`` is built from (`model/tiny.py`); a string names one in transformers."""
+    tiny_model_class: ClassVar[str | type] = ""
+    """The class of its model; a string names one in transformers."""
     tiny_text: ClassVar[dict[str, Any]] = {}
     """Fields of the text config that only this family has."""
 
@@ -155,17 +155,22 @@ class Family:
     @classmethod
     def tiny_config(cls, text: dict[str, Any], vision_width: int, vision_depth: int, tokenizer: Any) -> Any:
         """The config of a tiny model; ``text`` are the fields that every text config has."""
-        return getattr(transformers, cls.tiny_config_class)(**text | cls.tiny_text)
+        return class_of(cls.tiny_config_class)(**text | cls.tiny_text)
 
     @classmethod
     def tiny_model(cls, config: Any) -> Any:
         """A model with random weights drawn from torch's global generator."""
-        return getattr(transformers, cls.tiny_model_class)(config)
+        return class_of(cls.tiny_model_class)(config)
 
     @classmethod
     def tiny_processor(cls, tokenizer: Any, max_pixels: int) -> Any:
         """The processor to save beside the weights, tokenizer included; ``None`` saves the tokenizer alone."""
         return None
+
+
+def class_of(named: str | type) -> Any:
+    """A class, or the one of this name in transformers."""
+    return getattr(transformers, named) if isinstance(named, str) else named
 
 
 def tiny_rope(**fields: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import transformers
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from vlmrl.model.families.base import Family, ImageFeatures, Size
+from vlmrl.model.families.base import Family, ImageFeatures, Size, class_of
 from vlmrl.types import MediaItem
 
 
@@ -34,8 +34,8 @@ class QwenVL(Family):
         "projector": r"visual\..*merger",
         "language_model": r"^(?!.*visual\.)",
     }
-    tiny_processor_class: ClassVar[str] = ""
-    tiny_video_processor_class: ClassVar[str] = ""
+    tiny_processor_class: ClassVar[str | type] = ""
+    tiny_video_processor_class: ClassVar[str | type] = ""
     tiny_patch_size: ClassVar[int]
 
     def __init__(self, config: Any) -> None:
@@ -113,7 +113,7 @@ class QwenVL(Family):
             "spatial_merge_size": 2,
             **cls.tiny_vision(vision_width, text["hidden_size"]),
         }
-        return getattr(transformers, cls.tiny_config_class)(
+        return class_of(cls.tiny_config_class)(
             text_config=text | cls.tiny_text,
             vision_config=vision,
             image_token_id=ids["<|image_pad|>"],
@@ -133,10 +133,10 @@ class QwenVL(Family):
             "image_mean": [0.5] * 3,
             "image_std": [0.5] * 3,
         }
-        return getattr(transformers, cls.tiny_processor_class)(
+        return class_of(cls.tiny_processor_class)(
             image_processor=transformers.Qwen2VLImageProcessor(**sizes),
             tokenizer=tokenizer,
-            video_processor=getattr(transformers, cls.tiny_video_processor_class)(**sizes),
+            video_processor=class_of(cls.tiny_video_processor_class)(**sizes),
             chat_template=tokenizer.chat_template,
         )
 
