@@ -40,7 +40,7 @@ def check_episodes(config: Config) -> None:
 
 
 def check_samples(config: Config) -> None:
-    """The algorithm against the form of its samples."""
+    """Requirements of the algorithm on the form of the samples."""
     algo, rollout = config.algo, config.rollout
     if rollout.samples == "step_wise" and algo.advantage == "reinforce_pp":
         raise ValueError(
@@ -62,7 +62,7 @@ def check_samples(config: Config) -> None:
 
 
 def check_asynchronous(config: Config) -> None:
-    """Settings that exclude rollouts during training."""
+    """Settings that exclude asynchronous rollouts (``train.max_staleness`` above 0)."""
     if not config.train.max_staleness:
         return
     if config.deterministic:

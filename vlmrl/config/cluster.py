@@ -1,4 +1,4 @@
-"""Settings of a run on a Ray cluster, and what they require of the other settings."""
+"""Settings of a run on a Ray cluster, and their rules with other settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of the model and of which of its weights are trained."""
+"""Settings of the model: weights, dtype, chat template, frozen parameters and LoRA."""
 
 from __future__ import annotations
 

@@ -54,7 +54,6 @@ class Config:
     """Make runs reproducible bit by bit: batch rollouts in lockstep and in task order, which is slower."""
     save_model: bool = True
     """At the end, save the trained model in Hugging Face format to the run's folder."""
-    """Write the trained weights to the run's folder, in Hugging Face form."""
     trackers: tuple[str, ...] = ()
     """Where metrics go besides `metrics.jsonl`: `tensorboard`, or `file.py:Class` (see `report/trackers.py`)."""
 

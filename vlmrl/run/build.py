@@ -38,7 +38,7 @@ from vlmrl.weight_sync.local import LocalSender
 
 @dataclass(frozen=True, kw_only=True)
 class Backends:
-    """What samples, what trains, and how weights get from the trainer to the engine."""
+    """The engine, the trainers, and the path of weights from trainer to engine."""
 
     engine: RunEngine
     trainers: StartTrainer
@@ -85,9 +85,9 @@ class Run(Backends):
         store: MediaStore | None = None,
         rollout: Rollout | None = None,
     ) -> Runner:
-        """A runner of this run's episodes, with other parts than the run's own where they are given.
+        """A runner of this run's episodes. Each argument replaces a part of the run.
 
-        With a ``group_size`` its episodes are not for training, so there is no group reward.
+        Episodes with a ``group_size`` of their own are not trained on and get no group reward.
         """
         rollout, group_reward = rollout or self.config.rollout, self.group_reward if group_size is None else None
         engine = engine or self._sampling_engine()
@@ -153,7 +153,7 @@ def build_run(config: Config, ranks: Ranks | None = None) -> Run:
 
 
 def _sampled(config: Config, ranks: Ranks) -> Model:
-    """The settings of the model that this process samples from or loads into servers; on a cluster only its shapes are loaded here."""
+    """The settings of the model that this process loads, for the engine or for servers. On a cluster it is on the meta device."""
     if _shares_weights(config, ranks):
         return config.model
     device = "meta" if config.cluster.on else config.model.device
@@ -161,7 +161,7 @@ def _sampled(config: Config, ranks: Ranks) -> Model:
 
 
 def _shares_weights(config: Config, ranks: Ranks) -> bool:
-    """Whether this process holds one copy of the weights, for the trainer and for the engine or for loading servers."""
+    """Whether the trainer shares one copy of the weights with the engine, or with the sender to servers, in this process."""
     samples_during_training = config.train.max_staleness > 0 and config.engine == "embedded"
     return ranks.size == 1 and not samples_during_training and not config.cluster.on
 
@@ -176,8 +176,8 @@ def _build_here(config: Config, ranks: Ranks, model: LoadedModel, keep_kv: bool)
         host = LocalServerHost(config.server_settings, config.folder, model.policy, ranks.size)
         serving = Serving.of(config, model, host)
         return Backends(engine=serving.engine, trainers=trainers, sender=sender, serving=serving)
-    record_routes = config.train.replay_routing
-    engine = HFEngine(model.policy, model.renderer, keep_kv=keep_kv, record_routes=record_routes)
+    record = config.train.replay_routing
+    engine = HFEngine(model.policy, model.renderer, keep_kv=keep_kv, record_expert_routing=record)
     return Backends(engine=engine, trainers=trainers, sender=sender)
 
 

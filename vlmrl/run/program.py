@@ -33,7 +33,7 @@ from vlmrl.utils.threads import run_awake
 def run_training(config: Config, *, dry_run: bool = False, resume: bool = False) -> None:
     """Build and train, then print where the results are. Ctrl-C saves the weights and exits with 130.
 
-    With ``resume`` an earlier run of this name continues in its folder from its newest checkpoint; otherwise its folder is renamed.
+    ``resume`` continues an earlier run of this name from its newest checkpoint; otherwise the earlier run's folder is renamed.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tiny.resolve(config.model.path, config.models_dir)  # before ranks are known: then only rank 0 builds models

@@ -1,4 +1,4 @@
-"""What a run records of each step: metrics with timings, trajectories, and the curve and page for a reader."""
+"""Records of each step: metrics with timings, trajectories, the reward curve and the trajectory page."""
 
 from __future__ import annotations
 

@@ -76,9 +76,8 @@ def cut(atoms: Sequence[np.ndarray], ordered: Sequence[int], budget: int) -> lis
     """
     lengths = [len(atoms[row]) for row in ordered]
     shared = shared_lengths([atoms[row] for row in ordered])
-    best: list[tuple[int, int, int]] = [
-        (0, 0, 0)
-    ]  # for the rows so far: tokens, parts, and the first row of the last part
+    # For each number of rows: the tokens and parts of their best cut, and the first row of its last part.
+    best: list[tuple[int, int, int]] = [(0, 0, 0)]
     for last in range(len(ordered)):
         size, ways = 0, []
         for first in range(last, -1, -1):
