@@ -81,7 +81,7 @@ class SerializedImage:
 
 @dataclass(frozen=True)
 class SamplePayload(Generic[Row]):
-    """Samples or requests without their images. Distinct images are sent separately; ``shows[i]`` index row i's."""
+    """Samples or requests without their images. Distinct images are sent separately, and ``shows[i]`` are row i's indices."""
 
     rows: list[Row]
     shows: list[list[int]]

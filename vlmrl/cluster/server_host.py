@@ -34,7 +34,7 @@ class RayServerHost:
     def __init__(self, config: Config, cluster: RayCluster) -> None:
         self._config = config
         self._cluster = cluster
-        self._rank_beside: dict[str, int] = {}  # by server's URL, the first of the ranks whose GPUs it shares
+        self._rank_beside: dict[str, int] = {}  # by server's URL: the first rank on its GPUs
 
     @property
     def dtype(self) -> torch.dtype:

@@ -137,7 +137,7 @@ class RankWorker:
         return [(name, SerializedTensor.of(weight)) for name, weight in named]
 
     def offload(self) -> None:
-        """Move everything to host memory, until the next call."""
+        """Move weights and optimizer state to host memory, until the next call."""
         if not self._offloaded:
             self._move(HOST)
             self._offloaded = True
@@ -205,7 +205,7 @@ class EngineWorker:
 
 
 class ServerWorker:
-    """Runs the process of one server, on its machine. Its GPUs are those that Ray gave the actor, or the ranks' ``shared`` ones."""
+    """Runs the process of one server, on its machine. It uses the GPUs that Ray gave the actor, or the ranks' ``shared`` ones."""
 
     def __init__(self, backend: ServerBackend, model: ServedModel, log: Path, gpus: bool, shared: list[str]) -> None:
         if shared:

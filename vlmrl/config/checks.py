@@ -35,7 +35,7 @@ def check_episodes(config: Config) -> None:
     require(reply < total, "rollout.max_reply_tokens", f"less than rollout.max_tokens ({total})", reply)
     if config.deterministic and rollout.over_sampling > 1:
         raise ValueError(
-            "rollout.over_sampling must be 1 with deterministic: which groups finish first is not reproducible."
+            "rollout.over_sampling must be 1 with deterministic: the order in which groups finish is not reproducible."
         )
 
 
@@ -55,7 +55,7 @@ def check_samples(config: Config) -> None:
         )
     if rollout.needs_rendered_rows and algo.credit == "turn":
         raise ValueError(
-            "algo.credit turn must know the tokens of each turn: set rollout.samples to step_wise with rollout.history rerender."
+            "algo.credit turn needs the tokens of each turn: set rollout.samples to step_wise with rollout.history rerender."
         )
     if config.train.shuffle_rewards and algo.credit == "turn":
         raise ValueError("train.shuffle_rewards shuffles the rewards of whole episodes: set algo.credit to trajectory.")
@@ -67,7 +67,7 @@ def check_asynchronous(config: Config) -> None:
         return
     if config.deterministic:
         raise ValueError(
-            "train.max_staleness must be 0 with deterministic: which group is ready first is not reproducible."
+            "train.max_staleness must be 0 with deterministic: the order in which groups finish is not reproducible."
         )
     if config.rollout.over_sampling > 1:
         raise ValueError(

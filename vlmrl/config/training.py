@@ -90,7 +90,7 @@ class Algo:
             require(not self.overlong_buffer, "algo.overlong_buffer", "0 with credit turn", self.overlong_buffer)
 
     def options_of(self, name: str) -> Options:
-        """The options of one correction or filter: those whose key is ``name.option``."""
+        """The options of one correction or filter, which are given as ``name.option``."""
         given = {**self.correction_options, **self.filter_options}
         return {key.rpartition(".")[2]: value for key, value in given.items() if key.rpartition(".")[0] == name}
 
@@ -180,7 +180,7 @@ class Eval:
     data: Data = field(default_factory=Data)
     """Held-out tasks. Unset: the rows that `data.held_out` selects. Without any, there is no evaluation."""
     every: int = 0
-    """Steps between evaluations, besides those before and after training. 0: only these two."""
+    """Steps between evaluations during training. 0: evaluate only before and after training."""
     temperature: float = 1.0
     """Sampling temperature in evaluations. 0 is greedy decoding."""
     samples_per_task: int = 1

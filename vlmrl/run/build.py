@@ -29,7 +29,7 @@ from vlmrl.rollout.turn_loop import TurnLoop
 from vlmrl.run.off_policy import check_off_policy
 from vlmrl.run.serving import LocalServerHost, Serving
 from vlmrl.train.checkpoint import Checkpoints
-from vlmrl.train.controller import StartTrainer
+from vlmrl.train.controller import TrainerFactory
 from vlmrl.train.make_trainer import Trainers
 from vlmrl.train.ranks import Ranks
 from vlmrl.weight_sync.base import WeightSender
@@ -41,7 +41,7 @@ class Backends:
     """The engine, the trainers, and the path of weights from trainer to engine."""
 
     engine: RunEngine
-    trainers: StartTrainer
+    trainers: TrainerFactory
     sender: WeightSender | None = None
     """Sends the trainer's weights to the engine. ``None``: the engine samples from the same weights, or ``serving`` sends them."""
     serving: Serving | None = None
@@ -99,7 +99,7 @@ class Run(Backends):
         return Runner(turn_loop, group_size=group_size, group_reward=group_reward)
 
     def _sampling_engine(self) -> Engine:
-        """The engine, with lockstep batching in deterministic runs and where all requests arrive at once anyway."""
+        """The engine, with lockstep batching in deterministic runs and if all requests arrive at once anyway."""
         config, rollout = self.config, self.config.rollout
         single = rollout.max_turns == 1 and self.generate is None and rollout.over_sampling == 1
         lockstep = config.deterministic or (single and not config.train.max_staleness)
@@ -120,7 +120,7 @@ def build_run(config: Config, ranks: Ranks | None = None) -> Run:
     tasks, held_out = load_run_tasks(config)
     torch.manual_seed(config.seed)
     ranks = ranks or Ranks()
-    model = load_model(_sampled(config, ranks), config.models_dir, config.seed)
+    model = load_model(_model_settings(config, ranks), config.models_dir, config.seed)
     if spec is not None:
         model.renderer.check_tools(spec.tools)
     if config.rollout.needs_rendered_rows and not model.renderer.marks_replies:
@@ -152,7 +152,7 @@ def build_run(config: Config, ranks: Ranks | None = None) -> Run:
     )
 
 
-def _sampled(config: Config, ranks: Ranks) -> Model:
+def _model_settings(config: Config, ranks: Ranks) -> Model:
     """The settings of the model that this process loads, for the engine or for servers. On a cluster it is on the meta device."""
     if _shares_weights(config, ranks):
         return config.model

@@ -13,7 +13,7 @@ from vlmrl.config.fields import require
 
 
 def old_policy(config: Config) -> Literal["trainer", "rollout"]:
-    """``algo.old_policy``, or its default where it is unset.
+    """``algo.old_policy``, or its default.
 
     A loss without a declaration also gets rollout logprobs by default: they are right if it has a ratio.
     """

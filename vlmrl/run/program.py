@@ -78,7 +78,7 @@ def _train(run: Run, progress: RunProgress, resume: bool) -> None:
 
 
 def _without_weights(config: Config, progress: RunProgress) -> None:
-    """Build everything but the weights, in this process, to find errors and print the plan."""
+    """Build the run without weights, in this process, to find errors and print the plan."""
     run = build_run(replace(config, model=replace(config.model, device="meta"), cluster=Cluster()))
     progress.say(summary_of(run))
     run.engine.close()
@@ -131,7 +131,7 @@ def report(run: Run, summary: dict[str, float], seconds: float) -> str:
 
 
 def _changes(before: Path, config: Config) -> list[str]:
-    """The settings that differ from those in the file ``before``, a line each."""
+    """The settings that differ from the file ``before``, a line each."""
     old, new = _flat(json.loads(before.read_text())), _flat(plain(config))
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     return [f"          {name} is now {new.get(name)}, and was {old.get(name)}" for name in names]

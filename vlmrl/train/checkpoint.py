@@ -1,4 +1,4 @@
-"""Checkpoints: everything that a resumed run needs, in a folder that appears whole or not at all.
+"""Checkpoints: the state that a resumed run needs, in a folder that is written atomically.
 
     runs/geo3k/checkpoints/step000020/
       run.json       the loop's state: its step, its position in the data and in the log

@@ -42,7 +42,7 @@ class Tree:
 def build_tree(rows: Sequence[Sample], shared: Sequence[int], family: Family) -> Tree:
     """One tree, or several side by side.
 
-    ``shared`` is the number of tokens that each row shares with the row before it: :func:`shared_lengths` of rows sorted by
+    ``shared[i]`` is the length of the prefix that row i shares with the row before it: :func:`shared_lengths` of rows sorted by
     :func:`in_order`, or zeros to share nothing.
     """
     token_ids: list[np.ndarray] = []

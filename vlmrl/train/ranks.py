@@ -31,13 +31,13 @@ class Ranks:
         return [(items[min(index, len(items) - 1)], index < len(items)) for index in indices]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's ``tensor``, in place."""
+        """The sum of ``tensor`` over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elementwise maximum of every rank's ``tensor``, in place."""
+        """The elementwise maximum of ``tensor`` over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor

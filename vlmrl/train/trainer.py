@@ -53,7 +53,7 @@ class TrainerSpec:
     groups_per_step: int | None = None
     """Groups per optimizer step; ``None``: one step for all groups of a batch."""
     share_prefixes: bool = True
-    """Compute prefixes that rows have in common once, where the model's family allows it."""
+    """Compute shared prefixes once, if the model's family allows it."""
     replay_routing: bool = True
     """For mixture-of-experts models: use the experts that the engine recorded."""
 
@@ -119,7 +119,7 @@ class Trainer:
         return StepOutput(metrics, logprobs, self.steps_done)
 
     def to(self, device: torch.device) -> None:
-        """Move everything that is kept between two steps to ``device``, the policy and the reference included."""
+        """Move the policy, the reference, master weights and optimizer state to ``device``."""
         self.policy.to(device)
         if isinstance(self.reference, Policy):
             self.reference.to(device)
