@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from test_loop import RECIPES, short_quickstart, train
+from testing.runs import RECIPES, short_quickstart, train
 
 from vlmrl.algos import LOSSES, LossOutputs, loss
 from vlmrl.config import Algo, Config, Eval, Optim, Rollout, Train, WarmStart
