@@ -50,7 +50,7 @@ def main() -> None:
 def sample(model: LoadedModel) -> list[Sample]:
     """Replies that a bfloat16 copy of the policy samples."""
     sampler = Policy(copy.deepcopy(model.policy.model).to(torch.bfloat16)).eval()
-    engine = HFEngine(sampler, model.renderer, record_routes=True)
+    engine = HFEngine(sampler, model.renderer, record_expert_routing=True)
     prompts = [model.renderer.prompt([{"role": "user", "content": f"What is {n}?"}]).token_ids for n in range(REPLIES)]
     requests = [Request(f"{n:03d}", ids, [], SamplingParams(TOKENS, seed=n)) for n, ids in enumerate(prompts)]
     replies = asyncio.run(engine.generate_batch(requests))

@@ -82,7 +82,7 @@ class Twice(Env):
 
 def play(model: LoadedModel, policy: Policy, keep_kv: bool = True) -> list[Trajectory]:
     """Two groups of two with up to three turns, sampled from ``policy``."""
-    return played_by(HFEngine(policy, model.renderer, keep_kv=keep_kv, record_routes=True), model)
+    return played_by(HFEngine(policy, model.renderer, keep_kv=keep_kv, record_expert_routing=True), model)
 
 
 def played_by(engine: HFEngine, model: LoadedModel, history: str = "append") -> list[Trajectory]:
@@ -141,7 +141,7 @@ class Sparing(HFEngine):
 
 @pytest.mark.parametrize("history", ["append", "rerender"])
 def test_it_is_enough_to_tell_the_experts_that_are_not_known_yet(model, history):
-    engine = Sparing(model.policy, model.renderer, record_routes=True)
+    engine = Sparing(model.policy, model.renderer, record_expert_routing=True)
     for trajectory in played_by(engine, model, history):
         turns = [replace(turn, expert_routing=[]) for turn in trajectory.turns]
         for number, routes in enumerate(engine.whole[trajectory.id], 1):

@@ -49,21 +49,21 @@ def config_of(model, folder, **settings) -> Config:
         ({"deterministic": True}, "deterministic needs engine embedded"),
         (
             {"cluster": Cluster(gpus=8, engines=8), "sglang": SGLang(tp=2)},
-            "cluster.engines must be at most 4: each server needs sglang.tp (2) GPUs on one machine, of the ranks'",
+            "cluster.engines must be at most 4: each server needs sglang.tp (2) GPUs with ranks on one machine",
         ),
         (
             {"cluster": Cluster(gpus=8, engines=3, colocate=False), "sglang": SGLang(tp=2)},
-            "cluster.engines must be at most 2: each server needs sglang.tp (2) GPUs on one machine, beside the ranks'",
+            "cluster.engines must be at most 2: each server needs sglang.tp (2) GPUs without ranks on one machine",
         ),
         (
             {"cluster": Cluster(gpus=4), "sglang": SGLang(tp=8)},
-            "sglang.tp must be at most 4, the GPUs of one machine of the ranks', but it is 8",
+            "sglang.tp must be at most 4, the GPUs with ranks on one machine, but it is 8",
         ),
         ({"cluster": Cluster(gpus=4, engines=1, nodes=2)}, "cluster.engines must be a multiple of cluster.nodes (2)"),
         ({"cluster": Cluster(gpus=4), "sglang": SGLang(sync="group")}, "sglang.sync must be tensor, disk or auto"),
         (
             {"cluster": Cluster(gpus=12, ranks=6, engines=3, colocate=False, nodes=2), "sglang": SGLang(tp=2)},
-            "cluster.engines must be at most 2: each server needs sglang.tp (2) GPUs on one machine",
+            "cluster.engines must be at most 2: each server needs sglang.tp (2) GPUs without ranks on one machine",
         ),
         ({"cluster": Cluster(ranks=2), "sglang": SGLang(servers=2)}, "cluster.engines counts servers"),
         ({"cluster": Cluster(ranks=2), "sglang": SGLang(first_gpu=1)}, "Ray assigns GPUs"),

@@ -39,7 +39,7 @@ def test_a_run_samples_from_the_trained_weights_also_after_a_resume(qwen3, tmp_p
 
 def test_a_server_on_the_trainers_gpu_sleeps_during_training(qwen3, tmp_path, monkeypatch):
     """On a CPU there is no memory to release, but the server must accept the calls and sample correctly afterwards."""
-    monkeypatch.setattr(LocalServerHost, "shares_gpus", True)
+    monkeypatch.setattr(LocalServerHost, "colocated", True)
     log = qwen3.server.process.launch.log
     before = log.read_text()
     rows = rows_of(attached(qwen3, tmp_path))

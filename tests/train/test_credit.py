@@ -101,7 +101,7 @@ def test_length_costs_only_near_the_limit():
             {"rollout": Rollout(history="rerender"), "train": Train(max_staleness=1, too_old="correct")},
             "train.too_old correct needs",
         ),
-        ({"algo": Algo(credit="turn"), "rollout": Rollout(history="rerender")}, "algo.credit turn must know"),
+        ({"algo": Algo(credit="turn"), "rollout": Rollout(history="rerender")}, "algo.credit turn needs the tokens"),
         (
             {"deterministic": True, "rollout": Rollout(over_sampling=1.5)},
             "rollout.over_sampling must be 1 with deterministic",

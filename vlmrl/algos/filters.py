@@ -1,4 +1,4 @@
-"""Which groups and trajectories are trained, and the penalty for length. Pure functions over finished trajectories."""
+"""Group filters, and the treatment of overlong trajectories. Pure functions over finished trajectories."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ Function = TypeVar("Function", bound=Callable[..., "LossOutputs"])
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss may read; every tensor is ``[rows, length]``.
+    """The inputs of a loss; every tensor is ``[rows, length]``.
 
     Raises ValueError at the first logprob with mask 1 that is not finite.
     """
@@ -22,14 +22,14 @@ class LossInputs:
     logprobs: torch.Tensor
     """The trainer's current logprobs. Only these carry a gradient."""
     old_logprobs: torch.Tensor
-    """The trainer's before its first step on the batch; with ``algo.old_policy rollout`` the same as ``rollout_logprobs``."""
+    """The trainer's logprobs before its first step on the batch; ``rollout_logprobs`` with ``algo.old_policy rollout``."""
     rollout_logprobs: torch.Tensor
-    """The engine's, when the tokens were sampled."""
+    """The engine's logprobs from sampling."""
     advantages: torch.Tensor
     loss_mask: torch.Tensor
     """1 where a token is trained, 0 elsewhere."""
     ref_logprobs: torch.Tensor | None = None
-    """The reference model's; ``None`` where the run has none."""
+    """The reference model's logprobs; ``None`` without a reference model."""
 
     def __post_init__(self) -> None:
         for name in ("logprobs", "old_logprobs", "ref_logprobs"):
@@ -70,7 +70,7 @@ def loss(*, has_ratio: bool) -> Callable[[Function], Function]:
 
 
 def has_ratio(function: Callable[..., LossOutputs]) -> bool | None:
-    """What :func:`loss` declared; ``None`` where nothing was declared."""
+    """The declaration by :func:`loss`; ``None`` without one."""
     return getattr(function, "has_ratio", None)
 
 

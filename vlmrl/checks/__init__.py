@@ -1,1 +1,1 @@
-"""What is checked before and while a run goes: image swap, server parity, logprob mismatch."""
+"""Checks before and during a run: image swap, server parity, logprob mismatch."""

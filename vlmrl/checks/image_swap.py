@@ -1,6 +1,6 @@
 """The image-swap check (``train.canary``): before training, swap one image; the logprobs must change in trainer and engine.
 
-Where pixels get lost, a run continues and only its reward falls. This check finds it within a second.
+A run that loses its pixels does not fail: only its reward is lower. This check finds the error within a second.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ImageSwap:
 async def check_images(
     score: Score, engine: Engine, store: MediaStore, trajectories: Sequence[Trajectory], image_token_id: int | None
 ) -> ImageSwap | None:
-    """Swap the first image of the trajectories; ``None`` if they have none. Raises ImageSwapError where no logprob changes.
+    """Swap the first image of the trajectories; ``None`` if they have none. Raises ImageSwapError if no logprob changes.
 
     ``score`` is the trainer's, ``image_token_id`` the model's image placeholder.
     """
@@ -65,7 +65,7 @@ async def check_images(
 def _from_first_image(row: Sample, image_token_id: int) -> Sample:
     """The same tokens with all text after the first image as the response.
 
-    A trained reply may have a probability so close to 1 that no image changes it. The text before it has not.
+    A trained reply may have a probability so close to 1 that no image changes it, so prompt text is scored as well.
     """
     ids = row.token_ids
     cut = image_spans(ids, image_token_id, row.media[:1])[0][1] + 1  # one token of text stays in the prompt

@@ -66,7 +66,7 @@ def record_mismatches(
 
 
 def summarize(mismatches: Sequence[TurnMismatch]) -> dict[str, float | str]:
-    """``logprob_mismatch/mean|max|k3`` over all tokens, and the ``worst`` turn; nothing where no mismatch is known."""
+    """``logprob_mismatch/mean|max|k3`` over all tokens, and the ``worst`` turn; empty without mismatches."""
     if not mismatches:
         return {}
     tokens = sum(mismatch.tokens for mismatch in mismatches)

@@ -1,17 +1,18 @@
 """The startup parity check: before a run, servers and trainer score one reply about an image, and must agree.
 
-It finds what would otherwise go wrong silently: weights that no update reaches, updates that give other weights than the server loads
-itself, images resized differently, image features that survive a weight update, and logprobs of another distribution.
+It finds silent errors: weights that no update reaches, weights that arrive changed, images resized differently, image features
+cached over a weight update, and logprobs of another distribution.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image
 
+from vlmrl.checks.image_swap import Score
 from vlmrl.config import Rollout
 from vlmrl.engine.base import Request, SamplingParams
 from vlmrl.engine.server import Server
@@ -24,8 +25,6 @@ from vlmrl.weight_sync.server_sync import Send, WeightSync
 TOKENS = 16  # length of the reply that is compared
 TOLERANCE = 0.1  # nats, mean over the tokens; bfloat16 makes 0.01, a wrong convention or stale image features 0.2 to 2
 IMAGE = (330, 210)  # pixels: no multiple of any patch size
-
-Score = Callable[[Sequence[Sample]], list[np.ndarray]]
 
 
 class ParityError(ValueError):

@@ -120,7 +120,7 @@ class Checker:
         room = f"{max(0, self.config.max_tokens - total)} of rollout.max_tokens ({self.config.max_tokens}) remain for the episode"
         self.say("tokens", f"{total}; {room}")
         if own != total:
-            self.say("", f"the env changes the messages or tools of the row, which has {own} tokens", "")
+            self.say("", f"the env changes the messages or tools of the row: the row itself has {own} tokens", "")
         for index, (description, _) in enumerate(images, start=1):
             self.say(f"image {index}", description)
         self.say("tools", ", ".join(map(_tool_name, tools)) or "none")
@@ -195,7 +195,7 @@ class Checker:
         return f"{given[0]}x{given[1]} px, {seen}: {_tokens(tokens)}", tokens
 
     def _marked(self, rendered: Rendered, image_tokens: Sequence[int]) -> Text:
-        """The prompt's text. Brackets mark special tokens, which plain text might spell too."""
+        """The prompt's text, with special tokens in brackets to distinguish them from text of the same spelling."""
         renderer, text = self.reader.renderer, Text()
         special = {index for index, token in self.reader.tokenizer.added_tokens_decoder.items() if token.special}
         images: Iterator[tuple[int, int]] = iter(enumerate(image_tokens, start=1))

@@ -29,7 +29,7 @@ class PlayCommand:
     """Play an env on a few tasks and print the episodes: prompts, replies, observations and rewards."""
 
     env: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="ENV")] = None
-    """Env: `module:Name` or `file.py:Name`. Leave it out with `--rollout.generate`, which plays episodes itself."""
+    """Env: `module:Name` or `file.py:Name`. Leave it out with `--rollout.generate`: that function plays the episodes."""
     data: str = tyro.MISSING
     """Tasks: a generator (`file.py:function`), or a dataset: a Hub name, a .parquet, .json or .jsonl file, or a folder of them."""
     n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 4

@@ -20,7 +20,7 @@ RecipePath = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE"
 
 @dataclass(frozen=True)
 class Recipe:
-    """A Python file with a function ``config() -> Config``. ``folder`` is where its relative paths are looked up first."""
+    """A Python file with a function ``config() -> Config``. Relative paths are looked up in ``folder`` first."""
 
     config: Callable[[], Config]
     folder: Path

@@ -1,7 +1,7 @@
-"""One run on many processes, as Ray's actors: `ray_cluster.py` starts them, `workers.py` is what they do.
+"""One run on many processes, as Ray's actors: `ray_cluster.py` starts them, `workers.py` has their classes.
 
 The driver plays the episodes and keeps no weights. Samples go to the trainer ranks and prompts to the engines through Ray's object
-store, each image once per node; weights go from the ranks to the engines and do not pass the driver.
+store, each image once per node. Weights go from the ranks to the engines without passing the driver.
 """
 
 

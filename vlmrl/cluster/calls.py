@@ -1,4 +1,4 @@
-"""Calls of many actors at once: their time limits, and which error is reported."""
+"""Calls of many actors at once, with time limits and error handling."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ LOAD_SECONDS = 1800.0  # until each process has its model
 TRAINER_SECONDS = 4 * 3600.0  # for a trainer's method; a rank that waits for another in vain gives up much earlier
 WEIGHTS_SECONDS = 900.0  # to gather and send weights, or to move them between GPU and host
 SERVER_SECONDS = 60.0  # for the actor that runs a server's process
-AFTER_ERROR_SECONDS = 2.0  # after a first error, for the error that caused it
+AFTER_ERROR_SECONDS = 2.0  # after a first error, to receive the error that caused it
 
-Ref = Any  # of an object in Ray's store
-Actor = Any  # the handle of one
+Ref = Any  # a reference to an object in Ray's store
+Actor = Any  # the handle of an actor
 
 
 def results(calls: Sequence[Ref], seconds: float, what: str) -> list[Any]:
-    """The results of all calls. ``what`` they do is for errors.
+    """The results of all calls. ``what`` names the call in errors.
 
-    After a first error the other calls get only a moment: they may wait for the process that failed. Raises ClusterError where a
-    process died or did not answer within ``seconds``, and else the error of the call.
+    After a first error the other calls get only a moment, since they may wait for the process that failed. Raises ClusterError if a
+    process died or did not answer within ``seconds``, otherwise the first call's error.
     """
     results: dict[Ref, Any] = {}
     errors: list[RayError] = []

@@ -1,4 +1,4 @@
-"""What goes through Ray's object store: large parts are arrays, which a process maps into its memory instead of copying them."""
+"""Payloads in Ray's object store. Large parts are arrays, which a process maps into its memory instead of copying them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class SerializedImage:
 
 @dataclass(frozen=True)
 class SamplePayload(Generic[Row]):
-    """Samples or requests without their images, which are sent beside it: ``rows[i]`` shows the distinct images ``shows[i]``."""
+    """Samples or requests without their images. Distinct images are sent separately, and ``shows[i]`` are row i's indices."""
 
     rows: list[Row]
     shows: list[list[int]]

@@ -31,12 +31,12 @@ class RankActors:
         return self.run_each(method, [arguments] * len(self.actors), seconds, what)[0]
 
     def run_on_samples(self, method: str, samples: Sequence[Sample], *arguments: Any) -> Any:
-        """Run it with ``arguments`` and samples, which are sent once to each node, and their images once for all calls."""
+        """Run a method with samples. They are sent to each node once, and their images once for all calls."""
         payload, images = SamplePayload.of(samples)
         return self.run(method, *arguments, ray.put(payload), *self._images.refs(images))
 
     def run_each(self, method: str, arguments: Sequence[tuple[Any, ...]], seconds: float, what: str) -> list[Any]:
-        """Run it on each rank with arguments of that rank's own. Returns all results."""
+        """Run a method on each rank with the rank's own arguments. Returns all results."""
         if self._failed:
             raise ClusterError("one of the trainer's ranks has failed: the others cannot go on.")
         calls = [getattr(rank, method).remote(*given) for rank, given in zip(self.actors, arguments, strict=True)]
@@ -47,11 +47,11 @@ class RankActors:
             raise
 
     def logprobs(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
-        """Of each sample's response, in nats, before there is a trainer."""
+        """The policy's logprobs of each sample's response, in nats. No trainer is needed."""
         return self.run_on_samples("logprobs", samples, temperature)
 
     def offload(self) -> bool:
-        """Move the ranks' weights and optimizer states to host memory; False where a rank has failed, so that they cannot."""
+        """Move the ranks' weights and optimizer states to host memory. False: a rank has failed."""
         if not self._failed:
             self.run("offload", seconds=WEIGHTS_SECONDS)
         return not self._failed

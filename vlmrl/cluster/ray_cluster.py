@@ -24,14 +24,14 @@ from vlmrl.config.code import recipe_folder
 from vlmrl.model.loading import pick_dtype
 from vlmrl.train.ranks import Ranks
 
-CONTROL_CALLS = 64  # of an engine, at the same time as its replies
+CONTROL_CALLS = 64  # concurrent calls of an engine, besides requests
 
 
 class RayCluster:
-    """Trainer ranks and embedded engines, placed and loaded. :meth:`close` ends them, and Ray where it was started here.
+    """Trainer ranks and embedded engines, placed and loaded. :meth:`close` ends them, and Ray if it was started here.
 
-    ``dtype`` is what all of them compute in. With servers for engines, :class:`~vlmrl.cluster.server_host.RayServerHost` adds
-    their actors to ``engines``.
+    All compute in ``dtype``. A run with servers has no embedded engines: :class:`~vlmrl.cluster.server_host.RayServerHost` adds
+    the servers' actors to ``engines``.
     """
 
     def __init__(self, config: Config, keep_kv: bool) -> None:
@@ -53,7 +53,7 @@ class RayCluster:
             raise
 
     def start_actor(self, worker: type, *arguments: Any, index: int, of: int, gpus: int, **options: Any) -> Actor:
-        """Start number ``index`` of ``of`` actors of one kind, which are spread evenly over the nodes, with GPUs of its own."""
+        """Start actor ``index`` of ``of`` actors that are spread evenly over the nodes. It gets ``gpus`` GPUs of its own."""
         node = index * self._resolved.nodes // of
         where = PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=node)
         resources = {"scheduling_strategy": where, "num_cpus": 1, "num_gpus": gpus}
@@ -88,7 +88,7 @@ class RayCluster:
         count = self._resolved.num_engines
         sampled = replace(plain, model=replace(plain.model, lora=Lora(), freeze=()))  # gets merged weights
         for number in range(count):
-            rank = number * len(self.ranks) // count  # whose GPU it shares
+            rank = number * len(self.ranks) // count  # the rank whose GPU a colocated engine shares
             gpu = self.ranks.gpus(rank, 1)[0] if self._config.colocated else None
             own = int(self._resolved.gpus > 0 and gpu is None)
             calls = self._config.rollout.max_concurrent + CONTROL_CALLS

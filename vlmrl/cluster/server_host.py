@@ -34,30 +34,29 @@ class RayServerHost:
     def __init__(self, config: Config, cluster: RayCluster) -> None:
         self._config = config
         self._cluster = cluster
-        self._rank_beside: dict[str, int] = {}  # by server's URL, the first of the ranks whose GPUs it shares
+        self._rank_beside: dict[str, int] = {}  # by server's URL: the first rank on its GPUs
 
     @property
     def dtype(self) -> torch.dtype:
         return self._cluster.dtype
 
     @property
-    def shares_gpus(self) -> bool:
-        """Whether there are servers on the ranks' GPUs."""
-        return self._config.engine != "embedded" and self._config.colocated
+    def colocated(self) -> bool:
+        return self._config.colocated
 
     @property
     def method(self) -> str:
-        return "tensor" if self.shares_gpus else "group"
+        return "tensor" if self.colocated else "group"
 
     def servers(self, backend: ServerBackend, model: ServedModel) -> list[Server]:
-        """One for each of ``cluster.num_engines``, on its machine and its GPUs; attached ones as they are."""
+        """``cluster.num_engines`` servers with an actor each, or the running ones at ``urls``."""
         settings, resolved = backend.settings, self._config.resolved_cluster
         if settings.urls:
             return [Server(url) for url in settings.urls]
         logs, count = self._config.folder.absolute() / "servers", resolved.num_engines
         beside = [number * resolved.num_ranks // count for number in range(count)]
         for number, rank in enumerate(beside):
-            shared = self._cluster.ranks.gpus(rank, settings.tp) if self.shares_gpus else []
+            shared = self._cluster.ranks.gpus(rank, settings.tp) if self.colocated else []
             own = settings.tp if resolved.gpus and not shared else 0
             given = backend, model, logs / f"server-{number}.log", resolved.gpus > 0, shared
             actor = self._cluster.start_actor(ServerWorker, *given, index=number, of=count, gpus=own)
@@ -68,18 +67,18 @@ class RayServerHost:
             hosts = results([actor.__ray_call__.remote(node_address) for actor in actors], LOAD_SECONDS, "start")
         plans = [actor.plan.remote(host) for actor, host in zip(actors, hosts, strict=True)]
         urls = results(plans, LOAD_SECONDS, "plan a server")
-        if self.shares_gpus:
+        if self.colocated:
             self._rank_beside = dict(zip(urls, beside, strict=True))
         return [Server(url, RemoteProcess(actor)) for url, actor in zip(urls, actors, strict=True)]
 
     def send(self, update: WeightUpdate) -> TransferResult:
-        """All ranks gather the weights. Rank 0 sends them, and alone sends them again, from its own copy.
+        """All ranks gather the weights, and rank 0 sends them. A resend is from rank 0's copy.
 
-        As handles of GPU memory a server gets them from the rank whose GPU it shares.
+        With handles of GPU memory, a colocated server gets the weights from the rank on its GPU.
         """
         pickle_by_value(update.sender)
         by_handle = isinstance(update.sender, type) and issubclass(update.sender, IpcSender)
-        update = replace(update, by_value=by_handle and (update.resend or not self.shares_gpus))
+        update = replace(update, by_value=by_handle and (update.resend or not self.colocated))
         ranks = self._cluster.ranks
         if not update.resend:
             updates = updates_by_rank(update, self._rank_beside if by_handle else {}, len(ranks))
@@ -108,7 +107,7 @@ class RemoteProcess:
 
     @property
     def alive(self) -> bool:
-        """True also while the actor takes long to answer: the caller watches other servers, too."""
+        """True also if the actor is slow to answer: the caller does not wait, since it watches other servers too."""
         answer = self._actor.alive.remote()
         try:
             return not ray.wait([answer], timeout=1.0)[0] or ray.get(answer)
@@ -136,7 +135,7 @@ class RemoteProcess:
 
 
 def updates_by_rank(update: WeightUpdate, beside: dict[str, int], ranks: int) -> list[WeightUpdate | None]:
-    """What each rank sends: to the servers ``beside`` it, by URL; rank 0, which keeps the weights, also to those beside none."""
+    """Each rank's update: to the servers ``beside`` it (by URL). Rank 0 keeps a copy, and also sends to servers beside no rank."""
     receivers = [tuple(each for each in update.receivers if beside.get(each.url, 0) == rank) for rank in range(ranks)]
     updates = [replace(update, receivers=each, keep=rank == 0) for rank, each in enumerate(receivers)]
     return [each if each.receivers or each.keep else None for each in updates]

@@ -20,7 +20,7 @@ from vlmrl.weight_sync.base import TransferResult, WeightSender
 
 
 class RemoteTrainers:
-    """Makes trainers on the ranks, one after the other."""
+    """The :class:`~vlmrl.train.controller.TrainerFactory` of trainers on the ranks."""
 
     def __init__(self, ranks: RankActors) -> None:
         self._ranks = ranks

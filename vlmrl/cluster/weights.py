@@ -20,7 +20,7 @@ BUCKET_BYTES = 256 * 2**20
 class RayEngineSender:
     """A :class:`~vlmrl.weight_sync.base.WeightSender` to ``engines``, which compute in ``dtype``. Rank 0 calls it.
 
-    Raises ClusterError where an engine died or does not answer.
+    Raises ClusterError if an engine died or does not answer.
     """
 
     engines: tuple[Actor, ...]
@@ -33,7 +33,7 @@ class RayEngineSender:
         self._aborted = False
         for bucket in buckets(weights, BUCKET_BYTES, self.dtype):
             if self._aborted:
-                continue  # all ranks gather the weights together
+                continue  # the other ranks still gather each weight
             size += bucket.flat.nbytes
             stored = ray.put(SerializedBucket.of(bucket))
             self._wait()  # the engines load one bucket while the next is gathered
@@ -49,7 +49,7 @@ class RayEngineSender:
 
     def _wait(self) -> None:
         if self._aborted:
-            self.abort()  # also calls that began after it
+            self.abort()  # also cancels calls that began after the abort
         try:
             results(self._loading, WEIGHTS_SECONDS, "load_weights")
         except TaskCancelledError:

@@ -1,4 +1,4 @@
-"""What the processes of a cluster do: trainer ranks, embedded engines, servers. Plain classes, which Ray makes actors of."""
+"""The classes of a cluster's actors: trainer ranks, embedded engines, servers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from vlmrl.weight_sync.base import TransferResult, WeightSender, WeightUpdate
 HOST = torch.device("cpu")
 
 RegisteredFunctions = list[tuple[str, str, Callable[..., Any]]]
-"""Registry, name and function of each function that an algorithm names. A worker's registries lack the recipe's own."""
+"""Registry, name and function of each function that an algorithm names. A worker's registries lack the functions of the recipe."""
 
 
 def functions_of(algo: Algo) -> RegisteredFunctions:
@@ -76,10 +76,10 @@ class RankWorker:
                 backend_of(self._device), store=store, rank=rank, world_size=size, timeout=COLLECTIVE
             )
         self._trainers = Trainers.of(self._config, self._ranks)
-        forget_unused()  # the whole model was here, of which a share is left
+        forget_unused()  # the whole model was loaded, of which one shard is left
 
     def start(self, spec: TrainerSpec, functions: RegisteredFunctions) -> None:
-        """Make a new trainer, once ``functions`` are registered here."""
+        """Register ``functions`` and make a new trainer."""
         self._onload()
         for registry, name, function in functions:
             REGISTRIES[registry][name] = function
@@ -105,9 +105,9 @@ class RankWorker:
         return sender.send(weights)
 
     def send_update(self, update: WeightUpdate | None) -> TransferResult | None:
-        """Gather the policy's weights on all ranks, and send them to servers from those that get an ``update``.
+        """Gather the policy's weights on all ranks. A rank with an ``update`` sends them to its servers.
 
-        Rank 0 alone is called for a resend.
+        A resend is called on rank 0 only.
         """
         if update is not None and update.resend:
             return update.send(())
@@ -122,13 +122,13 @@ class RankWorker:
     def logprobs(
         self, temperature: float, samples: SamplePayload[Sample], *images: SerializedImage
     ) -> list[np.ndarray] | None:
-        """Of each sample's response under the policy's weights, in nats, before there is a trainer."""
+        """The policy's logprobs of each sample's response, in nats. No trainer is needed."""
         rows = samples.unpack([image.item() for image in images])
         scores = response_logprobs(self._trainers.policy, rows, temperature)
         return None if self._ranks.rank else scores
 
     def weights(self, method: str) -> list[tuple[str, SerializedTensor]] | None:
-        """All weights of the trainer's ``named_weights`` or ``named_adapters``."""
+        """All weights that the trainer's ``named_weights`` or ``named_adapters`` yields."""
         self._onload()
         named = getattr(self._trainer, method)()
         if self._ranks.rank:
@@ -137,7 +137,7 @@ class RankWorker:
         return [(name, SerializedTensor.of(weight)) for name, weight in named]
 
     def offload(self) -> None:
-        """Move everything to host memory, until the next call."""
+        """Move weights and optimizer state to host memory, until the next call."""
         if not self._offloaded:
             self._move(HOST)
             self._offloaded = True
@@ -160,11 +160,11 @@ class EngineWorker:
         if gpu is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # CUDA reads it when it is first used
         model = load_model(config.model, config.models_dir, config.seed)
-        record_routes = config.train.replay_routing
-        self._engine = HFEngine(model.policy, model.renderer, keep_kv=keep_kv, record_routes=record_routes)
+        record = config.train.replay_routing
+        self._engine = HFEngine(model.policy, model.renderer, keep_kv=keep_kv, record_expert_routing=record)
         self._device = model.policy.device
         self._items: weakref.WeakValueDictionary[str, MediaItem] = weakref.WeakValueDictionary()
-        self._shown: dict[str, list[MediaItem]] = {}  # by trajectory, whose images live until it is released
+        self._shown: dict[str, list[MediaItem]] = {}  # by trajectory: keeps its images alive until its release
 
     async def generate(self, batch: SamplePayload[Request], *images: SerializedImage) -> tuple[list[Completion], int]:
         """Replies to requests that are sampled as one batch, and how many images this engine has encoded so far."""
@@ -205,11 +205,11 @@ class EngineWorker:
 
 
 class ServerWorker:
-    """Runs the process of one server, on its machine. Its GPUs are those that Ray gave the actor, or the ranks' ``shared`` ones."""
+    """Runs the process of one server, on its machine. It uses the GPUs that Ray gave the actor, or the ranks' ``shared`` ones."""
 
     def __init__(self, backend: ServerBackend, model: ServedModel, log: Path, gpus: bool, shared: list[str]) -> None:
         if shared:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shared)  # which the server inherits
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shared)  # the server inherits it
         self._backend, self._model, self._log = backend, model, log
         self._gpu = 0 if gpus else None
         self._process: LocalProcess | None = None

@@ -35,12 +35,12 @@ def check_episodes(config: Config) -> None:
     require(reply < total, "rollout.max_reply_tokens", f"less than rollout.max_tokens ({total})", reply)
     if config.deterministic and rollout.over_sampling > 1:
         raise ValueError(
-            "rollout.over_sampling must be 1 with deterministic: which groups finish first is not reproducible."
+            "rollout.over_sampling must be 1 with deterministic: the order in which groups finish is not reproducible."
         )
 
 
 def check_samples(config: Config) -> None:
-    """The algorithm against the form of its samples."""
+    """Requirements of the algorithm on the form of the samples."""
     algo, rollout = config.algo, config.rollout
     if rollout.samples == "step_wise" and algo.advantage == "reinforce_pp":
         raise ValueError(
@@ -55,19 +55,19 @@ def check_samples(config: Config) -> None:
         )
     if rollout.needs_rendered_rows and algo.credit == "turn":
         raise ValueError(
-            "algo.credit turn must know the tokens of each turn: set rollout.samples to step_wise with rollout.history rerender."
+            "algo.credit turn needs the tokens of each turn: set rollout.samples to step_wise with rollout.history rerender."
         )
     if config.train.shuffle_rewards and algo.credit == "turn":
         raise ValueError("train.shuffle_rewards shuffles the rewards of whole episodes: set algo.credit to trajectory.")
 
 
 def check_asynchronous(config: Config) -> None:
-    """Settings that exclude rollouts during training."""
+    """Settings that exclude asynchronous rollouts (``train.max_staleness`` above 0)."""
     if not config.train.max_staleness:
         return
     if config.deterministic:
         raise ValueError(
-            "train.max_staleness must be 0 with deterministic: which group is ready first is not reproducible."
+            "train.max_staleness must be 0 with deterministic: the order in which groups finish is not reproducible."
         )
     if config.rollout.over_sampling > 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Settings of a run on a Ray cluster, and what they require of the other settings."""
+"""Settings of a run on a Ray cluster, and their rules with other settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Trainer ranks and engines as Ray actors. By default everything runs in one process, without Ray."""
+    """Trainer ranks and engines as Ray actors. By default the run is one process, without Ray."""
 
     gpus: int = 0
     """Total GPUs of the run, over all nodes. 0: no Ray, unless `ranks` is set. Requires `pip install 'vlmrl[ray]'`."""
@@ -111,11 +111,11 @@ def check_servers(config: Config) -> None:
 def _check_server_gpus(cluster: Cluster, servers: ServerSettings) -> None:
     """Raises ValueError unless all servers fit on the machines of ``cluster``, each on ``servers.tp`` GPUs of one machine."""
     tp, name = servers.tp, f"{servers.section}.tp"
-    fitting, whose, most = cluster.servers_that_fit(tp), "of the ranks'", cluster.num_ranks // cluster.nodes
+    fitting, usable, most = cluster.servers_that_fit(tp), "GPUs with ranks", cluster.num_ranks // cluster.nodes
     if not cluster.colocate:
-        whose, most = "beside the ranks'", (cluster.gpus - cluster.num_ranks) // cluster.nodes
-    require(tp <= most, name, f"at most {most}, the GPUs of one machine {whose}", tp)
-    rule = f"at most {fitting}: each server needs {name} ({tp}) GPUs on one machine, {whose}"
+        usable, most = "GPUs without ranks", (cluster.gpus - cluster.num_ranks) // cluster.nodes
+    require(tp <= most, name, f"at most {most}, the {usable} on one machine", tp)
+    rule = f"at most {fitting}: each server needs {name} ({tp}) {usable} on one machine"
     require(cluster.num_engines <= fitting, "cluster.engines", rule, cluster.num_engines)
     if cluster.colocate:
         rule = f"a multiple of cluster.nodes ({cluster.nodes}) when servers share the ranks' GPUs"

@@ -26,7 +26,7 @@ class Data:
     """Maximum number of rows, taken from the start. Unset: all rows."""
     held_out: int | float = 0
     """Rows held out for evaluation: a count, or a fraction if below 1.
-    A hash of the row's id selects them, or of its index if rows have no id."""
+    A hash of the row's id selects them, or of the row's index without an id."""
     max_prompt_tokens: int | None = None
     """Maximum prompt length in tokens, including images and tool schemas. Longer rows are skipped. Unset: no limit."""
     shuffle: bool = True

@@ -1,4 +1,4 @@
-"""Settings of the model and of which of its weights are trained."""
+"""Settings of the model: weights, dtype, chat template, frozen parameters and LoRA."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Model:
-    """The policy: which model to load, where, and which parts of it are frozen."""
+    """The policy: the model to load, its device and dtype, and its frozen and trained parameters."""
 
     path: str = "tiny:qwen3_vl"
     """Model: a name on the Hugging Face Hub or a local folder.

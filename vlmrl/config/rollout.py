@@ -27,7 +27,7 @@ class Rollout:
     top_k: int = 0
     """Sample from the k most likely tokens only. 0 disables it."""
     stop: tuple[str, ...] = ()
-    """Stop strings. The reply ends after the first match, which stays part of it."""
+    """Stop strings. The reply ends after the first match and includes it."""
     max_concurrent: int = 256
     """Maximum trajectories in progress at the same time."""
     over_sampling: float = 1.0

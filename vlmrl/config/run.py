@@ -64,7 +64,7 @@ class Config:
 
     @property
     def resolved_cluster(self) -> Cluster:
-        """``cluster`` with ``colocate`` and the number of servers chosen where they are unset."""
+        """``cluster`` with ``colocate`` and the number of servers set."""
         return resolve_cluster(self)
 
     @property
@@ -77,7 +77,7 @@ class Config:
 
     @property
     def attached(self) -> bool:
-        """Whether the engines are running servers, which use none of this run's GPUs."""
+        """Whether the run uses servers that are already running, on GPUs outside the run."""
         return self.server_settings is not None and bool(self.server_settings.urls)
 
     @property

@@ -39,14 +39,15 @@ class ServerSettings:
     sync_timeout: float = 300.0
     """Time limit in seconds for one bucket, or with `disk` for loading the whole folder."""
     images: Literal["auto", "inline", "file"] = "auto"
-    """`inline`: requests contain their images. `file`: each image is written to a file once, and requests contain its path. `auto`:
-    `file` for servers started on this machine."""
+    """How requests contain images.
+    `inline`: as data. `file`: as the path of a file, which is written once per image.
+    `auto`: `file` for servers started on this machine, otherwise `inline`."""
     check: bool = True
     """Startup parity check: compare weight checksums and logprobs with the trainer's, and refuse a server that differs."""
     retries: int = 8
-    """How often a failed request is sent again, with increasing delays, and to another server if there is one."""
+    """Retries of a failed request, with increasing delays, on another server if there is one."""
     start_timeout: float = 600.0
-    """Time limit in seconds for a server to start, and for a request to wait while no server serves."""
+    """Time limit in seconds for a server to start, and for a request to wait while no server is available."""
     health_every: float = 10.0
     """Seconds between two health checks of a server."""
     health_timeout: float = 120.0

@@ -12,7 +12,7 @@ from vlmrl.config.servers import ServerSettings
 @dataclass(frozen=True)
 class SGLang(ServerSettings):
     section: ClassVar[str] = "sglang"
-    """Its name in the config."""
+    """Name of the section in the config."""
     args: Options = field(default_factory=dict)
-    """Arguments of `sglang.launch_server` for servers that the run starts, such as `mem-fraction-static 0.6 quantization fp8`. They
-    override those that vlmrl sets."""
+    """Arguments of `sglang.launch_server` for servers that the run starts, such as `mem-fraction-static 0.6 quantization fp8`.
+    They override those that vlmrl sets."""

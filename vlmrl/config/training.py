@@ -33,7 +33,7 @@ class Algo:
     """Keyword arguments of the reduction, as pairs `NAME VALUE`."""
     old_policy: Literal["trainer", "rollout"] | None = None
     """Log-ratio baseline: `trainer` uses the trainer's own logprobs before the update, `rollout` the engine's logprobs from sampling.
-    Unset: `rollout` with `train.max_staleness`, if the loss has a ratio and nothing else corrects it; otherwise `trainer`."""
+    Unset: `rollout` with `train.max_staleness`, if the loss has a ratio and `corrections` is unset; otherwise `trainer`."""
     corrections: tuple[str, ...] = ()
     """Off-policy corrections for the mismatch between rollout and trainer. The weights of several are multiplied.
     Values: `token_truncation`, `sequence_truncation`, `token_mask`, `geometric_mask`, `veto`, or names you register."""
@@ -57,7 +57,7 @@ class Algo:
     """Options of the filters, as pairs `FILTER.NAME VALUE`, for example `reward_band.high 0.9`."""
     dynamic_sampling: Literal["off", "filter", "replace"] = "off"
     """What to do when filters remove groups of a batch.
-    `off`: train on what is left.
+    `off`: train on the remaining groups.
     `filter`: sample more groups until the batch is full.
     `replace`: repeat groups that passed."""
     mask_truncated: bool = False
@@ -73,7 +73,7 @@ class Algo:
             require(not self.corrections, "algo.corrections", rule, self.corrections)
         if "gae" in (self.advantage, self.loss):
             raise ValueError(
-                "gae is not offered: it needs a critic, and vlmrl trains none. Take a group baseline, such as grpo."
+                "gae is not offered: it needs a critic, and vlmrl trains none. Use a group baseline, such as grpo."
             )
         if self.kl_in_reward:
             require(self.kl_coef > 0, "algo.kl_coef", "greater than 0 with kl_in_reward", self.kl_coef)
@@ -90,7 +90,7 @@ class Algo:
             require(not self.overlong_buffer, "algo.overlong_buffer", "0 with credit turn", self.overlong_buffer)
 
     def options_of(self, name: str) -> Options:
-        """The options of one correction or filter: those whose key is ``name.option``."""
+        """The options of one correction or filter, which are given as ``name.option``."""
         given = {**self.correction_options, **self.filter_options}
         return {key.rpartition(".")[2]: value for key, value in given.items() if key.rpartition(".")[0] == name}
 
@@ -133,7 +133,7 @@ class Train:
     """Maximum number of weight updates between sampling and training.
     0: synchronous. Above 0: rollouts continue during training."""
     too_old: Literal["wait", "correct", "drop"] = "wait"
-    """What to do about episodes that take so long that they would exceed `max_staleness`.
+    """What to do about episodes that would exceed `max_staleness`.
     `wait`: the trainer waits for them.
     `correct`: train on them later, corrected by the loss's ratio or by `algo.corrections`.
     `drop`: discard them."""
@@ -180,7 +180,7 @@ class Eval:
     data: Data = field(default_factory=Data)
     """Held-out tasks. Unset: the rows that `data.held_out` selects. Without any, there is no evaluation."""
     every: int = 0
-    """Steps between evaluations, besides those before and after training. 0: only these two."""
+    """Steps between evaluations during training. 0: evaluate only before and after training."""
     temperature: float = 1.0
     """Sampling temperature in evaluations. 0 is greedy decoding."""
     samples_per_task: int = 1

@@ -29,7 +29,7 @@ from vlmrl.rollout.turn_loop import TurnLoop
 from vlmrl.run.off_policy import check_off_policy
 from vlmrl.run.serving import LocalServerHost, Serving
 from vlmrl.train.checkpoint import Checkpoints
-from vlmrl.train.controller import StartTrainer
+from vlmrl.train.controller import TrainerFactory
 from vlmrl.train.make_trainer import Trainers
 from vlmrl.train.ranks import Ranks
 from vlmrl.weight_sync.base import WeightSender
@@ -38,10 +38,10 @@ from vlmrl.weight_sync.local import LocalSender
 
 @dataclass(frozen=True, kw_only=True)
 class Backends:
-    """What samples, what trains, and how weights get from the trainer to the engine."""
+    """The engine, the trainers, and the path of weights from trainer to engine."""
 
     engine: RunEngine
-    trainers: StartTrainer
+    trainers: TrainerFactory
     sender: WeightSender | None = None
     """Sends the trainer's weights to the engine. ``None``: the engine samples from the same weights, or ``serving`` sends them."""
     serving: Serving | None = None
@@ -85,9 +85,9 @@ class Run(Backends):
         store: MediaStore | None = None,
         rollout: Rollout | None = None,
     ) -> Runner:
-        """A runner of this run's episodes, with other parts than the run's own where they are given.
+        """A runner of this run's episodes. Each argument replaces a part of the run.
 
-        With a ``group_size`` its episodes are not for training, so there is no group reward.
+        Episodes with a ``group_size`` of their own are not trained on and get no group reward.
         """
         rollout, group_reward = rollout or self.config.rollout, self.group_reward if group_size is None else None
         engine = engine or self._sampling_engine()
@@ -99,7 +99,7 @@ class Run(Backends):
         return Runner(turn_loop, group_size=group_size, group_reward=group_reward)
 
     def _sampling_engine(self) -> Engine:
-        """The engine, with lockstep batching in deterministic runs and where all requests arrive at once anyway."""
+        """The engine, with lockstep batching in deterministic runs and if all requests arrive at once anyway."""
         config, rollout = self.config, self.config.rollout
         single = rollout.max_turns == 1 and self.generate is None and rollout.over_sampling == 1
         lockstep = config.deterministic or (single and not config.train.max_staleness)
@@ -120,7 +120,7 @@ def build_run(config: Config, ranks: Ranks | None = None) -> Run:
     tasks, held_out = load_run_tasks(config)
     torch.manual_seed(config.seed)
     ranks = ranks or Ranks()
-    model = load_model(_sampled(config, ranks), config.models_dir, config.seed)
+    model = load_model(_model_settings(config, ranks), config.models_dir, config.seed)
     if spec is not None:
         model.renderer.check_tools(spec.tools)
     if config.rollout.needs_rendered_rows and not model.renderer.marks_replies:
@@ -152,8 +152,8 @@ def build_run(config: Config, ranks: Ranks | None = None) -> Run:
     )
 
 
-def _sampled(config: Config, ranks: Ranks) -> Model:
-    """The settings of the model that this process samples from or loads into servers; on a cluster only its shapes are loaded here."""
+def _model_settings(config: Config, ranks: Ranks) -> Model:
+    """The settings of the model that this process loads, for the engine or for servers. On a cluster it is on the meta device."""
     if _shares_weights(config, ranks):
         return config.model
     device = "meta" if config.cluster.on else config.model.device
@@ -161,7 +161,7 @@ def _sampled(config: Config, ranks: Ranks) -> Model:
 
 
 def _shares_weights(config: Config, ranks: Ranks) -> bool:
-    """Whether this process holds one copy of the weights, for the trainer and for the engine or for loading servers."""
+    """Whether the trainer shares one copy of the weights with the engine, or with the sender to servers, in this process."""
     samples_during_training = config.train.max_staleness > 0 and config.engine == "embedded"
     return ranks.size == 1 and not samples_during_training and not config.cluster.on
 
@@ -176,8 +176,8 @@ def _build_here(config: Config, ranks: Ranks, model: LoadedModel, keep_kv: bool)
         host = LocalServerHost(config.server_settings, config.folder, model.policy, ranks.size)
         serving = Serving.of(config, model, host)
         return Backends(engine=serving.engine, trainers=trainers, sender=sender, serving=serving)
-    record_routes = config.train.replay_routing
-    engine = HFEngine(model.policy, model.renderer, keep_kv=keep_kv, record_routes=record_routes)
+    record = config.train.replay_routing
+    engine = HFEngine(model.policy, model.renderer, keep_kv=keep_kv, record_expert_routing=record)
     return Backends(engine=engine, trainers=trainers, sender=sender)
 
 

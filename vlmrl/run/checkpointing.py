@@ -1,4 +1,4 @@
-"""The state of the loop and what a run saves: checkpoints, the trained model, the summary."""
+"""The loop's state, and the files that a run saves: checkpoints, the trained model, the summary."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from vlmrl.run.stages import push_weights
 from vlmrl.train.checkpoint import load_json, save_json
 from vlmrl.train.controller import RunTrainer
 
-LAST_PAUSE = 150.0  # seconds for the engine of a failed run to free the GPUs that the trainer needs
+LAST_PAUSE = 150.0  # seconds for the engine of a failed run to offload its memory for the trainer
 
 
 @dataclass
 class LoopState:
-    """What a checkpoint holds of the loop itself."""
+    """The loop's part of a checkpoint."""
 
     step: int = 0
     batches: dict[str, Any] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class LoopState:
 async def save_checkpoint(
     run: Run, trainer: RunTrainer, buffer: RolloutBuffer, state: LoopState, step: int, log: RunLog
 ) -> None:
-    """Write a checkpoint after ``step``. The engine sleeps meanwhile where it shares GPUs with the trainer."""
+    """Write a checkpoint after ``step``. A colocated engine sleeps meanwhile."""
     state.step, state.batches, state.log = step, buffer.state(), log.sizes()
 
     def write() -> None:
@@ -62,7 +62,7 @@ async def restore(run: Run, trainer: RunTrainer, buffer: RolloutBuffer, state: L
 
 
 async def save_model(run: Run, trainer: RunTrainer) -> None:
-    """Write the trained weights in Hugging Face form, and LoRA adapters also by themselves."""
+    """Write the trained weights in Hugging Face form, and LoRA adapters also separately."""
     if run.config.colocated:
         await run.engine.pause()
     _save_weights(run, trainer)
@@ -77,11 +77,11 @@ async def save_after_failure(run: Run, trainer: RunTrainer, progress: RunProgres
         if run.config.colocated:
             async with asyncio.timeout(LAST_PAUSE):
                 await run.engine.pause()
-    except Exception as error:  # the engine may be what failed
+    except Exception as error:  # the engine may have failed
         progress.say(f"the engine did not free the GPUs for the trainer: {error or type(error).__name__}")
     try:
         _save_weights(run, trainer)
-    except RuntimeError as error:  # the trainer may be what failed
+    except RuntimeError as error:  # the trainer may have failed
         progress.say(f"the weights of the last step could not be saved: {error}")
 
 
@@ -90,5 +90,5 @@ def save_summary(run: Run, state: LoopState) -> None:
 
 
 def _save_weights(run: Run, trainer: RunTrainer) -> None:
-    """Write the weights of this process, which need no other rank, or the trainer's where this process has only shapes."""
+    """Write this process's weights without calling other ranks; the trainer's if this process's are on the meta device."""
     run.model.save(run.folder / "model", trainer.named_weights() if run.model.is_on_meta else None)

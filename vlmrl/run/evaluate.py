@@ -26,7 +26,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates the held-out tasks of a run, if there are any, and logs the results. Some go to ``summary`` as well."""
+    """Evaluates the held-out tasks of a run, if there are any, and logs the results; named ones also go to ``summary``."""
 
     def __init__(self, run: Run, log: RunLog, progress: RunProgress, summary: dict[str, float]) -> None:
         self._run = run

@@ -15,7 +15,7 @@ from vlmrl.train.ranks import Ranks
 
 @dataclass(frozen=True)
 class Sizes:
-    """Counts of numbers in a model."""
+    """Numbers of elements in a model's tensors."""
 
     parameters: int
     trained: int
@@ -44,7 +44,7 @@ class MemoryPlan:
     sizes: Sizes
     trainer: dict[str, float]
     engine: dict[str, float]
-    """Without weights where the engine shares the trainer's; empty for servers, which manage their own memory."""
+    """Without weights if the engine shares the trainer's; empty for servers, which manage their own memory."""
 
     @classmethod
     def of(cls, config: Config, sizes: Sizes, ranks: int) -> MemoryPlan:

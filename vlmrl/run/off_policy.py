@@ -1,6 +1,6 @@
-"""What corrects for rollouts that older weights sampled: it follows from the settings and from what the loss declares.
+"""Off-policy correction: the baseline of the log-ratio, and whether rollouts under older weights are corrected.
 
-The config cannot decide this: the loss, which may be a user's, is only known once the recipe has registered it.
+The config alone cannot decide this: the recipe may register a loss of its own, and only the loss declares whether it has a ratio.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from vlmrl.config.fields import require
 
 
 def old_policy(config: Config) -> Literal["trainer", "rollout"]:
-    """``algo.old_policy``, or its default where it is unset.
+    """``algo.old_policy``, or its default.
 
-    A loss that declares nothing also gets rollout logprobs by default: if it has a ratio, they are the right ones.
+    A loss without a declaration also gets rollout logprobs by default: they are right if it has a ratio.
     """
     algo = config.algo
-    able = (
-        _loss_has_ratio(config) is not False and not config.rollout.needs_rendered_rows
-    )  # which have no rollout logprobs
+    has_rollout_logprobs = not config.rollout.needs_rendered_rows
+    able = _loss_has_ratio(config) is not False and has_rollout_logprobs
     wanted = config.train.max_staleness > 0 and not algo.corrections
     return algo.old_policy or ("rollout" if able and wanted else "trainer")
 
 
 def check_off_policy(config: Config) -> None:
-    """Raise ValueError where ``algo.old_policy`` or ``train.too_old`` relies on a ratio that the loss does not have."""
+    """Raises ValueError if ``algo.old_policy`` or ``train.too_old`` needs a ratio that the loss does not have."""
     algo = config.algo
     if algo.old_policy == "rollout":
         rule = "one with a ratio with algo.old_policy rollout, such as ppo"
@@ -40,7 +39,7 @@ def check_off_policy(config: Config) -> None:
 
 
 def describe_correction(config: Config) -> str:
-    """One phrase for the plan of a run whose rollouts run ahead of the trainer."""
+    """The correction of an asynchronous run, as a phrase for its plan."""
     algo = config.algo
     if algo.corrections:
         return "corrections: " + ", ".join(algo.corrections)

@@ -33,7 +33,7 @@ from vlmrl.utils.threads import run_awake
 def run_training(config: Config, *, dry_run: bool = False, resume: bool = False) -> None:
     """Build and train, then print where the results are. Ctrl-C saves the weights and exits with 130.
 
-    With ``resume`` an earlier run of this name continues in its folder from its newest checkpoint; otherwise its folder is renamed.
+    ``resume`` continues an earlier run of this name from its newest checkpoint; otherwise the earlier run's folder is renamed.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tiny.resolve(config.model.path, config.models_dir)  # before ranks are known: then only rank 0 builds models
@@ -79,7 +79,7 @@ def _train(run: Run, progress: RunProgress, resume: bool) -> None:
 
 
 def _without_weights(config: Config, progress: RunProgress) -> None:
-    """Build everything but the weights, in this process, to find errors and print the plan."""
+    """Build the run without weights, in this process, to find errors and print the plan."""
     run = build_run(replace(config, model=replace(config.model, device="meta"), cluster=Cluster()))
     progress.say(summary_of(run))
     run.engine.close()
@@ -132,7 +132,7 @@ def report(run: Run, summary: dict[str, float], seconds: float) -> str:
 
 
 def _changes(before: Path, config: Config) -> list[str]:
-    """The settings that differ from those in the file ``before``, a line each."""
+    """The settings that differ from the file ``before``, a line each."""
     old, new = _flat(json.loads(before.read_text())), _flat(plain(config))
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     return [f"          {name} is now {new.get(name)}, and was {old.get(name)}" for name in names]

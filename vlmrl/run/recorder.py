@@ -1,4 +1,4 @@
-"""What a run records of each step: metrics with timings, trajectories, and the curve and page for a reader."""
+"""Records of each step: metrics with timings, trajectories, the reward curve and the trajectory page."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _image_counts(run: Run) -> dict[str, float]:
 
 
 def _batch_metrics(batch: GroupBatch) -> dict[str, Any]:
-    """Metrics of everything that was sampled for one step, including groups that the filters removed."""
+    """Metrics of all trajectories sampled for one step, including groups that the filters removed."""
     rollouts = batch.rollouts
     metrics = trajectory_metrics(rollouts.trajectories)
     metrics["sampled_tokens"] = float(sum(trajectory.num_sampled for trajectory in rollouts.trajectories))

@@ -1,4 +1,4 @@
-"""How a run samples from inference servers: the engine, weight updates, and the startup parity check."""
+"""A run's inference servers: the engine, weight updates, and the startup parity check."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from vlmrl.weight_sync.server_sync import WeightSync
 
 
 class ServerHost(Protocol):
-    """The machines on which servers are started, and the trainer whose weights they get."""
+    """Starts servers on its machines, and sends them the weights of its trainer."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the trainer computes in, and so what servers compute in."""
+        """The compute dtype of the trainer and of the servers."""
         ...
 
     @property
     def method(self) -> str:
-        """How weights are sent from here if the settings do not say."""
+        """How weights are sent with ``sync`` auto."""
         ...
 
     @property
-    def shares_gpus(self) -> bool:
+    def colocated(self) -> bool:
         """Whether servers use the trainer's GPUs."""
         ...
 
@@ -61,7 +61,7 @@ class ServerHost(Protocol):
         ...
 
     def offload_trainer(self) -> bool:
-        """Move what the trainer has on shared GPUs to host memory. False: it has failed and cannot, so the run is over."""
+        """Move the trainer's memory on shared GPUs to the host. False: the trainer has failed, so the run cannot go on."""
         ...
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class LocalServerHost:
         return "group" if self.settings.urls else "tensor"
 
     @property
-    def shares_gpus(self) -> bool:
+    def colocated(self) -> bool:
         settings, device = self.settings, self.policy.device
         gpus = range(settings.first_gpu, settings.first_gpu + settings.servers * settings.tp)
         return device.type == "cuda" and (device.index or 0) in gpus and self.ranks == 1 and not settings.urls
@@ -123,7 +123,7 @@ class LocalServerHost:
 
 @dataclass
 class Serving:
-    """The servers of one run, and what keeps them at the trainer's weights."""
+    """The servers of one run, and the weight updates to them."""
 
     config: Config
     model: LoadedModel
@@ -137,7 +137,7 @@ class Serving:
         backend = new_backend(config)
         settings = backend.settings
         routing = model.policy.routing if config.train.replay_routing else None
-        colocated = host.shares_gpus and not config.train.max_staleness
+        colocated = host.colocated and not config.train.max_staleness
         method = host.method if settings.sync == "auto" else settings.sync
         _check_installed(backend)
         check_capabilities(backend, colocated=colocated, expert_routing=routing is not None, method=method)
@@ -155,7 +155,7 @@ class Serving:
         return cls(config, model, engine, sync, host)
 
     async def connect(self, store: MediaStore | None) -> dict[str, ParityReport]:
-        """Start the servers or attach to them, send them the weights, and let them serve. Raises ParityError if one disagrees."""
+        """Start the servers or attach to them, send them the weights, and let them serve. Raises ParityError if they disagree."""
         config = self.config
         await self.engine.start()
         self._check_room()
@@ -171,7 +171,7 @@ class Serving:
         return reports
 
     async def push(self, trainer: RunTrainer, policy_version: int) -> dict[str, float]:
-        """Send all servers the weights that this process has now, or the trainer's adapters if these are sent separately.
+        """Send all servers the trainer's current weights, or only its adapters if these are sent separately.
 
         Returns metrics of the update and of the servers.
         """

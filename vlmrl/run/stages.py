@@ -11,7 +11,7 @@ from vlmrl.types import Sample, Trajectory
 
 
 def audited_samples(run: Run, trajectories: Sequence[Trajectory]) -> tuple[list[Sample], AuditReport]:
-    """The samples of these trajectories, and the audit's report. Raises AuditError where they are inconsistent."""
+    """The samples of these trajectories, and the audit's report. Raises AuditError if they are inconsistent."""
     samples = [sample for trajectory in trajectories for sample in emit(trajectory, run.config.rollout.samples)]
     policy = run.model.policy
     image_token_id, banned_ids, routing = policy.image_token_id, policy.banned_ids, policy.routing

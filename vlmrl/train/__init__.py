@@ -1,1 +1,1 @@
-"""Training: samples to micro-batches in `packing.py`, the optimizer's side in `trainer.py`."""
+"""Training: `packing.py` makes micro-batches of samples, `trainer.py` takes optimizer steps on them."""

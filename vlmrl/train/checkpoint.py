@@ -1,4 +1,4 @@
-"""Checkpoints: everything that a resumed run needs, in a folder that appears whole or not at all.
+"""Checkpoints: the state that a resumed run needs, in a folder that is written atomically.
 
     runs/geo3k/checkpoints/step000020/
       run.json       the loop's state: its step, its position in the data and in the log
@@ -85,7 +85,7 @@ def save_tensors(checkpoint: Path, tensors: Tensors) -> None:
 def load_tensors(checkpoint: Path, tensors: Tensors) -> None:
     """Fill ``tensors`` in place; another number of ranks may have saved them.
 
-    Raises ValueError where the checkpoint holds tensors of other names.
+    Raises ValueError if the checkpoint has tensors of other names.
     """
     other = saved_names(checkpoint) ^ tensors.keys()
     if other:
@@ -105,8 +105,8 @@ def saved_names(checkpoint: Path) -> set[str]:
 def optimizer_state(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> Tensors:
     """Adam's moments and step counts as ``exp_avg/NAME``, ``exp_avg_sq/NAME`` and ``step/NAME``.
 
-    torch's ``get_optimizer_state_dict`` does not fit: it refuses master weights, which are not parameters of the model, includes
-    hyperparameters, which are the resumed run's own, and creates state for parameters that never had a gradient.
+    torch's ``get_optimizer_state_dict`` does not fit: it accepts only parameters of the model, so no master weights; it includes
+    hyperparameters, which a resumed run sets itself; and it creates state for parameters that never had a gradient.
     """
     return {
         f"{kind}/{name}": value

@@ -44,7 +44,7 @@ class RunTrainer(ABC):
         return self.call(method, samples)
 
     def iterate(self, method: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same for a method that yields named weights, over which every rank iterates."""
+        """The same for a method that yields named weights. Every rank iterates over them."""
         yield from self.call(method)
 
     def step(self, samples: Sequence[Sample]) -> StepOutput:
@@ -78,7 +78,7 @@ class RunTrainer(ABC):
         self.call("close")
 
 
-class StartTrainer(Protocol):
+class TrainerFactory(Protocol):
     """Makes the trainers of a run one after the other: the warm start's, then the run's own."""
 
     def start(self, spec: TrainerSpec) -> RunTrainer: ...

@@ -1,4 +1,4 @@
-"""Makes a run's trainers: in this process, or spread over the ranks that ``torchrun`` started."""
+"""Makes a run's trainers: in this process, or on the ranks that ``torchrun`` started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vlmrl.train.trainer import Scorer, Trainer, TrainerSpec
 
 @dataclass
 class Trainers:
-    """Makes trainers of one policy, one after the other: the warm start's, then the run's. Every rank has a factory."""
+    """The :class:`~vlmrl.train.controller.TrainerFactory` of one policy, outside Ray. Every rank has one."""
 
     config: Config
     ranks: Ranks
@@ -25,7 +25,7 @@ class Trainers:
 
     @classmethod
     def of(cls, config: Config, ranks: Ranks, loaded: LoadedModel | None = None) -> Trainers:
-        """A factory for trainers of ``loaded``'s own policy, if given, and otherwise of a policy that all ranks load and shard."""
+        """A factory for trainers of ``loaded``'s policy; without it, of a policy that all ranks load and shard."""
         if loaded is not None:
             return cls(config, ranks, loaded.policy)
         return cls(config, ranks, _load(config, config.model, ranks))

@@ -51,7 +51,7 @@ class MasterWeights:
 
 
 def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the optimizer state to ``device``, the scalar step counts excepted."""
+    """Move the optimizer state to ``device``, except the scalar step counts."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim():

@@ -21,7 +21,7 @@ from vlmrl.train import prefix_tree
 from vlmrl.types import MediaItem, MicroBatch, Sample
 
 Layout = Literal["tree", "packed", "padded"]
-"""``tree``: prefixes that rows share are there once. ``packed``: rows end to end. ``padded``: one row per sample, padded."""
+"""``tree``: each shared prefix once. ``packed``: rows end to end. ``padded``: one row per sample, padded."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def split(
 ) -> list[MicroBatchPlan]:
     """Micro-batches of at most ``tokens_per_micro_batch`` computed tokens, the largest first. A longer row has one of its own.
 
-    Rows of lengths 5, 2, 4 and a budget of 10 give rows [0, 2] and [1] when padded, [0, 2] and [1] when packed. In a tree, a group
-    that does not fit into one micro-batch is cut where the fewest tokens are computed twice.
+    Rows of lengths 5, 2, 4 and a budget of 10 give rows [0, 2] and [1], padded or packed. In a tree, a group that does not fit into
+    one micro-batch is cut where the fewest tokens are computed twice.
     """
     if layout == "padded":
         bins = _padded([len(sample) for sample in samples], tokens_per_micro_batch)

@@ -42,7 +42,7 @@ class Tree:
 def build_tree(rows: Sequence[Sample], shared: Sequence[int], family: Family) -> Tree:
     """One tree, or several side by side.
 
-    ``shared`` is the number of tokens that each row shares with the row before it: :func:`shared_lengths` of rows sorted by
+    ``shared[i]`` is the length of the prefix that row i shares with the row before it: :func:`shared_lengths` of rows sorted by
     :func:`in_order`, or zeros to share nothing.
     """
     token_ids: list[np.ndarray] = []
@@ -76,9 +76,8 @@ def cut(atoms: Sequence[np.ndarray], ordered: Sequence[int], budget: int) -> lis
     """
     lengths = [len(atoms[row]) for row in ordered]
     shared = shared_lengths([atoms[row] for row in ordered])
-    best: list[tuple[int, int, int]] = [
-        (0, 0, 0)
-    ]  # for the rows so far: tokens, parts, and the first row of the last part
+    # For each number of rows: the tokens and parts of their best cut, and the first row of its last part.
+    best: list[tuple[int, int, int]] = [(0, 0, 0)]
     for last in range(len(ordered)):
         size, ways = 0, []
         for first in range(last, -1, -1):

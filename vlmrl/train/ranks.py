@@ -21,23 +21,23 @@ class Ranks:
     size: int = 1
 
     def shard(self, items: Sequence[T]) -> list[tuple[T, bool]]:
-        """This rank's share of ``items``, and whether each counts. Sorted by cost, neighbours are computed at the same time.
+        """This rank's share of ``items``, each with whether it counts. Neighbours are computed at the same time on different ranks.
 
-        Every rank gets equally many, since each takes part in the collectives of all others. The last item is repeated where that is
-        needed, and then does not count: a, b, c on two ranks are ``[(a, True), (c, True)]`` and ``[(b, True), (c, False)]``.
+        Every rank gets equally many, since collectives need all ranks. If there are too few, the last item is repeated without
+        counting: a, b, c on two ranks are ``[(a, True), (c, True)]`` and ``[(b, True), (c, False)]``.
         """
         rounds = -(-len(items) // self.size)
         indices = [number * self.size + self.rank for number in range(rounds)]
         return [(items[min(index, len(items) - 1)], index < len(items)) for index in indices]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's ``tensor``, in place."""
+        """The sum of ``tensor`` over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The largest of every rank's ``tensor``, in place."""
+        """The elementwise maximum of ``tensor`` over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor

@@ -41,7 +41,7 @@ Scorer = Callable[[MicroBatch, float], TokenScores]
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """Everything that a trainer is made of beside its policy, the same on every rank."""
+    """The settings of a trainer, the same on every rank."""
 
     algo: Algo
     optim: Optim
@@ -53,9 +53,9 @@ class TrainerSpec:
     groups_per_step: int | None = None
     """Groups per optimizer step; ``None``: one step for all groups of a batch."""
     share_prefixes: bool = True
-    """Compute prefixes that rows have in common once, where the model's family allows it."""
+    """Compute shared prefixes once, if the model's family allows it."""
     replay_routing: bool = True
-    """Use the experts that the engine recorded, where the model is a mixture of experts."""
+    """For mixture-of-experts models: use the experts that the engine recorded."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class StepOutput:
     logprobs: list[np.ndarray]
     """For each sample the trainer's logprobs ``[response]``, in nats, before the update."""
     steps_done: int
-    """Optimizer steps taken so far, those before a resume included."""
+    """Optimizer steps so far, including those before a resume."""
 
 
 class Trainer:
     """Updates ``policy`` with one loss of :data:`vlmrl.algos.LOSSES`.
 
-    ``reference`` is a frozen policy, required where ``algo.kl_coef`` is above 0. With several ``ranks``, every rank calls every
+    ``reference`` is a frozen policy, required if ``algo.kl_coef`` is above 0. With several ``ranks``, every rank calls every
     method with the same arguments and gets the same results.
     """
 
@@ -119,7 +119,7 @@ class Trainer:
         return StepOutput(metrics, logprobs, self.steps_done)
 
     def to(self, device: torch.device) -> None:
-        """Move everything that is kept between two steps to ``device``, the policy and the reference included."""
+        """Move the policy, the reference, master weights and optimizer state to ``device``."""
         self.policy.to(device)
         if isinstance(self.reference, Policy):
             self.reference.to(device)

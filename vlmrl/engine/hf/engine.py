@@ -43,8 +43,8 @@ class HFEngine:
 
     ``keep_kv`` keeps keys and values between a trajectory's turns. It has no effect on recurrent models, whose state would be
     changed by the padding of later turns. ``prefill_tokens`` bounds the padded tokens of one prefill forward, and the visual tokens
-    encoded at once. With ``record_routes`` completions contain the experts of their tokens, if the model has any. ``images_encoded``,
-    ``tokens_prefilled`` and ``seconds_busy`` measure the work done.
+    encoded at once. ``record_expert_routing`` adds their tokens' experts to completions, if the model has any. ``images_encoded``,
+    ``tokens_prefilled`` and ``seconds_busy`` count work done.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class HFEngine:
         *,
         keep_kv: bool = True,
         prefill_tokens: int = 16384,
-        record_routes: bool = False,
+        record_expert_routing: bool = False,
     ) -> None:
         self.policy = policy
         self.seconds_busy = 0.0
@@ -64,7 +64,7 @@ class HFEngine:
             renderer,
             ImageFeatureCache(policy, prefill_tokens),
             PrefixCache(enabled=keep_kv and not policy.family.recurrent),
-            policy.routing if record_routes else None,
+            policy.routing if record_expert_routing else None,
             prefill_tokens,
         )
         self._pause: _Pause | None = None
