@@ -153,3 +153,9 @@ def test_the_plan_leaves_out_the_memory_of_servers():
     placed = MemoryPlan.of(Config(engine="sglang", cluster=Cluster(gpus=4)), Sizes(100, 100, 8), ranks=1)
     assert placed.where == "4 trainer ranks (FSDP2) and 4 sglang servers on 4 GPUs of 1 node, colocated"
     assert placed.engine == {}
+
+
+def test_a_misspelled_way_to_send_weights_is_an_error_before_any_server_starts(tmp_path):
+    config = config_of("tiny:qwen3", tmp_path, sglang=SGLang(urls=URLS.urls, sync="ncl"))
+    with pytest.raises(ValueError, match=r"sglang\.sync must be one of auto, disk, group, tensor, but it is 'ncl'"):
+        build_run(config)

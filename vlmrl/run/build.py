@@ -32,6 +32,7 @@ from vlmrl.train.checkpoint import Checkpoints
 from vlmrl.train.controller import TrainerFactory
 from vlmrl.train.make_trainer import Trainers
 from vlmrl.train.ranks import Ranks
+from vlmrl.weight_sync import SENDERS
 from vlmrl.weight_sync.base import WeightSender
 from vlmrl.weight_sync.local import LocalSender
 
@@ -114,6 +115,7 @@ def build_run(config: Config, ranks: Ranks | None = None) -> Run:
     if config.server_settings is not None:
         backend_class(config.engine)  # raises ValueError for an unknown engine
     _check_algo(config.algo)
+    _check_sync(config)
     check_off_policy(config)
     filters = resolve_filters(config.algo)
     group_reward = resolve_group_reward(config)
@@ -217,3 +219,11 @@ def _check_algo(algo: Algo) -> None:
     for kind, name, registry, arguments, options in chosen:
         field = "algo.corrections" if kind == "correction" else f"algo.{kind}"
         check_options(f"algo.{kind}_options", look_up(field, name, registry), arguments, options)
+
+
+def _check_sync(config: Config) -> None:
+    """Check the way weights are sent before any server starts. The recipe may have registered its own."""
+    settings = config.server_settings
+    if settings is not None and settings.sync != "auto" and settings.sync not in SENDERS:
+        names = ", ".join(["auto", *sorted(SENDERS)])
+        raise ValueError(f"{settings.section}.sync must be one of {names}, but it is {settings.sync!r}.")
