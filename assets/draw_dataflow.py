@@ -40,7 +40,7 @@ class Box:
 
 DATA = Box(0, 51, "dataset or generator", "data/", SAMPLING)
 LOOP = Box(38, 51, "turn loop", "rollout/turn_loop.py", SAMPLING)
-EMIT = Box(79, 51, "rows", "samples/emit.py", TRAINING)
+EMIT = Box(79, 51, "samples", "samples/emit.py", TRAINING)
 RENDERER = Box(0, 31, "renderer, image store", "multimodal/", SAMPLING)
 ENV = Box(25.5, 31, "your environment", "env/", SAMPLING)
 ENGINE = Box(51, 31, "engine", "engine/hf/, engine/sglang/", SAMPLING)

@@ -20,14 +20,14 @@ class ZoomEnv(ToolEnv):
     the schema out of the prompt, for a model that is too small to read it.
     """
 
+    tools = []  # the option tools_in_prompt decides
     unfinished_reward = 0.0  # an episode without an answer is a wrong one
 
     def __init__(self, task: Task, coarse: int = 64, crop: int = 256, tools_in_prompt: bool = True) -> None:
         super().__init__(task)
         self.image = load_image(task.images[0])
         self.coarse, self.crop = coarse, crop
-        if not tools_in_prompt:
-            self.tools = []
+        self.tools = self.schemas if tools_in_prompt else []
 
     def reset(self):
         coarse = {"type": "image", "image": fit(self.image, self.coarse)}

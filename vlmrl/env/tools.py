@@ -224,14 +224,18 @@ class ToolEnv(Env):
     functions: ClassVar[Sequence[Callable[..., Any]]] = ()
     model_errors: ClassVar[tuple[type[Exception], ...]] = (ValueError,)
     """Exceptions of a function whose text the model reads as the call's result. Any other exception is an env error."""
+    schemas: ClassVar[list[Schema]] = []
+    """The JSON schemas of ``functions``. They are also the class's ``tools``, which the prompt shows, unless the class sets those."""
     max_calls: ClassVar[int] = 8
     """Calls that run per reply; each further one gets an error as its result."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "functions" in vars(cls):
-            cls.tools = [tool_schema(function) for function in cls.functions]
-            names = [tool_name(tool) for tool in cls.tools]
+            cls.schemas = [tool_schema(function) for function in cls.functions]
+            if "tools" not in vars(cls):
+                cls.tools = cls.schemas
+            names = [tool_name(tool) for tool in cls.schemas]
             if len(set(names)) < len(names):
                 raise ValueError(
                     f"{cls.__name__}.functions must have different names, but they are {', '.join(names)}."
