@@ -20,7 +20,7 @@ class ZoomEnv(ToolEnv):
     the schema out of the prompt, for a model that is too small to read it.
     """
 
-    tools = []  # the option tools_in_prompt decides
+    tools = []  # noqa: RUF012  the option tools_in_prompt decides
     unfinished_reward = 0.0  # an episode without an answer is a wrong one
 
     def __init__(self, task: Task, coarse: int = 64, crop: int = 256, tools_in_prompt: bool = True) -> None:
