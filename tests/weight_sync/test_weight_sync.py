@@ -184,7 +184,7 @@ def test_a_server_that_releases_nothing_is_stopped_until_the_trainer_is_offloade
     async def update():
         async with paused(sync.engine):
             assert (well.alive, ill.alive) == (True, False)
-            await asyncio.sleep(0.5)  # several looks at its health
+            await checks(sync, 1)
             assert (well.starts, ill.starts) == (1, 1)
             await sync.push(send([3.0, 4.0]), policy_version=1)
         await until(lambda: sync.engine.servers.all[1].ready)
@@ -219,7 +219,7 @@ def test_a_pause_waits_for_a_server_that_is_being_started(fakes, sync_of, paused
         if paused_when_it_dies:
             async with paused(sync.engine):
                 ill.stop()
-                await asyncio.sleep(0.5)  # several looks at its health
+                await checks(sync, 1)
         else:
             ill.stop()
         await until(lambda: ill.starts == 2)
@@ -243,7 +243,7 @@ def test_a_server_that_fails_to_start_is_not_started_while_the_trainer_has_its_g
         async with paused(sync.engine):
             assert not ill.alive
             starts = ill.starts
-            await asyncio.sleep(1.0)
+            await checks(sync, 1)
             assert not ill.alive and ill.starts == starts
             ill.delay = 0.0
         await until(lambda: sync.engine.servers.all[1].ready)
@@ -269,7 +269,7 @@ def test_a_pause_that_begins_while_a_server_is_stopped_keeps_it_stopped(fakes, s
         starts = ill.starts
         ill.may_end.set()
         await pause
-        await asyncio.sleep(0.5)
+        await checks(sync, 1)
         assert not ill.alive and ill.starts == starts
 
     asyncio.run(update())
@@ -293,7 +293,7 @@ def test_a_pause_that_begins_while_a_server_gets_its_weights_keeps_it_from_servi
         await until(lambda: len(attempts) == 2)
         await sync.engine.pause()
         may_have.set()
-        await asyncio.sleep(0.3)
+        await checks(sync, 1)
         assert not ill.alive and not sync.engine.servers.all[1].ready
 
     asyncio.run(update())
@@ -419,7 +419,19 @@ def test_two_ranks_send_at_once_and_one_of_them_again_to_a_server_on_another_gpu
     assert fakes[1].weights["w"].tolist() == [1, 2]  # the kept weights
 
 
+async def checks(sync, number, times=3):
+    """Return after server ``number`` was checked several times: its watcher clears the event at the beginning of each check."""
+    server = sync.engine.servers.all[number]
+
+    async def request_check():
+        server.check_health.set()
+
+    for _ in range(times):
+        await sync.engine.thread.run(request_check())
+        await until(lambda: not server.check_health.is_set())
+
+
 async def until(condition):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
