@@ -13,9 +13,10 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items):
-    if not is_installed("sglang"):
-        for item in items:
-            if HERE in item.path.parents:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.slow)  # servers are restarted in the midst of tests
+            if not is_installed("sglang"):
                 item.add_marker(pytest.mark.skip(reason="needs SGLang: make test-sglang has an environment with it"))
 
 
