@@ -57,7 +57,7 @@ async def check_images(
             raise ImageSwapError(
                 f"trajectory {row.trajectory_id}, image 0 ({row.media[0].id}): with noise in its place the {side}'s logprobs changed "
                 f"by {nats:.2g} nats, where more than {MIN_CHANGE:g} was expected. Images do not reach the model there, so training "
-                "would be blind. (train.canary False skips this check.)"
+                "would be blind. (--train.no-canary skips this check.)"
             )
     return change
 

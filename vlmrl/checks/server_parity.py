@@ -122,7 +122,7 @@ async def _compare(engine: ServerEngine, server: Server, score: Score, questions
         raise ParityError(
             f"the logprobs of the server {server.url} differ from the trainer's by {max(differences):.2g} nats, where at most "
             f"{TOLERANCE:g} was expected. They must be of the distribution after temperature and logit_bias, before top-p and "
-            f"top-k{hint}, and of the model that is trained. ({backend.settings.section}.check False skips this check.)"
+            f"top-k{hint}, and of the model that is trained. (--{backend.settings.section}.no-check skips this check.)"
         )
     return report
 

@@ -42,7 +42,7 @@ class DataCheckCommand:
             CheckOptions,
             default=CheckOptions(recipe.config()),
             args=options,
-            description=check.__doc__,
+            description=type(self).__doc__,
             prog=f"vlmrl data check {self.recipe}",
         )
         settings = replace(settings, config=resolve_config(settings.config, recipe.folder))
@@ -62,7 +62,7 @@ class CheckOptions:
 
 
 def check(settings: CheckOptions, console: Console | None = None) -> bool:
-    """Show the first tasks and measure the prompts; False if a task could not be loaded or shown."""
+    """Show the first tasks and measure the prompts. Returns False if a task could not be loaded or shown."""
     config = settings.config
     checker = Checker(config, console or Console(highlight=False))
     tasks, held_out = load_run_tasks(config)

@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
@@ -29,7 +29,7 @@ from vlmrl.env.session import EnvContractError, EnvSession
 
 @dataclass(frozen=True)
 class EnvServerArguments:
-    env: tyro.conf.Positional[str]
+    env: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="ENV")]
     """`module:Name` or `file.py:Name`."""
     env_options: Options = field(default_factory=dict)
     """Arguments of the env's constructor or factory."""
