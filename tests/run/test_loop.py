@@ -241,6 +241,7 @@ def test_ctrl_c_stops_cleanly_and_keeps_the_results(tmp_path):
     assert process.returncode == 130, output
     assert "stopped after" in output and "Traceback" not in output
     assert (tmp_path / "quickstart/reward.png").exists()
+    assert (tmp_path / "quickstart/model/model.safetensors").exists()
 
 
 def test_rollouts_continue_while_the_trainer_trains(tmp_path):
