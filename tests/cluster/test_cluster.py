@@ -129,8 +129,10 @@ def test_two_ranks_train_on_recorded_episodes_as_one_process_does(runs):
     mine, theirs = start(here), start(there)
     steps = [(mine.step(rows), theirs.step(rows)) for _ in range(3)]
     assert len({local.metrics["loss"] for local, _ in steps}) == 3  # or equal losses would say nothing
-    for local, remote in steps:
-        assert remote.metrics == pytest.approx(local.metrics, abs=1e-5, rel=1e-5)
+    # Adam divides by a gradient's size, and so carries the rounding of small gradients into the weights: after two updates
+    # the gradient norm of one process alone differs by 6e-5 between instruction sets, and by 5e-6 between micro-batch sizes.
+    for tolerance, (local, remote) in zip((1e-5, 5e-4, 5e-4), steps, strict=True):
+        assert remote.metrics == pytest.approx(local.metrics, abs=1e-5, rel=tolerance)
     assert theirs.steps_done == mine.steps_done == 6
     local, remote = steps[-1]
     for one, other in zip(local.logprobs, remote.logprobs, strict=True):
