@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import socket
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from vlmrl.model import tiny
+
+
+def pytest_addoption(parser) -> None:
+    parser.addoption("--hostile", type=int, default=20, help="hostile inputs for each test in tests/hostile/")
+
+
+@pytest.fixture
+def hostile(request) -> Callable[[str], Iterator[random.Random]]:
+    """``hostile(area)``: a generator of random numbers for each hostile input; `pytest tests/hostile --hostile 1000` tries more."""
+    count = request.config.getoption("--hostile")
+    return lambda area: (random.Random(f"{area} {index}") for index in range(count))
 
 
 def pytest_configure(config) -> None:

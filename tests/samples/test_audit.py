@@ -84,6 +84,16 @@ def test_a_dropped_end_of_turn_is_counted_in_one_row_and_trained_in_two():
     assert audit(merge_prefixes(rows), [trajectory]).samples == 2  # the first row's end of turn is in no later prompt
 
 
+def test_a_dropped_end_of_turn_is_not_taken_for_the_next_reply_after_an_empty_observation():
+    turns = [make_turn([1, 4], [5, 2], [-0.1, -0.2]), make_turn([], [2], [-0.2])]
+    turns[0].dropped = 1
+    trajectory = make_trajectory(turns=turns)
+    (joined,) = concat(trajectory)
+    assert (joined.response_ids, joined.loss_mask) == ([5, 2], [1, 1])  # the 2 is the second reply
+    assert audit([joined], [trajectory]).left_out == {"inline_end_of_turn": 1}
+    assert audit(step_wise(trajectory), [trajectory]).left_out == {}
+
+
 def test_numbers_just_above_zero_pass():
     check(row(rollout_logprobs=changed(row().rollout_logprobs, 0, 1e-7)))
 
