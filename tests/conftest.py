@@ -15,6 +15,9 @@ import pytest
 
 from vlmrl.model import tiny
 
+# As `run_training` does for a deterministic run. MKL reads it once, and other tests use MKL before those that compare bits.
+os.environ["MKL_CBWR"] = "AUTO,STRICT"
+
 
 def pytest_addoption(parser) -> None:
     parser.addoption("--hostile", type=int, default=20, help="hostile inputs for each test in tests/hostile/")
