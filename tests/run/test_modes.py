@@ -6,6 +6,7 @@ import asyncio
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from testing.runs import RECIPES, short_quickstart, train
 
@@ -187,19 +188,23 @@ def test_a_step_that_the_filters_leave_empty_is_logged_and_not_trained(tmp_path,
 
 def test_a_kl_penalty_on_rewards_lowers_what_strays_from_the_reference(tmp_path, taught):
     base = config(tmp_path, taught)
-    run = build_run(replace(base, algo=Algo(kl_coef=0.5, kl="k1", kl_in_reward=True, reference="tiny:qwen3_vl")))
+    algo = Algo(
+        kl_coef=0.5, kl="k1", kl_in_reward=True, reference="tiny:qwen3_vl", advantage_options={"scale_by_std": False}
+    )
+    run = build_run(replace(base, algo=algo))
     trainer = loop.new_trainer(run)
     batch = asyncio.run(run.runner().play(TaskStream(run.tasks), 2, "x"))
     samples = [sample for trajectory in batch.trajectories for sample in concat(trajectory)]
-    kl = trainer.kl_by_trajectory(samples)
+    by_token = trainer.token_kl(samples)
     run.engine.close()
-    for trajectory, sample in zip(batch.trajectories, samples, strict=True):
+    kl = {}
+    for trajectory, sample, values in zip(batch.trajectories, samples, by_token, strict=True):
+        assert not values[np.array(sample.loss_mask) == 0].any()
+        kl[trajectory.id] = float(values.sum())
         mine = sum(logprob for logprob, mask in zip(sample.rollout_logprobs, sample.loss_mask, strict=True) if mask)
         assert kl[trajectory.id] > 10 and mine < 0  # a taught model is far from a random one
-    assign_advantages(
-        samples, batch.trajectories, replace(base, algo=Algo(advantage_options={"scale_by_std": False})), kl
-    )
+    assign_advantages(samples, batch.trajectories, replace(base, algo=algo), by_token)
     members = batch.groups[0]
-    worth = [t.reward - kl[t.id] for t in members]
+    worth = [t.reward - 0.5 * kl[t.id] for t in members]
     mean = sum(worth) / len(worth)
     assert [s.advantage for s in samples[: len(members)]] == pytest.approx([w - mean for w in worth], abs=1e-3)

@@ -153,6 +153,33 @@ def test_with_the_rollouts_policy_as_the_old_one_each_token_weighs_what_its_rati
         assert (parameter.grad - got[name]).norm() <= 1e-4 * parameter.grad.norm() + 1e-7, name
 
 
+@pytest.mark.parametrize("budget", [1, 10**6])
+def test_a_row_without_rollout_logprobs_is_not_corrected_and_the_others_are(model, budget):
+    rows = mixed_samples(model)
+    for row in rows[:3]:  # each trained token was four times as likely in the rollout: the weight is 1/4
+        moved = row_logprobs(model, row).detach() + np.log(4)
+        row.rollout_logprobs = [float(each) * mask for each, mask in zip(moved, row.loss_mask, strict=True)]
+    rows[3].rollout_logprobs = None
+    got = gradients(model, rows, budget, Algo(corrections=("token_truncation",)))
+    model.policy.zero_grad()
+    tokens = sum(sum(row.loss_mask) for row in rows)
+    for row, weight in zip(rows, [0.25, 0.25, 0.25, 1.0], strict=True):
+        weights = weight * torch.tensor(row.loss_mask) * row.advantage / tokens
+        (-weights * row_logprobs(model, row)).sum().backward()
+    for name, parameter in model.policy.named_parameters():
+        assert (parameter.grad - got[name]).norm() <= 1e-4 * parameter.grad.norm() + 1e-7, name
+
+
+def test_tokens_that_cannot_be_corrected_are_counted(model):
+    rows = mixed_samples(model)
+    before = copy.deepcopy(model.policy.state_dict())
+    rows[0].rollout_logprobs = None
+    algo = Algo(corrections=("token_truncation",))
+    trainer = Trainer(model.policy, TrainerSpec(algo, Optim(lr=1e-9), total_steps=1, tokens_per_micro_batch=10**6))
+    assert trainer.step(rows).metrics["correction/uncorrected_tokens"] == 3.0
+    model.policy.load_state_dict(before)
+
+
 def test_a_batch_is_cut_into_optimizer_steps_by_groups(model):
     rows = mixed_samples(model)
     before = copy.deepcopy(model.policy.state_dict())
