@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from rich.console import Console
 from testing.runs import RECIPES, short_quickstart, train
 
-from vlmrl.config import Algo, Config, Data, Eval, Model, Rollout, Train, WarmStart
+from vlmrl.config import Algo, Config, Data, Eval, Model, Optim, Rollout, Train, WarmStart
 from vlmrl.config.code import load_object
 from vlmrl.data import TaskStream
+from vlmrl.report.progress import RunProgress
+from vlmrl.report.run_log import RunLog
 from vlmrl.run import loop
 from vlmrl.run.build import build_run
 from vlmrl.samples import concat
@@ -177,6 +181,31 @@ def test_penalties_and_corrections_in_a_whole_step(tmp_path, taught):
     assert row["left_out/overlong"] >= 0
     assert row["correction/token_truncation/fraction"] == row["correction/veto/fraction"] == 0.0
     assert row["mismatch/ratio_max"] == pytest.approx(1.0, abs=1e-3) and row["entropy"] > 0
+
+
+def keep_some(trajectories):
+    """Of three batches of two groups: both groups, none, and one."""
+    step, group = trajectories[0].group_id.removeprefix("step").split("/")
+    return int(step) == 1 or (int(step) == 3 and int(group) == 0)
+
+
+def test_the_schedule_ends_with_the_run_and_a_small_step_is_reported(tmp_path, taught):
+    base = config(tmp_path, taught)
+    settings = replace(
+        base,
+        algo=Algo(filters=(keep_some,), advantage_options={"scale_by_std": False}),
+        optim=Optim(lr=3e-6, schedule="linear"),
+        train=Train(steps=3, groups_per_batch=2),
+    )
+    run, output = build_run(settings), io.StringIO()
+    log = RunLog(run.folder)
+    asyncio.run(loop.train(run, log, RunProgress(Console(file=output, width=400))))
+    rows = [row for row in log.rows() if "samples" in row]
+    log.close()
+    run.engine.close()
+    assert [row["groups/trained"] for row in rows] == [2, 0, 1]
+    assert rows[0]["lr"] == pytest.approx(3e-6) and "lr" not in rows[1] and rows[2]["lr"] == pytest.approx(1e-6)
+    assert output.getvalue().count("took an optimizer step from 1 of 2 groups") == 1
 
 
 def test_a_step_that_the_filters_leave_empty_is_logged_and_not_trained(tmp_path, taught):

@@ -190,6 +190,57 @@ def test_a_batch_is_cut_into_optimizer_steps_by_groups(model):
     model.policy.load_state_dict(before)
 
 
+def text_groups(model, count):
+    return [sample(model, f"t{number}", [], [20, 21], [1, 1], f"g{number}") for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("groups", "per_step", "sizes"),
+    [
+        (9, 4, [4, 5]),
+        (5, 4, [5]),
+        (7, 4, [3, 4]),
+        (6, 4, [6]),
+        (1, 4, [1]),
+        (3, 2, [3]),
+        (8, 4, [4, 4]),
+        (3, 1, [1, 1, 1]),
+    ],
+)
+def test_leftover_groups_take_no_optimizer_step_of_their_own(model, groups, per_step, sizes):
+    rows = text_groups(model, groups)
+    before = copy.deepcopy(model.policy.state_dict())
+    options = {"tokens_per_micro_batch": 10**6, "groups_per_step": per_step}
+    trainer = Trainer(model.policy, TrainerSpec(Algo(), Optim(lr=1e-9), total_steps=9, **options))
+    trained, update = [], trainer._update
+    trainer._update = lambda part, old: (trained.append([row.group_id for row in part]), update(part, old))[1]
+    assert trainer.step(rows).steps_done == len(sizes)
+    assert [len(part) for part in trained] == sizes
+    assert [name for part in trained for name in part] == [row.group_id for row in rows]
+    model.policy.load_state_dict(before)
+
+
+def test_the_schedule_ends_with_the_last_batch_however_many_steps_were_left_out(model):
+    """Four batches of two optimizer steps: the second has half of its groups, the third none."""
+    before = copy.deepcopy(model.policy.state_dict())
+    options = {"tokens_per_micro_batch": 10**6, "groups_per_step": 1, "total_steps": 8}
+    trainer = Trainer(model.policy, TrainerSpec(Algo(), Optim(lr=8e-9, schedule="linear"), **options))
+    rates, apply = [], trainer.optimizer.step
+    trainer.optimizer.step = lambda: (rates.append(trainer.optimizer.param_groups[0]["lr"]), apply())
+    for batch, groups in ((1, 2), (2, 1), (4, 2)):
+        trainer.end_schedule_at(2 * batch)
+        trainer.step(text_groups(model, groups))
+    assert rates == pytest.approx([8e-9, 7e-9, 5e-9, 2e-9, 1e-9])  # as the last of each full batch
+    model.policy.load_state_dict(before)
+
+
+def test_the_warmup_counts_the_steps_that_were_taken():
+    optim = Optim(lr=1.0, schedule="linear", warmup_steps=2)
+    assert learning_rate_factor(optim, 0, 6, position=1) == pytest.approx(1 / 3)
+    assert learning_rate_factor(optim, 1, 6, position=5) == pytest.approx(0.25)  # no later than the decay
+    assert learning_rate_factor(optim, 3, 6, position=6) == 0.0
+
+
 def test_logprobs_and_mismatch_are_of_the_weights_before_the_batch(model):
     rows = mixed_samples(model)
     before = copy.deepcopy(model.policy.state_dict())

@@ -123,7 +123,7 @@ class Optim:
     grad_clip: float = 1.0
     """Maximum norm of the gradient over all parameters."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning-rate schedule after warmup. `linear` and `cosine` decay to 0 at the end of the run, also if filters leave out groups."""
+    """Learning-rate schedule after warmup. `linear` and `cosine` decay to 0 at the end of the run, also if groups are filtered."""
     warmup_steps: int = 0
     """Optimizer steps of linear warmup from 0."""
     offload: bool = False

@@ -92,7 +92,7 @@ def _assign_by_token(
     to_go = penalties.flip(1).cumsum(1).flip(1)
     returns = torch.tensor(rewards, dtype=torch.float64)[:, None] - to_go
     group_ids = [trajectory.group_id for trajectory in trajectories]
-    advantages = ADVANTAGES[algo.advantage](returns, group_ids, mask, **algo.advantage_options)
+    advantages = _finite(ADVANTAGES[algo.advantage](returns, group_ids, mask, **algo.advantage_options), rewards, algo)
     for sample, indices, place in zip(samples, trained, spans, strict=True):
         values = np.zeros(len(sample.response_ids))
         values[indices] = advantages[place].numpy()
@@ -109,8 +109,8 @@ def _assign_by_turn(samples: Sequence[Sample], trajectories: Sequence[Trajectory
     for sample in samples:
         if sample.rollout_logprobs is None:
             raise ValueError(
-                f"trajectory {sample.trajectory_id}: a sample has no rollout_logprobs, so that its turns cannot be told apart: give "
-                "them, or set algo.credit to trajectory."
+                f"trajectory {sample.trajectory_id}: a sample has no rollout_logprobs, which mark the replies of its turns: "
+                "give them, or set algo.credit to trajectory."
             )
         rows.setdefault(sample.trajectory_id, []).append(sample)
         sample.advantage = [0.0] * len(sample.response_ids)
@@ -145,4 +145,15 @@ def return_to_go(trajectory: Trajectory, turn: int) -> float:
 
 def _advantages(rewards: Sequence[float], group_ids: Sequence[str], algo: Algo) -> list[float]:
     compute = ADVANTAGES[algo.advantage]
-    return compute(torch.tensor(rewards, dtype=torch.float64), group_ids, **algo.advantage_options).tolist()
+    values = compute(torch.tensor(rewards, dtype=torch.float64), group_ids, **algo.advantage_options)
+    return _finite(values, rewards, algo).tolist()
+
+
+def _finite(advantages: torch.Tensor, rewards: Sequence[float], algo: Algo) -> torch.Tensor:
+    """The advantages. Raises ValueError if one is not finite, which would only show in the gradient."""
+    if not bool(advantages.isfinite().all()):
+        raise ValueError(
+            f"algo.advantage {algo.advantage} must give finite advantages, but one is not, for rewards from {min(rewards)} to "
+            f"{max(rewards)}: give rewards of moderate size."
+        )
+    return advantages
