@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from testing.runs import RECIPES, short_quickstart, train
 
+from vlmrl.algos import FILTERS
 from vlmrl.config import Algo, Config, Data, Eval, Model, Optim, Rollout, Train, WarmStart
 from vlmrl.config.code import load_object
 from vlmrl.data import TaskStream
@@ -189,11 +190,12 @@ def keep_some(trajectories):
     return int(step) == 1 or (int(step) == 3 and int(group) == 0)
 
 
-def test_the_schedule_ends_with_the_run_and_a_small_step_is_reported(tmp_path, taught):
+def test_the_schedule_ends_with_the_run_and_a_small_step_is_reported(tmp_path, taught, monkeypatch):
+    monkeypatch.setitem(FILTERS, "keep_some", keep_some)
     base = config(tmp_path, taught)
     settings = replace(
         base,
-        algo=Algo(filters=(keep_some,), advantage_options={"scale_by_std": False}),
+        algo=Algo(filters=("keep_some",), advantage_options={"scale_by_std": False}),
         optim=Optim(lr=3e-6, schedule="linear"),
         train=Train(steps=3, groups_per_batch=2),
     )

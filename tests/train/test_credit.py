@@ -8,8 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from testing.fakes import make_trajectory, make_turn
+from testing.runs import short_quickstart
 
+from vlmrl.algos import ADVANTAGES, advantage
 from vlmrl.config import Algo, Config, Rollout, Train
+from vlmrl.run.build import build_run
 from vlmrl.samples import concat, step_wise
 from vlmrl.samples.emit import ReplySpan, reply_spans
 from vlmrl.train.credit import assign_advantages, return_to_go, shaped_reward
@@ -137,6 +140,19 @@ def test_reinforce_pp_subtracts_the_kl_of_each_token_and_those_after_it(form):
     got = [a for s in samples for a, mask in zip(s.advantage, s.loss_mask, strict=True) if mask]
     assert got == pytest.approx([(value - mean) / std for value in returns], abs=1e-5)
     assert all(not a for s in samples for a, mask in zip(s.advantage, s.loss_mask, strict=True) if not mask)
+
+
+def test_an_own_advantage_per_token_is_checked_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.setitem(
+        ADVANTAGES, "mine", advantage(per_token=True)(lambda returns, group_ids, mask, scale=1.0: returns)
+    )
+    config = short_quickstart(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"algo\.credit must be trajectory with an advantage per token, but it is 'turn'"
+    ):
+        build_run(replace(config, algo=Algo(advantage="mine", credit="turn")))
+    with pytest.raises(ValueError, match=r"algo\.advantage_options do not fit .*'skale'"):
+        build_run(replace(config, algo=Algo(advantage="mine", advantage_options={"skale": 2.0})))
 
 
 def test_other_advantages_subtract_the_kl_of_the_whole_trajectory():

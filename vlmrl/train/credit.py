@@ -107,16 +107,17 @@ def _trained(sample: Sample) -> np.ndarray:
 def _assign_by_turn(samples: Sequence[Sample], trajectories: Sequence[Trajectory], algo: Algo) -> None:
     rows: dict[str, list[Sample]] = {}
     for sample in samples:
-        if sample.rollout_logprobs is None:
-            raise ValueError(
-                f"trajectory {sample.trajectory_id}: a sample has no rollout_logprobs, which mark the replies of its turns: "
-                "give them, or set algo.credit to trajectory."
-            )
         rows.setdefault(sample.trajectory_id, []).append(sample)
         sample.advantage = [0.0] * len(sample.response_ids)
     by_turn = _advantages_by_turn(trajectories, algo)
     for trajectory in trajectories:
-        for span in reply_spans(trajectory, rows[trajectory.id]):
+        spans = reply_spans(trajectory, rows[trajectory.id])
+        if not spans:
+            raise ValueError(
+                f"trajectory {trajectory.id}: a sample has no rollout_logprobs, without which its turns' replies are not found: give "
+                "them, or set algo.credit to trajectory."
+            )
+        for span in spans:
             advantage = rows[trajectory.id][span.row].advantage
             assert isinstance(advantage, list)
             advantage[span.start : span.end] = [by_turn[trajectory.id, span.turn]] * (span.end - span.start)
