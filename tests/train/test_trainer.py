@@ -230,7 +230,8 @@ def test_the_schedule_ends_with_the_last_batch_however_many_steps_were_left_out(
     for batch, groups in ((1, 2), (2, 1), (4, 2)):
         trainer.end_schedule_at(2 * batch)
         trainer.step(text_groups(model, groups))
-    assert rates == pytest.approx([8e-9, 7e-9, 5e-9, 2e-9, 1e-9])  # as the last of each full batch
+    trainer.step(text_groups(model, 1))  # after the schedule's end
+    assert rates == pytest.approx([8e-9, 7e-9, 5e-9, 2e-9, 1e-9, 0.0])  # as the last of each full batch
     model.policy.load_state_dict(before)
 
 

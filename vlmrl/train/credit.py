@@ -77,7 +77,7 @@ def _assign_by_token(
     lengths = Counter[int]()
     for sample, indices in zip(samples, trained, strict=True):
         lengths[places[sample.trajectory_id]] += len(indices)
-    width = max(1, *lengths.values())
+    width = max([1, *lengths.values()])
     penalties, mask = torch.zeros(2, len(trajectories), width, dtype=torch.float64)
     filled = Counter[int]()
     spans = []

@@ -86,7 +86,7 @@ class Trainer:
         self.reference = reference
         self.steps_done = 0
         self._left_out = 0  # optimizer steps of the schedule that were not taken
-        self._schedule_end: int | None = None
+        self._schedule_end: int | None = None  # where the next batch ends in the schedule; None: after the last one
         self._spec = spec
         self._ranks = ranks or Ranks()
         self._algo = algo
@@ -108,6 +108,7 @@ class Trainer:
         mini_batches = self._mini_batches(samples)
         if self._schedule_end is not None:
             self._left_out = self._schedule_end - len(mini_batches) - self.steps_done
+            self._schedule_end = None
         parts = [[samples[index] for index in indices] for indices in mini_batches]
         old = [self._score_all(part) for part in parts] if len(parts) > 1 else [None]
         logprobs, steps = [np.empty(0)] * len(samples), []
@@ -306,9 +307,7 @@ class Trainer:
             raise ValueError(
                 f"trajectory {unknown[0]}: rollout_logprobs must be given with algo.old_policy rollout, but it is None."
             )
-        rollout = per_token(samples, lambda sample: sample.rollout_logprobs or [0.0] * len(sample.response_ids)).to(
-            device
-        )
+        rollout = per_token(samples, _rollout_logprobs).to(device)
         if unknown:
             is_unknown = torch.tensor([sample.rollout_logprobs is None for sample in samples], device=device)
             rollout = torch.where(is_unknown[:, None], before, rollout)
@@ -385,6 +384,11 @@ def _over_steps(name: str, values: list[float]) -> float:
 def _response(sample: Sample, row: np.ndarray) -> np.ndarray:
     """The part of a padded row that belongs to the response."""
     return row[len(sample.prompt_token_ids) : len(sample)]
+
+
+def _rollout_logprobs(sample: Sample) -> list[float]:
+    """The rollout logprobs; 0 where they are not known."""
+    return sample.rollout_logprobs or [0.0] * len(sample.response_ids)
 
 
 def _advantages(sample: Sample) -> list[float]:
