@@ -196,7 +196,13 @@ class Trajectory:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(turn.prompt_ids) + len(turn.response_ids) for turn in self.turns)
+        """The tokens of its longest context, a turn's whole prompt and its reply: what ``rollout.max_tokens`` limits."""
+        longest = length = 0
+        for turn in self.turns:
+            length = (length if turn.kept is None else turn.kept) + len(turn.prompt_ids) + len(turn.response_ids)
+            longest = max(longest, length)
+            length -= turn.dropped
+        return longest
 
     @property
     def num_sampled(self) -> int:

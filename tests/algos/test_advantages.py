@@ -5,11 +5,19 @@ import math
 import pytest
 import torch
 
-from vlmrl.algos import ADVANTAGES
+from vlmrl.algos import ADVANTAGES, advantage, is_per_token
 
 
 def advantages(name, rewards, groups, **options):
-    return ADVANTAGES[name](torch.tensor(rewards, dtype=torch.float64), list(groups), **options).tolist()
+    """Of trajectories with these rewards; per token, of one token each."""
+    given = torch.tensor(rewards, dtype=torch.float64)
+    return compute(name, given, groups, **options).tolist()
+
+
+def compute(name, rewards, groups, **options):
+    if is_per_token(ADVANTAGES[name]):
+        return ADVANTAGES[name](rewards[:, None], list(groups), torch.ones(len(rewards), 1), **options)[:, 0]
+    return ADVANTAGES[name](rewards, list(groups), **options)
 
 
 def test_grpo_by_hand():
@@ -42,6 +50,32 @@ def test_maxrl_refuses_a_negative_reward_and_names_it():
         advantages("maxrl", [1.0, -0.5], "aa")
 
 
+def test_reinforce_pp_counts_each_trained_token_once():
+    # Tokens 1, 1, 1 and 0: mean 3/4, unbiased variance (3/16 + 9/16) / 3 = 1/4. Padding has no part in it and no advantage.
+    returns, mask = torch.tensor([[1.0, 1, 1], [0, 5, 5]]).double(), torch.tensor([[1.0, 1, 1], [1, 0, 0]])
+    got = ADVANTAGES["reinforce_pp"](returns, ["a", "b"], mask)
+    assert got.flatten().tolist() == pytest.approx([0.5, 0.5, 0.5, -1.5, 0, 0], abs=1e-5)
+
+
+def test_the_group_baseline_is_the_mean_over_trajectories_not_tokens():
+    # Group a: 1 (three tokens) and 0 (one): +-1/2. Group b: 2 alone keeps 2. Tokens 1/2 three times, -1/2, 2: mean 3/5,
+    # unbiased variance (3 * 0.01 + 1.21 + 1.96) / 4 = 0.8.
+    returns = torch.tensor([[1.0, 1, 1], [0, 0, 0], [2, 2, 2]]).double()
+    mask = torch.tensor([[1.0, 1, 1], [1, 0, 0], [1, 0, 0]])
+    got = ADVANTAGES["reinforce_pp"](returns, ["a", "a", "b"], mask, group_baseline=True)[mask > 0]
+    wanted = [-0.1, -0.1, -0.1, -1.1, 1.4]
+    assert got.tolist() == pytest.approx([value / math.sqrt(0.8) for value in wanted], abs=1e-5)
+
+
+def test_reinforce_pp_without_trained_tokens_gives_nothing():
+    assert ADVANTAGES["reinforce_pp"](torch.ones(2, 1), ["a", "a"], torch.zeros(2, 1)).tolist() == [[0.0], [0.0]]
+
+
+def test_an_advantage_is_per_trajectory_unless_it_is_declared():
+    assert [name for name, function in ADVANTAGES.items() if is_per_token(function)] == ["reinforce_pp"]
+    assert is_per_token(advantage(per_token=True)(lambda returns, group_ids, mask: returns))
+
+
 def test_reinforce_pp_whitens_the_whole_batch():
     # 4, 0, 2, 2: mean 2, unbiased variance (4 + 4 + 0 + 0) / 3, so 2 / sqrt(8 / 3) = sqrt(3 / 2).
     got = advantages("reinforce_pp", [4.0, 0.0, 2.0, 2.0], "aabb")
@@ -54,16 +88,18 @@ def test_reinforce_pp_with_a_group_baseline_subtracts_it_first():
     assert got == pytest.approx([0.866025, -0.866025, 0.866025, -0.866025], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
-def test_a_group_of_one_keeps_its_reward_but_for_maxrl(name):
-    assert advantages(name, [0.7], "a") == ([0.0] if name == "maxrl" else [0.7])
+@pytest.mark.parametrize(("name", "wanted"), [("grpo", 0.7), ("rloo", 0.0), ("maxrl", 0.0), ("reinforce_pp", 0.0)])
+def test_a_group_of_one(name, wanted):
+    assert advantages(name, [0.7], "a") == [wanted]
+    if name != "reinforce_pp":
+        assert advantages(name, [1.0, 0.7, 0.0], "aba")[1] == wanted
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_equal_rewards_have_no_advantage(name):
     assert advantages(name, [2.0, 2.0, 2.0, 2.0], "aabb") == [0.0] * 4
     # In float32 the mean of eight 10.1 is 1e-6 off, as much as what keeps the division by the std finite.
-    assert ADVANTAGES[name](torch.full((8,), 10.1), ["a"] * 8).tolist() == [0.0] * 8
+    assert compute(name, torch.full((8,), 10.1), "a" * 8).tolist() == [0.0] * 8
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "maxrl"])
@@ -79,4 +115,4 @@ def test_huge_and_tiny_rewards_stay_finite_and_the_rewards_are_not_written_to(na
     for scale in (1e-30, 1e15):
         rewards = torch.tensor([1.0, 0.0, 0.0, 1.0]) * scale
         before = rewards.clone()
-        assert ADVANTAGES[name](rewards, ["a"] * 4).isfinite().all() and torch.equal(rewards, before)
+        assert compute(name, rewards, "aaaa").isfinite().all() and torch.equal(rewards, before)

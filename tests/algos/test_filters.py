@@ -19,13 +19,17 @@ DEAD = group(7.0, ending="error") + group(-7.0, ending="aborted")
     [
         ((1.0, 0.0, 0.0), True),
         ((1.0, 1.0, 1.0), False),
-        ((0.5,), False),  # a group of one has nothing to differ from
+        ((0.5,), True),  # a group of one has nothing to be equal to
         ((0.1 + 0.2, 0.3), False),  # 5.6e-17 apart
         ((0.3, 0.3 + 1e-6), True),
     ],
 )
 def test_zero_variance_keeps_groups_whose_rewards_differ(rewards, kept):
     assert FILTERS["zero_variance"](group(*rewards)) is kept
+
+
+def test_zero_variance_keeps_a_group_with_one_live_member():
+    assert FILTERS["zero_variance"](group(0.5) + DEAD)
 
 
 def test_zero_variance_counts_the_rewards_of_the_turns_too():

@@ -161,7 +161,10 @@ def test_code_becomes_its_object_and_paths_become_absolute(folder):
             model=Model("model", chat_template="my.jinja"),
             rollout=Rollout(history="rerender", history_policy="mine.py:newest"),
             algo=Algo(
-                filters=("mine.py:keep", "zero_variance"), filter_options={"mine.py:keep.k": 2}, reference="model"
+                filters=("mine.py:keep", "zero_variance"),
+                filter_options={"mine.py:keep.k": 2},
+                reference="model",
+                kl_coef=0.1,
             ),
             eval=Eval(data=Data(generator="mine.py:tasks", size=1)),
             warm_start=WarmStart(demonstrate="mine.py:show"),
@@ -192,7 +195,7 @@ def test_names_that_are_no_files_stay(folder):
         data=Data("hiyouga/geometry3k"),
         model=Model("Qwen/Qwen3-VL-2B-Instruct", chat_template="chatml"),
         rollout=Rollout(history="rerender", history_policy="last_turns"),
-        algo=Algo(filters=("zero_variance",), reference="tiny:qwen3_vl"),
+        algo=Algo(filters=("zero_variance",), reference="tiny:qwen3_vl", kl_coef=0.1),
     )
     assert resolve_config(config, folder) == config
 

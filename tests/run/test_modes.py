@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from rich.console import Console
 from testing.runs import RECIPES, short_quickstart, train
 
-from vlmrl.config import Algo, Config, Data, Eval, Model, Rollout, Train, WarmStart
+from vlmrl.algos import FILTERS
+from vlmrl.config import Algo, Config, Data, Eval, Model, Optim, Rollout, Train, WarmStart
 from vlmrl.config.code import load_object
 from vlmrl.data import TaskStream
+from vlmrl.report.progress import RunProgress
+from vlmrl.report.run_log import RunLog
 from vlmrl.run import loop
 from vlmrl.run.build import build_run
 from vlmrl.samples import concat
@@ -178,6 +184,32 @@ def test_penalties_and_corrections_in_a_whole_step(tmp_path, taught):
     assert row["mismatch/ratio_max"] == pytest.approx(1.0, abs=1e-3) and row["entropy"] > 0
 
 
+def keep_some(trajectories):
+    """Of three batches of two groups: both groups, none, and one."""
+    step, group = trajectories[0].group_id.removeprefix("step").split("/")
+    return int(step) == 1 or (int(step) == 3 and int(group) == 0)
+
+
+def test_the_schedule_ends_with_the_run_and_a_small_step_is_reported(tmp_path, taught, monkeypatch):
+    monkeypatch.setitem(FILTERS, "keep_some", keep_some)
+    base = config(tmp_path, taught)
+    settings = replace(
+        base,
+        algo=Algo(filters=("keep_some",), advantage_options={"scale_by_std": False}),
+        optim=Optim(lr=3e-6, schedule="linear"),
+        train=Train(steps=3, groups_per_batch=2),
+    )
+    run, output = build_run(settings), io.StringIO()
+    log = RunLog(run.folder)
+    asyncio.run(loop.train(run, log, RunProgress(Console(file=output, width=400))))
+    rows = [row for row in log.rows() if "samples" in row]
+    log.close()
+    run.engine.close()
+    assert [row["groups/trained"] for row in rows] == [2, 0, 1]
+    assert rows[0]["lr"] == pytest.approx(3e-6) and "lr" not in rows[1] and rows[2]["lr"] == pytest.approx(1e-6)
+    assert output.getvalue().count("took an optimizer step from 1 of 2 groups") == 1
+
+
 def test_a_step_that_the_filters_leave_empty_is_logged_and_not_trained(tmp_path, taught):
     never = Algo(filters=("reward_band",), filter_options={"reward_band.low": 2.0, "reward_band.high": 3.0})
     run, rows, _ = train(replace(config(tmp_path, taught), algo=never))
@@ -187,19 +219,23 @@ def test_a_step_that_the_filters_leave_empty_is_logged_and_not_trained(tmp_path,
 
 def test_a_kl_penalty_on_rewards_lowers_what_strays_from_the_reference(tmp_path, taught):
     base = config(tmp_path, taught)
-    run = build_run(replace(base, algo=Algo(kl_coef=0.5, kl="k1", kl_in_reward=True, reference="tiny:qwen3_vl")))
+    algo = Algo(
+        kl_coef=0.5, kl="k1", kl_in_reward=True, reference="tiny:qwen3_vl", advantage_options={"scale_by_std": False}
+    )
+    run = build_run(replace(base, algo=algo))
     trainer = loop.new_trainer(run)
     batch = asyncio.run(run.runner().play(TaskStream(run.tasks), 2, "x"))
     samples = [sample for trajectory in batch.trajectories for sample in concat(trajectory)]
-    kl = trainer.kl_by_trajectory(samples)
+    by_token = trainer.token_kl(samples)
     run.engine.close()
-    for trajectory, sample in zip(batch.trajectories, samples, strict=True):
+    kl = {}
+    for trajectory, sample, values in zip(batch.trajectories, samples, by_token, strict=True):
+        assert not values[np.array(sample.loss_mask) == 0].any()
+        kl[trajectory.id] = float(values.sum())
         mine = sum(logprob for logprob, mask in zip(sample.rollout_logprobs, sample.loss_mask, strict=True) if mask)
         assert kl[trajectory.id] > 10 and mine < 0  # a taught model is far from a random one
-    assign_advantages(
-        samples, batch.trajectories, replace(base, algo=Algo(advantage_options={"scale_by_std": False})), kl
-    )
+    assign_advantages(samples, batch.trajectories, replace(base, algo=algo), by_token)
     members = batch.groups[0]
-    worth = [t.reward - kl[t.id] for t in members]
+    worth = [t.reward - 0.5 * kl[t.id] for t in members]
     mean = sum(worth) / len(worth)
     assert [s.advantage for s in samples[: len(members)]] == pytest.approx([w - mean for w in worth], abs=1e-3)

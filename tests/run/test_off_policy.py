@@ -40,11 +40,11 @@ def test_the_package_s_losses_declare_their_ratio():
         (ahead(1, corrections=("veto",)), "trainer"),
         (ahead(0, old_policy="rollout"), "rollout"),
         (ahead(1, old_policy="trainer"), "trainer"),
-        (ahead(1, loss="reinforce"), "trainer"),
+        (ahead(1, loss="reinforce", corrections=("token_truncation",)), "trainer"),
         (ahead(1, loss="sft"), "trainer"),
         (ahead(1, loss="gspo"), "rollout"),
         (ahead(1, loss="undeclared"), "rollout"),  # right if it has a ratio, unused if it has none
-        (ahead(1, rollout=Rollout(history="rerender")), "trainer"),  # re-rendered rows have no rollout logprobs
+        (ahead(0, rollout=Rollout(history="rerender")), "trainer"),  # re-rendered rows have no rollout logprobs
     ],
 )
 def test_ratios_are_to_the_rollout_policy_where_nothing_else_corrects(config, chosen):
@@ -60,7 +60,7 @@ def test_ratios_are_to_the_rollout_policy_where_nothing_else_corrects(config, ch
             {"loss": "undeclared"},
             "not known to be corrected: loss 'undeclared' has no @vlmrl.algos.loss(has_ratio=...)",
         ),
-        ({"loss": "reinforce"}, "not corrected"),
+        ({"loss": "reinforce", "old_policy": "trainer"}, "not corrected"),
         ({"loss": "ppo", "old_policy": "trainer"}, "not corrected"),
         ({"loss": "reinforce", "corrections": ("veto", "token_mask")}, "corrections: veto, token_mask"),
     ],
@@ -73,7 +73,7 @@ def test_the_plan_claims_only_what_the_loss_declares(algo, phrase):
     "config",
     [
         ahead(1, "correct", old_policy="trainer"),
-        ahead(1, "correct", loss="reinforce"),
+        ahead(1, "correct", loss="reinforce", old_policy="trainer"),
         ahead(1, "correct", loss="undeclared"),
         ahead(1, "correct", loss="undeclared", old_policy="rollout"),
     ],
@@ -94,6 +94,38 @@ def test_too_old_correct_needs_something_that_corrects(config):
     ],
 )
 def test_what_corrects_is_accepted(config):
+    check_off_policy(config)
+
+
+@pytest.mark.parametrize("staleness", [1, 4])
+def test_older_rollouts_without_a_correction_are_refused_when_the_config_is_made(staleness):
+    message = "algo.corrections must be set with algo.loss reinforce and train.max_staleness above 0"
+    with pytest.raises(ValueError, match=message):
+        ahead(staleness, loss="reinforce")
+    with pytest.raises(ValueError, match=r"Re-rendered samples .* have no rollout logprobs"):
+        ahead(staleness, rollout=Rollout(history="rerender"))
+
+
+def test_an_own_loss_that_declares_no_ratio_is_refused_before_the_run(monkeypatch):
+    monkeypatch.setitem(LOSSES, "mine", loss(has_ratio=False)(lambda inputs: undeclared(inputs)))
+    config = ahead(1, loss="mine")  # not known when the config is made
+    with pytest.raises(ValueError, match=r"algo\.corrections must be set with algo\.loss mine"):
+        check_off_policy(config)
+    check_off_policy(ahead(0, loss="mine"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ahead(4, loss="reinforce", old_policy="trainer"),
+        ahead(4, loss="reinforce", corrections=("veto",)),
+        ahead(4, rollout=Rollout(history="rerender"), old_policy="trainer"),
+        ahead(4, rollout=Rollout(history="rerender", samples="merged")),
+        ahead(4, loss="sft"),
+        ahead(0, loss="reinforce", rollout=Rollout(history="rerender")),
+    ],
+)
+def test_older_rollouts_are_trained_as_they_are_only_if_that_is_set(config):
     check_off_policy(config)
 
 

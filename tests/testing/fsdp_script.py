@@ -71,7 +71,7 @@ def train(folder: str, out: Path, ranks: Ranks, name: str) -> dict[str, Any]:
     trainer = trainers.start(spec)
     outputs = [trainer.step(rows) for _ in range(5)]
     weights = {name: float(weight.double().square().sum()) for name, weight in trainer.named_weights()}
-    penalties = trainer.kl_by_trajectory(rows) if kl else {}
+    penalties = [float(value) for values in trainer.token_kl(rows) for value in values] if kl else []
     logprobs = [row.tolist() for row in outputs[-1].logprobs]
     checkpoint = out / name / str(ranks.size)
     checkpoint.mkdir(parents=True)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from testing.fakes import make_trajectory, make_turn
+from testing.runs import short_quickstart
 
+from vlmrl.algos import ADVANTAGES, advantage
 from vlmrl.config import Algo, Config, Rollout, Train
+from vlmrl.run.build import build_run
 from vlmrl.samples import concat, step_wise
 from vlmrl.samples.emit import ReplySpan, reply_spans
 from vlmrl.train.credit import assign_advantages, return_to_go, shaped_reward
@@ -51,6 +56,114 @@ def test_credit_by_turn_compares_returns_to_go(form):
     assert all(not x for s in samples for x, mask in zip(s.advantage, s.loss_mask, strict=True) if not mask)
 
 
+def outcome_group(*rewards, turns=(2, 2, 5), names="abc"):
+    """Members that get their reward at the end, after as many turns of two tokens."""
+    reply = {"prompt_ids": [1, 2], "response_ids": [5, 6], "logprobs": [-0.1, -0.2]}
+    return [
+        make_trajectory(name, turns=[make_turn(**reply) for _ in range(count)], final_reward=reward)
+        for name, count, reward in zip(names, turns, rewards, strict=True)
+    ]
+
+
+def by_trajectory(trajectories, form, **algo):
+    """The advantage of each trained token, by trajectory, without repetitions."""
+    samples = [sample for trajectory in trajectories for sample in form(trajectory)]
+    assign_advantages(samples, trajectories, Config(algo=Algo(credit="turn", **algo)))
+    advantages = {}
+    for sample in samples:
+        trained = [a for a, mask in zip(sample.advantage, sample.loss_mask, strict=True) if mask]
+        advantages.setdefault(sample.trajectory_id, []).extend(trained[::2])
+    return advantages
+
+
+@pytest.mark.parametrize("form", [concat, step_wise])
+def test_a_turn_that_one_member_reaches_has_the_advantage_of_the_trajectory(form):
+    # 11, 10, 11: mean 32/3, std sqrt((1/9 + 4/9 + 1/9) / 2) = sqrt(1/3).
+    got = by_trajectory(outcome_group(11.0, 10.0, 11.0), form)
+    high, low = math.sqrt(3) / 3, -math.sqrt(3) * 2 / 3
+    assert got["a"] == pytest.approx([high] * 2, abs=1e-5)
+    assert got["b"] == pytest.approx([low] * 2, abs=1e-5)
+    assert got["c"] == pytest.approx([high] * 5, abs=1e-5)
+
+
+@pytest.mark.parametrize("form", [concat, step_wise])
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "maxrl"])
+def test_equal_rewards_have_no_advantage_in_any_turn(form, advantage):
+    got = by_trajectory(outcome_group(11.0, 11.0, 11.0), form, advantage=advantage)
+    assert got == {"a": [0.0] * 2, "b": [0.0] * 2, "c": [0.0] * 5}
+
+
+def test_the_turns_of_a_group_of_one_have_nobody_to_be_compared_with():
+    turns = [make_turn([1], [5, 6], [-0.1, -0.2], reward=reward) for reward in (1.0, 3.0)]
+    alone = make_trajectory(turns=turns, final_reward=None)
+    assert by_trajectory([alone], concat) == {
+        "t": [4.0, 3.0]
+    }  # grpo keeps the reward of a group of one: here the return-to-go
+    assert by_trajectory([alone], concat, advantage="rloo") == {"t": [0.0, 0.0]}
+
+
+def test_credit_by_turn_refuses_rows_in_which_turns_cannot_be_told_apart():
+    trajectories = group()
+    samples = [sample for trajectory in trajectories for sample in concat(trajectory)]
+    samples[1].rollout_logprobs = None
+    with pytest.raises(ValueError, match="trajectory b: a sample has no rollout_logprobs"):
+        assign_advantages(samples, trajectories, Config(algo=Algo(credit="turn")))
+
+
+WHITENED = Algo(advantage="reinforce_pp")
+
+
+@pytest.mark.parametrize("form", [concat, step_wise])
+def test_reinforce_pp_whitens_over_trained_tokens(form):
+    long, short = outcome_group(1.0, 0.0, turns=(3, 1), names="ab")
+    samples = [sample for trajectory in (long, short) for sample in form(trajectory)]
+    assign_advantages(samples, [long, short], Config(algo=WHITENED))
+    # 6 tokens of 1 and 2 of 0: mean 3/4, unbiased variance (6/16 + 2 * 9/16) / 7 = 3/14.
+    std = math.sqrt(3 / 14)
+    for sample in samples:
+        wanted = {"a": 0.25 / std, "b": -0.75 / std}[sample.trajectory_id]
+        assert sample.advantage == pytest.approx([wanted * mask for mask in sample.loss_mask], abs=1e-5)
+
+
+@pytest.mark.parametrize("form", [concat, step_wise])
+def test_reinforce_pp_subtracts_the_kl_of_each_token_and_those_after_it(form):
+    long, short = outcome_group(1.0, 0.0, turns=(2, 1), names="ab")
+    samples = [sample for trajectory in (long, short) for sample in form(trajectory)]
+    values = iter([0.5, 0.25, 1.0, -0.5, 2.0, 0.25])  # nats, of the trained tokens in order
+    kl = [np.array([next(values) if mask else 7.0 for mask in sample.loss_mask], np.float32) for sample in samples]
+    algo = Algo(advantage="reinforce_pp", kl_coef=2.0, kl="k1", kl_in_reward=True)
+    assign_advantages(samples, [long, short], Config(algo=algo), kl)
+    # To go: 1.25, 0.75, 0.5, -0.5 and 2.25, 0.25 nats, of which 2 are subtracted for each.
+    returns = [-1.5, -0.5, 0.0, 2.0, -4.5, -0.5]
+    mean = -5.0 / 6
+    std = math.sqrt(sum((value - mean) ** 2 for value in returns) / 5)
+    got = [a for s in samples for a, mask in zip(s.advantage, s.loss_mask, strict=True) if mask]
+    assert got == pytest.approx([(value - mean) / std for value in returns], abs=1e-5)
+    assert all(not a for s in samples for a, mask in zip(s.advantage, s.loss_mask, strict=True) if not mask)
+
+
+def test_an_own_advantage_per_token_is_checked_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.setitem(
+        ADVANTAGES, "mine", advantage(per_token=True)(lambda returns, group_ids, mask, scale=1.0: returns)
+    )
+    config = short_quickstart(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"algo\.credit must be trajectory with an advantage per token, but it is 'turn'"
+    ):
+        build_run(replace(config, algo=Algo(advantage="mine", credit="turn")))
+    with pytest.raises(ValueError, match=r"algo\.advantage_options do not fit .*'skale'"):
+        build_run(replace(config, algo=Algo(advantage="mine", advantage_options={"skale": 2.0})))
+
+
+def test_other_advantages_subtract_the_kl_of_the_whole_trajectory():
+    trajectories = group()  # rewards 4, 1, 5
+    samples = [sample for trajectory in trajectories for sample in concat(trajectory)]
+    kl = [np.where(sample.loss_mask, 0.5, 7.0) for sample in samples]  # 2, 2 and 1 nats
+    algo = Algo(advantage_options=PLAIN, kl_coef=0.5, kl="k1", kl_in_reward=True)
+    assign_advantages(samples, trajectories, Config(algo=algo), kl)
+    assert [s.advantage for s in samples] == pytest.approx([0.5, -2.5, 2.0])  # of 3, 0, 4.5
+
+
 def test_a_return_to_go_includes_the_final_reward():
     trajectory = make_trajectory(turns=group()[0].turns, final_reward=0.5)
     assert [return_to_go(trajectory, turn) for turn in range(2)] == [4.5, 3.5]
@@ -82,13 +195,32 @@ def test_length_costs_only_near_the_limit():
     assert shaped_reward(trajectory, near) == pytest.approx(0.85)
 
 
+def test_a_rerendered_prompt_counts_once():
+    """Six turns, each with a whole prompt of 100 tokens of its own and a reply of 10: no context is longer than 110."""
+    turns = [make_turn([1] * 100, [5] * 10, [-0.1] * 10) for _ in range(6)]
+    for turn in turns[1:]:
+        turn.kept = turn.kept_media = 0
+    trajectory = make_trajectory(turns=turns, final_reward=1.0)
+    assert trajectory.num_tokens == max(
+        len(prompt) + len(turn.response_ids)
+        for (prompt, _), turn in zip(trajectory.prompts(), trajectory.turns, strict=True)
+    )
+    config = Config(rollout=Rollout(max_tokens=200, max_reply_tokens=20), algo=Algo(overlong_buffer=20))
+    assert shaped_reward(trajectory, config) == 1.0
+    longer = replace(config, algo=Algo(overlong_buffer=100))  # from 100 on: 110 costs 0.1
+    assert shaped_reward(trajectory, longer) == pytest.approx(0.9)
+
+
+def test_the_longest_context_is_not_always_the_last_and_dropped_tokens_count_where_they_are():
+    turns = [make_turn([1] * 4, [5, 6], [-0.1] * 2), make_turn([7] * 9, [8], [-0.1]), make_turn([3], [4], [-0.1])]
+    turns[0].dropped = 1  # 6 tokens, of which 5 go on; then 5 + 9 + 1; then 2 of these and 1 + 1
+    turns[2].kept = 2
+    assert make_trajectory(turns=turns).num_tokens == 15
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"algo": Algo(advantage="reinforce_pp"), "rollout": Rollout(samples="step_wise")},
-            "reinforce_pp is defined over",
-        ),
         (
             {"algo": Algo(corrections=("veto",)), "rollout": Rollout(history="rerender")},
             r"\['veto'\] must be unset with re-rendered samples",
@@ -111,22 +243,3 @@ def test_length_costs_only_near_the_limit():
 def test_what_does_not_go_together_is_refused_with_its_reason(settings, message):
     with pytest.raises(ValueError, match=message):
         Config(**settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"loss": "gae"}, "gae is not offered: it needs a critic"),
-        ({"kl_in_reward": True}, "algo.kl_coef must be greater than 0 with kl_in_reward"),
-        ({"dynamic_sampling": "filter"}, "algo.filters must be set with dynamic_sampling"),
-        ({"correction_options": {"veto.least": 0.1}}, r"algo.correction_options must be NAME.OPTION of one of \[\]"),
-        (
-            {"old_policy": "rollout", "corrections": ("veto",)},
-            "algo.corrections must be unset with algo.old_policy rollout",
-        ),
-        ({"credit": "turn", "advantage": "reinforce_pp"}, "algo.advantage must be a group baseline with credit turn"),
-    ],
-)
-def test_algo_settings_that_cannot_be_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        Algo(**settings)

@@ -21,12 +21,12 @@ def declared(inputs):
     return plain(inputs)
 
 
-def config(tmp_path, name: str, too_old: str = "wait") -> Config:
+def config(tmp_path, name: str, too_old: str = "wait", **algo) -> Config:
     return replace(
         short_quickstart(tmp_path),
         rollout=Rollout(group_size=2, max_turns=2, max_tokens=128, max_reply_tokens=16),
         warm_start=WarmStart(),
-        algo=Algo(loss=name),
+        algo=Algo(loss=name, **algo),
         optim=Optim(lr=1e-3),
         train=Train(steps=2, groups_per_batch=2, max_staleness=1, too_old=too_old, canary=False),
         eval=Eval(),
@@ -34,10 +34,13 @@ def config(tmp_path, name: str, too_old: str = "wait") -> Config:
     )
 
 
-@pytest.mark.parametrize(("function", "phrase"), [(plain, "not known to be corrected"), (declared, "not corrected")])
-def test_a_loss_without_a_ratio_trains_and_is_not_called_corrected(function, phrase, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("function", "old_policy", "phrase"),
+    [(plain, None, "not known to be corrected"), (declared, "trainer", "not corrected")],
+)
+def test_a_loss_without_a_ratio_trains_and_is_not_called_corrected(function, old_policy, phrase, tmp_path, monkeypatch):
     monkeypatch.setitem(LOSSES, "mine", function)
-    run, rows, _ = train(config(tmp_path, "mine"))
+    run, rows, _ = train(config(tmp_path, "mine", old_policy=old_policy))
     plan = summary_of(run)
     run.engine.close()
     assert [row["step"] for row in rows if "loss" in row] == [1, 2]

@@ -153,6 +153,33 @@ def test_with_the_rollouts_policy_as_the_old_one_each_token_weighs_what_its_rati
         assert (parameter.grad - got[name]).norm() <= 1e-4 * parameter.grad.norm() + 1e-7, name
 
 
+@pytest.mark.parametrize("budget", [1, 10**6])
+def test_a_row_without_rollout_logprobs_is_not_corrected_and_the_others_are(model, budget):
+    rows = mixed_samples(model)
+    for row in rows[:3]:  # each trained token was four times as likely in the rollout: the weight is 1/4
+        moved = row_logprobs(model, row).detach() + np.log(4)
+        row.rollout_logprobs = [float(each) * mask for each, mask in zip(moved, row.loss_mask, strict=True)]
+    rows[3].rollout_logprobs = None
+    got = gradients(model, rows, budget, Algo(corrections=("token_truncation",)))
+    model.policy.zero_grad()
+    tokens = sum(sum(row.loss_mask) for row in rows)
+    for row, weight in zip(rows, [0.25, 0.25, 0.25, 1.0], strict=True):
+        weights = weight * torch.tensor(row.loss_mask) * row.advantage / tokens
+        (-weights * row_logprobs(model, row)).sum().backward()
+    for name, parameter in model.policy.named_parameters():
+        assert (parameter.grad - got[name]).norm() <= 1e-4 * parameter.grad.norm() + 1e-7, name
+
+
+def test_tokens_that_cannot_be_corrected_are_counted(model):
+    rows = mixed_samples(model)
+    before = copy.deepcopy(model.policy.state_dict())
+    rows[0].rollout_logprobs = None
+    algo = Algo(corrections=("token_truncation",))
+    trainer = Trainer(model.policy, TrainerSpec(algo, Optim(lr=1e-9), total_steps=1, tokens_per_micro_batch=10**6))
+    assert trainer.step(rows).metrics["correction/uncorrected_tokens"] == 3.0
+    model.policy.load_state_dict(before)
+
+
 def test_a_batch_is_cut_into_optimizer_steps_by_groups(model):
     rows = mixed_samples(model)
     before = copy.deepcopy(model.policy.state_dict())
@@ -161,6 +188,58 @@ def test_a_batch_is_cut_into_optimizer_steps_by_groups(model):
     assert output.steps_done == 2
     assert output.metrics["ratio"] != 1.0  # the second step is off the policy the old logprobs came from
     model.policy.load_state_dict(before)
+
+
+def text_groups(model, count):
+    return [sample(model, f"t{number}", [], [20, 21], [1, 1], f"g{number}") for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("groups", "per_step", "sizes"),
+    [
+        (9, 4, [4, 5]),
+        (5, 4, [5]),
+        (7, 4, [3, 4]),
+        (6, 4, [6]),
+        (1, 4, [1]),
+        (3, 2, [3]),
+        (8, 4, [4, 4]),
+        (3, 1, [1, 1, 1]),
+    ],
+)
+def test_leftover_groups_take_no_optimizer_step_of_their_own(model, groups, per_step, sizes):
+    rows = text_groups(model, groups)
+    before = copy.deepcopy(model.policy.state_dict())
+    options = {"tokens_per_micro_batch": 10**6, "groups_per_step": per_step}
+    trainer = Trainer(model.policy, TrainerSpec(Algo(), Optim(lr=1e-9), total_steps=9, **options))
+    trained, update = [], trainer._update
+    trainer._update = lambda part, old: (trained.append([row.group_id for row in part]), update(part, old))[1]
+    assert trainer.step(rows).steps_done == len(sizes)
+    assert [len(part) for part in trained] == sizes
+    assert [name for part in trained for name in part] == [row.group_id for row in rows]
+    model.policy.load_state_dict(before)
+
+
+def test_the_schedule_ends_with_the_last_batch_however_many_steps_were_left_out(model):
+    """Four batches of two optimizer steps: the second has half of its groups, the third none."""
+    before = copy.deepcopy(model.policy.state_dict())
+    options = {"tokens_per_micro_batch": 10**6, "groups_per_step": 1, "total_steps": 8}
+    trainer = Trainer(model.policy, TrainerSpec(Algo(), Optim(lr=8e-9, schedule="linear"), **options))
+    rates, apply = [], trainer.optimizer.step
+    trainer.optimizer.step = lambda: (rates.append(trainer.optimizer.param_groups[0]["lr"]), apply())
+    for batch, groups in ((1, 2), (2, 1), (4, 2)):
+        trainer.end_schedule_at(2 * batch)
+        trainer.step(text_groups(model, groups))
+    trainer.step(text_groups(model, 1))  # after the schedule's end
+    assert rates == pytest.approx([8e-9, 7e-9, 5e-9, 2e-9, 1e-9, 0.0])  # as the last of each full batch
+    model.policy.load_state_dict(before)
+
+
+def test_the_warmup_counts_the_steps_that_were_taken():
+    optim = Optim(lr=1.0, schedule="linear", warmup_steps=2)
+    assert learning_rate_factor(optim, 0, 6, position=1) == pytest.approx(1 / 3)
+    assert learning_rate_factor(optim, 1, 6, position=5) == pytest.approx(0.25)  # no later than the decay
+    assert learning_rate_factor(optim, 3, 6, position=6) == 0.0
 
 
 def test_logprobs_and_mismatch_are_of_the_weights_before_the_batch(model):

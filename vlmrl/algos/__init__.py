@@ -1,6 +1,7 @@
 """The algorithms: pure functions in registries by name. To add one, write a function and register it.
 
-ADVANTAGES[name](rewards, group_ids, **options) -> advantages                one number per trajectory, in and out
+ADVANTAGES[name](rewards, group_ids, **options) -> advantages                one number per trajectory, in and out; with
+                                                                             @advantage(per_token=True) one per trained token
 LOSSES[name](inputs, **options)                 -> LossOutputs                per token, [rows, length]
 CORRECTIONS[name](old, rollout, mask, **options) -> weights, metrics          detached factors, [rows, length]
 REDUCTIONS[name](loss_mask, group_ids, **options) -> weights                  [rows, length]; loss = (per_token * weights).sum()
@@ -9,7 +10,7 @@ FILTERS[name](group, **options)                 -> bool                       wh
 
 from typing import Any
 
-from vlmrl.algos.advantages import ADVANTAGES
+from vlmrl.algos.advantages import ADVANTAGES, advantage, is_per_token
 from vlmrl.algos.corrections import CORRECTIONS
 from vlmrl.algos.filters import FILTERS
 from vlmrl.algos.losses import KL, LOSSES, LossInputs, LossOutputs, has_ratio, loss
@@ -24,7 +25,9 @@ __all__ = [
     "REDUCTIONS",
     "LossInputs",
     "LossOutputs",
+    "advantage",
     "has_ratio",
+    "is_per_token",
     "look_up",
     "loss",
 ]

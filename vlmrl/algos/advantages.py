@@ -1,12 +1,37 @@
-"""Advantages: from one reward per trajectory to one advantage per trajectory, by groups."""
+"""Advantages: from one reward per trajectory to one advantage per trajectory, by groups; or the same per trained token."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
 EPS = 1e-6
+Function = TypeVar("Function", bound=Callable[..., torch.Tensor])
+
+
+def advantage(*, per_token: bool) -> Callable[[Function], Function]:
+    """Declare that an advantage is computed per token, not per trajectory.
+
+        @advantage(per_token=True)
+        def mine(returns, group_ids, mask): ...
+
+    It then gets ``returns`` ``[trajectories, tokens]``: at a trajectory's i-th trained token its reward minus the KL penalties of this
+    and all later tokens (``algo.kl_in_reward``); padding holds the reward. ``mask`` is 1 for trained tokens, 0 for padding. The result
+    has the same shape.
+    """
+
+    def declare(function: Function) -> Function:
+        vars(function)["per_token"] = per_token
+        return function
+
+    return declare
+
+
+def is_per_token(function: Callable[..., torch.Tensor]) -> bool:
+    """The declaration by :func:`advantage`; False without one."""
+    return getattr(function, "per_token", False)
 
 
 def grpo(rewards: torch.Tensor, group_ids: Sequence[str], scale_by_std: bool = True) -> torch.Tensor:
@@ -25,14 +50,15 @@ def grpo(rewards: torch.Tensor, group_ids: Sequence[str], scale_by_std: bool = T
 
 
 def rloo(rewards: torch.Tensor, group_ids: Sequence[str]) -> torch.Tensor:
-    """Reward minus the mean of the others in its group: 1, 0, 0, 1 give 2/3, -2/3, -2/3, 2/3. A group of one keeps its reward.
+    """Reward minus the mean of the others in its group: 1, 0, 0, 1 give 2/3, -2/3, -2/3, 2/3. A group of one gives 0.
 
-    Source: RLOO, arXiv 2402.14740.
+    Source: RLOO, arXiv 2402.14740; it does not define a group of one, which has nobody to be compared with.
     """
 
     def of_group(group: torch.Tensor) -> torch.Tensor:
-        others = (group.sum() - group) / max(1, len(group) - 1)
-        return group - others
+        if len(group) == 1:
+            return torch.zeros_like(group)
+        return group - (group.sum() - group) / (len(group) - 1)
 
     return _by_group(rewards, group_ids, of_group)
 
@@ -54,19 +80,27 @@ def maxrl(rewards: torch.Tensor, group_ids: Sequence[str]) -> torch.Tensor:
     return _by_group(rewards, group_ids, of_group)
 
 
-def reinforce_pp(rewards: torch.Tensor, group_ids: Sequence[str], group_baseline: bool = False) -> torch.Tensor:
-    """Rewards whitened over the whole batch: minus its mean, over its unbiased standard deviation.
+@advantage(per_token=True)
+def reinforce_pp(
+    returns: torch.Tensor, group_ids: Sequence[str], mask: torch.Tensor, group_baseline: bool = False
+) -> torch.Tensor:
+    """Returns whitened over all trained tokens of the batch: minus their mean, over their unbiased standard deviation.
 
-    ``group_baseline`` subtracts each group's mean first. Rewards 1, 0, 0, 1 give +-0.8660. A batch of one keeps its reward.
-    Source: REINFORCE++, arXiv 2501.03262.
+    ``returns``, ``mask`` and the result are ``[trajectories, tokens]``, as for :func:`advantage`. Rewards 1 and 0 of trajectories of
+    three tokens and one have mean 3/4 and standard deviation 1/2: they give 1/2, 1/2, 1/2 and -3/2. Equal returns give 0.
+
+    ``group_baseline`` subtracts the group's mean reward (with its KL penalties) first; a group of one keeps its reward.
+    Source: REINFORCE++, arXiv 2501.03262v9, equations 4 and 5; with ``group_baseline``, REINFORCE++ with baseline, equations 6 and 7,
+    where the paper has the KL penalty (k2) in the loss.
     """
-    if len(rewards) == 1:
-        return rewards.clone()
     if group_baseline:
-        rewards = grpo(rewards, group_ids, scale_by_std=False)
-    if _all_equal(rewards):
-        return torch.zeros_like(rewards)
-    return (rewards - rewards.mean()) / (rewards.std() + EPS)
+        rewards = returns[:, 0]
+        returns = returns - (rewards - grpo(rewards, group_ids, scale_by_std=False))[:, None]
+    trained = mask > 0
+    values = returns[trained]
+    if len(values) < 2 or _all_equal(values):
+        return torch.zeros_like(returns)
+    return torch.where(trained, (returns - values.mean()) / (values.std() + EPS), torch.zeros_like(returns))
 
 
 def _by_group(

@@ -10,9 +10,12 @@ EQUAL = 1e-8  # rewards closer than this are the same
 
 
 def zero_variance(group: Sequence[Trajectory]) -> bool:
-    """Keep a group only if its rewards differ: equal rewards have advantage 0. Source: DAPO, arXiv 2503.14476."""
+    """Keep a group only if its rewards differ: equal rewards have advantage 0. One reward alone is kept, as it equals no other.
+
+    Failed members do not count. Source: DAPO, arXiv 2503.14476, equation 11; a group of one as in its released code.
+    """
     rewards = [trajectory.reward for trajectory in group if not trajectory.failed and trajectory.reward is not None]
-    return bool(rewards) and max(rewards) - min(rewards) > EQUAL
+    return len(rewards) == 1 or (bool(rewards) and max(rewards) - min(rewards) > EQUAL)
 
 
 def reward_band(group: Sequence[Trajectory], low: float = 0.0, high: float = 1.0) -> bool:

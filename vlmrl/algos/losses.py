@@ -190,7 +190,11 @@ def _trust_region(inputs: LossInputs, far: torch.Tensor, ratio_max: float) -> Lo
 
 
 def kl_k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """log(p / ref) on tokens drawn from p: unbiased, of either sign. Source: Schulman, "Approximating KL divergence", 2020."""
+    """log(p / ref) on tokens drawn from p: unbiased, of either sign. For the reward only.
+
+    In the loss, its gradient is that of log p, whose mean over tokens drawn from p is 0, whatever the reference is.
+    Source: Schulman, "Approximating KL divergence", 2020.
+    """
     return logprobs - ref_logprobs
 
 

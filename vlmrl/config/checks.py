@@ -42,11 +42,6 @@ def check_episodes(config: Config) -> None:
 def check_samples(config: Config) -> None:
     """Requirements of the algorithm on the form of the samples."""
     algo, rollout = config.algo, config.rollout
-    if rollout.samples == "step_wise" and algo.advantage == "reinforce_pp":
-        raise ValueError(
-            "algo.advantage reinforce_pp is defined over batches of one sample per episode, but step-wise samples count an episode "
-            "once per turn: set rollout.samples to concat or merged, or algo.advantage to grpo or rloo."
-        )
     if rollout.needs_rendered_rows and (algo.corrections or algo.old_policy == "rollout"):
         name = f"algo.corrections {list(algo.corrections)}" if algo.corrections else "algo.old_policy rollout"
         raise ValueError(
@@ -59,6 +54,20 @@ def check_samples(config: Config) -> None:
         )
     if config.train.shuffle_rewards and algo.credit == "turn":
         raise ValueError("train.shuffle_rewards shuffles the rewards of whole episodes: set algo.credit to trajectory.")
+
+
+def check_rewards(config: Config) -> None:
+    """Requirements of the algorithm on groups, lengths and rewards."""
+    algo, rollout = config.algo, config.rollout
+    if algo.advantage in ("rloo", "maxrl"):
+        rule = f"2 or more with algo.advantage {algo.advantage}, where a group of one has advantage 0"
+        require(rollout.group_size > 1, "rollout.group_size", rule, rollout.group_size)
+    if algo.advantage == "maxrl":
+        rule = "0 or more with algo.advantage maxrl, whose rewards must be"
+        ok = rollout.truncated_reward is None or rollout.truncated_reward >= 0
+        require(ok, "rollout.truncated_reward", rule, rollout.truncated_reward)
+    limit = f"at most rollout.max_tokens ({rollout.max_tokens})"
+    require(algo.overlong_buffer <= rollout.max_tokens, "algo.overlong_buffer", limit, algo.overlong_buffer)
 
 
 def check_asynchronous(config: Config) -> None:
@@ -75,6 +84,7 @@ def check_asynchronous(config: Config) -> None:
         )
     if config.train.too_old == "correct":
         _check_correction(config)
+    check_corrected(config, loss_has_ratio=False if config.algo.loss == "reinforce" else None)
     if config.cluster.gpus and config.cluster.colocate:
         raise ValueError(
             "cluster.colocate must be False or unset with train.max_staleness above 0: engines sample during training, so they "
@@ -87,4 +97,26 @@ def _check_correction(config: Config) -> None:
         raise ValueError(
             "train.too_old correct needs rollout logprobs, which re-rendered samples (rollout.history rerender with rollout.samples "
             "concat) do not have: set rollout.samples to step_wise."
+        )
+
+
+def check_corrected(config: Config, loss_has_ratio: bool | None) -> None:
+    """Asynchronous rollouts need something that corrects for their age, unless ``algo.old_policy`` is set.
+
+    ``loss_has_ratio``: as the loss declares; ``None``: not known yet. A loss that imitates (sft) has nothing to correct.
+    """
+    algo = config.algo
+    if not config.train.max_staleness or algo.corrections or algo.old_policy or algo.loss == "sft":
+        return
+    anyway = "or set algo.old_policy trainer to train on them as they are"
+    if config.rollout.needs_rendered_rows:
+        raise ValueError(
+            "train.max_staleness above 0 trains on rollouts of older weights. Re-rendered samples (rollout.history rerender with "
+            "rollout.samples concat) have no rollout logprobs to correct that: set rollout.samples to merged or step_wise, "
+            f"{anyway}."
+        )
+    if loss_has_ratio is False:
+        raise ValueError(
+            f"algo.corrections must be set with algo.loss {algo.loss} and train.max_staleness above 0, such as token_truncation: "
+            f"this loss has no ratio that corrects for older weights. Set algo.corrections, choose a loss such as ppo, {anyway}."
         )

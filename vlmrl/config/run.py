@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vlmrl.config.checks import check_asynchronous, check_data, check_episodes, check_samples
+from vlmrl.config.checks import check_asynchronous, check_data, check_episodes, check_rewards, check_samples
 from vlmrl.config.cluster import Cluster, check_servers, resolve_cluster
 from vlmrl.config.data import Data, Part
 from vlmrl.config.fields import Code, Options, require
@@ -96,6 +96,7 @@ class Config:
         check_data(self)
         check_episodes(self)
         check_samples(self)
+        check_rewards(self)
         _ = self.resolved_cluster  # raises if its numbers do not fit together
         check_asynchronous(self)
         if self.server_settings is not None:

@@ -42,7 +42,8 @@ class Algo:
     kl_coef: float = 0.0
     """Coefficient of the KL penalty against the reference model. 0 disables it, and no reference model is loaded."""
     kl: Literal["k1", "k2", "k3", "abs"] = "k3"
-    """KL estimator, from the logprobs of the sampled tokens."""
+    """KL estimator, from the logprobs of the sampled tokens.
+    `k1` is for `kl_in_reward` only: in the loss its gradient does not depend on the reference."""
     kl_in_reward: bool = False
     """Subtract the KL penalty from the trajectory's reward instead of adding it to the loss."""
     reference: str | None = None
@@ -63,7 +64,8 @@ class Algo:
     mask_truncated: bool = False
     """Exclude truncated trajectories from the loss. They still count in the baseline of their group."""
     overlong_buffer: int = 0
-    """Soft overlong penalty: the reward falls by up to 1 over this many tokens before `rollout.max_tokens`. 0 disables it."""
+    """Soft overlong penalty: the reward falls by up to 1 over this many tokens before `rollout.max_tokens`. 0 disables it.
+    It must be at most `rollout.max_tokens`."""
 
     def __post_init__(self) -> None:
         require(self.kl_coef >= 0, "algo.kl_coef", "0 or more", self.kl_coef)
@@ -77,6 +79,19 @@ class Algo:
             )
         if self.kl_in_reward:
             require(self.kl_coef > 0, "algo.kl_coef", "greater than 0 with kl_in_reward", self.kl_coef)
+        elif self.kl_coef:
+            rule = (
+                "k2, k3 or abs in the loss, where the gradient of k1 is 0 on average and does not depend on the reference; "
+                "set algo.kl_in_reward True for k1"
+            )
+            require(self.kl != "k1", "algo.kl", rule, self.kl)
+        else:
+            rule = "unset with algo.kl_coef 0, where no reference model is loaded"
+            require(self.reference is None, "algo.reference", rule, self.reference)
+        if self.advantage == "maxrl":
+            rule = "with algo.advantage maxrl, whose rewards must be 0 or more"
+            require(not self.kl_in_reward, "algo.kl_in_reward", f"False {rule}", self.kl_in_reward)
+            require(not self.overlong_buffer, "algo.overlong_buffer", f"0 {rule}", self.overlong_buffer)
         if self.dynamic_sampling != "off":
             require(bool(self.filters), "algo.filters", "set with dynamic_sampling", self.filters)
         for options, names in (("correction_options", self.corrections), ("filter_options", self.filters)):
@@ -108,7 +123,7 @@ class Optim:
     grad_clip: float = 1.0
     """Maximum norm of the gradient over all parameters."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning-rate schedule after warmup. `linear` and `cosine` decay to 0 at the end of the run."""
+    """Learning-rate schedule after warmup. `linear` and `cosine` decay to 0 at the end of the run, also if groups are filtered."""
     warmup_steps: int = 0
     """Optimizer steps of linear warmup from 0."""
     offload: bool = False
@@ -128,7 +143,8 @@ class Train:
     groups_per_batch: int = 16
     """Groups per batch, the unit of one rollout phase."""
     groups_per_step: int | None = None
-    """Groups per optimizer step (mini-batch). It must divide `groups_per_batch`. Unset: one optimizer step per batch."""
+    """Groups per optimizer step (mini-batch). It must divide `groups_per_batch`. Unset: one optimizer step per batch.
+    Groups that remain when filters make a batch smaller are spread over its other optimizer steps."""
     max_staleness: int = 0
     """Maximum number of weight updates between sampling and training.
     0: synchronous. Above 0: rollouts continue during training."""
@@ -157,6 +173,11 @@ class Train:
         per_step = self.groups_per_step or self.groups_per_batch
         rule = f"a divisor of train.groups_per_batch ({self.groups_per_batch})"
         require(self.groups_per_batch % per_step == 0, "train.groups_per_step", rule, per_step)
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps of a full batch."""
+        return self.groups_per_batch // (self.groups_per_step or self.groups_per_batch)
 
 
 @dataclass(frozen=True)

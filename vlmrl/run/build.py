@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from vlmrl.algos import ADVANTAGES, CORRECTIONS, LOSSES, REDUCTIONS, look_up
+from vlmrl.algos import ADVANTAGES, CORRECTIONS, LOSSES, REDUCTIONS, is_per_token, look_up
 from vlmrl.config import Algo, Config, Lora, Model, Options, Rollout
 from vlmrl.config.code import check_options
+from vlmrl.config.fields import require
 from vlmrl.data import Tasks, load_run_tasks
 from vlmrl.data.stream import prompt_tokens
 from vlmrl.engine.base import BatchEngine, Engine, RunEngine
@@ -210,8 +211,13 @@ def _build_on_cluster(config: Config, ranks: Ranks, model: LoadedModel, keep_kv:
 
 def _check_algo(algo: Algo) -> None:
     """Check that every name is registered and its options fit the function's signature."""
+    per_token = is_per_token(look_up("algo.advantage", algo.advantage, ADVANTAGES))
+    require(
+        not per_token or algo.credit != "turn", "algo.credit", "trajectory with an advantage per token", algo.credit
+    )
+    inputs = 3 if per_token else 2
     chosen: list[tuple[str, str, dict[str, Any], int, Options]] = [
-        ("advantage", algo.advantage, ADVANTAGES, 2, algo.advantage_options),
+        ("advantage", algo.advantage, ADVANTAGES, inputs, algo.advantage_options),
         ("loss", algo.loss, LOSSES, 1, algo.loss_options),
         ("reduction", algo.reduction, REDUCTIONS, 2, algo.reduction_options),
         *(("correction", name, CORRECTIONS, 3, algo.options_of(name)) for name in algo.corrections),

@@ -16,6 +16,7 @@ from typing import Any
 from vlmrl.algos.filters import is_overlong
 from vlmrl.checks.image_swap import check_images
 from vlmrl.checks.logprob_mismatch import record_mismatches
+from vlmrl.config import Config
 from vlmrl.data import TaskStream
 from vlmrl.engine.base import paused
 from vlmrl.report.progress import RunProgress
@@ -81,7 +82,7 @@ async def train_steps(
     progress: RunProgress,
 ) -> None:
     """All steps after ``state.step``: one batch each."""
-    config = run.config
+    config, warned = run.config, False
     with progress.phase("train", config.train.steps - state.step) as phase:
         for step in range(state.step + 1, config.train.steps + 1):
             recorder.begin_step()
@@ -92,6 +93,10 @@ async def train_steps(
                 await check_images(trainer.score, run.engine, run.store, played, image_token_id)
             metrics = await update(run, trainer, batch.trajectories, step, evaluator)
             buffer.trained()
+            warning = small_step_warning(config, step, metrics["groups/trained"])
+            if warning and not warned:
+                progress.say(warning)
+                warned = True
             phase.advance(**recorder.end_step(step, batch, buffer.metrics() | metrics))
             await evaluator.after_step(step)
             every = config.checkpoint.every
@@ -108,11 +113,16 @@ async def update(
 
     A running evaluation finishes under the weights it began with.
     """
+
+    def train_batch() -> dict[str, Any]:
+        trainer.end_schedule_at(step * run.config.train.steps_per_batch)
+        return train_on(run, trainer, trajectories)
+
     if not run.config.train.max_staleness:
         async with paused(run.engine):  # it may share the weights that are trained
-            metrics = train_on(run, trainer, trajectories)
+            metrics = train_batch()
             return metrics | await push_weights(run, trainer, step)
-    metrics = await asyncio.to_thread(train_on, run, trainer, trajectories)
+    metrics = await asyncio.to_thread(train_batch)
     await evaluator.wait()
     began = time.perf_counter()
     async with paused(run.engine):
@@ -125,21 +135,35 @@ def train_on(run: Run, trainer: RunTrainer, trajectories: Sequence[Trajectory]) 
     began = time.perf_counter()
     algo = run.config.algo
     metrics: dict[str, Any] = {"samples/unmerged": sum(len(trajectory.turns) for trajectory in trajectories)}
+    metrics["groups/trained"] = 0
     if not trajectories:
         return metrics | {"samples": 0}
     samples, report = audited_samples(run, trajectories)
     metrics |= {"time/audit": time.perf_counter() - began, "samples": report.samples}
     metrics |= {f"left_out/{reason}": count for reason, count in report.left_out.items()}
-    kl = trainer.kl_by_trajectory(samples) if algo.kl_in_reward else {}
-    assign_advantages(samples, trajectories, run.config, {name: algo.kl_coef * value for name, value in kl.items()})
+    kl = trainer.token_kl(samples) if algo.kl_in_reward else None
+    assign_advantages(samples, trajectories, run.config, kl)
     if algo.mask_truncated:
         overlong = {trajectory.id for trajectory in trajectories if is_overlong(trajectory)}
         metrics["left_out/overlong"] = sum(sum(s.loss_mask) for s in samples if s.trajectory_id in overlong)
         samples = [sample for sample in samples if sample.trajectory_id not in overlong]
     if not samples:
         return metrics
+    metrics["groups/trained"] = len({sample.group_id for sample in samples})
     output = trainer.step(samples)
     return metrics | output.metrics | record_mismatches(trajectories, samples, output.logprobs)
+
+
+def small_step_warning(config: Config, step: int, groups: int) -> str | None:
+    """A warning if one optimizer step was computed from half of its groups or fewer: it moves the weights as far as a full one."""
+    wanted = config.train.groups_per_batch // config.train.steps_per_batch
+    if not 0 < groups <= wanted / 2:
+        return None
+    return (
+        f"warning: step {step} took an optimizer step from {groups} of {wanted} groups, as the others were left out (algo.filters, "
+        "algo.mask_truncated, train.too_old). It moves the weights as far as a full one: set algo.dynamic_sampling filter to sample "
+        "more groups. The metric groups/trained counts them; further steps are not reported."
+    )
 
 
 def new_buffer(run: Run) -> RolloutBuffer:
@@ -150,11 +174,10 @@ def new_buffer(run: Run) -> RolloutBuffer:
 
 def new_trainer(run: Run) -> RunTrainer:
     config, train = run.config, run.config.train
-    steps_per_batch = train.groups_per_batch // (train.groups_per_step or train.groups_per_batch)
     spec = TrainerSpec(
         algo=replace(config.algo, old_policy=old_policy(config)),
         optim=config.optim,
-        total_steps=train.steps * steps_per_batch,
+        total_steps=train.steps * train.steps_per_batch,
         tokens_per_micro_batch=train.tokens_per_micro_batch,
         temperature=config.rollout.temperature or 1.0,
         groups_per_step=train.groups_per_step,

@@ -9,6 +9,7 @@ from typing import Literal
 
 from vlmrl.algos import LOSSES, has_ratio, look_up
 from vlmrl.config import Config
+from vlmrl.config.checks import check_corrected
 from vlmrl.config.fields import require
 
 
@@ -25,7 +26,7 @@ def old_policy(config: Config) -> Literal["trainer", "rollout"]:
 
 
 def check_off_policy(config: Config) -> None:
-    """Raises ValueError if ``algo.old_policy`` or ``train.too_old`` needs a ratio that the loss does not have."""
+    """Raises ValueError if ``algo.old_policy`` or ``train`` needs a ratio that the loss does not have."""
     algo = config.algo
     if algo.old_policy == "rollout":
         rule = "one with a ratio with algo.old_policy rollout, such as ppo"
@@ -36,6 +37,7 @@ def check_off_policy(config: Config) -> None:
             f"{algo.loss!r} declared as @vlmrl.algos.loss(has_ratio=True)"
         )
         require(bool(algo.corrections) or _corrected_by_ratio(config), "algo.corrections", rule, algo.corrections)
+    check_corrected(config, _loss_has_ratio(config))
 
 
 def describe_correction(config: Config) -> str:

@@ -52,11 +52,14 @@ class RunTrainer(ABC):
         self.steps_done = output.steps_done
         return output
 
+    def end_schedule_at(self, position: int) -> None:
+        self.call("end_schedule_at", position)
+
     def score(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         return self.call_on("score", samples)
 
-    def kl_by_trajectory(self, samples: Sequence[Sample]) -> dict[str, float]:
-        return self.call_on("kl_by_trajectory", samples)
+    def token_kl(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        return self.call_on("token_kl", samples)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.iterate("named_weights")

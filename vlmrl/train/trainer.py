@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class TrainerSpec:
     temperature: float = 1.0
     """The sampling temperature of the rollouts."""
     groups_per_step: int | None = None
-    """Groups per optimizer step; ``None``: one step for all groups of a batch."""
+    """Groups per optimizer step; ``None``: one step for all groups of a batch. Groups that remain join the other steps."""
     share_prefixes: bool = True
     """Compute shared prefixes once, if the model's family allows it."""
     replay_routing: bool = True
@@ -85,6 +85,8 @@ class Trainer:
         self.policy = policy
         self.reference = reference
         self.steps_done = 0
+        self._left_out = 0  # optimizer steps of the schedule that were not taken
+        self._schedule_end: int | None = None  # where the next batch ends in the schedule; None: after the last one
         self._spec = spec
         self._ranks = ranks or Ranks()
         self._algo = algo
@@ -104,6 +106,9 @@ class Trainer:
         The samples of one trajectory must be adjacent.
         """
         mini_batches = self._mini_batches(samples)
+        if self._schedule_end is not None:
+            self._left_out = self._schedule_end - len(mini_batches) - self.steps_done
+            self._schedule_end = None
         parts = [[samples[index] for index in indices] for indices in mini_batches]
         old = [self._score_all(part) for part in parts] if len(parts) > 1 else [None]
         logprobs, steps = [np.empty(0)] * len(samples), []
@@ -116,7 +121,17 @@ class Trainer:
         metrics = {name: _over_steps(name, [step[name] for step in steps]) for name in steps[0]}
         if self._replay_routing:
             metrics["routing/free_tokens"] = count_unrecorded_experts(samples)
+        if self._algo.corrections:
+            unknown = [sample for sample in samples if sample.rollout_logprobs is None]
+            metrics["correction/uncorrected_tokens"] = float(sum(sum(sample.loss_mask) for sample in unknown))
         return StepOutput(metrics, logprobs, self.steps_done)
+
+    def end_schedule_at(self, position: int) -> None:
+        """Let the optimizer steps of the next batch end at this place of the learning-rate schedule, counted in optimizer steps.
+
+        Otherwise the schedule would not end with the run where filters leave batches with fewer optimizer steps, or with none.
+        """
+        self._schedule_end = position
 
     def to(self, device: torch.device) -> None:
         """Move the policy, the reference, master weights and optimizer state to ``device``."""
@@ -132,13 +147,19 @@ class Trainer:
         self._weights.close()
 
     def _mini_batches(self, samples: Sequence[Sample]) -> list[list[int]]:
-        """The sample indices of each optimizer step: a fixed number of groups, however many rows they have."""
+        """The sample indices of each optimizer step: ``groups_per_step`` groups, however many rows they have.
+
+        If that does not divide the number of groups, they are split evenly into as many steps as come nearest to it: 9 groups, 4 a
+        step, are 4 and 5, since a last group alone would move the weights as far as 4 others do.
+        """
         groups: dict[str, list[int]] = defaultdict(list)
         for index, sample in enumerate(samples):
             groups[sample.group_id].append(index)
         members = list(groups.values())
         size = self._spec.groups_per_step or len(members)
-        return [list(chain.from_iterable(members[first : first + size])) for first in range(0, len(members), size)]
+        count = max(1, (len(members) + (size - 1) // 2) // size)
+        edges = [number * len(members) // count for number in range(count + 1)]
+        return [list(chain.from_iterable(members[first:last])) for first, last in pairwise(edges)]
 
     def _update(
         self, samples: list[Sample], old_logprobs: torch.Tensor | None
@@ -203,16 +224,13 @@ class Trainer:
         return [_response(sample, row) for sample, row in zip(rows, logprobs, strict=True)]
 
     @torch.no_grad()
-    def kl_by_trajectory(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """By trajectory id, the KL to the reference in nats, summed over the trained tokens: the penalty on rewards."""
+    def token_kl(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """The KL to the reference ``[response]``, in nats, of each sample's response tokens; 0 where they are not trained."""
         assert self.reference is not None
         rows = list(samples)
         difference = KL[self._algo.kl](self._score_all(rows), self._score_all(rows, self.reference))
         masked = difference * per_token(rows, lambda sample: sample.loss_mask).to(difference.device)
-        total: dict[str, float] = defaultdict(float)
-        for sample, value in zip(samples, masked.sum(1).tolist(), strict=True):
-            total[sample.trajectory_id] += value
-        return dict(total)
+        return [_response(sample, row) for sample, row in zip(rows, masked.cpu().numpy(), strict=True)]
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The policy's weights as :func:`~vlmrl.model.lora.named_weights` yields them. Every rank must iterate over them."""
@@ -259,7 +277,8 @@ class Trainer:
             raise FloatingPointError(
                 f"optimizer step {self.steps_done}: the gradient norm is {norm}, so the weights were not updated."
             )
-        rate = optim.lr * learning_rate_factor(optim, self.steps_done, self._spec.total_steps)
+        position = self.steps_done + self._left_out
+        rate = optim.lr * learning_rate_factor(optim, self.steps_done, self._spec.total_steps, position)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if optim.offload:
@@ -279,15 +298,19 @@ class Trainer:
         before: torch.Tensor,
         reference: torch.Tensor | None,
     ) -> LossInputs:
-        """``before``: the trainer's logprobs before its first step on the samples; also used for unknown rollout logprobs."""
-        device, rollout = logprobs.device, before
+        """``before``: the trainer's logprobs before its first step on the samples. A row of unknown rollout logprobs has them in
+        their place, so that it is not corrected; the other rows are.
+        """
+        device = logprobs.device
         unknown = [sample.trajectory_id for sample in samples if sample.rollout_logprobs is None]
-        if not unknown:
-            rollout = per_token(samples, lambda sample: sample.rollout_logprobs or ()).to(device)
-        elif self._algo.old_policy == "rollout":
+        if unknown and self._algo.old_policy == "rollout":
             raise ValueError(
                 f"trajectory {unknown[0]}: rollout_logprobs must be given with algo.old_policy rollout, but it is None."
             )
+        rollout = per_token(samples, _rollout_logprobs).to(device)
+        if unknown:
+            is_unknown = torch.tensor([sample.rollout_logprobs is None for sample in samples], device=device)
+            rollout = torch.where(is_unknown[:, None], before, rollout)
         return LossInputs(
             logprobs=logprobs,
             old_logprobs=rollout if self._algo.old_policy == "rollout" else before,
@@ -331,12 +354,17 @@ class Trainer:
         return self._ranks.sum(logprobs)
 
 
-def learning_rate_factor(optim: Optim, step: int, total_steps: int) -> float:
-    """The factor on ``optim.lr`` at optimizer step ``step``, counted from 0."""
-    if step < optim.warmup_steps:
-        return (step + 1) / (optim.warmup_steps + 1)
-    done = min(1.0, (step - optim.warmup_steps) / max(1, total_steps - optim.warmup_steps))
-    return {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[optim.schedule]
+def learning_rate_factor(optim: Optim, step: int, total_steps: int, position: int | None = None) -> float:
+    """The factor on ``optim.lr`` at optimizer step ``step``, counted from 0.
+
+    ``position``: the step's place in the schedule, after ``step`` if steps were left out; ``None``: ``step``. The warmup counts the
+    steps that were taken, the decay the position.
+    """
+    warmup = (step + 1) / (optim.warmup_steps + 1) if step < optim.warmup_steps else 1.0
+    place = step if position is None else position
+    done = min(1.0, max(0.0, (place - optim.warmup_steps) / max(1, total_steps - optim.warmup_steps)))
+    decay = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[optim.schedule]
+    return min(warmup, decay)
 
 
 def _layout(policy: Policy, share_prefixes: bool) -> Layout:
@@ -356,6 +384,11 @@ def _over_steps(name: str, values: list[float]) -> float:
 def _response(sample: Sample, row: np.ndarray) -> np.ndarray:
     """The part of a padded row that belongs to the response."""
     return row[len(sample.prompt_token_ids) : len(sample)]
+
+
+def _rollout_logprobs(sample: Sample) -> list[float]:
+    """The rollout logprobs; 0 where they are not known."""
+    return sample.rollout_logprobs or [0.0] * len(sample.response_ids)
 
 
 def _advantages(sample: Sample) -> list[float]:
