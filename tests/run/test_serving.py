@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 
 import pytest
@@ -12,13 +13,12 @@ from safetensors.torch import load_file
 
 from vlmrl.config import Cluster, Config, Data, Lora, Model, Rollout, ServerSettings, SGLang
 from vlmrl.engine.server_backend import ServerBackend
-from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.model.loading import as_saved, load_model
 from vlmrl.model.lora import named_weights
 from vlmrl.model.tiny import build
 from vlmrl.run.build import build_run
 from vlmrl.run.memory_plan import MemoryPlan, Sizes
-from vlmrl.run.serving import check_capabilities, sends_adapters
+from vlmrl.run.serving import check_capabilities, sent_adapters
 
 URLS = SGLang(urls=("http://127.0.0.1:9",))
 
@@ -116,11 +116,25 @@ def test_settings_that_need_a_missing_capability_are_refused(settings, needs, me
         check_capabilities(Plain(ServerSettings(**settings)), **needs)
 
 
-@pytest.mark.parametrize("vision", [False, True])
-def test_adapters_that_servers_cannot_load_are_merged(vision):
-    config = Config(engine="sglang", sglang=URLS, model=Model(lora=Lora(rank=4, vision=vision)))
-    assert sends_adapters(config, SGLangBackend(URLS)) == (not vision)
-    assert not sends_adapters(config, Plain(ServerSettings()))
+@pytest.mark.parametrize(
+    ("family", "vision", "sent"),
+    [
+        ("qwen3_vl", False, True),
+        ("qwen3_vl", True, False),
+        ("qwen2_5_vl", True, False),  # its vision tower has layers with the decoder's names, too
+        ("qwen3", False, True),
+        ("qwen3_5", False, False),  # SGLang loads no adapters of its linear attention
+    ],
+)
+def test_adapters_that_servers_cannot_load_are_merged(family, vision, sent, tmp_path):
+    """The server gets the names of the layers that have adapters, which the settings may leave to the model."""
+    config = config_of(build(tmp_path / "model", family), tmp_path, sglang=URLS)
+    run = build_run(replace(config, model=replace(config.model, lora=Lora(rank=4, vision=vision))))
+    run.engine.close()
+    decoder = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert run.serving.adapters == (Lora(rank=4, targets=decoder) if sent else None)
+    assert run.serving.plan().endswith("; adapters" if sent else "; weights by group")
+    assert sent_adapters(Lora(rank=4), decoder, Plain(ServerSettings())) is None
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe"])

@@ -75,12 +75,12 @@ class MemoryPlan:
         return cls(config.model.path, _where(config, device, ranks), ranks, dtype, sizes, trainer, engine)
 
     def __str__(self) -> str:
-        parameters, trained = self.sizes.parameters / 1e6, self.sizes.trained / 1e6
-        parts = ", ".join(f"{part} {count / 1e6:.1f} M" for part, count in self.sizes.trained_by_part.items())
+        parameters, trained = _count(self.sizes.parameters), _count(self.sizes.trained)
+        parts = ", ".join(f"{part} {_count(number)}" for part, number in self.sizes.trained_by_part.items())
         dtype = str(self.dtype).removeprefix("torch.")
         each = "a trainer rank" if self.ranks > 1 else "trainer"
         lines = [
-            f"model     {self.model}, {parameters:.1f} M parameters, of which {trained:.1f} M are trained ({parts}); {dtype}",
+            f"model     {self.model}, {parameters} parameters, of which {trained} are trained ({parts}); {dtype}",
             f"placement {self.where}",
             f"memory    {each}: {_sizes_of(self.trainer)}, beside activations",
         ]
@@ -141,6 +141,10 @@ def _cache(config: Config, sizes: Sizes, dtype: torch.dtype) -> dict[str, float]
 def _sizes_of(parts: dict[str, float]) -> str:
     each = ", ".join(f"{name} {_gigabytes(size)}" for name, size in parts.items())
     return each if len(parts) == 1 else f"{each}: {_gigabytes(sum(parts.values()))}"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number / 1e3:.1f} k"
 
 
 def _gigabytes(size: float) -> str:
