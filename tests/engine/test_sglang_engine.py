@@ -353,7 +353,9 @@ def test_waiting_requests_continue_when_an_unresponsive_server_is_healthy_again(
 
 def test_the_command_line_on_gpus_has_the_runs_arguments_and_over_them_the_settings(tmp_path):
     settings = SGLang(tp=2, args={"mem_fraction_static": 0.4, "log-requests": True}, env={"A": "1"}, python="py")
-    model = ServedModel("/model", "bfloat16", lora=Lora(rank=4, targets=("q_proj", "o_proj")), expert_routing=True, sleep=True)
+    model = ServedModel(
+        "/model", "bfloat16", lora=Lora(rank=4, targets=("q_proj", "o_proj")), expert_routing=True, sleep=True
+    )
     launch = SGLangBackend(settings).launch(model, tmp_path / "log", "127.0.0.1", 30000, gpu=2)
     assert " ".join(launch.command) == (
         "py -m sglang.launch_server --host 127.0.0.1 --port 30000 --tp 2 --base-gpu-id 2 --model-path /model --dtype bfloat16 "

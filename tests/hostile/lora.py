@@ -14,11 +14,48 @@ from vlmrl.model.families import FAMILIES
 from vlmrl.model.loading import shapes_of
 
 TARGETS = (
-    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv", "proj", "fc1", "fc2", "linear_fc1", "0"),
-    *("lm_head", "embed_tokens", "gate", "experts", "gate_up_proj", "in_proj_qkv", "conv1d", "norm", "q_porj", "", ".*", "q_proj|"),
+    *(
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "qkv",
+        "proj",
+        "fc1",
+        "fc2",
+        "linear_fc1",
+        "0",
+    ),
+    *(
+        "lm_head",
+        "embed_tokens",
+        "gate",
+        "experts",
+        "gate_up_proj",
+        "in_proj_qkv",
+        "conv1d",
+        "norm",
+        "q_porj",
+        "",
+        ".*",
+        "q_proj|",
+    ),
 )
 PATTERNS = (
-    *("vision_tower", "projector", "language_model", "model.visual.*", "*.layers.0.*", "*.q_proj.*", "*.bias", "*.weight", "*"),
+    *(
+        "vision_tower",
+        "projector",
+        "language_model",
+        "model.visual.*",
+        "*.layers.0.*",
+        "*.q_proj.*",
+        "*.bias",
+        "*.weight",
+        "*",
+    ),
     *("*.mlp.*", "*.experts.*", "lm_head.*", "visoin_tower", "", "[", "*.lora_A.*"),
 )
 

@@ -60,7 +60,9 @@ def test_freezing_names_what_it_cannot_find(tiny_folder):
 def test_only_adapters_of_the_language_model_are_trained(tiny_folder):
     names = trained(load(tiny_folder, lora=Lora(rank=4)))
     assert names and all(".lora_" in name and "visual" not in name for name in names)
-    with pytest.raises(ValueError, match=r"model.lora.targets must be names of linear layers .* but 'nothing' fits none"):
+    with pytest.raises(
+        ValueError, match=r"model.lora.targets must be names of linear layers .* but 'nothing' fits none"
+    ):
         load(tiny_folder, lora=Lora(rank=4, targets=("nothing",)))
 
 

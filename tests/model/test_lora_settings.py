@@ -115,7 +115,12 @@ def test_frozen_experts_need_no_targets(folder):
     [
         ("qwen3_vl", ("language_model",), {}, "model.freeze leaves no layer for adapters"),
         ("qwen3_vl", ("*_proj.weight",), {}, "model.freeze leaves no layer for adapters"),
-        ("qwen3_vl", (), {"vision": True, "targets": ("q_proj",)}, "model.lora.vision adapts no layer: model.lora.targets"),
+        (
+            "qwen3_vl",
+            (),
+            {"vision": True, "targets": ("q_proj",)},
+            "model.lora.vision adapts no layer: model.lora.targets",
+        ),
         ("qwen3_vl", ("model.visual.*",), {"vision": True}, "model.lora.vision adapts no layer"),
         ("qwen3_vl", (), {"targets": ("q_proj", "qkv")}, "'qkv' is only in the vision tower: set model.lora.vision"),
         ("qwen3_vl", (), {"targets": ("q_proj", "lm_head")}, "'lm_head' fits none"),
@@ -127,7 +132,12 @@ def test_frozen_experts_need_no_targets(folder):
             {"vision": True, "targets": ("q_proj", "qkv")},
             "model.freeze freezes every 'qkv': unfreeze them, or leave it out.",
         ),
-        ("qwen3_vl_moe", (), {}, "model.lora.targets must be set for qwen3_vl_moe: its experts (gate_up_proj, down_proj)"),
+        (
+            "qwen3_vl_moe",
+            (),
+            {},
+            "model.lora.targets must be set for qwen3_vl_moe: its experts (gate_up_proj, down_proj)",
+        ),
         ("qwen3_vl_moe", (), {"vision": True}, "Choose from qkv, proj, linear_fc1, linear_fc2, q_proj"),
         (
             "qwen3_vl_moe",
@@ -148,7 +158,10 @@ def test_a_setting_that_would_do_nothing_is_refused(family, freeze, lora, messag
     [
         ({"vision": True}, "model.lora.vision must be unset with model.lora.rank 0"),
         ({"targets": ("q_proj",)}, "model.lora.targets must be unset with model.lora.rank 0"),
-        ({"rank": 4, "dropout": 0.1}, "model.lora.dropout must be 0 (unset), since two forward passes with dropout give"),
+        (
+            {"rank": 4, "dropout": 0.1},
+            "model.lora.dropout must be 0 (unset), since two forward passes with dropout give",
+        ),
         ({"rank": 4, "dropout": float("nan")}, "model.lora.dropout must be 0"),
     ],
 )
@@ -197,7 +210,9 @@ def test_the_plan_counts_what_is_trained_by_part(folder):
     whole = sizes()
     assert list(whole) == ["vision_tower", "projector", "language_model"]
     assert sizes(freeze=("vision_tower",)) == {part: whole[part] for part in ("projector", "language_model")}
-    decoder = 4 * 2 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 384))  # 4 layers, rank 2: q and o, k and v, the MLP
+    decoder = (
+        4 * 2 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 384))
+    )  # 4 layers, rank 2: q and o, k and v, the MLP
     tower = 3 * 2 * ((64 + 192) + (64 + 64) + 2 * (64 + 256))  # 3 blocks: qkv, proj, the MLP
     projector = 2 * 2 * ((256 + 256) + (256 + 128))  # the merger and one deepstack merger
     assert (decoder, tower, projector) == (19456, 6144, 3584)

@@ -34,7 +34,9 @@ class Lora:
         )
         for name in ("vision", "targets"):
             value = getattr(self, name)
-            require(self.rank > 0 or not value, f"model.lora.{name}", "unset with model.lora.rank 0 (no adapters)", value)
+            require(
+                self.rank > 0 or not value, f"model.lora.{name}", "unset with model.lora.rank 0 (no adapters)", value
+            )
         positive("model.lora", self, "alpha")
 
 

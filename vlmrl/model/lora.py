@@ -43,7 +43,9 @@ def _layers_to_adapt(model: Any, config: Lora) -> list[str]:
     """The names of the linear layers that get adapters, in the model's order."""
     kind, parts = model.config.model_type, family_of(model.config).parts
     head = model.get_output_embeddings()  # the policy reads its weight, so an adapter there would have no effect
-    linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head}
+    linear = {
+        name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head
+    }
     vision = [name for name in linear if not re.search(parts["language_model"], name + ".")]
     reachable = [name for name in linear if config.vision or name not in vision]
     fused = _fused_weights(model, [*parts.values()] if config.vision else [parts["language_model"]])
@@ -76,7 +78,9 @@ def _check_target(target: str, reachable: list[str], linear: dict[str, nn.Linear
     if fitting:
         raise ValueError(f"model.lora.targets: model.freeze freezes every {target!r}: unfreeze them, or leave it out.")
     if target in _last_parts(linear):
-        raise ValueError(f"model.lora.targets: {target!r} is only in the vision tower: set model.lora.vision, or leave it out.")
+        raise ValueError(
+            f"model.lora.targets: {target!r} is only in the vision tower: set model.lora.vision, or leave it out."
+        )
     experts = f" Its experts ({', '.join(fused)}) are fused weights, which cannot have adapters." if fused else ""
     raise ValueError(
         f"model.lora.targets must be names of linear layers of {kind} ({', '.join(_last_parts(reachable))}), but {target!r} fits none."

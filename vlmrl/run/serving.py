@@ -145,7 +145,9 @@ class Serving:
         check_capabilities(backend, colocated=colocated, expert_routing=routing is not None, method=method)
         adapters = None
         if config.model.lora.rank:
-            adapters = sent_adapters(config.model.lora, adapted_targets(shapes_of(config.model, config.models_dir)), backend)
+            adapters = sent_adapters(
+                config.model.lora, adapted_targets(shapes_of(config.model, config.models_dir)), backend
+            )
         served = ServedModel(
             path=model.path,
             dtype=str(host.dtype).removeprefix("torch."),
