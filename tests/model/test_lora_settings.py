@@ -29,7 +29,7 @@ from vlmrl.train.trainer import Trainer, TrainerSpec
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 DECODER = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 RECURRENT = ("out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-TARGETS = {family: DECODER for family in FAMILIES} | {"qwen3_vl_moe": ATTENTION, "qwen3_5": (*DECODER, *RECURRENT)}
+TARGETS = dict.fromkeys(FAMILIES, DECODER) | {"qwen3_vl_moe": ATTENTION, "qwen3_5": (*DECODER, *RECURRENT)}
 VISION = {
     "qwen2_vl": ("qkv", "proj", "fc1", "fc2", "0", "2"),  # the projector's layers have numbers for names
     "qwen2_5_vl": ("qkv", "proj", "gate_proj", "up_proj", "down_proj", "0", "2"),

@@ -20,6 +20,7 @@ from vlmrl.run.build import build_run
 from vlmrl.run.memory_plan import MemoryPlan, Sizes
 from vlmrl.run.serving import check_capabilities, sent_adapters
 
+SIZES = Sizes(100, {"language_model": 100}, 8)
 URLS = SGLang(urls=("http://127.0.0.1:9",))
 
 
@@ -158,17 +159,13 @@ def test_experts_are_in_the_form_of_the_hubs_checkpoints(tmp_path):
 
 def test_the_plan_leaves_out_the_memory_of_servers():
     config = Config(engine="sglang", sglang=URLS)
-    assert MemoryPlan.of(config, Sizes(100, {"language_model": 100}, 8), ranks=1).engine == {}
-    plan = MemoryPlan.of(config, Sizes(100, {"language_model": 100}, 8), ranks=2)
+    assert MemoryPlan.of(config, SIZES, ranks=1).engine == {}
+    plan = MemoryPlan.of(config, SIZES, ranks=2)
     assert list(plan.engine) == ["weights"]
     assert plan.where == "one program on 2 ranks (FSDP2), a copy of the weights for servers beside rank 0"
-    attached = MemoryPlan.of(
-        Config(engine="sglang", cluster=Cluster(gpus=4), sglang=URLS), Sizes(100, {"language_model": 100}, 8), ranks=1
-    )
+    attached = MemoryPlan.of(Config(engine="sglang", cluster=Cluster(gpus=4), sglang=URLS), SIZES, ranks=1)
     assert attached.where == "4 trainer ranks (FSDP2) on 4 GPUs of 1 node, beside servers that run already"
-    placed = MemoryPlan.of(
-        Config(engine="sglang", cluster=Cluster(gpus=4)), Sizes(100, {"language_model": 100}, 8), ranks=1
-    )
+    placed = MemoryPlan.of(Config(engine="sglang", cluster=Cluster(gpus=4)), SIZES, ranks=1)
     assert placed.where == "4 trainer ranks (FSDP2) and 4 sglang servers on 4 GPUs of 1 node, colocated"
     assert placed.engine == {}
 

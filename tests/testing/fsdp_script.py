@@ -1,4 +1,4 @@
-"""What `test_fsdp.py` runs on one process and under torchrun on two: five steps on fixed samples, for each case, and scores in bfloat16."""
+"""What `test_fsdp.py` runs on one process and under torchrun on two: five steps for each case, and scores in bfloat16."""
 
 from __future__ import annotations
 

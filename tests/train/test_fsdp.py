@@ -66,8 +66,7 @@ def test_two_ranks_have_the_weights_and_the_optimizer_state_of_one(case, folder)
     one, two = (checkpointed(checkpoint_of(folder, case, size)) for size in (1, 2))
     assert two.keys() == one.keys()
     for name, mine in one.items():
-        kind, _, parameter = name.partition("/")
-        if kind in ("step", "steps_done"):
+        if name.partition("/")[0] in ("step", "steps_done"):
             assert torch.equal(two[name], mine), (name, two[name], mine)
         else:  # Adam divides by the gradient's size, so where that is rounding, single numbers may differ
             assert (two[name] - mine).norm() <= 2e-3 * mine.norm() + 1e-9, name

@@ -29,7 +29,7 @@ class Lora:
         require(
             self.dropout == 0,
             "model.lora.dropout",
-            "0 (unset), since two forward passes with dropout give a token two logprobs, so that the ratio of an unchanged policy is not 1",
+            "0 (unset), since with dropout two forward passes give two logprobs, and the ratio of an unchanged policy is not 1",
             self.dropout,
         )
         for name in ("vision", "targets"):

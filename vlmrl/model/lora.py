@@ -23,7 +23,7 @@ def add_lora(model: Any, config: Lora) -> None:
     """Freeze the model and add trainable adapters to its linear layers. A layer whose weight is frozen already gets none.
 
     Raises:
-        ValueError: a setting adapts no layer, or leaves the fused experts of a mixture out without a word.
+        ValueError: a setting adapts no layer, or the targets are unset for a model whose fused experts cannot have adapters.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -53,8 +53,8 @@ def _layers_to_adapt(model: Any, config: Lora) -> list[str]:
         raise ValueError(f"model.lora.vision must be False for {kind}, which has no vision tower.")
     if fused and not config.targets:
         raise ValueError(
-            f"model.lora.targets must be set for {kind}: its experts ({', '.join(fused)}) are fused weights, which cannot have adapters. "
-            f"Choose from {', '.join(_last_parts(reachable))}, or freeze the experts by model.freeze."
+            f"model.lora.targets must be set for {kind}: its experts ({', '.join(fused)}) are fused weights, which cannot have "
+            f"adapters. Choose from {', '.join(_last_parts(reachable))}, or freeze the experts by model.freeze."
         )
     for target in config.targets:
         _check_target(target, reachable, linear, kind, fused)
