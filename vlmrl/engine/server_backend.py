@@ -147,7 +147,7 @@ class ServerBackend(ABC):
     def abort(self, attempt_id: str) -> Call: ...
 
     def load_adapter(self, name: str, settings: Mapping[str, Any], weights: str, tp: int) -> Call:
-        """With ``capabilities.lora_targets``: load an adapter. ``settings`` as in `adapter_config.json`; ``weights`` are serialized."""
+        """With ``capabilities.lora_targets``: load an adapter. ``settings`` as in `adapter_config.json`; serialized ``weights``."""
         raise NotImplementedError(f"{self.title} loads no adapters")
 
     def unload_adapter(self, name: str) -> Call:
