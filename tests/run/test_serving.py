@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import re
 from dataclasses import replace
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from vlmrl.config import Cluster, Config, Data, Lora, Model, Rollout, ServerSettings, SGLang
 from vlmrl.engine.server_backend import ServerBackend
 from vlmrl.model.loading import as_saved, load_model
-from vlmrl.model.lora import named_weights
+from vlmrl.model.lora import named_adapters, named_weights
 from vlmrl.model.tiny import build
 from vlmrl.run.build import build_run
 from vlmrl.run.memory_plan import MemoryPlan, Sizes
@@ -91,6 +92,12 @@ def test_attached_servers_need_no_sglang_here_and_get_the_trainers_own_weights(q
         run.engine.close()
 
 
+class NoUpdate:
+    """Stands for a WeightSync that has sent nothing."""
+
+    method, bytes, seconds = "group", 0, 0.0
+
+
 class Plain(ServerBackend):
     """A server program without any capability."""
 
@@ -136,6 +143,34 @@ def test_adapters_that_servers_cannot_load_are_merged(family, vision, sent, tmp_
     assert run.serving.adapters == (Lora(rank=4, targets=decoder) if sent else None)
     assert run.serving.plan().endswith("; adapters" if sent else "; weights by group")
     assert sent_adapters(Lora(rank=4), decoder, Plain(ServerSettings())) is None
+
+
+def test_the_servers_are_told_which_layers_have_adapters(qwen3_vl, tmp_path):
+    """Also where `model.freeze` leaves none of a kind."""
+    config = config_of(qwen3_vl, tmp_path, sglang=URLS)
+    model = replace(config.model, lora=Lora(rank=4, alpha=8), freeze=("*.mlp.*", "*.layers.0.*"))
+    run = build_run(replace(config, model=model))
+    sent = []
+
+    class Sync(NoUpdate):
+        async def push_adapter(self, weights, settings, policy_version):
+            sent.append((weights, settings, policy_version))
+
+    class Trainer:
+        def named_adapters(self):
+            return named_adapters(run.model.policy.model)
+
+    run.serving.sync = Sync()
+    asyncio.run(run.serving.push(Trainer(), 3))
+    run.engine.close()
+    [(weights, settings, version)] = sent
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert settings == {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "target_modules": attention}
+    assert (
+        version == 3
+        and len(weights) == 3 * 4 * 2
+        and all(f".{layer}." not in str(weights.keys()) for layer in ("mlp", "layers.0"))
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe"])

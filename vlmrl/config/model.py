@@ -19,10 +19,10 @@ class Lora:
     dropout: float = 0.0
     """Must be 0: dropout would change the trainer's logprobs from one forward pass to the next, and with them the loss's ratio."""
     targets: tuple[str, ...] = ()
-    """Linear layers with adapters, by the last component of their module names. Unset: all linear layers of the decoder,
-    without the head, and with `vision` all of the vision tower and the projector. Layers that `model.freeze` names get none."""
+    """Linear layers with adapters, by the last component of their module names. Unset: all but the head.
+    Layers that `model.freeze` names get no adapters. The fused experts of a mixture of experts cannot have any."""
     vision: bool = False
-    """Also adapt the target layers of the vision tower and the projector."""
+    """Also adapt the target layers of the vision tower and the projector, not only the decoder's."""
 
     def __post_init__(self) -> None:
         require(self.rank >= 0, "model.lora.rank", "0 (off) or more", self.rank)
