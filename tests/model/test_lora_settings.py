@@ -160,7 +160,7 @@ def test_a_setting_that_would_do_nothing_is_refused(family, freeze, lora, messag
         ({"targets": ("q_proj",)}, "model.lora.targets must be unset with model.lora.rank 0"),
         (
             {"rank": 4, "dropout": 0.1},
-            "model.lora.dropout must be 0 (unset), since two forward passes with dropout give",
+            "model.lora.dropout must be 0 (unset), since with dropout two forward passes give two logprobs",
         ),
         ({"rank": 4, "dropout": float("nan")}, "model.lora.dropout must be 0"),
     ],

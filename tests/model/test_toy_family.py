@@ -283,7 +283,7 @@ def test_a_rank_without_images_runs_the_vision_tower(model, trajectories):
     tower = model.policy.model.model.tower.weight
     model.policy(batch).logprobs.sum().backward()
     assert tower.grad is None
-    model.policy(replace(batch, blank_image=True)).logprobs.sum().backward()
+    model.policy(replace(batch, blank_image=True).to("cpu")).logprobs.sum().backward()
     assert tower.grad is not None and not tower.grad.any()
     model.policy.zero_grad()
 

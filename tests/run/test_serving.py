@@ -92,6 +92,9 @@ def test_attached_servers_need_no_sglang_here_and_get_the_trainers_own_weights(q
         run.engine.close()
 
 
+DECODER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
 class NoUpdate:
     """Stands for a WeightSync that has sent nothing."""
 
@@ -125,24 +128,28 @@ def test_settings_that_need_a_missing_capability_are_refused(settings, needs, me
 
 
 @pytest.mark.parametrize(
-    ("family", "vision", "sent"),
+    ("family", "lora", "sent"),
     [
-        ("qwen3_vl", False, True),
-        ("qwen3_vl", True, False),
-        ("qwen2_5_vl", True, False),  # its vision tower has layers with the decoder's names, too
-        ("qwen3", False, True),
-        ("qwen3_5", False, False),  # SGLang loads no adapters of its linear attention
+        ("qwen3_vl", {}, DECODER),
+        ("qwen3_vl", {"vision": True}, None),
+        ("qwen2_5_vl", {"targets": ("up_proj",)}, ("up_proj",)),
+        (
+            "qwen2_5_vl",
+            {"targets": ("up_proj",), "vision": True},
+            None,
+        ),  # its vision tower has layers of this name, too
+        ("qwen3", {}, DECODER),
+        ("qwen3_5", {}, None),  # SGLang loads no adapters of its linear attention
     ],
 )
-def test_adapters_that_servers_cannot_load_are_merged(family, vision, sent, tmp_path):
+def test_adapters_that_servers_cannot_load_are_merged(family, lora, sent, tmp_path):
     """The server gets the names of the layers that have adapters, which the settings may leave to the model."""
     config = config_of(build(tmp_path / "model", family), tmp_path, sglang=URLS)
-    run = build_run(replace(config, model=replace(config.model, lora=Lora(rank=4, vision=vision))))
+    run = build_run(replace(config, model=replace(config.model, lora=Lora(rank=4, **lora))))
     run.engine.close()
-    decoder = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    assert run.serving.adapters == (Lora(rank=4, targets=decoder) if sent else None)
+    assert run.serving.adapters == (Lora(rank=4, targets=sent) if sent else None)
     assert run.serving.plan().endswith("; adapters" if sent else "; weights by group")
-    assert sent_adapters(Lora(rank=4), decoder, Plain(ServerSettings())) is None
+    assert sent_adapters(Lora(rank=4), DECODER, Plain(ServerSettings())) is None
 
 
 def test_the_servers_are_told_which_layers_have_adapters(qwen3_vl, tmp_path):
