@@ -266,6 +266,9 @@ class MicroBatch:
     ends: torch.Tensor | None = None  # trees only, [1, length]: where each token's subtree ends
     parents: torch.Tensor | None = None  # trees only: the token that each token follows
     experts: torch.Tensor | None = None  # [rows, length, layers, top_k]; -1: the model's own routers choose
+    blank_image: bool = (
+        False  # without images of its own, encode a blank one: other ranks encode images at the same time
+    )
 
     def to(self, device: torch.device | str) -> MicroBatch:
         return MicroBatch(
@@ -277,4 +280,5 @@ class MicroBatch:
             None if self.ends is None else self.ends.to(device),
             None if self.parents is None else self.parents.to(device),
             None if self.experts is None else self.experts.to(device),
+            self.blank_image,
         )

@@ -353,11 +353,13 @@ def test_waiting_requests_continue_when_an_unresponsive_server_is_healthy_again(
 
 def test_the_command_line_on_gpus_has_the_runs_arguments_and_over_them_the_settings(tmp_path):
     settings = SGLang(tp=2, args={"mem_fraction_static": 0.4, "log-requests": True}, env={"A": "1"}, python="py")
-    model = ServedModel("/model", "bfloat16", lora=Lora(rank=4), expert_routing=True, sleep=True)
+    model = ServedModel(
+        "/model", "bfloat16", lora=Lora(rank=4, targets=("q_proj", "o_proj")), expert_routing=True, sleep=True
+    )
     launch = SGLangBackend(settings).launch(model, tmp_path / "log", "127.0.0.1", 30000, gpu=2)
     assert " ".join(launch.command) == (
         "py -m sglang.launch_server --host 127.0.0.1 --port 30000 --tp 2 --base-gpu-id 2 --model-path /model --dtype bfloat16 "
-        f"--enable-lora --max-lora-rank 4 --lora-target-modules {' '.join(Lora().targets)} --max-loras-per-batch 4 "
+        "--enable-lora --max-lora-rank 4 --lora-target-modules q_proj o_proj --max-loras-per-batch 4 "
         "--max-loaded-loras 8 --enable-return-routed-experts --enable-memory-saver --mem-fraction-static 0.4 --log-requests"
     )
     assert launch.env == {"SGLANG_VLM_CACHE_SIZE_MB": "0", "A": "1"}

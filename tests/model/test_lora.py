@@ -1,13 +1,17 @@
 """Frozen parts and LoRA: what is trained, what is written, what the adapters change."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from peft import PeftModel
+from testing.fsdp_script import samples_of
 from transformers import AutoModelForImageTextToText
 
-from vlmrl.config import Lora, Model
+from vlmrl.config import Algo, Lora, Model, Optim
 from vlmrl.model.loading import load_model
 from vlmrl.model.lora import adapters_off, named_adapters, named_weights, save_adapters
+from vlmrl.train.trainer import Trainer, TrainerSpec
 
 ROW = torch.tensor([[5, 6, 7, 300, 20]])
 
@@ -60,7 +64,9 @@ def test_freezing_names_what_it_cannot_find(tiny_folder):
 def test_only_adapters_of_the_language_model_are_trained(tiny_folder):
     names = trained(load(tiny_folder, lora=Lora(rank=4)))
     assert names and all(".lora_" in name and "visual" not in name for name in names)
-    with pytest.raises(ValueError, match=r"model.lora.targets \['nothing'\] fit no linear layer"):
+    with pytest.raises(
+        ValueError, match=r"model.lora.targets must be names of linear layers .* but 'nothing' fits none"
+    ):
         load(tiny_folder, lora=Lora(rank=4, targets=("nothing",)))
 
 
@@ -89,6 +95,20 @@ def test_merged_weights_have_the_models_own_names_and_give_its_numbers(tiny_fold
     adapted.save(tmp_path / "merged")
     reloaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert torch.allclose(logits(reloaded), expected, atol=1e-5)
+
+
+def test_an_unchanged_policy_has_the_ratio_1(adapted):
+    """The old logprobs are scored in evaluation mode, the new ones in training mode, and a rollout's are the scores themselves."""
+    rows = samples_of(adapted, [True, False, False, True])
+    spec = TrainerSpec(Algo(corrections=("token_truncation",)), Optim(lr=1e-12), 9, 10**6, groups_per_step=1)
+    trainer = Trainer(adapted.policy, spec)
+    scores = trainer.score(rows)
+    output = trainer.step([replace(row, rollout_logprobs=s.tolist()) for row, s in zip(rows, scores, strict=True)])
+    trainer.close()
+    assert output.metrics["ratio"] == pytest.approx(1, abs=1e-5)
+    assert output.metrics["mismatch/ratio_max"] == pytest.approx(1, abs=1e-4)
+    for mine, before in zip(output.logprobs, scores, strict=True):
+        assert mine == pytest.approx(before, abs=1e-4)
 
 
 def test_saved_adapters_are_read_by_peft(tiny_folder, adapted, tmp_path):

@@ -280,10 +280,11 @@ def test_a_rank_without_images_runs_the_vision_tower(model, trajectories):
     text = replace(sample, prompt_token_ids=[1, 2], media=[])
     (part,) = split([text], 1000)
     batch = pack([text], part, model.policy.family).batch
-    model.policy.use_all_weights = True
+    tower = model.policy.model.model.tower.weight
     model.policy(batch).logprobs.sum().backward()
-    model.policy.use_all_weights = False
-    assert model.policy.model.model.tower.weight.grad is not None
+    assert tower.grad is None
+    model.policy(replace(batch, blank_image=True).to("cpu")).logprobs.sum().backward()
+    assert tower.grad is not None and not tower.grad.any()
     model.policy.zero_grad()
 
 
@@ -293,4 +294,8 @@ def test_parts_and_adapters_go_by_the_familys_names(folder):
 
     assert trained(freeze=("language_model",)) == {"model.model.tower.weight", "model.model.tower.bias"}
     assert not any("tower" in name for name in trained(freeze=("vision_tower",)))
-    assert not any("tower" in name for name in trained(lora=Lora(rank=2, targets=("q_proj", "tower"))))
+    assert not any("tower" in name for name in trained(lora=Lora(rank=2)))
+    adapters = trained(lora=Lora(rank=2, targets=("q_proj", "tower"), vision=True))
+    assert {name.partition(".lora_")[0].rpartition(".")[2] for name in adapters} == {"q_proj", "tower"}
+    with pytest.raises(ValueError, match=r"'tower' is only in the vision tower: set model.lora.vision"):
+        load(folder, lora=Lora(rank=2, targets=("q_proj", "tower")))

@@ -13,7 +13,7 @@ from vlmrl.model.loading import load_model, shapes_of
 from vlmrl.run.memory_plan import MemoryPlan, Sizes, plan_memory
 from vlmrl.train.ranks import Ranks
 
-SIZES = Sizes(parameters=1000, trained=400, cached=6)
+SIZES = Sizes(parameters=1000, trained_by_part={"language_model": 400}, cached=6)
 PLAYED = {"rollout": Rollout(group_size=8, max_tokens=100, max_reply_tokens=10), "train": Train(groups_per_batch=4)}
 
 

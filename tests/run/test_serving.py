@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import re
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 
 import pytest
@@ -12,14 +14,14 @@ from safetensors.torch import load_file
 
 from vlmrl.config import Cluster, Config, Data, Lora, Model, Rollout, ServerSettings, SGLang
 from vlmrl.engine.server_backend import ServerBackend
-from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.model.loading import as_saved, load_model
-from vlmrl.model.lora import named_weights
+from vlmrl.model.lora import named_adapters, named_weights
 from vlmrl.model.tiny import build
 from vlmrl.run.build import build_run
 from vlmrl.run.memory_plan import MemoryPlan, Sizes
-from vlmrl.run.serving import check_capabilities, sends_adapters
+from vlmrl.run.serving import check_capabilities, sent_adapters
 
+SIZES = Sizes(100, {"language_model": 100}, 8)
 URLS = SGLang(urls=("http://127.0.0.1:9",))
 
 
@@ -90,6 +92,15 @@ def test_attached_servers_need_no_sglang_here_and_get_the_trainers_own_weights(q
         run.engine.close()
 
 
+DECODER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class NoUpdate:
+    """Stands for a WeightSync that has sent nothing."""
+
+    method, bytes, seconds = "group", 0, 0.0
+
+
 class Plain(ServerBackend):
     """A server program without any capability."""
 
@@ -116,11 +127,57 @@ def test_settings_that_need_a_missing_capability_are_refused(settings, needs, me
         check_capabilities(Plain(ServerSettings(**settings)), **needs)
 
 
-@pytest.mark.parametrize("vision", [False, True])
-def test_adapters_that_servers_cannot_load_are_merged(vision):
-    config = Config(engine="sglang", sglang=URLS, model=Model(lora=Lora(rank=4, vision=vision)))
-    assert sends_adapters(config, SGLangBackend(URLS)) == (not vision)
-    assert not sends_adapters(config, Plain(ServerSettings()))
+@pytest.mark.parametrize(
+    ("family", "lora", "sent"),
+    [
+        ("qwen3_vl", {}, DECODER),
+        ("qwen3_vl", {"vision": True}, None),
+        ("qwen2_5_vl", {"targets": ("up_proj",)}, ("up_proj",)),
+        (
+            "qwen2_5_vl",
+            {"targets": ("up_proj",), "vision": True},
+            None,
+        ),  # its vision tower has layers of this name, too
+        ("qwen3", {}, DECODER),
+        ("qwen3_5", {}, None),  # SGLang loads no adapters of its linear attention
+    ],
+)
+def test_adapters_that_servers_cannot_load_are_merged(family, lora, sent, tmp_path):
+    """The server gets the names of the layers that have adapters, which the settings may leave to the model."""
+    config = config_of(build(tmp_path / "model", family), tmp_path, sglang=URLS)
+    run = build_run(replace(config, model=replace(config.model, lora=Lora(rank=4, **lora))))
+    run.engine.close()
+    assert run.serving.adapters == (Lora(rank=4, targets=sent) if sent else None)
+    assert run.serving.plan().endswith("; adapters" if sent else "; weights by group")
+    assert sent_adapters(Lora(rank=4), DECODER, Plain(ServerSettings())) is None
+
+
+def test_the_servers_are_told_which_layers_have_adapters(qwen3_vl, tmp_path):
+    """Also where `model.freeze` leaves none of a kind."""
+    config = config_of(qwen3_vl, tmp_path, sglang=URLS)
+    model = replace(config.model, lora=Lora(rank=4, alpha=8), freeze=("*.mlp.*", "*.layers.0.*"))
+    run = build_run(replace(config, model=model))
+    sent = []
+
+    class Sync(NoUpdate):
+        async def push_adapter(self, weights, settings, policy_version):
+            sent.append((weights, settings, policy_version))
+
+    class Trainer:
+        def named_adapters(self):
+            return named_adapters(run.model.policy.model)
+
+    run.serving.sync = Sync()
+    asyncio.run(run.serving.push(Trainer(), 3))
+    run.engine.close()
+    [(weights, settings, version)] = sent
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert settings == {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "target_modules": attention}
+    assert (
+        version == 3
+        and len(weights) == 3 * 4 * 2
+        and all(f".{layer}." not in str(weights.keys()) for layer in ("mlp", "layers.0"))
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe"])
@@ -144,13 +201,13 @@ def test_experts_are_in_the_form_of_the_hubs_checkpoints(tmp_path):
 
 def test_the_plan_leaves_out_the_memory_of_servers():
     config = Config(engine="sglang", sglang=URLS)
-    assert MemoryPlan.of(config, Sizes(100, 100, 8), ranks=1).engine == {}
-    plan = MemoryPlan.of(config, Sizes(100, 100, 8), ranks=2)
+    assert MemoryPlan.of(config, SIZES, ranks=1).engine == {}
+    plan = MemoryPlan.of(config, SIZES, ranks=2)
     assert list(plan.engine) == ["weights"]
     assert plan.where == "one program on 2 ranks (FSDP2), a copy of the weights for servers beside rank 0"
-    attached = MemoryPlan.of(Config(engine="sglang", cluster=Cluster(gpus=4), sglang=URLS), Sizes(100, 100, 8), ranks=1)
+    attached = MemoryPlan.of(Config(engine="sglang", cluster=Cluster(gpus=4), sglang=URLS), SIZES, ranks=1)
     assert attached.where == "4 trainer ranks (FSDP2) on 4 GPUs of 1 node, beside servers that run already"
-    placed = MemoryPlan.of(Config(engine="sglang", cluster=Cluster(gpus=4)), Sizes(100, 100, 8), ranks=1)
+    placed = MemoryPlan.of(Config(engine="sglang", cluster=Cluster(gpus=4)), SIZES, ranks=1)
     assert placed.where == "4 trainer ranks (FSDP2) and 4 sglang servers on 4 GPUs of 1 node, colocated"
     assert placed.engine == {}
 

@@ -1,13 +1,14 @@
-"""What `test_fsdp.py` runs on one process and under torchrun on two: five steps on fixed samples, for each case."""
+"""What `test_fsdp.py` runs on one process and under torchrun on two: five steps for each case, and scores in bfloat16."""
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
 
 from vlmrl.config import Algo, Config, Lora, Model, Optim, Train
@@ -44,44 +45,61 @@ def samples_of(loaded, images: list[bool]) -> list[Sample]:
     return rows
 
 
+@dataclass(frozen=True)
+class Case:
+    """``steps``: the samples of each optimizer step, in turn; a letter is a sample, and p one that shows an image."""
+
+    steps: tuple[str, ...]
+    model: dict[str, Any] = field(default_factory=dict)
+    kl: float = 0.0
+    weight_decay: float = 0.0
+
+
+LORA = Lora(rank=4)
 CASES = {
-    "images on both ranks": ("pppp", 0, 0.0),
-    "images on one rank only": ("pttt", 0, 0.0),
-    "no images": ("tttt", 0, 0.0),
-    "LoRA, an image, and a KL penalty towards the model without adapters": ("tptt", 4, 0.1),
-    "a KL penalty towards a sharded copy": ("pttt", 0, 0.1),
-    "three micro-batches on two ranks": ("ptt", 0, 0.0),
+    "images on both ranks": Case(("pppp",)),
+    "images on one rank only": Case(("pttt",)),
+    "no images": Case(("tttt",), weight_decay=0.1),
+    "images in some steps": Case(("pppp", "tttt", "tttt", "pttt"), weight_decay=0.1),
+    "adapters of all parts, images in some steps": Case(
+        ("tttt", "pttt", "tttt"), {"lora": replace(LORA, vision=True)}, weight_decay=0.1
+    ),
+    "a frozen vision tower, images in some steps": Case(("pttt", "tttt"), {"freeze": ("vision_tower",)}),
+    "LoRA, an image, and a KL penalty towards the model without adapters": Case(("tptt",), {"lora": LORA}, kl=0.1),
+    "a KL penalty towards a sharded copy": Case(("pttt",), kl=0.1),
+    "three micro-batches on two ranks": Case(("ptt",)),
 }
-"""Which of the samples show an image, LoRA's rank, and the KL coefficient."""
 
 
 def train(folder: str, out: Path, ranks: Ranks, name: str) -> dict[str, Any]:
     """The results of five steps, and of the sixth before and after a checkpoint; nothing on ranks other than 0."""
-    images, lora, kl = CASES[name]
+    case = CASES[name]
     recomputed = Train(gradient_checkpointing=ranks.size > 1)
-    config = Config(model=Model(path=folder, lora=Lora(rank=lora)), train=recomputed, output_dir=str(out))
+    config = Config(model=Model(path=folder, **case.model), train=recomputed, output_dir=str(out))
     loaded = load_model(config.model, out, 0)
     trainers = Trainers.of(config, ranks, loaded if ranks.size == 1 else None)
     if ranks.rank:
         run_commands(trainers.make)
         return {}
-    rows = samples_of(loaded, [letter == "p" for letter in images])
-    algo = Algo(loss="ppo", kl_coef=kl, corrections=("token_truncation",)) if kl else Algo(loss="sft")
-    spec = TrainerSpec(algo, Optim(lr=1e-3), total_steps=20, tokens_per_micro_batch=40, groups_per_step=2)
+    batches = [samples_of(loaded, [letter == "p" for letter in images]) for images in case.steps]
+    batches = [batches[step % len(batches)] for step in range(6)]
+    algo = Algo(loss="ppo", kl_coef=case.kl, corrections=("token_truncation",)) if case.kl else Algo(loss="sft")
+    optim = Optim(lr=1e-3, weight_decay=case.weight_decay)
+    spec = TrainerSpec(algo, optim, total_steps=20, tokens_per_micro_batch=40, groups_per_step=2)
     trainer = trainers.start(spec)
-    outputs = [trainer.step(rows) for _ in range(5)]
+    outputs = [trainer.step(batch) for batch in batches[:5]]
     weights = {name: float(weight.double().square().sum()) for name, weight in trainer.named_weights()}
-    penalties = [float(value) for values in trainer.token_kl(rows) for value in values] if kl else []
+    penalties = [float(value) for values in trainer.token_kl(batches[4]) for value in values] if case.kl else []
     logprobs = [row.tolist() for row in outputs[-1].logprobs]
-    checkpoint = out / name / str(ranks.size)
+    checkpoint = checkpoint_of(out, name, ranks.size)
     checkpoint.mkdir(parents=True)
     trainer.save(checkpoint)
-    following = [trainer.step(rows).metrics]
+    following = [trainer.step(batches[5]).metrics]
     trainer.close()
-    for sizes in sorted({ranks.size, 2}):  # one process also goes on from what two ranks have saved
+    for size in sorted({ranks.size, 2}):  # one process also goes on from what two ranks have saved
         restored = trainers.start(spec)
-        restored.restore(out / name / str(sizes))
-        following.append(restored.step(rows).metrics)
+        restored.restore(checkpoint_of(out, name, size))
+        following.append(restored.step(batches[5]).metrics)
         restored.close()
     if ranks.size > 1:
         stop_commands()
@@ -89,9 +107,42 @@ def train(folder: str, out: Path, ranks: Ranks, name: str) -> dict[str, Any]:
     return {"steps": steps, "weights": weights, "logprobs": logprobs, "kl": penalties, "following": following}
 
 
+def checkpoint_of(out: Path, case: str, ranks: int) -> Path:
+    """The checkpoint of a case after its fifth step."""
+    return out / case / str(ranks)
+
+
+def score_in_bfloat16(folder: str, out: Path, ranks: Ranks) -> dict[str, Any]:
+    """Scores of the initial weights, and the weights' dtypes and numbers before and after scoring; a checkpoint after a step."""
+    config = Config(model=Model(path=folder, dtype="bfloat16"), output_dir=str(out))
+    loaded = load_model(config.model, out, 0)
+    trainers = Trainers.of(config, ranks, loaded if ranks.size == 1 else None)
+    if ranks.rank:
+        run_commands(trainers.make)
+        return {}
+    rows = samples_of(loaded, [True, False, True, False])
+    spec = TrainerSpec(Algo(loss="ppo", kl_coef=0.1), Optim(lr=1e-3), total_steps=9, tokens_per_micro_batch=1)
+    trainer = trainers.start(spec)
+    scores = [row.tolist() for row in trainer.score(rows)]
+    trainer.step(rows)
+    before = {name: weight.clone() for name, weight in trainer.named_weights()}
+    trainer.score(rows)
+    after = dict(trainer.named_weights())
+    trainer.kl_by_trajectory(rows)
+    checkpoint = checkpoint_of(out, "bfloat16", ranks.size)
+    checkpoint.mkdir(parents=True)
+    trainer.save(checkpoint)
+    trainer.close()
+    if ranks.size > 1:
+        stop_commands()
+    changed = [name for name, weight in before.items() if not torch.equal(weight, after[name])]
+    return {"scores": scores, "dtypes": sorted({str(weight.dtype) for weight in after.values()}), "changed": changed}
+
+
 def main(folder: str, out: Path) -> None:
     ranks = join_process_group("gloo")
     results = {name: train(folder, out, ranks, name) for name in CASES}
+    results["bfloat16"] = score_in_bfloat16(folder, out, ranks)
     if ranks.rank == 0:
         (out / f"of{ranks.size}.json").write_text(json.dumps(results))
     if ranks.size > 1:

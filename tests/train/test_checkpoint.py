@@ -69,7 +69,7 @@ def test_random_numbers_go_on(tmp_path):
 
 
 def trainer_of(folder, *, dtype: str = "float32", rank: int = 0, kl: float = 0.0) -> Trainer:
-    lora = Lora(rank=rank, dropout=0.1)
+    lora = Lora(rank=rank)
     loaded = load_model(Model(path=str(folder), device="cpu", dtype=dtype, lora=lora), folder, seed=0)
     reference = loaded.policy.frozen_copy() if kl else None
     optim = Optim(lr=1e-3, schedule="linear", warmup_steps=2)
@@ -79,7 +79,7 @@ def trainer_of(folder, *, dtype: str = "float32", rank: int = 0, kl: float = 0.0
 
 @pytest.mark.parametrize("case", [{"dtype": "bfloat16"}, {"rank": 2}, {"kl": 0.1}])
 def test_a_restored_trainer_takes_the_very_steps_that_the_first_one_takes(case, qwen3_vl, tmp_path):
-    """Float32 masters, the dropout of adapters and the reference of a KL penalty included."""
+    """Float32 masters, adapters and the reference of a KL penalty included."""
     torch.manual_seed(3)
     first = trainer_of(qwen3_vl, **case)
     rows = samples_of(load_model(Model(path=str(qwen3_vl)), tmp_path, 0), [True, False, False, False])

@@ -22,7 +22,7 @@ from vlmrl.engine.server import LocalProcess, free_ports
 from vlmrl.engine.server_backend import ServedModel, ServerBackend
 from vlmrl.model.loading import as_saved, load_model
 from vlmrl.model.lora import named_weights
-from vlmrl.train.fsdp import COLLECTIVE, backend_of, forget_unused, reshard
+from vlmrl.train.fsdp import COLLECTIVE, backend_of, forget_unused
 from vlmrl.train.make_trainer import Trainers
 from vlmrl.train.packing import response_logprobs
 from vlmrl.train.ranks import Ranks
@@ -148,7 +148,6 @@ class RankWorker:
             self._offloaded = False
 
     def _move(self, device: torch.device) -> None:
-        reshard(self._trainers.policy)
         (self._trainer or self._trainers.policy).to(device)
         forget_unused()
 

@@ -17,16 +17,26 @@ class Lora:
     alpha: int = 32
     """LoRA alpha: the adapters' output is scaled by `alpha / rank`."""
     dropout: float = 0.0
-    """Dropout probability on the adapters' input during training."""
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Linear layers with adapters, by the last component of their module names."""
+    """Must be 0: dropout would change the trainer's logprobs from one forward pass to the next, and with them the loss's ratio."""
+    targets: tuple[str, ...] = ()
+    """Linear layers with adapters, by the last component of their module names. Unset: all but the head.
+    Layers that `model.freeze` names get no adapters. The fused experts of a mixture of experts cannot have any."""
     vision: bool = False
-    """Also add adapters to the target layers of the vision tower."""
+    """Also adapt the target layers of the vision tower and the projector, not only the decoder's."""
 
     def __post_init__(self) -> None:
         require(self.rank >= 0, "model.lora.rank", "0 (off) or more", self.rank)
-        require(0 <= self.dropout < 1, "model.lora.dropout", "at least 0 and less than 1", self.dropout)
-        require(bool(self.targets), "model.lora.targets", "names of linear layers", self.targets)
+        require(
+            self.dropout == 0,
+            "model.lora.dropout",
+            "0 (unset), since with dropout two forward passes give two logprobs, and the ratio of an unchanged policy is not 1",
+            self.dropout,
+        )
+        for name in ("vision", "targets"):
+            value = getattr(self, name)
+            require(
+                self.rank > 0 or not value, f"model.lora.{name}", "unset with model.lora.rank 0 (no adapters)", value
+            )
         positive("model.lora", self, "alpha")
 
 

@@ -28,10 +28,11 @@ from vlmrl.weight_sync.base import WeightReceiver
 class Capabilities:
     """What a server program can do. A setting that needs more is an error, unless the field names a fallback."""
 
-    lora: bool = False
-    """Load and unload LoRA adapters while it serves. False: adapters are merged into the weights."""
+    lora_targets: frozenset[str] = frozenset()
+    """The decoder's layers, by the last part of their names, whose LoRA adapters it loads and unloads while it serves. With adapters
+    of any other layer, all are merged into the weights."""
     vision_lora: bool = False
-    """As ``lora``, for adapters of the vision tower."""
+    """It also loads adapters of the vision tower and the projector."""
     expert_routing: bool = False
     """Return the experts of each token of a mixture-of-experts model."""
     image_files: bool = False
@@ -61,7 +62,7 @@ class ServedModel:
     random_weights: bool = False
     """Load no weights: the first update sends all of them."""
     lora: Lora | None = None
-    """Adapters that are sent separately from the weights."""
+    """Adapters that are sent separately from the weights; ``targets`` are all the layers that have one."""
     expert_routing: bool = False
     sleep: bool = False
 
@@ -146,11 +147,11 @@ class ServerBackend(ABC):
     def abort(self, attempt_id: str) -> Call: ...
 
     def load_adapter(self, name: str, settings: Mapping[str, Any], weights: str, tp: int) -> Call:
-        """With ``capabilities.lora``: load an adapter. ``settings`` as in peft's `adapter_config.json`; ``weights`` are serialized."""
+        """With ``capabilities.lora_targets``: load an adapter. ``settings`` as in `adapter_config.json`; serialized ``weights``."""
         raise NotImplementedError(f"{self.title} loads no adapters")
 
     def unload_adapter(self, name: str) -> Call:
-        """With ``capabilities.lora``: unload an adapter once no request uses it."""
+        """With ``capabilities.lora_targets``: unload an adapter once no request uses it."""
         raise NotImplementedError(f"{self.title} unloads no adapters")
 
     @abstractmethod
@@ -158,7 +159,7 @@ class ServerBackend(ABC):
         """The server's end of a weight update."""
 
     def serialize_adapter(self, weights: dict[str, torch.Tensor]) -> str:
-        """With ``capabilities.lora``: an adapter's weights as the server takes them, in base64."""
+        """With ``capabilities.lora_targets``: an adapter's weights as the server takes them, in base64."""
         raise NotImplementedError(f"{self.title} loads no adapters")
 
     def parse_loaded_weights(self, reply: Any) -> str | None:

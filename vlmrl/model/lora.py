@@ -6,7 +6,7 @@ Adapters are injected into the model itself, so modules keep their names and :cl
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,25 +20,97 @@ from vlmrl.model.families import family_of
 
 
 def add_lora(model: Any, config: Lora) -> None:
-    """Freeze the model and add trainable adapters to its linear layers."""
+    """Freeze the model and add trainable adapters to its linear layers. A layer whose weight is frozen already gets none.
+
+    Raises:
+        ValueError: a setting adapts no layer, or the targets are unset for a model whose fused experts cannot have adapters.
+    """
     from peft import LoraConfig, inject_adapter_in_model
 
-    part = "" if config.vision else family_of(model.config).parts["language_model"]
-    suffix = re.compile(rf".*\.({'|'.join(config.targets)})")
-    names = [name for name, _ in model.named_modules() if suffix.fullmatch(name) and re.search(part, name + ".")]
+    names = _layers_to_adapt(model, config)
     settings = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
-        lora_dropout=config.dropout,
         target_modules="|".join(map(re.escape, names)),
         bias="none",
     )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    try:
-        inject_adapter_in_model(settings, model)
-    except ValueError as error:
-        raise ValueError(f"model.lora.targets {list(config.targets)} fit no linear layer of this model.") from error
+    inject_adapter_in_model(settings, model)
+
+
+def _layers_to_adapt(model: Any, config: Lora) -> list[str]:
+    """The names of the linear layers that get adapters, in the model's order."""
+    kind, parts = model.config.model_type, family_of(model.config).parts
+    head = model.get_output_embeddings()  # the policy reads its weight, so an adapter there would have no effect
+    linear = {
+        name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head
+    }
+    vision = [name for name in linear if not re.search(parts["language_model"], name + ".")]
+    reachable = [name for name in linear if config.vision or name not in vision]
+    fused = _fused_weights(model, [*parts.values()] if config.vision else [parts["language_model"]])
+    if config.vision and not vision:
+        raise ValueError(f"model.lora.vision must be False for {kind}, which has no vision tower.")
+    if fused and not config.targets:
+        raise ValueError(
+            f"model.lora.targets must be set for {kind}: its experts ({', '.join(fused)}) are fused weights, which cannot have "
+            f"adapters. Choose from {', '.join(_last_parts(reachable))}, or freeze the experts by model.freeze."
+        )
+    for target in config.targets:
+        _check_target(target, reachable, linear, kind, fused)
+    wanted = config.targets or _last_parts(reachable)
+    names = [name for name in reachable if _last_part(name) in wanted and linear[name].weight.requires_grad]
+    if config.vision and not set(names) & set(vision):
+        raise ValueError(
+            f"model.lora.vision adapts no layer: model.lora.targets {list(config.targets)} and model.freeze leave none of the vision "
+            f"tower's {', '.join(_last_parts(vision))}. Name one of them, unfreeze them, or unset model.lora.vision."
+        )
+    if not names:
+        raise ValueError("model.freeze leaves no layer for adapters: name fewer parts, or set model.lora.vision.")
+    return names
+
+
+def _check_target(target: str, reachable: list[str], linear: dict[str, nn.Linear], kind: str, fused: list[str]) -> None:
+    """Raises ValueError if no layer called ``target`` would get an adapter."""
+    fitting = [name for name in reachable if _last_part(name) == target]
+    if any(linear[name].weight.requires_grad for name in fitting):
+        return
+    if fitting:
+        raise ValueError(f"model.lora.targets: model.freeze freezes every {target!r}: unfreeze them, or leave it out.")
+    if target in _last_parts(linear):
+        raise ValueError(
+            f"model.lora.targets: {target!r} is only in the vision tower: set model.lora.vision, or leave it out."
+        )
+    experts = f" Its experts ({', '.join(fused)}) are fused weights, which cannot have adapters." if fused else ""
+    raise ValueError(
+        f"model.lora.targets must be names of linear layers of {kind} ({', '.join(_last_parts(reachable))}), but {target!r} fits none."
+        f"{experts}"
+    )
+
+
+def _fused_weights(model: nn.Module, parts: list[str]) -> list[str]:
+    """The last parts of the names of trainable weights that hold a matrix for each expert, ``[experts, out, in]``, in ``parts``."""
+    return _last_parts(
+        f"{name}.{own}"
+        for name, module in model.named_modules()
+        for own, weight in module.named_parameters(recurse=False)
+        if weight.dim() == 3 and weight.requires_grad and not type(module).__module__.startswith("torch.nn.")
+        if any(re.search(part, f"{name}.{own}") for part in parts)
+    )
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _last_parts(names: Iterable[str]) -> list[str]:
+    """The distinct last parts of module names, in order: ``["a.q_proj", "b.q_proj"]`` gives ``["q_proj"]``."""
+    return list(dict.fromkeys(map(_last_part, names)))
+
+
+def adapted_targets(model: nn.Module) -> tuple[str, ...]:
+    """The last parts of the names of the layers that have adapters."""
+    return tuple(_last_parts(name for name, _ in lora_layers(model)))
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -32,21 +32,18 @@ class TokenScores(NamedTuple):
 
 
 class Policy(nn.Module):
-    """A causal language model, with or without a vision tower. ``banned_ids`` have probability 0 in sampling and in training.
-
-    With ``use_all_weights`` a batch without images also runs the vision tower, so that all ranks take part in FSDP's collectives.
-    """
+    """A causal language model, with or without a vision tower. ``banned_ids`` have probability 0 in sampling and in training."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        self.use_all_weights = False
         self.config = model.config
         self.family = family_of(model.config)
         self.image_token_id = self.family.image_token_id
         self.banned_ids = self.family.banned_ids
         self.routing = ExpertRouters(model, self.family.router) if self.family.router else None
         _check_attention(model.config)
+        _check_dropout(model)
         tree_attention.install(model)
 
     @property
@@ -89,7 +86,7 @@ class Policy(nn.Module):
         features = self.encode_images(batch.mm_inputs) if batch.mm_inputs else []
         occurrences = [features[index] for index in batch.image_order]
         tree = None if batch.ends is None else tree_attention.plan(batch.ends[0])
-        zero = self._blank_image() if self.use_all_weights and self.family.vision and not occurrences else None
+        zero = self._blank_image() if batch.blank_image and not occurrences else None
         with self._replayed(batch.experts):
             hidden = self.hidden(batch.token_ids, batch.position_ids, None, occurrences, zero=zero, tree=tree)
         rows, places = batch.targets.nonzero(as_tuple=True)
@@ -150,7 +147,7 @@ class Policy(nn.Module):
         return self.family.encode_images(self.model, {key: value.to(self.device) for key, value in mm_inputs.items()})
 
     def _blank_image(self) -> torch.Tensor:
-        """A zero whose gradient reaches all of the vision tower."""
+        """A zero whose gradient, of zeros, reaches all of the vision tower, so that this rank takes part in FSDP's collectives."""
         image = self.encode_images(self.family.blank_inputs())[0]
         return 0 * torch.stack([features.sum() for features in (image.embeds, *image.deepstack)]).sum()
 
@@ -177,6 +174,13 @@ def _check_attention(config: Any) -> None:
         raise ValueError(
             f"all layers must attend to the whole row, but the config's layer_types hold {sorted(unknown)}."
         )
+
+
+def _check_dropout(model: nn.Module) -> None:
+    """Raise ValueError for dropout: old and new logprobs of an unchanged policy would come from different masks."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p:
+            raise ValueError(f"dropout must be 0 in the model's config, but it is {module.p} in {name}.")
 
 
 def without_adapters(policy: Policy) -> Callable[[MicroBatch, float], TokenScores]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vlmrl.config import Config
+from vlmrl.model.families import family_of
 from vlmrl.model.loading import pick_device, pick_dtype, shapes_of
 from vlmrl.model.policy import layer_kinds
 from vlmrl.train.ranks import Ranks
@@ -18,18 +20,29 @@ class Sizes:
     """Numbers of elements in a model's tensors."""
 
     parameters: int
-    trained: int
+    trained_by_part: dict[str, int]
+    """Trained parameters, adapters included, by the part of the model as `model.freeze` names it; a part without any is left out."""
     cached: int
     """Per token in the KV cache."""
 
+    @property
+    def trained(self) -> int:
+        return sum(self.trained_by_part.values())
+
     @classmethod
     def of(cls, model: Any) -> Sizes:
-        weights = list(model.parameters())
+        weights = dict(model.named_parameters())
         text = model.config.get_text_config()
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         layers = layer_kinds(model.config).count("full_attention")  # recurrent layers have no KV cache
-        trained = sum(weight.numel() for weight in weights if weight.requires_grad)
-        return cls(sum(weight.numel() for weight in weights), trained, 2 * layers * text.num_key_value_heads * head)
+        parts = family_of(model.config).parts
+        trained: dict[str, int] = {}
+        for name, weight in weights.items():
+            if weight.requires_grad:
+                part = next((part for part, pattern in parts.items() if re.search(pattern, name)), "other")
+                trained[part] = trained.get(part, 0) + weight.numel()
+        total = sum(weight.numel() for weight in weights.values())
+        return cls(total, trained, 2 * layers * text.num_key_value_heads * head)
 
 
 @dataclass(frozen=True)
@@ -62,11 +75,12 @@ class MemoryPlan:
         return cls(config.model.path, _where(config, device, ranks), ranks, dtype, sizes, trainer, engine)
 
     def __str__(self) -> str:
-        parameters, trained = self.sizes.parameters / 1e6, self.sizes.trained / 1e6
+        parameters, trained = _count(self.sizes.parameters), _count(self.sizes.trained)
+        parts = ", ".join(f"{part} {_count(number)}" for part, number in self.sizes.trained_by_part.items())
         dtype = str(self.dtype).removeprefix("torch.")
         each = "a trainer rank" if self.ranks > 1 else "trainer"
         lines = [
-            f"model     {self.model}, {parameters:.1f} M parameters, of which {trained:.1f} M are trained; {dtype}",
+            f"model     {self.model}, {parameters} parameters, of which {trained} are trained ({parts}); {dtype}",
             f"placement {self.where}",
             f"memory    {each}: {_sizes_of(self.trainer)}, beside activations",
         ]
@@ -127,6 +141,10 @@ def _cache(config: Config, sizes: Sizes, dtype: torch.dtype) -> dict[str, float]
 def _sizes_of(parts: dict[str, float]) -> str:
     each = ", ".join(f"{name} {_gigabytes(size)}" for name, size in parts.items())
     return each if len(parts) == 1 else f"{each}: {_gigabytes(sum(parts.values()))}"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number / 1e3:.1f} k"
 
 
 def _gigabytes(size: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from vlmrl.checks.server_parity import ParityReport, check_parity, parity_questions
-from vlmrl.config import Config, ServerSettings
+from vlmrl.config import Config, Lora, ServerSettings
 from vlmrl.engine.server import LocalProcess, Server, free_ports
 from vlmrl.engine.server_backend import ServedModel, ServerBackend, is_installed, new_backend
 from vlmrl.engine.server_engine import ServerEngine
 from vlmrl.engine.server_pool import ServerPool
-from vlmrl.model.loading import LoadedModel, as_saved
-from vlmrl.model.lora import named_weights
+from vlmrl.model.loading import LoadedModel, as_saved, shapes_of
+from vlmrl.model.lora import adapted_targets, named_weights
 from vlmrl.model.policy import Policy
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.train.controller import RunTrainer
@@ -130,6 +130,8 @@ class Serving:
     engine: ServerEngine
     sync: WeightSync
     host: ServerHost
+    adapters: Lora | None
+    """The adapters that are sent separately, as :func:`sent_adapters` gives them."""
 
     @classmethod
     def of(cls, config: Config, model: LoadedModel, host: ServerHost) -> Serving:
@@ -141,18 +143,23 @@ class Serving:
         method = host.method if settings.sync == "auto" else settings.sync
         _check_installed(backend)
         check_capabilities(backend, colocated=colocated, expert_routing=routing is not None, method=method)
+        adapters = None
+        if config.model.lora.rank:
+            adapters = sent_adapters(
+                config.model.lora, adapted_targets(shapes_of(config.model, config.models_dir)), backend
+            )
         served = ServedModel(
             path=model.path,
             dtype=str(host.dtype).removeprefix("torch."),
             random_weights=config.model.random_weights,
-            lora=config.model.lora if sends_adapters(config, backend) else None,
+            lora=adapters,
             expert_routing=routing is not None,
             sleep=colocated,
         )
         pool = ServerPool(backend, host.servers(backend, served), host.close, colocated)
         engine = ServerEngine(pool, model.renderer, model.policy.banned_ids, routing, host.offload_trainer)
         sync = WeightSync(engine, config.folder.absolute() / "weights", method)
-        return cls(config, model, engine, sync, host)
+        return cls(config, model, engine, sync, host, adapters)
 
     async def connect(self, store: MediaStore | None) -> dict[str, ParityReport]:
         """Start the servers or attach to them, send them the weights, and let them serve. Raises ParityError if they disagree."""
@@ -175,8 +182,8 @@ class Serving:
 
         Returns metrics of the update and of the servers.
         """
-        lora = self.config.model.lora
-        if sends_adapters(self.config, self.engine.backend):
+        lora = self.adapters
+        if lora is not None:
             settings = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "bias": "none"}
             settings["target_modules"] = list(lora.targets)
             await self.sync.push_adapter(dict(trainer.named_adapters()), settings, policy_version)
@@ -193,7 +200,7 @@ class Serving:
         """One line: the servers, and how weights are sent to them."""
         backend = self.engine.backend
         settings, title = backend.settings, backend.title
-        sent = "adapters" if sends_adapters(self.config, backend) else f"weights by {self.sync.method}"
+        sent = "adapters" if self.adapters is not None else f"weights by {self.sync.method}"
         if settings.urls:
             return f"{title} at {', '.join(settings.urls)}; {sent}"
         size, count = f" of {settings.tp} GPUs" if settings.tp > 1 else "", len(self.engine.servers.all)
@@ -219,10 +226,11 @@ class Serving:
         return all(backend.parse_loaded_weights(reply) == self.model.path for reply in replies)
 
 
-def sends_adapters(config: Config, backend: ServerBackend) -> bool:
-    """Whether LoRA adapters are sent separately. If the servers cannot load them, they are merged into the weights."""
-    lora, able = config.model.lora, backend.capabilities
-    return lora.rank > 0 and (able.vision_lora if lora.vision else able.lora)
+def sent_adapters(lora: Lora, targets: tuple[str, ...], backend: ServerBackend) -> Lora | None:
+    """``lora`` with the ``targets`` that have adapters, if the servers can load these; None: they are merged into the weights."""
+    able = backend.capabilities
+    loadable = able.lora_targets.issuperset(targets) and (able.vision_lora or not lora.vision)
+    return replace(lora, targets=targets) if loadable else None
 
 
 def _check_installed(backend: ServerBackend) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from vlmrl.model.policy import Policy
 
@@ -29,20 +30,25 @@ def forget_unused() -> None:
 def shard(policy: Policy, dtype: torch.dtype) -> Policy:
     """Shard the float32 weights over all ranks, layer by layer. It computes in ``dtype`` and reduces gradients in float32.
 
-    The policy itself is the FSDP root, so that the weights outside the layers are gathered for its whole forward.
+    The policy itself is the FSDP root, so that the weights outside the layers are gathered for its whole forward. Between forward
+    passes ``parameters()`` are this rank's shards, also after a pass without gradient.
     """
     mesh = init_device_mesh(policy.device.type, (dist.get_world_size(),))
-    precision = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # layers get float32 rotary cosines and masks, as without FSDP
+    )
     layers = set(policy.model._no_split_modules)
     for module in policy.model.modules():
         if type(module).__name__ in layers:
             fully_shard(module, mesh=mesh, mp_policy=precision)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
-    policy.use_all_weights = True
+    policy.register_forward_hook(_reshard)  # runs after FSDP's own
     return policy
 
 
-def reshard(policy: Policy) -> None:
-    """Free the weights that a forward without gradient leaves gathered, so that ``parameters()`` are this rank's shards again."""
-    if isinstance(policy, FSDPModule):
+def _reshard(policy: Any, *_: Any) -> None:
+    """After a forward without gradient, free the root's gathered weights in ``dtype``. FSDP keeps them until a backward pass."""
+    if not torch.is_grad_enabled():
         policy.reshard()

@@ -10,7 +10,7 @@ from vlmrl.config import Algo, Config, Lora, Model
 from vlmrl.model.loading import LoadedModel, load_model, pick_device, pick_dtype
 from vlmrl.model.policy import Policy, without_adapters
 from vlmrl.train.controller import LocalTrainer, RankZeroTrainer, RunTrainer
-from vlmrl.train.fsdp import reshard, shard
+from vlmrl.train.fsdp import shard
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import Scorer, Trainer, TrainerSpec
 
@@ -36,7 +36,6 @@ class Trainers:
 
     def make(self, spec: TrainerSpec) -> Trainer:
         """The trainer of this rank."""
-        reshard(self.policy)
         return Trainer(self.policy, spec, reference=self._reference(spec.algo), ranks=self.ranks)
 
     def _reference(self, algo: Algo) -> Scorer | None:

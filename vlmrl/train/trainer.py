@@ -338,7 +338,9 @@ class Trainer:
 
     def _score(self, policy: Scorer, samples: list[Sample], plan: MicroBatchPlan) -> TokenScores:
         packed = pack(samples, plan, self.policy.family).to(self.policy.device)
-        batch = packed.batch
+        # Without any image on any rank, the vision tower stays out on all: zeros for a gradient would let Adam move it.
+        blank_image = self._ranks.size > 1 and any(sample.media for sample in samples)
+        batch = replace(packed.batch, blank_image=blank_image)
         if not self._replay_routing or policy is not self.policy:  # a reference uses its own routers
             batch = replace(batch, experts=None)
         return packed.by_sample(policy(batch, self._spec.temperature))

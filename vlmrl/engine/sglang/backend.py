@@ -36,12 +36,20 @@ CPU_ENV = {
 }
 
 
+LORA_TARGETS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
+
+
 class SGLangBackend(ServerBackend):
     name = "sglang"
     title = "SGLang"
     package = "sglang"
     capabilities = Capabilities(
-        lora=True, expert_routing=True, image_files=True, tensor_handles=True, sleep=True, checksums=True
+        lora_targets=LORA_TARGETS,
+        expert_routing=True,
+        image_files=True,
+        tensor_handles=True,
+        sleep=True,
+        checksums=True,
     )
 
     health = Call("/health")

@@ -50,7 +50,8 @@ class Family:
     transposed_weights: ClassVar[tuple[str, ...]] = ()
     """Suffixes of weight names whose last two dimensions are swapped in checkpoints. transformers swaps them on load, not on save."""
     parts: ClassVar[dict[str, str]] = {"language_model": ""}
-    """Parts that `model.freeze` can name, each with a regular expression for parameter names. LoRA adapts ``language_model``."""
+    """Parts that `model.freeze` can name, each with a regular expression for parameter names. LoRA adapts ``language_model``,
+    and with `model.lora.vision` all parts."""
     tiny_config_class: ClassVar[str | type] = ""
     """The class of the config that ``tiny:NAME`` is built from (`model/tiny.py`); a string names one in transformers."""
     tiny_model_class: ClassVar[str | type] = ""
