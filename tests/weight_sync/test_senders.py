@@ -183,16 +183,21 @@ def test_a_transfer_is_aborted_also_where_a_receiver_never_returns():
     receiver.aborted.set()  # lets its thread end
 
 
+def sync_of(receiver, folder) -> WeightSync:
+    """A sync of one server, whose receiver is given."""
+    server = SimpleNamespace(url=receiver.url)
+    servers = SimpleNamespace(update_lock=asyncio.Lock(), ready=[server], all=[server])
+    thread = SimpleNamespace(run=lambda coroutine: coroutine)
+    backend = SimpleNamespace(receiver=lambda _: receiver, settings=SimpleNamespace(bucket_mb=1))
+    engine = SimpleNamespace(servers=servers, versions={}, thread=thread, backend=backend)
+    return WeightSync(engine, folder, "tensor")
+
+
 def test_a_cancelled_push_aborts_its_transfer(tmp_path):
     receiver = FakeReceiver("one", hangs=True)
-    server = SimpleNamespace(url="one")
 
     async def cancelled():
-        servers = SimpleNamespace(update_lock=asyncio.Lock(), ready=[server], all=[server])
-        thread = SimpleNamespace(run=lambda coroutine: coroutine)
-        backend = SimpleNamespace(receiver=lambda _: receiver, settings=SimpleNamespace(bucket_mb=1))
-        engine = SimpleNamespace(servers=servers, versions={}, thread=thread, backend=backend)
-        sync = WeightSync(engine, tmp_path, "tensor")
+        sync = sync_of(receiver, tmp_path)
         push = asyncio.create_task(sync.push(lambda update: update.send(iter(weights())), 1))
         assert await asyncio.to_thread(receiver.called.wait, PATIENCE)
         push.cancel()
@@ -201,6 +206,60 @@ def test_a_cancelled_push_aborts_its_transfer(tmp_path):
 
     asyncio.run(cancelled())
     assert receiver.aborted.wait(PATIENCE)
+
+
+@pytest.mark.parametrize(("way", "kind"), [("tensor", FakeReceiver), ("group", GroupMember)])
+def test_an_update_that_is_aborted_before_it_begins_sends_nothing(way, kind):
+    receiver, gathered = kind("http://127.0.0.1:1"), []
+    update = update_of(way, receiver)
+    base.abort("run", update.id)
+
+    def gather():
+        for name, weight in weights():
+            gathered.append(name)
+            yield name, weight
+
+    assert update.send(gather()).failed == {receiver.url: "aborted"}
+    assert (receiver.calls, gathered) == ([], ["a", "b"])
+    later = update_of("tensor", FakeReceiver("two"))
+    assert not later.send(iter(weights())).failed  # only that update was aborted
+
+
+def test_an_abort_of_an_update_that_waits_leaves_the_one_that_is_sent_alone():
+    receiver, waiting = FakeReceiver("one"), update_of("tensor", FakeReceiver("two"))
+
+    def gather():
+        for name, weight in weights():
+            base.abort("run", waiting.id)
+            yield name, weight
+
+    assert not update_of("tensor", receiver).send(gather()).failed
+    assert waiting.send(iter(weights())).failed == {"two": "aborted"}
+
+
+def test_a_push_that_is_cancelled_before_its_transfer_begins_sends_nothing(tmp_path):
+    receiver, begun, may_send, results = FakeReceiver("one"), threading.Event(), threading.Event(), []
+
+    def send(update):
+        begun.set()
+        assert may_send.wait(PATIENCE)
+        results.append(update.send(iter(weights())))
+        return results[-1]
+
+    async def cancelled():
+        sync = sync_of(receiver, tmp_path)
+        push = asyncio.create_task(sync.push(send, 1))
+        assert await asyncio.to_thread(begun.wait, PATIENCE)
+        push.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await push
+        may_send.set()
+        assert await asyncio.to_thread(receiver.aborted.wait, PATIENCE)
+        assert not (await sync.push(lambda update: update.send(iter(weights())), 2)).failed  # after the cancelled one
+
+    asyncio.run(cancelled())
+    assert results[0].failed == {"one": "aborted"}
+    assert len(receiver.calls) == 3  # of the second push: begin, one bucket, end
 
 
 def test_weights_for_an_engine_in_this_process_are_copied_into_its_model():
