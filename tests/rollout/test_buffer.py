@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ from testing.fakes import make_trajectory, make_turn
 
 from vlmrl.config import Algo, Rollout, Train
 from vlmrl.data import TaskStream
-from vlmrl.rollout.buffer import AsynchronousBuffer, IdleTimer, LengthBias
+from vlmrl.rollout.batches import MAX_ROUNDS
+from vlmrl.rollout.buffer import AsynchronousBuffer, IdleTimer, LengthBias, SynchronousBuffer
 from vlmrl.rollout.runner import RolloutError, Runner
 from vlmrl.types import Task
 
@@ -38,25 +40,29 @@ class ManualLoop:
         self.engine = SimpleNamespace(policy_version=0)
         self.config = Rollout(group_size=2, max_refills=0, **rollout)
         self.started, self.gates, self.failing = [], defaultdict(asyncio.Event), set()
+        self.tasks, self.turns = {}, defaultdict(lambda: 1)  # by group: its task's id, its number of turns
 
     async def play(self, task, group_id, trajectory_id):
         number = int(group_id.removeprefix("group"))
         if number not in self.started:
             self.started.append(number)
+        self.tasks[number] = task.id
         version = self.engine.policy_version
         await self.gates[number].wait()
         if number in self.failing:
             return make_trajectory(trajectory_id, [], ending="error", error="broken")
         turn = make_turn([1], [5, 6], [-0.1, -0.2], policy_versions=[version, self.engine.policy_version])
         reward = float(trajectory_id.endswith("1") or number % 2)  # even groups differ in their rewards
-        return replace(make_trajectory(trajectory_id, [turn], final_reward=reward), group_id=group_id, task=task)
+        turns = [turn] * self.turns[number]
+        return replace(make_trajectory(trajectory_id, turns, final_reward=reward), group_id=group_id, task=task)
 
 
 class Play:
     """A buffer of batches of 2 groups over a :class:`ManualLoop`."""
 
     def __init__(self, filters=(), mode="off", tasks=None, **train):
-        self.loop = ManualLoop(max_failed_fraction=train.pop("max_failed_fraction", 1.0))
+        rollout = {"max_failed_fraction": 1.0, "max_concurrent": 1000}
+        self.loop = ManualLoop(**{name: train.pop(name, value) for name, value in rollout.items()})
         algo = Algo(filters=("zero_variance",), dynamic_sampling=mode) if mode != "off" else Algo()
         train = Train(groups_per_batch=2, **train)
         self.buffer = AsynchronousBuffer(Runner(self.loop), TaskStream(Tasks()), filters, algo, train)
@@ -185,6 +191,97 @@ def test_a_broken_group_makes_room_for_another():
         assert [group[0].group_id[-1] for group in batch.groups] == ["1", "2"]
         assert (batch.rollouts.dropped_groups, len(batch.rollouts.failed)) == (1, 2)
         assert play.loop.started == [0, 1, 2, 3, 4]
+        play.buffer.trained()
+        await play.rest()
+        await play.finish(3, 4)
+        _, following = await play.take()
+        assert (following.rollouts.dropped_groups, following.rollouts.failed) == (0, [])
+        await play.buffer.close()
+
+    run(go())
+
+
+def test_a_batch_in_training_counts_when_a_broken_group_is_replaced():
+    async def go():
+        play = Play(max_staleness=1)
+        play.loop.failing = {2}
+        await play.begin()
+        await play.finish(0, 1)
+        await play.waiting
+        await play.finish(2)
+        assert play.loop.started == [0, 1, 2, 3, 4]  # 2 are in training and 2 are played
+        await play.buffer.close()
+
+    run(go())
+
+
+def test_no_more_trajectories_are_played_at_once_than_max_concurrent():
+    async def go():
+        play = Play(max_staleness=1, max_concurrent=2)
+        await play.begin()
+        assert play.loop.started == [0]  # a group has 2 trajectories
+        await play.finish(0)
+        assert play.loop.started == [0, 1]
+        await play.buffer.close()
+
+    run(go())
+
+
+def test_groups_are_started_in_place_of_old_ones_before_the_batch_is_awaited():
+    async def go():
+        play = Play(max_staleness=1, too_old="drop")
+        await play.start()
+        await play.finish(0, 1, 2, 3)
+        play.loop.engine.policy_version = 5
+        await play.begin()
+        assert play.loop.started == list(range(8))
+        await play.finish(4, 5)
+        batch = await play.waiting
+        assert ([group[0].group_id[-1] for group in batch.groups], batch.too_old) == (["4", "5"], 4)
+        await play.buffer.close()
+
+    run(go())
+
+
+def test_of_groups_that_are_ready_the_earliest_started_are_taken_first():
+    async def go():
+        play = Play(max_staleness=1, too_old="correct")
+        await play.start()
+        for number in (3, 2, 1):
+            await play.finish(number)
+        assert (await play.take())[0] == [1, 2]
+        metrics = play.buffer.metrics()
+        assert (metrics["queue/ready"], metrics["queue/playing"]) == (1, 1)
+        assert metrics["idle/trainer"] > 0
+        await play.buffer.close()
+
+    run(go())
+
+
+def test_seconds_in_which_no_group_is_played_are_those_after_the_last_one_ended():
+    async def go():
+        play, idle = Play(max_staleness=1), []
+        await play.start()
+        for finished in ([0, 1, 2, 3], [], [4, 5]):
+            await play.finish(*finished)
+            await play.take()
+            idle.append(play.buffer.metrics()["idle/rollouts"])
+        assert idle[0] > 0  # all had ended
+        assert idle[1] > 0  # until the first batch was trained
+        assert idle[2] == 0  # two groups were always played
+        await play.buffer.close()
+
+    run(go())
+
+
+def test_filtered_groups_are_played_and_not_trained():
+    async def go():
+        play = Play(filters=[differ], max_staleness=1)
+        play.loop.turns |= {1: 3, 3: 3}  # odd groups have equal rewards
+        await play.start()
+        await play.finish(0, 1, 2, 3)
+        assert (await play.take())[0] == [0]
+        assert play.buffer.metrics()["length_bias/turns"] == 0.5  # 1 against a mean of 2
         await play.buffer.close()
 
     run(go())
@@ -230,6 +327,7 @@ def test_filters_that_pass_nothing_end_the_run():
         await play.begin()
         for _ in range(60):
             await play.finish(*play.loop.started)
+        assert len(play.loop.started) <= 2 * MAX_ROUNDS + 4
         with pytest.raises(RolloutError, match=r"only 0 of 2 groups passed algo\.filters"):
             await play.waiting
         await play.buffer.close()
@@ -257,6 +355,7 @@ def test_untrained_groups_restart_after_a_resume():
         second.buffer.trained()
         await second.rest()
         assert second.loop.started == [0, 3, 4, 5, 6, 7]
+        assert {number: second.loop.tasks[number] for number in (4, 5, 6, 7)} == {4: "4", 5: "5", 6: "6", 7: "7"}
         await second.buffer.close()
 
     run(go())
@@ -272,6 +371,67 @@ def test_length_bias_shows_that_long_trajectories_are_lost():
     assert lengths.metrics() == {"length_bias/turns": 0.5, "length_bias/sampled_tokens": 0.5}
     lengths.add_trained(groups[1])
     assert lengths.metrics()["length_bias/turns"] == 1.0
+
+
+def test_length_bias_is_also_in_seconds_of_engine_and_env():
+    lengths = LengthBias()
+    for env_seconds in (1.0, 5.0):
+        turn = make_turn([1], [5], [0.0], engine_seconds=1.0, env_seconds=env_seconds)
+        lengths.add_played([make_trajectory("t", [turn])])
+    lengths.add_trained([make_trajectory("t", [make_turn([1], [5], [0.0], engine_seconds=1.0, env_seconds=1.0)])])
+    assert lengths.metrics()["length_bias/seconds"] == 0.5  # 2 s against a mean of 4 s
+
+
+class InstantLoop(ManualLoop):
+    """A loop whose episodes end at once."""
+
+    async def play(self, task, group_id, trajectory_id):
+        self.started.append(trajectory_id)
+        turn = make_turn([1], [5], [-0.1])
+        reward = float(trajectory_id.endswith("1") and task.id != "1")  # the rewards of task 1 are equal
+        return replace(make_trajectory(trajectory_id, [turn], final_reward=reward), group_id=group_id, task=task)
+
+
+def synchronous(filters=(), mode="off"):
+    algo = Algo(filters=("zero_variance",), dynamic_sampling=mode) if mode != "off" else Algo()
+    train = Train(groups_per_batch=2)
+    return SynchronousBuffer(Runner(InstantLoop()), TaskStream(Tasks()), filters, algo, train)
+
+
+def tasks_of(batch):
+    return [group[0].task.id for group in batch.groups]
+
+
+def test_a_synchronous_batch_is_played_when_it_is_taken_and_named_after_its_step():
+    async def go():
+        buffer = synchronous()
+        batch = await buffer.take(7)
+        assert tasks_of(batch) == ["0", "1"]
+        assert all(trajectory.id.startswith("step000007/") for trajectory in batch.trajectories)
+        assert len({trajectory.id for trajectory in batch.trajectories}) == 4
+        assert buffer.metrics()["data/drawn"] == 2
+
+    run(go())
+
+
+def test_a_synchronous_batch_is_filtered_and_filled_up():
+    async def go():
+        assert tasks_of(await synchronous([differ]).take(1)) == ["0"]
+        assert tasks_of(await synchronous([differ], "filter").take(1)) == ["0", "2"]
+        assert tasks_of(await synchronous([differ], "replace").take(1)) == ["0", "0"]
+
+    run(go())
+
+
+def test_a_synchronous_run_continues_with_the_next_tasks_after_a_resume():
+    async def go():
+        first, second = synchronous(), synchronous()
+        await first.take(1)
+        second.restore(json.loads(json.dumps(first.state())))
+        assert tasks_of(await second.take(2)) == ["2", "3"]
+        await second.close()
+
+    run(go())
 
 
 def test_seconds_without_play_are_counted_once():

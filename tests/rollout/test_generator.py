@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
+import numpy as np
 import pytest
 from testing.episodes import PAD, a_task, image, new_store, renderer, script
 
@@ -74,6 +76,13 @@ def test_columns_are_audited_and_unused_replies_counted():
     assert [turn.text for turn in trajectory.turns] == ["two"]
     assert trajectory.samples is not None and trajectory.samples[0].group_id == "step1/0"
     assert check(trajectory).trained_tokens == len(trajectory.turns[0].response_ids)
+
+
+def test_metrics_of_columns_may_be_scalars_of_numpy():
+    async def counted(client, renderer, task):
+        return {**await best_of_two(client, renderer, task), "rollout_metrics": {"tried": np.float32(2)}}
+
+    assert json.dumps(play(counted).metrics) == '{"replies_unused": 1.0, "tried": 2.0}'
 
 
 def test_policy_versions_come_from_the_record():

@@ -368,6 +368,9 @@ def test_a_token_that_was_not_sampled_with_mask_1():
 
 def test_a_row_of_another_group():
     refuse("trajectory t is of group g, but a row says h.", row(group_id="h"), trajectories=[make_trajectory()])
+    first, last = step_wise(make_trajectory())
+    message = "trajectory t is of group g, but a row says h."
+    refuse(message, first, replace(last, group_id="h"), trajectories=[make_trajectory()])
 
 
 def test_an_inverted_mask():

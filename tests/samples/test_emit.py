@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from testing.fakes import PAD, make_item, make_trajectory, make_turn
 
-from vlmrl.samples import concat
+from vlmrl.samples import concat, merge_prefixes, step_wise
 
 
 def test_concat_gives_replies_mask_1_and_observations_mask_0():
@@ -85,3 +85,29 @@ def test_concat_leaves_the_trajectory_as_it_was():
         values[:] = [0] * len(values)
     row.media.append(make_item("green", 1))
     assert lists(trajectory) == before
+
+
+def without_logprobs(rows):
+    return [replace(row, rollout_logprobs=None) for row in rows]
+
+
+def test_rows_without_rollout_logprobs_are_merged_as_those_with_them():
+    rows = step_wise(make_trajectory())
+    (known,), (row,) = merge_prefixes(rows), merge_prefixes(without_logprobs(rows))
+    assert row.prompt_token_ids == [1, PAD, PAD, 2]
+    assert row.response_ids == [5, 6, 7, PAD, PAD, PAD, 8, 5, 4, 6]
+    assert row.loss_mask == [1, 1, 0, 0, 0, 0, 0, 1, 1, 1]
+    assert (row.rewards, row.policy_versions, row.is_last_step) == ({9: 1.25}, [3] * 10, True)
+    assert row.rollout_logprobs is None and replace(row, rollout_logprobs=known.rollout_logprobs) == known
+
+
+def test_rows_without_rollout_logprobs_are_not_merged_across_another_image():
+    first, second = without_logprobs(step_wise(make_trajectory()))
+    second.media[0] = make_item("green", 2)
+    assert merge_prefixes([first, second]) == [first, second]
+
+
+def test_known_logprobs_are_not_given_up_to_merge_a_row():
+    first, second = step_wise(make_trajectory())
+    assert merge_prefixes([first, *without_logprobs([second])]) == [first, *without_logprobs([second])]
+    assert merge_prefixes([*without_logprobs([first]), second]) == [*without_logprobs([first]), second]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from vlmrl.config import SGLang
+from vlmrl.engine.base import EngineError
 from vlmrl.utils.threads import DaemonPool
 from vlmrl.weight_sync import SENDERS, base, nccl
 from vlmrl.weight_sync.base import Bucket, WeightsRefused, WeightUpdate
@@ -112,7 +113,7 @@ def test_a_process_group_lives_as_long_as_the_run_and_is_made_again_for_a_resend
     assert receiver.calls == ["join", *["begin", None, "v1", "end"] * 2]
     fresh = GroupMember("http://127.0.0.1:1")
     assert not update_of("group", fresh, resend=True).send(()).failed
-    assert fresh.calls[0] == "join" and fresh.weights["a"].tolist() == [4, 4]
+    assert fresh.calls == ["join", "begin", None, "v1", "end"] and fresh.weights["a"].tolist() == [4, 4]
     update_of("group", fresh).sender(update_of("group", fresh)).abort()  # leaves no group behind
     assert not nccl._groups
 
@@ -183,16 +184,24 @@ def test_a_transfer_is_aborted_also_where_a_receiver_never_returns():
     receiver.aborted.set()  # lets its thread end
 
 
+def sync_of(receiver, folder) -> WeightSync:
+    """A sync of one server, whose receiver is given."""
+
+    async def withdraw(server): ...
+
+    server = SimpleNamespace(url=receiver.url, failed=lambda *began: None, log_tail=lambda: ", says its log")
+    servers = SimpleNamespace(update_lock=asyncio.Lock(), ready=[server], all=[server], withdraw=withdraw)
+    thread = SimpleNamespace(run=lambda coroutine: coroutine)
+    backend = SimpleNamespace(receiver=lambda _: receiver, settings=SimpleNamespace(bucket_mb=1))
+    engine = SimpleNamespace(servers=servers, versions={}, thread=thread, backend=backend)
+    return WeightSync(engine, folder, "tensor")
+
+
 def test_a_cancelled_push_aborts_its_transfer(tmp_path):
     receiver = FakeReceiver("one", hangs=True)
-    server = SimpleNamespace(url="one")
 
     async def cancelled():
-        servers = SimpleNamespace(update_lock=asyncio.Lock(), ready=[server], all=[server])
-        thread = SimpleNamespace(run=lambda coroutine: coroutine)
-        backend = SimpleNamespace(receiver=lambda _: receiver, settings=SimpleNamespace(bucket_mb=1))
-        engine = SimpleNamespace(servers=servers, versions={}, thread=thread, backend=backend)
-        sync = WeightSync(engine, tmp_path, "tensor")
+        sync = sync_of(receiver, tmp_path)
         push = asyncio.create_task(sync.push(lambda update: update.send(iter(weights())), 1))
         assert await asyncio.to_thread(receiver.called.wait, PATIENCE)
         push.cancel()
@@ -201,6 +210,60 @@ def test_a_cancelled_push_aborts_its_transfer(tmp_path):
 
     asyncio.run(cancelled())
     assert receiver.aborted.wait(PATIENCE)
+
+
+@pytest.mark.parametrize(("way", "kind"), [("tensor", FakeReceiver), ("group", GroupMember)])
+def test_an_update_that_is_aborted_before_it_begins_sends_nothing(way, kind):
+    receiver, gathered = kind("http://127.0.0.1:1"), []
+    update = update_of(way, receiver)
+    base.abort("run", update.id)
+
+    def gather():
+        for name, weight in weights():
+            gathered.append(name)
+            yield name, weight
+
+    assert update.send(gather()).failed == {receiver.url: "aborted"}
+    assert (receiver.calls, gathered) == ([], ["a", "b"])
+    later = update_of("tensor", FakeReceiver("two"))
+    assert not later.send(iter(weights())).failed  # only that update was aborted
+
+
+def test_an_abort_of_an_update_that_waits_leaves_the_one_that_is_sent_alone():
+    receiver, waiting = FakeReceiver("one"), update_of("tensor", FakeReceiver("two"))
+
+    def gather():
+        for name, weight in weights():
+            base.abort("run", waiting.id)
+            yield name, weight
+
+    assert not update_of("tensor", receiver).send(gather()).failed
+    assert waiting.send(iter(weights())).failed == {"two": "aborted"}
+
+
+def test_a_push_that_is_cancelled_before_its_transfer_begins_sends_nothing(tmp_path):
+    receiver, begun, may_send, results = FakeReceiver("one"), threading.Event(), threading.Event(), []
+
+    def send(update):
+        begun.set()
+        assert may_send.wait(PATIENCE)
+        results.append(update.send(iter(weights())))
+        return results[-1]
+
+    async def cancelled():
+        sync = sync_of(receiver, tmp_path)
+        push = asyncio.create_task(sync.push(send, 1))
+        assert await asyncio.to_thread(begun.wait, PATIENCE)
+        push.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await push
+        may_send.set()
+        assert await asyncio.to_thread(receiver.aborted.wait, PATIENCE)
+        assert not (await sync.push(lambda update: update.send(iter(weights())), 2)).failed  # after the cancelled one
+
+    asyncio.run(cancelled())
+    assert results[0].failed == {"one": "aborted"}
+    assert len(receiver.calls) == 3  # of the second push: begin, one bucket, end
 
 
 def test_weights_for_an_engine_in_this_process_are_copied_into_its_model():
@@ -220,6 +283,8 @@ def test_a_local_transfer_that_is_aborted_leaves_the_other_weights_alone():
 
     assert sender.send(gather()).failed == {"local": "aborted"}
     assert list(copied) == ["a"]
+    result = sender.send(iter(weights(2.0)))  # the next update of the run
+    assert (result.bytes, result.failed, copied["b"].tolist()) == (16, {}, [[-2, -2]])
 
 
 def test_the_sender_of_the_docs_works_as_it_stands(monkeypatch):
@@ -246,3 +311,94 @@ def test_a_refusal_is_not_a_mere_failure():
     result = update_of("tensor", receiver).send(iter(weights()))
     assert (result.failed, result.refused) == ({"one": "no such weight"}, ("one",))
     assert receiver.calls == ["begin", "end"]  # the update is closed, or the server would take no other
+
+
+def failing(receiver: FakeReceiver, method: str, message: str) -> FakeReceiver:
+    def fail(*args):
+        receiver.calls.append(f"{method} failed")
+        raise ConnectionResetError(message)
+
+    setattr(receiver, method, fail)
+    return receiver
+
+
+def test_a_server_that_fails_gets_no_more_buckets_and_its_first_error_is_reported():
+    well, ill = FakeReceiver("well"), failing(failing(FakeReceiver("ill"), "receive", "the first"), "end", "the last")
+    result = update_of("tensor", well, ill).send(iter(weights(3.0)))
+    assert result.failed == {"ill": "the first"} and result.refused == ()
+    assert ill.calls == ["begin", "receive failed", "end failed"]
+    assert well.calls == ["begin", None, "v1", "end"]
+
+
+def test_an_update_that_did_not_open_is_not_closed():
+    receiver = failing(FakeReceiver("one"), "begin", "connection refused")
+    assert update_of("tensor", receiver).send(iter(weights())).failed == {"one": "connection refused"}
+    assert receiver.calls == ["begin failed"]
+
+
+def test_after_an_error_the_servers_updates_are_closed_and_the_files_are_deleted(tmp_path):
+    tensor, disk = FakeReceiver("tensor"), FolderReader("disk")
+
+    def gather():
+        yield from [*weights(), ("c", torch.ones(2))]
+        raise RuntimeError("another rank has died")
+
+    for update in (update_of("tensor", tensor), update_of("disk", disk, folder=tmp_path)):
+        with pytest.raises(RuntimeError, match="another rank has died"):
+            update.send(gather())
+    assert (tensor.calls, disk.calls) == (["begin", None, "end"], [])
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_weights_that_are_kept_for_a_resend_are_the_last_ones_that_were_sent_to_stay():
+    receiver = FakeReceiver("one")
+    update = update_of("tensor", receiver)
+    update.send(iter(weights(3.0)))
+    replace(update, fill=0.5).send(iter(weights(4.0)))
+    assert receiver.weights["a"].tolist() == [0.5, 0.5]
+    replace(update, keep=False).send(iter(weights(5.0)))
+    assert receiver.weights["a"].tolist() == [5, 5]
+    replace(update, resend=True).send(())
+    assert receiver.weights["a"].tolist() == [3, 3] and receiver.weights["b"].tolist() == [[-3, -3]]
+
+
+def test_a_process_group_whose_broadcast_failed_is_made_again():
+    url = "http://127.0.0.1:1"
+    ill = failing(GroupMember(url), "receive_broadcast", "the server has died")
+    assert update_of("group", ill).send(iter(weights())).failed == {url: "the server has died"}
+    well = GroupMember(url)
+    assert not update_of("group", well).send(iter(weights(2.0))).failed
+    assert well.calls[0] == "join" and well.weights["a"].tolist() == [2, 2]
+    update_of("group", well).sender(update_of("group", well)).abort()  # leaves no group behind
+
+
+def test_a_bucket_may_be_exactly_full_and_holds_one_dtype():
+    made = base.buckets([("a", torch.ones(4)), ("b", torch.ones(2)), ("c", torch.ones(1, dtype=torch.int32))], 24)
+    assert [bucket.names for bucket in made] == [["a", "b"], ["c"]]
+    made = base.buckets([("a", torch.ones(4)), ("b", torch.ones(1, dtype=torch.int32))], 1000)
+    assert [bucket.names for bucket in made] == [["a"], ["b"]]
+
+
+def test_a_first_push_that_a_server_does_not_take_ends_the_run(tmp_path):
+    receiver = failing(FakeReceiver("one"), "receive", "connection reset")
+
+    async def first():
+        sync = sync_of(receiver, tmp_path)
+        await sync.first(lambda update: update.send(iter(weights())))
+
+    with pytest.raises(EngineError, match="the server one did not take the weights: connection reset, says its log"):
+        asyncio.run(first())
+
+
+def test_weights_are_sent_in_the_servers_dtype_and_the_result_of_a_push_is_kept(tmp_path):
+    receiver = FakeReceiver("one", dtype=torch.bfloat16)
+
+    async def push():
+        sync = sync_of(receiver, tmp_path)
+        await sync.push(lambda update: update.send(iter(weights(1.001))), 3)
+        assert list(sync.engine.versions.values()) == [3]
+        return sync.bytes, sync.seconds
+
+    size, seconds = asyncio.run(push())
+    assert size == 8 and seconds > 0
+    assert receiver.weights["a"].dtype == torch.bfloat16 and receiver.weights["a"].tolist() == [1, 1]

@@ -25,7 +25,7 @@ from vlmrl.engine.base import Engine, EngineError, Request, SamplingParams
 from vlmrl.multimodal.renderer import Renderer, expand
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.rollout.turn_loop import derive_seed, record_expert_routing
-from vlmrl.samples.columns import from_columns
+from vlmrl.samples.columns import from_columns, rollout_metrics
 from vlmrl.types import Completion, ImageSource, MediaItem, Sample, Task, Trajectory, Turn
 
 Generate = Callable[["Client", Renderer, Task], Awaitable[Trajectory | Mapping[str, Any]]]
@@ -143,7 +143,7 @@ class Client:
             recorded = [next(logprobs, 0.0) if mask else 0.0 for mask in sample.loss_mask]
             if sample.rollout_logprobs is None:
                 sample.rollout_logprobs = recorded
-        metrics = {"replies_unused": float(self.calls - len(used)), **(columns.get("rollout_metrics") or {})}
+        metrics = {"replies_unused": float(self.calls - len(used)), **rollout_metrics(columns)}
         trajectory = self.trajectory(sum(sample.reward for sample in samples), metrics=metrics)
         trajectory.turns = self._turns(used)
         trajectory.samples = samples

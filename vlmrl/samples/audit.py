@@ -225,8 +225,10 @@ def _check_origin(samples: Sequence[Sample], trajectories: Sequence[Trajectory])
             raise AuditError(f"trajectory {name} is in the batch, but it was never played.")
         if trajectory.failed:
             raise AuditError(f"trajectory {name} failed ({trajectory.error}) and must not be trained on.")
-        if rows[0].group_id != trajectory.group_id:
-            raise AuditError(f"trajectory {name} is of group {trajectory.group_id}, but a row says {rows[0].group_id}.")
+        groups = {row.group_id for row in rows}
+        if groups != {trajectory.group_id}:
+            other = min(groups - {trajectory.group_id})
+            raise AuditError(f"trajectory {name} is of group {trajectory.group_id}, but a row says {other}.")
         if all(row.rollout_logprobs is not None for row in rows):
             _TrajectoryCheck(trajectory, rows, left_out).check()
         else:

@@ -92,7 +92,8 @@ def step_wise(trajectory: Trajectory) -> list[Sample]:
 def merge_prefixes(samples: Sequence[Sample]) -> list[Sample]:
     """Joins step-wise samples of a trajectory wherever one sample's tokens and images are a prefix of the next prompt.
 
-    What the next prompt adds becomes response with mask 0, logprob 0 and reward 0. Prompt ``[1]`` and reply ``[2]``, then
+    What the next prompt adds becomes response with mask 0, logprob 0 and reward 0. Rows without rollout logprobs are joined too, but
+    not with rows that have them. Prompt ``[1]`` and reply ``[2]``, then
     prompt ``[1, 2, 3]`` and reply ``[4]``, become prompt ``[1]`` and response ``[2, 3, 4]`` with mask ``[1, 0, 1]``.
     """
     merged: list[Sample] = []
@@ -158,10 +159,10 @@ def reply_spans(trajectory: Trajectory, rows: Sequence[Sample]) -> list[ReplySpa
 
 def _append_unsampled(sample: Sample, ids: Sequence[int], version: int) -> None:
     """Append tokens that the model did not sample, under the policy version of the reply that they belong to."""
-    assert sample.rollout_logprobs is not None
     sample.response_ids += ids
     sample.loss_mask += [0] * len(ids)
-    sample.rollout_logprobs += [0.0] * len(ids)
+    if sample.rollout_logprobs is not None:
+        sample.rollout_logprobs += [0.0] * len(ids)
     sample.policy_versions += [version] * len(ids)
 
 
@@ -175,21 +176,20 @@ def _add_reward(sample: Sample, reward: float) -> None:
 def _is_prefix(sample: Sample, following: Sample) -> bool:
     """Whether the next prompt begins with all of this sample's tokens and images."""
     return (
-        sample.rollout_logprobs is not None
-        and following.rollout_logprobs is not None
+        (sample.rollout_logprobs is None) == (following.rollout_logprobs is None)
         and following.prompt_token_ids[: len(sample)] == sample.token_ids
         and following.image_ids[: len(sample.media)] == sample.image_ids
     )
 
 
 def _append_sample(sample: Sample, following: Sample) -> None:
-    assert sample.rollout_logprobs is not None and following.rollout_logprobs is not None
     _append_unsampled(sample, following.prompt_token_ids[len(sample) :], following.policy_versions[0])
     start = len(sample.response_ids)
     sample.rewards |= {start + index: reward for index, reward in following.rewards.items()}
     sample.response_ids += following.response_ids
     sample.loss_mask += following.loss_mask
-    sample.rollout_logprobs += following.rollout_logprobs
+    if sample.rollout_logprobs is not None and following.rollout_logprobs is not None:
+        sample.rollout_logprobs += following.rollout_logprobs
     sample.policy_versions += following.policy_versions
     sample.media, sample.expert_routing = list(following.media), list(following.expert_routing)
     sample.is_last_step, sample.stop_reason = following.is_last_step, following.stop_reason

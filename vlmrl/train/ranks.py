@@ -57,7 +57,8 @@ class MetricAccumulator:
         """``value`` is per token ``[rows, length]``, or a scalar for the micro-batch; ``mask`` is 1 for trained tokens."""
         value = value.detach()
         if name.endswith("max"):
-            largest = float(value.max()) if mask.any() else -torch.inf
+            trained = value[mask > 0] if value.dim() else value
+            largest = float(trained.max()) if mask.any() else -torch.inf
             self._largest[name] = max(self._largest.get(name, -torch.inf), largest)
         else:
             self._sums[name] += float((value * mask).sum() if value.dim() else value * mask.sum())

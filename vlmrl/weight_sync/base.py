@@ -9,6 +9,8 @@ A :class:`WeightSender` sends named weights from the process that holds them; ea
 
 from __future__ import annotations
 
+import threading
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,7 +94,10 @@ class WeightSender(Protocol):
         ...
 
     def abort(self) -> None:
-        """Stop a :meth:`send` that runs in another thread: it iterates to the end without sending, and returns."""
+        """Stop a :meth:`send` that runs in another thread: it iterates to the end without sending, and returns.
+
+        Called before :meth:`send`, if the update was aborted before it began.
+        """
         ...
 
 
@@ -156,21 +161,40 @@ class WeightUpdate:
     by_value: bool = False
     """Send values instead of handles of GPU memory, because a server is not on this process's GPU."""
 
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Id of the transfer. Its parts, which several processes send, share it."""
+
     def send(self, weights: NamedWeights) -> TransferResult:
         """Send from this process. :func:`abort` stops it from another thread."""
-        sender = self.sender(self)
-        _running[self.run] = sender
+        running = self.id, self.sender(self)
+        with _lock:
+            _running[self.run] = running
+            aborted = self.id in _aborted
+            _aborted.discard(self.id)
         try:
-            return sender.send(weights)
+            if aborted:
+                running[1].abort()
+            return running[1].send(weights)
         finally:
-            del _running[self.run]
+            with _lock:
+                if _running.get(self.run) is running:
+                    del _running[self.run]
 
 
-_running: dict[str, WeightSender] = {}  # by run
+_lock = threading.Lock()
+_running: dict[str, tuple[str, WeightSender]] = {}  # by run: the update's id, and its sender
+_aborted: set[str] = set()  # ids of updates that were aborted before they began
 
 
-def abort(run: str) -> None:
-    """Abort the update of ``run`` that this process sends, if there is one."""
-    sender = _running.get(run)
+def abort(run: str, update_id: str | None = None) -> None:
+    """Abort the update of ``run`` that this process sends, if there is one.
+
+    With ``update_id``: abort this update alone. If it has not begun, its :meth:`WeightUpdate.send` will send nothing.
+    """
+    with _lock:
+        running, sender = _running.get(run, (None, None))
+        if update_id not in (None, running):
+            sender = None
+            _aborted.add(str(update_id))
     if sender is not None:
         sender.abort()

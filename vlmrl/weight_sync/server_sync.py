@@ -180,7 +180,7 @@ class WeightSync:
         try:
             result: TransferResult = await self._thread.run(self._send, update)
         except asyncio.CancelledError:
-            abort(self._run)
+            abort(self._run, update.id)
             raise
         if result.refused:
             raise EngineError(f"a server refused the weights ({self.method}): {result.failed[result.refused[0]]}")

@@ -1,0 +1,302 @@
+"""The order in which the loop plays, trains, pushes weights, evaluates and saves, with parts that only note what they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import suppress
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from vlmrl.config import Algo, Checkpoint, Config, Eval, Optim, Rollout, Train, WarmStart
+from vlmrl.report.progress import RunProgress
+from vlmrl.rollout.batches import GroupBatch
+from vlmrl.rollout.buffer import AsynchronousBuffer, SynchronousBuffer
+from vlmrl.run import loop
+from vlmrl.run.checkpointing import LoopState
+from vlmrl.train.checkpoint import Checkpoints
+
+QUIET = RunProgress(Console(quiet=True))
+
+
+class Parts:
+    """Engine, trainer, buffer, evaluator and recorder of a run. ``events`` is what they were told, in order."""
+
+    policy_version = 0
+
+    def __init__(self, folder, fails_at: int | None = None, **changes) -> None:
+        self.events: list[str] = []
+        self.config = Config(output_dir=str(folder), **changes)
+        self.fails_at = fails_at
+        self.steps_done = 0
+        self.log = SimpleNamespace(sizes=lambda: {"metrics.jsonl": 7})
+        self.run = SimpleNamespace(
+            config=self.config,
+            engine=self,
+            folder=folder,
+            store="store",
+            model=SimpleNamespace(policy=SimpleNamespace(image_token_id=9)),
+            sender="sender",
+            serving=None,
+            checkpoints=Checkpoints(folder / "checkpoints", 9),
+            connect=self.connect,
+        )
+
+    def note(self, event: str) -> None:
+        self.events.append(event)
+
+    async def connect(self):
+        return []
+
+    # engine
+    async def pause(self):
+        self.note("pause")
+
+    async def resume(self):
+        self.note("resume")
+
+    def weights_changed(self, version):
+        self.note(f"version {version}")
+
+    # trainer
+    def end_schedule_at(self, position): ...
+
+    def send_weights(self, sender):
+        assert sender == "sender"
+        self.note("send")
+
+    def score(self, samples): ...
+
+    def save(self, folder):
+        self.note(f"save {folder.name.partition('.')[0]}")
+
+    # buffer
+    async def take(self, step):
+        self.note(f"take {step}")
+        if step == self.fails_at:
+            raise OSError("the disk is full")
+        return GroupBatch()
+
+    def trained(self):
+        self.note("trained")
+
+    def metrics(self):
+        return {"of": "buffer"}
+
+    def state(self):
+        return {"tasks": {"drawn": 4}}
+
+    async def close(self):
+        self.note("close")
+
+    # evaluator
+    async def evaluate(self, step, name=None, blank_images=False):
+        self.note(f"evaluate {step} {name}{' blank' if blank_images else ''}")
+
+    async def after_step(self, step):
+        self.note(f"after {step}")
+
+    async def wait(self):
+        self.note("wait")
+
+    async def cancel(self):
+        self.note("cancel")
+
+    # recorder
+    def begin_step(self): ...
+
+    def batch_taken(self, batch): ...
+
+    def end_step(self, step, batch, metrics):
+        assert metrics.items() >= {"of": "buffer", "loss": 0.5}.items()
+        self.note(f"log {step}")
+        return {}
+
+    def write_pages(self):
+        self.note("pages")
+
+
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    """Makes :class:`Parts`; the loop notes its own stages with theirs."""
+
+    def make(**changes) -> Parts:
+        made = Parts(tmp_path, **({"train": Train(steps=2)} | changes))
+
+        def noted(name, result=None):
+            def call(*args, **kwargs):
+                made.note(name)
+                if name == "train":
+                    made.steps_done += 1
+                return result
+
+            return call
+
+        def noted_later(name):
+            async def call(*args, **kwargs):
+                made.note(name)
+
+            return call
+
+        monkeypatch.setattr(loop, "train_on", noted("train", {"loss": 0.5, "groups/trained": 0}))
+        monkeypatch.setattr(loop, "check_images", noted_later("canary"))
+        monkeypatch.setattr(loop, "warm_start", noted_later("warm start"))
+        monkeypatch.setattr(loop, "restore", noted_later("restore"))
+        monkeypatch.setattr(loop, "save_model", noted_later("model"))
+        monkeypatch.setattr(loop, "save_after_failure", noted_later("rescue"))
+        monkeypatch.setattr(loop, "save_summary", noted("summary"))
+        for name in ("Evaluator", "Recorder", "new_trainer", "new_buffer"):
+            monkeypatch.setattr(loop, name, lambda *args: made)
+        return made
+
+    return make
+
+
+def steps(made: Parts, state: LoopState | None = None) -> list[str]:
+    asyncio.run(loop.train_steps(made.run, made, made, state or LoopState(), made, made, QUIET))
+    return made.events
+
+
+def whole_run(made: Parts, checkpoint=None) -> list[str]:
+    asyncio.run(loop.train(made.run, made.log, QUIET, checkpoint))
+    return made.events
+
+
+def test_a_synchronous_step_trains_and_pushes_while_the_engine_is_paused(parts):
+    a_step = ["pause", "train", "send", "version {}", "resume", "trained", "log {}", "after {}"]
+    events = steps(parts(train=Train(steps=2, canary=False)))
+    expected = [event.format(step) for step in (1, 2) for event in ["take {}", *a_step]]
+    assert events == [*expected, "wait"]
+
+
+def test_an_asynchronous_step_pauses_for_the_weights_alone_after_a_running_evaluation(parts):
+    events = steps(parts(train=Train(steps=1, max_staleness=1, canary=False)))
+    pushed = ["wait", "pause", "send", "version 1", "resume"]
+    assert events == ["take 1", "train", *pushed, "trained", "log 1", "after 1", "wait"]
+
+
+def test_images_are_swapped_before_the_first_update_only(parts):
+    events = steps(parts())
+    assert events[:4] == ["take 1", "canary", "pause", "train"] and events.count("canary") == 1
+    assert "canary" not in steps(parts(train=Train(steps=2, canary=False)))
+    text_only = parts()
+    text_only.run.store = None
+    assert "canary" not in steps(text_only)
+
+
+def test_checkpoints_are_written_every_so_many_steps_and_after_the_last(parts):
+    made = parts(train=Train(steps=5, canary=False), checkpoint=Checkpoint(every=2))
+    events = steps(made)
+    saved = [index for index, event in enumerate(events) if event.startswith("save")]
+    assert [events[index - 2 : index] for index in saved] == [[f"after {step}", "wait"] for step in (2, 4, 5)]
+    state = json.loads((made.run.checkpoints.newest() / "run.json").read_text())
+    assert (state["step"], state["batches"], state["log"]) == (5, {"tasks": {"drawn": 4}}, {"metrics.jsonl": 7})
+    assert not [event for event in steps(parts(train=Train(steps=2, canary=False))) if event.startswith("save")]
+
+
+def test_a_resumed_run_takes_the_steps_that_are_left(parts):
+    events = steps(parts(train=Train(steps=4)), LoopState(step=2))
+    assert [event for event in events if event.startswith(("take", "version"))] == [
+        "take 3",
+        "version 3",
+        "take 4",
+        "version 4",
+    ]
+    assert "canary" not in events
+
+
+def test_a_run_warms_up_and_is_evaluated_before_and_after_its_steps(parts):
+    warm = WarmStart(demonstrate=print, steps=1)
+    events = whole_run(parts(train=Train(steps=1), warm_start=warm, eval=Eval(blank_images=True)))
+    assert events[:5] == ["warm start", "evaluate 0 reward_before", "pause", "resume", "take 1"]
+    assert events[events.index("after 1") :] == [
+        "after 1",
+        "wait",
+        "cancel",
+        "close",
+        "pages",
+        "evaluate 1 reward_after",
+        "evaluate 1 reward_blanked blank",
+        "summary",
+        "pages",
+        "model",
+    ]
+
+
+def test_a_run_without_warm_start_blank_images_and_model_has_none(parts):
+    events = whole_run(parts(train=Train(steps=1), save_model=False))
+    assert not {"warm start", "evaluate 1 reward_blanked blank", "model"} & set(events)
+
+
+def test_a_resumed_run_is_restored_while_the_engine_is_paused_and_not_warmed_up_again(parts):
+    made = parts(train=Train(steps=2, canary=False), checkpoint=Checkpoint(every=1))
+    steps(made, LoopState(step=1))
+    warm = WarmStart(demonstrate=print, steps=1)
+    made = parts(train=Train(steps=3, canary=False), warm_start=warm)
+    events = whole_run(made, made.run.checkpoints.newest())
+    assert events[:4] == ["pause", "restore", "resume", "take 3"]
+
+
+@pytest.mark.parametrize(("fails_at", "rescued"), [(1, False), (2, True)])
+def test_a_run_that_fails_keeps_its_weights_if_it_took_a_step_and_ends_what_runs(parts, fails_at, rescued):
+    made = parts(fails_at=fails_at)
+    with pytest.raises(OSError, match="the disk is full"):
+        whole_run(made)
+    assert made.events[made.events.index(f"take {fails_at}") + 1 :] == [
+        *["rescue"] * rescued,
+        "cancel",
+        "close",
+        "pages",
+    ]
+    made = parts(fails_at=fails_at, save_model=False)
+    with suppress(OSError):
+        whole_run(made)
+    assert "rescue" not in made.events
+
+
+def test_the_engine_is_resumed_when_training_fails(parts, monkeypatch):
+    made = parts()
+
+    def fail(*args):
+        raise FloatingPointError("the gradient norm is nan")
+
+    monkeypatch.setattr(loop, "train_on", fail)
+    with pytest.raises(FloatingPointError):
+        steps(made)
+    assert made.events[-2:] == ["pause", "resume"]
+
+
+def test_the_trainer_has_the_settings_of_the_config(tmp_path):
+    config = Config(
+        algo=Algo(entropy_coef=0.25),
+        optim=Optim(lr=0.5),
+        rollout=Rollout(temperature=0.0),
+        train=Train(
+            steps=3,
+            groups_per_batch=8,
+            groups_per_step=2,
+            max_staleness=1,
+            tokens_per_micro_batch=77,
+            share_prefixes=False,
+            replay_routing=False,
+        ),
+    )
+    spec = loop.new_trainer(SimpleNamespace(config=config, trainers=SimpleNamespace(start=lambda spec: spec)))
+    assert (spec.optim.lr, spec.algo.entropy_coef, spec.algo.old_policy) == (0.5, 0.25, "rollout")
+    assert (spec.total_steps, spec.groups_per_step, spec.tokens_per_micro_batch) == (12, 2, 77)
+    assert (spec.share_prefixes, spec.replay_routing) == (False, False)
+    assert spec.temperature == 1.0  # greedy rollouts: logprobs are those of the model itself
+    synchronous = replace(config, rollout=Rollout(temperature=0.5), train=replace(config.train, max_staleness=0))
+    spec = loop.new_trainer(SimpleNamespace(config=synchronous, trainers=SimpleNamespace(start=lambda spec: spec)))
+    assert (spec.temperature, spec.algo.old_policy) == (0.5, "trainer")
+
+
+@pytest.mark.parametrize(("max_staleness", "kind"), [(0, SynchronousBuffer), (1, AsynchronousBuffer)])
+def test_rollouts_go_on_during_training_only_with_max_staleness(max_staleness, kind):
+    runner = SimpleNamespace(config=Rollout())
+    config = Config(train=Train(max_staleness=max_staleness))
+    run = SimpleNamespace(config=config, runner=lambda: runner, tasks=["a task"], filters=[])
+    assert type(loop.new_buffer(run)) is kind
