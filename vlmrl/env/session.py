@@ -1,8 +1,8 @@
 """Runs the env of one trajectory: its thread, deadlines and retries.
 
 The turn loop calls an env only through :class:`EnvSession`. Plain methods run in the env's own daemon thread, async ones in the event
-loop; each call has a deadline. After an error a new env replays the turns so far, and its observations are compared with the first
-ones.
+loop; each call has a deadline. After an error a new env replays the replies so far, those that the env rejected with RetryTurn
+included, and its answers are compared with the first ones.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class EnvContractError(ValueError):
     """The env's code breaks the contract of :class:`~vlmrl.env.base.Env`. No retry helps, so the run stops."""
 
 
+REJECTED = "RetryTurn"  # in place of the digest of a step result: the env rejected the reply
 _CLOSING: set[asyncio.Task[None]] = set()  # tasks that nobody awaits: an event loop keeps only weak references
 
 
@@ -73,7 +74,7 @@ class EnvSession:
         self._env: Env | None = None
         self._built: list[Env] = []  # the env in `_thread`, even if its constructor missed the deadline
         self._thread: DaemonPool | None = None
-        self._played: list[tuple[str, str]] = []  # each reply, and the digest of its step result
+        self._played: list[tuple[str, str]] = []  # each reply, and the digest of its step result or REJECTED
         self._start_digest: str | None = None
         self.seconds = 0.0
         self.counts: Counter[str] = Counter()
@@ -88,6 +89,10 @@ class EnvSession:
         assert self._env is not None
         return self._env.replayable
 
+    @property
+    def _turn(self) -> int:
+        return sum(digest != REJECTED for _, digest in self._played)
+
     async def start(self) -> list[Message] | None:
         """Build and reset the env. Returns the first messages, or ``None`` for the task's prompt."""
         return await self._with_retries(self._open)
@@ -100,7 +105,11 @@ class EnvSession:
                 await self._replay()
             return await self._step(reply)
 
-        result = await self._with_retries(attempt)
+        try:
+            result = await self._with_retries(attempt)
+        except RetryTurn:
+            self._played.append((reply, REJECTED))
+            raise
         self._played.append((reply, _digest(result)))
         return result
 
@@ -148,7 +157,7 @@ class EnvSession:
                 late = isinstance(error, _DeadlineError)
                 self.counts["timeouts" if late else "errors"] += 1
                 reason = str(error) if late else f"{type(error).__name__}: {error}"
-                where = f"env {self._spec.name}, task {self._task.id}, turn {len(self._played)}"
+                where = f"env {self._spec.name}, task {self._task.id}, turn {self._turn}"
                 replayable = self._env is None or self._env.replayable
                 await self._abandon()
                 if retries_left == 0 or not replayable:
@@ -178,21 +187,29 @@ class EnvSession:
         return built[0]
 
     async def _replay(self) -> None:
-        """Build a new env and replay the turns so far."""
+        """Build a new env and replay the replies so far."""
         await self._open()
-        for turn, (reply, digest) in enumerate(self._played):
-            result = await self._step(reply, turn)
-            if _digest(result) != digest:
+        turn = 0
+        for reply, digest in self._played:
+            try:
+                replayed = _digest(await self._step(reply, turn))
+            except RetryTurn:
+                replayed = REJECTED
+            if replayed != digest:
+                what = "the observation differs in the replay"
+                if REJECTED in (replayed, digest):
+                    what = f"RetryTurn was raised {'only' if replayed == REJECTED else 'before, but not'} in the replay"
                 raise EnvError(
-                    f"env {self._spec.name}, task {self._task.id}, turn {turn}: the observation differs in the replay. Make it "
-                    "depend on self.seed and the replies alone, or set replayable = False."
+                    f"env {self._spec.name}, task {self._task.id}, turn {turn}: {what}. Make the env depend on self.seed and the "
+                    "replies alone, or set replayable = False."
                 )
+            turn += digest != REJECTED
 
     async def _step(self, reply: str, turn: int | None = None) -> StepResult:
         env = self._env
         assert env is not None
-        env.turn, env.last_reply = len(self._played) if turn is None else turn, reply
-        result = await self._call(env.step, reply)
+        env.turn, env.last_reply = self._turn if turn is None else turn, reply
+        result = await self._call(env.step, reply, may_reject=True)
         if not (
             isinstance(result, tuple)
             and len(result) == 3
@@ -221,10 +238,13 @@ class EnvSession:
         """The observation as messages. Env's own method is called directly, since it cannot block."""
         if getattr(env.format_observation, "__func__", None) is Env.format_observation:
             return env.format_observation(observation)
-        return await self._call(env.format_observation, observation)
+        return await self._call(env.format_observation, observation, may_reject=True)
 
-    async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
-        """One call with a deadline: plain functions in the env's thread, coroutines in the event loop."""
+    async def _call(self, method: Callable[..., Any], *args: Any, may_reject: bool = False) -> Any:
+        """One call with a deadline: plain functions in the env's thread, coroutines in the event loop.
+
+        Raises EnvError for a RetryTurn, unless the call ``may_reject`` a reply.
+        """
         began = time.perf_counter()
         try:
             async with asyncio.timeout(self._timeout) as deadline:
@@ -236,6 +256,14 @@ class EnvSession:
             if deadline.expired():
                 raise _DeadlineError(f"timed out after {self._timeout:g} s") from error
             raise
+        except RetryTurn as error:
+            if may_reject:
+                raise
+            name = "__init__" if method == self._build else method.__name__
+            raise EnvError(
+                f"env {self._spec.name}, task {self._task.id}: {name} raised RetryTurn ({error}), which only step may raise: there "
+                "is no reply to sample again."
+            ) from error
         finally:
             self.seconds += time.perf_counter() - began
 
