@@ -27,8 +27,8 @@ class Tasks:
     def draw(self, number):
         return Task(str(number % 100), [])
 
-    def fits(self, task):
-        return True
+    def limit_of(self, task):
+        return None
 
 
 class ManualLoop:
@@ -67,8 +67,11 @@ class Play:
         await self.rest()
 
     async def rest(self):
+        """Until every group that was drawn is in play."""
         for _ in range(30):
             await asyncio.sleep(0)
+            while not set(self.buffer._playing) <= set(self.loop.started):
+                await asyncio.sleep(0.001)  # its task is read in a thread
 
     async def take(self):
         """The numbers of the groups of the next batch, which has to be ready; it is trained."""
