@@ -89,7 +89,8 @@ async def train_steps(
             say_bad_rows(progress, batch.rollouts)
             if step == 1 and config.train.canary and run.store is not None:
                 played, image_token_id = batch.rollouts.trajectories, run.model.policy.image_token_id
-                await check_images(trainer.score, run.engine, run.store, played, image_token_id)
+                timeout = config.rollout.engine_timeout
+                await check_images(trainer.score, run.engine, run.store, played, image_token_id, timeout)
             metrics = await update(run, trainer, batch.trajectories, step, evaluator)
             buffer.trained()
             phase.advance(**recorder.end_step(step, batch, buffer.metrics() | metrics))
