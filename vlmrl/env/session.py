@@ -37,6 +37,7 @@ class EnvContractError(ValueError):
     """The env's code breaks the contract of :class:`~vlmrl.env.base.Env`. No retry helps, so the run stops."""
 
 
+SHORT_TEXT = 10_000  # characters that are hashed in the event loop
 REJECTED = "RetryTurn"  # in place of the digest of a step result: the env rejected the reply
 _CLOSING: set[asyncio.Task[None]] = set()  # tasks that nobody awaits: an event loop keeps only weak references
 
@@ -100,17 +101,18 @@ class EnvSession:
     async def step(self, reply: str) -> StepResult:
         """The env's answer to a reply. Raises RetryTurn if the env rejects the reply, EnvError if no retry is left."""
 
-        async def attempt() -> StepResult:
+        async def attempt() -> tuple[StepResult, str]:
             if self._env is None:
                 await self._replay()
-            return await self._step(reply)
+            result = await self._step(reply)
+            return result, await self._digest(result)
 
         try:
-            result = await self._with_retries(attempt)
+            result, digest = await self._with_retries(attempt)
         except RetryTurn:
             self._played.append((reply, REJECTED))
             raise
-        self._played.append((reply, _digest(result)))
+        self._played.append((reply, digest))
         return result
 
     async def finish(self, ending: str, last_reply: str, last_turn: int | None = None) -> float | None:
@@ -173,7 +175,7 @@ class EnvSession:
         self._env = env
         shown = await self._call(env.reset)
         messages = None if shown is None else _messages("reset", shown, self._spec.name)
-        digest = _digest(messages)
+        digest = await self._digest(messages)
         if self._start_digest not in (None, digest):
             raise EnvError(
                 f"env {self._spec.name}, task {self._task.id}: reset returned other messages in the replay. "
@@ -192,7 +194,7 @@ class EnvSession:
         turn = 0
         for reply, digest in self._played:
             try:
-                replayed = _digest(await self._step(reply, turn))
+                replayed = await self._digest(await self._step(reply, turn))
             except RetryTurn:
                 replayed = REJECTED
             if replayed != digest:
@@ -233,6 +235,14 @@ class EnvSession:
                 if isinstance(value, numbers.Real)
             },
         )
+
+    async def _digest(self, value: list[Message] | StepResult | None) -> str:
+        """The digest of ``value``: in the env's thread, since images may have to be decoded for it, unless it is a short text."""
+        messages = value.messages if isinstance(value, StepResult) else value or []
+        contents = [message.get("content") for message in messages]
+        if all(content is None or (isinstance(content, str) and len(content) < SHORT_TEXT) for content in contents):
+            return _digest(value)
+        return str(await self._call(_digest, value))
 
     async def _format(self, env: Env, observation: dict[str, Any]) -> Any:
         """The observation as messages. Env's own method is called directly, since it cannot block."""

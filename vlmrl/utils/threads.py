@@ -24,8 +24,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-PROGRAM_SECONDS = 2.0  # how long a program whose exit status is known waits for threads that compute
-SCRIPT_SECONDS = 10.0  # how long any other does
+GRACE_SECONDS = 2.0  # at the end of a program, for threads that compute
 _BUSY: set[threading.Thread] = set()
 _ENDING = threading.Event()  # the interpreter ends: threads take no more calls
 
@@ -161,7 +160,7 @@ def keeping_exit_status() -> Iterator[None]:
 
 def _end_without_finalization(status: int) -> None:
     """Called as the first of the functions registered with atexit: it calls the others, if it does not return."""
-    if _is_idle_within(PROGRAM_SECONDS):
+    if _is_idle_within(GRACE_SECONDS):
         return
     atexit.unregister(_end_without_finalization)
     atexit.unregister(_wait_for_busy_threads)
@@ -176,7 +175,7 @@ def _end_without_finalization(status: int) -> None:
 def _wait_for_busy_threads() -> None:
     """Let the calls in progress end, and begin no others: for a script whose exit status is not known here."""
     _ENDING.set()
-    _is_idle_within(SCRIPT_SECONDS)
+    _is_idle_within(GRACE_SECONDS)
 
 
 def _is_idle_within(seconds: float) -> bool:
