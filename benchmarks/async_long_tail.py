@@ -72,8 +72,8 @@ class Endless:
     def draw(self, number: int) -> Task:
         return Task(str(number), [])
 
-    def fits(self, task: Task) -> bool:
-        return True
+    def limit_of(self, task: Task) -> None:
+        return None
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,7 @@ class Trajectory:
     group_reward: float | None = None  # from a reward function of the whole group
     error: str | None = None  # why it failed, if the ending is "error"
     non_retryable: bool = False  # playing the task again would fail the same way
+    rejected: bool = False  # it failed because its env raised RetryTurn until no retry was left
     metrics: dict[str, float] = field(default_factory=dict)
     tail_ids: list[int] = field(default_factory=list)  # follow the last reply, never trained
     samples: list[Sample] | None = None  # rows that the rollout already made; None: emitted from the turns

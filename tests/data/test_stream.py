@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -16,13 +16,19 @@ from testing.episodes import a_task, image, new_store, play, renderer
 
 from vlmrl import Env, obs
 from vlmrl.config import Config, Data, Eval, Part
-from vlmrl.data import TaskMixture, TaskSource, TaskStream, load_run_tasks, load_tasks
-from vlmrl.data.stream import prompt_tokens
+from vlmrl.data import PromptLength, TaskMixture, TaskSource, TaskStream, load_run_tasks, load_tasks
 from vlmrl.types import Task
 
 
 def numbered(size: int, **options: Any) -> TaskSource:
     return load_tasks(Data(generator=lambda index, seed: {"prompt": str(index)}, size=size, **options))
+
+
+def take(stream: TaskStream, count: int) -> list[Task]:
+    """The next ``count`` tasks, none of which is a bad row."""
+    draws = asyncio.run(stream.take(count))
+    assert [draw.error for draw in draws] == [None] * len(draws)
+    return [draw.task for draw in draws]
 
 
 def prompts(tasks: Iterable[Task]) -> list[str]:
@@ -31,7 +37,7 @@ def prompts(tasks: Iterable[Task]) -> list[str]:
 
 def test_a_stream_plays_every_task_once_an_epoch_in_its_own_order():
     source = numbered(8)
-    drawn = prompts(islice(TaskStream(source), 24))
+    drawn = prompts(take(TaskStream(source), 24))
     assert drawn[:8] == ["0", "2", "1", "4", "6", "7", "3", "5"]
     assert [sorted(drawn[start : start + 8]) for start in (0, 8, 16)] == [list("01234567")] * 3
     assert len({tuple(drawn[start : start + 8]) for start in (0, 8, 16)}) == 3
@@ -39,17 +45,17 @@ def test_a_stream_plays_every_task_once_an_epoch_in_its_own_order():
 
 def test_a_stream_goes_on_from_its_state():
     stream = TaskStream(numbered(5))
-    prompts(islice(stream, 7))
+    prompts(take(stream, 7))
     state = json.loads(json.dumps(stream.state()))
     assert state == {"drawn": 7, "too_long": 0}
     resumed = TaskStream(numbered(5))
     resumed.restore(state)
-    assert prompts(islice(resumed, 9)) == prompts(islice(stream, 9))
+    assert prompts(take(resumed, 9)) == prompts(take(stream, 9))
 
 
 def test_a_draw_can_be_had_again_by_its_number():
     stream = TaskStream(numbered(3))
-    drawn = prompts(islice(stream, 7))
+    drawn = prompts(take(stream, 7))
     assert prompts(stream.at(number) for number in (6, 0, 3)) == [drawn[6], drawn[0], drawn[3]]
     assert stream.drawn == 7
 
@@ -74,7 +80,7 @@ def names(tasks: Iterable[Task]) -> list[str]:
 
 def test_a_mixture_draws_by_weight_and_each_part_has_its_own_epochs():
     stream = TaskStream(mixture(a=part(3, weight=2), b=part(2)))
-    assert names(islice(stream, 9)) == ["a0", "b0", "a1", "a2", "b1", "a0", "a1", "b0", "a2"]
+    assert names(take(stream, 9)) == ["a0", "b0", "a1", "a2", "b1", "a0", "a1", "b0", "a2"]
 
 
 @settings(max_examples=50, deadline=None)
@@ -86,14 +92,14 @@ def test_every_draw_is_where_drawing_from_the_first_on_comes_to(weights, number)
         due = {name: (counts[name] + 0.5) / mixed.weights[name] for name in counts}
         counts[min(due, key=lambda name: due[name])] += 1
     after = Counter(task.part for task in (mixed.draw(index) for index in range(max(0, number - 20), number)))
-    before = Counter(task.part for task in islice(TaskStream(mixed), max(0, number - 20)))
+    before = Counter(task.part for task in take(TaskStream(mixed), max(0, number - 20)))
     assert before + after == Counter({name: count for name, count in counts.items() if count})
 
 
 def test_no_part_is_ever_far_from_its_share():
     stream = TaskStream(mixture(a=part(5, weight=0.7), b=part(5, weight=0.2), c=part(5, weight=0.1)))
     drawn: Counter[str] = Counter()
-    for number, task in enumerate(islice(stream, 200), start=1):
+    for number, task in enumerate(take(stream, 200), start=1):
         drawn[task.part] += 1
         for name, weight in {"a": 0.7, "b": 0.2, "c": 0.1}.items():
             assert abs(drawn[name] - weight * number) <= 1
@@ -102,14 +108,14 @@ def test_no_part_is_ever_far_from_its_share():
 def test_a_mixture_goes_on_from_its_state():
     parts = {"a": part(3, weight=1.7), "b": part(4), "c": part(2, weight=0.3)}
     stream = TaskStream(mixture(**parts))
-    list(islice(stream, 31))
+    list(take(stream, 31))
     resumed = TaskStream(mixture(**parts))
     resumed.restore(stream.state())
-    assert names(islice(resumed, 20)) == names(islice(stream, 20))
+    assert names(take(resumed, 20)) == names(take(stream, 20))
 
 
 def test_a_parts_tasks_carry_its_name_and_by_default_as_their_source():
-    task = next(TaskStream(mixture(geo=part(1))))
+    [task] = take(TaskStream(mixture(geo=part(1))), 1)
     assert (task.part, task.source) == ("geo", "geo")
 
 
@@ -157,30 +163,36 @@ def test_impossible_settings_are_refused(make, message):
 # Prompts that are too long
 
 
-def count_words(task: Task) -> int:
-    return int(task.prompt[0]["content"])
+class Number(PromptLength):
+    """Measures a prompt by the number that it is."""
+
+    def __init__(self) -> None:
+        super().__init__(renderer(), None, lambda task: [])
+
+    def local(self, task: Task) -> tuple[int, list[Any]]:
+        return int(task.prompt[0]["content"]), []
 
 
 def test_prompts_that_are_too_long_are_passed_over_and_counted():
-    source = numbered(10, shuffle=False, max_prompt_tokens=3).measured(count_words)
-    stream = TaskStream(source)
-    assert prompts(islice(stream, 6)) == ["0", "1", "2", "3", "0", "1"]
+    source = numbered(10, shuffle=False, max_prompt_tokens=3)
+    stream = TaskStream(source, Number())
+    assert prompts(take(stream, 6)) == ["0", "1", "2", "3", "0", "1"]
     assert stream.metrics() == {"data/drawn": 12.0, "data/too_long": 6.0, "data/epochs": 1.2}
-    resumed = TaskStream(source)
+    resumed = TaskStream(source, Number())
     resumed.restore(stream.state())
-    assert prompts(islice(resumed, 3)) == ["2", "3", "0"]
+    assert prompts(take(resumed, 3)) == ["2", "3", "0"]
     assert resumed.too_long == 12
 
 
 def test_each_part_of_a_mixture_has_its_own_limit():
-    mixed = mixture(a=part(4, max_prompt_tokens=1), b=part(4)).measured(count_words)
-    assert names(islice(TaskStream(mixed), 6)) == ["a0", "b0", "a1", "b1", "b2", "b3"]
+    mixed = mixture(a=part(4, max_prompt_tokens=1), b=part(4))
+    assert names(take(TaskStream(mixed, Number()), 6)) == ["a0", "b0", "a1", "b1", "b2", "b3"]
 
 
 def test_a_limit_that_nothing_fits_ends_with_an_error():
-    stream = TaskStream(numbered(4, max_prompt_tokens=1).measured(lambda task: 2))
+    data = Data(generator=lambda index, seed: {"prompt": "2"}, size=4, max_prompt_tokens=1)
     with pytest.raises(ValueError, match=r"data\.max_prompt_tokens leaves nothing: 4 prompts in a row"):
-        next(stream)
+        take(TaskStream(load_tasks(data), Number()), 1)
 
 
 # A prompt's length before it is played is its length when it is played
@@ -207,12 +219,12 @@ class Tooled(Judge):
     ],
 )
 def test_a_prompt_is_as_long_as_when_it_is_played(env: type[Env], task: Task):
-    count = prompt_tokens(renderer(), new_store(), lambda task: env.tools)
+    count = PromptLength(renderer(), new_store(), lambda task: env.tools)
     assert count(task) == len(play(env, ["a"], task).turns[0].prompt_ids)
 
 
 def test_images_count_with_every_token_and_none_is_processed():
     store = new_store()
-    count = prompt_tokens(renderer(), store, lambda task: [])
+    count = PromptLength(renderer(), store, lambda task: [])
     assert count(a_task("Which?", [image(size=(320, 64))])) - count(a_task("Which?", [image(size=(32, 64))])) == 18
     assert store.processed == 0

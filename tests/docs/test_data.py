@@ -1,9 +1,9 @@
 """The blocks of docs/data.md, run as they stand."""
 
+import asyncio
 import json
 import re
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,6 @@ def test_the_mixture_draws_three_of_one_part_for_each_of_the_other(tmp_path):
         config.mixture["geo3k"], data=replace(config.mixture["geo3k"].data, path=str(tmp_path / "rows.jsonl"))
     )
     tasks, held_out = load_run_tasks(resolve_config(replace(config, mixture=config.mixture | {"geo3k": geo3k}), ROOT))
-    drawn = [task.part for task in islice(TaskStream(tasks), 8)]
+    drawn = [draw.task.part for draw in asyncio.run(TaskStream(tasks).take(8))]
     assert (drawn.count("geo3k"), drawn.count("zoom")) == (6, 2)
     assert held_out is not None and 64 < len(held_out) < 75

@@ -128,7 +128,7 @@ def score_in_bfloat16(folder: str, out: Path, ranks: Ranks) -> dict[str, Any]:
     before = {name: weight.clone() for name, weight in trainer.named_weights()}
     trainer.score(rows)
     after = dict(trainer.named_weights())
-    trainer.kl_by_trajectory(rows)
+    trainer.token_kl(rows)
     checkpoint = checkpoint_of(out, "bfloat16", ranks.size)
     checkpoint.mkdir(parents=True)
     trainer.save(checkpoint)

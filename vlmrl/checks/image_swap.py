@@ -5,13 +5,14 @@ A run that loses its pixels does not fail: only its reward is lower. This check 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from PIL import Image
 
-from vlmrl.engine.base import Engine, Request, SamplingParams, paused
+from vlmrl.engine.base import Engine, EngineError, Request, SamplingParams, paused
 from vlmrl.multimodal.renderer import collapse, image_spans
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.samples import step_wise
@@ -37,11 +38,20 @@ class ImageSwap:
 
 
 async def check_images(
-    score: Score, engine: Engine, store: MediaStore, trajectories: Sequence[Trajectory], image_token_id: int | None
+    score: Score,
+    engine: Engine,
+    store: MediaStore,
+    trajectories: Sequence[Trajectory],
+    image_token_id: int | None,
+    timeout: float = 600.0,
 ) -> ImageSwap | None:
-    """Swap the first image of the trajectories; ``None`` if they have none. Raises ImageSwapError if no logprob changes.
+    """Swap the first image of the trajectories; ``None`` if they have none.
 
-    ``score`` is the trainer's, ``image_token_id`` the model's image placeholder.
+    ``score`` is the trainer's, ``image_token_id`` the model's image placeholder. ``timeout``: seconds for one reply of the engine.
+
+    Raises:
+        ImageSwapError: no logprob changes.
+        EngineError: the engine does not reply in time.
     """
     row = next((row for trajectory in trajectories for row in step_wise(trajectory) if row.media), None)
     if row is None:
@@ -49,7 +59,7 @@ async def check_images(
     assert image_token_id is not None  # or there were no images
     row = _from_first_image(row, image_token_id)
     swapped = replace(row, media=[await store.get(_noise(row.media[0])), *row.media[1:]])
-    engine_change = await _engine_change(engine, row, swapped, image_token_id)
+    engine_change = await _engine_change(engine, row, swapped, image_token_id, timeout)
     async with paused(engine):  # it may share the weights that score uses
         change = ImageSwap(_trainer_change(score, row, swapped), engine_change)
     for side, nats in vars(change).items():
@@ -91,14 +101,18 @@ def _trainer_change(score: Score, row: Sample, swapped: Sample) -> float:
     return float(np.abs(kept - other).max())
 
 
-async def _engine_change(engine: Engine, row: Sample, swapped: Sample, image_token_id: int) -> float:
+async def _engine_change(engine: Engine, row: Sample, swapped: Sample, image_token_id: int, timeout: float) -> float:
     """The largest difference of logprobs between greedy continuations of the two images; infinite if their tokens differ."""
     replies = []
     for name, each in (("kept", row), ("swapped", swapped)):
         shown = each.media[:1]
         ids = collapse(each.prompt_token_ids, image_token_id, shown)
         request = Request(f"canary/{name}", ids, shown, SamplingParams(TOKENS, temperature=0))
-        replies.append(await engine.generate(request))
+        try:
+            async with asyncio.timeout(timeout):
+                replies.append(await engine.generate(request))
+        except TimeoutError:
+            raise EngineError(f"image-swap check: no reply in rollout.engine_timeout ({timeout:g} s).") from None
         engine.release(request.trajectory_id)
     kept, other = replies
     if kept.token_ids != other.token_ids:

@@ -6,6 +6,7 @@ cached over a weight update, and logprobs of another distribution.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,9 +15,10 @@ from PIL import Image
 
 from vlmrl.checks.image_swap import Score
 from vlmrl.config import Rollout
-from vlmrl.engine.base import Request, SamplingParams
-from vlmrl.engine.server import Server
+from vlmrl.engine.base import EngineError, Request, SamplingParams
+from vlmrl.engine.server import UNREACHED, Server, ServerError
 from vlmrl.engine.server_engine import ServerEngine
+from vlmrl.engine.server_reply import BadReply
 from vlmrl.multimodal.renderer import Renderer, expand
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.types import Completion, Sample
@@ -53,11 +55,16 @@ class Question:
 
 
 async def check_parity(
-    sync: WeightSync, send: Send, score: Score, questions: Sequence[Question], *, same_weights: bool
+    sync: WeightSync, send: Send, score: Score, questions: Sequence[Question], *, same_weights: bool, timeout: float
 ) -> dict[str, ParityReport]:
-    """Send all servers their first weights, and compare; a report for each URL. Raises ParityError if a server disagrees.
+    """Send all servers their first weights, and compare; a report for each URL.
 
     ``questions``: one or two, about different images. ``same_weights``: the servers have loaded the trainer's initial weights.
+    ``timeout``: seconds for one answer.
+
+    Raises:
+        ParityError: a server disagrees with the trainer.
+        EngineError: a server does not answer, or not in time.
     """
     engine = sync.engine
     servers, checksums = engine.servers.all, engine.backend.capabilities.checksums
@@ -65,11 +72,11 @@ async def check_parity(
     await sync.fill(send)
     _check_reach(loaded, await sync.checksums() if checksums else {})
     for server in servers:
-        await engine.generate_on(server, questions[0].request)  # so that it sees the image under wrong weights
+        await _ask(engine, server, questions[0], timeout)  # so that it sees the image under wrong weights
     await sync.first(send)
     if same_weights:
         _check_equal(loaded, await sync.checksums() if checksums else {})
-    return {server.url: await _compare(engine, server, score, questions) for server in servers}
+    return {server.url: await _compare(engine, server, score, questions, timeout) for server in servers}
 
 
 async def parity_questions(renderer: Renderer, store: MediaStore | None, rollout: Rollout) -> list[Question]:
@@ -108,8 +115,22 @@ def _check_equal(loaded: dict[str, dict[str, str]], sent: dict[str, dict[str, st
             )
 
 
-async def _compare(engine: ServerEngine, server: Server, score: Score, questions: Sequence[Question]) -> ParityReport:
-    differences = [_difference(score, each, await engine.generate_on(server, each.request)) for each in questions]
+async def _ask(engine: ServerEngine, server: Server, question: Question, timeout: float) -> Completion:
+    try:
+        async with asyncio.timeout(timeout):
+            return await engine.generate_on(server, question.request)
+    except TimeoutError:
+        reason = f"did not answer in rollout.engine_timeout ({timeout:g} s)"
+        raise EngineError(f"startup parity check: the server {server.url} {reason}{server.log_tail()}") from None
+    except (*UNREACHED, ServerError, BadReply) as error:
+        reason = f"gave no answer that can be used: {type(error).__name__}: {error}"
+        raise EngineError(f"startup parity check: the server {server.url} {reason}{server.log_tail()}") from error
+
+
+async def _compare(
+    engine: ServerEngine, server: Server, score: Score, questions: Sequence[Question], timeout: float
+) -> ParityReport:
+    differences = [_difference(score, each, await _ask(engine, server, each, timeout)) for each in questions]
     report = ParityReport(differences[0], differences[1] if len(differences) > 1 else None)
     backend = engine.backend
     if report.unseen is not None and report.unseen <= TOLERANCE < report.seen:

@@ -18,8 +18,7 @@ from rich.text import Text
 
 from vlmrl.cli.recipe import Recipe, RecipePath, interruptible
 from vlmrl.config import Config, resolve_config
-from vlmrl.data import TaskMixture, TaskSource, load_run_tasks
-from vlmrl.data.stream import prompt_tokens
+from vlmrl.data import PromptLength, TaskMixture, TaskSource, load_run_tasks
 from vlmrl.env.base import EnvSpec, resolve_envs
 from vlmrl.env.session import EnvError, EnvSession
 from vlmrl.rollout.history import new_history, resolve_policy
@@ -94,7 +93,7 @@ class Checker:
         self.policy = resolve_policy(config.rollout)
         self.reader = load_reader(config.model, config.models_dir)
         self.store = self.reader.new_store()
-        self.count = prompt_tokens(self.reader.renderer, self.store, self._class_tools)
+        self.count = PromptLength(self.reader.renderer, self.store, self._class_tools)
         self.problems = 0
 
     def say(self, label: str, text: str, style: str = "bold") -> None:

@@ -49,5 +49,6 @@ def run_evaluation(config: Config) -> None:
     finally:
         run.engine.close()
     print(
-        f"held-out reward {result.reward:.3f} +- {result.standard_error:.3f} on {len(result.trajectories)} trajectories"
+        f"held-out reward {result.reward:.3f} +- {result.standard_error:.3f} on {len(result.trajectories)} trajectories of "
+        f"{result.tasks} tasks"
     )

@@ -17,6 +17,7 @@ from vlmrl.cli.play import PlayCommand
 from vlmrl.cli.recipe import errors_in_one_line
 from vlmrl.cli.serve import ServeEnvCommand, ServeRetrieverCommand
 from vlmrl.cli.train import TrainCommand
+from vlmrl.utils.threads import keeping_exit_status
 
 DESCRIPTION = """Reinforcement learning for vision-language agents.
 
@@ -58,6 +59,12 @@ Command = (
 
 def main() -> None:
     """The console script."""
+    with keeping_exit_status():
+        run_command()
+
+
+def run_command() -> None:
+    """Run the command that the command line names."""
     arguments = sys.argv[1:]
     if arguments == ["--version"]:
         print(vlmrl.__version__)

@@ -11,6 +11,7 @@ import tyro
 
 from vlmrl.cli.recipe import Recipe, RecipePath, errors_in_one_line
 from vlmrl.config import Config, resolve_config
+from vlmrl.utils.threads import keeping_exit_status
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class TrainOptions:
 
 def run_recipe(config: Callable[[], Config]) -> None:
     """Train with the recipe file that is run as a program, with its command-line options."""
-    with errors_in_one_line():
+    with keeping_exit_status(), errors_in_one_line():
         train_recipe(Recipe.of(config), sys.argv[1:])
 
 

@@ -2,9 +2,11 @@
 
 from vlmrl.data.mixture import TaskMixture, Tasks, load_run_tasks
 from vlmrl.data.source import TaskSource, load_split, load_tasks, task_seed
-from vlmrl.data.stream import TaskStream
+from vlmrl.data.stream import Draw, PromptLength, TaskStream
 
 __all__ = [
+    "Draw",
+    "PromptLength",
     "TaskMixture",
     "TaskSource",
     "TaskStream",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 
 from vlmrl.config import Config, Data
@@ -25,6 +25,15 @@ class TaskMixture:
     def __len__(self) -> int:
         return sum(map(len, self.parts.values()))
 
+    def __getitem__(self, index: int) -> Task:
+        """The task at ``index`` of the parts one after the other."""
+        before = 0
+        for source in self.parts.values():
+            if before <= index < before + len(source):
+                return source[index - before]
+            before += len(source)
+        raise IndexError(f"task index {index} is not in 0..{before - 1}")
+
     def __iter__(self) -> Iterator[Task]:
         return chain.from_iterable(self.parts.values())
 
@@ -34,11 +43,9 @@ class TaskMixture:
         name = self._next(drawn)
         return self.parts[name].draw(drawn[name])
 
-    def fits(self, task: Task) -> bool:
-        return self.parts[task.part].fits(task)
-
-    def measured(self, tokens: Callable[[Task], int]) -> TaskMixture:
-        return replace(self, parts={name: part.measured(tokens) for name, part in self.parts.items()})
+    def limit_of(self, task: Task) -> int | None:
+        """``data.max_prompt_tokens`` of the task's part."""
+        return self.parts[task.part].max_prompt_tokens
 
     def _next(self, drawn: Mapping[str, int]) -> str:
         """The part to draw next: a part's draw k is due at time (k + 1/2) / weight (Webster's method)."""

@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class TaskSource:
-    """Tasks by index, each made from its row on access, in the same order in every process."""
+    """Tasks by index, each made from its row on access, in the same order in every process. A bad row raises ValueError."""
 
     make: Callable[[int], Task]  # from a row's number
     rows: Sequence[int]  # the row of each task
     seed: int = 0
     shuffle: bool = True
     max_prompt_tokens: int | None = None
-    tokens: Callable[[Task], int] | None = None  # counts a prompt's tokens; None until a renderer is known
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -55,11 +55,9 @@ class TaskSource:
         epoch, index = divmod(number, len(self))
         return self[self.order(epoch)[index]]
 
-    def fits(self, task: Task) -> bool:
-        return self.max_prompt_tokens is None or self.tokens is None or self.tokens(task) <= self.max_prompt_tokens
-
-    def measured(self, tokens: Callable[[Task], int]) -> TaskSource:
-        return replace(self, tokens=tokens)
+    def limit_of(self, task: Task) -> int | None:
+        """``data.max_prompt_tokens`` for this task."""
+        return self.max_prompt_tokens
 
 
 @functools.lru_cache(maxsize=8)
@@ -134,13 +132,14 @@ def _dataset(data: Data, part: str) -> _Table:
 
     def make(index: int) -> Task:
         where = f"row {index} of {data.path!r} ({data.split})"
-        row = rows[index]
-        for key in ("id", "source", "answer"):
-            if key in columns and row[columns[key]] is None:
-                raise ValueError(f"{where}: column {columns[key]!r} is empty. Fill it, or remove the row")
-        source = str(row[columns["source"]]) if "source" in columns else part or str(local or data.path)
-        task = Task(f"{name}/{ids[index]}", [], source=source, seed=task_seed(data.seed, index), part=part)
-        return _filled(task, row, columns, data.system_prompt, RowImages(where, roots))
+        with _naming(where):
+            row = rows[index]
+            for key in ("id", "source", "answer"):
+                if key in columns and row[columns[key]] is None:
+                    raise ValueError(f"{where}: column {columns[key]!r} is empty. Fill it, or remove the row")
+            source = str(row[columns["source"]]) if "source" in columns else part or str(local or data.path)
+            task = Task(f"{name}/{ids[index]}", [], source=source, seed=task_seed(data.seed, index), part=part)
+            return _filled(task, row, columns, data.system_prompt, RowImages(where, roots))
 
     return _Table(make, ids)
 
@@ -171,15 +170,18 @@ def _generated(data: Data, part: str) -> _Table:
 
     def make(index: int) -> Task:
         where, seed = f"task {index} of generator {name!r}", task_seed(data.seed, index)
-        made = function(index, seed, **data.options)
-        if isinstance(made, Task):
-            prompt = _with_system(made.prompt, data.system_prompt)
-            return replace(made, prompt=prompt, seed=made.seed or seed, source=made.source or source, part=part)
-        if not isinstance(made, dict) or "prompt" not in made:
-            raise ValueError(f"{where}: it must return a Task or a dict with a prompt, but it returned {made!r}")
-        task = Task(f"{name}/{data.seed}/{index}", [], source=source, seed=seed, part=part)
-        columns = {key: key for key in ("prompt", "images", "answer") if key in made}
-        return _filled(task, made, columns, data.system_prompt, RowImages(where, roots))
+        with _naming(where):
+            made = function(index, seed, **data.options)
+            if isinstance(made, Task):
+                prompt = _with_system(made.prompt, data.system_prompt)
+                return replace(made, prompt=prompt, seed=made.seed or seed, source=made.source or source, part=part)
+            if not isinstance(made, dict) or "prompt" not in made:
+                raise ValueError(
+                    f"{where}: it must return a Task or a dict with a prompt, but it returned {made!r:.200}"
+                )
+            task = Task(f"{name}/{data.seed}/{index}", [], source=source, seed=seed, part=part)
+            columns = {key: key for key in ("prompt", "images", "answer") if key in made}
+            return _filled(task, made, columns, data.system_prompt, RowImages(where, roots))
 
     return _Table(make, range(data.size or 0))
 
@@ -196,6 +198,17 @@ def _own_folder(function: Callable[..., Any]) -> list[Path]:
 
 
 # One row
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Within the context, any error becomes a ValueError that names the row."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ValueError) and str(error).startswith(where):
+            raise
+        raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
 
 
 def _filled(task: Task, row: Row, columns: dict[str, str], system: str | None, row_images: RowImages) -> Task:

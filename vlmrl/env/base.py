@@ -18,7 +18,10 @@ from vlmrl.types import TRUNCATED, ImageSource, Message, Task
 
 
 class RetryTurn(Exception):
-    """Raised in ``step`` to sample the turn again: the reply is discarded before training, and counted as ``turns_resampled``."""
+    """Raised in ``step`` to sample the turn again: the reply is discarded before training, and counted as ``turns_resampled``.
+
+    After an env error, the new env gets the discarded reply again, and must reject it again. In other methods, it is an env error.
+    """
 
 
 def obs(text: str = "", images: list[ImageSource] | None = None) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Runs the env of one trajectory: its thread, deadlines and retries.
 
 The turn loop calls an env only through :class:`EnvSession`. Plain methods run in the env's own daemon thread, async ones in the event
-loop; each call has a deadline. After an error a new env replays the turns so far, and its observations are compared with the first
-ones.
+loop; each call has a deadline. After an error a new env replays the replies so far, those that the env rejected with RetryTurn
+included, and its answers are compared with the first ones.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class EnvContractError(ValueError):
     """The env's code breaks the contract of :class:`~vlmrl.env.base.Env`. No retry helps, so the run stops."""
 
 
+SHORT_TEXT = 10_000  # characters that are hashed in the event loop
+REJECTED = "RetryTurn"  # in place of the digest of a step result: the env rejected the reply
 _CLOSING: set[asyncio.Task[None]] = set()  # tasks that nobody awaits: an event loop keeps only weak references
 
 
@@ -73,7 +75,7 @@ class EnvSession:
         self._env: Env | None = None
         self._built: list[Env] = []  # the env in `_thread`, even if its constructor missed the deadline
         self._thread: DaemonPool | None = None
-        self._played: list[tuple[str, str]] = []  # each reply, and the digest of its step result
+        self._played: list[tuple[str, str]] = []  # each reply, and the digest of its step result or REJECTED
         self._start_digest: str | None = None
         self.seconds = 0.0
         self.counts: Counter[str] = Counter()
@@ -88,6 +90,10 @@ class EnvSession:
         assert self._env is not None
         return self._env.replayable
 
+    @property
+    def _turn(self) -> int:
+        return sum(digest != REJECTED for _, digest in self._played)
+
     async def start(self) -> list[Message] | None:
         """Build and reset the env. Returns the first messages, or ``None`` for the task's prompt."""
         return await self._with_retries(self._open)
@@ -95,13 +101,18 @@ class EnvSession:
     async def step(self, reply: str) -> StepResult:
         """The env's answer to a reply. Raises RetryTurn if the env rejects the reply, EnvError if no retry is left."""
 
-        async def attempt() -> StepResult:
+        async def attempt() -> tuple[StepResult, str]:
             if self._env is None:
                 await self._replay()
-            return await self._step(reply)
+            result = await self._step(reply)
+            return result, await self._digest(result)
 
-        result = await self._with_retries(attempt)
-        self._played.append((reply, _digest(result)))
+        try:
+            result, digest = await self._with_retries(attempt)
+        except RetryTurn:
+            self._played.append((reply, REJECTED))
+            raise
+        self._played.append((reply, digest))
         return result
 
     async def finish(self, ending: str, last_reply: str, last_turn: int | None = None) -> float | None:
@@ -148,7 +159,7 @@ class EnvSession:
                 late = isinstance(error, _DeadlineError)
                 self.counts["timeouts" if late else "errors"] += 1
                 reason = str(error) if late else f"{type(error).__name__}: {error}"
-                where = f"env {self._spec.name}, task {self._task.id}, turn {len(self._played)}"
+                where = f"env {self._spec.name}, task {self._task.id}, turn {self._turn}"
                 replayable = self._env is None or self._env.replayable
                 await self._abandon()
                 if retries_left == 0 or not replayable:
@@ -164,7 +175,7 @@ class EnvSession:
         self._env = env
         shown = await self._call(env.reset)
         messages = None if shown is None else _messages("reset", shown, self._spec.name)
-        digest = _digest(messages)
+        digest = await self._digest(messages)
         if self._start_digest not in (None, digest):
             raise EnvError(
                 f"env {self._spec.name}, task {self._task.id}: reset returned other messages in the replay. "
@@ -178,21 +189,29 @@ class EnvSession:
         return built[0]
 
     async def _replay(self) -> None:
-        """Build a new env and replay the turns so far."""
+        """Build a new env and replay the replies so far."""
         await self._open()
-        for turn, (reply, digest) in enumerate(self._played):
-            result = await self._step(reply, turn)
-            if _digest(result) != digest:
+        turn = 0
+        for reply, digest in self._played:
+            try:
+                replayed = await self._digest(await self._step(reply, turn))
+            except RetryTurn:
+                replayed = REJECTED
+            if replayed != digest:
+                what = "the observation differs in the replay"
+                if REJECTED in (replayed, digest):
+                    what = f"RetryTurn was raised {'only' if replayed == REJECTED else 'before, but not'} in the replay"
                 raise EnvError(
-                    f"env {self._spec.name}, task {self._task.id}, turn {turn}: the observation differs in the replay. Make it "
-                    "depend on self.seed and the replies alone, or set replayable = False."
+                    f"env {self._spec.name}, task {self._task.id}, turn {turn}: {what}. Make the env depend on self.seed and the "
+                    "replies alone, or set replayable = False."
                 )
+            turn += digest != REJECTED
 
     async def _step(self, reply: str, turn: int | None = None) -> StepResult:
         env = self._env
         assert env is not None
-        env.turn, env.last_reply = len(self._played) if turn is None else turn, reply
-        result = await self._call(env.step, reply)
+        env.turn, env.last_reply = self._turn if turn is None else turn, reply
+        result = await self._call(env.step, reply, may_reject=True)
         if not (
             isinstance(result, tuple)
             and len(result) == 3
@@ -217,14 +236,25 @@ class EnvSession:
             },
         )
 
+    async def _digest(self, value: list[Message] | StepResult | None) -> str:
+        """The digest of ``value``: in the env's thread, since images may have to be decoded for it, unless it is a short text."""
+        messages = value.messages if isinstance(value, StepResult) else value or []
+        contents = [message.get("content") for message in messages]
+        if all(content is None or (isinstance(content, str) and len(content) < SHORT_TEXT) for content in contents):
+            return _digest(value)
+        return str(await self._call(_digest, value))
+
     async def _format(self, env: Env, observation: dict[str, Any]) -> Any:
         """The observation as messages. Env's own method is called directly, since it cannot block."""
         if getattr(env.format_observation, "__func__", None) is Env.format_observation:
             return env.format_observation(observation)
-        return await self._call(env.format_observation, observation)
+        return await self._call(env.format_observation, observation, may_reject=True)
 
-    async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
-        """One call with a deadline: plain functions in the env's thread, coroutines in the event loop."""
+    async def _call(self, method: Callable[..., Any], *args: Any, may_reject: bool = False) -> Any:
+        """One call with a deadline: plain functions in the env's thread, coroutines in the event loop.
+
+        Raises EnvError for a RetryTurn, unless the call ``may_reject`` a reply.
+        """
         began = time.perf_counter()
         try:
             async with asyncio.timeout(self._timeout) as deadline:
@@ -236,6 +266,14 @@ class EnvSession:
             if deadline.expired():
                 raise _DeadlineError(f"timed out after {self._timeout:g} s") from error
             raise
+        except RetryTurn as error:
+            if may_reject:
+                raise
+            name = "__init__" if method == self._build else method.__name__
+            raise EnvError(
+                f"env {self._spec.name}, task {self._task.id}: {name} raised RetryTurn ({error}), which only step may raise: there "
+                "is no reply to sample again."
+            ) from error
         finally:
             self.seconds += time.perf_counter() - began
 

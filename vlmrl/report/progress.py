@@ -16,7 +16,9 @@ class RunProgress:
         self.console = console or Console(soft_wrap=True)
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False)
+        """Print ``text`` as it is. Brackets are no markup, and what the terminal cannot show is escaped."""
+        encoding = self.console.encoding
+        self.console.print(text.encode(encoding, "backslashreplace").decode(encoding), highlight=False, markup=False)
 
     def phase(self, name: str, total: int) -> Phase:
         return Phase(self.console, name, total)

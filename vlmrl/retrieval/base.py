@@ -13,6 +13,7 @@ from typing import Protocol
 
 from vlmrl.types import ImageSource
 from vlmrl.utils.folders import build_folder, cache_root
+from vlmrl.utils.threads import busy
 
 
 class RetrieverError(RuntimeError):
@@ -87,7 +88,8 @@ class BatchingRetriever:
             while sum(len(queries) for queries, _, _ in batch) < self._max_batch and not self._requests.empty():
                 batch.append(self._requests.get())
             try:
-                found = iter(self._search_all(batch))
+                with busy():
+                    found = iter(self._search_all(batch))
                 for queries, topk, result in batch:
                     result.set_result([next(found)[:topk] for _ in queries])
             except BaseException as error:  # the thread must live on; every caller of the batch gets the error

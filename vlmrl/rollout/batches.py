@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from vlmrl.algos import FILTERS
 from vlmrl.config import Algo
 from vlmrl.config.code import resolve_function
+from vlmrl.data.stream import TaskStream
 from vlmrl.rollout.runner import Group, RolloutError, Rollouts, Runner
-from vlmrl.types import Task, Trajectory
+from vlmrl.types import Trajectory
 
 Filter = Callable[[Sequence[Trajectory]], bool]
 MAX_ROUNDS = 16  # of sampling for one batch, before the run stops
@@ -32,7 +33,7 @@ class GroupBatch:
 
 
 async def fill(
-    runner: Runner, tasks: Iterator[Task], count: int, label: str, filters: Sequence[Filter], mode: str
+    runner: Runner, tasks: TaskStream, count: int, label: str, filters: Sequence[Filter], mode: str
 ) -> GroupBatch:
     """A batch of ``count`` groups that pass all ``filters``.
 
@@ -44,7 +45,7 @@ async def fill(
         suffix = f".{number}" if number else ""
         missing = count - len(batch.groups)
         rollouts = await runner.play(tasks, missing, label + suffix, over_sampling=runner.config.over_sampling)
-        _add(batch.rollouts, rollouts)
+        batch.rollouts.add(rollouts)
         kept = [group for group in rollouts.groups if passes(group, filters)]
         batch.filtered += len(rollouts.groups) - len(kept)
         batch.groups += kept
@@ -84,13 +85,6 @@ def resolve_filters(algo: Algo) -> list[Filter]:
         )
         found.append(partial(function, **options))
     return found
-
-
-def _add(total: Rollouts, new: Rollouts) -> None:
-    total.groups += new.groups
-    total.failed += new.failed
-    total.dropped_groups += new.dropped_groups
-    total.stopped_groups += new.stopped_groups
 
 
 def _copy(group: Group, number: int) -> Group:

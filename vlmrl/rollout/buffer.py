@@ -19,7 +19,7 @@ from vlmrl.config import Algo, Train
 from vlmrl.data import TaskStream
 from vlmrl.rollout.batches import MAX_ROUNDS, Filter, GroupBatch, fill, passes, repeated, too_few
 from vlmrl.rollout.runner import Group, Runner, is_complete
-from vlmrl.types import Task, Trajectory
+from vlmrl.types import Trajectory
 
 
 class RolloutBuffer(Protocol):
@@ -76,7 +76,7 @@ class SynchronousBuffer:
         self._tasks.restore(state["tasks"])
 
     async def close(self) -> None:
-        pass
+        self._tasks.close()
 
 
 class AsynchronousBuffer:
@@ -142,29 +142,42 @@ class AsynchronousBuffer:
         self._tasks.restore(state["tasks"])
         self._started = state["started"]
         for number, draw in state["unfinished"].items():
-            self._start(int(number), draw, self._tasks.at(draw))
+            self._start(int(number), draw)
 
     async def close(self) -> None:
         playing = list(self._playing.values())
         for task in playing:
             task.cancel()
         await asyncio.gather(*playing, return_exceptions=True)
+        self._tasks.close()
 
     def _admit(self) -> None:
         """Start as many groups as ``max_staleness`` allows."""
         while len(self._draws) + self._in_training < (self._train.max_staleness + 1) * self._count:
-            task = next(self._tasks)
-            self._start(self._started, self._tasks.drawn - 1, task)
+            self._start(self._started, self._tasks.claim())
             self._started += 1
 
-    def _start(self, number: int, draw: int, task: Task) -> None:
+    def _start(self, number: int, draw: int) -> None:
         self._draws[number] = draw
         self._idle.stop()
-        self._playing[number] = asyncio.create_task(self._play(number, task))
+        self._playing[number] = asyncio.create_task(self._play(number))
 
-    async def _play(self, number: int, task: Task) -> None:
+    async def _play(self, number: int) -> None:
+        played: dict[str, Trajectory] = {}  # by id, failed members that were refilled included
+
+        def ended(trajectory: Trajectory) -> None:
+            played[trajectory.id] = trajectory
+            self._ended(trajectory)
+
         try:
-            group = await self._runner.play_group(task, f"group{number:06d}", self._slots, self._ended)
+            while (draw := await self._tasks.load(self._draws[number])) is None:  # its prompt is too long
+                self._draws[number] = self._tasks.claim()
+            name = f"group{number:06d}"
+            if draw.error is None:
+                group = await self._runner.play_group(draw.task, name, self._slots, ended)
+            else:
+                group = self._runner.fail_group(draw, name, ended)
+            self._length_bias.add_played(list(played.values()))
             self._settle(number, group)
         except Exception as error:
             self._error = error
@@ -184,14 +197,13 @@ class AsynchronousBuffer:
         """Keep a finished group for training, or start another one in place of a failed or filtered group."""
         rollouts = self._batch.rollouts
         if not is_complete(group):
-            rollouts.dropped_groups += 1
+            rollouts.drop(group)
         elif self._mode == "filter" and not passes(group, self._filters):
             self._batch.filtered += 1
             rollouts.groups.append(group)
             if self._batch.filtered >= MAX_ROUNDS * self._count:
                 raise too_few(f"group {number}", len(self._ready), self._count)
         else:
-            self._length_bias.add_played(group)
             self._ready[number] = group
             return
         del self._draws[number]
@@ -240,6 +252,7 @@ class LengthBias:
     """Compares the mean length of trained trajectories with that of all played ones: below 1, long trajectories are lost.
 
     If half of the trajectories have 1 turn and half have 3, and only the short ones are trained, ``length_bias/turns`` is 0.5.
+    A failed trajectory counts with the turns it had, and not at all if it had none.
     """
 
     def __init__(self) -> None:
@@ -259,7 +272,7 @@ class LengthBias:
         return {f"length_bias/{name}": float((t / trained) / (p / played)) for name, t, p in sums if t and p}
 
     def _add(self, kind: str, group: Group) -> None:
-        for item in group:
+        for item in filter(lambda item: item.turns, group):
             seconds = sum(turn.engine_seconds + turn.env_seconds for turn in item.turns)
             self._sums[kind] += (1, len(item.turns), item.num_sampled, seconds)
 

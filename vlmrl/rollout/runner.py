@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from vlmrl.config import Rollout
+from vlmrl.data.stream import Draw, TaskStream
 from vlmrl.engine.base import Engine
 from vlmrl.engine.lockstep import LockstepBatching
 from vlmrl.rollout.group_reward import GroupReward
@@ -32,11 +33,31 @@ class Rollouts:
     groups: list[Group] = field(default_factory=list)  # complete groups
     failed: list[Trajectory] = field(default_factory=list)  # failed trajectories, refilled or not
     dropped_groups: int = 0  # groups with a failed member
+    bad_rows: list[str] = field(default_factory=list)  # why the task itself failed, of those of them where it did
+    rejected_groups: int = 0  # those of them whose env raised RetryTurn until no retry was left
     stopped_groups: int = 0  # groups that over-sampling cancelled
 
     @property
     def trajectories(self) -> list[Trajectory]:
         return [trajectory for group in self.groups for trajectory in group]
+
+    def drop(self, group: Group) -> None:
+        """Count a group with a failed member."""
+        self.dropped_groups += 1
+        bad = next((member.error for member in group if member.non_retryable and not member.rejected), None)
+        if bad is not None:
+            self.bad_rows.append(bad)
+        elif any(member.rejected for member in group):
+            self.rejected_groups += 1
+
+    def add(self, other: Rollouts) -> None:
+        """Add the groups, failures and counts of ``other``."""
+        self.groups += other.groups
+        self.failed += other.failed
+        self.dropped_groups += other.dropped_groups
+        self.bad_rows += other.bad_rows
+        self.rejected_groups += other.rejected_groups
+        self.stopped_groups += other.stopped_groups
 
 
 class EpisodeLoop(Protocol):
@@ -66,13 +87,13 @@ class Runner:
 
     async def play(
         self,
-        tasks: Iterator[Task],
+        tasks: Iterator[Task | Draw] | TaskStream,
         count: int,
         label: str,
         on_end: Callable[[Trajectory], None] = lambda trajectory: None,
         over_sampling: float = 1.0,
     ) -> Rollouts:
-        """Play ``count`` complete groups, or fewer if the tasks run out.
+        """Play ``count`` complete groups, or fewer if the tasks run out. A bad row counts as a failed group, without being played.
 
         Args:
             tasks: one task is drawn for each group that is started.
@@ -102,22 +123,28 @@ class Runner:
 
         while len(rollouts.groups) < count:
             missing = count - len(rollouts.groups)
-            batch = list(islice(tasks, min(at_once, math.ceil(missing * over_sampling))))
+            wanted = min(at_once, math.ceil(missing * over_sampling))
+            batch: list[Draw] = []  # kept while it is played, and with it the images of the draws
+            while len(batch) < wanted and (drawn := await _take(tasks, wanted - len(batch))):
+                batch += [draw for draw in drawn if draw.error is None]
+                for bad in filter(lambda draw: draw.error is not None, drawn):
+                    rollouts.drop(self.fail_group(bad, f"{label}/bad{bad.number:05d}", ended))
             if not batch:
                 break
             if self._lockstep:
                 self._lockstep.join(len(batch) * self.group_size)
             ids = [f"{label}/{started + index:05d}" for index in range(len(batch))]
             started += len(batch)
-            playing = [self.play_group(task, name, slots, ended) for task, name in zip(batch, ids, strict=True)]
+            playing = [self.play_group(draw.task, name, slots, ended) for draw, name in zip(batch, ids, strict=True)]
             if len(batch) > missing:
                 groups = await _first_complete(playing, missing)
                 rollouts.stopped_groups += len(batch) - len(groups)
             else:
                 groups = await _gather(playing)
-            complete = [group for group in groups if is_complete(group)]
-            rollouts.groups += complete
-            rollouts.dropped_groups += len(groups) - len(complete)
+            rollouts.groups += filter(is_complete, groups)
+            for group in groups:
+                if not is_complete(group):
+                    rollouts.drop(group)
         return rollouts
 
     async def play_group(
@@ -130,6 +157,15 @@ class Runner:
             await self.group_reward.give(group)
             for trajectory in filter(lambda member: member.failed, group):
                 on_end(trajectory)
+        return group
+
+    def fail_group(self, bad: Draw, group_id: str, on_end: Callable[[Trajectory], None]) -> Group:
+        """The failed group of a bad row; ``on_end`` gets each of its trajectories."""
+        group = []
+        for member in range(self.group_size):
+            name = f"{group_id}/{member:02d}"
+            group.append(Trajectory(name, group_id, bad.task, ending="error", error=bad.error, non_retryable=True))
+            on_end(group[-1])
         return group
 
     async def _member(
@@ -150,7 +186,11 @@ class Runner:
                 self._lockstep.drop()
 
     def stop_if_too_many(self, failed: list[Trajectory], requested: int) -> None:
-        """Raise RolloutError if more than ``max_failed_fraction`` of the ``requested`` trajectories have ``failed``."""
+        """Raise RolloutError if more than ``max_failed_fraction`` of the ``requested`` trajectories have ``failed``.
+
+        Those that an env rejected under greedy decoding are not counted: another try would not have helped them.
+        """
+        failed = [trajectory for trajectory in failed if not (trajectory.rejected and trajectory.non_retryable)]
         limit = self.config.max_failed_fraction
         if len(failed) > limit * requested:
             errors = (ADDRESS.sub("0x...", trajectory.error or str(trajectory.ending)) for trajectory in failed)
@@ -159,6 +199,13 @@ class Runner:
                 f"{len(failed)} trajectories failed where {requested} were requested, more than rollout.max_failed_fraction "
                 f"({limit:g}) allows:\n{reasons}"
             )
+
+
+async def _take(tasks: Iterator[Task | Draw] | TaskStream, count: int) -> list[Draw]:
+    """The next ``count`` tasks, or fewer at the end."""
+    if isinstance(tasks, TaskStream):
+        return await tasks.take(count)
+    return [each if isinstance(each, Draw) else Draw(0, each) for each in islice(tasks, count)]
 
 
 def is_complete(group: Group) -> bool:

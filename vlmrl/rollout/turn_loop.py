@@ -34,6 +34,10 @@ from vlmrl.types import (
 )
 
 
+class _RejectedError(EnvError):
+    """The env raised RetryTurn for the turn until no retry was left."""
+
+
 @dataclass(frozen=True)
 class _Piece:
     """New tokens for the context: rendered messages with their images loaded."""
@@ -151,7 +155,9 @@ class TurnLoop:
                     trajectory.samples = [await self._rendered_row(episode)]
         except (EnvError, EngineError) as error:
             trajectory.ending, trajectory.error = "error", str(error)
-            trajectory.non_retryable = isinstance(error, TaskError)
+            trajectory.rejected = isinstance(error, _RejectedError)
+            greedy = config.temperature == 0  # playing the task again would give the same replies
+            trajectory.non_retryable = isinstance(error, TaskError) or (trajectory.rejected and greedy)
         except asyncio.CancelledError:
             await session.abandon()
             raise
@@ -164,7 +170,7 @@ class TurnLoop:
 
     async def _play(self, episode: _Episode, messages: list[Message]) -> Ending:
         trajectory, history, context = episode.trajectory, episode.history, episode.context
-        piece = await self._load(history.prompt(messages), messages, trajectory)
+        piece = await self._load(self._rendered_prompt(episode, messages), messages, trajectory)
         if len(piece.token_ids) >= self.config.max_tokens:
             raise TaskError(
                 f"task {trajectory.task.id}: the prompt has {len(piece.token_ids)} tokens and leaves no room for a reply within "
@@ -188,6 +194,18 @@ class TurnLoop:
                 return ending
             context.drop(following.dropped)
             turn.dropped = following.dropped
+
+    def _rendered_prompt(self, episode: _Episode, messages: list[Message]) -> Rendered:
+        """The first prompt. Raises TaskError if the task's own messages cannot be rendered."""
+        task = episode.trajectory.task
+        try:
+            return episode.history.prompt(messages)
+        except Exception as error:
+            if messages is not task.prompt:
+                raise
+            raise TaskError(
+                f"task {task.id}: the prompt cannot be rendered: {type(error).__name__}: {error}"
+            ) from error
 
     def _ending(self, trajectory: Trajectory, answer: list[Message] | None) -> Ending | None:
         """Why the episode ends after its last turn, ``None`` if it continues. ``answer`` is the observation, if there is one."""
@@ -219,7 +237,7 @@ class TurnLoop:
             except RetryTurn as error:
                 resampled += 1
                 if resampled > self.config.max_env_retries_per_turn:
-                    raise EnvError(
+                    raise _RejectedError(
                         f"env {self.spec.of(trajectory.task).name}, task {trajectory.task.id}: RetryTurn {resampled} times: {error}"
                     ) from error
         episode.context.append_reply(completion.token_ids)

@@ -12,8 +12,7 @@ from vlmrl.algos import ADVANTAGES, CORRECTIONS, LOSSES, REDUCTIONS, is_per_toke
 from vlmrl.config import Algo, Config, Lora, Model, Options, Rollout
 from vlmrl.config.code import check_options
 from vlmrl.config.fields import require
-from vlmrl.data import Tasks, load_run_tasks
-from vlmrl.data.stream import prompt_tokens
+from vlmrl.data import PromptLength, Tasks, TaskStream, load_run_tasks
 from vlmrl.engine.base import BatchEngine, Engine, RunEngine
 from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.engine.lockstep import LockstepBatching
@@ -100,6 +99,14 @@ class Run(Backends):
         turn_loop = TurnLoop(self.spec, *parts, self.history_policy)
         return Runner(turn_loop, group_size=group_size, group_reward=group_reward)
 
+    def stream(self, tasks: Tasks, *, store: MediaStore | None = None, once: bool = False) -> TaskStream:
+        """The draws of ``tasks``, or each task ``once``. ``store`` replaces the run's in measuring prompts."""
+        spec = self.spec
+        length = PromptLength(
+            self.model.renderer, store or self.store, lambda task: spec.of(task).tools if spec else []
+        )
+        return TaskStream(tasks, length, timeout=self.config.rollout.env_timeout, once=once)
+
     def _sampling_engine(self) -> Engine:
         """The engine, with lockstep batching in deterministic runs and if all requests arrive at once anyway."""
         config, rollout = self.config, self.config.rollout
@@ -132,8 +139,6 @@ def build_run(config: Config, ranks: Ranks | None = None) -> Run:
             "rollout.samples step_wise, or model.chat_template (`chatml` and `chatml_drop_thinking` have them)."
         )
     store = model.new_store()
-    length = prompt_tokens(model.renderer, store, lambda task: spec.of(task).tools if spec else [])
-    tasks, held_out = tasks.measured(length), held_out and held_out.measured(length)
     keep_kv = config.rollout.max_turns > 1 or generate is not None
     build = _build_on_cluster if config.cluster.on else _build_here
     backends = build(config, ranks, model, keep_kv)

@@ -17,7 +17,6 @@ from vlmrl.algos.filters import is_overlong
 from vlmrl.checks.image_swap import check_images
 from vlmrl.checks.logprob_mismatch import record_mismatches
 from vlmrl.config import Config
-from vlmrl.data import TaskStream
 from vlmrl.engine.base import paused
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.run_log import RunLog
@@ -27,7 +26,7 @@ from vlmrl.run.checkpointing import LoopState, restore, save_after_failure, save
 from vlmrl.run.evaluate import Evaluator
 from vlmrl.run.off_policy import old_policy
 from vlmrl.run.recorder import Recorder
-from vlmrl.run.stages import audited_samples, push_weights
+from vlmrl.run.stages import audited_samples, push_weights, say_bad_rows
 from vlmrl.run.warm_start import warm_start
 from vlmrl.train.controller import RunTrainer
 from vlmrl.train.credit import assign_advantages
@@ -88,9 +87,11 @@ async def train_steps(
             recorder.begin_step()
             batch = await buffer.take(step)
             recorder.batch_taken(batch)
+            say_bad_rows(progress, batch.rollouts)
             if step == 1 and config.train.canary and run.store is not None:
                 played, image_token_id = batch.rollouts.trajectories, run.model.policy.image_token_id
-                await check_images(trainer.score, run.engine, run.store, played, image_token_id)
+                timeout = config.rollout.engine_timeout
+                await check_images(trainer.score, run.engine, run.store, played, image_token_id, timeout)
             metrics = await update(run, trainer, batch.trajectories, step, evaluator)
             buffer.trained()
             warning = small_step_warning(config, step, metrics["groups/trained"])
@@ -169,7 +170,7 @@ def small_step_warning(config: Config, step: int, groups: int) -> str | None:
 def new_buffer(run: Run) -> RolloutBuffer:
     config = run.config
     kind = AsynchronousBuffer if config.train.max_staleness else SynchronousBuffer
-    return kind(run.runner(), TaskStream(run.tasks), run.filters, config.algo, config.train)
+    return kind(run.runner(), run.stream(run.tasks), run.filters, config.algo, config.train)
 
 
 def new_trainer(run: Run) -> RunTrainer:

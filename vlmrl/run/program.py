@@ -118,7 +118,9 @@ def report(run: Run, summary: dict[str, float], seconds: float) -> str:
     titles = {"reward_before": "before", "reward_after": "after", "reward_blanked": "after, images blanked"}
     for key, title in titles.items():
         if key in summary:
-            lines.append(f"held-out reward {title}: {summary[key]:.3f} +- {summary[f'{key}_standard_error']:.3f}")
+            left_out = summary.get(f"{key}_tasks_left_out", 0)
+            note = f" ({left_out:.0f} tasks left out)" if left_out else ""
+            lines.append(f"held-out reward {title}: {summary[key]:.3f} +- {summary[f'{key}_standard_error']:.3f}{note}")
     chance, error = run.config.eval.chance, summary.get("reward_blanked_standard_error", 0.0)
     if chance is not None and error > 0:
         off = abs(summary["reward_blanked"] - chance) / error

@@ -75,6 +75,10 @@ def _batch_metrics(batch: GroupBatch) -> dict[str, Any]:
     metrics["sampled_tokens"] = float(sum(trajectory.num_sampled for trajectory in rollouts.trajectories))
     metrics["failed"] = float(len(rollouts.failed))
     metrics["groups/dropped"] = float(rollouts.dropped_groups)
+    metrics["groups/bad_rows"], metrics["groups/rejected"] = (
+        float(len(rollouts.bad_rows)),
+        float(rollouts.rejected_groups),
+    )
     metrics["groups/stopped"], metrics["groups/filtered"] = float(rollouts.stopped_groups), float(batch.filtered)
     metrics["groups/too_old"] = float(batch.too_old)
     return metrics

@@ -13,7 +13,8 @@ import torch
 
 from vlmrl.checks.server_parity import ParityReport, check_parity, parity_questions
 from vlmrl.config import Config, Lora, ServerSettings
-from vlmrl.engine.server import LocalProcess, Server, free_ports
+from vlmrl.engine.base import EngineError
+from vlmrl.engine.server import UNREACHED, LocalProcess, Server, ServerError, free_ports
 from vlmrl.engine.server_backend import ServedModel, ServerBackend, is_installed, new_backend
 from vlmrl.engine.server_engine import ServerEngine
 from vlmrl.engine.server_pool import ServerPool
@@ -171,7 +172,10 @@ class Serving:
             questions = await parity_questions(self.model.renderer, store, config.rollout)
             score = partial(self.host.score, temperature=config.rollout.temperature or 1.0)
             same = await self._have_same_weights()
-            reports = await check_parity(self.sync, self.host.send, score, questions, same_weights=same)
+            timeout = config.rollout.engine_timeout
+            reports = await check_parity(
+                self.sync, self.host.send, score, questions, same_weights=same, timeout=timeout
+            )
         else:
             await self.sync.first(self.host.send)
         await self.engine.serve()
@@ -222,7 +226,13 @@ class Serving:
         backend, servers = self.engine.backend, self.engine.servers
         if self.config.model.random_weights or not backend.capabilities.checksums:
             return False
-        replies = [await self.engine.thread.run(servers.call(each, *backend.loaded_weights)) for each in servers.all]
+        call, limit = backend.loaded_weights, backend.settings.start_timeout
+        try:
+            replies = [await self.engine.thread.run(servers.call(each, *call, timeout=limit)) for each in servers.all]
+        except (*UNREACHED, ServerError) as error:
+            raise EngineError(
+                f"a server did not say which weights it has loaded: {type(error).__name__}: {error}"
+            ) from error
         return all(backend.parse_loaded_weights(reply) == self.model.path for reply in replies)
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from vlmrl.config import Algo, Optim
 from vlmrl.config.code import load_code
-from vlmrl.data import TaskStream
 from vlmrl.engine.base import Request, paused
 from vlmrl.engine.scripted import ScriptedEngine
 from vlmrl.report.progress import RunProgress
 from vlmrl.run.build import Run
-from vlmrl.run.stages import audited_samples, push_weights
+from vlmrl.run.stages import audited_samples, push_weights, say_bad_rows
 from vlmrl.train.trainer import TrainerSpec
 from vlmrl.types import Task
 
@@ -25,7 +24,7 @@ async def warm_start(run: Run, progress: RunProgress) -> None:
         return demonstrate(task_of[request.trajectory_id.partition(".")[0]], turn)  # a refill's id has a suffix
 
     runner = run.runner(group_size=1, engine=ScriptedEngine(reply, run.model.renderer))
-    tasks = TaskStream(run.tasks)
+    tasks = run.stream(run.tasks)
     async with paused(run.engine):
         spec = TrainerSpec(
             algo=Algo(loss="sft"),
@@ -36,12 +35,15 @@ async def warm_start(run: Run, progress: RunProgress) -> None:
         trainer = run.trainers.start(spec)
         with progress.phase("warm start", config.steps) as phase:
             for step in range(config.steps):
-                batch = [next(tasks) for _ in range(config.trajectories_per_step)]
-                task_of = {f"warm{step:06d}/{index:05d}/00": task for index, task in enumerate(batch)}
+                batch = await tasks.take(config.trajectories_per_step)
+                played = [draw.task for draw in batch if draw.error is None]
+                task_of = {f"warm{step:06d}/{index:05d}/00": task for index, task in enumerate(played)}
                 rollouts = await runner.play(iter(batch), len(batch), f"warm{step:06d}")
+                say_bad_rows(progress, rollouts)
                 samples, _ = audited_samples(run, rollouts.trajectories)
                 for sample in samples:
                     sample.advantage = 0.0  # the trainer requires one, cross entropy does not use it
                 phase.advance(loss=trainer.step(samples).metrics["loss"])
+        tasks.close()
         trainer.close()
         await push_weights(run, trainer, run.engine.policy_version)

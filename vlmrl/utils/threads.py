@@ -1,19 +1,32 @@
-"""Threads and event loops that never keep a process alive: daemon pools, a loop in a thread, a program's main loop.
+"""Threads and event loops that never keep a process alive: daemon pools, a loop in a thread, a program's main loop and its end.
 
 asyncio's default pool has few threads, runs successive calls in different ones, and waits for hung calls when the process exits.
 Each env therefore owns a pool of one daemon thread, and the media store a pool of a few.
+
+Python before 3.14 unwinds a daemon thread that wants to go on while the interpreter ends. Out of C++ code, such as torch's, that
+aborts the process (status 134). So a program waits a little for threads that compute, then ends without them: see
+:func:`keeping_exit_status`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
+import os
 import queue
+import sys
 import threading
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+GRACE_SECONDS = 2.0  # at the end of a program, for threads that compute
+_BUSY: set[threading.Thread] = set()
+_ENDING = threading.Event()  # the interpreter ends: threads take no more calls
 
 
 class DaemonPool:
@@ -43,10 +56,13 @@ class DaemonPool:
             self._queue.put(None)
 
     def _work(self) -> None:
-        while (call := self._queue.get()) is not None:
+        while (call := self._queue.get()) is not None and not _ENDING.is_set():
             future, function, args = call
             try:
-                future.set_result(function(*args))
+                with busy():
+                    result = function(*args)
+                future.set_result(result)
+                del result
             except BaseException as error:  # a user's code may raise anything: the caller gets it
                 future.set_exception(_as_error(error))
             del call, future, function, args  # an idle thread must not keep them alive
@@ -107,6 +123,68 @@ def run_awake(coroutine: Coroutine[Any, Any, T]) -> T:
             awake.cancel()
 
     return asyncio.run(main())
+
+
+@contextlib.contextmanager
+def busy() -> Iterator[None]:
+    """Within the context this thread runs code that the interpreter must not end under."""
+    thread = threading.current_thread()
+    _BUSY.add(thread)
+    try:
+        yield
+    finally:
+        _BUSY.discard(thread)
+
+
+@contextlib.contextmanager
+def keeping_exit_status() -> Iterator[None]:
+    """For a whole program: it ends with its own status, also if daemon threads still compute, or hang, at its end.
+
+    Such a program ends without the interpreter's finalization, after the functions that are registered with :mod:`atexit`. Its status
+    is that of this context, whatever comes after it.
+    """
+    status = 1  # of an uncaught exception
+    try:
+        yield
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    except KeyboardInterrupt:
+        status = 130
+        raise
+    finally:
+        if _BUSY:
+            atexit.register(_end_without_finalization, status)
+
+
+def _end_without_finalization(status: int) -> None:
+    """Called as the first of the functions registered with atexit: it calls the others, if it does not return."""
+    if _is_idle_within(GRACE_SECONDS):
+        return
+    atexit.unregister(_end_without_finalization)
+    atexit.unregister(_wait_for_busy_threads)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # it may be closed
+            stream.flush()
+    os._exit(status)
+
+
+@atexit.register
+def _wait_for_busy_threads() -> None:
+    """Let the calls in progress end, and begin no others: for a script whose exit status is not known here."""
+    _ENDING.set()
+    _is_idle_within(GRACE_SECONDS)
+
+
+def _is_idle_within(seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while any(thread.is_alive() for thread in tuple(_BUSY)):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.005)
+    return True
 
 
 class SingleFlight(Generic[T]):

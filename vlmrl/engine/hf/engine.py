@@ -23,6 +23,7 @@ from vlmrl.engine.hf.sampling import Draws
 from vlmrl.model.policy import Policy
 from vlmrl.multimodal.renderer import Renderer, expand
 from vlmrl.types import Completion
+from vlmrl.utils.threads import busy
 
 LINGER = 0.004  # seconds without a new request after which an idle engine starts its batch
 LONGEST_LINGER = 0.05  # seconds after its first request at which it starts in any case
@@ -119,10 +120,7 @@ class HFEngine:
         self._resources.prefixes.clear(policy_version)
 
     def close(self) -> None:
-        """End the engine's thread: running torch while the interpreter shuts down would abort the process.
-
-        Waiting requests fail with an EngineError.
-        """
+        """End the engine's thread. Waiting requests fail with an EngineError."""
         self._closed = True
         self._inbox.put([])  # wakes an idle thread
         self._end_pause()
@@ -143,7 +141,7 @@ class HFEngine:
                 return
             began = time.perf_counter()
             try:
-                with torch.inference_mode():
+                with busy(), torch.inference_mode():
                     if running.version != self.policy_version:
                         running.recompute()
                     if arrived:

@@ -1,0 +1,144 @@
+"""A program ends with its own status, whatever its daemon threads do. Each case is a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+LIMIT = 600.0  # seconds, for a machine that is ten times too slow
+
+SPINS = """
+import atexit, sys, threading
+import torch
+torch.set_num_threads(1)
+from vlmrl.utils.threads import DaemonPool, keeping_exit_status
+
+started = threading.Semaphore(0)
+
+def spin():
+    started.release()
+    while True:
+        torch.randn(200, 200) @ torch.randn(200, 200)
+
+def program():
+    atexit.register(print, "registered functions are called")
+    pool = DaemonPool("busy", 3)
+    for _ in range(3):
+        pool.submit(spin)
+    for _ in range(3):
+        started.acquire()
+    END
+"""
+KEPT = SPINS + "\nwith keeping_exit_status():\n    program()\n"
+
+
+def ended(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("pass", 0),
+        ("sys.exit()", 0),
+        ("sys.exit(3)", 3),
+        ("sys.exit('why')", 1),
+        ("raise ValueError('why')", 1),
+        ("raise KeyboardInterrupt", 130),
+    ],
+)
+def test_a_program_with_busy_threads_ends_with_its_own_status(end: str, status: int):
+    done = ended(KEPT.replace("END", end))
+    assert done.returncode == status, done.stderr
+    assert done.stdout == "registered functions are called\n"
+    assert "terminate called" not in done.stderr
+    if "why" in end:
+        assert "why" in done.stderr
+
+
+SCRIPT = """
+import asyncio, sys, threading
+import torch
+torch.set_num_threads(1)
+from vlmrl.utils.threads import DaemonPool
+
+started = threading.Semaphore(0)
+
+def image():
+    started.release()
+    for _ in range(300):
+        torch.randn(200, 200) @ torch.randn(200, 200)
+
+pool = DaemonPool("media", 4)
+for _ in range(1000):
+    pool.submit(image)
+started.acquire()
+sys.exit(3)
+"""
+
+
+def test_a_script_of_ones_own_waits_for_the_calls_in_progress_and_not_for_the_queue():
+    done = ended(SCRIPT)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
+
+
+RECIPE = """
+import threading
+import torch
+import vlmrl
+from vlmrl import Config, Data, Env, Eval, Model, Rollout, Train, obs
+
+torch.set_num_threads(1)
+hung = threading.Semaphore(0)
+
+
+class Hangs(Env):
+    \"\"\"Every third episode computes for ever.\"\"\"
+
+    def step(self, response_text):
+        if self.task.id.endswith("0") and not MARKS:
+            MARKS.append(1)
+            while True:
+                torch.randn(200, 200) @ torch.randn(200, 200)
+        return obs(), True, {"reward": float(len(response_text) % 2)}
+
+    def finish(self, ending):
+        return None if ending == "env_done" else 0.0
+
+
+MARKS = []
+
+
+def tasks(index, seed):
+    return {"prompt": "Hi."}
+
+
+def config():
+    return Config(
+        name="hang",
+        model=Model(path="tiny:qwen3_vl"),
+        data=Data(generator=tasks, size=4, shuffle=False),
+        env=Hangs,
+        rollout=Rollout(group_size=2, max_tokens=64, max_reply_tokens=4, stop=("",), env_timeout=3.0,
+                        max_env_retries_per_turn=0, max_failed_fraction=1.0),
+        train=Train(steps=1, groups_per_batch=1),
+        save_model=False,
+    )
+
+
+if __name__ == "__main__":
+    vlmrl.main(config)
+    assert MARKS, "no call hung"
+    print("the code after the run is run")
+"""
+
+
+def test_a_run_whose_env_still_computes_ends_with_status_0(tmp_path: Path):
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    done = subprocess.run([sys.executable, "recipe.py"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "done in" in done.stdout and done.stdout.endswith("the code after the run is run\n")
