@@ -14,7 +14,7 @@ from vlmrl.types import Task
 
 
 def round_trip(value):
-    return deserialize(json.loads(json.dumps(serialize(value, "value"))))
+    return deserialize(json.loads(json.dumps(serialize(value, "value"))), "value")
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "I;16"])

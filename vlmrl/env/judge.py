@@ -27,7 +27,12 @@ from vlmrl.utils.threads import SingleFlight
 
 SCORE = re.compile(r"<score>(.*?)</score>", re.DOTALL)
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-PROMPT_TAGS = re.compile(r"</?(?:conversation|reference|score)>")
+MARKUP = re.compile(
+    r"<(?=[\s/]*(?:conversation|reference|score)\b)|\[(?=\s*(?:system|developer|user|assistant|tool)\s*\])",
+    re.IGNORECASE,
+)
+"""The first character of what only this module may write: the prompt's tags, and the headings of its messages."""
+ESCAPES = {"<": "&lt;", "[": "\\["}
 CACHE_SIZE = 65_536  # verdicts
 
 
@@ -169,9 +174,10 @@ class Judge:
 
     def _score(self, text: str) -> float:
         """The only score in a reply, from 0 to 1. Raises ValueError if there is none, or more than one."""
-        scores = [score.strip() for score in SCORE.findall(text.rpartition("</think>")[2])]
-        if len(scores) != 1 or not NUMBER.fullmatch(scores[0]):
-            raise ValueError(f"the reply must hold one score, but it holds {scores}: {text[-200:]!r}")
+        opened = text.rpartition("</think>")[2].split("<score>")[1:]
+        scores = [score.strip() for score, closed, _ in (rest.partition("</score>") for rest in opened) if closed]
+        if len(opened) != 1 or len(scores) != 1 or not NUMBER.fullmatch(scores[0]):
+            raise ValueError(f"the reply must hold one score, but it holds {scores[:10]}: {text[-200:]!r}")
         score = float(scores[0])
         if not self.low <= score <= self.high:
             raise ValueError(f"the score must be from {self.low:g} to {self.high:g}, but it is {score:g}")
@@ -206,21 +212,28 @@ def _reply_text(completion: dict[str, Any]) -> str:
 
 
 def _as_one_message(conversation: Sequence[Message], reference: str) -> list[dict[str, Any]]:
-    """The parts of one message that quotes a conversation, so that the judge takes no role in it for its own."""
+    """The parts of one message that quotes a conversation, so that the judge takes no role in it for its own.
+
+    A tag or a heading that the conversation or the reference contains is escaped: ``&lt;/conversation>``, ``\\[user]``.
+    """
     parts: list[dict[str, Any]] = [_text("<conversation>")]
     for message in conversation:
-        parts.append(_text(f"\n[{message['role']}]\n"))
+        parts.append(_text(f"\n[{_escape(message['role'])}]\n"))
         content = message.get("content") or ""
-        for part in [_text(content)] if isinstance(content, str) else content:
+        for part in _join_texts([_text(content)] if isinstance(content, str) else content):  # no tag is cut in two
             if part["type"] == "image":
                 parts.append({"type": "image_url", "image_url": {"url": data_uri(part["image"])}})
             else:
-                parts.append(_text(PROMPT_TAGS.sub("", part["text"])))
-    parts.append(_text("\n</conversation>" + (f"\n<reference>\n{reference}\n</reference>" if reference else "")))
-    return _join_texts(parts)
+                parts.append(_text(_escape(part["text"])))
+    quoted = f"\n<reference>\n{_escape(reference)}\n</reference>" if reference else ""
+    return _join_texts([*parts, _text(f"\n</conversation>{quoted}")])
 
 
-def _join_texts(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _escape(text: str) -> str:
+    return MARKUP.sub(lambda match: ESCAPES[match[0]], text)
+
+
+def _join_texts(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The parts with adjacent texts joined into one."""
     joined: list[dict[str, Any]] = []
     for part in parts:
