@@ -16,7 +16,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -218,22 +218,30 @@ def _as_one_message(conversation: Sequence[Message], reference: str) -> list[dic
     """
     parts: list[dict[str, Any]] = [_text("<conversation>")]
     for message in conversation:
-        parts.append(_text(f"\n[{_escape(message['role'])}]\n"))
+        parts.append(_text(f"\n[{next(_escape(message['role']))}]\n"))
         content = message.get("content") or ""
-        for part in _join_texts([_text(content)] if isinstance(content, str) else content):  # no tag is cut in two
+        shown = [_text(content)] if isinstance(content, str) else content
+        texts = _escape(*(part["text"] for part in shown if part["type"] == "text"))
+        for part in shown:
             if part["type"] == "image":
                 parts.append({"type": "image_url", "image_url": {"url": data_uri(part["image"])}})
             else:
-                parts.append(_text(_escape(part["text"])))
-    quoted = f"\n<reference>\n{_escape(reference)}\n</reference>" if reference else ""
+                parts.append(_text(next(texts)))
+    quoted = f"\n<reference>\n{next(_escape(reference))}\n</reference>" if reference else ""
     return _join_texts([*parts, _text(f"\n</conversation>{quoted}")])
 
 
-def _escape(text: str) -> str:
-    return MARKUP.sub(lambda match: ESCAPES[match[0]], text)
+def _escape(*texts: str) -> Iterator[str]:
+    """The texts of one message with each tag and heading escaped, also one that is cut over several texts."""
+    found = {match.start() for match in MARKUP.finditer("".join(texts))}
+    start = 0
+    for text in texts:
+        found |= {start + match.start() for match in MARKUP.finditer(text)}
+        yield "".join(ESCAPES[c] if place in found else c for place, c in enumerate(text, start))
+        start += len(text)
 
 
-def _join_texts(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _join_texts(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The parts with adjacent texts joined into one."""
     joined: list[dict[str, Any]] = []
     for part in parts:

@@ -16,8 +16,13 @@ from typing import Any
 from PIL import Image
 
 from vlmrl.multimodal.images import data_uri, describe
+from vlmrl.utils.threads import SingleFlight
 
 DATA_URI = re.compile(r"data:image/[A-Za-z0-9.+-]+;base64,[A-Za-z0-9+/]+={0,2}")
+
+MAX_DOWNLOADED = 32
+_DOWNLOADED: dict[str, bytes] = {}  # by URL, oldest first: the members of a group send the same images
+_FLIGHT: SingleFlight[bytes] = SingleFlight()
 
 Embed = Callable[[Any], Any]
 """Replaces an image source by what is sent: pixels, encoded bytes or a data URI."""
@@ -43,11 +48,20 @@ def embed_image(source: Any) -> Any:
         source = source.get("bytes") or source.get("path")
     if not isinstance(source, str | Path) or is_data_uri(str(source)):
         return source
-    content = base64.b64decode(data_uri(source).partition("base64,")[2])
+    content, _ = _FLIGHT.get(str(source), _DOWNLOADED.get, lambda: _content(str(source)))
     if not content:
         raise ValueError(
             f"an image does not load: {describe(source)}: a data URI must have the form data:image/...;base64,..."
         )
+    return content
+
+
+def _content(source: str) -> bytes:
+    content = base64.b64decode(data_uri(source).partition("base64,")[2])
+    if source.startswith(("http://", "https://")):
+        _DOWNLOADED[source] = content
+        if len(_DOWNLOADED) > MAX_DOWNLOADED:
+            _DOWNLOADED.pop(next(iter(_DOWNLOADED)), None)
     return content
 
 

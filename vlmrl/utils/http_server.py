@@ -71,7 +71,7 @@ class RequestGuard:
 
     def __init__(self, app: Any, token: str | None, max_body: int, seconds: float = BODY_SECONDS) -> None:
         self.app = app
-        self.expected = None if token is None else f"Bearer {token}".encode()
+        self.token = None if token is None else token.encode()
         self.max_body = max_body
         self.seconds = seconds
 
@@ -96,10 +96,11 @@ class RequestGuard:
                 await self.app(scope, _replay(body, receive), send)
 
     def _is_authorized(self, scope: MutableMapping[str, Any]) -> bool:
-        if self.expected is None:
+        if self.token is None:
             return True
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and secrets.compare_digest(given[0], self.expected)
+        headers = [value for name, value in scope["headers"] if name == b"authorization"]
+        scheme, _, given = headers[0].partition(b" ") if len(headers) == 1 else (b"", b"", b"")
+        return scheme.lower() == b"bearer" and secrets.compare_digest(given, self.token)
 
     async def _body(self, scope: MutableMapping[str, Any], receive: Receive) -> bytes:
         declared = dict(scope["headers"]).get(b"content-length", b"0")

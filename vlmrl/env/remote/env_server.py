@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import tyro
 
@@ -29,11 +29,12 @@ from vlmrl.env.remote.client import TOKEN_VARIABLE
 from vlmrl.env.remote.serialize import deserialize_task, serialize_messages
 from vlmrl.env.session import EnvContractError, EnvSession
 from vlmrl.multimodal.embedded import Embed, without_sources_of
-from vlmrl.types import Message, Task
+from vlmrl.types import Ending, Message, Task
 from vlmrl.utils.http_server import Binding, run_server
 from vlmrl.utils.threads import DaemonPool
 
 CODEC_THREADS = 4  # they encode and decode JSON and images
+ENDINGS: tuple[str, ...] = get_args(Ending)
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,8 @@ class EnvServer:
     async def finish(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
         ending, reply = _field(body, "ending", str), _field(body, "last_reply", str)
         turn = _field(body, "last_turn", int, optional=True)
+        if ending not in ENDINGS:
+            raise RequestError(f"ending must be one of {', '.join(ENDINGS)}, but it is {ending!r:.100}.")
 
         async def call(opened: _OpenSession) -> dict[str, Any]:
             return {"reward": await opened.session.finish(ending, reply, turn)}

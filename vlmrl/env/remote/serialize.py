@@ -27,7 +27,7 @@ IMAGE, BYTES, FLOAT, ESCAPED = "$image", "$bytes", "$float", "$dict"
 MARKERS = frozenset({IMAGE, BYTES, FLOAT, ESCAPED})
 FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MAX_PIXELS = Image.MAX_IMAGE_PIXELS or 2**26  # PIL's own bound on what is no decompression bomb
+MAX_PIXELS = 2**26  # of an image whose few bytes may decode to gigabytes
 
 
 def serialize(value: Any, name: str) -> Any:
