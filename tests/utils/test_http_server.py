@@ -134,6 +134,10 @@ def test_other_addresses_need_a_token(host: str):
     assert Binding(host, 8000, TOKEN, 100).token == TOKEN
 
 
+def test_an_address_is_printed_as_a_url():
+    assert Binding("::1", 8000, None, 100).url("/retrieve") == "http://[::1]:8000/retrieve"
+
+
 def test_a_host_without_an_address_is_refused():
     with pytest.raises(ValueError, match=r"--host must be an address of this machine, but '\.\.' has none"):
         is_loopback("..")
@@ -189,7 +193,8 @@ def test_both_commands_want_a_token_for_the_world(command: Any, capsys: Any, mon
     (binding,) = command("--host", "0.0.0.0")
     assert binding == Binding("0.0.0.0", binding.port, TOKEN, binding.max_body)
     printed = capsys.readouterr()
-    assert TOKEN not in printed.out + printed.err
+    assert "http://0.0.0.0:" in printed.out and " (requires a token)" in printed.out
+    assert TOKEN not in printed.out + printed.err + repr(binding)
 
 
 def test_both_commands_listen_on_the_loopback_address_by_default_and_take_any_variable(

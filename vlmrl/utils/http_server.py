@@ -7,7 +7,7 @@ import ipaddress
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vlmrl.config.code import import_extra
@@ -31,7 +31,7 @@ class Binding:
 
     host: str
     port: int
-    token: str | None  # None: everybody who reaches the port is answered
+    token: str | None = field(repr=False)  # None: everybody who reaches the port is answered
     max_body: int  # bytes of a request's body
 
     def __post_init__(self) -> None:
@@ -48,9 +48,10 @@ class Binding:
         """The binding that a command's options describe. The token is the value of the environment variable ``token_variable``."""
         return cls(host, port, bearer_token(token_variable), int(max_body_mib * 2**20))
 
-    @property
-    def address(self) -> str:
-        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+    def url(self, path: str = "") -> str:
+        """The address, for people to read; it says if a token is required."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}{path}" + (" (requires a token)" if self.token else "")
 
 
 def is_loopback(host: str) -> bool:

@@ -244,7 +244,7 @@ def serve_env(arguments: EnvServerArguments) -> None:
         spec, timeout=arguments.timeout, idle_timeout=arguments.idle_timeout, max_sessions=arguments.max_sessions
     )
     app = create_env_app(server)
-    print(f"{spec.name} at {binding.address}", flush=True)
+    print(f"{spec.name} at {binding.url()}", flush=True)
     run_server(app, binding, "serve")
 
 
