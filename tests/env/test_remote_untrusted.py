@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from testing.hostile import CANARY, CANARY_HOST, harmless
 
 from vlmrl import Env, RemoteEnv, obs
 from vlmrl.env.base import resolve_env
-from vlmrl.env.remote import client
+from vlmrl.env.remote import client, env_server
 from vlmrl.env.remote.env_server import EnvServer, create_env_app
 from vlmrl.env.remote.serialize import serialize_task
 from vlmrl.env.session import EnvContractError
@@ -168,6 +169,23 @@ def test_other_requests_that_break_the_protocol_are_refused():
     assert list(server.sessions) == ["s"]  # a request that breaks the protocol harms no session
 
 
+def test_payloads_are_encoded_and_decoded_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch):
+    threads: list[str] = []
+
+    def noted(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return function(*args)
+
+        return call
+
+    for name in ("serialize_messages", "deserialize_task", "_parse", "_dump"):
+        monkeypatch.setattr(env_server, name, noted(getattr(env_server, name)))
+    assert start(EnvServer(resolve_env(Prompt))).status_code == 200
+    assert len(threads) == 4 and all("env-server" in name for name in threads)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_an_image_that_decodes_to_gigabytes_is_refused_before_it_is_decoded():
     buffer = io.BytesIO()
     pixels = image(size=(12_000, 12_000)).convert("1")

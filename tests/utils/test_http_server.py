@@ -14,8 +14,8 @@ from vlmrl.cli import main as cli
 from vlmrl.env.remote import env_server
 from vlmrl.retrieval import retrieval_server
 from vlmrl.utils import http_server
-from vlmrl.utils.http import bearer_headers, bearer_token
-from vlmrl.utils.http_server import Binding, RequestGuard, is_loopback
+from vlmrl.utils.http_server import Binding, RequestGuard
+from vlmrl.utils.tokens import bearer_headers, bearer_token, is_loopback_host
 
 TOKEN = "s3cret-token"
 
@@ -122,13 +122,13 @@ def test_a_websocket_is_closed():
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
 def test_loopback_addresses_need_no_token(host: str):
-    assert is_loopback(host)
+    assert is_loopback_host(host)
     assert Binding(host, 8000, None, 100).token is None
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.7", "0"])
 def test_other_addresses_need_a_token(host: str):
-    assert not is_loopback(host)
+    assert not is_loopback_host(host)
     with pytest.raises(ValueError, match=r"--host .* can be reached from other machines, so a token is required"):
         Binding(host, 8000, None, 100)
     assert Binding(host, 8000, TOKEN, 100).token == TOKEN
@@ -140,21 +140,22 @@ def test_an_address_is_printed_as_a_url():
 
 def test_a_host_without_an_address_is_refused():
     with pytest.raises(ValueError, match=r"--host must be an address of this machine, but '\.\.' has none"):
-        is_loopback("..")
+        is_loopback_host("..")
 
 
-@pytest.mark.parametrize("token", ["two words", "l1ne\n", "caf\xe9", " "])
+@pytest.mark.parametrize("token", ["two words", "l1ne\nl1ne", "caf\xe9"])
 def test_a_token_that_no_header_can_hold_is_refused_without_being_shown(token: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_TOKEN", token)
     with pytest.raises(ValueError, match="the environment variable MY_TOKEN must hold") as error:
         bearer_token("MY_TOKEN")
-    assert token.strip() == "" or token.strip() not in str(error.value)
+    assert token not in str(error.value)
 
 
 def test_an_empty_variable_holds_no_token(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("MY_TOKEN", "")
-    assert bearer_token("MY_TOKEN") is None and bearer_headers("MY_TOKEN") == {}
-    monkeypatch.setenv("MY_TOKEN", TOKEN)
+    for value in ("", " \n"):
+        monkeypatch.setenv("MY_TOKEN", value)
+        assert bearer_token("MY_TOKEN") is None and bearer_headers("MY_TOKEN") == {}
+    monkeypatch.setenv("MY_TOKEN", f"{TOKEN}\n")
     assert bearer_headers("MY_TOKEN") == {"Authorization": f"Bearer {TOKEN}"}
 
 

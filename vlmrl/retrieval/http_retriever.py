@@ -15,7 +15,8 @@ from typing import Any
 from vlmrl.multimodal.embedded import check_embedded
 from vlmrl.multimodal.images import data_uri
 from vlmrl.retrieval.base import Hit, Passage, RetrieverError
-from vlmrl.utils.http import RefusedError, RetryableError, bearer_headers, http_client, post_json, retrying
+from vlmrl.utils.http import RefusedError, RetryableError, http_client, post_json, retrying
+from vlmrl.utils.tokens import bearer_headers
 
 LONGEST_PAUSE = 5.0  # seconds between two attempts
 TOKEN_VARIABLE = "VLMRL_RETRIEVER_TOKEN"

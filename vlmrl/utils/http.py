@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import time
 from collections.abc import Mapping
@@ -31,26 +30,6 @@ class RefusedError(Exception):
 def http_client(timeout: float, headers: Mapping[str, str] | None = None) -> httpx.Client:
     """A client for any number of threads and connections. ``timeout`` is in seconds."""
     return httpx.Client(timeout=timeout, headers=headers, limits=httpx.Limits(max_connections=None))
-
-
-def bearer_token(variable: str) -> str | None:
-    """The token in an environment variable; ``None`` if the variable is unset or empty.
-
-    Raises ValueError, which does not show the token, if it cannot be sent in a header.
-    """
-    token = os.environ.get(variable) or None
-    if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
-        raise ValueError(
-            f"the environment variable {variable} must hold a token of printable ASCII characters without spaces, but it does not: "
-            "look for a newline or a quotation mark at its end."
-        )
-    return token
-
-
-def bearer_headers(variable: str) -> dict[str, str]:
-    """The header that sends the token of an environment variable; empty without one."""
-    token = bearer_token(variable)
-    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def send_json(

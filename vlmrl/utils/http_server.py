@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import secrets
-import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from vlmrl.config.code import import_extra
 from vlmrl.config.fields import require
-from vlmrl.utils.http import bearer_token
+from vlmrl.utils.tokens import bearer_token, is_loopback_host
 
 BODY_SECONDS = 120.0  # in which the whole body of a request must arrive
 
@@ -37,7 +35,7 @@ class Binding:
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, "--port", "from 0 to 65535", self.port)
         require(self.max_body > 0, "--max-body-mib", "greater than 0", self.max_body / 2**20)
-        if self.token is None and not is_loopback(self.host):
+        if self.token is None and not is_loopback_host(self.host):
             raise ValueError(
                 f"--host {self.host!r} can be reached from other machines, so a token is required: set the environment variable "
                 "that --token-variable names, here and where the run starts, or listen on 127.0.0.1."
@@ -52,15 +50,6 @@ class Binding:
         """The address, for people to read; it says if a token is required."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}{path}" + (" (requires a token)" if self.token else "")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``: every address that the name has is a loopback address."""
-    try:
-        found = socket.getaddrinfo(host or None, 0, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        raise ValueError(f"--host must be an address of this machine, but {host!r} has none: {error}.") from error
-    return all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in found)
 
 
 class RequestGuard:

@@ -18,7 +18,8 @@ from vlmrl.env.base import Env, RetryTurn
 from vlmrl.env.remote.serialize import checked_tools, deserialize_messages, serialize_task
 from vlmrl.env.session import EnvContractError, TaskError
 from vlmrl.types import Message, Task
-from vlmrl.utils.http import bearer_headers, excerpt, http_client, parse_json, send_json
+from vlmrl.utils.http import excerpt, http_client, parse_json, send_json
+from vlmrl.utils.tokens import bearer_headers
 
 TOKEN_VARIABLE = "VLMRL_ENV_TOKEN"
 
