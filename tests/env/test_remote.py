@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import subprocess
 import sys
@@ -22,10 +23,11 @@ from vlmrl.env.base import resolve_env
 from vlmrl.env.remote.env_server import EnvServer, create_env_app
 from vlmrl.env.remote.serialize import serialize_task
 from vlmrl.env.session import EnvContractError
+from vlmrl.utils.http_server import RequestGuard
 
 pytestmark = pytest.mark.slow
 
-pytest.importorskip("fastapi", reason="needs fastapi: pip install 'vlmrl[serve]'")
+pytest.importorskip("starlette", reason="needs starlette: pip install 'vlmrl[serve]'")
 ROOT = Path(__file__).parents[2]
 
 
@@ -112,6 +114,45 @@ def test_a_remote_episode_equals_a_local_one():
         assert [item.id for item in one.media] == [item.id for item in other.media]
     assert (there.ending, there.reward) == (here.ending, here.reward) == ("env_done", 2.5)
     assert there.turns[2].metrics == here.turns[2].metrics == {"turn": 2.0, "most": 4.0, "seed": 7.0}
+    assert len(Mine.opened) == len(Mine.closed) == 2
+
+
+def test_a_column_with_nan_reaches_the_served_env():
+    class Mine(Env):
+        def step(self, response_text: str) -> Any:
+            return (
+                obs(),
+                True,
+                {"reward": float(math.isnan(self.task.data["difficulty"])), "most": self.task.data["most"]},
+            )
+
+    task = a_task(data={"difficulty": math.nan, "most": 3.0, "bounds": [-math.inf, math.inf]})
+    with remote(Mine) as (options, _):
+        trajectory = play(RemoteEnv, ["red"], task, options=options)
+    assert (trajectory.ending, trajectory.reward, trajectory.error) == ("env_done", 1.0, None)
+
+
+def test_a_server_with_a_token_plays_with_those_who_have_it(monkeypatch: pytest.MonkeyPatch):
+    class Mine(Album):
+        pass
+
+    guard = RequestGuard(create_env_app(EnvServer(resolve_env(Mine))), "s3cret", 2**20)
+    with served(guard) as url:
+        for variable, value in (("VLMRL_ENV_TOKEN", None), ("VLMRL_ENV_TOKEN", "other"), ("OTHER", "s3cret")):
+            monkeypatch.delenv("VLMRL_ENV_TOKEN", raising=False)
+            if value:
+                monkeypatch.setenv(variable, value)
+            with pytest.raises(
+                ValueError, match="refuses the token: set the environment variable VLMRL_ENV_TOKEN"
+            ) as error:
+                resolve_env(RemoteEnv, options={"url": url})
+            assert "s3cret" not in str(error.value) and "other" not in str(error.value).replace("another", "")
+        options = {"url": url, "token_variable": "OTHER"}
+        assert play_audited(RemoteEnv, ["red", "quit"], TASK, options=options).reward == 1.25
+        monkeypatch.setenv("VLMRL_ENV_TOKEN", "s3cret")
+        assert play_audited(RemoteEnv, ["red", "quit"], TASK, options={"url": url}).reward == 1.25
+        large = play(RemoteEnv, ["red"], a_task("?", [image()], data={"x": "a" * 2**20}), options={"url": url})
+        assert large.ending == "error" and "413 the body has more than 1048576 bytes" in large.error
     assert len(Mine.opened) == len(Mine.closed) == 2
 
 

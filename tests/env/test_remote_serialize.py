@@ -1,7 +1,9 @@
 """Tasks and messages as JSON and back, images pixel by pixel."""
 
+import base64
 import io
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -9,12 +11,12 @@ from PIL import Image
 from testing.episodes import a_task, image
 
 from vlmrl.env.remote.serialize import deserialize, deserialize_task, serialize, serialize_task
-from vlmrl.multimodal.images import load_image
+from vlmrl.multimodal.images import encode_png, load_image
 from vlmrl.types import Task
 
 
 def round_trip(value):
-    return deserialize(json.loads(json.dumps(serialize(value, "value"))))
+    return deserialize(json.loads(json.dumps(serialize(value, "value"))), "value")
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "I;16"])
@@ -67,3 +69,47 @@ def test_images_outside_the_prompt_are_sent_too():
 def test_a_value_that_is_not_plain_data_is_an_error_that_names_it():
     with pytest.raises(ValueError, match=r"task.data.tags\[1\] must be plain data .* it is a set"):
         serialize_task(a_task(data={"tags": ["a", {"b"}]}))
+
+
+def test_numbers_that_json_lacks_come_back_as_they_were():
+    data = {"difficulty": math.nan, "bounds": [math.inf, {"low": -math.inf}], "plain": 0.5}
+    payload = json.loads(json.dumps(serialize_task(a_task(data=data)), allow_nan=False))
+    back = deserialize_task(payload).data
+    assert math.isnan(back["difficulty"]) and back["bounds"] == [math.inf, {"low": -math.inf}] and back["plain"] == 0.5
+
+
+@pytest.mark.parametrize("marker", ["$image", "$bytes", "$float", "$dict"])
+def test_data_that_looks_like_a_marker_stays_data(marker: str):
+    for value in ({marker: "nan"}, {marker: {marker: "x"}}, {marker: 1, "b": 2}, {"a": {marker: None}}):
+        assert round_trip(value) == value
+
+
+def test_half_a_surrogate_pair_in_a_column_is_sent():
+    assert round_trip({"name": "a\ud800"}) == {"name": "a\ud800"}
+
+
+def test_a_url_is_sent_as_the_bytes_behind_it_which_are_fetched_once(monkeypatch: pytest.MonkeyPatch):
+    fetched = []
+
+    def fetch(source: str) -> str:
+        fetched.append(source)
+        return "data:image/png;base64,AAAA"
+
+    monkeypatch.setattr("vlmrl.multimodal.embedded.data_uri", fetch)
+    monkeypatch.setattr("vlmrl.multimodal.embedded._DOWNLOADED", {})
+    task = a_task("?", ["http://images.invalid/a.png"])
+    for _ in range(4):  # the members of a group
+        (image,) = deserialize_task(serialize_task(task)).images
+        assert image == b"\0\0\0"
+    assert fetched == ["http://images.invalid/a.png"]
+
+
+def test_a_data_uri_is_sent_as_it_is():
+    uri = "data:image/png;base64," + base64.b64encode(encode_png(image())).decode()
+    assert deserialize_task(serialize_task(a_task("?", [uri]))).images == [uri]
+
+
+def test_a_file_that_is_no_image_is_not_sent(tmp_path: Path):
+    (tmp_path / "secret.txt").write_text("TOP-SECRET")
+    with pytest.raises(ValueError, match=r"an image does not load: .*secret.txt"):
+        serialize_task(a_task("?", [str(tmp_path / "secret.txt")]))

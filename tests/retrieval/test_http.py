@@ -17,6 +17,7 @@ from vlmrl.cli import main as cli
 from vlmrl.multimodal.images import load_image
 from vlmrl.retrieval import Hit, HttpRetriever, Passage, RetrieverError, open_retriever
 from vlmrl.retrieval.retrieval_server import create_retriever_app
+from vlmrl.utils.http_server import RequestGuard
 
 pytestmark = pytest.mark.slow
 
@@ -148,11 +149,38 @@ def test_a_late_server_is_an_error_after_the_patience():
         json.dumps({"result": [["text"]]}),
         json.dumps({"result": [[{"document": {"id": 1}}]]}),
         json.dumps({"result": [[{"id": 1, "text": "a", "image": "/etc/hostname"}]]}),
+        json.dumps({"result": [[{"id": 1, "text": "a", "image": "http://images.invalid/a.png"}]]}),
+        json.dumps({"result": [[{"id": 1, "text": "a", "image": "data:../../etc/hostname"}]]}),
+        json.dumps({"result": [[{"id": 1, "text": "a", "image": {"path": "/etc/hostname"}}]]}),
+        json.dumps({"result": [[{"id": 1, "text": "a\ud800"}]]}),
+        json.dumps({"result": [[{"document": {"id": 1, "text": "a"}, "score": 10**400}]]}),
+        json.dumps({"result": [5]}),
+        "[" * 100_000,
     ],
 )
 def test_a_reply_that_breaks_the_protocol_is_an_error(body):
     with answering((200, body)) as url, pytest.raises(RetrieverError, match="sent a reply that breaks the protocol"):
         HttpRetriever(url).search(["a"], 1)
+
+
+def test_hits_beyond_topk_are_left_out():
+    body = json.dumps({"result": [[{"id": name, "text": name} for name in "abc"]]})
+    with answering((200, body)) as url:
+        assert [hit.passage.id for hit in HttpRetriever(url).search(["x"], 2)[0]] == ["a", "b"]
+
+
+def test_a_server_with_a_token_answers_those_who_have_it(corpus, monkeypatch):
+    monkeypatch.delenv("VLMRL_RETRIEVER_TOKEN", raising=False)
+    with served(RequestGuard(create_retriever_app(open_retriever("bm25", corpus)), "s3cret", 2**20)) as url:
+        with pytest.raises(RetrieverError, match=r"refuses: 401 the token is missing or wrong.* VLMRL_RETRIEVER_TOKEN"):
+            open_retriever(url).search(["capital of Italy"], 1)
+        monkeypatch.setenv("VLMRL_RETRIEVER_TOKEN", "s3cret")
+        assert open_retriever(url).search(["capital of Italy"], 1)[0][0].passage.id == "r"
+        with pytest.raises(RetrieverError, match="refuses: 413"):
+            open_retriever(url).search(["a" * 2**20], 1)
+        monkeypatch.delenv("VLMRL_RETRIEVER_TOKEN")
+        monkeypatch.setenv("OTHER", "s3cret")
+        assert HttpRetriever(url, token_variable="OTHER").search(["capital of Italy"], 1)[0][0].passage.id == "r"
 
 
 def test_the_command_names_what_is_missing(capsys, monkeypatch):

@@ -16,7 +16,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,12 @@ from vlmrl.utils.threads import SingleFlight
 
 SCORE = re.compile(r"<score>(.*?)</score>", re.DOTALL)
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-PROMPT_TAGS = re.compile(r"</?(?:conversation|reference|score)>")
+MARKUP = re.compile(
+    r"<(?=[\s/]*(?:conversation|reference|score)\b)|\[(?=\s*(?:system|developer|user|assistant|tool)\s*\])",
+    re.IGNORECASE,
+)
+"""The first character of what only this module may write: the prompt's tags, and the headings of its messages."""
+ESCAPES = {"<": "&lt;", "[": "\\["}
 CACHE_SIZE = 65_536  # verdicts
 
 
@@ -169,9 +174,10 @@ class Judge:
 
     def _score(self, text: str) -> float:
         """The only score in a reply, from 0 to 1. Raises ValueError if there is none, or more than one."""
-        scores = [score.strip() for score in SCORE.findall(text.rpartition("</think>")[2])]
-        if len(scores) != 1 or not NUMBER.fullmatch(scores[0]):
-            raise ValueError(f"the reply must hold one score, but it holds {scores}: {text[-200:]!r}")
+        opened = text.rpartition("</think>")[2].split("<score>")[1:]
+        scores = [score.strip() for score, closed, _ in (rest.partition("</score>") for rest in opened) if closed]
+        if len(opened) != 1 or len(scores) != 1 or not NUMBER.fullmatch(scores[0]):
+            raise ValueError(f"the reply must hold one score, but it holds {scores[:10]}: {text[-200:]!r}")
         score = float(scores[0])
         if not self.low <= score <= self.high:
             raise ValueError(f"the score must be from {self.low:g} to {self.high:g}, but it is {score:g}")
@@ -206,18 +212,33 @@ def _reply_text(completion: dict[str, Any]) -> str:
 
 
 def _as_one_message(conversation: Sequence[Message], reference: str) -> list[dict[str, Any]]:
-    """The parts of one message that quotes a conversation, so that the judge takes no role in it for its own."""
+    """The parts of one message that quotes a conversation, so that the judge takes no role in it for its own.
+
+    A tag or a heading that the conversation or the reference contains is escaped: ``&lt;/conversation>``, ``\\[user]``.
+    """
     parts: list[dict[str, Any]] = [_text("<conversation>")]
     for message in conversation:
-        parts.append(_text(f"\n[{message['role']}]\n"))
+        parts.append(_text(f"\n[{next(_escape(message['role']))}]\n"))
         content = message.get("content") or ""
-        for part in [_text(content)] if isinstance(content, str) else content:
+        shown = [_text(content)] if isinstance(content, str) else content
+        texts = _escape(*(part["text"] for part in shown if part["type"] == "text"))
+        for part in shown:
             if part["type"] == "image":
                 parts.append({"type": "image_url", "image_url": {"url": data_uri(part["image"])}})
             else:
-                parts.append(_text(PROMPT_TAGS.sub("", part["text"])))
-    parts.append(_text("\n</conversation>" + (f"\n<reference>\n{reference}\n</reference>" if reference else "")))
-    return _join_texts(parts)
+                parts.append(_text(next(texts)))
+    quoted = f"\n<reference>\n{next(_escape(reference))}\n</reference>" if reference else ""
+    return _join_texts([*parts, _text(f"\n</conversation>{quoted}")])
+
+
+def _escape(*texts: str) -> Iterator[str]:
+    """The texts of one message with each tag and heading escaped, also one that is cut over several texts."""
+    found = {match.start() for match in MARKUP.finditer("".join(texts))}
+    start = 0
+    for text in texts:
+        found |= {start + match.start() for match in MARKUP.finditer(text)}
+        yield "".join(ESCAPES[c] if place in found else c for place, c in enumerate(text, start))
+        start += len(text)
 
 
 def _join_texts(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from vlmrl.config.code import import_extra
 from vlmrl.env.base import Env, obs
+from vlmrl.multimodal.embedded import check_embedded
 from vlmrl.types import Message, Task
 
 
@@ -42,13 +43,16 @@ class OpenEnvEnv(Env):
 
     @abc.abstractmethod
     def show(self, observation: dict[str, Any]) -> dict[str, Any]:
-        """The agent's observation, made by :func:`~vlmrl.env.base.obs` from the server's."""
+        """The agent's observation, made by :func:`~vlmrl.env.base.obs` from the server's.
+
+        Its images must be pixels, encoded bytes or data URIs: a path or URL that a server names is not opened.
+        """
 
     async def reset(self) -> list[Message] | None:  # type: ignore[override]
         module = import_extra("openenv.core.generic_client", "openenv")
         self._client = module.GenericEnvClient(base_url=self.url)
         result = await self._client.reset(seed=self.seed)
-        first = self.format_observation(self.show(result.observation))
+        first = self.format_observation(self._shown(result.observation))
         return [*self.task.prompt, *([first] if isinstance(first, dict) else first)]
 
     async def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:  # type: ignore[override]
@@ -57,7 +61,14 @@ class OpenEnvEnv(Env):
         except ValueError as error:
             return obs(str(error)), False, {"reward": 0.0, "invalid": 1}
         result = await self._client.step(action)
-        return self.show(result.observation), bool(result.done), {"reward": float(result.reward or 0.0), "invalid": 0}
+        info = {"reward": float(result.reward or 0.0), "invalid": 0}
+        return self._shown(result.observation), bool(result.done), info
+
+    def _shown(self, observation: dict[str, Any]) -> dict[str, Any]:
+        shown = self.show(observation)
+        for image in shown.get("multi_modal_data", {}).get("image", []):
+            check_embedded(image, f"an image of {type(self).__name__}.show")
+        return shown
 
     def finish(self, ending: str) -> float | None:
         return 0.0  # the rewards so far count

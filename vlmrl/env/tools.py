@@ -31,10 +31,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
-import jsonschema
 from PIL import Image
 
 from vlmrl.env.base import Env, obs
+from vlmrl.env.tool_schema import check_arguments
 from vlmrl.types import Message
 from vlmrl.utils.threads import DaemonPool
 
@@ -196,21 +196,19 @@ def tool_schema(function: Callable[..., Any]) -> Schema:
 
 
 def problem_with(call: ToolCall, tools: Sequence[Schema]) -> str:
-    """Why a call cannot be run, or ``""``. It may be unparsable, name no tool, or have arguments that violate the tool's schema."""
+    """Why a call cannot be run, or ``""``. It may be unparsable, name no tool, or have arguments that violate the tool's schema.
+
+    Nothing outside the schema is read: a reference to another document allows any value, and the tool itself must check it.
+
+    Raises:
+        RuntimeError: the schema itself is wrong, such as an unknown type.
+    """
     if call.problem:
         return call.problem
     tool = next((tool for tool in tools if tool_name(tool) == call.name), None)
     if tool is None:
         return f"there is no tool {call.name!r}; the tools are {', '.join(map(tool_name, tools))}."
-    schema = {"additionalProperties": False, **_parameters(tool)}
-    optional = [key for key, value in schema.get("properties", {}).items() if value.get("nullable")]
-    given = {key: value for key, value in call.arguments.items() if value is not None or key not in optional}
-    check = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)(schema)
-    error = jsonschema.exceptions.best_match(check.iter_errors(given))
-    if error is None:
-        return ""
-    place = ".".join(map(str, ("arguments", *error.absolute_path)))
-    return f"{call.name}: {place}: {error.message[:300]}."
+    return check_arguments(call.name, call.arguments, _parameters(tool))
 
 
 class ToolEnv(Env):

@@ -12,27 +12,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from vlmrl.multimodal.embedded import check_embedded
 from vlmrl.multimodal.images import data_uri
 from vlmrl.retrieval.base import Hit, Passage, RetrieverError
 from vlmrl.utils.http import RefusedError, RetryableError, http_client, post_json, retrying
+from vlmrl.utils.tokens import bearer_headers
 
 LONGEST_PAUSE = 5.0  # seconds between two attempts
+TOKEN_VARIABLE = "VLMRL_RETRIEVER_TOKEN"
 
 
 class HttpRetriever:
     """The retriever behind ``url``, such as ``http://127.0.0.1:8000``, with or without ``/retrieve``.
 
     ``timeout`` is that of one request, in seconds. Connection errors, timeouts and statuses 429 and 5xx are retried with growing
-    pauses for ``patience`` seconds, then they are a RetrieverError. Any other status is a RetrieverError at once.
+    pauses for ``patience`` seconds, then they are a RetrieverError. Any other status is a RetrieverError at once. The environment
+    variable ``token_variable`` holds the server's token, if it wants one.
     """
 
     name = "http"
     passages: int | None = None
 
-    def __init__(self, url: str, timeout: float = 10.0, patience: float = 30.0) -> None:
+    def __init__(
+        self, url: str, timeout: float = 10.0, patience: float = 30.0, token_variable: str = TOKEN_VARIABLE
+    ) -> None:
         self.url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
         self.patience = patience
-        self._client = http_client(timeout)
+        self.token_variable = token_variable
+        self._client = http_client(timeout, bearer_headers(token_variable))
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         body = {"queries": list(queries), "topk": topk, "return_scores": True}
@@ -40,12 +47,15 @@ class HttpRetriever:
             reply = retrying(patience=self.patience, longest_pause=LONGEST_PAUSE)(
                 post_json, self._client, self.url, body
             )
-            return parse_hits(reply["result"], len(queries))
+            return [hits[:topk] for hits in parse_hits(reply["result"], len(queries))]
         except RetryableError as error:
             raise RetrieverError(f"retriever {self.url}: no answer in {self.patience:g} s: {error}") from error
         except RefusedError as error:
-            raise RetrieverError(f"retriever {self.url} refuses: {error}") from error
-        except (ValueError, KeyError, TypeError) as error:
+            hint = (
+                f" Is its token in the environment variable {self.token_variable}?" if str(error)[:3] == "401" else ""
+            )
+            raise RetrieverError(f"retriever {self.url} refuses: {error}{hint}") from error
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise RetrieverError(f"retriever {self.url} sent a reply that breaks the protocol: {error!r}") from error
 
 
@@ -72,8 +82,8 @@ def _hit(item: Any, rank: int) -> Hit:
     if text is None:
         title, _, text = str(document["contents"]).partition("\n")
     image = document.get("image")
-    if image is not None and not str(image).startswith("data:"):
-        raise ValueError("an image must be a data URI")  # a path or an address would be opened on this machine
-    return Hit(
-        Passage(str(document.get("id", "")), str(title or "").strip().strip('"'), str(text), image), float(score)
-    )
+    if image is not None:
+        check_embedded(image, "a hit's image")
+    title, text = str(title or "").strip().strip('"'), str(text)
+    (title + text).encode()  # raises UnicodeEncodeError, a ValueError, for half a surrogate pair
+    return Hit(Passage(str(document.get("id", "")), title, text, image), float(score))

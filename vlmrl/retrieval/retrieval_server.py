@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from vlmrl.config.code import import_extra
 from vlmrl.retrieval.base import Retriever
-from vlmrl.retrieval.http_retriever import passage_payload
+from vlmrl.retrieval.http_retriever import TOKEN_VARIABLE, passage_payload
 from vlmrl.retrieval.open import open_retriever
+from vlmrl.utils.http_server import Binding, run_server
 
 LIMIT = 1000  # queries in one request, and hits for one query
 
@@ -29,8 +30,12 @@ class RetrieverServerArguments:
     topk: int = 3
     """Hits per query if a request sets no topk."""
     host: str = "127.0.0.1"
-    """Address to listen on. There is no authentication: anybody who reaches it may search."""
+    """Address to listen on. Any other than the loopback address requires a token."""
     port: int = 8000
+    token_variable: str = TOKEN_VARIABLE
+    """Environment variable with the token that clients must send. Unset: none is required."""
+    max_body_mib: float = 16.0
+    """MiB of a request's body, which holds the queries; larger ones are refused."""
 
 
 @dataclass
@@ -71,7 +76,7 @@ def create_retriever_app(retriever: Retriever, topk: int = 3) -> Any:
 
 def serve_retriever(arguments: RetrieverServerArguments) -> None:
     """Serve a corpus of passages over HTTP until interrupted: POST /retrieve, GET /health."""
-    uvicorn = import_extra("uvicorn", "search")
+    binding = Binding.from_options(arguments.host, arguments.port, arguments.token_variable, arguments.max_body_mib)
     retriever = open_retriever(
         arguments.retriever,
         arguments.corpus,
@@ -80,8 +85,6 @@ def serve_retriever(arguments: RetrieverServerArguments) -> None:
         passage_prefix=arguments.passage_prefix,
         split=arguments.split,
     )
-    address = f"http://{arguments.host}:{arguments.port}"
-    print(f"{retriever.passages} passages by {retriever.name} at {address}/retrieve", flush=True)
-    uvicorn.run(
-        create_retriever_app(retriever, arguments.topk), host=arguments.host, port=arguments.port, log_level="warning"
-    )
+    app = create_retriever_app(retriever, arguments.topk)
+    print(f"{retriever.passages} passages by {retriever.name} at {binding.url('/retrieve')}", flush=True)
+    run_server(app, binding, "search")

@@ -5,8 +5,10 @@ retrying(patience=30.0)(post_json, client, url, body)     # the reply's JSON; Re
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +16,7 @@ import httpx
 import tenacity
 
 FIRST_PAUSE = 0.25  # seconds; each further pause is twice as long
+REPLY_LIMIT = 256 * 2**20  # bytes of one reply, decompressed
 
 
 class RetryableError(Exception):
@@ -29,6 +32,30 @@ def http_client(timeout: float, headers: Mapping[str, str] | None = None) -> htt
     return httpx.Client(timeout=timeout, headers=headers, limits=httpx.Limits(max_connections=None))
 
 
+def send_json(
+    client: httpx.Client, method: str, url: str, body: Mapping[str, Any] | None = None, limit: int = REPLY_LIMIT
+) -> tuple[int, bytes]:
+    """One request with a JSON body, if there is one: the status and the body of the reply.
+
+    Raises:
+        httpx.TransportError: no connection or no whole reply within the client's timeout, or a reply of more than ``limit`` bytes.
+        ValueError: the body holds what JSON lacks, such as NaN.
+    """
+    content = None if body is None else json.dumps(body, allow_nan=False).encode()
+    headers = {} if body is None else {"Content-Type": "application/json"}
+    seconds = client.timeout.read or math.inf
+    deadline = time.monotonic() + seconds
+    received = bytearray()
+    with client.stream(method, url, content=content, headers=headers) as response:
+        for chunk in response.iter_bytes():
+            received += chunk
+            if len(received) > limit:
+                raise httpx.ReadError(f"the reply has more than {limit} bytes")
+            if time.monotonic() > deadline:
+                raise httpx.ReadTimeout(f"no whole reply in {seconds:g} s")
+    return response.status_code, bytes(received)
+
+
 def post_json(client: httpx.Client, url: str, body: Mapping[str, Any]) -> Any:
     """One request with a JSON body, and the JSON of its reply.
 
@@ -38,17 +65,27 @@ def post_json(client: httpx.Client, url: str, body: Mapping[str, Any]) -> Any:
         ValueError: the reply is not JSON.
     """
     try:
-        response = client.post(url, json=body)
+        status, reply = send_json(client, "POST", url, body)
     except httpx.TransportError as error:
         raise RetryableError(f"{type(error).__name__}: {error}") from error
-    if response.status_code == 429 or response.status_code >= 500:
-        raise RetryableError(f"{response.status_code} {response.text:.200}")
-    if response.status_code != 200:
-        raise RefusedError(f"{response.status_code} {response.text:.300}")
+    if status == 429 or status >= 500:
+        raise RetryableError(f"{status} {excerpt(reply, 200)}")
+    if status != 200:
+        raise RefusedError(f"{status} {excerpt(reply, 300)}")
+    return parse_json(reply)
+
+
+def parse_json(reply: bytes) -> Any:
+    """The JSON of a reply. Raises ValueError, also for one that is nested too deeply."""
     try:
-        return response.json()
-    except ValueError as error:
-        raise ValueError(f"the reply is not JSON: {response.text[:100]!r}") from error
+        return json.loads(reply)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the reply is not JSON: {excerpt(reply, 100)!r}") from error
+
+
+def excerpt(reply: bytes, length: int) -> str:
+    """The start of a reply, for messages."""
+    return reply[:length].decode(errors="replace")
 
 
 def retrying(

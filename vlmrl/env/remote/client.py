@@ -5,17 +5,23 @@ Config(env="vlmrl:RemoteEnv", env_options={"url": "http://127.0.0.1:8100"}, ...)
 
 from __future__ import annotations
 
+import math
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from vlmrl.env.base import Env, RetryTurn
-from vlmrl.env.remote.serialize import deserialize, serialize_task
-from vlmrl.env.session import EnvContractError
+from vlmrl.env.remote.serialize import checked_tools, deserialize_messages, serialize_task
+from vlmrl.env.session import EnvContractError, TaskError
 from vlmrl.types import Message, Task
-from vlmrl.utils.http import http_client
+from vlmrl.utils.http import excerpt, http_client, parse_json, send_json
+from vlmrl.utils.tokens import bearer_headers
+
+TOKEN_VARIABLE = "VLMRL_ENV_TOKEN"
 
 
 @dataclass(frozen=True)
@@ -32,9 +38,12 @@ class RemoteEnv(Env):
 
     A request may take ``timeout`` seconds; keep it below ``rollout.env_timeout``. A server that is unreachable, late or broken is an
     env error: a new session replays the turns, and if that fails too, the trajectory fails. No request is retried by itself.
+
+    The environment variable ``token_variable`` holds the server's token, if it wants one. Images in replies are the replies' own
+    content: a server cannot make this process open a path or a URL.
     """
 
-    def __init__(self, task: Task, url: str, timeout: float = 50.0) -> None:
+    def __init__(self, task: Task, url: str, timeout: float = 50.0, token_variable: str = TOKEN_VARIABLE) -> None:
         super().__init__(task)
         self.url = url.rstrip("/")
         self._connection: EnvConnection = self.shared
@@ -45,51 +54,95 @@ class RemoteEnv(Env):
         self._started = False
 
     @classmethod
-    def setup(cls, url: str, timeout: float = 50.0) -> EnvConnection:
-        client = http_client(timeout)
+    def setup(cls, url: str, timeout: float = 50.0, token_variable: str = TOKEN_VARIABLE) -> EnvConnection:
+        client = http_client(timeout, bearer_headers(token_variable))
         try:
-            health = client.get(f"{url.rstrip('/')}/health").raise_for_status().json()
-            return EnvConnection(client, health["tools"], health["replayable"])
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            status, reply = send_json(client, "GET", f"{url.rstrip('/')}/health")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise _no_server(url, repr(error)) from error
+        if status == 401:
             raise ValueError(
-                f"env_options.url: no env server answers at {url} ({error!r}). Start one with `vlmrl env serve ENV`."
-            ) from error
+                f"env_options.url: the env server at {url} refuses the token: set the environment variable {token_variable} to the "
+                "server's token, or env_options.token_variable to the name of another variable."
+            )
+        try:
+            health = parse_json(reply)
+            return EnvConnection(client, checked_tools(health["tools"]), bool(health["replayable"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise _no_server(url, f"{status} {excerpt(reply, 200)}") from error
 
     def reset(self) -> list[Message] | None:
+        try:
+            body = {"task": serialize_task(self.task), "max_turns": self.max_turns, "tool_format": self.tool_format}
+        except ValueError as error:
+            raise TaskError(f"task {self.task.id} cannot be sent to an env server: {error}") from error
         self._started = True
-        body = {"task": serialize_task(self.task), "max_turns": self.max_turns, "tool_format": self.tool_format}
         reply = self._request("PUT", "", body)
-        self.tools, self.replayable = reply["tools"], reply["replayable"]
-        return deserialize(reply["messages"])
+        with self._protocol():
+            self.tools, self.replayable = checked_tools(reply["tools"]), bool(reply["replayable"])
+            return None if reply["messages"] is None else deserialize_messages(reply["messages"], "messages")
 
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-        result = self._request("POST", "/step", {"reply": response_text})
-        reward = {} if result["reward"] is None else {"reward": result["reward"]}
-        return {"messages": deserialize(result["messages"])}, result["done"], {**result["metrics"], **reward}
+        reply = self._request("POST", "/step", {"reply": response_text})
+        with self._protocol():
+            messages = deserialize_messages(reply["messages"], "messages")
+            info = {str(name): _finite(value, f"metrics.{name}") for name, value in reply["metrics"].items()}
+            if reply["reward"] is not None:
+                info["reward"] = _finite(reply["reward"], "reward")
+            return {"messages": messages}, bool(reply["done"]), info
 
     def format_observation(self, observation: dict[str, Any]) -> Message | list[Message]:
         return list(observation["messages"])  # formatted by the served env
 
     def finish(self, ending: str) -> float | None:
         body = {"ending": ending, "last_reply": self.last_reply, "last_turn": self.turn}
-        return self._request("POST", "/finish", body)["reward"]
+        reply = self._request("POST", "/finish", body)
+        with self._protocol():
+            return None if reply["reward"] is None else _finite(reply["reward"], "reward")
 
     def close(self) -> None:
         if self._started:
-            self._connection.client.delete(self._session)
+            send_json(self._connection.client, "DELETE", self._session)
 
-    def _request(self, method: str, path: str, body: dict[str, Any]) -> Any:
+    def _request(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The JSON of a reply; an error of the served env is raised here as the same kind of error."""
-        response = self._connection.client.request(method, self._session + path, json=body)
-        if response.status_code == 200:
-            return response.json()
+        status, content = send_json(self._connection.client, method, self._session + path, body)
+        if status == 200:
+            with self._protocol():
+                return dict(parse_json(content))
         try:
-            error = response.json()
-            kind, message = error["kind"], error["message"]
+            error = parse_json(content)
+            kind, message = error["kind"], _printable(str(error["message"]))
         except (ValueError, KeyError, TypeError):
-            kind, message = "error", f"{response.status_code} {response.text:.300}"
-        if kind == "retry":
+            kind, message = "error", f"{status} {excerpt(content, 300)}"
+        if kind == "retry" and path == "/step":
             raise RetryTurn(message)
         if kind == "contract":
             raise EnvContractError(f"env server {self.url}: {message}")
         raise RuntimeError(f"env server {self.url}: {message}")
+
+    @contextmanager
+    def _protocol(self) -> Iterator[None]:
+        """Within the context, what a reply should not hold is an env error."""
+        try:
+            yield
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise RuntimeError(
+                f"env server {self.url} sent a reply that breaks the protocol: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _no_server(url: str, reason: str) -> ValueError:
+    return ValueError(
+        f"env_options.url: no env server answers at {url} ({reason}). Start one with `vlmrl env serve ENV`."
+    )
+
+
+def _finite(value: Any, name: str) -> float:
+    if isinstance(value, bool | int | float) and math.isfinite(value):
+        return float(value)
+    raise ValueError(f"{name} must be a finite number, but it is {value!r:.100}")
+
+
+def _printable(message: str) -> str:
+    return message[:2000].encode(errors="replace").decode()

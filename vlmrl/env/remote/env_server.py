@@ -6,25 +6,35 @@ POST   /sessions/ID/finish    the final reward
 DELETE /sessions/ID           closes the session
 GET    /health                the env's name, its tools, the number of sessions
 
-An error has status 500 and the body {"kind": "retry", "contract" or "error", "message": ...}.
+An error has status 500 and the body {"kind": "retry", "contract" or "error", "message": ...}; a request that breaks the protocol has
+status 422 and the kind "error". Requests and replies hold their images' content: what a client names is never opened.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import tyro
 
 from vlmrl.config import Options
 from vlmrl.config.code import import_extra
 from vlmrl.env.base import EnvSpec, RetryTurn, resolve_env
-from vlmrl.env.remote.serialize import deserialize_task, serialize
+from vlmrl.env.remote.client import TOKEN_VARIABLE
+from vlmrl.env.remote.serialize import deserialize_task, serialize_messages
 from vlmrl.env.session import EnvContractError, EnvSession
+from vlmrl.multimodal.embedded import Embed, without_sources_of
+from vlmrl.types import Ending, Message, Task
+from vlmrl.utils.http_server import Binding, run_server
+from vlmrl.utils.threads import DaemonPool
+
+CODEC_THREADS = 4  # they encode and decode JSON and images
+ENDINGS: tuple[str, ...] = get_args(Ending)
 
 
 @dataclass(frozen=True)
@@ -34,21 +44,30 @@ class EnvServerArguments:
     env_options: Options = field(default_factory=dict)
     """Arguments of the env's constructor or factory."""
     host: str = "127.0.0.1"
-    """Address to listen on. There is no authentication: anybody who reaches it may start sessions."""
+    """Address to listen on. Any other than the loopback address requires a token."""
     port: int = 8100
+    token_variable: str = TOKEN_VARIABLE
+    """Environment variable with the token that clients must send. Unset: none is required."""
     timeout: float = 45.0
     """Seconds that one call of an env method may take."""
     idle_timeout: float = 1800.0
     """Seconds without a request after which a session is closed. Must exceed the time that the model needs for one reply."""
     max_sessions: int = 4096
     """Open sessions; further ones are refused."""
+    max_body_mib: float = 64.0
+    """MiB of a request's body, which holds a task's images; larger ones are refused."""
+
+
+class RequestError(ValueError):
+    """A request that breaks the protocol."""
 
 
 @dataclass
 class _OpenSession:
-    """A session, the time of its last request, and the number of requests that are running."""
+    """A session, what its messages' images become, the time of its last request, and the number of requests that are running."""
 
     session: EnvSession
+    embed: Embed
     last_used: float = field(default_factory=time.monotonic)
     running: int = 0
 
@@ -64,40 +83,51 @@ class EnvServer:
         self.idle_timeout = idle_timeout
         self.max_sessions = max_sessions
         self.sessions: dict[str, _OpenSession] = {}
+        self.codec = DaemonPool("env-server", CODEC_THREADS)
 
     async def start(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        task, embed = await self.codec.run(_read_task, body)
+        session = EnvSession(
+            self.spec,
+            task,
+            max_turns=_field(body, "max_turns", int),
+            timeout=self.timeout,
+            max_retries=0,  # the client retries
+            tool_format=_field(body, "tool_format", str, optional=True) or "json",
+        )
         if name in self.sessions or len(self.sessions) >= self.max_sessions:
             raise RuntimeError(
                 f"session {name} cannot start: it exists already, or there are {self.max_sessions} sessions (--max-sessions)."
             )
-        session = EnvSession(
-            self.spec,
-            deserialize_task(body["task"]),
-            max_turns=body["max_turns"],
-            timeout=self.timeout,
-            max_retries=0,  # the client retries
-            tool_format=body["tool_format"] or "json",
-        )
-        self.sessions[name] = _OpenSession(session)
-        messages = await self._use(name, lambda session: session.start())
-        return {
-            "messages": serialize(messages, "messages"),
-            "tools": session.tools,
-            "replayable": session.replayable,
-        }
+        self.sessions[name] = _OpenSession(session, embed)
+
+        async def call(opened: _OpenSession) -> dict[str, Any]:
+            messages = await session.start()
+            shown = None if messages is None else await self._serialize(messages, opened)
+            return {"messages": shown, "tools": session.tools, "replayable": session.replayable}
+
+        return await self._use(name, call)
 
     async def step(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
-        result = await self._use(name, lambda session: session.step(body["reply"]))
-        return {
-            "messages": serialize(result.messages, "messages"),
-            "done": result.done,
-            "reward": result.reward,
-            "metrics": result.metrics,
-        }
+        reply = _field(body, "reply", str)
+
+        async def call(opened: _OpenSession) -> dict[str, Any]:
+            result = await opened.session.step(reply)
+            shown = await self._serialize(result.messages, opened)
+            return {"messages": shown, "done": result.done, "reward": result.reward, "metrics": result.metrics}
+
+        return await self._use(name, call)
 
     async def finish(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
-        ending, reply, turn = body["ending"], body["last_reply"], body["last_turn"]
-        return {"reward": await self._use(name, lambda session: session.finish(ending, reply, turn))}
+        ending, reply = _field(body, "ending", str), _field(body, "last_reply", str)
+        turn = _field(body, "last_turn", int, optional=True)
+        if ending not in ENDINGS:
+            raise RequestError(f"ending must be one of {', '.join(ENDINGS)}, but it is {ending!r:.100}.")
+
+        async def call(opened: _OpenSession) -> dict[str, Any]:
+            return {"reward": await opened.session.finish(ending, reply, turn)}
+
+        return await self._use(name, call)
 
     async def close(self, name: str) -> dict[str, Any]:
         """Close a session. One with a running call is abandoned: it closes when the call ends."""
@@ -105,6 +135,11 @@ class EnvServer:
         if opened is not None:
             await (opened.session.abandon() if opened.running else opened.session.close())
         return {}
+
+    async def health(self) -> dict[str, Any]:
+        spec = self.spec
+        status = {"status": "ok", "env": spec.name, "sessions": len(self.sessions)}
+        return {**status, "tools": spec.tools, "replayable": spec.replayable}
 
     async def close_idle(self) -> None:
         oldest = time.monotonic() - self.idle_timeout
@@ -114,7 +149,10 @@ class EnvServer:
     async def close_all(self) -> None:
         await asyncio.gather(*map(self.close, list(self.sessions)))
 
-    async def _use(self, name: str, call: Callable[[EnvSession], Awaitable[Any]]) -> Any:
+    async def _serialize(self, messages: list[Message], opened: _OpenSession) -> Any:
+        return await self.codec.run(serialize_messages, messages, "messages", opened.embed)
+
+    async def _use(self, name: str, call: Callable[[_OpenSession], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
         """One call of a session. An error other than RetryTurn closes the session."""
         opened = self.sessions.get(name)
         if opened is None:
@@ -123,7 +161,7 @@ class EnvServer:
             )
         opened.running += 1
         try:
-            return await call(opened.session)
+            return await call(opened)
         except RetryTurn:
             raise
         except Exception:
@@ -136,9 +174,9 @@ class EnvServer:
 
 
 def create_env_app(server: EnvServer) -> Any:
-    """The FastAPI application of an env's sessions."""
-    fastapi = import_extra("fastapi", "serve")
-    responses = import_extra("fastapi.responses", "serve")
+    """The Starlette application of an env's sessions."""
+    applications = import_extra("starlette.applications", "serve")
+    responses = import_extra("starlette.responses", "serve")
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
@@ -146,49 +184,49 @@ def create_env_app(server: EnvServer) -> Any:
         yield
         cleaner.cancel()
         await server.close_all()
-
-    app = fastapi.FastAPI(title=f"vlmrl env {server.spec.name}", lifespan=lifespan)
+        server.codec.close()
 
     async def respond(call: Awaitable[dict[str, Any]]) -> Any:
+        status, error_kind = 500, "error"
         try:
-            return responses.JSONResponse(await call)
+            content = await server.codec.run(_dump, await call)
+            return responses.Response(content, media_type="application/json")
         except RetryTurn as error:
-            kind, message = "retry", str(error)
+            error_kind, message = "retry", str(error)
         except EnvContractError as error:
-            kind, message = "contract", str(error)
+            error_kind, message = "contract", str(error)
+        except RequestError as error:
+            status, message = 422, str(error)
         except Exception as error:
-            kind, message = "error", f"{type(error).__name__}: {error}"
-        return responses.JSONResponse({"kind": kind, "message": message}, status_code=500)
+            message = f"{type(error).__name__}: {error}"
+        return responses.Response(
+            _dump({"kind": error_kind, "message": message}), status, media_type="application/json"
+        )
 
-    async def start(name: str, body: dict[str, Any]) -> Any:
-        return await respond(server.start(name, body))
+    def with_body(use: Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]) -> Callable[[Any], Awaitable[Any]]:
+        async def called(name: str, content: bytes) -> dict[str, Any]:
+            return await use(name, await server.codec.run(_parse, content))
 
-    async def step(name: str, body: dict[str, Any]) -> Any:
-        return await respond(server.step(name, body))
+        async def handler(request: Any) -> Any:
+            return await respond(called(request.path_params["name"], await request.body()))
 
-    async def finish(name: str, body: dict[str, Any]) -> Any:
-        return await respond(server.finish(name, body))
+        return handler
 
-    async def close(name: str) -> Any:
-        return await respond(server.close(name))
+    async def close(request: Any) -> Any:
+        return await respond(server.close(request.path_params["name"]))
 
-    async def health() -> dict[str, Any]:
-        return {
-            "status": "ok",
-            "env": server.spec.name,
-            "sessions": len(server.sessions),
-            "tools": server.spec.tools,
-            "replayable": server.spec.replayable,
-        }
+    async def health(request: Any) -> Any:
+        return await respond(server.health())
 
+    app = applications.Starlette(lifespan=lifespan)
     for method, path, handler in (
-        ("PUT", "/sessions/{name}", start),
-        ("POST", "/sessions/{name}/step", step),
-        ("POST", "/sessions/{name}/finish", finish),
+        ("PUT", "/sessions/{name}", with_body(server.start)),
+        ("POST", "/sessions/{name}/step", with_body(server.step)),
+        ("POST", "/sessions/{name}/finish", with_body(server.finish)),
         ("DELETE", "/sessions/{name}", close),
         ("GET", "/health", health),
     ):
-        app.add_api_route(path, handler, methods=[method], response_model=None)
+        app.add_route(path, handler, methods=[method])
     return app
 
 
@@ -200,16 +238,43 @@ async def _close_idle_sessions(server: EnvServer) -> None:
 
 def serve_env(arguments: EnvServerArguments) -> None:
     """Serve an env over HTTP until interrupted. A run uses it with `env="vlmrl:RemoteEnv", env_options={"url": URL}`."""
-    uvicorn = import_extra("uvicorn", "serve")
+    binding = Binding.from_options(arguments.host, arguments.port, arguments.token_variable, arguments.max_body_mib)
     spec = resolve_env(arguments.env, options=dict(arguments.env_options))
     server = EnvServer(
         spec, timeout=arguments.timeout, idle_timeout=arguments.idle_timeout, max_sessions=arguments.max_sessions
     )
-    print(f"{spec.name} at http://{arguments.host}:{arguments.port}", flush=True)
-    uvicorn.run(
-        create_env_app(server),
-        host=arguments.host,
-        port=arguments.port,
-        log_level="warning",
-        timeout_graceful_shutdown=5,
-    )
+    app = create_env_app(server)
+    print(f"{spec.name} at {binding.url()}", flush=True)
+    run_server(app, binding, "serve")
+
+
+def _read_task(body: dict[str, Any]) -> tuple[Task, Embed]:
+    """The task of a request, and the rule for images that its env shows."""
+    try:
+        return deserialize_task(body.get("task")), without_sources_of(body.get("task"))
+    except RecursionError:
+        raise RequestError("task must not be nested so deeply.") from None
+    except ValueError as error:
+        raise RequestError(str(error)) from error
+
+
+def _parse(content: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body must be JSON, but it is not: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestError(f"the body must be a JSON object, but it is {body!r:.100}.")
+    return body
+
+
+def _dump(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, allow_nan=False).encode()
+
+
+def _field(body: dict[str, Any], name: str, kind: type, *, optional: bool = False) -> Any:
+    """A field of a request's body. Raises RequestError unless it is of the type ``kind``; an ``optional`` one may be ``None``."""
+    value = body.get(name)
+    if type(value) is not kind and not (optional and value is None):
+        raise RequestError(f"{name} must be of type {kind.__name__}, but it is {value!r:.100}.")
+    return value

@@ -1,23 +1,33 @@
 """Tasks and messages as JSON, images included: the payload between an env server and its client.
 
-A PIL image becomes ``{"$image": "<PNG in base64>"}``, in its own mode; bytes become ``{"$bytes": "<base64>"}``. Both are restored
-as what they were. A path of an image is replaced by the file's bytes, since it means nothing on the other machine. A URL is kept.
+A PIL image becomes ``{"$image": "<PNG in base64>"}``, in its own mode; bytes become ``{"$bytes": "<base64>"}``; NaN and the
+infinities become ``{"$float": "nan"}``. All are restored as what they were.
+
+A payload holds every image's content. Paths and URLs mean something on the sender's machine only, so the sender replaces them by the
+file's bytes, and the receiver refuses them: nobody can make another machine open a file or an address by naming it.
 """
 
 from __future__ import annotations
 
 import base64
+import binascii
 import io
+import math
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from vlmrl.multimodal.images import encode_png
+from vlmrl.multimodal.embedded import Embed, check_embedded, embed_image
+from vlmrl.multimodal.images import describe, encode_png
 from vlmrl.types import Message, Task
 
-IMAGE, BYTES = "$image", "$bytes"
+IMAGE, BYTES, FLOAT, ESCAPED = "$image", "$bytes", "$float", "$dict"
+MARKERS = frozenset({IMAGE, BYTES, FLOAT, ESCAPED})
+FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_PIXELS = 2**26  # of an image whose few bytes may decode to gigabytes
 
 
 def serialize(value: Any, name: str) -> Any:
@@ -27,11 +37,12 @@ def serialize(value: Any, name: str) -> Any:
     if isinstance(value, bytes):
         return {BYTES: _base64(value)}
     if isinstance(value, dict):
-        is_image = value.get("type") == "image" and "image" in value
-        plain = {**value, "image": _portable(value["image"])} if is_image else value
-        return {str(key): serialize(item, f"{name}.{key}") for key, item in plain.items()}
+        plain = {str(key): serialize(item, f"{name}.{key}") for key, item in value.items()}
+        return {ESCAPED: plain} if len(plain) == 1 and plain.keys() <= MARKERS else plain
     if isinstance(value, list | tuple):
         return [serialize(item, f"{name}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {FLOAT: repr(float(value))}
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if isinstance(value, Path):
@@ -42,53 +53,188 @@ def serialize(value: Any, name: str) -> Any:
     )
 
 
-def deserialize(value: Any) -> Any:
-    if isinstance(value, dict):
-        if value.keys() == {IMAGE}:
-            return Image.open(io.BytesIO(base64.b64decode(value[IMAGE])))
-        if value.keys() == {BYTES}:
-            return base64.b64decode(value[BYTES])
-        return {key: deserialize(item) for key, item in value.items()}
-    return [deserialize(item) for item in value] if isinstance(value, list) else value
+def deserialize(value: Any, name: str) -> Any:
+    """The value that :func:`serialize` was given. Raises ValueError, with ``name``, for what it never writes."""
+    if isinstance(value, list):
+        return [deserialize(item, f"{name}[{index}]") for index, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1 and value.keys() <= MARKERS:
+        ((marker, content),) = value.items()
+        return _restore(marker, content, name)
+    return {key: deserialize(item, f"{name}.{key}") for key, item in value.items()}
+
+
+def serialize_messages(messages: list[Message], name: str, embed: Embed | None = None) -> Any:
+    """Messages as JSON, each image replaced by its content; ``embed`` does that, by default :func:`embed_image`."""
+    return serialize([_map_images(message, embed or embed_image) for message in messages], name)
+
+
+def deserialize_messages(payload: Any, name: str) -> list[Message]:
+    """The messages of a payload. Raises ValueError for anything but messages whose images are in the payload."""
+    if not isinstance(payload, list):
+        raise ValueError(f"{name} must be a list of messages, but it is {_shown(payload)}.")
+    messages = [deserialize(message, f"{name}[{index}]") for index, message in enumerate(payload)]
+    for index, message in enumerate(messages):
+        _check_message(message, f"{name}[{index}]")
+    return messages
 
 
 def serialize_task(task: Task) -> dict[str, Any]:
-    """A task as JSON. ``images`` is ``None`` if they are those of the prompt, so that they are not sent twice."""
-    names = [field.name for field in fields(task) if field.name != "images"]
+    """A task as JSON. ``images`` is ``None`` if they are those of the prompt, so that they are not sent twice.
+
+    Raises:
+        ValueError: a column is not plain data, or an image does not load.
+    """
+    names = [field.name for field in fields(task) if field.name not in ("prompt", "images")]
     payload = {name: serialize(getattr(task, name), f"task.{name}") for name in names}
     in_prompt = _images_of(task.prompt)
     differ = len(in_prompt) != len(task.images) or any(a is not b for a, b in zip(in_prompt, task.images, strict=True))
-    return {
-        **payload,
-        "images": serialize([_portable(image) for image in task.images], "task.images") if differ else None,
-    }
+    images = serialize([embed_image(image) for image in task.images], "task.images") if differ else None
+    return {**payload, "prompt": serialize_messages(task.prompt, "task.prompt"), "images": images}
 
 
-def deserialize_task(payload: dict[str, Any]) -> Task:
-    task = deserialize(payload)
-    images = _images_of(task["prompt"]) if task["images"] is None else task["images"]
-    return Task(**{**task, "images": images})
+def deserialize_task(payload: Any) -> Task:
+    """The task of a payload. Raises ValueError for a missing or unknown field, a wrong type, or an image by its path or URL."""
+    types = {"id": str, "data": dict, "source": str, "seed": int, "part": str}
+    _check_fields(payload, [field.name for field in fields(Task)], "task")
+    prompt = deserialize_messages(payload["prompt"], "task.prompt")
+    rest = {name: deserialize(payload[name], f"task.{name}") for name in ("answer", *types)}
+    for name, kind in types.items():
+        if type(rest[name]) is not kind:
+            raise ValueError(f"task.{name} must be of type {kind.__name__}, but it is {_shown(rest[name])}.")
+    images = deserialize(payload["images"], "task.images")
+    if images is None:
+        return Task(prompt=prompt, images=_images_of(prompt), **rest)
+    if not isinstance(images, list):
+        raise ValueError(f"task.images must be a list or null, but it is {_shown(images)}.")
+    for index, image in enumerate(images):
+        check_embedded(image, f"task.images[{index}]")
+    return Task(prompt=prompt, images=images, **rest)
 
 
-def _portable(source: Any) -> Any:
-    """An image source that is valid on another machine."""
-    if isinstance(source, dict):
-        source = source.get("bytes") or source.get("path")
-    if isinstance(source, str | Path) and not str(source).startswith(("http://", "https://", "data:")):
-        return Path(str(source).removeprefix("file://")).read_bytes()
-    return source
+def checked_tools(payload: Any) -> list[dict[str, Any]]:
+    """The tool schemas of a payload. Raises ValueError for anything but a list of dicts with names."""
+    if not isinstance(payload, list):
+        raise ValueError(f"tools must be a list, but it is {_shown(payload)}.")
+    for index, tool in enumerate(payload):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"tools[{index}] must be a dict with a name, but it is {_shown(tool)}.")
+        _check_plain(tool, f"tools[{index}]")
+    return payload
 
 
-def _base64(content: bytes) -> str:
-    return base64.b64encode(content).decode()
+def _restore(marker: str, content: Any, name: str) -> Any:
+    if marker == ESCAPED:
+        if not isinstance(content, dict):
+            raise ValueError(f"{name}.{ESCAPED} must be a dict, but it is {_shown(content)}.")
+        return {key: deserialize(item, f"{name}.{key}") for key, item in content.items()}
+    if not isinstance(content, str) or (marker == FLOAT and content not in FLOATS):
+        raise ValueError(
+            f"{name}.{marker} must be {'text' if marker != FLOAT else list(FLOATS)}, but it is {_shown(content)}."
+        )
+    if marker == FLOAT:
+        return FLOATS[content]
+    try:
+        encoded = base64.b64decode(content, validate=True)
+        return encoded if marker == BYTES else _open_png(encoded)
+    except (binascii.Error, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{name}.{marker} does not decode: {error}.") from error
+
+
+def _open_png(encoded: bytes) -> Image.Image:
+    """The image, which is decoded when it is used."""
+    image = Image.open(io.BytesIO(encoded), formats=("PNG",))
+    if image.width * image.height > MAX_PIXELS:
+        raise ValueError(f"it has {image.width} x {image.height} pixels, more than {MAX_PIXELS}")
+    return image
+
+
+def _check_fields(payload: Any, names: list[str], name: str) -> None:
+    if not isinstance(payload, dict) or payload.keys() != set(names):
+        given = sorted(payload) if isinstance(payload, dict) else _shown(payload)
+        raise ValueError(f"{name} must have the fields {sorted(names)}, but it has {given}.")
+
+
+def _check_message(message: Any, name: str) -> None:
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise ValueError(f"{name} must be a dict with a role out of {', '.join(ROLES)}, but it is {_shown(message)}.")
+    content = message.get("content")
+    for index, part in enumerate(content if isinstance(content, list) else []):
+        _check_part(part, f"{name}.content[{index}]")
+    if not (content is None or isinstance(content, list)):
+        _check_text(content, f"{name}.content")
+    _check_plain({key: value for key, value in message.items() if key != "content"}, name)
+    for call in _list(message.get("tool_calls"), f"{name}.tool_calls"):
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"{name}.tool_calls must hold dicts with a name, but it holds {_shown(call)}.")
+
+
+def _check_part(part: Any, name: str) -> None:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text":
+        _check_text(part.get("text"), f"{name}.text")
+    elif kind == "image":
+        check_embedded(part.get("image"), f"{name}.image")
+    else:
+        raise ValueError(f"{name} must be a dict of the type text or image, but it is {_shown(part)}.")
+    _check_plain({key: value for key, value in part.items() if key != kind}, name)
+
+
+def _check_text(text: Any, name: str) -> None:
+    try:
+        if not isinstance(text, str):
+            raise ValueError(f"{name} must be text, but it is {_shown(text)}.")
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} cannot be encoded as UTF-8: {error}.") from error
+
+
+def _check_plain(value: Any, name: str) -> None:
+    """Raises ValueError for an image, bytes, or text that cannot be encoded, anywhere in ``value``."""
+    if isinstance(value, str):
+        _check_text(value, name)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check_text(key, f"a key of {name}")
+            _check_plain(item, f"{name}.{key}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_plain(item, f"{name}[{index}]")
+    elif not (value is None or isinstance(value, bool | int | float)):
+        raise ValueError(f"{name} must be text, a number, a list or a dict, but it is {_shown(value)}.")
+
+
+def _list(value: Any, name: str) -> list[Any]:
+    if value is not None and not isinstance(value, list):
+        raise ValueError(f"{name} must be a list, but it is {_shown(value)}.")
+    return value or []
+
+
+def _shown(value: Any) -> str:
+    return describe(value) if isinstance(value, bytes | str) else f"{value!r:.120}"
+
+
+def _map_images(message: Message, embed: Embed) -> Message:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = [
+        {**part, "image": embed(part["image"])} if _is_image(part) and "image" in part else part for part in content
+    ]
+    return {**message, "content": parts}
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image"
 
 
 def _images_of(prompt: list[Message]) -> list[Any]:
     contents = [message.get("content") for message in prompt]
-    return [
-        part["image"]
-        for content in contents
-        if isinstance(content, list)
-        for part in content
-        if part["type"] == "image"
-    ]
+    return [part["image"] for content in contents if isinstance(content, list) for part in content if _is_image(part)]
+
+
+def _base64(content: bytes) -> str:
+    return base64.b64encode(content).decode()

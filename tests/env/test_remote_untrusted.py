@@ -1,0 +1,319 @@
+"""A client and a server of a remote env do not trust each other: no name of a file or an address is ever followed."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from testing.episodes import a_task, image, play
+from testing.hostile import CANARY, CANARY_HOST, harmless
+
+from vlmrl import Env, RemoteEnv, obs
+from vlmrl.env.base import resolve_env
+from vlmrl.env.remote import client, env_server
+from vlmrl.env.remote.env_server import EnvServer, create_env_app
+from vlmrl.env.remote.serialize import serialize_task
+from vlmrl.env.session import EnvContractError
+
+pytest.importorskip("starlette", reason="needs starlette: pip install 'vlmrl[serve]'")
+
+NAMES = [
+    CANARY,
+    f"file://{CANARY}",
+    f"FILE://{CANARY}",
+    f"http://{CANARY_HOST}/a.png",
+    f"HTTPS://{CANARY_HOST}/a.png",
+    f"ftp://{CANARY_HOST}/a.png",
+    "~/.ssh/id_rsa",
+    "data:image/png,AAAA",
+    f"data:{CANARY};base64,",
+    {"bytes": None, "path": CANARY},
+    {"$bytes": CANARY},
+    {"$image": CANARY},
+    {"$image": {"path": CANARY}},
+    ["data:image/png;base64,AAAA"],
+    None,
+    7,
+]
+
+
+class Prompt(Env):
+    """Starts with the task's own messages, as envs/search and GymnasiumEnv do; shows what the reply names in the task."""
+
+    def reset(self) -> list[dict[str, Any]]:
+        return self.task.prompt
+
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        return obs("Look:", images=[self.task.data.get(response_text, response_text)]), False, {"reward": 1.0}
+
+
+def request(server: EnvServer, method: str, path: str, body: Any) -> httpx.Response:
+    async def go() -> httpx.Response:
+        transport = httpx.ASGITransport(app=create_env_app(server))
+        async with httpx.AsyncClient(transport=transport, base_url="http://env") as http:
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            return await http.request(method, path, content=content)
+
+    return asyncio.run(go())
+
+
+def start(server: EnvServer, **fields: Any) -> httpx.Response:
+    """A session's start, by a task with these fields."""
+    task = {**serialize_task(a_task()), **fields}
+    return request(server, "PUT", "/sessions/s", {"task": task, "max_turns": 3, "tool_format": "json"})
+
+
+def places(source: Any) -> list[dict[str, Any]]:
+    """The fields of tasks that have an image source in each place where one can be."""
+    part, words = {"type": "image", "image": source}, {"type": "text", "text": "?"}
+    return [
+        {"prompt": [{"role": "user", "content": [part, words]}]},
+        {"prompt": [{"role": "system", "content": "."}, {"role": "tool", "content": [words, words, part]}]},
+        {"images": [source]},
+        {"images": [{"$bytes": "AAAA"}, source]},
+        {"prompt": [{"role": "user", "content": [[part]]}]},
+        {"prompt": [{"role": "user", "content": [{"type": "text", "text": part}]}]},
+        {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": source}]}]},
+        {"prompt": [{"role": "user", "content": part}]},
+    ]
+
+
+@pytest.mark.parametrize("source", NAMES, ids=str)
+def test_a_server_refuses_what_a_client_names_as_an_image(source: Any):
+    server = EnvServer(resolve_env(Prompt))
+    for fields in places(source):
+        with harmless(fields):
+            reply = start(server, **fields)
+        assert reply.status_code == 422 and reply.json()["kind"] == "error", (fields, reply.text)
+        assert not server.sessions
+
+
+def test_the_content_of_a_file_that_a_client_names_does_not_come_back(tmp_path: Path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("TOP-SECRET")
+    for fields in places(str(secret)):
+        reply = start(EnvServer(resolve_env(Prompt)), **fields)
+        assert reply.status_code != 200 and base64.b64encode(b"TOP-SECRET").decode() not in reply.text
+
+
+@pytest.mark.parametrize(
+    "column", [CANARY, f"file://{CANARY}", f"http://{CANARY_HOST}/a", {"bytes": None, "path": CANARY}]
+)
+def test_an_env_that_shows_a_column_does_not_open_what_a_client_wrote_there(column: Any):
+    async def go() -> None:
+        server = EnvServer(resolve_env(Prompt))
+        body = {"task": serialize_task(a_task(data={"photo": column})), "max_turns": 3, "tool_format": "json"}
+        await server.start("s", body)
+        with harmless(column), pytest.raises(ValueError, match="by a path or URL that the client sent"):
+            await server.step("s", {"reply": "photo"})
+        assert not server.sessions
+
+    asyncio.run(go())
+
+
+def test_a_file_that_the_served_env_itself_names_is_sent_as_its_bytes(tmp_path: Path):
+    buffer = io.BytesIO()
+    image("green").save(buffer, format="PNG")
+    (tmp_path / "map.png").write_bytes(buffer.getvalue())
+
+    async def go() -> Any:
+        server = EnvServer(resolve_env(Prompt))
+        await server.start("s", {"task": serialize_task(a_task()), "max_turns": 3, "tool_format": "json"})
+        return await server.step("s", {"reply": str(tmp_path / "map.png")})
+
+    part = asyncio.run(go())["messages"][0]["content"][0]
+    assert part == {"type": "image", "image": {"$bytes": base64.b64encode(buffer.getvalue()).decode()}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": None}, "task.prompt must be a list of messages"),
+        ({"prompt": [{"role": "judge", "content": "x"}]}, r"task.prompt\[0\] must be a dict with a role out of"),
+        ({"prompt": [{"role": "user", "content": 5}]}, r"task.prompt\[0\].content must be text, but it is 5"),
+        ({"prompt": [{"role": "user", "content": "\ud800"}]}, r"content cannot be encoded as UTF-8"),
+        ({"prompt": [{"role": "user", "content": "x", "name": {"$bytes": "AA=="}}]}, r"name must be text, a number"),
+        ({"prompt": [{"role": "assistant", "content": "", "tool_calls": 5}]}, "tool_calls must be a list"),
+        ({"id": 5}, "task.id must be of type str, but it is 5"),
+        ({"seed": True}, "task.seed must be of type int"),
+        ({"data": []}, "task.data must be of type dict"),
+        ({"images": 5}, "task.images must be a list or null"),
+        ({"more": 1}, "task must have the fields"),
+        ({"answer": {"$float": "1"}}, r"task.answer.\$float must be \['nan', 'inf', '-inf'\]"),
+        ({"answer": {"$bytes": "!"}}, r"task.answer.\$bytes does not decode"),
+        ({"answer": {"$image": "AAAA"}}, r"task.answer.\$image does not decode"),
+    ],
+)
+def test_a_task_that_breaks_the_protocol_is_refused_by_name(change: dict[str, Any], message: str):
+    reply = start(EnvServer(resolve_env(Prompt)), **change)
+    assert reply.status_code == 422
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(reply.json()["message"])
+
+
+def test_other_requests_that_break_the_protocol_are_refused():
+    server = EnvServer(resolve_env(Prompt))
+    whole = {"task": serialize_task(a_task()), "max_turns": 3, "tool_format": "json"}
+    for body in (b"{", b"[]", b"[" * 5000, b"\xff", {}, {**whole, "max_turns": "3"}, {**whole, "tool_format": 5}):
+        assert request(server, "PUT", "/sessions/s", body).status_code == 422, body
+    assert start(server).status_code == 200
+    for path, body in (("step", {"reply": 5}), ("finish", {"ending": "soon", "last_reply": "", "last_turn": 0})):
+        assert request(server, "POST", f"/sessions/s/{path}", body).status_code == 422
+    assert list(server.sessions) == ["s"]  # a request that breaks the protocol harms no session
+
+
+def test_payloads_are_encoded_and_decoded_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch):
+    threads: list[str] = []
+
+    def noted(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return function(*args)
+
+        return call
+
+    for name in ("serialize_messages", "deserialize_task", "_parse", "_dump"):
+        monkeypatch.setattr(env_server, name, noted(getattr(env_server, name)))
+    assert start(EnvServer(resolve_env(Prompt))).status_code == 200
+    assert len(threads) == 4 and all("env-server" in name for name in threads)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_an_image_that_decodes_to_gigabytes_is_refused_before_it_is_decoded():
+    buffer = io.BytesIO()
+    pixels = image(size=(12_000, 12_000)).convert("1")
+    pixels.save(buffer, format="PNG")
+    bomb = {"$image": base64.b64encode(buffer.getvalue()).decode()}
+    reply = start(EnvServer(resolve_env(Prompt)), images=[bomb])
+    assert reply.status_code == 422 and "12000 x 12000 pixels" in reply.text
+
+
+class FakeServer:
+    """Answers each path of an env server with JSON of the test's choice."""
+
+    def __init__(self, **replies: Any) -> None:
+        self.replies = {
+            "health": {"tools": [], "replayable": True},
+            "start": {"messages": None, "tools": [], "replayable": True},
+            "step": {"messages": [], "done": True, "reward": 1.0, "metrics": {}},
+            "finish": {"reward": None},
+            **replies,
+        }
+
+    def __call__(self, sent: httpx.Request) -> httpx.Response:
+        name = sent.url.path.rpartition("/")[2]
+        if sent.method == "DELETE":
+            return httpx.Response(200, json={})
+        reply = self.replies[name if sent.method != "PUT" else "start"]
+        if isinstance(reply, httpx.Response):
+            return reply
+        return httpx.Response(200, content=reply if isinstance(reply, bytes) else json.dumps(reply).encode())
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Plays two turns against a server with these replies."""
+
+    def go(**replies: Any) -> Any:
+        def connect(timeout: float, headers: Any = None) -> httpx.Client:
+            return httpx.Client(transport=httpx.MockTransport(FakeServer(**replies)), timeout=timeout, headers=headers)
+
+        monkeypatch.setattr(client, "http_client", connect)
+        options = {"url": "http://env.invalid"}
+        return play(RemoteEnv, ["a", "b"], options=options, max_turns=2, max_env_retries_per_turn=0)
+
+    return go
+
+
+def shown(**message: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "x", **message}], "done": False, "reward": 1.0, "metrics": {}}
+
+
+def test_a_fake_server_that_keeps_to_the_protocol_plays(played: Any):
+    trajectory = played(step=shown())
+    assert (trajectory.ending, trajectory.reward) == ("max_turns", 2.0)
+
+
+@pytest.mark.parametrize("source", NAMES, ids=str)
+def test_a_client_opens_nothing_that_a_server_names(played: Any, source: Any):
+    part, words = {"type": "image", "image": source}, {"type": "text", "text": "?"}
+    for content in ([part], [words, part], [[part]], part, [{"type": "text", "text": part}]):
+        for replies in (
+            {"step": shown(content=content)},
+            {"start": {**shown(content=content), "tools": [], "replayable": True}},
+        ):
+            with harmless(replies):
+                trajectory = played(**replies)
+            assert trajectory.ending == "error" and "breaks the protocol" in trajectory.error, replies
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"<html>",
+        b"[" * 5000,
+        [],
+        {},
+        {"messages": 5, "done": False, "reward": 1.0, "metrics": {}},
+        {**shown(), "reward": float("nan")},
+        {**shown(), "reward": "much"},
+        {**shown(), "reward": 10**400},
+        {**shown(), "metrics": {"x": float("inf")}},
+        {**shown(), "metrics": []},
+        shown(role="someone"),
+        shown(role={"$bytes": "AA=="}),
+        shown(content="\ud800"),
+        shown(content={"type": "text", "text": "x"}),
+        shown(tool_calls=[5]),
+        shown(tool_calls="x"),
+        httpx.Response(404, text="no"),
+        httpx.Response(500, content=json.dumps({"kind": "error", "message": "\ud800" * 10_000})),
+        httpx.Response(302, headers={"location": f"http://{CANARY_HOST}/"}),
+    ],
+    ids=lambda reply: str(reply)[:60],
+)
+def test_a_reply_that_breaks_the_protocol_fails_its_trajectory_and_no_other(played: Any, reply: Any):
+    with harmless(reply):
+        trajectory = played(step=reply)
+    assert trajectory.ending == "error" and trajectory.error.encode() and len(trajectory.error) < 3000
+
+
+@pytest.mark.parametrize("tools", [5, [5], [{}], [{"function": {"name": 5}}], [{"name": "f", "parameters": "\ud800"}]])
+def test_tools_that_break_the_protocol_are_refused(played: Any, tools: Any):
+    assert "breaks the protocol" in played(start={"messages": None, "tools": tools, "replayable": True}).error
+    with pytest.raises(ValueError, match=r"env_options.url: no env server answers"):
+        played(health={"tools": tools, "replayable": True})
+
+
+def test_only_a_step_can_ask_for_a_retry(played: Any):
+    again = httpx.Response(500, json={"kind": "retry", "message": "again"})
+    for place in ("start", "finish"):
+        trajectory = played(**{place: again})
+        assert trajectory.ending == "error" and "again" in trajectory.error
+    assert "RetryTurn" in played(step=again).error
+
+
+def test_a_broken_contract_is_reported_as_one(played: Any):
+    broken = httpx.Response(500, json={"kind": "contract", "message": "step must return"})
+    with pytest.raises(EnvContractError, match=r"env server http://env.invalid: step must return"):
+        played(step=broken)
+
+
+def test_a_reply_over_the_limit_or_without_an_end_is_an_env_error(played: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(client.send_json, "__defaults__", (None, 1000))
+    assert "the reply has more than 1000 bytes" in played(step=b" " * 1001).error
+
+
+def test_a_task_that_cannot_be_sent_is_a_task_error(played: Any, monkeypatch: pytest.MonkeyPatch):
+    played()  # connects
+    for task in (a_task(data={"tags": {1}}), a_task(images=["/nowhere/a.png"])):
+        trajectory = play(RemoteEnv, ["a"], task, options={"url": "http://env.invalid"})
+        assert trajectory.ending == "error" and trajectory.non_retryable
+        assert "cannot be sent to an env server: " in trajectory.error and "env_retries" not in trajectory.metrics

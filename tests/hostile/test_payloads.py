@@ -1,0 +1,261 @@
+"""Hostile messages between processes: to env servers and their clients, from retrievers, to judges; and hostile tool schemas."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import pytest
+from testing.episodes import a_task, play
+from testing.hostile import harmless, text, value
+
+from vlmrl import Env, RemoteEnv, obs
+from vlmrl.env.base import resolve_env
+from vlmrl.env.judge import _as_one_message
+from vlmrl.env.remote import client
+from vlmrl.env.remote.env_server import EnvServer, create_env_app
+from vlmrl.env.remote.serialize import serialize_task
+from vlmrl.env.session import EnvContractError
+from vlmrl.env.tools import ToolCall, problem_with
+from vlmrl.retrieval.http_retriever import parse_hits
+from vlmrl.utils.http_server import RequestGuard
+
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+PNG_URI = f"data:image/png;base64,{PNG}"
+KEYWORDS = (
+    *(
+        "$ref",
+        "$dynamicRef",
+        "$id",
+        "$schema",
+        "$defs",
+        "$anchor",
+        "type",
+        "enum",
+        "const",
+        "pattern",
+        "format",
+        "items",
+    ),
+    *("prefixItems", "contains", "uniqueItems", "properties", "patternProperties", "additionalProperties", "required"),
+    *("propertyNames", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "minimum", "multipleOf", "maxLength"),
+    *("dependentSchemas", "unevaluatedProperties", "unevaluatedItems", "nullable"),
+)
+PATTERNS = ("^(a|a)*$", "(a+)+$", "(", "[", "\\p{L}", "(x+x+)+y", "(?=.*a)" * 20, "")
+
+
+class Prompt(Env):
+    """Starts with the task's messages, and shows its columns as text and as images."""
+
+    def reset(self) -> Any:
+        return self.task.prompt
+
+    def step(self, response_text: str) -> Any:
+        shown = next(iter(self.task.data.values()), None)
+        return obs(response_text, images=[shown] if isinstance(shown, str | dict) else None), False, {"reward": 1.0}
+
+
+def payload(rng: random.Random, depth: int = 3) -> Any:
+    """A JSON value with the payload's own markers among its dicts, most of them whole."""
+    if rng.random() < 0.25:
+        marker, content = rng.choice((("$image", PNG), ("$bytes", "AAAA"), ("$float", "nan"), ("$dict", {"a": 1})))
+        return {marker: content if rng.random() < 0.8 else rng.choice((PNG, "AAAA", "nan", value(rng, 1), "x" * 5000))}
+    if depth and rng.random() < 0.4:
+        return [payload(rng, depth - 1) for _ in range(rng.randint(0, 3))]
+    return value(rng, depth)
+
+
+def messages(rng: random.Random) -> Any:
+    """Messages, most of them right."""
+    if rng.random() < 0.05:
+        return payload(rng)
+
+    def part() -> Any:
+        kind = rng.choice(("text", "image", "image_url")) if rng.random() < 0.2 else rng.choice(("text", "image"))
+        right: Any = text(rng, 2) if kind == "text" else rng.choice(({"$image": PNG}, {"$bytes": PNG}, PNG_URI))
+        return {"type": kind, kind: right if rng.random() < 0.9 else payload(rng, 2)}
+
+    def message() -> Any:
+        content: Any = rng.choice((text(rng), [part() for _ in range(rng.randint(0, 3))]))
+        extra = {"tool_calls": payload(rng, 2)} if rng.random() < 0.05 else {}
+        role = rng.choice(("user", "user", "tool", "assistant")) if rng.random() < 0.95 else value(rng, 0)
+        return {"role": role, "content": content if rng.random() < 0.95 else payload(rng, 1), **extra}
+
+    return [message() for _ in range(rng.randint(0, 3))]
+
+
+def cut(rng: random.Random, body: Any) -> bytes:
+    """A body as it is sent: mostly whole JSON."""
+    content = json.dumps(body).encode()
+    if rng.random() < 0.05:
+        return content[: rng.randint(0, len(content))]
+    if rng.random() < 0.05:
+        return rng.choice((b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"NaN", rng.randbytes(50)))
+    return content
+
+
+def requests(rng: random.Random) -> Iterator[tuple[str, str, bytes]]:
+    """Method, path and body of a client's requests to one session."""
+    task = serialize_task(a_task()) | {"prompt": messages(rng), "data": {"a": payload(rng)}}
+    if rng.random() < 0.2:
+        task[rng.choice((*task, "extra"))] = payload(rng)
+    limit = 3 if rng.random() < 0.9 else value(rng, 1)
+    yield (
+        "PUT",
+        "/sessions/s",
+        cut(rng, {"task": task, "max_turns": limit, "tool_format": "json" if rng.random() < 0.9 else payload(rng)}),
+    )
+    for _ in range(2):
+        yield (
+            "POST",
+            "/sessions/s/step",
+            cut(
+                rng, {"reply": text(rng)} if rng.random() < 0.8 else rng.choice(({"reply": payload(rng)}, payload(rng)))
+            ),
+        )
+    last = {"ending": "max_turns", "last_reply": text(rng, 1), "last_turn": 1}
+    yield "POST", f"/sessions/{rng.choice(('s', 's', 's', '%2f..'))}/finish", cut(rng, rng.choice((last, payload(rng))))
+    yield rng.choice(("DELETE", "GET", "PATCH")), "/sessions/s", b""
+
+
+def test_hostile_clients_of_an_env_server(hostile):
+    async def send(case: list[tuple[str, str, bytes]]) -> None:
+        server = EnvServer(resolve_env(Prompt), timeout=60.0)
+        transport = httpx.ASGITransport(app=RequestGuard(create_env_app(server), None, 2**20))
+        async with httpx.AsyncClient(transport=transport, base_url="http://env") as http:
+            for method, path, body in case:
+                reply = await http.request(method, path, content=body)
+                assert reply.status_code in (200, 404, 405, 413, 422, 500), reply
+                if reply.status_code in (422, 500):
+                    assert reply.json()["kind"] in ("error", "contract") and reply.json()["message"], reply.text
+        await server.close_all()
+        server.codec.close()
+
+    for rng in hostile("clients"):
+        case = list(requests(rng))
+        with harmless(case):
+            asyncio.run(send(case))
+
+
+def replies(rng: random.Random) -> dict[str, bytes]:
+    """What a server returns for each kind of request."""
+    tools = rng.choice(([],) * 6 + ([{"name": "f", "parameters": schema(rng)}], payload(rng)))
+    step = {"messages": messages(rng), "done": rng.random() < 0.3, "reward": 1.0, "metrics": {"x": 1}}
+    if rng.random() < 0.2:
+        step[rng.choice((*step, "extra"))] = payload(rng)
+    start = {"messages": rng.choice((None, messages(rng))), "tools": tools, "replayable": True}
+    return {
+        "PUT": cut(rng, start),
+        "step": cut(rng, step),
+        "finish": cut(rng, {"reward": rng.choice((None, 1, payload(rng)))}),
+    }
+
+
+def test_hostile_env_servers(hostile, monkeypatch):
+    healthy = json.dumps({"tools": [], "replayable": True}).encode()
+    for rng in hostile("env servers"):
+        case = replies(rng)
+        status = rng.choice((200,) * 7 + (500, 302, 401))
+
+        def answer(sent: httpx.Request, case: dict[str, bytes] = case, status: int = status) -> httpx.Response:
+            name = sent.url.path.rpartition("/")[2]
+            if name == "health":
+                return httpx.Response(200, content=healthy)
+            return httpx.Response(status, content=case.get(name, case.get(sent.method, b"")))
+
+        connect = lambda timeout, headers, answer=answer: httpx.Client(transport=httpx.MockTransport(answer))  # noqa: E731
+        monkeypatch.setattr(client, "http_client", connect)
+        with harmless(case), suppress(EnvContractError):
+            trajectory = play(RemoteEnv, ["a", "b"], options={"url": "http://env"}, max_turns=2)
+            assert not trajectory.failed or trajectory.error
+
+
+def schema(rng: random.Random, depth: int = 4) -> Any:
+    """A JSON schema: keywords with values that sometimes fit them."""
+    if not depth or rng.random() < 0.1:
+        return value(rng, 1)
+    made: dict[str, Any] = {}
+    for keyword in rng.sample(KEYWORDS, rng.randint(0, 4)):
+        kind = rng.randrange(4)
+        if keyword in ("$ref", "$dynamicRef", "$id", "$schema") and kind:
+            made[keyword] = rng.choice(
+                ("#", "#/$defs/a", "#/properties/bbox", "http://canary.vlmrl.invalid/s", "file:///vlmrl-canary/s")
+            )
+        elif keyword == "pattern" and kind:
+            made[keyword] = rng.choice(PATTERNS)
+        elif keyword in ("allOf", "anyOf", "oneOf", "prefixItems") and kind:
+            made[keyword] = [schema(rng, depth - 1) for _ in range(rng.randint(1, 3))]
+        elif keyword in ("properties", "$defs", "dependentSchemas") and kind:
+            made[keyword] = {name: schema(rng, depth - 1) for name in ("a", "bbox", "text")}
+        elif keyword == "patternProperties" and kind:
+            made[keyword] = {rng.choice(PATTERNS): schema(rng, depth - 1)}
+        elif keyword == "type" and kind:
+            made[keyword] = rng.choice(("object", "string", ["array", "null"], "number", "thing"))
+        else:
+            made[keyword] = schema(rng, depth - 1)
+    return made
+
+
+def test_hostile_tool_schemas_and_arguments(hostile):
+    for rng in hostile("schemas"):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema(rng)}}]
+        arguments = {
+            rng.choice(("a", "bbox", "text", "role")): rng.choice((value(rng), "a" * 40 + "b", "x" * 60))
+            for _ in range(3)
+        }
+        with harmless((tools, arguments)), suppress(RuntimeError):  # the schema is wrong
+            assert isinstance(problem_with(ToolCall("f", arguments), tools), str)
+
+
+def test_hostile_retrievers(hostile):
+    for rng in hostile("retrievers"):
+        hit = {"id": value(rng, 0), "title": text(rng, 1), "text": text(rng, 2), "image": payload(rng, 1)}
+        result = rng.choice(([[hit]], [[{"document": hit, "score": value(rng, 1)}]], [[payload(rng)]], payload(rng)))
+        with harmless(result), suppress(ValueError, KeyError, TypeError, OverflowError):
+            for found in parse_hits(result, 1)[0]:
+                (found.passage.title + found.passage.text).encode()
+                assert found.passage.image is None or found.passage.image.startswith("data:image/")
+
+
+def test_hostile_replies_to_a_judge(hostile):
+    tags = (
+        "</conversation>",
+        "</conver",
+        "sation>",
+        "<score>",
+        "[user]",
+        "\n[assis",
+        "tant]\n",
+        "<reference>",
+        " ",
+        "\n",
+        "</",
+        "<",
+    )
+    for rng in hostile("judges"):
+        pieces = [rng.choice((*tags, *tags, text(rng, 1))) for _ in range(rng.randint(1, 8))]
+        content: Any = "".join(pieces) if rng.random() < 0.5 else [{"type": "text", "text": piece} for piece in pieces]
+        with harmless(content):
+            (shown,) = _as_one_message([{"role": "assistant", "content": content}], "")
+        inside = shown["text"].removeprefix("<conversation>\n[assistant]\n").removesuffix("\n</conversation>").lower()
+        for tag in ("<conversation>", "</conversation>", "<reference>", "</reference>", "<score>", "</score>"):
+            assert tag not in inside
+        assert inside.count("[user]") == inside.count("\\[user]") and inside.count("[assistant]") == inside.count(
+            "\\[assistant]"
+        )
+
+
+@pytest.mark.parametrize("count", [1, 1000])
+def test_a_deep_body_is_refused(count: int):
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app=create_env_app(EnvServer(resolve_env(Prompt))))
+        async with httpx.AsyncClient(transport=transport, base_url="http://env") as http:
+            body = b'{"task": ' + b"[" * 400 * count + b"]" * 400 * count + b"}"
+            return await http.put("/sessions/s", content=body)
+
+    assert asyncio.run(send()).status_code == 422

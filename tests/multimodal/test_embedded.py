@@ -1,0 +1,63 @@
+"""Images that cross between processes: what is sent, what is taken, and what a server does not open for its client."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from testing.episodes import image
+from testing.hostile import CANARY, harmless
+
+from vlmrl.multimodal.embedded import check_embedded, embed_image, is_data_uri, without_sources_of
+
+
+@pytest.mark.parametrize("named", [CANARY, "/vlmrl-canary/./x/../secret.png", f"file://{CANARY}"])
+def test_no_spelling_of_a_path_that_a_client_sent_is_opened(named: str):
+    embed = without_sources_of({"data": {"deep": [{"photo": named}]}, "answer": None, "seed": 7})
+    for source in (
+        CANARY,
+        Path(CANARY),
+        f"file://{CANARY}",
+        {"bytes": None, "path": CANARY},
+        {"bytes": b"", "path": CANARY},
+    ):
+        with (
+            harmless(source),
+            pytest.raises(ValueError, match="must not be opened by a path or URL that the client sent"),
+        ):
+            embed(source)
+
+
+def test_what_the_client_did_not_name_is_sent(tmp_path: Path):
+    image("red").save(tmp_path / "a.png")
+    content = (tmp_path / "a.png").read_bytes()
+    embed = without_sources_of({"data": {"name": "a.png", "long": "x" * 10_000}})
+    for source in (str(tmp_path / "a.png"), tmp_path / "a.png", content, {"bytes": content, "path": "a.png"}):
+        assert embed(source) == embed_image(source) == content
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        ("data:image/png;base64,AAAA", True),
+        ("data:image/svg+xml;base64,AA==", True),
+        ("data:image/png;base64,", False),
+        ("data:image/png,AAAA", False),
+        ("data:text/html;base64,AAAA", False),
+        ("data:image/png;base64,AAAA\n", False),
+        ("data:image/png;base64,../../etc/passwd", False),
+        ("DATA:image/png;base64,AAAA", False),
+        ("data:image/png;base64,A===", False),
+    ],
+)
+def test_a_data_uri_holds_an_images_bytes(text: str, whole: bool):
+    assert is_data_uri(text) == whole
+
+
+def test_the_error_names_the_field_and_the_value():
+    with pytest.raises(
+        ValueError, match=r"messages\[0\]\.image must be pixels, encoded bytes or a data URI .* it is '/a/b\.png'"
+    ):
+        check_embedded("/a/b.png", "messages[0].image")
+    with pytest.raises(ValueError, match=r"an image does not load: 'data:image/png,AAAA'"):
+        embed_image("data:image/png,AAAA")
