@@ -22,7 +22,9 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MAX_PIXELS = 2**26
 """The largest width * height that is decoded: 67 million, about 0.7 GiB of memory while it is."""
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
-_DECODING = [threading.Lock() for _ in range(64)]  # PIL decodes an opened image at its first use, which is not thread-safe
+_DECODING = [
+    threading.Lock() for _ in range(64)
+]  # PIL decodes an opened image at its first use, which is not thread-safe
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
 
 
@@ -186,11 +188,13 @@ def _open(source: ImageSource) -> Image.Image:
     elif isinstance(source, str | Path):
         source = _identify(str(source).removeprefix("file://"))
     if not isinstance(source, Image.Image):
-        raise _SourceError(f"an image is a PIL image, bytes, a path, a URL or a data URI, not a {type(source).__name__}.")
+        raise _SourceError(
+            f"an image is a PIL image, bytes, a path, a URL or a data URI, not a {type(source).__name__}."
+        )
     return _allowed(source)
 
 
-def _identify(file: str | io.BytesIO) -> Image.Image:
+def _identify(file: str | io.BytesIO) -> ImageFile.ImageFile:
     try:
         return Image.open(file, formats=FORMATS)
     except UnidentifiedImageError as error:
@@ -200,7 +204,10 @@ def _identify(file: str | io.BytesIO) -> Image.Image:
 def _allowed(image: Image.Image) -> Image.Image:
     """The image, if its format is one of FORMATS and its size within limits. Decodes nothing."""
     width, height = image.size
-    if isinstance(image, ImageFile.ImageFile) and image.format not in (*FORMATS, "MPO"):  # MPO: JPEG with several images
+    if isinstance(image, ImageFile.ImageFile) and image.format not in (
+        *FORMATS,
+        "MPO",
+    ):  # MPO: JPEG with several images
         raise _UnfitError(f"its format is {image.format}, none of {', '.join(FORMATS)}: convert it first.")
     if min(width, height) < 1:
         raise _UnfitError(f"it is {width}x{height} pixels, but it must have at least one.")

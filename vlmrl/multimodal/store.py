@@ -49,8 +49,8 @@ class MediaStore:
     decoded image, for controls such as :func:`vlmrl.multimodal.images.blank`. ``seen`` counts requested images, ``processed`` those
     that went through the processor.
 
-    All bookkeeping is done in the process's event loop for images; ``threads`` threads hash, decode and process. An address is fetched in
-    the loop, so that a slow one holds no thread, and neither does a second request for an image that is being made.
+    All bookkeeping is done in the process's event loop for images; ``threads`` threads hash, decode and process. An address is
+    fetched in the loop, so that a slow one holds no thread, and neither does a second request for an image that is being made.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class MediaStore:
     async def get(self, source: ImageSource, seconds: float = SECONDS) -> MediaItem:
         """The image's item.
 
-        ``seconds`` is the deadline of fetching an address, with all attempts, and of each piece of work on the image, counted from when
-        a thread begins it. Time in the queue does not count.
+        ``seconds`` is the deadline of fetching an address, with all attempts, and of each piece of work on the image, counted from
+        when a thread begins it. Time in the queue does not count.
 
         Raises:
             ImageError: the source is no image, or none that the processor accepts; a ValueError.

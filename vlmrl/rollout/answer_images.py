@@ -1,8 +1,8 @@
-"""Loads the images of an env's answer to a reply. One that cannot be shown becomes a text that tells the model so.
+"""Loads the images of an env's answer to a reply. One that cannot be shown becomes a text that says why.
 
-The policy may have chosen what the env made: a crop of 256x1 pixels is refused by the processor, and an address that a reply names may not
-exist. Such an image is an error of the model, as a wrong call is, and must not end the trajectory. An image that the machine could not
-read this time, or that is no image source at all, is an error of the env.
+The policy may have chosen what the env made: a crop of 256x1 pixels is refused by the processor, and an address that a reply names may
+not exist. Such an image is an error of the model, as a wrong call is, and must not end the trajectory. An image that the machine could
+not read this time, or that is no image source at all, is an error of the env.
 """
 
 from __future__ import annotations
@@ -87,6 +87,6 @@ def _with_texts(message: Message, texts: dict[int, str]) -> Message:
         if text is None:
             parts.append(part)
         else:
-            after = following.get("text", "\n") if isinstance(following, dict) else "\n"
+            after = following.get("text", "") if isinstance(following, dict) else "\n"
             parts.append({"type": "text", "text": text if after.startswith("\n") else text + "\n"})
     return {**message, "content": parts}
