@@ -1,7 +1,7 @@
 """Images at http addresses. One event loop fetches all of a process, so that a slow address holds no thread.
 
-An address is tried again after a transport error, status 429 or 5xx (`utils/http.py`). All attempts together have a deadline. A body has
-a limit, which is checked while it arrives.
+An address is tried again after a transport error, status 429 or 5xx (`utils/http.py`). All attempts together have a deadline. A body
+has a limit, which is checked while it arrives.
 """
 
 from __future__ import annotations
