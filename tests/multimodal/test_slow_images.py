@@ -16,6 +16,7 @@ from testing.fakes import qwen_vl
 from transformers import Qwen2VLImageProcessor
 
 from vlmrl import Env, obs
+from vlmrl.model.families.qwen3_vl import Qwen3VL
 from vlmrl.multimodal.images import ImageError, ImageUnavailableError
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.rollout.runner import Runner
@@ -250,3 +251,29 @@ def test_a_task_whose_image_is_gone_is_a_data_error(web: Web):
     loop = turn_loop(One, ["x"])
     trajectory = asyncio.run(loop.play(a_task("?", [f"{web.url}/404"]), "g", "g/00"))
     assert trajectory.non_retryable and "404 Not Found" in (trajectory.error or "")
+
+
+def test_decoded_images_do_not_wait_for_the_processor_while_others_are_decoded():
+    """They are held at their full size, so that there may be one for each thread, however many images are requested."""
+    waiting, most = 0, 0
+
+    def decoded(image: Image.Image) -> Image.Image:
+        nonlocal waiting, most
+        waiting += 1
+        most = max(most, waiting)
+        return image
+
+    class Counts(Qwen3VL):
+        def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Any]:
+            nonlocal waiting
+            waiting -= 1
+            return super().image_inputs(processor, image)
+
+    store = store_with(decoded)
+    store._family = Counts(qwen_vl().config)
+
+    async def main():
+        return await asyncio.gather(*(store.get(Image.new("RGB", (64, 32), (0, 0, blue))) for blue in range(12)))
+
+    assert len({id(item) for item in asyncio.run(main())}) == 12
+    assert (waiting, most) == (0, 1)

@@ -180,12 +180,9 @@ class TurnLoop:
             ending = self._ending(trajectory, answer)
             if ending is None:
                 assert answer is not None
-                where = f"task {trajectory.task.id}, turn {len(trajectory.turns)}"
-                images = await load_answer_images(answer, self.store, self.config.env_timeout, where)
-                if images.not_shown:
-                    turn.metrics["images_not_shown"] = float(images.not_shown)
-                following = history.continuation(turn, images.messages)
-                piece = await self._load(following.rendered, images.messages, trajectory, images.items)
+                answer, loaded = await self._load_answer(answer, trajectory)
+                following = history.continuation(turn, answer)
+                piece = await self._load(following.rendered, answer, trajectory, loaded)
                 if following.is_whole_prompt:
                     piece = context.without_common_prefix(piece, self.renderer.image_token_id)
                 if context.length_with(piece) - following.dropped >= self.config.max_tokens:
@@ -275,6 +272,16 @@ class TurnLoop:
             kept=piece.kept,
             kept_media=piece.kept_media,
         )
+
+    async def _load_answer(
+        self, answer: list[Message], trajectory: Trajectory
+    ) -> tuple[list[Message], dict[int, MediaItem]]:
+        """The observation with a text for each image that cannot be shown, and the other images, by the ``id`` of their source."""
+        where = f"task {trajectory.task.id}, turn {len(trajectory.turns)}"
+        images = await load_answer_images(answer, self.store, self.config.env_timeout, where)
+        if images.not_shown:
+            trajectory.turns[-1].metrics["images_not_shown"] = float(images.not_shown)
+        return images.messages, images.items
 
     async def _load(
         self,
