@@ -10,6 +10,7 @@ from PIL import Image
 
 from vlmrl import Task, ToolCall, ToolEnv, load_image, obs, read_tool_calls
 
+MAX_RATIO = 100
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -49,6 +50,9 @@ class ZoomEnv(ToolEnv):
         left, top = bbox[0] * width // 1000, bbox[1] * height // 1000
         right, bottom = max(left + 1, bbox[2] * width // 1000), max(top + 1, bbox[3] * height // 1000)
         closer = self.image.crop((left, top, right, bottom))
+        if max(closer.size) > MAX_RATIO * min(closer.size):  # the model's processor would refuse it
+            size = f"{closer.width}x{closer.height}"
+            raise ValueError(f"bbox is too thin: it has {size} pixels; the limit is {MAX_RATIO}:1. Try again.")
         return obs("Closer:", images=[fit(closer, self.crop)])
 
     functions = (zoom,)

@@ -1,6 +1,7 @@
 """The zoom env by hand: crops in thousandths, explaining observations, one reward."""
 
 import asyncio
+import random
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,39 @@ def test_a_schema_is_in_the_prompt_unless_it_is_turned_off():
 def test_a_wrong_call_is_explained_and_goes_on(reply, text):
     observation, done, info = step(env(), reply)
     assert text in observation["obs_str"] and not done and "reward" not in info
+
+
+def photo(size):
+    return ZoomEnv(Task("t", [{"role": "user", "content": "Which?"}], [Image.new("RGB", size)], answer="red"))
+
+
+@pytest.mark.parametrize(
+    ("size", "box", "thin"),
+    [
+        ((640, 480), [0, 0, 1000, 1], "640x1"),
+        ((640, 480), [0, 500, 1000, 505], "640x2"),
+        ((1280, 960), [500, 0, 501, 1000], "1x960"),
+        ((101, 300), [0, 0, 1000, 1], "101x1"),
+    ],
+)
+def test_a_box_that_is_too_thin_for_a_crop_is_explained(size, box, thin):
+    observation, done, info = step(photo(size), call(box))
+    assert observation["obs_str"] == f"bbox is too thin: it has {thin} pixels; the limit is 100:1. Try again."
+    assert "multi_modal_data" not in observation and not done and info == {"zooms": 0}
+
+
+def test_every_crop_is_one_that_the_processor_takes():
+    rng, crops = random.Random(0), 0
+    for _ in range(300):
+        made = photo((rng.choice([1, 3, 100, 640, 1999]), rng.choice([1, 7, 480, 1500])))
+        made.crop = rng.choice([1, 32, 64, 256, 1000])
+        corners = [sorted(rng.sample(range(1001), 2)) for _ in "xy"]
+        observation, _, info = step(made, call([corners[0][0], corners[1][0], corners[0][1], corners[1][1]]))
+        if info["zooms"]:
+            (crop,) = observation["multi_modal_data"]["image"]
+            assert max(crop.size) <= 200 * min(crop.size)  # the limit of Qwen's processors
+            crops += 1
+    assert crops > 200
 
 
 def test_the_last_answer_is_judged_without_regard_to_case():

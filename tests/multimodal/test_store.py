@@ -19,7 +19,15 @@ from PIL import ExifTags, Image
 from testing.fakes import make_item, qwen_vl
 from transformers import AutoImageProcessor
 
-from vlmrl.multimodal.images import blank, content_hash, encode_png, load_image, png_data_uri, source_key
+from vlmrl.multimodal.images import (
+    ImageError,
+    blank,
+    content_hash,
+    encode_png,
+    load_image,
+    png_data_uri,
+    source_key,
+)
 from vlmrl.multimodal.store import MediaStore, merge_mm_inputs
 from vlmrl.types import MediaItem
 
@@ -309,7 +317,7 @@ def test_an_image_is_loaded_from_a_url_with_redirects(store):
     url = f"http://127.0.0.1:{server.server_port}"
     try:
         assert store.load(f"{url}/image") is store.load(f"{url}/moved") is store.load(data)
-        with pytest.raises(ValueError, match=r"an image does not load: .*/none': Client error '404"):
+        with pytest.raises(ValueError, match=r"an image does not load: .*/none': 404"):
             store.load(f"{url}/none")
     finally:
         server.shutdown()
@@ -341,9 +349,8 @@ def test_a_png_keeps_the_mode_and_the_orientation_and_cmyk_becomes_rgb():
         (None, "None: "),
         ({"bytes": None, "path": None}, "None: "),
         (5, "5: "),
-        (Image.new("RGB", (1, 500)), "size=1x500 .*aspect ratio"),
     ],
-    ids=["path", "Path", "long", "bytes", "cut", "uri", "empty", "None", "hf", "number", "narrow"],
+    ids=["path", "Path", "long", "bytes", "cut", "uri", "empty", "None", "hf", "number"],
 )
 def test_what_is_no_image_is_named(source, named, store):
     for load in (load_image, store.load, lambda source: asyncio.run(store.get(source))):
@@ -365,7 +372,7 @@ def test_a_failure_reaches_all_who_wait_and_is_not_remembered(processor, tmp_pat
     async def gather():
         return await asyncio.gather(*(store.get(path) for _ in range(8)), return_exceptions=True)
 
-    assert [type(error) for error in asyncio.run(gather())] == [ValueError] * 8
+    assert [type(error) for error in asyncio.run(gather())] == [ImageError] * 8
     path.write_bytes(encoded(Image.new("RGB", (32, 32))))
     assert store.load(path).num_tokens == 1
 

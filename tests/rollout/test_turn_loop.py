@@ -264,11 +264,8 @@ def test_an_engine_that_counts_the_prompt_differently_is_refused():
         play(env(), lambda request, turn: completion("a", prompt_tokens=3))
 
 
-@pytest.mark.parametrize("where", ["prompt", "observation"])
-def test_a_image_that_does_not_load_fails_its_trajectory(where: str):
-    broken = b"\x89PNG no image"
-    task = a_task("What?", [broken]) if where == "prompt" else a_task()
-    trajectory = play(env(obs("x", images=[broken])), ["a", "b"], task)
+def test_an_image_of_the_prompt_that_does_not_load_fails_its_trajectory():
+    trajectory = play(env(obs("x")), ["a", "b"], a_task("What?", [b"\x89PNG no image"]))
     assert trajectory.ending == "error"
     assert trajectory.error is not None
     assert "image" in trajectory.error

@@ -35,7 +35,7 @@ class Rollout:
     max_env_retries_per_turn: int = 1
     """Retries per turn after an env error. Each retry builds a new env and replays the earlier turns in it."""
     env_timeout: float = 60.0
-    """Timeout of one env call, in seconds."""
+    """Timeout of one env call, and of fetching or processing one image, in seconds. Time in a queue does not count."""
     engine_timeout: float = 600.0
     """Timeout of one reply from the engine, in seconds."""
     max_refills: int = 2

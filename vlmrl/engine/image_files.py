@@ -3,50 +3,155 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import fcntl
 import json
+import os
+import shutil
 import tempfile
+import warnings
 import weakref
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
-from vlmrl.multimodal.images import encode_png, png_data_uri
+from vlmrl.multimodal.images import encode_png
 from vlmrl.types import MediaItem
 from vlmrl.utils.threads import DaemonPool
 
 MEMORY = Path("/dev/shm")  # a file system in memory: nothing is written to a disk
+PREFIX = "vlmrl-images-"
+LOCK = "owner.lock"
+
+
+class _Payload(NamedTuple):
+    text: bytes
+    png: bytes | None = None
+    """The PNG whose file could not be written."""
 
 
 class ImageFiles:
     """Each image as a JSON string: with ``files`` a path, for servers that read this machine's files, else a data URI.
 
-    Path and data URI live as long as the image. Used from one event loop.
+    Path and data URI live as long as the image. An image whose file cannot be written, for example because the file system is full, is
+    returned as a data URI, and the next request for it tries to write it again. Used from one event loop.
+
+    A process that is killed leaves its folder behind; the next ImageFiles with ``files`` deletes it.
     """
 
     def __init__(self, files: bool) -> None:
         self.encoded = 0
         """Number of PNGs made."""
-        self._payloads: weakref.WeakKeyDictionary[MediaItem, asyncio.Future[bytes]] = weakref.WeakKeyDictionary()
+        self._payloads: weakref.WeakKeyDictionary[MediaItem, asyncio.Future[_Payload]] = weakref.WeakKeyDictionary()
+        self._unwritten: weakref.WeakKeyDictionary[MediaItem, bytes] = weakref.WeakKeyDictionary()
         self._pool = DaemonPool("images", 2)
         self._numbers = count()
-        where = MEMORY if MEMORY.is_dir() else None
-        self._folder = tempfile.TemporaryDirectory(prefix="vlmrl-images-", dir=where) if files else None
+        self._warned = False
+        self._folder: _Folder | None = None
+        if files:
+            self._open_folder(MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir()))
 
     async def payload(self, item: MediaItem) -> bytes:
         """``"data:image/png;base64,..."`` or ``"/dev/shm/vlmrl-images-x/0.png"``, quotes included."""
-        if item not in self._payloads:
-            self.encoded += 1
-            self._payloads[item] = asyncio.ensure_future(self._pool.run(self._make, item))
-        return await asyncio.shield(self._payloads[item])
+        making = self._payloads.get(item)
+        if making is None:
+            png = self._unwritten.pop(item, None)
+            self.encoded += png is None
+            making = self._payloads[item] = asyncio.ensure_future(self._pool.run(self._make, item, png))
+        made: _Payload | None = None
+        try:
+            made = await asyncio.shield(making)
+            return made.text
+        finally:
+            if (made is None or made.png is not None) and making.done() and self._payloads.get(item) is making:
+                del self._payloads[item]  # an error, or a data URI in place of a file, is not kept
+                if made is not None and made.png is not None:
+                    self._unwritten[item] = made.png
 
     def close(self) -> None:
         self._pool.close()
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.close()
 
-    def _make(self, item: MediaItem) -> bytes:
-        if self._folder is None:
-            return f'"{png_data_uri(item.image)}"'.encode()
-        path = Path(self._folder.name) / f"{next(self._numbers)}.png"
-        path.write_bytes(encode_png(item.image))
-        weakref.finalize(item, path.unlink, missing_ok=True).atexit = False
-        return json.dumps(str(path)).encode()
+    def _open_folder(self, parent: Path) -> None:
+        try:
+            sweep(parent)
+            self._folder = _Folder(parent)
+        except OSError as error:
+            self._warn(parent, error)
+
+    def _make(self, item: MediaItem, png: bytes | None) -> _Payload:
+        png = encode_png(item.image) if png is None else png
+        unwritten = None
+        if self._folder is not None:
+            try:
+                path = self._folder.write(f"{next(self._numbers)}.png", png)
+                weakref.finalize(item, path.unlink, missing_ok=True).atexit = False
+                return _Payload(json.dumps(str(path)).encode())
+            except OSError as error:
+                self._warn(self._folder.path, error)
+                unwritten = png
+        return _Payload(b'"data:image/png;base64,' + base64.b64encode(png) + b'"', unwritten)
+
+    def _warn(self, folder: Path, error: OSError) -> None:
+        """Say once that requests will be larger."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"an image file cannot be written in {folder} ({error}), so requests to servers contain the image. Free space "
+                "there (in a container: a larger --shm-size), or set the servers' images to inline.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+class _Folder:
+    """A folder for the files of this process, which holds a lock in it as long as it lives, however it ends."""
+
+    def __init__(self, parent: Path) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        try:
+            new = self.path / f"{LOCK}.new"
+            lock = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            new.rename(
+                self.path / LOCK
+            )  # it appears locked: a process that starts now does not take it for a dead one's
+        except OSError:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
+        self._cleanup = weakref.finalize(self, _delete, self.path, lock)
+
+    def write(self, name: str, content: bytes) -> Path:
+        """Write a file, whole or not at all. Raises OSError."""
+        path, part = self.path / name, self.path / f"{name}.part"
+        try:
+            part.write_bytes(content)
+            part.rename(path)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+        return path
+
+    def close(self) -> None:
+        self._cleanup()
+
+
+def sweep(parent: Path) -> None:
+    """Delete the folders of image files in ``parent`` whose owners have ended without it. Others' and unreadable ones stay."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        try:
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue  # another user's, or just being made
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)  # its owner lives
+        else:
+            _delete(folder, lock)
+
+
+def _delete(folder: Path, lock: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)

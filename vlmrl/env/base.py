@@ -25,7 +25,12 @@ class RetryTurn(Exception):
 
 
 def obs(text: str = "", images: list[ImageSource] | None = None) -> dict[str, Any]:
-    """An observation: ``obs("Closer:", images=[crop])``."""
+    """An observation: ``obs("Closer:", images=[crop])``.
+
+    An image that cannot be shown, for example one of 256x1 pixels or bytes that do not decode, is an error that the model reads:
+    ``[This image cannot be shown: ...]`` in the image's place, counted as ``images_not_shown``. An address that does not answer in
+    time, or a value that is no image source, is an error of the env.
+    """
     observation: dict[str, Any] = {"obs_str": text}
     if images:
         observation["multi_modal_data"] = {"image": list(images)}

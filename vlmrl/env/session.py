@@ -21,6 +21,7 @@ from typing import Any
 from PIL import Image
 
 from vlmrl.env.base import Env, EnvSpec, RetryTurn
+from vlmrl.multimodal.images import image_digest
 from vlmrl.types import Message, Task
 from vlmrl.utils.threads import DaemonPool
 
@@ -356,7 +357,7 @@ def _digest(value: Any) -> str:
         if isinstance(item, StepResult):
             return plain([item.messages, item.done, item.reward])
         if isinstance(item, Image.Image):
-            return ("image", item.mode, item.size, plain(item.tobytes()))
+            return ("image", image_digest(item))
         if isinstance(item, bytes):
             return hashlib.blake2b(item, digest_size=16).hexdigest()
         if isinstance(item, dict):

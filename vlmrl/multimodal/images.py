@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import io
 import threading
@@ -10,46 +11,84 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 
+from vlmrl.multimodal.fetch import fetch_blocking, is_url
 from vlmrl.types import ImageSource
+from vlmrl.utils.http import RefusedError, RetryableError
 
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""The formats that are decoded. PIL knows more, and runs Ghostscript for one of them."""
+MAX_PIXELS = 2**26
+"""The largest width * height that is decoded: 67 million, about 0.7 GiB of memory while it is."""
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
-ANY_SIZE = {"min_pixels": 1, "max_pixels": 2**62}
-URL_TIMEOUT = 20  # seconds, to connect and between two chunks
-_DECODING = threading.Lock()  # PIL decodes an opened image at its first use, which is not thread-safe
+_DECODING = [
+    threading.Lock() for _ in range(64)
+]  # PIL decodes an opened image at its first use, which is not thread-safe
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
+
+
+class ImageError(ValueError):
+    """An image that cannot be loaded or shown.
+
+    ``reason`` is what a model may read about an image that an env made for it: the same text in every process, without an address or
+    path. ``None``: the image is not at fault, but the code that passed it or the machine.
+    """
+
+    def __init__(self, message: str, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class ImageUnavailableError(ImageError):
+    """An image that could not be read this time; another attempt may succeed."""
+
+
+class _SourceError(TypeError):
+    """No :data:`ImageSource`."""
+
+
+class _UnfitError(ValueError):
+    """What is wrong with an image, in words that a model may read."""
 
 
 def load_image(source: ImageSource) -> Image.Image:
-    """Any :data:`ImageSource` as an upright RGB image of its own size; transparency becomes white. Raises ValueError."""
-    from qwen_vl_utils import fetch_image
+    """Any :data:`ImageSource` as an upright RGB image of its own size; transparency becomes white.
 
-    source = _content(source)
-    with _naming(source):
-        image = _open(source)
-        if isinstance(image, Image.Image):
-            image = _upright(image)
-            if image.has_transparency_data:
-                image = image.convert("RGBA")  # the only mode that fetch_image puts on white
-        # fetch_image rounds sizes to a multiple of 2 * image_patch_size: 0.5 leaves the size to the model's own processor.
-        return fetch_image({"image": image, **ANY_SIZE}, image_patch_size=0.5)
+    Raises:
+        ImageError: it is no image in one of FORMATS, or has more than MAX_PIXELS; a ValueError.
+        ImageUnavailableError: its address did not answer in time.
+    """
+    with naming(source):
+        return decode(_fetched(source))
+
+
+def decode(source: ImageSource) -> Image.Image:
+    """As :func:`load_image`, of a source that is no URL; errors do not name it."""
+    from qwen_vl_utils.vision_process import to_rgb
+
+    image = _upright(_loaded(_open(source)))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")  # the only mode that to_rgb puts on white
+    return to_rgb(image)
 
 
 def data_uri(source: ImageSource) -> str:
     """Any :data:`ImageSource` as a data URI: encoded bytes and files as they are, all else as PNG."""
-    source = _content(source)
+    source = content_of(source)
     if isinstance(source, str) and source.startswith("data:"):
         return source
-    with _naming(source):
+    with naming(source):
         content = _encoded(source)
-        kind = Image.open(io.BytesIO(content)).get_format_mimetype()
+        kind = _identify(io.BytesIO(content)).get_format_mimetype()
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def encode_png(image: Image.Image) -> bytes:
     """The image as a PNG file, its EXIF orientation kept; a mode that PNG lacks, such as CMYK, becomes RGB."""
     buffer = io.BytesIO()
+    with naming(image):
+        _loaded(image)
     kept = image if image.mode in PNG_MODES else image.convert("RGB")
     kept.save(buffer, format="PNG", compress_level=1, exif=image.getexif())
     return buffer.getvalue()
@@ -63,18 +102,15 @@ def png_data_uri(image: Image.Image) -> str:
 def _encoded(source: ImageSource) -> bytes:
     if isinstance(source, bytes):
         return source
-    if isinstance(source, str | Path) and not str(source).startswith(("http://", "https://")):
+    if isinstance(source, str | Path) and not is_url(source):
         return Path(str(source).removeprefix("file://")).read_bytes()
     return encode_png(load_image(source))
 
 
 def image_size(source: ImageSource) -> tuple[int, int]:
-    """Width and height of the image that :func:`load_image` returns; files and bytes are not decoded for it."""
-    source = _content(source)
-    with _naming(source):
-        image = _open(source)
-        if not isinstance(image, Image.Image):
-            return load_image(source).size
+    """Width and height of the image that :func:`load_image` returns; only its header is decoded. Raises as :func:`load_image`."""
+    with naming(source):
+        image = _open(_fetched(source))
         width, height = image.size
         exif = image.getexif() if "exif" in image.info else {}  # without this condition, a PNG would be decoded
         sideways = exif.get(ExifTags.Base.Orientation, 1) >= 5  # rotated by 90 or 270 degrees
@@ -84,16 +120,18 @@ def image_size(source: ImageSource) -> tuple[int, int]:
 def _upright(image: Image.Image) -> Image.Image:
     """Rotated as its EXIF orientation says. Raises ValueError for more than 8 bits a channel: PIL would clip, not scale."""
     if image.mode.startswith(("I", "F")):
-        raise ValueError(
+        raise _UnfitError(
             f"mode {image.mode} holds more than 8 bits a channel; scale it to 0..255 first, for example with numpy."
         )
+    if image.getexif().get(ExifTags.Base.Orientation, 1) == 1:
+        return image  # without a copy
     return ImageOps.exif_transpose(image)
 
 
 def source_key(source: ImageSource) -> str:
     """A key that is equal for equal sources, made without decoding encoded images."""
-    source = _content(source)
-    with _naming(source):
+    source = content_of(source)
+    with naming(source):
         return _key(source)
 
 
@@ -103,7 +141,7 @@ def _key(source: ImageSource) -> str:
     if isinstance(source, bytes):
         return "bytes:" + hashlib.blake2b(source, digest_size=16).hexdigest()
     text = str(source)
-    if text.startswith(("http://", "https://", "data:")):
+    if is_url(text) or text.startswith("data:"):
         return text if len(text) < 200 else "text:" + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     path = Path(text.removeprefix("file://"))
     stamp = path.stat() if path.is_file() else None
@@ -112,8 +150,7 @@ def _key(source: ImageSource) -> str:
 
 def content_hash(image: Image.Image) -> str:
     """A hash of mode, size, orientation, palette and pixels: equal for two encodings of one image."""
-    with _DECODING:
-        image.load()
+    _loaded(image)
     orientation = image.getexif().get(ExifTags.Base.Orientation)
     meaning = (image.mode, image.size, image.getpalette(None), image.info.get("transparency"), orientation)
     digest = hashlib.blake2b(repr(meaning).encode(), digest_size=16)
@@ -121,39 +158,106 @@ def content_hash(image: Image.Image) -> str:
     return digest.hexdigest()
 
 
-def _content(source: ImageSource) -> ImageSource:
+def image_digest(image: Image.Image) -> str:
+    """:func:`content_hash`; of an image that is refused or does not decode, a hash of its format, mode and size."""
+    try:
+        return content_hash(image)
+    except Exception:
+        return hashlib.blake2b(repr((image.format, image.mode, image.size)).encode(), digest_size=16).hexdigest()
+
+
+def content_of(source: ImageSource) -> ImageSource:
     """The bytes or path inside the Hugging Face ``datasets`` form; other sources as they are."""
     return (source.get("bytes") or source.get("path")) if isinstance(source, dict) else source
 
 
-def _open(source: ImageSource) -> ImageSource:
-    """A PIL image. Anything that is no image source is returned as it is: fetch_image then raises the error."""
-    if isinstance(source, str) and source.startswith("data:") and "base64," in source:
+def _fetched(source: ImageSource) -> ImageSource:
+    source = content_of(source)
+    return fetch_blocking(source) if is_url(source) else source
+
+
+def _open(source: ImageSource) -> Image.Image:
+    """A PIL image, not decoded if it came encoded, whose format and size are allowed."""
+    source = content_of(source)
+    if isinstance(source, str) and source.startswith("data:"):
+        if "base64," not in source:
+            raise _UnfitError("a data URI must hold base64.")
         source = base64.b64decode(source.partition("base64,")[2])
     if isinstance(source, bytes):
-        return Image.open(io.BytesIO(source))
-    if isinstance(source, str) and source.startswith(("http://", "https://")):
-        response = httpx.get(source, timeout=URL_TIMEOUT, follow_redirects=True).raise_for_status()
-        return Image.open(io.BytesIO(response.content))
-    if isinstance(source, str | Path):
-        return Image.open(str(source).removeprefix("file://"))
-    if isinstance(source, Image.Image):
-        with _DECODING:
-            source.load()
-    return source
+        source = _identify(io.BytesIO(source))
+    elif isinstance(source, str | Path):
+        source = _identify(str(source).removeprefix("file://"))
+    if not isinstance(source, Image.Image):
+        raise _SourceError(
+            f"an image is a PIL image, bytes, a path, a URL or a data URI, not a {type(source).__name__}."
+        )
+    return _allowed(source)
+
+
+def _identify(file: str | io.BytesIO) -> ImageFile.ImageFile:
+    try:
+        return Image.open(file, formats=FORMATS)
+    except UnidentifiedImageError as error:
+        raise _UnfitError(f"cannot identify image file: it has none of the formats {', '.join(FORMATS)}.") from error
+
+
+def _allowed(image: Image.Image) -> Image.Image:
+    """The image, if its format is one of FORMATS and its size within limits. Decodes nothing."""
+    width, height = image.size
+    if isinstance(image, ImageFile.ImageFile) and image.format not in (
+        *FORMATS,
+        "MPO",
+    ):  # MPO: JPEG with several images
+        raise _UnfitError(f"its format is {image.format}, none of {', '.join(FORMATS)}: convert it first.")
+    if min(width, height) < 1:
+        raise _UnfitError(f"it is {width}x{height} pixels, but it must have at least one.")
+    if width * height > MAX_PIXELS:
+        raise _UnfitError(f"it is {width}x{height} pixels, more than {MAX_PIXELS} in all: scale it down first.")
+    return image
+
+
+def _loaded(image: Image.Image) -> Image.Image:
+    """The image with its pixels decoded, in one thread at a time."""
+    _allowed(image)
+    with _DECODING[id(image) // 16 % len(_DECODING)]:
+        image.load()
+    return image
 
 
 @contextmanager
-def _naming(source: ImageSource) -> Iterator[None]:
-    """Within the context, errors become ValueErrors that name the source."""
+def naming(source: ImageSource) -> Iterator[None]:
+    """Within the context, errors become an :class:`ImageError` that names the source."""
     try:
         yield
+    except ImageError:
+        raise
     except Exception as error:
-        raise ValueError(f"an image does not load: {describe(source)}: {error}") from error
+        message = f"an image does not load: {describe(source)}: {error}"
+        if isinstance(error, RetryableError | MemoryError) or _may_pass(error):
+            raise ImageUnavailableError(message) from error
+        raise ImageError(message, _reason(error)) from error
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether the machine reported the error, such as too many open files; PIL's own errors have no number."""
+    return isinstance(error, OSError) and error.errno is not None and error.errno not in _ABSENT
+
+
+def _reason(error: Exception) -> str | None:
+    if isinstance(error, _SourceError):
+        return None
+    if isinstance(error, _UnfitError):
+        return str(error)
+    if isinstance(error, RefusedError):
+        return "its address does not return it."
+    if isinstance(error, OSError) and error.errno is not None:
+        return "there is no such file."
+    return "it does not decode."
 
 
 def describe(source: ImageSource) -> str:
     """A short text for the source, for error messages."""
+    source = content_of(source)
     if isinstance(source, bytes):
         return f"{len(source)} bytes beginning with {source[:8]!r}"
     text = repr(source)

@@ -6,18 +6,30 @@ The turn loop gets a :class:`MediaItem` for every image of a prompt or an observ
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from PIL import Image
 
 from vlmrl.model.families.base import Family, Size
-from vlmrl.multimodal.images import content_hash, image_size, load_image, source_key
+from vlmrl.multimodal.fetch import SECONDS, fetch, image_loop, is_url
+from vlmrl.multimodal.images import (
+    ImageError,
+    ImageUnavailableError,
+    content_hash,
+    content_of,
+    decode,
+    describe,
+    image_size,
+    naming,
+    source_key,
+)
 from vlmrl.types import ImageSource, MediaItem
-from vlmrl.utils.threads import DaemonPool, SingleFlight
+from vlmrl.utils.work_pool import DeadlineError, SharedTasks, WorkPool
+
+T = TypeVar("T")
 
 
 class Measure(NamedTuple):
@@ -36,6 +48,9 @@ class MediaStore:
     ``image_processor`` is from :meth:`Family.load_processor`; ``max_pixels`` lowers its limit. ``transform`` is applied to each
     decoded image, for controls such as :func:`vlmrl.multimodal.images.blank`. ``seen`` counts requested images, ``processed`` those
     that went through the processor.
+
+    All bookkeeping is done in the process's event loop for images; ``threads`` threads hash, decode and process. An address is
+    fetched in the loop, so that a slow one holds no thread, and neither does a second request for an image that is being made.
     """
 
     def __init__(
@@ -51,69 +66,108 @@ class MediaStore:
         self._processor = image_processor
         self._max_pixels = max_pixels
         self._transform = transform
-        self._pool = DaemonPool("media", threads)
-        self._lock = threading.Lock()
+        self._pool = WorkPool("media", threads)
         self._items: weakref.WeakValueDictionary[str, MediaItem] = weakref.WeakValueDictionary()
         self._ids: dict[str, str] = {}  # source key -> content hash
-        # By source key while an image is loaded, by content hash while it is processed.
-        self._flight: SingleFlight[MediaItem] = SingleFlight()
+        self._loading = SharedTasks()  # by source key
+        self._processing = SharedTasks()  # by content hash
         self.seen = 0
         self.processed = 0
 
-    async def get(self, source: ImageSource) -> MediaItem:
-        """The image's item. Loading and processing run in the store's threads, never in the event loop."""
-        return await self._pool.run(self.load, source)
+    async def get(self, source: ImageSource, seconds: float = SECONDS) -> MediaItem:
+        """The image's item.
+
+        ``seconds`` is the deadline of fetching an address, with all attempts, and of each piece of work on the image, counted from
+        when a thread begins it. Time in the queue does not count.
+
+        Raises:
+            ImageError: the source is no image, or none that the processor accepts; a ValueError.
+            ImageUnavailableError: a deadline passed; another attempt may succeed.
+        """
+        return await image_loop().run(self._get(source, seconds))
+
+    def load(self, source: ImageSource) -> MediaItem:
+        """As :meth:`get`; the calling thread waits."""
+        return image_loop().wait(self._get(source, SECONDS))
 
     def measure(self, source: ImageSource) -> Measure:
-        """The size and token count that the image would have after :meth:`load`, without decoding it."""
+        """The size and token count that the image would have after :meth:`load`, without decoding it.
+
+        An image at an address is fetched for it, while the calling thread waits. Raises as :meth:`get`.
+        """
         given = image_size(source)
-        shown = self._resized(given)
+        shown = self._resized(source, given)
         return Measure(given, shown, self._family.num_tokens(self._processor, shown))
 
     def close(self) -> None:
         """End the store's threads."""
         self._pool.close()
 
-    def load(self, source: ImageSource) -> MediaItem:
-        """As :meth:`get`, in the calling thread. Raises ValueError if the source is no image."""
-        with self._lock:
-            self.seen += 1
-        key = source_key(source)
-        return self._once(key, lambda: self._load(key, source))
-
-    def _once(self, key: str, make: Callable[[], MediaItem]) -> MediaItem:
-        """The item of a source key or content hash if it still exists; else ``make()``, run by one thread while others wait."""
-        return self._flight.get(key, self._find, make)[0]
+    async def _get(self, source: ImageSource, seconds: float) -> MediaItem:
+        self.seen += 1
+        key = await self._run(source, seconds, source_key, source)
+        item = self._find(key)
+        if item is None:
+            item = await self._loading.get(key, lambda: self._load(key, source, seconds))
+        return item
 
     def _find(self, key: str) -> MediaItem | None:
-        with self._lock:
-            return self._items.get(self._ids.get(key, key))
+        """The item of a source key or content hash, if it still exists."""
+        return self._items.get(self._ids.get(key, key))
 
-    def _load(self, key: str, source: ImageSource) -> MediaItem:
-        image = load_image(source)
-        if self._transform is not None:
-            image = self._transform(image)
-        content = content_hash(image)
-        item = self._once(content, lambda: self._process(content, image))
-        with self._lock:
-            self._ids[key] = content
+    async def _load(self, key: str, source: ImageSource, seconds: float) -> MediaItem:
+        content = content_of(source)
+        if is_url(content):
+            with naming(source):
+                content = await fetch(content, seconds)
+        name, image = await self._run(source, seconds, self._decode, source, content)
+        item = self._find(name)
+        if item is None:
+            item = await self._processing.get(name, lambda: self._process(name, source, image, seconds))
+        self._ids[key] = name
         weakref.finalize(item, self._ids.pop, key, None).atexit = False
         return item
 
-    def _resized(self, size: Size) -> Size:
-        return self._family.resized(self._processor, size, self._max_pixels)
+    async def _process(self, name: str, source: ImageSource, image: Image.Image, seconds: float) -> MediaItem:
+        # First in the queue: otherwise many decoded images would wait there, at their full size.
+        item = await self._run(source, seconds, self._new_item, name, image, first=True)
+        self.processed += 1
+        self._items[name] = item
+        return item
 
-    def _process(self, content: str, image: Image.Image) -> MediaItem:
+    async def _run(
+        self, source: ImageSource, seconds: float, function: Callable[..., T], *args: Any, first: bool = False
+    ) -> T:
+        """One call in the store's threads."""
+        try:
+            return await self._pool.run(seconds, function, *args, first=first)
+        except DeadlineError as error:
+            raise ImageUnavailableError(f"an image does not load: {describe(source)}: {error}") from error
+
+    def _decode(self, source: ImageSource, content: ImageSource) -> tuple[str, Image.Image]:
+        """The decoded image and its content hash, for a source whose content is no URL."""
+        with naming(source):
+            image = decode(content)
+        if self._transform is not None:
+            image = self._transform(image)
+        self._resized(source, image.size)  # raises for a size that the processor refuses
+        return content_hash(image), image
+
+    def _resized(self, source: ImageSource, size: Size) -> Size:
+        try:
+            return self._family.resized(self._processor, size, self._max_pixels)
+        except ValueError as error:
+            reason = f"it is {size[0]}x{size[1]} pixels, which the model's image processor refuses: {error}"
+            raise ImageError(f"an image does not load: {describe(source)}: {reason}", reason) from error
+
+    def _new_item(self, name: str, image: Image.Image) -> MediaItem:
         """Resize as the processor would, then make the tensors."""
-        family, processor, size = self._family, self._processor, self._resized(image.size)
+        family, processor = self._family, self._processor
+        size = family.resized(processor, image.size, self._max_pixels)
         if size != image.size:
             image = family.resize(image, size)
         inputs = family.image_inputs(processor, image)
-        item = MediaItem(content, image, inputs, family.num_tokens(processor, size), family.separators(processor, size))
-        with self._lock:
-            self.processed += 1
-            self._items[content] = item
-        return item
+        return MediaItem(name, image, inputs, family.num_tokens(processor, size), family.separators(processor, size))
 
 
 def merge_mm_inputs(items: Sequence[MediaItem]) -> dict[str, torch.Tensor]:

@@ -90,9 +90,8 @@ class Client:
         """Load and process images; each distinct image is processed once."""
         if images and self._loop.store is None:
             raise ValueError(f"{len(images)} images for a model that reads text only.")
-        return (
-            list(await asyncio.gather(*(self._loop.store.get(image) for image in images))) if self._loop.store else []
-        )
+        store, seconds = self._loop.store, self._loop.config.env_timeout
+        return list(await asyncio.gather(*(store.get(image, seconds) for image in images))) if store else []
 
     def trajectory(self, reward: float, *, metrics: Mapping[str, float] | None = None) -> Trajectory:
         """The finished episode: every reply sampled so far, in order, and its reward."""

@@ -10,15 +10,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from vlmrl.config import Rollout
 from vlmrl.engine.base import Engine, EngineError, Request, SamplingParams
 from vlmrl.env.base import EnvSpec, RetryTurn
 from vlmrl.env.session import EnvContractError, EnvError, EnvSession, TaskError
+from vlmrl.multimodal.images import ImageUnavailableError
 from vlmrl.multimodal.renderer import Rendered, Renderer, expand
 from vlmrl.multimodal.store import MediaStore
+from vlmrl.rollout.answer_images import load_answer_images
 from vlmrl.rollout.history import Append, HistoryPolicy, Rerender, new_history, reply_message
 from vlmrl.types import (
     TRUNCATED,
@@ -183,8 +186,9 @@ class TurnLoop:
             ending = self._ending(trajectory, answer)
             if ending is None:
                 assert answer is not None
+                answer, loaded = await self._load_answer(answer, trajectory)
                 following = history.continuation(turn, answer)
-                piece = await self._load(following.rendered, answer, trajectory)
+                piece = await self._load(following.rendered, answer, trajectory, loaded)
                 if following.is_whole_prompt:
                     piece = context.without_common_prefix(piece, self.renderer.image_token_id)
                 if context.length_with(piece) - following.dropped >= self.config.max_tokens:
@@ -287,19 +291,39 @@ class TurnLoop:
             kept_media=piece.kept_media,
         )
 
-    async def _load(self, rendered: Rendered, messages: list[Message], trajectory: Trajectory) -> _Piece:
-        """Load the images of rendered messages, concurrently, and expand their placeholders."""
+    async def _load_answer(
+        self, answer: list[Message], trajectory: Trajectory
+    ) -> tuple[list[Message], dict[int, MediaItem]]:
+        """The observation with a text for each image that cannot be shown, and the other images, by the ``id`` of their source."""
+        where = f"task {trajectory.task.id}, turn {len(trajectory.turns)}"
+        images = await load_answer_images(answer, self.store, self.config.env_timeout, where)
+        if images.not_shown:
+            trajectory.turns[-1].metrics["images_not_shown"] = float(images.not_shown)
+        return images.messages, images.items
+
+    async def _load(
+        self,
+        rendered: Rendered,
+        messages: list[Message],
+        trajectory: Trajectory,
+        loaded: Mapping[int, MediaItem] = MappingProxyType({}),
+    ) -> _Piece:
+        """Load the images of rendered messages, concurrently, and expand their placeholders.
+
+        ``loaded`` holds images that are loaded already, by the ``id`` of their source.
+        """
         media: list[MediaItem] = []
         if rendered.images:
             assert self.store is not None  # the renderer of a text model refuses images
             where = f"task {trajectory.task.id}, turn {len(trajectory.turns)}"
+            missing = [source for source in rendered.images if id(source) not in loaded]
+            seconds = self.config.env_timeout
             try:
-                async with asyncio.timeout(self.config.env_timeout):
-                    media += await asyncio.gather(*map(self.store.get, rendered.images))
+                rest = iter(await asyncio.gather(*(self.store.get(source, seconds) for source in missing)))
             except ValueError as error:
-                raise TaskError(f"{where}: {error}") from error
-            except TimeoutError as error:
-                raise EnvError(f"{where}: images not loaded in {self.config.env_timeout:g} s.") from error
+                passing = isinstance(error, ImageUnavailableError) or trajectory.turns
+                raise (EnvError if passing else TaskError)(f"{where}: {error}") from error
+            media = [loaded[id(source)] if id(source) in loaded else next(rest) for source in rendered.images]
         expanded = expand(rendered.token_ids, self.renderer.image_token_id, media)
         return _Piece(rendered.token_ids, expanded, media, messages)
 

@@ -96,15 +96,26 @@ def retrying(
     Pauses double from 0.25 s up to ``longest_pause`` and are shortened at random by up to half, so that many clients do not
     return at the same moment. No pause begins that could end later than ``patience`` seconds after the first attempt.
     """
+    return tenacity.Retrying(**_rules(attempts, patience, longest_pause))
+
+
+def async_retrying(
+    *, attempts: float = math.inf, patience: float = math.inf, longest_pause: float = math.inf
+) -> tenacity.AsyncRetrying:
+    """As :func:`retrying`, for an async function."""
+    return tenacity.AsyncRetrying(**_rules(attempts, patience, longest_pause))
+
+
+def _rules(attempts: float, patience: float, longest_pause: float) -> dict[str, Any]:
     pause = tenacity.wait_exponential(multiplier=FIRST_PAUSE, max=longest_pause)
 
     def stop(state: tenacity.RetryCallState) -> bool:
         waited = state.seconds_since_start or 0.0
         return state.attempt_number >= attempts or waited + pause(state) > patience
 
-    return tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(RetryableError),
-        wait=lambda state: pause(state) * random.uniform(0.5, 1.0),
-        stop=stop,
-        reraise=True,
-    )
+    return {
+        "retry": tenacity.retry_if_exception_type(RetryableError),
+        "wait": lambda state: pause(state) * random.uniform(0.5, 1.0),
+        "stop": stop,
+        "reraise": True,
+    }

@@ -1,0 +1,168 @@
+"""Which images are decoded at all: formats, sizes, and what is refused before a pixel exists."""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+import threading
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from testing.episodes import image, new_store
+
+from vlmrl.multimodal import images
+from vlmrl.multimodal.images import (
+    FORMATS,
+    ImageError,
+    ImageUnavailableError,
+    data_uri,
+    encode_png,
+    image_digest,
+    image_size,
+    load_image,
+    source_key,
+)
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def encoded(kind: str, size: tuple[int, int] = (64, 32)) -> bytes:
+    buffer = io.BytesIO()
+    image(size=size).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def header(width: int, height: int) -> bytes:
+    """A PNG that claims a size and holds no pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    sizes = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", sizes) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+LOADS: list[Callable[[Any], Any]] = [load_image, image_size, new_store().load, new_store().measure]
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_postscript_is_not_run(load: Callable[[Any], Any], tmp_path: Path):
+    """PIL runs Ghostscript for it: a process, which `tests/conftest.py` refuses."""
+    path = tmp_path / "a.png"
+    path.write_bytes(EPS)
+    uri = "data:image/png;base64," + base64.b64encode(EPS).decode()
+    for source in (EPS, path, str(path), f"file://{path}", uri, {"bytes": EPS, "path": None}):
+        with pytest.raises(ImageError, match=r"cannot identify image file: it has none of the formats PNG, JPEG"):
+            load(source)
+
+
+@pytest.mark.parametrize("use", [*LOADS, encode_png, source_key, data_uri])
+def test_postscript_that_someone_opened_is_not_run(use: Callable[[Any], Any]):
+    with pytest.raises(ImageError, match="its format is EPS, none of PNG"):
+        use(Image.open(io.BytesIO(EPS)))
+
+
+def test_a_digest_of_an_image_that_is_refused_is_one_of_its_size_alone():
+    one, two = Image.open(io.BytesIO(EPS)), Image.open(io.BytesIO(EPS + b"\n"))
+    assert image_digest(one) == image_digest(two) != image_digest(Image.new("RGB", (10, 10)))
+
+
+@pytest.mark.parametrize("kind", [*FORMATS, "MPO"])
+def test_the_usual_formats_are_decoded(kind: str):
+    data = encoded(kind)
+    for source in (data, Image.open(io.BytesIO(data))):
+        loaded = load_image(source)
+        assert (loaded.mode, loaded.size) == ("RGB", (64, 32))
+        red, green, blue = loaded.getpixel((20, 20))
+        assert red > 250 and green < 5 and blue < 5
+        assert new_store().load(source).num_tokens == 2
+
+
+@pytest.mark.parametrize("kind", ["ICO", "TGA", "PCX", "SGI", "JPEG2000"])
+def test_other_formats_are_refused_with_the_ones_that_are_not(kind: str):
+    data = encoded(kind, (64, 64))
+    with pytest.raises(ImageError, match=r"none of the formats PNG, JPEG, WEBP, GIF, BMP, TIFF, PPM"):
+        load_image(data)
+    with pytest.raises(ImageError, match=rf"its format is {kind}, none of PNG"):
+        load_image(Image.open(io.BytesIO(data)))
+    assert load_image(Image.open(io.BytesIO(data)).convert("RGB")).size == (64, 64)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("load", LOADS)
+def test_too_many_pixels_are_refused_before_one_is_decoded(load: Callable[[Any], Any]):
+    bomb = header(12_000, 12_000)  # decoding it would say that its data is cut
+    for source in (bomb, Image.open(io.BytesIO(bomb))):
+        with pytest.raises(
+            ImageError, match=r"it is 12000x12000 pixels, more than 67108864 in all: scale it down first"
+        ):
+            load(source)
+    with pytest.raises(ImageError, match="exceeds limit"):  # PIL's own
+        load(header(2**31 - 1, 2**31 - 1))
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_the_limit_is_the_number_of_pixels(load: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(images, "MAX_PIXELS", 64 * 32)
+    assert load(image(size=(64, 32))) and load(encoded("PNG", (32, 64)))
+    for source in (image(size=(64, 33)), encoded("JPEG", (33, 64))):
+        with pytest.raises(ImageError, match=r"pixels, more than 2048 in all"):
+            load(source)
+
+
+def test_an_image_with_an_extreme_shape_is_loaded_and_only_the_processor_refuses_it():
+    assert load_image(image(size=(1, 500))).size == (1, 500)
+    for refuses in (new_store().load, new_store().measure):
+        with pytest.raises(
+            ImageError, match=r"size=1x500 .*it is 1x500 pixels, .* aspect ratio must be smaller than 200"
+        ):
+            refuses(image(size=(1, 500)))
+
+
+def test_a_loaded_image_is_a_copy():
+    source = image()
+    loaded = load_image(source)
+    loaded.putpixel((0, 0), (0, 0, 255))
+    assert source.getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_what_the_machine_failed_at_may_succeed_later(tmp_path: Path):
+    class Broken(Image.Image):
+        def load(self) -> Any:
+            raise OSError(24, "Too many open files")
+
+    broken = Broken()
+    broken._size, broken._mode = (64, 32), "RGB"
+    with pytest.raises(ImageUnavailableError, match="Too many open files") as failure:
+        load_image(broken)
+    assert failure.value.reason is None
+
+
+def test_one_image_that_decodes_slowly_does_not_keep_others_from_decoding():
+    entered, go = threading.Event(), threading.Event()
+
+    class Slow(Image.Image):
+        def load(self) -> Any:
+            entered.set()
+            assert go.wait(60)
+            return super().load()
+
+    slow = Slow()
+    slow._size, slow._mode, slow.im = (64, 32), "RGB", image().im
+    thread = threading.Thread(target=load_image, args=[slow], daemon=True)
+    thread.start()
+    assert entered.wait(60)
+    others = [image(name) for name in ("red", "green", "blue")]
+    found = [each for each in others if id(each) // 16 % 64 != id(slow) // 16 % 64]
+    loaded: list[Image.Image] = []
+    second = threading.Thread(target=lambda: loaded.extend(map(load_image, found)), daemon=True)
+    second.start()
+    second.join(60)
+    assert found and len(loaded) == len(found) and thread.is_alive()
+    go.set()
+    thread.join(60)

@@ -1,0 +1,279 @@
+"""Slow and broken images hold up nobody else: the store's deadlines, its queue, and addresses that do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from PIL import Image
+from testing.episodes import a_task, new_store, turn_loop
+from testing.fakes import qwen_vl
+from transformers import Qwen2VLImageProcessor
+
+from vlmrl import Env, obs
+from vlmrl.model.families.qwen3_vl import Qwen3VL
+from vlmrl.multimodal.images import ImageError, ImageUnavailableError
+from vlmrl.multimodal.store import MediaStore
+from vlmrl.rollout.runner import Runner
+from vlmrl.utils.threads import DaemonPool
+
+LIMIT = 60.0  # seconds that no test comes near
+
+
+def color(name: str) -> Image.Image:
+    return Image.new("RGB", (64, 32), name)
+
+
+def store_with(transform: Callable[[Image.Image], Image.Image], threads: int = 1) -> MediaStore:
+    size = {"shortest_edge": 32 * 32, "longest_edge": 256 * 256}
+    processor = Qwen2VLImageProcessor(patch_size=16, temporal_patch_size=2, merge_size=2, size=size)
+    return MediaStore(qwen_vl(), processor, transform=transform, threads=threads)
+
+
+class Gate:
+    """A transform that blocks on red images until it is opened."""
+
+    def __init__(self) -> None:
+        self.entered, self.open = threading.Event(), threading.Event()
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        if image.getpixel((0, 0)) == (255, 0, 0):
+            self.entered.set()
+            assert self.open.wait(LIMIT)
+        return image
+
+
+async def until(event: threading.Event) -> None:
+    assert await DaemonPool("wait").run(event.wait, LIMIT)
+
+
+class One(Env):
+    def step(self, response_text: str):
+        return obs(), True, {"reward": 1.0}
+
+
+# The queue
+
+
+def test_the_time_in_the_queue_is_not_part_of_a_deadline():
+    gate = Gate()
+    store = store_with(gate)
+
+    async def main():
+        red = asyncio.create_task(store.get(color("red"), LIMIT))
+        await until(gate.entered)
+        blue = asyncio.create_task(store.get(color("blue"), 1.0))  # its work takes some milliseconds
+        await asyncio.wait([blue], timeout=1.5)
+        assert not blue.done()
+        gate.open.set()
+        return await asyncio.wait_for(asyncio.gather(red, blue), LIMIT)
+
+    assert [item.num_tokens for item in asyncio.run(main())] == [2, 2]
+
+
+def test_env_timeout_does_not_include_the_queue_for_the_stores_threads():
+    gate = Gate()
+    loop = turn_loop(One, lambda request, turn: "x", group_size=1, env_timeout=1.0)
+    loop.store = store_with(gate)
+
+    async def main():
+        red = asyncio.create_task(loop.store.get(color("red"), LIMIT))
+        await until(gate.entered)
+        tasks = [a_task("?", [color(name)], id=name) for name in ("blue", "green", "black")]
+        played = [asyncio.create_task(loop.play(task, task.id, f"{task.id}/00")) for task in tasks]
+        await asyncio.wait(played, timeout=1.5)
+        gate.open.set()
+        await red
+        return await asyncio.gather(*played)
+
+    assert [(trajectory.ending, trajectory.error) for trajectory in asyncio.run(main())] == [("env_done", None)] * 3
+
+
+def test_a_thread_whose_work_never_ends_is_replaced():
+    gate = Gate()
+    store = store_with(gate)
+
+    async def main():
+        with pytest.raises(ImageUnavailableError, match=r"size=64x32 .*: no result within 0.05 s"):
+            await store.get(color("red"), 0.05)
+        async with asyncio.timeout(LIMIT):
+            return await store.get(color("blue"), LIMIT)
+
+    try:
+        assert asyncio.run(main()).num_tokens == 2 and not gate.open.is_set()
+    finally:
+        gate.open.set()
+
+
+def test_a_caller_that_is_cancelled_leaves_the_work_to_those_who_wait():
+    gate = Gate()
+    store = store_with(gate)
+
+    async def main():
+        first, second = (asyncio.create_task(store.get(color("red"), LIMIT)) for _ in range(2))
+        await until(gate.entered)
+        first.cancel()
+        await asyncio.wait([first])
+        gate.open.set()
+        return first.cancelled(), (await second).num_tokens
+
+    assert asyncio.run(main()) == (True, 2)
+    assert store.processed == 1
+
+
+def test_requests_for_an_image_that_is_being_made_hold_no_thread():
+    gate = Gate()
+    store = store_with(gate, threads=2)
+
+    async def main():
+        red = [asyncio.create_task(store.get(color("red"), LIMIT)) for _ in range(8)]
+        await until(gate.entered)
+        async with asyncio.timeout(LIMIT / 3):
+            blue = await store.get(color("blue"), LIMIT)
+        assert not any(task.done() for task in red)
+        gate.open.set()
+        return blue, await asyncio.gather(*red)
+
+    blue, red = asyncio.run(main())
+    assert len({id(item) for item in red}) == 1 and blue is not red[0]
+    assert store.processed == 2
+
+
+def test_a_closed_store_answers_with_an_error():
+    store = new_store()
+    store.close()
+    with pytest.raises(RuntimeError, match="the threads media are closed"):
+        store.load(color("red"))
+
+
+# Addresses
+
+
+class Web:
+    """A server on 127.0.0.1. ``/drip`` never ends; ``/503`` fails once, then returns an image; ``/404`` is not there."""
+
+    def __init__(self) -> None:
+        web = self
+        self.paths: list[str] = []
+        self.dripping, self.end = threading.Event(), threading.Event()
+        png = io.BytesIO()
+        color("green").save(png, "PNG")
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                web.paths.append(self.path)
+                if self.path == "/drip":
+                    return self.drip()
+                status = 404 if self.path == "/404" else 503 if web.paths.count(self.path) == 1 else 200
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(png.getvalue())))
+                self.end_headers()
+                self.wfile.write(png.getvalue())
+
+            def drip(self) -> None:
+                self.send_response(200)
+                self.send_header("Content-Length", "1000000")
+                self.end_headers()
+                web.dripping.set()
+                try:
+                    while not web.end.wait(0.01):
+                        self.wfile.write(b"x")
+                except OSError:  # the client has closed the connection
+                    pass
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def close(self) -> None:
+        self.end.set()
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def web() -> Iterator[Web]:
+    web = Web()
+    yield web
+    web.close()
+
+
+@pytest.mark.slow
+def test_slow_addresses_hold_up_no_other_image(web: Web):
+    store = store_with(lambda image: image, threads=1)
+
+    async def main():
+        slow = [asyncio.create_task(store.get(f"{web.url}/drip", LIMIT)) for _ in range(8)]
+        await until(web.dripping)
+        async with asyncio.timeout(LIMIT / 3):
+            item = await store.get(color("blue"), LIMIT)
+        assert not any(task.done() for task in slow)
+        for task in slow:
+            task.cancel()
+        return item
+
+    assert asyncio.run(main()).num_tokens == 2
+    assert web.paths == ["/drip"]  # one request for all eight
+
+
+@pytest.mark.slow
+def test_one_dripping_row_costs_no_other_group(web: Web):
+    loop = turn_loop(
+        One, lambda request, turn: "x", group_size=4, max_failed_fraction=1.0, env_timeout=1.0, max_refills=0
+    )
+    loop.store = store_with(lambda image: image, threads=1)
+    good = [a_task("?", [color(name)], id=name) for name in ("red", "green", "blue")]
+    played = asyncio.run(Runner(loop).play(iter([a_task("?", [f"{web.url}/drip"], id="drips"), *good]), 4, "x"))
+    assert sorted(group[0].task.id for group in played.groups) == ["blue", "green", "red"]
+    assert [(trajectory.task.id, trajectory.non_retryable) for trajectory in played.failed] == [("drips", False)] * 4
+    assert "/drip': no whole reply within 1 s" in (played.failed[0].error or "")
+
+
+@pytest.mark.slow
+def test_an_address_is_tried_again_after_a_503_and_not_after_a_404(web: Web):
+    store = new_store()
+    assert store.load(f"{web.url}/503").num_tokens == 2
+    with pytest.raises(ImageError, match=r"/404': 404 Not Found"):
+        store.load(f"{web.url}/404")
+    assert web.paths == ["/503", "/503", "/404"]
+
+
+@pytest.mark.slow
+def test_a_task_whose_image_is_gone_is_a_data_error(web: Web):
+    loop = turn_loop(One, ["x"])
+    trajectory = asyncio.run(loop.play(a_task("?", [f"{web.url}/404"]), "g", "g/00"))
+    assert trajectory.non_retryable and "404 Not Found" in (trajectory.error or "")
+
+
+def test_decoded_images_do_not_wait_for_the_processor_while_others_are_decoded():
+    """They are held at their full size, so that there may be one for each thread, however many images are requested."""
+    waiting, most = 0, 0
+
+    def decoded(image: Image.Image) -> Image.Image:
+        nonlocal waiting, most
+        waiting += 1
+        most = max(most, waiting)
+        return image
+
+    class Counts(Qwen3VL):
+        def image_inputs(self, processor: Any, image: Image.Image) -> dict[str, Any]:
+            nonlocal waiting
+            waiting -= 1
+            return super().image_inputs(processor, image)
+
+    store = store_with(decoded)
+    store._family = Counts(qwen_vl().config)
+
+    async def main():
+        return await asyncio.gather(*(store.get(Image.new("RGB", (64, 32), (0, 0, blue))) for blue in range(12)))
+
+    assert len({id(item) for item in asyncio.run(main())}) == 12
+    assert (waiting, most) == (0, 1)
