@@ -13,7 +13,8 @@ class ServerSettings:
     section: ClassVar[str] = "server"
     """Name of the section in the config, as error messages give it."""
     urls: tuple[str, ...] = ()
-    """Addresses of running servers, such as `http://node7:30000`. Unset: the run starts its own servers."""
+    """Addresses of running servers, such as `http://node7:30000`. Unset: the run starts its own servers.
+    If they want an API key, put it in the environment variable `VLMRL_SERVER_TOKEN`: it is sent to each of them."""
     servers: int = 1
     """Number of servers to start."""
     tp: int = 1

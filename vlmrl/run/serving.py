@@ -14,7 +14,14 @@ import torch
 from vlmrl.checks.server_parity import ParityReport, check_parity, parity_questions
 from vlmrl.config import Config, ServerSettings
 from vlmrl.engine.server import LocalProcess, Server, free_ports
-from vlmrl.engine.server_backend import ServedModel, ServerBackend, is_installed, new_backend
+from vlmrl.engine.server_backend import (
+    ServedModel,
+    ServerBackend,
+    attached_servers,
+    is_installed,
+    new_backend,
+    token_for,
+)
 from vlmrl.engine.server_engine import ServerEngine
 from vlmrl.engine.server_pool import ServerPool
 from vlmrl.model.loading import LoadedModel, as_saved
@@ -96,14 +103,16 @@ class LocalServerHost:
     def servers(self, backend: ServerBackend, model: ServedModel) -> list[Server]:
         settings = self.settings
         if settings.urls:
-            return [Server(url) for url in settings.urls]
+            return attached_servers(settings)
         count, port = settings.servers, settings.port
         logs = self.folder.absolute() / "servers"
         servers = []
         for index, each in enumerate(range(port, port + count) if port else free_ports(count)):
             gpu = settings.first_gpu + index * settings.tp if self.policy.device.type == "cuda" else None
+            token = token_for(backend, "127.0.0.1")
             launch = backend.launch(model, logs / f"server-{index}.log", "127.0.0.1", each, gpu)
-            servers.append(Server(f"http://127.0.0.1:{each}", LocalProcess(launch), reads_files=True))
+            process = LocalProcess(launch if token is None else backend.with_token(launch, token))
+            servers.append(Server(f"http://127.0.0.1:{each}", process, reads_files=True, token=token))
         return servers
 
     def send(self, update: WeightUpdate) -> TransferResult:
@@ -138,7 +147,7 @@ class Serving:
         settings = backend.settings
         routing = model.policy.routing if config.train.replay_routing else None
         colocated = host.colocated and not config.train.max_staleness
-        method = host.method if settings.sync == "auto" else settings.sync
+        method = auto_method(backend, host) if settings.sync == "auto" else settings.sync
         _check_installed(backend)
         check_capabilities(backend, colocated=colocated, expert_routing=routing is not None, method=method)
         served = ServedModel(
@@ -217,6 +226,13 @@ class Serving:
             return False
         replies = [await self.engine.thread.run(servers.call(each, *backend.loaded_weights)) for each in servers.all]
         return all(backend.parse_loaded_weights(reply) == self.model.path for reply in replies)
+
+
+def auto_method(backend: ServerBackend, host: ServerHost) -> str:
+    """How weights are sent with ``sync`` auto. A process group (NCCL) needs GPUs of its own for each server."""
+    if host.method != "tensor" or backend.capabilities.tensor_handles:
+        return host.method
+    return "disk" if host.colocated else "group"
 
 
 def sends_adapters(config: Config, backend: ServerBackend) -> bool:

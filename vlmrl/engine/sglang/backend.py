@@ -6,15 +6,18 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vlmrl.config import Lora
+from vlmrl.config.sglang import argument_names
 from vlmrl.engine.server import Launch, Server, ServerInfo
 from vlmrl.engine.server_backend import Attempt, Call, Capabilities, ServedModel, ServerBackend
 from vlmrl.engine.server_reply import Reply
+from vlmrl.engine.server_token import VARIABLE
 from vlmrl.engine.sglang.receiver import SGLangReceiver, serialized
 from vlmrl.engine.sglang.requests import parse_reply, request_body
 
@@ -35,13 +38,33 @@ CPU_ENV = {
     "TORCHDYNAMO_DISABLE": "1",  # compilation takes minutes on a CPU and gains nothing
 }
 
+# Run in place of `-m sglang.launch_server`: the token is neither in the command line, which every user of the machine can read, nor
+# in the log, where SGLang writes all of its arguments.
+_LAUNCH_WITH_TOKEN = f"""
+import logging, os, runpy, sys
+token = os.environ.pop("{VARIABLE}")
+new_record = logging.getLogRecordFactory()
+def without_token(*args, **kwargs):
+    record = new_record(*args, **kwargs)
+    try:
+        message = record.getMessage()
+    except Exception:
+        return record
+    if token in message:
+        record.msg, record.args = message.replace(token, "<token>"), ()
+    return record
+logging.setLogRecordFactory(without_token)
+sys.argv += ["--api-key", token]
+runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+"""
+
 
 class SGLangBackend(ServerBackend):
     name = "sglang"
     title = "SGLang"
     package = "sglang"
     capabilities = Capabilities(
-        lora=True, expert_routing=True, image_files=True, tensor_handles=True, sleep=True, checksums=True
+        lora=True, expert_routing=True, image_files=True, tensor_handles=True, sleep=True, checksums=True, token=True
     )
 
     health = Call("/health")
@@ -64,6 +87,13 @@ class SGLangBackend(ServerBackend):
         env = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}  # its cache of image features would survive weight updates
         env |= ({} if gpu is not None else CPU_ENV) | self.settings.env
         return Launch(self._command(args), env, log)
+
+    def with_token(self, launch: Launch, token: str) -> Launch:
+        python, _, _, *words = launch.command
+        return replace(launch, command=[python, "-c", _LAUNCH_WITH_TOKEN, *words], env=launch.env | {VARIABLE: token})
+
+    def listens_at(self, host: str) -> str:
+        return str(argument_names(self.settings.args).get("host", host) or "127.0.0.1")
 
     def parse_info(self, reply: Any) -> ServerInfo:
         return ServerInfo(
@@ -101,7 +131,7 @@ class SGLangBackend(ServerBackend):
     def receiver(self, server: Server) -> SGLangReceiver:
         info = server.info
         dtype = getattr(torch, str(info.dtype), None)
-        return SGLangReceiver(server.url, info.tp, info.device, dtype, self.settings.sync_timeout)
+        return SGLangReceiver(server.url, info.tp, info.device, dtype, self.settings.sync_timeout, server.token)
 
     def serialize_adapter(self, weights: dict[str, torch.Tensor]) -> str:
         return serialized(weights)
@@ -116,8 +146,7 @@ class SGLangBackend(ServerBackend):
     def _command(self, args: dict[str, Any]) -> list[str]:
         """SGLang's command line: ``args``, overridden by the arguments in the settings."""
         words = [self.settings.python or sys.executable, "-m", "sglang.launch_server"]
-        own = {name.lstrip("-").replace("_", "-"): value for name, value in self.settings.args.items()}
-        for name, value in (args | own).items():
+        for name, value in (args | argument_names(self.settings.args)).items():
             if value is True:
                 words.append(f"--{name}")
             elif value is not None and value is not False:
