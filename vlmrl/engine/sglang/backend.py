@@ -93,7 +93,8 @@ class SGLangBackend(ServerBackend):
         return replace(launch, command=[python, "-c", _LAUNCH_WITH_TOKEN, *words], env=launch.env | {VARIABLE: token})
 
     def listens_at(self, host: str) -> str:
-        return str(argument_names(self.settings.args).get("host", host) or "127.0.0.1")
+        own = argument_names(self.settings.args).get("host", host)
+        return "127.0.0.1" if own is None or own is False else str(own)  # SGLang's default, without the argument
 
     def parse_info(self, reply: Any) -> ServerInfo:
         return ServerInfo(
