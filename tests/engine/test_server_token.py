@@ -126,7 +126,9 @@ def test_requests_updates_adapters_and_checks_bring_the_token(fake, tmp_path):
 def test_a_server_that_refuses_the_token_is_an_error_that_says_where_to_set_it(fake, token):
     engine = engine_of(fake, token=token)
     try:
-        with pytest.raises(EngineError, match=f"refuses the token of this run: set the environment variable {VARIABLE}") as e:
+        with pytest.raises(
+            EngineError, match=f"refuses the token of this run: set the environment variable {VARIABLE}"
+        ) as e:
             asyncio.run(engine.start())
         assert TOKEN not in str(e.value) and "another" not in str(e.value)
     finally:
@@ -165,7 +167,9 @@ def test_a_started_server_wants_the_token_and_neither_its_log_nor_its_command_li
     (package / "__init__.py").touch()
     (package / "launch_server.py").write_text(textwrap.dedent(PROGRAM))
     [port] = free_ports(1)
-    nothing = dict.fromkeys(("disable-cuda-graph", "disable-overlap-schedule", "sleep-on-idle"))  # flags without a value
+    nothing = dict.fromkeys(
+        ("disable-cuda-graph", "disable-overlap-schedule", "sleep-on-idle")
+    )  # flags without a value
     settings = SGLang(args=nothing, env={"PYTHONPATH": str(tmp_path / "code")}, python=sys.executable, **PATIENT)
     backend = SGLangBackend(settings)
     launch = backend.with_token(backend.launch(MODEL, tmp_path / "log", "127.0.0.1", port, gpu=None), TOKEN)

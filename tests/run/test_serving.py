@@ -5,20 +5,21 @@ from __future__ import annotations
 import importlib.util
 import re
 from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from vlmrl.config import Cluster, Config, Data, Lora, Model, Rollout, ServerSettings, SGLang
-from vlmrl.engine.server_backend import ServerBackend
+from vlmrl.engine.server_backend import Capabilities, ServerBackend
 from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.model.loading import as_saved, load_model
 from vlmrl.model.lora import named_weights
 from vlmrl.model.tiny import build
 from vlmrl.run.build import build_run
 from vlmrl.run.memory_plan import MemoryPlan, Sizes
-from vlmrl.run.serving import check_capabilities, sends_adapters
+from vlmrl.run.serving import auto_method, check_capabilities, sends_adapters
 
 URLS = SGLang(urls=("http://127.0.0.1:9",))
 
@@ -114,6 +115,26 @@ def test_settings_that_need_a_missing_capability_are_refused(settings, needs, me
     needs = {"colocated": False, "expert_routing": False, "method": "disk"} | needs
     with pytest.raises(ValueError, match=re.escape(message)):
         check_capabilities(Plain(ServerSettings(**settings)), **needs)
+
+
+class HandlesOnly(Plain):
+    capabilities = Capabilities(tensor_handles=True)
+
+
+@pytest.mark.parametrize(
+    ("backend", "host", "method"),
+    [
+        (HandlesOnly, {"method": "tensor", "colocated": False}, "tensor"),
+        (HandlesOnly, {"method": "group", "colocated": False}, "group"),
+        (Plain, {"method": "tensor", "colocated": False}, "group"),
+        (Plain, {"method": "tensor", "colocated": True}, "disk"),  # NCCL needs GPUs of its own
+        (Plain, {"method": "group", "colocated": False}, "group"),
+    ],
+)
+def test_weights_are_sent_in_a_way_that_the_server_program_takes(backend, host, method):
+    backend = backend(ServerSettings())
+    assert auto_method(backend, SimpleNamespace(**host)) == method
+    check_capabilities(backend, colocated=False, expert_routing=False, method=method)
 
 
 @pytest.mark.parametrize("vision", [False, True])
