@@ -10,6 +10,7 @@ Everything runs in an event loop of its own thread, so that health checks and ti
 from __future__ import annotations
 
 import asyncio
+import reprlib
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
@@ -212,17 +213,17 @@ class ServerEngine:
     def _completion(self, attempt: Attempt, reply: Any) -> Completion:
         """The checked reply. Raises BadReply if another attempt may succeed, ValueError if none can."""
         try:
-            parsed = self.backend.parse(attempt, reply)
-        except (AttributeError, LookupError, TypeError) as error:
-            raise BadReply(f"a reply of another form: {type(error).__name__}: {error}: {str(reply)[:200]}") from error
-        return completion_of(
-            attempt.request,
-            parsed,
-            self.versions,
-            adapter=attempt.adapter,
-            routing=self._routing,
-            routing_hint=self.backend.routing_hint,
-        )
+            return completion_of(
+                attempt.request,
+                self.backend.parse(attempt, reply),
+                self.versions,
+                adapter=attempt.adapter,
+                routing=self._routing,
+                routing_hint=self.backend.routing_hint,
+            )
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            what = f"{type(error).__name__}: {str(error)[:200]}"
+            raise BadReply(f"a reply of another form: {what}: {reprlib.repr(reply)}") from error
 
     def _abort(self, server: Server, attempt_id: str) -> None:
         call = self.servers.call(server, *self.backend.abort(attempt_id), timeout=ABORT_SECONDS)

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import reprlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -224,7 +225,7 @@ class ServerPool:
         try:
             return self.backend.parse_info(reply)
         except (AttributeError, LookupError, TypeError) as error:
-            what = f"{str(reply)[:200]!r} ({type(error).__name__}: {error})"
+            what = f"{reprlib.repr(reply)} ({type(error).__name__}: {error})"
             raise EngineError(f"the {self.backend.title} server {server.url} reports about itself: {what}") from error
 
     async def _is_healthy(self, server: Server, patience: float) -> bool:
