@@ -11,7 +11,6 @@ from testing.fake_sglang import FakeSGLang
 from testing.fakes import PAD, make_item
 from testing.sglang_engines import PATIENT, engine_of, plain, synced, until
 
-from vlmrl.engine import image_files
 from vlmrl.engine.base import Request, SamplingParams, paused
 
 pytestmark = pytest.mark.slow
@@ -41,14 +40,14 @@ async def exchange(sync, version):
 
 
 def test_an_adapter_exchanged_while_an_image_is_encoded_is_not_asked_for(fake, engine, tmp_path, monkeypatch):
-    encode, may_encode, encoding = image_files.png_data_uri, threading.Event(), threading.Event()
+    encode, may_encode, encoding = engine._images.payload, threading.Event(), threading.Event()
 
-    def slowly(image):
+    async def slowly(item):
         encoding.set()
-        assert may_encode.wait(60)
-        return encode(image)
+        assert await asyncio.to_thread(may_encode.wait, 60)
+        return await encode(item)
 
-    monkeypatch.setattr(image_files, "png_data_uri", slowly)
+    monkeypatch.setattr(engine._images, "payload", slowly)
 
     async def update():
         sync = await synced(engine, tmp_path)
