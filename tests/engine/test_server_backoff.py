@@ -12,6 +12,7 @@ from testing.fake_sglang import FakeSGLang
 from testing.sglang_engines import PATIENT, engine_of, plain, serving, until
 
 from vlmrl.engine import server as server_module
+from vlmrl.engine.base import EngineError
 from vlmrl.engine.server import LONGEST_BACKOFF, Server
 
 
@@ -136,3 +137,31 @@ def test_a_success_after_a_failure_lets_waiting_requests_go_on(monkeypatch):
     finally:
         engine.close()
         fake.close()
+
+
+@pytest.mark.slow
+def test_replies_that_cannot_be_used_extend_the_back_off(monkeypatch):
+    monkeypatch.setattr(server_module, "FIRST_BACKOFF", 0.01)
+    fake = FakeSGLang()
+    fake.meta = {"output_token_logprobs": []}
+    engine = engine_of(fake, retries=3, **PATIENT)
+    [server] = engine.servers.all
+    found, failed = [], server.failed
+
+    def recorded(began):
+        failed(began)
+        found.append(server._backoff)
+
+    monkeypatch.setattr(server, "failed", recorded)
+
+    async def generate():
+        await serving(engine)
+        await engine.generate(plain())
+
+    try:
+        with pytest.raises(EngineError, match="BadReply"):
+            asyncio.run(generate())
+    finally:
+        engine.close()
+        fake.close()
+    assert found == pytest.approx([0.01, 0.02, 0.04, 0.08])

@@ -7,6 +7,7 @@ import os
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from vlmrl.engine.server_token import VARIABLE, is_loopback, token_from_environm
 from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.model import tiny
 from vlmrl.run.program import run_training
+from vlmrl.run.serving import LocalServerHost
 
 MODEL = ServedModel("/model", "float32")
 TOKEN = "0123456789abcdef" * 4
@@ -215,3 +217,12 @@ def test_a_run_with_running_servers_records_their_token_nowhere(fake, tmp_path, 
     assert config.folder / "config.json" in files
     assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
     assert TOKEN not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(("args", "guarded"), [({}, False), ({"host": "0.0.0.0"}, True)])
+def test_a_server_on_this_machine_wants_a_token_if_a_setting_opens_it(tmp_path, args, guarded):
+    settings = SGLang(args=args, port=30000)
+    policy = SimpleNamespace(device=torch.device("cpu"))
+    [server] = LocalServerHost(settings, tmp_path, policy, ranks=1).servers(SGLangBackend(settings), MODEL)
+    assert (server.token is not None) == guarded
+    assert server.process.launch.env.get(VARIABLE) == server.token
