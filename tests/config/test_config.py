@@ -29,6 +29,8 @@ ROOT = Path(__file__).parents[2]
         (lambda: Eval(samples_per_task=0), "eval.samples_per_task must be greater than 0, but it is 0."),
         (lambda: WarmStart(steps=3), "warm_start.demonstrate must be set when warm_start.steps is"),
         (lambda: Config(name="a/b"), "name must be a plain folder name, but it is 'a/b'."),
+        (lambda: Config(engine="sglagn"), "engine must be one of embedded, sglang, but it is 'sglagn'."),
+        (lambda: Config(engine="optim"), "engine must be one of embedded, sglang, but it is 'optim'."),
         (lambda: Config(env="a:b", reward="c:d"), "env and reward cannot both be set"),
         (
             lambda: Config(reward="c:d", rollout=Rollout(max_turns=2)),

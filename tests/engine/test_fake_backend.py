@@ -35,6 +35,7 @@ from vlmrl.engine.server_reply import BadReply, Reply
 from vlmrl.env.base import Env, obs
 from vlmrl.model import tiny
 from vlmrl.report.run_log import read_rows
+from vlmrl.run.build import build_run
 from vlmrl.run.program import run_training
 
 pytestmark = pytest.mark.slow
@@ -269,6 +270,23 @@ def test_a_step_is_trained_on_what_a_toy_server_sampled(monkeypatch, tmp_path):
     first, second = (row for row in read_rows(config.folder / "metrics.jsonl") if "loss" in row)
     assert first["reward/mean"] == second["reward/mean"] == 0.5
     assert second["weight_sync/bytes"] > 0 and second["failed"] == 0
+
+
+def test_weights_go_to_a_server_that_takes_no_tensor_handles_by_a_group(monkeypatch, tmp_path):
+    monkeypatch.setitem(SERVER_BACKENDS, "toy", ToyBackend)
+    folder = tiny.build(tmp_path / "model", "qwen3")
+    config = ToyConfig(
+        output_dir=str(tmp_path),
+        model=Model(path=str(folder), device="cpu"),
+        data=Data(generator=lambda index, seed: {"prompt": "Say yes."}, size=4),
+        reward=lambda text, task: 1.0,
+        engine="toy",
+    )
+    run = build_run(config)
+    try:
+        assert run.serving.plan() == "1 Toy server, started here; weights by group"
+    finally:
+        run.engine.close()
 
 
 def test_an_unknown_engine_is_an_error_that_names_the_known_ones(monkeypatch):

@@ -7,19 +7,20 @@ import importlib.util
 import re
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from vlmrl.config import Cluster, Config, Data, Lora, Model, Rollout, ServerSettings, SGLang
-from vlmrl.engine.server_backend import ServerBackend
+from vlmrl.engine.server_backend import Capabilities, ServerBackend
 from vlmrl.model.loading import as_saved, load_model
 from vlmrl.model.lora import named_adapters, named_weights
 from vlmrl.model.tiny import build
 from vlmrl.run.build import build_run
 from vlmrl.run.memory_plan import MemoryPlan, Sizes
-from vlmrl.run.serving import check_capabilities, sent_adapters
+from vlmrl.run.serving import auto_method, check_capabilities, sent_adapters
 
 SIZES = Sizes(100, {"language_model": 100}, 8)
 URLS = SGLang(urls=("http://127.0.0.1:9",))
@@ -178,6 +179,26 @@ def test_the_servers_are_told_which_layers_have_adapters(qwen3_vl, tmp_path):
         and len(weights) == 3 * 4 * 2
         and all(f".{layer}." not in str(weights.keys()) for layer in ("mlp", "layers.0"))
     )
+
+
+class HandlesOnly(Plain):
+    capabilities = Capabilities(tensor_handles=True)
+
+
+@pytest.mark.parametrize(
+    ("backend", "host", "method"),
+    [
+        (HandlesOnly, {"method": "tensor", "colocated": False}, "tensor"),
+        (HandlesOnly, {"method": "group", "colocated": False}, "group"),
+        (Plain, {"method": "tensor", "colocated": False}, "group"),
+        (Plain, {"method": "tensor", "colocated": True}, "disk"),  # NCCL needs GPUs of its own
+        (Plain, {"method": "group", "colocated": False}, "group"),
+    ],
+)
+def test_weights_are_sent_in_a_way_that_the_server_program_takes(backend, host, method):
+    backend = backend(ServerSettings())
+    assert auto_method(backend, SimpleNamespace(**host)) == method
+    check_capabilities(backend, colocated=False, expert_routing=False, method=method)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe"])

@@ -34,7 +34,8 @@ class FakeSGLang:
         self.version = "default"
         self.weights: dict[str, torch.Tensor] = {"w": torch.zeros(2)}
         self.unreachable_weights: set[str] = set()  # names of weights that no update changes
-        self.adapter: str | None = None
+        self.adapters: set[str] = set()  # names of those that are loaded
+        self.token: str | None = None  # without which it answers only health checks
         self.paused = False
         self.released: set[str] = set()  # tags of memory
         self.dropping: set[str] = set()  # paths at which it drops the connection
@@ -73,6 +74,9 @@ class FakeSGLang:
         path = request.path
         if path != "/health":
             self.calls.append((path, body))
+        authorized = self.token is None or request.headers.get("Authorization") == f"Bearer {self.token}"
+        if not authorized and path != "/health":
+            return web.json_response({"error": "Unauthorized"}, status=401)
         if path in self.dropping:
             assert request.transport is not None
             request.transport.abort()
@@ -95,6 +99,10 @@ class FakeSGLang:
             return web.Response(status=status, text="set by the test")
         if self.hangs:
             await self._going.wait()
+        adapter = body.get("lora_path")
+        if adapter is not None and adapter not in self.adapters:
+            message = f"Got LoRA adapter that has never been loaded: {adapter}"
+            return web.json_response({"error": {"message": message}}, status=400)
         for image in body.get("image_data", []):
             Image.open(io.BytesIO(base64.b64decode(image.partition(",")[2]))).load()
         expanded = len(body["input_ids"]) + body["input_ids"].count(self.pad) * (self.tokens_per_image - 1)
@@ -151,10 +159,11 @@ class FakeSGLang:
         return web.json_response({"success": True})
 
     async def _load_lora_adapter_from_tensors(self, body: Any) -> web.Response:
-        self.adapter = body["lora_name"]
+        self.adapters.add(body["lora_name"])
         return web.json_response({"success": True})
 
     async def _unload_lora_adapter(self, body: Any) -> web.Response:
+        self.adapters.discard(body["lora_name"])
         return web.json_response({"success": True})
 
     async def _weights_checker(self, body: Any) -> web.Response:

@@ -22,7 +22,7 @@ from vlmrl.cluster.workers import ServerWorker
 from vlmrl.config import Config
 from vlmrl.engine.base import EngineError
 from vlmrl.engine.server import Server
-from vlmrl.engine.server_backend import ServedModel, ServerBackend
+from vlmrl.engine.server_backend import ServedModel, ServerBackend, attached_servers, token_for
 from vlmrl.types import Sample
 from vlmrl.weight_sync.base import TransferResult, WeightUpdate
 from vlmrl.weight_sync.ipc import IpcSender
@@ -52,7 +52,7 @@ class RayServerHost:
         """``cluster.num_engines`` servers with an actor each, or the running ones at ``urls``."""
         settings, resolved = backend.settings, self._config.resolved_cluster
         if settings.urls:
-            return [Server(url) for url in settings.urls]
+            return attached_servers(settings)
         logs, count = self._config.folder.absolute() / "servers", resolved.num_engines
         beside = [number * resolved.num_ranks // count for number in range(count)]
         for number, rank in enumerate(beside):
@@ -65,11 +65,13 @@ class RayServerHost:
         hosts = ["127.0.0.1"] * len(actors)
         if resolved.nodes > 1:
             hosts = results([actor.__ray_call__.remote(node_address) for actor in actors], LOAD_SECONDS, "start")
-        plans = [actor.plan.remote(host) for actor, host in zip(actors, hosts, strict=True)]
+        tokens = [token_for(backend, host) for host in hosts]
+        plans = [actor.plan.remote(*each) for actor, *each in zip(actors, hosts, tokens, strict=True)]
         urls = results(plans, LOAD_SECONDS, "plan a server")
         if self.colocated:
             self._rank_beside = dict(zip(urls, beside, strict=True))
-        return [Server(url, RemoteProcess(actor)) for url, actor in zip(urls, actors, strict=True)]
+        found = zip(urls, actors, tokens, strict=True)
+        return [Server(url, RemoteProcess(actor), token=token) for url, actor, token in found]
 
     def send(self, update: WeightUpdate) -> TransferResult:
         """All ranks gather the weights, and rank 0 sends them. A resend is from rank 0's copy.

@@ -213,10 +213,11 @@ class ServerWorker:
         self._gpu = 0 if gpus else None
         self._process: LocalProcess | None = None
 
-    def plan(self, host: str) -> str:
+    def plan(self, host: str, token: str | None) -> str:
         """Choose a port on this machine. Returns the server's URL. Nothing is started yet."""
         (port,) = free_ports(1, host)
-        self._process = LocalProcess(self._backend.launch(self._model, self._log, host, port, self._gpu))
+        launch = self._backend.launch(self._model, self._log, host, port, self._gpu)
+        self._process = LocalProcess(launch if token is None else self._backend.with_token(launch, token))
         return f"http://{host}:{port}"
 
     def alive(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from vlmrl.config.checks import check_asynchronous, check_data, check_episodes, check_rewards, check_samples
@@ -70,10 +70,13 @@ class Config:
     @property
     def server_settings(self) -> ServerSettings | None:
         """The settings of the inference servers: the section that ``engine`` names. None: the engine is embedded."""
-        if self.engine == "embedded":
-            return None
-        section = getattr(self, self.engine, None)
-        return section if isinstance(section, ServerSettings) else ServerSettings()
+        return None if self.engine == "embedded" else self._server_sections[self.engine]
+
+    @property
+    def _server_sections(self) -> dict[str, ServerSettings]:
+        """Each server program's settings, by the value of ``engine``."""
+        sections = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: section for name, section in sections.items() if isinstance(section, ServerSettings)}
 
     @property
     def attached(self) -> bool:
@@ -92,6 +95,8 @@ class Config:
         return Path(self.output_dir) / ".models"
 
     def __post_init__(self) -> None:
+        engines = ["embedded", *self._server_sections]
+        require(self.engine in engines, "engine", f"one of {', '.join(engines)}", self.engine)
         require(self.name not in ("", ".", "..") and "/" not in self.name, "name", "a plain folder name", self.name)
         check_data(self)
         check_episodes(self)

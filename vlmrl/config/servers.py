@@ -13,7 +13,8 @@ class ServerSettings:
     section: ClassVar[str] = "server"
     """Name of the section in the config, as error messages give it."""
     urls: tuple[str, ...] = ()
-    """Addresses of running servers, such as `http://node7:30000`. Unset: the run starts its own servers."""
+    """Addresses of running servers, such as `http://node7:30000`. Unset: the run starts its own servers.
+    If they want an API key, put it in the environment variable `VLMRL_SERVER_TOKEN`: it is sent to each of them."""
     servers: int = 1
     """Number of servers to start."""
     tp: int = 1
@@ -33,7 +34,8 @@ class ServerSettings:
     `tensor`: handles of GPU memory that both processes map (CUDA IPC); from a CPU, the values.
     `group`: a process group (NCCL or gloo).
     `disk`: a folder that both processes read.
-    `auto`: `tensor` for servers on this machine without Ray, and for servers on the ranks' GPUs with Ray; otherwise `group`."""
+    `auto`: `tensor` for servers on this machine without Ray, and for servers on the ranks' GPUs with Ray; otherwise `group`.
+    A server program that takes no handles gets `group` instead of `tensor`, or `disk` on the trainer's GPUs."""
     bucket_mb: int = 512
     """Size of a bucket of weights in MiB. One bucket is sent at a time."""
     sync_timeout: float = 300.0
@@ -45,7 +47,8 @@ class ServerSettings:
     check: bool = True
     """Startup parity check: compare weight checksums and logprobs with the trainer's, and refuse a server that differs."""
     retries: int = 8
-    """Retries of a failed request, with increasing delays, on another server if there is one."""
+    """Retries of a failed request, on another server if there is one. A server gets none for 0.5 s after an outage began,
+    doubled by each further outage up to 30 s."""
     start_timeout: float = 600.0
     """Time limit in seconds for a server to start, and for a request to wait while no server is available."""
     health_every: float = 10.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -11,13 +12,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import aiohttp
 
-FIRST_BACKOFF = 0.5  # seconds without requests after a failure, doubled by each further one
+FIRST_BACKOFF = 0.5  # seconds without requests after an outage began, doubled each time that it goes on
 LONGEST_BACKOFF = 30.0
 STOP_SECONDS = 8.0  # from SIGTERM to SIGKILL
 TAIL = 2000  # characters of a log or of a reply that an error shows
@@ -46,7 +47,7 @@ class Launch:
     """How to start one server: its command line, environment variables added to this process's, and its log file."""
 
     command: Sequence[str]
-    env: dict[str, str]
+    env: dict[str, str] = field(repr=False)  # may contain secrets
     log: Path
 
 
@@ -128,18 +129,26 @@ class LocalProcess:
 
 
 class Server:
-    """State of the server at ``url``. ``process``: None if the run did not start it. ``reads_files``: it sees this machine's files."""
+    """State of the server at ``url``. ``process``: None if the run did not start it. ``reads_files``: it sees this machine's files.
 
-    def __init__(self, url: str, process: ServerProcess | None = None, reads_files: bool = False) -> None:
+    ``token`` is sent with every request, as a Bearer token.
+    """
+
+    def __init__(
+        self, url: str, process: ServerProcess | None = None, reads_files: bool = False, token: str | None = None
+    ) -> None:
         self.url = url.rstrip("/")
         self.process = process
         self.reads_files = reads_files
+        self.token = token
         self.ready = False
         """It is healthy and has the current weights: it may serve."""
         self.unresponsive = False
         """It failed its last health check. It gets no new requests until it passes one."""
         self.asleep = False
         """Its KV cache memory is released to the trainer."""
+        self.trouble = ""
+        """Why it could not be made to serve again, for an error message. Empty while it serves."""
         self.in_flight = 0
         """Number of requests that it is working on."""
         self.info = ServerInfo()
@@ -147,8 +156,8 @@ class Server:
         """Set to do the next health check at once."""
         self.withdrawn = asyncio.Event()
         """Set when it is taken out of service; replaced when it serves again."""
-        self._failures = 0
-        self._backoff_until = 0.0
+        self._backoff = 0.0  # seconds, of the outage that goes on
+        self._failed_at = -math.inf  # when the last failure was counted
 
     @property
     def alive(self) -> bool:
@@ -158,17 +167,21 @@ class Server:
     @property
     def backoff(self) -> float:
         """Seconds until it may get requests again after its last failure."""
-        return max(0.0, self._backoff_until - time.monotonic())
+        return max(0.0, self._failed_at + self._backoff - time.monotonic())
 
-    def failed(self) -> None:
-        """A call failed: start or extend the back-off, and check its health."""
-        self._backoff_until = time.monotonic() + min(LONGEST_BACKOFF, FIRST_BACKOFF * 2**self._failures)
-        self._failures += 1
+    def failed(self, began: float) -> None:
+        """A call that began at ``began`` (``time.monotonic()``) failed: start or extend the back-off, and check its health.
+
+        A call that was in flight when an earlier one failed has met the same outage. It does not count again, however many there are.
+        """
+        if began > self._failed_at:
+            self._backoff = min(LONGEST_BACKOFF, 2 * self._backoff or FIRST_BACKOFF)
+            self._failed_at = time.monotonic()
         self.check_health.set()
 
     def answered(self) -> None:
         """A call succeeded: end the back-off."""
-        self._failures, self._backoff_until = 0, 0.0
+        self._backoff = 0.0
 
     def log_tail(self) -> str:
         return "" if self.process is None else self.process.log_tail()

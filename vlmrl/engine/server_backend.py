@@ -21,6 +21,7 @@ from vlmrl.config import Config, Lora, ServerSettings
 from vlmrl.engine.base import Request
 from vlmrl.engine.server import Launch, Server, ServerInfo
 from vlmrl.engine.server_reply import Reply
+from vlmrl.engine.server_token import is_loopback, new_token, token_from_environment
 from vlmrl.weight_sync.base import WeightReceiver
 
 
@@ -43,6 +44,8 @@ class Capabilities:
     """Release the memory of its KV cache and take it back, to share GPUs with the trainer."""
     checksums: bool = False
     """Return checksums of its weights. False: the startup parity check compares only logprobs."""
+    token: bool = False
+    """Answer only requests that contain its Bearer token. False: its servers are started on the loopback address only."""
 
 
 class Call(NamedTuple):
@@ -89,8 +92,7 @@ class ServerBackend(ABC):
     """A server program: how it is started, and its HTTP API. Has no state."""
 
     name: ClassVar[str]
-    """Value of ``config.engine``, name of the config's field with its settings, and of the extra of vlmrl that installs it.
-    Without such a field it gets the defaults of :class:`ServerSettings`, and no setting can be changed."""
+    """Value of ``config.engine``, name of the config's field with its settings, and of the extra of vlmrl that installs it."""
     title: ClassVar[str]
     """Name of the program in messages."""
     package: ClassVar[str]
@@ -129,6 +131,17 @@ class ServerBackend(ABC):
     @abstractmethod
     def launch(self, model: ServedModel, log: Path, host: str, port: int, gpu: int | None) -> Launch:
         """How to start a server that listens at ``host:port``, on ``settings.tp`` GPUs from index ``gpu`` on. None: on the CPU."""
+
+    def with_token(self, launch: Launch, token: str) -> Launch:
+        """With ``capabilities.token``: as ``launch``, but the server refuses requests without ``token``.
+
+        Pass the token on in the environment: every user of the machine can read a command line.
+        """
+        raise NotImplementedError(f"{self.title} checks no token")
+
+    def listens_at(self, host: str) -> str:
+        """The address at which a server listens that is launched with ``host``, unless a setting overrides it."""
+        return host
 
     @abstractmethod
     def parse_info(self, reply: Any) -> ServerInfo: ...
@@ -194,6 +207,28 @@ def new_backend(config: Config) -> ServerBackend:
     """The server program that ``config.engine`` names, with the settings of its section."""
     assert config.server_settings is not None
     return backend_class(config.engine)(config.server_settings)
+
+
+def attached_servers(settings: ServerSettings) -> list[Server]:
+    """The running servers at ``settings.urls``. Their token is in the environment."""
+    token = token_from_environment()
+    return [Server(url, token=token) for url in settings.urls]
+
+
+def token_for(backend: ServerBackend, host: str) -> str | None:
+    """A new token for a server that is launched with ``host``. None: it listens on the loopback address.
+
+    Raises ValueError if other machines could reach the server, and its program checks no token.
+    """
+    address = backend.listens_at(host)
+    if is_loopback(address):
+        return None
+    if not backend.capabilities.token:
+        raise ValueError(
+            f"with engine {backend.name}, servers must listen on the loopback address, but one would listen at {address}: it checks "
+            f"no token, and would answer everybody. Use one node, or set {backend.settings.section}.urls to servers that you start."
+        )
+    return new_token()
 
 
 def is_installed(package: str) -> bool:

@@ -10,6 +10,8 @@ Everything runs in an event loop of its own thread, so that health checks and ti
 from __future__ import annotations
 
 import asyncio
+import reprlib
+import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -27,6 +29,10 @@ from vlmrl.utils.threads import LoopThread
 
 PAUSE_SECONDS = 120.0
 ABORT_SECONDS = 10.0
+
+
+class AdapterExchanged(Exception):
+    """The request named a LoRA adapter that a newer one has replaced on the servers since."""
 
 
 class ServerEngine:
@@ -61,6 +67,7 @@ class ServerEngine:
         self._server_of: dict[str, Server] = {}  # by trajectory
         self._images = ImageFiles(servers.read_files)
         self._aborts: set[asyncio.Task[Any]] = set()
+        self._requests: set[asyncio.Task[Any]] = set()
 
     @property
     def images_encoded(self) -> int:
@@ -70,22 +77,27 @@ class ServerEngine:
     async def start(self) -> None:
         """Wait for the servers. Raises EngineError if one does not start, ValueError if one is too old."""
         await self.thread.run(self.servers.start())
-        for server in self.servers.all:
-            self.backend.check_version(server.url, server.info)
 
     async def serve(self) -> None:
-        """All servers have the current weights: let them serve, and watch them from now on."""
-        if self.servers.colocated:
-            await asyncio.to_thread(self._offload_trainer)
+        """All servers have the current weights: let them serve, and watch them from now on.
+
+        Raises EngineError if the trainer has failed and keeps the memory of colocated servers.
+        """
+        if self.servers.colocated and not await asyncio.to_thread(self._offload_trainer):
+            raise EngineError(
+                f"the {self.backend.title} servers cannot serve: the trainer has failed, and still has its memory on their GPUs"
+            )
         await self.thread.run(self.servers.serve_all())
 
     async def generate(self, request: Request) -> Completion:
         check_placeholders(request, self._renderer.image_token_id)
+        if self.servers.closed:
+            raise EngineError(f"trajectory {request.trajectory_id}: the engine was closed")
         return await self.thread.run(self._generate(request))
 
     async def generate_on(self, server: Server, request: Request) -> Completion:
         """One attempt on ``server``, whether it serves or not."""
-        return await self.thread.run(self._attempt(server, request))
+        return await self.thread.run(self._generate_on(server, request))
 
     def release(self, trajectory_id: str) -> None:
         self._server_of.pop(trajectory_id, None)
@@ -102,32 +114,61 @@ class ServerEngine:
         self.policy_version = policy_version
 
     def close(self) -> None:
-        """End the servers that the run started. Waiting requests fail."""
-        self.thread.wait(self.servers.close())
+        """End the servers that the run started. Requests that wait or are in flight raise EngineError."""
+        self.thread.wait(self._close())
         self.thread.close()
         self._images.close()
 
+    async def _close(self) -> None:
+        await self.servers.close()
+        if self._requests:
+            await asyncio.wait(self._requests, timeout=ABORT_SECONDS)
+
     async def _generate(self, request: Request) -> Completion:
+        task = asyncio.current_task()
+        assert task is not None
+        self._requests.add(task)
+        try:
+            return await self._attempts(request, await self._payloads(request))
+        finally:
+            self._requests.discard(task)
+
+    async def _attempts(self, request: Request, images: Sequence[bytes]) -> Completion:
         """Attempts until one succeeds: on the trajectory's own server first, on others when it fails."""
         attempts = self.servers.settings.retries + 1
         failure: Exception | None = None
-        for _ in range(attempts):
+        failures = 0
+        while failures < attempts:
             server = await self._pick_server(request)
+            began = time.monotonic()
             try:
-                return await self._attempt(server, request)
+                return await self._attempt(server, request, images)
+            except AdapterExchanged:
+                continue  # no failure of the server: it gets the request again, for the new adapter
             except (*UNREACHED, ServerError, BadReply) as error:
                 if isinstance(error, ServerError) and error.status == 400:
                     raise ValueError(f"trajectory {request.trajectory_id}: {error}") from error
                 failure = error
+                failures += 1
                 if isinstance(error, StaleWeights):
                     await self.servers.withdraw(server)
                 self._server_of.pop(request.trajectory_id, None)
-                server.failed()
+                server.failed(began)
                 self.retried += 1
         raise EngineError(
             f"trajectory {request.trajectory_id}: no {self.backend.title} server answered in {attempts} attempts: "
             f"{type(failure).__name__}: {failure}"
         ) from failure
+
+    async def _generate_on(self, server: Server, request: Request) -> Completion:
+        return await self._attempt(server, request, await self._payloads(request))
+
+    async def _payloads(self, request: Request) -> list[bytes]:
+        """The images of ``request`` as JSON, made before a server is chosen: an update may come in the meantime."""
+        try:
+            return [await self._images.payload(item) for item in request.media]
+        except OSError as error:
+            raise EngineError(f"trajectory {request.trajectory_id}: an image could not be written: {error}") from error
 
     async def _pick_server(self, request: Request) -> Server:
         last = self._server_of.get(request.trajectory_id)
@@ -135,34 +176,54 @@ class ServerEngine:
         self._server_of[request.trajectory_id] = server
         return server
 
-    async def _attempt(self, server: Server, request: Request) -> Completion:
+    async def _attempt(self, server: Server, request: Request, images: Sequence[bytes]) -> Completion:
         """One attempt on one server. A cancelled attempt is also aborted on the server."""
-        attempt_id, adapter = uuid.uuid4().hex, self.adapter
-        server.in_flight += 1
-        try:
-            attempt = await self._new_attempt(attempt_id, request, adapter)
-            call = self.servers.call(server, *self.backend.generate(attempt))
-            reply = await _unless_withdrawn(server, call)
-            server.answered()
-        except asyncio.CancelledError:
-            self._abort(server, attempt_id)
-            raise
-        finally:
-            server.in_flight -= 1
-        parsed = self.backend.parse(attempt, reply)
-        hint = self.backend.routing_hint
-        return completion_of(request, parsed, self.versions, adapter=adapter, routing=self._routing, routing_hint=hint)
-
-    async def _new_attempt(self, attempt_id: str, request: Request, adapter: str | None) -> Attempt:
-        return Attempt(
-            id=attempt_id,
+        attempt = Attempt(
+            id=uuid.uuid4().hex,
             request=request,
-            images=[await self._images.payload(item) for item in request.media],
-            adapter=adapter,
+            images=images,
+            adapter=self.adapter,
             stop_ids=self._renderer.stop_ids,
             banned_ids=self._banned_ids,
             expert_routing=self._routing is not None,
         )
+        server.in_flight += 1
+        try:
+            reply = await _unless_withdrawn(server, self.servers.call(server, *self.backend.generate(attempt)))
+        except asyncio.CancelledError:
+            self._abort(server, attempt.id)
+            raise
+        except ServerError as error:
+            self._check_adapter(attempt.adapter, error)
+            raise
+        finally:
+            server.in_flight -= 1
+        completion = self._completion(attempt, reply)
+        await self.servers.answered(server)
+        return completion
+
+    def _check_adapter(self, adapter: str | None, error: ServerError) -> None:
+        """Raise what a refused request means if ``error`` names its adapter: the server has unloaded it, or never had it."""
+        if adapter is None or not 400 <= error.status < 500 or adapter not in str(error):
+            return
+        if adapter != self.adapter:
+            raise AdapterExchanged from error
+        raise StaleWeights(f"the server lacks the current adapter: {error}") from error
+
+    def _completion(self, attempt: Attempt, reply: Any) -> Completion:
+        """The checked reply. Raises BadReply if another attempt may succeed, ValueError if none can."""
+        try:
+            return completion_of(
+                attempt.request,
+                self.backend.parse(attempt, reply),
+                self.versions,
+                adapter=attempt.adapter,
+                routing=self._routing,
+                routing_hint=self.backend.routing_hint,
+            )
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            what = f"{type(error).__name__}: {str(error)[:200]}"
+            raise BadReply(f"a reply of another form: {what}: {reprlib.repr(reply)}") from error
 
     def _abort(self, server: Server, attempt_id: str) -> None:
         call = self.servers.call(server, *self.backend.abort(attempt_id), timeout=ABORT_SECONDS)
@@ -198,13 +259,14 @@ class ServerEngine:
         """Call all ``servers`` and note whether they are ``asleep`` afterwards. One that fails is withdrawn until it is revived."""
 
         async def call_one(server: Server) -> None:
+            began = time.monotonic()
             try:
                 await self.servers.call(server, *call, timeout=PAUSE_SECONDS)
                 if asleep is not None:
                     server.asleep = asleep
             except (*UNREACHED, ServerError):
                 await self.servers.withdraw(server)
-                server.failed()
+                server.failed(began)
 
         await asyncio.gather(*(call_one(server) for server in servers))
 

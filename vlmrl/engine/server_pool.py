@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import logging
+import reprlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -14,10 +17,14 @@ from typing import Any
 import aiohttp
 
 from vlmrl.engine.base import EngineError
-from vlmrl.engine.server import TAIL, UNREACHED, Server, ServerError
-from vlmrl.engine.server_backend import ServerBackend
+from vlmrl.engine.server import TAIL, UNREACHED, Server, ServerError, ServerInfo
+from vlmrl.engine.server_backend import Call, ServerBackend
+from vlmrl.engine.server_token import VARIABLE, bearer
 
 CHECK_SECONDS = 30.0  # time limit of one health check
+EXPECTED = (*UNREACHED, ServerError, EngineError)  # failures of a server; any other error is one of this program
+
+log = logging.getLogger(__name__)
 
 
 class ServerPool:
@@ -39,6 +46,8 @@ class ServerPool:
         self.resync: Callable[[Server], Awaitable[None]] = _nothing
         self.restarts = 0
         self.paused = False
+        self.closed = False
+        """Requests fail from now on."""
         self.colocated = colocated
         """The trainer uses the servers' GPUs while they are paused. No server may start then."""
         self.update_lock = asyncio.Lock()
@@ -61,7 +70,10 @@ class ServerPool:
         return self.backend.capabilities.image_files and all(server.reads_files for server in self.all)
 
     async def start(self) -> None:
-        """Start the servers and wait until all are healthy. Raises EngineError if one is not within ``start_timeout``."""
+        """Start the servers and wait until all are healthy.
+
+        Raises EngineError if one is not within ``start_timeout``, ValueError if one is too old.
+        """
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
         self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         for server in self.all:
@@ -76,6 +88,10 @@ class ServerPool:
         self._watchers = [asyncio.create_task(self._watch(server)) for server in self.all]
 
     async def close(self) -> None:
+        """Let all requests fail, those in flight too, and end the servers that the run started."""
+        self.closed = True
+        for server in self.all:
+            await self.withdraw(server)
         for task in self._watchers:
             task.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
@@ -91,27 +107,40 @@ class ServerPool:
     async def call(self, server: Server, path: str, body: Any = None, timeout: float | None = None) -> Any:
         """GET ``path``, or POST ``body`` (JSON as Python objects, or encoded as bytes). Returns the JSON of the response.
 
-        Raises ServerError if the server replies with an error, and one of UNREACHED if it does not reply.
+        Raises ServerError if the server replies with an error or not in JSON, and one of UNREACHED if it does not reply.
         """
+        content = await self._fetch(server, Call(path, body), timeout)
+        try:
+            return json.loads(content) if content.strip() else None
+        except (ValueError, RecursionError):
+            raise ServerError(f"{server.url}{path}: HTTP 200, but no JSON: {_text(content)}", 502) from None
+
+    async def _fetch(self, server: Server, call: Call, timeout: float | None) -> bytes:
+        """The body of the response to ``call``. A redirect is an error: the run talks only to the servers that it was given."""
         assert self._session is not None
-        limit = aiohttp.ClientTimeout(total=timeout)
+        path, body = call
+        headers = bearer(server.token)
         payload: dict[str, Any] = {} if body is None else {"json": body}
         if isinstance(body, bytes):
-            payload = {"data": body, "headers": {"Content-Type": "application/json"}}
+            payload = {"data": body}
+            headers |= {"Content-Type": "application/json"}
         method = self._session.get if body is None else self._session.post
-        async with method(server.url + path, timeout=limit, **payload) as response:
+        options: dict[str, Any] = {"timeout": aiohttp.ClientTimeout(total=timeout), "allow_redirects": False}
+        async with method(server.url + path, headers=headers, **options, **payload) as response:
+            content = await response.read()
             if response.status != 200:
-                text = (await response.text())[:TAIL]
-                raise ServerError(f"{server.url}{path}: HTTP {response.status}: {text}", response.status)
-            return await response.json(content_type=None) if response.content_length != 0 else None
+                raise ServerError(f"{server.url}{path}: HTTP {response.status}: {_text(content)}", response.status)
+            return content
 
     async def pick(self, preferred: Server | None, patience: float) -> Server:
         """``preferred`` if it serves, else the server with the fewest requests. Waits while none serves, or all are paused.
 
-        Raises EngineError after ``patience`` seconds.
+        Raises EngineError after ``patience`` seconds, or when the pool is closed.
         """
         until = time.monotonic() + patience
         while True:
+            if self.closed:
+                raise EngineError(f"the engine was closed: no {self.backend.title} server serves any more")
             available = [] if self.paused else [s for s in self.ready if not s.backoff and not s.unresponsive]
             if preferred in available and preferred is not None:
                 return preferred
@@ -119,9 +148,9 @@ class ServerPool:
                 return min(available, key=lambda server: server.in_flight)
             left = until - time.monotonic()
             if left <= 0:
-                urls = ", ".join(server.url for server in self.all)
+                servers = ", ".join(f"{server.url}: {server.trouble}".removesuffix(": ") for server in self.all)
                 raise EngineError(
-                    f"no {self.backend.title} server has served for {patience:g} s ({urls}){self.all[0].log_tail()}"
+                    f"no {self.backend.title} server has served for {patience:g} s ({servers}){self.all[0].log_tail()}"
                 )
             backoffs = [server.backoff for server in self.ready if server.backoff]
             await self._wait_for_change(left if self.paused else min([left, *backoffs]))
@@ -129,9 +158,16 @@ class ServerPool:
     async def serve(self, server: Server) -> None:
         """The server is healthy and has the current weights: let it serve."""
         server.answered()
-        server.ready = True
+        server.ready, server.trouble = True, ""
         server.withdrawn = asyncio.Event()
         await self.notify()
+
+    async def answered(self, server: Server) -> None:
+        """A request succeeded: end the server's back-off, for the requests that wait for it too."""
+        waiting = server.backoff > 0
+        server.answered()
+        if waiting:
+            await self.notify()
 
     async def withdraw(self, server: Server) -> None:
         """Take the server out of service. Its requests in flight fail, so that other servers can take them."""
@@ -168,8 +204,29 @@ class ServerPool:
             if not server.alive:
                 reason = "ended while it started"
             raise EngineError(f"the {self.backend.title} server {server.url} {reason}{server.log_tail()}")
-        reply = await self.call(server, *self.backend.info, timeout=CHECK_SECONDS)
-        server.info = self.backend.parse_info(reply)
+        server.info = await self._info(server)
+        self.backend.check_version(server.url, server.info)
+
+    async def _info(self, server: Server) -> ServerInfo:
+        """What the server reports about itself. Raises EngineError if it refuses the token, or reports something else."""
+        try:
+            reply = await self.call(server, *self.backend.info, timeout=CHECK_SECONDS)
+        except ServerError as error:
+            if error.status not in (401, 403):
+                raise
+            hint = (
+                f"set the environment variable {VARIABLE} to its API key"
+                if server.process is None
+                else "it has another"
+            )
+            raise EngineError(
+                f"the {self.backend.title} server refuses the token of this run: {hint}. {error}"
+            ) from error
+        try:
+            return self.backend.parse_info(reply)
+        except (AttributeError, LookupError, TypeError) as error:
+            what = f"{reprlib.repr(reply)} ({type(error).__name__}: {error})"
+            raise EngineError(f"the {self.backend.title} server {server.url} reports about itself: {what}") from error
 
     async def _is_healthy(self, server: Server, patience: float) -> bool:
         """Whether a health check succeeds within ``patience`` seconds. Also sets ``server.unresponsive``."""
@@ -177,7 +234,7 @@ class ServerPool:
         while server.alive:
             left = until - time.monotonic()
             try:
-                await self.call(server, *self.backend.health, timeout=max(0.1, min(CHECK_SECONDS, left)))
+                await self._fetch(server, self.backend.health, timeout=max(0.1, min(CHECK_SECONDS, left)))
                 if server.unresponsive:
                     server.unresponsive = False
                     await self.notify()
@@ -191,7 +248,7 @@ class ServerPool:
 
     async def _watch(self, server: Server) -> None:
         """Check one server's health for as long as the run lasts, and revive it when it fails."""
-        broken = False  # healthy, but its resync failed
+        broken = False  # its revival failed: it may be healthy, but cannot serve
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.settings.health_every):
@@ -199,20 +256,29 @@ class ServerPool:
             server.check_health.clear()
             if self.paused and (self.colocated or server.alive):
                 continue  # a paused server answers no health check, and the trainer may still use its memory
-            checkable = not broken and not server.asleep  # a server that is asleep now has failed to wake: restart it
-            healthy = checkable and await self._is_healthy(server, self.settings.health_timeout)
-            if server.ready and (healthy or (self.paused and server.alive)):
-                continue
-            await self.withdraw(server)
-            if not broken:
-                self._starting.add(server)
             try:
-                await self._revive(server, restart=not healthy)
+                await self._check(server, broken)
                 broken = False
-            except (*UNREACHED, ServerError, EngineError):
-                broken = True
-            finally:
-                self._starting.discard(server)
+            except Exception as error:  # whatever it is, the server gets its next check
+                broken, before = True, server.trouble
+                server.trouble = f"{type(error).__name__}: {error}"
+                await self.withdraw(server)
+                if not isinstance(error, EXPECTED) and server.trouble != before:
+                    log.warning("the server %s cannot serve, and is tried again", server.url, exc_info=error)
+
+    async def _check(self, server: Server, broken: bool) -> None:
+        """Check the server's health, and revive it if it cannot serve. Raises if that fails."""
+        checkable = not broken and not server.asleep  # a server that is asleep now has failed to wake: restart it
+        healthy = checkable and await self._is_healthy(server, self.settings.health_timeout)
+        if server.ready and (healthy or (self.paused and server.alive)):
+            return
+        await self.withdraw(server)
+        if not broken:
+            self._starting.add(server)
+        try:
+            await self._revive(server, restart=not healthy)
+        finally:
+            self._starting.discard(server)
 
     async def _revive(self, server: Server, restart: bool) -> None:
         """Restart the server if the run started it, wait until it is healthy, send it the current weights, and let it serve."""
@@ -237,3 +303,8 @@ class ServerPool:
 
 async def _nothing(server: Server) -> None:
     pass
+
+
+def _text(content: bytes) -> str:
+    """The beginning of a response's body, for an error message."""
+    return content[: 4 * TAIL].decode(errors="replace")[:TAIL]

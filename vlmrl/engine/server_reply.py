@@ -54,6 +54,10 @@ def completion_of(
     Raises BadReply if another attempt may succeed, ValueError if none can.
     """
     ids = reply.token_ids
+    if not all(type(token) is int and token >= 0 for token in ids) or len(ids) > request.sampling.max_tokens:
+        raise BadReply(
+            f"{len(ids)} sampled ids, of which some are no token ids, or more than {request.sampling.max_tokens}"
+        )
     logprobs = [logprob for logprob, _ in reply.logprobs if logprob is not None and math.isfinite(logprob)]
     if [token for _, token in reply.logprobs] != ids or len(logprobs) != len(ids):
         raise BadReply(
@@ -62,7 +66,7 @@ def completion_of(
     expected = len(request.prompt_ids) + sum(item.num_tokens - 1 for item in request.media)
     if reply.prompt_tokens != expected:
         raise ValueError(
-            f"trajectory {request.trajectory_id}: the server counted {reply.prompt_tokens} prompt tokens, but the renderer "
+            f"trajectory {request.trajectory_id}: the server counted {reply.prompt_tokens!r:.50} prompt tokens, but the renderer "
             f"{expected}: they expand or resize images differently."
         )
     token_versions = _versions(reply, versions)
@@ -76,13 +80,14 @@ def completion_of(
 
 def _versions(reply: Reply, versions: Mapping[str, int]) -> list[int]:
     """Per token, the policy version that sampled it."""
+    total = sum(count for _, count in reply.weights)
+    if total != len(reply.token_ids) or any(count < 0 for _, count in reply.weights):
+        raise BadReply(f"{len(reply.token_ids)} ids came with the policy versions of {total}")
     found: list[int] = []
     for name, count in reply.weights:
         if name not in versions:
-            raise StaleWeights(f"it was sampled from weights {name!r}, which this run never sent")
+            raise StaleWeights(f"it was sampled from weights {name!r:.200}, which this run never sent")
         found += [versions[name]] * count
-    if len(found) != len(reply.token_ids):
-        raise BadReply(f"{len(reply.token_ids)} ids came with the policy versions of {len(found)}")
     return found
 
 
@@ -102,6 +107,8 @@ def _expert_routing(
         raise ValueError(
             f"the server returned {len(reply.experts)} experts for {computed} tokens, which is not {top_k} in each of {layers} layers."
         )
+    if ((reply.experts < 0) | (reply.experts >= routing.num_experts)).any():
+        raise BadReply(f"the server returned experts other than 0 to {routing.num_experts - 1}")
     computed_with = routing_from_indices(reply.experts.reshape(-1, layers, top_k))
     current = [True] * prompt_tokens + [version == versions[-1] for version in versions[:-1]]
     return [*(each if known else None for each, known in zip(computed_with, current, strict=True)), None]

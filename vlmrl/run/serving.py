@@ -15,7 +15,14 @@ from vlmrl.checks.server_parity import ParityReport, check_parity, parity_questi
 from vlmrl.config import Config, Lora, ServerSettings
 from vlmrl.engine.base import EngineError
 from vlmrl.engine.server import UNREACHED, LocalProcess, Server, ServerError, free_ports
-from vlmrl.engine.server_backend import ServedModel, ServerBackend, is_installed, new_backend
+from vlmrl.engine.server_backend import (
+    ServedModel,
+    ServerBackend,
+    attached_servers,
+    is_installed,
+    new_backend,
+    token_for,
+)
 from vlmrl.engine.server_engine import ServerEngine
 from vlmrl.engine.server_pool import ServerPool
 from vlmrl.model.loading import LoadedModel, as_saved, shapes_of
@@ -97,14 +104,16 @@ class LocalServerHost:
     def servers(self, backend: ServerBackend, model: ServedModel) -> list[Server]:
         settings = self.settings
         if settings.urls:
-            return [Server(url) for url in settings.urls]
+            return attached_servers(settings)
         count, port = settings.servers, settings.port
         logs = self.folder.absolute() / "servers"
         servers = []
         for index, each in enumerate(range(port, port + count) if port else free_ports(count)):
             gpu = settings.first_gpu + index * settings.tp if self.policy.device.type == "cuda" else None
+            token = token_for(backend, "127.0.0.1")
             launch = backend.launch(model, logs / f"server-{index}.log", "127.0.0.1", each, gpu)
-            servers.append(Server(f"http://127.0.0.1:{each}", LocalProcess(launch), reads_files=True))
+            process = LocalProcess(launch if token is None else backend.with_token(launch, token))
+            servers.append(Server(f"http://127.0.0.1:{each}", process, reads_files=True, token=token))
         return servers
 
     def send(self, update: WeightUpdate) -> TransferResult:
@@ -141,7 +150,7 @@ class Serving:
         settings = backend.settings
         routing = model.policy.routing if config.train.replay_routing else None
         colocated = host.colocated and not config.train.max_staleness
-        method = host.method if settings.sync == "auto" else settings.sync
+        method = auto_method(backend, host) if settings.sync == "auto" else settings.sync
         _check_installed(backend)
         check_capabilities(backend, colocated=colocated, expert_routing=routing is not None, method=method)
         adapters = None
@@ -234,6 +243,13 @@ class Serving:
                 f"a server did not say which weights it has loaded: {type(error).__name__}: {error}"
             ) from error
         return all(backend.parse_loaded_weights(reply) == self.model.path for reply in replies)
+
+
+def auto_method(backend: ServerBackend, host: ServerHost) -> str:
+    """How weights are sent with ``sync`` auto. A process group (NCCL) needs GPUs of its own for each server."""
+    if host.method != "tensor" or backend.capabilities.tensor_handles:
+        return host.method
+    return "disk" if host.colocated else "group"
 
 
 def sent_adapters(lora: Lora, targets: tuple[str, ...], backend: ServerBackend) -> Lora | None:

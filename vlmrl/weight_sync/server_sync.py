@@ -142,11 +142,12 @@ class WeightSync:
             raise EngineError(f"a server refused the adapter: {error}") from error
 
     async def _load_or_leave_out(self, server: Server, adapter: Adapter) -> None:
+        began = time.monotonic()
         try:
             await self._load(server, adapter)
         except UNREACHED:
             await self.engine.servers.withdraw(server)
-            server.failed()
+            server.failed(began)
 
     def _unload(self, adapter: str) -> None:
         """Does not wait: a server keeps the adapter until no request uses it."""
@@ -177,6 +178,7 @@ class WeightSync:
             fill=fill,
         )
         assert self._send is not None
+        began = time.monotonic()
         try:
             result: TransferResult = await self._thread.run(self._send, update)
         except asyncio.CancelledError:
@@ -187,7 +189,7 @@ class WeightSync:
         for server in servers:
             if server.url in result.failed:
                 await self.engine.servers.withdraw(server)
-                server.failed()
+                server.failed(began)
         return result
 
     def _check_complete(self, result: TransferResult) -> None:

@@ -6,15 +6,18 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vlmrl.config import Lora
+from vlmrl.config.sglang import argument_names
 from vlmrl.engine.server import Launch, Server, ServerInfo
 from vlmrl.engine.server_backend import Attempt, Call, Capabilities, ServedModel, ServerBackend
 from vlmrl.engine.server_reply import Reply
+from vlmrl.engine.server_token import VARIABLE
 from vlmrl.engine.sglang.receiver import SGLangReceiver, serialized
 from vlmrl.engine.sglang.requests import parse_reply, request_body
 
@@ -35,6 +38,26 @@ CPU_ENV = {
     "TORCHDYNAMO_DISABLE": "1",  # compilation takes minutes on a CPU and gains nothing
 }
 
+# Run in place of `-m sglang.launch_server`: the token is neither in the command line, which every user of the machine can read, nor
+# in the log, where SGLang writes all of its arguments.
+_LAUNCH_WITH_TOKEN = f"""
+import logging, os, runpy, sys
+token = os.environ.pop("{VARIABLE}")
+new_record = logging.getLogRecordFactory()
+def without_token(*args, **kwargs):
+    record = new_record(*args, **kwargs)
+    try:
+        message = record.getMessage()
+    except Exception:
+        return record
+    if token in message:
+        record.msg, record.args = message.replace(token, "<token>"), ()
+    return record
+logging.setLogRecordFactory(without_token)
+sys.argv += ["--api-key", token]
+runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+"""
+
 
 LORA_TARGETS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 
@@ -50,6 +73,7 @@ class SGLangBackend(ServerBackend):
         tensor_handles=True,
         sleep=True,
         checksums=True,
+        token=True,
     )
 
     health = Call("/health")
@@ -72,6 +96,14 @@ class SGLangBackend(ServerBackend):
         env = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}  # its cache of image features would survive weight updates
         env |= ({} if gpu is not None else CPU_ENV) | self.settings.env
         return Launch(self._command(args), env, log)
+
+    def with_token(self, launch: Launch, token: str) -> Launch:
+        python, _, _, *words = launch.command
+        return replace(launch, command=[python, "-c", _LAUNCH_WITH_TOKEN, *words], env=launch.env | {VARIABLE: token})
+
+    def listens_at(self, host: str) -> str:
+        own = argument_names(self.settings.args).get("host", host)
+        return "127.0.0.1" if own is None or own is False else str(own)  # SGLang's default, without the argument
 
     def parse_info(self, reply: Any) -> ServerInfo:
         return ServerInfo(
@@ -109,7 +141,7 @@ class SGLangBackend(ServerBackend):
     def receiver(self, server: Server) -> SGLangReceiver:
         info = server.info
         dtype = getattr(torch, str(info.dtype), None)
-        return SGLangReceiver(server.url, info.tp, info.device, dtype, self.settings.sync_timeout)
+        return SGLangReceiver(server.url, info.tp, info.device, dtype, self.settings.sync_timeout, server.token)
 
     def serialize_adapter(self, weights: dict[str, torch.Tensor]) -> str:
         return serialized(weights)
@@ -124,8 +156,7 @@ class SGLangBackend(ServerBackend):
     def _command(self, args: dict[str, Any]) -> list[str]:
         """SGLang's command line: ``args``, overridden by the arguments in the settings."""
         words = [self.settings.python or sys.executable, "-m", "sglang.launch_server"]
-        own = {name.lstrip("-").replace("_", "-"): value for name, value in self.settings.args.items()}
-        for name, value in (args | own).items():
+        for name, value in (args | argument_names(self.settings.args)).items():
             if value is True:
                 words.append(f"--{name}")
             elif value is not None and value is not False:

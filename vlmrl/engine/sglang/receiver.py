@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import torch
 from torch.multiprocessing import reductions
 
+from vlmrl.engine.server_token import bearer
 from vlmrl.weight_sync.base import Bucket, WeightsRefused
 from vlmrl.weight_sync.nccl import GroupAddress
 
@@ -32,6 +33,8 @@ class SGLangReceiver:
     device: str = "cpu"
     dtype: torch.dtype | None = None
     timeout: float = 300.0
+    token: str | None = field(default=None, repr=False)
+    """Sent with every request."""
     _connections: set[HTTPConnection] = field(default_factory=set, init=False, repr=False, compare=False)
     _aborted: bool = field(default=False, init=False, repr=False, compare=False)
 
@@ -92,7 +95,7 @@ class SGLangReceiver:
             connection.connect()
             if self._aborted:
                 raise ConnectionAbortedError(f"{self.url}{path}: the weight update was aborted")
-            headers = {"Content-Type": "application/json", "Connection": "close"}
+            headers = {"Content-Type": "application/json", "Connection": "close"} | bearer(self.token)
             connection.request("POST", address.path + path, json.dumps(body).encode(), headers)
             response = connection.getresponse()
             content = response.read()

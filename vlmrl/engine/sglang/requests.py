@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import reprlib
 from typing import Any
 
 import numpy as np
 
+from vlmrl.engine.server import TAIL
 from vlmrl.engine.server_backend import Attempt
 from vlmrl.engine.server_reply import BadReply, Reply, StopReason
 
@@ -52,23 +54,28 @@ def _sampling(attempt: Attempt) -> dict[str, Any]:
 
 
 def parse_reply(attempt: Attempt, reply: dict[str, Any]) -> Reply:
+    """Raises BadReply, LookupError or TypeError for a reply of another form, ValueError for an unknown stop id."""
     meta, ids = reply["meta_info"], list(reply["output_ids"])
+    stop_reason = _stop_reason(meta["finish_reason"], attempt.stop_ids)
     experts = meta.get("routed_experts") if attempt.expert_routing else None
-    return Reply(
-        token_ids=ids,
-        stop_reason=_stop_reason(meta["finish_reason"], attempt.stop_ids),
-        logprobs=[(logprob, token) for logprob, token, *_ in meta["output_token_logprobs"][: len(ids)]],
-        prompt_tokens=meta["prompt_tokens"],
-        weights=[(span["version"], span["end"] - span["start"]) for span in meta["weight_versions"]],
-        experts=None if experts is None else np.frombuffer(base64.b64decode(experts), "<i4"),
-    )
+    try:
+        return Reply(
+            token_ids=ids,
+            stop_reason=stop_reason,
+            logprobs=[(logprob, token) for logprob, token, *_ in meta["output_token_logprobs"][: len(ids)]],
+            prompt_tokens=meta["prompt_tokens"],
+            weights=[(span["version"], span["end"] - span["start"]) for span in meta["weight_versions"]],
+            experts=None if experts is None else np.frombuffer(base64.b64decode(experts), "<i4"),
+        )
+    except ValueError as error:  # of a tuple's length, or of base64
+        raise BadReply(f"a reply of another form: {error}") from error
 
 
 def _stop_reason(finish: dict[str, Any], stop_ids: frozenset[int]) -> StopReason:
     reason: StopReason = finish["type"]
     matched = finish.get("matched")
     if reason == "abort" and finish.get("status_code"):
-        raise BadReply(f"the server aborted it: {finish.get('message')}")
+        raise BadReply(f"the server aborted it: {str(finish.get('message'))[:TAIL]}")
     if matched == NOT_A_NUMBER:
         raise BadReply("the server's logits were not finite")
     if isinstance(matched, int) and matched not in stop_ids:
@@ -76,5 +83,6 @@ def _stop_reason(finish: dict[str, Any], stop_ids: frozenset[int]) -> StopReason
             f"the SGLang server ended a reply at token {matched}, which is not one of the stop ids {sorted(stop_ids)}: its "
             "tokenizer or generation config differs from model.path's."
         )
-    assert reason in ("stop", "length", "abort"), finish
+    if reason not in ("stop", "length", "abort"):
+        raise BadReply(f"the reply ended for an unknown reason: {reprlib.repr(finish)}")
     return reason

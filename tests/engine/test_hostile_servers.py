@@ -1,0 +1,118 @@
+"""Whatever a server answers, a request ends in a checked reply, a counted failure, or one clear error."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import random
+
+import pytest
+from hostile.servers import END, cases
+from testing.fakes import PAD, Router
+from torch import nn
+
+from vlmrl.config import SGLang
+from vlmrl.engine.base import EngineError, Request, SamplingParams
+from vlmrl.engine.server import Server, ServerError
+from vlmrl.engine.server_engine import ServerEngine
+from vlmrl.engine.server_pool import ServerPool
+from vlmrl.engine.sglang.backend import SGLangBackend
+from vlmrl.model.expert_routing import ExpertRouters
+from vlmrl.types import Completion
+
+DEADLINE = 60.0  # seconds for one reply, which takes milliseconds
+KNOWN = {"default": 0, "run.1": 1}
+
+
+class Words:
+    image_token_id = PAD
+    stop_ids = frozenset({END})
+
+
+class Answering(ServerPool):
+    """A pool whose only server answers every call with ``response``, a status and a body."""
+
+    response = (200, b"")
+
+    async def _fetch(self, server, call, timeout):
+        status, body = self.response
+        if status != 200:
+            raise ServerError(f"{server.url}{call.path}: HTTP {status}: {body[:100]!r}", status)
+        return body
+
+
+@pytest.fixture(params=[False, True], ids=["dense", "experts"])
+def engine(request):
+    server = Server("http://127.0.0.1:9")
+    pool = Answering(SGLangBackend(SGLang(urls=(server.url,), retries=0)), [server])
+    routing = ExpertRouters(nn.ModuleList([Router()]), "Router") if request.param else None
+    made = ServerEngine(pool, Words(), banned_ids=[PAD], routing=routing)
+    made.versions |= KNOWN
+    yield made
+    made.close()
+
+
+async def outcome(engine: ServerEngine, response: tuple[int, bytes]) -> Completion | Exception:
+    """How a request ends that a server answers with ``response``."""
+    [server] = engine.servers.all
+    engine.servers.response = response
+    await engine.servers.serve(server)  # an earlier reply may have withdrawn it
+    async with asyncio.timeout(DEADLINE):
+        try:
+            return await engine._generate(Request("trajectory 1", [1, 2, 3], [], SamplingParams(8)))
+        except (EngineError, ValueError) as error:
+            return error
+
+
+def check(result: Completion | Exception) -> None:
+    if isinstance(result, Exception):
+        assert isinstance(result, EngineError) or type(result) is ValueError
+        assert "trajectory 1" in str(result) or "server" in str(result)
+        assert len(str(result)) < 5000
+        return
+    size = len(result.token_ids)
+    assert size <= 8 and all(type(token) is int and token >= 0 for token in result.token_ids)
+    assert len(result.logprobs) == len(result.policy_versions) == size
+    assert all(math.isfinite(logprob) for logprob in result.logprobs)
+    assert set(result.policy_versions) <= set(KNOWN.values())
+    assert result.stop_reason in ("stop", "length", "abort") and result.prompt_tokens == 3
+
+
+def test_a_sample_of_what_servers_may_answer(engine):
+    async def ask():
+        return [await outcome(engine, response) for response in itertools.islice(cases(random.Random(0)), 400)]
+
+    results = asyncio.run(ask())
+    for result in results:
+        check(result)
+    kinds = [type(result) for result in results]
+    assert min(kinds.count(Completion), kinds.count(EngineError), kinds.count(ValueError)) > 5
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda reply: reply["meta_info"].update(finish_reason={"type": "tired"}),
+        lambda reply: reply["meta_info"].update(output_token_logprobs=[[-1.0]] * 2),
+        lambda reply: reply["meta_info"].update(output_token_logprobs=[[10**400, 5, None], [-1.0, END, None]]),
+        lambda reply: reply["meta_info"].update(weight_versions=[{"version": ["a"], "start": 0, "end": 2}]),
+        lambda reply: reply["meta_info"].update(weight_versions=[{"version": "default", "start": 0, "end": 10**12}]),
+        lambda reply: reply.update(output_ids=[5.0, END]),
+        lambda reply: reply.update(output_ids=[-5, END]),
+        lambda reply: reply.update(output_ids=[5] * 9),
+        lambda reply: reply.pop("meta_info"),
+    ],
+)
+def test_a_reply_of_another_form_is_a_failed_attempt(engine, spoil):
+    meta = {
+        "finish_reason": {"type": "stop", "matched": END},
+        "prompt_tokens": 3,
+        "output_token_logprobs": [[-1.0, 5, None], [-1.0, END, None]],
+        "weight_versions": [{"version": "default", "start": 0, "end": 2}],
+    }
+    reply = {"output_ids": [5, END], "meta_info": meta}
+    spoil(reply)
+    result = asyncio.run(outcome(engine, (200, json.dumps(reply).encode())))
+    assert isinstance(result, EngineError) and "in 1 attempts: BadReply" in str(result)

@@ -1,0 +1,167 @@
+"""Back-off of servers: it counts outages, however many requests met them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from types import SimpleNamespace
+
+import pytest
+from aiohttp import web
+from testing.fake_sglang import FakeSGLang
+from testing.sglang_engines import PATIENT, engine_of, plain, serving, until
+
+from vlmrl.engine import server as server_module
+from vlmrl.engine.base import EngineError
+from vlmrl.engine.server import LONGEST_BACKOFF, Server
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until a test changes ``clock.now``."""
+    fake = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(server_module, "time", SimpleNamespace(monotonic=lambda: fake.now))
+    return fake
+
+
+def test_all_requests_in_flight_meet_one_outage(clock):
+    server = Server("http://a")
+    for _ in range(1100):
+        clock.now += 0.001  # their failures arrive one after the other
+        server.failed(began=999.0)
+    clock.now = 1000.001
+    assert server.backoff == pytest.approx(0.5)
+    assert server.check_health.is_set()
+    clock.now = 1002.0
+    server.failed(began=999.5)  # the last one notices after the back-off
+    assert server.backoff == 0.0
+
+
+def test_each_further_outage_doubles_the_back_off_up_to_its_bound(clock):
+    server, found = Server("http://a"), []
+    for _ in range(5000):
+        server.failed(began=clock.now)
+        found.append(server.backoff)
+        clock.now += server.backoff + 0.1
+    assert found[:8] == pytest.approx([0.5, 1, 2, 4, 8, 16, 30, 30])
+    assert max(found) == pytest.approx(LONGEST_BACKOFF)
+
+
+def test_a_success_ends_the_outage_also_for_failures_that_arrive_later(clock):
+    server = Server("http://a")
+    server.failed(began=999.0)
+    server.answered()
+    assert server.backoff == 0.0
+    server.failed(began=999.0)
+    assert server.backoff == 0.0
+    clock.now += 1
+    server.failed(began=1000.5)
+    assert server.backoff == pytest.approx(0.5)  # a new outage
+
+
+def test_any_order_of_failures_and_successes_backs_off_no_longer_than_its_outages(clock):
+    rng = random.Random(0)
+    for _ in range(200):
+        server, outages, counted = Server("http://a"), 0, 0.0
+        for _ in range(rng.randint(1, 60)):
+            began = clock.now - rng.choice([0.0, 0.1, 5.0, 500.0])
+            if rng.random() < 0.2:
+                server.answered()
+                outages = 0
+            else:
+                if began > counted:
+                    outages, counted = outages + 1, clock.now
+                server.failed(began)
+            assert server.backoff <= min(LONGEST_BACKOFF, 0.5 * 2 ** max(0, min(outages, 10) - 1)) + 1e-9
+            clock.now += rng.choice([0.001, 0.3, 40.0])
+
+
+class Dying(FakeSGLang):
+    """Drops the connections of all requests that it holds, once it is told to go on; then it is well."""
+
+    async def _serve(self, request: web.Request) -> web.Response:
+        if request.path == "/generate" and self.hangs:
+            self.calls.append((request.path, None))
+            await request.read()
+            await self._going.wait()
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        return await super()._serve(request)
+
+
+@pytest.mark.slow
+def test_a_server_that_drops_1100_requests_at_once_is_asked_again():
+    fake = Dying()
+    engine = engine_of(fake, **PATIENT)
+    fake.hangs = True
+
+    async def outage():
+        await serving(engine)
+        replies = [asyncio.create_task(engine.generate(plain(f"t{i}"))) for i in range(1100)]
+        await until(lambda: len(fake.bodies_of("/generate")) == 1100)
+        fake.release_requests()
+        return await asyncio.gather(*replies)
+
+    try:
+        assert {tuple(reply.policy_versions) for reply in asyncio.run(outage())} == {(3, 3, 3)}
+        assert engine.retried == 1100
+    finally:
+        engine.close()
+        fake.close()
+
+
+@pytest.mark.slow
+def test_a_success_after_a_failure_lets_waiting_requests_go_on(monkeypatch):
+    monkeypatch.setattr(server_module, "FIRST_BACKOFF", 3600.0)
+    monkeypatch.setattr(server_module, "LONGEST_BACKOFF", 3600.0)
+    fake = FakeSGLang()
+    engine = engine_of(fake, **PATIENT)
+
+    async def recover():
+        await serving(engine)
+        [server] = engine.servers.all
+        fake.hangs = True
+        held = asyncio.create_task(engine.generate(plain("held")))
+        await until(lambda: fake.bodies_of("/generate"))
+        fake.statuses = [500]
+        retried = asyncio.create_task(engine.generate(plain("retried")))
+        await until(lambda: server.backoff)
+        new = asyncio.create_task(engine.generate(plain("new")))
+        fake.release_requests()
+        async with asyncio.timeout(60):
+            return await asyncio.gather(held, retried, new)
+
+    try:
+        assert len(asyncio.run(recover())) == 3
+    finally:
+        engine.close()
+        fake.close()
+
+
+@pytest.mark.slow
+def test_replies_that_cannot_be_used_extend_the_back_off(monkeypatch):
+    monkeypatch.setattr(server_module, "FIRST_BACKOFF", 0.01)
+    fake = FakeSGLang()
+    fake.meta = {"output_token_logprobs": []}
+    engine = engine_of(fake, retries=3, **PATIENT)
+    [server] = engine.servers.all
+    found, failed = [], server.failed
+
+    def recorded(began):
+        failed(began)
+        found.append(server._backoff)
+
+    monkeypatch.setattr(server, "failed", recorded)
+
+    async def generate():
+        await serving(engine)
+        await engine.generate(plain())
+
+    try:
+        with pytest.raises(EngineError, match="BadReply"):
+            asyncio.run(generate())
+    finally:
+        engine.close()
+        fake.close()
+    assert found == pytest.approx([0.01, 0.02, 0.04, 0.08])

@@ -1,0 +1,175 @@
+"""Servers that fail in unusual ways, come back as another version, or are closed while requests wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from aiohttp import web
+from testing.fake_sglang import FakeSGLang
+from testing.sglang_engines import PATIENT, QUICK, engine_of, plain, serving, until
+
+from vlmrl.config import SGLang
+from vlmrl.engine.base import EngineError
+from vlmrl.engine.server import Server
+from vlmrl.engine.server_engine import ServerEngine
+from vlmrl.engine.server_pool import ServerPool
+from vlmrl.engine.sglang.backend import SGLangBackend
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def fake():
+    made = FakeSGLang()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def engine(fake):
+    made = engine_of(fake)
+    yield made
+    made.close()
+
+
+def test_a_server_is_watched_and_revived_again_after_an_error_of_any_kind(fake, engine, caplog):
+    [server] = engine.servers.all
+    errors = [KeyError("a mistake in the code of a recipe"), RuntimeError("another"), None]
+
+    async def resync(server):
+        if error := errors.pop(0):
+            raise error
+
+    engine.servers.resync = resync
+
+    async def fail():
+        await serving(engine)
+        fake.sick = True
+        await until(lambda: not server.ready)
+        fake.sick = False
+        await until(lambda: server.ready)
+        return await engine.generate(plain())
+
+    with caplog.at_level(logging.WARNING):
+        assert asyncio.run(fail()).token_ids == fake.reply
+    shown = [record.exc_info[0] for record in caplog.records if "cannot serve" in record.message]
+    assert shown == [KeyError, RuntimeError] and server.trouble == ""
+
+
+def test_a_server_that_comes_back_as_an_older_version_does_not_serve(fake):
+    engine = engine_of(fake, **(QUICK | {"start_timeout": 1.0}))
+    [server] = engine.servers.all
+
+    async def restart():
+        await serving(engine)
+        fake.sick = True
+        await until(lambda: not server.ready)
+        fake.info["version"], fake.sick = "0.5.9", False
+        await until(lambda: "0.5.9" in server.trouble)
+        with pytest.raises(
+            EngineError, match=r"no SGLang server has served .*is SGLang 0\.5\.9, but 0\.5\.23 or newer"
+        ):
+            await engine.generate(plain())
+        assert not server.ready
+        fake.info["version"] = "0.5.24"
+        await until(lambda: server.ready)
+
+    try:
+        asyncio.run(restart())
+    finally:
+        engine.close()
+    assert fake.bodies_of("/generate") == []
+
+
+@pytest.mark.parametrize("info", [["a list"], "a string", None])
+def test_a_server_that_reports_nonsense_about_itself_is_an_engine_error(fake, engine, info):
+    fake.info = info
+    with pytest.raises(EngineError, match="reports about itself"):
+        asyncio.run(engine.start())
+
+
+def test_servers_do_not_serve_where_the_trainer_cannot_be_offloaded(fake):
+    pool = ServerPool(SGLangBackend(SGLang(urls=(fake.url,))), [Server(fake.url)], colocated=True)
+    engine = ServerEngine(pool, object(), [], offload_trainer=lambda: False)
+
+    async def start():
+        await engine.start()
+        with pytest.raises(EngineError, match="cannot serve: the trainer has failed"):
+            await engine.serve()
+
+    try:
+        asyncio.run(start())
+        assert pool.ready == []
+    finally:
+        engine.close()
+
+
+def test_requests_of_a_closed_engine_are_engine_errors(fake):
+    engine = engine_of(fake, **PATIENT)
+
+    async def close():
+        await serving(engine)
+        fake.hangs = True
+        in_flight = asyncio.create_task(engine.generate(plain("in flight")))
+        await until(lambda: fake.bodies_of("/generate"))
+        await engine.pause()
+        waiting = asyncio.create_task(engine.generate(plain("waiting")))
+        await until(lambda: len(engine._requests) == 2)
+        await asyncio.to_thread(engine.close)
+        return await asyncio.gather(in_flight, waiting, engine.generate(plain("late")), return_exceptions=True)
+
+    errors = asyncio.run(close())
+    assert [type(error) for error in errors] == [EngineError] * 3
+    assert all("the engine was closed" in str(error) for error in errors)
+    fake.release_requests()
+
+
+class Redirecting(FakeSGLang):
+    """Sends every request about weights to ``target``."""
+
+    target = ""
+
+    async def _serve(self, request: web.Request) -> web.Response:
+        if request.path == "/generate" and self.target:
+            return web.Response(status=307, headers={"Location": self.target})
+        return await super()._serve(request)
+
+
+def test_a_server_that_redirects_to_another_host_gets_nothing_fetched_there(fake):
+    evil = Redirecting()
+    engine = engine_of(evil, retries=0)
+    evil.target = f"{fake.url}/generate"
+    try:
+        with pytest.raises(EngineError, match="HTTP 307"):
+            asyncio.run(_start_and_generate(engine))
+        assert fake.calls == []
+    finally:
+        engine.close()
+        evil.close()
+
+
+async def _start_and_generate(engine):
+    await serving(engine)
+    return await engine.generate(plain())
+
+
+class Chatty(FakeSGLang):
+    async def _generate(self, body):
+        return web.Response(text="<html>busy</html>")
+
+    async def _health(self, body):
+        return web.Response(text="OK")
+
+
+def test_a_reply_that_is_no_json_is_a_failed_attempt_and_health_needs_none():
+    chatty = Chatty()
+    engine = engine_of(chatty, retries=1)
+    try:
+        with pytest.raises(EngineError, match=r"in 2 attempts: ServerError: .*no JSON: <html>busy"):
+            asyncio.run(_start_and_generate(engine))
+        assert engine.retried == 2
+    finally:
+        engine.close()
+        chatty.close()

@@ -1,0 +1,228 @@
+"""Tokens of servers that other machines can reach: sent with every request, and written nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from testing.fake_sglang import FakeSGLang
+from testing.sglang_engines import PATIENT, engine_of, plain, send, synced
+
+from vlmrl.config import Config, Data, Model, Rollout, ServerSettings, SGLang, Train
+from vlmrl.engine.base import EngineError, paused
+from vlmrl.engine.server import LocalProcess, Server, free_ports
+from vlmrl.engine.server_backend import Call, Capabilities, ServedModel, attached_servers, token_for
+from vlmrl.engine.server_pool import ServerPool
+from vlmrl.engine.server_token import VARIABLE, is_loopback, token_from_environment
+from vlmrl.engine.sglang.backend import SGLangBackend
+from vlmrl.model import tiny
+from vlmrl.run.program import run_training
+from vlmrl.run.serving import LocalServerHost
+
+MODEL = ServedModel("/model", "float32")
+TOKEN = "0123456789abcdef" * 4
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "localhost", "::1", "[::1]"])
+def test_an_address_that_only_its_own_machine_reaches_needs_no_token(host):
+    assert is_loopback(host)
+    assert token_for(SGLangBackend(SGLang()), host) is None
+
+
+@pytest.mark.parametrize("host", ["10.0.0.5", "0.0.0.0", "::", "fe80::1", "node7", "localhost.example.org", ""])
+def test_any_other_address_needs_one_of_256_bits_that_no_other_server_has(host):
+    assert not is_loopback(host)
+    backend = SGLangBackend(SGLang())
+    first, second = token_for(backend, host), token_for(backend, host)
+    assert len(first) == 64 and first != second
+
+
+@pytest.mark.parametrize(("name", "value"), [("host", "0.0.0.0"), ("--host", "10.0.0.5"), ("host", "::")])
+def test_a_setting_that_opens_a_server_to_other_machines_makes_it_want_a_token(name, value):
+    assert token_for(SGLangBackend(SGLang(args={name: value})), "127.0.0.1") is not None
+    assert token_for(SGLangBackend(SGLang(args={"host": None})), "10.0.0.5") is None  # SGLang's default is 127.0.0.1
+
+
+class Open(SGLangBackend):
+    """A server program that checks no token."""
+
+    capabilities = Capabilities()
+
+
+def test_a_server_program_that_checks_no_token_is_not_started_where_others_reach_it():
+    backend = Open(ServerSettings())
+    assert token_for(backend, "127.0.0.1") is None
+    with pytest.raises(ValueError, match=r"must listen on the loopback address, but one would listen at 10\.0\.0\.5"):
+        token_for(backend, "10.0.0.5")
+
+
+def test_the_token_is_in_the_environment_and_not_in_the_command_line(tmp_path):
+    backend = SGLangBackend(SGLang(args={"tp": 1}, env={VARIABLE: "from the settings"}))
+    launch = backend.launch(MODEL, tmp_path / "log", "10.0.0.5", 30000, gpu=None)
+    guarded = backend.with_token(launch, TOKEN)
+    assert guarded.env == launch.env | {VARIABLE: TOKEN}
+    assert guarded.command[3:] == launch.command[3:]  # after `python -m sglang.launch_server`
+    assert TOKEN not in " ".join(guarded.command) + repr(guarded)
+
+
+@pytest.mark.parametrize("name", ["api-key", "--api-key", "api_key", "admin-api-key"])
+def test_a_token_in_the_config_is_refused_because_the_config_is_recorded(name):
+    with pytest.raises(ValueError, match=rf"sglang\.args must not contain (admin-)?api-key.*{VARIABLE}") as error:
+        SGLang(args={name: "hunter2"})
+    assert "hunter2" not in str(error.value)
+
+
+def test_running_servers_get_the_token_of_the_environment(monkeypatch):
+    settings = SGLang(urls=("http://node7:30000", "http://node8:30000"))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert [server.token for server in attached_servers(settings)] == [None, None]
+    monkeypatch.setenv(VARIABLE, f" {TOKEN}\n")
+    assert [server.token for server in attached_servers(settings)] == [TOKEN, TOKEN]
+    receiver = SGLangBackend(settings).receiver(Server("http://node7:30000", token=TOKEN))
+    assert receiver.token == TOKEN and TOKEN not in repr(receiver)
+
+
+@pytest.mark.parametrize("token", ["two words", "two\r\nlines: 1", "schlüssel", "\x00"])
+def test_a_token_that_no_header_can_contain_is_an_error_that_does_not_show_it(monkeypatch, token):
+    monkeypatch.setattr(os, "environ", {VARIABLE: token})
+    with pytest.raises(ValueError, match=VARIABLE) as error:
+        token_from_environment()
+    assert token not in str(error.value)
+
+
+@pytest.fixture
+def fake():
+    made = FakeSGLang()
+    made.token = TOKEN
+    yield made
+    made.close()
+
+
+@pytest.mark.slow
+def test_requests_updates_adapters_and_checks_bring_the_token(fake, tmp_path):
+    engine = engine_of(fake, token=TOKEN, **PATIENT)
+
+    async def everything():
+        sync = await synced(engine, tmp_path)
+        async with paused(engine):
+            await sync.push(send([3.0, 4.0]), 1)
+            await sync.push_adapter({"a": torch.ones(2)}, {}, 2)
+        await sync.checksums()
+        return await engine.generate(plain())
+
+    try:
+        assert asyncio.run(everything()).policy_versions == [2, 2, 2]
+        assert fake.weights["w"].tolist() == [3, 4]
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("token", [None, "another"])
+def test_a_server_that_refuses_the_token_is_an_error_that_says_where_to_set_it(fake, token):
+    engine = engine_of(fake, token=token)
+    try:
+        with pytest.raises(
+            EngineError, match=f"refuses the token of this run: set the environment variable {VARIABLE}"
+        ) as e:
+            asyncio.run(engine.start())
+        assert TOKEN not in str(e.value) and "another" not in str(e.value)
+    finally:
+        engine.close()
+
+
+# In place of SGLang's own module: like it, it writes its arguments to its log, and answers only requests with the key.
+PROGRAM = """
+import json, logging, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+words = sys.argv[1:]
+args = dict(zip(words[::2], words[1::2]))
+logging.basicConfig(level="INFO", force=True)
+logging.info(f"server_args={args}")
+logging.info("launched by %s", words)
+logging.info("not %d", "formatted")
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        right = self.headers["Authorization"] == "Bearer " + args["--api-key"]
+        data = json.dumps({"version": "0.5.23", "main": __name__}).encode()
+        self.send_response(200 if right or self.path == "/health" else 401)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+HTTPServer((args["--host"], int(args["--port"])), Handler).serve_forever()
+"""
+
+
+@pytest.mark.slow
+def test_a_started_server_wants_the_token_and_neither_its_log_nor_its_command_line_has_it(tmp_path):
+    package = tmp_path / "code/sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "launch_server.py").write_text(textwrap.dedent(PROGRAM))
+    [port] = free_ports(1)
+    nothing = dict.fromkeys(
+        ("disable-cuda-graph", "disable-overlap-schedule", "sleep-on-idle")
+    )  # flags without a value
+    settings = SGLang(args=nothing, env={"PYTHONPATH": str(tmp_path / "code")}, python=sys.executable, **PATIENT)
+    backend = SGLangBackend(settings)
+    launch = backend.with_token(backend.launch(MODEL, tmp_path / "log", "127.0.0.1", port, gpu=None), TOKEN)
+    process = LocalProcess(launch)
+    server = Server(f"http://127.0.0.1:{port}", process, token=TOKEN)
+    pool = ServerPool(backend, [server])
+
+    async def start():
+        await pool.start()
+        found = await pool.call(server, *Call("/server_info"))
+        command = Path(f"/proc/{process.group}/cmdline").read_bytes().decode()
+        server.token = "another"
+        with pytest.raises(EngineError, match="refuses the token of this run: it has another"):
+            await pool._info(server)
+        await pool.close()
+        return found, command
+
+    found, command = asyncio.run(start())
+    assert found["main"] == "__main__" and server.info.version == "0.5.23"
+    log = (tmp_path / "log").read_text()
+    assert log.count("'<token>'") == 2 and "--host" in command
+    assert TOKEN not in log + command
+
+
+@pytest.mark.slow
+def test_a_run_with_running_servers_records_their_token_nowhere(fake, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv(VARIABLE, TOKEN)
+    fake.finish = {"type": "length", "length": 3}
+    config = Config(
+        name="guarded",
+        output_dir=str(tmp_path),
+        model=Model(path=str(tiny.build(tmp_path / "model", "qwen3")), device="cpu", dtype="float32"),
+        data=Data(generator=lambda index, seed: {"prompt": "Say a."}, size=4),
+        reward=lambda text, task: 1.0,
+        rollout=Rollout(group_size=2, max_tokens=64, max_reply_tokens=8),
+        engine="sglang",
+        sglang=SGLang(urls=(fake.url,), sync="tensor", check=False),
+        train=Train(steps=1, groups_per_batch=2),
+    )
+    run_training(config)
+    assert fake.version != "default"
+    files = [path for path in config.folder.rglob("*") if path.is_file()]
+    assert config.folder / "config.json" in files
+    assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
+    assert TOKEN not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(("args", "guarded"), [({}, False), ({"host": "0.0.0.0"}, True)])
+def test_a_server_on_this_machine_wants_a_token_if_a_setting_opens_it(tmp_path, args, guarded):
+    settings = SGLang(args=args, port=30000)
+    policy = SimpleNamespace(device=torch.device("cpu"))
+    [server] = LocalServerHost(settings, tmp_path, policy, ranks=1).servers(SGLangBackend(settings), MODEL)
+    assert (server.token is not None) == guarded
+    assert server.process.launch.env.get(VARIABLE) == server.token
