@@ -8,10 +8,11 @@ import logging
 import pytest
 from aiohttp import web
 from testing.fake_sglang import FakeSGLang
+from testing.fakes import PAD, make_item
 from testing.sglang_engines import PATIENT, QUICK, engine_of, plain, serving, until
 
 from vlmrl.config import SGLang
-from vlmrl.engine.base import EngineError
+from vlmrl.engine.base import EngineError, Request
 from vlmrl.engine.server import Server
 from vlmrl.engine.server_engine import ServerEngine
 from vlmrl.engine.server_pool import ServerPool
@@ -106,22 +107,30 @@ def test_servers_do_not_serve_where_the_trainer_cannot_be_offloaded(fake):
         engine.close()
 
 
-def test_requests_of_a_closed_engine_are_engine_errors(fake):
+def test_requests_of_a_closed_engine_are_engine_errors(fake, monkeypatch):
     engine = engine_of(fake, **PATIENT)
+
+    async def encoded_late(item):
+        await until(lambda: engine.servers._session.closed)
+        return b'"data:,"'
+
+    monkeypatch.setattr(engine._images, "payload", encoded_late)
 
     async def close():
         await serving(engine)
         fake.hangs = True
+        preparing = asyncio.create_task(engine.generate(Request("p", [PAD], [make_item("red", 1)])))
         in_flight = asyncio.create_task(engine.generate(plain("in flight")))
         await until(lambda: fake.bodies_of("/generate"))
         await engine.pause()
         waiting = asyncio.create_task(engine.generate(plain("waiting")))
-        await until(lambda: len(engine._requests) == 2)
+        await until(lambda: len(engine._requests) == 3)
         await asyncio.to_thread(engine.close)
-        return await asyncio.gather(in_flight, waiting, engine.generate(plain("late")), return_exceptions=True)
+        late = engine.generate(plain("late"))
+        return await asyncio.gather(preparing, in_flight, waiting, late, return_exceptions=True)
 
     errors = asyncio.run(close())
-    assert [type(error) for error in errors] == [EngineError] * 3
+    assert [type(error) for error in errors] == [EngineError] * 4
     assert all("the engine was closed" in str(error) for error in errors)
     fake.release_requests()
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
-from testing.real_servers import versions
+from testing.real_servers import config_of, served, versions
 
 from vlmrl.multimodal.renderer import expand
 
@@ -104,3 +107,16 @@ def test_cancelled_requests_end_on_the_server(family):
         await family.until_idle()
 
     asyncio.run(give_up())
+
+
+def test_a_server_that_other_machines_can_reach_wants_its_token(qwen2_5_vl, tmp_path):
+    config = config_of(qwen2_5_vl, tmp_path)
+    settings = replace(config.sglang, args=config.sglang.args | {"host": "0.0.0.0"})
+    for [one] in served(replace(config, sglang=settings)):
+        token, log = one.server.token, one.server.process.launch.log
+        with pytest.raises(HTTPError, match="401"):
+            urlopen(f"{one.server.url}/server_info", timeout=60)
+        asyncio.run(one.push())
+        assert versions(one.episodes("guarded")) == {one.version}
+        assert len(token) == 64 and token not in log.read_text()
+        assert token not in Path(f"/proc/{one.server.process.group}/cmdline").read_text()

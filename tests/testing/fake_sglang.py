@@ -159,6 +159,9 @@ class FakeSGLang:
         return web.json_response({"success": True})
 
     async def _load_lora_adapter_from_tensors(self, body: Any) -> web.Response:
+        if body["lora_name"] in self.adapters:
+            message = f"Failed to load LoRA adapter {body['lora_name']} because it is already loaded"
+            return web.json_response({"success": False, "error_message": message}, status=400)
         self.adapters.add(body["lora_name"])
         return web.json_response({"success": True})
 

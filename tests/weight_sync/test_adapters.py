@@ -98,6 +98,25 @@ def test_a_server_that_lost_the_adapter_gets_it_again_before_it_serves(fake, tmp
         engine.close()
 
 
+def test_a_server_that_recovers_with_its_adapter_serves_again(fake, tmp_path):
+    engine = engine_of(fake)
+    [server] = engine.servers.all
+
+    async def recover():
+        sync = await synced(engine, tmp_path)
+        await exchange(sync, 1)
+        fake.sick = True
+        await until(lambda: not server.ready)
+        fake.sick = False
+        await until(lambda: server.ready)
+        return await engine.generate(plain())
+
+    try:
+        assert asyncio.run(recover()).policy_versions == [1, 1, 1]
+    finally:
+        engine.close()
+
+
 def test_another_refusal_is_an_error_whatever_happened_to_the_adapter(fake, engine, tmp_path):
     async def update():
         sync = await synced(engine, tmp_path)

@@ -19,7 +19,7 @@ import torch
 
 from vlmrl.config import Config, Lora, ServerSettings
 from vlmrl.engine.base import Request
-from vlmrl.engine.server import Launch, Server, ServerInfo
+from vlmrl.engine.server import Launch, Server, ServerError, ServerInfo
 from vlmrl.engine.server_reply import Reply
 from vlmrl.engine.server_token import is_loopback, new_token, token_from_environment
 from vlmrl.weight_sync.base import WeightReceiver
@@ -162,6 +162,10 @@ class ServerBackend(ABC):
     def load_adapter(self, name: str, settings: Mapping[str, Any], weights: str, tp: int) -> Call:
         """With ``capabilities.lora_targets``: load an adapter. ``settings`` as in `adapter_config.json`; serialized ``weights``."""
         raise NotImplementedError(f"{self.title} loads no adapters")
+
+    def has_adapter(self, refusal: ServerError) -> bool:
+        """With ``capabilities.lora``: whether the server refused to load an adapter because it has loaded it already."""
+        return False
 
     def unload_adapter(self, name: str) -> Call:
         """With ``capabilities.lora_targets``: unload an adapter once no request uses it."""

@@ -262,7 +262,6 @@ class ServerPool:
             except Exception as error:  # whatever it is, the server gets its next check
                 broken, before = True, server.trouble
                 server.trouble = f"{type(error).__name__}: {error}"
-                await self.withdraw(server)
                 if not isinstance(error, EXPECTED) and server.trouble != before:
                     log.warning("the server %s cannot serve, and is tried again", server.url, exc_info=error)
 

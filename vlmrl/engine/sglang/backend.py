@@ -14,7 +14,7 @@ import torch
 
 from vlmrl.config import Lora
 from vlmrl.config.sglang import argument_names
-from vlmrl.engine.server import Launch, Server, ServerInfo
+from vlmrl.engine.server import Launch, Server, ServerError, ServerInfo
 from vlmrl.engine.server_backend import Attempt, Call, Capabilities, ServedModel, ServerBackend
 from vlmrl.engine.server_reply import Reply
 from vlmrl.engine.server_token import VARIABLE
@@ -134,6 +134,9 @@ class SGLangBackend(ServerBackend):
     def load_adapter(self, name: str, settings: Mapping[str, Any], weights: str, tp: int) -> Call:
         body = {"lora_name": name, "config_dict": settings, "serialized_named_tensors": [weights] * tp}
         return Call("/load_lora_adapter_from_tensors", body)
+
+    def has_adapter(self, refusal: ServerError) -> bool:
+        return "already loaded" in str(refusal)
 
     def unload_adapter(self, name: str) -> Call:
         return Call("/unload_lora_adapter", {"lora_name": name})
