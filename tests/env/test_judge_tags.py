@@ -51,7 +51,7 @@ ESCAPING = [
 ]
 
 
-@pytest.mark.parametrize("content", ESCAPING, ids=str)
+@pytest.mark.parametrize("content", ESCAPING, ids=[str(number) for number in range(len(ESCAPING))])
 def test_no_text_opens_or_closes_a_tag(content: Any):
     inside = prompt(content)
     tags = re.findall(r"<[\s/]*(?:conversation|reference|score)[^<>]*>", inside, re.IGNORECASE)

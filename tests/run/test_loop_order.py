@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from vlmrl.config import Algo, Checkpoint, Config, Eval, Optim, Rollout, Train, WarmStart
+from vlmrl.data import TaskStream
 from vlmrl.report.progress import RunProgress
 from vlmrl.rollout.batches import GroupBatch
 from vlmrl.rollout.buffer import AsynchronousBuffer, SynchronousBuffer
@@ -298,5 +299,6 @@ def test_the_trainer_has_the_settings_of_the_config(tmp_path):
 def test_rollouts_go_on_during_training_only_with_max_staleness(max_staleness, kind):
     runner = SimpleNamespace(config=Rollout())
     config = Config(train=Train(max_staleness=max_staleness))
-    run = SimpleNamespace(config=config, runner=lambda: runner, tasks=["a task"], filters=[])
+    parts = {"runner": lambda: runner, "stream": TaskStream, "tasks": ["a task"], "filters": []}
+    run = SimpleNamespace(config=config, **parts)
     assert type(loop.new_buffer(run)) is kind
