@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -60,21 +59,16 @@ def test_a_token_is_wanted_whole(header: str | None, status: int):
 
 
 def test_two_tokens_are_none():
-    two = [(b"Authorization", b"Bearer x"), (b"Authorization", f"Bearer {TOKEN}".encode())]
-    assert ask(RequestGuard(echo, TOKEN, 100), headers=two).status_code == 401
+    right, wrong = (b"Authorization", f"Bearer {TOKEN}".encode()), (b"Authorization", b"Bearer x")
+    for headers in ([wrong, right], [right, wrong], [right, right]):
+        assert ask(RequestGuard(echo, TOKEN, 100), headers=headers).status_code == 401
 
 
 def test_the_body_of_a_stranger_is_not_read():
     async def endless() -> Any:
         raise AssertionError("the body was read")
 
-    sent: list[Any] = []
-
-    async def send(event: Any) -> None:
-        sent.append(event)
-
-    asyncio.run(RequestGuard(echo, TOKEN, 100)({"type": "http", "headers": []}, endless, send))
-    assert sent[0]["status"] == 401
+    assert events(RequestGuard(echo, TOKEN, 100), endless)[0]["status"] == 401
 
 
 def test_a_body_may_have_so_many_bytes_declared_or_not():
@@ -90,13 +84,20 @@ def test_a_body_may_have_so_many_bytes_declared_or_not():
         assert reply.status_code == 413 and "more than 100 bytes (--max-body-mib)" in reply.text
 
 
-def events(guard: RequestGuard, receive: Callable[[], Awaitable[Any]], kind: str = "http") -> list[Any]:
+def test_a_body_that_is_declared_too_large_is_not_read():
+    async def endless() -> Any:
+        raise AssertionError("the body was read")
+
+    assert events(RequestGuard(echo, None, 100), endless, headers=[(b"content-length", b"101")])[0]["status"] == 413
+
+
+def events(guard: RequestGuard, receive: Any, kind: str = "http", headers: Any = ()) -> list[Any]:
     sent: list[Any] = []
 
     async def send(event: Any) -> None:
         sent.append(event)
 
-    asyncio.run(guard({"type": kind, "headers": []}, receive, send))
+    asyncio.run(guard({"type": kind, "headers": headers}, receive, send))
     return sent
 
 
@@ -132,6 +133,14 @@ def test_other_addresses_need_a_token(host: str):
     with pytest.raises(ValueError, match=r"--host .* can be reached from other machines, so a token is required"):
         Binding(host, 8000, None, 100)
     assert Binding(host, 8000, TOKEN, 100).token == TOKEN
+
+
+def test_a_name_is_a_loopback_address_only_if_all_its_addresses_are(monkeypatch: pytest.MonkeyPatch):
+    addresses = ["127.0.0.1", "192.0.2.7"]
+    monkeypatch.setattr("socket.getaddrinfo", lambda *args, **options: [(0, 0, 0, "", (each, 0)) for each in addresses])
+    assert not is_loopback_host("myhost")
+    addresses.pop()
+    assert is_loopback_host("myhost")
 
 
 def test_an_address_is_printed_as_a_url():
