@@ -112,7 +112,7 @@ def test_a_prompt_that_the_template_refuses_is_a_bad_row():
     tasks = iter([Task(str(number), prompt) for number, prompt in enumerate(prompts)])
     rollouts = asyncio.run(player.play(tasks, 1, "x"))
     assert [group[0].task.id for group in rollouts.groups] == ["1"]
-    assert [reason.partition(":")[0] for reason in rollouts.bad_rows] == ["task 0"]
+    assert [reason.partition(":")[0] for reason in rollouts.bad_rows] == ["task 0, turn 0"]
 
 
 def test_too_many_bad_rows_stop_the_run_and_are_named(tmp_path: Path):

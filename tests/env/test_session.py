@@ -686,3 +686,42 @@ def test_an_image_that_cannot_be_hashed_is_no_error_of_the_run():
 
     trajectory = play(Shows, ["a", "b"], max_turns=2)
     assert trajectory.failed or trajectory.reward is not None  # an answer or a failure, and no exception
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(3), GeneratorExit()])
+@pytest.mark.parametrize("method", ["reset", "step", "finish", "close"])
+def test_what_a_coroutine_raises_is_an_env_error_and_ends_no_run(method: str, error: BaseException):
+    class Raises(Logged):
+        async def reset(self) -> None:  # type: ignore[override]
+            self.act("reset")
+
+        async def step(self, response_text: str) -> Step:  # type: ignore[override]
+            self.act("step")
+            return obs(), True, {"reward": 1.0}
+
+        async def finish(self, ending: str) -> None:  # type: ignore[override]
+            self.act("finish")
+
+        async def close(self) -> None:  # type: ignore[override]
+            self.act("close")
+
+        def act(self, name: str) -> None:
+            if name == method:
+                raise error
+
+    trajectory = play(Raises, ["a"], max_env_retries_per_turn=0)
+    if method == "close":
+        assert (trajectory.reward, trajectory.metrics["env_close_errors"]) == (1.0, 1.0)
+    else:
+        assert trajectory.ending == "error"
+        assert type(error).__name__ in str(trajectory.error)
+
+
+def test_an_observation_that_cannot_be_rendered_is_an_env_error():
+    class Odd(Logged):
+        def format_observation(self, observation: Any) -> Any:
+            return {"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}
+
+    trajectory = play(Odd, ["a", "b"], max_turns=2)
+    assert trajectory.ending == "error"
+    assert str(trajectory.error).startswith("task t, turn 1: the env's messages cannot be rendered: ValueError")

@@ -355,7 +355,9 @@ def test_a_text_model_needs_no_image_store():
     assert asyncio.run(loop.play(a_task(), "g", "g/00")).ending == "env_done"
     bad = asyncio.run(loop.play(a_task("What?", [image()]), "g", "g/01"))
     assert (bad.ending, bad.non_retryable) == ("error", True)
-    assert "task t: the prompt cannot be rendered: ValueError" in str(bad.error) and "reads text only" in str(bad.error)
+    assert "task t, turn 0: the prompt cannot be rendered: ValueError" in str(bad.error) and "reads text only" in str(
+        bad.error
+    )
 
 
 def test_metrics_of_turns_and_time_are_kept():

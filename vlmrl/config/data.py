@@ -19,7 +19,8 @@ class Data:
     """Columns of the dataset as pairs `FIELD COLUMN`, for example `prompt problem`.
     Fields: `prompt`, `images` and `answer`, which default to columns of the same names, and the optional `id` and `source`."""
     generator: Code = None
-    """Function that makes tasks, instead of `path`: `function(index, seed, **options)` returns a Task or a dict with a prompt."""
+    """Function that makes tasks, instead of `path`: `function(index, seed, **options)` returns a Task or a dict with a prompt.
+    It runs in a thread of its own."""
     size: int | None = None
     """Number of tasks from the generator. Required with `generator`."""
     limit: int | None = None

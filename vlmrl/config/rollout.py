@@ -35,13 +35,14 @@ class Rollout:
     max_env_retries_per_turn: int = 1
     """Retries per turn after an env error. Each retry builds a new env and replays the earlier turns in it."""
     env_timeout: float = 60.0
-    """Timeout of one env call, and of fetching or processing one image, in seconds. Time in a queue does not count."""
+    """Timeout of one env call, of reading or generating one task, and of fetching or processing one image, in seconds. Time in a
+    queue does not count."""
     engine_timeout: float = 600.0
-    """Timeout of one reply from the engine, in seconds."""
+    """Timeout of one reply from the engine, in seconds, in the startup checks too."""
     max_refills: int = 2
     """Times a failed trajectory is played again before its group is dropped."""
     max_failed_fraction: float = 0.25
-    """Maximum fraction of a step's trajectories that may fail. Above it, the run stops with an error."""
+    """Maximum fraction of a step's trajectories that may fail, those of bad rows included. Above it, the run stops with an error."""
     generate: Code = None
     """Agent loop of your own, instead of `env`: `async function(client, renderer, task)` returns a trajectory."""
     history: Literal["append", "inline", "rerender"] = "append"

@@ -23,7 +23,7 @@ from PIL import Image
 from vlmrl.env.base import Env, EnvSpec, RetryTurn
 from vlmrl.multimodal.images import image_digest
 from vlmrl.types import Message, Task
-from vlmrl.utils.threads import DaemonPool
+from vlmrl.utils.threads import DaemonPool, await_user_code
 
 
 class EnvError(Exception):
@@ -260,7 +260,7 @@ class EnvSession:
         try:
             async with asyncio.timeout(self._timeout) as deadline:
                 if inspect.iscoroutinefunction(method):
-                    return await method(*args)
+                    return await await_user_code(method(*args))
                 assert self._thread is not None
                 return await _await_result(await self._thread.run(method, *args))
         except TimeoutError as error:
@@ -310,7 +310,7 @@ def _close_late(built: list[Env]) -> None:
 
 
 async def _await_result(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
+    return await await_user_code(value) if inspect.isawaitable(value) else value
 
 
 def _messages(name: str, value: Any, env: str) -> list[Message]:

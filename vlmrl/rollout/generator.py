@@ -27,6 +27,7 @@ from vlmrl.multimodal.store import MediaStore
 from vlmrl.rollout.turn_loop import derive_seed, record_expert_routing
 from vlmrl.samples.columns import from_columns, rollout_metrics
 from vlmrl.types import Completion, ImageSource, MediaItem, Sample, Task, Trajectory, Turn
+from vlmrl.utils.threads import await_user_code
 
 Generate = Callable[["Client", Renderer, Task], Awaitable[Trajectory | Mapping[str, Any]]]
 
@@ -216,7 +217,7 @@ class GeneratorLoop:
         limit = self.config.max_turns * (self.config.engine_timeout + self.config.env_timeout)
         try:
             async with asyncio.timeout(limit):
-                result = await self.generate(client, self.renderer, task.copy())
+                result = await await_user_code(self.generate(client, self.renderer, task.copy()))
             return client.adopt(result)
         except TimeoutError:
             trajectory.error = (

@@ -21,7 +21,7 @@ from typing import Any
 from vlmrl.config import Config, name_of
 from vlmrl.config.code import resolve_function
 from vlmrl.types import Trajectory
-from vlmrl.utils.threads import DaemonPool
+from vlmrl.utils.threads import DaemonPool, await_user_code
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class GroupReward:
 
     async def _call(self, group: list[Trajectory]) -> Any:
         if inspect.iscoroutinefunction(self.function):
-            return await self.function(list(group))
+            return await await_user_code(self.function(list(group)))
         thread = DaemonPool("group-reward")
         try:
             return await thread.run(self.function, list(group))

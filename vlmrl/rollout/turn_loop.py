@@ -8,9 +8,10 @@ turned into a reward.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -110,6 +111,18 @@ class _Episode:
     context: _Context = field(default_factory=_Context)
 
 
+@contextlib.contextmanager
+def _rendering(trajectory: Trajectory, messages: list[Message]) -> Iterator[None]:
+    """Within the context, errors name what cannot be rendered: the task's own ``messages``, or those of its env."""
+    try:
+        yield
+    except Exception as error:
+        where, reason = f"task {trajectory.task.id}, turn {len(trajectory.turns)}", f"{type(error).__name__}: {error}"
+        if messages is trajectory.task.prompt:
+            raise TaskError(f"{where}: the prompt cannot be rendered: {reason}") from error
+        raise EnvError(f"{where}: the env's messages cannot be rendered: {reason}") from error
+
+
 class TurnLoop:
     """Plays one episode per call of :meth:`play`; any number of calls may run at the same time.
 
@@ -173,7 +186,9 @@ class TurnLoop:
 
     async def _play(self, episode: _Episode, messages: list[Message]) -> Ending:
         trajectory, history, context = episode.trajectory, episode.history, episode.context
-        piece = await self._load(self._rendered_prompt(episode, messages), messages, trajectory)
+        with _rendering(trajectory, messages):
+            rendered = history.prompt(messages)
+        piece = await self._load(rendered, messages, trajectory)
         if len(piece.token_ids) >= self.config.max_tokens:
             raise TaskError(
                 f"task {trajectory.task.id}: the prompt has {len(piece.token_ids)} tokens and leaves no room for a reply within "
@@ -187,7 +202,8 @@ class TurnLoop:
             if ending is None:
                 assert answer is not None
                 answer, loaded = await self._load_answer(answer, trajectory)
-                following = history.continuation(turn, answer)
+                with _rendering(trajectory, answer):
+                    following = history.continuation(turn, answer)
                 piece = await self._load(following.rendered, answer, trajectory, loaded)
                 if following.is_whole_prompt:
                     piece = context.without_common_prefix(piece, self.renderer.image_token_id)
@@ -198,18 +214,6 @@ class TurnLoop:
                 return ending
             context.drop(following.dropped)
             turn.dropped = following.dropped
-
-    def _rendered_prompt(self, episode: _Episode, messages: list[Message]) -> Rendered:
-        """The first prompt. Raises TaskError if the task's own messages cannot be rendered."""
-        task = episode.trajectory.task
-        try:
-            return episode.history.prompt(messages)
-        except Exception as error:
-            if messages is not task.prompt:
-                raise
-            raise TaskError(
-                f"task {task.id}: the prompt cannot be rendered: {type(error).__name__}: {error}"
-            ) from error
 
     def _ending(self, trajectory: Trajectory, answer: list[Message] | None) -> Ending | None:
         """Why the episode ends after its last turn, ``None`` if it continues. ``answer`` is the observation, if there is one."""

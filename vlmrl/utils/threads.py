@@ -18,7 +18,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future
 from typing import Any, Generic, TypeVar
 
@@ -102,6 +102,22 @@ class LoopThread:
             task.cancel()
         self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         self.loop.close()
+
+
+async def await_user_code(value: Awaitable[T]) -> T:
+    """Await a user's coroutine. What it raises besides an Exception becomes a RuntimeError, or it would end the event loop.
+
+    A CancelledError too, unless this task is being cancelled: libraries let it out of their own cancelled tasks.
+    """
+    try:
+        return await value
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        raise _as_error(error) from None
 
 
 def run_awake(coroutine: Coroutine[Any, Any, T]) -> T:
