@@ -360,18 +360,6 @@ def test_length_bias_shows_that_long_trajectories_are_lost():
     assert lengths.metrics()["length_bias/turns"] == 1.0
 
 
-def test_seconds_without_play_are_counted_once():
-    idle = IdleTimer()
-    assert idle.take() == 0.0
-    idle.start()
-    first, second = idle.take(), idle.take()
-    assert first > 0 and second > 0
-    idle.stop()
-    idle.take()
-    assert idle.take() == 0.0
-    assert np.isfinite(first + second)
-
-
 def test_length_bias_is_also_in_seconds_of_engine_and_env():
     lengths = LengthBias()
     for env_seconds in (1.0, 5.0):
@@ -413,26 +401,6 @@ def test_a_synchronous_batch_is_played_when_it_is_taken_and_named_after_its_step
     run(go())
 
 
-def test_a_synchronous_batch_is_filtered_and_filled_up():
-    async def go():
-        assert tasks_of(await synchronous([differ]).take(1)) == ["0"]
-        assert tasks_of(await synchronous([differ], "filter").take(1)) == ["0", "2"]
-        assert tasks_of(await synchronous([differ], "replace").take(1)) == ["0", "0"]
-
-    run(go())
-
-
-def test_a_synchronous_run_continues_with_the_next_tasks_after_a_resume():
-    async def go():
-        first, second = synchronous(), synchronous()
-        await first.take(1)
-        second.restore(json.loads(json.dumps(first.state())))
-        assert tasks_of(await second.take(2)) == ["2", "3"]
-        await second.close()
-
-    run(go())
-
-
 class CountingLoop(InstantLoop):
     """Counts the episodes that are played at once."""
 
@@ -457,3 +425,35 @@ def test_no_more_episodes_are_played_at_once_than_max_concurrent(max_concurrent,
         assert loop.most == most
 
     run(go())
+
+
+def test_a_synchronous_batch_is_filtered_and_filled_up():
+    async def go():
+        assert tasks_of(await synchronous([differ]).take(1)) == ["0"]
+        assert tasks_of(await synchronous([differ], "filter").take(1)) == ["0", "2"]
+        assert tasks_of(await synchronous([differ], "replace").take(1)) == ["0", "0"]
+
+    run(go())
+
+
+def test_a_synchronous_run_continues_with_the_next_tasks_after_a_resume():
+    async def go():
+        first, second = synchronous(), synchronous()
+        await first.take(1)
+        second.restore(json.loads(json.dumps(first.state())))
+        assert tasks_of(await second.take(2)) == ["2", "3"]
+        await second.close()
+
+    run(go())
+
+
+def test_seconds_without_play_are_counted_once():
+    idle = IdleTimer()
+    assert idle.take() == 0.0
+    idle.start()
+    first, second = idle.take(), idle.take()
+    assert first > 0 and second > 0
+    idle.stop()
+    idle.take()
+    assert idle.take() == 0.0
+    assert np.isfinite(first + second)
