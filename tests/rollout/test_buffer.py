@@ -363,6 +363,63 @@ def test_length_bias_shows_that_long_trajectories_are_lost():
     assert lengths.metrics()["length_bias/turns"] == 1.0
 
 
+class Lengths(ManualLoop):
+    """Groups of two. An episode of a group n in ``long`` has 3 turns, others have 1; ``failing`` has the ids that fail."""
+
+    def __init__(self, long, failing):
+        super().__init__(max_failed_fraction=1.0)
+        self.long, self.failing = long, failing
+
+    async def play(self, task, group_id, trajectory_id):
+        turns = [make_turn([1], [5, 6], [0.0, 0.0])] * (3 if int(group_id.removeprefix("group")) in self.long else 1)
+        bad = trajectory_id in self.failing
+        fields = {"ending": "error", "error": "late", "final_reward": None} if bad else {"final_reward": 1.0}
+        return replace(make_trajectory(trajectory_id, turns, **fields), group_id=group_id, task=task)
+
+
+def length_bias(loop, filters=(), algo=None):
+    """The metric after one batch of two groups, when everything that was started has ended."""
+
+    async def go():
+        buffer = AsynchronousBuffer(
+            Runner(loop), TaskStream(Tasks()), filters, algo or Algo(), Train(groups_per_batch=2, max_staleness=1)
+        )
+        while len(buffer._ready) < 4:
+            buffer._admit()
+            await asyncio.sleep(0.001)
+        await asyncio.wait_for(buffer.take(1), 600)
+        await buffer.close()
+        return buffer.metrics()["length_bias/turns"]
+
+    return asyncio.run(go())
+
+
+def test_length_bias_counts_failed_groups():
+    """Groups 0 to 4: the long group 0 fails. Trained are groups 1 and 2, of 1 turn; played 2 x 3 + 8 x 1 turns by 10."""
+    assert length_bias(Lengths({0}, {"group000000/00"})) == 1.0 / 1.4
+
+
+def test_length_bias_counts_failed_members_that_were_refilled():
+    """Groups 0 to 3: a member of the long group 0 fails and is refilled. Trained: 2 x 3 + 2 x 1; played: 3 x 3 + 6 x 1 by 9."""
+    loop = Lengths({0}, {"group000000/00"})
+    loop.config = replace(loop.config, max_refills=1)
+    assert length_bias(loop) == pytest.approx(2.0 / (15 / 9))
+
+
+def test_length_bias_counts_groups_that_filters_reject():
+    """Groups 0 to 4: the long group 0 is rejected. Trained are groups 1 and 2, of 1 turn; played 2 x 3 + 8 x 1 turns by 10."""
+    algo = Algo(filters=("zero_variance",), dynamic_sampling="filter")
+    short = lambda group: len(group[0].turns) == 1  # noqa: E731
+    assert length_bias(Lengths({0}, set()), [short], algo) == 1.0 / 1.4
+
+
+def test_a_trajectory_that_failed_before_its_first_turn_has_no_length():
+    lengths = LengthBias()
+    lengths.add_played([make_trajectory("a", [make_turn([1], [5], [0.0])]), make_trajectory("b", [], ending="error")])
+    lengths.add_trained([make_trajectory("a", [make_turn([1], [5], [0.0])])])
+    assert lengths.metrics() == {"length_bias/turns": 1.0, "length_bias/sampled_tokens": 1.0}
+
+
 def test_seconds_without_play_are_counted_once():
     idle = IdleTimer()
     assert idle.take() == 0.0
@@ -434,63 +491,6 @@ def test_a_synchronous_run_continues_with_the_next_tasks_after_a_resume():
         await second.close()
 
     run(go())
-
-
-class Lengths(ManualLoop):
-    """Groups of two. An episode of a group n in ``long`` has 3 turns, others have 1; ``failing`` has the ids that fail."""
-
-    def __init__(self, long, failing):
-        super().__init__(max_failed_fraction=1.0)
-        self.long, self.failing = long, failing
-
-    async def play(self, task, group_id, trajectory_id):
-        turns = [make_turn([1], [5, 6], [0.0, 0.0])] * (3 if int(group_id.removeprefix("group")) in self.long else 1)
-        bad = trajectory_id in self.failing
-        fields = {"ending": "error", "error": "late", "final_reward": None} if bad else {"final_reward": 1.0}
-        return replace(make_trajectory(trajectory_id, turns, **fields), group_id=group_id, task=task)
-
-
-def length_bias(loop, filters=(), algo=None):
-    """The metric after one batch of two groups, when everything that was started has ended."""
-
-    async def go():
-        buffer = AsynchronousBuffer(
-            Runner(loop), TaskStream(Tasks()), filters, algo or Algo(), Train(groups_per_batch=2, max_staleness=1)
-        )
-        while len(buffer._ready) < 4:
-            buffer._admit()
-            await asyncio.sleep(0.001)
-        await asyncio.wait_for(buffer.take(1), 600)
-        await buffer.close()
-        return buffer.metrics()["length_bias/turns"]
-
-    return asyncio.run(go())
-
-
-def test_length_bias_counts_failed_groups():
-    """Groups 0 to 4: the long group 0 fails. Trained are groups 1 and 2, of 1 turn; played 2 x 3 + 8 x 1 turns by 10."""
-    assert length_bias(Lengths({0}, {"group000000/00"})) == 1.0 / 1.4
-
-
-def test_length_bias_counts_failed_members_that_were_refilled():
-    """Groups 0 to 3: a member of the long group 0 fails and is refilled. Trained: 2 x 3 + 2 x 1; played: 3 x 3 + 6 x 1 by 9."""
-    loop = Lengths({0}, {"group000000/00"})
-    loop.config = replace(loop.config, max_refills=1)
-    assert length_bias(loop) == pytest.approx(2.0 / (15 / 9))
-
-
-def test_length_bias_counts_groups_that_filters_reject():
-    """Groups 0 to 4: the long group 0 is rejected. Trained are groups 1 and 2, of 1 turn; played 2 x 3 + 8 x 1 turns by 10."""
-    algo = Algo(filters=("zero_variance",), dynamic_sampling="filter")
-    short = lambda group: len(group[0].turns) == 1  # noqa: E731
-    assert length_bias(Lengths({0}, set()), [short], algo) == 1.0 / 1.4
-
-
-def test_a_trajectory_that_failed_before_its_first_turn_has_no_length():
-    lengths = LengthBias()
-    lengths.add_played([make_trajectory("a", [make_turn([1], [5], [0.0])]), make_trajectory("b", [], ending="error")])
-    lengths.add_trained([make_trajectory("a", [make_turn([1], [5], [0.0])])])
-    assert lengths.metrics() == {"length_bias/turns": 1.0, "length_bias/sampled_tokens": 1.0}
 
 
 class CountingLoop(InstantLoop):
