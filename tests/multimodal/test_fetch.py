@@ -27,7 +27,7 @@ def fetched(answer: Callable[[int], Answer], seconds: float = 60.0) -> tuple[byt
         return given
 
     async def main() -> bytes | str:
-        async with new_client(httpx.MockTransport(handle)) as client:
+        async with asyncio.timeout(60), new_client(httpx.MockTransport(handle)) as client:
             try:
                 return await fetch("http://images.test/a.png", seconds, client)
             except (RetryableError, RefusedError) as error:

@@ -17,6 +17,7 @@ from transformers import Qwen2VLImageProcessor
 
 from vlmrl import Env, obs
 from vlmrl.model.families.qwen3_vl import Qwen3VL
+from vlmrl.multimodal.fetch import image_loop
 from vlmrl.multimodal.images import ImageError, ImageUnavailableError
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.rollout.runner import Runner
@@ -254,13 +255,15 @@ def test_a_task_whose_image_is_gone_is_a_data_error(web: Web):
 
 
 def test_decoded_images_do_not_wait_for_the_processor_while_others_are_decoded():
-    """They are held at their full size, so that there may be one for each thread, however many images are requested."""
+    """They are held at their full size, so that there may be two for each thread, however many images are requested."""
     waiting, most = 0, 0
 
     def decoded(image: Image.Image) -> Image.Image:
         nonlocal waiting, most
         waiting += 1
         most = max(most, waiting)
+        for _ in range(40):  # decoding takes longer than the loop needs to pass the image before this one on
+            image_loop().wait(asyncio.sleep(0), LIMIT)
         return image
 
     class Counts(Qwen3VL):
@@ -276,4 +279,4 @@ def test_decoded_images_do_not_wait_for_the_processor_while_others_are_decoded()
         return await asyncio.gather(*(store.get(Image.new("RGB", (64, 32), (0, 0, blue))) for blue in range(12)))
 
     assert len({id(item) for item in asyncio.run(main())}) == 12
-    assert (waiting, most) == (0, 1)
+    assert waiting == 0 and most <= 2
