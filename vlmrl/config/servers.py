@@ -47,8 +47,8 @@ class ServerSettings:
     check: bool = True
     """Startup parity check: compare weight checksums and logprobs with the trainer's, and refuse a server that differs."""
     retries: int = 8
-    """Retries of a failed request, on another server if there is one. A server gets none for 0.5 s after an outage began,
-    doubled by each further outage up to 30 s."""
+    """Retries of a failed request, on another server if there is one.
+    A server gets no requests for 0.5 s after it failed, doubled by each further outage up to 30 s."""
     start_timeout: float = 600.0
     """Time limit in seconds for a server to start, and for a request to wait while no server is available."""
     health_every: float = 10.0
