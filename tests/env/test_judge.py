@@ -92,6 +92,9 @@ NO_VERDICTS = {
     "is off the scale": completion("<score>11</score>"),
     "is no completion": {"error": "what?"},
     "sends a list": [1, 2],
+    "counts in words": {**completion("<score>2</score>"), "usage": {"prompt_tokens": "many"}},
+    "counts in a list": {**completion("<score>2</score>"), "usage": [1]},
+    "counts nan": '{"choices": [{"message": {"content": "<score>2</score>"}}], "usage": {"prompt_tokens": NaN}}',
     "is no JSON": "<html>",
 }
 

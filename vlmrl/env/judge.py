@@ -163,11 +163,11 @@ class Judge:
             with self._slots:
                 completion = dict(post_json(self._client, self.url, {**self._body, "messages": messages}))
             tokens = completion.get("usage") or {}
-            usage.tokens_in += tokens.get("prompt_tokens") or 0
-            usage.tokens_out += tokens.get("completion_tokens") or 0
+            usage.tokens_in += int(tokens.get("prompt_tokens") or 0)
+            usage.tokens_out += int(tokens.get("completion_tokens") or 0)
             text = _reply_text(completion)
             return self._score(text), text
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
             raise RetryableError(str(error)) from error
         finally:
             usage.seconds += time.perf_counter() - began
@@ -236,7 +236,6 @@ def _escape(*texts: str) -> Iterator[str]:
     found = {match.start() for match in MARKUP.finditer("".join(texts))}
     start = 0
     for text in texts:
-        found |= {start + match.start() for match in MARKUP.finditer(text)}
         yield "".join(ESCAPES[c] if place in found else c for place, c in enumerate(text, start))
         start += len(text)
 
