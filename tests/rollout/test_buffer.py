@@ -214,6 +214,33 @@ def test_a_batch_in_training_counts_when_a_broken_group_is_replaced():
     run(go())
 
 
+class CountingLoop(ManualLoop):
+    """Counts the episodes that are played at once; each ends after a few turns of the event loop."""
+
+    playing = most = 0
+
+    async def play(self, task, group_id, trajectory_id):
+        self.playing += 1
+        self.most = max(self.most, self.playing)
+        for _ in range(5):
+            await asyncio.sleep(0)  # others could begin
+        self.playing -= 1
+        turn = make_turn([1], [5], [-0.1])
+        return replace(make_trajectory(trajectory_id, [turn]), group_id=group_id, task=task)
+
+
+@pytest.mark.parametrize(("max_concurrent", "most"), [(1, 1), (2, 2)])
+def test_no_more_episodes_are_played_at_once_than_max_concurrent(max_concurrent, most):
+    async def go():
+        loop, train = CountingLoop(max_concurrent=max_concurrent), Train(groups_per_batch=2, max_staleness=1)
+        buffer = AsynchronousBuffer(Runner(loop), TaskStream(Tasks()), [], Algo(), train)
+        await buffer.take(1)
+        await buffer.close()
+        assert loop.most == most
+
+    run(go())
+
+
 def test_groups_are_started_in_place_of_old_ones_before_the_batch_is_awaited():
     async def go():
         play = Play(max_staleness=1, too_old="drop")
@@ -397,32 +424,6 @@ def test_a_synchronous_batch_is_played_when_it_is_taken_and_named_after_its_step
         assert all(trajectory.id.startswith("step000007/") for trajectory in batch.trajectories)
         assert len({trajectory.id for trajectory in batch.trajectories}) == 4
         assert buffer.metrics()["data/drawn"] == 2
-
-    run(go())
-
-
-class CountingLoop(InstantLoop):
-    """Counts the episodes that are played at once."""
-
-    playing = most = 0
-
-    async def play(self, task, group_id, trajectory_id):
-        self.playing += 1
-        self.most = max(self.most, self.playing)
-        for _ in range(5):
-            await asyncio.sleep(0)  # others could begin
-        self.playing -= 1
-        return await super().play(task, group_id, trajectory_id)
-
-
-@pytest.mark.parametrize(("max_concurrent", "most"), [(1, 1), (2, 2)])
-def test_no_more_episodes_are_played_at_once_than_max_concurrent(max_concurrent, most):
-    async def go():
-        loop, train = CountingLoop(max_concurrent=max_concurrent), Train(groups_per_batch=2, max_staleness=1)
-        buffer = AsynchronousBuffer(Runner(loop), TaskStream(Tasks()), [], Algo(), train)
-        await buffer.take(1)
-        await buffer.close()
-        assert loop.most == most
 
     run(go())
 
