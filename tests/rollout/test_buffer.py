@@ -214,33 +214,6 @@ def test_a_batch_in_training_counts_when_a_broken_group_is_replaced():
     run(go())
 
 
-class CountingLoop(ManualLoop):
-    """Counts the episodes that are played at once; each ends after a few turns of the event loop."""
-
-    playing = most = 0
-
-    async def play(self, task, group_id, trajectory_id):
-        self.playing += 1
-        self.most = max(self.most, self.playing)
-        for _ in range(5):
-            await asyncio.sleep(0)  # others could begin
-        self.playing -= 1
-        turn = make_turn([1], [5], [-0.1])
-        return replace(make_trajectory(trajectory_id, [turn]), group_id=group_id, task=task)
-
-
-@pytest.mark.parametrize(("max_concurrent", "most"), [(1, 1), (2, 2)])
-def test_no_more_episodes_are_played_at_once_than_max_concurrent(max_concurrent, most):
-    async def go():
-        loop, train = CountingLoop(max_concurrent=max_concurrent), Train(groups_per_batch=2, max_staleness=1)
-        buffer = AsynchronousBuffer(Runner(loop), TaskStream(Tasks()), [], Algo(), train)
-        await buffer.take(1)
-        await buffer.close()
-        assert loop.most == most
-
-    run(go())
-
-
 def test_groups_are_started_in_place_of_old_ones_before_the_batch_is_awaited():
     async def go():
         play = Play(max_staleness=1, too_old="drop")
@@ -387,6 +360,18 @@ def test_length_bias_shows_that_long_trajectories_are_lost():
     assert lengths.metrics()["length_bias/turns"] == 1.0
 
 
+def test_seconds_without_play_are_counted_once():
+    idle = IdleTimer()
+    assert idle.take() == 0.0
+    idle.start()
+    first, second = idle.take(), idle.take()
+    assert first > 0 and second > 0
+    idle.stop()
+    idle.take()
+    assert idle.take() == 0.0
+    assert np.isfinite(first + second)
+
+
 def test_length_bias_is_also_in_seconds_of_engine_and_env():
     lengths = LengthBias()
     for env_seconds in (1.0, 5.0):
@@ -448,13 +433,27 @@ def test_a_synchronous_run_continues_with_the_next_tasks_after_a_resume():
     run(go())
 
 
-def test_seconds_without_play_are_counted_once():
-    idle = IdleTimer()
-    assert idle.take() == 0.0
-    idle.start()
-    first, second = idle.take(), idle.take()
-    assert first > 0 and second > 0
-    idle.stop()
-    idle.take()
-    assert idle.take() == 0.0
-    assert np.isfinite(first + second)
+class CountingLoop(InstantLoop):
+    """Counts the episodes that are played at once."""
+
+    playing = most = 0
+
+    async def play(self, task, group_id, trajectory_id):
+        self.playing += 1
+        self.most = max(self.most, self.playing)
+        for _ in range(5):
+            await asyncio.sleep(0)  # others could begin
+        self.playing -= 1
+        return await super().play(task, group_id, trajectory_id)
+
+
+@pytest.mark.parametrize(("max_concurrent", "most"), [(1, 1), (2, 2)])
+def test_no_more_episodes_are_played_at_once_than_max_concurrent(max_concurrent, most):
+    async def go():
+        loop, train = CountingLoop(max_concurrent=max_concurrent), Train(groups_per_batch=2, max_staleness=1)
+        buffer = AsynchronousBuffer(Runner(loop), TaskStream(Tasks()), [], Algo(), train)
+        await buffer.take(1)
+        await buffer.close()
+        assert loop.most == most
+
+    run(go())
