@@ -18,7 +18,7 @@ from vlmrl.config import SGLang
 from vlmrl.engine.base import EngineError
 from vlmrl.utils.threads import DaemonPool
 from vlmrl.weight_sync import SENDERS, base, nccl
-from vlmrl.weight_sync.base import Bucket, WeightsRefused, WeightUpdate
+from vlmrl.weight_sync.base import Bucket, TransferResult, WeightsRefused, WeightUpdate
 from vlmrl.weight_sync.local import LocalSender
 from vlmrl.weight_sync.server_sync import WeightSync
 
@@ -402,3 +402,9 @@ def test_weights_are_sent_in_the_servers_dtype_and_the_result_of_a_push_is_kept(
     size, seconds = asyncio.run(push())
     assert size == 8 and seconds > 0
     assert receiver.weights["a"].dtype == torch.bfloat16 and receiver.weights["a"].tolist() == [1, 1]
+
+
+def test_two_concurrent_transfers_sent_the_same_weights_to_other_servers():
+    one = TransferResult(8, 2.0, {"a": "gone"})
+    other = TransferResult(8, 3.0, {"b": "no such weight"}, ("b",))
+    assert one + other == TransferResult(8, 3.0, {"a": "gone", "b": "no such weight"}, ("b",))

@@ -86,6 +86,9 @@ class Backend:
     def load_adapter(self, name: str, settings: dict[str, Any], weights: str, tp: int) -> tuple[Any, ...]:
         return "load", name, settings, weights, tp
 
+    def has_adapter(self, error: ServerError) -> bool:
+        return False
+
     def unload_adapter(self, name: str) -> tuple[Any, ...]:
         return "unload", name
 
