@@ -19,7 +19,8 @@ import aiohttp
 from vlmrl.engine.base import EngineError
 from vlmrl.engine.server import TAIL, UNREACHED, Server, ServerError, ServerInfo
 from vlmrl.engine.server_backend import Call, ServerBackend
-from vlmrl.engine.server_token import VARIABLE, bearer
+from vlmrl.engine.server_token import VARIABLE
+from vlmrl.utils.tokens import bearer
 
 CHECK_SECONDS = 30.0  # time limit of one health check
 EXPECTED = (*UNREACHED, ServerError, EngineError)  # failures of a server; any other error is one of this program

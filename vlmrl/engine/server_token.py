@@ -7,8 +7,9 @@ running servers is in the environment variable :data:`VARIABLE`.
 from __future__ import annotations
 
 import ipaddress
-import os
 import secrets
+
+from vlmrl.utils.tokens import bearer_token
 
 VARIABLE = "VLMRL_SERVER_TOKEN"
 
@@ -19,19 +20,8 @@ def new_token() -> str:
 
 
 def token_from_environment() -> str | None:
-    """The token of running servers. None if the variable is not set or empty.
-
-    Raises ValueError, without the token, for one that no HTTP header can contain.
-    """
-    token = os.environ.get(VARIABLE, "").strip()
-    if not all("!" <= character <= "~" for character in token):
-        raise ValueError(f"the environment variable {VARIABLE} must have printable ASCII characters and no spaces.")
-    return token or None
-
-
-def bearer(token: str | None) -> dict[str, str]:
-    """The HTTP headers of a request to a server with this token."""
-    return {} if token is None else {"Authorization": f"Bearer {token}"}
+    """The token of running servers, as :func:`~vlmrl.utils.tokens.bearer_token`."""
+    return bearer_token(VARIABLE)
 
 
 def is_loopback(host: str) -> bool:

@@ -317,7 +317,7 @@ class _TrajectoryCheck:
         turn = self.trajectory.turns[self.turn]
         length = len(turn.response_ids)
         # The last row holds all turns that are left: a reply that another follows there lacks what was dropped before it. The ids
-        # alone do not tell, if the observation is empty and the next reply starts with the dropped id.
+        # alone are ambiguous if the observation is empty and the next reply starts with the dropped id.
         followed = row is self.rows[-1] and self.turn + 1 < len(self.trajectory.turns)
         if turn.dropped and (followed or row.response_ids[index : index + length] != turn.response_ids):
             length -= turn.dropped

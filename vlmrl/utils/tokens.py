@@ -25,7 +25,11 @@ def bearer_token(variable: str) -> str | None:
 
 def bearer_headers(variable: str) -> dict[str, str]:
     """The header that sends the token of an environment variable; empty without one."""
-    token = bearer_token(variable)
+    return bearer(bearer_token(variable))
+
+
+def bearer(token: str | None) -> dict[str, str]:
+    """The header that sends ``token``; empty for None."""
     return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 

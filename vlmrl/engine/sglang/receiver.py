@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import torch
 from torch.multiprocessing import reductions
 
-from vlmrl.engine.server_token import bearer
+from vlmrl.utils.tokens import bearer
 from vlmrl.weight_sync.base import Bucket, WeightsRefused
 from vlmrl.weight_sync.nccl import GroupAddress
 

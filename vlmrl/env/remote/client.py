@@ -17,6 +17,7 @@ import httpx
 from vlmrl.env.base import Env, RetryTurn
 from vlmrl.env.remote.serialize import checked_tools, deserialize_messages, serialize_task
 from vlmrl.env.session import EnvContractError, TaskError
+from vlmrl.multimodal.images import ImageUnavailableError
 from vlmrl.types import Message, Task
 from vlmrl.utils.http import excerpt, http_client, parse_json, send_json
 from vlmrl.utils.tokens import bearer_headers
@@ -74,6 +75,8 @@ class RemoteEnv(Env):
     def reset(self) -> list[Message] | None:
         try:
             body = {"task": serialize_task(self.task), "max_turns": self.max_turns, "tool_format": self.tool_format}
+        except ImageUnavailableError:
+            raise  # another attempt may read it
         except ValueError as error:
             raise TaskError(f"task {self.task.id} cannot be sent to an env server: {error}") from error
         self._started = True

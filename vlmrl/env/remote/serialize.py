@@ -20,14 +20,13 @@ from typing import Any
 from PIL import Image
 
 from vlmrl.multimodal.embedded import Embed, check_embedded, embed_image
-from vlmrl.multimodal.images import describe, encode_png
+from vlmrl.multimodal.images import MAX_PIXELS, describe, encode_png
 from vlmrl.types import Message, Task
 
 IMAGE, BYTES, FLOAT, ESCAPED = "$image", "$bytes", "$float", "$dict"
 MARKERS = frozenset({IMAGE, BYTES, FLOAT, ESCAPED})
 FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MAX_PIXELS = 2**26  # of an image whose few bytes may decode to gigabytes
 
 
 def serialize(value: Any, name: str) -> Any:
