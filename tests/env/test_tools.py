@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +15,7 @@ from PIL import Image
 from testing.episodes import a_task, image, play, play_audited
 from transformers import AutoTokenizer
 
-from vlmrl import Config, Data, Env, Model, ToolCall, ToolEnv, obs, read_tool_calls
+from vlmrl import Config, Data, Env, Model, ToolCall, ToolEnv, obs, read_tags, read_tool_calls
 from vlmrl.env.base import resolve_env
 from vlmrl.env.tools import parts_of, problem_with, tool_schema
 from vlmrl.multimodal.renderer import Renderer
@@ -116,6 +118,11 @@ def test_json_calls_are_parsed_in_order_without_those_in_reasoning(text: str, ca
         ("<tool_call>[]</tool_call>", 'a call is {"name"'),
         ('<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>', "surrogates not allowed"),
         (f"<tool_call>{'[' * 100_000}</tool_call>", "recursion"),
+        ('<tool_call>{"name": "add", "arguments": {"a": -1e999}}</tool_call>', "-1e999 is too large a number"),
+        (
+            f'<tool_call>{{"name": "add", "arguments": {{"a": {"[" * 100}{"]" * 100}}}}}</tool_call>',
+            "the arguments are nested more than 100 levels deep",
+        ),
     ],
 )
 def test_an_unparsable_call_says_why(body: str, message: str):
@@ -159,11 +166,63 @@ def test_an_xml_argument_has_the_type_of_its_schema(schema: dict[str, Any], text
         "<function=add>",
         "<function=add>a=1</function>",
         "<function=add><parameter=a>1</function>",
+        "<function=add</function>",
+        "<function=></function>",
+        "<function=add><parameter=a</parameter></function>",
+        "<function=add><parameter=>1</parameter></function>",
+        "<function=add><parameter=a>1</parameter>2</function>",
     ],
 )
 def test_an_unparsable_xml_call_says_how_to_write_it(body: str):
     (read,) = read_tool_calls(f"<tool_call>{body}</tool_call>", [ADD], "xml")
     assert read.problem.startswith("a call is <function=NAME>")
+
+
+def test_xml_parameters_may_stand_anywhere_and_hold_anything():
+    text = (
+        "<tool_call> <function=f>\n\n <parameter= a >1</parameter><parameter=b>\n\n<x>\n\n</parameter> \n"
+        "<parameter=c></parameter><parameter=a>2</parameter></function> </tool_call>"
+    )
+    assert read_tool_calls(text, [], "xml") == [ToolCall("f", {"a": "2", "b": "\n<x>\n", "c": ""})]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", []),
+        ("<a>1</a> <a>2</a>", ["1", "2"]),
+        ("<a>1<a>2</a>3</a>", ["1<a>2"]),
+        ("</a><a>1", []),
+        ("<a>1</a><a>", ["1"]),
+        ("<a>\n</a>", ["\n"]),
+    ],
+)
+def test_tags_are_read_as_the_obvious_pattern_reads_them(text: str, found: list[str]):
+    assert read_tags(text, "a") == found == re.findall("<a>(.*?)</a>", text, re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "<function=f>" + " " * 128_000 + "x</function>",
+        "<function=f>" + "<parameter=a>" * 40_000 + "</function>",
+        "<function=" * 40_000,
+        "<tool_call>" * 40_000,
+    ],
+    ids=["spaces", "open parameters", "open functions", "open calls"],
+)
+@pytest.mark.parametrize("tool_format", ["json", "xml"])
+def test_a_hostile_reply_is_read_in_linear_time(body: str, tool_format: str):
+    began = time.thread_time()
+    assert all(call.problem for call in read_tool_calls(f"<tool_call>\n{body}\n</tool_call>", [ADD], tool_format))
+    assert time.thread_time() - began < 5  # milliseconds; a pattern with two repeats needs minutes
+
+
+def test_thousands_of_calls_get_their_errors_at_once():
+    observation, _, info = step(new(Sums), "<tool_call></tool_call>" * 20_000)
+    assert info == {"tool_calls": 20_000, "tool_errors": 20_000}
+    assert "not valid JSON" in observation["tool_results"][0][0]["text"]
+    assert observation["tool_results"][-1] == [{"type": "text", "text": "Error: at most 8 calls are taken at once."}]
 
 
 @pytest.mark.parametrize(
@@ -190,6 +249,7 @@ def test_two_functions_of_one_name_are_an_error():
 
 def test_a_call_of_an_unknown_tool_lists_the_tools():
     assert problem_with(ToolCall("sub"), [ADD]) == "there is no tool 'sub'; the tools are add."
+    assert len(problem_with(ToolCall("x" * 10_000), [ADD])) < 200
 
 
 def test_results_become_parts_of_a_message():

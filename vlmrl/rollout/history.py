@@ -7,7 +7,6 @@ continues; ``rerender`` renders the whole conversation again, after a policy suc
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,6 @@ from vlmrl.types import Message, Turn
 
 Messages = list[Message]
 HistoryPolicy = Callable[[Messages], Messages]
-THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -122,9 +120,20 @@ def keep_last_images(messages: Messages, k: int = 1) -> Messages:
 def drop_thinking(messages: Messages) -> Messages:
     """Remove the ``<think>`` blocks of replies, for templates that keep them."""
     return [
-        {**message, "content": THINKING.sub("", message["content"])} if _is_plain_reply(message) else message
+        {**message, "content": _without_thinking(message["content"])} if _is_plain_reply(message) else message
         for message in messages
     ]
+
+
+def _without_thinking(text: str) -> str:
+    """The text without ``<think>...</think>`` and the whitespace after it, in linear time: replies are hostile input."""
+    *pieces, rest = text.split("</think>")
+    kept, removed = [], False
+    for piece in pieces:
+        before, opening, _ = (piece.lstrip() if removed else piece).partition("<think>")
+        removed = bool(opening)
+        kept.append(before if removed else f"{before}</think>")
+    return "".join([*kept, rest.lstrip() if removed else rest])
 
 
 def last_turns(messages: Messages, k: int = 1) -> Messages:
