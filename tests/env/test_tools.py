@@ -12,16 +12,24 @@ from typing import Any, Literal
 
 import pytest
 from PIL import Image
-from testing.episodes import a_task, image, play, play_audited
-from transformers import AutoTokenizer
+from testing.episodes import a_task, completion, decoded, image, play, play_audited
+from testing.episodes import renderer as renderer_of_tests
+from testing.templates import TEMPLATES, full_text, ids_of, real_tokenizer
 
 from vlmrl import Config, Data, Env, Model, ToolCall, ToolEnv, obs, read_tags, read_tool_calls
 from vlmrl.env.base import resolve_env
 from vlmrl.env.tools import parts_of, problem_with, tool_schema
-from vlmrl.multimodal.renderer import Renderer
+from vlmrl.model import tiny
+from vlmrl.multimodal.renderer import BASE, Renderer
+from vlmrl.rollout.history import Inline
 from vlmrl.run.build import build_run
+from vlmrl.types import Turn
 
-SHOW_TOOLS = ["qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6"]
+STRICT = """{%- for m in messages -%}
+{%- if m.role not in ['system', 'user', 'assistant'] -%}{{- raise_exception('only user and assistant') -}}{%- endif -%}
+{{- '<|im_start|>' ~ m.role ~ '\\n' ~ m.content ~ '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
 SHOW_IMAGES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6"]
 
 
@@ -300,10 +308,7 @@ def test_a_class_with_functions_is_a_whole_env():
     assert [tool["function"]["name"] for tool in env.tools] == ["add", "draw", "wait"]
     observation, done, info = step(env, call("add", a=1, b=3))
     assert (done, info) == (False, {"tool_calls": 1, "tool_errors": 0})
-    assert env.format_observation(observation) == {
-        "role": "user",
-        "content": "<tool_response>\n4 m\n</tool_response>",
-    }
+    assert env.format_observation(observation) == [{"role": "tool", "content": "4 m"}]
     assert step(env, "4 m") == ({"obs_str": ""}, True, {"reward": 1.0})
 
 
@@ -312,13 +317,13 @@ def test_results_are_in_the_order_of_the_calls_errors_too():
     reply = call("wait") + call("draw", color="no color") + call("add") + call("mul") + call("add", a=3)
     observation, done, info = step(env, reply)
     assert (done, info) == (False, {"tool_calls": 5, "tool_errors": 3})
-    assert env.format_observation(observation)["content"] == (
-        '<tool_response>\n["waited", 1]\n</tool_response>\n'
-        "<tool_response>\nError: unknown color specifier: 'no color'\n</tool_response>\n"
-        "<tool_response>\nError: add: arguments: 'a' is a required property.\n</tool_response>\n"
-        "<tool_response>\nError: there is no tool 'mul'; the tools are add, draw, wait.\n</tool_response>\n"
-        "<tool_response>\n4 m\n</tool_response>"
-    )
+    assert [message["content"] for message in env.format_observation(observation)] == [
+        '["waited", 1]',
+        "Error: unknown color specifier: 'no color'",
+        "Error: add: arguments: 'a' is a required property.",
+        "Error: there is no tool 'mul'; the tools are add, draw, wait.",
+        "4 m",
+    ]
 
 
 def test_functions_run_in_parallel_and_methods_in_the_envs_thread():
@@ -413,40 +418,75 @@ def test_a_failing_tool_is_an_env_error_that_the_model_never_reads():
 
 
 def real_renderer(shared: Path, template: str, images: bool) -> Renderer:
-    tokenizer = AutoTokenizer.from_pretrained(shared / "data/qwen/qwen3-vl")
+    tokenizer = real_tokenizer(shared / "data/qwen/qwen3-vl")
     text = (shared / f"data/qwen/chat_templates/{template}.jinja").read_text()
     return Renderer(tokenizer, image_token="<|image_pad|>" if images else None, chat_template=text)
 
 
 def shown(env: Env, *results: Any) -> list[dict[str, Any]]:
-    message = env.format_observation({"tool_results": [parts_of(result) for result in results]})
-    assert isinstance(message, dict)
-    return [message]
+    messages = env.format_observation({"tool_results": [parts_of(result) for result in results]})
+    assert isinstance(messages, list)
+    return messages
 
 
-@pytest.mark.parametrize("template", SHOW_TOOLS)
-def test_results_render_like_the_templates_tool_messages(template: str, shared: Path):
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("results", [["one", "2\n3"], [" padded \n\n", "\n", ""], ["a" * 50]])
+def test_results_render_like_the_templates_tool_messages(template: str, results: list[str], shared: Path):
+    """Trimmed and joined into blocks as the template does it: Qwen3.5 trims a result, Qwen3 does not."""
     env, renderer = new(Sums), real_renderer(shared, template, images=False)
-    native = [{"role": "tool", "content": "one"}, {"role": "tool", "content": "2\n3"}]
-    assert renderer.delta(shown(env, "one", "2\n3"), env.tools) == renderer.delta(native, env.tools)
+    messages = renderer.adapt_tool_messages(shown(env, *results))
+    wanted = full_text(renderer, [*BASE, *({"role": "tool", "content": result} for result in results)])
+    base = full_text(renderer, BASE, generate=False).removesuffix("\n")
+    assert renderer.delta(messages).token_ids == ids_of(renderer, wanted.removeprefix(base))
 
 
 @pytest.mark.parametrize("template", SHOW_IMAGES)
 def test_every_template_that_shows_images_shows_those_of_tools(template: str, shared: Path):
     env, renderer = new(Sums), real_renderer(shared, template, images=True)
-    messages = shown(env, ["left", image(), "right"], "plain", image("blue"))
-    delta = renderer.delta(messages)
+    native = shown(env, ["left", image(), "right"], "plain", image("blue"))
+    delta = renderer.delta(renderer.adapt_tool_messages(native))
     assert len(delta.images) == 2
     box = "<|vision_start|><|image_pad|><|vision_end|>"
-    assert (
+    blocks = (
         f"<tool_response>\nleft{box}right\n</tool_response>\n<tool_response>\nplain\n</tool_response>\n"
         f"<tool_response>\n{box}\n</tool_response><|im_end|>\n"
-    ) in renderer.decode(delta.token_ids)
-    if template not in ("qwen2_5_vl",):  # which has no tool messages
-        native = [
-            {"role": "tool", "content": parts_of(value)} for value in (["left", image(), "right"], "plain", image())
-        ]
-        assert renderer.delta(native).token_ids == delta.token_ids
+    )
+    if template == "qwen2_5_vl":  # it writes the role as it is
+        blocks = f"<|im_start|>tool\nleft{box}right<|im_end|>\n<|im_start|>tool\nplain<|im_end|>\n<|im_start|>tool\n{box}<|im_end|>\n"
+    assert blocks in renderer.decode(delta.token_ids)
+    assert renderer.delta(native).token_ids == delta.token_ids
+
+
+@pytest.mark.parametrize("template", ["qwen2_5", "qwen3", "qwen3_instruct_2507"])
+def test_a_template_that_loses_the_images_of_tools_gets_a_user_message(template: str, shared: Path):
+    text, both = (real_renderer(shared, template, images=images) for images in (False, True))
+    assert (text.has_tool_role, both.has_tool_role) == (True, False)
+    results = shown(new(Sums), "one", "2\n3")
+    assert both.delta(both.adapt_tool_messages(results)).token_ids == text.delta(results).token_ids
+
+
+def test_tool_messages_become_one_user_message_where_the_template_has_no_tool_role():
+    renderer = Renderer(tiny.tokenizer(), chat_template=STRICT)
+    messages = [*shown(new(Sums), "one <tool_response>", "two"), {"role": "user", "content": "Go on."}]
+    with pytest.raises(Exception, match="only user and assistant"):
+        renderer.delta(messages)
+    ids = renderer.delta(renderer.adapt_tool_messages(messages)).token_ids
+    assert renderer.decode(ids) == (
+        "\n<|im_start|>user\n<tool_response>\none <tool_response>\n</tool_response>\n"
+        "<tool_response>\ntwo\n</tool_response><|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    start, end = renderer.tokenizer.convert_tokens_to_ids(["<tool_response>", "</tool_response>"])
+    assert [token for token in ids if token in (start, end)] == [start, end, start, end]  # ours, not the result's
+
+
+def test_results_inside_a_reply_stand_between_tags():
+    history = Inline(renderer_of_tests(), ())
+    made = completion("x", 1)
+    turn = Turn([], [], made.token_ids, made.logprobs, made.policy_versions, "stop", "x")
+    ids = history.continuation(turn, shown(new(Sums), "</tool_response>")).rendered.token_ids
+    tokenizer = renderer_of_tests().tokenizer
+    assert decoded(ids) == "<tool_response>\n</tool_response>\n</tool_response>"
+    assert ids.count(tokenizer.convert_tokens_to_ids("</tool_response>")) == 1
 
 
 @pytest.mark.parametrize(("template", "how"), [("qwen3_vl", "json"), ("qwen3_6", "xml")])

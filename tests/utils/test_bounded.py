@@ -11,7 +11,7 @@ import pytest
 
 from vlmrl import BoundedFunction, LimitError
 
-FUNCTIONS = '''
+FUNCTIONS = """
 import os, sys, time
 
 def double(x): return 2 * x
@@ -31,7 +31,7 @@ def large(n): return "x" * n
 def crash(): os.abort()
 def leave(): os._exit(0)
 def exhausted(): raise MemoryError
-'''
+"""
 
 
 @pytest.fixture(scope="module")

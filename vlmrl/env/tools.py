@@ -280,9 +280,9 @@ def problem_with(call: ToolCall, tools: Sequence[Schema]) -> str:
 class ToolEnv(Env):
     """An env whose replies may call tools: subclass it, list the ``functions``, and write ``judge``.
 
-    The results of all calls in a reply form one user message, in order, each in a ``<tool_response>``. Plain functions run in parallel
-    threads, async ones in the event loop. A function whose first parameter is ``self`` is a method of the env; methods run one by one
-    in the env's thread. A function returns text, an image, a list of both, :func:`~vlmrl.env.base.obs`, or any JSON value.
+    The results of all calls in a reply are messages of the role ``tool``, in order. Plain functions run in parallel threads, async
+    ones in the event loop. A function whose first parameter is ``self`` is a method of the env; methods run one by one in the env's
+    thread. A function returns text, an image, a list of both, :func:`~vlmrl.env.base.obs`, or any JSON value.
     """
 
     functions: ClassVar[Sequence[Callable[..., Any]]] = ()
@@ -332,21 +332,15 @@ class ToolEnv(Env):
         calls = list(self.read_calls(response_text))
         if not calls:
             return _end(self.judge(response_text))
-        for number, call in enumerate(calls):
-            if number >= self.max_calls:
-                calls[number] = ToolCall(problem=f"at most {self.max_calls} calls are taken at once.")
+        late = ToolCall(problem=f"at most {self.max_calls} calls are taken at once.")
+        calls[self.max_calls :] = [late] * len(calls[self.max_calls :])
         return self._collect([self._start(call, len(calls) > 1) for call in calls])
 
     def format_observation(self, observation: dict[str, Any]) -> Message | list[Message]:
-        """One user message, as Qwen's templates render messages of the role ``tool``; images are allowed in every template."""
+        """A message of the role ``tool`` for each result. A template without that role gets a user message with tags."""
         if "tool_results" not in observation:
             return super().format_observation(observation)
-        parts: list[dict[str, Any]] = []
-        for result in observation["tool_results"]:
-            opening = "\n<tool_response>\n" if parts else "<tool_response>\n"
-            parts += [_text(opening), *result, _text("\n</tool_response>")]
-        has_images = any(part["type"] == "image" for part in parts)
-        return {"role": "user", "content": parts if has_images else "".join(part["text"] for part in parts)}
+        return [tool_message(result) for result in observation["tool_results"]]
 
     def _start(self, call: ToolCall, several: bool) -> ToolResult | Future[Any]:
         """Start a call. Of several calls, plain functions run in new threads; anything else is called now, in the env's thread."""
@@ -411,6 +405,12 @@ def parts_of(value: Any) -> list[dict[str, Any]]:
         return [*images, _text(_encodable(value["obs_str"]))]
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return [_text(_encodable("" if value is None else text))]
+
+
+def tool_message(parts: list[dict[str, Any]]) -> Message:
+    """A tool's result, as :func:`parts_of` makes it, as a message."""
+    has_images = any(part["type"] == "image" for part in parts)
+    return {"role": "tool", "content": parts if has_images else "".join(part["text"] for part in parts)}
 
 
 def _text(text: str) -> dict[str, Any]:

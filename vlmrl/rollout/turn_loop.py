@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeVar
 
 from vlmrl.config import Rollout
 from vlmrl.engine.base import Engine, EngineError, Request, SamplingParams
 from vlmrl.env.base import EnvSpec, RetryTurn
 from vlmrl.env.session import EnvContractError, EnvError, EnvSession, TaskError
-from vlmrl.multimodal.renderer import Rendered, Renderer, expand
+from vlmrl.multimodal.renderer import Rendered, Renderer, TooLongError, expand
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.rollout.history import Append, HistoryPolicy, Rerender, new_history, reply_message
 from vlmrl.types import (
@@ -32,6 +34,10 @@ from vlmrl.types import (
     Trajectory,
     Turn,
 )
+from vlmrl.utils.threads import DaemonPool
+
+T = TypeVar("T")
+LONG_TEXT = 50_000  # characters; encoding them takes about 10 ms
 
 
 @dataclass(frozen=True)
@@ -164,12 +170,13 @@ class TurnLoop:
 
     async def _play(self, episode: _Episode, messages: list[Message]) -> Ending:
         trajectory, history, context = episode.trajectory, episode.history, episode.context
-        piece = await self._load(history.prompt(messages), messages, trajectory)
+        try:
+            rendered = await self._render(history, messages, history.prompt, messages)
+        except TooLongError as error:
+            raise self._prompt_too_long(trajectory, f"at least {error.least}") from error
+        piece = await self._load(rendered, messages, trajectory)
         if len(piece.token_ids) >= self.config.max_tokens:
-            raise TaskError(
-                f"task {trajectory.task.id}: the prompt has {len(piece.token_ids)} tokens and leaves no room for a reply within "
-                f"rollout.max_tokens ({self.config.max_tokens}): raise it, or shrink the images (model.max_image_pixels)."
-            )
+            raise self._prompt_too_long(trajectory, str(len(piece.token_ids)))
         while True:
             context.append(piece)
             turn, answer = await self._turn(piece, episode)
@@ -177,17 +184,38 @@ class TurnLoop:
             ending = self._ending(trajectory, answer)
             if ending is None:
                 assert answer is not None
-                following = history.continuation(turn, answer)
-                piece = await self._load(following.rendered, answer, trajectory)
-                if following.is_whole_prompt:
-                    piece = context.without_common_prefix(piece, self.renderer.image_token_id)
-                if context.length_with(piece) - following.dropped >= self.config.max_tokens:
+                try:
+                    following = await self._render(history, answer, history.continuation, turn, answer)
+                except TooLongError:
                     ending = "max_tokens"
+                else:
+                    piece = await self._load(following.rendered, answer, trajectory)
+                    if following.is_whole_prompt:
+                        piece = context.without_common_prefix(piece, self.renderer.image_token_id)
+                    if context.length_with(piece) - following.dropped >= self.config.max_tokens:
+                        ending = "max_tokens"
             if ending is not None:
                 trajectory.tail_ids = history.tail(turn)
                 return ending
             context.drop(following.dropped)
             turn.dropped = following.dropped
+
+    async def _render(self, history: Append, messages: Sequence[Message], render: Callable[..., T], *args: Any) -> T:
+        """``render(*args)``: in a thread if it encodes long texts, which would stop the event loop."""
+        if history.size(messages) <= LONG_TEXT:
+            return render(*args)
+        result: T = await self._render_threads.run(render, *args)
+        return result
+
+    @cached_property
+    def _render_threads(self) -> DaemonPool:
+        return DaemonPool("render", 2)
+
+    def _prompt_too_long(self, trajectory: Trajectory, tokens: str) -> TaskError:
+        return TaskError(
+            f"task {trajectory.task.id}: the prompt has {tokens} tokens and leaves no room for a reply within "
+            f"rollout.max_tokens ({self.config.max_tokens}): raise it, or shrink the images (model.max_image_pixels)."
+        )
 
     def _ending(self, trajectory: Trajectory, answer: list[Message] | None) -> Ending | None:
         """Why the episode ends after its last turn, ``None`` if it continues. ``answer`` is the observation, if there is one."""
@@ -293,7 +321,8 @@ class TurnLoop:
         trajectory, history = episode.trajectory, episode.history
         assert isinstance(history, Rerender)
         messages = [*history.rewritten(), reply_message(trajectory.turns[-1])]
-        rendered, marks = self.renderer.conversation(messages, history.tools)
+        shown = self.renderer.adapt_tool_messages(messages)
+        rendered, marks = await self._render(history, [], self.renderer.conversation, shown, history.tools)
         piece = await self._load(rendered, messages, trajectory)
         sizes = iter(piece.media)
         is_image = [token == self.renderer.image_token_id for token in rendered.token_ids]

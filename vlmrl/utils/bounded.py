@@ -103,9 +103,7 @@ class BoundedFunction:
 
 
 def _rebuild(function: str, cpu_seconds: float, memory_mb: int, timeout: float, processes: int) -> BoundedFunction:
-    return BoundedFunction(
-        function, cpu_seconds=cpu_seconds, memory_mb=memory_mb, timeout=timeout, processes=processes
-    )
+    return BoundedFunction(function, cpu_seconds=cpu_seconds, memory_mb=memory_mb, timeout=timeout, processes=processes)
 
 
 def _close_all(idle: list[_Worker]) -> None:
