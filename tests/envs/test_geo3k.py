@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from testing.episodes import a_task, play
 
 from vlmrl import Task
@@ -259,6 +258,7 @@ def test_wrong(answer, gold):
     assert not is_right(answer, gold)
 
 
+@pytest.mark.slow
 def test_letters_count_where_there_are_choices():
     choices = ("5", "14", "15", "35")
     for right in ("C", "(C)", "C.", "C)", "\\text{C}", "15"):

@@ -32,7 +32,7 @@ class McpEnv(ToolEnv):
 
     ``server`` is an address (``http://127.0.0.1:8931/mcp``: all episodes share one server) or a command (``npx server``: one process
     per episode, which inherits few environment variables). Each env has its own session from ``reset`` to ``close``. The model reads
-    the errors that a tool reports, and which of its images cannot be decoded. A server that fails or cannot be reached is an env error.
+    the errors that a tool reports, and which of its images cannot be decoded. A server that fails is an env error.
 
     ``server_log`` is the file to which the processes' stderr is appended; by default a temporary file, which errors name.
     """
@@ -54,7 +54,10 @@ class McpEnv(ToolEnv):
         return import_extra("mcp", "mcp")  # fails at startup if it is missing
 
     def connection(self) -> Any:
-        """The address, or the command's ``StdioServerParameters``. Override it to start a command in another folder or with environment variables."""
+        """The address, or the command's ``StdioServerParameters``.
+
+        Override it to start a command in another folder or with environment variables.
+        """
         if self.server.startswith(("http://", "https://")):
             return self.server
         command, *arguments = shlex.split(self.server)
