@@ -4,9 +4,7 @@ A reply names its steps between answer tags: ``<answer>right, down</answer>``. T
 lake is generated from its seed and has a path to the goal. The goal earns 1; a hole ends the episode with 0.
 """
 
-import re
-
-from vlmrl import GymnasiumEnv, Task
+from vlmrl import GymnasiumEnv, Task, read_tags
 
 MOVES = ("left", "down", "right", "up")  # as Gymnasium numbers them
 ASK = f"Name your steps between answer tags, such as <answer>right, down</answer>; a step is {', '.join(MOVES)}."
@@ -28,7 +26,7 @@ class FrozenLakeEnv(GymnasiumEnv):
         return self.gymnasium.make("FrozenLake-v1", desc=lake, is_slippery=self.slippery, render_mode="rgb_array")
 
     def read_actions(self, reply):
-        answers = re.findall(r"<answer>(.*?)</answer>", reply, re.DOTALL)
+        answers = read_tags(reply, "answer")
         steps = [step.strip().lower() for step in answers[-1].split(",")] if answers else []
         if not steps or not set(steps) <= set(MOVES):
             raise ValueError(ASK)

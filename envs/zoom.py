@@ -4,14 +4,11 @@ A call is ``<tool_call>{"name": "zoom", "arguments": {"bbox": [0, 0, 500, 500]}}
 thousandths of the image. The agent may call as often as it has turns. A reply with ``<answer>...</answer>`` ends the episode.
 """
 
-import re
-
 from PIL import Image
 
-from vlmrl import Task, ToolCall, ToolEnv, load_image, obs, read_tool_calls
+from vlmrl import Task, ToolCall, ToolEnv, load_image, obs, read_tags, read_tool_calls
 
 MAX_RATIO = 100
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class ZoomEnv(ToolEnv):
@@ -58,12 +55,12 @@ class ZoomEnv(ToolEnv):
     functions = (zoom,)
 
     def judge(self, reply):
-        right = ANSWER.findall(reply)[-1].strip().lower() == str(self.task.answer).strip().lower()
+        right = read_tags(reply, "answer")[-1].strip().lower() == str(self.task.answer).strip().lower()
         return {"reward": float(right), "answered": 1}
 
     def read_calls(self, reply):
         """No call if the reply has an answer, otherwise its last whole call. A reply with neither gets a hint."""
-        if ANSWER.search(reply):
+        if read_tags(reply, "answer"):
             return []
         whole, end, _ = reply.rpartition("</tool_call>")
         calls = read_tool_calls(whole + end, self.tools, self.tool_format)

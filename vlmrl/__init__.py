@@ -9,13 +9,15 @@ from vlmrl.env.judge import Judge, JudgeError, weighted_reward
 from vlmrl.env.mcp import McpEnv
 from vlmrl.env.openenv import OpenEnvEnv
 from vlmrl.env.remote.client import RemoteEnv
-from vlmrl.env.tools import ToolCall, ToolEnv, ToolResult, read_tool_calls
+from vlmrl.env.tools import ToolCall, ToolEnv, ToolResult, read_tags, read_tool_calls
 from vlmrl.multimodal.images import load_image
 from vlmrl.types import Message, Sample, Task, Trajectory, Turn
+from vlmrl.utils.bounded import BoundedFunction, LimitError
 
 __version__ = "0.1.0"
 __all__ = [
     "Algo",
+    "BoundedFunction",
     "Checkpoint",
     "Config",
     "Data",
@@ -24,6 +26,7 @@ __all__ = [
     "GymnasiumEnv",
     "Judge",
     "JudgeError",
+    "LimitError",
     "McpEnv",
     "Message",
     "Model",
@@ -45,6 +48,7 @@ __all__ = [
     "load_image",
     "main",
     "obs",
+    "read_tags",
     "read_tool_calls",
     "weighted_reward",
 ]

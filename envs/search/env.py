@@ -131,15 +131,18 @@ class SearchEnv(Env):
         """The observation, with a warning before the last turn."""
         if self.turn == self.max_turns - 2:
             parts = [*parts, words("This was the last search: answer now, as <answer>...</answer>.\n")]
-        opening, closing = ("<tool_response>\n", "</tool_response>") if self.tools else ("\n\n", "\n")
-        parts = [words(opening), *parts, words(closing)]
+        if self.tools:  # the chat template puts the result of a tool on lines of its own
+            parts[-1] = words(parts[-1]["text"].removesuffix("\n"))
+        else:
+            parts = [words("\n\n"), *parts, words("\n")]
         text = "".join(part.get("text", "") for part in parts)
         images = [part["image"] for part in parts if part["type"] == "image"]
         return {**obs(text, images), "parts": parts}
 
     def format_observation(self, observation):
         has_images = "multi_modal_data" in observation
-        return {"role": "user", "content": observation["parts"] if has_images else observation["obs_str"]}
+        content = observation["parts"] if has_images else observation["obs_str"]
+        return {"role": "tool" if self.tools else "user", "content": content}
 
     def judge(self, answer):
         scores = {

@@ -1,12 +1,15 @@
 """A small MCP server for the tests: over stdio as a program, over HTTP when a test serves its app."""
 
+import base64
 import io
 import os
+import sys
 import time
 from pathlib import Path
 
 from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+from mcp_types import CallToolResult, ImageContent, TextContent
 from PIL import Image as Pillow
 
 server = MCPServer("paint", log_level="CRITICAL")
@@ -49,6 +52,19 @@ def hang(marker: str) -> str:
     Path(marker).write_text(str(os.getpid()))
     time.sleep(60)
     return "late"
+
+
+@server.tool()
+def odd() -> CallToolResult:
+    """An image with a wrong checksum, and writes a line to stderr."""
+    print("the painter spilled a bucket", file=sys.stderr, flush=True)
+    buffer = io.BytesIO()
+    Pillow.new("RGB", (64, 32), "red").save(buffer, format="PNG")
+    broken = bytearray(buffer.getvalue())
+    broken[broken.index(b"IDAT") + 6] ^= 0xFF
+    data = base64.b64encode(bytes(broken)).decode()
+    blocks = [TextContent(text="here:"), ImageContent(data=data, mime_type="image/png")]
+    return CallToolResult(content=blocks)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,39 @@
 """The tools of a real MCP server, over stdio and over HTTP: episodes, tool and env errors, and no process left."""
 
 import asyncio
+import base64
+import io
 import json
 import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from PIL import Image
 from testing.episodes import a_task, play, play_audited, turn_loop
 from testing.servers import free_port, served
 
 pytest.importorskip("mcp", reason="needs mcp: pip install 'vlmrl[mcp]'")
 
 import mcp_server
+from mcp_types import (
+    AudioContent,
+    BlobResourceContents,
+    CallToolResult,
+    EmbeddedResource,
+    ImageContent,
+    ResourceLink,
+    TextContent,
+    TextResourceContents,
+)
 
 from vlmrl import McpEnv
 from vlmrl.env.base import resolve_env
+from vlmrl.env.mcp import _content as content_of
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 
 COMMAND = f"{sys.executable} {mcp_server.__file__}"
 
@@ -46,9 +61,13 @@ def call(name: str, **arguments) -> str:
     return f'<tool_call>{{"name": "{name}", "arguments": {json.dumps(arguments)}}}</tool_call>'
 
 
-def observation_text(trajectory, turn: int) -> str:
-    content = trajectory.turns[turn].messages[0]["content"]
-    return content if isinstance(content, str) else "".join(part.get("text", "(image)") for part in content)
+def texts(trajectory, turn: int) -> list[str]:
+    """The text of each tool message before a turn's reply."""
+    contents = [message["content"] for message in trajectory.turns[turn].messages]
+    return [
+        content if isinstance(content, str) else "".join(part.get("text", "(image)") for part in content)
+        for content in contents
+    ]
 
 
 def is_running(process: int) -> bool:
@@ -66,12 +85,85 @@ def wait_until_ended(process: int) -> None:
         time.sleep(0.02)
 
 
+def result(*blocks: Any) -> CallToolResult:
+    return CallToolResult(content=list(blocks))
+
+
+def png(color: str = "red") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 32), color).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def image_block(content: bytes) -> ImageContent:
+    return ImageContent(data=base64.b64encode(content).decode(), mime_type="image/png")
+
+
+def broken_png() -> bytes:
+    """As the official test server's image: the pixels do not fit their checksum."""
+    content = bytearray(png())
+    content[content.index(b"IDAT") + 6] ^= 0xFF
+    return bytes(content)
+
+
+@pytest.mark.parametrize("content", [broken_png(), b"", b"no image", png()[:40], b"GIF89a"])
+def test_an_image_that_cannot_be_decoded_becomes_a_text_beside_the_others(content: bytes):
+    lost = "[image, image/png: it cannot be decoded]"
+    assert content_of(result(image_block(content))) == lost
+    first, second, third = content_of(result(TextContent(text="two:"), image_block(content), image_block(png())))
+    assert (first, second) == ("two:", lost) and third.getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_resources_and_links_keep_their_uri():
+    blob = base64.b64encode(b"%PDF").decode()
+    red = base64.b64encode(png()).decode()
+    link = {"uri": "file:///notes.md", "name": "notes"}
+    blocks = [
+        EmbeddedResource(resource=TextResourceContents(uri="file:///a.py", text="x = 1", mime_type="text/x-python")),
+        EmbeddedResource(resource=TextResourceContents(uri="memo://1", text="")),
+        EmbeddedResource(resource=BlobResourceContents(uri="file:///a.pdf", blob=blob, mime_type="application/pdf")),
+        ResourceLink(**link),
+        ResourceLink(**link, title="My notes", description="Of today", mime_type="text/markdown"),
+        AudioContent(data="", mime_type="audio/wav"),
+    ]
+    assert content_of(result(*blocks)) == (
+        "[resource file:///a.py, text/x-python]\nx = 1\n[resource memo://1]\n\n[resource file:///a.pdf, application/pdf]\n"
+        "[resource file:///notes.md: notes]\n[resource file:///notes.md, text/markdown: My notes. Of today]\n[audio, audio/wav]"
+    )
+    label, shown = content_of(
+        result(EmbeddedResource(resource=BlobResourceContents(uri="file:///a.png", blob=red, mime_type="image/png")))
+    )
+    assert label == "[resource file:///a.png, image/png]" and shown.size == (64, 32)
+
+
+@slow
+def test_a_broken_image_is_an_observation_and_stderr_goes_to_a_file(tmp_path: Path, capfd):
+    log = tmp_path / "server.log"
+    options = {"server": COMMAND, "server_log": str(log)}
+    trajectory = play_audited(Painter, [call("odd"), call("odd"), "done"], options=options, max_tokens=4000)
+    assert (trajectory.ending, trajectory.reward) == ("env_done", 1.0)
+    assert texts(trajectory, 1) == ["here:\n[image, image/png: it cannot be decoded]"]
+    assert "env_errors" not in trajectory.metrics
+    assert log.read_text().count("the painter spilled a bucket") == 2
+    assert "spilled" not in capfd.readouterr().err
+
+
+@slow
+def test_an_error_of_a_server_names_the_file_with_its_stderr():
+    command = f"{sys.executable} -c 'import sys; sys.exit(\"no paint today\")'"
+    trajectory = play(Painter, ["done"], options={"server": command}, max_env_retries_per_turn=0)
+    assert trajectory.ending == "error"
+    log = Path(trajectory.error.rpartition("; the server's stderr is in ")[2])
+    assert "no paint today" in log.read_text()
+
+
 @pytest.fixture
 def http_server():
     with served(mcp_server.server.streamable_http_app()) as url:
         yield f"{url}/mcp"
 
 
+@slow
 def test_an_episode_over_stdio_has_images_parallel_calls_and_tool_errors():
     replies = [
         call("paint", color="red") + call("add", a=1, b=2) + call("paint", color="blue"),
@@ -81,18 +173,18 @@ def test_an_episode_over_stdio_has_images_parallel_calls_and_tool_errors():
     trajectory = play_audited(Painter, replies, a_task(), options={"server": COMMAND}, max_tokens=4000)
     assert (trajectory.ending, trajectory.reward) == ("env_done", 1.0)
     assert [item.image.getpixel((0, 0)) for item in trajectory.turns[1].media] == [(255, 0, 0), (0, 0, 255)]
-    assert observation_text(trajectory, 1) == (
-        "<tool_response>\nred:(image)\n</tool_response>\n<tool_response>\n3\n</tool_response>\n"
-        "<tool_response>\nblue:(image)\n</tool_response>"
-    )
-    errors = observation_text(trajectory, 2)
-    assert "Error: Error executing tool paint: none is no color" in errors
-    assert "Error: add: arguments.a: 'one' is not of type 'integer'." in errors
-    assert "Error: there is no tool 'fly'; the tools are paint, add, whoami, vanish, hang." in errors
+    assert texts(trajectory, 1) == ["red:(image)", "3", "blue:(image)"]
+    *errors, process = texts(trajectory, 2)
+    assert errors == [
+        "Error: Error executing tool paint: none is no color",
+        "Error: add: arguments.a: 'one' is not of type 'integer'.",
+        "Error: there is no tool 'fly'; the tools are paint, add, whoami, vanish, hang, odd.",
+    ]
     assert trajectory.turns[1].metrics == {"tool_calls": 4.0, "tool_errors": 3.0}
-    wait_until_ended(int(errors.split("<tool_response>\n")[-1].split("\n")[0]))
+    wait_until_ended(int(process))
 
 
+@slow
 def test_episodes_over_http_share_a_server_and_have_local_functions_too(http_server: str):
     loop = turn_loop(
         Shouter,
@@ -105,20 +197,19 @@ def test_episodes_over_http_share_a_server_and_have_local_functions_too(http_ser
 
     for trajectory in asyncio.run(go()):
         assert (trajectory.ending, trajectory.reward) == ("env_done", 1.0), trajectory.error
-        assert (
-            observation_text(trajectory, 1)
-            == "<tool_response>\n3\n</tool_response>\n<tool_response>\nHI\n</tool_response>"
-        )
-        assert "there is no tool 'paint'; the tools are shout, add." in observation_text(trajectory, 2)
+        assert texts(trajectory, 1) == ["3", "HI"]
+        assert texts(trajectory, 2) == ["Error: there is no tool 'paint'; the tools are shout, add."]
 
 
+@slow
 def test_after_a_server_died_a_new_one_replays_the_episode(tmp_path: Path):
     replies = [call("add", a=1, b=1), call("vanish", marker=str(tmp_path / "marker")), "done"]
     trajectory = play(Painter, replies, options={"server": COMMAND}, max_tokens=4000, max_reply_tokens=1000)
     assert (trajectory.ending, trajectory.reward) == ("env_done", 1.0), trajectory.error
-    assert trajectory.metrics["env_retries"] == 1 and "still here" in observation_text(trajectory, 2)
+    assert trajectory.metrics["env_retries"] == 1 and texts(trajectory, 2) == ["still here"]
 
 
+@slow
 def test_without_a_server_the_trajectory_fails():
     away = play(Painter, ["done"], options={"server": f"http://127.0.0.1:{free_port()}/mcp"})
     assert away.ending == "error" and "MCP server http://127.0.0.1" in away.error and away.reward is None
@@ -126,6 +217,7 @@ def test_without_a_server_the_trajectory_fails():
     assert none.ending == "error" and "FileNotFoundError" in none.error
 
 
+@slow
 def test_closing_ends_the_process_of_a_tool_that_hangs(tmp_path: Path):
     marker = tmp_path / "process"
 
@@ -142,6 +234,7 @@ def test_closing_ends_the_process_of_a_tool_that_hangs(tmp_path: Path):
     wait_until_ended(int(marker.read_text()))
 
 
+@slow
 def test_no_process_is_left_after_a_run_is_stopped():
     seen: list[int] = []
 

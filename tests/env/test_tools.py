@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
+import time
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from PIL import Image
-from testing.episodes import a_task, image, play, play_audited
-from transformers import AutoTokenizer
+from testing.episodes import a_task, completion, decoded, image, play, play_audited
+from testing.episodes import renderer as renderer_of_tests
+from testing.templates import TEMPLATES, full_text, ids_of, real_tokenizer
 
-from vlmrl import Config, Data, Env, Model, ToolCall, ToolEnv, obs, read_tool_calls
+from vlmrl import Config, Data, Env, Model, ToolCall, ToolEnv, obs, read_tags, read_tool_calls
 from vlmrl.env.base import resolve_env
 from vlmrl.env.tools import parts_of, problem_with, tool_schema
-from vlmrl.multimodal.renderer import Renderer
+from vlmrl.model import tiny
+from vlmrl.multimodal.renderer import BASE, Renderer
+from vlmrl.rollout.history import Inline
 from vlmrl.run.build import build_run
+from vlmrl.types import Turn
 
-SHOW_TOOLS = ["qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6"]
+STRICT = """{%- for m in messages -%}
+{%- if m.role not in ['system', 'user', 'assistant'] -%}{{- raise_exception('only user and assistant') -}}{%- endif -%}
+{{- '<|im_start|>' ~ m.role ~ '\\n' ~ m.content ~ '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
 SHOW_IMAGES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6"]
 
 
@@ -116,6 +126,11 @@ def test_json_calls_are_parsed_in_order_without_those_in_reasoning(text: str, ca
         ("<tool_call>[]</tool_call>", 'a call is {"name"'),
         ('<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>', "surrogates not allowed"),
         (f"<tool_call>{'[' * 100_000}</tool_call>", "recursion"),
+        ('<tool_call>{"name": "add", "arguments": {"a": -1e999}}</tool_call>', "-1e999 is too large a number"),
+        (
+            f'<tool_call>{{"name": "add", "arguments": {{"a": {"[" * 100}{"]" * 100}}}}}</tool_call>',
+            "the arguments are nested more than 100 levels deep",
+        ),
     ],
 )
 def test_an_unparsable_call_says_why(body: str, message: str):
@@ -159,11 +174,63 @@ def test_an_xml_argument_has_the_type_of_its_schema(schema: dict[str, Any], text
         "<function=add>",
         "<function=add>a=1</function>",
         "<function=add><parameter=a>1</function>",
+        "<function=add</function>",
+        "<function=></function>",
+        "<function=add><parameter=a</parameter></function>",
+        "<function=add><parameter=>1</parameter></function>",
+        "<function=add><parameter=a>1</parameter>2</function>",
     ],
 )
 def test_an_unparsable_xml_call_says_how_to_write_it(body: str):
     (read,) = read_tool_calls(f"<tool_call>{body}</tool_call>", [ADD], "xml")
     assert read.problem.startswith("a call is <function=NAME>")
+
+
+def test_xml_parameters_may_stand_anywhere_and_hold_anything():
+    text = (
+        "<tool_call> <function=f>\n\n <parameter= a >1</parameter><parameter=b>\n\n<x>\n\n</parameter> \n"
+        "<parameter=c></parameter><parameter=a>2</parameter></function> </tool_call>"
+    )
+    assert read_tool_calls(text, [], "xml") == [ToolCall("f", {"a": "2", "b": "\n<x>\n", "c": ""})]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", []),
+        ("<a>1</a> <a>2</a>", ["1", "2"]),
+        ("<a>1<a>2</a>3</a>", ["1<a>2"]),
+        ("</a><a>1", []),
+        ("<a>1</a><a>", ["1"]),
+        ("<a>\n</a>", ["\n"]),
+    ],
+)
+def test_tags_are_read_as_the_obvious_pattern_reads_them(text: str, found: list[str]):
+    assert read_tags(text, "a") == found == re.findall("<a>(.*?)</a>", text, re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "<function=f>" + " " * 128_000 + "x</function>",
+        "<function=f>" + "<parameter=a>" * 40_000 + "</function>",
+        "<function=" * 40_000,
+        "<tool_call>" * 40_000,
+    ],
+    ids=["spaces", "open parameters", "open functions", "open calls"],
+)
+@pytest.mark.parametrize("tool_format", ["json", "xml"])
+def test_a_hostile_reply_is_read_in_linear_time(body: str, tool_format: str):
+    began = time.thread_time()
+    assert all(call.problem for call in read_tool_calls(f"<tool_call>\n{body}\n</tool_call>", [ADD], tool_format))
+    assert time.thread_time() - began < 5  # milliseconds; a pattern with two repeats needs minutes
+
+
+def test_thousands_of_calls_get_their_errors_at_once():
+    observation, _, info = step(new(Sums), "<tool_call></tool_call>" * 20_000)
+    assert info == {"tool_calls": 20_000, "tool_errors": 20_000}
+    assert "not valid JSON" in observation["tool_results"][0][0]["text"]
+    assert observation["tool_results"][-1] == [{"type": "text", "text": "Error: at most 8 calls are taken at once."}]
 
 
 @pytest.mark.parametrize(
@@ -190,6 +257,7 @@ def test_two_functions_of_one_name_are_an_error():
 
 def test_a_call_of_an_unknown_tool_lists_the_tools():
     assert problem_with(ToolCall("sub"), [ADD]) == "there is no tool 'sub'; the tools are add."
+    assert len(problem_with(ToolCall("x" * 10_000), [ADD])) < 200
 
 
 def test_results_become_parts_of_a_message():
@@ -240,10 +308,7 @@ def test_a_class_with_functions_is_a_whole_env():
     assert [tool["function"]["name"] for tool in env.tools] == ["add", "draw", "wait"]
     observation, done, info = step(env, call("add", a=1, b=3))
     assert (done, info) == (False, {"tool_calls": 1, "tool_errors": 0})
-    assert env.format_observation(observation) == {
-        "role": "user",
-        "content": "<tool_response>\n4 m\n</tool_response>",
-    }
+    assert env.format_observation(observation) == [{"role": "tool", "content": "4 m"}]
     assert step(env, "4 m") == ({"obs_str": ""}, True, {"reward": 1.0})
 
 
@@ -252,13 +317,13 @@ def test_results_are_in_the_order_of_the_calls_errors_too():
     reply = call("wait") + call("draw", color="no color") + call("add") + call("mul") + call("add", a=3)
     observation, done, info = step(env, reply)
     assert (done, info) == (False, {"tool_calls": 5, "tool_errors": 3})
-    assert env.format_observation(observation)["content"] == (
-        '<tool_response>\n["waited", 1]\n</tool_response>\n'
-        "<tool_response>\nError: unknown color specifier: 'no color'\n</tool_response>\n"
-        "<tool_response>\nError: add: arguments: 'a' is a required property.\n</tool_response>\n"
-        "<tool_response>\nError: there is no tool 'mul'; the tools are add, draw, wait.\n</tool_response>\n"
-        "<tool_response>\n4 m\n</tool_response>"
-    )
+    assert [message["content"] for message in env.format_observation(observation)] == [
+        '["waited", 1]',
+        "Error: unknown color specifier: 'no color'",
+        "Error: add: arguments: 'a' is a required property.",
+        "Error: there is no tool 'mul'; the tools are add, draw, wait.",
+        "4 m",
+    ]
 
 
 def test_functions_run_in_parallel_and_methods_in_the_envs_thread():
@@ -353,40 +418,75 @@ def test_a_failing_tool_is_an_env_error_that_the_model_never_reads():
 
 
 def real_renderer(shared: Path, template: str, images: bool) -> Renderer:
-    tokenizer = AutoTokenizer.from_pretrained(shared / "data/qwen/qwen3-vl")
+    tokenizer = real_tokenizer(shared / "data/qwen/qwen3-vl")
     text = (shared / f"data/qwen/chat_templates/{template}.jinja").read_text()
     return Renderer(tokenizer, image_token="<|image_pad|>" if images else None, chat_template=text)
 
 
 def shown(env: Env, *results: Any) -> list[dict[str, Any]]:
-    message = env.format_observation({"tool_results": [parts_of(result) for result in results]})
-    assert isinstance(message, dict)
-    return [message]
+    messages = env.format_observation({"tool_results": [parts_of(result) for result in results]})
+    assert isinstance(messages, list)
+    return messages
 
 
-@pytest.mark.parametrize("template", SHOW_TOOLS)
-def test_results_render_like_the_templates_tool_messages(template: str, shared: Path):
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("results", [["one", "2\n3"], [" padded \n\n", "\n", ""], ["a" * 50]])
+def test_results_render_like_the_templates_tool_messages(template: str, results: list[str], shared: Path):
+    """Trimmed and joined into blocks as the template does it: Qwen3.5 trims a result, Qwen3 does not."""
     env, renderer = new(Sums), real_renderer(shared, template, images=False)
-    native = [{"role": "tool", "content": "one"}, {"role": "tool", "content": "2\n3"}]
-    assert renderer.delta(shown(env, "one", "2\n3"), env.tools) == renderer.delta(native, env.tools)
+    messages = renderer.adapt_tool_messages(shown(env, *results))
+    wanted = full_text(renderer, [*BASE, *({"role": "tool", "content": result} for result in results)])
+    base = full_text(renderer, BASE, generate=False).removesuffix("\n")
+    assert renderer.delta(messages).token_ids == ids_of(renderer, wanted.removeprefix(base))
 
 
 @pytest.mark.parametrize("template", SHOW_IMAGES)
 def test_every_template_that_shows_images_shows_those_of_tools(template: str, shared: Path):
     env, renderer = new(Sums), real_renderer(shared, template, images=True)
-    messages = shown(env, ["left", image(), "right"], "plain", image("blue"))
-    delta = renderer.delta(messages)
+    native = shown(env, ["left", image(), "right"], "plain", image("blue"))
+    delta = renderer.delta(renderer.adapt_tool_messages(native))
     assert len(delta.images) == 2
     box = "<|vision_start|><|image_pad|><|vision_end|>"
-    assert (
+    blocks = (
         f"<tool_response>\nleft{box}right\n</tool_response>\n<tool_response>\nplain\n</tool_response>\n"
         f"<tool_response>\n{box}\n</tool_response><|im_end|>\n"
-    ) in renderer.decode(delta.token_ids)
-    if template not in ("qwen2_5_vl",):  # which has no tool messages
-        native = [
-            {"role": "tool", "content": parts_of(value)} for value in (["left", image(), "right"], "plain", image())
-        ]
-        assert renderer.delta(native).token_ids == delta.token_ids
+    )
+    if template == "qwen2_5_vl":  # it writes the role as it is
+        blocks = f"<|im_start|>tool\nleft{box}right<|im_end|>\n<|im_start|>tool\nplain<|im_end|>\n<|im_start|>tool\n{box}<|im_end|>\n"
+    assert blocks in renderer.decode(delta.token_ids)
+    assert renderer.delta(native).token_ids == delta.token_ids
+
+
+@pytest.mark.parametrize("template", ["qwen2_5", "qwen3", "qwen3_instruct_2507"])
+def test_a_template_that_loses_the_images_of_tools_gets_a_user_message(template: str, shared: Path):
+    text, both = (real_renderer(shared, template, images=images) for images in (False, True))
+    assert (text.has_tool_role, both.has_tool_role) == (True, False)
+    results = shown(new(Sums), "one", "2\n3")
+    assert both.delta(both.adapt_tool_messages(results)).token_ids == text.delta(results).token_ids
+
+
+def test_tool_messages_become_one_user_message_where_the_template_has_no_tool_role():
+    renderer = Renderer(tiny.tokenizer(), chat_template=STRICT)
+    messages = [*shown(new(Sums), "one <tool_response>", "two"), {"role": "user", "content": "Go on."}]
+    with pytest.raises(Exception, match="only user and assistant"):
+        renderer.delta(messages)
+    ids = renderer.delta(renderer.adapt_tool_messages(messages)).token_ids
+    assert renderer.decode(ids) == (
+        "\n<|im_start|>user\n<tool_response>\none <tool_response>\n</tool_response>\n"
+        "<tool_response>\ntwo\n</tool_response><|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    start, end = renderer.tokenizer.convert_tokens_to_ids(["<tool_response>", "</tool_response>"])
+    assert [token for token in ids if token in (start, end)] == [start, end, start, end]  # ours, not the result's
+
+
+def test_results_inside_a_reply_stand_between_tags():
+    history = Inline(renderer_of_tests(), ())
+    made = completion("x", 1)
+    turn = Turn([], [], made.token_ids, made.logprobs, made.policy_versions, "stop", "x")
+    ids = history.continuation(turn, shown(new(Sums), "</tool_response>")).rendered.token_ids
+    tokenizer = renderer_of_tests().tokenizer
+    assert decoded(ids) == "<tool_response>\n</tool_response>\n</tool_response>"
+    assert ids.count(tokenizer.convert_tokens_to_ids("</tool_response>")) == 1
 
 
 @pytest.mark.parametrize(("template", "how"), [("qwen3_vl", "json"), ("qwen3_6", "xml")])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testing.episodes import a_task, play
 
 from vlmrl import Task
 from vlmrl.config.code import load_object
@@ -167,15 +168,17 @@ def test_last_boxed(text, answer):
 
 
 def test_a_reply_that_repeats_itself_is_read_in_time():
-    start = time.perf_counter()
+    began = time.thread_time()
     last_boxed("\\boxed{" * 20_000)
+    last_boxed("\\boxed" + " " * 200_000)
     step(env(), "<tool_call>" * 20_000)
-    assert time.perf_counter() - start < 2
+    assert time.thread_time() - began < 5
 
 
 # Grading
 
 
+@pytest.mark.slow  # mathematics runs in a process of its own
 @pytest.mark.parametrize(
     ("answer", "gold"),
     [
@@ -222,6 +225,7 @@ def test_right(answer, gold):
     assert is_right(answer, gold)
 
 
+@pytest.mark.slow  # mathematics runs in a process of its own
 @pytest.mark.parametrize(
     ("answer", "gold"),
     [
@@ -254,6 +258,7 @@ def test_wrong(answer, gold):
     assert not is_right(answer, gold)
 
 
+@pytest.mark.slow
 def test_letters_count_where_there_are_choices():
     choices = ("5", "14", "15", "35")
     for right in ("C", "(C)", "C.", "C)", "\\text{C}", "15"):
@@ -275,31 +280,73 @@ def test_a_number_nearer_to_another_choice_is_wrong():
 
 
 @pytest.mark.parametrize(
-    "answer",
-    [
-        "9^{9^{9^9}}",
-        "9**9**9",
-        "9^{99999999}",
-        "99999999!",
-        "1E9999999",
-        "1 E 9999999",
-        "\\binom{10000000}{5000000}",
-        "\\sum_{i=1}^{100000000} i",
-        "(x+1)^{200}(y+2)^{200}",
-        "((((((9^9)^9)^9)^9)^9)^9)",
-        "{" * 40 + "5" + "}" * 40,
-        "(" * 39 + "5" + ")" * 39,
-        "9" * 100_000,
-        "\\frac" * 5_000,
-        " " * 50_000 + "x",
-    ],
+    ("answer", "gold", "right"),
+    [("15", "15.0", True), ("- 8", "-8", True), ("0.5", "0.50", True), ("14.9", "15", True), ("14", "15", False)],
 )
-def test_what_would_take_for_ever_is_wrong_at_once(answer):
-    start = time.perf_counter()
-    is_right(answer, "15")
-    assert time.perf_counter() - start < 2
+def test_plain_numbers_need_no_process(answer, gold, right):
+    assert is_right(answer, gold) is right  # a fast test may not start one
 
 
+HOSTILE = [
+    "9^{9^{9^9}}",
+    "9**9**9",
+    "9^{99999999}",
+    "99999999!",
+    "1E9999999",
+    "1 E 9999999",
+    "\\binom{10000000}{5000000}",
+    "\\sum_{i=1}^{100000000} i",
+    "(x+1)^{200}(y+2)^{200}",
+    "((((((9^9)^9)^9)^9)^9)^9)",
+    "{" * 40 + "5" + "}" * 40,
+    "(" * 39 + "5" + ")" * 39,
+    "9" * 100_000,
+    "\\frac" * 5_000,
+    " " * 50_000 + "x",
+    "\\text" * 100_000 + "{x",
+    "^" * 500_000,
+    "√(" * 200_000,
+    "(a+b+c+d+f+g+h+i+j)^9",
+    "(a+b+c+d+f+g+h+i+j)^9=1",
+    "\\sqrt{(a+b+c+d+f+g+h)^9+(j+k+l+m+n+p+q)^9}",
+    "(a+b+c+d+f)^9(g+h+i+j+k)^9",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gold", ["15", "a + b = 90", "20 y^2 - 10 y"])
+@pytest.mark.parametrize("answer", HOSTILE, ids=[answer[:20] for answer in HOSTILE])
+def test_what_would_take_for_ever_is_wrong(answer, gold):
+    began = time.thread_time()
+    seen: list[bool] = []
+    thread = threading.Thread(target=lambda: seen.append(is_right(answer, gold)), daemon=True)
+    thread.start()
+    thread.join(120)  # 2 s of CPU at most
+    assert seen == [False]
+    assert time.thread_time() - began < 2
+
+
+@pytest.mark.slow
+def test_a_hostile_answer_is_graded_while_other_threads_run():
+    """The grading holds no interpreter lock: this thread counts on while another waits for a verdict."""
+    seen: list[bool] = []
+    thread = threading.Thread(target=lambda: seen.append(is_right("(a+b+c+d+f+g+h+i+k)^9", "16")), daemon=True)
+    thread.start()
+    rounds = 0
+    while thread.is_alive():
+        rounds += 1
+        time.sleep(0)
+    assert seen == [False] and rounds > 100
+
+
+@pytest.mark.slow
+def test_an_episode_with_hostile_mathematics_ends_with_reward_0():
+    reply = "so \\boxed{(a+b+c+d+f+g+h+i+j)^9}"
+    trajectory = play(Geo3kEnv, [call("(a+b+c+d+f+g+h+i+l)^9"), reply], a_task(answer="15"), max_reply_tokens=500)
+    assert (trajectory.ending, trajectory.reward, trajectory.metrics.get("env_errors")) == ("env_done", 0.0, None)
+
+
+@pytest.mark.slow
 def test_it_works_outside_the_main_thread():
     seen = []
     thread = threading.Thread(target=lambda: seen.append(is_right("\\frac{6}{14}", "\\frac{3}{7}")), daemon=True)

@@ -159,10 +159,7 @@ def test_a_tool_call_searches_and_several_are_answered_together(corpus):
     made = env(corpus, tool_calls=True, topk=1)
     assert made.tools[0]["function"]["name"] == "search" and "call the search tool" in made.reset()[0]["content"]
     text = made.step(call("France") + call("Italy"))[0]["obs_str"]
-    assert text == (
-        f"<tool_response>{PARIS}<information>\nDoc 1 (Title: Rome) Rome is the capital of Italy.\n</information>\n"
-        "</tool_response>"
-    )
+    assert text == (f"{PARIS[1:]}<information>\nDoc 1 (Title: Rome) Rome is the capital of Italy.\n</information>")
     assert made.step("<answer>Paris</answer>")[2]["searches"] == 2
 
 

@@ -27,7 +27,7 @@ from testing.templates import episode_ids as play
 from tokenizers import AddedToken, processors
 
 from vlmrl.model import tiny
-from vlmrl.multimodal.renderer import Renderer, expand
+from vlmrl.multimodal.renderer import Renderer, TooLongError, expand
 
 VISION = f"<|vision_start|>{PAD}<|vision_end|>"
 IMAGE = {"type": "image", "image": "a.png"}
@@ -41,6 +41,15 @@ PAIRS = [
 ]
 
 SPECIALS = ["<|im_end|>", "<|im_start|>", PAD, "<|video_pad|>", "<|vision_start|>", "<|endoftext|>"]
+SPECIALS += [
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+    "<|fim_prefix|>",
+]
 
 
 @functools.cache
@@ -111,11 +120,11 @@ PIECES = [
     "|>",
     "{",
     '"',
-    "<think>",
-    "</think>",
 ]
-PIECES += ["<tool_call>", "</tool_response>", "assistant\n", "\U00100000", "\U00100001", "0.5", "<|im"]
+PIECES += ["assistant\n", "\U00100000", "\U00100001", "0.5", "<|im"]
+REPLY_PIECES = [*PIECES, "<think>", "</think>", "<tool_call>", "</tool_response>"]
 texts = st.lists(st.sampled_from(PIECES), max_size=6).map("".join)
+replies = st.lists(st.sampled_from(REPLY_PIECES), max_size=6).map("".join)
 images = st.lists(
     st.one_of(st.just(IMAGE), texts.map(lambda text: {"type": "text", "text": text})), min_size=1, max_size=4
 )
@@ -131,8 +140,8 @@ def conversations(contents):
         st.none() | texts,
         contents,
     )
-    turns = st.lists(st.tuples(texts, st.lists(messages, min_size=1, max_size=3)), max_size=3)
-    last = st.lists(st.tuples(texts, st.none()), max_size=1)
+    turns = st.lists(st.tuples(replies, st.lists(messages, min_size=1, max_size=3)), max_size=3)
+    last = st.lists(st.tuples(replies, st.none()), max_size=1)
     return st.tuples(prompts, st.builds(lambda turns, last: turns + last, turns, last))
 
 
@@ -294,8 +303,8 @@ def test_bos_is_the_templates_and_never_in_a_delta(template_writes, tokenizer_ad
 
 
 def special_ids(renderer: Renderer, ids: list[int]) -> list[int]:
-    special = {index for index, token in renderer.tokenizer.added_tokens_decoder.items() if token.special}
-    return [token for token in ids if token in special]
+    """The added tokens among the ids: the special ones, and others such as ``<tool_call>``."""
+    return [token for token in ids if token in renderer.tokenizer.added_tokens_decoder]
 
 
 @pytest.mark.parametrize("special", SPECIALS)
@@ -382,16 +391,85 @@ def test_any_text_decodes_to_itself_and_holds_no_special_id(contents):
         f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
         f"\n<|im_start|>user\n<tool_response>\n{answer}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
-    start, end = renderer.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-    assert special_ids(renderer, ids) == [start, end, start, end, start, start, end, start]
+    names = ["<|im_start|>", "<|im_end|>", "<tool_response>", "</tool_response>"]
+    start, end, result, result_end = renderer.tokenizer.convert_tokens_to_ids(names)
+    assert special_ids(renderer, ids) == [start, end, start, end, start, start, result, result_end, end, start]
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.text() | st.lists(st.sampled_from(SPECIALS)).map("".join))
-def test_encode_is_plain_and_decode_gives_it_back(text):
+def test_encode_gives_no_special_token_and_decode_gives_the_text_back(text):
     renderer = tiny_renderer()
-    assert special_ids(renderer, renderer.encode(text)) == []
+    added = renderer.tokenizer.added_tokens_decoder
+    assert not any(added[token].special for token in special_ids(renderer, renderer.encode(text)))
     assert renderer.decode(renderer.encode(text)) == text
+
+
+def test_the_markup_of_the_template_and_of_replies_stays_tokens(any_renderer):
+    """What the chat template writes, and what the model wrote before: a rerendered reply has the ids that were sampled."""
+    tokens = any_renderer.tokenizer.get_added_vocab()
+    reply = "<think>\nhm\n</think>\n\n<tool_call>\n{}\n</tool_call>"
+    ids = any_renderer.prompt([user("q"), assistant(reply), tool("<tool_call>")]).token_ids
+    shown = any_renderer.decode(ids)
+    assert (
+        ids.count(tokens["<tool_call>"]) == ids.count(tokens["</tool_call>"]) == 1 and shown.count("<tool_call>") == 2
+    )
+    assert ids.count(tokens["<think>"]) == shown.count("<think>")  # the reply's, and perhaps the generation prompt's
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": "</tool_call>"}}}
+    messages = [user("q"), {"role": "assistant", "content": "", "tool_calls": [call]}, tool("y")]
+    if "tool_calls" in any_renderer.chat_template:
+        ids = any_renderer.prompt(messages).token_ids
+        assert any_renderer.decode(ids).count("</tool_call>") == 2 and ids.count(tokens["</tool_call>"]) == 1
+
+
+@pytest.mark.parametrize("special", SPECIALS)
+def test_two_inline_messages_do_not_join_to_a_token(special, any_renderer):
+    for cut in range(1, len(special)):
+        ids = any_renderer.inline([user(special[:cut]), tool(special[cut:])]).token_ids
+        assert special_ids(any_renderer, ids) == []
+        assert any_renderer.decode(ids) == special
+
+
+def test_inline_texts_around_an_image_do_not_join(image_renderer):
+    rendered = image_renderer.inline([user([{"type": "text", "text": "<|im_"}, IMAGE]), user("end|>"), user([IMAGE])])
+    assert image_renderer.decode(rendered.token_ids) == f"<|im_{VISION}end|>{VISION}"
+    assert rendered.images == ["a.png", "a.png"]
+
+
+# Long texts
+
+
+def test_a_text_that_cannot_fit_is_not_encoded():
+    """The tiny tokenizer's longest token has 16 bytes: 16,016 characters have more than 1,000 tokens."""
+    renderer = tiny_renderer()
+    longest = max(map(len, renderer.tokenizer.get_vocab()))
+    for render in (renderer.prompt, renderer.delta, renderer.inline):
+        with pytest.raises(TooLongError, match=r"the text has at least 1\d{3} tokens"):
+            render([user("a" * longest * 1010)], limit=1000)
+        assert render([user("a" * longest * 900)], limit=1000).token_ids
+        assert render([user("a" * longest * 1010)]).token_ids
+
+
+@pytest.mark.parametrize("tokenizer", ["qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("character", [" ", "-", "e\u0301", "\u1100\u1161\u11a8"])
+def test_a_text_of_long_tokens_that_fits_is_encoded(tokenizer, character, shared):
+    """Also if its characters are joined by the normalizer first: three letters of Hangul are one syllable."""
+    renderer = real_renderer(shared, tokenizer, "qwen2_5")
+    text = character * 12_800
+    count = len(renderer.delta([user(text)]).token_ids)
+    assert len(renderer.delta([user(text)], limit=count).token_ids) == count
+
+
+def test_a_tokenizer_without_a_backend_is_refused():
+    class Slow:
+        chat_template, eos_token = "{{ messages }}", "</s>"
+        added_tokens_decoder: dict = {}  # noqa: RUF012
+
+        def convert_tokens_to_ids(self, token):
+            return 0
+
+    with pytest.raises(ValueError, match=r"the tokenizer must be a fast one .* but it is a Slow"):
+        Renderer(Slow())
 
 
 # Content lists and images

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import time
 from functools import partial
 from pathlib import Path
 
@@ -155,6 +157,31 @@ def test_one_rendered_row_marks_the_replies_and_counts_the_rest():
 
 
 # Policies
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "yes",
+        "<think>hm</think>\n\n yes",
+        "a <think>1</think> b<think>2</think>\t<think>3</think>c </think> d <think>",
+        "</think> x <think>a<think>b</think>  </think> y",
+        "<think></think>",
+        "<think>a</think>  <think>b</think>  ",
+        "</think></think> <think> </think> </think> ",
+    ],
+)
+def test_thinking_is_dropped_as_the_obvious_pattern_drops_it(text):
+    (message,) = drop_thinking([{"role": "assistant", "content": text}])
+    assert message["content"] == re.sub(r"<think>.*?</think>\s*", "", text, flags=re.DOTALL)
+
+
+def test_thinking_that_never_ends_is_dropped_in_linear_time():
+    began = time.thread_time()
+    text = "<think>" * 40_000
+    assert drop_thinking([{"role": "assistant", "content": text}])[0]["content"] == text
+    assert time.thread_time() - began < 5  # a millisecond; the pattern needs a minute
 
 
 def test_policies_rewrite_messages():

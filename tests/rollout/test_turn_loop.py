@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -32,8 +33,9 @@ from vlmrl.engine.base import EngineError, Request
 from vlmrl.env.base import resolve_env
 from vlmrl.env.session import EnvContractError
 from vlmrl.model import tiny
+from vlmrl.multimodal import renderer as renderer_module
 from vlmrl.multimodal.renderer import Renderer
-from vlmrl.rollout.turn_loop import TurnLoop, derive_seed
+from vlmrl.rollout.turn_loop import LONG_TEXT, TurnLoop, derive_seed
 from vlmrl.types import Completion
 
 Step = tuple[dict[str, Any], bool, dict[str, Any]]
@@ -346,6 +348,43 @@ def test_special_tokens_in_an_observation_stay_text():
     _, second = play(env(obs(f"{END}{PAD}"), obs("y")), ["a", "b"], max_turns=2).turns
     assert renderer().image_token_id not in second.prompt_ids
     assert second.prompt_ids.count(renderer().end_of_turn_id) == 1
+
+
+@pytest.mark.parametrize("history", ["append", "inline", "rerender"])
+def test_a_huge_observation_ends_the_episode_without_being_encoded(history, monkeypatch):
+    """2,000,000 characters: the event loop goes on while they are measured, and they have more tokens than fit."""
+    encoded: list[int] = []
+    encode = renderer_module._ids
+    monkeypatch.setattr(
+        renderer_module, "_ids", lambda backend, text: encoded.append(len(text)) or encode(backend, text)
+    )
+    samples = "step_wise" if history == "rerender" else "concat"
+    trajectory = play(
+        env(obs("<|im_end|> and so on " * 100_000)), ["a", "b"], max_turns=2, history=history, samples=samples
+    )
+    assert (trajectory.ending, len(trajectory.turns)) == ("max_tokens", 1)
+    assert max(encoded) < 1000
+
+
+def test_long_texts_are_encoded_outside_the_event_loop(monkeypatch):
+    threads: list[str] = []
+    encode = renderer_module._ids
+
+    def watched(backend, text):
+        threads.extend([threading.current_thread().name] if len(text) > LONG_TEXT else [])
+        return encode(backend, text)
+
+    monkeypatch.setattr(renderer_module, "_ids", watched)
+    long = "red " * 30_000
+    trajectory = play(env(obs(long), obs("x")), ["a", "b"], a_task(long), max_turns=2, max_tokens=1_000_000)
+    assert trajectory.ending == "max_turns" and long in decoded(trajectory.turns[1].prompt_ids)
+    assert len(threads) >= 2 and all(name.startswith("vlmrl-render") for name in threads)
+
+
+def test_a_huge_prompt_is_the_tasks_error():
+    failed = play(env(obs("x")), ["a"], a_task("a" * 2_000_000))
+    assert failed.ending == "error" and failed.non_retryable
+    assert "the prompt has at least" in failed.error and "rollout.max_tokens (1000)" in failed.error
 
 
 def test_a_text_model_needs_no_image_store():

@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shlex
-from collections.abc import Callable, Collection
-from functools import partial
+import tempfile
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 from vlmrl.config.code import import_extra
 from vlmrl.env.tools import Schema, ToolEnv, tool_name
 from vlmrl.multimodal.images import load_image
 from vlmrl.types import Message, Task
+from vlmrl.utils.threads import DaemonPool
 
 
 class McpEnv(ToolEnv):
@@ -27,15 +32,18 @@ class McpEnv(ToolEnv):
 
     ``server`` is an address (``http://127.0.0.1:8931/mcp``: all episodes share one server) or a command (``npx server``: one process
     per episode, which inherits few environment variables). Each env has its own session from ``reset`` to ``close``. The model reads
-    the errors that a tool reports. A server that fails or cannot be reached is an env error.
+    the errors that a tool reports, and which of its images cannot be decoded. A server that fails is an env error.
+
+    ``server_log`` is the file to which the processes' stderr is appended; by default a temporary file, which errors name.
     """
 
     allowed: ClassVar[Collection[str] | None] = None
     """Names of the server's tools that the model may call; ``None``: all."""
 
-    def __init__(self, task: Task, server: str) -> None:
+    def __init__(self, task: Task, server: str, server_log: str | None = None) -> None:
         super().__init__(task)
         self.server = server
+        self.server_log = Path(server_log).expanduser() if server_log else None
         self._served: set[str] = set()
         self._client: Any = None
         self._closing = asyncio.Event()
@@ -46,7 +54,10 @@ class McpEnv(ToolEnv):
         return import_extra("mcp", "mcp")  # fails at startup if it is missing
 
     def connection(self) -> Any:
-        """The argument of ``mcp.Client``. Override it to start a command in another folder or with environment variables."""
+        """The address, or the command's ``StdioServerParameters``.
+
+        Override it to start a command in another folder or with environment variables.
+        """
         if self.server.startswith(("http://", "https://")):
             return self.server
         command, *arguments = shlex.split(self.server)
@@ -80,12 +91,27 @@ class McpEnv(ToolEnv):
     async def _hold(self, opened: asyncio.Future[Any]) -> None:
         """Keep the session open. One task must enter and leave the client, but each method of an env runs in another task."""
         try:
-            async with import_extra("mcp", "mcp").Client(self.connection()) as client:
+            async with self._open_client() as client:
                 opened.set_result(client)
                 await self._closing.wait()
         except Exception as error:
             if not opened.done():
-                opened.set_exception(RuntimeError(f"MCP server {self.server}: {_reason(error)}"))
+                opened.set_exception(RuntimeError(f"MCP server {self.server}: {_reason(error)}{self._where_to_look()}"))
+
+    @asynccontextmanager
+    async def _open_client(self) -> AsyncIterator[Any]:
+        mcp, connection = import_extra("mcp", "mcp"), self.connection()
+        if not isinstance(connection, mcp.StdioServerParameters):
+            async with mcp.Client(connection) as client:
+                yield client
+            return
+        self.server_log = self.server_log or _default_log()
+        with self.server_log.open("a") as log:
+            async with mcp.Client(mcp.stdio_client(connection, errlog=log)) as client:
+                yield client
+
+    def _where_to_look(self) -> str:
+        return f"; the server's stderr is in {self.server_log}" if self.server_log else ""
 
     async def _list_tools(self) -> list[Schema]:
         schemas, page = [], await self._client.list_tools()
@@ -98,12 +124,30 @@ class McpEnv(ToolEnv):
     async def _call_tool(self, name: str, /, **arguments: Any) -> Any:
         try:
             result = await self._client.call_tool(name, arguments)
-            content = _content(result)
+            content = await _in_thread(_content, result)  # images are decoded outside the event loop
         except Exception as error:  # also a ValueError, which would be shown to the model
-            raise RuntimeError(f"MCP server {self.server}, tool {name}: {_reason(error)}") from error
+            reason = f"{_reason(error)}{self._where_to_look()}"
+            raise RuntimeError(f"MCP server {self.server}, tool {name}: {reason}") from error
         if result.is_error:
-            raise ValueError(content if isinstance(content, str) else "the tool failed.")
+            texts = [content] if isinstance(content, str) else [item for item in content if isinstance(item, str)]
+            raise ValueError("\n".join(texts) or "the tool failed.")
         return content
+
+
+@cache
+def _default_log() -> Path:
+    """One temporary file for all servers of this process."""
+    handle, name = tempfile.mkstemp(prefix="vlmrl-mcp-", suffix=".log")
+    os.close(handle)
+    return Path(name)
+
+
+async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
+    thread = DaemonPool("mcp")
+    try:
+        return await thread.run(function, *args)
+    finally:
+        thread.close()
 
 
 def _schema(tool: Any) -> Schema:
@@ -113,20 +157,41 @@ def _schema(tool: Any) -> Schema:
 
 def _content(result: Any) -> Any:
     """A tool's result as text, or as a list of texts and images."""
-    items = [_item(block) for block in result.content]
+    items = [item for block in result.content for item in _items(block)]
     if not items and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(items) if all(isinstance(item, str) for item in items) else items
 
 
-def _item(block: Any) -> Any:
+def _items(block: Any) -> list[Any]:
+    """A block of a result as texts and images. What cannot be shown is named; a resource keeps its URI."""
     if block.type == "text":
-        return block.text
+        return [block.text]
     if block.type == "image":
-        return load_image(f"data:{block.mime_type};base64,{block.data}")
-    if block.type == "resource" and hasattr(block.resource, "text"):
-        return block.resource.text
-    return f"[{block.type}]"  # audio and links
+        return [_image(block.mime_type, block.data)]
+    if block.type == "resource_link":
+        about = ". ".join(text for text in (block.title or block.name, block.description) if text)
+        return [f"[resource {_named(block.uri, block.mime_type)}: {about}]"]
+    if block.type == "resource":
+        resource = block.resource
+        label = f"[resource {_named(resource.uri, resource.mime_type)}]"
+        if hasattr(resource, "text"):
+            return [f"{label}\n{resource.text}"]
+        is_image = (resource.mime_type or "").startswith("image/")
+        return [label, _image(resource.mime_type, resource.blob)] if is_image else [label]
+    return [f"[{_named(block.type, getattr(block, 'mime_type', None))}]"]  # audio
+
+
+def _named(name: str, mime_type: str | None) -> str:
+    return f"{name}, {mime_type}" if mime_type else name
+
+
+def _image(mime_type: str, data: str) -> Any:
+    """The image, or a text for the model if it cannot be decoded. The text is the same in a replay, unlike the decoder's own."""
+    try:
+        return load_image(f"data:{mime_type};base64,{data}")
+    except ValueError:
+        return f"[{_named('image', mime_type)}: it cannot be decoded]"
 
 
 def _reason(error: BaseException) -> str:

@@ -24,7 +24,7 @@ import abc
 import asyncio
 import inspect
 import json
-import re
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -40,9 +40,7 @@ from vlmrl.utils.threads import DaemonPool
 
 Schema = dict[str, Any]
 
-CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*)</function>", re.DOTALL)
-PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+MAX_DEPTH = 100  # of nested arguments
 LITERALS = {
     "true": True,
     "false": False,
@@ -98,13 +96,31 @@ TOOL_FORMATS: dict[str, Callable[[str, Sequence[Schema]], list[ToolCall]]] = {
 }
 
 
+def read_tags(text: str, tag: str) -> list[str]:
+    """What is between ``<tag>`` and ``</tag>``, in order: ``read_tags("<answer>a</answer> <answer>b", "answer")`` is ``["a"]``.
+
+    Replies are hostile input: the search takes time in proportion to the text, which a pattern such as ``<answer>(.*?)</answer>`` does
+    not (it starts again at each opening tag that is never closed).
+    """
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    texts, position = [], 0
+    while (start := text.find(opening, position)) >= 0 and (end := text.find(closing, start)) >= 0:
+        texts.append(text[start + len(opening) : end])
+        position = end + len(closing)
+    return texts
+
+
 def _each_call(text: str, read: Callable[[str], ToolCall]) -> list[ToolCall]:
+    bodies: list[str | None] = [*read_tags(text, "tool_call")]
+    if "<tool_call>" in text.rpartition("</tool_call>")[2]:
+        bodies.append(None)  # a last call that is not closed
     calls = []
-    for body, end in CALL.findall(text):
+    for body in bodies:
         try:
-            if not end:
+            if body is None:
                 raise ValueError("the call does not end with </tool_call>.")
             call = read(body)
+            _check_depth(call.arguments)
             json.dumps(call.arguments, ensure_ascii=False).encode()  # raises for half a surrogate pair
         except (ValueError, RecursionError) as error:
             call = ToolCall(problem=str(error))
@@ -114,10 +130,10 @@ def _each_call(text: str, read: Callable[[str], ToolCall]) -> list[ToolCall]:
 
 def _read_json_call(body: str) -> ToolCall:
     try:
-        call = json.loads(body, parse_constant=_reject_constant)
+        call = _load_json(body)
         arguments = call.get("arguments", {}) if isinstance(call, dict) else None
         if isinstance(arguments, str):
-            arguments = json.loads(arguments, parse_constant=_reject_constant)
+            arguments = _load_json(arguments)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the call is not valid JSON: {error}.") from None
     name = call.get("name") if isinstance(call, dict) else None
@@ -127,33 +143,83 @@ def _read_json_call(body: str) -> ToolCall:
     return ToolCall(name, arguments)
 
 
+def _load_json(text: str) -> Any:
+    return json.loads(text, parse_constant=_reject_constant, parse_float=_finite)
+
+
 def _reject_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is too large a number")
+    return number
+
+
+def _check_depth(arguments: dict[str, Any]) -> None:
+    """Raises ValueError for arguments that are nested so deeply that code which follows them would exceed Python's stack."""
+    layer: list[Any] = [arguments]
+    for _ in range(MAX_DEPTH):
+        inner = [item.values() if isinstance(item, dict) else item for item in layer]
+        layer = [value for values in inner for value in values if isinstance(value, dict | list)]
+        if not layer:
+            return
+    raise ValueError(f"the arguments are nested more than {MAX_DEPTH} levels deep.")
+
+
 def _read_xml_call(body: str, schemas: dict[str, Schema]) -> ToolCall:
-    function = FUNCTION.fullmatch(body)
-    if function is None or PARAMETER.sub("", function[2]).strip():
-        raise ValueError(
-            "a call is <function=NAME>, then <parameter=NAME>value</parameter> for each argument, then </function>."
-        )
-    name = function[1].strip()
+    header, closed, rest = body.removesuffix("</function>").partition(">")
+    name = _xml_name(header, "<function=")
+    if name is None or not closed or not body.endswith("</function>"):
+        raise _not_xml()
     properties = _parameters(schemas.get(name, {})).get("properties", {})
-    arguments = {key.strip(): value for key, value in PARAMETER.findall(function[2])}
+    arguments = _read_parameters(rest)
     return ToolCall(name, {key: _typed(value, properties.get(key, {})) for key, value in arguments.items()})
+
+
+def _read_parameters(text: str) -> dict[str, str]:
+    """``<parameter=a>1</parameter>`` is ``{"a": "1"}``. Raises ValueError for anything else than parameters and whitespace."""
+    *parameters, rest = text.split("</parameter>")
+    if rest.strip():
+        raise _not_xml()
+    values = {}
+    for parameter in parameters:
+        header, closed, value = parameter.lstrip().partition(">")
+        name = _xml_name(header, "<parameter=")
+        if name is None or not closed:
+            raise _not_xml()
+        values[name] = value.removeprefix("\n").removesuffix("\n")
+    return values
+
+
+def _xml_name(header: str, start: str) -> str | None:
+    """``add`` in ``<function=add``; ``None`` if the header has another form."""
+    name = header.removeprefix(start)
+    is_name = header.startswith(start) and name and not {"<", "\n"} & set(name)
+    return name.strip() if is_name else None
+
+
+def _not_xml() -> ValueError:
+    return ValueError(
+        "a call is <function=NAME>, then <parameter=NAME>value</parameter> for each argument, then </function>."
+    )
 
 
 def _typed(text: str, schema: Schema) -> Any:
     """An XML argument converted to its schema's type; unchanged if the schema allows strings, or if it cannot be converted."""
-    options = [schema, *schema.get("anyOf", ())]
+    if not isinstance(schema, dict):  # `true` allows every value
+        return text
+    options = [option for option in (schema, *schema.get("anyOf", ())) if isinstance(option, dict)]
     types = {kind for option in options for kind in _as_list(option.get("type", []))}
     if not types or "string" in types:
         return None if schema.get("nullable") and text.lower() in ("none", "null") else text
     if text.strip().lower() in LITERALS:
         return LITERALS[text.strip().lower()]
     try:
-        return json.loads(text, parse_constant=_reject_constant)
-    except ValueError:
+        return _load_json(text)
+    except (ValueError, RecursionError):
         return text
 
 
@@ -207,16 +273,16 @@ def problem_with(call: ToolCall, tools: Sequence[Schema]) -> str:
         return call.problem
     tool = next((tool for tool in tools if tool_name(tool) == call.name), None)
     if tool is None:
-        return f"there is no tool {call.name!r}; the tools are {', '.join(map(tool_name, tools))}."
+        return f"there is no tool {call.name[:100]!r}; the tools are {', '.join(map(tool_name, tools))}."
     return check_arguments(call.name, call.arguments, _parameters(tool))
 
 
 class ToolEnv(Env):
     """An env whose replies may call tools: subclass it, list the ``functions``, and write ``judge``.
 
-    The results of all calls in a reply form one user message, in order, each in a ``<tool_response>``. Plain functions run in parallel
-    threads, async ones in the event loop. A function whose first parameter is ``self`` is a method of the env; methods run one by one
-    in the env's thread. A function returns text, an image, a list of both, :func:`~vlmrl.env.base.obs`, or any JSON value.
+    The results of all calls in a reply are messages of the role ``tool``, in order. Plain functions run in parallel threads, async
+    ones in the event loop. A function whose first parameter is ``self`` is a method of the env; methods run one by one in the env's
+    thread. A function returns text, an image, a list of both, :func:`~vlmrl.env.base.obs`, or any JSON value.
     """
 
     functions: ClassVar[Sequence[Callable[..., Any]]] = ()
@@ -263,29 +329,23 @@ class ToolEnv(Env):
         return {"tool_results": [parts_of(value) for value in shown]}, info
 
     def step(self, response_text: str) -> Any:
-        calls = self.read_calls(response_text)
+        calls = list(self.read_calls(response_text))
         if not calls:
             return _end(self.judge(response_text))
-        return self._collect([self._start(number, call, len(calls) > 1) for number, call in enumerate(calls)])
+        late = ToolCall(problem=f"at most {self.max_calls} calls are taken at once.")
+        calls[self.max_calls :] = [late] * len(calls[self.max_calls :])
+        return self._collect([self._start(call, len(calls) > 1) for call in calls])
 
     def format_observation(self, observation: dict[str, Any]) -> Message | list[Message]:
-        """One user message, as Qwen's templates render messages of the role ``tool``; images are allowed in every template."""
+        """A message of the role ``tool`` for each result. A template without that role gets a user message with tags."""
         if "tool_results" not in observation:
             return super().format_observation(observation)
-        parts: list[dict[str, Any]] = []
-        for result in observation["tool_results"]:
-            opening = "\n<tool_response>\n" if parts else "<tool_response>\n"
-            parts += [_text(opening), *result, _text("\n</tool_response>")]
-        has_images = any(part["type"] == "image" for part in parts)
-        return {"role": "user", "content": parts if has_images else "".join(part["text"] for part in parts)}
+        return [tool_message(result) for result in observation["tool_results"]]
 
-    def _start(self, number: int, call: ToolCall, several: bool) -> Future[Any]:
+    def _start(self, call: ToolCall, several: bool) -> ToolResult | Future[Any]:
         """Start a call. Of several calls, plain functions run in new threads; anything else is called now, in the env's thread."""
-        problem = call.problem
-        if number >= self.max_calls:
-            problem = f"at most {self.max_calls} calls are taken at once."
-        if problem:
-            return _call_now(_reject_call, problem)
+        if call.problem:
+            return ToolResult(problem=_encodable(call.problem))
         function = self.find_function(call.name)
         is_method = getattr(function, "__self__", None) is self
         if is_method or not several or inspect.iscoroutinefunction(function):
@@ -295,31 +355,24 @@ class ToolEnv(Env):
         thread.close()
         return future
 
-    async def _collect(self, started: list[Future[Any]]) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-        results: list[ToolResult] = []
-        for result in await asyncio.gather(*map(self._result, started), return_exceptions=True):  # waits for all
+    async def _collect(self, started: list[ToolResult | Future[Any]]) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        running = [self._result(call) for call in started if isinstance(call, Future)]
+        results = await asyncio.gather(*running, return_exceptions=True)  # waits for all
+        for result in results:
             if isinstance(result, BaseException):
                 raise result
-            results.append(result)
-        observation, info = self.show_results(results)
+        finished = iter(results)
+        shown = [next(finished) if isinstance(call, Future) else call for call in started]
+        observation, info = self.show_results(shown)  # type: ignore[arg-type]
         return observation, False, info
 
     async def _result(self, started: Future[Any]) -> ToolResult:
         """A call's result; ``problem`` is set where the error is the model's."""
-        model_errors: tuple[type[Exception], ...] = (_RejectedCall, *self.model_errors)
         try:
             value = started.result() if started.done() else await asyncio.wrap_future(started)
             return ToolResult(await value if inspect.isawaitable(value) else value)
-        except model_errors as error:
+        except self.model_errors as error:
             return ToolResult(problem=_encodable(str(error)) or type(error).__name__)
-
-
-class _RejectedCall(Exception):
-    """A call that cannot be run; see :func:`problem_with`."""
-
-
-def _reject_call(problem: str) -> None:
-    raise _RejectedCall(problem)
 
 
 def _call_now(function: Callable[..., Any], *args: Any, **arguments: Any) -> Future[Any]:
@@ -352,6 +405,12 @@ def parts_of(value: Any) -> list[dict[str, Any]]:
         return [*images, _text(_encodable(value["obs_str"]))]
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return [_text(_encodable("" if value is None else text))]
+
+
+def tool_message(parts: list[dict[str, Any]]) -> Message:
+    """A tool's result, as :func:`parts_of` makes it, as a message."""
+    has_images = any(part["type"] == "image" for part in parts)
+    return {"role": "tool", "content": parts if has_images else "".join(part["text"] for part in parts)}
 
 
 def _text(text: str) -> dict[str, Any]:

@@ -4,27 +4,41 @@ The turn loop renders the prompt once and each observation as a delta, so that n
 the chat template writes after a fixed base conversation, cut after the base's last end-of-turn id: the newline that ChatML
 templates put after ``<|im_end|>`` is its first token. `rollout/history.py` decides where each is used.
 
+Text from datasets, users, tools and retrievers is data: an added token of the tokenizer that is written in it, such as ``<|im_end|>``
+or ``<tool_call>``, is encoded as plain text. What the template writes is encoded as tokens, and so are ``<tool_call>`` and ``<think>``
+in the assistant's own messages.
+
 Rendered ids hold one placeholder per image, as engines expect them. :func:`expand` gives the form that models are trained on, with
 all tokens of each image: a placeholder per visual token, and the separators of the model's family.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, groupby, pairwise
 from typing import Any
 
+from tokenizers import Tokenizer, decoders, models
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from vlmrl.multimodal.messages import kind_of_part, map_texts, parts_of_message, tools_as_user
 from vlmrl.types import ImageSource, MediaItem, Message
 
 BASE: list[Message] = [{"role": "system", "content": "."}, {"role": "user", "content": "."}]
-# A private-use character. Followed by a second one, it stands for a special token in a text, or for itself.
+# A private-use character. Followed by a second one, it stands for an added token in a text, or for itself.
 ESCAPE = "\U00100000"
+
+
+class TooLongError(ValueError):
+    """A text has more tokens than allowed, which is known before it is encoded. ``least`` is a lower bound of their number."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__(f"the text has at least {least} tokens.")
+        self.least = least
 
 
 @dataclass(frozen=True)
@@ -62,24 +76,29 @@ class Renderer:
         self.end_of_turn = end_of_turn or tokenizer.eos_token
         self.end_of_turn_id: int = tokenizer.convert_tokens_to_ids(self.end_of_turn)
         self.stop_ids = frozenset({self.end_of_turn_id, *stop_ids})
-        added = tokenizer.added_tokens_decoder
-        self._special = {token.content: index for index, token in added.items() if token.special}
-        self._special_pattern = re.compile("(" + "|".join(map(re.escape, sorted(self._special, reverse=True))) + ")")
-        self._unsafe_pattern = re.compile(f"{self._special_pattern.pattern}|{ESCAPE}")
-        self._stand_ins = {
-            text: ESCAPE + chr(ord(ESCAPE) + i) for i, text in enumerate([*self._special, ESCAPE], start=1)
+        longest_first = sorted(tokenizer.added_tokens_decoder.items(), key=lambda item: -len(item[1].content))
+        self._added = {token.content: index for index, token in longest_first}
+        self._special = [token.content for _, token in longest_first if token.special]
+        self._stand_ins = {  # the character itself first: the others contain it
+            text: ESCAPE + chr(ord(ESCAPE) + i) for i, text in enumerate([ESCAPE, *self._added], start=1)
         }
         self._originals = {stand_in: text for text, stand_in in self._stand_ins.items()}
-        self._plain_tokenizer = copy.deepcopy(tokenizer)  # encodes the special tokens' texts as plain text
+        self._backend, self._plain_backend = _backends(tokenizer)
+        self._longest_token = _longest_token(self._backend)
         self._bases: dict[str, str] = {}
         self._image: str | None = None
         self.opening = self._find_opening()
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Rendered:
-        """The whole conversation with the generation prompt at its end."""
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, limit: int | None = None
+    ) -> Rendered:
+        """The whole conversation with the generation prompt at its end.
+
+        Raises TooLongError instead of encoding a text that certainly has more than ``limit`` tokens.
+        """
         clean, images = self._clean(messages)
         self.check_tools(tools)
-        return self._finish(self._template(clean, self._clean_tools(tools)), images, messages)
+        return self._finish(self._template(clean, self._clean_tools(tools)), images, messages, limit)
 
     def check_tools(self, tools: Sequence[dict[str, Any]]) -> None:
         """Raise ValueError if the chat template does not render the tools."""
@@ -95,10 +114,38 @@ class Renderer:
         """The format of tool calls that the chat template asks the model for: a name in `env/tools.py`."""
         return "xml" if "<function=" in self.chat_template else "json"
 
+    @cached_property
+    def has_tool_role(self) -> bool:
+        """Whether the chat template shows messages of the role ``tool``, and their images if the model reads any."""
+        content: Any = "result"
+        if self.image_token is not None:
+            content = [{"type": "image"}, {"type": "text", "text": content}]
+        try:
+            shown = self._template([*BASE, {"role": "tool", "content": content}], None)
+        except Exception:  # a template may raise for any role, and no type of error is agreed on
+            return False
+        return "result" in shown and (self.image_token is None or self.image_token in shown)
+
+    def adapt_tool_messages(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages as the chat template can show them.
+
+        A template that refuses tool messages, or loses their images, gets those that follow each other as one user message, each
+        between ``<tool_response>`` tags, as Qwen's templates write them.
+        """
+        return list(messages) if self.has_tool_role else tools_as_user(messages)
+
     def delta(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, close: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        close: bool = False,
+        limit: int | None = None,
     ) -> Rendered:
-        """The ids that an observation adds after a reply's end-of-turn id; ``close`` puts that id first."""
+        """The ids that an observation adds after a reply's end-of-turn id; ``close`` puts that id first.
+
+        Raises TooLongError instead of encoding a text that certainly has more than ``limit`` tokens.
+        """
         clean, images = self._clean(messages)
         schemas = self._clean_tools(tools)
         base = self._base(schemas)
@@ -109,17 +156,19 @@ class Renderer:
                 f"appended; it rendered {full[: len(base)]!r} where the conversation had {base!r}."
             )
         text = (self.end_of_turn if close else "") + full[len(base) :]
-        return self._finish(text, images, messages)
+        return self._finish(text, images, messages, limit)
 
-    def inline(self, messages: Sequence[Message]) -> Rendered:
-        """The ids that an observation adds in the middle of a reply: its bare text, and images as the template writes them."""
-        clean, images = self._clean(messages)
-        text = ""
-        for message in clean:
-            content = message["content"]
-            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            text += "".join(part["text"] if part["type"] == "text" else self._image_text() for part in parts)
-        return self._finish(text, images, messages)
+    def inline(self, messages: Sequence[Message], *, limit: int | None = None) -> Rendered:
+        """The ids that an observation adds in the middle of a reply: its bare text, and images as the template writes them.
+
+        Raises TooLongError instead of encoding a text that certainly has more than ``limit`` tokens.
+        """
+        parts = [part for message in messages for part in parts_of_message(message)]  # texts of two messages may join
+        (clean,), images = self._clean([{"role": "user", "content": parts}])
+        content = clean["content"]
+        shown = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        text = "".join(part["text"] if part["type"] == "text" else self._image_text() for part in shown)
+        return self._finish(text, images, messages, limit)
 
     def conversation(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
@@ -162,10 +211,17 @@ class Renderer:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def encode(self, text: str) -> list[int]:
-        """Plain text: a special token written in it stays text."""
-        return self._plain_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        """A text as the model could have written it: special tokens in it stay text, others (``<tool_call>``) are tokens."""
+        return self._encode(self._escape(text, self._special))
 
-    def _finish(self, text: str, images: list[ImageSource], messages: Sequence[Message]) -> Rendered:
+    def _finish(
+        self, text: str, images: list[ImageSource], messages: Sequence[Message], limit: int | None = None
+    ) -> Rendered:
+        if limit is not None and self._longest_token and len(text) > limit * self._longest_token:
+            normalizer = self._backend.normalizer  # it may join characters
+            least = len(text if normalizer is None else normalizer.normalize_str(text)) // self._longest_token
+            if least > limit:
+                raise TooLongError(least)
         ids = self._encode(text)
         self._check_images(ids, images, messages)
         return Rendered(ids, images)
@@ -181,14 +237,24 @@ class Renderer:
 
     def _encode(self, text: str) -> list[int]:
         if ESCAPE not in text:
-            return self.tokenizer.encode(text, add_special_tokens=False)
+            return _ids(self._backend, text)
         ids: list[int] = []
-        for piece in self._special_pattern.split(text):
-            if piece in self._special:
-                ids.append(self._special[piece])
+        for piece in self._split(text):
+            if isinstance(piece, int):
+                ids.append(piece)
             elif piece:
-                ids.extend(self.encode(re.sub(f"{ESCAPE}.", lambda match: self._originals[match[0]], piece)))
+                plain = re.sub(f"{ESCAPE}.", lambda match: self._originals[match[0]], piece)
+                ids.extend(_ids(self._plain_backend, plain))
         return ids
+
+    def _split(self, text: str) -> list[str | int]:
+        """The text cut at its added tokens, each as its id. A regular expression would hold the interpreter lock for long."""
+        pieces: list[str | int] = [text]
+        for token, index in self._added.items():
+            if token in text:
+                cut = [piece.split(token) if isinstance(piece, str) else [piece] for piece in pieces]
+                pieces = [part for parts in cut for part in _joined(parts, index)]
+        return pieces
 
     def _template(self, messages: list[Message], tools: list[dict[str, Any]] | None, generate: bool = True) -> str:
         return self.tokenizer.apply_chat_template(
@@ -222,24 +288,24 @@ class Renderer:
         return opening
 
     def _clean(self, messages: Sequence[Message]) -> tuple[list[Message], list[ImageSource]]:
-        """The messages with special tokens escaped and images replaced by ``{"type": "image"}``, and the images."""
+        """The messages with added tokens escaped and images replaced by ``{"type": "image"}``, and the images."""
         images: list[ImageSource] = []
         clean = []
         for message in messages:
-            safe = _map_texts({key: value for key, value in message.items() if key != "content"}, self._escape)
+            safe = map_texts({key: value for key, value in message.items() if key != "content"}, self._escape)
             clean.append(safe | {"content": self._clean_content(message, images)})
         if images and self.image_token is None:
             raise ValueError(f"messages hold {len(images)} images, but the model reads text only.")
         return clean, images
 
     def _clean_content(self, message: Message, images: list[ImageSource]) -> str | list[dict[str, Any]]:
-        content = message.get("content") or ""
-        if isinstance(content, str):
-            return self._escape(content)
+        # The model may write <think> and <tool_call>, but a template's special tokens are never text that it meant.
+        tokens = self._special if message.get("role") == "assistant" else None
         parts: list[dict[str, Any]] = []
-        for kind, run in groupby(content, lambda part: part["type"]):
-            if kind == "text":  # joined before escaping, or a special token cut over two parts would get through
-                parts.append({"type": "text", "text": self._escape("".join(part["text"] for part in run))})
+        for (kind, is_ours), run in groupby(parts_of_message(message), kind_of_part):
+            if kind == "text":  # joined before escaping, or a token cut over two parts would get through
+                text = "".join(part["text"] for part in run)
+                parts.append({"type": "text", "text": text if is_ours else self._escape(text, tokens)})
             elif kind == "image":
                 shown = [part["image"] for part in run]
                 images.extend(shown)
@@ -251,10 +317,46 @@ class Renderer:
         return parts
 
     def _clean_tools(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        return _map_texts(list(tools), self._escape) if tools else None
+        return map_texts(list(tools), self._escape) if tools else None
 
-    def _escape(self, text: str) -> str:
-        return self._unsafe_pattern.sub(lambda match: self._stand_ins[match[0]], text)
+    def _escape(self, text: str, tokens: Iterable[str] | None = None) -> str:
+        """``text`` with ``tokens`` (all added ones if None) replaced by their stand-ins."""
+        for token in (ESCAPE, *(self._added if tokens is None else tokens)):
+            if token in text:
+                text = text.replace(token, self._stand_ins[token])
+        return text
+
+
+def _joined(parts: Sequence[str | int], index: int) -> list[str | int]:
+    """``["a", "b"]`` around the token 7: ``["a", 7, "b"]``."""
+    return [item for part in parts for item in (index, part)][1:]
+
+
+def _backends(tokenizer: Any) -> tuple[Tokenizer, Tokenizer]:
+    """The tokenizer's own backend, and a copy without added tokens, which encodes any text as plain text.
+
+    Backends are called directly: they release the interpreter lock while they encode.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise ValueError(
+            f"the tokenizer must be a fast one (with a tokenizer.json), but it is a {type(tokenizer).__name__}."
+        )
+    backend.no_truncation()
+    backend.no_padding()
+    settings = json.loads(backend.to_str())
+    return backend, Tokenizer.from_str(json.dumps(settings | {"added_tokens": [], "post_processor": None}))
+
+
+def _ids(backend: Tokenizer, text: str) -> list[int]:
+    ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids
+
+
+def _longest_token(backend: Tokenizer) -> int | None:
+    """The characters of the longest token of a byte-level BPE. ``None`` for others: they may drop characters or join unknown ones."""
+    is_bytewise = isinstance(backend.model, models.BPE) and isinstance(backend.decoder, decoders.ByteLevel)
+    return max(map(len, backend.get_vocab())) if is_bytewise else None
 
 
 def expand(token_ids: Sequence[int], image_token_id: int | None, media: Sequence[MediaItem]) -> list[int]:
@@ -301,14 +403,3 @@ def image_spans(
         done = start + item.num_tokens
         spans.append((start, done))
     return spans
-
-
-def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """The same structure with ``change`` applied to every string in it, keys too."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {_map_texts(key, change): _map_texts(item, change) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_map_texts(item, change) for item in value]
-    return value

@@ -7,7 +7,6 @@ continues; ``rerender`` renders the whole conversation again, after a policy suc
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,12 +14,12 @@ from typing import Any
 
 from vlmrl.config import Rollout
 from vlmrl.config.code import resolve_function
+from vlmrl.multimodal.messages import text_size, tools_as_user
 from vlmrl.multimodal.renderer import Rendered, Renderer
 from vlmrl.types import Message, Turn
 
 Messages = list[Message]
 HistoryPolicy = Callable[[Messages], Messages]
-THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -37,16 +36,23 @@ class Append:
 
     opens_replies = True  # every reply follows a generation prompt, not only the first
 
-    def __init__(self, renderer: Renderer, tools: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, renderer: Renderer, tools: Sequence[dict[str, Any]], limit: int | None = None) -> None:
         self.renderer = renderer
         self.tools = tools
+        self.limit = limit  # in tokens; a text that certainly has more is not encoded, but raises TooLongError
 
     def prompt(self, messages: Sequence[Message]) -> Rendered:
-        return self.renderer.prompt(messages, self.tools)
+        shown = self.renderer.adapt_tool_messages(messages)
+        return self.renderer.prompt(shown, self.tools, limit=self.limit)
 
     def continuation(self, turn: Turn, messages: Sequence[Message]) -> Continuation:
         close = turn.response_ids[-1:] != [self.renderer.end_of_turn_id]
-        return Continuation(self.renderer.delta(messages, self.tools, close=close))
+        shown = self.renderer.adapt_tool_messages(messages)
+        return Continuation(self.renderer.delta(shown, self.tools, close=close, limit=self.limit))
+
+    def size(self, messages: Sequence[Message]) -> int:
+        """How many characters a call with ``messages`` encodes, about."""
+        return text_size(messages)
 
     def tail(self, turn: Turn) -> list[int]:
         """Untrained tokens after the last reply."""
@@ -60,7 +66,7 @@ class Inline(Append):
 
     def continuation(self, turn: Turn, messages: Sequence[Message]) -> Continuation:
         sampled_end = turn.response_ids[-1] in self.renderer.stop_ids
-        return Continuation(self.renderer.inline(messages), dropped=int(sampled_end))
+        return Continuation(self.renderer.inline(tools_as_user(messages), limit=self.limit), dropped=int(sampled_end))
 
     def tail(self, turn: Turn) -> list[int]:
         return [] if turn.response_ids[-1] in self.renderer.stop_ids else [self.renderer.end_of_turn_id]
@@ -74,8 +80,9 @@ class Rerender(Append):
         renderer: Renderer,
         tools: Sequence[dict[str, Any]],
         policy: HistoryPolicy = list,
+        limit: int | None = None,
     ) -> None:
-        super().__init__(renderer, tools)
+        super().__init__(renderer, tools, limit)
         self.messages: Messages = []
         self._policy = policy
 
@@ -86,6 +93,9 @@ class Rerender(Append):
     def continuation(self, turn: Turn, messages: Sequence[Message]) -> Continuation:
         self.messages += [reply_message(turn), *messages]
         return Continuation(super().prompt(self.rewritten()), is_whole_prompt=True)
+
+    def size(self, messages: Sequence[Message]) -> int:
+        return text_size([*self.messages, *messages])
 
     def rewritten(self) -> Messages:
         """The conversation as the policy rewrites it."""
@@ -101,8 +111,8 @@ def new_history(
 ) -> Append:
     """The history that ``config.history`` names; ``policy`` is for ``rerender``."""
     if config.history == "rerender":
-        return Rerender(renderer, tools, policy or list)
-    return {"append": Append, "inline": Inline}[config.history](renderer, tools)
+        return Rerender(renderer, tools, policy or list, config.max_tokens)
+    return {"append": Append, "inline": Inline}[config.history](renderer, tools, config.max_tokens)
 
 
 def keep_last_images(messages: Messages, k: int = 1) -> Messages:
@@ -122,9 +132,20 @@ def keep_last_images(messages: Messages, k: int = 1) -> Messages:
 def drop_thinking(messages: Messages) -> Messages:
     """Remove the ``<think>`` blocks of replies, for templates that keep them."""
     return [
-        {**message, "content": THINKING.sub("", message["content"])} if _is_plain_reply(message) else message
+        {**message, "content": _without_thinking(message["content"])} if _is_plain_reply(message) else message
         for message in messages
     ]
+
+
+def _without_thinking(text: str) -> str:
+    """The text without ``<think>...</think>`` and the whitespace after it, in linear time: replies are hostile input."""
+    *pieces, rest = text.split("</think>")
+    kept, removed = [], False
+    for piece in pieces:
+        before, opening, _ = (piece.lstrip() if removed else piece).partition("<think>")
+        removed = bool(opening)
+        kept.append(before if removed else f"{before}</think>")
+    return "".join([*kept, rest.lstrip() if removed else rest])
 
 
 def last_turns(messages: Messages, k: int = 1) -> Messages:

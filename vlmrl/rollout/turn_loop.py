@@ -8,21 +8,23 @@ turned into a reward.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 from vlmrl.config import Rollout
 from vlmrl.engine.base import Engine, EngineError, Request, SamplingParams
 from vlmrl.env.base import EnvSpec, RetryTurn
 from vlmrl.env.session import EnvContractError, EnvError, EnvSession, TaskError
 from vlmrl.multimodal.images import ImageUnavailableError
-from vlmrl.multimodal.renderer import Rendered, Renderer, expand
+from vlmrl.multimodal.renderer import Rendered, Renderer, TooLongError, expand
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.rollout.answer_images import load_answer_images
+from vlmrl.rollout.context import Context, Piece
 from vlmrl.rollout.history import Append, HistoryPolicy, Rerender, new_history, reply_message
 from vlmrl.types import (
     TRUNCATED,
@@ -36,69 +38,14 @@ from vlmrl.types import (
     Trajectory,
     Turn,
 )
+from vlmrl.utils.threads import DaemonPool
+
+T = TypeVar("T")
+LONG_TEXT = 50_000  # characters; encoding them takes about 10 ms
 
 
 class _RejectedError(EnvError):
     """The env raised RetryTurn for the turn until no retry was left."""
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """New tokens for the context: rendered messages with their images loaded."""
-
-    engine_ids: list[int]  # one placeholder per image
-    token_ids: list[int]  # one placeholder per visual token
-    media: list[MediaItem]
-    messages: list[Message]
-    kept: int | None = None  # as in a Turn
-    kept_media: int | None = None
-
-
-@dataclass
-class _Context:
-    """The tokens that the next reply is sampled from."""
-
-    engine_ids: list[int] = field(default_factory=list)  # one placeholder per image
-    media: list[MediaItem] = field(default_factory=list)
-    length: int = 0  # in tokens, images expanded
-
-    def length_with(self, piece: _Piece) -> int:
-        return (self.length if piece.kept is None else piece.kept) + len(piece.token_ids)
-
-    def append(self, piece: _Piece) -> None:
-        if piece.kept is not None:
-            self._cut(piece.kept, piece.kept_media or 0)
-        self.engine_ids += piece.engine_ids
-        self.media += piece.media
-        self.length += len(piece.token_ids)
-
-    def append_reply(self, token_ids: list[int]) -> None:
-        self.engine_ids += token_ids
-        self.length += len(token_ids)
-
-    def drop(self, count: int) -> None:
-        """Remove the last ``count`` tokens, none of which belongs to an image."""
-        del self.engine_ids[len(self.engine_ids) - count :]
-        self.length -= count
-
-    def without_common_prefix(self, whole: _Piece, image_token_id: int | None) -> _Piece:
-        """The part of a whole prompt that follows its common prefix with this context. Images are compared by content."""
-        pairs = enumerate(zip(self.engine_ids, whole.engine_ids[:-1], strict=False))
-        shorter = min(len(self.engine_ids), len(whole.engine_ids) - 1)
-        same = next((index for index, (old, new) in pairs if old != new), shorter)
-        indices = [index for index in range(same) if whole.engine_ids[index] == image_token_id]
-        for number, index in enumerate(indices):
-            if self.media[number].id != whole.media[number].id:
-                same, indices = index, indices[:number]
-                break
-        kept = same + sum(item.num_tokens - 1 for item in whole.media[: len(indices)])
-        new = _Piece(whole.engine_ids[same:], whole.token_ids[kept:], whole.media[len(indices) :], whole.messages)
-        return new if kept == self.length else replace(new, kept=kept, kept_media=len(indices))
-
-    def _cut(self, kept: int, kept_media: int) -> None:
-        del self.media[kept_media:]
-        del self.engine_ids[kept - sum(item.num_tokens - 1 for item in self.media) :]
-        self.length = kept
 
 
 @dataclass
@@ -108,19 +55,7 @@ class _Episode:
     trajectory: Trajectory
     session: EnvSession
     history: Append
-    context: _Context = field(default_factory=_Context)
-
-
-@contextlib.contextmanager
-def _rendering(trajectory: Trajectory, messages: list[Message]) -> Iterator[None]:
-    """Within the context, errors name what cannot be rendered: the task's own ``messages``, or those of its env."""
-    try:
-        yield
-    except Exception as error:
-        where, reason = f"task {trajectory.task.id}, turn {len(trajectory.turns)}", f"{type(error).__name__}: {error}"
-        if messages is trajectory.task.prompt:
-            raise TaskError(f"{where}: the prompt cannot be rendered: {reason}") from error
-        raise EnvError(f"{where}: the env's messages cannot be rendered: {reason}") from error
+    context: Context = field(default_factory=Context)
 
 
 class TurnLoop:
@@ -186,14 +121,13 @@ class TurnLoop:
 
     async def _play(self, episode: _Episode, messages: list[Message]) -> Ending:
         trajectory, history, context = episode.trajectory, episode.history, episode.context
-        with _rendering(trajectory, messages):
-            rendered = history.prompt(messages)
+        try:
+            rendered = await self._render(episode, messages, history.prompt, messages)
+        except TooLongError as error:
+            raise self._prompt_too_long(trajectory, f"at least {error.least}") from error
         piece = await self._load(rendered, messages, trajectory)
         if len(piece.token_ids) >= self.config.max_tokens:
-            raise TaskError(
-                f"task {trajectory.task.id}: the prompt has {len(piece.token_ids)} tokens and leaves no room for a reply within "
-                f"rollout.max_tokens ({self.config.max_tokens}): raise it, or shrink the images (model.max_image_pixels)."
-            )
+            raise self._prompt_too_long(trajectory, str(len(piece.token_ids)))
         while True:
             context.append(piece)
             turn, answer = await self._turn(piece, episode)
@@ -202,18 +136,55 @@ class TurnLoop:
             if ending is None:
                 assert answer is not None
                 answer, loaded = await self._load_answer(answer, trajectory)
-                with _rendering(trajectory, answer):
-                    following = history.continuation(turn, answer)
-                piece = await self._load(following.rendered, answer, trajectory, loaded)
-                if following.is_whole_prompt:
-                    piece = context.without_common_prefix(piece, self.renderer.image_token_id)
-                if context.length_with(piece) - following.dropped >= self.config.max_tokens:
+                try:
+                    following = await self._render(episode, answer, history.continuation, turn, answer)
+                except TooLongError:
                     ending = "max_tokens"
+                else:
+                    piece = await self._load(following.rendered, answer, trajectory, loaded)
+                    if following.is_whole_prompt:
+                        piece = context.without_common_prefix(piece, self.renderer.image_token_id)
+                    if context.length_with(piece) - following.dropped >= self.config.max_tokens:
+                        ending = "max_tokens"
             if ending is not None:
                 trajectory.tail_ids = history.tail(turn)
                 return ending
             context.drop(following.dropped)
             turn.dropped = following.dropped
+
+    async def _render(self, episode: _Episode, messages: list[Message], render: Callable[..., T], *args: Any) -> T:
+        """``render(*args)``, in a thread if it encodes long texts, which would stop the event loop.
+
+        Raises:
+            TooLongError: the text is longer than the budget.
+            TaskError, EnvError: ``messages``, the task's own or those of its env, cannot be rendered.
+        """
+        trajectory = episode.trajectory
+        try:
+            if episode.history.size(messages) <= LONG_TEXT:
+                return render(*args)
+            result: T = await self._render_threads.run(render, *args)
+            return result
+        except TooLongError:
+            raise
+        except Exception as error:
+            where, reason = (
+                f"task {trajectory.task.id}, turn {len(trajectory.turns)}",
+                f"{type(error).__name__}: {error}",
+            )
+            if messages is trajectory.task.prompt:
+                raise TaskError(f"{where}: the prompt cannot be rendered: {reason}") from error
+            raise EnvError(f"{where}: the env's messages cannot be rendered: {reason}") from error
+
+    @cached_property
+    def _render_threads(self) -> DaemonPool:
+        return DaemonPool("render", 2)
+
+    def _prompt_too_long(self, trajectory: Trajectory, tokens: str) -> TaskError:
+        return TaskError(
+            f"task {trajectory.task.id}: the prompt has {tokens} tokens and leaves no room for a reply within "
+            f"rollout.max_tokens ({self.config.max_tokens}): raise it, or shrink the images (model.max_image_pixels)."
+        )
 
     def _ending(self, trajectory: Trajectory, answer: list[Message] | None) -> Ending | None:
         """Why the episode ends after its last turn, ``None`` if it continues. ``answer`` is the observation, if there is one."""
@@ -226,7 +197,7 @@ class TurnLoop:
             return "env_done"
         return "max_turns" if len(trajectory.turns) == self.config.max_turns else None
 
-    async def _turn(self, piece: _Piece, episode: _Episode) -> tuple[Turn, list[Message] | None]:
+    async def _turn(self, piece: Piece, episode: _Episode) -> tuple[Turn, list[Message] | None]:
         """Sample one reply and step the env with it. Returns the turn, and the observation's messages unless the episode is done."""
         trajectory, session = episode.trajectory, episode.session
         opened = episode.history.opens_replies or not trajectory.turns
@@ -259,7 +230,7 @@ class TurnLoop:
         turn.metrics |= result.metrics
         return turn, None if result.done else result.messages
 
-    async def _generate(self, context: _Context, new: int, trajectory: Trajectory, resampled: int) -> Completion:
+    async def _generate(self, context: Context, new: int, trajectory: Trajectory, resampled: int) -> Completion:
         """Sample one reply to ``context``, whose last ``new`` tokens the engine has not run yet."""
         limit = min(self.config.max_reply_tokens, self.config.max_tokens - context.length)
         seed = derive_seed(self.seed, trajectory.id, len(trajectory.turns), resampled)  # differs in every epoch
@@ -281,7 +252,7 @@ class TurnLoop:
             )
         return completion
 
-    def _new_turn(self, piece: _Piece, completion: Completion, opened: bool) -> Turn:
+    def _new_turn(self, piece: Piece, completion: Completion, opened: bool) -> Turn:
         return Turn(
             prompt_ids=piece.token_ids,
             media=piece.media,
@@ -311,7 +282,7 @@ class TurnLoop:
         messages: list[Message],
         trajectory: Trajectory,
         loaded: Mapping[int, MediaItem] = MappingProxyType({}),
-    ) -> _Piece:
+    ) -> Piece:
         """Load the images of rendered messages, concurrently, and expand their placeholders.
 
         ``loaded`` holds images that are loaded already, by the ``id`` of their source.
@@ -329,7 +300,7 @@ class TurnLoop:
                 raise (EnvError if passing else TaskError)(f"{where}: {error}") from error
             media = [loaded[id(source)] if id(source) in loaded else next(rest) for source in rendered.images]
         expanded = expand(rendered.token_ids, self.renderer.image_token_id, media)
-        return _Piece(rendered.token_ids, expanded, media, messages)
+        return Piece(rendered.token_ids, expanded, media, messages)
 
     async def _rendered_row(self, episode: _Episode) -> Sample:
         """The re-rendered conversation as one row. Its replies are encoded again, so it has no rollout logprobs.
@@ -339,7 +310,8 @@ class TurnLoop:
         trajectory, history = episode.trajectory, episode.history
         assert isinstance(history, Rerender)
         messages = [*history.rewritten(), reply_message(trajectory.turns[-1])]
-        rendered, marks = self.renderer.conversation(messages, history.tools)
+        shown = self.renderer.adapt_tool_messages(messages)
+        rendered, marks = await self._render(history, [], self.renderer.conversation, shown, history.tools)
         piece = await self._load(rendered, messages, trajectory)
         sizes = iter(piece.media)
         is_image = [token == self.renderer.image_token_id for token in rendered.token_ids]

@@ -37,7 +37,7 @@ def run_training(config: Config, *, dry_run: bool = False, resume: bool = False)
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if config.deterministic:
-        # MKL's AVX2 kernels round by the memory alignment of their inputs, unless its strict mode is set before the first of them runs.
+        # MKL's AVX2 kernels round by the alignment of their inputs, unless strict mode is set before the first of them runs.
         os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
     tiny.resolve(config.model.path, config.models_dir)  # before ranks are known: then only rank 0 builds models
     ranks = join_process_group(backend_of(torch.device("cuda" if torch.cuda.is_available() else "cpu")))

@@ -1,0 +1,62 @@
+"""The parts of messages: their texts and sizes, and the results of tools as a user message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+from vlmrl.types import Message
+
+
+class Markup(str):
+    """Text of ours in a message, whose added tokens are not escaped. No JSON and no dataset can hold one."""
+
+
+TOOL_TAGS = (Markup("<tool_response>\n"), Markup("\n</tool_response>"))
+
+
+def tools_as_user(messages: Sequence[Message]) -> list[Message]:
+    """Tool messages that follow each other as one user message, each between ``<tool_response>`` tags; others as they are."""
+    shown: list[Message] = []
+    for is_tool, run in groupby(messages, lambda message: message.get("role") == "tool"):
+        if not is_tool:
+            shown.extend(run)
+            continue
+        parts: list[dict[str, Any]] = []
+        for message in run:
+            opening = Markup("\n" + TOOL_TAGS[0]) if parts else TOOL_TAGS[0]
+            parts += [_text(opening), *parts_of_message(message), _text(TOOL_TAGS[1])]
+        shown.append({"role": "user", "content": parts})
+    return shown
+
+
+def parts_of_message(message: Message) -> list[dict[str, Any]]:
+    """A message's content as a list of parts."""
+    content = message.get("content") or []
+    return [_text(content)] if isinstance(content, str) else content
+
+
+def text_size(messages: Iterable[Message]) -> int:
+    """How many characters of text the messages hold."""
+    return sum(len(part.get("text") or "") for message in messages for part in parts_of_message(message))
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def kind_of_part(part: dict[str, Any]) -> tuple[str, bool]:
+    """The part's type, and whether its text is :class:`Markup`."""
+    return part["type"], isinstance(part.get("text"), Markup)
+
+
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """The same structure with ``change`` applied to every string in it, keys too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {map_texts(key, change): map_texts(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [map_texts(item, change) for item in value]
+    return value
