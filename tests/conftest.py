@@ -20,7 +20,9 @@ os.environ["MKL_CBWR"] = "AUTO,STRICT"
 
 
 def pytest_addoption(parser) -> None:
-    parser.addoption("--hostile", type=int, default=20, help="hostile inputs for each test in tests/hostile/")
+    parser.addoption(
+        "--hostile", type=int, default=20, help="the least number of generated inputs of each test that has some"
+    )
 
 
 @pytest.fixture
@@ -28,6 +30,12 @@ def hostile(request) -> Callable[[str], Iterator[random.Random]]:
     """``hostile(area)``: a generator of random numbers for each hostile input; `pytest tests/hostile --hostile 1000` tries more."""
     count = request.config.getoption("--hostile")
     return lambda area: (random.Random(f"{area} {index}") for index in range(count))
+
+
+@pytest.fixture
+def how_many(request) -> Callable[[int], int]:
+    """``how_many(60)``: the number of generated inputs, at least that of ``--hostile``."""
+    return lambda usual: max(usual, request.config.getoption("--hostile"))
 
 
 def pytest_configure(config) -> None:

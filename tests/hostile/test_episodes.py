@@ -102,11 +102,14 @@ def check(trajectories: list[Trajectory]) -> None:
             audit(rows, [trajectory], image_token_id=renderer().image_token_id, banned_ids=[])
 
 
-@pytest.mark.parametrize("env", ["geo3k.py:Geo3kEnv", "zoom.py:ZoomEnv", "frozenlake.py:FrozenLakeEnv"])
+@pytest.mark.parametrize(
+    "env",
+    [pytest.param("geo3k.py:Geo3kEnv", marks=pytest.mark.slow), "zoom.py:ZoomEnv", "frozenlake.py:FrozenLakeEnv"],
+)
 def test_hostile_replies_to_the_envs_of_the_project(env, hostile):
     for rng in hostile(env):
         task = a_task(images=[Image.new("RGB", (64, 32), "red")], answer="42", data={"choices": []}, seed=1)
-        with harmless(env):
+        with harmless(env, allowed=("bounded_worker.py",)):  # the process of geo3k's mathematics
             trajectories = play(f"{ENVS}/{env}", task, rng)
         assert not any(trajectory.failed for trajectory in trajectories), trajectories[0].error
         check(trajectories)

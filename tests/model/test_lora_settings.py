@@ -234,8 +234,8 @@ def test_parts_that_a_family_does_not_name_are_counted(folder, monkeypatch):
     assert list(sizes.trained_by_part) == ["other", "language_model"] and sizes.trained == whole.trained
 
 
-def test_generated_settings_adapt_what_they_name_or_are_refused(folder):
-    ends = [outcome(case, folder) for case in islice(cases(random.Random(0)), 40)]
+def test_generated_settings_adapt_what_they_name_or_are_refused(folder, how_many):
+    ends = [outcome(case, folder) for case in islice(cases(random.Random(0)), how_many(40))]
     assert {"adapted", "refused"} == set(ends) and ends.count("adapted") > 8
 
 

@@ -174,6 +174,6 @@ def test_a_replay_compares_images_that_do_not_decode():
     assert (trajectory.error, trajectory.reward, trajectory.metrics["env_retries"]) == (None, 1.0, 1.0)
 
 
-def test_hostile_images_end_in_an_image_a_text_or_an_error_of_the_env():
-    found = Counter(outcome(source) for source in islice(cases(random.Random(0)), 120))
-    assert sum(found.values()) == 120 and set(found) == {"shown", "told", "env error"}
+def test_hostile_images_end_in_an_image_a_text_or_an_error_of_the_env(how_many):
+    found = Counter(outcome(source) for source in islice(cases(random.Random(0)), how_many(120)))
+    assert sum(found.values()) == how_many(120) and set(found) == {"shown", "told", "env error"}

@@ -311,7 +311,7 @@ class TurnLoop:
         assert isinstance(history, Rerender)
         messages = [*history.rewritten(), reply_message(trajectory.turns[-1])]
         shown = self.renderer.adapt_tool_messages(messages)
-        rendered, marks = await self._render(history, [], self.renderer.conversation, shown, history.tools)
+        rendered, marks = await self._render(episode, [], self.renderer.conversation, shown, history.tools)
         piece = await self._load(rendered, messages, trajectory)
         sizes = iter(piece.media)
         is_image = [token == self.renderer.image_token_id for token in rendered.token_ids]
