@@ -267,9 +267,7 @@ class MicroBatch:
     ends: torch.Tensor | None = None  # trees only, [1, length]: where each token's subtree ends
     parents: torch.Tensor | None = None  # trees only: the token that each token follows
     experts: torch.Tensor | None = None  # [rows, length, layers, top_k]; -1: the model's own routers choose
-    blank_image: bool = (
-        False  # without images of its own, encode a blank one: other ranks encode images at the same time
-    )
+    blank_image: bool = False  # if it has no images, encode a blank one, since other ranks may encode images
 
     def to(self, device: torch.device | str) -> MicroBatch:
         return MicroBatch(

@@ -12,8 +12,7 @@ from vlmrl.cluster import server_host, workers
 from vlmrl.cluster.server_host import RayServerHost
 from vlmrl.cluster.workers import ServerWorker
 from vlmrl.config import Cluster, Config, SGLang
-from vlmrl.engine.server_backend import Capabilities, ServedModel
-from vlmrl.engine.server_token import VARIABLE
+from vlmrl.engine.server_backend import TOKEN_VARIABLE, Capabilities, ServedModel
 from vlmrl.engine.sglang.backend import SGLangBackend
 
 
@@ -64,7 +63,7 @@ def test_servers_on_several_nodes_want_a_token_each(host_of):
     servers = host.servers(SGLangBackend(config.sglang), ServedModel("/model", "float32"))
     assert [server.url for server in servers] == ["http://10.0.0.5:30000", "http://10.0.0.6:30000"]
     tokens = [server.token for server in servers]
-    assert [launch_of(actor).env[VARIABLE] for actor in actors] == tokens
+    assert [launch_of(actor).env[TOKEN_VARIABLE] for actor in actors] == tokens
     assert len(set(tokens)) == 2 and None not in tokens
 
 
@@ -73,11 +72,11 @@ def test_servers_on_the_only_node_want_none(host_of):
     host, actors = host_of(config, "10.0.0.5")
     [server] = host.servers(SGLangBackend(config.sglang), ServedModel("/model", "float32"))
     assert (server.url, server.token) == ("http://127.0.0.1:30000", None)
-    assert VARIABLE not in launch_of(actors[0]).env
+    assert TOKEN_VARIABLE not in launch_of(actors[0]).env
 
 
 def test_running_servers_get_the_token_of_the_environment(host_of, monkeypatch):
-    monkeypatch.setenv(VARIABLE, "abc")
+    monkeypatch.setenv(TOKEN_VARIABLE, "abc")
     config = Config(engine="sglang", cluster=Cluster(ranks=2), sglang=SGLang(urls=("http://node7:30000",)))
     host, _ = host_of(config)
     [server] = host.servers(SGLangBackend(config.sglang), ServedModel("/model", "float32"))

@@ -17,13 +17,20 @@ from testing.sglang_engines import PATIENT, engine_of, plain, send, synced
 from vlmrl.config import Config, Data, Model, Rollout, ServerSettings, SGLang, Train
 from vlmrl.engine.base import EngineError, paused
 from vlmrl.engine.server import LocalProcess, Server, free_ports
-from vlmrl.engine.server_backend import Call, Capabilities, ServedModel, attached_servers, token_for
+from vlmrl.engine.server_backend import (
+    TOKEN_VARIABLE,
+    Call,
+    Capabilities,
+    ServedModel,
+    attached_servers,
+    token_for,
+)
 from vlmrl.engine.server_pool import ServerPool
-from vlmrl.engine.server_token import VARIABLE, is_loopback, token_from_environment
 from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.model import tiny
 from vlmrl.run.program import run_training
 from vlmrl.run.serving import LocalServerHost
+from vlmrl.utils.tokens import is_loopback
 
 MODEL = ServedModel("/model", "float32")
 TOKEN = "0123456789abcdef" * 4
@@ -63,26 +70,26 @@ def test_a_server_program_that_checks_no_token_is_not_started_where_others_reach
 
 
 def test_the_token_is_in_the_environment_and_not_in_the_command_line(tmp_path):
-    backend = SGLangBackend(SGLang(args={"tp": 1}, env={VARIABLE: "from the settings"}))
+    backend = SGLangBackend(SGLang(args={"tp": 1}, env={TOKEN_VARIABLE: "from the settings"}))
     launch = backend.launch(MODEL, tmp_path / "log", "10.0.0.5", 30000, gpu=None)
     guarded = backend.with_token(launch, TOKEN)
-    assert guarded.env == launch.env | {VARIABLE: TOKEN}
+    assert guarded.env == launch.env | {TOKEN_VARIABLE: TOKEN}
     assert guarded.command[3:] == launch.command[3:]  # after `python -m sglang.launch_server`
     assert TOKEN not in " ".join(guarded.command) + repr(guarded)
 
 
 @pytest.mark.parametrize("name", ["api-key", "--api-key", "api_key", "admin-api-key"])
 def test_a_token_in_the_config_is_refused_because_the_config_is_recorded(name):
-    with pytest.raises(ValueError, match=rf"sglang\.args must not contain (admin-)?api-key.*{VARIABLE}") as error:
+    with pytest.raises(ValueError, match=rf"sglang\.args must not contain (admin-)?api-key.*{TOKEN_VARIABLE}") as error:
         SGLang(args={name: "hunter2"})
     assert "hunter2" not in str(error.value)
 
 
 def test_running_servers_get_the_token_of_the_environment(monkeypatch):
     settings = SGLang(urls=("http://node7:30000", "http://node8:30000"))
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     assert [server.token for server in attached_servers(settings)] == [None, None]
-    monkeypatch.setenv(VARIABLE, f" {TOKEN}\n")
+    monkeypatch.setenv(TOKEN_VARIABLE, f" {TOKEN}\n")
     assert [server.token for server in attached_servers(settings)] == [TOKEN, TOKEN]
     receiver = SGLangBackend(settings).receiver(Server("http://node7:30000", token=TOKEN))
     assert receiver.token == TOKEN and TOKEN not in repr(receiver)
@@ -90,9 +97,9 @@ def test_running_servers_get_the_token_of_the_environment(monkeypatch):
 
 @pytest.mark.parametrize("token", ["two words", "two\r\nlines: 1", "schlüssel", "\x00"])
 def test_a_token_that_no_header_can_contain_is_an_error_that_does_not_show_it(monkeypatch, token):
-    monkeypatch.setattr(os, "environ", {VARIABLE: token})
-    with pytest.raises(ValueError, match=VARIABLE) as error:
-        token_from_environment()
+    monkeypatch.setattr(os, "environ", {TOKEN_VARIABLE: token})
+    with pytest.raises(ValueError, match=TOKEN_VARIABLE) as error:
+        attached_servers(SGLang(urls=("http://node7:30000",)))
     assert token not in str(error.value)
 
 
@@ -129,7 +136,7 @@ def test_a_server_that_refuses_the_token_is_an_error_that_says_where_to_set_it(f
     engine = engine_of(fake, token=token)
     try:
         with pytest.raises(
-            EngineError, match=f"refuses the token of this run: set the environment variable {VARIABLE}"
+            EngineError, match=f"refuses the token of this run: set the environment variable {TOKEN_VARIABLE}"
         ) as e:
             asyncio.run(engine.start())
         assert TOKEN not in str(e.value) and "another" not in str(e.value)
@@ -198,7 +205,7 @@ def test_a_started_server_wants_the_token_and_neither_its_log_nor_its_command_li
 
 @pytest.mark.slow
 def test_a_run_with_running_servers_records_their_token_nowhere(fake, tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv(VARIABLE, TOKEN)
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
     fake.finish = {"type": "length", "length": 3}
     config = Config(
         name="guarded",
@@ -225,4 +232,4 @@ def test_a_server_on_this_machine_wants_a_token_if_a_setting_opens_it(tmp_path, 
     policy = SimpleNamespace(device=torch.device("cpu"))
     [server] = LocalServerHost(settings, tmp_path, policy, ranks=1).servers(SGLangBackend(settings), MODEL)
     assert (server.token is not None) == guarded
-    assert server.process.launch.env.get(VARIABLE) == server.token
+    assert server.process.launch.env.get(TOKEN_VARIABLE) == server.token

@@ -14,7 +14,7 @@ from vlmrl.env.remote import env_server
 from vlmrl.retrieval import retrieval_server
 from vlmrl.utils import http_server
 from vlmrl.utils.http_server import Binding, RequestGuard
-from vlmrl.utils.tokens import bearer_headers, bearer_token, is_loopback_host
+from vlmrl.utils.tokens import bearer_headers, bearer_token, is_loopback
 
 TOKEN = "s3cret-token"
 
@@ -123,33 +123,20 @@ def test_a_websocket_is_closed():
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
 def test_loopback_addresses_need_no_token(host: str):
-    assert is_loopback_host(host)
+    assert is_loopback(host)
     assert Binding(host, 8000, None, 100).token is None
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.7", "0"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.7", "0", "myhost"])
 def test_other_addresses_need_a_token(host: str):
-    assert not is_loopback_host(host)
+    assert not is_loopback(host)
     with pytest.raises(ValueError, match=r"--host .* can be reached from other machines, so a token is required"):
         Binding(host, 8000, None, 100)
     assert Binding(host, 8000, TOKEN, 100).token == TOKEN
 
 
-def test_a_name_is_a_loopback_address_only_if_all_its_addresses_are(monkeypatch: pytest.MonkeyPatch):
-    addresses = ["127.0.0.1", "192.0.2.7"]
-    monkeypatch.setattr("socket.getaddrinfo", lambda *args, **options: [(0, 0, 0, "", (each, 0)) for each in addresses])
-    assert not is_loopback_host("myhost")
-    addresses.pop()
-    assert is_loopback_host("myhost")
-
-
 def test_an_address_is_printed_as_a_url():
     assert Binding("::1", 8000, None, 100).url("/retrieve") == "http://[::1]:8000/retrieve"
-
-
-def test_a_host_without_an_address_is_refused():
-    with pytest.raises(ValueError, match=r"--host must be an address of this machine, but '\.\.' has none"):
-        is_loopback_host("..")
 
 
 @pytest.mark.parametrize("token", ["two words", "l1ne\nl1ne", "caf\xe9"])

@@ -110,6 +110,36 @@ def test_a_cancelled_wait_neither_ends_the_call_nor_loses_the_thread():
     assert order == ["a", "b", "c"]
 
 
+def test_a_thread_is_not_lost_to_an_event_loop_that_ended():
+    order: list[str] = []
+    running, waiting = Call("running", order), Call("waiting", order)
+    pool = WorkPool("work", 1)
+
+    async def leave() -> None:
+        tasks = [asyncio.create_task(pool.run(LIMIT, call)) for call in (running, waiting)]
+        await until(running.entered)
+        assert not any(task.done() for task in tasks)
+
+    run(leave())
+    running.go.set()
+    assert run(pool.run(LIMIT, lambda: 7)) == 7
+    assert order == ["running"]
+
+
+def test_a_thread_that_a_cancelled_call_was_just_given_goes_to_the_next():
+    async def main():
+        pool = WorkPool("work", 1)
+        worker = await pool._take(first=False)
+        waiting = asyncio.create_task(pool._take(first=False))
+        await asyncio.sleep(0)
+        pool._give(worker)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        return await pool.run(LIMIT, lambda: 7)
+
+    assert run(main()) == 7
+
+
 def test_a_closed_pool_refuses_what_waits_and_what_comes():
     order: list[str] = []
     running, waiting = Call("running", order), Call("waiting", order)

@@ -63,7 +63,7 @@ def check_rewards(config: Config) -> None:
         rule = f"2 or more with algo.advantage {algo.advantage}, where a group of one has advantage 0"
         require(rollout.group_size > 1, "rollout.group_size", rule, rollout.group_size)
     if algo.advantage == "maxrl":
-        rule = "0 or more with algo.advantage maxrl, whose rewards must be"
+        rule = "0 or more with algo.advantage maxrl, which takes no negative rewards"
         ok = rollout.truncated_reward is None or rollout.truncated_reward >= 0
         require(ok, "rollout.truncated_reward", rule, rollout.truncated_reward)
     limit = f"at most rollout.max_tokens ({rollout.max_tokens})"

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from vlmrl.data.mixture import Tasks
+from vlmrl.multimodal.fetch import is_url
 from vlmrl.multimodal.renderer import Renderer
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.types import ImageSource, MediaItem, Task
-from vlmrl.utils.threads import DaemonPool
+from vlmrl.utils.work_pool import DeadlineError, WorkPool
 
 
 class Draw(NamedTuple):
@@ -47,8 +48,8 @@ class PromptLength:
     def local(self, task: Task) -> tuple[int, list[ImageSource]]:
         """The tokens of the text and of local images, each URL counted as one token; and the URLs."""
         rendered = self.renderer.prompt(task.prompt, self.tools(task))
-        urls = [image for image in rendered.images if _is_url(image)]
-        local = sum(self._measured(image) for image in rendered.images if not _is_url(image))
+        urls = [image for image in rendered.images if is_url(image)]
+        local = sum(self._measured(image) for image in rendered.images if not is_url(image))
         return len(rendered.token_ids) + local, urls
 
     async def download(self, urls: Sequence[ImageSource]) -> list[MediaItem]:
@@ -85,8 +86,7 @@ class TaskStream:
         self._once = once
         self._loading: set[int] = set()  # draws that were claimed and are not loaded yet
         self._last_fit = -1  # the last draw whose prompt is not too long
-        self._thread: DaemonPool | None = None
-        self._turns: dict[asyncio.AbstractEventLoop, asyncio.Lock] = {}  # a lock belongs to one event loop
+        self._thread: WorkPool | None = None  # of size 1, started at its first use
 
     async def take(self, count: int) -> list[Draw]:
         """The next ``count`` draws whose prompts are not too long, bad rows included. With ``once``, fewer at the end.
@@ -169,25 +169,13 @@ class TaskStream:
             )
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
-        """One call in the stream's thread, with a deadline. A thread whose call misses it is replaced."""
-        loop = asyncio.get_running_loop()
-        if loop not in self._turns:
-            self._turns = {loop: asyncio.Lock()}
-        async with self._turns[loop]:  # or a row's deadline would include the time of the rows before it
-            if self._thread is None:
-                self._thread = DaemonPool("data")
-            try:
-                async with asyncio.timeout(self._timeout) as deadline:
-                    return await self._thread.run(function, *args)
-            except TimeoutError:
-                if not deadline.expired():
-                    raise
-                self.close()
-                raise ValueError(f"not read within {self._timeout:g} s") from None
-
-
-def _is_url(source: ImageSource) -> bool:
-    return isinstance(source, str) and source.startswith(("http://", "https://"))
+        """One call in the stream's thread. Raises ValueError if it misses its deadline."""
+        if self._thread is None:
+            self._thread = WorkPool("data", 1)
+        try:
+            return await self._thread.run(self._timeout, function, *args)
+        except DeadlineError:
+            raise ValueError(f"not read within {self._timeout:g} s") from None
 
 
 def _reason(error: Exception) -> str:

@@ -114,9 +114,8 @@ class _Folder:
             new = self.path / f"{LOCK}.new"
             lock = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            new.rename(
-                self.path / LOCK
-            )  # it appears locked: a process that starts now does not take it for a dead one's
+            # It appears locked: a process that starts now does not take it for a dead one's.
+            new.rename(self.path / LOCK)
         except OSError:
             shutil.rmtree(self.path, ignore_errors=True)
             raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,11 @@ from vlmrl.config import Config, Lora, ServerSettings
 from vlmrl.engine.base import Request
 from vlmrl.engine.server import Launch, Server, ServerError, ServerInfo
 from vlmrl.engine.server_reply import Reply
-from vlmrl.engine.server_token import is_loopback, new_token, token_from_environment
+from vlmrl.utils.tokens import bearer_token, is_loopback
 from vlmrl.weight_sync.base import WeightReceiver
+
+TOKEN_VARIABLE = "VLMRL_SERVER_TOKEN"
+"""Environment variable with the token of running servers."""
 
 
 @dataclass(frozen=True)
@@ -215,12 +219,12 @@ def new_backend(config: Config) -> ServerBackend:
 
 def attached_servers(settings: ServerSettings) -> list[Server]:
     """The running servers at ``settings.urls``. Their token is in the environment."""
-    token = token_from_environment()
+    token = bearer_token(TOKEN_VARIABLE)
     return [Server(url, token=token) for url in settings.urls]
 
 
 def token_for(backend: ServerBackend, host: str) -> str | None:
-    """A new token for a server that is launched with ``host``. None: it listens on the loopback address.
+    """A new token of 256 bits for a server that is launched with ``host``. None: it listens on the loopback address.
 
     Raises ValueError if other machines could reach the server, and its program checks no token.
     """
@@ -232,7 +236,7 @@ def token_for(backend: ServerBackend, host: str) -> str | None:
             f"with engine {backend.name}, servers must listen on the loopback address, but one would listen at {address}: it checks "
             f"no token, and would answer everybody. Use one node, or set {backend.settings.section}.urls to servers that you start."
         )
-    return new_token()
+    return secrets.token_hex(32)
 
 
 def is_installed(package: str) -> bool:

@@ -18,8 +18,8 @@ import aiohttp
 
 from vlmrl.engine.base import EngineError
 from vlmrl.engine.server import TAIL, UNREACHED, Server, ServerError, ServerInfo
-from vlmrl.engine.server_backend import Call, ServerBackend
-from vlmrl.engine.server_token import VARIABLE
+from vlmrl.engine.server_backend import TOKEN_VARIABLE, Call, ServerBackend
+from vlmrl.utils.http import excerpt
 from vlmrl.utils.tokens import bearer
 
 CHECK_SECONDS = 30.0  # time limit of one health check
@@ -114,7 +114,7 @@ class ServerPool:
         try:
             return json.loads(content) if content.strip() else None
         except (ValueError, RecursionError):
-            raise ServerError(f"{server.url}{path}: HTTP 200, but no JSON: {_text(content)}", 502) from None
+            raise ServerError(f"{server.url}{path}: HTTP 200, but no JSON: {excerpt(content, TAIL)}", 502) from None
 
     async def _fetch(self, server: Server, call: Call, timeout: float | None) -> bytes:
         """The body of the response to ``call``. A redirect is an error: the run talks only to the servers that it was given."""
@@ -130,7 +130,9 @@ class ServerPool:
         async with method(server.url + path, headers=headers, **options, **payload) as response:
             content = await response.read()
             if response.status != 200:
-                raise ServerError(f"{server.url}{path}: HTTP {response.status}: {_text(content)}", response.status)
+                raise ServerError(
+                    f"{server.url}{path}: HTTP {response.status}: {excerpt(content, TAIL)}", response.status
+                )
             return content
 
     async def pick(self, preferred: Server | None, patience: float) -> Server:
@@ -216,7 +218,7 @@ class ServerPool:
             if error.status not in (401, 403):
                 raise
             hint = (
-                f"set the environment variable {VARIABLE} to its API key"
+                f"set the environment variable {TOKEN_VARIABLE} to its API key"
                 if server.process is None
                 else "it has another"
             )
@@ -303,8 +305,3 @@ class ServerPool:
 
 async def _nothing(server: Server) -> None:
     pass
-
-
-def _text(content: bytes) -> str:
-    """The beginning of a response's body, for an error message."""
-    return content[: 4 * TAIL].decode(errors="replace")[:TAIL]

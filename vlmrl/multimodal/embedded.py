@@ -15,6 +15,7 @@ from typing import Any
 
 from PIL import Image
 
+from vlmrl.multimodal.fetch import is_url
 from vlmrl.multimodal.images import data_uri, describe
 from vlmrl.utils.threads import SingleFlight
 
@@ -58,7 +59,7 @@ def embed_image(source: Any) -> Any:
 
 def _content(source: str) -> bytes:
     content = base64.b64decode(data_uri(source).partition("base64,")[2])
-    if source.startswith(("http://", "https://")):
+    if is_url(source):
         _DOWNLOADED[source] = content
         if len(_DOWNLOADED) > MAX_DOWNLOADED:
             _DOWNLOADED.pop(next(iter(_DOWNLOADED)), None)

@@ -22,9 +22,8 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MAX_PIXELS = 2**26
 """The largest width * height that is decoded: 67 million, about 0.7 GiB of memory while it is."""
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
-_DECODING = [
-    threading.Lock() for _ in range(64)
-]  # PIL decodes an opened image at its first use, which is not thread-safe
+# PIL decodes an opened image at its first use, which is not thread-safe.
+_DECODING = [threading.Lock() for _ in range(64)]
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
 
 
@@ -204,10 +203,8 @@ def _identify(file: str | io.BytesIO) -> ImageFile.ImageFile:
 def _allowed(image: Image.Image) -> Image.Image:
     """The image, if its format is one of FORMATS and its size within limits. Decodes nothing."""
     width, height = image.size
-    if isinstance(image, ImageFile.ImageFile) and image.format not in (
-        *FORMATS,
-        "MPO",
-    ):  # MPO: JPEG with several images
+    formats = (*FORMATS, "MPO")  # MPO: JPEG with several images
+    if isinstance(image, ImageFile.ImageFile) and image.format not in formats:
         raise _UnfitError(f"its format is {image.format}, none of {', '.join(FORMATS)}: convert it first.")
     if min(width, height) < 1:
         raise _UnfitError(f"it is {width}x{height} pixels, but it must have at least one.")

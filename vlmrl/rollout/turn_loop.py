@@ -12,7 +12,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -163,22 +163,16 @@ class TurnLoop:
         try:
             if episode.history.size(messages) <= LONG_TEXT:
                 return render(*args)
-            result: T = await self._render_threads.run(render, *args)
+            result: T = await _render_threads().run(render, *args)
             return result
         except TooLongError:
             raise
         except Exception as error:
-            where, reason = (
-                f"task {trajectory.task.id}, turn {len(trajectory.turns)}",
-                f"{type(error).__name__}: {error}",
-            )
+            where = f"task {trajectory.task.id}, turn {len(trajectory.turns)}"
+            reason = f"{type(error).__name__}: {error}"
             if messages is trajectory.task.prompt:
                 raise TaskError(f"{where}: the prompt cannot be rendered: {reason}") from error
             raise EnvError(f"{where}: the env's messages cannot be rendered: {reason}") from error
-
-    @cached_property
-    def _render_threads(self) -> DaemonPool:
-        return DaemonPool("render", 2)
 
     def _prompt_too_long(self, trajectory: Trajectory, tokens: str) -> TaskError:
         return TaskError(
@@ -354,6 +348,12 @@ class TurnLoop:
             raise EnvContractError(
                 f"env {name}, task {trajectory.task.id}: the episode ended ({trajectory.ending}) without a reward: {remedy}."
             )
+
+
+@cache
+def _render_threads() -> DaemonPool:
+    """Of the process: each evaluation has a turn loop of its own."""
+    return DaemonPool("render", 2)
 
 
 def record_expert_routing(routing: Sequence[ExpertRouting | None], turns: Sequence[Turn]) -> None:

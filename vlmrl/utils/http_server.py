@@ -10,7 +10,7 @@ from typing import Any
 
 from vlmrl.config.code import import_extra
 from vlmrl.config.fields import require
-from vlmrl.utils.tokens import bearer_token, is_loopback_host
+from vlmrl.utils.tokens import bearer_token, is_loopback
 
 BODY_SECONDS = 120.0  # in which the whole body of a request must arrive
 
@@ -35,7 +35,7 @@ class Binding:
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, "--port", "from 0 to 65535", self.port)
         require(self.max_body > 0, "--max-body-mib", "greater than 0", self.max_body / 2**20)
-        if self.token is None and not is_loopback_host(self.host):
+        if self.token is None and not is_loopback(self.host):
             raise ValueError(
                 f"--host {self.host!r} can be reached from other machines, so a token is required: set the environment variable "
                 "that --token-variable names, here and where the run starts, or listen on 127.0.0.1."

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import socket
 
 
 def bearer_token(variable: str) -> str | None:
@@ -33,10 +32,9 @@ def bearer(token: str | None) -> dict[str, str]:
     return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
-def is_loopback_host(host: str) -> bool:
-    """Whether only this machine reaches ``host``: every address that the name has is a loopback address."""
+def is_loopback(host: str) -> bool:
+    """Whether a server that listens at ``host`` can be reached from its own machine only. Of names, only ``localhost`` counts."""
     try:
-        found = socket.getaddrinfo(host or None, 0, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        raise ValueError(f"--host must be an address of this machine, but {host!r} has none: {error}.") from error
-    return all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in found)
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,4 +1,4 @@
-"""Threads whose calls have deadlines that do not include the time in the queue, and the event loop that awaits them."""
+"""Threads whose calls have deadlines that do not include the time in the queue, and loops that a process shares."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DeadlineError(Exception):
 
 
 class WorkPool:
-    """``size`` daemon threads for calls that are awaited in one event loop.
+    """``size`` daemon threads for calls that are awaited in one event loop at a time.
 
     A call's deadline begins when a thread takes it, not while it waits in the queue. A thread whose call misses its deadline is
     replaced, so that calls that hang hold up nobody else.
@@ -69,13 +69,20 @@ class WorkPool:
             return self._idle.pop()
         turn: asyncio.Future[DaemonPool] = asyncio.get_running_loop().create_future()
         (self._waiting.appendleft if first else self._waiting.append)(turn)
-        return await turn
+        try:
+            return await turn
+        except asyncio.CancelledError:  # the event loop ends
+            if turn.done() and not turn.cancelled():
+                self._give(turn.result())
+            raise
 
     def _give(self, worker: DaemonPool) -> None:
-        if self._waiting:
-            self._waiting.popleft().set_result(worker)
-        else:
-            self._idle.append(worker)
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(worker)
+                return
+        self._idle.append(worker)
 
     def _replaced(self, worker: DaemonPool) -> DaemonPool:
         worker.close()  # its thread ends when the call returns, if it ever does

@@ -15,9 +15,8 @@ import torch
 from vlmrl.config import Lora
 from vlmrl.config.sglang import argument_names
 from vlmrl.engine.server import Launch, Server, ServerError, ServerInfo
-from vlmrl.engine.server_backend import Attempt, Call, Capabilities, ServedModel, ServerBackend
+from vlmrl.engine.server_backend import TOKEN_VARIABLE, Attempt, Call, Capabilities, ServedModel, ServerBackend
 from vlmrl.engine.server_reply import Reply
-from vlmrl.engine.server_token import VARIABLE
 from vlmrl.engine.sglang.receiver import SGLangReceiver, serialized
 from vlmrl.engine.sglang.requests import parse_reply, request_body
 
@@ -42,7 +41,7 @@ CPU_ENV = {
 # in the log, where SGLang writes all of its arguments.
 _LAUNCH_WITH_TOKEN = f"""
 import logging, os, runpy, sys
-token = os.environ.pop("{VARIABLE}")
+token = os.environ.pop("{TOKEN_VARIABLE}")
 new_record = logging.getLogRecordFactory()
 def without_token(*args, **kwargs):
     record = new_record(*args, **kwargs)
@@ -99,7 +98,9 @@ class SGLangBackend(ServerBackend):
 
     def with_token(self, launch: Launch, token: str) -> Launch:
         python, _, _, *words = launch.command
-        return replace(launch, command=[python, "-c", _LAUNCH_WITH_TOKEN, *words], env=launch.env | {VARIABLE: token})
+        return replace(
+            launch, command=[python, "-c", _LAUNCH_WITH_TOKEN, *words], env=launch.env | {TOKEN_VARIABLE: token}
+        )
 
     def listens_at(self, host: str) -> str:
         own = argument_names(self.settings.args).get("host", host)
