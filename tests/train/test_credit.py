@@ -187,6 +187,19 @@ def test_spans_of_replies_with_nothing_between_them_and_with_a_dropped_end_of_tu
     assert reply_spans(trajectory, rendered) == []
 
 
+def test_a_dropped_end_of_turn_is_not_taken_for_the_next_reply_after_an_empty_observation():
+    turns = [make_turn([1], [5, 2], [-0.1, -0.1], reward=1.0), make_turn([], [2, 6], [-0.1, -0.1], reward=0.0)]
+    turns[0].dropped = 1
+    first = make_trajectory("a", turns=turns, final_reward=None)  # in one row: 5 | 2 6
+    assert reply_spans(first, concat(first)) == [ReplySpan(0, 0, 0, 1), ReplySpan(1, 0, 1, 3)]
+    assert reply_spans(first, step_wise(first)) == [ReplySpan(0, 0, 0, 2), ReplySpan(1, 1, 0, 2)]
+    other = make_trajectory("b", turns=[make_turn([1], [7], [-0.1], reward=0.0)], final_reward=None)
+    samples = [*concat(first), *concat(other)]
+    algo = Algo(credit="turn", advantage_options=PLAIN)
+    assign_advantages(samples, [first, other], Config(algo=algo))
+    assert [s.advantage for s in samples] == [[0.5, 0.5, 0.5], [-0.5]]
+
+
 def test_length_costs_only_near_the_limit():
     trajectory = make_trajectory()  # 14 tokens, reward 1.25
     config = Config(rollout=Rollout(max_tokens=20, max_reply_tokens=5))
