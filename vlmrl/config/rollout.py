@@ -35,8 +35,8 @@ class Rollout:
     max_env_retries_per_turn: int = 1
     """Retries per turn after an env error. Each retry builds a new env and replays the earlier turns in it."""
     env_timeout: float = 60.0
-    """Timeout of one env call, of reading or generating one task, and of fetching or processing one image, in seconds. Time in a
-    queue does not count."""
+    """Timeout of one env call, of reading or generating one task, and of fetching or processing one image, in seconds.
+    Time in a queue does not count."""
     engine_timeout: float = 600.0
     """Timeout of one reply from the engine, in seconds, in the startup checks too."""
     max_refills: int = 2
