@@ -125,6 +125,15 @@ def test_reinforce_pp_whitens_over_trained_tokens(form):
         assert sample.advantage == pytest.approx([wanted * mask for mask in sample.loss_mask], abs=1e-5)
 
 
+def test_shuffled_rewards_are_shuffled_for_an_advantage_per_token_too():
+    trajectories = outcome_group(*map(float, range(8)), turns=[1] * 8, names="abcdefgh")
+    samples, given = [sample for trajectory in trajectories for sample in concat(trajectory)], []
+    for shuffled in (False, True):
+        assign_advantages(samples, trajectories, Config(algo=WHITENED, train=Train(shuffle_rewards=shuffled)))
+        given.append([sample.advantage for sample in samples])
+    assert given[1] != given[0] == sorted(given[0]) == sorted(given[1])
+
+
 @pytest.mark.parametrize("form", [concat, step_wise])
 def test_reinforce_pp_subtracts_the_kl_of_each_token_and_those_after_it(form):
     long, short = outcome_group(1.0, 0.0, turns=(2, 1), names="ab")
