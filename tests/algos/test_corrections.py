@@ -101,12 +101,12 @@ def test_mismatch_by_hand():
     # Ratios 2, 1/2, 1/4: log-ratios log 2, -log 2, -2 log 2. k1 = 2 log 2 / 3.
     # k3: (2 - 1 - log 2) + (1/2 - 1 + log 2) + (1/4 - 1 + 2 log 2) = 2 log 2 - 1/4. Perplexities: exp(k1) = 4^(1/3).
     k1, k3 = 2 * math.log(2) / 3, (2 * math.log(2) - 0.25) / 3
-    expected = {"ratio_max": 2.0, "k1": k1, "k3": k3, "perplexity_ratio": 4 ** (1 / 3)}
+    expected = {"ratio_max": 2.0, "k1": k1, "k3": k3}
     assert {k: v.item() for k, v in mismatch(*rows([[2, 0.5, 0.25]])).items()} == pytest.approx(expected)
     masked = mismatch(*rows([[2, 0.5, 9], [1e-9, 0.25, math.inf]], [[1, 1, 0], [0, 1, 0]]))
     assert {k: v.item() for k, v in masked.items()} == pytest.approx(expected)
     nothing = mismatch(*rows([[9, 9]], [[0, 0]]))
-    assert nothing == {"ratio_max": 1.0, "k1": 0.0, "k3": 0.0, "perplexity_ratio": 1.0}
+    assert nothing == {"ratio_max": 1.0, "k1": 0.0, "k3": 0.0}
 
 
 def test_mismatch_does_not_take_a_masked_token_for_the_largest_ratio():

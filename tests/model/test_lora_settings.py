@@ -179,6 +179,17 @@ def test_dropout_of_a_models_own_is_refused(qwen3_vl):
         Policy(model)
 
 
+def test_dropout_in_attention_is_refused(qwen3_vl):
+    model = load_model(Model(path=str(qwen3_vl), device="cpu"), qwen3_vl.parent, seed=0).policy.model
+    model.model.language_model.layers[
+        1
+    ].self_attn.attention_dropout = 0.1  # of `attention_dropout` in the model's config
+    with pytest.raises(
+        ValueError, match=r"dropout must be 0 .* but it is 0.1 in model.language_model.layers.1.self_attn"
+    ):
+        Policy(model)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peft_reads_saved_adapters_of_every_part(family, folder, tmp_path):
     """Also where `model.freeze` leaves out a layer, and the base model is a text model."""

@@ -30,6 +30,7 @@ class Parts:
 
     def __init__(self, folder, fails_at: int | None = None, **changes) -> None:
         self.events: list[str] = []
+        self.schedule_ends: list[int] = []
         self.config = Config(output_dir=str(folder), **changes)
         self.fails_at = fails_at
         self.steps_done = 0
@@ -63,7 +64,8 @@ class Parts:
         self.note(f"version {version}")
 
     # trainer
-    def end_schedule_at(self, position): ...
+    def end_schedule_at(self, position):
+        self.schedule_ends.append(position)
 
     def send_weights(self, sender):
         assert sender == "sender"
@@ -177,6 +179,25 @@ def test_an_asynchronous_step_pauses_for_the_weights_alone_after_a_running_evalu
     events = steps(parts(train=Train(steps=1, max_staleness=1, canary=False)))
     pushed = ["wait", "pause", "send", "version 1", "resume"]
     assert events == ["take 1", "train", *pushed, "trained", "log 1", "after 1", "wait"]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_each_batch_ends_at_its_place_in_the_schedule(parts, max_staleness):
+    """Four groups, two an optimizer step: a batch has two places, however many steps it takes."""
+    train = Train(steps=3, groups_per_batch=4, groups_per_step=2, max_staleness=max_staleness, canary=False)
+    made, resumed = parts(train=train), parts(train=train)
+    steps(made)
+    assert made.schedule_ends == [2, 4, 6]
+    steps(resumed, LoopState(step=1))
+    assert resumed.schedule_ends == [4, 6]
+
+
+def test_optimizer_steps_from_few_groups_are_reported_once(parts, monkeypatch):
+    made, progress, said = parts(train=Train(steps=3, canary=False)), RunProgress(Console(quiet=True)), []
+    monkeypatch.setattr(loop, "train_on", lambda *_: {"loss": 0.5, "groups/trained": 1})
+    monkeypatch.setattr(progress, "say", said.append)
+    asyncio.run(loop.train_steps(made.run, made, made, LoopState(), made, made, progress))
+    assert len(said) == 1 and said[0].startswith("warning: step 1 took an optimizer step from 1 of 16 groups")
 
 
 def test_images_are_swapped_before_the_first_update_only(parts):

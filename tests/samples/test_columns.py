@@ -166,6 +166,21 @@ def test_expert_indices_include_the_prompt_and_may_lack_the_last_token():
         ({"group_ids": [None, "b"]}, "'group_ids', row 0, must be a string or a number that names it, but it is None"),
         ({"stop_reasons": ["stop", None]}, "'stop_reasons', row 1, must be a string, but it is None"),
         ({"media": [["red.png"], []]}, "'media', row 0, must be a list of MediaItem"),
+        ({"loss_masks": [[1, 0], [1, 1]]}, "'loss_masks', row 0, has 2 entries, but response_ids has 3 in that row"),
+        (
+            {"rollout_logprobs": [[-0.5, 0, 0], [-1.0]]},
+            "'rollout_logprobs', row 1, has 1 entries, but response_ids has 2",
+        ),
+        ({"policy_versions": [[3] * 4, [4, 4]]}, "'policy_versions', row 0, has 4 entries, but response_ids has 3"),
+        (
+            {
+                "response_ids": [[5, 6, 7], []],
+                "loss_masks": [[1, 1, 0], []],
+                "rewards": [0, 0],
+                "rollout_logprobs": None,
+            },
+            "'response_ids', row 1, must have one token or more",
+        ),
         ({"rewards": 1.0}, "'rewards' must be a list with an entry per row, but it is 1.0"),
         ({"rollout_expert_indices": [[[[1]]] * 5, [[[7e4]]] * 3]}, "row 1, must be the numbers of experts, or -1"),
         ({"rollout_expert_indices": [[[[1]]] * 5, [[[70000]]] * 3]}, "row 1, must be the numbers of experts, or -1"),

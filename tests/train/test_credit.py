@@ -125,6 +125,15 @@ def test_reinforce_pp_whitens_over_trained_tokens(form):
         assert sample.advantage == pytest.approx([wanted * mask for mask in sample.loss_mask], abs=1e-5)
 
 
+def test_shuffled_rewards_are_shuffled_for_an_advantage_per_token_too():
+    trajectories = outcome_group(*map(float, range(8)), turns=[1] * 8, names="abcdefgh")
+    samples, given = [sample for trajectory in trajectories for sample in concat(trajectory)], []
+    for shuffled in (False, True):
+        assign_advantages(samples, trajectories, Config(algo=WHITENED, train=Train(shuffle_rewards=shuffled)))
+        given.append([sample.advantage for sample in samples])
+    assert given[1] != given[0] == sorted(given[0]) == sorted(given[1])
+
+
 @pytest.mark.parametrize("form", [concat, step_wise])
 def test_reinforce_pp_subtracts_the_kl_of_each_token_and_those_after_it(form):
     long, short = outcome_group(1.0, 0.0, turns=(2, 1), names="ab")
@@ -185,6 +194,19 @@ def test_spans_of_replies_with_nothing_between_them_and_with_a_dropped_end_of_tu
     ]
     rendered = [replace(row, rollout_logprobs=None) for row in concat(trajectory)]
     assert reply_spans(trajectory, rendered) == []
+
+
+def test_a_dropped_end_of_turn_is_not_taken_for_the_next_reply_after_an_empty_observation():
+    turns = [make_turn([1], [5, 2], [-0.1, -0.1], reward=1.0), make_turn([], [2, 6], [-0.1, -0.1], reward=0.0)]
+    turns[0].dropped = 1
+    first = make_trajectory("a", turns=turns, final_reward=None)  # in one row: 5 | 2 6
+    assert reply_spans(first, concat(first)) == [ReplySpan(0, 0, 0, 1), ReplySpan(1, 0, 1, 3)]
+    assert reply_spans(first, step_wise(first)) == [ReplySpan(0, 0, 0, 2), ReplySpan(1, 1, 0, 2)]
+    other = make_trajectory("b", turns=[make_turn([1], [7], [-0.1], reward=0.0)], final_reward=None)
+    samples = [*concat(first), *concat(other)]
+    algo = Algo(credit="turn", advantage_options=PLAIN)
+    assign_advantages(samples, [first, other], Config(algo=algo))
+    assert [s.advantage for s in samples] == [[0.5, 0.5, 0.5], [-0.5]]
 
 
 def test_length_costs_only_near_the_limit():

@@ -170,6 +170,24 @@ def test_a_row_without_rollout_logprobs_is_not_corrected_and_the_others_are(mode
         assert (parameter.grad - got[name]).norm() <= 1e-4 * parameter.grad.norm() + 1e-7, name
 
 
+def test_the_metrics_of_the_mismatch_do_not_depend_on_micro_batches(model):
+    """Each trained token was exp(number) times as likely in the rollout, with the row's number."""
+    rows = mixed_samples(model)
+    for number, row in enumerate(rows):
+        moved = row_logprobs(model, row).detach() + number
+        row.rollout_logprobs = [float(each) * mask for each, mask in zip(moved, row.loss_mask, strict=True)]
+    before, algo, metrics = copy.deepcopy(model.policy.state_dict()), Algo(corrections=("token_truncation",)), []
+    for budget in (1, 10**6):
+        spec = TrainerSpec(algo, Optim(lr=1e-9), total_steps=1, tokens_per_micro_batch=budget)
+        metrics.append(Trainer(model.policy, spec).step(rows).metrics)
+        model.policy.load_state_dict(before)
+    names = [name for name in metrics[0] if name.startswith(("mismatch/", "correction/"))]
+    for name in names:
+        assert metrics[0][name] == pytest.approx(metrics[1][name], rel=1e-3, abs=1e-5), name
+    mean = sum(number * sum(row.loss_mask) for number, row in enumerate(rows)) / sum(sum(r.loss_mask) for r in rows)
+    assert len(names) == 6 and metrics[0]["mismatch/perplexity_ratio"] == pytest.approx(np.exp(mean), rel=1e-3)
+
+
 def test_tokens_that_cannot_be_corrected_are_counted(model):
     rows = mixed_samples(model)
     before = copy.deepcopy(model.policy.state_dict())

@@ -78,14 +78,14 @@ def veto(
 def mismatch(
     old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, loss_mask: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Metrics of the mismatch: the largest ratio, k1 and k3 of KL(rollout || trainer), and the ratio of the perplexities."""
+    """Metrics of the mismatch: the largest ratio, and k1 and k3 of KL(rollout || trainer)."""
     log_ratio = _log_ratio(old_logprobs, rollout_logprobs, loss_mask)
     tokens = loss_mask.sum().clamp(min=1)
     k1 = -log_ratio.sum() / tokens
     k3 = ((log_ratio.exp() - 1 - log_ratio) * loss_mask).sum() / tokens
     trained = loss_mask > 0
     largest = log_ratio[trained].max().exp() if bool(trained.any()) else torch.ones_like(tokens)
-    return {"ratio_max": largest, "k1": k1, "k3": k3, "perplexity_ratio": k1.exp()}
+    return {"ratio_max": largest, "k1": k1, "k3": k3}
 
 
 def _log_ratio(old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:

@@ -179,8 +179,9 @@ def _check_attention(config: Any) -> None:
 def _check_dropout(model: nn.Module) -> None:
     """Raise ValueError for dropout: old and new logprobs of an unchanged policy would come from different masks."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout) and module.p:
-            raise ValueError(f"dropout must be 0 in the model's config, but it is {module.p} in {name}.")
+        dropout = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", None)
+        if isinstance(dropout, float | int) and dropout:
+            raise ValueError(f"dropout must be 0 in the model's config, but it is {dropout} in {name}.")
 
 
 def without_adapters(policy: Policy) -> Callable[[MicroBatch, float], TokenScores]:

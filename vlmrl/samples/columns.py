@@ -144,6 +144,10 @@ def _row(columns: Mapping[str, Any], row: int, trajectory_id: str, group_id: str
     mask = _integers("loss_masks", row, given("loss_masks", None), "0 or 1", 0, 1)
     versions = given("policy_versions", [0] * len(mask))
     logprobs, stop_reason, media = given("rollout_logprobs", None), given("stop_reasons", "stop"), given("media", [])
+    rollout_logprobs = None if logprobs is None else _floats("rollout_logprobs", row, logprobs)
+    policy_versions = _integers("policy_versions", row, versions, "a whole number", -MAX_ID, MAX_ID)
+    by_token = {"loss_masks": mask, "rollout_logprobs": rollout_logprobs, "policy_versions": policy_versions}
+    _check_lengths(row, response_ids, by_token)
     if not isinstance(stop_reason, str):
         raise _wrong("stop_reasons", row, "a string", stop_reason)
     if not isinstance(media, list | tuple) or not all(isinstance(item, MediaItem) for item in media):
@@ -152,8 +156,8 @@ def _row(columns: Mapping[str, Any], row: int, trajectory_id: str, group_id: str
         prompt_token_ids=prompt_ids,
         response_ids=response_ids,
         loss_mask=mask,
-        rollout_logprobs=None if logprobs is None else _floats("rollout_logprobs", row, logprobs),
-        policy_versions=_integers("policy_versions", row, versions, "a whole number", -MAX_ID, MAX_ID),
+        rollout_logprobs=rollout_logprobs,
+        policy_versions=policy_versions,
         group_id=group_id,
         trajectory_id=trajectory_id,
         is_last_step=bool(_integer("is_last_step", row, columns["is_last_step"][row], "true or false", 0, 1)),
@@ -162,6 +166,18 @@ def _row(columns: Mapping[str, Any], row: int, trajectory_id: str, group_id: str
         expert_routing=_expert_routing(given("rollout_expert_indices", None), len(prompt_ids) + len(mask), row),
         rewards=_rewards(columns["rewards"][row], mask, row),
     )
+
+
+def _check_lengths(row: int, response_ids: Sequence[int], by_token: Mapping[str, Sequence[float] | None]) -> None:
+    """Raises ValueError unless every column in ``by_token`` has an entry per response token: merged rows would not show it."""
+    size = len(response_ids)
+    if not size:
+        raise ValueError(f"column 'response_ids', row {row}, must have one token or more, but it has none.")
+    for name, values in by_token.items():
+        if values is not None and len(values) != size:
+            raise ValueError(
+                f"column {name!r}, row {row}, has {len(values)} entries, but response_ids has {size} in that row."
+            )
 
 
 def _rewards(given: Any, mask: Sequence[int], row: int) -> dict[int, float]:

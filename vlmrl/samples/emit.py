@@ -150,7 +150,10 @@ def reply_spans(trajectory: Trajectory, rows: Sequence[Sample]) -> list[ReplySpa
             if not is_first:
                 index += len(turn.prompt_ids)
             length, is_first = len(turn.response_ids), False
-            if turn.dropped and row.response_ids[index : index + length] != turn.response_ids:
+            followed = number == len(rows) - 1 and len(spans) + 1 < len(
+                turns
+            )  # as in the audit: ids alone are ambiguous
+            if turn.dropped and (followed or row.response_ids[index : index + length] != turn.response_ids):
                 length -= turn.dropped
             spans.append(ReplySpan(len(spans), number, index, index + length))
             index += length
