@@ -118,6 +118,41 @@ def test_a_check_that_would_not_end_is_the_models_problem(schema: Any, value: An
     assert time.process_time() - began < 60  # 2 s at most; without limits it is for ever
 
 
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        (takes({"items": {"enum": ["x" * 9] * 1000}}), [1] * 40_000),
+        (
+            takes({"patternProperties": {f"^k{i}": {} for i in range(200)}, "additionalProperties": False}),
+            {f"z{i}": 1 for i in range(20_000)},
+        ),
+    ],
+    ids=["enum", "patterns"],
+)
+def test_values_and_patterns_count_as_work(schema: Any, value: Any):
+    """Seconds of work for a long reply, although few keywords are evaluated."""
+    assert problem(schema, a=value) == "f: arguments: they are too large or nested too deeply to be checked."
+
+
+def test_many_items_are_compared_in_linear_time():
+    unique = takes({"type": "array", "uniqueItems": True})
+    items: list[Any] = [{"x": [i, {}]} for i in range(20_000)]
+    began = time.process_time()
+    assert problem(unique, a=items) == "" and problem(unique, a=[*items, {"x": [7, {}]}]) != ""
+    assert time.process_time() - began < 60  # 0.2 s; each pair of them takes minutes
+    assert problem(unique, a=[1, True, "1", [1], [True], {"a": 1}, {"a": True}, 0, False, None, [], {}]) == ""
+    assert all("non-unique" in problem(unique, a=[a, b]) for a, b in ((1, 1.0), ([1], [1.0]), ({"a": 1}, {"a": 1.0})))
+    assert (
+        problem(takes({"uniqueItems": False}), a=[1, 1]) == "" and problem(takes({"uniqueItems": True}), a="xx") == ""
+    )
+
+
+def test_a_multiple_is_exact_for_integers_that_no_float_can_hold():
+    """The reply of a policy must not be taken for a wrong schema, which is an env error."""
+    assert problem(takes({"multipleOf": 0.5}), a=10**400) == ""
+    assert problem(takes({"multipleOf": 1.5}), a=10**400).startswith("f: arguments.a: 1000")
+
+
 def test_arguments_that_are_nested_deeply_are_only_wrong():
     assert problem(takes({"type": "integer"}), a=DEEP).startswith("f: arguments")
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from testing.episodes import image
-from testing.hostile import CANARY, harmless
+from testing.hostile import CANARY, CANARY_HOST, harmless
 
 from vlmrl.multimodal.embedded import check_embedded, embed_image, is_data_uri, without_sources_of
 
 
-@pytest.mark.parametrize("named", [CANARY, "/vlmrl-canary/./x/../secret.png", f"file://{CANARY}"])
+@pytest.mark.parametrize(
+    "named",
+    [CANARY, "/vlmrl-canary/./x/../secret.png", f"file://{CANARY}", CANARY.replace("/secret", "/." * 3000 + "/secret")],
+    ids=["path", "dots", "file", "long"],
+)
 def test_no_spelling_of_a_path_that_a_client_sent_is_opened(named: str):
     embed = without_sources_of({"data": {"deep": [{"photo": named}]}, "answer": None, "seed": 7})
     for source in (
@@ -26,6 +31,15 @@ def test_no_spelling_of_a_path_that_a_client_sent_is_opened(named: str):
             pytest.raises(ValueError, match="must not be opened by a path or URL that the client sent"),
         ):
             embed(source)
+
+
+@pytest.mark.parametrize("payload", [[f"http://{CANARY_HOST}/a?{'x' * 5000}"], {f"http://{CANARY_HOST}/a": 1}])
+def test_a_long_url_and_a_column_name_are_not_opened_either(payload: Any):
+    with (
+        harmless(payload),
+        pytest.raises(ValueError, match="must not be opened by a path or URL that the client sent"),
+    ):
+        without_sources_of({"data": payload})(next(iter(payload)))
 
 
 def test_what_the_client_did_not_name_is_sent(tmp_path: Path):

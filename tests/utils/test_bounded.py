@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from vlmrl import BoundedFunction, LimitError
+from vlmrl.utils.bounded import _Worker
 
 FUNCTIONS = """
 import os, sys, time
@@ -138,3 +142,30 @@ def test_settings_are_checked():
         BoundedFunction("function")
     with pytest.raises(ValueError, match=r"cpu_seconds of a BoundedFunction must be above 0, but it is 0"):
         BoundedFunction("a:b", cpu_seconds=0)
+
+
+@pytest.mark.slow
+def test_a_forked_process_has_its_own_workers(file: Path):
+    """With shared ones, each process reads results of the other, or waits for ever."""
+    script = f"""
+import os
+from vlmrl import BoundedFunction
+double = BoundedFunction({f"{file}:double"!r}, timeout=20)
+double(0)
+child = os.fork()
+wrong = [x for x in range(200) if double(f"{{child == 0}}{{x}}") != 2 * f"{{child == 0}}{{x}}"]
+if child == 0:
+    os._exit(bool(wrong))
+assert not wrong and os.waitpid(child, 0)[1] == 0
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=300).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_call_that_waits_ends_also_if_its_caller_was_killed(file: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nobody else would end it: it uses no CPU time and does not read its pipe."""
+    monkeypatch.setattr(_Worker, "kill", lambda worker: None)
+    worker = _Worker(f"{file}:sleep", cpu_seconds=2, memory_mb=1024, timeout=0.1)
+    with pytest.raises(TimeoutError):
+        worker.call((), 0.1)
+    assert worker._process.wait(timeout=300) == -signal.SIGALRM

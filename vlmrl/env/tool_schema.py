@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
@@ -20,7 +21,8 @@ from jsonschema_specifications import REGISTRY
 
 Check = Callable[[Any, Any, Any, Any], Any]
 
-MAX_CHECKS = 50_000  # keywords that one check may evaluate
+MAX_CHECKS = 50_000  # keywords that one check may evaluate, and keys that it may match with patterns
+ENUM_VALUES = 20  # of an enum take as long to compare as one keyword takes to evaluate
 PATTERN_SECONDS = 2.0  # that the regular expressions of one check may take
 COMPOSED = frozenset({"$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"})
 """Keywords that can declare properties elsewhere than in ``properties``."""
@@ -86,25 +88,33 @@ def _bounded(validator: Any) -> Any:
         "pattern": _pattern,
         "patternProperties": _pattern_properties,
         "additionalProperties": _additional_properties,
+        "uniqueItems": _unique_items,
     }
+    for keyword in ("multipleOf", "divisibleBy"):
+        if keyword in checks:
+            checks[keyword] = _exact(checks[keyword])
     for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
         if keyword in checks:
             checks[keyword] = _inside(checks[keyword])
     unchecked = dict.fromkeys(("unevaluatedProperties", "unevaluatedItems"), _unchecked)
     return jsonschema.validators.extend(
-        validator, {keyword: _counted(check) for keyword, check in (checks | unchecked).items()}
+        validator, {keyword: _counted(keyword, check) for keyword, check in (checks | unchecked).items()}
     )
 
 
-def _counted(check: Check) -> Check:
+def _counted(keyword: str, check: Check) -> Check:
     def counted(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
-        budget = _budget.get()
-        budget.checks -= 1
-        if budget.checks < 0:
-            raise _TooExpensiveError
+        _spend(1 + len(value) // ENUM_VALUES if keyword == "enum" else 1)
         return check(validator, value, instance, schema)
 
     return counted
+
+
+def _spend(checks: int) -> None:
+    budget = _budget.get()
+    budget.checks -= checks
+    if budget.checks < 0:
+        raise _TooExpensiveError
 
 
 def _inside(check: Check) -> Check:
@@ -119,6 +129,34 @@ def _inside(check: Check) -> Check:
 
 def _unchecked(validator: Any, value: Any, instance: Any, schema: Any) -> tuple[()]:
     return ()
+
+
+def _unique_items(validator: Any, wanted: bool, instance: Any, schema: Any) -> Iterator[Any]:
+    """In time in proportion to the items; jsonschema compares each pair of them."""
+    if wanted and isinstance(instance, list) and len(set(map(_identity, instance))) < len(instance):
+        yield jsonschema.ValidationError(f"{instance!r:.300} has non-unique elements")
+
+
+def _identity(value: Any) -> Any:
+    """Something hashable that is equal for equal JSON values: 1 is 1.0, but not true."""
+    if isinstance(value, dict):
+        return dict, frozenset((key, _identity(item)) for key, item in value.items())
+    if isinstance(value, list):
+        return list, tuple(map(_identity, value))
+    return isinstance(value, bool), value
+
+
+def _exact(check: Check) -> Check:
+    """``multipleOf`` also for integers that no float can hold, for which jsonschema's check raises OverflowError."""
+
+    def checked(validator: Any, factor: Any, instance: Any, schema: Any) -> Iterator[Any]:
+        try:
+            yield from check(validator, factor, instance, schema) or ()
+        except OverflowError:
+            if Fraction(instance) % Fraction(factor):
+                yield jsonschema.ValidationError(f"{instance!r} is not a multiple of {factor!r}")
+
+    return checked
 
 
 def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[Any]:
@@ -149,6 +187,7 @@ def _additional_properties(validator: Any, allowed: Any, instance: Any, schema: 
 
 
 def _matches(pattern: str, text: str) -> bool:
+    _spend(1)
     budget, began = _budget.get(), time.perf_counter()
     try:
         return regex.search(pattern, text, timeout=budget.seconds) is not None

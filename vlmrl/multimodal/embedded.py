@@ -67,8 +67,12 @@ def _content(source: str) -> bytes:
 
 
 def without_sources_of(payload: Any) -> Embed:
-    """:func:`embed_image` for a server: it refuses, by a ValueError, every path or URL that is a string in a client's ``payload``."""
-    named = {_place(text) for text in _strings(payload) if len(text) < 4096}
+    """:func:`embed_image` for a server: it refuses, by a ValueError, every path or URL that is a string in a client's ``payload``.
+
+    ``payload`` is what the client's request was restored to. Its strings have any length: a URL may be long, and so may a path, of
+    which ``pathlib`` opens ``a/././b`` as ``a/b``.
+    """
+    named = {_place(text) for text in _strings(payload) if not is_data_uri(text)}
 
     def embed(source: Any) -> Any:
         path = (source.get("path") if not source.get("bytes") else None) if isinstance(source, dict) else source
@@ -86,7 +90,7 @@ def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
+        for item in (*value.keys(), *value.values()) if isinstance(value, dict) else value:
             yield from _strings(item)
 
 

@@ -68,6 +68,7 @@ class BoundedFunction:
         self._settings = (function, cpu_seconds, memory_mb, timeout, processes)
         self._slots = threading.Semaphore(processes)
         self._idle: list[_Worker] = []
+        self._owner = os.getpid()
         weakref.finalize(self, _close_all, self._idle)  # also when this process ends
 
     def __call__(self, *args: Any) -> Any:
@@ -78,12 +79,15 @@ class BoundedFunction:
             TimeoutError: no result in ``timeout`` seconds although the CPU limit was not reached, as on an overloaded machine.
             RuntimeError: the function raised an error or cannot be imported, or its process was ended from outside.
         """
-        function, cpu_seconds, memory_mb, timeout, _ = self._settings
+        function, cpu_seconds, memory_mb, timeout, processes = self._settings
+        if self._owner != os.getpid():  # after a fork: two processes must not read the results of one worker
+            self._owner, self._slots = os.getpid(), threading.Semaphore(processes)
+            self._idle.clear()
         with self._slots:
             try:
                 worker = self._idle.pop()
             except IndexError:
-                worker = _Worker(function, cpu_seconds, memory_mb)
+                worker = _Worker(function, cpu_seconds, memory_mb, timeout)
             try:
                 reply = worker.call(args, timeout)
             except BaseException:
@@ -114,10 +118,10 @@ def _close_all(idle: list[_Worker]) -> None:
 class _Worker:
     """One process of `bounded_worker.py`, which has imported the function."""
 
-    def __init__(self, function: str, cpu_seconds: float, memory_mb: int) -> None:
+    def __init__(self, function: str, cpu_seconds: float, memory_mb: int, timeout: float) -> None:
         self._function = function
         self._cpu_seconds, self._memory_mb = cpu_seconds, memory_mb
-        settings = [function, str(cpu_seconds), str(memory_mb)]
+        settings = [function, str(cpu_seconds), str(memory_mb), str(timeout)]
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(WORKER), *settings],  # -P: vlmrl/utils is no place to import from
             stdin=subprocess.PIPE,

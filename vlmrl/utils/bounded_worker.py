@@ -16,12 +16,14 @@ from collections.abc import Callable
 from typing import Any
 
 OUT_OF_MEMORY = 77  # exit status
+LATE_SECONDS = 5.0  # after the deadline of the process that waits for the result, which it has given up by then
 
 
-def serve(function: str, cpu_seconds: float, memory_mb: int) -> None:
+def serve(function: str, cpu_seconds: float, memory_mb: int, timeout: float) -> None:
     """Answer calls until the other end of the pipes is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # it may have been ignored there
+    for limit in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(limit, signal.SIG_DFL)  # it may have been ignored there
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what the function prints must not be read as a result
     try:
@@ -33,6 +35,9 @@ def serve(function: str, cpu_seconds: float, memory_mb: int) -> None:
     for line in sys.stdin.buffer:
         arguments = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # then the kernel ends this process, whatever it is doing
+        signal.setitimer(
+            signal.ITIMER_REAL, timeout + LATE_SECONDS
+        )  # a call that waits, if the other process has ended
         try:
             reply = {"result": call(*arguments)}
             json.dumps(reply)
@@ -41,6 +46,7 @@ def serve(function: str, cpu_seconds: float, memory_mb: int) -> None:
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {error}"[:2000]}
         signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         _write(replies, reply)
 
 
@@ -77,4 +83,4 @@ def _limit_memory(memory_mb: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))
+    serve(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))

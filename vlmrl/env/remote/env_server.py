@@ -251,7 +251,8 @@ def serve_env(arguments: EnvServerArguments) -> None:
 def _read_task(body: dict[str, Any]) -> tuple[Task, Embed]:
     """The task of a request, and the rule for images that its env shows."""
     try:
-        return deserialize_task(body.get("task")), without_sources_of(body.get("task"))
+        task = deserialize_task(body.get("task"))
+        return task, without_sources_of(vars(task))
     except RecursionError:
         raise RequestError("task must not be nested so deeply.") from None
     except ValueError as error:
