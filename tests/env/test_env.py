@@ -157,6 +157,10 @@ def test_an_async_setup_is_an_error():
         resolve_env(Late)
 
 
+def test_half_a_surrogate_pair_in_an_observation_becomes_a_question_mark():
+    assert obs("\ud800 page \U0001f600") == {"obs_str": "? page \U0001f600"}
+
+
 def test_observations_become_user_messages_with_the_images_first():
     crop = Image.new("RGB", (4, 4))
     env = Echo(TASK)

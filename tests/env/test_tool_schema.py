@@ -157,9 +157,15 @@ def test_arguments_that_are_nested_deeply_are_only_wrong():
     assert problem(takes({"type": "integer"}), a=DEEP).startswith("f: arguments")
 
 
-@pytest.mark.parametrize(
-    "schema", [takes({"type": "text"}), takes({"pattern": "("}), {"properties": 5}, takes({"enum": 5}), [1], takes(5)]
-)
+@pytest.mark.parametrize("schema", [takes({"type": "text"}), {"properties": 5}, takes({"enum": 5}), [1], takes(5)])
 def test_a_schema_that_is_none_is_an_env_error_that_names_the_tool(schema: Any):
     with pytest.raises(RuntimeError, match="tool f: its JSON schema is wrong"):
         problem(schema, a="x")
+
+
+def test_a_pattern_that_cannot_be_read_allows_any_value():
+    """It may be of another dialect, as ECMA's `[^]`."""
+    assert problem(takes({"pattern": "("}), a="x") == ""
+    assert problem(takes({"type": "string", "pattern": "^[^]$"}), a="x") == ""
+    assert problem({"type": "object", "patternProperties": {"^[^]$": {"type": "string"}}}, a=5) == ""
+    assert "does not match" in problem(takes({"type": "string", "pattern": "^b$"}), a="x")

@@ -29,12 +29,18 @@ def obs(text: str = "", images: list[ImageSource] | None = None) -> dict[str, An
 
     An image that cannot be shown, for example one of 256x1 pixels or bytes that do not decode, is an error that the model reads:
     ``[This image cannot be shown: ...]`` in the image's place, counted as ``images_not_shown``. An address that does not answer in
-    time, or a value that is no image source, is an error of the env.
+    time, or a value that is no image source, is an error of the env. Half surrogate pairs in ``text``, which no tokenizer encodes,
+    become question marks.
     """
-    observation: dict[str, Any] = {"obs_str": text}
+    observation: dict[str, Any] = {"obs_str": encodable(text) if isinstance(text, str) else text}
     if images:
         observation["multi_modal_data"] = {"image": list(images)}
     return observation
+
+
+def encodable(text: str) -> str:
+    """``text`` with a question mark for each half surrogate pair, which come from file names, web pages and broken JSON."""
+    return text.encode(errors="replace").decode()
 
 
 class Env(abc.ABC):

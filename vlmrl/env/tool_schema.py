@@ -167,7 +167,7 @@ def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterat
 def _pattern_properties(validator: Any, patterns: dict[str, Any], instance: Any, schema: Any) -> Iterator[Any]:
     for pattern, subschema in patterns.items() if isinstance(instance, dict) else ():
         for key, value in instance.items():
-            if _matches(pattern, key):
+            if _matches(pattern, key, unreadable=False):
                 yield from validator.descend(value, subschema, path=key, schema_path=pattern)
 
 
@@ -186,12 +186,15 @@ def _additional_properties(validator: Any, allowed: Any, instance: Any, schema: 
         yield jsonschema.ValidationError(f"Additional properties are not allowed ({names} {were} unexpected)")
 
 
-def _matches(pattern: str, text: str) -> bool:
+def _matches(pattern: str, text: str, unreadable: bool = True) -> bool:
+    """Whether ``pattern`` is found in ``text``; ``unreadable`` for one that is of another dialect, such as ECMA's ``[^]``."""
     _spend(1)
     budget, began = _budget.get(), time.perf_counter()
     try:
         return regex.search(pattern, text, timeout=budget.seconds) is not None
     except TimeoutError:
         raise _TooExpensiveError from None
+    except regex.error:
+        return unreadable
     finally:
         budget.seconds = max(1e-3, budget.seconds - (time.perf_counter() - began))

@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 
 from PIL import Image
 
-from vlmrl.env.base import Env, obs
+from vlmrl.env.base import Env, encodable, obs
 from vlmrl.env.tool_schema import check_arguments
 from vlmrl.types import Message
 from vlmrl.utils.threads import DaemonPool
@@ -345,7 +345,7 @@ class ToolEnv(Env):
     def _start(self, call: ToolCall, several: bool) -> ToolResult | Future[Any]:
         """Start a call. Of several calls, plain functions run in new threads; anything else is called now, in the env's thread."""
         if call.problem:
-            return ToolResult(problem=_encodable(call.problem))
+            return ToolResult(problem=encodable(call.problem))
         function = self.find_function(call.name)
         is_method = getattr(function, "__self__", None) is self
         if is_method or not several or inspect.iscoroutinefunction(function):
@@ -372,7 +372,7 @@ class ToolEnv(Env):
             value = started.result() if started.done() else await asyncio.wrap_future(started)
             return ToolResult(await value if inspect.isawaitable(value) else value)
         except self.model_errors as error:
-            return ToolResult(problem=_encodable(str(error)) or type(error).__name__)
+            return ToolResult(problem=encodable(str(error)) or type(error).__name__)
 
 
 def _call_now(function: Callable[..., Any], *args: Any, **arguments: Any) -> Future[Any]:
@@ -402,9 +402,9 @@ def parts_of(value: Any) -> list[dict[str, Any]]:
         return [{"type": "image", "image": value}]
     if isinstance(value, dict) and "obs_str" in value:
         images = [{"type": "image", "image": image} for image in value.get("multi_modal_data", {}).get("image", [])]
-        return [*images, _text(_encodable(value["obs_str"]))]
+        return [*images, _text(encodable(value["obs_str"]))]
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return [_text(_encodable("" if value is None else text))]
+    return [_text(encodable("" if value is None else text))]
 
 
 def tool_message(parts: list[dict[str, Any]]) -> Message:
@@ -415,8 +415,3 @@ def tool_message(parts: list[dict[str, Any]]) -> Message:
 
 def _text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
-
-
-def _encodable(text: str) -> str:
-    """``text`` without half surrogate pairs, which come from file names and broken JSON."""
-    return text.encode(errors="replace").decode()
