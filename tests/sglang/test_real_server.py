@@ -111,7 +111,8 @@ def test_cancelled_requests_end_on_the_server(family):
 
 def test_a_server_that_other_machines_can_reach_wants_its_token(qwen2_5_vl, tmp_path):
     config = config_of(qwen2_5_vl, tmp_path)
-    settings = replace(config.sglang, args=config.sglang.args | {"host": "0.0.0.0"})
+    # 127.0.0.1 in a form that is no address to us: a name, which other machines might reach.
+    settings = replace(config.sglang, args=config.sglang.args | {"host": "127.1"})
     for [one] in served(replace(config, sglang=settings)):
         token, log = one.server.token, one.server.process.launch.log
         with pytest.raises(HTTPError, match="401"):
