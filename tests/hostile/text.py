@@ -150,7 +150,8 @@ def cases(rng: random.Random) -> Iterator[dict[str, Any]]:
         elif kind == "blocks":
             yield {"kind": kind, "blocks": [_block(rng) for _ in range(rng.randint(0, 3))]}
         else:
-            text = "".join(rng.choices(ANSWERS, k=rng.randint(1, 30)))
+            scraps = "".join(rng.choices(ANSWERS, k=rng.randint(1, 30)))
+            text = _formula(rng, rng.randint(1, 5)) if rng.random() < 0.6 else scraps
             gold = rng.choice(["15", "\\frac { 3 } { 7 }", "a + b = 90", "20 y^2 - 10 y"])
             yield {"kind": kind, "answer": text, "gold": gold}
 
@@ -161,6 +162,24 @@ def outcome(case: dict[str, Any]) -> str:
     result: str = globals()[f"_{case['kind']}_outcome"](case)
     assert time.thread_time() - began < 10, "a hostile text takes time out of proportion"
     return result
+
+
+def _formula(rng: random.Random, depth: int) -> str:
+    """A formula that parses, of up to ``depth`` levels: towers of powers, factorials, large integers, powers of sums."""
+    if not depth:
+        return rng.choice(["a", "b", "x", "0", "1", "9", "15", "0.5", "\\pi", "10^{400}", "9" * 60, "99999999"])
+    one, two = _formula(rng, depth - 1), _formula(rng, rng.randint(0, depth - 1))
+    forms = (
+        *(
+            f"{one}+{two}",
+            f"({one}-{two})",
+            f"({one}) \\cdot ({two})",
+            f"\\frac{{{one}}}{{{two}}}",
+            f"({one})^{{{two}}}",
+        ),
+        *(f"\\sqrt{{{one}}}", f"({one}+{two}+a+b+x)^9", f"({one})!", f"\\log({one})", f"{one}={two}", f"|{one}|"),
+    )
+    return rng.choice(forms)
 
 
 def _text(rng: random.Random, pieces: tuple[str, ...]) -> str:
