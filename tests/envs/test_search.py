@@ -277,6 +277,7 @@ def test_a_server_that_dies_costs_trajectories_and_never_text_or_reward(corpus):
 
     options = {"retriever": f"http://127.0.0.1:{port}"}
     limits = {"group_size": 2, "max_concurrent": 2, "max_env_retries_per_turn": 1, "max_failed_fraction": 0.5}
+    limits["env_timeout"] = 600.0  # the retriever's own limit must end the call, on a slow machine, too
     runner = Runner(turn_loop(Impatient, reply, options=options, **limits))
     tasks = iter([a_task(id=str(number), answer="Rome") for number in range(20)])
     try:
