@@ -71,7 +71,7 @@ def teach(config: Config) -> str:
     """The folder of a model that knows the form of an episode, made once."""
     folder = Path(config.output_dir).resolve() / "taught"
     if not (folder / "config.json").exists():
-        run = build_run(config, ROOT / "recipes")
+        run = build_run(config)
         asyncio.run(warm_start(run, RunProgress()))
         run.model.save(folder)
         run.engine.close()
@@ -95,7 +95,7 @@ class StaleEngine(HFEngine):
 async def learn(row: Row, config: Config, model: str) -> tuple[float, float, float]:
     """Held-out reward before and after, and the mean logprob mismatch over the run."""
     config = replace(config, model=Model(path=model), algo=row.algo, seed=row.seed, warm_start=WarmStart())
-    run = build_run(config, ROOT / "recipes")
+    run = build_run(config)
     quiet = RunProgress(Console(quiet=True))
     before = await evaluate_run(run, quiet, label="before")
     if row.lag:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 import math
 import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from testing.episodes import a_task, turn_loop
+from testing.hostile import junk
 
 from vlmrl import Env, RetryTurn, obs
 from vlmrl.env.session import EnvContractError
@@ -112,9 +111,12 @@ def _act(method: str, rng: random.Random) -> tuple[Any, ...]:
     if kind == "raise":
         return ("raise", rng.choice(_errors()))
     if method == "step" and rng.random() < 0.7:
-        info = {"reward": rng.choice([None, 1.0, _junk(rng)]), rng.choice(["calls", "", 7]): _junk(rng)}
+        info = {
+            "reward": rng.choice([None, 1.0, junk(rng)]),
+            rng.choice(["calls", "", 7]): junk(rng),
+        }
         return ("return", (_observation(rng), rng.choice([True, False, None, "no"]), rng.choice([{}, info, info])))
-    return ("return", rng.choice([_junk(rng), _messages(rng)]))
+    return ("return", rng.choice([junk(rng), _messages(rng)]))
 
 
 def _errors() -> list[BaseException]:
@@ -136,42 +138,22 @@ def _errors() -> list[BaseException]:
 
 
 def _observation(rng: random.Random) -> Any:
-    images = rng.choice([[], None, [_junk(rng)], _junk(rng)])
-    made = {"obs_str": rng.choice(TEXTS), "multi_modal_data": rng.choice([{"image": images}, {}, _junk(rng)])}
-    return rng.choice([obs(rng.choice(TEXTS)), made, {}, {"obs_str": _junk(rng)}, _junk(rng)])
+    images = rng.choice([[], None, [junk(rng)], junk(rng)])
+    made = {
+        "obs_str": rng.choice(TEXTS),
+        "multi_modal_data": rng.choice([{"image": images}, {}, junk(rng)]),
+    }
+    return rng.choice([obs(rng.choice(TEXTS)), made, {}, {"obs_str": junk(rng)}, junk(rng)])
 
 
 def _messages(rng: random.Random) -> Any:
-    content = rng.choice([rng.choice(TEXTS), [{"type": "text", "text": rng.choice(TEXTS)}], [_junk(rng)], _junk(rng)])
-    role = rng.choice(["user", "tool", "system", "", None, 7])
-    return rng.choice([{"role": role, "content": content}, [{"role": "user", "content": content}] * 2, []])
-
-
-def _junk(rng: random.Random) -> Any:
-    return rng.choice(
+    content = rng.choice(
         [
-            None,
-            True,
-            7,
-            -1.5,
-            math.nan,
-            math.inf,
-            10**400,
-            np.float32(0.5),
-            np.array([1.0, 2.0]),
-            b"",
-            b"\x89PNG",
-            "gone.png",
-            [],
-            {},
-            [[]],
-            [None],
-            (1, 2),
-            {"type": "image", "image": b"?"},
-            {"type": "text"},
-            {"type": "video"},
-            datetime.date(2020, 1, 1),
-            object(),
             rng.choice(TEXTS),
+            [{"type": "text", "text": rng.choice(TEXTS)}],
+            [junk(rng)],
+            junk(rng),
         ]
     )
+    role = rng.choice(["user", "tool", "system", "", None, 7])
+    return rng.choice([{"role": role, "content": content}, [{"role": "user", "content": content}] * 2, []])

@@ -67,7 +67,6 @@ def cases(rng: random.Random) -> Iterator[dict[str, Any]]:
         lora = {
             "rank": rng.choice([1, 2, 2, 8, 8, 300]) if rng.random() < 0.9 else rng.choice([0, -1]),
             "alpha": 32 if rng.random() < 0.95 else rng.choice([1, 0]),
-            "dropout": 0.0 if rng.random() < 0.95 else 0.1,
             "targets": tuple(rng.sample(known, rng.choice([0, 0, 1, 2, 3]))),
             "vision": rng.random() < 0.3,
         }

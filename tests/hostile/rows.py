@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
-import math
 import random
 from collections.abc import Iterator
 from typing import Any
 
 from PIL import Image
 from testing.episodes import new_store, renderer, turn_loop
+from testing.hostile import junk
 
 from vlmrl import Env, obs
 from vlmrl.config import Data
@@ -78,9 +77,9 @@ def _row(rng: random.Random) -> Any:
     if rng.random() < 0.5:
         row["images"] = [_image(rng) for _ in range(rng.randrange(3))]
     for _ in range(rng.choice([0, 0, 1, 2])):
-        row[rng.choice(["prompt", "images", "answer", "data", "seed", "id"])] = _junk(rng)
+        row[rng.choice(["prompt", "images", "answer", "data", "seed", "id"])] = junk(rng)
     if rng.random() < 0.05:
-        return rng.choice([_junk(rng), KeyError("prompt"), StopIteration(), SystemExit(3), asyncio.CancelledError()])
+        return rng.choice([junk(rng), KeyError("prompt"), StopIteration(), SystemExit(3), asyncio.CancelledError()])
     return row
 
 
@@ -92,45 +91,25 @@ def _messages(rng: random.Random) -> list[Any]:
             content = [_part(rng) for _ in range(rng.randrange(4))]
         messages.append({"role": role, "content": content})
     for _ in range(rng.choice([0, 0, 1])):
-        rng.choice(messages)[rng.choice(["role", "content", "tool_calls", "extra"])] = _junk(rng)
+        rng.choice(messages)[rng.choice(["role", "content", "tool_calls", "extra"])] = junk(rng)
     return messages
 
 
 def _part(rng: random.Random) -> Any:
     kinds = ("text", "image", "image_url", "video", "", None)
-    part = {"type": rng.choice(kinds), rng.choice(["text", "image", "url", "image_url", "base64", "path"]): _junk(rng)}
-    return rng.choice([{"type": "text", "text": "x"}, {"type": "image"}, part, _junk(rng)])
+    part = {
+        "type": rng.choice(kinds),
+        rng.choice(["text", "image", "url", "image_url", "base64", "path"]): junk(rng),
+    }
+    return rng.choice([{"type": "text", "text": "x"}, {"type": "image"}, part, junk(rng)])
 
 
 def _image(rng: random.Random) -> Any:
     size = (rng.randint(1, 300), rng.randint(1, 300))
     return rng.choice(
-        [Image.new(rng.choice(["RGB", "L", "RGBA", "P", "1"]), size), Image.new("RGB", (64, 32)), _junk(rng)]
-    )
-
-
-def _junk(rng: random.Random) -> Any:
-    return rng.choice(
         [
-            None,
-            True,
-            7,
-            -1.5,
-            math.nan,
-            10**400,
-            b"",
-            b"\x89PNG\r\n\x1a\n",
-            "gone.png",
-            "data:image/png;base64,AAAA",
-            "file:///nowhere/at/all.png",
-            [],
-            {},
-            [[]],
-            [None],
-            {"bytes": None, "path": None},
-            {"type": "image"},
-            datetime.date(2020, 1, 1),
-            object(),
-            rng.choice(TEXTS),
+            Image.new(rng.choice(["RGB", "L", "RGBA", "P", "1"]), size),
+            Image.new("RGB", (64, 32)),
+            junk(rng),
         ]
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from testing.episodes import a_task, renderer
+from testing.hostile import ADDED_TOKENS, HALVES
 
 from vlmrl import ToolEnv, read_tags, read_tool_calls
 from vlmrl.config.code import load_object
@@ -20,23 +21,10 @@ from vlmrl.multimodal.messages import tools_as_user
 from vlmrl.rollout.history import drop_thinking
 
 MARKUP = (
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-    "<think>",
-    "</think>",
+    *ADDED_TOKENS,
+    *HALVES,
     "<answer>",
     "</answer>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|image_pad|>",
-    "<|vision_start|>",
-    "<|endoftext|>",
-    "<|im_",
-    "end|>",
-    "<tool_",
-    "call>",
     "<function=add>",
     "<function=",
     "</function>",

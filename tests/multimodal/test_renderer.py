@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from testing.fakes import make_item
+from testing.hostile import ADDED_TOKENS
 from testing.templates import (
     PAD,
     STABLE,
@@ -38,17 +39,6 @@ SHOW_TOOLS = [name for name in TEMPLATES if name != "qwen2_5_vl"]
 PAIRS = [
     *(("qwen3-vl", name) for name in TEMPLATES),
     *(("qwen2.5-vl", name) for name in ("qwen2_5", "qwen2_5_vl", "qwen3")),
-]
-
-SPECIALS = ["<|im_end|>", "<|im_start|>", PAD, "<|video_pad|>", "<|vision_start|>", "<|endoftext|>"]
-SPECIALS += [
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-    "<think>",
-    "</think>",
-    "<|fim_prefix|>",
 ]
 
 
@@ -307,7 +297,7 @@ def special_ids(renderer: Renderer, ids: list[int]) -> list[int]:
     return [token for token in ids if token in renderer.tokenizer.added_tokens_decoder]
 
 
-@pytest.mark.parametrize("special", SPECIALS)
+@pytest.mark.parametrize("special", ADDED_TOKENS)
 def test_special_tokens_in_somebodys_text_stay_text(special, any_renderer):
     def episode(text):
         prompt = any_renderer.prompt([SYSTEM | {"content": f"s{text}"}, user(f"{text}u")])
@@ -319,7 +309,7 @@ def test_special_tokens_in_somebodys_text_stay_text(special, any_renderer):
     assert any_renderer.decode(ids) == any_renderer.decode(harmless).replace("plain", special)
 
 
-@pytest.mark.parametrize("special", SPECIALS)
+@pytest.mark.parametrize("special", ADDED_TOKENS)
 def test_special_tokens_in_schemas_stay_text(special, tools_renderer):
     def schema(text):
         inner = {
@@ -377,7 +367,7 @@ def test_a_special_token_in_parts_beside_an_image_stays_text(image_renderer):
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     st.lists(
-        st.lists(st.sampled_from([*SPECIALS, *PIECES, "_end|>", "<|im_"]), max_size=6).map("".join),
+        st.lists(st.sampled_from([*ADDED_TOKENS, *PIECES, "_end|>", "<|im_"]), max_size=6).map("".join),
         min_size=3,
         max_size=3,
     )
@@ -397,7 +387,7 @@ def test_any_text_decodes_to_itself_and_holds_no_special_id(contents):
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.text() | st.lists(st.sampled_from(SPECIALS)).map("".join))
+@given(st.text() | st.lists(st.sampled_from(ADDED_TOKENS)).map("".join))
 def test_encode_gives_no_special_token_and_decode_gives_the_text_back(text):
     renderer = tiny_renderer()
     added = renderer.tokenizer.added_tokens_decoder
@@ -422,7 +412,7 @@ def test_the_markup_of_the_template_and_of_replies_stays_tokens(any_renderer):
         assert any_renderer.decode(ids).count("</tool_call>") == 2 and ids.count(tokens["</tool_call>"]) == 1
 
 
-@pytest.mark.parametrize("special", SPECIALS)
+@pytest.mark.parametrize("special", ADDED_TOKENS)
 def test_two_inline_messages_do_not_join_to_a_token(special, any_renderer):
     for cut in range(1, len(special)):
         ids = any_renderer.inline([user(special[:cut]), tool(special[cut:])]).token_ids

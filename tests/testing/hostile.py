@@ -6,7 +6,9 @@ limit of CPU time; nothing is read or fetched that the recipe did not name; no p
 
 from __future__ import annotations
 
+import datetime
 import json
+import math
 import random
 import string
 import sys
@@ -15,11 +17,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 CANARY = "/vlmrl-canary/secret.png"  # no input may make anybody open it
 CANARY_HOST = "canary.vlmrl.invalid"  # or look this host up
 CPU_SECONDS = 30.0  # what one input may cost; the usual is milliseconds, and a machine may be ten times slower
 
-CONTROL = (
+ADDED_TOKENS = (  # of Qwen's tokenizers, special ones first
     "<|im_start|>",
     "<|im_end|>",
     "<|endoftext|>",
@@ -33,8 +37,12 @@ CONTROL = (
     "</tool_response>",
     "<think>",
     "</think>",
-    "<|im_",
-    "end|>",
+    "<|fim_prefix|>",
+)
+HALVES = ("<|im_", "end|>", "<tool_", "call>")
+CONTROL = (
+    *ADDED_TOKENS,
+    *HALVES,
     "<answer>",
     "</answer>",
     "<search>",
@@ -43,7 +51,6 @@ CONTROL = (
     "<image>",
     "<score>",
     "</score>",
-    "<|fim_prefix|>",
 )
 PLACES = (
     CANARY,
@@ -144,6 +151,41 @@ def value(rng: random.Random, depth: int = 3) -> Any:
         "seed",
     )
     return {rng.choice(keys): value(rng, depth - 1) for _ in range(rng.randint(0, 4))}
+
+
+def junk(rng: random.Random) -> Any:
+    """A Python value that a row or an env may hold in any place."""
+    return rng.choice(
+        [
+            None,
+            True,
+            7,
+            -1.5,
+            math.nan,
+            math.inf,
+            10**400,
+            np.float32(0.5),
+            np.array([1.0, 2.0]),
+            b"",
+            b"\x89PNG\r\n\x1a\n",
+            "gone.png",
+            "data:image/png;base64,AAAA",
+            "file:///nowhere/at/all.png",
+            [],
+            {},
+            [[]],
+            [None],
+            (1, 2),
+            {"bytes": None, "path": None},
+            {"type": "image"},
+            {"type": "image", "image": b"?"},
+            {"type": "text"},
+            {"type": "video"},
+            datetime.date(2020, 1, 1),
+            object(),
+            rng.choice(ODD),
+        ]
+    )
 
 
 _reached: list[str] = []

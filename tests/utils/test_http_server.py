@@ -124,19 +124,19 @@ def test_a_websocket_is_closed():
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
 def test_loopback_addresses_need_no_token(host: str):
     assert is_loopback(host)
-    assert Binding(host, 8000, None, 100).token is None
+    assert Binding(host, 8000, None, 100, "MY_TOKEN").token is None
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.7", "0", "myhost"])
 def test_other_addresses_need_a_token(host: str):
     assert not is_loopback(host)
-    with pytest.raises(ValueError, match=r"--host .* can be reached from other machines, so a token is required"):
-        Binding(host, 8000, None, 100)
-    assert Binding(host, 8000, TOKEN, 100).token == TOKEN
+    with pytest.raises(ValueError, match=r"--host .* can be reached from other machines, .* variable MY_TOKEN"):
+        Binding(host, 8000, None, 100, "MY_TOKEN")
+    assert Binding(host, 8000, TOKEN, 100, "MY_TOKEN").token == TOKEN
 
 
 def test_an_address_is_printed_as_a_url():
-    assert Binding("::1", 8000, None, 100).url("/retrieve") == "http://[::1]:8000/retrieve"
+    assert Binding("::1", 8000, None, 100, "MY_TOKEN").url("/retrieve") == "http://[::1]:8000/retrieve"
 
 
 @pytest.mark.parametrize("token", ["two words", "l1ne\nl1ne", "caf\xe9"])
@@ -185,10 +185,10 @@ def command(request: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any
 def test_both_commands_want_a_token_for_the_world(command: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(SystemExit, match="1"):
         command("--host", "0.0.0.0")
-    assert "so a token is required: set the environment variable" in capsys.readouterr().err
+    assert "so a token is required: put one into the environment variable VLMRL_" in capsys.readouterr().err
     monkeypatch.setenv(command.variable, TOKEN)
     (binding,) = command("--host", "0.0.0.0")
-    assert binding == Binding("0.0.0.0", binding.port, TOKEN, binding.max_body)
+    assert binding == Binding("0.0.0.0", binding.port, TOKEN, binding.max_body, binding.token_variable)
     printed = capsys.readouterr()
     assert "http://0.0.0.0:" in printed.out and " (requires a token)" in printed.out
     assert TOKEN not in printed.out + printed.err + repr(binding)
@@ -212,7 +212,7 @@ def test_the_guard_is_around_what_is_run(monkeypatch: pytest.MonkeyPatch):
             ran.append((app, options["host"], options["port"]))
 
     monkeypatch.setattr(http_server, "import_extra", lambda package, extra: Uvicorn)
-    http_server.run_server(echo, Binding("0.0.0.0", 8000, TOKEN, 100), "serve")
+    http_server.run_server(echo, Binding("0.0.0.0", 8000, TOKEN, 100, "MY_TOKEN"), "serve")
     ((guard, host, port),) = ran
     assert (host, port) == ("0.0.0.0", 8000)
     assert ask(guard).status_code == 401

@@ -16,8 +16,6 @@ class Lora:
     """Rank of the LoRA adapters. 0 trains the full weights. Requires `pip install 'vlmrl[lora]'`."""
     alpha: int = 32
     """LoRA alpha: the adapters' output is scaled by `alpha / rank`."""
-    dropout: float = 0.0
-    """Must be 0: dropout would change the trainer's logprobs from one forward pass to the next, and with them the loss's ratio."""
     targets: tuple[str, ...] = ()
     """Linear layers with adapters, by the last component of their module names. Unset: all but the head.
     Layers that `model.freeze` names get no adapters. The fused experts of a mixture of experts cannot have any."""
@@ -26,12 +24,6 @@ class Lora:
 
     def __post_init__(self) -> None:
         require(self.rank >= 0, "model.lora.rank", "0 (off) or more", self.rank)
-        require(
-            self.dropout == 0,
-            "model.lora.dropout",
-            "0 (unset), since with dropout two forward passes give two logprobs, and the ratio of an unchanged policy is not 1",
-            self.dropout,
-        )
         for name in ("vision", "targets"):
             value = getattr(self, name)
             require(

@@ -167,8 +167,6 @@ def _check_attention(config: Any) -> None:
     text = config.get_text_config()
     if getattr(text, "_attn_implementation", None) == "eager":
         raise ValueError("attn_implementation must not be eager: it adds a boolean mask as numbers. Load with sdpa.")
-    if getattr(text, "attention_dropout", 0.0):
-        raise ValueError(f"attention_dropout must be 0 in the model's config, but it is {text.attention_dropout}.")
     unknown = set(layer_kinds(config)) - {"full_attention", "linear_attention"}
     if unknown:
         raise ValueError(

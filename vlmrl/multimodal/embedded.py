@@ -21,8 +21,10 @@ from vlmrl.utils.threads import SingleFlight
 
 DATA_URI = re.compile(r"data:image/[A-Za-z0-9.+-]+;base64,[A-Za-z0-9+/]+={0,2}")
 
-MAX_DOWNLOADED = 32
-_DOWNLOADED: dict[str, bytes] = {}  # by URL, oldest first: the members of a group send the same images
+KEPT_BYTES = 128 * 2**20
+_DOWNLOADED: dict[
+    str, bytes
+] = {}  # by URL, oldest first, up to KEPT_BYTES: the members of a group send the same images
 _FLIGHT: SingleFlight[bytes] = SingleFlight()
 
 Embed = Callable[[Any], Any]
@@ -61,8 +63,8 @@ def _content(source: str) -> bytes:
     content = base64.b64decode(data_uri(source).partition("base64,")[2])
     if is_url(source):
         _DOWNLOADED[source] = content
-        if len(_DOWNLOADED) > MAX_DOWNLOADED:
-            _DOWNLOADED.pop(next(iter(_DOWNLOADED)), None)
+        while sum(map(len, list(_DOWNLOADED.values()))) > KEPT_BYTES:
+            _DOWNLOADED.pop(next(iter(list(_DOWNLOADED)), ""), None)
     return content
 
 

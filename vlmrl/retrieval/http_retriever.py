@@ -51,9 +51,7 @@ class HttpRetriever:
         except RetryableError as error:
             raise RetrieverError(f"retriever {self.url}: no answer in {self.patience:g} s: {error}") from error
         except RefusedError as error:
-            hint = (
-                f" Is its token in the environment variable {self.token_variable}?" if str(error)[:3] == "401" else ""
-            )
+            hint = f" Is its token in the environment variable {self.token_variable}?" if error.status == 401 else ""
             raise RetrieverError(f"retriever {self.url} refuses: {error}{hint}") from error
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise RetrieverError(f"retriever {self.url} sent a reply that breaks the protocol: {error!r}") from error

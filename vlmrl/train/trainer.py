@@ -192,7 +192,7 @@ class Trainer:
         tokens = float(mask.sum())
         means = accumulator.result(tokens, ranks, device)
         if "mismatch/k1" in means:  # the exponential of the mean, not the mean of the micro-batches' exponentials
-            means["mismatch/perplexity_ratio"] = math.exp(means["mismatch/k1"])
+            means["mismatch/perplexity_ratio"] = float(np.exp(means["mismatch/k1"]))
         return {"loss": float(ranks.sum(total)), "tokens": tokens, **means, **self._apply_gradient()}, before
 
     def _per_token_loss(

@@ -6,6 +6,9 @@
 
 Mathematics that a policy writes can keep a computer busy for ever, inside one call that holds Python's interpreter lock, so a
 thread with a timeout does not help. The kernel ends the process; the next call starts another one.
+
+Process pools that build on :mod:`multiprocessing` (pebble, loky) would import the running program into each process, and so torch,
+and count seconds of a busy machine in place of CPU time.
 """
 
 from __future__ import annotations

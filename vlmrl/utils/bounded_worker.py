@@ -35,9 +35,7 @@ def serve(function: str, cpu_seconds: float, memory_mb: int, timeout: float) -> 
     for line in sys.stdin.buffer:
         arguments = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # then the kernel ends this process, whatever it is doing
-        signal.setitimer(
-            signal.ITIMER_REAL, timeout + LATE_SECONDS
-        )  # a call that waits, if the other process has ended
+        signal.setitimer(signal.ITIMER_REAL, timeout + LATE_SECONDS)  # and a call that only waits
         try:
             reply = {"result": call(*arguments)}
             json.dumps(reply)

@@ -24,7 +24,11 @@ class RetryableError(Exception):
 
 
 class RefusedError(Exception):
-    """A status that another attempt would meet again: none of 200, 429 and 5xx."""
+    """A reply that another attempt would meet again: a ``status`` other than 200, 429 and 5xx, or a body that cannot be used."""
+
+    def __init__(self, reason: str, status: int | None = None) -> None:
+        super().__init__(reason)
+        self.status = status
 
 
 def http_client(timeout: float, headers: Mapping[str, str] | None = None) -> httpx.Client:
@@ -71,7 +75,7 @@ def post_json(client: httpx.Client, url: str, body: Mapping[str, Any]) -> Any:
     if status == 429 or status >= 500:
         raise RetryableError(f"{status} {excerpt(reply, 200)}")
     if status != 200:
-        raise RefusedError(f"{status} {excerpt(reply, 300)}")
+        raise RefusedError(f"{status} {excerpt(reply, 300)}", status)
     return parse_json(reply)
 
 

@@ -21,7 +21,7 @@ Send = Callable[[AsgiEvent], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Binding:
-    """Where a server listens and whom it answers: ``Binding("127.0.0.1", 8100, token=None, max_body=2**26)``.
+    """Where a server listens and whom it answers: ``Binding("127.0.0.1", 8100, None, 2**26, "MY_TOKEN")``.
 
     Raises:
         ValueError: ``host`` is reachable from other machines and there is no ``token``, or a value is out of range.
@@ -31,20 +31,21 @@ class Binding:
     port: int
     token: str | None = field(repr=False)  # None: everybody who reaches the port is answered
     max_body: int  # bytes of a request's body
+    token_variable: str  # the environment variable that holds the token
 
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, "--port", "from 0 to 65535", self.port)
         require(self.max_body > 0, "--max-body-mib", "greater than 0", self.max_body / 2**20)
         if self.token is None and not is_loopback(self.host):
             raise ValueError(
-                f"--host {self.host!r} can be reached from other machines, so a token is required: set the environment variable "
-                "that --token-variable names, here and where the run starts, or listen on 127.0.0.1."
+                f"--host {self.host!r} can be reached from other machines, so a token is required: put one into the environment "
+                f"variable {self.token_variable} (--token-variable), here and where the run starts, or listen on 127.0.0.1."
             )
 
     @classmethod
     def from_options(cls, host: str, port: int, token_variable: str, max_body_mib: float) -> Binding:
         """The binding that a command's options describe. The token is the value of the environment variable ``token_variable``."""
-        return cls(host, port, bearer_token(token_variable), int(max_body_mib * 2**20))
+        return cls(host, port, bearer_token(token_variable), int(max_body_mib * 2**20), token_variable)
 
     def url(self, path: str = "") -> str:
         """The address, for people to read; it says if a token is required."""
