@@ -20,9 +20,11 @@ from testing.servers import free_port, served
 
 from vlmrl import Env, RemoteEnv, RetryTurn, ToolEnv, obs
 from vlmrl.env.base import resolve_env
+from vlmrl.env.remote import client
 from vlmrl.env.remote.env_server import EnvServer, create_env_app
 from vlmrl.env.remote.serialize import serialize_task
 from vlmrl.env.session import EnvContractError
+from vlmrl.multimodal.images import ImageUnavailableError
 from vlmrl.utils.http_server import RequestGuard
 
 pytestmark = pytest.mark.slow
@@ -154,6 +156,25 @@ def test_a_server_with_a_token_plays_with_those_who_have_it(monkeypatch: pytest.
         large = play(RemoteEnv, ["red"], a_task("?", [image()], data={"x": "a" * 2**20}), options={"url": url})
         assert large.ending == "error" and "413 the body has more than 1048576 bytes" in large.error
     assert len(Mine.opened) == len(Mine.closed) == 2
+
+
+def test_an_image_that_is_unavailable_once_is_read_again(monkeypatch: pytest.MonkeyPatch):
+    outcomes = iter([ImageUnavailableError("its address did not answer in time"), None])
+
+    def serialize_the_second_time(task: Any) -> Any:
+        outcome = next(outcomes)
+        if outcome is not None:
+            raise outcome
+        return serialize_task(task)
+
+    monkeypatch.setattr(client, "serialize_task", serialize_the_second_time)
+
+    class Mine(Album):
+        pass
+
+    with remote(Mine) as (options, _):
+        trajectory = play(RemoteEnv, ["red", "quit"], TASK, options=options)
+    assert (trajectory.error, trajectory.reward, trajectory.metrics["env_retries"]) == (None, 1.25, 1.0)
 
 
 def test_the_remote_env_receives_the_ending():

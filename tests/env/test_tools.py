@@ -158,6 +158,8 @@ def test_xml_calls_take_their_types_from_the_schemas():
         ({"type": "string", "nullable": True}, "None", None),
         ({"type": "string"}, "None", "None"),
         ({"type": "integer"}, "seven", "seven"),
+        (True, "7", "7"),
+        ({"anyOf": [True, {"type": "integer"}]}, "7", 7),
     ],
 )
 def test_an_xml_argument_has_the_type_of_its_schema(schema: dict[str, Any], text: str, value: Any):

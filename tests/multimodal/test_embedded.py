@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from testing.episodes import image
 from testing.hostile import CANARY, CANARY_HOST, harmless
+from testing.servers import served
 
+from vlmrl.multimodal import embedded
 from vlmrl.multimodal.embedded import check_embedded, embed_image, is_data_uri, without_sources_of
 
 
@@ -48,6 +51,28 @@ def test_what_the_client_did_not_name_is_sent(tmp_path: Path):
     embed = without_sources_of({"data": {"name": "a.png", "long": "x" * 10_000}})
     for source in (str(tmp_path / "a.png"), tmp_path / "a.png", content, {"bytes": content, "path": "a.png"}):
         assert embed(source) == embed_image(source) == content
+
+
+@pytest.mark.slow
+def test_an_image_is_downloaded_once_while_there_is_room_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    downloads: Counter[str] = Counter()
+    image("red").save(tmp_path / "a.png")
+    content = (tmp_path / "a.png").read_bytes()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            downloads[scope["path"]] += 1
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"image/png")]})
+            await send({"type": "http.response.body", "body": content})
+
+    with served(app, lifespan="off") as url:
+        for name in ("a", "a", "b", "a"):
+            kept = embed_image(f"{url}/{name}.png")
+        assert downloads == {"/a.png": 1, "/b.png": 1}
+        monkeypatch.setattr(embedded, "KEPT_BYTES", len(kept))  # room for one
+        for name in ("c", "c", "a", "c"):
+            assert embed_image(f"{url}/{name}.png") == kept
+    assert downloads == {"/a.png": 2, "/b.png": 1, "/c.png": 2}
 
 
 @pytest.mark.parametrize(
