@@ -7,34 +7,19 @@
 
 static CUcontext context_of(int device) { return (CUcontext)(0x7000L + device); }
 
-/* torch looks up more functions by name than it calls: each other name gets a function that reports it. */
-
-#define NAMES 64
-static const char *missing_names[NAMES];
-static int missing_count;
-
-static CUresult missing(int index) {
-    simulated_missing(missing_names[index]);
+static CUresult unknown(void) {
+    simulated_missing("a function of the CUDA driver that is not in the header cuda.h");
     return CUDA_ERROR_NOT_SUPPORTED;
 }
-#define ONE(n) static CUresult missing_##n(void) { return missing(n); }
-#define EIGHT(n) ONE(n##0) ONE(n##1) ONE(n##2) ONE(n##3) ONE(n##4) ONE(n##5) ONE(n##6) ONE(n##7)
-EIGHT(0) EIGHT(01) EIGHT(02) EIGHT(03) EIGHT(04) EIGHT(05) EIGHT(06) EIGHT(07) /* in octal */
-#define ENTRY(n) missing_##n,
-#define EIGHT_ENTRIES(n) ENTRY(n##0) ENTRY(n##1) ENTRY(n##2) ENTRY(n##3) ENTRY(n##4) ENTRY(n##5) ENTRY(n##6) ENTRY(n##7)
-static CUresult (*const missing_functions[NAMES])(void) = {EIGHT_ENTRIES(0) EIGHT_ENTRIES(01) EIGHT_ENTRIES(02) EIGHT_ENTRIES(03)
-                                                           EIGHT_ENTRIES(04) EIGHT_ENTRIES(05) EIGHT_ENTRIES(06) EIGHT_ENTRIES(07)};
-
 void *simulated_driver_function(const char *name) {
     void *function = dlsym(RTLD_DEFAULT, name);
-    if (function) return function;
-    for (int index = 0; index < missing_count; index++)
-        if (!strcmp(missing_names[index], name)) return missing_functions[index];
-    if (missing_count == NAMES) return missing_functions[NAMES - 1];
-    missing_names[missing_count] = strdup(name);
-    return missing_functions[missing_count++];
+    return function ? function : unknown;
 }
-
+CUresult cuGetProcAddress_v2(const char *name, void **function, int version, cuuint64_t flags, CUdriverProcAddressQueryResult *result) {
+    *function = simulated_driver_function(name);
+    if (result) *result = CU_GET_PROC_ADDRESS_SUCCESS;
+    return CUDA_SUCCESS;
+}
 CUresult cuLogsRegisterCallback(CUlogsCallback callback, void *data, CUlogsCallbackHandle *handle) { return CUDA_SUCCESS; }
 CUresult cuLogsUnregisterCallback(CUlogsCallbackHandle handle) { return CUDA_SUCCESS; }
 
@@ -94,10 +79,6 @@ CUresult cuLibraryLoadData(CUlibrary *library, const void *code, CUjit_option *o
     return CUDA_SUCCESS;
 }
 CUresult cuLibraryGetKernel(CUkernel *kernel, CUlibrary library, const char *name) { *kernel = simulated_handle(); return CUDA_SUCCESS; }
-CUresult cuLinkCreate_v2(unsigned count, CUjit_option *options, void **values, CUlinkState *state) { return simulated_missing("cuLinkCreate"); }
-CUresult cuLinkAddData_v2(CUlinkState state, CUjitInputType type, void *data, size_t size, const char *name, unsigned count,
-                          CUjit_option *options, void **values) { return simulated_missing("cuLinkAddData"); }
-CUresult cuLinkComplete(CUlinkState state, void **cubin, size_t *size) { return simulated_missing("cuLinkComplete"); }
 
 CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function) {
     *value = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : attribute == CU_FUNC_ATTRIBUTE_NUM_REGS ? 64 : 0;
@@ -111,6 +92,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
                                 const cuuint64_t *strides, const cuuint32_t *box, const cuuint32_t *element_strides,
                                 CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
                                 CUtensorMapFloatOOBfill fill) { return CUDA_SUCCESS; }
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) { *status = CU_STREAM_CAPTURE_STATUS_NONE; return CUDA_SUCCESS; }
 CUresult cuStreamGetCtx(CUstream stream, CUcontext *context) { return cuCtxGetCurrent(context); }
 
 static CUresult launch(void) { simulated_here()->launches++; return CUDA_SUCCESS; }

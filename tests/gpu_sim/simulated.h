@@ -24,6 +24,6 @@ int simulated_current(void);               /* this thread's device; 0 in a new t
 struct device *simulated_use(int number);  /* the device, with a context */
 struct device *simulated_here(void);       /* this thread's device, with a context */
 void *simulated_handle(void);              /* a new opaque handle that nobody follows */
-void *simulated_driver_function(const char *name); /* the driver's function, or one that reports that it is missing */
+void *simulated_driver_function(const char *name); /* the driver's function of this name */
 int simulated_missing(const char *name);   /* report a call that is not simulated; returns "not supported" */
 int simulated_device_of(const void *pointer); /* the device that holds the pointer; -1: none */

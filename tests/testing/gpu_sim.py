@@ -141,14 +141,21 @@ def _nvidia() -> Path:
 
 def _stubs(nvidia: Path, defined: set[str]) -> str:
     """C code for every function of the libraries that our files do not define."""
+    reported = {name for library in nvidia.glob(RUNTIME) for name in _exported(library)} - defined
+    for header in nvidia.glob(
+        "cu*/include/cuda.h"
+    ):  # no driver is installed, so its functions are read from the header
+        reported |= _declared(header.read_text()) - defined
+    empty = {name for pattern in DO_NOTHING for library in nvidia.glob(pattern) for name in _exported(library)}
     lines = ['#include "simulated.h"']
-    for pattern in (RUNTIME, *DO_NOTHING):
-        for library in nvidia.glob(pattern):
-            for name in sorted(_exported(library) - defined):
-                body = f'return simulated_missing("{name}");' if pattern == RUNTIME else "return 0;"
-                lines.append(f"int {name}(void) {{ {body} }}")
-                defined = defined | {name}
+    lines += [f'int {name}(void) {{ return simulated_missing("{name}"); }}' for name in sorted(reported - defined)]
+    lines += [f"int {name}(void) {{ return 0; }}" for name in sorted(empty - reported - defined)]
     return "\n".join(lines)
+
+
+def _declared(header: str) -> set[str]:
+    """The functions of cuda.h, and the versions that its macros give them, as ``cuMemAlloc_v2``."""
+    return set(re.findall(r"CUDAAPI\s+(cu\w+)\(", header)) | set(re.findall(r"#define +cu\w+ +(cu\w+)$", header, re.M))
 
 
 def _exported(library: Path) -> set[str]:
