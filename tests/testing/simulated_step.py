@@ -1,11 +1,12 @@
 """The trainer's real step on a simulated GPU, and its peak memory by phase and by part.
 
-Runs under the simulated CUDA runtime (tests/gpu_sim), on fake tensors: every shape and dtype is real, and nothing is computed.
+Runs in a process that `testing.gpu_sim` started: tensors have their true sizes in torch's own allocator, and nothing is computed.
 
-    python tests/testing/simulated_step.py recipes/geo3k.py --train.gradient-checkpointing     # any option of the recipe
+    simulated_gpu.run(Path("tests/testing/simulated_step.py"), "recipes/geo3k.py", "--model.path", folder, memory=200 * 2**30)
 
-prints one JSON object: for each of two optimizer steps the peak of each phase in bytes, in all and by part. ``Trainer.step`` runs as
-it is, except for what fake tensors cannot do; :data:`REPLACED` lists it.
+prints one JSON object: for each of two optimizer steps the peak of each phase in bytes, in all and by part. The model, the trainer
+and ``Trainer.step`` are those of a run, except for :data:`REPLACED`. The allocator counts tensors in blocks of 512 bytes; it does not
+count the CUDA context, nor the workspaces of cuBLAS and NCCL, for which the memory plan has a reserve.
 """
 
 from __future__ import annotations
@@ -23,20 +24,16 @@ from typing import Any
 import torch
 import tyro
 from PIL import Image
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
+from testing.known_numbers import KnownNumbers
 from transformers import AttentionInterface
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from testing.simulated_memory import KnownNumbers, Memory
 
 from vlmrl.cli.recipe import Recipe
 from vlmrl.cli.train import TrainOptions
 from vlmrl.config import Config
+from vlmrl.model import policy as policy_module
 from vlmrl.model import tiny, tree_attention
-from vlmrl.model.loading import LoadedModel, load_model
+from vlmrl.model.loading import load_model, pick_checkpointing
 from vlmrl.run.loop import new_trainer
-from vlmrl.train import trainer as trainer_module
 from vlmrl.train.make_trainer import Trainers
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import Trainer
@@ -45,12 +42,8 @@ from vlmrl.types import MediaItem, Sample
 REPLACED = {
     "numbers that are read back": "float(), tolist(), nonzero() and masks as indices: KnownNumbers computes what follows from token "
     "ids, masks and grids; any other number, such as the gradient norm, is 1",
-    "flex attention": "its compiled kernel needs values; _Attention has its saved tensors and gradients",
-    "packing": "`split`, `pack` and `per_token` run on real tensors of the host, as they do in a run",
-    "Tensor.numpy": "logprobs that leave the GPU are zeros",
-    "foreach": "torch chooses its optimizer kernels by the type of the tensors, which here is another: the choice is made for it",
+    "flex attention": "_Attention allocates what the compiled kernel does; the kernel itself is compiled in other tests",
 }
-GPU = torch.device("cuda", 0)
 
 
 class _Attention(torch.autograd.Function):
@@ -79,43 +72,6 @@ def _attend(module: Any, query: Any, key: Any, value: Any, mask: Any, tree: Any 
     if tree is None:
         return tree_attention.attend(module, query, key, value, mask, **options)
     return _Attention.apply(query, key, value).transpose(1, 2).contiguous(), None
-
-
-def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return function(*args, **kwargs)
-
-    return call
-
-
-@contextmanager
-def replacing(numbers: KnownNumbers) -> Iterator[None]:
-    """Within the context, what :data:`REPLACED` names is replaced."""
-
-    def to_numpy(tensor: torch.Tensor, **_: Any) -> Any:
-        value = numbers.of(tensor)
-        with _disable_current_modes():
-            return numpy(torch.zeros(tensor.shape, dtype=tensor.dtype) if value is None else value)
-
-    def to_list(tensor: torch.Tensor) -> Any:
-        value = numbers.of(tensor)
-        with _disable_current_modes():
-            return listed(torch.ones(tensor.shape, dtype=tensor.dtype) if value is None else value)
-
-    numpy, listed = torch.Tensor.numpy, torch.Tensor.tolist
-    kept = {name: getattr(trainer_module, name) for name in ("split", "pack", "per_token")}
-    torch.Tensor.numpy, torch.Tensor.tolist = to_numpy, to_list  # type: ignore[method-assign, assignment]
-    AttentionInterface.register(tree_attention.NAME, _attend)
-    for name, function in kept.items():
-        setattr(trainer_module, name, _on_host(function))
-    try:
-        yield
-    finally:
-        torch.Tensor.numpy, torch.Tensor.tolist = numpy, listed  # type: ignore[method-assign]
-        AttentionInterface.register(tree_attention.NAME, tree_attention.attend)
-        for name, function in kept.items():
-            setattr(trainer_module, name, function)
 
 
 def folder_of(config: dict[str, Any], scratch: Path) -> Path:
@@ -189,79 +145,108 @@ def _image(hf_config: Any, name: str, side: int) -> MediaItem:
     return MediaItem(name, Image.new("RGB", (1, 1)), inputs, patches * patches // vision.spatial_merge_size**2)
 
 
-def parts_of(trainer: Trainer) -> dict[str, list[torch.Tensor]]:
-    """The tensors that stay from step to step, and the gradients, by part of the memory plan."""
+def parts_of(trainer: Trainer) -> dict[str, int]:
+    """The bytes of the tensors that stay from step to step, and of the gradients, by part of the memory plan."""
     weights = list(trainer.policy.parameters())
-    masters = [master for master in trainer._weights.parameters if all(master is not weight for weight in weights)]
-    trained = [*weights, *masters]
-    reference = trainer.reference
-    return {
+    trained = [*weights, *trainer._weights.parameters]
+    reference = trainer.reference.parameters() if isinstance(trainer.reference, torch.nn.Module) else ()
+    tensors = {
         "weights": weights,
-        "masters": masters,
+        "masters": trainer._weights.parameters,
         "gradients": [tensor.grad for tensor in trained if tensor.grad is not None],
         "optimizer state": [v for s in trainer.optimizer.state.values() for v in s.values() if torch.is_tensor(v)],
-        "reference": list(reference.parameters()) if isinstance(reference, torch.nn.Module) else [],
+        "reference": reference,
     }
+    seen: set[int] = set()
+    sizes = {}
+    for name, group in tensors.items():
+        storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in group if each.device.type == "cuda"}
+        sizes[name] = sum(storage.nbytes() for key, storage in storages.items() if key not in seen)
+        seen |= storages.keys()
+    return sizes
 
 
-@contextmanager
-def phases(memory: Memory, trainer: Trainer) -> Iterator[None]:
-    """Names the phases of a step: forward, backward, clip, optimizer, publish, and between them the loss."""
+class Phases:
+    """The peak of the allocator within each phase of a step."""
 
-    def named(owner: Any, method: str, phase: str) -> tuple[Any, str, Any]:
-        original = getattr(owner, method)
+    def __init__(self, trainer: Trainer) -> None:
+        self.peaks: dict[str, dict[str, int]] = {}
+        self._trainer = trainer
+        self._open: list[list[Any]] = []  # name and peak so far; an inner phase interrupts the outer one
+        self._wrapped = [
+            (torch.Tensor, "backward", "backward"),
+            (torch.nn.utils, "clip_grad_norm_", "clip"),
+            (trainer.optimizer, "step", "optimizer"),
+            (trainer._weights, "publish", "publish"),
+            (trainer, "_score", "forward"),
+            (policy_module, "score_tokens", "logits"),
+        ]
 
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Within the context, calls of the trainer's parts are phases."""
+        originals = [(owner, name, getattr(owner, name)) for owner, name, _ in self._wrapped]
+        for owner, name, phase in self._wrapped:
+            setattr(owner, name, self._within(phase, getattr(owner, name)))
+        try:
+            yield
+        finally:
+            for owner, name, original in originals:
+                setattr(owner, name, original)
+
+    def _within(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            with memory.during(phase):
-                return original(*args, **kwargs)
+            self._save()
+            self._open.append([phase, 0])
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._save()
+                name, total = self._open.pop()
+                if total > self.peaks.get(name, {"total": 0})["total"]:
+                    parts = parts_of(self._trainer)
+                    rest = total - sum(parts.values())
+                    self.peaks[name] = {"total": total, **parts, "activations": rest}
 
-        setattr(owner, method, call)
-        return owner, method, original
+        return call
 
-    changed = [
-        named(torch.Tensor, "backward", "backward"),
-        named(torch.nn.utils, "clip_grad_norm_", "clip"),
-        named(trainer.optimizer, "step", "optimizer"),
-        named(trainer._weights, "publish", "publish"),
-        named(trainer, "_score", "forward"),
-    ]
-    try:
-        yield
-    finally:
-        for owner, method, original in changed:
-            setattr(owner, method, original)
+    def _save(self) -> None:
+        """Add the allocator's peak so far to the open phases, and begin again."""
+        peak = torch.cuda.max_memory_allocated()
+        for each in self._open:
+            each[1] = max(each[1], peak)
+        torch.cuda.reset_peak_memory_stats()
 
 
 def simulate(config: Config, samples_of: Callable[[Any], Sequence[Sample]], steps: int = 2) -> dict[str, Any]:
-    """Two optimizer steps of a run's trainer on one simulated GPU. ``samples_of`` makes the samples from the Hugging Face config."""
-    numbers = KnownNumbers()
-    parts: Callable[[], dict[str, list[torch.Tensor]]] = dict
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = replace(config.model, random_weights=True, device="cuda:0")
-        config = replace(config, model=model)
-        loaded: LoadedModel = load_model(model, config.models_dir, config.seed)
-        memory = Memory(lambda: parts(), loaded.policy.config.get_text_config().vocab_size)
-        with memory:
-            for weight in [*loaded.policy.parameters(), *loaded.policy.buffers()]:
-                memory._see(weight)
-            if config.train.gradient_checkpointing:
-                loaded.policy.enable_gradient_checkpointing()
-            spec: Any = new_trainer(SimpleNamespace(config=config, trainers=SimpleNamespace(start=lambda spec: spec)))  # type: ignore[arg-type]
-            trainer = Trainers.of(config, Ranks(), loaded).make(spec)
-            for group in trainer.optimizer.param_groups:
-                group["foreach"] = not group["fused"]
-            parts = lambda: parts_of(trainer)  # noqa: E731
-            kept = memory.by_part()
-            with _disable_current_modes():
-                samples = samples_of(loaded.policy.config)
-            each = []
-            with numbers, replacing(numbers), phases(memory, trainer):
-                for _ in range(steps):
-                    memory.peaks.clear()
-                    with memory.during("loss"):
-                        trainer.step(samples)
-                    each.append({"peaks": memory.peaks.copy(), "after": memory.by_part()})
-    return {"loaded": kept, "steps": each}
+    """Optimizer steps of a run's trainer on one simulated GPU. ``samples_of`` makes the samples from the Hugging Face config."""
+    config = replace(config, model=replace(config.model, random_weights=True, device="cuda:0"))
+    loaded = load_model(config.model, config.models_dir, config.seed)
+    if pick_checkpointing(config.train.gradient_checkpointing, loaded.policy.device):
+        loaded.policy.enable_gradient_checkpointing()
+    builder: Any = SimpleNamespace(config=config, trainers=SimpleNamespace(start=lambda spec: spec))
+    spec: Any = new_trainer(builder)
+    trainer = Trainers.of(config, Ranks(), loaded).make(spec)
+    samples = samples_of(loaded.policy.config)
+    result: dict[str, Any] = {"loaded": parts_of(trainer), "steps": []}
+    AttentionInterface.register(tree_attention.NAME, _attend)
+    with KnownNumbers():
+        for _ in range(steps):
+            phases = Phases(trainer)
+            with phases.measured():
+                trainer.step(samples)
+            result["steps"].append({"peaks": phases.peaks, "after": torch.cuda.memory_allocated()})
+    return result | {"reserved": torch.cuda.max_memory_reserved(), "largest": _largest(trainer, samples)}
+
+
+def _largest(trainer: Trainer, samples: Sequence[Sample]) -> dict[str, int]:
+    """The size of the largest micro-batch: its tokens, targets and image patches."""
+    from vlmrl.train.packing import pack
+
+    batch = pack(samples, trainer._split(list(samples))[0], trainer.policy.family).batch
+    pixels = batch.mm_inputs.get("pixel_values")
+    patches = 0 if pixels is None else len(pixels)
+    return {"tokens": batch.token_ids.numel(), "targets": int(batch.targets.sum()), "patches": patches}
 
 
 def main(arguments: Sequence[str]) -> None:
