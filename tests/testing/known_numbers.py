@@ -3,7 +3,7 @@
 Kernels compute nothing there, so that code which reads a number back, or makes as many rows as a mask has entries, would see zeros.
 Within :class:`KnownNumbers`, small tensors that follow from tensors of the host alone are computed a second time, on the CPU: token
 ids, masks, positions and image grids. What is read back from them is right. Any other number is 1, and any other truth value False,
-so that a check for infinity finds nothing. The simulated GPU must run with ``contents=True``, which moves what is copied to it.
+so that a check for infinity finds nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,27 @@ aten = torch.ops.aten
 LARGEST = 2**23  # elements of a tensor whose values are kept; larger ones are activations
 INDEXING = (aten.index, aten._unsafe_index, aten.index_put, aten.index_put_, aten._index_put_impl_)
 SHAPED_BY_VALUES = (aten.nonzero.default, aten.masked_select.default, aten.repeat_interleave.Tensor)
+_tensor = torch.tensor
+
+
+def _new_tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    """``torch.tensor``, which would copy its data to the GPU unseen: made on the host, then copied by an operator."""
+    made = _tensor(data, *args, **kwargs)
+    return made if device is None else made.to(device)
 
 
 class KnownNumbers(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._values: weakref.WeakKeyDictionary[_Key, torch.Tensor] = weakref.WeakKeyDictionary()
+
+    def __enter__(self) -> KnownNumbers:
+        torch.tensor = _new_tensor  # type: ignore[assignment]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.tensor = _tensor
+        super().__exit__(*error)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The tensor's values on the CPU; ``None`` if they are not known."""
@@ -39,9 +54,6 @@ class KnownNumbers(TorchDispatchMode):
         values = self._on_cpu(func, leaves, tensors, spec) if _is_small(leaves, tensors) else None
         if func is aten._local_scalar_dense.default:
             return _unknown(args[0].dtype) if values is None else values
-        if func is aten.lift_fresh.default:  # `torch.tensor(..., device="cuda")`: its values were copied there
-            with _disable_current_modes():
-                values = args[0].cpu()
         if func in SHAPED_BY_VALUES:
             assert values is not None, f"{func}: the shape of its output follows from values that are not known"
             result = torch.empty(values.shape, dtype=values.dtype, device=tensors[0].device)

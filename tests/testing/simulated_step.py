@@ -24,9 +24,9 @@ from typing import Any
 import torch
 import tyro
 from PIL import Image
-from testing.known_numbers import KnownNumbers
 from transformers import AttentionInterface
 
+from testing.known_numbers import KnownNumbers
 from vlmrl.cli.recipe import Recipe
 from vlmrl.cli.train import TrainOptions
 from vlmrl.config import Config
@@ -160,7 +160,9 @@ def parts_of(trainer: Trainer) -> dict[str, int]:
     seen: set[int] = set()
     sizes = {}
     for name, group in tensors.items():
-        storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in group if each.device.type == "cuda"}
+        storages = {
+            each.untyped_storage()._cdata: each.untyped_storage() for each in group if each.device.type == "cuda"
+        }
         sizes[name] = sum(storage.nbytes() for key, storage in storages.items() if key not in seen)
         seen |= storages.keys()
     return sizes
