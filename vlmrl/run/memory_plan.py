@@ -17,6 +17,7 @@ from vlmrl.run.gpus import GIB, Gpu, gpu_at_hand
 from vlmrl.run.memory_moments import (
     CONTEXT,
     LEAST_CACHE,
+    NCCL,
     PREFILL,
     Parts,
     Placement,
@@ -75,6 +76,8 @@ class MemoryPlan:
     """The GPU that was planned for; ``None``: CPUs."""
     moments: dict[str, Parts] = field(default_factory=dict)
     """The parts on the fullest GPU at each moment of a step, in bytes. Empty without a GPU."""
+    longest_cache: float = 0.0
+    """The KV cache of all trajectories that are in progress on one GPU, at their longest."""
 
     @classmethod
     def of(cls, config: Config, sizes: Sizes, ranks: int, gpu: Gpu | None = None) -> MemoryPlan:
@@ -96,7 +99,9 @@ class MemoryPlan:
         moments: dict[str, Parts] = {}
         if gpu is not None and sizes.shape is not None:
             moments = _moments(config, sizes, sizes.shape, ranks, trainer, dtype, gpu, copies)
-        return cls(config.model.path, _where(config, device, ranks), ranks, dtype, sizes, trainer, engine, gpu, moments)
+        longest = _served(config, sizes)[1]
+        where = _where(config, device, ranks)
+        return cls(config.model.path, where, ranks, dtype, sizes, trainer, engine, gpu, moments, longest)
 
     @property
     def peak(self) -> float:
@@ -131,7 +136,19 @@ class MemoryPlan:
             each = ", ".join(f"{part} {_gigabytes(size)}" for part, size in listed if size >= 2**20)
             verdict = "" if total <= self.gpu.memory else " (does not fit)"
             lines.append(f"          {name}: {_gigabytes(total)}{verdict} = {each}")
-        return lines
+        return lines + self._cache_line()
+
+    def _cache_line(self) -> list[str]:
+        """How the KV cache was chosen, if there is one beside the trainer."""
+        planned = sum(size for part, size in self.moments.get("rollout", {}).items() if "KV cache" in part)
+        if not planned:
+            return []
+        if planned >= self.longest_cache:
+            return ["          the KV cache holds all trajectories in progress at their longest"]
+        return [
+            f"          the KV cache is what is left; all trajectories in progress at their longest would take "
+            f"{_gigabytes(self.longest_cache)}, so some wait"
+        ]
 
 
 def plan_memory(config: Config, ranks: Ranks) -> MemoryPlan:
@@ -154,7 +171,7 @@ def server_memory_fraction(config: Config, sizes: Sizes, gpu_bytes: float) -> fl
         ValueError: weights and the smallest useful KV cache do not fit.
     """
     weights, cache = _served(config, sizes)
-    most = _server_share(gpu_bytes)
+    most = _server_share(config, gpu_bytes)
     if weights + min(cache, LEAST_CACHE) > most * gpu_bytes:
         raise ValueError(
             f"a server on a GPU of {_gigabytes(gpu_bytes)} has {_gigabytes(most * gpu_bytes)} for its weights and KV cache, but "
@@ -164,9 +181,11 @@ def server_memory_fraction(config: Config, sizes: Sizes, gpu_bytes: float) -> fl
     return min(most, (1.02 * cache + weights) / gpu_bytes)
 
 
-def _server_share(gpu_bytes: float) -> float:
-    """What activations, CUDA graphs and the contexts of server and trainer leave of a GPU."""
-    return max(0.0, 1 - (server_runtime(gpu_bytes) + 2 * CONTEXT) / gpu_bytes)
+def _server_share(config: Config, gpu_bytes: float) -> float:
+    """What activations, CUDA graphs, the contexts of server and trainer, and NCCL leave of a GPU."""
+    cluster = config.resolved_cluster
+    collectives = NCCL if cluster.on and cluster.num_ranks > 1 else 0.0
+    return max(0.0, 1 - (server_runtime(gpu_bytes) + 2 * CONTEXT + collectives) / gpu_bytes)
 
 
 def _served(config: Config, sizes: Sizes) -> tuple[float, float]:
@@ -205,11 +224,11 @@ def _moments(
     weights, cache = _served(config, sizes)
     engine = {"weights": weights} if copies else {}
     if settings is not None:
-        share = _server_share(gpu.memory) * gpu.memory - weights
+        share = _server_share(config, gpu.memory) * gpu.memory - weights
         engine["KV cache"] = min(1.02 * cache, max(share, LEAST_CACHE))
     else:
         static = 0.0 if placement.offloads else sum(size for name, size in trainer.items() if name != "gradients")
-        free = gpu.memory - static - sum(engine.values()) - 2 * CONTEXT - PREFILL
+        free = gpu.memory - static - sum(engine.values()) - CONTEXT - PREFILL - (NCCL if ranks > 1 else 0)
         limit = getattr(config.rollout, "kv_cache_gib", None)
         engine["KV cache"] = min(cache, max(free, LEAST_CACHE) if limit is None else limit * GIB)
     checkpointed = pick_checkpointing(config.train.gradient_checkpointing, torch.device("cuda"))
