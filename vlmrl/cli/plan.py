@@ -116,8 +116,8 @@ def _assumed(config: Config) -> list[str]:
 
     path, side = config.data.path, round((config.model.max_image_pixels or ASSUMED_IMAGE) ** 0.5)
     lines = [
-        f"assumed   trajectories of {config.rollout.max_tokens} tokens in micro-batches of {config.train.tokens_per_micro_batch}; with "
-        f"images, one of {side} x {side} pixels in each prompt and after each turn but the last"
+        f"assumed   trajectories of {config.rollout.max_tokens} tokens in micro-batches of {config.train.tokens_per_micro_batch}; "
+        f"with images, one of {side} x {side} pixels in each prompt and after each turn but the last"
     ]
     if path is not None and not Path(path).exists():
         lines.append(f"          {path} is not here; a plan does not need it")

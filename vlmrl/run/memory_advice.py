@@ -25,7 +25,8 @@ class Change:
 def suggestions(config: Config, ranks: int, gpu: Gpu, sizes_of: SizesOf) -> list[str]:
     """Lines for a run that does not fit: single changes after which it does; or else several together."""
     plan = _planner(ranks, gpu, sizes_of)
-    changes = list(changes_of(config, ranks))
+    shape = sizes_of(config).shape
+    changes = list(changes_of(config, ranks, experts=shape is not None and shape.experts_per_token > 0))
     fitting = [
         (change, found) for change in changes if (found := plan(change.apply(config))) is not None and found.fits
     ]
@@ -34,7 +35,7 @@ def suggestions(config: Config, ranks: int, gpu: Gpu, sizes_of: SizesOf) -> list
     return _together(config, changes, plan)
 
 
-def changes_of(config: Config, ranks: int) -> Iterator[Change]:
+def changes_of(config: Config, ranks: int, *, experts: bool) -> Iterator[Change]:
     """What reduces memory, from the cheapest change to the one that changes the run most."""
     if config.train.gradient_checkpointing is False:
         yield Change(
@@ -56,14 +57,10 @@ def changes_of(config: Config, ranks: int) -> Iterator[Change]:
         yield Change(
             "--model.freeze vision_tower", lambda c: replace(c, model=replace(c.model, freeze=("vision_tower",)))
         )
-        yield Change(
-            "--model.lora.rank 32", lambda c: replace(c, model=replace(c.model, lora=Lora(rank=32), freeze=()))
-        )
-        targets = " ".join(ATTENTION)
-        yield Change(
-            f"--model.lora.rank 32 --model.lora.targets {targets}",
-            lambda c: replace(c, model=replace(c.model, lora=Lora(rank=32, targets=ATTENTION), freeze=())),
-        )
+        targets = ATTENTION if experts else ()  # fused experts cannot have adapters
+        named = f" --model.lora.targets {' '.join(targets)}" if targets else ""
+        lora = Lora(rank=32, targets=targets)
+        yield Change(f"--model.lora.rank 32{named}", lambda c: replace(c, model=replace(c.model, lora=lora, freeze=())))
     known = cluster.gpus if cluster.on else ranks
     for gpus in (2, 4, 8, 16, 32):
         if gpus > known:
@@ -120,4 +117,5 @@ def _with_tp(tp: int) -> Callable[[Config], Config]:
 
 
 def _peak(plan: MemoryPlan) -> str:
-    return f"{plan.peak / GIB:.1f} GiB on the fullest GPU"
+    cache = f", {plan.cache / GIB:.1f} GiB of KV cache in the rollout" if plan.cache else ""
+    return f"{plan.training_peak / GIB:.1f} GiB in training{cache}"

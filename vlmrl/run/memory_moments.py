@@ -98,7 +98,7 @@ def moments_of(
 
 
 def micro_batch_size(config: Config, shape: ModelShape) -> MicroBatchSize:
-    """The largest micro-batch: full of the longest trajectories, each with one image in its prompt and one after each turn but the last."""
+    """The largest micro-batch: full of the longest trajectories, with an image in the prompt and one after each turn but the last."""
     rollout = config.rollout
     tokens = max(config.train.tokens_per_micro_batch, rollout.max_tokens)
     prompt = min(config.data.max_prompt_tokens or rollout.max_tokens // 4, rollout.max_tokens - 1)

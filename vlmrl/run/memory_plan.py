@@ -109,6 +109,16 @@ class MemoryPlan:
         return max((sum(parts.values()) for parts in self.moments.values()), default=0.0)
 
     @property
+    def training_peak(self) -> float:
+        """Bytes at the fullest moment other than the rollout, whose KV cache takes what is left."""
+        return max((sum(parts.values()) for name, parts in self.moments.items() if name != "rollout"), default=0.0)
+
+    @property
+    def cache(self) -> float:
+        """Bytes of the KV cache on a GPU with a trainer rank."""
+        return sum(size for part, size in self.moments.get("rollout", {}).items() if "KV cache" in part)
+
+    @property
     def fits(self) -> bool:
         """Whether every moment fits the GPU."""
         return self.gpu is None or self.peak <= self.gpu.memory
@@ -140,10 +150,9 @@ class MemoryPlan:
 
     def _cache_line(self) -> list[str]:
         """How the KV cache was chosen, if there is one beside the trainer."""
-        planned = sum(size for part, size in self.moments.get("rollout", {}).items() if "KV cache" in part)
-        if not planned:
+        if not self.cache:
             return []
-        if planned >= self.longest_cache:
+        if self.cache >= self.longest_cache:
             return ["          the KV cache holds all trajectories in progress at their longest"]
         return [
             f"          the KV cache is what is left; all trajectories in progress at their longest would take "
@@ -171,12 +180,13 @@ def server_memory_fraction(config: Config, sizes: Sizes, gpu_bytes: float) -> fl
         ValueError: weights and the smallest useful KV cache do not fit.
     """
     weights, cache = _served(config, sizes)
+    least = min(cache, max(LEAST_CACHE, cache / _trajectories(config)))
     most = _server_share(config, gpu_bytes)
-    if weights + min(cache, LEAST_CACHE) > most * gpu_bytes:
+    if weights + least > most * gpu_bytes:
         raise ValueError(
             f"a server on a GPU of {_gigabytes(gpu_bytes)} has {_gigabytes(most * gpu_bytes)} for its weights and KV cache, but "
-            f"the weights alone are {_gigabytes(weights)}: set {config.engine}.tp to divide them over more GPUs, or place servers on GPUs "
-            "of their own (cluster.colocate False)."
+            f"the weights alone are {_gigabytes(weights)}: set {config.engine}.tp to divide them over more GPUs, or place servers "
+            "on GPUs of their own (cluster.colocate False)."
         )
     return min(most, (1.02 * cache + weights) / gpu_bytes)
 
@@ -222,15 +232,16 @@ def _moments(
         copies=copies,
     )
     weights, cache = _served(config, sizes)
+    least = min(cache, max(LEAST_CACHE, cache / _trajectories(config)))  # one trajectory at its longest
     engine = {"weights": weights} if copies else {}
     if settings is not None:
         share = _server_share(config, gpu.memory) * gpu.memory - weights
-        engine["KV cache"] = min(1.02 * cache, max(share, LEAST_CACHE))
+        engine["KV cache"] = min(1.02 * cache, max(share, least))
     else:
         static = 0.0 if placement.offloads else sum(size for name, size in trainer.items() if name != "gradients")
         free = gpu.memory - static - sum(engine.values()) - CONTEXT - PREFILL - (NCCL if ranks > 1 else 0)
         limit = getattr(config.rollout, "kv_cache_gib", None)
-        engine["KV cache"] = min(cache, max(free, LEAST_CACHE) if limit is None else limit * GIB)
+        engine["KV cache"] = min(cache, max(free, least) if limit is None else limit * GIB)
     checkpointed = pick_checkpointing(config.train.gradient_checkpointing, torch.device("cuda"))
     return moments_of(
         config, shape, trainer, engine, sizes.trained, sizes.parameters, placement, checkpointed, dtype, gpu.memory
