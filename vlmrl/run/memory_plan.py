@@ -10,7 +10,7 @@ import torch
 
 from vlmrl.config import Config
 from vlmrl.model.families import family_of
-from vlmrl.model.loading import pick_checkpointing, pick_device, pick_dtype, shapes_of
+from vlmrl.model.loading import pick_device, pick_dtype, shapes_of
 from vlmrl.model.policy import layer_kinds
 from vlmrl.run.activations import ModelShape
 from vlmrl.run.gpus import GIB, Gpu, gpu_at_hand
@@ -19,6 +19,7 @@ from vlmrl.run.memory_moments import (
     LEAST_CACHE,
     NCCL,
     PREFILL,
+    ROLLOUT,
     Parts,
     Placement,
     moments_of,
@@ -111,12 +112,12 @@ class MemoryPlan:
     @property
     def training_peak(self) -> float:
         """Bytes at the fullest moment other than the rollout, whose KV cache takes what is left."""
-        return max((sum(parts.values()) for name, parts in self.moments.items() if name != "rollout"), default=0.0)
+        return max((sum(parts.values()) for name, parts in self.moments.items() if name != ROLLOUT), default=0.0)
 
     @property
     def cache(self) -> float:
         """Bytes of the KV cache on a GPU with a trainer rank."""
-        return sum(size for part, size in self.moments.get("rollout", {}).items() if "KV cache" in part)
+        return sum(size for part, size in self.moments.get(ROLLOUT, {}).items() if "KV cache" in part)
 
     @property
     def fits(self) -> bool:
@@ -218,17 +219,13 @@ def _moments(
     copies: bool,
 ) -> dict[str, Parts]:
     cluster, settings = config.resolved_cluster, config.server_settings
-    if cluster.on:
-        together = bool(cluster.colocate)
-    else:
-        together = settings is None or (ranks == 1 and settings.first_gpu == 0)
+    alone = settings is None or (ranks == 1 and settings.first_gpu == 0)
     placement = Placement(
         ranks=ranks,
-        trains=True,
-        engines=0 if config.attached or not together else 1,
+        engine=not config.attached,
         served=settings is not None,
-        tensor_parallel=settings.tp if settings else 1,
-        offloads=config.colocated if cluster.on else settings is not None and ranks == 1,
+        together=bool(cluster.colocate) if cluster.on else alone,
+        offloads=config.colocated if cluster.on else settings is not None and alone,
         copies=copies,
     )
     weights, cache = _served(config, sizes)
@@ -238,14 +235,12 @@ def _moments(
         share = _server_share(config, gpu.memory) * gpu.memory - weights
         engine["KV cache"] = min(1.02 * cache, max(share, least))
     else:
-        static = 0.0 if placement.offloads else sum(size for name, size in trainer.items() if name != "gradients")
+        resident = placement.together and not placement.offloads
+        static = sum(size for name, size in trainer.items() if name != "gradients") if resident else 0.0
         free = gpu.memory - static - sum(engine.values()) - CONTEXT - PREFILL - (NCCL if ranks > 1 else 0)
         limit = getattr(config.rollout, "kv_cache_gib", None)
         engine["KV cache"] = min(cache, max(free, least) if limit is None else limit * GIB)
-    checkpointed = pick_checkpointing(config.train.gradient_checkpointing, torch.device("cuda"))
-    return moments_of(
-        config, shape, trainer, engine, sizes.trained, sizes.parameters, placement, checkpointed, dtype, gpu.memory
-    )
+    return moments_of(config, shape, trainer, engine, sizes.trained, placement, dtype, gpu.memory)
 
 
 def _where(config: Config, device: torch.device, ranks: int) -> str:

@@ -1,6 +1,6 @@
 """The shapes of published Qwen models, so that a plan needs neither their files nor a network.
 
-They are the numbers of the `config.json` in each model's repository on the Hugging Face Hub that decide its parameters and activations.
+They are numbers of the `config.json` in each model's repository on the Hugging Face Hub.
 """
 
 from __future__ import annotations

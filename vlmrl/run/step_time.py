@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from vlmrl.config import Config
 from vlmrl.run.activations import ModelShape
 from vlmrl.run.gpus import Gpu
-from vlmrl.run.memory_moments import micro_batch_size
+from vlmrl.run.memory_moments import ROLLOUT, micro_batch_size
 from vlmrl.run.memory_plan import MemoryPlan, Sizes
 
 COMPUTE = 0.4
@@ -59,9 +59,7 @@ def estimate_step(config: Config, plan: MemoryPlan, gpu: Gpu) -> dict[str, float
     scores = (config.train.steps_per_batch > 1) + bool(algo.kl_coef)
     if scores:
         parts["logprobs before the step and of the reference"] = scores * forward
-    again = (
-        1.0 if any("recomputed layer" in moment for moment in plan.moments.values()) and _checkpoints(config) else 0.0
-    )
+    again = float(config.train.gradient_checkpointing is not False)
     backward = 1.0 if config.model.lora.rank else 2.0  # frozen weights need no gradient of their own
     parts["forward and backward"] = (1 + backward + again) * forward
     trained = sizes.trained / plan.ranks
@@ -105,9 +103,7 @@ def _rollout(config: Config, plan: MemoryPlan, gpu: Gpu, work: StepWork) -> dict
 def _that_fit(config: Config, plan: MemoryPlan, work: StepWork, tp: int) -> float:
     """Trajectories at full length in the planned KV cache."""
     each = (work.prompt + work.replies) * plan.sizes.cached * plan.dtype.itemsize / tp
-    rollout = plan.moments.get("rollout", {})
-    cache = sum(size for name, size in rollout.items() if "KV cache" in name)
-    return max(1.0, cache / each) if cache else float("inf")
+    return max(1.0, plan.cache / each) if plan.cache else float("inf")
 
 
 def _between(config: Config, plan: MemoryPlan, gpu: Gpu) -> dict[str, float]:
@@ -116,15 +112,11 @@ def _between(config: Config, plan: MemoryPlan, gpu: Gpu) -> dict[str, float]:
     if "weight update" in plan.moments:
         link = gpu.link if plan.ranks > 1 else gpu.bandwidth / 2  # on the same GPU: read and written once
         parts["weight update"] = plan.dtype.itemsize * plan.sizes.parameters / link
-    offloads = "rollout" in plan.moments and not any("trainer's" in name for name in plan.moments["rollout"])
-    if offloads:
+    rollout = plan.moments.get(ROLLOUT, {})
+    if config.resolved_cluster.colocate and rollout and not any("trainer's" in name for name in rollout):
         static = sum(size for name, size in plan.trainer.items() if name != "gradients")
         parts["offload and onload"] = 2 * static / HOST_LINK
     return parts
-
-
-def _checkpoints(config: Config) -> bool:
-    return config.train.gradient_checkpointing is not False
 
 
 def describe_estimate(parts: dict[str, float], sizes: Sizes) -> list[str]:
