@@ -141,7 +141,7 @@ def _tokens(hf_config: Any, image: MediaItem | None, count: int, salt: int) -> l
 
 def _image(hf_config: Any, name: str, side: int) -> MediaItem:
     vision = hf_config.vision_config
-    patches = side // vision.patch_size
+    patches = side // (vision.patch_size * vision.spatial_merge_size) * vision.spatial_merge_size
     channels = getattr(vision, "in_channels", None) or vision.in_chans
     width = channels * vision.temporal_patch_size * vision.patch_size**2
     inputs = {
