@@ -1,6 +1,7 @@
 """The policy of several ranks: its shapes are sharded on the meta device, then filled by rank 0, one weight at a time.
 
-A rank's GPU holds its shards and one whole weight. Only rank 0's process reads the checkpoint, in the checkpoint's own dtype.
+A rank's GPU holds its shards and its part of one weight, rank 0's all of it. Only rank 0's process reads the checkpoint, in the
+checkpoint's own dtype.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from vlmrl.config import Model
 from vlmrl.model.loading import draw_adapters, pick_checkpointing, pick_device, pick_dtype, read_weights, shapes_of
@@ -63,16 +64,24 @@ def _source(config: Model, cache_dir: Path, seed: int) -> Source:
 def _fill(policy: Policy, source: Source | None) -> None:
     """Copy every weight and buffer of rank 0's ``source`` into ``policy``. ``None``: this is another rank."""
     for name, weight in policy.model.named_parameters():
-        assert isinstance(weight, DTensor), name
-        whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-        if source is not None:
-            whole.copy_(source(name))
-        part = distribute_tensor(whole, weight.device_mesh, weight.placements)
-        weight.to_local().copy_(part.to_local())
+        assert isinstance(weight, DTensor) and weight.placements == (Shard(0),), name
+        _scatter(None if source is None else source(name), weight)
     for name, buffer in policy.model.named_buffers():
         if source is not None:
             buffer.copy_(source(name))
         dist.broadcast(buffer, src=0)
+
+
+def _scatter(whole: torch.Tensor | None, into: DTensor) -> None:
+    """Send each rank its rows of rank 0's ``whole``: the first ranks get equally many, the last ones may get fewer or none."""
+    rows, shard = -(-into.shape[0] // dist.get_world_size()), into.to_local()
+    received, parts = shard.new_empty(rows, *into.shape[1:]), None
+    if whole is not None:
+        padded = shard.new_empty(rows * dist.get_world_size(), *into.shape[1:])
+        padded[: len(whole)] = whole
+        parts = list(padded.split(rows))
+    dist.scatter(received, parts, src=0)
+    shard.copy_(received[: len(shard)])
 
 
 def _in_float32(config: Model) -> Model:
