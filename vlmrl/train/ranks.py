@@ -50,7 +50,9 @@ class MetricAccumulator:
     """
 
     def __init__(self) -> None:
-        self._values: dict[str, list[torch.Tensor]] = defaultdict(list)  # scalars; a GPU's are read at the end, all at once
+        self._values: dict[str, list[torch.Tensor]] = defaultdict(
+            list
+        )  # scalars; a GPU's are read at the end, all at once
 
     def add(self, name: str, value: torch.Tensor, mask: torch.Tensor) -> None:
         """``value`` is per token ``[rows, length]``, or a scalar for the micro-batch; ``mask`` is 1 for trained tokens."""
