@@ -162,23 +162,3 @@ assert products == [torch.float32] * 3
 assert hidden.grad.dtype == head.grad.dtype == bias.grad.dtype == torch.bfloat16
 assert torch.cuda.max_memory_allocated() - before < 4 * 2**29 + 2**28  # of all logits it would be 3 x 580 MiB, and copies
 """)
-
-
-def test_adapters_touch_no_other_gpu(simulated_gpu, tmp_path):
-    """Drawing them saved and restored the random state of every GPU, so that a rank had a context on each."""
-    simulated_gpu.run(
-        """
-import sys
-from pathlib import Path
-from testing.gpu_sim import device_counts
-from vlmrl.config import Lora, Model
-from vlmrl.model.loading import load_model
-
-model = Model(path="tiny:qwen3_vl", device="cuda:1", lora=Lora(rank=4))
-assert load_model(model, Path(sys.argv[1]), seed=0).policy.device.index == 1
-assert device_counts(1)["contexts"] == 1
-assert device_counts(0)["contexts"] == device_counts(0)["mallocs"] == 0, device_counts(0)
-""",
-        tmp_path,
-        devices=2,
-    )

@@ -161,7 +161,7 @@ def _random(auto: Any, hf_config: Any, dtype: torch.dtype) -> Any:
 
 
 def _adapt(model: Any, lora: Lora, seed: int) -> None:
-    with torch.random.fork_rng(devices=[]):  # peft draws on the CPU; by default every GPU would get a context
+    with torch.random.fork_rng(devices=[]):  # peft draws on the CPU; with several GPUs torch warns otherwise
         torch.manual_seed(seed)  # all ranks must draw the same weights
         add_lora(model, lora)
 
