@@ -38,12 +38,18 @@ class SimulatedGpu:
     folder: Path
 
     def environment(
-        self, *, devices: int = 1, memory: int = H100, contents: bool = False, nccl_hangs: bool = False
+        self,
+        *,
+        devices: int = 1,
+        memory: int = H100,
+        contents: bool = False,
+        nccl_hangs: bool = False,
+        forbidden: int = -1,
     ) -> dict[str, str]:
         """The environment of a process that sees ``devices`` GPUs of ``memory`` bytes.
 
         ``contents``: copies to and from a GPU move bytes; otherwise everything read from a GPU is zero. ``nccl_hangs``: collectives
-        end only when their group is aborted.
+        end only when their group is aborted. ``forbidden``: a device that the process must not touch; it aborts with a traceback.
         """
         settings = {
             "LD_PRELOAD": str(self.library),
@@ -52,6 +58,8 @@ class SimulatedGpu:
             "SIMULATED_CUDA_MEMORY": str(memory),
             "SIMULATED_CUDA_CONTENTS": str(int(contents)),
             "SIMULATED_NCCL_HANGS": str(int(nccl_hangs)),
+            "SIMULATED_CUDA_FORBIDDEN": str(forbidden),
+            "PYTHONFAULTHANDLER": "1",
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
             "TRITON_CACHE_DIR": str(self.folder / "triton"),
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
@@ -70,6 +78,7 @@ class SimulatedGpu:
         memory: int = H100,
         contents: bool = False,
         nccl_hangs: bool = False,
+        forbidden: int = -1,
         timeout: float = 600,
         env: dict[str, str] | None = None,
         check: bool = True,
@@ -79,7 +88,9 @@ class SimulatedGpu:
         With ``check``, a script that fails raises AssertionError with its output.
         """
         command = [str(script)] if isinstance(script, Path) else ["-c", script]
-        settings = self.environment(devices=devices, memory=memory, contents=contents, nccl_hangs=nccl_hangs)
+        settings = self.environment(
+            devices=devices, memory=memory, contents=contents, nccl_hangs=nccl_hangs, forbidden=forbidden
+        )
         done = subprocess.run(
             [sys.executable, *command, *map(str, args)],
             env=settings | (env or {}),
