@@ -64,11 +64,11 @@ class MetricAccumulator:
 
     def result(self, tokens: float, ranks: Ranks, device: torch.device) -> dict[str, float]:
         """The metrics over the ``tokens`` trained tokens of all ranks. Every rank must have added the same names."""
-        read = self._read()
+        read, where = self._read(), device if ranks.size > 1 else torch.device("cpu")
         maxima = {name: max(-torch.inf, *values) for name, values in read.items() if name.endswith("max")}
         sums = {name: sum(values) for name, values in read.items() if name not in maxima}
-        summed = ranks.sum(torch.tensor(list(sums.values()), dtype=torch.float64, device=device))
-        largest = ranks.max(torch.tensor(list(maxima.values()), dtype=torch.float64, device=device))
+        summed = ranks.sum(torch.tensor(list(sums.values()), dtype=torch.float64, device=where))
+        largest = ranks.max(torch.tensor(list(maxima.values()), dtype=torch.float64, device=where))
         means = (summed / max(1.0, tokens)).tolist()
         return dict(zip(sums, means, strict=True)) | dict(zip(maxima, largest.tolist(), strict=True))
 
