@@ -1,0 +1,167 @@
+"""The memory of one GPU at each moment of a step: rollout, forward and backward, optimizer step, weight update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vlmrl.config import Config
+from vlmrl.model.loading import pick_checkpointing
+from vlmrl.run.activations import Gradients, MicroBatchSize, ModelShape, micro_batch_memory
+from vlmrl.run.gpus import GIB
+
+Parts = dict[str, float]
+ROLLOUT = "rollout"
+
+CONTEXT = 0.6 * GIB
+"""Of each process that uses the GPU: the CUDA context, kernels, workspaces of cuBLAS. An assumption until it is measured."""
+NCCL = 1.0 * GIB
+"""Buffers of the collectives of several ranks. An assumption until it is measured."""
+FRAGMENTED_LEAST, FRAGMENTED_SHARE = 2.0 * GIB, 0.04
+"""What the caching allocator holds and no tensor uses: 0.6 to 2.2 GiB beside 2 to 59 GiB of activations on a simulated GPU."""
+ASSUMED_IMAGE = 512 * 512
+"""Pixels of an image where `model.max_image_pixels` does not say."""
+PREFILL = 2.0 * GIB
+"""What the embedded engine computes prompts with. An assumption until it is measured."""
+LEAST_CACHE = 1.0 * GIB
+"""KV cache below which an engine is not worth starting."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How trainer and engine share the run's GPUs."""
+
+    ranks: int
+    """Trainer ranks over which the trainer is sharded."""
+    engine: bool
+    """The run has engines of its own; False: servers that run already, elsewhere."""
+    served: bool
+    """The engine is a server, a process of its own."""
+    together: bool
+    """Engine and trainer are on the same GPUs."""
+    offloads: bool
+    """Each gives its memory back while the other works. A server keeps its weights."""
+    copies: bool
+    """The engine has its own copy of the weights."""
+
+
+def moments_of(
+    config: Config,
+    shape: ModelShape,
+    trainer: Parts,
+    engine: Parts,
+    trained: int,
+    placement: Placement,
+    dtype: torch.dtype,
+    memory: float,
+) -> dict[str, Parts]:
+    """The parts on a GPU of ``memory`` bytes at each moment, in bytes. The rollout is on the engine's GPU.
+
+    ``trainer`` and ``engine``: what stays from step to step on a GPU. ``trained``: parameters, on all ranks.
+    """
+    static = {name: size for name, size in trainer.items() if name != "gradients"}
+    sleeping = _asleep(engine, placement, memory)
+    moments: dict[str, Parts] = {}
+    if placement.engine:
+        resident = static if placement.together and not placement.offloads else {}
+        moments[ROLLOUT] = _awake(engine, placement, memory) | {
+            f"trainer's {name}": resident[name] for name in resident
+        }
+    working = micro_batch_memory(shape, micro_batch_size(config, shape), _gradients(config))
+    working |= _gathered(shape, placement.ranks > 1, dtype)
+    gradients = {"gradients": trainer["gradients"]}
+    moments["forward and backward"] = static | gradients | working | sleeping
+    moments["optimizer step"] = static | {"optimizer state": 8.0 * trained / placement.ranks} | gradients | sleeping
+    if placement.engine and placement.copies:
+        bucket = config.server_settings.bucket_mb * 2.0**20 if config.server_settings else 0.0
+        weights = {"weights": static["weights"]} if placement.offloads else static
+        moments["weight update"] = weights | {"bucket": bucket} | sleeping
+    for name, parts in moments.items():
+        busy = sum(working.values()) if name == "forward and backward" else 0.0
+        parts |= _reserve(busy, placement.ranks > 1)
+    return moments
+
+
+def _gradients(config: Config) -> Gradients:
+    lora, frozen = config.model.lora, set(config.model.freeze)
+    return Gradients(
+        checkpointed=pick_checkpointing(config.train.gradient_checkpointing, torch.device("cuda")),
+        head=not lora.rank and "language_model" not in frozen,
+        vision=lora.vision if lora.rank else "vision_tower" not in frozen,
+        adapted=bool(lora.rank),
+    )
+
+
+def micro_batch_size(config: Config, shape: ModelShape) -> MicroBatchSize:
+    """The largest micro-batch: full of the longest trajectories, with an image in the prompt and one after each turn but the last."""
+    rollout = config.rollout
+    tokens = max(config.train.tokens_per_micro_batch, rollout.max_tokens)
+    prompt = min(config.data.max_prompt_tokens or rollout.max_tokens // 4, rollout.max_tokens - 1)
+    if shape.vision is None:
+        return MicroBatchSize(tokens, tokens - prompt)
+    image = -(-(config.model.max_image_pixels or ASSUMED_IMAGE) // shape.vision.pixels_per_token)
+    rows = -(-(tokens - prompt) // (rollout.max_tokens - prompt))
+    images = min(1 + rows * (rollout.max_turns - 1), tokens // image)
+    observed = rows * (rollout.max_turns - 1) * image
+    return MicroBatchSize(tokens, max(1, tokens - prompt - observed), images * image * shape.vision.patches_per_token)
+
+
+def server_runtime(memory: float) -> float:
+    """What SGLang keeps free for activations and CUDA graphs, beside weights and KV cache: its own estimate by the size of the GPU.
+
+    Source: SGLang 0.5.23, srt/arg_groups/memory_hook.py: 512 MiB, 1.5 MiB for each token of a prefill chunk, 2 MiB for each sequence
+    of the largest graph; on GPUs over 60 GiB at least 10 GiB.
+    """
+    gib = memory / GIB
+    chunk, graph = next(
+        (chunk, graph)
+        for limit, chunk, graph in (
+            (20, 2048, 8),
+            (35, 4096, 48),
+            (60, 4096, 32),
+            (160, 8192, 256),
+            (float("inf"), 16384, 512),
+        )
+        if gib < limit
+    )
+    estimate = (512 + 1.5 * chunk + 2 * graph) * 2**20
+    return max(estimate, 10 * GIB) if gib > 60 else estimate
+
+
+def server_graphs(memory: float) -> float:
+    """What a sleeping server keeps of :func:`server_runtime`: its CUDA graphs."""
+    return (0.5 * GIB) if memory < 60 * GIB else 1.0 * GIB
+
+
+def _awake(engine: Parts, placement: Placement, memory: float) -> Parts:
+    if not placement.served:
+        own = {f"engine's {name}" if name == "weights" else name: size for name, size in engine.items()}
+        return own | {"engine's activations": PREFILL}
+    context = CONTEXT if placement.together else 0.0  # beside the trainer's, which is in the reserve
+    parts = {f"server's {name}": size for name, size in engine.items()}
+    return parts | {"server's activations and graphs": server_runtime(memory) + context}
+
+
+def _asleep(engine: Parts, placement: Placement, memory: float) -> Parts:
+    """What the engine keeps on a trainer's GPU while the trainer works. A sleeping server has released its KV cache alone."""
+    if not placement.engine or not placement.together:
+        return {}
+    if placement.served:
+        return {"server's weights": engine["weights"], "server's graphs": server_graphs(memory) + CONTEXT}
+    return {"engine's weights": engine["weights"]} if placement.copies and not placement.offloads else {}
+
+
+def _gathered(shape: ModelShape, sharded: bool, dtype: torch.dtype) -> Parts:
+    """FSDP2's buffers: the root and two layers in the compute dtype, one in use and one on its way, and one layer's gradient in it and
+    in float32, in which gradients are reduced."""
+    if not sharded:
+        return {}
+    gathered = dtype.itemsize * (shape.outside_layers + 2 * shape.largest_layer)
+    return {"gathered layers": gathered + (dtype.itemsize + 4.0) * shape.largest_layer}
+
+
+def _reserve(working: float, sharded: bool) -> Parts:
+    """CUDA context, NCCL, and the allocator's fragmentation for ``working`` bytes of activations."""
+    fragmented = max(FRAGMENTED_LEAST, FRAGMENTED_SHARE * working) if working else 0.0
+    return {"reserve": CONTEXT + fragmented + (NCCL if sharded else 0.0)}
