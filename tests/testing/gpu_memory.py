@@ -28,7 +28,9 @@ class GpuMemory:
         assert name not in self.taken, f"{name} is allocated twice"
         if size > self.free:
             parts = ", ".join(f"{part} {used / GIB:.1f}" for part, used in self.taken.items())
-            raise OutOfGpuMemory(f"{name} needs {size / GIB:.1f} GiB, but {self.free / GIB:.1f} are free beside {parts}")
+            raise OutOfGpuMemory(
+                f"{name} needs {size / GIB:.1f} GiB, but {self.free / GIB:.1f} are free beside {parts}"
+            )
         self.taken[name] = size
         if sum(self.taken.values()) > self.peak:
             self.peak, self.peak_of = sum(self.taken.values()), dict(self.taken)

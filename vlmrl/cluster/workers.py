@@ -69,9 +69,7 @@ class RankWorker:
         if self._ranks.size > 1:
             size, rank = self._ranks.size, self._ranks.rank
             store = self._store or TCPStore(address, port, size, False, COLLECTIVE)
-            dist.init_process_group(
-                backend_of(device), store=store, rank=rank, world_size=size, timeout=COLLECTIVE
-            )
+            dist.init_process_group(backend_of(device), store=store, rank=rank, world_size=size, timeout=COLLECTIVE)
         self._trainers = Trainers.of(self._config, self._ranks)
         self.memory = TrainerMemory(self._trainers.policy)
         forget_unused()  # the whole model was loaded, of which one shard is left

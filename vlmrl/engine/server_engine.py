@@ -295,7 +295,6 @@ class ServerEngine:
 
         await asyncio.gather(*(call_one(server) for server in servers))
 
-
     async def _require_all(self, call: Call, asleep: bool | None = None) -> None:
         """Call all servers, which do not serve yet. Raises EngineError if one fails."""
         for server in self.servers.all:
@@ -303,7 +302,9 @@ class ServerEngine:
                 await self.servers.call(server, *call, timeout=PAUSE_SECONDS)
             except (*UNREACHED, ServerError) as error:
                 reason = f"{type(error).__name__}: {error}"
-                raise EngineError(f"the server {server.url} failed at {call.path}: {reason}{server.log_tail()}") from error
+                raise EngineError(
+                    f"the server {server.url} failed at {call.path}: {reason}{server.log_tail()}"
+                ) from error
             if asleep is not None:
                 server.asleep = asleep
 
