@@ -153,7 +153,10 @@ class EngineWorker:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # CUDA reads it when it is first used
         model = load_model(config.model, config.models_dir, config.seed)
         record = config.train.replay_routing
-        self._engine = HFEngine(model.policy, model.renderer, keep_kv=keep_kv, record_expert_routing=record)
+        limit = config.rollout.kv_cache_bytes
+        self._engine = HFEngine(
+            model.policy, model.renderer, keep_kv=keep_kv, record_expert_routing=record, kv_cache_bytes=limit
+        )
         self._device = model.policy.device
         self._items: weakref.WeakValueDictionary[str, MediaItem] = weakref.WeakValueDictionary()
         self._shown: dict[str, list[MediaItem]] = {}  # by trajectory: keeps its images alive until its release

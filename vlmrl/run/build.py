@@ -192,7 +192,13 @@ def _build_here(config: Config, ranks: Ranks, model: LoadedModel, keep_kv: bool)
         factory = OffloadedTrainers(trainers, memory) if serving.colocated else trainers
         return Backends(engine=serving.engine, trainers=factory, sender=sender, serving=serving)
     record = config.train.replay_routing
-    engine = HFEngine(model.policy, model.renderer, keep_kv=keep_kv, record_expert_routing=record)
+    engine = HFEngine(
+        model.policy,
+        model.renderer,
+        keep_kv=keep_kv,
+        record_expert_routing=record,
+        kv_cache_bytes=config.rollout.kv_cache_bytes,
+    )
     return Backends(engine=engine, trainers=trainers, sender=sender)
 
 
