@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from vlmrl.model import tree_attention
+from vlmrl.model import patch_embedding, tree_attention
 from vlmrl.model.expert_routing import ExpertRouters
 from vlmrl.model.families import family_of
 from vlmrl.model.families.base import WHY_NOT_PACKED, ImageFeatures
@@ -45,6 +45,7 @@ class Policy(nn.Module):
         _check_attention(model.config)
         _check_dropout(model)
         tree_attention.install(model)
+        patch_embedding.install(model)
 
     @property
     def device(self) -> torch.device:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from vlmrl.config import Config
 from vlmrl.model.families import family_of
-from vlmrl.model.loading import pick_device, pick_dtype, shapes_of
+from vlmrl.model.loading import pick_checkpointing, pick_device, pick_dtype, shapes_of
 from vlmrl.model.policy import layer_kinds
+from vlmrl.run.activations import ModelShape
+from vlmrl.run.gpus import GIB, Gpu, gpu_at_hand
+from vlmrl.run.memory_moments import (
+    CONTEXT,
+    LEAST_CACHE,
+    PREFILL,
+    Parts,
+    Placement,
+    moments_of,
+    server_runtime,
+)
 from vlmrl.train.ranks import Ranks
 
 
@@ -24,6 +35,8 @@ class Sizes:
     """Trained parameters, adapters included, by the part of the model as `model.freeze` names it; a part without any is left out."""
     cached: int
     """Per token in the KV cache."""
+    shape: ModelShape | None = None
+    """The widths of the model, from which activations are computed. ``None``: they are not planned."""
 
     @property
     def trained(self) -> int:
@@ -42,7 +55,7 @@ class Sizes:
                 part = next((part for part, pattern in parts.items() if re.search(pattern, name)), "other")
                 trained[part] = trained.get(part, 0) + weight.numel()
         total = sum(weight.numel() for weight in weights.values())
-        return cls(total, trained, 2 * layers * text.num_key_value_heads * head)
+        return cls(total, trained, 2 * layers * text.num_key_value_heads * head, ModelShape.of(model))
 
 
 @dataclass(frozen=True)
@@ -58,21 +71,42 @@ class MemoryPlan:
     trainer: dict[str, float]
     engine: dict[str, float]
     """Without weights if the engine shares the trainer's; empty for servers, which manage their own memory."""
+    gpu: Gpu | None = None
+    """The GPU that was planned for; ``None``: CPUs."""
+    moments: dict[str, Parts] = field(default_factory=dict)
+    """The parts on the fullest GPU at each moment of a step, in bytes. Empty without a GPU."""
 
     @classmethod
-    def of(cls, config: Config, sizes: Sizes, ranks: int) -> MemoryPlan:
-        """``ranks``: the trainer ranks that ``torchrun`` started. A cluster starts its own."""
+    def of(cls, config: Config, sizes: Sizes, ranks: int, gpu: Gpu | None = None) -> MemoryPlan:
+        """``ranks``: the trainer ranks that ``torchrun`` started. A cluster starts its own. ``gpu``: plan for this one."""
         cluster = config.resolved_cluster
-        device = torch.device("cuda" if cluster.gpus else "cpu") if cluster.on else pick_device(config.model.device)
+        if gpu is not None:
+            device = torch.device("cuda")
+        else:
+            device = torch.device("cuda" if cluster.gpus else "cpu") if cluster.on else pick_device(config.model.device)
         dtype = pick_dtype(config.model.dtype, device)
         ranks = cluster.num_ranks if cluster.on else ranks
         embedded = config.engine == "embedded"
+        copies = not embedded or cluster.on or ranks > 1 or bool(config.train.max_staleness)
         engine = _cache(config, sizes, dtype) if embedded else {}
         placed_elsewhere = cluster.on and not embedded
         if not placed_elsewhere and (cluster.on or ranks > 1 or (config.train.max_staleness and embedded)):
             engine = {"weights": dtype.itemsize * sizes.parameters, **engine}
         trainer = _trainer(config, sizes, ranks, dtype)
-        return cls(config.model.path, _where(config, device, ranks), ranks, dtype, sizes, trainer, engine)
+        moments: dict[str, Parts] = {}
+        if gpu is not None and sizes.shape is not None:
+            moments = _moments(config, sizes, sizes.shape, ranks, trainer, dtype, gpu, copies)
+        return cls(config.model.path, _where(config, device, ranks), ranks, dtype, sizes, trainer, engine, gpu, moments)
+
+    @property
+    def peak(self) -> float:
+        """Bytes on the fullest GPU at its fullest moment."""
+        return max((sum(parts.values()) for parts in self.moments.values()), default=0.0)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every moment fits the GPU."""
+        return self.gpu is None or self.peak <= self.gpu.memory
 
     def __str__(self) -> str:
         parameters, trained = _count(self.sizes.parameters), _count(self.sizes.trained)
@@ -82,14 +116,106 @@ class MemoryPlan:
         lines = [
             f"model     {self.model}, {parameters} parameters, of which {trained} are trained ({parts}); {dtype}",
             f"placement {self.where}",
-            f"memory    {each}: {_sizes_of(self.trainer)}, beside activations",
         ]
+        if self.moments:
+            return "\n".join([*lines, *self._table()])
+        lines.append(f"memory    {each}: {_sizes_of(self.trainer)}, beside activations")
         return "\n".join(lines + ([f"          engine: {_sizes_of(self.engine)}"] if self.engine else []))
+
+    def _table(self) -> list[str]:
+        """A line for each moment: its total, and its parts from the largest."""
+        assert self.gpu is not None
+        lines = [f"memory    of {self.gpu.name}, {_gigabytes(self.gpu.memory)}, computed for the longest trajectories:"]
+        for name, parts in self.moments.items():
+            total, listed = sum(parts.values()), sorted(parts.items(), key=lambda item: -item[1])
+            each = ", ".join(f"{part} {_gigabytes(size)}" for part, size in listed if size >= 2**20)
+            verdict = "" if total <= self.gpu.memory else " (does not fit)"
+            lines.append(f"          {name}: {_gigabytes(total)}{verdict} = {each}")
+        return lines
 
 
 def plan_memory(config: Config, ranks: Ranks) -> MemoryPlan:
-    """The plan of a config. It needs only the shapes of the model's weights."""
-    return MemoryPlan.of(config, Sizes.of(shapes_of(config.model, config.models_dir)), ranks.size)
+    """The plan of a config on the GPU at hand, or on CPUs. It needs only the shapes of the model's weights."""
+    cluster = config.resolved_cluster
+    on_gpu = bool(cluster.gpus) if cluster.on else pick_device(config.model.device).type == "cuda"
+    sizes = Sizes.of(shapes_of(config.model, config.models_dir))
+    return MemoryPlan.of(config, sizes, ranks.size, gpu_at_hand() if on_gpu else None)
+
+
+def server_memory_fraction(config: Config, sizes: Sizes, gpu_bytes: float) -> float:
+    """The share of a GPU of ``gpu_bytes`` that a colocated server may use for its weights and KV cache.
+
+    It leaves room for what the server computes with, and for the offloaded trainer's context. It is no more than the longest
+    trajectories need. SGLang takes `mem-fraction-static` of the memory that is free when it starts (srt/mem_cache/
+    kv_cache_configurator.py): of less than ``gpu_bytes``, so that the server uses at most this share. A sleeping server releases its
+    KV cache alone; the plan counts its weights and CUDA graphs beside the trainer.
+
+    Raises:
+        ValueError: weights and the smallest useful KV cache do not fit.
+    """
+    weights, cache = _served(config, sizes)
+    most = _server_share(gpu_bytes)
+    if weights + min(cache, LEAST_CACHE) > most * gpu_bytes:
+        raise ValueError(
+            f"a server on a GPU of {_gigabytes(gpu_bytes)} has {_gigabytes(most * gpu_bytes)} for its weights and KV cache, but "
+            f"the weights alone are {_gigabytes(weights)}: set {config.engine}.tp to divide them over more GPUs, or place servers on GPUs "
+            "of their own (cluster.colocate False)."
+        )
+    return min(most, (1.02 * cache + weights) / gpu_bytes)
+
+
+def _server_share(gpu_bytes: float) -> float:
+    """What activations, CUDA graphs and the contexts of server and trainer leave of a GPU."""
+    return max(0.0, 1 - (server_runtime(gpu_bytes) + 2 * CONTEXT) / gpu_bytes)
+
+
+def _served(config: Config, sizes: Sizes) -> tuple[float, float]:
+    """Bytes on each GPU of a server: its weights, and the KV cache of its share of the longest trajectories."""
+    settings = config.server_settings
+    tp = 1 if settings is None else settings.tp
+    dtype = pick_dtype(config.model.dtype, torch.device("cuda"))
+    cache = _trajectories(config) * config.rollout.max_tokens * sizes.cached * dtype.itemsize
+    return dtype.itemsize * sizes.parameters / tp, cache / tp
+
+
+def _moments(
+    config: Config,
+    sizes: Sizes,
+    shape: ModelShape,
+    ranks: int,
+    trainer: Parts,
+    dtype: torch.dtype,
+    gpu: Gpu,
+    copies: bool,
+) -> dict[str, Parts]:
+    cluster, settings = config.resolved_cluster, config.server_settings
+    if cluster.on:
+        together = bool(cluster.colocate)
+    else:
+        together = settings is None or (ranks == 1 and settings.first_gpu == 0)
+    placement = Placement(
+        ranks=ranks,
+        trains=True,
+        engines=0 if config.attached or not together else 1,
+        served=settings is not None,
+        tensor_parallel=settings.tp if settings else 1,
+        offloads=config.colocated if cluster.on else settings is not None and ranks == 1,
+        copies=copies,
+    )
+    weights, cache = _served(config, sizes)
+    engine = {"weights": weights} if copies else {}
+    if settings is not None:
+        share = _server_share(gpu.memory) * gpu.memory - weights
+        engine["KV cache"] = min(1.02 * cache, max(share, LEAST_CACHE))
+    else:
+        static = 0.0 if placement.offloads else sum(size for name, size in trainer.items() if name != "gradients")
+        free = gpu.memory - static - sum(engine.values()) - 2 * CONTEXT - PREFILL
+        limit = getattr(config.rollout, "kv_cache_gib", None)
+        engine["KV cache"] = min(cache, max(free, LEAST_CACHE) if limit is None else limit * GIB)
+    checkpointed = pick_checkpointing(config.train.gradient_checkpointing, torch.device("cuda"))
+    return moments_of(
+        config, shape, trainer, engine, sizes.trained, sizes.parameters, placement, checkpointed, dtype, gpu.memory
+    )
 
 
 def _where(config: Config, device: torch.device, ranks: int) -> str:
@@ -131,11 +257,15 @@ def _trainer(config: Config, sizes: Sizes, ranks: int, dtype: torch.dtype) -> di
 
 def _cache(config: Config, sizes: Sizes, dtype: torch.dtype) -> dict[str, float]:
     """The largest KV cache of one engine: every trajectory at its full length."""
-    rollout = config.rollout
+    return {"KV cache at most": _trajectories(config) * config.rollout.max_tokens * sizes.cached * dtype.itemsize}
+
+
+def _trajectories(config: Config) -> float:
+    """The most trajectories in progress on one engine or server."""
+    rollout, settings = config.rollout, config.server_settings
     started = config.train.groups_per_batch * rollout.group_size * rollout.over_sampling
-    engines = config.resolved_cluster.num_engines if config.cluster.on else 1
-    trajectories = min(rollout.max_concurrent, started) / engines
-    return {"KV cache at most": trajectories * rollout.max_tokens * sizes.cached * dtype.itemsize}
+    engines = config.resolved_cluster.num_engines if config.cluster.on else settings.servers if settings else 1
+    return min(rollout.max_concurrent, started) / engines
 
 
 def _sizes_of(parts: dict[str, float]) -> str:

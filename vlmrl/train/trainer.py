@@ -31,7 +31,7 @@ from vlmrl.train.checkpoint import (
     save_tensors,
     saved_names,
 )
-from vlmrl.train.master_weights import MasterWeights, move_state
+from vlmrl.train.master_weights import MasterWeights, make_optimizer, move_state
 from vlmrl.train.packing import Layout, MicroBatchPlan, count_unrecorded_experts, pack, per_token, split
 from vlmrl.train.ranks import MetricAccumulator, Ranks
 from vlmrl.types import MicroBatch, Sample
@@ -96,9 +96,7 @@ class Trainer:
         self._layout = _layout(policy, spec.share_prefixes)
         self._replay_routing = spec.replay_routing and policy.routing is not None
         self._weights = MasterWeights(policy)
-        self.optimizer = torch.optim.AdamW(
-            self._weights.parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
-        )
+        self.optimizer = make_optimizer(self._weights.parameters, optim, policy.device)
 
     def step(self, samples: Sequence[Sample]) -> StepOutput:
         """Train once on each sample, with one optimizer step for each ``groups_per_step`` groups.

@@ -1,0 +1,197 @@
+"""The memory of a micro-batch: activations, logits and image features, from the model's shape.
+
+Each factor counts the bytes per token that autograd keeps for the operations of transformers' layers in bfloat16. A tensor of the
+layer's width H in bfloat16 is 2H, in float32 4H. The test compares the sums with the allocator of a simulated GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from vlmrl.model.families import family_of
+from vlmrl.model.head import LOGITS_ON_GPU
+from vlmrl.model.policy import layer_kinds
+
+
+@dataclass(frozen=True)
+class VisionShape:
+    """A vision tower: ``depth`` blocks of ``hidden`` and ``intermediate`` width over patches of ``pixels`` numbers."""
+
+    depth: int
+    hidden: int
+    intermediate: int
+    pixels: int
+    outputs: int
+    """Projectors: the last one and those of deepstack levels."""
+    patches_per_token: int
+    pixels_per_token: int
+    """Pixels of the image for one token of the decoder."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The widths of a decoder and of its vision tower. Widths of a mixture of experts are those of the experts that a token uses."""
+
+    layers: int
+    hidden: int
+    heads: int
+    queries: int
+    """Width of all query heads."""
+    keys: int
+    """Width of all key heads; values have the same."""
+    intermediate: int
+    vocabulary: int
+    qk_norm: bool
+    experts_per_token: int = 0
+    largest_layer: int = 0
+    """Parameters of the largest layer that FSDP gathers as a whole."""
+    outside_layers: int = 0
+    """Parameters outside of these layers, such as embeddings and head: FSDP's root."""
+    active: int = 0
+    """Decoder parameters that compute one token, without embeddings and head."""
+    vision: VisionShape | None = None
+    vision_parameters: int = 0
+
+    @classmethod
+    def of(cls, model: Any) -> ModelShape:
+        """The shape of a Hugging Face model, which may be on the meta device."""
+        config = model.config
+        text = config.get_text_config()
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        experts = getattr(text, "num_experts_per_tok", 0) if getattr(text, "num_experts", 0) else 0
+        names = [name for name, _ in model.named_modules()]
+        layers = [m for m in model.modules() if type(m).__name__ in set(model._no_split_modules or ())]
+        sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+        language = re.compile(family_of(config).parts["language_model"])
+        total = sum(p.numel() for p in model.parameters())
+        vision_parameters = sum(p.numel() for name, p in model.named_parameters() if not language.search(name))
+        tables = {id(p): p.numel() for p in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}
+        active = total - vision_parameters - sum(tables.values())
+        if experts:
+            fused = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+            active -= round(fused * (1 - experts / text.num_experts))
+        return cls(
+            layers=len(layer_kinds(config)),
+            hidden=text.hidden_size,
+            heads=text.num_attention_heads,
+            queries=text.num_attention_heads * head,
+            keys=text.num_key_value_heads * head,
+            intermediate=text.moe_intermediate_size if experts else text.intermediate_size,
+            vocabulary=text.vocab_size,
+            qk_norm=any(name.endswith("q_norm") for name in names),
+            experts_per_token=experts,
+            largest_layer=max(sizes, default=0),
+            outside_layers=total - sum(sizes),
+            active=active,
+            vision=_vision_shape(config),
+            vision_parameters=vision_parameters,
+        )
+
+    @property
+    def mlp_bytes(self) -> int:
+        """Dense: gate, its activation, up and their product. Experts: these and the copies of the input and the output for each."""
+        if self.experts_per_token:
+            return self.experts_per_token * (8 * self.intermediate + 6 * self.hidden)
+        return 8 * self.intermediate
+
+    def layer_bytes(self, adapted: bool) -> int:
+        """Of one layer, per token.
+
+        A norm: its float32 input and its output, 6H, and its normalized input, 2H, for the gradient of its weight. Queries and keys are
+        normed, too, in most families. Attention: queries, keys, values, output, and a float32 log-sum-exp. ``adapted``: only
+        adapters are trained, so the norms' weights have no gradient.
+        """
+        norm = 6 if adapted else 8
+        qk_norm = norm - 2 if self.qk_norm else 0
+        attention = (4 + qk_norm) * (self.queries + self.keys) + 4 * self.heads
+        return 2 * norm * self.hidden + attention + self.mlp_bytes
+
+    @property
+    def flops_per_token(self) -> float:
+        """Multiplications and additions of a forward pass through the decoder's layers, attention scores not included."""
+        return 2.0 * self.active
+
+
+def _vision_shape(config: Any) -> VisionShape | None:
+    vision = getattr(config, "vision_config", None)
+    if vision is None:
+        return None
+    width = getattr(vision, "embed_dim", None) or vision.hidden_size  # Qwen2-VL names its output width hidden_size
+    inner = getattr(vision, "intermediate_size", None) or int(width * getattr(vision, "mlp_ratio", 4))
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
+    return VisionShape(
+        depth=vision.depth,
+        hidden=width,
+        intermediate=inner,
+        pixels=channels * vision.temporal_patch_size * vision.patch_size**2,
+        outputs=1 + len(getattr(vision, "deepstack_visual_indexes", None) or ()),
+        patches_per_token=vision.spatial_merge_size**2,
+        pixels_per_token=(vision.patch_size * vision.spatial_merge_size) ** 2,
+    )
+
+
+@dataclass(frozen=True)
+class MicroBatchSize:
+    """The tokens, targets and image patches of one forward pass."""
+
+    tokens: int
+    targets: int
+    patches: int = 0
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What is trained, as far as it changes what is kept for the backward pass."""
+
+    checkpointed: bool
+    head: bool = True
+    vision: bool = True
+    adapted: bool = False
+    """Adapters on the decoder's linear layers."""
+
+
+def micro_batch_memory(shape: ModelShape, size: MicroBatchSize, gradients: Gradients) -> dict[str, float]:
+    """Bytes at the peak of forward and backward: kept activations, recomputed layer, logits, vision tower.
+
+    The peak is at the head, or in a layer's backward pass.
+    """
+    hidden, tokens = shape.hidden, size.tokens
+    layer = float(shape.layer_bytes(gradients.adapted))
+    kept = 2 * hidden if gradients.checkpointed else layer
+    activations = tokens * shape.layers * kept
+    activations += (
+        10 * tokens + 2 * size.targets
+    ) * hidden  # the final norm, its output, and the hidden states of targets
+    chunk = min(size.targets, max(1, LOGITS_ON_GPU // shape.vocabulary)) * shape.vocabulary
+    head = max(12 * chunk, 10 * chunk + (4 * hidden * shape.vocabulary if gradients.head else 0))
+    temporary = 2 * hidden + shape.mlp_bytes / 4  # the gradients of a layer's output and of the MLP's product
+    in_layer = tokens * (temporary + (layer if gradients.checkpointed else 0))
+    vision, vision_layer = _vision(shape, size.patches, gradients)
+    more = (
+        {"logits": head, "recomputed layer": 0.0} if head >= in_layer else {"logits": 0.0, "recomputed layer": in_layer}
+    )
+    at_end = vision_layer + 10 * tokens * hidden  # the vision tower's backward pass, when the decoder's is done
+    if at_end > activations + head + in_layer:
+        return {"activations": 10.0 * tokens * hidden, "vision tower": vision + vision_layer, "logits": 0.0}
+    return {"activations": activations, **more, "vision tower": vision}
+
+
+def _vision(shape: ModelShape, patches: int, gradients: Gradients) -> tuple[float, float]:
+    """Bytes that the vision tower keeps, and those of one block's backward pass.
+
+    A block: two norms' inputs and outputs 8H, queries, keys and their joint projection 10H, attention 4H, and its MLP 4I.
+    A projector: on a quarter of the patches four times as wide, its norm, two linear layers and GELU, 8H, and its output.
+    """
+    vision = shape.vision
+    if vision is None or not patches:
+        return 0.0, 0.0
+    block = 22 * vision.hidden + 4 * vision.intermediate
+    output = 2 * shape.hidden / vision.patches_per_token
+    inputs = 6 * vision.pixels  # pixels in float32 and in bfloat16
+    if not gradients.vision:
+        return patches * (4 * vision.pixels + vision.outputs * output), patches * block
+    kept = vision.depth * (2 * vision.hidden if gradients.checkpointed else block)
+    projectors = vision.outputs * (8 * vision.hidden + output)
+    return patches * (inputs + kept + projectors), patches * (block + 2 * vision.hidden + 2 * vision.intermediate)
