@@ -279,8 +279,3 @@ def _count(number: int) -> str:
 
 def _gigabytes(size: float) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
-
-
-def server_memory_fraction(config: Config, sizes: Sizes, gpu_bytes: float) -> float:
-    """The share of a GPU that a colocated server may use for its weights and KV cache."""
-    raise NotImplementedError
