@@ -160,7 +160,7 @@ def _declared(header: str) -> set[str]:
 
 def _exported(library: Path) -> set[str]:
     listed = subprocess.run(["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True)
-    names = {line.split()[-1].split("@")[0] for line in listed.stdout.splitlines() if " T " in line}
+    names = {line.split()[-1].split("@")[0] for line in listed.stdout.splitlines() if re.search(" [TW] ", line)}
     return {name for name in names if name.isidentifier() and name.lstrip("_").startswith(("cu", "nccl"))}
 
 

@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 POLL_SECONDS = 0.001
+NCCL_LIMIT = timedelta(days=7)  # so that torch's own time limit never comes before ours
 ABORT_SECONDS = 30.0  # for NCCL to end a communicator
 
 
@@ -144,10 +145,9 @@ def _process_group(address: GroupAddress, timeout: timedelta) -> Any:
     store.set_timeout(timeout)
     store = c10d.PrefixStore(address.name, store)
     backend = c10d.Backend(address.backend)
+    limit = timeout if address.backend == "gloo" else NCCL_LIMIT
     with _without_watchdog():
-        group, _ = c10d._new_process_group_helper(
-            size, rank, [], backend, store, group_name=address.name, timeout=timeout
-        )
+        group, _ = c10d._new_process_group_helper(size, rank, [], backend, store, group_name=address.name, timeout=limit)
     return group
 
 
