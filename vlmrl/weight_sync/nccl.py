@@ -147,7 +147,9 @@ def _process_group(address: GroupAddress, timeout: timedelta) -> Any:
     backend = c10d.Backend(address.backend)
     limit = timeout if address.backend == "gloo" else NCCL_LIMIT
     with _without_watchdog():
-        group, _ = c10d._new_process_group_helper(size, rank, [], backend, store, group_name=address.name, timeout=limit)
+        group, _ = c10d._new_process_group_helper(
+            size, rank, [], backend, store, group_name=address.name, timeout=limit
+        )
     return group
 
 
