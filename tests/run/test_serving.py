@@ -286,7 +286,7 @@ def test_servers_need_as_many_gpus_as_there_are(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("args", [{}, {"mem_fraction_static": 0.3}])
-def test_a_server_that_cannot_take_turns_with_the_trainer_is_refused_unless_its_memory_is_set(
+def test_a_server_beside_a_trainer_that_stays_is_refused_unless_its_memory_is_set(
     qwen3_vl, tmp_path, monkeypatch, args
 ):
     class Host(LocalServerHost):

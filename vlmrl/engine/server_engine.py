@@ -80,7 +80,7 @@ class ServerEngine:
 
         A colocated trainer is offloaded before: a server sizes its KV cache by the memory that is free at its start.
         """
-        await self._free_gpus()
+        await self._offload()
         await self.thread.run(self.servers.start())
 
     async def serve(self) -> None:
@@ -88,7 +88,7 @@ class ServerEngine:
 
         Raises EngineError if the trainer has failed and keeps the memory of colocated servers.
         """
-        await self._free_gpus()
+        await self._offload()
         await self.thread.run(self.servers.serve_all())
 
     @asynccontextmanager
@@ -103,11 +103,11 @@ class ServerEngine:
         await self.thread.run(self._require_all(self.backend.pause))
         await self.thread.run(self._require_all(self.backend.sleep, asleep=True))
         yield
-        await self._free_gpus()
+        await self._offload()
         await self.thread.run(self._require_all(self.backend.wake, asleep=False))
         await self.thread.run(self._require_all(self.backend.resume))
 
-    async def _free_gpus(self) -> None:
+    async def _offload(self) -> None:
         """Offload a colocated trainer. Raises EngineError if it has failed."""
         if self.servers.colocated and not await asyncio.to_thread(self._offload_trainer):
             raise EngineError(

@@ -60,7 +60,7 @@ class ServerHost(Protocol):
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether a server is started on a GPU with a trainer rank. True also if the two cannot take turns."""
+        """Whether a server is started on a GPU with a trainer rank. True also if neither of them offloads."""
         ...
 
     @property
