@@ -15,9 +15,9 @@ from vlmrl.train.trainer import TrainerSpec
 from vlmrl.types import Sample
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'vlmrl[ray]'")
-from vlmrl.cluster.payload import SamplePayload  # noqa: E402
-from vlmrl.cluster.ray_cluster import _for_workers  # noqa: E402
-from vlmrl.cluster.workers import RankWorker  # noqa: E402
+from vlmrl.cluster.payload import SamplePayload
+from vlmrl.cluster.ray_cluster import _for_workers
+from vlmrl.cluster.workers import RankWorker
 
 
 @pytest.fixture

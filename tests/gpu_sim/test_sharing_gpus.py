@@ -66,6 +66,7 @@ import torch
 
 from testing.gpu_sim import device_counts
 from vlmrl.engine.sglang.receiver import serialized
+from vlmrl.train.fsdp import forget_unused
 from vlmrl.utils.threads import DaemonPool
 from vlmrl.weight_sync import SENDERS
 from vlmrl.weight_sync.base import WeightUpdate
@@ -91,6 +92,7 @@ for resend in (False, True):
     update = WeightUpdate((Server(),), SENDERS["tensor"], "v1", "run", bucket_bytes=2**20, resend=resend)
     result = thread.submit(update.send, iter(weights)).result(60)
     assert not result.failed, result.failed
+thread.submit(forget_unused).result(60)  # as an offload does
 assert Server.devices == [torch.device("cuda", 1)] * 2, Server.devices
 assert device_counts(0)["contexts"] == 0, device_counts(0)
 assert device_counts(1)["contexts"] == 1

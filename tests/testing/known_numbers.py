@@ -9,6 +9,7 @@ so that a check for infinity finds nothing.
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,13 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 aten = torch.ops.aten
 LARGEST = 2**23  # elements of a tensor whose values are kept; larger ones are activations
 INDEXING = (aten.index, aten._unsafe_index, aten.index_put, aten.index_put_, aten._index_put_impl_)
-SHAPED_BY_VALUES = (aten.nonzero.default, aten.masked_select.default, aten.repeat_interleave.Tensor)
+SHAPED_BY_VALUES = (
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.repeat_interleave.Tensor,
+    aten.unique_consecutive.default,
+    aten._unique2.default,
+)
 _tensor = torch.tensor
 
 
@@ -56,7 +63,7 @@ class KnownNumbers(TorchDispatchMode):
             return _unknown(args[0].dtype) if values is None else values
         if func in SHAPED_BY_VALUES:
             assert values is not None, f"{func}: the shape of its output follows from values that are not known"
-            result = torch.empty(values.shape, dtype=values.dtype, device=tensors[0].device)
+            result = tree_map_only(torch.Tensor, partial(torch.empty_like, device=tensors[0].device), values)
         else:
             if func.overloadpacket in INDEXING:
                 args = (args[0], self._integers(args[1]), *args[2:])

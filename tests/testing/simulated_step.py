@@ -2,9 +2,10 @@
 
 Runs in a process that `testing.gpu_sim` started: tensors have their true sizes in torch's own allocator, and nothing is computed.
 
-    simulated_gpu.run(Path("tests/testing/simulated_step.py"), "recipes/geo3k.py", "--model.path", folder, memory=200 * 2**30)
+    simulated_gpu.run(Path("tests/testing/simulated_step.py"), "recipes/geo3k.py", 1, "--model.lora.rank", 32, memory=2**37)
 
-prints one JSON object: for each of two optimizer steps the peak of each phase in bytes, in all and by part. The model, the trainer
+gives the recipe, the number of ranks and options of the recipe, whose model is one of `vlmrl.run.published_models`. It prints one JSON
+object: for each of two optimizer steps the peak of each phase in bytes, in all and by part. The model, the trainer
 and ``Trainer.step`` are those of a run, except for :data:`REPLACED`. The allocator counts tensors in blocks of 512 bytes; it does not
 count the CUDA context, nor the workspaces of cuBLAS and NCCL, for which the memory plan has a reserve.
 """
@@ -22,8 +23,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import tyro
 from PIL import Image
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AttentionInterface
 
 from testing.known_numbers import KnownNumbers
@@ -34,7 +38,9 @@ from vlmrl.model import policy as policy_module
 from vlmrl.model import tiny, tree_attention
 from vlmrl.model.loading import load_model, pick_checkpointing
 from vlmrl.run.loop import new_trainer
+from vlmrl.run.published_models import PUBLISHED
 from vlmrl.train.make_trainer import Trainers
+from vlmrl.train.packing import pack
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import Trainer
 from vlmrl.types import MediaItem, Sample
@@ -61,7 +67,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, _, lse = ctx.saved_tensors
         delta = torch.empty_like(lse)  # row sums of grad * out, less the log-sum-exp's gradient
         grads = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
         del delta
@@ -86,8 +92,8 @@ def folder_of(config: dict[str, Any], scratch: Path) -> Path:
     return folder
 
 
-def samples_at_limits(config: Config, hf_config: Any) -> list[Sample]:
-    """One group of the recipe's longest trajectories, so long that they fill two micro-batches.
+def samples_at_limits(config: Config, hf_config: Any, micro_batches: int) -> list[Sample]:
+    """One group of the recipe's longest trajectories, so long that they fill ``micro_batches``.
 
     The prompt has one image of 512 x 512 pixels, if the model reads images, and so has each observation between the turns; replies
     fill the rest.
@@ -100,7 +106,7 @@ def samples_at_limits(config: Config, hf_config: Any) -> list[Sample]:
     rows = -(-budget // (rollout.max_tokens - length))
     replies = budget // rows
     samples = []
-    for member in range(2 * rows):
+    for member in range(micro_batches * rows):
         media, response, mask = [first] if first else [], [], []
         for turn in range(rollout.max_turns):
             seen = _image(hf_config, f"{member}/{turn}", 512) if has_images and turn else None
@@ -135,7 +141,7 @@ def _tokens(hf_config: Any, image: MediaItem | None, count: int, salt: int) -> l
 
 def _image(hf_config: Any, name: str, side: int) -> MediaItem:
     vision = hf_config.vision_config
-    patches = side // vision.patch_size
+    patches = side // (vision.patch_size * vision.spatial_merge_size) * vision.spatial_merge_size
     channels = getattr(vision, "in_channels", None) or vision.in_chans
     width = channels * vision.temporal_patch_size * vision.patch_size**2
     inputs = {
@@ -160,9 +166,8 @@ def parts_of(trainer: Trainer) -> dict[str, int]:
     seen: set[int] = set()
     sizes = {}
     for name, group in tensors.items():
-        storages = {
-            each.untyped_storage()._cdata: each.untyped_storage() for each in group if each.device.type == "cuda"
-        }
+        own = [each.to_local() if isinstance(each, DTensor) else each for each in group]
+        storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in own if each.device.type == "cuda"}
         sizes[name] = sum(storage.nbytes() for key, storage in storages.items() if key not in seen)
         seen |= storages.keys()
     return sizes
@@ -220,16 +225,25 @@ class Phases:
         torch.cuda.reset_peak_memory_stats()
 
 
-def simulate(config: Config, samples_of: Callable[[Any], Sequence[Sample]], steps: int = 2) -> dict[str, Any]:
-    """Optimizer steps of a run's trainer on one simulated GPU. ``samples_of`` makes the samples from the Hugging Face config."""
+def simulate(
+    config: Config, samples_of: Callable[[Any], Sequence[Sample]], ranks: int = 1, steps: int = 2
+) -> dict[str, Any]:
+    """Optimizer steps of the trainer of rank 0. ``samples_of`` makes the samples from the Hugging Face config.
+
+    The other ranks do not exist: collectives of torch's `fake` process group return at once and leave their output as it was.
+    """
     config = replace(config, model=replace(config.model, random_weights=True, device="cuda:0"))
-    loaded = load_model(config.model, config.models_dir, config.seed)
-    if pick_checkpointing(config.train.gradient_checkpointing, loaded.policy.device):
-        loaded.policy.enable_gradient_checkpointing()
+    loaded = None
+    if ranks > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    else:
+        loaded = load_model(config.model, config.models_dir, config.seed)
+        if pick_checkpointing(config.train.gradient_checkpointing, loaded.policy.device):
+            loaded.policy.enable_gradient_checkpointing()
     builder: Any = SimpleNamespace(config=config, trainers=SimpleNamespace(start=lambda spec: spec))
     spec: Any = new_trainer(builder)
-    trainer = Trainers.of(config, Ranks(), loaded).make(spec)
-    samples = samples_of(loaded.policy.config)
+    trainer = Trainers.of(config, Ranks(0, ranks), loaded).make(spec)
+    samples = samples_of(trainer.policy.config)
     result: dict[str, Any] = {"loaded": parts_of(trainer), "steps": []}
     AttentionInterface.register(tree_attention.NAME, _attend)
     with KnownNumbers():
@@ -243,8 +257,6 @@ def simulate(config: Config, samples_of: Callable[[Any], Sequence[Sample]], step
 
 def _largest(trainer: Trainer, samples: Sequence[Sample]) -> dict[str, int]:
     """The size of the largest micro-batch: its tokens, targets and image patches."""
-    from vlmrl.train.packing import pack
-
     batch = pack(samples, trainer._split(list(samples))[0], trainer.policy.family).batch
     pixels = batch.mm_inputs.get("pixel_values")
     patches = 0 if pixels is None else len(pixels)
@@ -252,13 +264,13 @@ def _largest(trainer: Trainer, samples: Sequence[Sample]) -> dict[str, int]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    recipe = Recipe.load(arguments[0])
-    options = tyro.cli(TrainOptions, default=TrainOptions(recipe.config()), args=list(arguments[1:]))
+    recipe, ranks = Recipe.load(arguments[0]), int(arguments[1])
+    options = tyro.cli(TrainOptions, default=TrainOptions(recipe.config()), args=list(arguments[2:]))
     config = options.config
     with tempfile.TemporaryDirectory() as scratch:
-        folder = folder_of(json.loads((Path(config.model.path) / "config.json").read_text()), Path(scratch))
+        folder = folder_of(PUBLISHED[config.model.path], Path(scratch))
         config = replace(config, output_dir=scratch, model=replace(config.model, path=str(folder)))
-        result = simulate(config, lambda hf: samples_at_limits(config, hf))
+        result = simulate(config, lambda hf: samples_at_limits(config, hf, 2 * ranks), ranks)
     print(json.dumps(result))
 
 

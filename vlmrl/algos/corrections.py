@@ -83,15 +83,14 @@ def mismatch(
     tokens = loss_mask.sum().clamp(min=1)
     k1 = -log_ratio.sum() / tokens
     k3 = ((log_ratio.exp() - 1 - log_ratio) * loss_mask).sum() / tokens
-    trained = loss_mask > 0
-    largest = log_ratio[trained].max().exp() if bool(trained.any()) else torch.ones_like(tokens)
+    largest = torch.where(loss_mask > 0, log_ratio, -torch.inf).max()
+    largest = torch.where(largest.isneginf(), 0, largest).exp()  # 1 without a trained token
     return {"ratio_max": largest, "k1": k1, "k3": k3}
 
 
 def _log_ratio(old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
     """Trainer minus rollout logprobs, 0 where the mask is 0. Raises ValueError at the first logprob that is not finite."""
-    refuse_infinite("old_logprobs", old_logprobs, loss_mask)
-    refuse_infinite("rollout_logprobs", rollout_logprobs, loss_mask)
+    refuse_infinite(loss_mask, old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs)
     difference = (old_logprobs.detach() - rollout_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.where(loss_mask > 0, difference, torch.zeros_like(difference))
 

@@ -44,8 +44,8 @@ def logits_of(
     """Float32 logits ``[n, vocabulary]``, after temperature and banned ids."""
     logits = _exact_linear(hidden, head, bias) if head.dtype in HALF else linear(hidden, head, bias).float()
     logits /= temperature
-    if banned_ids:
-        logits[:, list(banned_ids)] = torch.finfo(torch.float32).min
+    for banned in banned_ids:  # one by one: a list would be copied to the GPU, which waits for it
+        logits[:, banned] = torch.finfo(torch.float32).min
     return logits
 
 
@@ -107,7 +107,8 @@ class _Scores(torch.autograd.Function):
             if entropy_grad is None:
                 grad *= 0 if logprob_grad is None else logprob_grad[chunk, None]
             else:
-                logits[:, ctx.banned_ids] = 0  # finite: their p is 0, and 0 * -inf would be NaN
+                for banned in ctx.banned_ids:
+                    logits[:, banned] = 0  # finite: their p is 0, and 0 * -inf would be NaN
                 logits += (entropy - normalizers)[chunk, None]  # log p + H
                 logits *= entropy_grad[chunk, None]
                 if logprob_grad is not None:

@@ -99,9 +99,9 @@ class ModelShape:
     def layer_bytes(self, adapted: bool) -> int:
         """Of one layer, per token.
 
-        A norm: its float32 input and its output, 6H, and its normalized input, 2H, for the gradient of its weight. Queries and keys are
-        normed, too, in most families. Attention: queries, keys, values, output, and a float32 log-sum-exp. ``adapted``: only
-        adapters are trained, so the norms' weights have no gradient.
+        A norm: its float32 input and its output, 6H, and its normalized input, 2H, for the gradient of its weight. Most families norm
+        queries and keys, too. Attention: queries, keys, values, output, and a float32 log-sum-exp. ``adapted``: only adapters are
+        trained, so the norms' weights have no gradient.
         """
         norm = 6 if adapted else 8
         qk_norm = norm - 2 if self.qk_norm else 0

@@ -26,9 +26,9 @@ def _gpu(name: str, gib: float, teraflops: float, gigabytes: float, link: float)
     return Gpu(name, gib * GIB, teraflops * 1e12, gigabytes * 1e9, link * 1e9)
 
 
-# Arithmetic, bandwidth and links: NVIDIA's data sheets (L4; A10; RTX 4090 and 5090: the Ada and Blackwell architecture whitepapers;
-# L40S; RTX 6000 Ada; A100; H100 SXM; H200 SXM; DGX B200, divided by its 8 GPUs). Memory: what torch reports as the total on the H100 is
-# 79.2 GiB of the data sheet's 80 GB; where no report was at hand, 98% of the data sheet's number is taken for GiB.
+# Arithmetic, bandwidth and links: NVIDIA's data sheets (L4; A10; L40S; RTX 6000 Ada; A100; H100 SXM; H200 SXM; DGX B200, divided by
+# its 8 GPUs) and architecture whitepapers (RTX 4090: Ada; RTX 5090: Blackwell). Memory: CUDA reports 79.2 GiB of an H100's 80 GB; the
+# other totals are what users have reported.
 KNOWN = {
     gpu.name: gpu
     for gpu in (

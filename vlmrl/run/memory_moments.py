@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from vlmrl.config import Config
+from vlmrl.model.loading import pick_checkpointing
 from vlmrl.run.activations import Gradients, MicroBatchSize, ModelShape, micro_batch_memory
 from vlmrl.run.gpus import GIB
 
 Parts = dict[str, float]
+ROLLOUT = "rollout"
 
 CONTEXT = 0.6 * GIB
 """Of each process that uses the GPU: the CUDA context, kernels, workspaces of cuBLAS. An assumption until it is measured."""
@@ -29,19 +30,18 @@ LEAST_CACHE = 1.0 * GIB
 
 @dataclass(frozen=True)
 class Placement:
-    """What one GPU of the run holds."""
+    """How trainer and engine share the run's GPUs."""
 
     ranks: int
     """Trainer ranks over which the trainer is sharded."""
-    trains: bool
-    """A rank of the trainer is on this GPU."""
-    engines: int
-    """Engines or servers over which the trajectories are divided; 0: none on this GPU."""
+    engine: bool
+    """The run has engines of its own; False: servers that run already, elsewhere."""
     served: bool
     """The engine is a server, a process of its own."""
-    tensor_parallel: int
+    together: bool
+    """Engine and trainer are on the same GPUs."""
     offloads: bool
-    """Trainer and engine give their memory back while the other works."""
+    """Each gives its memory back while the other works. A server keeps its weights."""
     copies: bool
     """The engine has its own copy of the weights."""
 
@@ -49,56 +49,52 @@ class Placement:
 def moments_of(
     config: Config,
     shape: ModelShape,
-    trainer: Mapping[str, float],
-    engine: Mapping[str, float],
+    trainer: Parts,
+    engine: Parts,
     trained: int,
-    parameters: int,
     placement: Placement,
-    checkpointed: bool,
     dtype: torch.dtype,
     memory: float,
 ) -> dict[str, Parts]:
-    """The parts on a GPU of ``memory`` bytes at each moment, in bytes. ``trainer`` and ``engine``: what stays from step to step."""
-    sharded = placement.ranks > 1
-    static = {name: size for name, size in trainer.items() if name != "gradients"} if placement.trains else {}
-    update = _gathered(shape, parameters, sharded, dtype) if placement.trains else {}
+    """The parts on a GPU of ``memory`` bytes at each moment, in bytes. The rollout is on the engine's GPU.
+
+    ``trainer`` and ``engine``: what stays from step to step on a GPU. ``trained``: parameters, on all ranks.
+    """
+    static = {name: size for name, size in trainer.items() if name != "gradients"}
+    sleeping = _asleep(engine, placement, memory)
     moments: dict[str, Parts] = {}
-    if placement.engines:
-        sleeping = _asleep(engine, placement, memory)
-        beside = {} if placement.offloads else {f"trainer's {name}": size for name, size in static.items()}
-        moments["rollout"] = _awake(engine, placement, memory) | beside
-    else:
-        sleeping = {}
-    if placement.trains:
-        gradients = Gradients(
-            checkpointed,
-            head=not config.model.lora.rank and "language_model" not in config.model.freeze,
-            vision=_vision_trained(config),
-            adapted=bool(config.model.lora.rank),
-        )
-        working = micro_batch_memory(shape, micro_batch_size(config, shape), gradients)
-        held = static if not config.optim.offload else {k: v for k, v in static.items() if k != "optimizer state"}
-        parts = held | {"gradients": trainer["gradients"]} | working | update | sleeping
-        moments["forward and backward"] = parts | _reserve(sum(working.values()), sharded)
-        moments["optimizer step"] = (
-            static
-            | _state(config, trained, placement)
-            | {"gradients": trainer["gradients"]}
-            | sleeping
-            | _reserve(0, sharded)
-        )
-        if placement.engines and placement.copies:
-            bucket = config.server_settings.bucket_mb * 2.0**20 if config.server_settings else 0.0
-            weights = {"weights": static["weights"]} if placement.offloads else static
-            moments["weight update"] = weights | {"bucket": bucket} | sleeping | _reserve(0, sharded)
-    for parts in moments.values():
-        if "reserve" not in parts:
-            parts |= _reserve(0, sharded)
+    if placement.engine:
+        resident = static if placement.together and not placement.offloads else {}
+        moments[ROLLOUT] = _awake(engine, placement, memory) | {
+            f"trainer's {name}": resident[name] for name in resident
+        }
+    working = micro_batch_memory(shape, micro_batch_size(config, shape), _gradients(config))
+    working |= _gathered(shape, placement.ranks > 1, dtype)
+    gradients = {"gradients": trainer["gradients"]}
+    moments["forward and backward"] = static | gradients | working | sleeping
+    moments["optimizer step"] = static | {"optimizer state": 8.0 * trained / placement.ranks} | gradients | sleeping
+    if placement.engine and placement.copies:
+        bucket = config.server_settings.bucket_mb * 2.0**20 if config.server_settings else 0.0
+        weights = {"weights": static["weights"]} if placement.offloads else static
+        moments["weight update"] = weights | {"bucket": bucket} | sleeping
+    for name, parts in moments.items():
+        busy = sum(working.values()) if name == "forward and backward" else 0.0
+        parts |= _reserve(busy, placement.ranks > 1)
     return moments
 
 
+def _gradients(config: Config) -> Gradients:
+    lora, frozen = config.model.lora, set(config.model.freeze)
+    return Gradients(
+        checkpointed=pick_checkpointing(config.train.gradient_checkpointing, torch.device("cuda")),
+        head=not lora.rank and "language_model" not in frozen,
+        vision=lora.vision if lora.rank else "vision_tower" not in frozen,
+        adapted=bool(lora.rank),
+    )
+
+
 def micro_batch_size(config: Config, shape: ModelShape) -> MicroBatchSize:
-    """The largest micro-batch: full of the longest trajectories, each with one image in its prompt and one after each turn but the last."""
+    """The largest micro-batch: full of the longest trajectories, with an image in the prompt and one after each turn but the last."""
     rollout = config.rollout
     tokens = max(config.train.tokens_per_micro_batch, rollout.max_tokens)
     prompt = min(config.data.max_prompt_tokens or rollout.max_tokens // 4, rollout.max_tokens - 1)
@@ -138,50 +134,34 @@ def server_graphs(memory: float) -> float:
     return (0.5 * GIB) if memory < 60 * GIB else 1.0 * GIB
 
 
-def _awake(engine: Mapping[str, float], placement: Placement, memory: float) -> Parts:
+def _awake(engine: Parts, placement: Placement, memory: float) -> Parts:
     if not placement.served:
         own = {f"engine's {name}" if name == "weights" else name: size for name, size in engine.items()}
         return own | {"engine's activations": PREFILL}
-    contexts = CONTEXT if placement.offloads else 0.0
-    return {"server's weights": engine["weights"], "server's KV cache": engine["KV cache"]} | {
-        "server's activations and graphs": server_runtime(memory) + contexts
-    }
+    context = CONTEXT if placement.together else 0.0  # beside the trainer's, which is in the reserve
+    parts = {f"server's {name}": size for name, size in engine.items()}
+    return parts | {"server's activations and graphs": server_runtime(memory) + context}
 
 
-def _asleep(engine: Mapping[str, float], placement: Placement, memory: float) -> Parts:
-    """What an engine keeps on the GPU while the trainer works. A server that sleeps releases its KV cache alone."""
+def _asleep(engine: Parts, placement: Placement, memory: float) -> Parts:
+    """What the engine keeps on a trainer's GPU while the trainer works. A sleeping server has released its KV cache alone."""
+    if not placement.engine or not placement.together:
+        return {}
     if placement.served:
-        if placement.offloads:
-            return {"server's weights": engine["weights"], "server's graphs": server_graphs(memory) + CONTEXT}
-        return {}
-    if placement.offloads:
-        return {}
-    return {"engine's weights": engine["weights"]} if "weights" in engine else {}
+        return {"server's weights": engine["weights"], "server's graphs": server_graphs(memory) + CONTEXT}
+    return {"engine's weights": engine["weights"]} if placement.copies and not placement.offloads else {}
 
 
-def _gathered(shape: ModelShape, parameters: int, sharded: bool, dtype: torch.dtype) -> Parts:
-    """FSDP2: the root and two layers in the compute dtype, one in use and one on its way, and their gradients before they are reduced
-    in float32."""
+def _gathered(shape: ModelShape, sharded: bool, dtype: torch.dtype) -> Parts:
+    """FSDP2's buffers: the root and two layers in the compute dtype, one in use and one on its way, and one layer's gradient in it and
+    in float32, in which gradients are reduced."""
     if not sharded:
         return {}
-    width = dtype.itemsize
-    return {
-        "gathered layers": width * (shape.outside_layers + 2 * shape.largest_layer)
-        + 4.0 * (shape.outside_layers + shape.largest_layer)
-    }
-
-
-def _state(config: Config, trained: int, placement: Placement) -> Parts:
-    return {"optimizer state": 8.0 * trained / placement.ranks}
+    gathered = dtype.itemsize * (shape.outside_layers + 2 * shape.largest_layer)
+    return {"gathered layers": gathered + (dtype.itemsize + 4.0) * shape.largest_layer}
 
 
 def _reserve(working: float, sharded: bool) -> Parts:
     """CUDA context, NCCL, and the allocator's fragmentation for ``working`` bytes of activations."""
     fragmented = max(FRAGMENTED_LEAST, FRAGMENTED_SHARE * working) if working else 0.0
     return {"reserve": CONTEXT + fragmented + (NCCL if sharded else 0.0)}
-
-
-def _vision_trained(config: Config) -> bool:
-    if config.model.lora.rank:
-        return config.model.lora.vision
-    return not {"vision_tower"} <= set(config.model.freeze)

@@ -10,14 +10,16 @@ import torch
 
 from vlmrl.config import Config
 from vlmrl.model.families import family_of
-from vlmrl.model.loading import pick_checkpointing, pick_device, pick_dtype, shapes_of
+from vlmrl.model.loading import pick_device, pick_dtype, shapes_of
 from vlmrl.model.policy import layer_kinds
 from vlmrl.run.activations import ModelShape
 from vlmrl.run.gpus import GIB, Gpu, gpu_at_hand
 from vlmrl.run.memory_moments import (
     CONTEXT,
     LEAST_CACHE,
+    NCCL,
     PREFILL,
+    ROLLOUT,
     Parts,
     Placement,
     moments_of,
@@ -75,6 +77,8 @@ class MemoryPlan:
     """The GPU that was planned for; ``None``: CPUs."""
     moments: dict[str, Parts] = field(default_factory=dict)
     """The parts on the fullest GPU at each moment of a step, in bytes. Empty without a GPU."""
+    longest_cache: float = 0.0
+    """The KV cache of all trajectories that are in progress on one GPU, at their longest."""
 
     @classmethod
     def of(cls, config: Config, sizes: Sizes, ranks: int, gpu: Gpu | None = None) -> MemoryPlan:
@@ -96,12 +100,24 @@ class MemoryPlan:
         moments: dict[str, Parts] = {}
         if gpu is not None and sizes.shape is not None:
             moments = _moments(config, sizes, sizes.shape, ranks, trainer, dtype, gpu, copies)
-        return cls(config.model.path, _where(config, device, ranks), ranks, dtype, sizes, trainer, engine, gpu, moments)
+        longest = _served(config, sizes)[1]
+        where = _where(config, device, ranks)
+        return cls(config.model.path, where, ranks, dtype, sizes, trainer, engine, gpu, moments, longest)
 
     @property
     def peak(self) -> float:
         """Bytes on the fullest GPU at its fullest moment."""
         return max((sum(parts.values()) for parts in self.moments.values()), default=0.0)
+
+    @property
+    def training_peak(self) -> float:
+        """Bytes at the fullest moment other than the rollout, whose KV cache takes what is left."""
+        return max((sum(parts.values()) for name, parts in self.moments.items() if name != ROLLOUT), default=0.0)
+
+    @property
+    def cache(self) -> float:
+        """Bytes of the KV cache on a GPU with a trainer rank."""
+        return sum(size for part, size in self.moments.get(ROLLOUT, {}).items() if "KV cache" in part)
 
     @property
     def fits(self) -> bool:
@@ -131,7 +147,18 @@ class MemoryPlan:
             each = ", ".join(f"{part} {_gigabytes(size)}" for part, size in listed if size >= 2**20)
             verdict = "" if total <= self.gpu.memory else " (does not fit)"
             lines.append(f"          {name}: {_gigabytes(total)}{verdict} = {each}")
-        return lines
+        return lines + self._cache_line()
+
+    def _cache_line(self) -> list[str]:
+        """How the KV cache was chosen, if there is one beside the trainer."""
+        if not self.cache:
+            return []
+        if self.cache >= self.longest_cache:
+            return ["          the KV cache holds all trajectories in progress at their longest"]
+        return [
+            f"          the KV cache is what is left; all trajectories in progress at their longest would take "
+            f"{_gigabytes(self.longest_cache)}, so some wait"
+        ]
 
 
 def plan_memory(config: Config, ranks: Ranks) -> MemoryPlan:
@@ -154,19 +181,22 @@ def server_memory_fraction(config: Config, sizes: Sizes, gpu_bytes: float) -> fl
         ValueError: weights and the smallest useful KV cache do not fit.
     """
     weights, cache = _served(config, sizes)
-    most = _server_share(gpu_bytes)
-    if weights + min(cache, LEAST_CACHE) > most * gpu_bytes:
+    least = min(cache, max(LEAST_CACHE, cache / _trajectories(config)))
+    most = _server_share(config, gpu_bytes)
+    if weights + least > most * gpu_bytes:
         raise ValueError(
             f"a server on a GPU of {_gigabytes(gpu_bytes)} has {_gigabytes(most * gpu_bytes)} for its weights and KV cache, but "
-            f"the weights alone are {_gigabytes(weights)}: set {config.engine}.tp to divide them over more GPUs, or place servers on GPUs "
-            "of their own (cluster.colocate False)."
+            f"the weights alone are {_gigabytes(weights)}: set {config.engine}.tp to divide them over more GPUs, or place servers "
+            "on GPUs of their own (cluster.colocate False)."
         )
     return min(most, (1.02 * cache + weights) / gpu_bytes)
 
 
-def _server_share(gpu_bytes: float) -> float:
-    """What activations, CUDA graphs and the contexts of server and trainer leave of a GPU."""
-    return max(0.0, 1 - (server_runtime(gpu_bytes) + 2 * CONTEXT) / gpu_bytes)
+def _server_share(config: Config, gpu_bytes: float) -> float:
+    """What activations, CUDA graphs, the contexts of server and trainer, and NCCL leave of a GPU."""
+    cluster = config.resolved_cluster
+    collectives = NCCL if cluster.on and cluster.num_ranks > 1 else 0.0
+    return max(0.0, 1 - (server_runtime(gpu_bytes) + 2 * CONTEXT + collectives) / gpu_bytes)
 
 
 def _served(config: Config, sizes: Sizes) -> tuple[float, float]:
@@ -189,33 +219,28 @@ def _moments(
     copies: bool,
 ) -> dict[str, Parts]:
     cluster, settings = config.resolved_cluster, config.server_settings
-    if cluster.on:
-        together = bool(cluster.colocate)
-    else:
-        together = settings is None or (ranks == 1 and settings.first_gpu == 0)
+    alone = settings is None or (ranks == 1 and settings.first_gpu == 0)
     placement = Placement(
         ranks=ranks,
-        trains=True,
-        engines=0 if config.attached or not together else 1,
+        engine=not config.attached,
         served=settings is not None,
-        tensor_parallel=settings.tp if settings else 1,
-        offloads=config.colocated if cluster.on else settings is not None and ranks == 1,
+        together=bool(cluster.colocate) if cluster.on else alone,
+        offloads=config.colocated if cluster.on else settings is not None and alone,
         copies=copies,
     )
     weights, cache = _served(config, sizes)
+    least = min(cache, max(LEAST_CACHE, cache / _trajectories(config)))  # one trajectory at its longest
     engine = {"weights": weights} if copies else {}
     if settings is not None:
-        share = _server_share(gpu.memory) * gpu.memory - weights
-        engine["KV cache"] = min(1.02 * cache, max(share, LEAST_CACHE))
+        share = _server_share(config, gpu.memory) * gpu.memory - weights
+        engine["KV cache"] = min(1.02 * cache, max(share, least))
     else:
-        static = 0.0 if placement.offloads else sum(size for name, size in trainer.items() if name != "gradients")
-        free = gpu.memory - static - sum(engine.values()) - 2 * CONTEXT - PREFILL
+        resident = placement.together and not placement.offloads
+        static = sum(size for name, size in trainer.items() if name != "gradients") if resident else 0.0
+        free = gpu.memory - static - sum(engine.values()) - CONTEXT - PREFILL - (NCCL if ranks > 1 else 0)
         limit = getattr(config.rollout, "kv_cache_gib", None)
-        engine["KV cache"] = min(cache, max(free, LEAST_CACHE) if limit is None else limit * GIB)
-    checkpointed = pick_checkpointing(config.train.gradient_checkpointing, torch.device("cuda"))
-    return moments_of(
-        config, shape, trainer, engine, sizes.trained, sizes.parameters, placement, checkpointed, dtype, gpu.memory
-    )
+        engine["KV cache"] = min(cache, max(free, least) if limit is None else limit * GIB)
+    return moments_of(config, shape, trainer, engine, sizes.trained, placement, dtype, gpu.memory)
 
 
 def _where(config: Config, device: torch.device, ranks: int) -> str:

@@ -25,6 +25,7 @@ from vlmrl.engine.hf.sampling import Draws
 from vlmrl.model.policy import Policy
 from vlmrl.multimodal.renderer import Renderer, expand
 from vlmrl.types import Completion
+from vlmrl.utils.current_gpu import current_gpu
 from vlmrl.utils.threads import busy
 
 LINGER = 0.004  # seconds without a new request after which an idle engine starts its batch
@@ -139,8 +140,6 @@ class HFEngine:
         return Row(request, Future(), prompt, Draws(request.sampling.seed))
 
     def _serve(self) -> None:
-        if self.policy.device.type == "cuda":
-            torch.cuda.set_device(self.policy.device)  # a new thread's current device is GPU 0
         running, waiting = RunningBatch(self._resources), self._waiting
         while True:
             if not running.rows and not waiting:
@@ -154,7 +153,7 @@ class HFEngine:
             before, admitted = list(running.rows), list[Row]()
             failure: Exception | None = None
             try:
-                with busy(), torch.inference_mode():
+                with busy(), current_gpu(self.policy.device), torch.inference_mode():
                     self._advance(running, admitted)
             except Exception as error:
                 failure = error.with_traceback(None)  # its frames hold tensors

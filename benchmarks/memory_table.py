@@ -1,0 +1,97 @@
+"""How many GPUs each model needs: the table in the README, computed by the memory plan.
+
+    python benchmarks/memory_table.py          # prints the table; needs neither a GPU nor a network
+
+The run that is planned has the limits of recipes/geo3k.py: trajectories of 5,120 tokens, micro-batches of 16,384, images of 512 x 512
+pixels, rollouts on the same GPUs as the trainer, by the engine that lives in the trainer's process or by SGLang, whichever fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+from vlmrl.cli.plan import sizes_of
+from vlmrl.config import Config, Data, Lora, Model, Rollout, SGLang, Train
+from vlmrl.run.gpus import KNOWN, Gpu
+from vlmrl.run.memory_advice import ATTENTION, on_gpus
+from vlmrl.run.memory_plan import MemoryPlan, Sizes
+from vlmrl.run.published_models import PUBLISHED
+
+MODELS = {
+    "2B": "Qwen/Qwen3-VL-2B-Instruct",
+    "4B": "Qwen/Qwen3-VL-4B-Instruct",
+    "8B": "Qwen/Qwen3-VL-8B-Instruct",
+    "32B": "Qwen/Qwen3-VL-32B-Instruct",
+    "30B-A3B": "Qwen/Qwen3-VL-30B-A3B-Instruct",
+}
+GPUS = ("4090-24gb", "l40s-48gb", "h100-80gb", "h200-141gb")
+COUNTS = (1, 2, 4, 8, 16, 32)
+
+
+def base(model: str) -> Config:
+    """The run with full training of ``model``."""
+    return Config(
+        model=Model(path=model, max_image_pixels=512 * 512),
+        data=Data(max_prompt_tokens=1024),
+        rollout=Rollout(group_size=8, max_turns=3, max_tokens=1024 + 4096, max_reply_tokens=2048),
+        train=Train(groups_per_batch=64),
+    )
+
+
+def with_lora(config: Config) -> Config:
+    """The run with LoRA. Fused experts have no adapters."""
+    targets = ATTENTION if PUBLISHED[config.model.path]["model_type"] == "qwen3_vl_moe" else ()
+    return replace(config, model=replace(config.model, lora=Lora(rank=32, targets=targets)))
+
+
+def with_less(config: Config) -> Config:
+    """The run with the two settings that save memory and leave the result as it is."""
+    train = replace(config.train, tokens_per_micro_batch=8192)
+    return replace(config, train=train, optim=replace(config.optim, offload=True))
+
+
+def placements(config: Config, gpus: int) -> Iterator[Config]:
+    """The run on this many GPUs with each engine, SGLang with as few GPUs to a server as possible first."""
+    placed = on_gpus(config, gpus) if gpus > 1 else config
+    yield placed
+    tp = 1
+    while tp <= min(gpus, 8):
+        yield replace(placed, engine="sglang", sglang=SGLang(tp=tp))
+        tp *= 2
+
+
+@lru_cache
+def sizes(model: Model) -> Sizes:
+    return sizes_of(Config(model=model))
+
+
+def fewest(config: Config, gpu: Gpu) -> int | None:
+    """The smallest number of GPUs on which the run fits."""
+    for count in COUNTS:
+        if any(MemoryPlan.of(each, sizes(each.model), 1, gpu).fits for each in placements(config, count)):
+            return count
+    return None
+
+
+def cell(config: Config, gpu: Gpu) -> str:
+    usual, less = fewest(config, gpu), fewest(with_less(config), gpu)
+    if usual is None and less is None:
+        return f"over {COUNTS[-1]}"
+    if usual is None:
+        return f"({less})"
+    return f"{usual}" if less in (None, usual) else f"{usual} ({less})"
+
+
+def table() -> str:
+    lines = ["| Qwen3-VL | training | 24 GB | 48 GB | 80 GB | 141 GB |", "| --- | --- | --- | --- | --- | --- |"]
+    for name, model in MODELS.items():
+        for training, config in (("full", base(model)), ("LoRA", with_lora(base(model)))):
+            cells = " | ".join(cell(config, KNOWN[gpu]) for gpu in GPUS)
+            lines.append(f"| {name} | {training} | {cells} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,252 @@
+"""Memory by part and moment against sums by hand, and the advice for runs that do not fit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from vlmrl.cli.plan import plan_lines, sizes_of
+from vlmrl.config import Algo, Cluster, Config, Lora, Model, Optim, Rollout, SGLang, Train
+from vlmrl.run.activations import Gradients, MicroBatchSize, ModelShape, VisionShape, micro_batch_memory
+from vlmrl.run.gpus import GIB, KNOWN, Gpu, gpu_named
+from vlmrl.run.memory_advice import suggestions
+from vlmrl.run.memory_moments import CONTEXT, NCCL, Placement, micro_batch_size, moments_of, server_runtime
+from vlmrl.run.memory_plan import MemoryPlan, Sizes, server_memory_fraction
+from vlmrl.run.published_models import PUBLISHED, shape_folder
+from vlmrl.run.step_time import StepWork, estimate_step, forward_flops
+
+MODEL = "Qwen/Qwen3-VL-2B-Instruct"
+H100 = KNOWN["h100-80gb"]
+SHAPE = ModelShape(
+    layers=2,
+    hidden=8,
+    heads=2,
+    queries=8,
+    keys=4,
+    intermediate=16,
+    vocabulary=100,
+    qk_norm=True,
+    largest_layer=50,
+    outside_layers=20,
+    active=700,
+)
+GEO3K = Config(
+    model=Model(path=MODEL, max_image_pixels=512 * 512),
+    rollout=Rollout(group_size=8, max_turns=3, max_tokens=5120, max_reply_tokens=2048),
+    train=Train(groups_per_batch=64),
+)
+
+
+@pytest.fixture(scope="module")
+def sizes() -> Sizes:
+    return sizes_of(GEO3K)
+
+
+def test_what_a_layer_keeps():
+    """Norms 2 x 8 x 8, queries and keys (4 + 6) x 12, log-sum-exp 4 x 2, MLP 8 x 16."""
+    assert SHAPE.layer_bytes(adapted=False) == 128 + 120 + 8 + 128
+    assert SHAPE.layer_bytes(adapted=True) == 96 + 96 + 8 + 128  # no gradients of norms
+    experts = replace(SHAPE, experts_per_token=2)
+    assert experts.mlp_bytes == 2 * (8 * 16 + 6 * 8)
+
+
+def test_a_micro_batch_with_and_without_checkpointing():
+    size = MicroBatchSize(tokens=10, targets=4)
+    kept = micro_batch_memory(SHAPE, size, Gradients(checkpointed=False))
+    outside = (10 * 10 + 2 * 4) * 8
+    head = 10 * 4 * 100 + 4 * 8 * 100  # of the 4 targets: logits and their gradient, and the head's in float32
+    assert kept == {"activations": 10 * 2 * 384 + outside, "logits": head, "recomputed layer": 0, "vision tower": 0}
+    recomputed = micro_batch_memory(SHAPE, size, Gradients(checkpointed=True))
+    assert recomputed["activations"] == 10 * 2 * 16 + outside
+    small_vocabulary = replace(SHAPE, vocabulary=5)
+    layer = micro_batch_memory(small_vocabulary, size, Gradients(checkpointed=True))
+    assert (layer["logits"], layer["recomputed layer"]) == (0, 10 * (384 + 2 * 8 + 8 * 16 / 4))
+
+
+def test_images_of_a_trained_and_of_a_frozen_tower():
+    vision = VisionShape(
+        depth=3, hidden=4, intermediate=8, pixels=6, outputs=2, patches_per_token=4, pixels_per_token=64
+    )
+    shape, size = replace(SHAPE, vision=vision), MicroBatchSize(tokens=10, targets=4, patches=8)
+    trained = micro_batch_memory(shape, size, Gradients(checkpointed=True))["vision tower"]
+    assert trained == 8 * (6 * 6 + 3 * 2 * 4 + 2 * (8 * 4 + 2 * 8 / 4))
+    frozen = micro_batch_memory(shape, size, Gradients(checkpointed=True, vision=False))["vision tower"]
+    assert frozen == 8 * (4 * 6 + 2 * 2 * 8 / 4)
+
+
+def test_the_largest_micro_batch_is_full_of_the_longest_trajectories():
+    vision = VisionShape(24, 1024, 4096, 1536, 4, 4, 1024)
+    size = micro_batch_size(GEO3K, replace(SHAPE, vision=vision))
+    # a prompt of 1280 tokens, 4 rows of up to 3840; an image in the prompt and two in each row, of 256 tokens and 1024 patches
+    assert size == MicroBatchSize(16384, 16384 - 1280 - 4 * 2 * 256, 9 * 1024)
+    assert micro_batch_size(GEO3K, SHAPE) == MicroBatchSize(16384, 16384 - 1280)
+
+
+TRAINER = {"weights": 200.0, "masters": 400.0, "gradients": 400.0, "optimizer state": 800.0}
+ENGINE = {"weights": 200.0, "KV cache": 300.0}
+
+
+def placed(**settings) -> Placement:
+    usual = {"ranks": 1, "engine": True, "served": True, "together": True, "offloads": True, "copies": True}
+    return Placement(**usual | settings)
+
+
+def moments(placement: Placement, config: Config = GEO3K, engine: dict = ENGINE, trainer: dict = TRAINER) -> dict:
+    return moments_of(config, SHAPE, trainer, engine, 100, placement, torch.bfloat16, 79 * GIB)
+
+
+def test_a_server_and_an_offloaded_trainer_on_one_gpu():
+    found = moments(placed())
+    assert found["rollout"] == {
+        "server's weights": 200,
+        "server's KV cache": 300,
+        "server's activations and graphs": server_runtime(79 * GIB) + CONTEXT,
+        "reserve": CONTEXT,
+    }
+    training = found["forward and backward"]
+    assert training["server's weights"] == 200 and "server's KV cache" not in training  # it sleeps
+    assert training["optimizer state"] == 800
+    assert found["weight update"]["weights"] == 200 and "masters" not in found["weight update"]
+    assert found["weight update"]["bucket"] == 0  # of an engine without server settings
+
+
+def test_an_embedded_engine_shares_the_trainers_weights_and_gpu():
+    found = moments(placed(served=False, offloads=False, copies=False), engine={"KV cache": 300.0})
+    assert set(found) == {"rollout", "forward and backward", "optimizer step"}
+    assert found["rollout"]["trainer's optimizer state"] == 800 and "trainer's gradients" not in found["rollout"]
+    assert not any("engine" in part for part in found["forward and backward"])
+
+
+def test_engines_with_gpus_of_their_own_do_not_meet_the_trainer():
+    found = moments(placed(together=False, offloads=False))
+    assert not any("trainer" in part for part in found["rollout"])
+    assert not any("server" in part for part in found["forward and backward"])
+
+
+def test_several_ranks_gather_layers_and_need_nccl():
+    training = moments(placed(ranks=4))["forward and backward"]
+    assert training["gathered layers"] == 2 * (20 + 2 * 50) + 6 * 50
+    assert training["reserve"] >= CONTEXT + NCCL
+
+
+def test_an_offloaded_optimizer_state_is_on_the_gpu_for_the_optimizer_step_alone():
+    trainer = {name: size for name, size in TRAINER.items() if name != "optimizer state"}
+    found = moments(placed(), replace(GEO3K, optim=Optim(offload=True)), trainer=trainer)
+    assert "optimizer state" not in found["forward and backward"]
+    assert found["optimizer step"]["optimizer state"] == 800
+
+
+def test_a_colocated_server_gets_what_computing_leaves_and_no_more_than_it_needs(sizes):
+    sglang = replace(GEO3K, engine="sglang")
+    most = 1 - (server_runtime(H100.memory) + 2 * CONTEXT) / H100.memory
+    assert server_memory_fraction(sglang, sizes, H100.memory) == pytest.approx(most)
+    few = replace(sglang, rollout=replace(GEO3K.rollout, max_concurrent=8))
+    cache = 8 * 5120 * sizes.cached * 2
+    assert server_memory_fraction(few, sizes, H100.memory) == pytest.approx(
+        (1.02 * cache + 2 * sizes.parameters) / H100.memory
+    )
+    with pytest.raises(ValueError, match=re.escape("the weights alone are 4.0 GiB: set sglang.tp to divide them")):
+        server_memory_fraction(sglang, sizes, 8 * GIB)
+    divided = replace(sglang, sglang=SGLang(tp=2), cluster=Cluster(gpus=2))
+    assert server_memory_fraction(divided, sizes, 24 * GIB) < 1
+
+
+def test_the_share_of_the_server_fits_beside_the_trainer_at_every_moment(sizes):
+    plan = MemoryPlan.of(replace(GEO3K, engine="sglang"), sizes, 1, H100)
+    assert plan.fits and plan.peak <= H100.memory
+    assert plan.cache + 2 * sizes.parameters == pytest.approx(
+        server_memory_fraction(replace(GEO3K, engine="sglang"), sizes, H100.memory) * H100.memory
+    )
+
+
+def test_each_suggestion_makes_the_run_fit():
+    gpu = gpu_named("l40s-48gb")
+    config = replace(GEO3K, train=replace(GEO3K.train, gradient_checkpointing=False))
+    lines = suggestions(config, 1, gpu, sizes_of)
+    assert lines[0].startswith("--train.gradient-checkpointing True: 43.6 GiB in training")
+    assert not MemoryPlan.of(config, sizes_of(config), 1, gpu).fits
+    small = suggestions(GEO3K, 1, gpu_named("4090-24gb"), sizes_of)
+    assert [line.split(":")[0] for line in small][:2] == ["--model.lora.rank 32", "--cluster.gpus 4"]
+    adapted = replace(GEO3K, model=replace(GEO3K.model, lora=Lora(rank=32)))
+    assert MemoryPlan.of(adapted, sizes_of(adapted), 1, gpu_named("4090-24gb")).fits
+
+
+def test_suggestions_are_joined_where_none_is_enough_alone():
+    (line,) = suggestions(GEO3K, 1, Gpu("10 GiB", 10 * GIB, 1e12, 1e9, 1e9), sizes_of)
+    assert line.startswith("--train.tokens-per-micro-batch 8192 --optim.offload --model.lora.rank 32, together: ")
+    (none,) = suggestions(GEO3K, 1, Gpu("6 GiB", 6 * GIB, 1e12, 1e9, 1e9), sizes_of)
+    assert none.startswith("no setting that was tried makes it fit")
+
+
+def test_the_plan_names_gpu_mode_and_what_was_assumed():
+    lines = "\n".join(plan_lines(replace(GEO3K, engine="sglang"), "h100-80gb", 8))
+    assert "8 trainer ranks (FSDP2) and 8 sglang servers on 8 GPUs of 1 node, colocated" in lines
+    assert "planned on Ray, as with --cluster.gpus 8" in lines and "not for torchrun" in lines
+    assert "trajectories of 5120 tokens" in lines and "one of 512 x 512 pixels" in lines
+    assert "verdict   fits h100-80gb. Computed, not measured" in lines
+    assert "roofline estimate, not a measurement" in lines
+    sixteen = "\n".join(plan_lines(GEO3K, "h100-80gb", 16))
+    assert "16 GPUs of 2 nodes" in sixteen
+    with pytest.raises(ValueError, match=re.escape("--gpu must be one of l4-24gb, a10-24gb, 4090-24gb")):
+        plan_lines(GEO3K, "h100", None)
+    with pytest.raises(ValueError, match="--gpus must be 1 or more, but it is 0"):
+        plan_lines(GEO3K, "h100-80gb", 0)
+
+
+def test_without_a_gpu_the_plan_is_for_the_cpu():
+    lines = plan_lines(Config(model=Model(path=MODEL, device="cpu")), None, None)
+    assert any("placement one process, on cpu" in line for line in lines)
+    assert "plans for a GPU that is not at hand" in lines[-1]
+
+
+def test_an_unknown_model_is_an_error_that_lists_the_known_ones(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match=r"model.path must be a folder with a config.json.*Qwen/Qwen3-VL-2B-Instruct"):
+        sizes_of(Config(model=Model(path="/no/such/folder")))
+
+
+def test_published_shapes_have_the_published_numbers_of_parameters():
+    """As the model pages on the Hugging Face Hub give them, tied heads counted once."""
+    counts = {name: sizes_of(Config(model=Model(path=name))).parameters for name in PUBLISHED}
+    assert counts["Qwen/Qwen3-VL-2B-Instruct"] == 2_127_532_032
+    assert counts["Qwen/Qwen3-VL-4B-Instruct"] == 4_437_815_808
+    assert counts["Qwen/Qwen3-VL-8B-Instruct"] == 8_767_123_696
+    assert counts["Qwen/Qwen3-VL-30B-A3B-Instruct"] == 31_070_754_032
+    assert counts["Qwen/Qwen3-VL-32B-Instruct"] == 33_357_390_064
+    assert counts["Qwen/Qwen2.5-VL-3B-Instruct"] == 3_754_622_976
+    assert counts["Qwen/Qwen2.5-VL-7B-Instruct"] == 8_292_166_656
+    assert counts["Qwen/Qwen3-1.7B"] == 1_720_574_976
+
+
+def test_a_folder_of_ones_own_is_not_replaced(tmp_path):
+    with shape_folder(str(tmp_path)) as folder:
+        assert folder == str(tmp_path)
+    with shape_folder("Qwen/Qwen3-VL-2B-Thinking") as folder:
+        assert folder != "Qwen/Qwen3-VL-2B-Thinking"
+
+
+def test_the_estimate_of_a_step(sizes):
+    """Each part at a share of the GPU's numbers: 40% of its arithmetic, 60% of its bandwidth."""
+    gpu = Gpu("round", 79 * GIB, 1e15, 1e12, 1e11)
+    config = replace(GEO3K, engine="sglang", train=replace(GEO3K.train, gradient_checkpointing=False))
+    plan = replace(MemoryPlan.of(config, sizes, 1, H100), gpu=gpu)
+    parts, shape = estimate_step(config, plan, gpu), sizes.shape
+    work = StepWork.of(config, shape)
+    assert (work.trajectories, work.prompt, work.replies) == (512, 1280, 3840)
+    assert work.computed == 64 * 1280 + 512 * 3840
+    assert parts["forward and backward"] == pytest.approx(3 * forward_flops(shape, work) / 0.4e15)
+    again = replace(config, train=GEO3K.train)  # checkpointed: one more forward pass
+    assert estimate_step(again, plan, gpu)["forward and backward"] == pytest.approx(
+        4 * forward_flops(shape, work) / 0.4e15
+    )
+    assert parts["optimizer step"] == pytest.approx(30 * sizes.parameters / 0.6e12)
+    assert parts["weight update"] == pytest.approx(2 * sizes.parameters / 0.5e12)
+    weights = 2 * (sizes.parameters - shape.vision_parameters)
+    at_once = plan.cache / (5120 * sizes.cached * 2)
+    read = weights + at_once * (1280 + 1920) * sizes.cached * 2
+    assert parts["decoding"] == pytest.approx(3840 * read / 0.6e12 * 512 / at_once)
+    with_reference = replace(config, algo=Algo(kl_coef=0.1))
+    assert "logprobs before the step and of the reference" in estimate_step(with_reference, plan, gpu)

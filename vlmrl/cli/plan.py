@@ -1,0 +1,124 @@
+"""`vlmrl plan`: whether a recipe fits a GPU, and about how long a step takes, without the GPU, the model or the dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from vlmrl.cli.recipe import Recipe, RecipePath
+from vlmrl.config import Config
+
+if TYPE_CHECKING:
+    from vlmrl.run.memory_plan import Sizes
+
+
+@dataclass(frozen=True)
+class PlanCommand:
+    """Plan the memory of a recipe on a GPU, and estimate the time of a step."""
+
+    recipe: RecipePath
+    """Python file with a function `config() -> Config`. For its options, see `vlmrl plan RECIPE --help`."""
+
+    def run(self, options: Sequence[str]) -> None:
+        recipe = Recipe.load(self.recipe)
+        chosen = tyro.cli(
+            PlanOptions,
+            default=PlanOptions(recipe.config()),
+            args=options,
+            description=recipe.description,
+            prog=f"vlmrl plan {self.recipe}",
+        )
+        print("\n".join(plan_lines(chosen.config, chosen.gpu, chosen.gpus)))
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+    gpu: str | None = None
+    """GPU to plan for, such as `h100-80gb`. An unknown name prints those that are known. Unset: the GPU at hand, or the CPU."""
+    gpus: int | None = None
+    """Number of GPUs. Unset: those of the recipe.
+    Above 1 the run is planned on Ray, as with `--cluster.gpus`, with eight GPUs to a machine."""
+
+
+def plan_lines(config: Config, gpu_name: str | None, gpus: int | None) -> list[str]:
+    """The plan, advice if it does not fit, and the estimate.
+
+    Raises:
+        ValueError: an unknown GPU, or settings that contradict each other.
+    """
+    from vlmrl.config.fields import require
+    from vlmrl.run.gpus import gpu_at_hand, gpu_named
+    from vlmrl.run.memory_advice import on_gpus, on_one_gpu, suggestions
+    from vlmrl.run.memory_plan import MemoryPlan
+    from vlmrl.run.step_time import describe_estimate, estimate_step
+
+    gpu = gpu_at_hand() if gpu_name is None else gpu_named(gpu_name)
+    if gpus is not None:
+        require(gpus > 0, "--gpus", "1 or more", gpus)
+        config = on_gpus(config, gpus) if gpus > 1 or config.cluster.on else on_one_gpu(config)
+    sizes = sizes_of(config)
+    plan = MemoryPlan.of(config, sizes, 1, gpu)
+    lines = str(plan).splitlines()
+    if gpu is None:
+        return [*lines, "          --gpu h100-80gb, or another name, plans for a GPU that is not at hand"]
+    lines += _mode(config, gpus)
+    lines += _assumed(config)
+    if plan.fits:
+        lines.append(f"verdict   fits {gpu.name}. Computed, not measured")
+    else:
+        lines.append(f"verdict   does not fit {gpu.name}. It would with")
+        lines += [f"          {line}" for line in suggestions(config, 1, gpu, sizes_of)]
+    if gpu.flops and plan.fits:
+        lines += describe_estimate(estimate_step(config, plan, gpu), sizes)
+    return lines
+
+
+def sizes_of(config: Config) -> Sizes:
+    """The sizes of the config's model: from its folder or the hub, or the shape of a published one.
+
+    Raises:
+        ValueError: the model's config is neither at hand nor known.
+    """
+    from vlmrl.model.loading import shapes_of
+    from vlmrl.run.memory_plan import Sizes
+    from vlmrl.run.published_models import PUBLISHED, shape_folder
+
+    with shape_folder(config.model.path) as folder:
+        try:
+            shapes = shapes_of(replace(config.model, path=folder), config.models_dir)
+        except OSError as error:
+            raise ValueError(
+                f"model.path must be a folder with a config.json, a model of the hub that can be reached, or one of "
+                f"{', '.join(PUBLISHED)}, but it is {config.model.path!r}: {str(error).splitlines()[0]}"
+            ) from error
+    return Sizes.of(shapes)
+
+
+def _mode(config: Config, gpus: int | None) -> list[str]:
+    """How the GPUs are used, where the recipe itself does not say it."""
+    if gpus is None or gpus == 1:
+        return []
+    cluster = config.resolved_cluster
+    how = "colocated" if cluster.colocate else "trainer and engines apart"
+    return [
+        f"mode      planned on Ray, as with --cluster.gpus {cluster.gpus} --cluster.nodes {cluster.nodes}, {how}; not for torchrun"
+    ]
+
+
+def _assumed(config: Config) -> list[str]:
+    """What the plan takes for data that is not there."""
+    from vlmrl.run.memory_moments import ASSUMED_IMAGE
+
+    path, side = config.data.path, round((config.model.max_image_pixels or ASSUMED_IMAGE) ** 0.5)
+    lines = [
+        f"assumed   trajectories of {config.rollout.max_tokens} tokens in micro-batches of {config.train.tokens_per_micro_batch}; "
+        f"with images, one of {side} x {side} pixels in each prompt and after each turn but the last"
+    ]
+    if path is not None and not Path(path).exists():
+        lines.append(f"          {path} is not here; a plan does not need it")
+    return lines
