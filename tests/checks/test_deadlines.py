@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +30,10 @@ class Servers:
         capabilities = SimpleNamespace(checksums=False)
         self.backend = SimpleNamespace(capabilities=capabilities, logprobs_hint="", image_cache_hint="")
         self.silent, self.error, self.requests = silent, error, 0
+
+    @asynccontextmanager
+    async def asleep(self) -> AsyncIterator[None]:
+        yield
 
     async def generate_on(self, server: Server, request: Request) -> Completion:
         if server.url == "http://two":

@@ -43,7 +43,7 @@ def two_gpus(folder, **changes):
 
 def offloaded(ranks) -> list[bool]:
     """Which ranks are in host memory."""
-    return ray.get([rank.__ray_call__.remote(lambda worker: worker._offloaded) for rank in ranks.actors])
+    return ray.get([rank.__ray_call__.remote(lambda worker: worker.memory.offloaded) for rank in ranks.actors])
 
 
 def test_one_side_is_offloaded_before_the_other_is_onloaded(two_fake_gpus, tmp_path):

@@ -19,7 +19,8 @@ def row(*values: float) -> BatchCache:
 
 
 def rows(*parts: BatchCache) -> BatchCache:
-    return BatchCache.join(parts)
+    """The parts' rows joined; the parts stay as they are."""
+    return BatchCache.join([part.select(torch.arange(len(part.valid))) for part in parts])
 
 
 def rows_of(cache: BatchCache) -> list[list[float]]:

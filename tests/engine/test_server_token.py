@@ -30,6 +30,7 @@ from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.model import tiny
 from vlmrl.run.program import run_training
 from vlmrl.run.serving import LocalServerHost
+from vlmrl.train.offload import TrainerMemory
 from vlmrl.utils.tokens import is_loopback
 
 MODEL = ServedModel("/model", "float32")
@@ -230,6 +231,7 @@ def test_a_run_with_running_servers_records_their_token_nowhere(fake, tmp_path, 
 def test_a_server_on_this_machine_wants_a_token_if_a_setting_opens_it(tmp_path, args, guarded):
     settings = SGLang(args=args, port=30000)
     policy = SimpleNamespace(device=torch.device("cpu"))
-    [server] = LocalServerHost(settings, tmp_path, policy, ranks=1).servers(SGLangBackend(settings), MODEL)
+    memory = TrainerMemory(policy)
+    [server] = LocalServerHost(settings, tmp_path, memory, ranks=1).servers(SGLangBackend(settings), MODEL)
     assert (server.token is not None) == guarded
     assert server.process.launch.env.get(TOKEN_VARIABLE) == server.token

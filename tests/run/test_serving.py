@@ -13,14 +13,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vlmrl.config import Cluster, Config, Data, Lora, Model, Rollout, ServerSettings, SGLang
-from vlmrl.engine.server_backend import Capabilities, ServerBackend
+from vlmrl.config import Cluster, Config, Data, Lora, Model, Rollout, ServerSettings, SGLang, Train
+from vlmrl.engine.server_backend import Capabilities, ServedModel, ServerBackend
+from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.model.loading import as_saved, load_model
 from vlmrl.model.lora import named_adapters, named_weights
 from vlmrl.model.tiny import build
+from vlmrl.run import build as builder
+from vlmrl.run import serving
 from vlmrl.run.build import build_run
 from vlmrl.run.memory_plan import MemoryPlan, Sizes
-from vlmrl.run.serving import auto_method, check_capabilities, sent_adapters
+from vlmrl.run.serving import LocalServerHost, auto_method, check_capabilities, sent_adapters
+from vlmrl.train.offload import TrainerMemory
 
 SIZES = Sizes(100, {"language_model": 100}, 8)
 URLS = SGLang(urls=("http://127.0.0.1:9",))
@@ -237,3 +241,84 @@ def test_a_misspelled_way_to_send_weights_is_an_error_before_any_server_starts(t
     config = config_of("tiny:qwen3", tmp_path, sglang=SGLang(urls=URLS.urls, sync="ncl"))
     with pytest.raises(ValueError, match=r"sglang\.sync must be one of auto, disk, group, tensor, but it is 'ncl'"):
         build_run(config)
+
+
+class OnGpu:
+    """Stands for the policy of a trainer on a GPU that does not exist."""
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "ranks", "servers", "shares", "colocated"),
+    [
+        (0, 1, {}, True, True),
+        (1, 1, {"servers": 2}, True, True),  # the second server's GPU
+        (1, 1, {}, False, False),
+        (0, 1, {"first_gpu": 1}, False, False),
+        (3, 1, {"first_gpu": 2, "tp": 2}, True, True),
+        (0, 4, {}, True, False),  # torchrun: the ranks' GPUs are 0 to 3
+        (0, 4, {"first_gpu": 3}, True, False),
+        (0, 4, {"first_gpu": 4}, False, False),
+        (0, 1, {"urls": URLS.urls}, False, False),
+    ],
+)
+def test_a_server_shares_a_gpu_with_a_rank_on_the_same_index(trainer, ranks, servers, shares, colocated, tmp_path):
+    host = LocalServerHost(SGLang(**servers), tmp_path, TrainerMemory(OnGpu(trainer)), ranks)
+    assert (host.shares_gpus, host.colocated) == (shares, colocated)
+
+
+def test_the_ranks_of_other_machines_have_no_gpus_here(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    host = LocalServerHost(SGLang(first_gpu=2), tmp_path, TrainerMemory(OnGpu(0)), ranks=4)
+    assert not host.shares_gpus
+
+
+def test_servers_need_as_many_gpus_as_there_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    settings = SGLang(servers=2, tp=2, first_gpu=1)
+    host = LocalServerHost(settings, tmp_path, TrainerMemory(OnGpu(0)), ranks=1)
+    with pytest.raises(
+        ValueError, match=re.escape("sglang.first_gpu must leave room for sglang.servers x sglang.tp = 4 GPUs of the 4")
+    ):
+        host.servers(SGLangBackend(settings), ServedModel("/m", "bfloat16"))
+
+
+@pytest.mark.parametrize("args", [{}, {"mem_fraction_static": 0.3}])
+def test_a_server_beside_a_trainer_that_stays_is_refused_unless_its_memory_is_set(
+    qwen3_vl, tmp_path, monkeypatch, args
+):
+    class Host(LocalServerHost):
+        shares_gpus, colocated = True, True
+
+    monkeypatch.setattr(builder, "LocalServerHost", Host)
+    train = Train(max_staleness=1)
+    config = config_of(qwen3_vl, tmp_path, sglang=SGLang(python="python", args=args), train=train)
+    if args:
+        build_run(config).engine.close()
+        return
+    message = (
+        r"sglang.first_gpu must name GPUs without a trainer rank, but it is 0: .*set mem-fraction-static in sglang.args"
+    )
+    with pytest.raises(ValueError, match=message):
+        build_run(config)
+
+
+def test_a_colocated_server_gets_the_share_of_the_gpu_that_the_plan_gives(qwen3_vl, tmp_path, monkeypatch):
+    asked = []
+
+    class Host(LocalServerHost):
+        shares_gpus, colocated, gpu_bytes = True, True, 80e9
+
+    def fraction(config, sizes, gpu_bytes):
+        asked.append((sizes.parameters > 0, gpu_bytes))
+        return 0.6257
+
+    monkeypatch.setattr(builder, "LocalServerHost", Host)
+    monkeypatch.setattr(serving, "server_memory_fraction", fraction)
+    run = build_run(config_of(qwen3_vl, tmp_path, sglang=SGLang(python="python")))
+    run.engine.close()
+    assert asked == [(True, 80e9)]
+    launch = run.serving.engine.servers.all[0].process.launch
+    assert "--mem-fraction-static 0.625" in " ".join(launch.command) and run.colocated

@@ -17,6 +17,7 @@ from vlmrl.checks.image_swap import Score
 from vlmrl.config import Rollout
 from vlmrl.engine.base import EngineError, Request, SamplingParams
 from vlmrl.engine.server import UNREACHED, Server, ServerError
+from vlmrl.engine.server_backend import ServerBackend
 from vlmrl.engine.server_engine import ServerEngine
 from vlmrl.engine.server_reply import BadReply
 from vlmrl.multimodal.renderer import Renderer, expand
@@ -72,14 +73,22 @@ async def check_parity(
     engine = sync.engine
     servers, checksums = engine.servers.all, engine.backend.capabilities.checksums
     loaded = await sync.checksums() if checksums else {}
-    await sync.fill(send)
+    async with engine.asleep():
+        await sync.fill(send)
     _check_reach(loaded, await sync.checksums() if checksums else {})
     for server in servers:
         await _ask(engine, server, questions[0], timeout)  # so that it sees the image under wrong weights
-    await sync.first(send)
+    async with engine.asleep():
+        await sync.first(send)
     if same_weights:
         _check_equal(loaded, await sync.checksums() if checksums else {})
-    return {server.url: await _compare(engine, server, score, questions, timeout) for server in servers}
+    replies = {server.url: [await _ask(engine, server, each, timeout) for each in questions] for server in servers}
+    async with engine.asleep():
+        differences = {
+            url: [_difference(score, *pair) for pair in zip(questions, each, strict=True)]
+            for url, each in replies.items()
+        }
+    return {url: _compare(engine.backend, url, each) for url, each in differences.items()}
 
 
 async def parity_questions(renderer: Renderer, store: MediaStore | None, rollout: Rollout) -> list[Question]:
@@ -130,21 +139,18 @@ async def _ask(engine: ServerEngine, server: Server, question: Question, timeout
         raise EngineError(f"startup parity check: the server {server.url} {reason}{server.log_tail()}") from error
 
 
-async def _compare(
-    engine: ServerEngine, server: Server, score: Score, questions: Sequence[Question], timeout: float
-) -> ParityReport:
-    differences = [_difference(score, each, await _ask(engine, server, each, timeout)) for each in questions]
+def _compare(backend: ServerBackend, url: str, differences: Sequence[float]) -> ParityReport:
+    """The report of one server's ``differences`` by question. Raises ParityError if one is too large."""
     report = ParityReport(differences[0], differences[1] if len(differences) > 1 else None)
-    backend = engine.backend
     if report.unseen is not None and report.unseen <= TOLERANCE < report.seen:
         raise ParityError(
-            f"the server {server.url} keeps image features over a weight update: on an image it had seen before, its logprobs differ "
+            f"the server {url} keeps image features over a weight update: on an image it had seen before, its logprobs differ "
             f"from the trainer's by {report.seen:.2g} nats, on a new one by {report.unseen:.2g}. {backend.image_cache_hint}".rstrip()
         )
     if max(differences) > TOLERANCE:
         hint = f" ({backend.logprobs_hint})" if backend.logprobs_hint else ""
         raise ParityError(
-            f"the logprobs of the server {server.url} differ from the trainer's by {max(differences):.2g} nats, where at most "
+            f"the logprobs of the server {url} differ from the trainer's by {max(differences):.2g} nats, where at most "
             f"{TOLERANCE:g} was expected. They must be of the distribution after temperature and logit_bias, before top-p and "
             f"top-k{hint}, and of the model that is trained. (--{backend.settings.section}.no-check skips this check.)"
         )

@@ -56,6 +56,11 @@ class RankActors:
             self.run("offload", seconds=WEIGHTS_SECONDS)
         return not self._failed
 
+    def gpu_bytes(self) -> float | None:
+        """Memory of the smallest GPU with a rank. None: the ranks compute on CPUs."""
+        sizes = results([rank.gpu_bytes.remote() for rank in self.actors], LOAD_SECONDS, "start")
+        return min((size for size in sizes if size is not None), default=None)
+
     def gpus(self, first: int, count: int) -> list[str]:
         """The GPUs of ``count`` ranks from ``first`` on, as Ray numbers them on their machine."""
         calls = [rank.__ray_call__.remote(_gpu) for rank in self.actors[first : first + count]]

@@ -19,7 +19,7 @@ from vlmrl.cluster.calls import LOAD_SECONDS, PLACEMENT_SECONDS, Actor, results
 from vlmrl.cluster.payload import ImageObjects
 from vlmrl.cluster.rank_actors import RankActors
 from vlmrl.cluster.workers import EngineWorker, RankWorker
-from vlmrl.config import Config, Lora
+from vlmrl.config import Config, Lora, Rollout
 from vlmrl.config.code import recipe_folder
 from vlmrl.model.loading import pick_dtype
 from vlmrl.train.ranks import Ranks
@@ -134,7 +134,9 @@ def _reserve(config: Config) -> PlacementGroup:
 def _for_workers(config: Config) -> Config:
     """The part of a config that workers need: no code of the recipe's, and no path relative to the working directory."""
     model = replace(config.model, device="auto" if config.cluster.gpus else "cpu")
-    return Config(model=model, train=config.train, output_dir=str(Path(config.output_dir).resolve()), seed=config.seed)
+    rollout = Rollout(kv_cache_gib=config.rollout.kv_cache_gib)
+    folder = str(Path(config.output_dir).resolve())
+    return Config(model=model, rollout=rollout, train=config.train, output_dir=folder, seed=config.seed)
 
 
 def node_address(_: Any) -> str:

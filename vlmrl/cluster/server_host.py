@@ -48,6 +48,14 @@ class RayServerHost:
     def method(self) -> str:
         return "tensor" if self.colocated else "group"
 
+    @property
+    def shares_gpus(self) -> bool:
+        return self.colocated
+
+    @property
+    def gpu_bytes(self) -> float | None:
+        return self._cluster.ranks.gpu_bytes() if self.colocated else None
+
     def servers(self, backend: ServerBackend, model: ServedModel) -> list[Server]:
         """``cluster.num_engines`` servers with an actor each, or the running ones at ``urls``."""
         settings, resolved = backend.settings, self._config.resolved_cluster

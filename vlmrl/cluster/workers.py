@@ -24,13 +24,12 @@ from vlmrl.model.loading import as_saved, load_model
 from vlmrl.model.lora import named_weights
 from vlmrl.train.fsdp import COLLECTIVE, backend_of, forget_unused
 from vlmrl.train.make_trainer import Trainers
+from vlmrl.train.offload import HOST, TrainerMemory, gpu_bytes
 from vlmrl.train.packing import response_logprobs
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import TrainerSpec
 from vlmrl.types import Completion, MediaItem, Sample
 from vlmrl.weight_sync.base import TransferResult, WeightSender, WeightUpdate
-
-HOST = torch.device("cpu")
 
 RegisteredFunctions = list[tuple[str, str, Callable[..., Any]]]
 """Registry, name and function of each function that an algorithm names. A worker's registries lack the functions of the recipe."""
@@ -57,8 +56,6 @@ class RankWorker:
         self._config = config
         self._ranks = ranks
         self._store: TCPStore | None = None
-        self._trainer: Any = None
-        self._offloaded = False
 
     def host(self, address: str) -> int:
         """Open the ranks' store on rank 0's machine. Returns its port."""
@@ -68,26 +65,24 @@ class RankWorker:
     def load(self, address: str, port: int) -> None:
         """Join the other ranks, and load this one's shard of the policy."""
         torch.manual_seed(self._config.seed)
-        self._device = torch.device("cuda", 0) if torch.cuda.is_available() else HOST
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else HOST
         if self._ranks.size > 1:
             size, rank = self._ranks.size, self._ranks.rank
             store = self._store or TCPStore(address, port, size, False, COLLECTIVE)
-            dist.init_process_group(
-                backend_of(self._device), store=store, rank=rank, world_size=size, timeout=COLLECTIVE
-            )
+            dist.init_process_group(backend_of(device), store=store, rank=rank, world_size=size, timeout=COLLECTIVE)
         self._trainers = Trainers.of(self._config, self._ranks)
+        self.memory = TrainerMemory(self._trainers.policy)
         forget_unused()  # rank 0 had each whole weight for a moment
 
     def start(self, spec: TrainerSpec, functions: RegisteredFunctions) -> None:
         """Register ``functions`` and make a new trainer."""
-        self._onload()
         for registry, name, function in functions:
             REGISTRIES[registry][name] = function
-        self._trainer = self._trainers.make(spec)
+        self.memory.make(self._trainers, spec)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call one of the trainer's methods. Rank 0 returns its result, the other ranks None."""
-        self._onload()
+        self.memory.onload()
         result = getattr(self._trainer, method)(*arguments)
         return None if self._ranks.rank else result
 
@@ -97,7 +92,7 @@ class RankWorker:
 
     def send_weights(self, sender: WeightSender) -> TransferResult | None:
         """Gather the weights on all ranks, and send them from rank 0."""
-        self._onload()
+        self.memory.onload()
         weights = self._trainer.named_weights()
         if self._ranks.rank:
             _walk(weights)
@@ -111,7 +106,7 @@ class RankWorker:
         """
         if update is not None and update.resend:
             return update.send(())
-        self._onload()
+        self.memory.onload()
         model = self._trainers.policy.model
         weights = named_weights(model)
         if update is None:
@@ -123,13 +118,14 @@ class RankWorker:
         self, temperature: float, samples: SamplePayload[Sample], *images: SerializedImage
     ) -> list[np.ndarray] | None:
         """The policy's logprobs of each sample's response, in nats. No trainer is needed."""
+        self.memory.onload()
         rows = samples.unpack([image.item() for image in images])
         scores = response_logprobs(self._trainers.policy, rows, temperature)
         return None if self._ranks.rank else scores
 
     def weights(self, method: str) -> list[tuple[str, SerializedTensor]] | None:
         """All weights that the trainer's ``named_weights`` or ``named_adapters`` yields."""
-        self._onload()
+        self.memory.onload()
         named = getattr(self._trainer, method)()
         if self._ranks.rank:
             _walk(named)
@@ -138,18 +134,15 @@ class RankWorker:
 
     def offload(self) -> None:
         """Move weights and optimizer state to host memory, until the next call."""
-        if not self._offloaded:
-            self._move(HOST)
-            self._offloaded = True
+        self.memory.offload()
 
-    def _onload(self) -> None:
-        if self._offloaded:
-            self._move(self._device)
-            self._offloaded = False
+    @property
+    def _trainer(self) -> Any:
+        return self.memory.trainer
 
-    def _move(self, device: torch.device) -> None:
-        (self._trainer or self._trainers.policy).to(device)
-        forget_unused()
+    def gpu_bytes(self) -> float | None:
+        """Memory of this rank's GPU. None: it computes on the CPU."""
+        return gpu_bytes(self.memory.device)
 
 
 class EngineWorker:
@@ -160,7 +153,10 @@ class EngineWorker:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # CUDA reads it when it is first used
         model = load_model(config.model, config.models_dir, config.seed)
         record = config.train.replay_routing
-        self._engine = HFEngine(model.policy, model.renderer, keep_kv=keep_kv, record_expert_routing=record)
+        limit = config.rollout.kv_cache_bytes
+        self._engine = HFEngine(
+            model.policy, model.renderer, keep_kv=keep_kv, record_expert_routing=record, kv_cache_bytes=limit
+        )
         self._device = model.policy.device
         self._items: weakref.WeakValueDictionary[str, MediaItem] = weakref.WeakValueDictionary()
         self._shown: dict[str, list[MediaItem]] = {}  # by trajectory: keeps its images alive until its release

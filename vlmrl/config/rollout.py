@@ -30,6 +30,9 @@ class Rollout:
     """Stop strings. The reply ends after the first match and includes it."""
     max_concurrent: int = 256
     """Maximum trajectories in progress at the same time."""
+    kv_cache_gib: float | None = None
+    """Memory of the embedded engine's KV cache in GiB, of each engine if there are several. Requests that do not fit wait.
+    Unset: on a GPU, what is free when a request arrives, less a reserve; on a CPU, no limit."""
     over_sampling: float = 1.0
     """Over-sampling factor: start this many times the groups of a batch, keep the first to finish, abort the rest. 1 disables it."""
     max_env_retries_per_turn: int = 1
@@ -64,7 +67,7 @@ class Rollout:
 
     def __post_init__(self) -> None:
         sizes = ("group_size", "max_turns", "max_tokens", "max_reply_tokens", "max_concurrent")
-        positive("rollout", self, *sizes, "env_timeout", "engine_timeout")
+        positive("rollout", self, *sizes, "env_timeout", "engine_timeout", "kv_cache_gib")
         require(self.temperature >= 0, "rollout.temperature", "0 (greedy) or more", self.temperature)
         require(self.over_sampling >= 1, "rollout.over_sampling", "1 (off) or more", self.over_sampling)
         require(0 < self.top_p <= 1, "rollout.top_p", "in (0, 1]", self.top_p)
@@ -77,6 +80,10 @@ class Rollout:
             require(self.history_policy is not None, "rollout.history_policy", "set when history_options are", None)
         for name in ("max_env_retries_per_turn", "max_refills"):
             require(getattr(self, name) >= 0, f"rollout.{name}", "0 or more", getattr(self, name))
+
+    @property
+    def kv_cache_bytes(self) -> float | None:
+        return None if self.kv_cache_gib is None else self.kv_cache_gib * 2**30
 
     @property
     def needs_rendered_rows(self) -> bool:

@@ -72,6 +72,9 @@ class ServedModel:
     """Adapters that are sent separately from the weights; ``targets`` are all the layers that have one."""
     expert_routing: bool = False
     sleep: bool = False
+    """The server shares its GPUs with the trainer: it must be able to sleep, and hold no memory there but weights and KV cache."""
+    memory_fraction: float | None = None
+    """Share of the GPU's free memory, at the server's start, for its weights and KV cache. None: the program's default."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,8 @@ class ServerBackend(ABC):
 
     args_hint: ClassVar[str] = "the arguments that limit it"
     """For an error: the arguments that give a server room for longer prompts."""
+    memory_argument: ClassVar[str] = ""
+    """The argument that sets the share of a GPU for weights and KV cache."""
     routing_hint: ClassVar[str] = ""
     """For an error: how to make a server return experts. Ends with "or "."""
     image_cache_hint: ClassVar[str] = ""
@@ -142,6 +147,11 @@ class ServerBackend(ABC):
         Pass the token on in the environment: every user of the machine can read a command line.
         """
         raise NotImplementedError(f"{self.title} checks no token")
+
+    @property
+    def sets_memory(self) -> bool:
+        """Whether the settings contain ``memory_argument``."""
+        return False
 
     def listens_at(self, host: str) -> str:
         """The address at which a server listens that is launched with ``host``, unless a setting overrides it."""

@@ -13,7 +13,8 @@ import asyncio
 import reprlib
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from vlmrl.engine.base import EngineError, Request, check_placeholders
@@ -75,7 +76,11 @@ class ServerEngine:
         return self._images.encoded
 
     async def start(self) -> None:
-        """Wait for the servers. Raises EngineError if one does not start, ValueError if one is too old."""
+        """Start the servers and wait for them. Raises EngineError if one does not start, ValueError if one is too old.
+
+        A colocated trainer is offloaded before: a server sizes its KV cache by the memory that is free at its start.
+        """
+        await self._offload()
         await self.thread.run(self.servers.start())
 
     async def serve(self) -> None:
@@ -83,11 +88,31 @@ class ServerEngine:
 
         Raises EngineError if the trainer has failed and keeps the memory of colocated servers.
         """
+        await self._offload()
+        await self.thread.run(self.servers.serve_all())
+
+    @asynccontextmanager
+    async def asleep(self) -> AsyncIterator[None]:
+        """Before :meth:`serve`: within the context colocated servers are asleep, so that the trainer may use their GPUs.
+
+        Raises EngineError if a server does not answer. After an error within the context the servers stay asleep.
+        """
+        if not self.servers.colocated:
+            yield
+            return
+        await self.thread.run(self._require_all(self.backend.pause))
+        await self.thread.run(self._require_all(self.backend.sleep, asleep=True))
+        yield
+        await self._offload()
+        await self.thread.run(self._require_all(self.backend.wake, asleep=False))
+        await self.thread.run(self._require_all(self.backend.resume))
+
+    async def _offload(self) -> None:
+        """Offload a colocated trainer. Raises EngineError if it has failed."""
         if self.servers.colocated and not await asyncio.to_thread(self._offload_trainer):
             raise EngineError(
                 f"the {self.backend.title} servers cannot serve: the trainer has failed, and still has its memory on their GPUs"
             )
-        await self.thread.run(self.servers.serve_all())
 
     async def generate(self, request: Request) -> Completion:
         check_placeholders(request, self._renderer.image_token_id)
@@ -269,6 +294,19 @@ class ServerEngine:
                 server.failed(began)
 
         await asyncio.gather(*(call_one(server) for server in servers))
+
+    async def _require_all(self, call: Call, asleep: bool | None = None) -> None:
+        """Call all servers, which do not serve yet. Raises EngineError if one fails."""
+        for server in self.servers.all:
+            try:
+                await self.servers.call(server, *call, timeout=PAUSE_SECONDS)
+            except (*UNREACHED, ServerError) as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise EngineError(
+                    f"the server {server.url} failed at {call.path}: {reason}{server.log_tail()}"
+                ) from error
+            if asleep is not None:
+                server.asleep = asleep
 
 
 async def _unless_withdrawn(server: Server, call: Coroutine[Any, Any, Any]) -> Any:

@@ -31,6 +31,7 @@ from vlmrl.run.serving import LocalServerHost, Serving
 from vlmrl.train.checkpoint import Checkpoints
 from vlmrl.train.controller import TrainerFactory
 from vlmrl.train.make_trainer import Trainers
+from vlmrl.train.offload import OffloadedTrainers, TrainerMemory
 from vlmrl.train.ranks import Ranks
 from vlmrl.weight_sync import SENDERS
 from vlmrl.weight_sync.base import WeightSender
@@ -68,6 +69,11 @@ class Run(Backends):
     @property
     def folder(self) -> Path:
         return self.config.folder
+
+    @property
+    def colocated(self) -> bool:
+        """Whether the engine must sleep while the trainer works, since they share GPUs."""
+        return self.config.colocated or (self.serving is not None and self.serving.colocated)
 
     async def connect(self) -> list[str]:
         """Start and load servers, if the run has any, and check that they agree with the trainer. Returns a line for each."""
@@ -181,11 +187,18 @@ def _build_here(config: Config, ranks: Ranks, model: LoadedModel, keep_kv: bool)
         model.policy.enable_gradient_checkpointing()
     sender = None if trainers.policy is model.policy else LocalSender(model.policy)
     if config.server_settings is not None:
-        host = LocalServerHost(config.server_settings, config.folder, model.policy, ranks.size)
-        serving = Serving.of(config, model, host)
-        return Backends(engine=serving.engine, trainers=trainers, sender=sender, serving=serving)
+        memory = TrainerMemory(model.policy)
+        serving = Serving.of(config, model, LocalServerHost(config.server_settings, config.folder, memory, ranks.size))
+        factory = OffloadedTrainers(trainers, memory) if serving.colocated else trainers
+        return Backends(engine=serving.engine, trainers=factory, sender=sender, serving=serving)
     record = config.train.replay_routing
-    engine = HFEngine(model.policy, model.renderer, keep_kv=keep_kv, record_expert_routing=record)
+    engine = HFEngine(
+        model.policy,
+        model.renderer,
+        keep_kv=keep_kv,
+        record_expert_routing=record,
+        kv_cache_bytes=config.rollout.kv_cache_bytes,
+    )
     return Backends(engine=engine, trainers=trainers, sender=sender)
 
 

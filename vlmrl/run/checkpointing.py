@@ -50,7 +50,7 @@ async def save_checkpoint(
             trainer.save(folder)
             save_json(folder, asdict(state))
 
-    async with paused(run.engine) if run.config.colocated else nullcontext():
+    async with paused(run.engine) if run.colocated else nullcontext():
         await asyncio.to_thread(write)
 
 
@@ -63,7 +63,7 @@ async def restore(run: Run, trainer: RunTrainer, buffer: RolloutBuffer, state: L
 
 async def save_model(run: Run, trainer: RunTrainer) -> None:
     """Write the trained weights in Hugging Face form, and LoRA adapters also separately."""
-    if run.config.colocated:
+    if run.colocated:
         await run.engine.pause()
     _save_weights(run, trainer)
     model = run.config.model
@@ -74,7 +74,7 @@ async def save_model(run: Run, trainer: RunTrainer) -> None:
 async def save_after_failure(run: Run, trainer: RunTrainer, progress: RunProgress) -> None:
     """Write the last weights of a run that was stopped or failed, if the engine and the trainer still allow it."""
     try:
-        if run.config.colocated:
+        if run.colocated:
             async with asyncio.timeout(LAST_PAUSE):
                 await run.engine.pause()
     except Exception as error:  # the engine may have failed

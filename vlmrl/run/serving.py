@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,8 +30,9 @@ from vlmrl.model.loading import LoadedModel, as_saved, shapes_of
 from vlmrl.model.lora import adapted_targets, named_weights
 from vlmrl.model.policy import Policy
 from vlmrl.multimodal.store import MediaStore
+from vlmrl.run.memory_plan import Sizes, server_memory_fraction
 from vlmrl.train.controller import RunTrainer
-from vlmrl.train.fsdp import forget_unused
+from vlmrl.train.offload import TrainerMemory, gpu_bytes
 from vlmrl.train.packing import response_logprobs
 from vlmrl.types import Sample
 from vlmrl.weight_sync import SENDERS
@@ -56,6 +58,16 @@ class ServerHost(Protocol):
         """Whether servers use the trainer's GPUs."""
         ...
 
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether a server is started on a GPU with a trainer rank. True also if neither of them offloads."""
+        ...
+
+    @property
+    def gpu_bytes(self) -> float | None:
+        """Memory of the smallest GPU that trainer and servers share. None: they share none."""
+        ...
+
     def servers(self, backend: ServerBackend, model: ServedModel) -> list[Server]:
         """The run's servers, which load ``model``, or the running ones at ``urls``. Nothing is started yet."""
         ...
@@ -79,13 +91,17 @@ class ServerHost(Protocol):
 
 @dataclass(frozen=True)
 class LocalServerHost:
-    """Servers on this machine, next to a trainer that has its weights in ``policy`` and is one of ``ranks``."""
+    """Servers on this machine, next to a trainer whose policy is in ``memory`` and that is one of ``ranks``."""
 
     settings: ServerSettings
     folder: Path
     """The run's folder."""
-    policy: Policy
+    memory: TrainerMemory
     ranks: int
+
+    @property
+    def policy(self) -> Policy:
+        return self.memory.policy
 
     @property
     def dtype(self) -> torch.dtype:
@@ -97,19 +113,40 @@ class LocalServerHost:
 
     @property
     def colocated(self) -> bool:
-        settings, device = self.settings, self.policy.device
-        gpus = range(settings.first_gpu, settings.first_gpu + settings.servers * settings.tp)
-        return device.type == "cuda" and (device.index or 0) in gpus and self.ranks == 1 and not settings.urls
+        return self.shares_gpus and self.ranks == 1
+
+    @property
+    def shares_gpus(self) -> bool:
+        device, ranks = self.memory.device, int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks))
+        used = range(ranks) if self.ranks > 1 else [device.index or 0]
+        return device.type == "cuda" and not self.settings.urls and any(gpu in self._gpus for gpu in used)
+
+    @property
+    def _gpus(self) -> range:
+        """The indices of the servers' GPUs, among those that this process sees."""
+        settings = self.settings
+        return range(settings.first_gpu, settings.first_gpu + settings.servers * settings.tp)
+
+    @property
+    def gpu_bytes(self) -> float | None:
+        return gpu_bytes(self.memory.device) if self.colocated else None
 
     def servers(self, backend: ServerBackend, model: ServedModel) -> list[Server]:
         settings = self.settings
         if settings.urls:
             return attached_servers(settings)
+        on_gpus = self.memory.device.type == "cuda"
+        if on_gpus and self._gpus.stop > torch.cuda.device_count():
+            name, number = settings.section, settings.servers * settings.tp
+            raise ValueError(
+                f"{name}.first_gpu must leave room for {name}.servers x {name}.tp = {number} GPUs of the {torch.cuda.device_count()} "
+                f"that this process sees, but it is {settings.first_gpu}: start fewer servers, or lower it."
+            )
         count, port = settings.servers, settings.port
         logs = self.folder.absolute() / "servers"
         servers = []
         for index, each in enumerate(range(port, port + count) if port else free_ports(count)):
-            gpu = settings.first_gpu + index * settings.tp if self.policy.device.type == "cuda" else None
+            gpu = settings.first_gpu + index * settings.tp if on_gpus else None
             token = token_for(backend, "127.0.0.1")
             launch = backend.launch(model, logs / f"server-{index}.log", "127.0.0.1", each, gpu)
             process = LocalProcess(launch if token is None else backend.with_token(launch, token))
@@ -117,14 +154,17 @@ class LocalServerHost:
         return servers
 
     def send(self, update: WeightUpdate) -> TransferResult:
+        if not update.resend:  # a resend is of the copy in host memory
+            self.memory.onload()
         model = self.policy.model
         return update.send(as_saved(model, named_weights(model)))
 
     def score(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
+        self.memory.onload()
         return response_logprobs(self.policy, samples, temperature)
 
     def offload_trainer(self) -> bool:
-        forget_unused()
+        self.memory.offload()
         return True
 
     def close(self) -> None:
@@ -153,6 +193,8 @@ class Serving:
         method = auto_method(backend, host) if settings.sync == "auto" else settings.sync
         _check_installed(backend)
         check_capabilities(backend, colocated=colocated, expert_routing=routing is not None, method=method)
+        if host.shares_gpus and not colocated:
+            _check_memory_is_set(backend)
         adapters = None
         if config.model.lora.rank:
             adapters = sent_adapters(
@@ -165,11 +207,17 @@ class Serving:
             lora=adapters,
             expert_routing=routing is not None,
             sleep=colocated,
+            memory_fraction=_memory_fraction(config, host) if colocated else None,
         )
         pool = ServerPool(backend, host.servers(backend, served), host.close, colocated)
         engine = ServerEngine(pool, model.renderer, model.policy.banned_ids, routing, host.offload_trainer)
         sync = WeightSync(engine, config.folder.absolute() / "weights", method)
         return cls(config, model, engine, sync, host, adapters)
+
+    @property
+    def colocated(self) -> bool:
+        """Whether the servers sleep while the trainer, on the same GPUs, works; the trainer is offloaded while they are awake."""
+        return self.engine.servers.colocated
 
     async def connect(self, store: MediaStore | None) -> dict[str, ParityReport]:
         """Start the servers or attach to them, send them the weights, and let them serve. Raises ParityError if they disagree."""
@@ -186,7 +234,8 @@ class Serving:
                 self.sync, self.host.send, score, questions, same_weights=same, timeout=timeout
             )
         else:
-            await self.sync.first(self.host.send)
+            async with self.engine.asleep():
+                await self.sync.first(self.host.send)
         await self.engine.serve()
         return reports
 
@@ -257,6 +306,25 @@ def sent_adapters(lora: Lora, targets: tuple[str, ...], backend: ServerBackend) 
     able = backend.capabilities
     loadable = able.lora_targets.issuperset(targets) and (able.vision_lora or not lora.vision)
     return replace(lora, targets=targets) if loadable else None
+
+
+def _memory_fraction(config: Config, host: ServerHost) -> float | None:
+    """The share of a colocated GPU for the server's weights and KV cache. None: the size of the GPU is not known."""
+    size = host.gpu_bytes
+    if size is None:
+        return None
+    return server_memory_fraction(config, Sizes.of(shapes_of(config.model, config.models_dir)), size)
+
+
+def _check_memory_is_set(backend: ServerBackend) -> None:
+    """Refuse servers that would take the memory of a trainer that never leaves their GPUs, unless a setting says how much."""
+    section = backend.settings.section
+    if not backend.sets_memory:
+        raise ValueError(
+            f"{section}.first_gpu must name GPUs without a trainer rank, but it is {backend.settings.first_gpu}: under torchrun, "
+            f"and with train.max_staleness above 0, servers on a rank's GPU do not sleep during training. Choose other GPUs, or set "
+            f"{backend.memory_argument or 'their memory'} in {section}.args to what the trainer leaves."
+        )
 
 
 def _check_installed(backend: ServerBackend) -> None:

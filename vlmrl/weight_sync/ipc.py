@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from vlmrl.weight_sync.base import Bucket, WeightReceiver
-from vlmrl.weight_sync.server_sender import CPU, ServerSender, to_gpu_of
+from vlmrl.weight_sync.server_sender import CPU, ServerSender
 
 
 class IpcSender(ServerSender[WeightReceiver]):
     """Receivers serialize a bucket on a GPU as handles, so it stays alive until all servers have answered."""
 
     def prepare(self, bucket: Bucket) -> Bucket:
-        return bucket.to(CPU) if self.update.by_value else to_gpu_of(self.update.receivers, bucket)
+        return bucket.to(CPU) if self.update.by_value else self.to_gpu_of_receivers(bucket)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
+import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -17,10 +21,15 @@ from torch.distributed import distributed_c10d
 
 from vlmrl.engine.server import free_ports
 from vlmrl.utils.threads import DaemonPool
-from vlmrl.weight_sync.base import Bucket, WeightReceiver
-from vlmrl.weight_sync.server_sender import ServerSender, to_gpu_of
+from vlmrl.weight_sync.base import Bucket, WeightReceiver, WeightsRefused
+from vlmrl.weight_sync.server_sender import ServerSender
 
 T = TypeVar("T")
+
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+POLL_SECONDS = 0.001
+NCCL_LIMIT = timedelta(days=7)  # so that torch's own time limit never comes before ours
+ABORT_SECONDS = 30.0  # for NCCL to end a communicator
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ class NcclSender(ServerSender[GroupReceiver]):
     needs = GroupReceiver
 
     def prepare(self, bucket: Bucket) -> Bucket:
-        return to_gpu_of(self.update.receivers, bucket)
+        return self.to_gpu_of_receivers(bucket)
 
     def deliver(self, receiver: GroupReceiver, bucket: Bucket, version: str | None) -> None:
         key = self.update.run, receiver.url
@@ -65,11 +74,13 @@ class NcclSender(ServerSender[GroupReceiver]):
         name, group = _groups[key]
         try:
             _at_once(
-                lambda: group.broadcast([bucket.flat.view(torch.uint8)], dist.BroadcastOptions()).wait(),
+                lambda: _finish(group.broadcast([bucket.flat.view(torch.uint8)], dist.BroadcastOptions()), receiver),
                 lambda: receiver.receive_broadcast(bucket, version, name),
             )
-        except Exception:
+        except Exception as error:
             _drop(key)  # its members may be at different collectives
+            if not isinstance(error, WeightsRefused):
+                receiver.abort()  # a server that hangs would cost its time limit again, to close the update
             raise
 
     def abort(self) -> None:
@@ -79,15 +90,30 @@ class NcclSender(ServerSender[GroupReceiver]):
 
 
 _groups: dict[tuple[str, str], tuple[str, Any]] = {}  # by run and URL: the group's name on the server, and the group
+_environment = threading.Lock()  # held while a group is made with environment variables of its own
+
+
+def _finish(work: Any, receiver: GroupReceiver) -> None:
+    """Wait until a collective is done. Raises TimeoutError after the receiver's time limit.
+
+    ``work.wait()`` would not do: with NCCL it returns at once, and the GPU's stream, on which the trainer computes too, waits.
+    """
+    until = time.monotonic() + receiver.timeout
+    while not work.is_completed():
+        if time.monotonic() > until:
+            raise TimeoutError(f"the server {receiver.url} took no part in a broadcast for {receiver.timeout:g} s")
+        time.sleep(POLL_SECONDS)
+    work.wait()  # raises the error of a collective that failed
 
 
 def _drop(key: tuple[str, str]) -> None:
-    """Abort and forget the group. A broadcast that waits for the server raises."""
+    """Abort and forget the group. A broadcast that waits for the server ends."""
     _, group = _groups.pop(key, ("", None))
     if group is not None:
-        c10d: Any = distributed_c10d
-        with suppress(Exception):  # the group is not used again
-            c10d._abort_process_group(group)
+        thread = DaemonPool("abort")
+        aborted = thread.submit(distributed_c10d._abort_process_group, group)
+        thread.close()
+        wait([aborted], ABORT_SECONDS)  # the group is not used again, whether that has failed or hangs
 
 
 def join(receiver: GroupReceiver) -> tuple[str, Any]:
@@ -100,11 +126,14 @@ def join(receiver: GroupReceiver) -> tuple[str, Any]:
 
 
 def _at_once(ours: Callable[[], T], theirs: Callable[[], None]) -> T:
-    """Both sides of a collective: ours in a thread, the server's here. If it fails, :func:`_drop` or a timeout ends ours."""
-    thread = DaemonPool("group")
-    mine = thread.submit(ours)
-    thread.close()
-    theirs()
+    """Both sides of a collective, each in a thread. Raises the first error; :func:`_drop` or a time limit ends the other side."""
+    threads = DaemonPool("group", 2)
+    mine, other = threads.submit(ours), threads.submit(theirs)
+    threads.close()
+    wait([mine, other], return_when=FIRST_EXCEPTION)
+    for side in (other, mine):
+        if side.done():
+            side.result()
     return mine.result()
 
 
@@ -116,8 +145,32 @@ def _process_group(address: GroupAddress, timeout: timedelta) -> Any:
     store.set_timeout(timeout)
     store = c10d.PrefixStore(address.name, store)
     backend = c10d.Backend(address.backend)
-    group, _ = c10d._new_process_group_helper(size, rank, [], backend, store, group_name=address.name, timeout=timeout)
+    limit = timeout if address.backend == "gloo" else NCCL_LIMIT
+    with _without_watchdog():
+        group, _ = c10d._new_process_group_helper(
+            size, rank, [], backend, store, group_name=address.name, timeout=limit
+        )
     return group
+
+
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """Within the context, an NCCL group is made without a watchdog thread.
+
+    The watchdog ends this process when a collective fails or exceeds the group's time limit, as it does when a server dies. These
+    groups have a time limit of their own (:func:`_finish`). Groups that exist already keep their watchdogs: torch reads the variable
+    when a group is made.
+    """
+    with _environment:
+        before = os.environ.get(BLOCKING_WAIT)
+        os.environ[BLOCKING_WAIT] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[BLOCKING_WAIT]
+            else:
+                os.environ[BLOCKING_WAIT] = before
 
 
 def address_towards(url: str) -> str:

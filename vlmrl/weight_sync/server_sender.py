@@ -26,6 +26,7 @@ CPU = torch.device("cpu")
 Receiver = TypeVar("Receiver", bound=WeightReceiver)
 
 _kept: dict[str, list[Bucket]] = {}  # by run: the last weights this process sent, in host memory
+_gpu_of: dict[str, torch.device] = {}  # by run: the GPU that the last weights were on
 
 
 class ServerSender(Generic[Receiver]):
@@ -53,6 +54,15 @@ class ServerSender(Generic[Receiver]):
     def prepare(self, bucket: Bucket) -> Bucket:
         """Called once for each bucket. Returns the bucket to deliver, for example on another device."""
         return bucket
+
+    def to_gpu_of_receivers(self, bucket: Bucket) -> Bucket:
+        """``bucket`` on the trainer's GPU if any server has a GPU; else as it is.
+
+        This thread's current device would be GPU 0, whichever the trainer's is.
+        """
+        if all(receiver.device != "cuda" for receiver in self.receivers.values()):
+            return bucket
+        return bucket.to(_gpu_of.get(self.update.run) or torch.device("cuda", torch.cuda.current_device()))
 
     def deliver(self, receiver: Receiver, bucket: Bucket, version: str | None) -> None:
         """Send a prepared bucket to one server. Runs in a thread per server; ``version`` is given with the last bucket."""
@@ -104,6 +114,8 @@ class ServerSender(Generic[Receiver]):
             yield from _kept[self.update.run]
             return
         for bucket in buckets(weights, self.update.bucket_bytes, self.update.dtype):
+            if bucket.flat.is_cuda:
+                _gpu_of[self.update.run] = bucket.flat.device
             if self.update.fill is not None:
                 bucket.flat.fill_(self.update.fill)
             yield bucket
@@ -131,13 +143,6 @@ class ServerSender(Generic[Receiver]):
         for receiver, error in zip(receivers, errors, strict=True):
             if error is not None:
                 self.failed.setdefault(receiver.url, error)
-
-
-def to_gpu_of(receivers: Iterable[WeightReceiver], bucket: Bucket) -> Bucket:
-    """``bucket`` on this process's GPU if any server has a GPU; else as it is."""
-    if any(receiver.device == "cuda" for receiver in receivers):
-        return bucket.to(torch.device("cuda", torch.cuda.current_device()))
-    return bucket
 
 
 def _with_last(items: Iterable[Bucket]) -> Iterator[tuple[Bucket, bool]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from vlmrl.engine.base import Request
+from vlmrl.engine.hf.budget import Budget
 from vlmrl.engine.hf.features import ImageFeatureCache
 from vlmrl.engine.hf.kv_cache import BatchCache
 from vlmrl.engine.hf.sampling import Draws, sample, temperatures
@@ -63,11 +64,21 @@ class Row:
     def ids(self) -> list[int]:
         return self.prompt_ids + self.token_ids
 
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        return len(self.prompt_ids) + len(self.token_ids)
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be sampled."""
+        return self.request.sampling.max_tokens - len(self.token_ids)
+
 
 class PrefixCache:
     """Keys and values of trajectories between two turns, computed with the weights of ``policy_version``. Thread-safe.
 
-    Nothing is kept unless ``enabled``.
+    Nothing is kept unless ``enabled``. The least recently used are the first ones.
     """
 
     def __init__(self, *, enabled: bool) -> None:
@@ -92,7 +103,26 @@ class PrefixCache:
         with self._lock:
             if version == self.policy_version:
                 prefix = CachedPrefix(cached, images, cache, index, row.next_position, row.expert_routing)
+                self._rows.pop(row.request.trajectory_id, None)
                 self._rows[row.request.trajectory_id] = prefix
+
+    def __contains__(self, trajectory_id: str) -> bool:
+        return trajectory_id in self._rows
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all prefixes. Rows that were kept at the same time have one cache, which lives as long as any of them."""
+        with self._lock:
+            caches = {id(prefix.cache): prefix.cache for prefix in self._rows.values()}
+            return sum(cache.nbytes for cache in caches.values())
+
+    def evict(self, spared: Collection[str] = ()) -> bool:
+        """Drop the least recently used prefix of a trajectory that is not ``spared``. False: there is none."""
+        with self._lock:
+            oldest = next((name for name in self._rows if name not in spared), None)
+            if oldest is not None:
+                del self._rows[oldest]
+            return oldest is not None
 
     def release(self, trajectory_id: str) -> None:
         with self._lock:
@@ -115,6 +145,7 @@ class Resources:
     prefixes: PrefixCache
     routing: ExpertRouters | None
     prefill_tokens: int
+    budget: Budget
     tokens_prefilled: int = 0
 
 
@@ -157,6 +188,7 @@ class RunningBatch:
         cache, rows = self.cache, self.rows
         assert cache is not None
         device = self.policy.device
+        cache.expect(self._left(rows))
         cache.extend(torch.ones(len(rows), 1, dtype=torch.bool, device=device))
         tokens = torch.tensor([[row.token_ids[-1]] for row in rows], device=device)
         positions = torch.tensor([[row.next_position] for row in rows], device=device).expand(3, -1, -1)
@@ -203,6 +235,10 @@ class RunningBatch:
         tokens, positions, real = tokens.to(device), positions.to(device), real.to(device)
         past = [prefix for prefix in prefixes if prefix is not None]
         cache = _joined(past) if past else BatchCache.empty(self.policy.layer_kinds, len(first_rows), device)
+        owner = [index for index, rows in enumerate(prompts) for _ in rows]
+        members = [row for rows in prompts for row in rows]
+        stays = self.cache is None and len(owner) == len(prompts)  # else it is copied after this forward
+        cache.expect(length + (self._left(members) if stays else 0))
         mask = cache.mask_for(real)
         cache.extend(real)
         new_media = [item for row, n in zip(first_rows, cached_images, strict=True) for item in row.request.media[n:]]
@@ -213,13 +249,12 @@ class RunningBatch:
             for row in rows:  # tokens that were run before keep their first experts
                 row.expert_routing += new[length - len(ids) :][len(row.expert_routing) - n :]
         self.resources.tokens_prefilled += sum(map(len, new_ids))
-        owner = [index for index, rows in enumerate(prompts) for _ in rows]
-        members = [row for rows in prompts for row in rows]
         self._draw(members, hidden[torch.tensor(owner, device=device), -1])
-        joined = cache.taken(owner)
-        self.cache = (
-            joined if self.cache is None else BatchCache.join([self.cache.taken(range(len(self.rows))), joined])
-        )
+        joined = cache.taken(owner, use_up=True)
+        running, self.cache = self.cache, None
+        if running is not None:
+            joined = BatchCache.join([running.taken(range(len(self.rows)), use_up=True), joined])
+        self.cache = joined
         self.rows += members
         self._retire()
 
@@ -255,6 +290,10 @@ class RunningBatch:
                 return "stop"
         return "length" if len(row.token_ids) >= row.request.sampling.max_tokens else None
 
+    @staticmethod
+    def _left(rows: Sequence[Row]) -> int:
+        return max(row.left for row in rows)
+
     def _retire(self) -> None:
         """Complete the finished rows, keep their keys and values, and continue with the rest."""
         running = [i for i, row in enumerate(self.rows) if row.stop_reason is None and not row.abandoned]
@@ -263,19 +302,21 @@ class RunningBatch:
         cache, rows = self.cache, self.rows
         assert cache is not None
         finished = sorted(set(range(len(rows))) - set(running))
-        if self.resources.prefixes.enabled:
-            stopped = [index for index in finished if rows[index].stop_reason == "stop"]
+        prefixes, budget = self.resources.prefixes, self.resources.budget
+        stopped = [index for index in finished if rows[index].stop_reason == "stop"] if prefixes.enabled else []
+        if stopped and (not running or budget.has_room_for_prefixes(self, [rows[index] for index in stopped])):
             # A copy, since a few rows would keep the memory of the whole batch.
-            own = cache.taken(stopped) if running and stopped else cache
+            own = cache.taken(stopped) if running else cache
             for place, index in enumerate(stopped):
-                self.resources.prefixes.put(rows[index], own, place if running else index, self.version)
+                prefixes.put(rows[index], own, place if running else index, self.version)
         for index in finished:
-            _complete(rows[index])
-        self.rows = [rows[index] for index in running]
-        self.cache = cache.taken(running) if running else None
+            complete(rows[index])
+        self.rows, self.cache = [rows[index] for index in running], None
+        self.cache = cache.taken(running, use_up=True) if running else None
 
 
-def _complete(row: Row) -> None:
+def complete(row: Row) -> None:
+    """Resolve the row's future with what it has."""
     if not row.future.done():
         reason = row.stop_reason or "abort"
         routing = [*row.expert_routing, None] if row.expert_routing else []
@@ -285,6 +326,11 @@ def _complete(row: Row) -> None:
 
 
 def _joined(prefixes: Sequence[CachedPrefix]) -> BatchCache:
-    """The prefixes' rows as one cache; those of one cache are adjacent in ``prefixes``."""
-    parts = [list(part) for _, part in groupby(prefixes, lambda prefix: id(prefix.cache))]
-    return BatchCache.join([part[0].cache.taken([prefix.index for prefix in part]) for part in parts])
+    """The prefixes' rows as one cache; those of one cache are adjacent in ``prefixes``, which no longer hold theirs."""
+    parts = []
+    for _, adjacent in groupby(prefixes, lambda prefix: id(prefix.cache)):
+        part = list(adjacent)
+        parts.append(part[0].cache.taken([prefix.index for prefix in part]))
+        for prefix in part:
+            prefix.cache = BatchCache([], prefix.cache.valid)
+    return BatchCache.join(parts)

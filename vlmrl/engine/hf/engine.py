@@ -11,13 +11,15 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import torch
 
 from vlmrl.engine.base import EngineError, Request, check_placeholders
-from vlmrl.engine.hf.batch import PrefixCache, Resources, Row, RunningBatch
+from vlmrl.engine.hf.batch import PrefixCache, Resources, Row, RunningBatch, complete
+from vlmrl.engine.hf.budget import Budget, fail
 from vlmrl.engine.hf.features import ImageFeatureCache
 from vlmrl.engine.hf.sampling import Draws
 from vlmrl.model.policy import Policy
@@ -46,7 +48,8 @@ class HFEngine:
     ``keep_kv`` keeps keys and values between a trajectory's turns. It has no effect on recurrent models, whose state would be
     changed by the padding of later turns. ``prefill_tokens`` bounds the padded tokens of one prefill forward, and the visual tokens
     encoded at once. ``record_expert_routing`` adds their tokens' experts to completions, if the model has any. ``images_encoded``,
-    ``tokens_prefilled`` and ``seconds_busy`` count work done.
+    ``tokens_prefilled`` and ``seconds_busy`` count work done. ``kv_cache_bytes`` limits the KV cache, prefixes between turns included:
+    requests that do not fit wait (:mod:`vlmrl.engine.hf.budget`).
     """
 
     def __init__(
@@ -57,18 +60,22 @@ class HFEngine:
         keep_kv: bool = True,
         prefill_tokens: int = 16384,
         record_expert_routing: bool = False,
+        kv_cache_bytes: float | None = None,
     ) -> None:
         self.policy = policy
         self.seconds_busy = 0.0
         self._inbox: queue.SimpleQueue[list[Row]] = queue.SimpleQueue()
+        prefixes = PrefixCache(enabled=keep_kv and not policy.family.recurrent)
         self._resources = Resources(
             policy,
             renderer,
             ImageFeatureCache(policy, prefill_tokens),
-            PrefixCache(enabled=keep_kv and not policy.family.recurrent),
+            prefixes,
             policy.routing if record_expert_routing else None,
             prefill_tokens,
+            Budget(policy, prefixes, prefill_tokens, kv_cache_bytes),
         )
+        self._waiting: deque[Row] = deque()
         self._pause: _Pause | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="vlmrl-engine", daemon=True)
@@ -133,28 +140,68 @@ class HFEngine:
         return Row(request, Future(), prompt, Draws(request.sampling.seed))
 
     def _serve(self) -> None:
-        running = RunningBatch(self._resources)
+        running, waiting = RunningBatch(self._resources), self._waiting
         while True:
-            arrived = self._receive(block=not running.rows)
+            if not running.rows and not waiting:
+                self._resources.budget.most_rows = None
+            waiting += self._receive(block=not running.rows and not waiting)
             self._wait_out_pause()
             if self._closed:
-                _fail({*arrived, *running.rows}, "the embedded engine was closed.")
+                fail([*waiting, *running.rows], "the embedded engine was closed.")
                 return
             began = time.perf_counter()
+            before, admitted = list(running.rows), list[Row]()
+            failure: Exception | None = None
             try:
                 with busy(), current_gpu(self.policy.device), torch.inference_mode():
-                    if running.version != self.policy_version:
-                        running.recompute()
-                    if arrived:
-                        running.admit(arrived)
-                    for _ in range(JOIN_EVERY):
-                        if not running.rows or self._must_return(len(running.rows)):
-                            break
-                        running.advance()
+                    self._advance(running, admitted)
             except Exception as error:
-                _fail({*arrived, *running.rows}, f"the embedded engine failed: {type(error).__name__}: {error}")
+                failure = error.with_traceback(None)  # its frames hold tensors
+            if failure is not None:
+                rows = list(dict.fromkeys([*before, *admitted]))
                 running = RunningBatch(self._resources)
+                self._recover(rows, failure)
             self.seconds_busy += time.perf_counter() - began
+
+    def _advance(self, running: RunningBatch, admitted: list[Row]) -> None:
+        """Let waiting rows join, and decode some tokens. Adds the rows that join to ``admitted``."""
+        if running.version != self.policy_version:
+            running.recompute()
+        admitted += self._resources.budget.admit(self._waiting, running)
+        if admitted:
+            running.admit([row for row in admitted if not row.abandoned])
+            for row in admitted:
+                if row.abandoned:
+                    complete(row)
+        for _ in range(JOIN_EVERY):
+            rows = len(running.rows)
+            if not rows or self._must_return(rows):
+                break
+            running.advance()
+            if self._waiting and len(running.rows) < rows:
+                break  # there may be room for more
+
+    def _recover(self, rows: list[Row], failure: Exception) -> None:
+        """Fail the ``rows`` of a batch that failed. If its memory did not suffice, they are sampled on in smaller batches instead.
+
+        A single row that does not fit fails alone.
+        """
+        for row in rows:
+            if row.stop_reason is not None or row.abandoned:
+                complete(row)
+        left, hint = [row for row in rows if not row.future.done()], ""
+        if isinstance(failure, torch.OutOfMemoryError):
+            resources = self._resources
+            resources.features.clear()
+            resources.prefixes.clear(self.policy_version)
+            if self.policy.device.type == "cuda":
+                torch.cuda.empty_cache()
+            if len(left) > 1:
+                resources.budget.most_rows = len(left) // 2
+                self._waiting.extendleft(reversed(left))
+                return
+            hint = " Set rollout.kv_cache_gib to less than the engine has, or lower rollout.max_tokens."
+        fail(left, f"the embedded engine failed: {type(failure).__name__}: {failure}{hint}")
 
     def _wait_out_pause(self) -> None:
         pause = self._pause
@@ -186,9 +233,3 @@ class HFEngine:
         while not self._inbox.empty():
             arrived += self._inbox.get()
         return [row for row in arrived if row.future.set_running_or_notify_cancel()]
-
-
-def _fail(rows: Collection[Row], reason: str) -> None:
-    for row in rows:
-        if not row.future.done():
-            row.future.set_exception(EngineError(reason))

@@ -20,6 +20,8 @@ class GrowingLayer(DynamicLayer):
 
     keys: torch.Tensor
     values: torch.Tensor
+    most_columns: int | None = None
+    """Columns that its rows need until they end: more are not allocated. None: not known."""
 
     def __init__(self, keys: torch.Tensor | None = None, values: torch.Tensor | None = None) -> None:
         super().__init__()
@@ -37,13 +39,20 @@ class GrowingLayer(DynamicLayer):
         length, added = self.keys.shape[2], key_states.shape[2]
         if self._buffers is None or self._buffers[0].shape[2] < length + added:
             self._buffers = tuple(
-                _grown(old, new, length + added) for old, new in ((self.keys, key_states), (self.values, value_states))
+                _grown(old, new, length + added, self.most_columns)
+                for old, new in ((self.keys, key_states), (self.values, value_states))
             )  # type: ignore[assignment]
         keys, values = self._buffers  # type: ignore[misc]
         keys[:, :, length : length + added] = key_states
         values[:, :, length : length + added] = value_states
         self.keys, self.values = keys[:, :, : length + added], values[:, :, : length + added]
         return self.keys, self.values
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the keys and values, spare columns included."""
+        held = self._buffers or ((self.keys, self.values) if self.is_initialized else ())
+        return sum(tensor.untyped_storage().nbytes() for tensor in held)
 
     @classmethod
     def join(cls, layers: Sequence[Any], length: int) -> GrowingLayer:
@@ -69,6 +78,12 @@ class StateLayer(LinearAttentionLayer):
             self.conv_states[0], self.recurrent_states[0] = convolution, state
             self.has_previous_state[0] = True
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the states."""
+        states = (self.conv_states[0], self.recurrent_states[0]) if self.has_previous_state[0] else ()
+        return sum(state.nbytes for state in states if state is not None)
+
     @classmethod
     def join(cls, layers: Sequence[Any], length: int) -> StateLayer:
         """The rows of all ``layers``."""
@@ -92,9 +107,12 @@ LAYERS: dict[str, type[GrowingLayer] | type[StateLayer]] = {
 """By the names of ``layer_types`` in Hugging Face's configs."""
 
 
-def _grown(old: torch.Tensor, new: torch.Tensor, needed: int) -> torch.Tensor:
+def _grown(old: torch.Tensor, new: torch.Tensor, needed: int, most: int | None) -> torch.Tensor:
     rows, heads, _, size = new.shape
-    room = new.new_empty(rows, heads, needed + max(64, needed // 2), size)
+    columns = needed + max(64, needed // 2)
+    if most is not None:
+        columns = max(needed, min(columns, most))
+    room = new.new_empty(rows, heads, columns, size)
     room[:, :, : old.shape[2]] = old
     return room
 
@@ -114,14 +132,21 @@ class BatchCache:
 
     @classmethod
     def join(cls, parts: Sequence[BatchCache]) -> BatchCache:
-        """The rows of all parts, concatenated."""
+        """The rows of all parts, concatenated. The parts are used up: each layer's memory is freed when it is joined."""
         if len(parts) == 1:
             return parts[0]
         length = max(part.columns for part in parts)
         valid = torch.cat([_left_pad(part.valid[:, :, None], length)[..., 0] for part in parts])
-        return cls(
-            [layer[0].join(layer, length) for layer in zip(*(part.layers for part in parts), strict=True)], valid
-        )
+        layers = []
+        while parts[0].layers:
+            first = [part._pop() for part in parts]
+            layers.append(first[0].join(first, length))
+        return cls(layers, valid)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all layers, spare columns included."""
+        return sum(layer.nbytes for layer in self.layers)
 
     @property
     def columns(self) -> int:
@@ -142,18 +167,40 @@ class BatchCache:
         """Add the columns of the next forward: ``valid`` ``[rows, added]`` is True where one holds a token."""
         self.valid = torch.cat([self.valid, valid], dim=1)
 
-    def select(self, rows: torch.Tensor) -> BatchCache:
-        """Only ``rows`` (an index may repeat), without holes and without columns that none of them uses."""
+    def expect(self, columns: int) -> None:
+        """The rows need ``columns`` more columns until they end."""
+        for layer in self.layers:
+            if isinstance(layer, GrowingLayer):
+                layer.most_columns = self.columns + columns
+
+    def select(self, rows: torch.Tensor, use_up: bool = False) -> BatchCache:
+        """Only ``rows`` (an index may repeat), without holes and without columns that none of them uses.
+
+        ``use_up``: this cache is not needed any more, so that each layer's memory is freed when its rows are copied.
+        """
         valid = self.valid[rows]
         length = int(valid.sum(1).max()) if len(rows) else 0
         order = valid.to(torch.uint8).argsort(dim=1, stable=True)[:, valid.shape[1] - length :]
-        return BatchCache([layer.select(rows, order) for layer in self.layers], valid.gather(1, order))
+        layers: list[Layer] = []
+        for index in range(len(self.layers)):
+            layer = self._pop() if use_up else self.layers[index]
+            layers.append(layer.select(rows, order))
+            del layer
+        return BatchCache(layers, valid.gather(1, order))
 
-    def taken(self, rows: Sequence[int]) -> BatchCache:
-        """``rows`` in this order. If they are all rows of this cache, and it is compact enough, this cache itself; else a copy."""
+    def taken(self, rows: Sequence[int], use_up: bool = False) -> BatchCache:
+        """``rows`` in this order. If they are all rows of this cache, and it is compact enough, this cache itself; else a copy.
+
+        ``use_up``: as in :meth:`select`.
+        """
         if list(rows) == list(range(len(self.valid))) and self.columns <= SLACK * int(self.valid.sum(1).max()):
             return self
-        return self.select(torch.tensor(rows, device=self.valid.device))
+        return self.select(torch.tensor(rows, device=self.valid.device), use_up)
+
+    def _pop(self) -> Layer:
+        """Remove and return the first layer, which Hugging Face's cache holds too."""
+        self.hf.layers.pop(0)
+        return self.layers.pop(0)
 
 
 def _left_pad(tensor: torch.Tensor, length: int) -> torch.Tensor:

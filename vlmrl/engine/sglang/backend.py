@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import sys
@@ -31,6 +32,13 @@ CPU_ARGS = {
     "mem-fraction-static": 0.3,
     "max-total-tokens": 65536,
     "sleep-on-idle": True,
+}
+COLOCATED_ARGS = {
+    "enable-memory-saver": True,
+    # On large Hopper GPUs SGLang would reserve up to 1 GiB for image features, which a sleeping server keeps.
+    "mm-feature-transport": "cpu",
+    # The default processes images on the GPU, in a process with a CUDA context that no sleep releases.
+    "image-processor-backend": "pil",
 }
 CPU_ENV = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -84,6 +92,7 @@ class SGLangBackend(ServerBackend):
     loaded_weights = Call("/model_info")
     checksums = Call("/weights_checker", {"action": "checksum"})
 
+    memory_argument = "mem-fraction-static"
     args_hint = "context-length or mem-fraction-static"
     routing_hint = "start it with --enable-return-routed-experts, or "
     image_cache_hint = "Start it with SGLANG_VLM_CACHE_SIZE_MB=0."
@@ -101,6 +110,10 @@ class SGLangBackend(ServerBackend):
         return replace(
             launch, command=[python, "-c", _LAUNCH_WITH_TOKEN, *words], env=launch.env | {TOKEN_VARIABLE: token}
         )
+
+    @property
+    def sets_memory(self) -> bool:
+        return self.memory_argument in argument_names(self.settings.args)
 
     def listens_at(self, host: str) -> str:
         own = argument_names(self.settings.args).get("host", host)
@@ -177,7 +190,9 @@ def _model_args(model: ServedModel) -> dict[str, Any]:
     if model.expert_routing:
         args["enable-return-routed-experts"] = True
     if model.sleep:
-        args["enable-memory-saver"] = True
+        args |= COLOCATED_ARGS
+    if model.memory_fraction is not None:
+        args["mem-fraction-static"] = math.floor(1000 * model.memory_fraction) / 1000
     return args
 
 

@@ -1,0 +1,449 @@
+"""The embedded engine with little memory: requests wait, replies stay the same, and the bytes that are held stay within the budget."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from testing.episodes import a_task, image, sharp_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vlmrl.config import Rollout
+from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
+from vlmrl.engine.hf import budget as budget_module
+from vlmrl.engine.hf.batch import PrefixCache, Row, RunningBatch
+from vlmrl.engine.hf.budget import Budget, RowSize
+from vlmrl.engine.hf.engine import HFEngine
+from vlmrl.engine.hf.kv_cache import BatchCache, GrowingLayer
+from vlmrl.engine.hf.sampling import Draws
+from vlmrl.engine.lockstep import LockstepBatching
+from vlmrl.model import tiny
+from vlmrl.model.loading import LoadedModel
+from vlmrl.multimodal.renderer import expand
+from vlmrl.types import Completion
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """Its replies end at their limits, or at a stop string."""
+    return sharp_model(tiny.build(tmp_path_factory.mktemp("tiny") / "model", "qwen3_vl"), end=-50.0)
+
+
+@pytest.fixture
+def engine_of(model: LoadedModel) -> Iterator[Any]:
+    made = []
+
+    def make(**options: Any) -> HFEngine:
+        made.append(HFEngine(model.policy, model.renderer, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def a_request(model: LoadedModel, text: str, id: str, colors: tuple[str, ...] = (), **sampling: Any) -> Request:
+    rendered = model.renderer.prompt(a_task(text, [image(color, (64, 64)) for color in colors]).prompt)
+    store = model.new_store()
+    assert store is not None
+    options = SamplingParams(**({"max_tokens": 40, "seed": 5} | sampling))
+    return Request(id, rendered.token_ids, [store.load(each) for each in rendered.images], options)
+
+
+def many(model: LoadedModel) -> list[Request]:
+    """Two members each of prompts of different lengths, some with images; replies of up to 40 tokens."""
+    texts = ["What?", "Which one of these is it, left or right?", "The color of the square, " * 6]
+    pairs = itertools.product(texts, [(), ("red",), ("blue", "green")])
+    return [
+        a_request(model, text, f"{number:02d}/{member}", colors, seed=10 * number + member, max_tokens=10 + 5 * member)
+        for number, (text, colors) in enumerate(pairs)
+        for member in range(2)
+    ]
+
+
+def ask(engine: Any, *requests: Request) -> list[Completion]:
+    return asyncio.run(asyncio.wait_for(engine.generate_batch(requests), 120))
+
+
+def same(one: Completion, other: Completion) -> bool:
+    return one.token_ids == other.token_ids and one.logprobs == pytest.approx(other.logprobs, abs=5e-5)
+
+
+def go_on(request: Request, reply: Completion, more: Request) -> Request:
+    """The next turn of ``request``'s trajectory."""
+    ids = [*request.prompt_ids, *reply.token_ids, *more.prompt_ids]
+    return replace(more, trajectory_id=request.trajectory_id, prompt_ids=ids, media=[*request.media, *more.media])
+
+
+def worst_case(engine: HFEngine, *requests: Request) -> float:
+    """Bytes that a batch of these requests reserves."""
+    rows = [row_of(engine, request) for request in requests]
+    return engine._resources.budget.needed(SimpleNamespace(rows=[], cache=None), rows)
+
+
+def row_of(engine: HFEngine, request: Request) -> Row:
+    prompt = expand(request.prompt_ids, engine.policy.image_token_id, request.media)
+    return Row(request, Future(), prompt, Draws(request.sampling.seed))
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of tensors that were made within the context, as long as they live. ``peak`` is the most at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.peak = 0
+        self.known: set[int] = set()
+        self.ignored: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                self._count(tensor.untyped_storage())
+        return made
+
+    def _count(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.known or key in self.ignored:
+            return
+        self.known.add(key)
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+        weakref.finalize(storage, self._freed, key, size)
+
+    def _freed(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.bytes -= size
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Held:
+    """The memory of all keys and values: what the cache's own functions allocate, temporary copies included."""
+    count = Held()
+
+    def counted(owner: Any, name: str) -> None:
+        plain = owner.__dict__[name]
+        function = plain.__func__ if isinstance(plain, classmethod) else plain
+
+        def call(*args: Any, **options: Any) -> Any:
+            # The new tokens' keys and values are the model's.
+            new = args[1:3] if name == "update" else ()
+            count.ignored = {tensor.untyped_storage()._cdata for tensor in new}
+            with count:
+                return function(*args, **options)
+
+        monkeypatch.setattr(owner, name, classmethod(call) if isinstance(plain, classmethod) else call)
+
+    for owner, name in [(GrowingLayer, "update"), (GrowingLayer, "join"), (GrowingLayer, "select")]:
+        counted(owner, name)
+    return count
+
+
+def test_the_counter_sees_what_the_cache_holds(
+    model: LoadedModel, engine_of: Any, held: Held, monkeypatch: pytest.MonkeyPatch
+):
+    sizes, advance = [], RunningBatch.advance
+
+    def counted(running: RunningBatch) -> None:
+        advance(running)
+        sizes.append((held.bytes, running.cache.nbytes if running.cache is not None else 0))
+
+    monkeypatch.setattr(RunningBatch, "advance", counted)
+    engine = engine_of(keep_kv=False)
+    ask(engine, *(a_request(model, "What?", str(seed), seed=seed) for seed in range(4)))
+    engine.close()  # its thread may still be in the last call
+    assert len(sizes) > 3 and all(counted == size for counted, size in sizes)
+    assert held.peak > max(size for _, size in sizes)
+
+
+@pytest.mark.parametrize("share", [0.15, 0.35, 1.0])
+def test_replies_are_the_same_whatever_the_budget_and_it_is_kept(
+    model: LoadedModel, engine_of: Any, held: Held, share: float, monkeypatch: pytest.MonkeyPatch
+):
+    requests = many(model)
+    plain = engine_of(keep_kv=False)
+    expected = ask(plain, *requests)
+    plain.close()  # its thread may still hold the last cache
+    unlimited, held.peak = held.peak, held.bytes
+    assert held.bytes == 0
+    whole = worst_case(engine_of(), *requests)
+    engine = engine_of(kv_cache_bytes=share * whole, keep_kv=False, prefill_tokens=200)
+    rows, advance = [], RunningBatch.advance
+
+    def counted(running: RunningBatch) -> None:
+        rows.append(len(running.rows))
+        advance(running)
+
+    monkeypatch.setattr(RunningBatch, "advance", counted)
+    replies = ask(engine, *requests)
+    assert all(same(one, other) for one, other in zip(replies, expected, strict=True))
+    engine.close()
+    assert held.peak <= share * whole
+    assert unlimited <= whole
+    assert (max(rows) < 12) == (share < 1)
+
+
+def test_turns_with_kept_prefixes_stay_within_the_budget_and_drop_the_oldest(
+    model: LoadedModel, engine_of: Any, held: Held
+):
+    first = [
+        a_request(model, "What? " * (1 + seed % 6), f"{seed:02d}", ("red",), seed=100 + seed, stop=("e", "a"))
+        for seed in range(18)
+    ]
+    more = a_request(model, "More of it.", "x")
+
+    def play(engine: HFEngine) -> list[Completion]:
+        replies = [ask(engine, request)[0] for request in first]
+        turns = [go_on(request, reply, more) for request, reply in zip(first, replies, strict=True)]
+        return [*replies, *ask(engine, *turns)]
+
+    keeping, forgetting = engine_of(), engine_of(keep_kv=False)
+    expected = play(keeping)
+    play(forgetting)
+    forgetting.close()
+    keeping.close()
+    held.peak = held.bytes
+    limit = 1.7 * worst_case(keeping, first[5])
+    tight = engine_of(kv_cache_bytes=limit)
+    before = held.bytes
+    assert all(same(one, other) for one, other in zip(play(tight), expected, strict=True))
+    tight.close()
+    assert held.peak - before <= limit
+    assert keeping.tokens_prefilled < tight.tokens_prefilled <= forgetting.tokens_prefilled
+    assert tight._resources.prefixes.nbytes <= limit
+
+
+def test_the_least_recently_used_prefix_goes_first():
+    prefixes = PrefixCache(enabled=True)
+    keys = torch.zeros(1, 1, 4, 1)
+    for name in ("a", "b", "a", "c"):
+        cache = BatchCache([GrowingLayer(keys.clone(), keys.clone())], torch.ones(1, 4, dtype=torch.bool))
+        row = SimpleNamespace(
+            prompt_ids=[1],
+            token_ids=[2],
+            next_position=1,
+            expert_routing=[],
+            request=SimpleNamespace(trajectory_id=name, media=[]),
+        )
+        prefixes.put(row, cache, 0, version=0)
+    assert prefixes.nbytes == 3 * 32
+    assert prefixes.evict(spared=["b"]) and "a" not in prefixes
+    assert prefixes.evict() and "b" not in prefixes
+    assert not prefixes.evict(spared=["c"]) and prefixes.evict() and not prefixes.evict()
+    assert prefixes.nbytes == 0
+
+
+def test_a_request_that_can_never_fit_fails_alone_and_says_what_to_do(model: LoadedModel, engine_of: Any):
+    small = [a_request(model, "What?", str(seed), seed=seed) for seed in range(3)]
+    large = a_request(model, "What?", "large", max_tokens=5000)
+    engine = engine_of(kv_cache_bytes=2 * worst_case(engine_of(), *small))
+
+    async def go() -> list[Any]:
+        calls = [engine.generate(request) for request in (small[0], large, *small[1:])]
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60)
+
+    replies = asyncio.run(go())
+    assert isinstance(replies[1], EngineError)
+    assert str(replies[1]).startswith("trajectory large: rollout.kv_cache_gib must be at least 0.0")
+    assert "a reply of up to 5000, but it is 0.00" in str(replies[1])
+    assert str(replies[1]).endswith(
+        "Lower rollout.max_tokens or rollout.max_reply_tokens, or give the engine more memory."
+    )
+    assert [reply.stop_reason in ("stop", "length") for reply in (replies[0], *replies[2:])] == [True] * 3
+
+
+def test_a_request_that_waits_is_not_overtaken(model: LoadedModel, engine_of: Any):
+    plain = engine_of()
+    small = [a_request(model, "Go.", str(seed), seed=seed, max_tokens=4) for seed in range(3)]
+    large = a_request(model, "The color of the square, " * 8, "large", max_tokens=200)
+    budget = Budget(model.policy, PrefixCache(enabled=False), 16384, worst_case(plain, large))
+    waiting = deque(row_of(plain, request) for request in (small[0], large, *small[1:]))
+    first, second, *others = waiting
+    running = SimpleNamespace(rows=[], cache=None)
+    assert budget.admit(waiting, running) == [first]
+    running.rows = [first]
+    assert budget.admit(waiting, running) == []  # the small ones behind it would fit
+    running.rows = []
+    assert budget.admit(waiting, running) == [second]
+    assert list(waiting) == others
+
+
+def test_a_request_that_nobody_waits_for_any_more_takes_no_room(model: LoadedModel, engine_of: Any):
+    plain = engine_of()
+    rows = [row_of(plain, a_request(model, "Go.", str(seed), max_tokens=4)) for seed in range(2)]
+    rows[0].abandoned = True
+    budget = Budget(model.policy, PrefixCache(enabled=False), 16384, worst_case(plain, rows[1].request))
+    assert budget.admit(deque(rows[:1]), SimpleNamespace(rows=[rows[1]], cache=None)) == rows[:1]
+
+
+def out_of_memory_at(model: LoadedModel, monkeypatch: pytest.MonkeyPatch, *calls: int) -> list[int]:
+    """Let these forwards fail. Returns the rows of each forward."""
+    hidden, number, rows = model.policy.hidden, itertools.count(), []
+
+    def fails(ids: torch.Tensor, *args: Any, **options: Any) -> Any:
+        rows.append(len(ids))
+        if next(number) in calls:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return hidden(ids, *args, **options)
+
+    monkeypatch.setattr(model.policy, "hidden", fails)
+    return rows
+
+
+@pytest.mark.parametrize("calls", [(0,), (1,), (5,), (0, 1), (3, 4)])
+def test_out_of_memory_splits_the_batch_and_loses_no_reply(
+    model: LoadedModel, engine_of: Any, monkeypatch: pytest.MonkeyPatch, calls: tuple[int, ...]
+):
+    requests = [
+        a_request(model, "What? " * (1 + seed % 3), str(seed), ("red",), seed=seed, max_tokens=30) for seed in range(8)
+    ]
+    expected = ask(engine_of(), *requests)
+    rows = out_of_memory_at(model, monkeypatch, *calls)
+    engine = engine_of()
+    replies = ask(engine, *requests)
+    assert all(same(one, other) for one, other in zip(replies, expected, strict=True))
+    assert max(rows[calls[-1] + 1 :]) <= 4
+    monkeypatch.undo()
+    again = ask(engine, *requests)  # the next batch is whole
+    assert all(same(one, other) for one, other in zip(again, expected, strict=True))
+    assert engine._resources.budget.most_rows is None
+
+
+def test_a_single_request_that_does_not_fit_the_gpu_fails_alone(
+    model: LoadedModel, engine_of: Any, monkeypatch: pytest.MonkeyPatch
+):
+    requests = [a_request(model, "What?" * (1 + seed), str(seed), seed=seed) for seed in range(3)]
+    lengths = {len(row_of(engine_of(), request).prompt_ids) for request in requests}
+    hidden = model.policy.hidden
+
+    def fails(ids: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if ids.shape[1] >= max(lengths):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return hidden(ids, *args, **options)
+
+    monkeypatch.setattr(model.policy, "hidden", fails)
+    engine = engine_of()
+
+    async def go() -> list[Any]:
+        calls = [engine.generate(request) for request in requests]
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60)
+
+    *well, ill = asyncio.run(go())
+    assert [len(reply.token_ids) > 0 for reply in well] == [True, True]
+    assert isinstance(ill, EngineError) and "Set rollout.kv_cache_gib" in str(ill)
+
+
+def test_rows_fail_if_they_cannot_be_computed_again_after_a_weight_update(
+    model: LoadedModel, engine_of: Any, monkeypatch: pytest.MonkeyPatch
+):
+    engine = engine_of()
+    hidden, calls = model.policy.hidden, itertools.count()
+
+    async def go() -> None:
+        reached = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def fails(*args: Any, **options: Any) -> Any:
+            if engine.policy_version == 7:
+                raise RuntimeError("broken")
+            if next(calls) == 3:
+                loop.call_soon_threadsafe(reached.set)
+            return hidden(*args, **options)
+
+        monkeypatch.setattr(model.policy, "hidden", fails)
+        request = a_request(model, "What?", "a", max_tokens=20000, stop=())
+        monkeypatch.setattr(engine._resources.renderer, "stop_ids", frozenset())
+        waiting = asyncio.create_task(engine.generate(request))
+        await reached.wait()
+        async with paused(engine):
+            engine.weights_changed(7)
+        with pytest.raises(EngineError, match="RuntimeError: broken"):
+            await asyncio.wait_for(waiting, 60)
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_lockstep_batching_is_repeated_bit_by_bit_with_a_budget(model: LoadedModel, engine_of: Any, share: float):
+    requests = many(model)
+    limit = share * worst_case(engine_of(), *requests)
+
+    def play() -> list[Completion]:
+        lockstep = LockstepBatching(engine_of(kv_cache_bytes=limit))
+
+        async def go() -> list[Completion]:
+            lockstep.join(len(requests))
+            return await asyncio.gather(*(lockstep.generate(request) for request in reversed(requests)))
+
+        return asyncio.run(asyncio.wait_for(go(), 120))
+
+    first, second = play(), play()
+    assert [(reply.token_ids, reply.logprobs) for reply in first] == [
+        (reply.token_ids, reply.logprobs) for reply in second
+    ]
+
+
+class OnGpu:
+    """Shapes of a model of 1,000 ids and two layers on a GPU: 64 bytes a token."""
+
+    device, dtype = torch.device("cuda", 0), torch.bfloat16
+    layer_kinds = ("full_attention", "linear_attention")
+
+    class Config:
+        hidden_size, vocab_size, num_attention_heads, num_key_value_heads = 32, 1000, 4, 2
+        linear_num_value_heads, linear_num_key_heads, linear_conv_kernel_dim = 4, 2, 4
+        linear_key_head_dim = linear_value_head_dim = 8
+
+        def get_text_config(self):
+            return self
+
+    config = Config()
+
+
+def test_on_a_gpu_the_budget_is_what_is_free_less_a_reserve(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(budget_module, "free_bytes", lambda device: 3 * 2**30)
+    budget = Budget(OnGpu(), PrefixCache(enabled=True), prefill_tokens=100)
+    running = SimpleNamespace(rows=[None], cache=SimpleNamespace(nbytes=1000))
+    reserve = 2**30 + 100 * 32 * 24 * 2 + 2 * 1000 * 32
+    assert budget._total(running) == 1000 + 3 * 2**30 - reserve
+    assert Budget(OnGpu(), PrefixCache(enabled=True), 100, limit=5.0)._total(running) == 5.0
+
+
+def test_free_memory_includes_what_the_allocator_has_cached(monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"mem_get_info": (10, 99), "memory_reserved": 7, "memory_allocated": 5}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert budget_module.free_bytes(torch.device("cuda", 0)) == 12
+
+
+def test_the_size_of_a_row_counts_attention_by_the_token_and_recurrent_states_by_the_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert RowSize.of(OnGpu()) == RowSize(2, 2 * 2 * 8 * 2, 4 * (4 * 8 * 8 + (2 * 2 * 8 + 4 * 8) * 4))
+    for family in ("qwen3_vl", "qwen3_5"):
+        recurrent = sharp_model(tiny.build(tmp_path / family, family))
+        engine = HFEngine(recurrent.policy, recurrent.renderer)
+        caches = []
+        monkeypatch.setattr(BatchCache, "expect", lambda cache, columns, keep=caches: keep.append(cache))
+        ask(engine, a_request(recurrent, "What?", "a", max_tokens=3))
+        engine.close()
+        size, cache = engine._resources.budget.size, caches[-1]
+        states = sum(layer.nbytes for layer in cache.layers if not isinstance(layer, GrowingLayer))
+        columns = next(layer._buffers[0].shape[2] for layer in cache.layers if isinstance(layer, GrowingLayer))
+        assert cache.nbytes - states == columns * size.token_bytes
+        assert states <= size.state_bytes
+
+
+def test_the_setting_must_be_positive():
+    with pytest.raises(ValueError, match=r"rollout\.kv_cache_gib must be greater than 0, but it is 0"):
+        Rollout(kv_cache_gib=0)
+    assert Rollout(kv_cache_gib=0.5).kv_cache_bytes == 2**29

@@ -1,0 +1,202 @@
+"""The GPU code of weight updates, of the trainer's offload and of the embedded engine, on simulated GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+BROADCAST = """
+import sys, threading, time
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from vlmrl.weight_sync import SENDERS
+from vlmrl.weight_sync.base import WeightUpdate
+
+LIMIT, DIES = 1.5, sys.argv[1] == "dies"
+
+@dataclass
+class Server:
+    url: str = "http://127.0.0.1:1"
+    ranks: int = 1
+    device: str = "cuda"
+    dtype: torch.dtype | None = None
+    timeout: float = LIMIT
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def begin(self): pass
+    def receive(self, bucket, version): pass
+    def end(self): raise ConnectionResetError("gone")
+    def abort(self): self.ended.set()
+
+    def join_group(self, group):
+        assert group.backend == "nccl"
+        self.store = dist.TCPStore(group.host, group.port, group.size, False, timedelta(seconds=60))
+
+    def receive_broadcast(self, bucket, version, group):
+        if not DIES:
+            self.ended.wait(LIMIT + 8)  # so its HTTP call ends later than the group's time limit
+        raise ConnectionResetError("gone")
+
+weights = [("w", torch.zeros(1024, device="cuda"))]
+update = WeightUpdate((Server(),), SENDERS["group"], "v1", "run", bucket_bytes=2**20)
+result = update.send(iter(weights))
+print("failed", sorted(result.failed))
+time.sleep(LIMIT + 3)  # torch's watchdog looks about every second
+update = WeightUpdate((), SENDERS["group"], "v2", "run", bucket_bytes=2**20)
+print("sent again", update.send(iter(weights)).bytes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_the_process_outlives_a_server_that_takes_no_part_in_an_nccl_broadcast(simulated_gpu, how):
+    """With torch's own NCCL groups. A collective ends only when its group is aborted."""
+    soon = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "200"}  # from the watchdog's finding to the process's end
+    done = simulated_gpu.run(BROADCAST, how, nccl_hangs=True, timeout=120, env=soon)
+    assert "failed ['http://127.0.0.1:1']" in done.stdout and "sent again 4096" in done.stdout
+
+
+OTHER_GPU = """
+import threading
+
+import torch
+
+from testing.gpu_sim import device_counts
+from vlmrl.engine.sglang.receiver import serialized
+from vlmrl.train.fsdp import forget_unused
+from vlmrl.utils.threads import DaemonPool
+from vlmrl.weight_sync import SENDERS
+from vlmrl.weight_sync.base import WeightUpdate
+
+class Server:
+    url, ranks, device, dtype, timeout = "http://127.0.0.1:1", 1, "cuda", None, 60.0
+    devices = []
+
+    def begin(self): pass
+    def end(self): pass
+    def abort(self): pass
+
+    def receive(self, bucket, version):
+        self.devices.append(bucket.flat.device)
+        assert str(torch.cuda.get_device_properties(1).uuid).encode() in __import__("base64").b64decode(
+            serialized(bucket.tensors())
+        )
+
+torch.cuda.set_device(1)
+weights = [("w", torch.zeros(1024, device="cuda:1"))]
+thread = DaemonPool("weights")  # a new thread, whose current device is GPU 0
+for resend in (False, True):
+    update = WeightUpdate((Server(),), SENDERS["tensor"], "v1", "run", bucket_bytes=2**20, resend=resend)
+    result = thread.submit(update.send, iter(weights)).result(60)
+    assert not result.failed, result.failed
+thread.submit(forget_unused).result(60)  # as an offload does
+assert Server.devices == [torch.device("cuda", 1)] * 2, Server.devices
+assert device_counts(0)["contexts"] == 0, device_counts(0)
+assert device_counts(1)["contexts"] == 1
+"""
+
+
+@pytest.mark.slow
+def test_weight_updates_of_a_trainer_on_gpu_1_leave_gpu_0_alone(simulated_gpu):
+    simulated_gpu.run(OTHER_GPU, devices=2, contents=True, timeout=120)
+
+
+OFFLOAD = """
+import torch
+from torch import nn
+
+from pathlib import Path
+
+from testing.gpu_sim import H100
+from vlmrl.config import SGLang
+from vlmrl.engine.server_backend import ServedModel
+from vlmrl.engine.sglang.backend import SGLangBackend
+from vlmrl.run.serving import LocalServerHost
+from vlmrl.train.offload import TrainerMemory
+
+class Policy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Linear(1024, 1024, bias=False, device="cuda", dtype=torch.bfloat16)
+
+    device = property(lambda self: self.weight.weight.device)
+    dtype = torch.bfloat16
+
+policy = Policy()
+memory = TrainerMemory(policy)
+settings = SGLang()
+host = LocalServerHost(settings, Path("."), memory, ranks=1)
+assert host.colocated and host.gpu_bytes == H100, host.gpu_bytes
+[server] = host.servers(SGLangBackend(settings), ServedModel("/m", "bfloat16", sleep=True))
+assert "--base-gpu-id 0" in " ".join(server.process.launch.command)
+assert host.offload_trainer() and policy.device.type == "cpu"
+assert torch.cuda.memory_allocated() == torch.cuda.memory_reserved() == 0
+assert host.colocated, "it shares the GPU also while it is offloaded"
+memory.onload()
+assert policy.device == torch.device("cuda", 0) and torch.cuda.memory_allocated() == 2 * 1024 * 1024
+try:
+    LocalServerHost(SGLang(first_gpu=1), Path("."), memory, 1).servers(SGLangBackend(settings), None)
+except ValueError as error:
+    assert "of the 1 that this process sees" in str(error)
+else:
+    raise AssertionError("there is no GPU 1")
+"""
+
+
+@pytest.mark.slow
+def test_the_trainers_memory_leaves_the_gpu_and_comes_back(simulated_gpu):
+    simulated_gpu.run(OFFLOAD, timeout=120)
+
+
+ENGINE = """
+import asyncio, sys
+from pathlib import Path
+
+import torch
+
+from testing.gpu_sim import device_counts
+from vlmrl.config import Model
+from vlmrl.engine.base import EngineError, Request, SamplingParams
+from vlmrl.engine.hf.engine import HFEngine
+from vlmrl.engine.hf import budget
+from vlmrl.model import tiny
+from vlmrl.model.loading import load_model
+
+folder = tiny.build(Path(sys.argv[1]) / "model", "qwen3")
+torch.cuda.set_device(1)
+model = load_model(Model(path=str(folder), dtype="bfloat16", device="cuda:1"), folder, seed=0)
+request = Request("a", [5, 6, 7], [], SamplingParams(2))
+engine = HFEngine(model.policy, model.renderer)
+[reply] = asyncio.run(engine.generate_batch([request]))
+assert len(reply.token_ids) == 2
+assert device_counts(0)["contexts"] == 0, "the engine's thread used GPU 0"
+hidden, failures = model.policy.hidden, [2]
+
+def fails(*args, **options):
+    if failures[0]:
+        failures[0] -= 1
+        torch.empty(2**40, dtype=torch.uint8, device="cuda:1")  # torch's own error
+    return hidden(*args, **options)
+
+model.policy.hidden = fails
+requests = [Request(str(n), [5, 6, 7 + n], [], SamplingParams(2)) for n in range(4)]
+replies = asyncio.run(engine.generate_batch(requests))
+assert [len(reply.token_ids) for reply in replies] == [2] * 4
+assert failures == [0]
+budget.RESERVE_BYTES = 2.0**50
+try:
+    asyncio.run(engine.generate_batch([request]))
+except EngineError as error:
+    assert "rollout.kv_cache_gib must be set, or the GPU must have" in str(error), error
+else:
+    raise AssertionError("nothing is free")
+engine.close()
+"""
+
+
+@pytest.mark.slow
+def test_the_embedded_engine_on_gpu_1_counts_free_memory_and_survives_its_end(simulated_gpu, tmp_path):
+    simulated_gpu.run(ENGINE, tmp_path, devices=2, timeout=200)

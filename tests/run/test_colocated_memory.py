@@ -1,0 +1,244 @@
+"""A whole run whose server shares the trainer's GPU, on a model of the GPU's memory that refuses what does not fit.
+
+Everything but the memory is real: the loop, the trainer, the pool of servers, the weight updates. The numbers are those of a model of
+2.13 billion parameters in bfloat16, trained in full with gradient checkpointing, 16,384 tokens a micro-batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from testing.gpu_memory import GIB, GpuMemory, GpuServer, OutOfGpuMemory
+
+from vlmrl.config import Checkpoint, Config, Data, Eval, Model, Rollout, SGLang, Train, WarmStart
+from vlmrl.engine.server import Server
+from vlmrl.model import tiny
+from vlmrl.report.progress import RunProgress
+from vlmrl.report.run_log import RunLog
+from vlmrl.run import build, loop, serving
+from vlmrl.run.memory_moments import CONTEXT, server_graphs
+from vlmrl.run.memory_plan import Sizes, server_memory_fraction
+from vlmrl.run.serving import LocalServerHost
+from vlmrl.train.offload import TrainerMemory
+from vlmrl.train.trainer import Trainer
+
+pytestmark = pytest.mark.slow
+
+CARD = 80 * GIB
+WEIGHTS = 2.13e9 * 2
+MASTERS, OPTIMIZER = 2 * WEIGHTS, 4 * WEIGHTS
+STEP = 38.0 * GIB - WEIGHTS - MASTERS - OPTIMIZER  # gradients, activations and logits
+SCORING = 2 * GIB  # activations of a forward without gradient
+BUCKET = GIB / 2
+GRAPHS = server_graphs(CARD) + CONTEXT  # what a sleeping server keeps beside its weights
+DEFAULT_FRACTION = 0.88  # about what SGLang chooses for 80 GiB
+SHARED = ("trainer weights", "trainer masters", "trainer optimizer")
+
+
+class Process:
+    """The server's process, which takes memory when it starts."""
+
+    def __init__(self, fake: GpuServer, fraction: float) -> None:
+        self.fake, self.fraction = fake, fraction
+        self.alive = False
+
+    def start(self) -> None:
+        self.alive = True
+        self.fake.launch(self.fraction)
+
+    def stop(self, gently: bool = True) -> None:
+        self.alive = False
+        self.fake.stop()
+
+    def log_tail(self) -> str:
+        return ""
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> GpuMemory:
+    """The GPU. The run's trainer and server take their memory of it."""
+    made = GpuMemory(CARD)
+    made.take("context", CONTEXT)
+    step, send = Trainer.step, LocalServerHost.send
+
+    class Booked(TrainerMemory):
+        def __init__(self, policy):
+            super().__init__(policy)
+            made.take("trainer weights", WEIGHTS)
+            self.stepped = False
+
+        def make(self, trainers, spec):
+            made.give(*SHARED[1:])
+            self.stepped = False
+            trainer = super().make(trainers, spec)
+            made.take("trainer masters", MASTERS)
+            trainer.memory = self
+            return trainer
+
+        def move(self, device):
+            super().move(device)
+            made.give(*SHARED)
+            if moving_to_gpu(self):
+                made.take("trainer weights", WEIGHTS)
+                if self.trainer is not None:
+                    made.take("trainer masters", MASTERS)
+                if self.stepped:
+                    made.take("trainer optimizer", OPTIMIZER)
+
+    def moving_to_gpu(memory: TrainerMemory) -> bool:
+        return memory.offloaded  # it is set after the move
+
+    def booked_step(trainer, samples):
+        assert not trainer.memory.offloaded
+        made.take("step", STEP)
+        output = step(trainer, samples)
+        if not trainer.memory.stepped:
+            made.take("trainer optimizer", OPTIMIZER)
+            trainer.memory.stepped = True
+        made.give("step")
+        return output
+
+    class Host(LocalServerHost):
+        shares_gpus = True
+        gpu_bytes = CARD
+
+        def servers(self, backend, model):
+            words = list(backend.launch(model, Path("log"), "127.0.0.1", 1, gpu=0).command)
+            set_to = float(words[words.index("--mem-fraction-static") + 1]) if model.memory_fraction else None
+            self.server.process = Process(self.server, set_to or DEFAULT_FRACTION)
+            return [Server(self.server.url, self.server.process)]
+
+        def send(self, update):
+            made.take("bucket", BUCKET)
+            try:
+                return send(self, update)
+            finally:
+                made.give("bucket")
+
+        def score(self, samples, temperature):
+            scores = super().score(samples, temperature)
+            made.take("scoring", SCORING)
+            made.give("scoring")
+            return scores
+
+    monkeypatch.setattr(Trainer, "step", booked_step)
+    monkeypatch.setattr(build, "TrainerMemory", Booked)
+    monkeypatch.setattr(build, "LocalServerHost", Host)
+    monkeypatch.setattr("vlmrl.checks.server_parity.TOLERANCE", 1e9)  # the fake's logprobs are invented
+    made.host, made.memory = Host, Booked
+    return made
+
+
+@pytest.fixture
+def server(gpu):
+    fake = GpuServer(gpu, weights=WEIGHTS, other=GRAPHS)
+    fake.finish = {"type": "length", "length": 3}
+    gpu.host.server = fake
+    yield fake
+    fake.close()
+
+
+def tasks(index, seed):
+    return {"prompt": "Say a."}
+
+
+def one(text, task):
+    return 1.0
+
+
+def demonstration(task, turn):
+    return "a"
+
+
+def config_of(folder: Path) -> Config:
+    model = Model(path=str(tiny.build(folder / "model", "qwen3")), device="cpu", dtype="float32", random_weights=True)
+    data = Data(generator=tasks, size=4)
+    return Config(
+        output_dir=str(folder / "runs"),
+        model=model,
+        data=data,
+        reward=one,
+        rollout=Rollout(group_size=2, max_tokens=64, max_reply_tokens=8),
+        engine="sglang",
+        sglang=SGLang(python="python", health_every=0.1, start_timeout=60.0),
+        train=Train(steps=2, groups_per_batch=2, canary=False),
+        eval=Eval(data=data, every=1),
+        warm_start=WarmStart(steps=2, demonstrate=demonstration, trajectories_per_step=2),
+        checkpoint=Checkpoint(every=1),
+    )
+
+
+@pytest.fixture
+def run_once(tmp_path) -> Any:
+    """Trains; the value is the run's metrics and its summary."""
+    runs = []
+
+    def train():
+        runs.append(run := build.build_run(config_of(tmp_path)))
+        log = RunLog(run.folder)
+        summary = asyncio.run(loop.train(run, log, RunProgress(Console(quiet=True))))
+        log.close()
+        return log.rows(), summary, run.folder
+
+    yield train
+    for run in runs:
+        run.engine.close()
+
+
+def plan(config, sizes, gpu_bytes):
+    """The share that the plan gives a server of the model of 2.13 billion parameters, with more trajectories than fit at once."""
+    sizes = Sizes(int(WEIGHTS / 2), {"language_model": int(WEIGHTS / 2)}, cached=2 * 28 * 8 * 128)
+    large = Config(engine="sglang", rollout=Rollout(max_tokens=16384), train=Train(groups_per_batch=64))
+    return server_memory_fraction(large, sizes, gpu_bytes)
+
+
+def test_trainer_and_server_never_hold_more_than_their_gpu(gpu, server, run_once, monkeypatch):
+    monkeypatch.setattr(serving, "server_memory_fraction", plan)
+    rows, summary, folder = run_once()
+    assert server.errors == [] and server.launches == 1
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2]
+    assert {"reward_before", "reward_after"} <= summary.keys()
+    assert list((folder / "checkpoints").iterdir()) and (folder / "model").is_dir()
+    paths = [path for path, _ in server.calls]
+    sleeps = paths.count("/release_memory_occupation")
+    # Three times for the parity check and the first weights, then warm start, the run's trainer, steps, checkpoints, and the end.
+    assert sleeps == 3 + 1 + 1 + 2 + 2 + 1
+    assert paths.count("/resume_memory_occupation") == sleeps - 1
+    assert server.cache > 0.75 * CARD  # the server has the GPU to itself
+
+
+def test_a_server_that_is_restarted_between_two_steps_finds_its_memory(gpu, server, run_once, monkeypatch):
+    monkeypatch.setattr(serving, "server_memory_fraction", plan)
+    generate = GpuServer._generate
+    replies = []
+
+    async def dies_once(self, body):
+        replies.append(body)
+        if len(replies) == 12:  # of the second step
+            self.process.stop()
+            self.version = "default"
+        return await generate(self, body)
+
+    monkeypatch.setattr(GpuServer, "_generate", dies_once)
+    rows, _, _ = run_once()
+    assert server.errors == [] and server.launches == 2
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2]
+
+
+def test_without_offloading_the_server_does_not_wake(gpu, server, run_once, monkeypatch):
+    """As it was: the trainer keeps 27.7 GiB, and the server has sized its cache beside the 4 of the weights."""
+    monkeypatch.setattr(gpu.memory, "offload", lambda self: None)
+    monkeypatch.setattr(serving, "_memory_fraction", lambda config, host: None)
+    run_once()
+    assert server.launches > 1  # the run goes on, with a server that is started again beside the trainer
+    assert str(server.errors[0]).startswith("server cache needs 62")
+
+
+def test_a_fraction_that_is_too_large_is_refused_by_the_model(gpu, server, run_once, monkeypatch):
+    monkeypatch.setattr(serving, "server_memory_fraction", lambda *args: 0.99)
+    with pytest.raises(OutOfGpuMemory, match="server graphs needs"):
+        run_once()

@@ -1,0 +1,151 @@
+"""Which waiting requests may join the running batch, so that the KV cache stays within a number of bytes.
+
+A batch is one padded tensor for each layer: all rows have as many columns as the longest one needs. A row is therefore counted with
+its whole reply, before it starts, and requests wait in their order until the batch has room. Before a request waits, keys and values
+that trajectories keep between two turns are dropped, the least recently used first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vlmrl.engine.base import EngineError
+
+if TYPE_CHECKING:
+    from vlmrl.engine.hf.batch import PrefixCache, Row, RunningBatch
+    from vlmrl.model.policy import Policy
+
+GIB = 2**30
+RESERVE_BYTES = 1.0 * GIB  # of a GPU whose free memory is the budget: allocator fragments, image encoding
+ACTIVATIONS = 24  # elements for each token and hidden dimension of a prefill forward
+LOGITS_BYTES = 32  # for each row and id of the vocabulary, while a token is drawn
+
+
+@dataclass(frozen=True)
+class RowSize:
+    """What rows take in a model's KV cache."""
+
+    layers: int
+    token_bytes: int
+    """One column of one row, in all attention layers."""
+    state_bytes: int
+    """One row's states in all recurrent layers."""
+
+    @classmethod
+    def of(cls, policy: Policy) -> RowSize:
+        text, size = policy.config.get_text_config(), policy.dtype.itemsize
+        kinds = policy.layer_kinds
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        token = 2 * kinds.count("full_attention") * text.num_key_value_heads * head * size
+        return cls(len(kinds), token, kinds.count("linear_attention") * _state_elements(text) * 4)
+
+
+class Budget:
+    """``limit`` bytes for keys and values. None: on a GPU what is free at the time, less a reserve; on the CPU no limit.
+
+    ``most_rows`` limits the rows of a batch after an out-of-memory error.
+    """
+
+    def __init__(self, policy: Policy, prefixes: PrefixCache, prefill_tokens: int, limit: float | None = None) -> None:
+        self.most_rows: int | None = None
+        self.size = RowSize.of(policy)
+        self._policy = policy
+        self._prefixes = prefixes
+        self._prefill_tokens = prefill_tokens
+        self._limit = limit
+
+    def admit(self, waiting: deque[Row], running: RunningBatch) -> list[Row]:
+        """Remove and return the first ``waiting`` rows that fit beside the ``running`` ones. One that can never fit fails."""
+        chosen: list[Row] = []
+        while waiting:
+            row = waiting[0]
+            if row.abandoned or self._fits(running, [*chosen, row]):
+                chosen.append(waiting.popleft())
+            elif running.rows or chosen:
+                break
+            else:
+                fail([waiting.popleft()], self._never_fits(running, row))
+        return chosen
+
+    def has_room_for_prefixes(self, running: RunningBatch, rows: Sequence[Row]) -> bool:
+        """Whether a copy of these ``rows`` of the batch may be kept beside it. Drops older prefixes for it."""
+        copied = self.size.token_bytes * len(rows) * max(row.length for row in rows)
+        return self._make_room(running, self.needed(running, []) + copied, spared=())
+
+    def needed(self, running: RunningBatch, new: Sequence[Row]) -> float:
+        """The most bytes that the batch takes with the ``new`` rows until all of its rows have ended, without prefixes."""
+        rows = [*running.rows, *new]
+        if not rows:
+            return 0.0
+        size, longest = self.size, max((row.length for row in new), default=0)
+        columns = max(longest, running.cache.columns if running.cache is not None else 0)
+        full = len(rows) * (columns + max(row.left for row in rows))
+        # Prefill copies each prompt to the members of its group. A cached prefix is padded to the longest, and so is what follows it.
+        widest = longest * (2 if any(row.request.trajectory_id in self._prefixes for row in new) else 1)
+        forward = min(len(new) * widest, 2 * max(self._prefill_tokens, longest))
+        # A layer is copied when it grows or when rows join or leave, and freed when it is copied.
+        return size.token_bytes * (full * (1 + 2 / size.layers) + forward) + 2 * size.state_bytes * len(rows)
+
+    def _fits(self, running: RunningBatch, new: Sequence[Row]) -> bool:
+        if self.most_rows is not None and len(running.rows) + len(new) > self.most_rows:
+            return False
+        return self._make_room(running, self.needed(running, new), [row.request.trajectory_id for row in new])
+
+    def _make_room(self, running: RunningBatch, needed: float, spared: Sequence[str]) -> bool:
+        """Whether ``needed`` bytes fit. Drops prefixes for them if that helps, those that are ``spared`` last."""
+        total = self._total(running)
+        if total is None:
+            return True
+        if needed > total:
+            return False
+        while needed + self._prefixes.nbytes > total:
+            if not self._prefixes.evict(spared) and not self._prefixes.evict():
+                break
+        return True
+
+    def _total(self, running: RunningBatch) -> float | None:
+        """Bytes for the batch and all prefixes together."""
+        device = self._policy.device
+        if self._limit is not None or device.type != "cuda":
+            return self._limit
+        held = self._prefixes.nbytes + (running.cache.nbytes if running.cache is not None else 0)
+        text = self._policy.config.get_text_config()
+        activations = self._prefill_tokens * text.hidden_size * ACTIVATIONS * self._policy.dtype.itemsize
+        logits = (len(running.rows) + 1) * text.vocab_size * LOGITS_BYTES
+        return held + free_bytes(device) - RESERVE_BYTES - activations - logits
+
+    def _never_fits(self, running: RunningBatch, row: Row) -> str:
+        needed, total = self.needed(running, [row]) / GIB, (self._total(running) or 0.0) / GIB
+        tokens = f"a prompt of {len(row.prompt_ids)} tokens and a reply of up to {row.left}"
+        what = f"at least {needed:.3g} for {tokens}, but it is {total:.3g}"
+        if self._limit is None:
+            what = f"set, or the GPU must have {needed:.3g} GiB free for {tokens}; it has {total:.3g}"
+        return (
+            f"trajectory {row.request.trajectory_id}: rollout.kv_cache_gib must be {what}. Lower rollout.max_tokens or "
+            f"rollout.max_reply_tokens, or give the engine more memory."
+        )
+
+
+def free_bytes(device: torch.device) -> float:
+    """Memory of a GPU that this process can still allocate."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+def fail(rows: Sequence[Row], reason: str) -> None:
+    for row in rows:
+        if not row.future.done():
+            row.future.set_exception(EngineError(reason))
+
+
+def _state_elements(text: Any) -> int:
+    """Elements of one row's state in a recurrent layer: the convolution's last inputs, and the matrix of each head."""
+    heads = getattr(text, "linear_num_value_heads", 0)
+    key, value = getattr(text, "linear_key_head_dim", 0), getattr(text, "linear_value_head_dim", 0)
+    convolved = 2 * getattr(text, "linear_num_key_heads", 0) * key + heads * value
+    return heads * key * value + convolved * getattr(text, "linear_conv_kernel_dim", 0)
