@@ -19,8 +19,10 @@ import platform
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,7 +84,7 @@ class Rows:
         os.replace(unfinished, self.path)
 
 
-def run_check(check: Check, options: argparse.Namespace, rows: Rows, seconds: float) -> None:
+def run_check(check: Check, options: argparse.Namespace, rows: Rows, seconds: float, scratch: str) -> None:
     """Run one check in a process of its own, and add its results to the table as they come."""
     folder = options.out.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +96,7 @@ def run_check(check: Check, options: argparse.Namespace, rows: Rows, seconds: fl
         process = subprocess.Popen(
             command + ["--tiny"] * options.tiny,
             cwd=ROOT,
-            env=environment(),
+            env=environment(scratch),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -122,10 +124,8 @@ def run_check(check: Check, options: argparse.Namespace, rows: Rows, seconds: fl
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
     """Kill what is left of the check's processes."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
@@ -143,11 +143,12 @@ def last_line(log: Path) -> str:
     return lines[-1][:300] if lines else "no output"
 
 
-def environment() -> dict[str, str]:
-    """The environment of the checks: offline, with this checkout's vlmrl."""
+def environment(scratch: str) -> dict[str, str]:
+    """The environment of the checks: offline, with this checkout's vlmrl; temporary files and compiled kernels go to ``scratch``."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return os.environ | offline | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    caches = {"TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor", "TRITON_CACHE_DIR": f"{scratch}/triton"}
+    return os.environ | offline | caches | {"TMPDIR": scratch, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def heading(options: argparse.Namespace) -> str:
@@ -186,15 +187,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out = options.out.absolute()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rows, began = Rows(options.out, heading(options)), time.monotonic()
-    for check in CHECKS:
-        left = 60 * options.minutes - (time.monotonic() - began)
-        if check.name not in options.only:
-            rows.add(check, check.title, "not tried", "left out by --only", 0.0)
-        elif left < 10:
-            rows.add(check, check.title, "not tried", f"--minutes {options.minutes:g} were used up", 0.0)
-        else:
-            run_check(check, options, rows, min(left, 60 * check.minutes))
-    print(f"\n{rows.count('pass')} passed, {rows.count('FAIL')} failed, {rows.count('not tried')} not tried: {options.out}")
+    with tempfile.TemporaryDirectory(prefix="gpu-acceptance-", ignore_cleanup_errors=True) as scratch:
+        for check in CHECKS:
+            left = 60 * options.minutes - (time.monotonic() - began)
+            if check.name not in options.only:
+                rows.add(check, check.title, "not tried", "left out by --only", 0.0)
+            elif left < 10:
+                rows.add(check, check.title, "not tried", f"--minutes {options.minutes:g} were used up", 0.0)
+            else:
+                run_check(check, options, rows, min(left, 60 * check.minutes), scratch)
+    print(
+        f"\n{rows.count('pass')} passed, {rows.count('FAIL')} failed, {rows.count('not tried')} not tried: {options.out}"
+    )
     return 1 if rows.count("FAIL") else 0
 
 

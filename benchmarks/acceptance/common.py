@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.metadata
-import importlib.util
 import json
+import re
+import subprocess
+import sys
 import tempfile
 import time
+import tomllib
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -23,7 +27,7 @@ from vlmrl.config import Lora, Model
 from vlmrl.engine.base import Request, SamplingParams
 from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.model import tiny
-from vlmrl.model.loading import LoadedModel, load_model
+from vlmrl.model.loading import LoadedModel, load_model, shapes_of
 from vlmrl.multimodal.renderer import expand
 from vlmrl.types import Sample
 
@@ -71,17 +75,24 @@ class Report:
 
     def model(self, **settings: Any) -> LoadedModel:
         """The 2B's shape with random weights on the device, or with ``tiny`` a tiny model; ``settings`` are those of Model."""
+        settings = {"device": str(self.device), "dtype": "bfloat16", "random_weights": True, **settings}
+        return load_model(Model(path=str(self.folder()), **settings), self.scratch, seed=0)
+
+    def folder(self) -> Path:
+        """The folder of that model: with ``random_weights`` its config, tokenizer and processor are used."""
         folder = self.scratch / ("tiny" if self.tiny else "2b")
         if not folder.exists():
             tiny.build(folder) if self.tiny else write_2b(folder)
-        settings = {"device": str(self.device), "dtype": "bfloat16", "random_weights": True, **settings}
-        return load_model(Model(path=str(folder), **settings), self.scratch, seed=0)
+        return folder
+
+    def parameters(self) -> int:
+        """Their number, without loading the model."""
+        shapes = shapes_of(Model(path=str(self.folder()), random_weights=True), self.scratch)
+        return sum(weight.numel() for weight in shapes.parameters())
 
 
 def free() -> None:
     """Free the GPU memory that the caching allocator keeps and no tensor uses."""
-    import gc
-
     gc.collect()
     if torch.cuda.is_available():
         with suppress(RuntimeError):  # after a kernel failed, every call does
@@ -107,7 +118,9 @@ def require(is_met: bool, rule: str) -> None:
 
 def within(**numbers: tuple[float, float]) -> str:
     """``mean=(0.001, 0.01)`` as text, a value and its limit. Raises AssertionError if a value is above its limit or not finite."""
-    text = ", ".join(f"{name.replace('_', ' ')} {value:.2e} (limit {limit:g})" for name, (value, limit) in numbers.items())
+    text = ", ".join(
+        f"{name.replace('_', ' ')} {value:.2e} (limit {limit:g})" for name, (value, limit) in numbers.items()
+    )
     require(all(value <= limit for value, limit in numbers.values()), text)  # a NaN is not below any limit
     return text
 
@@ -185,3 +198,25 @@ def lora() -> Lora:
 
 def gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
+
+
+def need_dependencies() -> None:
+    """Raise NotTried unless all of vlmrl's own dependencies are installed."""
+    need(*dependencies())
+
+
+def dependencies() -> list[str]:
+    """The names of pyproject.toml's dependencies, without extras."""
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    return [re.split(r"[\[<>=!~ ]", each)[0] for each in wanted]
+
+
+def run_script(command: Sequence[str]) -> str:
+    """The output of a script of this checkout, which goes to the log, too. Raises AssertionError if it fails."""
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    print(done.stdout, flush=True)
+    lines = [line for line in done.stdout.splitlines() if line.strip()] or ["no output"]
+    require(done.returncode == 0, f"{command[0]} ended with exit status {done.returncode}: {lines[-1][:300]}")
+    return done.stdout

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-
 from acceptance.common import CPU, NotTried, Report, mismatch, relative, sampled, within
+
 from vlmrl.config import Algo, Model, Optim
 from vlmrl.model.families import FAMILIES
 from vlmrl.model.loading import LoadedModel, load_model

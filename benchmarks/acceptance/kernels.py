@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import torch
+from acceptance.common import CPU, Report, relative, require, seconds_of, within
 from torch import nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from acceptance.common import CPU, Report, relative, require, seconds_of, within
 from vlmrl.config import Algo, Model, Optim
 from vlmrl.model import tree_attention
 from vlmrl.model.head import score_tokens
@@ -16,7 +16,10 @@ from vlmrl.model.loading import load_model
 from vlmrl.train.trainer import Trainer, TrainerSpec
 
 LENGTHS = (40, 100, 127, 1000, 1111, 2049)
-HEADS = ((8, 4), (8, 2))  # query heads and heads of keys and values: the 2B has 16 and 8, larger models have 4 or 8 to 1
+HEADS = (
+    (8, 4),
+    (8, 2),
+)  # query heads and heads of keys and values: the 2B has 16 and 8, larger models have 4 or 8 to 1
 LIMITS = {torch.float32: 2e-3, torch.bfloat16: 1.5e-2}  # relative; a GPU may compute float32 products in TF32, 2^-11
 MANY = range(130, 2100, 100)
 
@@ -103,8 +106,12 @@ def graphs(report: Report) -> str:
     for number, length in enumerate(MANY):
         module.train(number % 2 == 0)
         tree = tree_attention.plan(random_ends(length, length).to(report.device))
-        operands = [torch.randn(1, n, length, 128, device=report.device, dtype=torch.bfloat16) for n in HEADS[0] + HEADS[0][1:]]
-        out, _ = tree_attention.attend(module, *(each.requires_grad_() for each in operands), None, scaling=0.1, tree=tree)
+        operands = [
+            torch.randn(1, n, length, 128, device=report.device, dtype=torch.bfloat16) for n in HEADS[0] + HEADS[0][1:]
+        ]
+        out, _ = tree_attention.attend(
+            module, *(each.requires_grad_() for each in operands), None, scaling=0.1, tree=tree
+        )
         out.sum().backward()
     made = counters["stats"]["unique_graphs"] - before
     require(made <= 8, f"{made} graphs for {len(MANY)} lengths (limit 8)")
@@ -145,7 +152,9 @@ def patches(report: Report) -> str:
         ours, theirs = (
             seconds_of(step, report.device) for step in (lambda: embed(pixels), lambda: linear(pixels, flat, bias))
         )
-    text = f"{count} patches: {1e3 * ours:.2f} ms, the linear layer {1e3 * theirs:.2f} ms; " + within(apart=(apart, 1e-2))
+    text = f"{count} patches: {1e3 * ours:.2f} ms, the linear layer {1e3 * theirs:.2f} ms; " + within(
+        apart=(apart, 1e-2)
+    )
     require(report.tiny or ours < 3 * theirs, f"more than 3 times slower than the linear layer: {text}")
     return text
 
@@ -167,5 +176,3 @@ def optimizer(report: Report) -> str:
         updated.append(torch.cat([update.flatten() for update in updates]))
         kinds.append("fused" if trainer.optimizer.defaults.get("fused") else "not fused")
     return f"{kinds[0]} on the device; " + within(update=(relative(*updated), 1e-4))
-
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from acceptance.common import Report, mismatch, rollout_logprobs, sampled, within
+
 from vlmrl.config import Algo, Model, Optim
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.train.trainer import Trainer, TrainerSpec

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import re
 import subprocess
-import tomllib
 
 import torch
-
-from acceptance.common import ROOT, NotTried, Report, gib, require
+from acceptance.common import NotTried, Report, gib, need_dependencies, require
 
 SHOWN = ("torch", "torchvision", "triton", "transformers", "tokenizers", "peft", "sglang", "ray", "datasets", "numpy")
 
 
 def run(report: Report) -> None:
     report.check("software", software)
-    report.check("vlmrl's dependencies", dependencies)
+    report.check("vlmrl's dependencies", installed)
     report.check("GPU", lambda: gpu(report))
     report.check("driver", driver)
 
@@ -28,14 +25,9 @@ def software() -> str:
     return f"{', '.join(found)}; torch built with {libraries}"
 
 
-def dependencies() -> str:
-    """Those of pyproject.toml, without extras."""
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    names = [re.split(r"[\[<>=!~ ]", each)[0] for each in wanted]
-    missing = [name for name in names if version(name) is None]
-    if missing:
-        raise NotTried(f"not installed: {', '.join(missing)}; the checks that need them are not tried")
-    return f"all {len(names)} are installed"
+def installed() -> str:
+    need_dependencies()
+    return "all are installed"
 
 
 def gpu(report: Report) -> str:
