@@ -1,0 +1,24 @@
+"""The simulated GPU, built once for each session of the tests."""
+
+from __future__ import annotations
+
+import pytest
+from testing.gpu_sim import CannotSimulate, SimulatedGpu, build, why_no_triton
+
+
+@pytest.fixture(scope="session")
+def simulated_gpu(tmp_path_factory) -> SimulatedGpu:
+    """Runs scripts on simulated GPUs; the test is skipped where they cannot be built."""
+    try:
+        return build(tmp_path_factory.mktemp("gpu_sim"))
+    except CannotSimulate as reason:
+        pytest.skip(f"no simulated GPU: {reason}")
+
+
+@pytest.fixture
+def triton_gpu(simulated_gpu: SimulatedGpu) -> SimulatedGpu:
+    """The same where Triton can compile kernels."""
+    reason = why_no_triton()
+    if reason is not None:
+        pytest.skip(f"no simulated GPU for Triton: {reason}")
+    return simulated_gpu
