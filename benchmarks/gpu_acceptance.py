@@ -66,8 +66,8 @@ class Rows:
         """``result`` is pass, FAIL or not tried."""
         row = {"check": check.name, "title": title, "result": result, "numbers": numbers, "seconds": seconds}
         self.rows.append(row)
-        print(f"{result:<10} {check.name}: {title}: {numbers}", flush=True)
         self.write()
+        print(f"{result:<10} {check.name}: {title}: {numbers}", flush=True)
 
     def count(self, result: str) -> int:
         return sum(row["result"] == result for row in self.rows)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from acceptance.common import Report, gib, need_dependencies, require, within
 
-MEAN = 2e-2  # nats
+MEAN = 5e-2  # nats; see mismatch.py
 PEAK_FLOPS = 989e12  # of an H100 or H200, dense, in bfloat16 (NVIDIA's data sheets)
 
 
