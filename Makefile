@@ -61,7 +61,6 @@ bench: $(STAMP)
 
 # What a machine with a GPU can show, in 20 minutes: see docs/gpu.md. For example: make gpu-acceptance ARGS="--only versions,kernels"
 gpu-acceptance: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[lora]'
 	$(BIN)/python benchmarks/gpu_acceptance.py $(ARGS)
 
 clean:

@@ -9,8 +9,6 @@ from transformers import AutoTokenizer, Qwen3VLConfig
 
 from vlmrl.model import tiny
 
-PARAMETERS = 2_127_532_032
-
 
 def qwen3_vl_2b(ids: dict[str, int]) -> Qwen3VLConfig:
     """The config of Qwen/Qwen3-VL-2B-Instruct, with the special tokens' ids of another tokenizer's vocabulary ``ids``.

@@ -111,7 +111,9 @@ def test_an_interrupted_run_leaves_its_table_and_no_process(tmp_path):
     """Ctrl-C while a check runs: what it had written is in the table, and the check's process ends with the run."""
     table, marker = tmp_path / "table.md", tmp_path / "marker"
     fake = tmp_path / "checks.py"
-    fake.write_text(CHECKS.replace("time.sleep(600)", f"open({str(marker)!r}, 'w').write(str(os.getpid())); time.sleep(600)"))
+    fake.write_text(
+        CHECKS.replace("time.sleep(600)", f"open({str(marker)!r}, 'w').write(str(os.getpid())); time.sleep(600)")
+    )
     code = (
         f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import gpu_acceptance as module\n"
         f"module.__file__ = {str(fake)!r}; module.CHECKS = (module.Check('hangs', 'hangs', 5),); module.NAMES = ['hangs']\n"
