@@ -122,6 +122,21 @@ def run_check(check: Check, options: argparse.Namespace, rows: Rows, seconds: fl
         rows.add(check, check.title, "FAIL", f"it wrote no result; see {log}", spent)
 
 
+def run_here(options: argparse.Namespace) -> None:
+    """Run one check in this process. Without vlmrl's dependencies it is not tried."""
+    from acceptance.report import Report, need_dependencies
+
+    report = Report(options.results, options.tiny)
+    try:
+        module = importlib.import_module(f"acceptance.{options.run}")
+    except ModuleNotFoundError:
+        report.check("all of it", need_dependencies)
+        if not report.not_tried:
+            raise
+    else:
+        module.run(report)
+
+
 def end_group(process: subprocess.Popen[bytes]) -> None:
     """Kill what is left of the check's processes."""
     with suppress(ProcessLookupError):
@@ -130,8 +145,8 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def copy_results(check: Check, results: Path, rows: Rows, seen: int) -> int:
-    """Add the results that are new since ``seen`` lines. Returns the number of lines."""
-    lines = results.read_text().splitlines() if results.exists() else []
+    """Add the results that are new since ``seen`` lines. Returns the number of lines that are complete."""
+    lines = results.read_text().rpartition("\n")[0].splitlines() if results.exists() else []
     for line in lines[seen:]:
         row = json.loads(line)
         rows.add(check, row["title"], row["result"], row["numbers"], row["seconds"])
@@ -180,10 +195,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.run:
-        from acceptance.common import Report
-
-        importlib.import_module(f"acceptance.{options.run}").run(Report(options.results, options.tiny))
+        run_here(options)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that the check is ended, too
     options.out = options.out.absolute()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rows, began = Rows(options.out, heading(options)), time.monotonic()

@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator
 
 import torch
-from acceptance.common import CPU, Report, free, gib, mismatch, require, sampled, within
+from acceptance.models import random_model, sampled
+from acceptance.report import CPU, Report, free, gib, mismatch, require, within
 
 from vlmrl.config import Algo, Optim
 from vlmrl.engine.sglang.receiver import serialized
@@ -45,7 +46,7 @@ def run(report: Report) -> None:
 
 def offload(report: Report) -> str:
     """A trainer with optimizer state leaves the GPU; back on it, it computes the same logprobs."""
-    loaded = report.model()
+    loaded = random_model(report)
     loaded.policy.enable_gradient_checkpointing()
     rows = sampled(loaded)
     trainer = Trainer(loaded.policy, TrainerSpec(Algo(), Optim(), total_steps=2, tokens_per_micro_batch=16384))
@@ -63,7 +64,7 @@ def offload(report: Report) -> str:
 
 def transfer(report: Report) -> str:
     """All weights, in the buckets and the form in which SGLang gets them. Without a GPU the values are sent."""
-    loaded = report.model()
+    loaded = random_model(report)
     command = [sys.executable, "-c", RECEIVER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as receiver:
         assert receiver.stdin is not None and receiver.stdout is not None

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from acceptance.common import Report, gib, need_dependencies, require, within
+from acceptance.models import parameters_of, random_folder
+from acceptance.report import Report, gib, need_dependencies, require, within
 
 MEAN = 5e-2  # nats; see mismatch.py
 PEAK_FLOPS = 989e12  # of an H100 or H200, dense, in bfloat16 (NVIDIA's data sheets)
@@ -29,7 +30,7 @@ def geometry(report: Report) -> str:
     from acceptance import geometry_recipe
 
     config = geometry_recipe.config()
-    model = replace(config.model, path=str(report.folder()), random_weights=True, dtype="bfloat16")
+    model = replace(config.model, path=str(random_folder(report)), random_weights=True, dtype="bfloat16")
     train, rollout = replace(config.train, steps=steps(report)), config.rollout
     if report.tiny:
         train, rollout = replace(train, groups_per_batch=2), replace(rollout, group_size=4, max_reply_tokens=16)
@@ -67,7 +68,7 @@ def summary(report: Report, rows: list[dict[str, Any]]) -> str:
         f"tokens/s), {mean('images/seen') / (rollout + train):.1f} images/s; gradient norm {mean('grad_norm'):.2g}; "
     )
     if report.device.type == "cuda":
-        least = 6 * report.parameters() * mean("tokens") / train / PEAK_FLOPS
+        least = 6 * parameters_of(report) * mean("tokens") / train / PEAK_FLOPS
         text += f"utilisation of the update by trained tokens alone {least:.1%} of {PEAK_FLOPS / 1e12:.0f} TFLOP/s, "
         text += f"peak memory {gib(torch.cuda.max_memory_allocated())}; "
     worst = max(row["logprob_mismatch/mean"] for row in rows)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 import torch
-from acceptance.common import CPU, Report, relative, require, seconds_of, within
+from acceptance.models import random_model
+from acceptance.report import CPU, Report, relative, require, seconds_of, within
 from torch import nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
@@ -125,14 +126,14 @@ def head(report: Report, dtype: torch.dtype) -> str:
     inputs = [torch.randn(tokens, width).to(dtype), torch.randn(vocabulary, width).mul(0.1).to(dtype)]
     labels, temperature, banned, factors = torch.randint(10, vocabulary, (tokens,)), 0.8, [3, 5], torch.randn(2, tokens)
     got = [each.to(report.device, copy=True).requires_grad_() for each in inputs]
-    scores = score_tokens(*got, None, labels.to(report.device), temperature, banned)
-    (factors.to(report.device) * torch.stack(scores)).sum().backward()
+    scores = torch.stack(score_tokens(*got, None, labels.to(report.device), temperature, banned))
+    (factors.to(report.device) * scores).sum().backward()
     wanted = [each.double().requires_grad_() for each in inputs]
     logits = linear(*wanted).index_fill(1, torch.tensor(banned), -1e30) / temperature
     logprobs = logits.log_softmax(1)
-    exact = (logprobs.gather(1, labels[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(1))
-    (factors * torch.stack(exact)).sum().backward()
-    apart = [float((one.detach().to(CPU) - two).abs().mean()) for one, two in zip(scores, exact, strict=True)]
+    exact = torch.stack([logprobs.gather(1, labels[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(1)])
+    (factors * exact).sum().backward()
+    apart = (scores.detach().to(CPU) - exact.detach()).abs().mean(1).tolist()
     gradients = [relative(one.grad, two.grad) for one, two in zip(got, wanted, strict=True)]  # type: ignore[arg-type]
     limit = 1e-4 if dtype == torch.float32 else 1e-2
     return within(logprob=(apart[0], limit), entropy=(apart[1], limit), gradient=(max(gradients), 2 * limit))
@@ -140,7 +141,7 @@ def head(report: Report, dtype: torch.dtype) -> str:
 
 def patches(report: Report) -> str:
     """The patch embedding against the equal linear layer: values, and time, since the Conv3d of some versions is far slower."""
-    loaded = report.model(dtype="bfloat16")
+    loaded = random_model(report, dtype="bfloat16")
     embed = loaded.policy.model.model.visual.patch_embed
     weight = next(each for name, each in embed.named_parameters() if name.endswith("weight"))
     bias = next((each for name, each in embed.named_parameters() if name.endswith("bias")), None)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from acceptance.common import NotTried, Report, gib, lora, need
+from acceptance.models import lora, random_model
+from acceptance.report import NotTried, Report, gib, need
 
 from vlmrl.config import Algo, Lora, Optim
 from vlmrl.train.trainer import Trainer, TrainerSpec
@@ -22,7 +23,7 @@ def peak(report: Report, adapters: Lora) -> str:
     import gpu_update
 
     settings = gpu_update.Settings(**({"tiny": True, **gpu_update.SMALL} if report.tiny else {}))
-    loaded = report.model(lora=adapters)
+    loaded = random_model(report, lora=adapters)
     samples = gpu_update.samples_of(settings, loaded.policy.config, loaded.new_store())
     loaded.policy.enable_gradient_checkpointing()
     spec = TrainerSpec(Algo(), Optim(lr=1e-6), total_steps=2, tokens_per_micro_batch=settings.budget)

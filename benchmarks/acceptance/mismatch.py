@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from acceptance.common import Report, mismatch, rollout_logprobs, sampled, within
+from acceptance.models import random_model, rollout_logprobs, sampled
+from acceptance.report import Report, mismatch, within
 
 from vlmrl.config import Algo, Model, Optim
 from vlmrl.model.loading import LoadedModel, load_model
@@ -17,7 +18,7 @@ MEAN, LARGEST = (
 def run(report: Report) -> None:
     report.check("tiny:qwen3_vl", lambda: compare(tiny(report)))
     if not report.tiny:
-        report.check("random 2B", lambda: compare(report.model(), groups=4, members=8, reply=128, side=512))
+        report.check("random 2B", lambda: compare(random_model(report), groups=4, members=8, reply=128, side=512))
 
 
 def tiny(report: Report) -> LoadedModel:

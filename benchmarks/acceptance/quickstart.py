@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from acceptance.common import Report, need_dependencies, require, run_script
+from acceptance.report import Report, need_dependencies, require, run_script
 
 STEPS, CLIMB = 100, 0.1
 TINY = "--train.steps 2 --train.groups-per-batch 2 --warm-start.steps 4 --eval.data.size 16 --data.size 64"

@@ -8,8 +8,9 @@ import threading
 from dataclasses import replace
 
 import torch
-from acceptance.common import NotTried, Report, gib, need_dependencies, within
 from acceptance.geometry import MEAN, trained
+from acceptance.models import random_folder
+from acceptance.report import NotTried, Report, gib, need_dependencies, within
 
 PYTHON = "VLMRL_SGLANG_PYTHON"
 
@@ -38,7 +39,7 @@ def colocated(report: Report) -> str:
         name="sglang",
         output_dir=str(report.scratch),
         engine="sglang",
-        model=replace(config.model, path=str(report.folder()), random_weights=True, dtype="bfloat16"),
+        model=replace(config.model, path=str(random_folder(report)), random_weights=True, dtype="bfloat16"),
         sglang=replace(config.sglang, python=python, sync="tensor"),
         train=replace(config.train, steps=2),
     )

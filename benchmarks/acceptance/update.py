@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from acceptance.common import Report, need, require, run_script
+from acceptance.report import Report, need, require, run_script
 
 
 def run(report: Report) -> None:

@@ -7,14 +7,14 @@ import os
 import subprocess
 
 import torch
-from acceptance.common import NotTried, Report, gib, need_dependencies, require
+from acceptance.report import NotTried, Report, gib, need_dependencies, require
 
 SHOWN = ("torch", "torchvision", "triton", "transformers", "tokenizers", "peft", "sglang", "ray", "datasets", "numpy")
 
 
 def run(report: Report) -> None:
     report.check("software", software)
-    report.check("vlmrl's dependencies", installed)
+    report.check("vlmrl's dependencies", need_dependencies)
     report.check("GPU", lambda: gpu(report))
     report.check("driver", driver)
 
@@ -23,11 +23,6 @@ def software() -> str:
     found = [f"{name} {version(name) or 'not installed'}" for name in SHOWN]
     libraries = f"CUDA {torch.version.cuda or 'none'}, cuDNN {torch.backends.cudnn.version() or 'none'}"
     return f"{', '.join(found)}; torch built with {libraries}"
-
-
-def installed() -> str:
-    need_dependencies()
-    return "all are installed"
 
 
 def gpu(report: Report) -> str:

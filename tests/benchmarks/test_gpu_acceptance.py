@@ -152,3 +152,30 @@ def test_all_checks_run_on_a_tiny_model(tmp_path):
     assert names - tried <= {"memory", "sglang"}  # which need a GPU
     assert {check for check, *_ in rows} == names
     assert all(numbers for _, _, _, numbers, _ in rows)
+
+
+WITHOUT = """
+import importlib.metadata, sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name == "jsonschema":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+def version(name, real=importlib.metadata.version):
+    if name == "jsonschema":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return real(name)
+sys.meta_path.insert(0, Missing())
+importlib.metadata.version = version
+"""
+
+
+@pytest.mark.slow
+def test_checks_are_not_tried_without_a_dependency(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT)
+    table = tmp_path / "table.md"
+    command = [sys.executable, str(SCRIPT), "--tiny", "--only", "versions,mismatch", "--out", str(table)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, timeout=300)
+    assert done.returncode == 0
+    rows = {(check, title): (result, numbers) for check, title, result, numbers, _ in rows_of(table)}
+    assert rows["versions", "software"][0] == "pass"
+    assert rows["mismatch", "all of it"] == ("not tried", "not installed: jsonschema")

@@ -1,8 +1,7 @@
-"""What the checks share: results, models, samples."""
+"""What a check writes: a result for each thing that it tries. Imports nothing of vlmrl, which may not be importable."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import importlib.metadata
 import json
@@ -20,16 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
-from shapes import write_2b
-
-from vlmrl.config import Lora, Model
-from vlmrl.engine.base import Request, SamplingParams
-from vlmrl.engine.hf.engine import HFEngine
-from vlmrl.model import tiny
-from vlmrl.model.loading import LoadedModel, load_model, shapes_of
-from vlmrl.multimodal.renderer import expand
-from vlmrl.types import Sample
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -49,6 +38,7 @@ class Report:
     def __init__(self, path: Path | None, tiny: bool) -> None:
         self.path = path
         self.tiny = tiny
+        self.not_tried = 0
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
         self.scratch = Path(tempfile.mkdtemp(prefix="gpu-acceptance-"))
 
@@ -58,6 +48,7 @@ class Report:
             numbers = function()
         except NotTried as error:
             result, numbers = "not tried", str(error)
+            self.not_tried += 1
         except Exception as error:
             traceback.print_exc()
             result, numbers = "FAIL", f"{type(error).__name__}: {error}"[:600]
@@ -72,23 +63,6 @@ class Report:
     def need_gpu(self) -> None:
         if self.device.type != "cuda":
             raise NotTried("needs a CUDA GPU")
-
-    def model(self, **settings: Any) -> LoadedModel:
-        """The 2B's shape with random weights on the device, or with ``tiny`` a tiny model; ``settings`` are those of Model."""
-        settings = {"device": str(self.device), "dtype": "bfloat16", "random_weights": True, **settings}
-        return load_model(Model(path=str(self.folder()), **settings), self.scratch, seed=0)
-
-    def folder(self) -> Path:
-        """The folder of that model: with ``random_weights`` its config, tokenizer and processor are used."""
-        folder = self.scratch / ("tiny" if self.tiny else "2b")
-        if not folder.exists():
-            tiny.build(folder) if self.tiny else write_2b(folder)
-        return folder
-
-    def parameters(self) -> int:
-        """Their number, without loading the model."""
-        shapes = shapes_of(Model(path=str(self.folder()), random_weights=True), self.scratch)
-        return sum(weight.numel() for weight in shapes.parameters())
 
 
 def free() -> None:
@@ -154,55 +128,14 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def noise(seed: int, side: int) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8))
-
-
-def sampled(
-    loaded: LoadedModel, *, groups: int = 2, members: int = 4, reply: int = 32, side: int = 128
-) -> list[Sample]:
-    """Rows that the embedded engine samples, each group's about an image of noise; advantages are 1 and -1 in turn."""
-    store = loaded.new_store()
-    assert store is not None
-    prompts, requests = [], []
-    for group in range(groups):
-        image = noise(group, side)
-        content = [{"type": "image", "image": image}, {"type": "text", "text": "What is the answer?"}]
-        item, rendered = store.load(image), loaded.renderer.prompt([{"role": "user", "content": content}])
-        for member in range(members):
-            sampling = SamplingParams(reply, seed=members * group + member)
-            requests.append(Request(f"g{group}/{member}", rendered.token_ids, [item], sampling))
-            prompts.append(expand(rendered.token_ids, loaded.renderer.image_token_id, [item]))
-    engine = HFEngine(loaded.policy, loaded.renderer)
-    try:
-        replies = asyncio.run(engine.generate_batch(requests))
-    finally:
-        engine.close()
-    rows = []
-    for number, (request, prompt, completion) in enumerate(zip(requests, prompts, replies, strict=True)):
-        size, group = len(completion.token_ids), request.trajectory_id.partition("/")[0]
-        lists = (prompt, completion.token_ids, [1] * size, completion.logprobs, completion.policy_versions)
-        end = (group, request.trajectory_id, True, completion.stop_reason, list(request.media))
-        rows.append(Sample(*lists, *end, 1.0 if number % 2 else -1.0))
-    return rows
-
-
-def rollout_logprobs(rows: Sequence[Sample]) -> list[list[float]]:
-    return [row.rollout_logprobs or [] for row in rows]
-
-
-def lora() -> Lora:
-    need("peft")
-    return Lora(rank=32, alpha=64)
-
-
 def gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def need_dependencies() -> None:
+def need_dependencies() -> str:
     """Raise NotTried unless all of vlmrl's own dependencies are installed."""
     need(*dependencies())
+    return "all are installed"
 
 
 def dependencies() -> list[str]:
