@@ -25,13 +25,13 @@ import numpy as np
 import torch
 import tyro
 from PIL import Image
-from shapes import write_2b
+from shapes import load_random, write_2b
 
-from vlmrl.config import Algo, Lora, Model, Optim
+from vlmrl.config import Algo, Lora, Optim
 from vlmrl.engine.base import Request, SamplingParams
 from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.model import tiny
-from vlmrl.model.loading import LoadedModel, load_model
+from vlmrl.model.loading import LoadedModel
 from vlmrl.multimodal.renderer import expand
 from vlmrl.train.packing import pack, per_token, split
 from vlmrl.train.trainer import Trainer, TrainerSpec
@@ -66,14 +66,8 @@ class Moved:
 
 def load(settings: Settings, scratch: Path) -> LoadedModel:
     folder = tiny.build(scratch / "tiny") if settings.tiny else write_2b(scratch / "2b")
-    model = Model(
-        path=str(folder),
-        device="cpu",
-        dtype=settings.dtype,
-        random_weights=True,
-        lora=Lora(rank=settings.rank, alpha=32),
-    )
-    return load_model(model, scratch, seed=0)
+    lora = Lora(rank=settings.rank, alpha=2 * settings.rank)
+    return load_random(folder, torch.device("cpu"), getattr(torch, settings.dtype), lora)
 
 
 def sample(loaded: LoadedModel, settings: Settings) -> list[Sample]:

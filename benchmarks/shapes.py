@@ -1,13 +1,18 @@
-"""Qwen3-VL-2B's shape, as numbers, so that benchmarks with random weights need no download."""
+"""Models with random weights of a true shape: Qwen3-VL-2B's, as numbers, so that benchmarks need no download."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, Qwen3VLConfig
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, Qwen3VLConfig
 
+from vlmrl.config import Lora, Model
 from vlmrl.model import tiny
+from vlmrl.model.loading import LoadedModel, load_reader
+from vlmrl.model.lora import add_lora
+from vlmrl.model.policy import Policy
 
 
 def qwen3_vl_2b(ids: dict[str, int]) -> Qwen3VLConfig:
@@ -68,3 +73,21 @@ def write_2b(folder: Path, max_pixels: int = 1024 * 1024) -> Path:
     (folder / "model.safetensors").unlink()
     qwen3_vl_2b(AutoTokenizer.from_pretrained(folder).get_vocab()).save_pretrained(folder)
     return folder
+
+
+def load_random(
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    lora: Lora | None = None,
+    max_image_pixels: int | None = None,
+) -> LoadedModel:
+    """A model of ``folder``'s config whose weights are drawn on ``device`` in ``dtype``: no copy in float32 is made on the host."""
+    config: Any = AutoConfig.from_pretrained(folder)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    if lora is not None and lora.rank:
+        add_lora(model, lora)
+    reader = load_reader(Model(path=str(folder), max_image_pixels=max_image_pixels), folder.parent)
+    return LoadedModel(**vars(reader), policy=Policy(model).eval())

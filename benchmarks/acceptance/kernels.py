@@ -141,7 +141,7 @@ def head(report: Report, dtype: torch.dtype) -> str:
 
 def patches(report: Report) -> str:
     """The patch embedding against the equal linear layer: values, and time, since the Conv3d of some versions is far slower."""
-    loaded = random_model(report, dtype="bfloat16")
+    loaded = random_model(report)
     embed = loaded.policy.model.model.visual.patch_embed
     weight = next(each for name, each in embed.named_parameters() if name.endswith("weight"))
     bias = next((each for name, each in embed.named_parameters() if name.endswith("bias")), None)

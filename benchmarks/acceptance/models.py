@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from acceptance.report import Report, need
 from PIL import Image
-from shapes import write_2b
+from shapes import load_random, write_2b
 
 from vlmrl.config import Lora, Model
 from vlmrl.engine.base import Request, SamplingParams
 from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.model import tiny
-from vlmrl.model.loading import LoadedModel, load_model, shapes_of
+from vlmrl.model.loading import LoadedModel, shapes_of
 from vlmrl.multimodal.renderer import expand
 from vlmrl.types import Sample
 
 
 def random_model(report: Report, **settings: Any) -> LoadedModel:
-    """The 2B's shape on the device, or with ``--tiny`` a tiny model; ``settings`` are those of Model."""
-    settings = {"device": str(report.device), "dtype": "bfloat16", "random_weights": True, **settings}
-    return load_model(Model(path=str(random_folder(report)), **settings), report.scratch, seed=0)
+    """The 2B's shape on the device in bfloat16, or with ``--tiny`` a tiny model; ``settings`` are those of `load_random`."""
+    return load_random(random_folder(report), report.device, torch.bfloat16, **settings)
 
 
 def random_folder(report: Report) -> Path:
