@@ -37,6 +37,7 @@ from transformers import (
 from vlmrl.config import Algo, Optim
 from vlmrl.model import tiny
 from vlmrl.model.families import family_of
+from vlmrl.model.loading import pick_checkpointing
 from vlmrl.model.policy import Policy
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.train.packing import Layout, pack, split
@@ -64,8 +65,8 @@ class Settings:
     """Measured, after two that are not."""
     peak_tflops: float = 989.0
     """Of the device, dense, in the type that is computed in: an H200 has 989 in bfloat16."""
-    gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass. Without it, 16,384 tokens of a 2B do not fit into 80 GB."""
+    gradient_checkpointing: bool | None = None
+    """Of both trainers. Unset: on a GPU, as in a run."""
 
     def __post_init__(self) -> None:
         if self.tiny and self.config is not None:
@@ -91,6 +92,7 @@ class Shape:
     def __init__(self, settings: Settings, scratch: Path) -> None:
         self.device = torch.device("cpu" if settings.tiny else "cuda")
         self.dtype = torch.float32 if settings.tiny else torch.bfloat16
+        self.checkpointing = pick_checkpointing(settings.gradient_checkpointing, self.device)
         self.folder = tiny.build(scratch / "tiny", max_pixels=settings.side**2)
         if settings.tiny or settings.config is not None:
             self.config = AutoConfig.from_pretrained(str(settings.config or self.folder))
@@ -162,7 +164,7 @@ def measured(shape: Shape, settings: Settings, step: Callable[[], Any]) -> tuple
 
 def run_ours(shape: Shape, settings: Settings, layout: Layout) -> Result:
     policy = Policy(shape.model())
-    if settings.gradient_checkpointing:
+    if shape.checkpointing:
         policy.enable_gradient_checkpointing()
     sizes = {"total_steps": 100, "tokens_per_micro_batch": settings.budget}
     trainer = Trainer(policy, TrainerSpec(Algo(), Optim(lr=LR), share_prefixes=layout == "tree", **sizes))
@@ -211,7 +213,7 @@ def run_trl(shape: Shape, settings: Settings, packed: Result, scratch: Path) -> 
         output_dir=str(scratch / "trl"),
         use_cpu=not gpu,
         bf16=gpu,
-        gradient_checkpointing=settings.gradient_checkpointing,
+        gradient_checkpointing=shape.checkpointing,
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=len(shape.samples) // rows,
         num_generations=MEMBERS,

@@ -35,7 +35,7 @@ def config() -> Config:
         env_options={"size": 4, "frozen": 0.8, "slippery": False, "steps_per_turn": 5},
         rollout=Rollout(group_size=8, max_turns=5, max_tokens=5000, max_reply_tokens=800),
         optim=Optim(lr=1e-6),
-        train=Train(steps=400, groups_per_batch=32, tokens_per_micro_batch=16384, gradient_checkpointing=True),
+        train=Train(steps=400, groups_per_batch=32, tokens_per_micro_batch=16384),
         eval=Eval(data=Data(generator=lakes, size=128, seed=1), every=20),
     )
 

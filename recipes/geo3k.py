@@ -35,7 +35,7 @@ def config() -> Config:
         rollout=Rollout(group_size=8, max_turns=3, max_tokens=1024 + 4096, max_reply_tokens=2048),
         algo=Algo(advantage="grpo", loss="ppo", loss_options={"clip_low": 0.2, "clip_high": 0.28}),
         optim=Optim(lr=1e-6, betas=(0.9, 0.98), weight_decay=0.1),
-        train=Train(steps=200, groups_per_batch=64, tokens_per_micro_batch=16384, gradient_checkpointing=True),
+        train=Train(steps=200, groups_per_batch=64, tokens_per_micro_batch=16384),
         eval=Eval(data=Data(path="../data/geo3k/validation.parquet", limit=128), every=20),
     )
 

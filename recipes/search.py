@@ -49,7 +49,7 @@ def config() -> Config:
         ),
         algo=Algo(advantage="grpo", loss="ppo", kl_coef=0.001, kl="k3"),
         optim=Optim(lr=1e-6, warmup_steps=int(0.285 * 2 * STEPS)),
-        train=Train(steps=STEPS, groups_per_batch=512, groups_per_step=256, gradient_checkpointing=True),
+        train=Train(steps=STEPS, groups_per_batch=512, groups_per_step=256),
         eval=Eval(data=Data(path=str(PREPARED / "validation.parquet"), limit=512), every=50),
     )
 

@@ -31,7 +31,7 @@ def config() -> Config:
         env_options={"coarse": 192, "crop": 512},
         rollout=Rollout(group_size=8, max_turns=5, max_tokens=4096, max_reply_tokens=512),
         optim=Optim(lr=1e-6),
-        train=Train(steps=80, groups_per_batch=128, tokens_per_micro_batch=16384, gradient_checkpointing=True),
+        train=Train(steps=80, groups_per_batch=128, tokens_per_micro_batch=16384),
         eval=Eval(data=Data(generator=letters, size=256, seed=1), every=20, blank_images=True, chance=1 / 26),
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -270,14 +270,19 @@ class MicroBatch:
     blank_image: bool = False  # if it has no images, encode a blank one, since other ranks may encode images
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        return MicroBatch(
-            self.token_ids.to(device),
-            self.position_ids.to(device),
-            self.targets.to(device),
-            {key: value.to(device) for key, value in self.mm_inputs.items()},
-            self.image_order,
-            None if self.ends is None else self.ends.to(device),
-            None if self.parents is None else self.parents.to(device),
-            None if self.experts is None else self.experts.to(device),
-            self.blank_image,
+        """On ``device``, except ``targets``, whose number the host must know, and ``mm_inputs``, which the policy moves."""
+        return replace(
+            self,
+            token_ids=to_device(self.token_ids, device),
+            position_ids=to_device(self.position_ids, device),
+            ends=None if self.ends is None else to_device(self.ends, device),
+            parents=None if self.parents is None else to_device(self.parents, device),
+            experts=None if self.experts is None else to_device(self.experts, device),
         )
+
+
+def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """``tensor`` on ``device``. A copy from the host to a GPU goes through pinned memory, so that the host does not wait for it."""
+    if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

@@ -70,6 +70,18 @@ def test_a_head_in_bfloat16_has_its_gradient_summed_in_float32(monkeypatch):
     assert (summed - exact).abs().max() < 0.02 * exact.abs().max()
 
 
+@pytest.mark.parametrize("cast_at_once", [2**24, 12])
+def test_logits_of_bfloat16_factors_are_exact(monkeypatch, cast_at_once):
+    """Hidden states of 256 ones and heads of 1 + k/128: the logit 256 + 2 k needs more digits than bfloat16 has."""
+    monkeypatch.setattr(head, "CAST_ON_CPU", cast_at_once)
+    hidden = torch.ones(2, 256, dtype=torch.bfloat16)
+    weight = (1 + torch.arange(5.0) / 128)[:, None].repeat(1, 256).bfloat16()
+    bias = torch.tensor([0.0, 0.5, 0.25, 0.0, 1.0]).bfloat16()
+    logits = head.logits_of(hidden, weight, bias, 2.0, [])
+    assert logits.dtype == torch.float32
+    assert logits.tolist() == [[128.0, 129.25, 130.125, 131.0, 132.5]] * 2
+
+
 def test_a_frozen_head_gets_no_gradient():
     hidden, weight, labels = operands(3)
     logprobs, _ = score_tokens(hidden, weight.requires_grad_(False), None, labels, 1.0, [])

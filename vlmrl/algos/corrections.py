@@ -83,8 +83,8 @@ def mismatch(
     tokens = loss_mask.sum().clamp(min=1)
     k1 = -log_ratio.sum() / tokens
     k3 = ((log_ratio.exp() - 1 - log_ratio) * loss_mask).sum() / tokens
-    trained = loss_mask > 0
-    largest = log_ratio[trained].max().exp() if bool(trained.any()) else torch.ones_like(tokens)
+    largest = torch.where(loss_mask > 0, log_ratio, -torch.inf).max()
+    largest = torch.where(largest.isneginf(), 0, largest).exp()  # 1 without a trained token
     return {"ratio_max": largest, "k1": k1, "k3": k3}
 
 

@@ -159,8 +159,9 @@ class Train:
     """Compute tokens that samples of a group share only once: the prompt, and earlier turns of step-wise samples."""
     replay_routing: bool = True
     """For mixture-of-experts models: train each token with the experts that the engine used for it, if the engine reports them."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of storing them: less memory, more time."""
+    gradient_checkpointing: bool | None = None
+    """Recompute activations in the backward pass instead of storing them: less memory, more time.
+    Unset: True on a GPU, False on a CPU."""
     canary: bool = True
     """Before the first update, replace one image by noise and stop the run if logprobs do not change."""
     shuffle_rewards: bool = False

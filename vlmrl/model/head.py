@@ -10,8 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
+HALF = (torch.bfloat16, torch.float16)
 LOGITS_ON_CPU, LOGITS_ON_GPU = 2**25, 2**27  # of one chunk; the peak is two or three times as many float32 numbers
+CAST_ON_CPU = 2**24  # numbers of the head that are cast to float32 at once
 
 
 def score_tokens(
@@ -39,11 +42,23 @@ def logits_of(
     banned_ids: Sequence[int],
 ) -> torch.Tensor:
     """Float32 logits ``[n, vocabulary]``, after temperature and banned ids."""
-    logits = torch.nn.functional.linear(hidden, head, bias).float()
+    logits = _exact_linear(hidden, head, bias) if head.dtype in HALF else linear(hidden, head, bias).float()
     logits /= temperature
-    if banned_ids:
-        logits[:, list(banned_ids)] = torch.finfo(torch.float32).min
+    for banned in banned_ids:  # one by one: a list would be copied to the GPU, which waits for it
+        logits[:, banned] = torch.finfo(torch.float32).min
     return logits
+
+
+def _exact_linear(hidden: torch.Tensor, head: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Float32 logits of 16-bit factors. Rounded to bfloat16, logits from 8 to 16 would be off by up to 0.03."""
+    if head.device.type != "cpu":
+        logits = torch.mm(hidden, head.T, out_dtype=torch.float32)
+    else:  # which has no such kernel: cast the head part by part
+        logits, exact = torch.empty(len(hidden), len(head)), hidden.float()
+        size = max(1, CAST_ON_CPU // head.shape[1])
+        for first in range(0, len(head), size):
+            logits[:, first : first + size] = exact @ head[first : first + size].float().T
+    return logits if bias is None else logits.add_(bias)
 
 
 class _Scores(torch.autograd.Function):
@@ -92,7 +107,8 @@ class _Scores(torch.autograd.Function):
             if entropy_grad is None:
                 grad *= 0 if logprob_grad is None else logprob_grad[chunk, None]
             else:
-                logits[:, ctx.banned_ids] = 0  # finite: their p is 0, and 0 * -inf would be NaN
+                for banned in ctx.banned_ids:
+                    logits[:, banned] = 0  # finite: their p is 0, and 0 * -inf would be NaN
                 logits += (entropy - normalizers)[chunk, None]  # log p + H
                 logits *= entropy_grad[chunk, None]
                 if logprob_grad is not None:

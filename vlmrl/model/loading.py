@@ -181,6 +181,11 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
+def pick_checkpointing(setting: bool | None, device: torch.device) -> bool:
+    """Whether to recompute activations: ``setting``, or by default on a GPU, where memory is what limits a run."""
+    return device.type == "cuda" if setting is None else setting
+
+
 def _chat_template(name: str | None) -> str | None:
     """The text of one of vlmrl's templates, by name, or of a file."""
     if name is None:

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from vlmrl.model import tree_attention
+from vlmrl.model import patch_embedding, tree_attention
 from vlmrl.model.expert_routing import ExpertRouters
 from vlmrl.model.families import family_of
 from vlmrl.model.families.base import WHY_NOT_PACKED, ImageFeatures
 from vlmrl.model.head import logits_of, score_tokens
 from vlmrl.model.lora import adapters_off
-from vlmrl.types import MicroBatch
+from vlmrl.types import MicroBatch, to_device
 
 
 class TokenScores(NamedTuple):
@@ -45,6 +45,7 @@ class Policy(nn.Module):
         _check_attention(model.config)
         _check_dropout(model)
         tree_attention.install(model)
+        patch_embedding.install(model)
 
     @property
     def device(self) -> torch.device:
@@ -89,7 +90,8 @@ class Policy(nn.Module):
         zero = self._blank_image() if batch.blank_image and not occurrences else None
         with self._replayed(batch.experts):
             hidden = self.hidden(batch.token_ids, batch.position_ids, None, occurrences, zero=zero, tree=tree)
-        rows, places = batch.targets.nonzero(as_tuple=True)
+        # The indices are made on the host: a GPU's `nonzero` waits until everything before it is computed.
+        rows, places = (to_device(indices, self.device) for indices in batch.targets.nonzero(as_tuple=True))
         before = places - 1 if batch.parents is None else batch.parents[rows, places]
         chosen = hidden[rows, before]  # a token is predicted by the one before it; no other code shifts tokens
         labels = batch.token_ids[rows, places]
@@ -144,7 +146,9 @@ class Policy(nn.Module):
 
     def encode_images(self, mm_inputs: dict[str, torch.Tensor]) -> list[ImageFeatures]:
         """The features of each image in ``mm_inputs``, by the model's own vision tower."""
-        return self.family.encode_images(self.model, {key: value.to(self.device) for key, value in mm_inputs.items()})
+        on_host = self.family.host_inputs
+        moved = {key: value if key in on_host else to_device(value, self.device) for key, value in mm_inputs.items()}
+        return self.family.encode_images(self.model, moved)
 
     def _blank_image(self) -> torch.Tensor:
         """A zero whose gradient, of zeros, reaches all of the vision tower, so that this rank takes part in FSDP's collectives."""

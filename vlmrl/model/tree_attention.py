@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface
-from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 NAME = "vlmrl_tree"
 BLOCK = 128  # side of flex attention's blocks, in tokens
+GRAPHS = 64  # the limit of compiled versions: a process may hold several models
 
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -101,12 +102,39 @@ def attend(
     if tree is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     if isinstance(tree, BlockMask):
-        return flex_attention_forward(module, query, key, value, tree, scaling=scaling, **options)
+        return _flex(query, key, value, tree, scaling).transpose(1, 2).contiguous(), None
     attended: Any = _SpanAttention.apply(query, key, value, tree, scaling)
     return attended.transpose(1, 2), None
 
 
 AttentionInterface.register(NAME, attend)
+
+
+@cache
+def _compiled_flex() -> Any:
+    """Flex attention for all lengths: 4 graphs a model, with and without gradient, for one block of tokens and for more.
+
+    transformers' own wrapper is made again at each change between training and evaluation. At torch's limit of 8 graphs, flex
+    attention would go on uncompiled and compute all scores; with ``fullgraph`` that is an error.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+
+
+def _flex(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: BlockMask, scale: float | None
+) -> torch.Tensor:
+    """Flex attention over ``blocks``, ``[rows, heads, tokens, width]`` in and out.
+
+    ``BACKEND``: for fewer than 128 queries, inductor would choose its kernel for decoding, which crashes with blocks of 128 x 128.
+    """
+    heads = query.shape[1]
+    shares_keys = heads & (heads - 1) == 0  # flex attention's own sharing needs a power of two
+    if not shares_keys:
+        key, value = (tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (key, value))
+    options = {"block_mask": blocks, "scale": scale, "enable_gqa": shares_keys, "kernel_options": {"BACKEND": "TRITON"}}
+    result: torch.Tensor = _compiled_flex()(query, key, value, **options)
+    return result
 
 
 def _pieces(tree: Sequence[Span]) -> Iterator[tuple[slice, slice, bool, bool]]:

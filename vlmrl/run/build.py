@@ -18,7 +18,7 @@ from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.engine.lockstep import LockstepBatching
 from vlmrl.engine.server_backend import backend_class
 from vlmrl.env.base import EnvSpec, resolve_envs
-from vlmrl.model.loading import LoadedModel, load_model
+from vlmrl.model.loading import LoadedModel, load_model, pick_checkpointing
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.rollout.batches import Filter, resolve_filters
 from vlmrl.rollout.generator import Generate, GeneratorLoop, resolve_generate
@@ -177,7 +177,7 @@ def _shares_weights(config: Config, ranks: Ranks) -> bool:
 def _build_here(config: Config, ranks: Ranks, model: LoadedModel, keep_kv: bool) -> Backends:
     """The trainer in this process, or in all that ``torchrun`` started; the engine in this process, or servers on this machine."""
     trainers = Trainers.of(config, ranks, model if _shares_weights(config, ranks) else None)
-    if config.train.gradient_checkpointing:
+    if pick_checkpointing(config.train.gradient_checkpointing, model.policy.device):
         model.policy.enable_gradient_checkpointing()
     sender = None if trainers.policy is model.policy else LocalSender(model.policy)
     if config.server_settings is not None:

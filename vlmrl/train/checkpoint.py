@@ -120,7 +120,9 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer, named: Mapping[str, n
     for name, parameter in named.items():
         if f"exp_avg/{name}" in saved:
             zeros = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": torch.zeros(()), **zeros}
+            # the fused kernel reads the step count on the parameter's device, all others on the host
+            where = parameter.device if optimizer.defaults.get("fused") else torch.device("cpu")
+            optimizer.state[parameter] = {"step": torch.zeros((), device=where), **zeros}
 
 
 def save_random(checkpoint: Path, rank: int | str) -> None:

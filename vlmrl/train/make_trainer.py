@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vlmrl.config import Algo, Config, Lora, Model
-from vlmrl.model.loading import LoadedModel, load_model, pick_device, pick_dtype
+from vlmrl.model.loading import LoadedModel, load_model, pick_checkpointing, pick_device, pick_dtype
 from vlmrl.model.policy import Policy, without_adapters
 from vlmrl.train.controller import LocalTrainer, RankZeroTrainer, RunTrainer
 from vlmrl.train.fsdp import shard
@@ -61,6 +61,6 @@ def _load(config: Config, model: Model, ranks: Ranks) -> Policy:
     """A policy; with several ranks it is sharded, keeps float32 weights and computes in ``model.dtype``."""
     stored = model if ranks.size == 1 else replace(model, dtype="float32")
     policy = load_model(stored, config.models_dir, config.seed).policy
-    if config.train.gradient_checkpointing:
+    if pick_checkpointing(config.train.gradient_checkpointing, policy.device):
         policy.enable_gradient_checkpointing()
     return policy if ranks.size == 1 else shard(policy, pick_dtype(model.dtype, pick_device(model.device)))

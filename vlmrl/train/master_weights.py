@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from vlmrl.config import Optim
+
 
 class MasterWeights:
     """Float32 copies of a model's trainable parameters, with their gradients accumulated over micro-batches.
@@ -50,11 +52,20 @@ class MasterWeights:
             parameter.copy_(master)
 
 
+def make_optimizer(parameters: list[nn.Parameter], settings: Optim, device: torch.device) -> torch.optim.AdamW:
+    """AdamW for parameters on ``device``. On a GPU it is the fused kernel: torch's default there allocates copies of the weights."""
+    fused = True if device.type == "cuda" else None
+    return torch.optim.AdamW(
+        parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=fused
+    )
+
+
 def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the optimizer state to ``device``, except the scalar step counts."""
+    """Move the optimizer state to ``device``. Step counts move only with a fused optimizer, whose kernel reads them."""
+    fused = bool(optimizer.defaults.get("fused"))
     for state in optimizer.state.values():
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim():
+            if isinstance(value, torch.Tensor) and (fused or value.dim()):
                 state[name] = value.to(device)
 
 

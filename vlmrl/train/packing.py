@@ -18,7 +18,7 @@ from vlmrl.model.families.base import Family
 from vlmrl.model.policy import Policy, TokenScores
 from vlmrl.multimodal.store import merge_mm_inputs
 from vlmrl.train import prefix_tree
-from vlmrl.types import MediaItem, MicroBatch, Sample
+from vlmrl.types import MediaItem, MicroBatch, Sample, to_device
 
 Layout = Literal["tree", "packed", "padded"]
 """``tree``: each shared prefix once. ``packed``: rows end to end. ``padded``: one row per sample, padded."""
@@ -41,7 +41,7 @@ class Packed:
     """``[samples, length]`` into the flattened batch, -1 for padding. ``None``: each sample is a row of the batch."""
 
     def to(self, device: torch.device) -> Packed:
-        return Packed(self.batch.to(device), None if self.indices is None else self.indices.to(device))
+        return Packed(self.batch.to(device), None if self.indices is None else to_device(self.indices, device))
 
     def by_sample(self, scores: TokenScores) -> TokenScores:
         """Scores of the batch as ``[samples, length]``."""

@@ -50,24 +50,33 @@ class MetricAccumulator:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = defaultdict(float)
-        self._largest: dict[str, float] = {}
+        self._values: dict[str, list[torch.Tensor]] = defaultdict(
+            list
+        )  # scalars; a GPU's are read at the end, all at once
 
     def add(self, name: str, value: torch.Tensor, mask: torch.Tensor) -> None:
         """``value`` is per token ``[rows, length]``, or a scalar for the micro-batch; ``mask`` is 1 for trained tokens."""
         value = value.detach()
         if name.endswith("max"):
-            trained = value[mask > 0] if value.dim() else value
-            largest = float(trained.max()) if mask.any() else -torch.inf
-            self._largest[name] = max(self._largest.get(name, -torch.inf), largest)
+            trained = mask > 0 if value.dim() else (mask > 0).any()
+            number = torch.where(trained, value, -torch.inf).max()
         else:
-            self._sums[name] += float((value * mask).sum() if value.dim() else value * mask.sum())
+            number = (value * mask).sum() if value.dim() else value * mask.sum()
+        self._values[name].append(number)
 
     def result(self, tokens: float, ranks: Ranks, device: torch.device) -> dict[str, float]:
         """The metrics over the ``tokens`` trained tokens of all ranks. Every rank must have added the same names."""
-        sums = torch.tensor(list(self._sums.values()), dtype=torch.float64, device=device)
-        largest = torch.tensor(list(self._largest.values()), dtype=torch.float64, device=device)
-        means = (ranks.sum(sums) / max(1.0, tokens)).tolist()
-        return dict(zip(self._sums, means, strict=True)) | dict(
-            zip(self._largest, ranks.max(largest).tolist(), strict=True)
-        )
+        read = self._read()
+        maxima = {name: max(-torch.inf, *values) for name, values in read.items() if name.endswith("max")}
+        sums = {name: sum(values) for name, values in read.items() if name not in maxima}
+        summed = ranks.sum(torch.tensor(list(sums.values()), dtype=torch.float64, device=device))
+        largest = ranks.max(torch.tensor(list(maxima.values()), dtype=torch.float64, device=device))
+        means = (summed / max(1.0, tokens)).tolist()
+        return dict(zip(sums, means, strict=True)) | dict(zip(maxima, largest.tolist(), strict=True))
+
+    def _read(self) -> dict[str, list[float]]:
+        """The numbers of all micro-batches, by one copy from the device."""
+        if not self._values:
+            return {}
+        numbers = torch.stack([value.double() for values in self._values.values() for value in values]).tolist()
+        return {name: [numbers.pop(0) for _ in values] for name, values in self._values.items()}

@@ -31,10 +31,10 @@ from vlmrl.train.checkpoint import (
     save_tensors,
     saved_names,
 )
-from vlmrl.train.master_weights import MasterWeights, move_state
+from vlmrl.train.master_weights import MasterWeights, make_optimizer, move_state
 from vlmrl.train.packing import Layout, MicroBatchPlan, count_unrecorded_experts, pack, per_token, split
 from vlmrl.train.ranks import MetricAccumulator, Ranks
-from vlmrl.types import MicroBatch, Sample
+from vlmrl.types import MicroBatch, Sample, to_device
 
 Scorer = Callable[[MicroBatch, float], TokenScores]
 
@@ -96,9 +96,7 @@ class Trainer:
         self._layout = _layout(policy, spec.share_prefixes)
         self._replay_routing = spec.replay_routing and policy.routing is not None
         self._weights = MasterWeights(policy)
-        self.optimizer = torch.optim.AdamW(
-            self._weights.parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
-        )
+        self.optimizer = make_optimizer(self._weights.parameters, optim, policy.device)
 
     def step(self, samples: Sequence[Sample]) -> StepOutput:
         """Train once on each sample, with one optimizer step for each ``groups_per_step`` groups.
@@ -169,17 +167,18 @@ class Trainer:
         Returns its metrics and the logprobs ``[rows, length]`` of the weights before the first step on the batch.
         """
         device, ranks = self.policy.device, self._ranks
-        mask = per_token(samples, lambda sample: sample.loss_mask).to(device)
+        mask = per_token(samples, lambda sample: sample.loss_mask)
+        tokens, mask = float(mask.sum()), to_device(mask, device)
         weights = self._reduction(mask, [s.group_id for s in samples], **self._algo.reduction_options)
         before = torch.zeros_like(mask)
         total, accumulator = torch.zeros((), device=device), MetricAccumulator()
         self.policy.train()
         for plan, counts in ranks.shard(self._split(samples)):
-            rows, length = plan.rows, max(len(samples[row]) for row in plan.rows)
+            rows, length = to_device(torch.tensor(plan.rows), device), max(len(samples[row]) for row in plan.rows)
             scores = self._score(self.policy, samples, plan)
             reference = self._reference_logprobs(samples, plan)
             old = scores.logprobs.detach() if old_logprobs is None else old_logprobs[rows, :length]
-            inputs = self._loss_inputs([samples[row] for row in rows], scores.logprobs, old, reference)
+            inputs = self._loss_inputs([samples[row] for row in plan.rows], scores.logprobs, old, reference)
             per_token_loss, metrics = self._per_token_loss(inputs, scores, old)
             loss = (per_token_loss * weights[rows, :length] * counts).sum()
             (loss * ranks.size).backward()  # ranks average gradients, so this makes their sum
@@ -189,7 +188,6 @@ class Trainer:
             if counts:
                 before[rows, :length] = old
         before = ranks.sum(before)
-        tokens = float(mask.sum())
         means = accumulator.result(tokens, ranks, device)
         if "mismatch/k1" in means:  # the exponential of the mean, not the mean of the micro-batches' exponentials
             means["mismatch/perplexity_ratio"] = float(np.exp(means["mismatch/k1"]))
@@ -309,16 +307,16 @@ class Trainer:
             raise ValueError(
                 f"trajectory {unknown[0]}: rollout_logprobs must be given with algo.old_policy rollout, but it is None."
             )
-        rollout = per_token(samples, _rollout_logprobs).to(device)
+        rollout = to_device(per_token(samples, _rollout_logprobs), device)
         if unknown:
-            is_unknown = torch.tensor([sample.rollout_logprobs is None for sample in samples], device=device)
+            is_unknown = to_device(torch.tensor([sample.rollout_logprobs is None for sample in samples]), device)
             rollout = torch.where(is_unknown[:, None], before, rollout)
         return LossInputs(
             logprobs=logprobs,
             old_logprobs=rollout if self._algo.old_policy == "rollout" else before,
             rollout_logprobs=rollout,
-            advantages=per_token(samples, _advantages).to(device),
-            loss_mask=per_token(samples, lambda sample: sample.loss_mask).to(device),
+            advantages=to_device(per_token(samples, _advantages), device),
+            loss_mask=to_device(per_token(samples, lambda sample: sample.loss_mask), device),
             ref_logprobs=reference,
         )
 
@@ -354,7 +352,7 @@ class Trainer:
         for plan, counts in self._ranks.shard(self._split(samples)):
             scores = self._score(policy or self.policy, samples, plan).logprobs
             if counts:
-                logprobs[plan.rows, : scores.shape[1]] = scores
+                logprobs[to_device(torch.tensor(plan.rows), logprobs.device), : scores.shape[1]] = scores
         return self._ranks.sum(logprobs)
 
 

@@ -47,6 +47,8 @@ class Family:
     """Some layers carry a state from token to token, as gated linear attention does."""
     router: ClassVar[str | None] = None
     """The class name of the modules that choose a token's experts, in a mixture of experts."""
+    host_inputs: ClassVar[tuple[str, ...]] = ()
+    """Names of :meth:`image_inputs` that :meth:`encode_images` gets in host memory: sizes, which a GPU would have to wait for."""
     transposed_weights: ClassVar[tuple[str, ...]] = ()
     """Suffixes of weight names whose last two dimensions are swapped in checkpoints. transformers swaps them on load, not on save."""
     parts: ClassVar[dict[str, str]] = {"language_model": ""}

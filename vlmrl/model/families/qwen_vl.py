@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import torch
 import transformers
 from PIL import Image
+from transformers import vision_utils
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from vlmrl.model.families.base import Family, ImageFeatures, Size, class_of
-from vlmrl.types import MediaItem
+from vlmrl.types import MediaItem, to_device
 
 
 @dataclass
@@ -29,6 +30,7 @@ class QwenVL(Family):
 
     vision = True
     mrope = True
+    host_inputs = ("image_grid_thw",)
     parts: ClassVar[dict[str, str]] = {
         "vision_tower": r"visual\.(?!.*merger)",
         "projector": r"visual\..*merger",
@@ -76,7 +78,8 @@ class QwenVL(Family):
         return {"pixel_values": torch.zeros(side * side, width), "image_grid_thw": torch.tensor([[1, side, side]])}
 
     def encode_images(self, model: Any, mm_inputs: dict[str, torch.Tensor]) -> list[ImageFeatures]:
-        output = model.model.get_image_features(**mm_inputs, return_dict=True)
+        sizes = vision_inputs(model.model.visual, mm_inputs["image_grid_thw"], mm_inputs["pixel_values"].device)
+        output = model.model.get_image_features(**mm_inputs, **sizes, return_dict=True)
         deepstack = getattr(output, "deepstack_features", None) or []
         if deepstack and isinstance(deepstack[0], torch.Tensor):  # transformers before 5.23 leaves the images joined
             self._joined_deepstack = True
@@ -91,11 +94,26 @@ class QwenVL(Family):
         if self._joined_deepstack:
             levels = [torch.cat(level) for level in levels]
         output = _FeatureOutput(tuple(image.embeds for image in images), levels)
-        model.model.get_image_features = lambda *args, **kwargs: output
+        replaced = [(model.model, "get_image_features", lambda *args, **kwargs: output)]
+        if images[0].embeds.device.type != "cpu":
+            replaced.append((model.model, "get_placeholder_mask", self._placeholders))
+            if levels:
+                replaced.append((model.model.language_model, "_deepstack_process", add_features))
+        for module, name, function in replaced:
+            setattr(module, name, function)
         try:
             yield {"pixel_values": images[0].embeds, "image_grid_thw": None}  # stand-ins: the features are ready
         finally:
-            del model.model.get_image_features  # uncovers the class's own method
+            for module, name, _ in replaced:
+                delattr(module, name)  # uncovers the class's own method
+
+    def _placeholders(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The masks ``[rows, length, 1]`` of image and video placeholders, without counting them, which waits for the GPU.
+
+        The counts are right: the renderer makes the placeholders from the images, and the audit compares them.
+        """
+        image, video = ((input_ids == token)[..., None] for token in self.banned_ids)
+        return image, video
 
     @classmethod
     def tiny_vision(cls, width: int, text_width: int) -> dict[str, Any]:
@@ -139,6 +157,38 @@ class QwenVL(Family):
             video_processor=class_of(cls.tiny_video_processor_class)(**sizes),
             chat_template=tokenizer.chat_template,
         )
+
+
+def add_features(hidden: torch.Tensor, places: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """``hidden`` ``[rows, length, width]`` plus ``features`` ``[n, width]`` where ``places`` ``[rows, length]`` is True, n times.
+
+    A boolean index would wait for the GPU to count them.
+    """
+    indices = torch.nonzero_static(places.flatten(), size=len(features))[:, 0]
+    return hidden.flatten(0, 1).index_add(0, indices, features.to(hidden.dtype)).view_as(hidden)
+
+
+def vision_inputs(visual: Any, grids: torch.Tensor, device: torch.device) -> dict[str, torch.Tensor]:
+    """What a vision tower computes from ``grids`` ``[images, 3]``, computed on the host, by the names of its arguments.
+
+    On a GPU, each would wait for the device, and every block reads the lengths ``cu_seqlens`` back; these stay on the host.
+    """
+    merge = visual.spatial_merge_size
+    lengths = {"cu_seqlens": vision_utils.get_vision_cu_seqlens(grids)}
+    moved = {"position_ids": vision_utils.get_vision_position_ids(grids, merge)}
+    if hasattr(visual, "num_grid_per_side"):  # learned positions, interpolated
+        moved["interp_indices"], moved["interp_weights"] = vision_utils.get_vision_interpolation_indices_and_weights(
+            grids,
+            num_grid_per_side=visual.num_grid_per_side,
+            mode=visual.interpolation_mode,
+            align_corners=visual.interpolation_align_corners,
+            spatial_merge_size=merge,
+        )
+    if hasattr(visual, "window_size"):
+        moved["window_index"], lengths["cu_window_seqlens"] = vision_utils.get_vision_window_index(
+            grids, spatial_merge_size=merge, window_size=visual.window_size, patch_size=visual.patch_size
+        )
+    return lengths | {name: to_device(values, device) for name, values in moved.items()}
 
 
 def mrope_positions(
