@@ -41,7 +41,7 @@ class Check:
 
 CHECKS = (
     Check("versions", "versions and device", 1),
-    Check("kernels", "kernels against float64 on the CPU", 4),
+    Check("kernels", "kernels against float64 on the CPU", 5),
     Check("families", "tiny models of each family against the CPU", 3),
     Check("mismatch", "logprob mismatch of rollout and trainer in bfloat16", 3),
     Check("memory", "peak memory of a step against the plan", 3),

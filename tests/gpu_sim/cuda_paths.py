@@ -18,21 +18,24 @@ import torch.distributed as dist
 from docs.test_gpu import ROOT, marked_lines
 
 from vlmrl.cluster.workers import RankWorker
-from vlmrl.config import Config, Data, Model
+from vlmrl.config import Config, Data, Model, Optim
 from vlmrl.config.sglang import SGLang
 from vlmrl.engine.server import free_ports
 from vlmrl.engine.server_backend import ServedModel, new_backend
 from vlmrl.engine.sglang.receiver import SGLangReceiver, serialized
 from vlmrl.model import tree_attention
+from vlmrl.model.families.base import ImageFeatures
 from vlmrl.model.head import score_tokens
-from vlmrl.model.loading import LoadedModel, load_model, pick_dtype
+from vlmrl.model.loading import LoadedModel, load_model, pick_checkpointing, pick_dtype
 from vlmrl.run.program import run_training
 from vlmrl.run.serving import LocalServerHost
 from vlmrl.train.checkpoint import load_random, save_random
 from vlmrl.train.controller import join_process_group
 from vlmrl.train.fsdp import backend_of, forget_unused
+from vlmrl.train.master_weights import make_optimizer
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import _layout
+from vlmrl.types import to_device
 from vlmrl.weight_sync import SENDERS, nccl
 from vlmrl.weight_sync.base import Bucket, WeightUpdate
 
@@ -70,15 +73,19 @@ def model_code() -> LoadedModel:
     torch.cuda.set_device(CUDA)
     loaded = load_model(Model(path="tiny:qwen3_vl"), FOLDER, seed=0)  # device and dtype auto
     assert loaded.policy.device == CUDA and loaded.policy.dtype == torch.bfloat16 == pick_dtype("auto", CUDA)
+    assert pick_checkpointing(None, CUDA)
     assert _layout(loaded.policy, share_prefixes=False) == "packed"
     tree = tree_attention.plan(torch.tensor([4, 4, 3, 4], device=CUDA))
     query = torch.ones(1, 2, 4, 32, device=CUDA)
     with torch.compiler.set_stance("force_eager"):  # its kernels are compiled in a test of their own
         out, _ = tree_attention.attend(torch.nn.Identity(), query, query, query, None, scaling=1.0, tree=tree)
     assert out.shape == (1, 4, 2, 32)
-    hidden, head = torch.ones(3, 8, device=CUDA), torch.ones(16, 8, device=CUDA)
-    logprobs, _ = score_tokens(hidden, head, None, torch.tensor([1, 2, 3], device=CUDA), 1.0, [0])
+    hidden, head = (torch.ones(rows, 8, device=CUDA, dtype=torch.bfloat16) for rows in (3, 16))
+    logprobs, _ = score_tokens(hidden, head, None, to_device(torch.tensor([1, 2, 3]), CUDA), 1.0, [0])
     assert logprobs.device == CUDA
+    embeds = torch.ones(4, loaded.policy.config.get_text_config().hidden_size, device=CUDA)
+    with loaded.policy.family.insert_features(loaded.policy.model, [ImageFeatures(embeds, (embeds,))]) as inputs:
+        assert inputs["pixel_values"] is embeds
     return loaded
 
 
@@ -87,6 +94,7 @@ def trainer_code() -> None:
     save_random(FOLDER, 0)
     load_random(FOLDER, 0)
     assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert make_optimizer([torch.nn.Parameter(torch.ones(1, device=CUDA))], Optim(), CUDA).defaults["fused"]
     forget_unused()
     assert backend_of(CUDA) == "cpu:gloo,cuda:nccl"
     launched = {

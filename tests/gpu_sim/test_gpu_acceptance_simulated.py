@@ -1,4 +1,4 @@
-"""Checks of `benchmarks/gpu_acceptance.py` on a simulated GPU: they run to their comparisons, and a GPU that computes nothing fails."""
+"""Checks of `benchmarks/gpu_acceptance.py` on a simulated GPU, which computes nothing: they run to their comparisons, and fail."""
 
 from __future__ import annotations
 
