@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 
-.PHONY: install quickstart test test-fast test-sglang lint bench clean
+.PHONY: install quickstart test test-fast test-sglang lint bench gpu-acceptance clean
 
 install: $(STAMP)
 
@@ -57,6 +57,11 @@ bench: $(STAMP)
 	for part in group turns growth table; do $(BIN)/python benchmarks/prefix_sharing.py $$part || exit 1; done
 	$(BIN)/python benchmarks/head_memory.py
 	$(BIN)/python benchmarks/gpu_update.py --tiny
+	$(BIN)/python benchmarks/lora_2b_cpu.py
+
+# What a machine with a GPU can show, in 20 minutes: see docs/gpu.md. For example: make gpu-acceptance ARGS="--only versions,kernels"
+gpu-acceptance: $(STAMP)
+	$(BIN)/python benchmarks/gpu_acceptance.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,7 +1,8 @@
 """One update of a real Qwen3-VL shape on a GPU: tokens per second, utilisation and memory, shared and packed, beside TRL's.
 
-    python benchmarks/gpu_update.py --config Qwen3-VL-2B-Instruct.config.json        # random weights, bfloat16
-    python benchmarks/gpu_update.py --tiny                                           # a smoke test on the CPU
+    python benchmarks/gpu_update.py                         # Qwen3-VL-2B's shape with random weights, bfloat16
+    python benchmarks/gpu_update.py --config config.json    # another model's shape
+    python benchmarks/gpu_update.py --tiny                  # a smoke test on the CPU
 
 All variants get the same samples: groups of 8 replies to a prompt with an image, in micro-batches of 16,384 tokens. ``shared``
 computes each prompt once, ``packed`` concatenates rows, and TRL's GRPOTrainer, if trl is installed, pads them. Utilisation is the
@@ -23,7 +24,15 @@ import numpy as np
 import torch
 import tyro
 from PIL import Image
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor, TrainerCallback
+from shapes import qwen3_vl_2b
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    TrainerCallback,
+)
 
 from vlmrl.config import Algo, Optim
 from vlmrl.model import tiny
@@ -42,7 +51,7 @@ LR = 1e-9
 @dataclass(frozen=True)
 class Settings:
     config: Path | None = None
-    """A model's config.json."""
+    """A model's config.json. Unset: Qwen3-VL-2B's shape."""
     tiny: bool = False
     """A tiny model and few tokens, on the CPU."""
     groups: int = 8
@@ -60,8 +69,8 @@ class Settings:
     """Of both trainers. Unset: on a GPU, as in a run."""
 
     def __post_init__(self) -> None:
-        if self.tiny == (self.config is not None):
-            raise ValueError("give either --config, a model's config.json, or --tiny.")
+        if self.tiny and self.config is not None:
+            raise ValueError("--config must be unset with --tiny, which has a shape of its own.")
 
 
 SMALL = {"groups": 2, "prompt": 60, "side": 128, "reply": 12, "budget": 400, "steps": 1}
@@ -85,7 +94,10 @@ class Shape:
         self.dtype = torch.float32 if settings.tiny else torch.bfloat16
         self.checkpointing = pick_checkpointing(settings.gradient_checkpointing, self.device)
         self.folder = tiny.build(scratch / "tiny", max_pixels=settings.side**2)
-        self.config = AutoConfig.from_pretrained(str(settings.config or self.folder))
+        if settings.tiny or settings.config is not None:
+            self.config = AutoConfig.from_pretrained(str(settings.config or self.folder))
+        else:
+            self.config = qwen3_vl_2b(AutoTokenizer.from_pretrained(self.folder).get_vocab())
         self.samples = samples_of(
             settings, self.config, MediaStore(family_of(self.config), AutoImageProcessor.from_pretrained(self.folder))
         )

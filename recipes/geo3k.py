@@ -5,6 +5,7 @@
     python recipes/geo3k.py                                    # Qwen3-VL-2B-Instruct, one row per episode
     python recipes/geo3k.py --rollout.samples step_wise        # one row per turn
     torchrun --nproc-per-node 4 recipes/geo3k.py               # the trainer on four GPUs
+    python recipes/geo3k.py --engine sglang                    # an SGLang server beside the trainer: docs/sglang.md
 
 Batch, group, optimizer, clip range and token limits are those of slime's run on this task with this model (github.com/THUDM/slime,
 examples/geo3k_vlm_multi_turn/run_geo3k_vlm_multi_turn.py): 64 problems x 8 episodes, one step a batch, Adam (0.9, 0.98) at 1e-6
