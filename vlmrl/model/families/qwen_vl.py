@@ -95,7 +95,7 @@ class QwenVL(Family):
             levels = [torch.cat(level) for level in levels]
         output = _FeatureOutput(tuple(image.embeds for image in images), levels)
         replaced = [(model.model, "get_image_features", lambda *args, **kwargs: output)]
-        if images[0].embeds.device.type != "cpu":
+        if waits_to_be_read(images[0].embeds.device):
             replaced.append((model.model, "get_placeholder_mask", self._placeholders))
             if levels:
                 replaced.append((model.model.language_model, "_deepstack_process", add_features))
@@ -157,6 +157,11 @@ class QwenVL(Family):
             video_processor=class_of(cls.tiny_video_processor_class)(**sizes),
             chat_template=tokenizer.chat_template,
         )
+
+
+def waits_to_be_read(device: torch.device) -> bool:
+    """Whether reading a number back from ``device`` waits until everything before it is computed."""
+    return device.type != "cpu"
 
 
 def add_features(hidden: torch.Tensor, places: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
