@@ -94,7 +94,7 @@ class QwenVL(Family):
         if self._joined_deepstack:
             levels = [torch.cat(level) for level in levels]
         output = _FeatureOutput(tuple(image.embeds for image in images), levels)
-        replaced = [(model.model, "get_image_features", lambda *args, **kwargs: output)]
+        replaced: list[tuple[Any, str, Any]] = [(model.model, "get_image_features", lambda *args, **kwargs: output)]
         if waits_to_be_read(images[0].embeds.device):
             replaced.append((model.model, "get_placeholder_mask", self._placeholders))
             if levels:
