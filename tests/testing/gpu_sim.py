@@ -23,6 +23,8 @@ H100 = 85_028_372_480  # bytes, as CUDA reports them
 COUNTS = ("contexts", "allocated", "peak", "mallocs", "launches", "syncs", "uploads", "downloads")
 # Libraries whose other functions do nothing and succeed, and the runtime, whose other functions raise a clear error.
 DO_NOTHING = ("cu*/lib/libcublas.so.*", "cu*/lib/libcublasLt.so.*", "nccl/lib/libnccl.so.*")
+# After a backward pass, autograd's GPU thread may ask for the interpreter's lock while the interpreter exits, which aborts.
+EXIT = "import os, sys; sys.stdout.flush(); sys.stderr.flush(); os._exit(0)"
 RUNTIME = "cu*/lib/libcudart.so.*"
 
 
@@ -87,7 +89,12 @@ class SimulatedGpu:
 
         With ``check``, a script that fails raises AssertionError with its output.
         """
-        command = [str(script)] if isinstance(script, Path) else ["-c", script]
+        source = (
+            f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
+            if isinstance(script, Path)
+            else script
+        )
+        command = ["-c", f"{source}\n{EXIT}"]
         settings = self.environment(
             devices=devices, memory=memory, contents=contents, nccl_hangs=nccl_hangs, forbidden=forbidden
         )

@@ -46,7 +46,7 @@ def test_trees_in_bfloat16_score_and_train_as_single_rows_do(family, tmp_path):
         assert torch.cosine_similarity(other, gradient, 0) > 0.999
 
 
-TASKS = '''
+TASKS = """
 import random
 
 from PIL import Image
@@ -63,7 +63,7 @@ def make(index, seed):
 
 def digits(text, task):
     return min(1.0, sum(letter.isdigit() for letter in text) / 8)
-'''
+"""
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def test_the_calls_on_a_batch_send_its_rows_and_images_once(monkeypatch):
         row.advantage = float(number)
     trainer.call_on("step", batch)
     trainer.call_on("step", batch)
-    start, *sizes = [len(command) for command in ranks.commands]
+    _, *sizes = [len(command) for command in ranks.commands]
     assert sizes[0] > 2 * 64 * 96 * 4  # both images
     assert max(sizes[1:3]) < sizes[0] / 20
     assert sizes[3] > 0.9 * sizes[0]  # the batch was trained on before: nothing of it is kept

@@ -21,8 +21,8 @@ from transformers import (
     GenerationConfig,
 )
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
-from transformers.utils.hub import get_checkpoint_shard_files
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from vlmrl.config import Lora, Model
 from vlmrl.config.code import resolve_path
@@ -123,7 +123,9 @@ def draw_adapters(config: Model, cache_dir: Path, seed: int) -> dict[str, torch.
     """The initial adapters of ``config`` by name, on the CPU in float32: the numbers that a model with weights would get."""
     model = shapes_of(replace(config, lora=Lora()), cache_dir)
     for layer in model.modules():
-        if isinstance(layer, nn.Linear):  # an adapter takes its layer's device and dtype: one number stands for all of its weight
+        if isinstance(
+            layer, nn.Linear
+        ):  # an adapter takes its layer's device and dtype: one number stands for all of its weight
             stand_in = torch.zeros(()).expand(layer.weight.shape)
             layer.weight = nn.Parameter(stand_in, requires_grad=layer.weight.requires_grad)
     _adapt(model, config.lora, seed)
@@ -159,7 +161,7 @@ def _random(auto: Any, hf_config: Any, dtype: torch.dtype) -> Any:
 
 
 def _adapt(model: Any, lora: Lora, seed: int) -> None:
-    with torch.random.fork_rng(devices=[]):  # peft draws on the CPU; by default every GPU would get a context
+    with torch.random.fork_rng(devices=[]):  # peft draws on the CPU; with several GPUs torch warns otherwise
         torch.manual_seed(seed)  # all ranks must draw the same weights
         add_lora(model, lora)
 

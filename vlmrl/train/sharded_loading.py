@@ -35,9 +35,7 @@ def load_sharded(config: Model, cache_dir: Path, seed: int, checkpointing: bool 
 def sharded_copy(policy: Policy, config: Model, cache_dir: Path) -> Policy:
     """A frozen copy of this rank's shards of ``policy``, which was loaded with ``config``. Nothing is read or sent."""
     copied = _empty(config, cache_dir, checkpointing=False)
-    pairs = zip(
-        chain(copied.parameters(), copied.buffers()), chain(policy.parameters(), policy.buffers()), strict=True
-    )
+    pairs = zip(chain(copied.parameters(), copied.buffers()), chain(policy.parameters(), policy.buffers()), strict=True)
     for mine, current in pairs:
         mine.copy_(current)
     return copied.requires_grad_(False)

@@ -89,7 +89,10 @@ class QwenVL(Family):
 
     @contextmanager
     def insert_features(self, model: Any, images: Sequence[ImageFeatures]) -> Iterator[dict[str, Any]]:
-        """The model's own forward inserts the features, deepstack included; only its call of the vision tower is replaced."""
+        """The model's own forward inserts the features, deepstack included; its call of the vision tower is replaced.
+
+        On a GPU, so are the two steps that would count the placeholders there.
+        """
         levels: list[Any] = list(zip(*(image.deepstack for image in images), strict=True))
         if self._joined_deepstack:
             levels = [torch.cat(level) for level in levels]
