@@ -23,28 +23,33 @@ FAMILIES = {  # the text and the vision config
 }
 
 
-def waits(gpu, family, *, vision_depth=4, micro_batches=2, corrections=False) -> int:
-    """How often the host waits for the GPU in a second step."""
+def tiny_config(family: str) -> dict:
     text, vision = FAMILIES[family]
-    config = {"model_type": family, **IDS, "text_config": text, "vision_config": vision}
-    settings = {
-        "config": config,
-        "vision_depth": vision_depth,
-        "micro_batches": micro_batches,
-        "corrections": corrections,
-    }
-    done = gpu.run(SCRIPT, json.dumps(settings))
+    return {"model_type": family, **IDS, "text_config": text, "vision_config": vision}
+
+
+def waits(gpu, config: dict, *, vision_depth=4, micro_batches=2, corrections=False) -> int:
+    """How often the host waits for the GPU in a second step."""
+    counts = {"vision_depth": vision_depth, "micro_batches": micro_batches, "corrections": corrections}
+    done = gpu.run(SCRIPT, json.dumps({"config": config, **counts}))
     _, second = json.loads(done.stdout.splitlines()[-1])
     return second["waits"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_host_waits_as_often_with_more_vision_blocks(triton_gpu, family):
-    assert waits(triton_gpu, family, vision_depth=12) == waits(triton_gpu, family, vision_depth=4)
+    config = tiny_config(family)
+    assert waits(triton_gpu, config, vision_depth=12) == waits(triton_gpu, config, vision_depth=4)
 
 
 def test_the_host_waits_twice_for_a_micro_batch_and_once_for_all_metrics(triton_gpu):
-    few = waits(triton_gpu, "qwen3_vl")
-    assert waits(triton_gpu, "qwen3_vl", micro_batches=4) == few + 2 * 2  # finite logprobs; the gradient of embeddings
+    config = tiny_config("qwen3_vl")
+    few = waits(triton_gpu, config)
+    assert waits(triton_gpu, config, micro_batches=4) == few + 2 * 2  # finite logprobs; the gradient of embeddings
     # two corrections and their mismatch, each with one look for infinite logprobs, and 8 more metrics
-    assert waits(triton_gpu, "qwen3_vl", corrections=True) == few + 2 * 3
+    assert waits(triton_gpu, config, corrections=True) == few + 2 * 3
+
+
+def test_a_step_of_the_2b_waits_eight_times(triton_gpu, shared):
+    path = shared / "data/qwen/configs/Qwen3-VL-2B-Instruct.config.json"
+    assert waits(triton_gpu, json.loads(path.read_text()), vision_depth=24) == 8
