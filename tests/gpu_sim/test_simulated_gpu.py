@@ -75,6 +75,20 @@ if __name__ == "__main__":
     )
 
 
+def test_a_collective_that_hangs_ends_when_its_group_is_aborted(simulated_gpu):
+    simulated_gpu.run(
+        """
+import torch, torch.distributed as dist
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+work = dist.broadcast(torch.zeros(5, device="cuda"), src=0, async_op=True)
+assert not work.is_completed()
+dist.distributed_c10d._abort_process_group()
+assert work.is_completed()
+""",
+        nccl_hangs=True,
+    )
+
+
 def test_a_call_that_is_not_simulated_is_named(simulated_gpu):
     done = simulated_gpu.run("import ctypes; assert ctypes.CDLL(None).cudaGraphLaunch(None, None) == 801")
     assert "simulated CUDA: cudaGraphLaunch is called, but tests/gpu_sim does not simulate it" in done.stderr
