@@ -25,8 +25,9 @@ def sample(name, media, advantage=None):
 
 
 def sent(cache, samples):
-    """A message as the other ranks get it."""
-    return pickle.loads(pickle.dumps(cache.pack(samples)))
+    """What rank 1 of two gets, which computes all samples."""
+    message, images = cache.pack(samples, [set(), set(range(len(samples)))])
+    return pickle.loads(pickle.dumps((message, images[1])))
 
 
 def same(mine, theirs):
@@ -38,84 +39,101 @@ def same(mine, theirs):
         assert all(torch.equal(value, other.mm_inputs[key]) for key, value in one.mm_inputs.items())
 
 
-class Ranks:
-    """Two processes in one: what rank 0 broadcasts is what :func:`run_commands` gets after it."""
+class TwoRanks:
+    """Two processes in one: what rank 0 sends is what :func:`run_commands` gets after it, as rank 1."""
 
     def __init__(self, monkeypatch):
-        self.commands = []
+        self.commands, self.images = [], []
         monkeypatch.setattr(controller, "_broadcast", lambda *command: self.commands.append(pickle.dumps(command)))
         monkeypatch.setattr(controller, "_next_command", self._next)
+        monkeypatch.setattr(controller, "_scatter", self._scatter)
 
     def _next(self):
         method, *arguments = pickle.loads(self.commands.pop(0))
         return method, tuple(arguments)
 
+    def _scatter(self, parts):
+        if parts is None:
+            return pickle.loads(self.images.pop(0))
+        self.images.append(pickle.dumps(parts[1]))
+        return parts[0]
+
 
 class RecordingTrainer:
+    """Rank 1 computes the second half of all samples, and in steps also the one before it."""
+
     def __init__(self):
         self.calls = []
+
+    def rows_by_rank(self, samples, in_steps):
+        half = len(samples) // 2
+        return [set(range(half)), set(range(half - in_steps, len(samples)))]
 
     def __getattr__(self, method):
         return lambda samples: self.calls.append((method, samples))
 
 
-def test_the_calls_on_a_batch_send_its_rows_and_images_once(monkeypatch):
-    ranks, trainers = Ranks(monkeypatch), []
+def test_the_calls_on_a_batch_send_its_rows_and_images_once_and_images_only_where_they_are_needed(monkeypatch):
+    ranks, trainers = TwoRanks(monkeypatch), []
 
     def make(spec):
         trainers.append(RecordingTrainer())
         return trainers[-1]
 
     trainer = RankZeroTrainer(make, None)
-    shown = [image("a"), image("b", 2.0)]
-    batch = [sample(f"t{number}", [shown[number % 2]]) for number in range(8)]
+    batch = [sample(f"t{number}", [image(f"{number}", number)]) for number in range(8)]
     trainer.call_on("token_kl", batch)
     trainer.call_on("score", batch)
     for number, row in enumerate(batch):
         row.advantage = float(number)
     trainer.call_on("step", batch)
     trainer.call_on("step", batch)
+    names = [sorted(pickle.loads(images)) for images in ranks.images]
+    assert names == [["4", "5", "6", "7"], [], ["3"], ["3", "4", "5", "6", "7"]]  # the last batch is a new one
     _, *sizes = [len(command) for command in ranks.commands]
-    assert sizes[0] > 2 * 64 * 96 * 4  # both images
-    assert max(sizes[1:3]) < sizes[0] / 20
-    assert sizes[3] > 0.9 * sizes[0]  # the batch was trained on before: nothing of it is kept
+    assert max(sizes) < 64 * 96 * 4  # not even one image's tensors
+    assert max(sizes[1:3]) < sizes[0] / 4  # rows by their hashes
     controller.stop_commands()
     run_commands(make)
     here, there = (each.calls for each in trainers)
     assert [method for method, _ in there] == ["token_kl", "score", "step", "step"]
     for (_, mine), (_, theirs) in zip(here[2:], there[2:], strict=True):
-        for one, other in zip(mine, theirs, strict=True):
-            same(one, other)
+        for number, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+            if number < 3:
+                assert [item.mm_inputs for item in other.media] == [{}]
+                assert (other.advantage, other.image_ids) == (number, [f"{number}"])
+            else:
+                same(one, other)
     assert there[0][1][0].advantage is None
 
 
 def test_a_row_that_was_changed_is_sent_again():
     rank_0, other = SampleCache(), SampleCache()
     row = sample("t", [image("a")])
-    other.unpack(sent(rank_0, [row]))
+    other.unpack(*sent(rank_0, [row]))
     row.loss_mask = [0, 1, 0]
     row.rollout_logprobs[1] = -3.0
-    same(other.unpack(sent(rank_0, [row]))[0], row)
+    same(other.unpack(*sent(rank_0, [row]))[0], row)
 
 
 def test_another_image_under_the_same_id_is_sent_again():
     """As a store of blank images makes it."""
     rank_0, other = SampleCache(), SampleCache()
-    other.unpack(sent(rank_0, [sample("t", [image("a")])]))
+    other.unpack(*sent(rank_0, [sample("t", [image("a")])]))
     blanked = sample("t", [image("a", 0.0)])
-    same(other.unpack(sent(rank_0, [blanked]))[0], blanked)
+    same(other.unpack(*sent(rank_0, [blanked]))[0], blanked)
 
 
 @pytest.mark.parametrize("between", range(CALLS_KEPT + 1))
 def test_calls_on_other_samples_drop_old_ones_on_all_ranks(between):
     rank_0, other = SampleCache(), SampleCache()
     row = sample("t", [image("a")])
-    other.unpack(sent(rank_0, [row]))
+    other.unpack(*sent(rank_0, [row]))
     for number in range(between):
-        other.unpack(sent(rank_0, [sample(f"u{number}", [])]))
-    message = sent(rank_0, [row])
-    assert bool(message.new_images) == bool(message.new_rows) == (between >= CALLS_KEPT)
-    same(other.unpack(message)[0], row)
+        other.unpack(*sent(rank_0, [sample(f"u{number}", [])]))
+    message, images = sent(rank_0, [row])
+    assert bool(message.new_images) == bool(images) == bool(message.new_rows) == (between >= CALLS_KEPT)
+    same(other.unpack(message, images)[0], row)
     assert rank_0._rows.keys() == other._rows.keys() and rank_0._images.keys() == other._images.keys()
 
 
@@ -123,4 +141,4 @@ def test_two_rows_that_are_equal_stay_two():
     rank_0, other = SampleCache(), SampleCache()
     row = sample("t", [image("a")], 1.0)
     twin = replace(row, advantage=-1.0)
-    assert [each.advantage for each in other.unpack(sent(rank_0, [row, twin]))] == [1.0, -1.0]
+    assert [each.advantage for each in other.unpack(*sent(rank_0, [row, twin]))] == [1.0, -1.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from vlmrl.config import Algo, Model, Optim
 from vlmrl.model import tiny
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.train import trainer as trainer_module
+from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import Trainer, TrainerSpec
 from vlmrl.types import Sample
 
@@ -150,6 +152,40 @@ def test_a_step_trains_in_training_mode_and_leaves_the_policy_in_evaluation_mode
     trainer.step(two_rows())
     assert runs == [True, True]
     assert not model.policy.training
+
+
+class Alone(Ranks):
+    """One rank of several whose others are not there."""
+
+    def sum(self, tensor):
+        return tensor
+
+    def max(self, tensor):
+        return tensor
+
+
+@pytest.mark.parametrize(("method", "in_steps"), [("score", False), ("step", True)])
+def test_each_rank_computes_the_rows_that_rank_0_sends_images_for(model, method, in_steps, monkeypatch):
+    rows = [
+        replace(each, group_id=f"g{number}", trajectory_id=f"{number}{each.trajectory_id}")
+        for number in range(3)
+        for each in two_rows()
+    ]
+    spec = replace(spec_of(), groups_per_step=1, tokens_per_micro_batch=1)
+    computed = []
+    for rank in range(3):
+        trainer, seen = Watched(model.policy, spec, ranks=Alone(rank, 3)), set()
+        score = trainer._score
+
+        def noted(policy, samples, plan, score=score, seen=seen):
+            seen.update(rows.index(samples[row]) for row in plan.rows)
+            return score(policy, samples, plan)
+
+        monkeypatch.setattr(trainer, "_score", noted)
+        getattr(trainer, method)(rows)
+        computed.append(seen)
+    assert trainer.rows_by_rank(rows, in_steps) == computed
+    assert computed[0] != computed[1] and set().union(*computed) == set(range(6))
 
 
 def test_logprobs_are_at_the_temperature_of_the_rollouts(model):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from vlmrl.train.fsdp import COLLECTIVE
 from vlmrl.train.ranks import Ranks
-from vlmrl.train.sample_messages import SampleCache, SampleMessage
+from vlmrl.train.sample_messages import Images, SampleCache, SampleMessage
 from vlmrl.train.trainer import StepOutput, Trainer, TrainerSpec
 from vlmrl.types import Sample
 from vlmrl.weight_sync.base import TransferResult, WeightSender
@@ -113,7 +113,10 @@ class RankZeroTrainer(RunTrainer):
         return getattr(self._trainer, method)(*arguments)
 
     def call_on(self, method: str, samples: Sequence[Sample]) -> Any:
-        _broadcast(method, self._sent.pack(samples))
+        rows = self._trainer.rows_by_rank(samples, in_steps=method == LAST_CALL)
+        message, images = self._sent.pack(samples, rows)
+        _broadcast(method, message)
+        _scatter(images)
         if method == LAST_CALL:
             self._sent.forget()
         return getattr(self._trainer, method)(samples)
@@ -130,7 +133,8 @@ def run_commands(make: MakeTrainer) -> None:
         if method == "start":
             trainer, received = make(*arguments), SampleCache()
             continue
-        arguments = tuple(received.unpack(each) if isinstance(each, SampleMessage) else each for each in arguments)
+        if arguments and isinstance(arguments[0], SampleMessage):
+            arguments = (received.unpack(arguments[0], _scatter(None)),)
         if method == LAST_CALL:
             received.forget()
         result = getattr(trainer, method)(*arguments)
@@ -183,4 +187,11 @@ def _broadcast(method: str, *arguments: Any) -> None:
 def _next_command() -> tuple[str, tuple[Any, ...]]:
     received: list[Any] = [None]
     dist.broadcast_object_list(received, src=0, group=_command_group())
+    return received[0]
+
+
+def _scatter(parts: Sequence[Images] | None) -> Images:
+    """Send each rank its part from rank 0, where ``parts`` are given. Returns this rank's."""
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, None if parts is None else list(parts), src=0, group=_command_group())
     return received[0]

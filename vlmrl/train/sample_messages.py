@@ -1,11 +1,17 @@
-"""Samples on their way from rank 0 to the other ranks, which get each row and each image once for all calls on a batch."""
+"""Samples on their way from rank 0 to the other ranks.
+
+Each row is sent once for all calls on a batch. Every rank needs all rows, since micro-batches are dealt out by the rows' lengths and
+images, but an image's tensors are sent, once, only to the ranks that compute it.
+"""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+
+from PIL import Image
 
 from vlmrl.types import MediaItem, Sample
 
@@ -13,6 +19,7 @@ CALLS_KEPT = 3  # a row or an image that so many calls did not use is dropped
 
 Row = tuple[Sample, list[str]]
 """A sample without images and advantage, and the ids of its images."""
+Images = dict[str, MediaItem]
 
 
 @dataclass(frozen=True)
@@ -22,7 +29,8 @@ class SampleMessage:
     rows: list[tuple[str, float | list[float] | None]]
     new_rows: dict[str, bytes]
     """Pickled :data:`Row` objects by their hash."""
-    new_images: dict[str, MediaItem]
+    new_images: Images
+    """Without pixels and tensors."""
 
 
 class SampleCache:
@@ -30,13 +38,18 @@ class SampleCache:
 
     def __init__(self) -> None:
         self._rows: dict[str, Row] = {}
-        self._images: dict[str, MediaItem] = {}
+        self._images: Images = {}
         self._last_use: dict[str, int] = {}
+        self._ranks_with: dict[str, set[int]] = {}  # on rank 0: the ranks that have an image's tensors
         self._calls = 0
 
-    def pack(self, samples: Sequence[Sample]) -> SampleMessage:
-        """The message for the other ranks. Called on rank 0."""
+    def pack(self, samples: Sequence[Sample], rows_by_rank: Sequence[Set[int]]) -> tuple[SampleMessage, list[Images]]:
+        """The message for all other ranks, and the whole images for each rank. Called on rank 0.
+
+        ``rows_by_rank``: the indices of the samples that each rank computes.
+        """
         message, rows = SampleMessage([], {}, {}), {}
+        items: Images = {}
         for sample in samples:
             row = (replace(sample, media=[], advantage=None), sample.image_ids)  # an advantage is set between two calls
             data = pickle.dumps(row)
@@ -44,30 +57,46 @@ class SampleCache:
             message.rows.append((key, sample.advantage))
             if key not in self._rows:
                 message.new_rows[key], rows[key] = data, row
-            message.new_images.update({item.id: item for item in sample.media if self._images.get(item.id) is not item})
-        self._keep(message, rows)
-        return message
+            items |= {item.id: item for item in sample.media if self._images.get(item.id) is not item}
+        message.new_images.update({name: _without_tensors(item) for name, item in items.items()})
+        self._ranks_with |= {name: {0} for name in items}
+        self._keep(message, rows, items)
+        return message, [self._missing(samples, rank, needed) for rank, needed in enumerate(rows_by_rank)]
 
-    def unpack(self, message: SampleMessage) -> list[Sample]:
-        """The samples of a message. Called on the other ranks."""
-        self._keep(message, {key: pickle.loads(data) for key, data in message.new_rows.items()})
+    def unpack(self, message: SampleMessage, images: Images) -> list[Sample]:
+        """The samples of a message, with the whole images that came for this rank. Called on the other ranks."""
+        rows = {key: pickle.loads(data) for key, data in message.new_rows.items()}
+        self._keep(message, rows, message.new_images | images)
         samples = []
         for key, advantage in message.rows:
-            row, images = self._rows[key]
-            samples.append(replace(row, media=[self._images[each] for each in images], advantage=advantage))
+            row, names = self._rows[key]
+            samples.append(replace(row, media=[self._images[name] for name in names], advantage=advantage))
         return samples
 
     def forget(self) -> None:
         """Drop everything: the batch has been trained on."""
-        self._rows, self._images, self._last_use = {}, {}, {}
+        self._rows, self._images, self._last_use, self._ranks_with = {}, {}, {}, {}
 
-    def _keep(self, message: SampleMessage, new_rows: dict[str, Row]) -> None:
+    def _missing(self, samples: Sequence[Sample], rank: int, needed: Set[int]) -> Images:
+        """The images of a rank's rows whose tensors it does not have. From now on it has them."""
+        shown = {item.id: item for row in needed for item in samples[row].media}
+        missing = {name: item for name, item in shown.items() if rank not in self._ranks_with[name]}
+        for name in missing:
+            self._ranks_with[name].add(rank)
+        return missing
+
+    def _keep(self, message: SampleMessage, rows: dict[str, Row], images: Images) -> None:
         self._calls += 1
-        self._rows |= new_rows
-        self._images |= message.new_images
+        self._rows |= rows
+        self._images |= images
         for key, _ in message.rows:
             self._last_use |= dict.fromkeys([key, *self._rows[key][1]], self._calls)
         for key in [key for key, call in self._last_use.items() if self._calls - call >= CALLS_KEPT]:
             del self._last_use[key]
-            for kept in (self._rows, self._images):
-                kept.pop(key, None)
+            self._rows.pop(key, None)
+            self._images.pop(key, None)
+            self._ranks_with.pop(key, None)
+
+
+def _without_tensors(item: MediaItem) -> MediaItem:
+    return replace(item, image=Image.new("RGB", (1, 1)), mm_inputs={})

@@ -219,6 +219,16 @@ class Trainer:
             per_token_loss = per_token_loss - algo.entropy_coef * scores.entropy
         return per_token_loss, metrics
 
+    def rows_by_rank(self, samples: Sequence[Sample], in_steps: bool) -> list[set[int]]:
+        """For each rank the indices of the samples that it computes: in the optimizer steps of :meth:`step`, or in :meth:`score`."""
+        rows: list[set[int]] = [set() for _ in range(self._ranks.size)]
+        for indices in self._mini_batches(samples) if in_steps else [list(range(len(samples)))]:
+            plans = self._split([samples[index] for index in indices])
+            for rank, own in enumerate(rows):
+                shard = Ranks(rank, self._ranks.size).shard(plans)
+                own |= {indices[row] for plan, _ in shard for row in plan.rows}
+        return rows
+
     @on_policy_gpu
     def score(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """The logprobs ``[response]``, in nats, of each sample's response tokens under the current weights."""
