@@ -91,14 +91,21 @@ def test_a_server_that_reports_nonsense_about_itself_is_an_engine_error(fake, en
         asyncio.run(engine.start())
 
 
-def test_servers_do_not_serve_where_the_trainer_cannot_be_offloaded(fake):
-    pool = ServerPool(SGLangBackend(SGLang(urls=(fake.url,))), [Server(fake.url)], colocated=True)
-    engine = ServerEngine(pool, object(), [], offload_trainer=lambda: False)
+@pytest.mark.parametrize("fails_at", ["start", "serve"])
+def test_servers_do_not_serve_where_the_trainer_cannot_be_offloaded(fake, fails_at):
+    """Before they start: a server sizes its KV cache by what is free then."""
+    pool, well = ServerPool(SGLangBackend(SGLang(urls=(fake.url,))), [Server(fake.url)], colocated=True), [True]
+    engine = ServerEngine(pool, object(), [], offload_trainer=lambda: well[0])
 
     async def start():
-        await engine.start()
-        with pytest.raises(EngineError, match="cannot serve: the trainer has failed"):
-            await engine.serve()
+        for step in ("start", "serve"):
+            well[0] = step != fails_at
+            if well[0]:
+                await getattr(engine, step)()
+                continue
+            with pytest.raises(EngineError, match="cannot serve: the trainer has failed"):
+                await getattr(engine, step)()
+            return
 
     try:
         asyncio.run(start())

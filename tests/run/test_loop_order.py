@@ -36,6 +36,7 @@ class Parts:
         self.steps_done = 0
         self.log = SimpleNamespace(sizes=lambda: {"metrics.jsonl": 7})
         self.run = SimpleNamespace(
+            colocated=False,
             config=self.config,
             engine=self,
             folder=folder,
