@@ -4,8 +4,9 @@
  * device is full, so torch's own allocator reports true sizes. Reading from a device gives zeros; with SIMULATED_CUDA_CONTENTS=1
  * copies move bytes, and what was copied to a device can be read back.
  *
- * Environment: SIMULATED_CUDA_DEVICES (1), SIMULATED_CUDA_MEMORY (bytes of each device), SIMULATED_CUDA_CONTENTS, and
- * SIMULATED_CUDA_LOG=1, which writes each call that changes a device to stderr.
+ * Environment: SIMULATED_CUDA_DEVICES (1), SIMULATED_CUDA_MEMORY (bytes of each device), SIMULATED_CUDA_CONTENTS,
+ * SIMULATED_CUDA_FORBIDDEN (a device on which the creation of a context aborts the process), and SIMULATED_CUDA_LOG=1, which
+ * writes each call that changes a device's memory to stderr.
  */
 #define _GNU_SOURCE
 #include "simulated.h"
@@ -49,6 +50,7 @@ int simulated_current(void) { return current; }
 struct device *simulated_use(int number) {
     struct device *device = &simulated_devices[number];
     if (!device->contexts) {
+        if (number == number_from("SIMULATED_CUDA_FORBIDDEN", -1)) abort(); /* Python's fault handler shows where */
         device->contexts = 1;
         log_line("context", number, CONTEXT_BYTES);
     }

@@ -55,7 +55,7 @@ def test_gradients_are_those_of_the_convolution(bias):
     torch.manual_seed(0)
     conv = nn.Conv3d(3, 8, kernel_size=(2, 4, 4), stride=(2, 4, 4), bias=bias)
     model = nn.Sequential(copy.deepcopy(conv))
-    patch_embedding.install(model)
+    patch_embedding.use_linear_patches(model)
     patches = torch.randn(5, 3, 2, 4, 4)
     factors = torch.randn(5, 8, 1, 1, 1)
     for module in (conv, model):
@@ -69,6 +69,6 @@ def test_other_convolutions_stay_and_larger_inputs_are_convolved():
     overlapping, patches = nn.Conv3d(3, 8, 2, stride=1), nn.Conv3d(3, 8, 2, stride=2)
     model = nn.ModuleList([overlapping, patches])
     before = patches(torch.ones(1, 3, 4, 4, 4))
-    patch_embedding.install(model)
+    patch_embedding.use_linear_patches(model)
     assert type(overlapping) is nn.Conv3d and type(patches) is PatchProjection
     assert torch.equal(patches(torch.ones(1, 3, 4, 4, 4)), before)

@@ -7,9 +7,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from vlmrl.model import tree_attention
 from vlmrl.model.tree_attention import BLOCK, Span, attend, block_mask, plan, spans
 
 
@@ -86,3 +87,17 @@ def test_blocks_are_those_of_the_dense_mask(tokens, branching):
     partly = blocks(ours.kv_num_blocks, ours.kv_indices)
     assert partly == blocks(theirs.kv_num_blocks, theirs.kv_indices)
     assert len(partly) + len(whole) < (tokens / BLOCK + 1) ** 2 / 1.5  # or every block would be computed
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (6, 2)])
+@pytest.mark.parametrize("tokens", [100, 300])
+def test_flex_attention_gives_what_a_dense_mask_gives(heads, tokens, monkeypatch):
+    """Uncompiled, and without its gradient, which flex attention has on a GPU only; `tests/gpu_sim/test_flex.py` compiles it."""
+    monkeypatch.setattr(tree_attention, "_compiled_flex", lambda: flex_attention)
+    torch.manual_seed(0)
+    ends = random_ends(2, tokens, 0.02)
+    operands = [torch.randn(1, count, tokens, 32) for count in (heads[0], heads[1], heads[1])]
+    with torch.no_grad():
+        got, _ = attend(torch.nn.Module(), *operands, None, scaling=0.3, tree=block_mask(ends))
+    wanted = scaled_dot_product_attention(*operands, attn_mask=seen(ends), scale=0.3, enable_gqa=True)
+    assert torch.allclose(got, wanted.transpose(1, 2), atol=5e-6)

@@ -23,6 +23,8 @@ H100 = 85_028_372_480  # bytes, as CUDA reports them
 COUNTS = ("contexts", "allocated", "peak", "mallocs", "launches", "syncs", "uploads", "downloads")
 # Libraries whose other functions do nothing and succeed, and the runtime, whose other functions raise a clear error.
 DO_NOTHING = ("cu*/lib/libcublas.so.*", "cu*/lib/libcublasLt.so.*", "nccl/lib/libnccl.so.*")
+# After a backward pass, autograd's GPU thread may ask for the interpreter's lock while the interpreter exits, which aborts.
+EXIT = "import os, sys; sys.stdout.flush(); sys.stderr.flush(); os._exit(0)"
 RUNTIME = "cu*/lib/libcudart.so.*"
 
 
@@ -38,12 +40,18 @@ class SimulatedGpu:
     folder: Path
 
     def environment(
-        self, *, devices: int = 1, memory: int = H100, contents: bool = False, nccl_hangs: bool = False
+        self,
+        *,
+        devices: int = 1,
+        memory: int = H100,
+        contents: bool = False,
+        nccl_hangs: bool = False,
+        forbidden: int = -1,
     ) -> dict[str, str]:
         """The environment of a process that sees ``devices`` GPUs of ``memory`` bytes.
 
         ``contents``: copies to and from a GPU move bytes; otherwise everything read from a GPU is zero. ``nccl_hangs``: collectives
-        end only when their group is aborted.
+        end only when their group is aborted. ``forbidden``: a device that the process must not touch; it aborts with a traceback.
         """
         settings = {
             "LD_PRELOAD": str(self.library),
@@ -52,6 +60,8 @@ class SimulatedGpu:
             "SIMULATED_CUDA_MEMORY": str(memory),
             "SIMULATED_CUDA_CONTENTS": str(int(contents)),
             "SIMULATED_NCCL_HANGS": str(int(nccl_hangs)),
+            "SIMULATED_CUDA_FORBIDDEN": str(forbidden),
+            "PYTHONFAULTHANDLER": "1",
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
             "TRITON_CACHE_DIR": str(self.folder / "triton"),
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
@@ -70,6 +80,7 @@ class SimulatedGpu:
         memory: int = H100,
         contents: bool = False,
         nccl_hangs: bool = False,
+        forbidden: int = -1,
         timeout: float = 600,
         env: dict[str, str] | None = None,
         check: bool = True,
@@ -78,8 +89,15 @@ class SimulatedGpu:
 
         With ``check``, a script that fails raises AssertionError with its output.
         """
-        command = [str(script)] if isinstance(script, Path) else ["-c", script]
-        settings = self.environment(devices=devices, memory=memory, contents=contents, nccl_hangs=nccl_hangs)
+        source = (
+            f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
+            if isinstance(script, Path)
+            else script
+        )
+        command = ["-c", f"{source}\n{EXIT}"]
+        settings = self.environment(
+            devices=devices, memory=memory, contents=contents, nccl_hangs=nccl_hangs, forbidden=forbidden
+        )
         done = subprocess.run(
             [sys.executable, *command, *map(str, args)],
             env=settings | (env or {}),
@@ -160,7 +178,7 @@ def _declared(header: str) -> set[str]:
 
 def _exported(library: Path) -> set[str]:
     listed = subprocess.run(["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True)
-    names = {line.split()[-1].split("@")[0] for line in listed.stdout.splitlines() if " T " in line}
+    names = {line.split()[-1].split("@")[0] for line in listed.stdout.splitlines() if " T " in line or " W " in line}
     return {name for name in names if name.isidentifier() and name.lstrip("_").startswith(("cu", "nccl"))}
 
 

@@ -32,17 +32,18 @@ class LossInputs:
     """The reference model's logprobs; ``None`` without a reference model."""
 
     def __post_init__(self) -> None:
-        for name in ("logprobs", "old_logprobs", "ref_logprobs"):
-            values = getattr(self, name)
-            if values is not None:
-                refuse_infinite(name, values, self.loss_mask)
+        names = ("logprobs", "old_logprobs", "ref_logprobs")
+        known = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        refuse_infinite(self.loss_mask, **known)
 
 
-def refuse_infinite(name: str, values: torch.Tensor, loss_mask: torch.Tensor) -> None:
-    wrong = ~values.isfinite() & (loss_mask > 0)
+def refuse_infinite(loss_mask: torch.Tensor, **named: torch.Tensor) -> None:
+    """Raise ValueError at the first of these logprobs with mask 1 that is not finite. A GPU is waited for once."""
+    wrong = torch.stack([~values.isfinite() & (loss_mask > 0) for values in named.values()])
     if bool(wrong.any()):
-        row, column = wrong.nonzero()[0].tolist()
-        raise ValueError(f"{name}[{row}, {column}] must be finite, but it is {float(values[row, column])}.")
+        index, row, column = wrong.nonzero()[0].tolist()
+        name = list(named)[index]
+        raise ValueError(f"{name}[{row}, {column}] must be finite, but it is {float(named[name][row, column])}.")
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class RankWorker:
                 backend_of(self._device), store=store, rank=rank, world_size=size, timeout=COLLECTIVE
             )
         self._trainers = Trainers.of(self._config, self._ranks)
-        forget_unused()  # the whole model was loaded, of which one shard is left
+        forget_unused()  # rank 0 had each whole weight for a moment
 
     def start(self, spec: TrainerSpec, functions: RegisteredFunctions) -> None:
         """Register ``functions`` and make a new trainer."""

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
+from safetensors import safe_open
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,8 +21,10 @@ from transformers import (
     GenerationConfig,
 )
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from vlmrl.config import Model
+from vlmrl.config import Lora, Model
 from vlmrl.config.code import resolve_path
 from vlmrl.model import tiny
 from vlmrl.model.families import family_of
@@ -104,23 +108,77 @@ def shapes_of(config: Model, cache_dir: Path) -> Any:
     return _build(replace(config, device="meta"), _found(config.path, cache_dir), seed=0)
 
 
+def read_weights(config: Model, cache_dir: Path, seed: int) -> Any:
+    """The Hugging Face model of ``config`` on the CPU, in its checkpoint's dtype, without adapters and with all parts trainable.
+
+    In that dtype weights stay in the checkpoint's mapped files until they are used, unless transformers has to convert their layout.
+    """
+    path = _found(config.path, cache_dir)
+    in_bfloat16 = not config.random_weights and _is_stored_in_bfloat16(path)
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if in_bfloat16 else "float32"
+    return _build(replace(config, device="cpu", dtype=dtype, lora=Lora(), freeze=()), path, seed)
+
+
+def draw_adapters(config: Model, cache_dir: Path, seed: int) -> dict[str, torch.Tensor]:
+    """The initial adapters of ``config`` by name, on the CPU in float32: the numbers that a model with weights would get."""
+    model = shapes_of(replace(config, lora=Lora()), cache_dir)
+    for layer in model.modules():
+        if isinstance(
+            layer, nn.Linear
+        ):  # an adapter takes its layer's device and dtype: one number stands for all of its weight
+            stand_in = torch.zeros(()).expand(layer.weight.shape)
+            layer.weight = nn.Parameter(stand_in, requires_grad=layer.weight.requires_grad)
+    _adapt(model, config.lora, seed)
+    return {name: weight.detach() for name, weight in model.named_parameters() if ".lora_" in name}
+
+
 def _build(config: Model, path: str, seed: int) -> Any:
     hf_config = AutoConfig.from_pretrained(path)
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     auto: Any = AutoModelForImageTextToText if family_of(hf_config).vision else AutoModelForCausalLM
-    if config.random_weights or device.type == "meta":
-        torch.manual_seed(seed)
+    if device.type == "meta":
         with torch.device(device):
             model = auto.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+    elif config.random_weights:
+        torch.manual_seed(seed)
+        model = _random(auto, hf_config, dtype).to(device)
     else:
         model = auto.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").to(device)
     freeze(model, config.freeze)
     if config.lora.rank:
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)  # all ranks must draw the same weights
-            add_lora(model, config.lora)
+        _adapt(model, config.lora, seed)
     return model
+
+
+def _random(auto: Any, hf_config: Any, dtype: torch.dtype) -> Any:
+    """A model with random weights, drawn on the CPU in float32: the same on every device and, rounded, in every dtype."""
+    model = auto.from_config(hf_config, dtype=torch.float32, attn_implementation="sdpa")
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
+    model.config.dtype = dtype
+    return model
+
+
+def _adapt(model: Any, lora: Lora, seed: int) -> None:
+    with torch.random.fork_rng(devices=[]):  # peft draws on the CPU; with several GPUs torch warns otherwise
+        torch.manual_seed(seed)  # all ranks must draw the same weights
+        add_lora(model, lora)
+
+
+def _is_stored_in_bfloat16(path: str) -> bool:
+    """Whether all weights of a checkpoint, in a folder or under a hub name, are bfloat16 in safetensors files."""
+    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+    if index is not None:
+        files, _ = get_checkpoint_shard_files(path, index)
+    else:
+        single = cached_file(path, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
+        files = [] if single is None else [single]
+    dtypes = set()
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            dtypes |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118 - it is no dict
+    return dtypes == {"BF16"}
 
 
 def freeze(model: Any, names: tuple[str, ...]) -> None:

@@ -22,7 +22,7 @@ class PatchProjection(nn.Conv3d):
         return linear(patches.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
 
 
-def install(model: nn.Module) -> None:
+def use_linear_patches(model: nn.Module) -> None:
     """Replace the forward of the model's patch embeddings. Their parameters and names stay."""
     for module in model.modules():
         if type(module) is nn.Conv3d and _covers_patches(module):

@@ -45,7 +45,7 @@ class Policy(nn.Module):
         _check_attention(model.config)
         _check_dropout(model)
         tree_attention.install(model)
-        patch_embedding.install(model)
+        patch_embedding.use_linear_patches(model)
 
     @property
     def device(self) -> torch.device:

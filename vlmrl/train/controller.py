@@ -21,11 +21,14 @@ import torch.distributed as dist
 
 from vlmrl.train.fsdp import COLLECTIVE
 from vlmrl.train.ranks import Ranks
+from vlmrl.train.sample_messages import SampleCache, SampleMessage
 from vlmrl.train.trainer import StepOutput, Trainer, TrainerSpec
 from vlmrl.types import Sample
 from vlmrl.weight_sync.base import TransferResult, WeightSender
 
 BETWEEN_COMMANDS = timedelta(days=7)  # a rank's time limit for the next command: rollouts may take long
+
+LAST_CALL = "step"  # on the samples of a batch: the other ranks keep them until then
 
 MakeTrainer = Callable[[TrainerSpec], Trainer]
 
@@ -103,22 +106,33 @@ class RankZeroTrainer(RunTrainer):
     def __init__(self, make: MakeTrainer, spec: TrainerSpec) -> None:
         _broadcast("start", spec)
         self._trainer = make(spec)
+        self._sent = SampleCache()
 
     def call(self, method: str, *arguments: Any) -> Any:
         _broadcast(method, *arguments)
         return getattr(self._trainer, method)(*arguments)
 
+    def call_on(self, method: str, samples: Sequence[Sample]) -> Any:
+        _broadcast(method, self._sent.pack(samples))
+        if method == LAST_CALL:
+            self._sent.forget()
+        return getattr(self._trainer, method)(samples)
+
 
 def run_commands(make: MakeTrainer) -> None:
     """Run rank 0's commands on this rank, until :func:`stop_commands` is called there."""
     trainer: Any = None
+    received = SampleCache()
     while True:
         method, arguments = _next_command()
         if method == "stop":
             return
         if method == "start":
-            trainer = make(*arguments)
+            trainer, received = make(*arguments), SampleCache()
             continue
+        arguments = tuple(received.unpack(each) if isinstance(each, SampleMessage) else each for each in arguments)
+        if method == LAST_CALL:
+            received.forget()
         result = getattr(trainer, method)(*arguments)
         if isinstance(result, Iterator):  # each weight is gathered from all ranks when it is yielded
             for _ in result:

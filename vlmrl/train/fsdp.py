@@ -27,13 +27,15 @@ def forget_unused() -> None:
         torch.cuda.empty_cache()
 
 
-def shard(policy: Policy, dtype: torch.dtype) -> Policy:
+def shard(policy: Policy, dtype: torch.dtype, device: torch.device) -> Policy:
     """Shard the float32 weights over all ranks, layer by layer. It computes in ``dtype`` and reduces gradients in float32.
+
+    The weights are on ``device``, or on the meta device until ``to_empty(device=device)``.
 
     The policy itself is the FSDP root, so that the weights outside the layers are gathered for its whole forward. Between forward
     passes ``parameters()`` are this rank's shards, also after a pass without gradient.
     """
-    mesh = init_device_mesh(policy.device.type, (dist.get_world_size(),))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     precision = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype,
         reduce_dtype=torch.float32,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from vlmrl.config import Algo, Config, Lora, Model
-from vlmrl.model.loading import LoadedModel, load_model, pick_checkpointing, pick_device, pick_dtype
+from vlmrl.model.loading import LoadedModel, load_model, pick_checkpointing
 from vlmrl.model.policy import Policy, without_adapters
 from vlmrl.train.controller import LocalTrainer, RankZeroTrainer, RunTrainer
-from vlmrl.train.fsdp import shard
 from vlmrl.train.ranks import Ranks
+from vlmrl.train.sharded_loading import load_sharded, sharded_copy
 from vlmrl.train.trainer import Scorer, Trainer, TrainerSpec
 
 
@@ -50,17 +48,15 @@ class Trainers:
             return without_adapters(self.policy)
         if self.ranks.size == 1:
             return self.policy.frozen_copy()
-        copied = _load(self.config, model, self.ranks).requires_grad_(False).eval()
-        with torch.no_grad():
-            for weight, current in zip(copied.parameters(), self.policy.parameters(), strict=True):
-                weight.copy_(current)
-        return copied
+        return sharded_copy(self.policy, model, self.config.models_dir)
 
 
 def _load(config: Config, model: Model, ranks: Ranks) -> Policy:
     """A policy; with several ranks it is sharded, keeps float32 weights and computes in ``model.dtype``."""
-    stored = model if ranks.size == 1 else replace(model, dtype="float32")
-    policy = load_model(stored, config.models_dir, config.seed).policy
-    if pick_checkpointing(config.train.gradient_checkpointing, policy.device):
+    checkpointing = config.train.gradient_checkpointing
+    if ranks.size > 1:
+        return load_sharded(model, config.models_dir, config.seed, checkpointing)
+    policy = load_model(model, config.models_dir, config.seed).policy
+    if pick_checkpointing(checkpointing, policy.device):
         policy.enable_gradient_checkpointing()
-    return policy if ranks.size == 1 else shard(policy, pick_dtype(model.dtype, pick_device(model.device)))
+    return policy

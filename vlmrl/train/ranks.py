@@ -50,9 +50,7 @@ class MetricAccumulator:
     """
 
     def __init__(self) -> None:
-        self._values: dict[str, list[torch.Tensor]] = defaultdict(
-            list
-        )  # scalars; a GPU's are read at the end, all at once
+        self._scalars: dict[str, list[torch.Tensor]] = defaultdict(list)  # a GPU's are read at the end, all at once
 
     def add(self, name: str, value: torch.Tensor, mask: torch.Tensor) -> None:
         """``value`` is per token ``[rows, length]``, or a scalar for the micro-batch; ``mask`` is 1 for trained tokens."""
@@ -62,21 +60,21 @@ class MetricAccumulator:
             number = torch.where(trained, value, -torch.inf).max()
         else:
             number = (value * mask).sum() if value.dim() else value * mask.sum()
-        self._values[name].append(number)
+        self._scalars[name].append(number)
 
     def result(self, tokens: float, ranks: Ranks, device: torch.device) -> dict[str, float]:
         """The metrics over the ``tokens`` trained tokens of all ranks. Every rank must have added the same names."""
-        read = self._read()
+        read, where = self._read(), device if ranks.size > 1 else torch.device("cpu")
         maxima = {name: max(-torch.inf, *values) for name, values in read.items() if name.endswith("max")}
         sums = {name: sum(values) for name, values in read.items() if name not in maxima}
-        summed = ranks.sum(torch.tensor(list(sums.values()), dtype=torch.float64, device=device))
-        largest = ranks.max(torch.tensor(list(maxima.values()), dtype=torch.float64, device=device))
+        summed = ranks.sum(torch.tensor(list(sums.values()), dtype=torch.float64, device=where))
+        largest = ranks.max(torch.tensor(list(maxima.values()), dtype=torch.float64, device=where))
         means = (summed / max(1.0, tokens)).tolist()
         return dict(zip(sums, means, strict=True)) | dict(zip(maxima, largest.tolist(), strict=True))
 
     def _read(self) -> dict[str, list[float]]:
         """The numbers of all micro-batches, by one copy from the device."""
-        if not self._values:
+        if not self._scalars:
             return {}
-        numbers = torch.stack([value.double() for values in self._values.values() for value in values]).tolist()
-        return {name: [numbers.pop(0) for _ in values] for name, values in self._values.items()}
+        numbers = torch.stack([value.double() for values in self._scalars.values() for value in values]).tolist()
+        return {name: [numbers.pop(0) for _ in values] for name, values in self._scalars.items()}

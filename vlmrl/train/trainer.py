@@ -35,6 +35,7 @@ from vlmrl.train.master_weights import MasterWeights, make_optimizer, move_state
 from vlmrl.train.packing import Layout, MicroBatchPlan, count_unrecorded_experts, pack, per_token, split
 from vlmrl.train.ranks import MetricAccumulator, Ranks
 from vlmrl.types import MicroBatch, Sample, to_device
+from vlmrl.utils.current_gpu import on_policy_gpu
 
 Scorer = Callable[[MicroBatch, float], TokenScores]
 
@@ -98,6 +99,7 @@ class Trainer:
         self._weights = MasterWeights(policy)
         self.optimizer = make_optimizer(self._weights.parameters, optim, policy.device)
 
+    @on_policy_gpu
     def step(self, samples: Sequence[Sample]) -> StepOutput:
         """Train once on each sample, with one optimizer step for each ``groups_per_step`` groups.
 
@@ -217,12 +219,14 @@ class Trainer:
             per_token_loss = per_token_loss - algo.entropy_coef * scores.entropy
         return per_token_loss, metrics
 
+    @on_policy_gpu
     def score(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """The logprobs ``[response]``, in nats, of each sample's response tokens under the current weights."""
         rows = list(samples)
         logprobs = self._score_all(rows).cpu().numpy()
         return [_response(sample, row) for sample, row in zip(rows, logprobs, strict=True)]
 
+    @on_policy_gpu
     @torch.no_grad()
     def token_kl(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """The KL to the reference ``[response]``, in nats, of each sample's response tokens; 0 where they are not trained."""
@@ -240,11 +244,13 @@ class Trainer:
         """The adapters' weights. Every rank must iterate over them."""
         return named_adapters(self.policy.model)
 
+    @on_policy_gpu
     def save(self, checkpoint: Path) -> None:
         """Write this rank's part of a checkpoint. Every rank calls it."""
         save_random(checkpoint, self._ranks.rank)
         save_tensors(checkpoint, self._tensors())
 
+    @on_policy_gpu
     def restore(self, checkpoint: Path) -> int:
         """Load a checkpoint, which another number of ranks may have written. Returns the optimizer steps it had taken.
 

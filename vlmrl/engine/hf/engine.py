@@ -23,6 +23,7 @@ from vlmrl.engine.hf.sampling import Draws
 from vlmrl.model.policy import Policy
 from vlmrl.multimodal.renderer import Renderer, expand
 from vlmrl.types import Completion
+from vlmrl.utils.current_gpu import current_gpu
 from vlmrl.utils.threads import busy
 
 LINGER = 0.004  # seconds without a new request after which an idle engine starts its batch
@@ -141,7 +142,7 @@ class HFEngine:
                 return
             began = time.perf_counter()
             try:
-                with busy(), torch.inference_mode():
+                with busy(), current_gpu(self.policy.device), torch.inference_mode():
                     if running.version != self.policy_version:
                         running.recompute()
                     if arrived:

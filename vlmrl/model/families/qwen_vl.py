@@ -89,13 +89,16 @@ class QwenVL(Family):
 
     @contextmanager
     def insert_features(self, model: Any, images: Sequence[ImageFeatures]) -> Iterator[dict[str, Any]]:
-        """The model's own forward inserts the features, deepstack included; only its call of the vision tower is replaced."""
+        """The model's own forward inserts the features, deepstack included; its call of the vision tower is replaced.
+
+        On a GPU, so are the two steps that would count the placeholders there.
+        """
         levels: list[Any] = list(zip(*(image.deepstack for image in images), strict=True))
         if self._joined_deepstack:
             levels = [torch.cat(level) for level in levels]
         output = _FeatureOutput(tuple(image.embeds for image in images), levels)
-        replaced = [(model.model, "get_image_features", lambda *args, **kwargs: output)]
-        if images[0].embeds.device.type != "cpu":
+        replaced: list[tuple[Any, str, Any]] = [(model.model, "get_image_features", lambda *args, **kwargs: output)]
+        if waits_to_be_read(images[0].embeds.device):
             replaced.append((model.model, "get_placeholder_mask", self._placeholders))
             if levels:
                 replaced.append((model.model.language_model, "_deepstack_process", add_features))
@@ -157,6 +160,11 @@ class QwenVL(Family):
             video_processor=class_of(cls.tiny_video_processor_class)(**sizes),
             chat_template=tokenizer.chat_template,
         )
+
+
+def waits_to_be_read(device: torch.device) -> bool:
+    """Whether reading a number back from ``device`` waits until everything before it is computed."""
+    return device.type != "cpu"
 
 
 def add_features(hidden: torch.Tensor, places: torch.Tensor, features: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,93 @@
+"""One training step of a model of a true shape on a simulated H100, by the trainer itself: real tensors, kernels that do nothing.
+
+Argument: a JSON object with ``config`` (a Hugging Face config as a dict), ``vision_depth``, ``micro_batches`` and ``corrections``.
+Prints how often the host waited in each of two steps, where, and the peak memory, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from testing.gpu_sim import device_counts
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from vlmrl.config import Algo, Optim
+from vlmrl.model import tiny
+from vlmrl.model.policy import Policy
+from vlmrl.multimodal.store import MediaStore
+from vlmrl.train.trainer import Trainer, TrainerSpec
+from vlmrl.types import Sample
+
+REPLY = 256
+
+settings = json.loads(sys.argv[1])
+fields = settings["config"]
+config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+config.vision_config.depth = settings["vision_depth"]
+with torch.device("cuda"):
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+policy = Policy(model).eval()
+policy.enable_gradient_checkpointing()
+with tempfile.TemporaryDirectory() as folder:  # a processor of this family, without a download
+    processor = policy.family.load_processor(
+        str(tiny.build(Path(folder) / "tiny", config.model_type, max_pixels=512**2))
+    )
+store = MediaStore(policy.family, processor)
+
+
+def a_group(name: str) -> list[Sample]:
+    """Four rows that share an image and a text."""
+    dice = random.Random(name)
+    pixels = np.random.default_rng(dice.randrange(99)).integers(0, 256, (512, 512, 3), dtype=np.uint8)
+    image = store.load(Image.fromarray(pixels))
+    visual = [config.vision_start_token_id, *[config.image_token_id] * image.num_tokens, config.vision_end_token_id]
+    prompt = [*visual, *(dice.randrange(200) for _ in range(300))]
+    return [
+        Sample(
+            prompt,
+            [dice.randrange(200) for _ in range(REPLY)],
+            [1] * REPLY,
+            [-5.0] * REPLY,
+            [0] * REPLY,
+            name,
+            f"{name}/{member}",
+            is_last_step=True,
+            stop_reason="stop",
+            media=[image],
+            advantage=1.0,
+        )
+        for member in range(4)
+    ]
+
+
+count = settings["micro_batches"]
+samples = [sample for number in range(count) for sample in a_group(f"g{number}")]
+algo = Algo(corrections=("token_truncation", "geometric_mask") if settings["corrections"] else ())
+trainer = Trainer(policy, TrainerSpec(algo, Optim(), total_steps=9, tokens_per_micro_batch=2000))
+steps = []
+for _ in range(2):
+    torch.cuda.reset_peak_memory_stats()
+    before = device_counts()["syncs"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        trainer.step(samples)
+        torch.cuda.set_sync_debug_mode("default")
+    where = Counter(Path(warning.filename).name for warning in caught if "synchronizing" in str(warning.message))
+    steps.append(
+        {
+            "waits": device_counts()["syncs"] - before,
+            "where": dict(where),
+            "peak": torch.cuda.max_memory_allocated(),
+        }
+    )
+print(json.dumps(steps))

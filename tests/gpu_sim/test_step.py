@@ -1,0 +1,58 @@
+"""The trainer's own step on a simulated GPU: what it reads back, and so waits for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).parent / "step_script.py"
+
+TEXT = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT |= {"num_key_value_heads": 2, "vocab_size": 151936}
+TEXT |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [12, 10, 10]}}
+VISION = {"hidden_size": 128, "intermediate_size": 256, "num_heads": 2, "out_hidden_size": 256}
+IDS = {"image_token_id": 300, "video_token_id": 301, "vision_start_token_id": 302, "vision_end_token_id": 303}
+DEEPSTACK = {"deepstack_visual_indexes": [0, 1]}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+FAMILIES = {  # the text and the vision config
+    "qwen3_vl": (TEXT | {"head_dim": 64}, VISION | DEEPSTACK),
+    "qwen3_vl_moe": (TEXT | {"head_dim": 64} | EXPERTS, VISION | DEEPSTACK),
+    "qwen2_5_vl": (TEXT, VISION | {"fullatt_block_indexes": [1]}),
+    "qwen2_vl": (TEXT, {"embed_dim": 128, "num_heads": 2, "mlp_ratio": 2, "hidden_size": 256}),
+}
+
+
+def tiny_config(family: str) -> dict:
+    text, vision = FAMILIES[family]
+    return {"model_type": family, **IDS, "text_config": text, "vision_config": vision}
+
+
+def waits(gpu, config: dict, *, vision_depth=4, micro_batches=2, corrections=False) -> int:
+    """How often the host waits for the GPU in a second step."""
+    counts = {"vision_depth": vision_depth, "micro_batches": micro_batches, "corrections": corrections}
+    done = gpu.run(SCRIPT, json.dumps({"config": config, **counts}))
+    _, second = json.loads(done.stdout.splitlines()[-1])
+    return second["waits"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_host_waits_as_often_with_more_vision_blocks(triton_gpu, family):
+    config = tiny_config(family)
+    assert waits(triton_gpu, config, vision_depth=12) == waits(triton_gpu, config, vision_depth=4)
+
+
+def test_the_host_waits_twice_for_a_micro_batch_and_once_for_all_metrics(triton_gpu):
+    config = tiny_config("qwen3_vl")
+    few = waits(triton_gpu, config)
+    assert waits(triton_gpu, config, micro_batches=4) == few + 2 * 2  # finite logprobs; the gradient of embeddings
+    # two corrections and their mismatch, each with one look for infinite logprobs, and 8 more metrics
+    assert waits(triton_gpu, config, corrections=True) == few + 2 * 3
+
+
+def test_a_step_of_the_2b_waits_eight_times(triton_gpu, shared):
+    path = shared / "data/qwen/configs/Qwen3-VL-2B-Instruct.config.json"
+    assert waits(triton_gpu, json.loads(path.read_text()), vision_depth=24) == 8

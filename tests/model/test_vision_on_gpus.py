@@ -1,0 +1,46 @@
+"""What the vision families do otherwise on a GPU, where reading a number back is slow: the same numbers as Hugging Face's own code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from testing.trees import largest_difference, random_rows, train, worst_gradient
+
+from vlmrl.config import Model
+from vlmrl.model.families import FAMILIES, qwen_vl
+from vlmrl.model.loading import LoadedModel, load_model
+
+VISION = [name for name, family in FAMILIES.items() if family.vision]
+
+
+@pytest.fixture(params=VISION)
+def model(request, tmp_path) -> LoadedModel:
+    return load_model(Model(path=f"tiny:{request.param}", device="cpu", dtype="float32"), tmp_path, seed=0)
+
+
+def test_sizes_computed_beforehand_give_the_same_features(model):
+    policy = model.policy
+    generator = torch.Generator().manual_seed(0)
+    width = policy.family.blank_inputs()["pixel_values"].shape[1]
+    grids = torch.tensor([[1, 4, 6], [1, 2, 2], [1, 12, 18]])
+    inputs = {
+        "pixel_values": torch.randn(int(grids.prod(1).sum()), width, generator=generator),
+        "image_grid_thw": grids,
+    }
+    with torch.no_grad():
+        ours = policy.encode_images(inputs)
+        theirs = policy.model.model.get_image_features(**inputs, return_dict=True)
+    assert [len(image.embeds) for image in ours] == [6, 1, 54]
+    assert all(torch.equal(one.embeds, other) for one, other in zip(ours, theirs.pooler_output, strict=True))
+    for level, features in enumerate(getattr(theirs, "deepstack_features", None) or []):
+        assert all(torch.equal(one.deepstack[level], other) for one, other in zip(ours, features, strict=True))
+
+
+def test_features_are_inserted_as_by_the_model_itself(model, monkeypatch):
+    rows = random_rows(model, 0)
+    assert any(row.media for row in rows)
+    theirs = train(model, rows, 10**6, share=True)
+    monkeypatch.setattr(qwen_vl, "waits_to_be_read", lambda device: True)
+    ours = train(model, rows, 10**6, share=True)
+    assert largest_difference(ours, theirs) == 0
+    assert worst_gradient(ours, theirs) < (1e-6, "")
