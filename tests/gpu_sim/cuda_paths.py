@@ -36,6 +36,7 @@ from vlmrl.train.master_weights import make_optimizer
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import _layout
 from vlmrl.types import to_device
+from vlmrl.utils.current_gpu import current_gpu
 from vlmrl.weight_sync import SENDERS, nccl
 from vlmrl.weight_sync.base import Bucket, WeightUpdate
 
@@ -74,6 +75,8 @@ def model_code() -> LoadedModel:
     loaded = load_model(Model(path="tiny:qwen3_vl"), FOLDER, seed=0)  # device and dtype auto
     assert loaded.policy.device == CUDA and loaded.policy.dtype == torch.bfloat16 == pick_dtype("auto", CUDA)
     assert pick_checkpointing(None, CUDA)
+    with current_gpu(torch.device("cuda", 0)):
+        assert torch.cuda.current_device() == 0
     assert _layout(loaded.policy, share_prefixes=False) == "packed"
     tree = tree_attention.plan(torch.tensor([4, 4, 3, 4], device=CUDA))
     query = torch.ones(1, 2, 4, 32, device=CUDA)

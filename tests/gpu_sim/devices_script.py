@@ -34,7 +34,11 @@ async def run(lora: int) -> None:
         Sample(prompt, [7, 8, 9], [1] * 3, [-5.0] * 3, [0] * 3, "g", f"g/{name}", True, "stop", [image], 1.0)
         for name in range(2)
     ]
-    trainer = Trainer(loaded.policy, TrainerSpec(Algo(), Optim(), total_steps=9, tokens_per_micro_batch=1000))
+    # without adapters also with rows that are packed, and optimizer state in host memory between steps
+    spec = TrainerSpec(
+        Algo(), Optim(offload=not lora), total_steps=9, tokens_per_micro_batch=1000, share_prefixes=bool(lora)
+    )
+    trainer = Trainer(loaded.policy, spec)
     output = await asyncio.to_thread(trainer.step, samples)
     assert [len(row) for row in output.logprobs] == [3, 3]
     await asyncio.to_thread(trainer.score, samples)
