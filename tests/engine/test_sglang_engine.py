@@ -358,8 +358,8 @@ def test_the_command_line_on_gpus_has_the_runs_arguments_and_over_them_the_setti
     )
     launch = SGLangBackend(settings).launch(model, tmp_path / "log", "127.0.0.1", 30000, gpu=2)
     assert " ".join(launch.command) == (
-        "py -m sglang.launch_server --host 127.0.0.1 --port 30000 --tp 2 --base-gpu-id 2 --model-path /model --dtype bfloat16 "
-        "--enable-lora --max-lora-rank 4 --lora-target-modules q_proj o_proj --max-loras-per-batch 4 "
+        "py -m sglang.launch_server --host 127.0.0.1 --port 30000 --tp 2 --base-gpu-id 2 --enable-fp32-lm-head --model-path /model "
+        "--dtype bfloat16 --enable-lora --max-lora-rank 4 --lora-target-modules q_proj o_proj --max-loras-per-batch 4 "
         "--max-loaded-loras 8 --enable-return-routed-experts --enable-memory-saver --mm-feature-transport cpu "
         "--image-processor-backend pil --mem-fraction-static 0.4 --log-requests"
     )
@@ -380,9 +380,10 @@ def test_a_colocated_server_gets_its_share_of_the_gpu_unless_the_settings_say_an
     assert "--mm-feature-transport cuda_ipc" in words(**{"mm-feature-transport": "cuda_ipc"})
 
 
-def test_a_server_with_gpus_of_its_own_keeps_sglangs_defaults(tmp_path):
+def test_a_server_with_gpus_of_its_own_keeps_sglangs_defaults_for_memory(tmp_path):
     launch = SGLangBackend(SGLang()).launch(ServedModel("/model", "bfloat16"), tmp_path, "127.0.0.1", 1, gpu=0)
     assert not {"--mem-fraction-static", "--mm-feature-transport", "--image-processor-backend"} & set(launch.command)
+    assert "--enable-fp32-lm-head" in launch.command
 
 
 def test_the_command_line_without_gpus_starts_the_cpu_engine(tmp_path):

@@ -21,6 +21,6 @@ def test_sglang_parses_the_arguments_of_a_colocated_server(tmp_path, monkeypatch
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     parsed = parser.parse_args(words)
-    assert module == "sglang.launch_server"
+    assert module == "sglang.launch_server" and parsed.enable_fp32_lm_head
     assert (parsed.mm_feature_transport, parsed.image_processor_backend) == ("cpu", "pil")
     assert (parsed.mem_fraction_static, parsed.enable_memory_saver, parsed.base_gpu_id) == (0.812, True, 0)

@@ -33,6 +33,7 @@ CPU_ARGS = {
     "max-total-tokens": 65536,
     "sleep-on-idle": True,
 }
+GPU_ARGS = {"enable-fp32-lm-head": True}  # as the trainer: logits of 20, rounded to bfloat16, move a logprob by 0.03 nats
 COLOCATED_ARGS = {
     "enable-memory-saver": True,
     # On large Hopper GPUs SGLang would reserve up to 1 GiB for image features, which a sleeping server keeps.
@@ -99,7 +100,7 @@ class SGLangBackend(ServerBackend):
     logprobs_hint = "no SGLANG_RETURN_ORIGINAL_LOGPROB"
 
     def launch(self, model: ServedModel, log: Path, host: str, port: int, gpu: int | None) -> Launch:
-        device = CPU_ARGS if gpu is None else {"base-gpu-id": gpu}
+        device = CPU_ARGS if gpu is None else {"base-gpu-id": gpu} | GPU_ARGS
         args = {"host": host, "port": port, "tp": self.settings.tp} | device | _model_args(model)
         env = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}  # its cache of image features would survive weight updates
         env |= ({} if gpu is not None else CPU_ENV) | self.settings.env
