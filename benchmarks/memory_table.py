@@ -2,8 +2,9 @@
 
     python benchmarks/memory_table.py          # prints the table; needs neither a GPU nor a network
 
-The run that is planned has the limits of recipes/geo3k.py: trajectories of 5,120 tokens, micro-batches of 16,384, images of 512 x 512
-pixels, rollouts on the same GPUs as the trainer, by the engine that lives in the trainer's process or by SGLang, whichever fits.
+The run that is planned has the limits of recipes/geo3k.py: trajectories of 5,120 tokens, micro-batches of 16,384, and an image of
+512 x 512 pixels in each prompt and after each turn but the last. Rollouts are on the trainer's GPUs, by the embedded engine or by
+SGLang, whichever fits.
 """
 
 from __future__ import annotations

@@ -45,10 +45,12 @@ def peak(measured: dict, phase: str, number: int = 1) -> float:
 
 
 def planned(config: Config, moment: str, ranks: int = 1) -> float:
-    """The plan's bytes of what tensors use on a trainer's GPU."""
+    """The plan's bytes of the trainer's tensors."""
     config = on_gpus(config, ranks) if ranks > 1 else config
     parts = MemoryPlan.of(config, sizes_of(config), 1, KNOWN["h100-80gb"]).moments[moment]
-    return sum(size for name, size in parts.items() if name != "reserve")
+    return sum(
+        size for name, size in parts.items() if name not in ("reserve", "image features")
+    )  # these are not the trainer's
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -135,3 +137,18 @@ with KnownNumbers():
 
 def test_numbers_that_follow_from_the_host_are_known(simulated_gpu):
     simulated_gpu.run(KNOWN_NUMBERS)
+
+
+PLAN = """
+from vlmrl.config import Config, Model
+from vlmrl.run.memory_plan import plan_memory
+from vlmrl.train.ranks import Ranks
+
+print(plan_memory(Config(output_dir=OUTPUT, model=Model(path="tiny:qwen3_vl")), Ranks()))
+"""
+
+
+def test_a_run_prints_the_plan_of_the_gpu_at_hand(simulated_gpu, tmp_path):
+    printed = simulated_gpu.run(f"OUTPUT = {str(tmp_path)!r}\n{PLAN}").stdout
+    assert "memory    of NVIDIA H100" in printed and "79.2 GiB" in printed
+    assert "forward and backward: " in printed and "bfloat16" in printed

@@ -55,10 +55,12 @@ def moments_of(
     placement: Placement,
     dtype: torch.dtype,
     memory: float,
+    features: float = 0.0,
 ) -> dict[str, Parts]:
     """The parts on a GPU of ``memory`` bytes at each moment, in bytes. The rollout is on the engine's GPU.
 
-    ``trainer`` and ``engine``: what stays from step to step on a GPU. ``trained``: parameters, on all ranks.
+    ``trainer`` and ``engine``: what stays from step to step on a GPU. ``trained``: parameters, on all ranks. ``features``: of images,
+    which the embedded engine keeps until the weights change, and so while the trainer works.
     """
     static = {name: size for name, size in trainer.items() if name != "gradients"}
     sleeping = _asleep(engine, placement, memory)
@@ -78,6 +80,8 @@ def moments_of(
         weights = {"weights": static["weights"]} if placement.offloads else static
         moments["weight update"] = weights | {"bucket": bucket} | sleeping
     for name, parts in moments.items():
+        if features and (name == ROLLOUT or placement.together):
+            parts["image features"] = features
         busy = sum(working.values()) if name == "forward and backward" else 0.0
         parts |= _reserve(busy, placement.ranks > 1)
     return moments
@@ -105,6 +109,19 @@ def micro_batch_size(config: Config, shape: ModelShape) -> MicroBatchSize:
     images = min(1 + rows * (rollout.max_turns - 1), tokens // image)
     observed = rows * (rollout.max_turns - 1) * image
     return MicroBatchSize(tokens, max(1, tokens - prompt - observed), images * image * shape.vision.patches_per_token)
+
+
+def image_features(config: Config, shape: ModelShape, engines: int) -> float:
+    """Bytes of the features that an embedded engine keeps: of each group's prompt, and of each trajectory's later images.
+
+    An image is one bfloat16 vector for each token and for each of the vision tower's outputs.
+    """
+    if shape.vision is None or config.engine != "embedded":
+        return 0.0
+    groups, rollout = config.train.groups_per_batch * config.rollout.over_sampling, config.rollout
+    images = groups * (1 + rollout.group_size * (rollout.max_turns - 1)) / engines
+    tokens = -(-(config.model.max_image_pixels or ASSUMED_IMAGE) // shape.vision.pixels_per_token)
+    return images * tokens * 2 * shape.hidden * shape.vision.outputs
 
 
 def server_runtime(memory: float) -> float:

@@ -22,6 +22,7 @@ from vlmrl.run.memory_moments import (
     ROLLOUT,
     Parts,
     Placement,
+    image_features,
     moments_of,
     server_runtime,
 )
@@ -228,6 +229,7 @@ def _moments(
         offloads=config.colocated if cluster.on else settings is not None and alone,
         copies=copies,
     )
+    features = image_features(config, shape, cluster.num_engines if cluster.on else 1)
     weights, cache = _served(config, sizes)
     least = min(cache, max(LEAST_CACHE, cache / _trajectories(config)))  # one trajectory at its longest
     engine = {"weights": weights} if copies else {}
@@ -237,10 +239,11 @@ def _moments(
     else:
         resident = placement.together and not placement.offloads
         static = sum(size for name, size in trainer.items() if name != "gradients") if resident else 0.0
-        free = gpu.memory - static - sum(engine.values()) - CONTEXT - PREFILL - (NCCL if ranks > 1 else 0)
+        reserve = CONTEXT + PREFILL + (NCCL if ranks > 1 else 0)
+        free = gpu.memory - static - sum(engine.values()) - features - reserve
         limit = getattr(config.rollout, "kv_cache_gib", None)
         engine["KV cache"] = min(cache, max(free, least) if limit is None else limit * GIB)
-    return moments_of(config, shape, trainer, engine, sizes.trained, placement, dtype, gpu.memory)
+    return moments_of(config, shape, trainer, engine, sizes.trained, placement, dtype, gpu.memory, features)
 
 
 def _where(config: Config, device: torch.device, ranks: int) -> str:
