@@ -15,10 +15,10 @@ from functools import lru_cache
 
 from vlmrl.cli.plan import sizes_of
 from vlmrl.config import Config, Data, Lora, Model, Rollout, SGLang, Train
-from vlmrl.run.gpus import KNOWN, Gpu
-from vlmrl.run.memory_advice import ATTENTION, on_gpus
-from vlmrl.run.memory_plan import MemoryPlan, Sizes
-from vlmrl.run.published_models import PUBLISHED
+from vlmrl.plan.advice import ATTENTION, on_gpus
+from vlmrl.plan.gpus import KNOWN, Gpu
+from vlmrl.plan.memory_plan import MemoryPlan, Sizes
+from vlmrl.plan.published_models import PUBLISHED
 
 MODELS = {
     "2B": "Qwen/Qwen3-VL-2B-Instruct",

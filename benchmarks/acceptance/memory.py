@@ -83,7 +83,7 @@ def groups(loaded: LoadedModel, config: Config) -> list[Sample]:
 
 def planned(config: Config) -> tuple[float, str]:
     """The bytes of tensors at the fullest moment of the trainer's step, without the plan's reserve, and the moment."""
-    from vlmrl.run.memory_plan import plan_memory
+    from vlmrl.plan.memory_plan import plan_memory
     from vlmrl.train.ranks import Ranks
 
     moments = plan_memory(config, Ranks()).moments

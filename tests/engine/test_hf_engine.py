@@ -461,6 +461,22 @@ def test_an_idle_engine_pauses_and_an_error_inside_the_pause_ends_it(qwen3: Load
     asyncio.run(asyncio.wait_for(engine.pause(), 5))  # nothing runs, so there is nothing to wait for
 
 
+def test_a_pause_drops_image_features_whose_memory_the_trainer_needs(mine: LoadedModel):
+    engine = HFEngine(mine.policy, mine.renderer)
+    request = a_request(mine, "What?", ["red"])
+    [first] = ask(engine, request)
+    asyncio.run(asyncio.wait_for(pause_and_resume(engine), 60))
+    [second] = ask(engine, replace(request, trajectory_id="b"))
+    assert same(second, first)
+    assert engine.images_encoded == 2
+    engine.close()
+
+
+async def pause_and_resume(engine: HFEngine) -> None:
+    async with paused(engine):
+        pass
+
+
 def test_features_that_were_encoded_while_the_weights_changed_are_not_used(
     mine: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ):

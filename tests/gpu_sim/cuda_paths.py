@@ -10,9 +10,10 @@ import os
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from docs.test_gpu import ROOT, marked_lines
@@ -27,12 +28,14 @@ from vlmrl.model import tree_attention
 from vlmrl.model.families.base import ImageFeatures
 from vlmrl.model.head import score_tokens
 from vlmrl.model.loading import LoadedModel, load_model, pick_checkpointing, pick_dtype
+from vlmrl.plan.memory_plan import MemoryPlan, Sizes
 from vlmrl.run.program import run_training
 from vlmrl.run.serving import LocalServerHost
 from vlmrl.train.checkpoint import load_random, save_random
 from vlmrl.train.controller import join_process_group
 from vlmrl.train.fsdp import backend_of, forget_unused
 from vlmrl.train.master_weights import make_optimizer
+from vlmrl.train.offload import TrainerMemory
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import _layout
 from vlmrl.types import to_device
@@ -120,15 +123,18 @@ def trainer_code() -> None:
 
 def server_code(loaded: LoadedModel) -> None:
     settings = SGLang(first_gpu=1)
-    host = LocalServerHost(settings, FOLDER, loaded.policy, 1)
-    assert host.colocated
+    host = LocalServerHost(settings, FOLDER, TrainerMemory(loaded.policy), 1)
+    assert host.colocated and host.gpu_bytes
     backend = new_backend(Config(engine="sglang", sglang=settings, data=Data(generator=rows, size=2), reward=reward))
     [server] = host.servers(backend, ServedModel(path=loaded.path, dtype="bfloat16"))
     assert server.process is not None
+    with pytest.raises(ValueError, match="first_gpu"):
+        replace(host, settings=SGLang(first_gpu=2)).servers(backend, ServedModel(path=loaded.path, dtype="bfloat16"))
     receiver = SGLangReceiver("http://127.0.0.1:1", device="cuda")
     bucket = Bucket(["weight"], [torch.Size([3])], torch.ones(3))
     sender = SENDERS["tensor"](WeightUpdate((receiver,), SENDERS["tensor"], "run.1", "run", 2**20))
-    on_gpu = sender.prepare(bucket)
+    assert sender.prepare(bucket).flat.is_cuda  # on the current GPU, if no weights were sent from another
+    [on_gpu] = sender._buckets([("weight", torch.ones(3, device=CUDA))])
     assert on_gpu.flat.is_cuda and serialized(on_gpu.tensors())
     assert nccl.NcclSender(sender.update).prepare(bucket).flat.is_cuda
     with suppress(ConnectionError):  # there is no server
@@ -153,6 +159,7 @@ def main() -> None:
     server_code(loaded)
     config = Config(name="plan", output_dir=str(FOLDER), data=Data(generator=rows, size=2), reward=reward)
     run_training(config, dry_run=True)
+    assert MemoryPlan.of(config, Sizes.of(loaded.policy.model), 1).dtype == torch.bfloat16
     RankWorker(config, Ranks()).load("127.0.0.1", 0)
     sys.settrace(None)
     found = sorted((str(Path(file).relative_to(ROOT / "vlmrl")), line) for file, line in executed)

@@ -13,9 +13,9 @@ from testing.gpu_sim import H100
 from vlmrl.cli.plan import sizes_of
 from vlmrl.cli.recipe import Recipe
 from vlmrl.config import Config, Lora
-from vlmrl.run.gpus import GIB, KNOWN
-from vlmrl.run.memory_advice import on_gpus
-from vlmrl.run.memory_plan import MemoryPlan
+from vlmrl.plan.advice import on_gpus
+from vlmrl.plan.gpus import GIB, KNOWN
+from vlmrl.plan.memory_plan import MemoryPlan
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -48,9 +48,7 @@ def planned(config: Config, moment: str, ranks: int = 1) -> float:
     """The plan's bytes of the trainer's tensors."""
     config = on_gpus(config, ranks) if ranks > 1 else config
     parts = MemoryPlan.of(config, sizes_of(config), 1, KNOWN["h100-80gb"]).moments[moment]
-    return sum(
-        size for name, size in parts.items() if name not in ("reserve", "image features")
-    )  # these are not the trainer's
+    return sum(size for name, size in parts.items() if name != "reserve")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -141,7 +139,7 @@ def test_numbers_that_follow_from_the_host_are_known(simulated_gpu):
 
 PLAN = """
 from vlmrl.config import Config, Model
-from vlmrl.run.memory_plan import plan_memory
+from vlmrl.plan.memory_plan import plan_memory
 from vlmrl.train.ranks import Ranks
 
 print(plan_memory(Config(output_dir=OUTPUT, model=Model(path="tiny:qwen3_vl")), Ranks()))

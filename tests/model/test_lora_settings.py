@@ -21,7 +21,7 @@ from vlmrl.model.families import FAMILIES
 from vlmrl.model.loading import LoadedModel, load_model, shapes_of
 from vlmrl.model.lora import adapted_targets, named_adapters, save_adapters
 from vlmrl.model.policy import Policy
-from vlmrl.run.memory_plan import Sizes, plan_memory
+from vlmrl.plan.memory_plan import Sizes, plan_memory
 from vlmrl.train.packing import response_logprobs
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import Trainer, TrainerSpec

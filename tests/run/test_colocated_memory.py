@@ -17,11 +17,11 @@ from testing.gpu_memory import GIB, GpuMemory, GpuServer, OutOfGpuMemory
 from vlmrl.config import Checkpoint, Config, Data, Eval, Model, Rollout, SGLang, Train, WarmStart
 from vlmrl.engine.server import Server
 from vlmrl.model import tiny
+from vlmrl.plan.memory_plan import Sizes, server_memory_fraction
+from vlmrl.plan.moments import CONTEXT, server_graphs
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.run_log import RunLog
 from vlmrl.run import build, loop, serving
-from vlmrl.run.memory_moments import CONTEXT, server_graphs
-from vlmrl.run.memory_plan import Sizes, server_memory_fraction
 from vlmrl.run.serving import LocalServerHost
 from vlmrl.train.offload import TrainerMemory
 from vlmrl.train.trainer import Trainer

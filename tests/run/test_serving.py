@@ -19,10 +19,10 @@ from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.model.loading import as_saved, load_model
 from vlmrl.model.lora import named_adapters, named_weights
 from vlmrl.model.tiny import build
+from vlmrl.plan.memory_plan import MemoryPlan, Sizes
 from vlmrl.run import build as builder
 from vlmrl.run import serving
 from vlmrl.run.build import build_run
-from vlmrl.run.memory_plan import MemoryPlan, Sizes
 from vlmrl.run.serving import LocalServerHost, auto_method, check_capabilities, sent_adapters
 from vlmrl.train.offload import TrainerMemory
 

@@ -13,7 +13,7 @@ from vlmrl.cli.recipe import Recipe, RecipePath
 from vlmrl.config import Config
 
 if TYPE_CHECKING:
-    from vlmrl.run.memory_plan import Sizes
+    from vlmrl.plan.memory_plan import Sizes
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ def plan_lines(config: Config, gpu_name: str | None, gpus: int | None) -> list[s
         ValueError: an unknown GPU, or settings that contradict each other.
     """
     from vlmrl.config.fields import require
-    from vlmrl.run.gpus import gpu_at_hand, gpu_named
-    from vlmrl.run.memory_advice import on_gpus, on_one_gpu, suggestions
-    from vlmrl.run.memory_plan import MemoryPlan
-    from vlmrl.run.step_time import describe_estimate, estimate_step
+    from vlmrl.plan.advice import on_gpus, on_one_gpu, suggestions
+    from vlmrl.plan.gpus import gpu_at_hand, gpu_named
+    from vlmrl.plan.memory_plan import MemoryPlan
+    from vlmrl.plan.step_time import describe_estimate, estimate_step
 
     gpu = gpu_at_hand() if gpu_name is None else gpu_named(gpu_name)
     if gpus is not None:
@@ -85,8 +85,8 @@ def sizes_of(config: Config) -> Sizes:
         ValueError: the model's config is neither at hand nor known.
     """
     from vlmrl.model.loading import shapes_of
-    from vlmrl.run.memory_plan import Sizes
-    from vlmrl.run.published_models import PUBLISHED, shape_folder
+    from vlmrl.plan.memory_plan import Sizes
+    from vlmrl.plan.published_models import PUBLISHED, shape_folder
 
     with shape_folder(config.model.path) as folder:
         try:
@@ -112,7 +112,7 @@ def _mode(config: Config, gpus: int | None) -> list[str]:
 
 def _assumed(config: Config) -> list[str]:
     """What the plan takes for data that is not there."""
-    from vlmrl.run.memory_moments import ASSUMED_IMAGE
+    from vlmrl.plan.moments import ASSUMED_IMAGE
 
     path, side = config.data.path, round((config.model.max_image_pixels or ASSUMED_IMAGE) ** 0.5)
     lines = [

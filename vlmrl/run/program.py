@@ -15,13 +15,13 @@ import torch
 from vlmrl.config import Cluster, Config, name_of
 from vlmrl.model import tiny
 from vlmrl.model.families.base import WHY_NOT_PACKED
+from vlmrl.plan.memory_plan import plan_memory
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.records import plain
 from vlmrl.report.run_log import RunLog
 from vlmrl.report.trackers import open_trackers, tracker_classes
 from vlmrl.run import loop
 from vlmrl.run.build import Run, build_run
-from vlmrl.run.memory_plan import plan_memory
 from vlmrl.run.off_policy import describe_correction
 from vlmrl.train.checkpoint import load_json
 from vlmrl.train.controller import destroy_process_group, join_process_group, run_commands, stop_commands

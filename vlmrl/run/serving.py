@@ -30,7 +30,7 @@ from vlmrl.model.loading import LoadedModel, as_saved, shapes_of
 from vlmrl.model.lora import adapted_targets, named_weights
 from vlmrl.model.policy import Policy
 from vlmrl.multimodal.store import MediaStore
-from vlmrl.run.memory_plan import Sizes, server_memory_fraction
+from vlmrl.plan.memory_plan import Sizes, server_memory_fraction
 from vlmrl.train.controller import RunTrainer
 from vlmrl.train.offload import TrainerMemory, gpu_bytes
 from vlmrl.train.packing import response_logprobs

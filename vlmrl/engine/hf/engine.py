@@ -113,11 +113,13 @@ class HFEngine:
         self._resources.prefixes.release(trajectory_id)
 
     async def pause(self) -> None:
+        """Stop between two tokens, and drop image features: the trainer needs their memory, and new weights would drop them anyway."""
         if self._pause is None and not self._closed:
             self._pause = _Pause()
             self._inbox.put([])  # wakes an idle thread
         if self._pause is not None:
             await asyncio.wrap_future(self._pause.begun)
+        self._resources.features.clear()
 
     async def resume(self) -> None:
         self._end_pause()

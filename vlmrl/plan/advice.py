@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from vlmrl.config import Cluster, Config, Lora
-from vlmrl.run.gpus import GIB, Gpu
-from vlmrl.run.memory_plan import MemoryPlan, Sizes
+from vlmrl.plan.gpus import GIB, Gpu
+from vlmrl.plan.memory_plan import MemoryPlan, Sizes
 
 MOST_SUGGESTIONS = 4
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

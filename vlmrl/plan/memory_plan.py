@@ -12,9 +12,9 @@ from vlmrl.config import Config
 from vlmrl.model.families import family_of
 from vlmrl.model.loading import pick_device, pick_dtype, shapes_of
 from vlmrl.model.policy import layer_kinds
-from vlmrl.run.activations import ModelShape
-from vlmrl.run.gpus import GIB, Gpu, gpu_at_hand
-from vlmrl.run.memory_moments import (
+from vlmrl.plan.activations import ModelShape
+from vlmrl.plan.gpus import GIB, Gpu, gpu_at_hand
+from vlmrl.plan.moments import (
     CONTEXT,
     LEAST_CACHE,
     NCCL,
@@ -241,7 +241,7 @@ def _moments(
         static = sum(size for name, size in trainer.items() if name != "gradients") if resident else 0.0
         reserve = CONTEXT + PREFILL + (NCCL if ranks > 1 else 0)
         free = gpu.memory - static - sum(engine.values()) - features - reserve
-        limit = getattr(config.rollout, "kv_cache_gib", None)
+        limit = config.rollout.kv_cache_gib
         engine["KV cache"] = min(cache, max(free, least) if limit is None else limit * GIB)
     return moments_of(config, shape, trainer, engine, sizes.trained, placement, dtype, gpu.memory, features)
 

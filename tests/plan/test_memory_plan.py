@@ -10,7 +10,7 @@ import torch
 
 from vlmrl.config import Algo, Cluster, Config, Lora, Model, Optim, Rollout, SGLang, Train
 from vlmrl.model.loading import load_model, shapes_of
-from vlmrl.run.memory_plan import MemoryPlan, Sizes, plan_memory
+from vlmrl.plan.memory_plan import MemoryPlan, Sizes, plan_memory
 from vlmrl.train.ranks import Ranks
 
 SIZES = Sizes(parameters=1000, trained_by_part={"language_model": 400}, cached=6)

@@ -8,8 +8,8 @@ import torch
 
 from vlmrl.config import Config
 from vlmrl.model.loading import pick_checkpointing
-from vlmrl.run.activations import Gradients, MicroBatchSize, ModelShape, micro_batch_memory
-from vlmrl.run.gpus import GIB
+from vlmrl.plan.activations import Gradients, MicroBatchSize, ModelShape, micro_batch_memory
+from vlmrl.plan.gpus import GIB
 
 Parts = dict[str, float]
 ROLLOUT = "rollout"
@@ -60,7 +60,7 @@ def moments_of(
     """The parts on a GPU of ``memory`` bytes at each moment, in bytes. The rollout is on the engine's GPU.
 
     ``trainer`` and ``engine``: what stays from step to step on a GPU. ``trained``: parameters, on all ranks. ``features``: of images,
-    which the embedded engine keeps until the weights change, and so while the trainer works.
+    which the embedded engine keeps during the rollout.
     """
     static = {name: size for name, size in trainer.items() if name != "gradients"}
     sleeping = _asleep(engine, placement, memory)
@@ -80,7 +80,7 @@ def moments_of(
         weights = {"weights": static["weights"]} if placement.offloads else static
         moments["weight update"] = weights | {"bucket": bucket} | sleeping
     for name, parts in moments.items():
-        if features and (name == ROLLOUT or placement.together):
+        if features and name == ROLLOUT:
             parts["image features"] = features
         busy = sum(working.values()) if name == "forward and backward" else 0.0
         parts |= _reserve(busy, placement.ranks > 1)
@@ -112,7 +112,7 @@ def micro_batch_size(config: Config, shape: ModelShape) -> MicroBatchSize:
 
 
 def image_features(config: Config, shape: ModelShape, engines: int) -> float:
-    """Bytes of the features that an embedded engine keeps: of each group's prompt, and of each trajectory's later images.
+    """Bytes of the features that an embedded engine keeps during a rollout: of each group's prompt, and of each trajectory's later images.
 
     An image is one bfloat16 vector for each token and for each of the vision tower's outputs.
     """

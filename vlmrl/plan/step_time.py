@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vlmrl.config import Config
-from vlmrl.run.activations import ModelShape
-from vlmrl.run.gpus import Gpu
-from vlmrl.run.memory_moments import ROLLOUT, micro_batch_size
-from vlmrl.run.memory_plan import MemoryPlan, Sizes
+from vlmrl.plan.activations import ModelShape
+from vlmrl.plan.gpus import Gpu
+from vlmrl.plan.memory_plan import MemoryPlan, Sizes
+from vlmrl.plan.moments import ROLLOUT, micro_batch_size
 
 COMPUTE = 0.4
 """Share of the GPU's bfloat16 arithmetic that training and prefill reach."""
