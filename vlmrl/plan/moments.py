@@ -112,7 +112,7 @@ def micro_batch_size(config: Config, shape: ModelShape) -> MicroBatchSize:
 
 
 def image_features(config: Config, shape: ModelShape, engines: int) -> float:
-    """Bytes of the features that an embedded engine keeps during a rollout: of each group's prompt, and of each trajectory's later images.
+    """Bytes of the features that an embedded engine keeps: of each group's prompt, and of each trajectory's later images.
 
     An image is one bfloat16 vector for each token and for each of the vision tower's outputs.
     """
