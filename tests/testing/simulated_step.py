@@ -34,8 +34,8 @@ from testing.known_numbers import KnownNumbers
 from vlmrl.cli.recipe import Recipe
 from vlmrl.cli.train import TrainOptions
 from vlmrl.config import Config
+from vlmrl.model import loading, tiny, tree_attention
 from vlmrl.model import policy as policy_module
-from vlmrl.model import tiny, tree_attention
 from vlmrl.model.loading import load_model, pick_checkpointing
 from vlmrl.plan.published_models import PUBLISHED
 from vlmrl.run.loop import new_trainer
@@ -48,6 +48,7 @@ from vlmrl.types import MediaItem, Sample
 REPLACED = {
     "numbers that are read back": "float(), tolist(), nonzero() and masks as indices: KnownNumbers computes what follows from token "
     "ids, masks and grids; any other number, such as the gradient norm, is 1",
+    "random weights": "_allocate: a run draws them on the host in float32, which takes 4 bytes a parameter there",
     "flex attention": "_Attention allocates what the compiled kernel does; the kernel itself is compiled in other tests",
 }
 
@@ -78,6 +79,12 @@ def _attend(module: Any, query: Any, key: Any, value: Any, mask: Any, tree: Any 
     if tree is None:
         return tree_attention.attend(module, query, key, value, mask, **options)
     return _Attention.apply(query, key, value).transpose(1, 2).contiguous(), None
+
+
+def _allocate(auto: Any, hf_config: Any, dtype: torch.dtype) -> Any:
+    """In place of `loading._random`: a model on the GPU, whose weights nothing computes."""
+    with torch.device("cuda:0"):
+        return auto.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
 
 
 def folder_of(config: dict[str, Any], scratch: Path) -> Path:
@@ -228,21 +235,24 @@ class Phases:
 def simulate(
     config: Config, samples_of: Callable[[Any], Sequence[Sample]], ranks: int = 1, steps: int = 2
 ) -> dict[str, Any]:
-    """Optimizer steps of the trainer of rank 0. ``samples_of`` makes the samples from the Hugging Face config.
+    """Optimizer steps of one trainer rank. ``samples_of`` makes the samples from the Hugging Face config.
 
-    The other ranks do not exist: collectives of torch's `fake` process group return at once and leave their output as it was.
+    Of several it is rank 1, since rank 0 also reads the weights into its host's memory. The other ranks do not exist: collectives of
+    torch's `fake` process group return at once and leave their output as it was.
     """
+    rank = 1 if ranks > 1 else 0
+    loading._random = _allocate
     config = replace(config, model=replace(config.model, random_weights=True, device="cuda:0"))
     loaded = None
     if ranks > 1:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     else:
         loaded = load_model(config.model, config.models_dir, config.seed)
         if pick_checkpointing(config.train.gradient_checkpointing, loaded.policy.device):
             loaded.policy.enable_gradient_checkpointing()
     builder: Any = SimpleNamespace(config=config, trainers=SimpleNamespace(start=lambda spec: spec))
     spec: Any = new_trainer(builder)
-    trainer = Trainers.of(config, Ranks(0, ranks), loaded).make(spec)
+    trainer = Trainers.of(config, Ranks(rank, ranks), loaded).make(spec)
     samples = samples_of(trainer.policy.config)
     result: dict[str, Any] = {"loaded": parts_of(trainer), "steps": []}
     AttentionInterface.register(tree_attention.NAME, _attend)
