@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 aten = torch.ops.aten
 LARGEST = 2**23  # elements of a tensor whose values are kept; larger ones are activations
 INDEXING = (aten.index, aten._unsafe_index, aten.index_put, aten.index_put_, aten._index_put_impl_)
+UNINITIALIZED = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
 SHAPED_BY_VALUES = (
     aten.nonzero.default,
     aten.masked_select.default,
@@ -80,7 +81,7 @@ class KnownNumbers(TorchDispatchMode):
     def _on_cpu(self, func: Any, leaves: list[Any], tensors: list[torch.Tensor], spec: Any) -> Any:
         """The operator's result on the CPU, if all of its inputs are known."""
         known = {id(tensor): self.of(tensor) for tensor in tensors}
-        if any(value is None for value in known.values()):
+        if any(value is None for value in known.values()) or func.overloadpacket in UNINITIALIZED:
             return None
         with _disable_current_modes(), torch.no_grad():
             host = tree_map_only(torch.device, lambda _: torch.device("cpu"), [known.get(id(x), x) for x in leaves])
