@@ -101,7 +101,7 @@ def test_the_plan_of_a_sharded_trainer(step, model, ranks):
     config = replace(config, model=replace(config.model, path=model))
     used = max(peak(measured, "forward"), peak(measured, "backward"))
     assert planned(config, "forward and backward", ranks) == pytest.approx(used, rel=0.05)
-    assert planned(config, "optimizer step", ranks) == pytest.approx(peak(measured, "optimizer"), rel=0.01)
+    assert planned(config, "optimizer step", ranks) == pytest.approx(peak(measured, "optimizer"), rel=0.03)
 
 
 def test_other_families_fit_the_plan_within_ten_percent(step):
