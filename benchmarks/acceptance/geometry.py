@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from acceptance.mismatch import MEAN
 from acceptance.models import parameters_of, random_folder
 from acceptance.report import Report, gib, need_dependencies, require, within
 
-MEAN = 5e-2  # nats; see mismatch.py
 PEAK_FLOPS = 989e12  # of an H100 or H200, dense, in bfloat16 (NVIDIA's data sheets)
 
 
