@@ -34,8 +34,8 @@ from testing.known_numbers import KnownNumbers
 from vlmrl.cli.recipe import Recipe
 from vlmrl.cli.train import TrainOptions
 from vlmrl.config import Config
+from vlmrl.model import loading, tiny, tree_attention
 from vlmrl.model import policy as policy_module
-from vlmrl.model import tiny, tree_attention
 from vlmrl.model.loading import load_model, pick_checkpointing
 from vlmrl.plan.published_models import PUBLISHED
 from vlmrl.run.loop import new_trainer
@@ -48,6 +48,7 @@ from vlmrl.types import MediaItem, Sample
 REPLACED = {
     "numbers that are read back": "float(), tolist(), nonzero() and masks as indices: KnownNumbers computes what follows from token "
     "ids, masks and grids; any other number, such as the gradient norm, is 1",
+    "random weights": "_without_values allocates them on the host and writes nothing there, which would take 4 bytes a parameter",
     "flex attention": "_Attention allocates what the compiled kernel does; the kernel itself is compiled in other tests",
 }
 
@@ -78,6 +79,14 @@ def _attend(module: Any, query: Any, key: Any, value: Any, mask: Any, tree: Any 
     if tree is None:
         return tree_attention.attend(module, query, key, value, mask, **options)
     return _Attention.apply(query, key, value).transpose(1, 2).contiguous(), None
+
+
+def _without_values(auto: Any, hf_config: Any, dtype: torch.dtype) -> Any:
+    """As `vlmrl.model.loading._random`, without any number: the system gives memory only to pages that are written."""
+    with torch.device("meta"):
+        model = auto.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+    model.to_empty(device="cpu").tie_weights()
+    return model
 
 
 def folder_of(config: dict[str, Any], scratch: Path) -> Path:
@@ -233,6 +242,7 @@ def simulate(
     The other ranks do not exist: collectives of torch's `fake` process group return at once and leave their output as it was.
     """
     config = replace(config, model=replace(config.model, random_weights=True, device="cuda:0"))
+    loading._random = _without_values
     loaded = None
     if ranks > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
