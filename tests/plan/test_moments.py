@@ -11,6 +11,7 @@ import torch
 from vlmrl.cli.plan import plan_lines, sizes_of
 from vlmrl.config import Algo, Cluster, Config, Lora, Model, Optim, Rollout, SGLang, Train
 from vlmrl.engine.hf.budget import PREFILL_TOKENS, reserved_bytes
+from vlmrl.plan import gpus, memory_plan
 from vlmrl.plan.activations import Gradients, MicroBatchSize, ModelShape, VisionShape, micro_batch_memory
 from vlmrl.plan.advice import suggestions
 from vlmrl.plan.gpus import GIB, KNOWN, Gpu, gpu_named
@@ -246,7 +247,11 @@ def test_the_plan_names_gpu_mode_and_what_was_assumed():
         plan_lines(GEO3K, "h100-80gb", 0)
 
 
-def test_without_a_gpu_the_plan_is_for_the_cpu():
+@pytest.mark.parametrize("at_hand", [None, H100])
+def test_without_a_gpu_the_plan_is_for_the_cpu(monkeypatch, at_hand):
+    """As for a run on the CPU of a machine that has a GPU."""
+    for module in (memory_plan, gpus):
+        monkeypatch.setattr(module, "gpu_at_hand", lambda: at_hand)
     lines = plan_lines(Config(model=Model(path=MODEL, device="cpu")), None, None)
     assert any("placement one process, on cpu" in line for line in lines)
     assert "plans for a GPU that is not at hand" in lines[-1]

@@ -53,14 +53,14 @@ def plan_lines(config: Config, gpu_name: str | None, gpus: int | None) -> list[s
     """
     from vlmrl.config.fields import require
     from vlmrl.plan.advice import on_gpus, on_one_gpu, suggestions
-    from vlmrl.plan.gpus import GIB, gpu_at_hand, gpu_named
-    from vlmrl.plan.memory_plan import MemoryPlan
+    from vlmrl.plan.gpus import GIB, gpu_named
+    from vlmrl.plan.memory_plan import MemoryPlan, gpu_of
     from vlmrl.plan.step_time import describe_estimate, estimate_step
 
-    gpu = gpu_at_hand() if gpu_name is None else gpu_named(gpu_name)
     if gpus is not None:
         require(gpus > 0, "--gpus", "1 or more", gpus)
         config = on_gpus(config, gpus) if gpus > 1 or config.cluster.on else on_one_gpu(config)
+    gpu = gpu_of(config) if gpu_name is None else gpu_named(gpu_name)
     sizes = sizes_of(config)
     plan = MemoryPlan.of(config, sizes, 1, gpu)
     lines = str(plan).splitlines()

@@ -161,10 +161,14 @@ class MemoryPlan:
 
 def plan_memory(config: Config, ranks: Ranks) -> MemoryPlan:
     """The plan of a config on the GPU at hand, or on CPUs. It needs only the shapes of the model's weights."""
+    return MemoryPlan.of(config, Sizes.of(shapes_of(config.model, config.models_dir)), ranks.size, gpu_of(config))
+
+
+def gpu_of(config: Config) -> Gpu | None:
+    """The GPU at hand, if the run uses one."""
     cluster = config.resolved_cluster
     on_gpu = bool(cluster.gpus) if cluster.on else pick_device(config.model.device).type == "cuda"
-    sizes = Sizes.of(shapes_of(config.model, config.models_dir))
-    return MemoryPlan.of(config, sizes, ranks.size, gpu_at_hand() if on_gpu else None)
+    return gpu_at_hand() if on_gpu else None
 
 
 def server_memory_fraction(config: Config, sizes: Sizes, gpu_bytes: float) -> float:
