@@ -1,4 +1,4 @@
-"""Everything that a machine with a GPU can show, in one command: 20 minutes on one H100 or H200, no network.
+"""Everything that a machine with a GPU can show, in one command and without a network. It stops after ``--minutes``.
 
     make gpu-acceptance                                                  # or: python benchmarks/gpu_acceptance.py
     python benchmarks/gpu_acceptance.py --only kernels,mismatch --minutes 9

@@ -1,4 +1,4 @@
-"""Models with random weights of a true shape: Qwen3-VL-2B's, as numbers, so that benchmarks need no download."""
+"""Models with random weights of a true shape, Qwen3-VL-2B's, so that benchmarks need no download."""
 
 from __future__ import annotations
 
@@ -13,53 +13,21 @@ from vlmrl.model import tiny
 from vlmrl.model.loading import LoadedModel, load_reader
 from vlmrl.model.lora import add_lora
 from vlmrl.model.policy import Policy
+from vlmrl.plan.published_models import PUBLISHED
 
 
 def qwen3_vl_2b(ids: dict[str, int]) -> Qwen3VLConfig:
-    """The config of Qwen/Qwen3-VL-2B-Instruct, with the special tokens' ids of another tokenizer's vocabulary ``ids``.
-
-    Source: the config.json published with the model.
-    """
-    text: dict[str, Any] = {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 262144,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 5_000_000.0,
-            "mrope_section": [24, 20, 20],
-            "mrope_interleaved": True,
-        },
-        "bos_token_id": None,
-        "eos_token_id": ids["<|im_end|>"],
-        "tie_word_embeddings": True,
-    }
-    vision: dict[str, Any] = {
-        "depth": 24,
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_heads": 16,
-        "out_hidden_size": 2048,
-        "num_position_embeddings": 2304,
-        "deepstack_visual_indexes": [5, 11, 17],
-        "patch_size": 16,
-        "temporal_patch_size": 2,
-        "spatial_merge_size": 2,
-    }
+    """The config of Qwen/Qwen3-VL-2B-Instruct, with the special tokens' ids of another tokenizer's vocabulary ``ids``."""
+    fields: dict[str, Any] = PUBLISHED["Qwen/Qwen3-VL-2B-Instruct"]
+    ends = {"bos_token_id": None, "eos_token_id": ids["<|im_end|>"]}
     return Qwen3VLConfig(
-        text_config=text,
-        vision_config=vision,
+        text_config=fields["text_config"] | ends,
+        vision_config=fields["vision_config"],
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
-        tie_word_embeddings=True,
+        tie_word_embeddings=fields["tie_word_embeddings"],
     )
 
 

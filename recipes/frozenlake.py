@@ -9,8 +9,8 @@ Group size, batch, learning rate, token limits, lakes and steps per turn are tho
 32 lakes x 8 trajectories, lr 1e-6, no KL, 400 steps, on two GPUs. For that model: ``--model.path Qwen/Qwen2.5-VL-3B-Instruct``.
 Theirs adds 0.02 for a well-formed reply; ours rewards only the goal.
 
-Memory, computed: weights, master weights, gradients and optimizer state of the 2B model take 18 bytes a parameter, 38 GB in all;
-the rest of an 80 GB GPU is for activations and the engine's KV cache. No full run of this recipe has been measured yet.
+Memory, computed by ``vlmrl plan recipes/frozenlake.py --gpu h100-80gb``: 45 GiB in training; in the rollout the KV cache takes what is
+left. No full run of this recipe has been measured yet.
 """
 
 import vlmrl

@@ -18,9 +18,9 @@ e5 on a server; to use it:
 Other histories: ``--rollout.history append`` (passages in user messages), or ``--rollout.history rerender --rollout.history-policy
 last_turns --rollout.samples step_wise`` (only the passages of the last turn stay in the prompt).
 
-Memory, computed: weights, master weights, gradients and optimizer state of the 1.7B model take 18 bytes a parameter, 31 GB, its
-frozen reference 3 GB; the rest of an 80 GB GPU is for activations and the KV cache. No full run of this recipe has been measured
-yet. Building the BM25 index of 21 million passages, once, needs tens of GB of host memory.
+Memory, computed by ``vlmrl plan recipes/search.py --gpu h100-80gb``: 39 GiB in training; in the rollout the KV cache takes what is
+left. No full run of this recipe has been measured yet. Building the BM25 index of 21 million passages, once, needs tens of GB of host
+memory.
 """
 
 from pathlib import Path

@@ -13,8 +13,8 @@ Batch, group, turns and learning rate are those of verl's DeepEyes recipe, the p
 at most 5 replies, one step a batch, 1e-6, no KL, on eight GPUs with Qwen2.5-VL-7B. Its token limits are larger, since its photos
 are larger and its answers longer, and a language model grades them; ours are graded by comparing letters.
 
-Memory, computed: weights, master weights, gradients and optimizer state of the 2B model take 18 bytes a parameter, 38 GB in all;
-the rest of an 80 GB GPU is for activations and the engine's KV cache. No full run of this recipe has been measured yet.
+Memory, computed by ``vlmrl plan recipes/zoom.py --gpu h100-80gb``: 45 GiB in training; in the rollout the KV cache takes what is
+left. No full run of this recipe has been measured yet.
 """
 
 import vlmrl

@@ -8,11 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from acceptance.mismatch import MEAN
 from acceptance.models import parameters_of, random_folder
 from acceptance.report import Report, gib, need_dependencies, require, within
-
-MEAN = 5e-2  # nats; see mismatch.py
-PEAK_FLOPS = 989e12  # of an H100 or H200, dense, in bfloat16 (NVIDIA's data sheets)
 
 
 def run(report: Report) -> None:
@@ -56,6 +54,8 @@ def trained(config: Any) -> list[dict[str, Any]]:
 
 def summary(report: Report, rows: list[dict[str, Any]]) -> str:
     """Means over the steps after the first two, which compile kernels."""
+    from vlmrl.plan.gpus import gpu_at_hand
+
     later = rows[2:] or rows
 
     def mean(name: str) -> float:
@@ -67,9 +67,11 @@ def summary(report: Report, rows: list[dict[str, Any]]) -> str:
         f"({mean('sampled_tokens') / rollout:.0f} sampled tokens/s), update {train:.1f} s ({mean('tokens') / train:.0f} trained "
         f"tokens/s), {mean('images/seen') / (rollout + train):.1f} images/s; gradient norm {mean('grad_norm'):.2g}; "
     )
-    if report.device.type == "cuda":
-        least = 6 * parameters_of(report) * mean("tokens") / train / PEAK_FLOPS
-        text += f"utilisation of the update by trained tokens alone {least:.1%} of {PEAK_FLOPS / 1e12:.0f} TFLOP/s, "
+    gpu = gpu_at_hand()
+    if gpu is not None and gpu.flops:  # those of an unknown GPU are not known
+        least = 6 * parameters_of(report) * mean("tokens") / train / gpu.flops
+        text += f"utilisation of the update by trained tokens alone {least:.1%} of {gpu.flops / 1e12:.0f} TFLOP/s, "
+    if gpu is not None:
         text += f"peak memory {gib(torch.cuda.max_memory_allocated())}; "
     worst = max(row["logprob_mismatch/mean"] for row in rows)
     return text + within(mismatch=(worst, MEAN))

@@ -9,10 +9,8 @@ from vlmrl.config import Algo, Model, Optim
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.train.trainer import Trainer, TrainerSpec
 
-MEAN, LARGEST = (
-    5e-2,
-    0.5,
-)  # nats, of a random 2B, which has 0.02 on a CPU; the startup parity check of servers allows 0.1
+# Nats, of a random 2B, which has 0.02 on a CPU; the startup parity check of servers allows 0.1.
+MEAN, LARGEST = 5e-2, 0.5
 
 
 def run(report: Report) -> None:

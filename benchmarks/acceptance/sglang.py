@@ -8,7 +8,8 @@ import threading
 from dataclasses import replace
 
 import torch
-from acceptance.geometry import MEAN, trained
+from acceptance.geometry import trained
+from acceptance.mismatch import MEAN
 from acceptance.models import random_folder
 from acceptance.report import NotTried, Report, gib, need_dependencies, within
 

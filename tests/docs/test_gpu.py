@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/gpu.md"
-ON_GPU = re.compile(r"cuda|nccl|flex|is_available|pin_memory|BlockMask|block_mask|(?:^|_)ipc|^Ipc|_ON_GPU$|^to_gpu_of$")
+ON_GPU = re.compile(r"cuda|nccl|flex|is_available|pin_memory|BlockMask|block_mask|(?:^|_)ipc|^Ipc|_ON_GPU$")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 PARTS = (*FUNCTIONS, ast.ClassDef)
 

@@ -397,12 +397,12 @@ class OnGpu:
     """Shapes of a model of 1,000 ids and two layers on a GPU: 64 bytes a token."""
 
     device, dtype = torch.device("cuda", 0), torch.bfloat16
-    layer_kinds = ("full_attention", "linear_attention")
 
     class Config:
         hidden_size, vocab_size, num_attention_heads, num_key_value_heads = 32, 1000, 4, 2
         linear_num_value_heads, linear_num_key_heads, linear_conv_kernel_dim = 4, 2, 4
         linear_key_head_dim = linear_value_head_dim = 8
+        layer_types = ("full_attention", "linear_attention")
 
         def get_text_config(self):
             return self

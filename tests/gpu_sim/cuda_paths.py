@@ -112,9 +112,8 @@ def trainer_code() -> None:
     }
     os.environ |= launched | {"MASTER_PORT": str(free_ports(1)[0])}
     start = dist.init_process_group
-    dist.init_process_group = lambda backend, **options: start(
-        "gloo", **options
-    )  # NCCL does not start on a simulated GPU
+    # NCCL does not start on a simulated GPU.
+    dist.init_process_group = lambda backend, **options: start("gloo", **options)
     assert join_process_group(backend_of(CUDA)).size == 1 and torch.cuda.current_device() == 1
     dist.destroy_process_group()
     for name in launched:

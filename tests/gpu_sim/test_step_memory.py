@@ -95,7 +95,7 @@ def test_the_plan_of_lora(step, checkpointed):
 
 @pytest.mark.parametrize(("model", "ranks"), [("Qwen/Qwen3-VL-2B-Instruct", 8), ("Qwen/Qwen3-VL-30B-A3B-Instruct", 16)])
 def test_the_plan_of_a_sharded_trainer(step, model, ranks):
-    """Rank 1 of FSDP2, with the policy's own sharding; collectives return at once, and its memory is counted by torch's allocator."""
+    """Rank 0 of FSDP2, with the policy's own sharding; collectives return at once, and its memory is counted by torch's allocator."""
     measured = step("geo3k", ranks, "--model.path", model)
     config = recipe_config("geo3k")
     config = replace(config, model=replace(config.model, path=model))

@@ -10,6 +10,8 @@ import torch
 
 from vlmrl.cli.plan import plan_lines, sizes_of
 from vlmrl.config import Algo, Cluster, Config, Lora, Model, Optim, Rollout, SGLang, Train
+from vlmrl.engine.hf.budget import PREFILL_TOKENS, reserved_bytes
+from vlmrl.plan import gpus, memory_plan
 from vlmrl.plan.activations import Gradients, MicroBatchSize, ModelShape, VisionShape, micro_batch_memory
 from vlmrl.plan.advice import suggestions
 from vlmrl.plan.gpus import GIB, KNOWN, Gpu, gpu_named
@@ -117,7 +119,8 @@ def test_a_server_and_an_offloaded_trainer_on_one_gpu():
     training = found["forward and backward"]
     assert training["server's weights"] == 200 and "server's KV cache" not in training  # it sleeps
     assert training["optimizer state"] == 800
-    assert found["weight update"]["weights"] == 200 and "masters" not in found["weight update"]
+    update = found["weight update"]  # `TrainerMemory.onload` moves all of the trainer
+    assert (update["weights"], update["masters"], update["optimizer state"]) == (200, 400, 800)
     assert found["weight update"]["bucket"] == 0  # of an engine without server settings
 
 
@@ -185,23 +188,47 @@ def test_the_share_of_the_server_fits_beside_the_trainer_at_every_moment(sizes):
     )
 
 
+def test_the_embedded_engine_leaves_free_what_its_budget_leaves_free(sizes):
+    """With less the plan would promise a KV cache that the engine does not use."""
+    plan = MemoryPlan.of(GEO3K, sizes, 1, H100)
+    rows = plan.cache / (5120 * sizes.cached * 2)
+    assert 1 < rows < 256
+    reserved = reserved_bytes(2048, 151936, 2, rows, PREFILL_TOKENS)
+    assert plan.moments["rollout"]["engine's activations"] == pytest.approx(reserved)
+    assert plan.peak == pytest.approx(H100.memory)
+    limited = replace(GEO3K, rollout=replace(GEO3K.rollout, kv_cache_gib=2.0))
+    assert MemoryPlan.of(limited, sizes, 1, H100).cache == 2 * GIB
+
+
+@pytest.mark.parametrize("engine", ["embedded", "sglang"])
+def test_an_engine_that_samples_during_training_keeps_its_memory(sizes, engine):
+    config = replace(GEO3K, engine=engine, train=replace(GEO3K.train, max_staleness=1))
+    plan = MemoryPlan.of(config, sizes, 1, H100)
+    training = plan.moments["forward and backward"]
+    assert sum(size for part, size in training.items() if "KV cache" in part) == plan.cache > 5 * GIB
+    assert any(part.startswith("trainer's optimizer state") for part in plan.moments["rollout"])
+    assert plan.fits and plan.training_peak == pytest.approx(H100.memory, rel=0.03)
+    lines = "\n".join(plan_lines(config, "h100-80gb", None))
+    assert ("--rollout.kv-cache-gib" in lines) == (engine == "embedded")
+
+
 def test_each_suggestion_makes_the_run_fit():
     gpu = gpu_named("h100-80gb")
     config = replace(GEO3K, train=replace(GEO3K.train, gradient_checkpointing=False))
-    lines = suggestions(config, 1, gpu, sizes_of)
+    lines = suggestions(config, gpu, sizes_of)
     assert lines[0].startswith("--train.gradient-checkpointing True: ")
     assert not MemoryPlan.of(config, sizes_of(config), 1, gpu).fits
-    small = suggestions(GEO3K, 1, gpu_named("4090-24gb"), sizes_of)
+    small = suggestions(GEO3K, gpu_named("4090-24gb"), sizes_of)
     assert [line.split(":")[0] for line in small][:2] == ["--model.lora.rank 32", "--cluster.gpus 4"]
     adapted = replace(GEO3K, model=replace(GEO3K.model, lora=Lora(rank=32)))
     assert MemoryPlan.of(adapted, sizes_of(adapted), 1, gpu_named("4090-24gb")).fits
 
 
 def test_suggestions_are_joined_where_none_is_enough_alone():
-    (line,) = suggestions(GEO3K, 1, Gpu("10 GiB", 10 * GIB, 1e12, 1e9, 1e9), sizes_of)
+    (line,) = suggestions(GEO3K, Gpu("10 GiB", 10 * GIB, 1e12, 1e9, 1e9), sizes_of)
     assert line.startswith("--train.tokens-per-micro-batch 8192 --optim.offload --model.lora.rank 32")
     assert ", together: " in line
-    (none,) = suggestions(GEO3K, 1, Gpu("6 GiB", 6 * GIB, 1e12, 1e9, 1e9), sizes_of)
+    (none,) = suggestions(GEO3K, Gpu("6 GiB", 6 * GIB, 1e12, 1e9, 1e9), sizes_of)
     assert none.startswith("no setting that was tried makes it fit")
 
 
@@ -220,7 +247,11 @@ def test_the_plan_names_gpu_mode_and_what_was_assumed():
         plan_lines(GEO3K, "h100-80gb", 0)
 
 
-def test_without_a_gpu_the_plan_is_for_the_cpu():
+@pytest.mark.parametrize("at_hand", [None, H100])
+def test_without_a_gpu_the_plan_is_for_the_cpu(monkeypatch, at_hand):
+    """As for a run on the CPU of a machine that has a GPU."""
+    for module in (memory_plan, gpus):
+        monkeypatch.setattr(module, "gpu_at_hand", lambda: at_hand)
     lines = plan_lines(Config(model=Model(path=MODEL, device="cpu")), None, None)
     assert any("placement one process, on cpu" in line for line in lines)
     assert "plans for a GPU that is not at hand" in lines[-1]

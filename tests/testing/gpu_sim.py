@@ -160,9 +160,7 @@ def _nvidia() -> Path:
 def _stubs(nvidia: Path, defined: set[str]) -> str:
     """C code for every function of the libraries that our files do not define."""
     reported = {name for library in nvidia.glob(RUNTIME) for name in _exported(library)} - defined
-    for header in nvidia.glob(
-        "cu*/include/cuda.h"
-    ):  # no driver is installed, so its functions are read from the header
+    for header in nvidia.glob("cu*/include/cuda.h"):  # no driver is installed: its functions are those of the header
         reported |= _declared(header.read_text()) - defined
     empty = {name for pattern in DO_NOTHING for library in nvidia.glob(pattern) for name in _exported(library)}
     lines = ['#include "simulated.h"']

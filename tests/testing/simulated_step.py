@@ -5,8 +5,8 @@ Runs in a process that `testing.gpu_sim` started: tensors have their true sizes 
     simulated_gpu.run(Path("tests/testing/simulated_step.py"), "recipes/geo3k.py", 1, "--model.lora.rank", 32, memory=2**37)
 
 gives the recipe, the number of ranks and options of the recipe, whose model is one of `vlmrl.plan.published_models`. It prints one
-JSON object: for each of two optimizer steps the peak of each phase in bytes, in all and by part. The model, the trainer
-and ``Trainer.step`` are those of a run, except for :data:`REPLACED`. The allocator counts tensors in blocks of 512 bytes; it does not
+JSON object: for each of two optimizer steps the peak of each phase in bytes, in all and by part. The model, the trainer and
+``Trainer.step`` are those of a run, except for :data:`REPLACED`. The allocator counts tensors in blocks of 512 bytes; it does not
 count the CUDA context, nor the workspaces of cuBLAS and NCCL, for which the memory plan has a reserve.
 """
 
@@ -48,7 +48,7 @@ from vlmrl.types import MediaItem, Sample
 REPLACED = {
     "numbers that are read back": "float(), tolist(), nonzero() and masks as indices: KnownNumbers computes what follows from token "
     "ids, masks and grids; any other number, such as the gradient norm, is 1",
-    "random weights": "_allocate: a run draws them on the host in float32, which takes 4 bytes a parameter there",
+    "random weights": "_without_values allocates them on the host and writes nothing there, which would take 4 bytes a parameter",
     "flex attention": "_Attention allocates what the compiled kernel does; the kernel itself is compiled in other tests",
 }
 
@@ -81,10 +81,12 @@ def _attend(module: Any, query: Any, key: Any, value: Any, mask: Any, tree: Any 
     return _Attention.apply(query, key, value).transpose(1, 2).contiguous(), None
 
 
-def _allocate(auto: Any, hf_config: Any, dtype: torch.dtype) -> Any:
-    """In place of `loading._random`: a model on the GPU, whose weights nothing computes."""
-    with torch.device("cuda:0"):
-        return auto.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+def _without_values(auto: Any, hf_config: Any, dtype: torch.dtype) -> Any:
+    """As `vlmrl.model.loading._random`, without any number: the system gives memory only to pages that are written."""
+    with torch.device("meta"):
+        model = auto.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+    model.to_empty(device="cpu").tie_weights()
+    return model
 
 
 def folder_of(config: dict[str, Any], scratch: Path) -> Path:
@@ -235,24 +237,22 @@ class Phases:
 def simulate(
     config: Config, samples_of: Callable[[Any], Sequence[Sample]], ranks: int = 1, steps: int = 2
 ) -> dict[str, Any]:
-    """Optimizer steps of one trainer rank. ``samples_of`` makes the samples from the Hugging Face config.
+    """Optimizer steps of the trainer of rank 0. ``samples_of`` makes the samples from the Hugging Face config.
 
-    Of several it is rank 1, since rank 0 also reads the weights into its host's memory. The other ranks do not exist: collectives of
-    torch's `fake` process group return at once and leave their output as it was.
+    The other ranks do not exist: collectives of torch's `fake` process group return at once and leave their output as it was.
     """
-    rank = 1 if ranks > 1 else 0
-    loading._random = _allocate
     config = replace(config, model=replace(config.model, random_weights=True, device="cuda:0"))
+    loading._random = _without_values
     loaded = None
     if ranks > 1:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     else:
         loaded = load_model(config.model, config.models_dir, config.seed)
         if pick_checkpointing(config.train.gradient_checkpointing, loaded.policy.device):
             loaded.policy.enable_gradient_checkpointing()
     builder: Any = SimpleNamespace(config=config, trainers=SimpleNamespace(start=lambda spec: spec))
     spec: Any = new_trainer(builder)
-    trainer = Trainers.of(config, Ranks(rank, ranks), loaded).make(spec)
+    trainer = Trainers.of(config, Ranks(0, ranks), loaded).make(spec)
     samples = samples_of(trainer.policy.config)
     result: dict[str, Any] = {"loaded": parts_of(trainer), "steps": []}
     AttentionInterface.register(tree_attention.NAME, _attend)

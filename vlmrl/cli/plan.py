@@ -53,28 +53,31 @@ def plan_lines(config: Config, gpu_name: str | None, gpus: int | None) -> list[s
     """
     from vlmrl.config.fields import require
     from vlmrl.plan.advice import on_gpus, on_one_gpu, suggestions
-    from vlmrl.plan.gpus import gpu_at_hand, gpu_named
-    from vlmrl.plan.memory_plan import MemoryPlan
+    from vlmrl.plan.gpus import GIB, gpu_named
+    from vlmrl.plan.memory_plan import MemoryPlan, gpu_of
     from vlmrl.plan.step_time import describe_estimate, estimate_step
 
-    gpu = gpu_at_hand() if gpu_name is None else gpu_named(gpu_name)
     if gpus is not None:
         require(gpus > 0, "--gpus", "1 or more", gpus)
         config = on_gpus(config, gpus) if gpus > 1 or config.cluster.on else on_one_gpu(config)
+    gpu = gpu_of(config) if gpu_name is None else gpu_named(gpu_name)
     sizes = sizes_of(config)
     plan = MemoryPlan.of(config, sizes, 1, gpu)
     lines = str(plan).splitlines()
     if gpu is None:
         return [*lines, "          --gpu h100-80gb, or another name, plans for a GPU that is not at hand"]
     lines += _mode(config, gpus)
+    if config.train.max_staleness and config.engine == "embedded" and not config.cluster.on:
+        limit = f"--rollout.kv-cache-gib {plan.cache / GIB:.1f}"
+        lines.append(f"set       {limit}: without it, the engine takes what is free between two of the trainer's steps")
     lines += _assumed(config)
     if plan.fits:
         lines.append(f"verdict   fits {gpu.name}. Computed, not measured")
     else:
         lines.append(f"verdict   does not fit {gpu.name}. It would with")
-        lines += [f"          {line}" for line in suggestions(config, 1, gpu, sizes_of)]
+        lines += [f"          {line}" for line in suggestions(config, gpu, sizes_of)]
     if gpu.flops and plan.fits:
-        lines += describe_estimate(estimate_step(config, plan, gpu), sizes)
+        lines += describe_estimate(estimate_step(config, plan, gpu), config)
     return lines
 
 

@@ -123,9 +123,8 @@ def draw_adapters(config: Model, cache_dir: Path, seed: int) -> dict[str, torch.
     """The initial adapters of ``config`` by name, on the CPU in float32: the numbers that a model with weights would get."""
     model = shapes_of(replace(config, lora=Lora()), cache_dir)
     for layer in model.modules():
-        if isinstance(
-            layer, nn.Linear
-        ):  # an adapter takes its layer's device and dtype: one number stands for all of its weight
+        if isinstance(layer, nn.Linear):
+            # An adapter takes its layer's device and dtype: one number stands for all of the layer's weight.
             stand_in = torch.zeros(()).expand(layer.weight.shape)
             layer.weight = nn.Parameter(stand_in, requires_grad=layer.weight.requires_grad)
     _adapt(model, config.lora, seed)

@@ -166,6 +166,18 @@ def layer_kinds(config: Any) -> list[str]:
     return getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
 
 
+def head_width(config: Any) -> int:
+    """Channels of one attention head of the decoder."""
+    text = config.get_text_config()
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def cached_elements(config: Any) -> int:
+    """Numbers in the KV cache for one token. Recurrent layers have no KV cache."""
+    layers = layer_kinds(config).count("full_attention")
+    return 2 * layers * config.get_text_config().num_key_value_heads * head_width(config)
+
+
 def _check_attention(config: Any) -> None:
     """Raise ValueError for configs that would give wrong numbers silently."""
     text = config.get_text_config()

@@ -12,7 +12,7 @@ from typing import Any
 
 from vlmrl.model.families import family_of
 from vlmrl.model.head import LOGITS_ON_GPU
-from vlmrl.model.policy import layer_kinds
+from vlmrl.model.policy import head_width, layer_kinds
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ModelShape:
         """The shape of a Hugging Face model, which may be on the meta device."""
         config = model.config
         text = config.get_text_config()
-        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        head = head_width(config)
         experts = getattr(text, "num_experts_per_tok", 0) if getattr(text, "num_experts", 0) else 0
         names = [name for name, _ in model.named_modules()]
         layers = [m for m in model.modules() if type(m).__name__ in set(model._no_split_modules or ())]
@@ -160,10 +160,8 @@ def micro_batch_memory(shape: ModelShape, size: MicroBatchSize, gradients: Gradi
     hidden, tokens = shape.hidden, size.tokens
     layer = float(shape.layer_bytes(gradients.adapted))
     kept = 2 * hidden if gradients.checkpointed else layer
-    activations = tokens * shape.layers * kept
-    activations += (
-        10 * tokens + 2 * size.targets
-    ) * hidden  # the final norm, its output, and the hidden states of targets
+    outside = (10 * tokens + 2 * size.targets) * hidden  # the final norm, its output, and the hidden states of targets
+    activations = tokens * shape.layers * kept + outside
     chunk = min(size.targets, max(1, LOGITS_ON_GPU // shape.vocabulary)) * shape.vocabulary
     head = max(12 * chunk, 10 * chunk + (4 * hidden * shape.vocabulary if gradients.head else 0))
     temporary = 2 * hidden + shape.mlp_bytes / 4  # the gradients of a layer's output and of the MLP's product

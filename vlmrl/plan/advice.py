@@ -22,11 +22,11 @@ class Change:
     apply: Callable[[Config], Config]
 
 
-def suggestions(config: Config, ranks: int, gpu: Gpu, sizes_of: SizesOf) -> list[str]:
+def suggestions(config: Config, gpu: Gpu, sizes_of: SizesOf) -> list[str]:
     """Lines for a run that does not fit: single changes after which it does; or else several together."""
-    plan = _planner(ranks, gpu, sizes_of)
+    plan = _planner(gpu, sizes_of)
     shape = sizes_of(config).shape
-    changes = list(changes_of(config, ranks, experts=shape is not None and shape.experts_per_token > 0))
+    changes = list(changes_of(config, experts=shape is not None and shape.experts_per_token > 0))
     fitting = [
         (change, found) for change in changes if (found := plan(change.apply(config))) is not None and found.fits
     ]
@@ -35,7 +35,7 @@ def suggestions(config: Config, ranks: int, gpu: Gpu, sizes_of: SizesOf) -> list
     return _together(config, changes, plan)
 
 
-def changes_of(config: Config, ranks: int, *, experts: bool) -> Iterator[Change]:
+def changes_of(config: Config, *, experts: bool) -> Iterator[Change]:
     """What reduces memory, from the cheapest change to the one that changes the run most."""
     if config.train.gradient_checkpointing is False:
         yield Change(
@@ -61,7 +61,7 @@ def changes_of(config: Config, ranks: int, *, experts: bool) -> Iterator[Change]
         named = f" --model.lora.targets {' '.join(targets)}" if targets else ""
         lora = Lora(rank=32, targets=targets)
         yield Change(f"--model.lora.rank 32{named}", lambda c: replace(c, model=replace(c.model, lora=lora, freeze=())))
-    known = cluster.gpus if cluster.on else ranks
+    known = cluster.gpus if cluster.on else 1
     for gpus in (2, 4, 8, 16, 32):
         if gpus > known:
             yield Change(f"--cluster.gpus {gpus}", lambda c, gpus=gpus: on_gpus(c, gpus))  # type: ignore[misc]
@@ -78,10 +78,10 @@ def on_one_gpu(config: Config) -> Config:
     return replace(config, cluster=Cluster())
 
 
-def _planner(ranks: int, gpu: Gpu, sizes_of: SizesOf) -> Callable[[Config], MemoryPlan | None]:
+def _planner(gpu: Gpu, sizes_of: SizesOf) -> Callable[[Config], MemoryPlan | None]:
     def plan(config: Config) -> MemoryPlan | None:
         try:
-            return MemoryPlan.of(config, sizes_of(config), 1 if config.cluster.on else ranks, gpu)
+            return MemoryPlan.of(config, sizes_of(config), 1, gpu)
         except ValueError:  # the change contradicts another setting, or does not suit this model
             return None
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from vlmrl.config import Config
+from vlmrl.engine.hf.budget import PREFILL_TOKENS, reserved_bytes
 from vlmrl.model.families import family_of
 from vlmrl.model.loading import pick_device, pick_dtype, shapes_of
-from vlmrl.model.policy import layer_kinds
+from vlmrl.model.policy import cached_elements
 from vlmrl.plan.activations import ModelShape
-from vlmrl.plan.gpus import GIB, Gpu, gpu_at_hand
+from vlmrl.plan.gpus import Gpu, gpu_at_hand
 from vlmrl.plan.moments import (
     CONTEXT,
     LEAST_CACHE,
     NCCL,
-    PREFILL,
     ROLLOUT,
     Parts,
     Placement,
@@ -48,9 +48,6 @@ class Sizes:
     @classmethod
     def of(cls, model: Any) -> Sizes:
         weights = dict(model.named_parameters())
-        text = model.config.get_text_config()
-        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        layers = layer_kinds(model.config).count("full_attention")  # recurrent layers have no KV cache
         parts = family_of(model.config).parts
         trained: dict[str, int] = {}
         for name, weight in weights.items():
@@ -58,7 +55,7 @@ class Sizes:
                 part = next((part for part, pattern in parts.items() if re.search(pattern, name)), "other")
                 trained[part] = trained.get(part, 0) + weight.numel()
         total = sum(weight.numel() for weight in weights.values())
-        return cls(total, trained, 2 * layers * text.num_key_value_heads * head, ModelShape.of(model))
+        return cls(total, trained, cached_elements(model.config), ModelShape.of(model))
 
 
 @dataclass(frozen=True)
@@ -164,10 +161,14 @@ class MemoryPlan:
 
 def plan_memory(config: Config, ranks: Ranks) -> MemoryPlan:
     """The plan of a config on the GPU at hand, or on CPUs. It needs only the shapes of the model's weights."""
+    return MemoryPlan.of(config, Sizes.of(shapes_of(config.model, config.models_dir)), ranks.size, gpu_of(config))
+
+
+def gpu_of(config: Config) -> Gpu | None:
+    """The GPU at hand, if the run uses one."""
     cluster = config.resolved_cluster
     on_gpu = bool(cluster.gpus) if cluster.on else pick_device(config.model.device).type == "cuda"
-    sizes = Sizes.of(shapes_of(config.model, config.models_dir))
-    return MemoryPlan.of(config, sizes, ranks.size, gpu_at_hand() if on_gpu else None)
+    return gpu_at_hand() if on_gpu else None
 
 
 def server_memory_fraction(config: Config, sizes: Sizes, gpu_bytes: float) -> float:
@@ -220,30 +221,54 @@ def _moments(
     copies: bool,
 ) -> dict[str, Parts]:
     cluster, settings = config.resolved_cluster, config.server_settings
-    alone = settings is None or (ranks == 1 and settings.first_gpu == 0)
+    shared = settings is None or (ranks == 1 and settings.first_gpu == 0)
+    together, during = bool(cluster.colocate) if cluster.on else shared, bool(config.train.max_staleness)
     placement = Placement(
         ranks=ranks,
         engine=not config.attached,
         served=settings is not None,
-        together=bool(cluster.colocate) if cluster.on else alone,
-        offloads=config.colocated if cluster.on else settings is not None and alone,
+        together=together,
+        offloads=config.colocated if cluster.on else settings is not None and shared and not during,
         copies=copies,
+        concurrent=together and during,
     )
     features = image_features(config, shape, cluster.num_engines if cluster.on else 1)
     weights, cache = _served(config, sizes)
     least = min(cache, max(LEAST_CACHE, cache / _trajectories(config)))  # one trajectory at its longest
     engine = {"weights": weights} if copies else {}
+    busy = 0.0  # of the trainer while the engine samples
+    if placement.concurrent:
+        trained_alone = moments_of(
+            config, shape, trainer, {}, sizes.trained, replace(placement, engine=False), dtype, gpu.memory
+        )
+        busy = max(sum(parts.values()) for parts in trained_alone.values()) - CONTEXT
     if settings is not None:
-        share = _server_share(config, gpu.memory) * gpu.memory - weights
+        share = _server_share(config, gpu.memory) * gpu.memory - weights - busy
         engine["KV cache"] = min(1.02 * cache, max(share, least))
     else:
         resident = placement.together and not placement.offloads
         static = sum(size for name, size in trainer.items() if name != "gradients") if resident else 0.0
-        reserve = CONTEXT + PREFILL + (NCCL if ranks > 1 else 0)
+        static = max(static, busy)
+        reserve = CONTEXT + (NCCL if ranks > 1 else 0)
         free = gpu.memory - static - sum(engine.values()) - features - reserve
-        limit = config.rollout.kv_cache_gib
-        engine["KV cache"] = min(cache, max(free, least) if limit is None else limit * GIB)
+        engine |= _embedded(config, shape, cache, least, free, dtype)
     return moments_of(config, shape, trainer, engine, sizes.trained, placement, dtype, gpu.memory, features)
+
+
+def _embedded(
+    config: Config, shape: ModelShape, longest: float, least: float, free: float, dtype: torch.dtype
+) -> Parts:
+    """The embedded engine's KV cache and what it leaves free beside it, of ``free`` bytes. ``longest``: the largest KV cache."""
+
+    def reserved(rows: float) -> float:
+        return reserved_bytes(shape.hidden, shape.vocabulary, dtype.itemsize, rows, PREFILL_TOKENS)
+
+    trajectories, limit = _trajectories(config), config.rollout.kv_cache_bytes
+    row = longest / trajectories
+    usable = free - reserved(0) if limit is None else limit
+    rows = min(trajectories, max(1.0, usable / (row + reserved(1) - reserved(0) if limit is None else row)))
+    cache = max(free - reserved(rows), least) if limit is None else limit
+    return {"KV cache": min(longest, cache), "activations": reserved(rows)}
 
 
 def _where(config: Config, device: torch.device, ranks: int) -> str:

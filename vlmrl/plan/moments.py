@@ -22,8 +22,6 @@ FRAGMENTED_LEAST, FRAGMENTED_SHARE = 2.0 * GIB, 0.04
 """What the caching allocator holds and no tensor uses: 0.6 to 2.2 GiB beside 2 to 59 GiB of activations on a simulated GPU."""
 ASSUMED_IMAGE = 512 * 512
 """Pixels of an image where `model.max_image_pixels` does not say."""
-PREFILL = 2.0 * GIB
-"""What the embedded engine computes prompts with. An assumption until it is measured."""
 LEAST_CACHE = 1.0 * GIB
 """KV cache below which an engine is not worth starting."""
 
@@ -44,6 +42,8 @@ class Placement:
     """Each gives its memory back while the other works. A server keeps its weights."""
     copies: bool
     """The engine has its own copy of the weights."""
+    concurrent: bool = False
+    """Rollouts go on while the trainer works (`train.max_staleness`): an engine on the same GPUs never sleeps."""
 
 
 def moments_of(
@@ -70,24 +70,24 @@ def moments_of(
         moments[ROLLOUT] = _awake(engine, placement, memory) | {
             f"trainer's {name}": resident[name] for name in resident
         }
-    working = micro_batch_memory(shape, micro_batch_size(config, shape), _gradients(config))
+    working = micro_batch_memory(shape, micro_batch_size(config, shape), gradients_of(config))
     working |= _gathered(shape, placement.ranks > 1, dtype)
     gradients = {"gradients": trainer["gradients"]}
     moments["forward and backward"] = static | gradients | working | sleeping
     moments["optimizer step"] = static | {"optimizer state": 8.0 * trained / placement.ranks} | gradients | sleeping
     if placement.engine and placement.copies:
         bucket = config.server_settings.bucket_mb * 2.0**20 if config.server_settings else 0.0
-        weights = {"weights": static["weights"]} if placement.offloads else static
-        moments["weight update"] = weights | {"bucket": bucket} | sleeping
+        moments["weight update"] = static | {"bucket": bucket} | sleeping  # a trainer is moved to the GPU as a whole
     for name, parts in moments.items():
-        if features and name == ROLLOUT:
+        if features and (name == ROLLOUT or placement.concurrent):
             parts["image features"] = features
         busy = sum(working.values()) if name == "forward and backward" else 0.0
         parts |= _reserve(busy, placement.ranks > 1)
     return moments
 
 
-def _gradients(config: Config) -> Gradients:
+def gradients_of(config: Config) -> Gradients:
+    """What the run trains, as far as it changes the backward pass."""
     lora, frozen = config.model.lora, set(config.model.freeze)
     return Gradients(
         checkpointed=pick_checkpointing(config.train.gradient_checkpointing, torch.device("cuda")),
@@ -97,11 +97,17 @@ def _gradients(config: Config) -> Gradients:
     )
 
 
+def prompt_tokens(config: Config) -> int:
+    """The longest prompt: `data.max_prompt_tokens`, or a quarter of a trajectory where that is unset."""
+    longest = config.rollout.max_tokens
+    return min(config.data.max_prompt_tokens or longest // 4, longest - 1)
+
+
 def micro_batch_size(config: Config, shape: ModelShape) -> MicroBatchSize:
     """The largest micro-batch: full of the longest trajectories, with an image in the prompt and one after each turn but the last."""
     rollout = config.rollout
     tokens = max(config.train.tokens_per_micro_batch, rollout.max_tokens)
-    prompt = min(config.data.max_prompt_tokens or rollout.max_tokens // 4, rollout.max_tokens - 1)
+    prompt = prompt_tokens(config)
     if shape.vision is None:
         return MicroBatchSize(tokens, tokens - prompt)
     image = -(-(config.model.max_image_pixels or ASSUMED_IMAGE) // shape.vision.pixels_per_token)
@@ -112,9 +118,10 @@ def micro_batch_size(config: Config, shape: ModelShape) -> MicroBatchSize:
 
 
 def image_features(config: Config, shape: ModelShape, engines: int) -> float:
-    """Bytes of the features that an embedded engine keeps: of each group's prompt, and of each trajectory's later images.
+    """Bytes of the image features that an embedded engine keeps during a rollout.
 
-    An image is one bfloat16 vector for each token and for each of the vision tower's outputs.
+    They are those of each group's prompt and of each trajectory's later images. An image is one bfloat16 vector for each token and for
+    each of the vision tower's outputs.
     """
     if shape.vision is None or config.engine != "embedded":
         return 0.0
@@ -153,8 +160,7 @@ def server_graphs(memory: float) -> float:
 
 def _awake(engine: Parts, placement: Placement, memory: float) -> Parts:
     if not placement.served:
-        own = {f"engine's {name}" if name == "weights" else name: size for name, size in engine.items()}
-        return own | {"engine's activations": PREFILL}
+        return {name if name == "KV cache" else f"engine's {name}": size for name, size in engine.items()}
     context = CONTEXT if placement.together else 0.0  # beside the trainer's, which is in the reserve
     parts = {f"server's {name}": size for name, size in engine.items()}
     return parts | {"server's activations and graphs": server_runtime(memory) + context}
@@ -164,6 +170,8 @@ def _asleep(engine: Parts, placement: Placement, memory: float) -> Parts:
     """What the engine keeps on a trainer's GPU while the trainer works. A sleeping server has released its KV cache alone."""
     if not placement.engine or not placement.together:
         return {}
+    if placement.concurrent:
+        return _awake(engine, placement, memory)
     if placement.served:
         return {"server's weights": engine["weights"], "server's graphs": server_graphs(memory) + CONTEXT}
     return {"engine's weights": engine["weights"]} if placement.copies and not placement.offloads else {}

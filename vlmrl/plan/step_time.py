@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from vlmrl.config import Config
 from vlmrl.plan.activations import ModelShape
 from vlmrl.plan.gpus import Gpu
-from vlmrl.plan.memory_plan import MemoryPlan, Sizes
-from vlmrl.plan.moments import ROLLOUT, micro_batch_size
+from vlmrl.plan.memory_plan import MemoryPlan
+from vlmrl.plan.moments import ROLLOUT, gradients_of, micro_batch_size, prompt_tokens
 
 COMPUTE = 0.4
 """Share of the GPU's bfloat16 arithmetic that training and prefill reach."""
@@ -20,7 +20,7 @@ BANDWIDTH = 0.6
 HOST_LINK = 25e9
 """Bytes per second between GPU and host memory (PCIe 4.0 x16)."""
 EMBEDDED_LAYER = 0.8e-3
-"""Seconds in which the embedded engine, which launches each kernel from Python, decodes one layer of one token at best."""
+"""Seconds in which the embedded engine, which launches each kernel from Python, decodes one layer of one token."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class StepWork:
     @classmethod
     def of(cls, config: Config, shape: ModelShape) -> StepWork:
         rollout, train = config.rollout, config.train
-        prompt = min(config.data.max_prompt_tokens or rollout.max_tokens // 4, rollout.max_tokens - 1)
+        prompt = prompt_tokens(config)
         trajectories = train.groups_per_batch * rollout.group_size
         replies = rollout.max_tokens - prompt
         prompts = train.groups_per_batch if train.share_prefixes else trajectories
@@ -59,7 +59,7 @@ def estimate_step(config: Config, plan: MemoryPlan, gpu: Gpu) -> dict[str, float
     scores = (config.train.steps_per_batch > 1) + bool(algo.kl_coef)
     if scores:
         parts["logprobs before the step and of the reference"] = scores * forward
-    again = float(config.train.gradient_checkpointing is not False)
+    again = float(gradients_of(config).checkpointed)
     backward = 1.0 if config.model.lora.rank else 2.0  # frozen weights need no gradient of their own
     parts["forward and backward"] = (1 + backward + again) * forward
     trained = sizes.trained / plan.ranks
@@ -73,9 +73,8 @@ def estimate_step(config: Config, plan: MemoryPlan, gpu: Gpu) -> dict[str, float
 def forward_flops(shape: ModelShape, work: StepWork) -> float:
     """Operations of one forward pass: 2 for each weight and token, and 4 for each query, key and channel of attention."""
     length = work.prompt + work.replies
-    attention = (
-        2.0 * shape.layers * shape.queries * length * work.computed
-    )  # half of the keys, on average, are before a query
+    # On average half of the keys are before a query.
+    attention = 2.0 * shape.layers * shape.queries * length * work.computed
     head = 2.0 * shape.hidden * shape.vocabulary * work.computed
     vision = 2.0 * shape.vision_parameters * work.patches
     return shape.flops_per_token * work.computed + attention + head + vision
@@ -119,13 +118,16 @@ def _between(config: Config, plan: MemoryPlan, gpu: Gpu) -> dict[str, float]:
     return parts
 
 
-def describe_estimate(parts: dict[str, float], sizes: Sizes) -> list[str]:
+def describe_estimate(parts: dict[str, float], config: Config) -> list[str]:
     """The estimate as lines, with its assumptions."""
+    embedded = (
+        f", {1e3 * EMBEDDED_LAYER:g} ms a layer and token in the embedded engine" if config.engine == "embedded" else ""
+    )
     each = ", ".join(
         f"{name} {seconds:.0f} s" if seconds >= 1 else f"{name} {seconds:.2f} s" for name, seconds in parts.items()
     )
     return [
         f"estimate  a step takes about {sum(parts.values()):.0f} s: {each}",
         f"          This is a roofline estimate, not a measurement: all trajectories at their longest, {COMPUTE:.0%} of the data "
-        f"sheet's arithmetic, {BANDWIDTH:.0%} of its bandwidth, no waiting for environments.",
+        f"sheet's arithmetic, {BANDWIDTH:.0%} of its bandwidth{embedded}, no waiting for environments.",
     ]

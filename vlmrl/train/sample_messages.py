@@ -1,7 +1,7 @@
 """Samples on their way from rank 0 to the other ranks.
 
-Each row is sent once for all calls on a batch. Every rank needs all rows, since micro-batches are dealt out by the rows' lengths and
-images, but an image's tensors are sent, once, only to the ranks that compute it.
+Each row is sent once for all calls on a batch. Every rank needs all rows, since the plan of micro-batches depends on the rows' lengths
+and images, but an image's tensors are sent, once, only to the ranks that compute it.
 """
 
 from __future__ import annotations

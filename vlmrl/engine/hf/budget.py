@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vlmrl.engine.base import EngineError
+from vlmrl.model.policy import cached_elements, layer_kinds
 
 if TYPE_CHECKING:
     from vlmrl.engine.hf.batch import PrefixCache, Row, RunningBatch
@@ -24,6 +25,7 @@ GIB = 2**30
 RESERVE_BYTES = 1.0 * GIB  # of a GPU whose free memory is the budget: allocator fragments, image encoding
 ACTIVATIONS = 24  # elements for each token and hidden dimension of a prefill forward
 LOGITS_BYTES = 32  # for each row and id of the vocabulary, while a token is drawn
+PREFILL_TOKENS = 16384  # of one prefill forward
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,12 @@ class RowSize:
     @classmethod
     def of(cls, policy: Policy) -> RowSize:
         text, size = policy.config.get_text_config(), policy.dtype.itemsize
-        kinds = policy.layer_kinds
-        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        token = 2 * kinds.count("full_attention") * text.num_key_value_heads * head * size
-        return cls(len(kinds), token, kinds.count("linear_attention") * _state_elements(text) * 4)
+        kinds = layer_kinds(policy.config)
+        return cls(
+            len(kinds),
+            size * cached_elements(policy.config),
+            kinds.count("linear_attention") * _state_elements(text) * 4,
+        )
 
 
 class Budget:
@@ -114,10 +118,13 @@ class Budget:
         if self._limit is not None or device.type != "cuda":
             return self._limit
         held = self._prefixes.nbytes + (running.cache.nbytes if running.cache is not None else 0)
-        text = self._policy.config.get_text_config()
-        activations = self._prefill_tokens * text.hidden_size * ACTIVATIONS * self._policy.dtype.itemsize
-        logits = (len(running.rows) + 1) * text.vocab_size * LOGITS_BYTES
-        return held + free_bytes(device) - RESERVE_BYTES - activations - logits
+        text, size = self._policy.config.get_text_config(), self._policy.dtype.itemsize
+        rows = len(running.rows) + 1
+        return (
+            held
+            + free_bytes(device)
+            - reserved_bytes(text.hidden_size, text.vocab_size, size, rows, self._prefill_tokens)
+        )
 
     def _never_fits(self, running: RunningBatch, row: Row) -> str:
         needed, total = self.needed(running, [row]) / GIB, (self._total(running) or 0.0) / GIB
@@ -129,6 +136,11 @@ class Budget:
             f"trajectory {row.request.trajectory_id}: rollout.kv_cache_gib must be {what}. Lower rollout.max_tokens or "
             f"rollout.max_reply_tokens, or give the engine more memory."
         )
+
+
+def reserved_bytes(hidden: int, vocabulary: int, itemsize: int, rows: float, prefill_tokens: int) -> float:
+    """Memory of a GPU that the engine leaves free beside keys and values, to compute prompts and to draw tokens for ``rows``."""
+    return RESERVE_BYTES + prefill_tokens * hidden * ACTIVATIONS * itemsize + rows * vocabulary * LOGITS_BYTES
 
 
 def free_bytes(device: torch.device) -> float:

@@ -19,7 +19,7 @@ import torch
 
 from vlmrl.engine.base import EngineError, Request, check_placeholders
 from vlmrl.engine.hf.batch import PrefixCache, Resources, Row, RunningBatch, complete
-from vlmrl.engine.hf.budget import Budget, fail
+from vlmrl.engine.hf.budget import PREFILL_TOKENS, Budget, fail
 from vlmrl.engine.hf.features import ImageFeatureCache
 from vlmrl.engine.hf.sampling import Draws
 from vlmrl.model.policy import Policy
@@ -58,7 +58,7 @@ class HFEngine:
         renderer: Renderer,
         *,
         keep_kv: bool = True,
-        prefill_tokens: int = 16384,
+        prefill_tokens: int = PREFILL_TOKENS,
         record_expert_routing: bool = False,
         kv_cache_bytes: float | None = None,
     ) -> None:

@@ -33,9 +33,8 @@ CPU_ARGS = {
     "max-total-tokens": 65536,
     "sleep-on-idle": True,
 }
-GPU_ARGS = {
-    "enable-fp32-lm-head": True
-}  # as the trainer: logits of 20, rounded to bfloat16, move a logprob by 0.03 nats
+# As the trainer computes them: logits of 20, rounded to bfloat16, move a logprob by 0.03 nats.
+GPU_ARGS = {"enable-fp32-lm-head": True}
 COLOCATED_ARGS = {
     "enable-memory-saver": True,
     # On large Hopper GPUs SGLang would reserve up to 1 GiB for image features, which a sleeping server keeps.
