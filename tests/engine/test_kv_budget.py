@@ -447,3 +447,15 @@ def test_the_setting_must_be_positive():
     with pytest.raises(ValueError, match=r"rollout\.kv_cache_gib must be greater than 0, but it is 0"):
         Rollout(kv_cache_gib=0)
     assert Rollout(kv_cache_gib=0.5).kv_cache_bytes == 2**29
+
+
+def test_a_request_that_fits_only_without_its_prefix_is_computed_again(model: LoadedModel, engine_of: Any):
+    first = a_request(model, "The color of the square, " * 8, "a", stop=("e", "a"))
+    plain = engine_of(keep_kv=False)
+    [reply] = ask(plain, first)
+    assert reply.stop_reason == "stop"  # only then its keys and values are kept
+    second = go_on(first, reply, a_request(model, "More of it.", "x", max_tokens=2))
+    engine = engine_of(kv_cache_bytes=1.05 * max(worst_case(plain, first), worst_case(plain, second)))
+    assert same(ask(engine, first)[0], reply)
+    assert "a" in engine._resources.prefixes
+    assert same(ask(engine, second)[0], ask(plain, second)[0])

@@ -68,6 +68,8 @@ class Budget:
                 chosen.append(waiting.popleft())
             elif running.rows or chosen:
                 break
+            elif row.request.trajectory_id in self._prefixes:
+                self._prefixes.release(row.request.trajectory_id)  # its prompt alone takes less than beside the prefix
             else:
                 fail([waiting.popleft()], self._never_fits(running, row))
         return chosen
