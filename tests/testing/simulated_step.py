@@ -4,8 +4,8 @@ Runs in a process that `testing.gpu_sim` started: tensors have their true sizes 
 
     simulated_gpu.run(Path("tests/testing/simulated_step.py"), "recipes/geo3k.py", 1, "--model.lora.rank", 32, memory=2**37)
 
-gives the recipe, the number of ranks and options of the recipe, whose model is one of `vlmrl.plan.published_models`. It prints one JSON
-object: for each of two optimizer steps the peak of each phase in bytes, in all and by part. The model, the trainer
+gives the recipe, the number of ranks and options of the recipe, whose model is one of `vlmrl.plan.published_models`. It prints one
+JSON object: for each of two optimizer steps the peak of each phase in bytes, in all and by part. The model, the trainer
 and ``Trainer.step`` are those of a run, except for :data:`REPLACED`. The allocator counts tensors in blocks of 512 bytes; it does not
 count the CUDA context, nor the workspaces of cuBLAS and NCCL, for which the memory plan has a reserve.
 """

@@ -220,15 +220,7 @@ def _moments(
     copies: bool,
 ) -> dict[str, Parts]:
     cluster, settings = config.resolved_cluster, config.server_settings
-    alone = settings is None or (ranks == 1 and settings.first_gpu == 0)
-    placement = Placement(
-        ranks=ranks,
-        engine=not config.attached,
-        served=settings is not None,
-        together=bool(cluster.colocate) if cluster.on else alone,
-        offloads=config.colocated if cluster.on else settings is not None and alone,
-        copies=copies,
-    )
+    placement = placement_of(config, ranks, copies)
     features = image_features(config, shape, cluster.num_engines if cluster.on else 1)
     weights, cache = _served(config, sizes)
     least = min(cache, max(LEAST_CACHE, cache / _trajectories(config)))  # one trajectory at its longest
@@ -243,7 +235,30 @@ def _moments(
         free = gpu.memory - static - sum(engine.values()) - features - reserve
         limit = config.rollout.kv_cache_gib
         engine["KV cache"] = min(cache, max(free, least) if limit is None else limit * GIB)
-    return moments_of(config, shape, trainer, engine, sizes.trained, placement, dtype, gpu.memory, features)
+    numbers = (sizes.trained, placement, dtype, gpu.memory, features)
+    if placement.at_once and (settings is not None or config.rollout.kv_cache_gib is None):
+        most, engine["KV cache"] = engine["KV cache"], least
+        moments = moments_of(config, shape, trainer, engine, *numbers)
+        left = gpu.memory - max(sum(parts.values()) for parts in moments.values())
+        engine["KV cache"] = min(most, least + max(0.0, left))
+    return moments_of(config, shape, trainer, engine, *numbers)
+
+
+def placement_of(config: Config, ranks: int, copies: bool) -> Placement:
+    """Where trainer and engine are. ``copies``: the engine has its own copy of the weights."""
+    cluster, settings = config.resolved_cluster, config.server_settings
+    together = bool(cluster.colocate) if cluster.on else settings is None or (ranks == 1 and settings.first_gpu == 0)
+    together = together and not config.attached
+    at_once = together and bool(config.train.max_staleness)
+    return Placement(
+        ranks=ranks,
+        engine=not config.attached,
+        served=settings is not None,
+        together=together,
+        offloads=config.colocated if cluster.on else settings is not None and together and not at_once,
+        at_once=at_once,
+        copies=copies,
+    )
 
 
 def _where(config: Config, device: torch.device, ranks: int) -> str:

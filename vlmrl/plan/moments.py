@@ -42,6 +42,8 @@ class Placement:
     """Engine and trainer are on the same GPUs."""
     offloads: bool
     """Each gives its memory back while the other works. A server keeps its weights."""
+    at_once: bool
+    """On the same GPUs, the engine samples while the trainer works: an asynchronous run."""
     copies: bool
     """The engine has its own copy of the weights."""
 
@@ -112,7 +114,7 @@ def micro_batch_size(config: Config, shape: ModelShape) -> MicroBatchSize:
 
 
 def image_features(config: Config, shape: ModelShape, engines: int) -> float:
-    """Bytes of the features that an embedded engine keeps during a rollout: of each group's prompt, and of each trajectory's later images.
+    """Bytes of the features that an embedded engine keeps during a rollout: of each group's prompt and each trajectory's later images.
 
     An image is one bfloat16 vector for each token and for each of the vision tower's outputs.
     """
@@ -161,9 +163,14 @@ def _awake(engine: Parts, placement: Placement, memory: float) -> Parts:
 
 
 def _asleep(engine: Parts, placement: Placement, memory: float) -> Parts:
-    """What the engine keeps on a trainer's GPU while the trainer works. A sleeping server has released its KV cache alone."""
+    """What the engine keeps on a trainer's GPU while the trainer works: all of it if it samples meanwhile.
+
+    A sleeping server has released its KV cache alone.
+    """
     if not placement.engine or not placement.together:
         return {}
+    if placement.at_once:
+        return _awake(engine, placement, memory)
     if placement.served:
         return {"server's weights": engine["weights"], "server's graphs": server_graphs(memory) + CONTEXT}
     return {"engine's weights": engine["weights"]} if placement.copies and not placement.offloads else {}
