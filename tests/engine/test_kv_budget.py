@@ -17,7 +17,6 @@ import torch
 from testing.episodes import a_task, image, sharp_model
 from testing.tensor_memory import Held
 
-from vlmrl.config import Rollout
 from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
 from vlmrl.engine.hf import budget as budget_module
 from vlmrl.engine.hf.batch import PrefixCache, Row, RunningBatch
@@ -433,12 +432,6 @@ def test_the_size_of_a_row_counts_attention_by_the_token_and_recurrent_states_by
         columns = next(layer._buffers[0].shape[2] for layer in cache.layers if isinstance(layer, GrowingLayer))
         assert cache.nbytes - states == columns * size.token_bytes
         assert states <= size.state_bytes
-
-
-def test_the_setting_must_be_positive():
-    with pytest.raises(ValueError, match=r"rollout\.kv_cache_gib must be greater than 0, but it is 0"):
-        Rollout(kv_cache_gib=0)
-    assert Rollout(kv_cache_gib=0.5).kv_cache_bytes == 2**29
 
 
 def test_a_request_that_fits_only_without_its_prefix_is_computed_again(model: LoadedModel, engine_of: Any):
