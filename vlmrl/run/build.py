@@ -211,7 +211,10 @@ def _kv_cache_bytes(config: Config, ranks: Ranks, device: torch.device) -> float
     limit = config.rollout.kv_cache_bytes
     if limit is not None or device.type != "cuda" or not config.train.max_staleness:
         return limit
-    return plan_memory(config, ranks).cache or None
+    plan = plan_memory(config, ranks)
+    if plan.gpu is None or not plan.fits:
+        return None
+    return plan.cache + plan.gpu.memory - plan.peak  # the plan gives it no more than the replies take, without any copy
 
 
 def _build_on_cluster(config: Config, ranks: Ranks, model: LoadedModel, keep_kv: bool) -> Backends:
