@@ -35,7 +35,8 @@ def test_an_engine_that_samples_during_training_leaves_the_trainer_what_it_needs
     plan = memory_plan.plan_memory(config, Ranks())
     assert plan.peak == pytest.approx(card.memory) and limit == pytest.approx(plan.cache)
     single = replace(config, rollout=Rollout(max_tokens=256, max_reply_tokens=64, group_size=1))
-    assert _kv_cache_bytes(single, Ranks(), GPU) > limit  # more than its few replies, which are copied when rows join
+    room = _kv_cache_bytes(single, Ranks(), GPU)
+    assert room is not None and room > 4 * memory_plan.plan_memory(single, Ranks()).cache  # copies when rows join
     card = replace(card, memory=2.0**30)
     assert _kv_cache_bytes(config, Ranks(), GPU) is None  # nothing that the plan knows would fit
     card = KNOWN["h100-80gb"]
