@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -16,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 from testing.episodes import a_task, image, sharp_model
-from torch.utils._python_dispatch import TorchDispatchMode
+from testing.tensor_memory import Held
 
-from vlmrl.config import Rollout
 from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
 from vlmrl.engine.hf import budget as budget_module
 from vlmrl.engine.hf.batch import PrefixCache, Row, RunningBatch
@@ -94,36 +92,6 @@ def worst_case(engine: HFEngine, *requests: Request) -> float:
 def row_of(engine: HFEngine, request: Request) -> Row:
     prompt = expand(request.prompt_ids, engine.policy.image_token_id, request.media)
     return Row(request, Future(), prompt, Draws(request.sampling.seed))
-
-
-class Held(TorchDispatchMode):
-    """Counts the bytes of tensors that were made within the context, as long as they live. ``peak`` is the most at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = self.peak = 0
-        self.known: set[int] = set()
-        self.ignored: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else [made]:
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                self._count(tensor.untyped_storage())
-        return made
-
-    def _count(self, storage: Any) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self.known or key in self.ignored:
-            return
-        self.known.add(key)
-        self.bytes += size
-        self.peak = max(self.peak, self.bytes)
-        weakref.finalize(storage, self._freed, key, size)
-
-    def _freed(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.bytes -= size
 
 
 @pytest.fixture
@@ -260,6 +228,29 @@ def test_a_request_that_can_never_fit_fails_alone_and_says_what_to_do(model: Loa
         "Lower rollout.max_tokens or rollout.max_reply_tokens, or give the engine more memory."
     )
     assert [reply.stop_reason in ("stop", "length") for reply in (replies[0], *replies[2:])] == [True] * 3
+
+
+@pytest.mark.parametrize("broken", [1, 2])
+def test_requests_fail_if_the_memory_of_the_gpu_cannot_be_read(
+    model: LoadedModel, engine_of: Any, monkeypatch: pytest.MonkeyPatch, broken: int
+):
+    engine, calls = engine_of(), itertools.count(1)
+
+    def total(running: RunningBatch) -> float:
+        if next(calls) >= broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return 1e12
+
+    monkeypatch.setattr(engine._resources.budget, "_total", total)
+    requests = [a_request(model, "What?", str(seed), seed=seed) for seed in range(3)]
+
+    async def go() -> list[Any]:
+        return await asyncio.gather(*(engine.generate(each) for each in requests), return_exceptions=True)
+
+    replies = asyncio.run(asyncio.wait_for(go(), 20))
+    assert all(isinstance(reply, EngineError) and "illegal memory access" in str(reply) for reply in replies)
+    monkeypatch.undo()
+    assert ask(engine, requests[0])[0].token_ids
 
 
 def test_a_request_that_waits_is_not_overtaken(model: LoadedModel, engine_of: Any):
@@ -443,7 +434,13 @@ def test_the_size_of_a_row_counts_attention_by_the_token_and_recurrent_states_by
         assert states <= size.state_bytes
 
 
-def test_the_setting_must_be_positive():
-    with pytest.raises(ValueError, match=r"rollout\.kv_cache_gib must be greater than 0, but it is 0"):
-        Rollout(kv_cache_gib=0)
-    assert Rollout(kv_cache_gib=0.5).kv_cache_bytes == 2**29
+def test_a_request_that_fits_only_without_its_prefix_is_computed_again(model: LoadedModel, engine_of: Any):
+    first = a_request(model, "The color of the square, " * 8, "a", stop=("e", "a"))
+    plain = engine_of(keep_kv=False)
+    [reply] = ask(plain, first)
+    assert reply.stop_reason == "stop"  # only then its keys and values are kept
+    second = go_on(first, reply, a_request(model, "More of it.", "x", max_tokens=2))
+    engine = engine_of(kv_cache_bytes=1.05 * max(worst_case(plain, first), worst_case(plain, second)))
+    assert same(ask(engine, first)[0], reply)
+    assert "a" in engine._resources.prefixes
+    assert same(ask(engine, second)[0], ask(plain, second)[0])

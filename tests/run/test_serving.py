@@ -322,3 +322,15 @@ def test_a_colocated_server_gets_the_share_of_the_gpu_that_the_plan_gives(qwen3_
     assert asked == [(True, 80e9)]
     launch = run.serving.engine.servers.all[0].process.launch
     assert "--mem-fraction-static 0.625" in " ".join(launch.command) and run.colocated
+
+
+def test_a_share_that_the_settings_contain_is_taken_where_the_plan_has_none(qwen3_vl, tmp_path, monkeypatch):
+    class Host(LocalServerHost):
+        shares_gpus, colocated, gpu_bytes = True, True, 4e9  # the plan refuses a GPU of this size
+
+    monkeypatch.setattr(builder, "LocalServerHost", Host)
+    with pytest.raises(ValueError, match="a server on a GPU of"):
+        build_run(config_of(qwen3_vl, tmp_path, sglang=SGLang(python="python")))
+    run = build_run(config_of(qwen3_vl, tmp_path, sglang=SGLang(python="python", args={"mem_fraction_static": 0.3})))
+    run.engine.close()
+    assert "--mem-fraction-static 0.3" in " ".join(run.serving.engine.servers.all[0].process.launch.command)

@@ -53,7 +53,7 @@ def plan_lines(config: Config, gpu_name: str | None, gpus: int | None) -> list[s
     """
     from vlmrl.config.fields import require
     from vlmrl.plan.advice import on_gpus, on_one_gpu, suggestions
-    from vlmrl.plan.gpus import GIB, gpu_named
+    from vlmrl.plan.gpus import gpu_named
     from vlmrl.plan.memory_plan import MemoryPlan, gpu_of
     from vlmrl.plan.step_time import describe_estimate, estimate_step
 
@@ -67,9 +67,6 @@ def plan_lines(config: Config, gpu_name: str | None, gpus: int | None) -> list[s
     if gpu is None:
         return [*lines, "          --gpu h100-80gb, or another name, plans for a GPU that is not at hand"]
     lines += _mode(config, gpus)
-    if config.train.max_staleness and config.engine == "embedded" and not config.cluster.on:
-        limit = f"--rollout.kv-cache-gib {plan.cache / GIB:.1f}"
-        lines.append(f"set       {limit}: without it, the engine takes what is free between two of the trainer's steps")
     lines += _assumed(config)
     if plan.fits:
         lines.append(f"verdict   fits {gpu.name}. Computed, not measured")

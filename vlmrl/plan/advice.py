@@ -37,6 +37,11 @@ def suggestions(config: Config, gpu: Gpu, sizes_of: SizesOf) -> list[str]:
 
 def changes_of(config: Config, *, experts: bool) -> Iterator[Change]:
     """What reduces memory, from the cheapest change to the one that changes the run most."""
+    if config.engine == "embedded" and config.rollout.kv_cache_gib is not None:
+        yield Change(
+            "--rollout.kv-cache-gib None",
+            lambda c: replace(c, rollout=replace(c.rollout, kv_cache_gib=None)),
+        )
     if config.train.gradient_checkpointing is False:
         yield Change(
             "--train.gradient-checkpointing True",
@@ -64,7 +69,18 @@ def changes_of(config: Config, *, experts: bool) -> Iterator[Change]:
     known = cluster.gpus if cluster.on else 1
     for gpus in (2, 4, 8, 16, 32):
         if gpus > known:
-            yield Change(f"--cluster.gpus {gpus}", lambda c, gpus=gpus: on_gpus(c, gpus))  # type: ignore[misc]
+            option = _gpus_option(config, on_gpus(config, gpus).cluster)
+            yield Change(option, lambda c, gpus=gpus: on_gpus(c, gpus))  # type: ignore[misc]
+
+
+def _gpus_option(config: Config, cluster: Cluster) -> str:
+    """The fields of ``cluster`` that differ from the config's, as options."""
+    changed = [
+        name
+        for name in ("gpus", "nodes", "ranks", "engines")
+        if getattr(cluster, name) != getattr(config.cluster, name)
+    ]
+    return " ".join(f"--cluster.{name} {getattr(cluster, name)}" for name in changed)
 
 
 def on_gpus(config: Config, gpus: int) -> Config:

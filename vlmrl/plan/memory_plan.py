@@ -221,17 +221,7 @@ def _moments(
     copies: bool,
 ) -> dict[str, Parts]:
     cluster, settings = config.resolved_cluster, config.server_settings
-    shared = settings is None or (ranks == 1 and settings.first_gpu == 0)
-    together, during = bool(cluster.colocate) if cluster.on else shared, bool(config.train.max_staleness)
-    placement = Placement(
-        ranks=ranks,
-        engine=not config.attached,
-        served=settings is not None,
-        together=together,
-        offloads=config.colocated if cluster.on else settings is not None and shared and not during,
-        copies=copies,
-        concurrent=together and during,
-    )
+    placement = placement_of(config, ranks, copies)
     features = image_features(config, shape, cluster.num_engines if cluster.on else 1)
     weights, cache = _served(config, sizes)
     least = min(cache, max(LEAST_CACHE, cache / _trajectories(config)))  # one trajectory at its longest
@@ -253,6 +243,23 @@ def _moments(
         free = gpu.memory - static - sum(engine.values()) - features - reserve
         engine |= _embedded(config, shape, cache, least, free, dtype)
     return moments_of(config, shape, trainer, engine, sizes.trained, placement, dtype, gpu.memory, features)
+
+
+def placement_of(config: Config, ranks: int, copies: bool) -> Placement:
+    """Where trainer and engine are. ``copies``: the engine has its own copy of the weights."""
+    cluster, settings = config.resolved_cluster, config.server_settings
+    together = bool(cluster.colocate) if cluster.on else settings is None or (ranks == 1 and settings.first_gpu == 0)
+    together = together and not config.attached
+    concurrent = together and bool(config.train.max_staleness)
+    return Placement(
+        ranks=ranks,
+        engine=not config.attached,
+        served=settings is not None,
+        together=together,
+        offloads=config.colocated if cluster.on else settings is not None and together and not concurrent,
+        copies=copies,
+        concurrent=concurrent,
+    )
 
 
 def _embedded(

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from vlmrl.config import Config
 from vlmrl.plan.activations import ModelShape
 from vlmrl.plan.gpus import Gpu
-from vlmrl.plan.memory_plan import MemoryPlan
-from vlmrl.plan.moments import ROLLOUT, gradients_of, micro_batch_size, prompt_tokens
+from vlmrl.plan.memory_plan import MemoryPlan, placement_of
+from vlmrl.plan.moments import gradients_of, micro_batch_size, prompt_tokens
 
 COMPUTE = 0.4
 """Share of the GPU's bfloat16 arithmetic that training and prefill reach."""
@@ -111,8 +111,7 @@ def _between(config: Config, plan: MemoryPlan, gpu: Gpu) -> dict[str, float]:
     if "weight update" in plan.moments:
         link = gpu.link if plan.ranks > 1 else gpu.bandwidth / 2  # on the same GPU: read and written once
         parts["weight update"] = plan.dtype.itemsize * plan.sizes.parameters / link
-    rollout = plan.moments.get(ROLLOUT, {})
-    if config.resolved_cluster.colocate and rollout and not any("trainer's" in name for name in rollout):
+    if placement_of(config, plan.ranks, copies=True).offloads:
         static = sum(size for name, size in plan.trainer.items() if name != "gradients")
         parts["offload and onload"] = 2 * static / HOST_LINK
     return parts

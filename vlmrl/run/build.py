@@ -20,6 +20,7 @@ from vlmrl.engine.server_backend import backend_class
 from vlmrl.env.base import EnvSpec, resolve_envs
 from vlmrl.model.loading import LoadedModel, load_model, pick_checkpointing
 from vlmrl.multimodal.store import MediaStore
+from vlmrl.plan.memory_plan import plan_memory
 from vlmrl.rollout.batches import Filter, resolve_filters
 from vlmrl.rollout.generator import Generate, GeneratorLoop, resolve_generate
 from vlmrl.rollout.group_reward import GroupReward, resolve_group_reward
@@ -197,9 +198,23 @@ def _build_here(config: Config, ranks: Ranks, model: LoadedModel, keep_kv: bool)
         model.renderer,
         keep_kv=keep_kv,
         record_expert_routing=record,
-        kv_cache_bytes=config.rollout.kv_cache_bytes,
+        kv_cache_bytes=_kv_cache_bytes(config, ranks, model.policy.device),
     )
     return Backends(engine=engine, trainers=trainers, sender=sender)
+
+
+def _kv_cache_bytes(config: Config, ranks: Ranks, device: torch.device) -> float | None:
+    """The embedded engine's limit: the setting, or in an asynchronous run on a GPU what the plan leaves.
+
+    The engine must not take what is free between two steps, since the trainer needs it while the engine samples on.
+    """
+    limit = config.rollout.kv_cache_bytes
+    if limit is not None or device.type != "cuda" or not config.train.max_staleness:
+        return limit
+    plan = plan_memory(config, ranks)
+    if plan.gpu is None or not plan.fits:
+        return None
+    return plan.cache + plan.gpu.memory - plan.peak  # the plan gives it no more than the replies take, without any copy
 
 
 def _build_on_cluster(config: Config, ranks: Ranks, model: LoadedModel, keep_kv: bool) -> Backends:

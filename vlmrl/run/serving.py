@@ -207,7 +207,7 @@ class Serving:
             lora=adapters,
             expert_routing=routing is not None,
             sleep=colocated,
-            memory_fraction=_memory_fraction(config, host) if colocated else None,
+            memory_fraction=_memory_fraction(config, host) if colocated and not backend.sets_memory else None,
         )
         pool = ServerPool(backend, host.servers(backend, served), host.close, colocated)
         engine = ServerEngine(pool, model.renderer, model.policy.banned_ids, routing, host.offload_trainer)

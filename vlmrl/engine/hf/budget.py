@@ -8,7 +8,7 @@ that trajectories keep between two turns are dropped, the least recently used fi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,14 +66,18 @@ class Budget:
     def admit(self, waiting: deque[Row], running: RunningBatch) -> list[Row]:
         """Remove and return the first ``waiting`` rows that fit beside the ``running`` ones. One that can never fit fails."""
         chosen: list[Row] = []
-        while waiting:
-            row = waiting[0]
+        while len(chosen) < len(waiting):
+            row = waiting[len(chosen)]  # it stays until the end: an error here must lose no row
             if row.abandoned or self._fits(running, [*chosen, row]):
-                chosen.append(waiting.popleft())
+                chosen.append(row)
             elif running.rows or chosen:
                 break
+            elif row.request.trajectory_id in self._prefixes:
+                self._prefixes.release(row.request.trajectory_id)  # its prompt alone takes less than beside the prefix
             else:
                 fail([waiting.popleft()], self._never_fits(running, row))
+        for _ in chosen:
+            waiting.popleft()
         return chosen
 
     def has_room_for_prefixes(self, running: RunningBatch, rows: Sequence[Row]) -> bool:
@@ -149,7 +153,7 @@ def free_bytes(device: torch.device) -> float:
     return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
-def fail(rows: Sequence[Row], reason: str) -> None:
+def fail(rows: Iterable[Row], reason: str) -> None:
     for row in rows:
         if not row.future.done():
             row.future.set_exception(EngineError(reason))

@@ -162,7 +162,11 @@ class HFEngine:
             if failure is not None:
                 rows = list(dict.fromkeys([*before, *admitted]))
                 running = RunningBatch(self._resources)
-                self._recover(rows, failure)
+                if rows:
+                    self._recover(rows, failure)
+                else:  # the budget itself failed: requests that stay would be tried for ever
+                    fail(waiting, f"the embedded engine failed: {type(failure).__name__}: {failure}")
+                    waiting.clear()
             self.seconds_busy += time.perf_counter() - began
 
     def _advance(self, running: RunningBatch, admitted: list[Row]) -> None:
