@@ -208,8 +208,10 @@ def test_an_engine_that_samples_during_training_keeps_its_memory(sizes, engine):
     assert sum(size for part, size in training.items() if "KV cache" in part) == plan.cache > 5 * GIB
     assert any(part.startswith("trainer's optimizer state") for part in plan.moments["rollout"])
     assert plan.fits and plan.training_peak == pytest.approx(H100.memory, rel=0.03)
-    lines = "\n".join(plan_lines(config, "h100-80gb", None))
-    assert ("--rollout.kv-cache-gib" in lines) == (engine == "embedded")
+    assert not MemoryPlan.of(config, sizes, 1, KNOWN["l40s-48gb"]).fits
+    assert "offload and onload" not in estimate_step(config, plan, H100)
+    synchronous = MemoryPlan.of(replace(config, train=GEO3K.train), sizes, 1, H100)
+    assert synchronous.cache > plan.cache + 10 * GIB
 
 
 def test_each_suggestion_makes_the_run_fit():
@@ -232,21 +234,6 @@ def test_suggestions_are_joined_where_none_is_enough_alone():
     assert none.startswith("no setting that was tried makes it fit")
 
 
-@pytest.mark.parametrize("engine", ["embedded", "sglang"])
-def test_in_an_asynchronous_run_on_one_gpu_the_engine_keeps_its_memory_during_training(sizes, engine):
-    """Neither gives its memory back, so the KV cache has what the fullest moment of training leaves."""
-    config = replace(GEO3K, engine=engine, train=replace(GEO3K.train, max_staleness=1))
-    plan = MemoryPlan.of(config, sizes, 1, H100)
-    training = plan.moments["forward and backward"]
-    cache = next(size for name, size in training.items() if "KV cache" in name)
-    assert cache == plan.cache > 10 * GIB
-    assert sum(training.values()) == pytest.approx(H100.memory)
-    assert plan.fits and not MemoryPlan.of(config, sizes, 1, KNOWN["l40s-48gb"]).fits
-    assert "offload and onload" not in estimate_step(config, plan, H100)
-    synchronous = MemoryPlan.of(replace(config, train=GEO3K.train), sizes, 1, H100)
-    assert synchronous.cache > plan.cache + 10 * GIB
-
-
 def test_servers_on_another_gpu_are_no_reason_to_offload(sizes):
     config = replace(GEO3K, engine="sglang", sglang=SGLang(first_gpu=1))
     plan = MemoryPlan.of(config, sizes, 1, H100)
@@ -256,15 +243,15 @@ def test_servers_on_another_gpu_are_no_reason_to_offload(sizes):
 
 def test_a_kv_cache_that_is_too_large_is_the_first_suggestion():
     config = replace(GEO3K, rollout=replace(GEO3K.rollout, kv_cache_gib=70.0))
-    first, *_ = suggestions(config, 1, H100, sizes_of)
+    first, *_ = suggestions(config, H100, sizes_of)
     assert first.startswith("--rollout.kv-cache-gib None: ")
 
 
 def test_suggested_gpus_come_with_their_machines_and_replace_other_numbers_of_the_recipe():
-    options = [change.option for change in changes_of(GEO3K, 1, experts=False)]
+    options = [change.option for change in changes_of(GEO3K, experts=False)]
     assert "--cluster.gpus 8" in options and "--cluster.gpus 16 --cluster.nodes 2" in options
     divided = replace(GEO3K, cluster=Cluster(gpus=4, ranks=2, engines=1))
-    options = [change.option for change in changes_of(divided, 1, experts=False)]
+    options = [change.option for change in changes_of(divided, experts=False)]
     assert "--cluster.gpus 8 --cluster.ranks None --cluster.engines None" in options
 
 
