@@ -106,3 +106,10 @@ def test_random_weights_are_the_same_in_every_dtype(folder):
         assert torch.equal(mine, theirs.bfloat16())
     rotary = [each for name, each in rounded.policy.model.named_buffers() if "inv_freq" in name]
     assert rotary and {each.dtype for each in rotary} == {torch.float32}
+
+
+def test_random_weights_are_saved_with_their_dtype_in_every_part_of_the_config(folder, tmp_path):
+    config = Model(path=str(folder / "bfloat16"), device="cpu", random_weights=True, dtype="bfloat16")
+    load_model(config, folder, seed=0).save(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert {part["dtype"] for part in (saved, saved["text_config"], saved["vision_config"])} == {"bfloat16"}
