@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from testing.loading_script import CASES
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from vlmrl.config import Lora, Model
 from vlmrl.model import tiny
-from vlmrl.model.loading import draw_adapters, load_model, read_weights
+from vlmrl.model.loading import draw_adapters, load_model, read_weights, shapes_of
+from vlmrl.model.policy import Policy
+from vlmrl.train import sharded_loading
 
 pytestmark = pytest.mark.slow
 RANKS = 3
@@ -98,6 +101,20 @@ def test_a_checkpoint_with_some_float32_weights_is_read_in_float32(folder, tmp_p
     assert torch.equal(read.model.language_model.norm.weight, norm.weight)
 
 
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_head_that_is_tied_in_the_config_but_not_in_the_checkpoint_is_refused(rank, tmp_path):
+    """One process trains both: ranks would take the embeddings for the head."""
+    tiny.build(tmp_path / "text", "qwen3", num_layers=1)
+    config = Model(path=str(tmp_path / "text"), device="cpu", lora=Lora(rank=rank))
+    policy = Policy(shapes_of(config, tmp_path))
+    sharded_loading._source(policy, config, tmp_path, seed=0)
+    weights = load_file(tmp_path / "text/model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 0.01
+    save_file(weights, tmp_path / "text/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"tie_word_embeddings false .* another lm_head.weight"):
+        sharded_loading._source(policy, config, tmp_path, seed=0)
+
+
 def test_random_weights_are_the_same_in_every_dtype(folder):
     config = {"path": str(folder / "text"), "device": "cpu", "random_weights": True}
     exact, rounded = (load_model(Model(**config, dtype=dtype), folder, seed=0) for dtype in ("float32", "bfloat16"))
@@ -106,3 +123,10 @@ def test_random_weights_are_the_same_in_every_dtype(folder):
         assert torch.equal(mine, theirs.bfloat16())
     rotary = [each for name, each in rounded.policy.model.named_buffers() if "inv_freq" in name]
     assert rotary and {each.dtype for each in rotary} == {torch.float32}
+
+
+def test_random_weights_are_saved_with_their_dtype_in_every_part_of_the_config(folder, tmp_path):
+    config = Model(path=str(folder / "bfloat16"), device="cpu", random_weights=True, dtype="bfloat16")
+    load_model(config, folder, seed=0).save(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert {part["dtype"] for part in (saved, saved["text_config"], saved["vision_config"])} == {"bfloat16"}

@@ -27,7 +27,7 @@ Source = Callable[[str], torch.Tensor]
 def load_sharded(config: Model, cache_dir: Path, seed: int, checkpointing: bool | None) -> Policy:
     """The policy of ``config`` over all ranks, with float32 weights. It computes in ``config.dtype``. Every rank calls this."""
     policy = _empty(config, cache_dir, checkpointing)
-    _fill(policy, _source(config, cache_dir, seed) if dist.get_rank() == 0 else None)
+    _fill(policy, _source(policy, config, cache_dir, seed) if dist.get_rank() == 0 else None)
     return policy
 
 
@@ -50,12 +50,28 @@ def _empty(config: Model, cache_dir: Path, checkpointing: bool | None) -> Policy
     return shard(policy, pick_dtype(config.dtype, device), device).to_empty(device=device)
 
 
-def _source(config: Model, cache_dir: Path, seed: int) -> Source:
-    """The weights that one process would load."""
+def _source(policy: Policy, config: Model, cache_dir: Path, seed: int) -> Source:
+    """The weights that one process would load.
+
+    Raises:
+        ValueError: the checkpoint has a weight that ``policy`` lacks. transformers ties a weight only where they are equal.
+    """
     whole = read_weights(_in_float32(config), cache_dir, seed)
-    tensors = dict(whole.named_parameters()) | dict(whole.named_buffers())
+    weights = dict(whole.named_parameters())
+    own = weights.keys() - {_plain(name) for name, _ in policy.model.named_parameters()}
+    if own:
+        raise ValueError(
+            f"model.path {config.path}: several ranks need tie_word_embeddings false in its config.json, but it is true, and the "
+            f"checkpoint has another {min(own)} than the embeddings."
+        )
+    tensors = weights | dict(whole.named_buffers())
     adapters = draw_adapters(_in_float32(config), cache_dir, seed) if config.lora.rank else {}
-    return lambda name: adapters[name] if name in adapters else tensors[name.replace(".base_layer.", ".")]
+    return lambda name: adapters[name] if name in adapters else tensors[_plain(name)]
+
+
+def _plain(name: str) -> str:
+    """The name that a weight has without adapters."""
+    return name.replace(".base_layer.", ".")
 
 
 @torch.no_grad()
