@@ -33,7 +33,9 @@ def test_an_engine_that_samples_during_training_leaves_the_trainer_what_it_needs
     config = Config(model=model, rollout=Rollout(max_tokens=8192, group_size=64), train=Train(max_staleness=1))
     limit = _kv_cache_bytes(config, Ranks(), GPU)
     plan = memory_plan.plan_memory(config, Ranks())
-    assert plan.peak == pytest.approx(card.memory) and limit == pytest.approx(plan.cache)
+    assert plan.fits and limit is not None and plan.cache <= limit
+    for name in ("forward and backward", "optimizer step"):  # with the limit in place of the planned cache
+        assert sum(plan.moments[name].values()) - plan.cache + limit <= card.memory
     single = replace(config, rollout=Rollout(max_tokens=256, max_reply_tokens=64, group_size=1))
     room = _kv_cache_bytes(single, Ranks(), GPU)
     assert room is not None and room > 4 * memory_plan.plan_memory(single, Ranks()).cache  # copies when rows join
