@@ -214,6 +214,17 @@ def test_an_engine_that_samples_during_training_keeps_its_memory(sizes, engine):
     assert synchronous.cache > plan.cache + 10 * GIB
 
 
+def test_the_plan_names_the_memory_that_a_server_beside_a_working_trainer_must_be_given():
+    config = replace(GEO3K, engine="sglang", train=replace(GEO3K.train, max_staleness=1))
+    (line,) = (line for line in plan_lines(config, "h100-80gb", None) if line.startswith("set "))
+    share = float(line.partition("mem-fraction-static ")[2].partition(",")[0])
+    parts = MemoryPlan.of(config, sizes_of(config), 1, H100).moments["rollout"]
+    assert 0 <= (parts["server's weights"] + parts["server's KV cache"]) / H100.memory - share < 0.01
+    given = replace(config, sglang=SGLang(args={"mem_fraction_static": share}))
+    for settled in (given, replace(config, train=GEO3K.train), GEO3K):
+        assert not any(line.startswith("set ") for line in plan_lines(settled, "h100-80gb", None))
+
+
 def test_each_suggestion_makes_the_run_fit():
     gpu = gpu_named("h100-80gb")
     config = replace(GEO3K, train=replace(GEO3K.train, gradient_checkpointing=False))
@@ -259,7 +270,7 @@ def test_the_plan_names_gpu_mode_and_what_was_assumed():
     lines = "\n".join(plan_lines(replace(GEO3K, engine="sglang"), "h100-80gb", 8))
     assert "8 trainer ranks (FSDP2) and 8 sglang servers on 8 GPUs of 1 node, colocated" in lines
     assert "planned on Ray, as with --cluster.gpus 8" in lines and "not for torchrun" in lines
-    assert "trajectories of 5120 tokens" in lines and "one of 512 x 512 pixels" in lines
+    assert "trajectories of 5120 tokens" in lines and "an image of 512 x 512 pixels" in lines
     assert "verdict   fits h100-80gb. Computed, not measured" in lines
     assert "roofline estimate, not a measurement" in lines
     sixteen = "\n".join(plan_lines(GEO3K, "h100-80gb", 16))

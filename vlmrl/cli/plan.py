@@ -13,7 +13,8 @@ from vlmrl.cli.recipe import Recipe, RecipePath
 from vlmrl.config import Config
 
 if TYPE_CHECKING:
-    from vlmrl.plan.memory_plan import Sizes
+    from vlmrl.plan.gpus import Gpu
+    from vlmrl.plan.memory_plan import MemoryPlan, Sizes
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def plan_lines(config: Config, gpu_name: str | None, gpus: int | None) -> list[s
     if gpu is None:
         return [*lines, "          --gpu h100-80gb, or another name, plans for a GPU that is not at hand"]
     lines += _mode(config, gpus)
-    lines += _assumed(config)
+    lines += _assumed(config, sizes) + _required(config, plan, gpu)
     if plan.fits:
         lines.append(f"verdict   fits {gpu.name}. Computed, not measured")
     else:
@@ -110,15 +111,31 @@ def _mode(config: Config, gpus: int | None) -> list[str]:
     ]
 
 
-def _assumed(config: Config) -> list[str]:
+def _required(config: Config, plan: MemoryPlan, gpu: Gpu) -> list[str]:
+    """The setting without which a run refuses to start: the memory of a server that samples while the trainer uses its GPU."""
+    from vlmrl.engine.server_backend import new_backend
+    from vlmrl.plan.memory_plan import placement_of
+    from vlmrl.plan.moments import ROLLOUT
+
+    placement = placement_of(config, plan.ranks, copies=True)
+    if not (placement.concurrent and placement.served) or new_backend(config).sets_memory:
+        return []
+    backend, parts = new_backend(config), plan.moments[ROLLOUT]
+    share = (parts["server's weights"] + parts["server's KV cache"]) / gpu.memory
+    option = f"--{backend.settings.section}.args {backend.memory_argument} {int(100 * share) / 100}"
+    return [f"set       {option}, or a GPU of its own for the server: the trainer works while it samples"]
+
+
+def _assumed(config: Config, sizes: Sizes) -> list[str]:
     """What the plan takes for data that is not there."""
     from vlmrl.plan.moments import ASSUMED_IMAGE
 
     path, side = config.data.path, round((config.model.max_image_pixels or ASSUMED_IMAGE) ** 0.5)
     lines = [
-        f"assumed   trajectories of {config.rollout.max_tokens} tokens in micro-batches of {config.train.tokens_per_micro_batch}; "
-        f"with images, one of {side} x {side} pixels in each prompt and after each turn but the last"
+        f"assumed   trajectories of {config.rollout.max_tokens} tokens in micro-batches of {config.train.tokens_per_micro_batch}"
     ]
+    if sizes.shape is not None and sizes.shape.vision is not None:
+        lines[0] += f"; an image of {side} x {side} pixels in each prompt and after each turn but the last"
     if path is not None and not Path(path).exists():
         lines.append(f"          {path} is not here; a plan does not need it")
     return lines
