@@ -156,7 +156,7 @@ def _random(auto: Any, hf_config: Any, dtype: torch.dtype) -> Any:
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
     model.config.dtype = dtype
-    for name in model.config.sub_configs:  # a saved model's readers, such as SGLang, take the dtype of the text's
+    for name in model.config.sub_configs:  # a saved model's readers, such as servers, take the dtype of the text's
         getattr(model.config, name).dtype = dtype
     return model
 

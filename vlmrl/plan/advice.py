@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from vlmrl.config import Cluster, Config, Lora
+from vlmrl.config import Cluster, Config, Lora, ServerSettings
 from vlmrl.plan.gpus import GIB, Gpu
 from vlmrl.plan.memory_plan import MemoryPlan, Sizes
 
@@ -54,10 +55,10 @@ def changes_of(config: Config, *, experts: bool) -> Iterator[Change]:
     if not config.optim.offload:
         yield Change("--optim.offload", lambda c: replace(c, optim=replace(c.optim, offload=True)))
     settings, cluster = config.server_settings, config.resolved_cluster
-    if config.engine == "sglang" and settings is not None and cluster.on:
+    if settings is not None and cluster.on:
         for tp in (2, 4, 8):
             if settings.tp < tp <= cluster.num_ranks // cluster.nodes:
-                yield Change(f"--sglang.tp {tp}", _with_tp(tp))
+                yield Change(f"--{settings.section}.tp {tp}", _with_tp(settings, tp))
     if not config.model.lora.rank:
         yield Change(
             "--model.freeze vision_tower", lambda c: replace(c, model=replace(c.model, freeze=("vision_tower",)))
@@ -128,8 +129,9 @@ def _with_budget(budget: int) -> Callable[[Config], Config]:
     return lambda config: replace(config, train=replace(config.train, tokens_per_micro_batch=budget))
 
 
-def _with_tp(tp: int) -> Callable[[Config], Config]:
-    return lambda config: replace(config, sglang=replace(config.sglang, tp=tp))
+def _with_tp(settings: ServerSettings, tp: int) -> Callable[[Config], Config]:
+    changed: dict[str, Any] = {settings.section: replace(settings, tp=tp)}
+    return lambda config: replace(config, **changed)
 
 
 def _peak(plan: MemoryPlan) -> str:

@@ -175,9 +175,9 @@ def server_memory_fraction(config: Config, sizes: Sizes, gpu_bytes: float) -> fl
     """The share of a GPU of ``gpu_bytes`` that a colocated server may use for its weights and KV cache.
 
     It leaves room for what the server computes with, and for the offloaded trainer's context. It is no more than the longest
-    trajectories need. SGLang takes `mem-fraction-static` of the memory that is free when it starts (srt/mem_cache/
-    kv_cache_configurator.py): of less than ``gpu_bytes``, so that the server uses at most this share. A sleeping server releases its
-    KV cache alone; the plan counts its weights and CUDA graphs beside the trainer.
+    trajectories need. A server takes the share of the memory that is free when it starts: of less than ``gpu_bytes``, so that it
+    uses at most this share. A sleeping server releases its KV cache alone; the plan counts its weights and CUDA graphs beside the
+    trainer.
 
     Raises:
         ValueError: weights and the smallest useful KV cache do not fit.

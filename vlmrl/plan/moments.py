@@ -132,7 +132,7 @@ def image_features(config: Config, shape: ModelShape, engines: int) -> float:
 
 
 def server_runtime(memory: float) -> float:
-    """What SGLang keeps free for activations and CUDA graphs, beside weights and KV cache: its own estimate by the size of the GPU.
+    """What a server keeps free for activations and CUDA graphs, beside weights and KV cache: its own estimate by the size of the GPU.
 
     Source: SGLang 0.5.23, srt/arg_groups/memory_hook.py: 512 MiB, 1.5 MiB for each token of a prefill chunk, 2 MiB for each sequence
     of the largest graph; on GPUs over 60 GiB at least 10 GiB.
