@@ -1,4 +1,4 @@
-"""What a trainer does on a GPU that it shares: its memory goes to the host and back, and its weights go to another process by IPC."""
+"""A trainer on a shared GPU: it is offloaded and onloaded, and its weights are sent to another process by CUDA IPC."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(report: Report) -> None:
 
 
 def offload(report: Report) -> str:
-    """A trainer with optimizer state leaves the GPU; back on it, it computes the same logprobs."""
+    """Offload a trainer with optimizer state, and onload it: it computes the same logprobs as before."""
     loaded = random_model(report)
     loaded.policy.enable_gradient_checkpointing()
     rows = sampled(loaded)
