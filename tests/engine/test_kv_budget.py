@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from testing.episodes import a_task, image, sharp_model
-from testing.tensor_memory import Held
+from testing.tensor_memory import LiveBytes
 
 from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
 from vlmrl.engine.hf import budget as budget_module
@@ -95,9 +95,9 @@ def row_of(engine: HFEngine, request: Request) -> Row:
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Held:
+def held(monkeypatch: pytest.MonkeyPatch) -> LiveBytes:
     """The memory of all keys and values: what the cache's own functions allocate, temporary copies included."""
-    count = Held()
+    count = LiveBytes(torch.Tensor.is_floating_point)
 
     def counted(owner: Any, name: str) -> None:
         plain = owner.__dict__[name]
@@ -118,7 +118,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Held:
 
 
 def test_the_counter_sees_what_the_cache_holds(
-    model: LoadedModel, engine_of: Any, held: Held, monkeypatch: pytest.MonkeyPatch
+    model: LoadedModel, engine_of: Any, held: LiveBytes, monkeypatch: pytest.MonkeyPatch
 ):
     sizes, advance = [], RunningBatch.advance
 
@@ -136,7 +136,7 @@ def test_the_counter_sees_what_the_cache_holds(
 
 @pytest.mark.parametrize("share", [0.15, 0.35, 1.0])
 def test_replies_are_the_same_whatever_the_budget_and_it_is_kept(
-    model: LoadedModel, engine_of: Any, held: Held, share: float, monkeypatch: pytest.MonkeyPatch
+    model: LoadedModel, engine_of: Any, held: LiveBytes, share: float, monkeypatch: pytest.MonkeyPatch
 ):
     requests = many(model)
     plain = engine_of(keep_kv=False)
@@ -162,7 +162,7 @@ def test_replies_are_the_same_whatever_the_budget_and_it_is_kept(
 
 
 def test_turns_with_kept_prefixes_stay_within_the_budget_and_drop_the_oldest(
-    model: LoadedModel, engine_of: Any, held: Held
+    model: LoadedModel, engine_of: Any, held: LiveBytes
 ):
     first = [
         a_request(model, "What? " * (1 + seed % 6), f"{seed:02d}", ("red",), seed=100 + seed, stop=("e", "a"))

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-import weakref
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from testing.tensor_memory import LiveBytes
 from vlmrl.config import Config, Lora, Model
 from vlmrl.model.loading import load_model
-from vlmrl.train import make_trainer
+from vlmrl.train import sharded_loading
 from vlmrl.train.controller import destroy_process_group, join_process_group
 from vlmrl.train.make_trainer import Trainers
 
@@ -29,33 +27,8 @@ CASES: dict[str, dict[str, Any]] = {
 """The settings of each case's model. Its folder has the same name; random and adapters use that of bfloat16."""
 
 
-class LiveBytes(TorchDispatchMode):
-    """The largest sum of the sizes of all tensors that operators made and that are alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._live: set[int] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.device.type == "cpu":
-                self._add(value.untyped_storage())
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._live:
-            return
-        self._live.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._remove, key, size)
-
-    def _remove(self, key: int, size: int) -> None:
-        self._live.discard(key)
-        self.now -= size
+def on_host(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, DTensor) and tensor.device.type == "cpu"
 
 
 def model_of(folder: Path, case: str) -> Model:
@@ -66,12 +39,11 @@ def model_of(folder: Path, case: str) -> Model:
 def main(folder: Path) -> None:
     ranks = join_process_group("gloo")
     read: list[str] = []
-    if hasattr(make_trainer, "load_sharded"):
-        _record_reads(read)
+    _record_reads(read)
     result: dict[str, Any] = {}
     for case in CASES:
         config = Config(model=model_of(folder, case), output_dir=str(folder))
-        with LiveBytes() as live:
+        with LiveBytes(on_host) as live:
             policy = Trainers.of(config, ranks).policy
         sizes = [weight.numel() * 4 for weight in policy.parameters()]
         shards = sum(4 * -(-len(weight) // ranks.size) * weight[0].numel() for weight in policy.parameters())  # padded
@@ -99,8 +71,6 @@ def main(folder: Path) -> None:
 
 def _record_reads(read: list[str]) -> None:
     """Note the dtype in which this process reads a checkpoint."""
-    from vlmrl.train import sharded_loading
-
     original = sharded_loading.read_weights
 
     def noted(*arguments: Any) -> Any:

@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
-class Held(TorchDispatchMode):
-    """Counts the bytes of tensors that were made within the context, as long as they live. ``peak`` is the most at once."""
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that operators make within the context, as long as they live. ``peak`` is the most at once.
 
-    def __init__(self) -> None:
+    ``counted`` chooses the tensors; storages whose key is in ``ignored`` do not count.
+    """
+
+    def __init__(self, counted: Callable[[torch.Tensor], bool]) -> None:
         super().__init__()
         self.bytes = self.peak = 0
-        self.known: set[int] = set()
         self.ignored: set[int] = set()
+        self._counted = counted
+        self._live: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else [made]:
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                self._count(tensor.untyped_storage())
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for value in tree_leaves(made):
+            if isinstance(value, torch.Tensor) and self._counted(value):
+                self._add(value.untyped_storage())
         return made
 
-    def _count(self, storage: Any) -> None:
+    def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self.known or key in self.ignored:
+        if key in self._live or key in self.ignored:
             return
-        self.known.add(key)
+        self._live.add(key)
         self.bytes += size
         self.peak = max(self.peak, self.bytes)
-        weakref.finalize(storage, self._freed, key, size)
+        weakref.finalize(storage, self._remove, key, size)
 
-    def _freed(self, key: int, size: int) -> None:
-        self.known.discard(key)
+    def _remove(self, key: int, size: int) -> None:
+        self._live.discard(key)
         self.bytes -= size
