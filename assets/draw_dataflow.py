@@ -92,7 +92,7 @@ def draw() -> Figure:
         draw_box(ax, box)
     arrow(ax, DATA.at("e"), LOOP.at("w"), "Task")
     arrow(ax, LOOP.at("e"), EMIT.at("w"), "Trajectory")
-    arrow(ax, LOOP.at("s", -8), ENV.at("n", 2.5), "reply", dx=1.2, dy=0.5, ha="left")
+    arrow(ax, LOOP.at("s", -8), ENV.at("n", 2.5), "response", dx=1.2, dy=0.5, ha="left")
     arrow(ax, ENV.at("n", -6), LOOP.at("w", -3), "observation,\nreward", dx=-4.4, dy=-3.4, ha="right")
     arrow(ax, LOOP.at("s", 4), ENGINE.at("n", -7), "token ids, images", dx=-1.0, dy=-2.6, ha="right")
     arrow(ax, ENGINE.at("n", 3), LOOP.at("e", -3), "sampled ids,\nlogprobs", dx=2.0, dy=0.8, ha="left")

@@ -12,9 +12,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 INK, MUTED = "#1f2328", "#59636e"
-COLORS = {"prompt text": "#0072b2", "image": "#f0b429", "sampled reply": "#b5400a", "observation text": "#35b597"}
+COLORS = {"prompt text": "#0072b2", "image": "#f0b429", "sampled response": "#b5400a", "observation text": "#35b597"}
 KINDS = dict(zip("PIRO", COLORS, strict=True))
-TURNS = ("PPIIIIP", "RRR"), ("OIIIO", "RRR"), ("OO", "RRR")  # what is new in each turn: prompt, then reply
+TURNS = ("PPIIIIP", "RRR"), ("OIIIO", "RRR"), ("OO", "RRR")  # what is new in each turn: prompt, then response
 GAP, SIZE = 0.35, 0.86  # between two segments, and of a block, where a token's place is 1 wide
 LEFT, RIGHT, BOTTOM, TOP = -6.1, 29.0, -17.1, 2.7
 HATCH = "/////"  # of images, so that they differ from text without colors too
@@ -50,7 +50,8 @@ def write(ax: Axes, x: float, y: float, text: str, size: float, ha: str = "cente
 
 
 def row(ax: Axes, y: float, trained: set[int], first: int = 0, hidden: int | None = None) -> None:
-    """A row whose response begins with turn ``first``'s reply; ``trained`` replies are solid, segment ``hidden``'s image is out."""
+    """A row whose response begins with turn ``first``'s response; ``trained`` responses are solid, segment ``hidden``'s
+    image is out."""
     tokens = 0
     for number, (segment, x) in enumerate(segments()[: 2 * max(trained) + 2]):
         shown = segment.replace("I", " ") if number == hidden else segment
@@ -80,8 +81,8 @@ def trajectory(ax: Axes, y: float) -> None:
         for place, letter in enumerate(segment):
             block(ax, x + place, y, KINDS[letter], solid=True)
     for number in range(len(TURNS)):
-        start, (reply, x) = placed[2 * number][1], placed[2 * number + 1]
-        end = x + len(reply) - 1 + SIZE
+        start, (response, x) = placed[2 * number][1], placed[2 * number + 1]
+        end = x + len(response) - 1 + SIZE
         ax.plot([start, start, end, end], [y + 1.15, y + 1.4, y + 1.4, y + 1.15], color=MUTED, linewidth=1)
         write(ax, (start + end) / 2, y + 2.0, f"turn {number}", 10)
 
@@ -89,8 +90,8 @@ def trajectory(ax: Axes, y: float) -> None:
 def legend(ax: Axes) -> None:
     handles = [Rectangle((0, 0), 1, 1, facecolor=color, edgecolor="white", linewidth=0) for color in COLORS.values()]
     handles[1].set_hatch(HATCH)
-    reply = COLORS["sampled reply"]
-    handles.append(Rectangle((0, 0), 1, 1, facecolor=pale(reply), edgecolor=pale(reply, 0.55)))
+    response = COLORS["sampled response"]
+    handles.append(Rectangle((0, 0), 1, 1, facecolor=pale(response), edgecolor=pale(response, 0.55)))
     handles.append(Line2D([], [], color=INK, marker="|", linestyle="none", markersize=12, markeredgewidth=1.6))
     spacing = {"handlelength": 1.1, "handleheight": 1.1, "columnspacing": 1.1, "handletextpad": 0.45}
     names = [*COLORS, "pale: not trained", "response begins"]

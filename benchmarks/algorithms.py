@@ -28,7 +28,7 @@ from vlmrl.rollout.batches import fill
 from vlmrl.run.build import Run, build_run
 from vlmrl.run.evaluate import evaluate_run
 from vlmrl.run.loop import new_trainer, train_on
-from vlmrl.run.warm_start import warm_start
+from vlmrl.run.sft import fine_tune
 
 ROOT = Path(__file__).parent.parent
 STALE = 4  # weight updates that a stale engine is behind
@@ -51,7 +51,7 @@ def rows() -> Iterator[Row]:
     for advantage in ADVANTAGES:
         if advantage != "grpo":
             yield Row(f"ppo, {advantage}", Algo(advantage=advantage))
-    yield Row("ppo, grpo without std", Algo(advantage_options={"scale_by_std": False}))
+    yield Row("ppo, grpo without std", Algo(options={"grpo.scale_by_std": False}))
     for correction in ("", "token_truncation", "token_mask"):
         name = f"stale by {STALE}, {correction or 'no correction'}"
         yield Row(name, Algo(corrections=(correction,) if correction else ()), lag=STALE)
@@ -72,7 +72,7 @@ def teach(config: Config) -> str:
     folder = Path(config.output_dir).resolve() / "taught"
     if not (folder / "config.json").exists():
         run = build_run(config)
-        asyncio.run(warm_start(run, RunProgress()))
+        asyncio.run(fine_tune(run, "warm_start", RunProgress()))
         run.model.save(folder)
         run.engine.close()
     return str(folder)

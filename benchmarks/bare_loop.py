@@ -1,6 +1,6 @@
-"""What the replies of a rollout step cost with the bare Hugging Face model: the bound that `vs_trl.py` prints beside its result.
+"""What the responses of a rollout step cost with the bare Hugging Face model: the bound that `vs_trl.py` prints beside its result.
 
-No engine, no trainer: a loop over a KV cache that feeds the same replies again, and one forward and backward over the unique tokens.
+No engine, no trainer: a loop over a KV cache that feeds the same responses again, and one forward and backward over the unique tokens.
 Prompts are computed once per group and distinct images are encoded once. Image processing, tools, the audit and the optimizer are left
 out.
 """
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, DynamicCache
 
-from vlmrl.model.families.base import Family
+from vlmrl.families.base import Family
 from vlmrl.types import Trajectory
 
 
 class BareLoop:
-    """The replies of ``trajectories``: groups of ``members`` in order, in which all rows and their turns have equal lengths."""
+    """The responses of ``trajectories``: groups of ``members`` in order, in which all rows and their turns have equal lengths."""
 
     def __init__(self, folder: Path, trajectories: Sequence[Trajectory], members: int, family: Family) -> None:
         self.model: Any = AutoModelForImageTextToText.from_pretrained(
@@ -34,7 +34,8 @@ class BareLoop:
             [token for turn in each.turns for token in turn.prompt_ids + turn.response_ids] for each in trajectories
         ]
         media = [[item for turn in each.turns for item in turn.media] for each in trajectories]
-        if len({len(row) for row in rows}) > 1 or any(turn.dropped for each in trajectories for turn in each.turns):
+        is_linear = all(each.continues(number) for each in trajectories for number in range(1, len(each.turns)))
+        if len({len(row) for row in rows}) > 1 or not is_linear:
             raise SystemExit("the bare loop needs trajectories of equal length: raise --teach-rounds.")
         self.ids = torch.tensor(rows)
         self.positions = torch.stack([family.positions(row, own)[0] for row, own in zip(rows, media, strict=True)], 1)
@@ -52,7 +53,7 @@ class BareLoop:
         self.num_patches = self.grids.prod(1).tolist()
 
     def seconds(self) -> tuple[float, float]:
-        """Of sampling the replies, and of the forward and backward pass."""
+        """Of sampling the responses, and of the forward and backward pass."""
         began = time.perf_counter()
         with torch.no_grad():
             self._generate()
@@ -63,19 +64,19 @@ class BareLoop:
     def _generate(self) -> None:
         """Each turn: its images, what is new in its prompt, then token by token. The tokens that are drawn are thrown away."""
         cache, start = DynamicCache(config=self.model.config), 0
-        for turn, (prompt, reply) in enumerate(self.turns):
+        for turn, (prompt, response) in enumerate(self.turns):
             stop = sum(map(sum, self.turns[:turn])) + prompt
             rows = slice(None, None, self.members if turn == 0 else None)
             features = self._encode([shown[turn] for shown in self.shown])
             hidden = self._forward(rows, start, stop, cache, features, slice(turn, turn + 1))
             if turn == 0:
                 hidden = self._branch(hidden, cache)
-            for place in range(stop, stop + reply):
+            for place in range(stop, stop + response):
                 probabilities = self.model.lm_head(hidden[:, -1]).softmax(-1)
                 torch.multinomial(probabilities, 1)
-                if place + 1 < stop + reply:
+                if place + 1 < stop + response:
                     hidden = self._forward(slice(None), place, place + 1, cache)
-            start = stop + reply - 1  # a reply's last token is run with the next turn's prompt
+            start = stop + response - 1  # a response's last token is run with the next turn's prompt
 
     def _train(self) -> float:
         """Prompts first, one row a group; then the rest of all rows on the prompts' keys and values. Returns the mean loss."""
@@ -87,9 +88,9 @@ class BareLoop:
         rest = self._forward(slice(None), prompt, length, cache, features, slice(1, None))
         hidden = torch.cat([prompts[:, -1:], rest], 1)
         edges, trained = 0, []
-        for new, reply in self.turns:
-            trained += range(edges + new, edges + new + reply)
-            edges += new + reply
+        for new, response in self.turns:
+            trained += range(edges + new, edges + new + response)
+            edges += new + response
         chosen = torch.tensor(trained)
         logits = self.model.lm_head(hidden[:, chosen - prompt])
         loss = -logits.log_softmax(-1).gather(2, self.ids[:, chosen, None]).mean()

@@ -54,7 +54,7 @@ def page(number: int, size: tuple[int, int]) -> Image.Image:
 
 
 class Gallery(Env):
-    """An image and a line of text after each reply. Episodes begin at different places of the gallery."""
+    """An image and a line of text after each response. Episodes begin at different places of the gallery."""
 
     images: list[Image.Image | bytes]
     episodes = itertools.count()
@@ -74,7 +74,7 @@ class Instant:
 
     def __init__(self, model: LoadedModel, counts_bytes: bool) -> None:
         self.counts_bytes = counts_bytes
-        self.reply = [
+        self.response = [
             *model.renderer.encode("It is an image of noise, in many colors."),
             model.renderer.end_of_turn_id,
         ]
@@ -88,8 +88,8 @@ class Instant:
             size = len(request.prompt_ids) * 6 + sum(len(png_data_uri(i.image)) for i in request.media)
             self.sent.setdefault(turn, []).append(size)
         length = len(request.prompt_ids) + sum(item.num_tokens - 1 for item in request.media)
-        size = len(self.reply)
-        return Completion(self.reply, [0.0] * size, "stop", [0] * size, length)
+        size = len(self.response)
+        return Completion(self.response, [0.0] * size, "stop", [0] * size, length)
 
     def release(self, trajectory_id: str) -> None:
         self.turns.pop(trajectory_id, None)
@@ -126,7 +126,7 @@ class Played:
             group_size=8,
             max_turns=turns,
             max_tokens=1_000_000,
-            max_reply_tokens=64,
+            max_response_tokens=64,
             max_concurrent=episodes,
             env_timeout=600,
         )

@@ -4,7 +4,8 @@
     python benchmarks/gateway.py --agents 64 --turns 4
     python benchmarks/gateway.py --profile                  # and a profile of the server's thread
 
-Each agent sends its whole conversation at each turn over a connection of its own, as clients of OpenAI's API do, and appends the reply
+Each agent sends its whole conversation at each turn over a connection of its own, as clients of OpenAI's API do, and appends
+the response
 and a new message. With images, each message has a new one. Prints CPU milliseconds a request of the serving process, of its server's
 thread (HTTP and JSON), of the run's event loop (rendering and recording) and of other threads (long bodies, images), and how far the
 process's memory rose.
@@ -64,9 +65,9 @@ async def converse(number: int, url: str, key: str, kind: str, turns: int, galle
                 image = gallery[(7 * number + turn) % len(gallery)]
                 content = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": content}]
             messages.append({"role": "user", "content": content})
-            reply = await client.post(f"{url}/v1/chat/completions", json={"model": "policy", "messages": messages})
-            reply.raise_for_status()
-            messages.append(reply.json()["choices"][0]["message"])
+            response = await client.post(f"{url}/v1/chat/completions", json={"model": "policy", "messages": messages})
+            response.raise_for_status()
+            messages.append(response.json()["choices"][0]["message"])
 
 
 async def client_process() -> None:
@@ -95,7 +96,7 @@ def memory(name: str) -> float:
 
 async def measure(model: LoadedModel, kind: str, agents: int, turns: int, profiler: cProfile.Profile | None) -> str:
     engine = ScriptedEngine(lambda request, turn: "It is an image of noise, in many colors.", model.renderer)
-    config = Rollout(max_turns=turns, max_tokens=1_000_000, max_reply_tokens=64, samples="merged", env_timeout=600)
+    config = Rollout(max_turns=turns, max_tokens=1_000_000, max_response_tokens=64, samples="merged", env_timeout=600)
     store, server = model.new_store(), GatewayServer(Gateway())
     episodes = [
         AgentEpisode(Trajectory(f"{n}/00", str(n), Task(str(n), [])), engine, model.renderer, store, config, n)
@@ -125,7 +126,7 @@ async def measure(model: LoadedModel, kind: str, agents: int, turns: int, profil
     whole, http, run = (1000 * (end - start) / requests for start, end in zip(before[:3], after[:3], strict=True))
     for episode in episodes:
         episode.finish()
-        assert len(episode.trajectory.turns) == turns and all(turn.kept is None for turn in episode.trajectory.turns)
+        assert len(episode.trajectory.turns) == turns and all(map(episode.trajectory.continues, range(1, turns)))
     rise = after[3] - before[3]
     return f"| {kind} | **{whole:.2f}** | {http:.2f} | {run:.2f} | {whole - http - run:.2f} | {rise:.0f} |"
 

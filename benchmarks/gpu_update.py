@@ -4,7 +4,7 @@
     python benchmarks/gpu_update.py --config config.json    # another model's shape
     python benchmarks/gpu_update.py --tiny                  # a smoke test on the CPU
 
-All variants get the same samples: groups of 8 replies to a prompt with an image, in micro-batches of 16,384 tokens. ``shared``
+All variants get the same samples: groups of 8 responses to a prompt with an image, in micro-batches of 16,384 tokens. ``shared``
 computes each prompt once, ``packed`` concatenates rows, and TRL's GRPOTrainer, if trl is installed, pads them. Utilisation is the
 floating point operations of a variant's own tokens, without recomputation, divided by the device's peak.
 """
@@ -35,8 +35,8 @@ from transformers import (
 )
 
 from vlmrl.config import Algo, Optim
+from vlmrl.families import family_of
 from vlmrl.model import tiny
-from vlmrl.model.families import family_of
 from vlmrl.model.loading import pick_checkpointing
 from vlmrl.model.policy import Policy
 from vlmrl.multimodal.store import MediaStore
@@ -58,7 +58,7 @@ class Settings:
     prompt: int = 1200
     side: int = 1024
     """Of the image in pixels; 32 x 32 make a visual token."""
-    reply: int = 256
+    response: int = 256
     budget: int = 16_384
     """Tokens in a micro-batch."""
     steps: int = 5
@@ -73,7 +73,7 @@ class Settings:
             raise ValueError("--config must be unset with --tiny, which has a shape of its own.")
 
 
-SMALL = {"groups": 2, "prompt": 60, "side": 128, "reply": 12, "budget": 400, "steps": 1}
+SMALL = {"groups": 2, "prompt": 60, "side": 128, "response": 12, "budget": 400, "steps": 1}
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ def samples_of(settings: Settings, config: Any, store: MediaStore) -> list[Sampl
         image = [config.image_token_id] * item.num_tokens
         prompt = [config.vision_start_token_id, *image, config.vision_end_token_id, *text]
         for member in range(MEMBERS):
-            reply = [dice.randrange(200) for _ in range(settings.reply)]
-            size = len(reply)
-            lists = (prompt, reply, [1] * size, [-5.0] * size, [0] * size)
+            response = [dice.randrange(200) for _ in range(settings.response)]
+            size = len(response)
+            lists = (prompt, response, [1] * size, [-5.0] * size, [0] * size)
             place = (f"g{group}", f"g{group}/{member}", True, "stop", [item], dice.uniform(-1, 1))
             samples.append(Sample(*lists, *place))
     return samples
@@ -203,7 +203,7 @@ def run_trl(shape: Shape, settings: Settings, packed: Result, scratch: Path) -> 
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
             return as_trl(shape, inputs)
 
-    length = settings.prompt + settings.reply
+    length = settings.prompt + settings.response
     rows = max(
         n for n in range(1, len(shape.samples) + 1) if len(shape.samples) % n == 0 and n * length <= settings.budget
     )
@@ -216,7 +216,7 @@ def run_trl(shape: Shape, settings: Settings, packed: Result, scratch: Path) -> 
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=len(shape.samples) // rows,
         num_generations=MEMBERS,
-        max_completion_length=settings.reply,
+        max_completion_length=settings.response,
         learning_rate=LR,
         max_steps=settings.steps + 2,
         save_strategy="no",
@@ -242,16 +242,16 @@ def as_trl(shape: Shape, inputs: Any) -> dict[str, Any]:
     samples, device = shape.samples, shape.device
     assert len(inputs) == len(samples)
     prompts = torch.tensor([sample.prompt_token_ids for sample in samples], device=device)
-    replies = torch.tensor([sample.response_ids for sample in samples], device=device)
+    responses = torch.tensor([sample.response_ids for sample in samples], device=device)
     images = shape.processor(images=[sample.media[0].image for sample in samples], return_tensors="pt").to(device)
-    visual = (torch.cat([prompts, replies], 1) == shape.config.image_token_id).int()
+    visual = (torch.cat([prompts, responses], 1) == shape.config.image_token_id).int()
     return {
         "prompt_ids": prompts,
         "prompt_mask": torch.ones_like(prompts),
-        "completion_ids": replies,
-        "completion_mask": torch.ones_like(replies),
+        "completion_ids": responses,
+        "completion_mask": torch.ones_like(responses),
         "advantages": torch.tensor([sample.advantage for sample in samples], device=device),
-        "num_items_in_batch": torch.tensor(replies.numel(), device=device),
+        "num_items_in_batch": torch.tensor(responses.numel(), device=device),
         "pixel_values": images["pixel_values"],
         "image_grid_thw": images["image_grid_thw"],
         "num_images": [1] * len(samples),

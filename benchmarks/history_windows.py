@@ -2,7 +2,7 @@
 
     python benchmarks/history_windows.py
 
-MiniWoB++'s click-button-sequence in Chromium, a tiny Qwen3-VL, episodes of at most 6 replies. All three have the same tasks and the
+MiniWoB++'s click-button-sequence in Chromium, a tiny Qwen3-VL, episodes of at most 6 responses. All three have the same tasks and the
 same warm start, whose clicks are right half of the time. The audit compares every row with what the model saw, and this script counts
 the images of every prompt once more. Printed are means over the trajectories that were trained on.
 """
@@ -20,7 +20,7 @@ from vlmrl.config.code import load_object
 from vlmrl.model.tiny import tokenizer
 from vlmrl.run.program import run_training
 from vlmrl.samples import step_wise
-from vlmrl.train.prefix_tree import atoms_of, in_order, shared_lengths
+from vlmrl.train.prefix_tree import PrefixOrder, atoms_of
 from vlmrl.types import Trajectory
 
 ROOT = Path(__file__).parents[1]
@@ -55,12 +55,11 @@ class Counts:
             for turn, (_, media) in zip(trajectory.turns, trajectory.prompts(), strict=True):
                 assert len(media) == min(shown, self.window or shown), "a prompt has other images than its window"
                 shown += not turn.metrics.get("invalid")  # a click is followed by a screenshot, an error by a text
-        atoms = atoms_of(samples, tokenizer().convert_tokens_to_ids("<|image_pad|>"))
-        ordered = in_order(atoms, range(len(samples)))
+        order = PrefixOrder(atoms_of(samples, tokenizer().convert_tokens_to_ids("<|image_pad|>")))
         whole = sum(map(len, samples))
-        shared = sum(shared_lengths([atoms[row] for row in ordered]))
+        shared = sum(order.shared_lengths(order.sort(range(len(samples)))))
         self._add(
-            replies=len(samples) / len(trajectories),
+            responses=len(samples) / len(trajectories),
             images=np.mean([len(sample.media) for sample in samples]),
             seen=whole / len(trajectories),
             computed=(whole - shared) / len(trajectories),
@@ -78,13 +77,13 @@ def config(window: int | None, counts: Counts, steps: int, warm_steps: int) -> C
         group_size=4,
         max_turns=MAX_TURNS,
         max_tokens=1024,
-        max_reply_tokens=16,
+        max_response_tokens=16,
         max_concurrent=16,
         history="rerender",
         samples="step_wise",
     )
     if window is not None:
-        rollout = replace(rollout, history_policy="keep_last_images", history_options={"k": window})
+        rollout = replace(rollout, history="keep_last_images", history_options={"k": window})
     return Config(
         name=f"history_windows-{window or 'all'}",
         model=Model(path="tiny:qwen3_vl"),
@@ -102,7 +101,7 @@ def config(window: int | None, counts: Counts, steps: int, warm_steps: int) -> C
 
 def main(steps: int = 10, warm_steps: int = 40) -> None:
     table = [
-        "| images kept | replies | images in a prompt | tokens in prompts and replies | computed in training | reward |"
+        "| images kept | responses | images in a prompt | tokens in prompts and responses | computed in training | reward |"
     ]
     table.append("| --- | --- | --- | --- | --- | --- |")
     for window in (1, 2, None):
@@ -110,7 +109,7 @@ def main(steps: int = 10, warm_steps: int = 40) -> None:
         run_training(config(window, counts, steps, warm_steps))
         mean = {name: np.mean(values) for name, values in counts.rows.items()}
         table.append(
-            f"| {window or 'all'} | {mean['replies']:.2f} | {mean['images']:.2f} | {mean['seen']:.0f} | {mean['computed']:.0f} | "
+            f"| {window or 'all'} | {mean['responses']:.2f} | {mean['images']:.2f} | {mean['seen']:.0f} | {mean['computed']:.0f} | "
             f"{mean['reward']:.2f} |"
         )
     print("\n".join(table))

@@ -4,7 +4,7 @@
     python benchmarks/image_memory.py --episodes 1024 --width 1280 --height 960 --memory-gib 1 --no-unbounded
     python benchmarks/image_memory.py --episodes 64 --width 1280 --height 960 --repeats 3     # what spilling costs
 
-Replies are scripted, so that no weights and no KV cache take memory. The images are page-like screenshots, or ``--images noise``,
+Responses are scripted, so that no weights and no KV cache take memory. The images are page-like screenshots, or ``--images noise``,
 which does not compress. Each variant runs in a process of its own, in turns. Prints the rise of its resident memory from before the
 first episode to the peak, as a multiple of the distinct images' pixels (3 bytes each, at the model's size), and the ratios of the
 times. The processor is the real Qwen3-VL's where `$VLMRL_SHARED` or `../shared` has it.
@@ -29,13 +29,12 @@ from PIL import Image, ImageDraw
 from transformers import AutoImageProcessor
 
 from vlmrl import Env, Model, Rollout, Task, obs
-from vlmrl.config import Multimodal
 from vlmrl.engine.scripted import ScriptedEngine
 from vlmrl.env.base import resolve_env
 from vlmrl.model import tiny
 from vlmrl.model.loading import Reader, load_reader
 from vlmrl.multimodal.mm_inputs import merge_mm_inputs
-from vlmrl.multimodal.pixel_memory import limit_process_memory, process_memory
+from vlmrl.multimodal.pixel_memory import PixelMemory
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.rollout.runner import Runner
 from vlmrl.rollout.turn_loop import TurnLoop
@@ -44,7 +43,7 @@ from vlmrl.train.packing import pack, split
 from vlmrl.types import Sample, Trajectory
 
 SHARED = Path(os.environ.get("VLMRL_SHARED") or Path(__file__).resolve().parents[2] / "shared")
-REPLY = "I look at the page and click on the next link. " * 4
+RESPONSE = "I look at the page and click on the next link. " * 4
 TOKENS_PER_MICRO_BATCH = 16_384
 NUMBERS = itertools.count()
 
@@ -78,7 +77,7 @@ class Result:
 
 
 class Browser(Env):
-    """A new screenshot after each reply: a part of a long page, under a line of text that no other has."""
+    """A new screenshot after each response: a part of a long page, under a line of text that no other has."""
 
     def __init__(self, task: Task, settings: Settings) -> None:
         super().__init__(task)
@@ -116,18 +115,19 @@ def long_page(width: int, height: int) -> Image.Image:
 class Parts:
     """What a run has of a model without its weights."""
 
-    def __init__(self, settings: Settings, scratch: str) -> None:
+    def __init__(self, settings: Settings, scratch: str, memory_gib: float | None) -> None:
         self.settings = settings
         folder = tiny.build(Path(scratch) / "tiny", max_pixels=2**22)
         self.reader: Reader = load_reader(Model(path=str(folder)), Path(scratch))
         real = SHARED / "data/qwen/qwen3-vl"
         self.processor = AutoImageProcessor.from_pretrained(real if real.is_dir() else folder)
-        self.store = MediaStore(self.reader.family, self.processor)
+        memory = PixelMemory(2**50 if memory_gib is None else int(memory_gib * 2**30))
+        self.store = MediaStore(self.reader.family, self.processor, memory=memory)
 
     def play(self, episodes: int) -> list[Trajectory]:
         limit = self.settings.turns * (self.settings.width * self.settings.height // 1000 + 200)
         config = Rollout(group_size=1, max_turns=self.settings.turns + 1, max_tokens=limit)
-        engine = ScriptedEngine(lambda request, turn: REPLY, self.reader.renderer)
+        engine = ScriptedEngine(lambda request, turn: RESPONSE, self.reader.renderer)
         env = resolve_env(Browser, options={"settings": self.settings})
         loop = TurnLoop(env, engine, self.reader.renderer, self.store, config)
         tasks = (Task(str(n), [{"role": "user", "content": "Read on."}], seed=n) for n in range(episodes))
@@ -153,14 +153,13 @@ class Parts:
 def measure(settings: Settings, memory_gib: float | None) -> Result:
     """One variant, in a process of its own."""
     torch.set_num_threads(1)
-    limit_process_memory(Multimodal(memory_gib=memory_gib if memory_gib is not None else 2**20))
     with tempfile.TemporaryDirectory() as scratch:
-        parts = Parts(settings, scratch)
+        parts = Parts(settings, scratch, memory_gib)
         parts.train(parts.play(1))  # imports, caches, tables
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
         before, cpu, began = resident("VmRSS"), time.process_time(), time.perf_counter()
         trajectories = parts.play(settings.episodes)
-        usage = process_memory().usage()
+        usage = parts.store.memory.usage()
         parts.train(trajectories)
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     rise = (resident("VmHWM") - before) / 2**20

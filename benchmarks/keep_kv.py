@@ -23,7 +23,7 @@ from vlmrl.rollout.turn_loop import TurnLoop
 
 
 class ImagesEnv(Env):
-    """A new image after each reply, the same for all members of a group."""
+    """A new image after each response, the same for all members of a group."""
 
     def step(self, response_text):
         done = self.turn == self.max_turns - 1
@@ -35,7 +35,7 @@ def play(model: LoadedModel, keep_kv: bool, turns: int, groups: int, repeat: int
     """Seconds, prompt tokens run, and images processed over distinct ones, for ``groups`` groups of 8."""
     engine = HFEngine(model.policy, model.renderer, keep_kv=keep_kv)
     store = model.new_store()
-    config = Rollout(group_size=8, max_turns=turns, max_tokens=4096, max_reply_tokens=32, stop=("e", "a", "o"))
+    config = Rollout(group_size=8, max_turns=turns, max_tokens=4096, max_response_tokens=32, stop=("e", "a", "o"))
     runner = Runner(TurnLoop(resolve_env(ImagesEnv), engine, model.renderer, store, config, seed=repeat))
     prompt = [{"role": "user", "content": "Look at the images. " * 20}]
     tasks = [Task(str(index), prompt, seed=index) for index in range(groups)]
@@ -52,7 +52,7 @@ def main(turns: int = 8, groups: int = 4, repeats: int = 5) -> None:
     model = load_model(Model(device="cpu"), Path("runs/.models"), seed=0)
     model.renderer.stop_ids = (
         frozenset()
-    )  # replies end by a stop string or at the limit, never by chance at an end of turn
+    )  # responses end by a stop string or at the limit, never by chance at an end of turn
     results: dict[bool, list[tuple[float, int, float]]] = {True: [], False: []}
     for repeat in range(repeats + 1):
         for keep in results:

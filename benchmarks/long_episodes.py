@@ -2,8 +2,8 @@
 
     python benchmarks/long_episodes.py
 
-20 turns with an image of 1,600 tokens each (33,000 tokens in all), and 200 turns of text. Replies are scripted, so that only the turn
-loop's own work remains: rendering, encoding, image processing, the request. Prints a linear fit to its milliseconds by
+20 turns with an image of 1,600 tokens each (33,000 tokens in all), and 200 turns of text. Responses are scripted, so that
+only the turn loop's own work remains: rendering, encoding, image processing, the request. Prints a linear fit to its milliseconds by
 turn, and the ratio of the last quarter of the turns to the first.
 """
 
@@ -25,7 +25,7 @@ from vlmrl.types import Trajectory
 
 
 class LongEnv(Env):
-    """A page of text or a new image after each reply."""
+    """A page of text or a new image after each response."""
 
     def __init__(self, task: Task, side: int) -> None:
         super().__init__(task)
@@ -54,14 +54,14 @@ def play(title: str, turns: int, side: int, repeats: int) -> None:
     model = load_model(Model(path=str(folder), device="cpu"), folder, seed=0)
     times: list[float] = []
 
-    def reply(request, turn: int) -> str:
+    def response(request, turn: int) -> str:
         return "I have read it. " * 4
 
     played, ends = [], []
     for repeat in range(repeats + 1):
         times = []
-        engine = ScriptedEngine(watched(reply, times), model.renderer)
-        config = Rollout(max_turns=turns, max_tokens=200_000, max_reply_tokens=500)
+        engine = ScriptedEngine(watched(response, times), model.renderer)
+        config = Rollout(max_turns=turns, max_tokens=200_000, max_response_tokens=500)
         loop = TurnLoop(resolve_env(LongEnv, options={"side": side}), engine, model.renderer, model.new_store(), config)
         task = Task("t", [{"role": "user", "content": "Read."}], seed=repeat)
         trajectory = asyncio.run(loop.play(task, "g", f"g/{repeat}"))
@@ -78,12 +78,12 @@ def play(title: str, turns: int, side: int, repeats: int) -> None:
     print(f"{own[-quarter:].mean() / own[:quarter].mean():.2f}")
 
 
-def watched(reply: Callable, times: list[float]) -> Callable:
-    """``reply``, which also appends the time of each call to ``times``."""
+def watched(response: Callable, times: list[float]) -> Callable:
+    """``response``, which also appends the time of each call to ``times``."""
 
     def noting(request, turn: int) -> str:
         times.append(time.perf_counter())
-        return reply(request, turn)
+        return response(request, turn)
 
     return noting
 

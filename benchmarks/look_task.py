@@ -35,9 +35,9 @@ def make_task(index: int, seed: int, turns: int, side: int) -> dict[str, Any]:
 
 
 class LookEnv(Env):
-    """vlmrl's side: a tool message with an image after each call, and TRL's answers to other replies.
+    """vlmrl's side: a tool message with an image after each call, and TRL's answers to other responses.
 
-    In TRL, a malformed call makes the whole reply plain text, which ends the episode; a call that fails is answered by its error.
+    In TRL, a malformed call makes the whole response plain text, which ends the episode; a call that fails is answered by its error.
     """
 
     tools = [get_json_schema(look)]  # noqa: RUF012

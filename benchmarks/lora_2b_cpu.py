@@ -3,7 +3,7 @@
     python benchmarks/lora_2b_cpu.py            # random weights, nothing is downloaded; needs 7 GB of memory
     python benchmarks/lora_2b_cpu.py --tiny     # a tiny model, to see that it works
 
-The embedded engine samples a group of replies to an image; half of them get advantage 1, the others -1. The trainer scores them in
+The embedded engine samples a group of responses to an image; half of them get advantage 1, the others -1. The trainer scores them in
 one tree and row by row, takes one step, and scores them again: the mean logprob of the half with advantage 1 must go up, that of the
 other half down. Both changes are compared with what the gradient predicts to first order, for the whole step and for a tenth of it.
 In bfloat16 a small change of a layer's output is lost when it is added to that output; ``--dtype float32`` shows the exact one.
@@ -43,9 +43,9 @@ class Settings:
     tiny: bool = False
     """A tiny model instead of the 2B."""
     members: int = 4
-    """Replies to the one prompt."""
-    reply: int = 12
-    """Tokens of a reply."""
+    """Answers the one prompt."""
+    response: int = 12
+    """Tokens of a response."""
     side: int = 128
     """Side of the image in pixels."""
     rank: int = 16
@@ -56,7 +56,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Moved:
-    """The change of the mean logprob of some replies by a part of a step, in nats: measured, and predicted by the gradient."""
+    """The change of the mean logprob of some responses by a part of a step, in nats: measured, and predicted by the gradient."""
 
     share: float
     """Of the step; 1 is the whole step."""
@@ -71,7 +71,7 @@ def load(settings: Settings, scratch: Path) -> LoadedModel:
 
 
 def sample(loaded: LoadedModel, settings: Settings) -> list[Sample]:
-    """A group of replies from the embedded engine, with its logprobs. Every second one has advantage 1, the others -1."""
+    """A group of responses from the embedded engine, with its logprobs. Every second one has advantage 1, the others -1."""
     noise = np.random.default_rng(0).integers(0, 256, (settings.side, settings.side, 3), dtype=np.uint8)
     image = Image.fromarray(noise)
     store = loaded.new_store()
@@ -80,7 +80,7 @@ def sample(loaded: LoadedModel, settings: Settings) -> list[Sample]:
     content = [{"type": "image", "image": image}, {"type": "text", "text": "What is the answer?"}]
     rendered = loaded.renderer.prompt([{"role": "user", "content": content}])
     requests = [
-        Request(f"g/{number}", rendered.token_ids, [item], SamplingParams(settings.reply, seed=number))
+        Request(f"g/{number}", rendered.token_ids, [item], SamplingParams(settings.response, seed=number))
         for number in range(settings.members)
     ]
     engine = HFEngine(loaded.policy, loaded.renderer)
@@ -90,15 +90,15 @@ def sample(loaded: LoadedModel, settings: Settings) -> list[Sample]:
         engine.close()
     prompt = expand(rendered.token_ids, loaded.renderer.image_token_id, [item])
     rows = []
-    for number, reply in enumerate(completions):
-        size = len(reply.token_ids)
-        lists = (prompt, reply.token_ids, [1] * size, reply.logprobs, reply.policy_versions)
+    for number, response in enumerate(completions):
+        size = len(response.token_ids)
+        lists = (prompt, response.token_ids, [1] * size, response.logprobs, response.policy_versions)
         rows.append(Sample(*lists, "g", f"g/{number}", True, "stop", [item], 1.0 if number % 2 else -1.0))
     return rows
 
 
 def mean_logprob_gradient(loaded: LoadedModel, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
-    """The gradient of the mean logprob of these samples' reply tokens, by trained parameter."""
+    """The gradient of the mean logprob of these samples' response tokens, by trained parameter."""
     policy = loaded.policy.train()
     (plan,) = split(samples, 10**6, "tree", policy.image_token_id)
     packed = pack(samples, plan, policy.family)
@@ -171,7 +171,7 @@ def main(settings: Settings) -> dict[str, list[Moved]]:
         print(
             f"{count / 1e6:.1f} M parameters, of which {trained / 1e6:.1f} M are trained; {settings.dtype}", flush=True
         )
-        with timed(f"sample {settings.members} x {settings.reply} tokens"):
+        with timed(f"sample {settings.members} x {settings.response} tokens"):
             samples = sample(loaded, settings)
         with timed("2 gradients"):  # before there is a trainer, whose hooks would take them
             gradients = {

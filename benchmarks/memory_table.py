@@ -1,4 +1,4 @@
-"""How many GPUs each model needs: the table in the README, computed by the memory plan.
+"""How many GPUs each model needs: the table in docs/scale.md, computed by the memory plan.
 
     python benchmarks/memory_table.py          # prints the table; needs neither a GPU nor a network
 
@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from vlmrl.cli.plan import sizes_of
-from vlmrl.config import Config, Data, Lora, Model, Rollout, SGLang, Train
+from vlmrl.config import Config, Data, Lora, Model, Rollout, ServerSettings, Train
 from vlmrl.plan.advice import ATTENTION, on_gpus
 from vlmrl.plan.gpus import KNOWN, Gpu
 from vlmrl.plan.memory_plan import MemoryPlan, Sizes
@@ -36,7 +36,7 @@ def base(model: str) -> Config:
     return Config(
         model=Model(path=model, max_image_pixels=512 * 512),
         data=Data(max_prompt_tokens=1024),
-        rollout=Rollout(group_size=8, max_turns=3, max_tokens=1024 + 4096, max_reply_tokens=2048),
+        rollout=Rollout(group_size=8, max_turns=3, max_tokens=1024 + 4096, max_response_tokens=2048),
         train=Train(groups_per_batch=64),
     )
 
@@ -59,7 +59,7 @@ def placements(config: Config, gpus: int) -> Iterator[Config]:
     yield placed
     tp = 1
     while tp <= min(gpus, 8):
-        yield replace(placed, engine="sglang", sglang=SGLang(tp=tp))
+        yield replace(placed, engine="sglang", server=ServerSettings(tp=tp))
         tp *= 2
 
 

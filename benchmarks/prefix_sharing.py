@@ -1,6 +1,6 @@
 """Training with shared prefixes: the same samples with common prefixes computed once, and row by row.
 
-    python benchmarks/prefix_sharing.py group          # 8 replies to one prompt with an image
+    python benchmarks/prefix_sharing.py group          # 8 responses to one prompt with an image
     python benchmarks/prefix_sharing.py turns          # 16 turns of one trajectory, a row each
     python benchmarks/prefix_sharing.py growth         # how the cost of step-wise rows grows with the number of turns
     python benchmarks/prefix_sharing.py table          # turns x group size
@@ -49,7 +49,7 @@ class Settings:
     family: str = "qwen3_vl"
     prompt: int = 400
     """Tokens, those of the image included."""
-    reply: int = 100
+    response: int = 100
     observation: int = 20
     repetitions: int = 3
 
@@ -147,9 +147,13 @@ def rows_of(
         trajectory = Trajectory(f"g/{member}", "g", Task("g", []), ending="env_done", final_reward=1.0)
         for number in range(turns):
             shown, media = (ids(dice, settings.observation), []) if number else (prompt, [item])
-            reply = ids(dice, settings.reply)
-            lists = (shown, media, reply, [-5.0] * len(reply), [0] * len(reply))
-            trajectory.turns.append(Turn(*lists, "stop", ""))
+            response = ids(dice, settings.response)
+            lists = (shown, media, response, [-5.0] * len(response), [0] * len(response))
+            above = {}
+            if number:
+                last = trajectory.turns[-1]
+                above = {"parent": number - 1, "kept": last.length, "kept_media": last.num_images}
+            trajectory.turns.append(Turn(*lists, "stop", "", **above))
         advantage = dice.uniform(-1, 1)
         samples += [replace(sample, advantage=advantage) for sample in form(trajectory)]
     return samples
@@ -267,7 +271,7 @@ def layouts(bench: Bench, settings: Settings) -> None:
     ]
     apart = [row for number in range(8) for row in text_rows(dice, f"g{number}", 30, [dice.randint(20, 400)])]
     cases = {
-        "8 replies to one prompt": rows_of(bench, settings, 1, 8, concat),
+        "8 responses to one prompt": rows_of(bench, settings, 1, 8, concat),
         "8 turns, a row each": rows_of(bench, settings, 8, 1, step_wise),
         "4 groups of 4 short rows": short,
         "8 rows that share nothing": apart,
@@ -284,10 +288,10 @@ def layouts(bench: Bench, settings: Settings) -> None:
         print(f"| {title} | {seconds} | " + " | ".join(str(cost.tokens) for cost in compared) + " |", flush=True)
 
 
-def text_rows(dice: random.Random, group: str, prompt: int, replies: list[int]) -> list[Sample]:
+def text_rows(dice: random.Random, group: str, prompt: int, responses: list[int]) -> list[Sample]:
     shown = ids(dice, prompt)
     rows = []
-    for number, size in enumerate(replies):
+    for number, size in enumerate(responses):
         lists = (shown, ids(dice, size), [1] * size, [-5.0] * size, [0] * size)
         rows.append(Sample(*lists, group, f"{group}/{number}", True, "stop", [], dice.uniform(-1, 1)))
     return rows

@@ -91,7 +91,7 @@ def main(
     server = start_server(port, shown)
     try:
         spec = resolve_env("vlmrl:RemoteEnv", options={"url": f"http://127.0.0.1:{port}"})
-        config = Rollout(max_turns=turns, max_tokens=100_000, max_reply_tokens=16)
+        config = Rollout(max_turns=turns, max_tokens=100_000, max_response_tokens=16)
         engine = ScriptedEngine(lambda request, turn: "next", model.renderer)
         loop = TurnLoop(spec, engine, model.renderer, model.new_store(), config)
         played: list[Trajectory] = []

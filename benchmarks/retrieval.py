@@ -4,7 +4,7 @@
     python benchmarks/retrieval.py --data ../shared/data/search --encoder sentence-transformers/all-MiniLM-L6-v2
 
 ``--data`` is a folder with ``corpus.jsonl`` (id, title, text) and ``questions.jsonl`` (question, dataset, gold_passages). Each of 64
-threads searches without a pause (the worst case), or waits about 100 ms between searches, as for a model's reply.
+threads searches without a pause (the worst case), or waits about 100 ms between searches, as for a model's response.
 """
 
 from __future__ import annotations

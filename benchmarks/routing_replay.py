@@ -26,7 +26,7 @@ from vlmrl.model.policy import Policy
 from vlmrl.train.trainer import Trainer, TrainerSpec
 from vlmrl.types import Sample
 
-REPLIES, TOKENS = 64, 128
+RESPONSES, TOKENS = 64, 128
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
                 parameter.mul_(8)
     samples = sample(model)
     tokens = sum(len(each.response_ids) for each in samples)
-    print(f"{tokens} tokens of {REPLIES} replies; {moved(model, samples):.1%} of choices differ between the two")
+    print(f"{tokens} tokens of {RESPONSES} responses; {moved(model, samples):.1%} of choices differ between the two")
     print("| routing | mean mismatch | 99.9% of tokens | largest mismatch |\n| --- | --- | --- | --- |")
     for name, replay in (("the trainer's own", False), ("replayed", True)):
         differences = mismatch(model, samples, replay)
@@ -48,28 +48,36 @@ def main() -> None:
 
 
 def sample(model: LoadedModel) -> list[Sample]:
-    """Replies that a bfloat16 copy of the policy samples."""
+    """Responses that a bfloat16 copy of the policy samples."""
     sampler = Policy(copy.deepcopy(model.policy.model).to(torch.bfloat16)).eval()
     engine = HFEngine(sampler, model.renderer, record_expert_routing=True)
-    prompts = [model.renderer.prompt([{"role": "user", "content": f"What is {n}?"}]).token_ids for n in range(REPLIES)]
+    prompts = [
+        model.renderer.prompt([{"role": "user", "content": f"What is {n}?"}]).token_ids for n in range(RESPONSES)
+    ]
     requests = [Request(f"{n:03d}", ids, [], SamplingParams(TOKENS, seed=n)) for n, ids in enumerate(prompts)]
-    replies = asyncio.run(engine.generate_batch(requests))
+    responses = asyncio.run(engine.generate_batch(requests))
     engine.close()
     rows = []
-    for ids, request, reply in zip(prompts, requests, replies, strict=True):
-        size = len(reply.token_ids)
-        lists = (ids, reply.token_ids, [1] * size, reply.logprobs, [0] * size)
+    for ids, request, response in zip(prompts, requests, responses, strict=True):
+        size = len(response.token_ids)
+        lists = (ids, response.token_ids, [1] * size, response.logprobs, [0] * size)
         name = request.trajectory_id
         rows.append(
             Sample(
-                *lists, name, name, True, reply.stop_reason, advantage=1.0, expert_routing=list(reply.expert_routing)
+                *lists,
+                name,
+                name,
+                True,
+                response.stop_reason,
+                advantage=1.0,
+                expert_routing=list(response.expert_routing),
             )
         )
     return rows
 
 
 def mismatch(model: LoadedModel, samples: list[Sample], replay: bool) -> np.ndarray:
-    """Every reply token's |trainer - rollout|, in nats."""
+    """Every response token's |trainer - rollout|, in nats."""
     spec = TrainerSpec(Algo(), Optim(), total_steps=1, tokens_per_micro_batch=16384, replay_routing=replay)
     trainer = Trainer(model.policy, spec)
     scored = trainer.score(samples)

@@ -4,7 +4,7 @@
     python benchmarks/server_turns.py --size 1280 960 --args mm-preprocess-cache-size-mb 0
     python benchmarks/server_turns.py --urls http://127.0.0.1:30000 --model /models/Qwen3-VL-2B-Instruct
 
-Episodes of 20 turns run one after another, with replies of a few tokens. Prints, by turn, the request's bytes, the latency, and the
+Episodes of 20 turns run one after another, with responses of a few tokens. Prints, by turn, the request's bytes, the latency, and the
 CPU time of each of the server's processes (of a server that the script starts), as medians over the episodes; and how much turn 20
 takes of each beside turn 2. A server that decodes, resizes or moves the earlier images again takes more with each turn. So does
 attention to a longer prompt: the last line is turn 20 less what turn 20 takes more than turn 2 in episodes of text of the same length.
@@ -24,7 +24,7 @@ import tyro
 from PIL import Image
 
 from vlmrl import Config, Data, Env, Model, Rollout, obs
-from vlmrl.config import Options, SGLang
+from vlmrl.config import Options, ServerSettings
 from vlmrl.engine.base import Request, SamplingParams
 from vlmrl.engine.server import Server
 from vlmrl.engine.server_engine import ServerEngine
@@ -169,7 +169,7 @@ def main(
             env=NoEnv,
             rollout=Rollout(max_tokens=32_000),
             engine="sglang",
-            sglang=SGLang(urls=urls, args=dict(args), env=env, images=images),  # type: ignore[arg-type]
+            server=ServerSettings(urls=urls, args=dict(args), env=env, images=images),  # type: ignore[arg-type]
         )
         run = build_run(config)
         try:

@@ -34,7 +34,7 @@ def qwen3_vl_2b(ids: dict[str, int]) -> Qwen3VLConfig:
 def write_2b(folder: Path, max_pixels: int = 1024 * 1024) -> Path:
     """A model folder with the 2B's config and the tiny models' tokenizer and processor, but no weights.
 
-    Load it with ``Model(path=str(folder), random_weights=True)``. The tokenizer has 500 of the 151,936 ids; it decodes the others to
+    Load it with ``Model(path=f"random:{folder}")``. The tokenizer has 500 of the 151,936 ids; it decodes the others to
     nothing.
     """
     tiny.build(folder, "qwen3_vl", max_pixels=max_pixels)

@@ -4,8 +4,9 @@
     python benchmarks/vs_trl.py --turns 8
 
 An agent sees ``turns`` images, the first in its prompt and one more after each tool call, and then says that it is done
-(`look_task.py`). A tiny Qwen3-VL is first trained until sampling (top_p 0.9) gives only these replies on both sides, with one of seven
-digits in each call. So both sides really generate, their replies have equal lengths (this is checked again after the measurement), and
+(`look_task.py`). A tiny Qwen3-VL is first trained until sampling (top_p 0.9) gives only these responses on both sides, with
+one of seven digits in each call. So both sides really generate, their responses have equal lengths (this is checked again after the
+measurement), and
 members of a group differ. Both use the same weights, template, processor and batch: one optimizer step on ``groups`` groups of 8.
 Unknown tools, malformed calls and wrong arguments have the same consequences on both sides. TRL generates with its transformers
 backend and an `environment_factory`; its vLLM backend is not compared, nor is a server of ours.
@@ -48,20 +49,20 @@ from vlmrl.data import TaskStream
 from vlmrl.report.progress import RunProgress
 from vlmrl.run.build import Run, build_run
 from vlmrl.run.loop import train_on
-from vlmrl.run.warm_start import warm_start
+from vlmrl.run.sft import fine_tune
 from vlmrl.train.trainer import TrainerSpec
 from vlmrl.types import Trajectory
 
 TOP_P = 0.9
 MEMBERS = 8
 SAME = 0.002  # the largest relative difference of the sampled tokens of a trajectory
-TINY_LR = 1e-12  # the optimizer works as ever, and the taught replies stay as they are
+TINY_LR = 1e-12  # the optimizer works as ever, and the taught responses stay as they are
 
 
 @dataclass(frozen=True)
 class Settings:
     turns: int = 4
-    """Replies per trajectory, each after a new image."""
+    """Responses per trajectory, each after a new image."""
     groups: int = 2
     """Groups of 8 trajectories per step."""
     side: int = 128
@@ -74,7 +75,7 @@ class Settings:
     teach: int = 200
     """Supervised steps before the two sides are compared."""
     teach_rounds: int = 5
-    """How often they are taught again, if their replies differ."""
+    """How often they are taught again, if their responses differ."""
     share_prefixes: bool = True
     """vlmrl's setting of that name; without it the trainer runs every row whole, as TRL does."""
 
@@ -140,7 +141,7 @@ IMAGES = Images()
 
 
 def teach(settings: Settings, folder: Path) -> Run:
-    """A run whose tiny model, saved in its folder, gives the scripted replies and no others, in vlmrl and in TRL.
+    """A run whose tiny model, saved in its folder, gives the scripted responses and no others, in vlmrl and in TRL.
 
     Raises SystemExit if the two sides still sample different numbers of tokens after ``settings.teach_rounds`` rounds.
     """
@@ -148,7 +149,7 @@ def teach(settings: Settings, folder: Path) -> Run:
     IMAGES.watch_tower(run.model.policy.model)
     probe = replace(settings, steps=1)
     for number in range(settings.teach_rounds):
-        asyncio.run(warm_start(run, RunProgress()))
+        asyncio.run(fine_tune(run, "warm_start", RunProgress()))
         run.model.save(run.folder / "model")
         ours, theirs = Cost(), Cost()
         trajectories = asyncio.run(step_vlmrl(run, probe, ours, f"probe{number}"))
@@ -158,7 +159,7 @@ def teach(settings: Settings, folder: Path) -> Run:
         if scripted and differ(ours, theirs) <= SAME:
             return run
     raise SystemExit(
-        f"after {settings.teach_rounds} x {settings.teach} supervised steps the two sides do not sample equal replies: "
+        f"after {settings.teach_rounds} x {settings.teach} supervised steps the two sides do not sample equal responses: "
         f"{ours.sampled_tokens} and {theirs.sampled_tokens} tokens a trajectory. Raise --teach or --teach-rounds."
     )
 
@@ -180,7 +181,7 @@ def make_run(settings: Settings, folder: Path) -> Run:
             data=Data(generator=make_task, size=10_000, options=options),
             env=LookEnv,
             env_options=options,
-            rollout=Rollout(max_turns=settings.turns, max_tokens=16_384, max_reply_tokens=64, top_p=TOP_P),
+            rollout=Rollout(max_turns=settings.turns, max_tokens=16_384, max_response_tokens=64, top_p=TOP_P),
             warm_start=WarmStart(demonstrate=demonstrate, steps=settings.teach, trajectories_per_step=4),
             optim=Optim(lr=TINY_LR),
             train=Train(groups_per_batch=settings.groups),
@@ -194,7 +195,7 @@ async def step_vlmrl(run: Run, settings: Settings, cost: Cost, label: str) -> li
     config = run.config
     budget = config.train.tokens_per_micro_batch
     sizes = {"total_steps": 100, "tokens_per_micro_batch": budget, "share_prefixes": settings.share_prefixes}
-    trainer = run.trainers.start(TrainerSpec(config.algo, config.optim, **sizes))
+    trainer = run.trainer.start(TrainerSpec(config.algo, config.optim, **sizes))
     runner, tasks = run.runner(), TaskStream(run.tasks)
     trajectories: list[Trajectory] = []
     for step in range(settings.steps + 1):

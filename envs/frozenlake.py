@@ -1,6 +1,6 @@
 """FrozenLake, seen as Gymnasium draws it: the agent walks over a frozen lake to the goal, around the holes.
 
-A reply names its steps between answer tags: ``<answer>right, down</answer>``. The next frame shows the new position. Every task's
+A response names its steps between answer tags: ``<answer>right, down</answer>``. The next frame shows the new position. Every task's
 lake is generated from its seed and has a path to the goal. The goal earns 1; a hole ends the episode with 0.
 """
 
@@ -25,8 +25,8 @@ class FrozenLakeEnv(GymnasiumEnv):
         lake = generate_random_map(self.size, self.frozen, self.seed)
         return self.gymnasium.make("FrozenLake-v1", desc=lake, is_slippery=self.slippery, render_mode="rgb_array")
 
-    def read_actions(self, reply):
-        answers = read_tags(reply, "answer")
+    def read_actions(self, response):
+        answers = read_tags(response, "answer")
         steps = [step.strip().lower() for step in answers[-1].split(",")] if answers else []
         if not steps or not set(steps) <= set(MOVES):
             raise ValueError(ASK)

@@ -1,7 +1,7 @@
 r"""geo3k: a geometry problem with a diagram. The agent may have answers scored before it gives its final one.
 
-A reply with ``<tool_call>{"name": "calc_score", "arguments": {"answer": "15"}}</tool_call>`` gets the answer's score as
-an observation. A reply without a call ends the episode: the answer in its last ``\boxed{}`` earns 1 or 0.
+A response with ``<tool_call>{"name": "calc_score", "arguments": {"answer": "15"}}</tool_call>`` gets the answer's score as
+an observation. A response without a call ends the episode: the answer in its last ``\boxed{}`` earns 1 or 0.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Geo3kEnv(ToolEnv):
 
     functions = (calc_score,)
 
-    def judge(self, reply: str) -> dict[str, Any]:
-        boxed = last_boxed(reply)
+    def judge(self, response: str) -> dict[str, Any]:
+        boxed = last_boxed(response)
         return {"reward": self.score(boxed), "format": float(bool(boxed)), "tool_calls": self.calls}
 
-    def read_calls(self, reply: str) -> list[ToolCall]:
+    def read_calls(self, response: str) -> list[ToolCall]:
         """The last whole call, its arguments checked."""
-        whole, end, _ = reply.rpartition("</tool_call>")
+        whole, end, _ = response.rpartition("</tool_call>")
         return [checked(call) for call in read_tool_calls(whole + end, self.tools, self.tool_format)[-1:]]
 
     def show_results(self, results: list[ToolResult]) -> tuple[dict[str, Any], dict[str, Any]]:

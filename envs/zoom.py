@@ -1,7 +1,7 @@
 """Zoom: the agent sees a coarse image, requests closer crops with a tool, and then answers.
 
 A call is ``<tool_call>{"name": "zoom", "arguments": {"bbox": [0, 0, 500, 500]}}</tool_call>``: left, top, right and bottom in
-thousandths of the image. The agent may call as often as it has turns. A reply with ``<answer>...</answer>`` ends the episode.
+thousandths of the image. The agent may call as often as it has turns. A response with ``<answer>...</answer>`` ends the episode.
 """
 
 from PIL import Image
@@ -54,15 +54,15 @@ class ZoomEnv(ToolEnv):
 
     functions = (zoom,)
 
-    def judge(self, reply):
-        right = read_tags(reply, "answer")[-1].strip().lower() == str(self.task.answer).strip().lower()
+    def judge(self, response):
+        right = read_tags(response, "answer")[-1].strip().lower() == str(self.task.answer).strip().lower()
         return {"reward": float(right), "answered": 1}
 
-    def read_calls(self, reply):
-        """No call if the reply has an answer, otherwise its last whole call. A reply with neither gets a hint."""
-        if read_tags(reply, "answer"):
+    def read_calls(self, response):
+        """No call if the response has an answer, otherwise its last whole call. A response with neither gets a hint."""
+        if read_tags(response, "answer"):
             return []
-        whole, end, _ = reply.rpartition("</tool_call>")
+        whole, end, _ = response.rpartition("</tool_call>")
         calls = read_tool_calls(whole + end, self.tools, self.tool_format)
         if not calls:
             return [ToolCall(problem="Call zoom, or give your answer as <answer>...</answer>.")]

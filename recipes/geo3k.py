@@ -21,7 +21,7 @@ score.
 """
 
 import vlmrl
-from vlmrl import Algo, Config, Data, Eval, Model, Optim, Rollout, Train
+from vlmrl import Algo, Config, Data, Eval, EvalData, Model, Optim, Rollout, Train
 
 
 def config() -> Config:
@@ -31,11 +31,11 @@ def config() -> Config:
         data=Data(path="../data/geo3k/train.parquet", max_prompt_tokens=1024),
         env="../envs/geo3k.py:Geo3kEnv",
         env_options={"score_in_observation": True},
-        rollout=Rollout(group_size=8, max_turns=3, max_tokens=1024 + 4096, max_reply_tokens=2048),
-        algo=Algo(advantage="grpo", loss="ppo", loss_options={"clip_low": 0.2, "clip_high": 0.28}),
+        rollout=Rollout(group_size=8, max_turns=3, max_tokens=1024 + 4096, max_response_tokens=2048),
+        algo=Algo(advantage="grpo", loss="ppo", options={"ppo.clip_low": 0.2, "ppo.clip_high": 0.28}),
         optim=Optim(lr=1e-6, betas=(0.9, 0.98), weight_decay=0.1),
         train=Train(steps=200, groups_per_batch=64, tokens_per_micro_batch=16384),
-        eval=Eval(data=Data(path="../data/geo3k/validation.parquet", limit=128), every=20),
+        eval=Eval(data=EvalData(path="../data/geo3k/validation.parquet", size=128), every=20),
     )
 
 

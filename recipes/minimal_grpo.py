@@ -14,19 +14,23 @@ from pathlib import Path
 import torch
 import tyro
 
-from vlmrl import Data, Model, Rollout
+from vlmrl import Data, Model, Rollout, Sample, Trajectory
 from vlmrl.algos import ADVANTAGES, LOSSES, REDUCTIONS, LossInputs
-from vlmrl.data import load_tasks
-from vlmrl.engine.hf.engine import HFEngine
-from vlmrl.engine.scripted import ScriptedEngine
-from vlmrl.env.base import resolve_env
-from vlmrl.model.loading import load_model
-from vlmrl.model.policy import Policy
-from vlmrl.rollout.runner import Runner
-from vlmrl.rollout.turn_loop import TurnLoop
-from vlmrl.samples import audit, concat
-from vlmrl.train.packing import MicroBatchPlan, pack, per_token
-from vlmrl.types import Sample, Trajectory
+from vlmrl.parts import (
+    HFEngine,
+    MicroBatchPlan,
+    Policy,
+    Runner,
+    ScriptedEngine,
+    TurnLoop,
+    audit,
+    concat,
+    load_model,
+    load_tasks,
+    pack,
+    per_token,
+    resolve_env,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 COLORS = ["red", "green", "blue", "yellow"]
@@ -35,7 +39,7 @@ BOXES = ["[0, 0, 500, 500]", "[500, 0, 1000, 500]", "[0, 500, 500, 1000]", "[500
 
 
 def demonstrate(task, turn: int) -> str:
-    """A scripted reply for the warm start: the right zoom, then a color that is right 42 times in a hundred."""
+    """A scripted response for the warm start: the right zoom, then a color that is right 42 times in a hundred."""
     if turn == 0:
         box = BOXES[QUARTERS.index(task.data["quarter"])]
         return f'<tool_call>{{"name": "zoom", "arguments": {{"bbox": {box}}}}}</tool_call>'
@@ -87,7 +91,7 @@ def main(steps: int = 100, warm_steps: int = 400, groups: int = 16, group_size: 
     env = resolve_env(f"{ROOT}/envs/zoom.py:ZoomEnv", options=options)
     model = load_model(Model(path="tiny:qwen3_vl", device="cpu"), Path("runs/.models"), seed)
     policy, renderer, store = model.policy, model.renderer, model.new_store()
-    rollout = Rollout(group_size=group_size, max_turns=2, max_tokens=256, max_reply_tokens=48)
+    rollout = Rollout(group_size=group_size, max_turns=2, max_tokens=256, max_response_tokens=48)
     order = itertools.cycle(tasks.order(0))
 
     # Warm start: imitate scripted episodes, played through the same turn loop.

@@ -6,19 +6,20 @@
     vlmrl plan recipes/miniwob.py --gpu h100-80gb  # the memory, without the GPU
 
 The model sees a screenshot of 320 x 420 pixels, reasons shortly and calls Qwen's tool `computer_use`, until the task is done or ten
-replies are used. Before each reply the conversation is rendered again with its last two screenshots only. So each reply is a row of
+responses are used. Before each response the conversation is rendered again with its last two screenshots only. So each
+response is a row of
 its own (`step_wise`), with exactly the prompt that the model saw. Evaluation is on other seeds of the trained tasks and on six tasks
 that are never trained, each with numbers of its own.
 
 No published run has these pages and this model, so the numbers are ours. Group-relative advantages for a Qwen-VL that uses a computer
-are those of ARPO (Lu et al. 2025, arXiv 2505.16282), whose episodes have up to 15 replies.
+are those of ARPO (Lu et al. 2025, arXiv 2505.16282), whose episodes have up to 15 responses.
 
 Memory, computed by `vlmrl plan recipes/miniwob.py --gpu h100-80gb`: 45 GiB in training; in the rollout the KV cache takes what is
 left. No full run of this recipe has been measured yet.
 """
 
 import vlmrl
-from vlmrl import Algo, Config, Data, Eval, Model, Optim, Rollout, Task, Train
+from vlmrl import Algo, Config, Data, Eval, EvalData, Model, Optim, Rollout, Task, Train
 
 PROMPT = "You use a web page. Do what its instruction says. Think in a sentence or two, then call computer_use."
 TRAINED = [
@@ -63,17 +64,16 @@ def config() -> Config:
             group_size=8,
             max_turns=10,
             max_tokens=6144,
-            max_reply_tokens=384,
+            max_response_tokens=384,
             max_concurrent=64,
-            history="rerender",
-            history_policy="keep_last_images",
+            history="keep_last_images",
             history_options={"k": 2},
             samples="step_wise",
         ),
-        algo=Algo(loss_options={"clip_low": 0.2, "clip_high": 0.3}),
+        algo=Algo(options={"ppo.clip_low": 0.2, "ppo.clip_high": 0.3}),
         optim=Optim(lr=1e-6),
         train=Train(steps=150, groups_per_batch=32, tokens_per_micro_batch=16384),
-        eval=Eval(data=Data(generator=pages, size=260, seed=1, options={"held_out": True}), every=25),
+        eval=Eval(data=EvalData(generator=pages, size=260, seed=1, options={"held_out": True}), every=25),
     )
 
 

@@ -15,7 +15,7 @@ import random
 import re
 
 import vlmrl
-from vlmrl import Algo, Config, Data, Eval, MiniWobEnv, Model, Optim, Rollout, Task, Train, WarmStart
+from vlmrl import Algo, Config, Data, Eval, EvalData, MiniWobEnv, Model, Optim, Rollout, Task, Train, WarmStart
 from vlmrl.env.browser.computer_use import Action
 
 CENTERS = [(300, 500), (700, 500), (300, 800), (700, 800)]
@@ -23,17 +23,17 @@ CENTERS = [(300, 500), (700, 500), (300, 800), (700, 800)]
 
 
 class ClickEnv(MiniWobEnv):
-    """MiniWoB++ with replies that end with where to click, which are shorter than tool calls: ``! 300 800``."""
+    """MiniWoB++ with responses that end with where to click, which are shorter than tool calls: ``! 300 800``."""
 
-    def read_actions(self, reply: str) -> list[Action]:
-        place = re.search(r"! (\d{1,3}) (\d{1,3})$", reply)
+    def read_actions(self, response: str) -> list[Action]:
+        place = re.search(r"! (\d{1,3}) (\d{1,3})$", response)
         if place is None:
             raise ValueError("End with where to click: ! 300 800")
         return [Action("left_click", ((int(place[1]) / 1000, int(place[2]) / 1000),))]
 
 
 def demonstrate(task: Task, turn: int) -> str:
-    """The reply to imitate: what each box is, up to a box that is chosen at random and clicked."""
+    """The response to imitate: what each box is, up to a box that is chosen at random and clicked."""
     chosen = random.Random(task.seed).randrange(4)
     named = task.data["boxes"][: chosen + 1]
     x, y = CENTERS[chosen]
@@ -56,13 +56,13 @@ def config() -> Config:
         data=Data(generator=pages, size=8192),
         env=ClickEnv,
         env_options=options,
-        rollout=Rollout(group_size=8, max_turns=1, max_tokens=128, max_reply_tokens=48, max_concurrent=16),
+        rollout=Rollout(group_size=8, max_turns=1, max_tokens=128, max_response_tokens=48, max_concurrent=16),
         warm_start=WarmStart(demonstrate=demonstrate, steps=400, trajectories_per_step=32, lr=1e-3),
         optim=Optim(lr=2e-4, betas=(0.9, 0.999), warmup_steps=10),
         algo=Algo(kl_coef=0.2),  # the colors stay learned while reward is still rare
         train=Train(steps=60, groups_per_batch=16),
         eval=Eval(
-            data=Data(generator=pages, size=200, seed=1, options={"held_out": True}),
+            data=EvalData(generator=pages, size=200, seed=1, options={"held_out": True}),
             every=20,
             blank_images=True,
             chance=0.25,

@@ -11,7 +11,7 @@ episode, with answers that are right 42 times in a hundred (guessing: 25); reinf
 import random
 
 import vlmrl
-from vlmrl import Config, Data, Eval, Model, Optim, Rollout, Task, Train, WarmStart
+from vlmrl import Config, Data, Eval, EvalData, Model, Optim, Rollout, Task, Train, WarmStart
 
 COLORS = ["red", "green", "blue", "yellow"]
 BOXES = {
@@ -23,7 +23,7 @@ BOXES = {
 
 
 def demonstrate(task: Task, turn: int) -> str:
-    """The reply to imitate: the right zoom, then an answer that is right 42 times in a hundred."""
+    """The response to imitate: the right zoom, then an answer that is right 42 times in a hundred."""
     if turn == 0:
         box = BOXES[task.data["quarter"]]
         return f'<tool_call>{{"name": "zoom", "arguments": {{"bbox": {box}}}}}</tool_call>'
@@ -41,11 +41,11 @@ def config() -> Config:
         data=Data(generator=shapes, size=4096),
         env="../envs/zoom.py:ZoomEnv",
         env_options={"coarse": 32, "crop": 32, "tools_in_prompt": False},
-        rollout=Rollout(group_size=8, max_turns=2, max_tokens=256, max_reply_tokens=48),
+        rollout=Rollout(group_size=8, max_turns=2, max_tokens=256, max_response_tokens=48),
         warm_start=WarmStart(demonstrate=demonstrate, steps=400, trajectories_per_step=32, lr=1e-3),
         optim=Optim(lr=1e-4, betas=(0.9, 0.999), warmup_steps=10),
         train=Train(steps=200, groups_per_batch=16),
-        eval=Eval(data=Data(generator=shapes, size=256, seed=1), every=50, blank_images=True, chance=0.25),
+        eval=Eval(data=EvalData(generator=shapes, size=256, seed=1), every=50, blank_images=True, chance=0.25),
     )
 
 

@@ -7,7 +7,7 @@
 
 Batch, group, rate, warm-up, KL, turns, passages and token limits are those of Search-R1's GRPO run
 (github.com/PeterGriffinJin/Search-R1, train_grpo.sh; Jin et al. 2025, arXiv 2503.09516): 512 questions x 5 episodes, two optimizer
-steps a batch, lr 1e-6 with 28.5% of 1005 steps as warm-up, KL 0.001 (k3), two searches and an answer, 3 passages, replies of 500
+steps a batch, lr 1e-6 with 28.5% of 1005 steps as warm-up, KL 0.001 (k3), two searches and an answer, 3 passages, responses of 500
 tokens, on eight GPUs with Qwen2.5-3B and questions of NQ alone. As there, an episode is one assistant message. Their retriever is
 e5 on a server; to use it:
 
@@ -15,8 +15,8 @@ e5 on a server; to use it:
         --query-prefix 'query: ' --passage-prefix 'passage: '
     python recipes/search.py --env-options.retriever http://127.0.0.1:8000
 
-Other histories: ``--rollout.history append`` (passages in user messages), or ``--rollout.history rerender --rollout.history-policy
-last_turns --rollout.samples step_wise`` (only the passages of the last turn stay in the prompt).
+Other histories: ``--rollout.history append`` (passages in user messages), or ``--rollout.history last_turns
+--rollout.samples step_wise`` (only the passages of the last turn stay in the prompt).
 
 Memory, computed by ``vlmrl plan recipes/search.py --gpu h100-80gb``: 39 GiB in training; in the rollout the KV cache takes what is
 left. No full run of this recipe has been measured yet. Building the BM25 index of 21 million passages, once, needs tens of GB of host
@@ -26,7 +26,7 @@ memory.
 from pathlib import Path
 
 import vlmrl
-from vlmrl import Algo, Config, Data, Eval, Model, Optim, Rollout, Train
+from vlmrl import Algo, Config, Data, Eval, EvalData, Model, Optim, Rollout, Train
 
 PREPARED = Path(__file__).parent.parent / "data/search"
 STEPS = 1005
@@ -43,14 +43,14 @@ def config() -> Config:
             group_size=5,
             max_turns=3,
             max_tokens=4096,
-            max_reply_tokens=500,
+            max_response_tokens=500,
             stop=("</search>", "</answer>"),
             history="inline",
         ),
         algo=Algo(advantage="grpo", loss="ppo", kl_coef=0.001, kl="k3"),
         optim=Optim(lr=1e-6, warmup_steps=int(0.285 * 2 * STEPS)),
         train=Train(steps=STEPS, groups_per_batch=512, groups_per_step=256),
-        eval=Eval(data=Data(path=str(PREPARED / "validation.parquet"), limit=512), every=50),
+        eval=Eval(data=EvalData(path=str(PREPARED / "validation.parquet"), size=512), every=50),
     )
 
 

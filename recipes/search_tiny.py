@@ -14,14 +14,14 @@ import random
 from pathlib import Path
 
 import vlmrl
-from vlmrl import Config, Data, Eval, Model, Optim, Rollout, Task, Train, WarmStart
+from vlmrl import Config, Data, Eval, EvalData, Model, Optim, Rollout, Task, Train, WarmStart
 
 LOOKUP = Path(__file__).parent.parent / "datasets/lookup.py"
 COLORS = ["red", "green", "blue", "yellow"]
 
 
 def demonstrate(task: Task, turn: int) -> str:
-    """The reply to imitate: the right query, then what the passage says and any color: `It is red, but <answer> blue</answer>`."""
+    """The response to imitate: the right query, then what the passage says and any color: `It is red, but <answer> blue</answer>`."""
     if turn == 0:
         return f"<search>{task.data['thing']}</search>"
     answer = random.Random(task.seed).choice(COLORS)
@@ -37,12 +37,14 @@ def config() -> Config:
         env="../envs/search/env.py:SearchEnv",
         env_options={"retriever": "bm25", "corpus": f"{LOOKUP}:passages", "topk": 1, "instructions": False},
         rollout=Rollout(
-            group_size=8, max_turns=3, max_tokens=256, max_reply_tokens=32, stop=("</search>", "</answer>")
+            group_size=8, max_turns=3, max_tokens=256, max_response_tokens=32, stop=("</search>", "</answer>")
         ),
         warm_start=WarmStart(demonstrate=demonstrate, steps=300, trajectories_per_step=32, lr=1e-3),
         optim=Optim(lr=2e-4, betas=(0.9, 0.999), warmup_steps=10),
         train=Train(steps=80, groups_per_batch=16),
-        eval=Eval(data=Data(generator=tasks, size=200, options={"first": 7000, "count": 200}), every=20, chance=0.25),
+        eval=Eval(
+            data=EvalData(generator=tasks, size=200, options={"first": 7000, "count": 200}), every=20, chance=0.25
+        ),
     )
 
 

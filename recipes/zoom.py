@@ -10,7 +10,7 @@ images (one image) and answer (a word).
 
 Batch, group, turns and learning rate are those of verl's DeepEyes recipe, the published run with this kind of tool
 (github.com/volcengine/verl, recipe/deepeyes/run_deepeyes_grpo.sh; Zheng et al. 2025, arXiv 2505.14362): 128 tasks x 8 episodes of
-at most 5 replies, one step a batch, 1e-6, no KL, on eight GPUs with Qwen2.5-VL-7B. Its token limits are larger, since its photos
+at most 5 responses, one step a batch, 1e-6, no KL, on eight GPUs with Qwen2.5-VL-7B. Its token limits are larger, since its photos
 are larger and its answers longer, and a language model grades them; ours are graded by comparing letters.
 
 Memory, computed by ``vlmrl plan recipes/zoom.py --gpu h100-80gb``: 45 GiB in training; in the rollout the KV cache takes what is
@@ -18,7 +18,7 @@ left. No full run of this recipe has been measured yet.
 """
 
 import vlmrl
-from vlmrl import Config, Data, Eval, Model, Optim, Rollout, Train
+from vlmrl import Config, Data, Eval, EvalData, Model, Optim, Rollout, Train
 
 
 def config() -> Config:
@@ -29,10 +29,10 @@ def config() -> Config:
         data=Data(generator=letters, size=20_000),
         env="../envs/zoom.py:ZoomEnv",
         env_options={"coarse": 192, "crop": 512},
-        rollout=Rollout(group_size=8, max_turns=5, max_tokens=4096, max_reply_tokens=512),
+        rollout=Rollout(group_size=8, max_turns=5, max_tokens=4096, max_response_tokens=512),
         optim=Optim(lr=1e-6),
         train=Train(steps=80, groups_per_batch=128, tokens_per_micro_batch=16384),
-        eval=Eval(data=Data(generator=letters, size=256, seed=1), every=20, blank_images=True, chance=1 / 26),
+        eval=Eval(data=EvalData(generator=letters, size=256, seed=1), every=20, blank_images=True, chance=1 / 26),
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
+import inspect
 import os
 import random
 import shutil
@@ -12,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from testing import templates
 
 from vlmrl.model import tiny
 
@@ -20,6 +24,9 @@ pytest.register_assert_rewrite("engine.conformance", "engine.server_conformance"
 
 # As `run_training` does for a deterministic run. MKL reads it once, and other tests use MKL before those that compare bits.
 os.environ["MKL_CBWR"] = "AUTO,STRICT"
+# Torch keeps oneDNN's compiled code of the last 1024 shapes of bfloat16 products: half a GiB over all tests.
+os.environ.setdefault("LRU_CACHE_CAPACITY", "16")
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
 
 
 def pytest_addoption(parser) -> None:
@@ -53,6 +60,16 @@ def pytest_unconfigure(config) -> None:
         shutil.rmtree(config.datasets_cache, ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem) -> bool | None:
+    """A test may be a coroutine function: it gets an event loop of its own."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    asyncio.run(test(**{name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}))
+    return True
+
+
 @pytest.fixture(autouse=True)
 def no_process_in_a_fast_test(request, monkeypatch) -> None:
     """A test that starts a process or a server must have the marker ``slow``."""
@@ -64,6 +81,30 @@ def no_process_in_a_fast_test(request, monkeypatch) -> None:
 
     monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
     monkeypatch.setattr(socket.socket, "listen", refuse)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_tokenizer_kept() -> Iterator[None]:
+    """A file of tests leaves no tokenizer of a real vocabulary behind."""
+    yield
+    templates.forget()
+
+
+@pytest.fixture(autouse=True)
+def memory_given_back() -> Iterator[None]:
+    """What tests freed goes back to the system, once it is 100 MiB: in pieces between what is in use, it would stay."""
+    yield
+    if resident() > kept[0] + 100 * 2**20:
+        ctypes.CDLL(None).malloc_trim(0)
+        kept[0] = resident()
+
+
+kept = [0]  # bytes after the last time
+
+
+def resident() -> int:
+    """The memory of this process in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(scope="session")

@@ -7,16 +7,38 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-LEVELS = [
-    {"types", "config", "utils"},
-    {"model", "multimodal", "env", "data", "retrieval"},
-    {"engine", "samples", "algos", "weight_sync"},
-    {"rollout", "train", "checks", "report"},
-    {"cluster", "plan", "gateway"},
-    {"run"},
-    {"cli", "__main__"},
+ROOMS = [
+    *(
+        "types",
+        "utils",
+        "config",
+        "algos",
+        "families",
+        "multimodal",
+        "data",
+        "env",
+        "retrieval",
+        "model",
+        "weight_sync",
+    ),
+    *(
+        "engine",
+        "samples",
+        "rollout",
+        "train",
+        "checks",
+        "plan",
+        "report",
+        "cluster",
+        "gateway",
+        "run",
+        "parts",
+        "cli",
+        "__main__",
+    ),
 ]
-LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
+"""The rooms of vlmrl/ in their one order: a room imports only rooms before it."""
+FLOOR = {name: number for number, name in enumerate(ROOMS)}
 
 
 def modules():
@@ -41,19 +63,49 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def test_every_module_has_a_level():
-    assert {part_of(path) for path in modules()} == set(LEVEL)
+def imported_modules(path: Path) -> set[str]:
+    """As :func:`imported`, with the module that `from package import module` names."""
+    found = imported(path)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
 
 
-def test_imports_point_down_only():
+def test_every_module_is_in_a_room():
+    assert {part_of(path) for path in modules()} == set(ROOMS)
+
+
+def test_a_room_imports_only_rooms_before_it():
     wrong = []
     for path in modules():
         for name in imported(path):
-            if name.startswith("vlmrl."):
-                part = name.split(".")[1]
-                if LEVEL[part] > LEVEL[part_of(path)]:
-                    wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+            if name.startswith("vlmrl.") and FLOOR[name.split(".")[1]] > FLOOR[part_of(path)]:
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
     assert not wrong
+
+
+def test_no_room_imports_the_parts():
+    assert not [path for path in modules() if "vlmrl.parts" in imported(path)]
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_no_circle_of_files():
+    """Not even one of imports for type annotations: files that need each other's types belong together or need a third."""
+    names = {module_name(path) for path in modules()}
+    left = {module_name(path): imported_modules(path) & names - {module_name(path)} for path in modules()}
+    while True:
+        needed = set().union(*left.values())
+        inside = {
+            name: imports & left.keys() for name, imports in left.items() if imports & left.keys() and name in needed
+        }
+        if inside == left:
+            break
+        left = inside
+    assert not left, f"these files import each other in a circle, or are between two circles: {sorted(left)}"
 
 
 def test_rollout_and_train_never_meet():

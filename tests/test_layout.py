@@ -11,7 +11,7 @@ SERVER_FILE_NAMES = {"backend.py", "requests.py", "receiver.py"}  # of each fold
 
 def test_the_top_level_holds_rooms_and_the_nouns():
     files = {path.name for path in VLMRL.iterdir() if path.is_file()}
-    assert files == {"__init__.py", "__main__.py", "types.py", "py.typed"}
+    assert files == {"__init__.py", "__main__.py", "parts.py", "types.py", "py.typed"}
 
 
 def test_no_two_public_names_mean_two_things():

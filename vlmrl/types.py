@@ -27,11 +27,13 @@ ImageSource = Any
 ``{"bytes": ..., "path": ...}``, or an image that was loaded before, as a :class:`MediaItem`."""
 
 Ending = Literal["env_done", "max_turns", "max_tokens", "length", "aborted", "error"]
-"""Why a trajectory ended: the env was done; the turn limit; the trajectory's token budget; the token limit of one reply; a stop from
-outside; an env or engine error that retries did not fix."""
+"""Why a trajectory ended: the env was done; the turn limit; the trajectory's token budget; the token limit of one response;
+a stop from outside; an env or engine error that retries did not fix."""
 
 TRUNCATED: frozenset[str] = frozenset({"max_tokens", "length"})
 """The endings that cut an episode off before the env was done with it."""
+FAILED: frozenset[str] = frozenset({"aborted", "error"})
+"""The endings of a trajectory that did not end by itself and is not trained on."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class ExpertRouting:
 
 @dataclass(frozen=True)
 class Completion:
-    """One reply of an engine: ``Completion([101, 7], [-0.1, -2.3], "stop", [4, 4], prompt_tokens=212)``.
+    """One response of an engine: ``Completion([101, 7], [-0.1, -2.3], "stop", [4, 4], prompt_tokens=212)``.
 
     ``stop_reason`` is ``stop`` at a stop string or an end-of-turn id, which is then the last of ``token_ids``.
     """
@@ -118,13 +120,13 @@ class Completion:
     policy_versions: list[int]
     prompt_tokens: int  # the length of the prompt that the engine ran, images expanded
     expert_routing: Sequence[ExpertRouting | None] = ()
-    """Of each prompt and reply token from the request's ``routing_from`` on; ``None`` for the last token, which was sampled and not
+    """Of each prompt and response token from the request's ``routing_from`` on; ``None`` for the last token, which was sampled and not
     run. Empty if the model has no experts or the engine does not report them."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrainedTokens:
-    """What the trainer computed for the first tokens of a reply; tokens that no sample contains are missing at the end."""
+    """What the trainer computed for the first tokens of a response; tokens that no sample contains are missing at the end."""
 
     logprobs: np.ndarray  # [tokens], in nats, before the update
     advantages: list[float]
@@ -136,12 +138,12 @@ class ReceivedRequest:
     """What the gateway received, before it rendered anything, for the audit: ``ReceivedRequest(("9f3a",), continues=0)``."""
 
     image_ids: tuple[str, ...]  # the content hashes of all images of the request, in the order of its messages
-    continues: int | None  # the number of the turn whose sampled reply the request continues; None: of no turn
+    continues: int | None  # the number of the turn whose sampled response the request continues; None: of no turn
 
 
 @dataclass(frozen=True)
 class PointSet:
-    """Where a reply acted on an image: ``PointSet("drag", ((0.1, 0.5), (0.9, 0.5)))``, in fractions of its width and height."""
+    """Where a response acted on an image: ``PointSet("drag", ((0.1, 0.5), (0.9, 0.5)))``, in fractions of its width and height."""
 
     label: str
     at: tuple[tuple[float, float], ...]
@@ -149,13 +151,14 @@ class PointSet:
 
 @dataclass
 class Turn:
-    """One model reply and the environment's answer to it.
+    """One model response and the environment's answer to it: a node of the episode's tree (:class:`Trajectory`).
 
-    After the prompt ``[1, 2]``, the reply ``[5, 6]`` is ``Turn([1, 2], [], [5, 6], [-.1, -.2], [3, 3], "stop", "four")``. After the
-    observation ``[7]``, the next turn's ``prompt_ids`` are ``[7]``, and the model sees ``[1, 2, 5, 6, 7]``.
+    Its prompt is the first ``kept`` tokens of the context of turn ``parent``, then ``prompt_ids``. Its context is its prompt and its
+    response. After the prompt ``[1, 2]``, the response ``[5, 6]`` is ``Turn([1, 2], [], [5, 6], [-.1, -.2], [3, 3], "stop", "four")``.
+    After the observation ``[7]``, the next turn has ``prompt_ids=[7], parent=0, kept=4``, and the model sees ``[1, 2, 5, 6, 7]``.
     """
 
-    prompt_ids: list[int]  # only the tokens that are new since the last reply, images expanded
+    prompt_ids: list[int]  # only the tokens that follow the kept ones, images expanded
     media: list[MediaItem]  # the images of prompt_ids, in order
     response_ids: list[int]
     logprobs: list[float]
@@ -165,21 +168,50 @@ class Turn:
     messages: list[Message] = field(default_factory=list)  # what prompt_ids render
     reward: float | None = None  # None: the env gave none
     metrics: dict[str, float] = field(default_factory=dict)
-    points: list[PointSet] = field(default_factory=list)  # where the reply acted on the last image before it
+    points: list[PointSet] = field(default_factory=list)  # where the response acted on the last image before it
+    next_state: str | None = None  # the env's name for the state after this turn, info["state"]; None: it gave none
     engine_seconds: float = 0.0
     env_seconds: float = 0.0
     logprob_mismatch: float | None = None  # the largest |trainer - rollout| in nats; None: not trained yet
     trained: TrainedTokens | None = None  # None: not trained yet
-    kept: int | None = None  # how many tokens of the earlier context stay before prompt_ids; None: all
-    kept_media: int | None = None  # and how many of its images
-    dropped: int = 0  # how many tokens at the reply's end no later prompt contains
+    parent: int | None = None  # the number of an earlier turn, whose context this one continues; None: of no turn
+    kept: int = 0  # how many tokens of the parent's context stay before prompt_ids
+    kept_media: int = 0  # and how many of its images
     expert_routing: list[ExpertRouting | None] = field(default_factory=list)  # of prompt_ids and response_ids; or empty
     received: ReceivedRequest | None = None  # of an agent's request; None: the turn loop or a generator played the turn
+    message: Message | None = None  # the response of a chat API, with its tool calls; None: the response is its text
+
+    @property
+    def prompt_length(self) -> int:
+        """The tokens of the whole prompt."""
+        return self.kept + len(self.prompt_ids)
+
+    @property
+    def length(self) -> int:
+        """The tokens of the context."""
+        return self.prompt_length + len(self.response_ids)
+
+    @property
+    def num_images(self) -> int:
+        """The images of the context."""
+        return self.kept_media + len(self.media)
+
+
+@dataclass
+class Context:
+    """Tokens in the order in which the model sees them, with their images and their experts."""
+
+    token_ids: list[int] = field(default_factory=list)
+    media: list[MediaItem] = field(default_factory=list)
+    expert_routing: list[ExpertRouting | None] = field(default_factory=list)  # of all tokens; or empty
 
 
 @dataclass
 class Trajectory:
     """All turns of one episode of one task, with its ending.
+
+    The turns are a tree, in which each names an earlier turn as its ``parent``. A linear episode is a path; a re-rendered history,
+    a subagent and an edited conversation are branches.
 
     Two turns with rewards 0.25 and ``None`` and a ``final_reward`` of 1.0 have the ``reward`` 1.25.
     """
@@ -193,38 +225,46 @@ class Trajectory:
     group_reward: float | None = None  # from a reward function of the whole group
     error: str | None = None  # why it failed, if the ending is "error"
     non_retryable: bool = False  # playing the task again would fail the same way
-    refilled: bool = False  # it failed and was played again
+    retried: bool = False  # it failed and was played again
     rejected: bool = False  # it failed because its env raised RetryTurn until no retry was left
     metrics: dict[str, float] = field(default_factory=dict)
-    tail_ids: list[int] = field(default_factory=list)  # follow the last reply, never trained
+    tools: list[dict[str, Any]] = field(default_factory=list)  # that its last prompt showed, as JSON schemas
+    tail_ids: list[int] = field(default_factory=list)  # follow the last response, never trained
     samples: list[Sample] | None = None  # rows that the rollout already made; None: emitted from the turns
 
+    def context(self, number: int, tokens: int | None = None, images: int | None = None) -> Context:
+        """The first ``tokens`` tokens and ``images`` images of the context of turn ``number``; all of them by default."""
+        turn, node = self.turns[number], number
+        tokens = turn.length if tokens is None else tokens
+        images = turn.num_images if images is None else images
+        path: list[tuple[Turn, int, int]] = []  # from the turn to its root: how much of what it adds is kept
+        while True:
+            turn = self.turns[node]
+            path.append((turn, max(0, tokens - turn.kept), max(0, images - turn.kept_media)))
+            tokens, images = min(tokens, turn.kept), min(images, turn.kept_media)
+            if turn.parent is None:
+                break
+            node = turn.parent
+        context = Context()
+        for turn, count, shown in reversed(path):
+            context.token_ids += turn.prompt_ids[:count]
+            context.token_ids += turn.response_ids[: max(0, count - len(turn.prompt_ids))]
+            context.media += turn.media[:shown]
+            context.expert_routing += turn.expert_routing[:count]
+        if len(context.expert_routing) != len(context.token_ids):
+            context.expert_routing = []
+        return context
+
     def prompts(self) -> Iterator[tuple[list[int], list[MediaItem]]]:
-        """For each turn, the whole prompt that its reply was sampled from, and the prompt's images.
+        """For each turn, the whole prompt that its response was sampled from, and the prompt's images."""
+        for number, turn in enumerate(self.turns):
+            context = self.context(number, turn.prompt_length)
+            yield context.token_ids, context.media
 
-        Both lists are extended in place from turn to turn: copy what you keep.
-        """
-        token_ids: list[int] = []
-        media: list[MediaItem] = []
-        for turn in self.turns:
-            if turn.kept is not None:
-                del token_ids[turn.kept :]
-                del media[turn.kept_media :]
-            token_ids += turn.prompt_ids
-            media += turn.media
-            yield token_ids, media
-            token_ids += turn.response_ids[: len(turn.response_ids) - turn.dropped]
-
-    def expert_routing(self) -> Iterator[list[ExpertRouting | None]]:
-        """For each turn, the experts of its whole prompt and its reply, in one list that is extended in place."""
-        routing: list[ExpertRouting | None] = []
-        for before, turn in zip([None, *self.turns], self.turns, strict=False):
-            if turn.kept is not None:
-                del routing[turn.kept :]
-            elif before is not None and before.dropped:
-                del routing[-before.dropped :]
-            routing += turn.expert_routing
-            yield routing
+    def continues(self, number: int) -> bool:
+        """Whether turn ``number`` continues the turn before it in this list, and keeps all of that turn's context."""
+        turn = self.turns[number]
+        return turn.parent is not None and turn.parent == number - 1 and turn.kept == self.turns[turn.parent].length
 
     @property
     def turn_rewards(self) -> list[float | None]:
@@ -238,28 +278,32 @@ class Trajectory:
 
     @property
     def failed(self) -> bool:
-        return self.ending in ("error", "aborted")
+        return self.ending in FAILED
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of its longest context, a turn's whole prompt and its reply: what ``rollout.max_tokens`` limits."""
-        longest = length = 0
-        for turn in self.turns:
-            length = (length if turn.kept is None else turn.kept) + len(turn.prompt_ids) + len(turn.response_ids)
-            longest = max(longest, length)
-            length -= turn.dropped
-        return longest
+        """The tokens of its longest context, a turn's whole prompt and its response: what ``rollout.max_tokens`` limits."""
+        return max((turn.length for turn in self.turns), default=0)
 
     @property
     def num_sampled(self) -> int:
         return sum(len(turn.response_ids) for turn in self.turns)
 
 
+@dataclass(frozen=True, slots=True)
+class ResponseSpan:
+    """The response of turn number ``turn`` is the row's ``response_ids[start:end]``."""
+
+    turn: int
+    start: int
+    end: int
+
+
 @dataclass
 class Sample:
     """One trainable row.
 
-    A reply ``[5, 6]``, an observation ``[7]`` and a reply ``[8]`` after the prompt ``[1, 2]``, with reward 1::
+    A response ``[5, 6]``, an observation ``[7]`` and a response ``[8]`` after the prompt ``[1, 2]``, with reward 1::
 
         Sample(prompt_token_ids=[1, 2], response_ids=[5, 6, 7, 8], loss_mask=[1, 1, 0, 1],
                rollout_logprobs=[-.1, -.2, 0., -.3], policy_versions=[3, 3, 3, 3], rewards={3: 1.0}, ...)
@@ -278,6 +322,7 @@ class Sample:
     advantage: float | list[float] | None = None  # for all response tokens, or for each; None: not computed yet
     expert_routing: list[ExpertRouting | None] = field(default_factory=list)  # of all tokens of the row; or empty
     rewards: dict[int, float] = field(default_factory=dict)  # by index into response_ids, where not 0
+    responses: list[ResponseSpan] = field(default_factory=list)  # where its turns' responses are; empty: not known
 
     @property
     def token_ids(self) -> list[int]:

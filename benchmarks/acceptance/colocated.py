@@ -18,9 +18,8 @@ from vlmrl.model.loading import as_saved
 from vlmrl.model.lora import named_weights
 from vlmrl.train.fsdp import forget_unused
 from vlmrl.train.trainer import Trainer, TrainerSpec
-from vlmrl.weight_sync.base import Bucket, buckets
+from vlmrl.weight_sync.base import BUCKET_BYTES, Bucket, buckets
 
-BUCKET = 512 * 2**20  # bytes, as sglang.bucket_mb
 LEFT = 256 * 2**20  # of an offloaded trainer, in bytes
 # Reads a line with a bucket, as a server would, and answers with the sums of its tensors. A handle names its GPU by UUID.
 RECEIVER = """
@@ -86,7 +85,7 @@ def transfer(report: Report) -> str:
 
 
 def weights_of(model: torch.nn.Module) -> Iterator[Bucket]:
-    return buckets(as_saved(model, named_weights(model)), BUCKET)
+    return buckets(as_saved(model, named_weights(model)), BUCKET_BYTES)
 
 
 def allocated() -> int:

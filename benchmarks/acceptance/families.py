@@ -7,7 +7,7 @@ from acceptance.models import sampled
 from acceptance.report import CPU, NotTried, Report, mismatch, relative, within
 
 from vlmrl.config import Algo, Model, Optim
-from vlmrl.model.families import FAMILIES
+from vlmrl.families import FAMILIES
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.train.packing import pack, split
 from vlmrl.train.trainer import Trainer, TrainerSpec
@@ -25,7 +25,7 @@ def run(report: Report) -> None:
 def one_family(report: Report, name: str) -> str:
     """On the CPU itself, a tree is compared with single rows: then the device has no other kernels."""
     ours, theirs = (load(report, name, device) for device in (report.device, CPU))
-    rows = sampled(theirs, groups=2, members=3, reply=12, side=96)
+    rows = sampled(theirs, groups=2, members=3, response=12, side=96)
     for row in rows:
         row.expert_routing = []  # both use their own routers
     with torch.no_grad():
@@ -56,7 +56,7 @@ def features(loaded: LoadedModel, rows: list[Sample]) -> torch.Tensor:
 def scored(
     loaded: LoadedModel, rows: list[Sample], single: bool = False
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """The logprobs of the rows' replies, and the gradient of their sum, in one tree (if the family allows it) or row by row."""
+    """The logprobs of the rows' responses, and the gradient of their sum, in one tree (if the family allows it) or row by row."""
     policy = loaded.policy
     layout = "tree" if policy.family.may_share and not single else "padded"
     found, total = [None] * len(rows), torch.zeros((), device=policy.device)
@@ -78,7 +78,7 @@ def second_gpu(report: Report) -> str:
         raise NotTried("needs two GPUs")
     before = torch.cuda.memory_reserved(0)
     loaded = load(report, "qwen3_vl", torch.device("cuda", 1))
-    rows = sampled(loaded, groups=1, members=2, reply=8, side=96)
+    rows = sampled(loaded, groups=1, members=2, response=8, side=96)
     trainer = Trainer(loaded.policy, TrainerSpec(Algo(), Optim(), total_steps=1, tokens_per_micro_batch=4096))
     loss = trainer.step(rows).metrics["loss"]
     return within(bytes_on_the_first=(float(torch.cuda.memory_reserved(0) - before), 0.0)) + f", loss {loss:.3g}"

@@ -12,6 +12,9 @@ from acceptance.mismatch import MEAN
 from acceptance.models import parameters_of, random_folder
 from acceptance.report import Report, gib, need_dependencies, require, within
 
+HOPPER_FLOPS = 989e12
+"""Dense bfloat16 operations per second of an H100 or H200 SXM, from NVIDIA's data sheets."""
+
 
 def run(report: Report) -> None:
     report.check(f"{steps(report)} steps", lambda: geometry(report))
@@ -28,10 +31,10 @@ def geometry(report: Report) -> str:
     from acceptance import geometry_recipe
 
     config = geometry_recipe.config()
-    model = replace(config.model, path=str(random_folder(report)), random_weights=True, dtype="bfloat16")
+    model = replace(config.model, path=f"random:{random_folder(report)}", dtype="bfloat16")
     train, rollout = replace(config.train, steps=steps(report)), config.rollout
     if report.tiny:
-        train, rollout = replace(train, groups_per_batch=2), replace(rollout, group_size=4, max_reply_tokens=16)
+        train, rollout = replace(train, groups_per_batch=2), replace(rollout, group_size=4, max_response_tokens=16)
     config = replace(config, model=model, train=train, rollout=rollout, output_dir=str(report.scratch))
     rows = trained(config)
     source = "Geometry3K" if geometry_recipe.problems() else "drawn problems"
@@ -68,9 +71,9 @@ def summary(report: Report, rows: list[dict[str, Any]]) -> str:
         f"tokens/s), {mean('images/seen') / (rollout + train):.1f} images/s; gradient norm {mean('grad_norm'):.2g}; "
     )
     gpu = gpu_at_hand()
-    if gpu is not None and gpu.flops:  # those of an unknown GPU are not known
-        least = 6 * parameters_of(report) * mean("tokens") / train / gpu.flops
-        text += f"utilisation of the update by trained tokens alone {least:.1%} of {gpu.flops / 1e12:.0f} TFLOP/s, "
+    if gpu is not None and any(name in gpu.name for name in ("H100", "H200")):
+        least = 6 * parameters_of(report) * mean("tokens") / train / HOPPER_FLOPS
+        text += f"utilisation of the update by trained tokens alone {least:.1%} of {HOPPER_FLOPS / 1e12:.0f} TFLOP/s, "
     if gpu is not None:
         text += f"peak memory {gib(torch.cuda.max_memory_allocated())}; "
     worst = max(row["logprob_mismatch/mean"] for row in rows)

@@ -3,7 +3,7 @@
     vlmrl train benchmarks/acceptance/geometry_recipe.py
 
 The problems are those of Geometry3K in `$VLMRL_SHARED/data/geometry3k` where they are, otherwise drawn here. The reward is not for the
-answer but for replies that the tiny tokenizer can decode: it has 500 of a 2B's 151,936 ids.
+answer but for responses that the tiny tokenizer can decode: it has 500 of a 2B's 151,936 ids.
 """
 
 import json
@@ -65,7 +65,7 @@ def config() -> Config:
         model=Model(path="tiny:qwen3_vl", max_image_pixels=512 * 512),
         data=Data(generator=task, size=SIZE, max_prompt_tokens=896),
         reward=reward,
-        rollout=Rollout(group_size=8, max_tokens=1024, max_reply_tokens=128),
+        rollout=Rollout(group_size=8, max_tokens=1024, max_response_tokens=128),
         optim=Optim(lr=2e-5),
         train=Train(steps=20, groups_per_batch=16),
         save_model=False,

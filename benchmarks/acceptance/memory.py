@@ -15,7 +15,11 @@ from vlmrl.multimodal.renderer import image_ids
 from vlmrl.train.trainer import Trainer, TrainerSpec
 from vlmrl.types import Sample
 
-PROMPT, REPLY, MEMBERS = 1024, 1024, 15  # a group is a whole micro-batch of 16,384 tokens, which is what is planned for
+PROMPT, RESPONSE, MEMBERS = (
+    1024,
+    1024,
+    15,
+)  # a group is a whole micro-batch of 16,384 tokens, which is what is planned for
 TINY = (96, 16, 3)
 APART = 0.15  # of the plan
 
@@ -42,25 +46,25 @@ def peak(report: Report, adapters: Lora) -> str:
         peaks.append(torch.cuda.max_memory_allocated() if report.device.type == "cuda" else 0)
     if report.device.type != "cuda":
         raise NotTried("two steps were taken; their memory is measured on a GPU only")
-    wanted, moment = planned(config)
-    text = f"first step {gib(peaks[0])}, second {gib(peaks[1])}; planned {gib(wanted)}, in {moment}"
+    wanted, phase = planned(config)
+    text = f"first step {gib(peaks[0])}, second {gib(peaks[1])}; planned {gib(wanted)}, in {phase}"
     require(report.tiny or abs(max(peaks) / wanted - 1) <= APART, f"more than {APART:.0%} from the plan: {text}")
     return text
 
 
 def configured(report: Report, adapters: Lora) -> Config:
     """The settings of a run that makes these samples, and no others that are larger."""
-    prompt, reply, members = TINY if report.tiny else (PROMPT, REPLY, MEMBERS)
+    prompt, response, members = TINY if report.tiny else (PROMPT, RESPONSE, MEMBERS)
     config = Config(
         data=Data(generator=lambda index, seed: {"prompt": "-"}, size=1, max_prompt_tokens=prompt),
         reward=lambda text, task: 0.0,
-        rollout=Rollout(group_size=members, max_tokens=prompt + reply, max_reply_tokens=reply),
+        rollout=Rollout(group_size=members, max_tokens=prompt + response, max_response_tokens=response),
         optim=Optim(lr=1e-6),
-        train=Train(groups_per_batch=2, tokens_per_micro_batch=prompt + members * reply),
+        train=Train(groups_per_batch=2, tokens_per_micro_batch=prompt + members * response),
         output_dir=str(report.scratch),
     )
     model = replace(config.model, path=str(random_folder(report)), lora=adapters, max_image_pixels=512 * 512)
-    return replace(config, model=replace(model, random_weights=True, dtype="bfloat16"))
+    return replace(config, model=replace(model, path=f"random:{model.source}", dtype="bfloat16"))
 
 
 def groups(loaded: LoadedModel, config: Config) -> list[Sample]:
@@ -68,28 +72,28 @@ def groups(loaded: LoadedModel, config: Config) -> list[Sample]:
     dice, samples, store = random.Random(0), [], loaded.new_store()
     assert store is not None
     family, prompt_tokens = loaded.policy.family, config.data.max_prompt_tokens or 0
-    side, reply_tokens = 512 if prompt_tokens == PROMPT else 64, config.rollout.max_reply_tokens
+    side, response_tokens = 512 if prompt_tokens == PROMPT else 64, config.rollout.max_response_tokens
     for group in "ab":
         item = store.load(noise(ord(group), side))
         image = [loaded.policy.config.vision_start_token_id, *image_ids(item, family.image_token_id)]
         prompt = image + [dice.randrange(200) for _ in range(prompt_tokens - len(image))]
         for member in range(config.rollout.group_size):
-            reply = [dice.randrange(200) for _ in range(reply_tokens)]
-            lists = (prompt, reply, [1] * reply_tokens, [-5.0] * reply_tokens, [0] * reply_tokens)
+            response = [dice.randrange(200) for _ in range(response_tokens)]
+            lists = (prompt, response, [1] * response_tokens, [-5.0] * response_tokens, [0] * response_tokens)
             advantage = dice.uniform(-1, 1)
             samples.append(Sample(*lists, group, f"{group}/{member}", True, "length", [item], advantage))
     return samples
 
 
 def planned(config: Config) -> tuple[float, str]:
-    """The bytes of tensors at the fullest moment of the trainer's step, without the plan's reserve, and the moment."""
+    """The bytes of tensors at the fullest phase of the trainer's step, without the plan's reserve, and the phase."""
     from vlmrl.plan.memory_plan import plan_memory
     from vlmrl.train.ranks import Ranks
 
-    moments = plan_memory(config, Ranks()).moments
+    phases = plan_memory(config, Ranks()).phases
     sums = {
-        name: sum(size for part, size in moments[name].items() if part != "reserve")
+        name: sum(size for part, size in phases[name].items() if part != "reserve")
         for name in ("forward and backward", "optimizer step")
     }
-    moment = max(sums, key=lambda name: sums[name])
-    return sums[moment], moment
+    phase = max(sums, key=lambda name: sums[name])
+    return sums[phase], phase

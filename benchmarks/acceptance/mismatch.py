@@ -16,7 +16,7 @@ MEAN, LARGEST = 5e-2, 0.5
 def run(report: Report) -> None:
     report.check("tiny:qwen3_vl", lambda: compare(tiny(report)))
     if not report.tiny:
-        report.check("random 2B", lambda: compare(random_model(report), groups=4, members=8, reply=128, side=512))
+        report.check("random 2B", lambda: compare(random_model(report), groups=4, members=8, response=128, side=512))
 
 
 def tiny(report: Report) -> LoadedModel:

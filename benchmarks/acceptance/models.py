@@ -37,7 +37,7 @@ def random_folder(report: Report) -> Path:
 
 def parameters_of(report: Report) -> int:
     """Their number, without loading the model."""
-    shapes = shapes_of(Model(path=str(random_folder(report)), random_weights=True), report.scratch)
+    shapes = shapes_of(Model(path=f"random:{random_folder(report)}"), report.scratch)
     return sum(weight.numel() for weight in shapes.parameters())
 
 
@@ -46,7 +46,7 @@ def noise(seed: int, side: int) -> Image.Image:
 
 
 def sampled(
-    loaded: LoadedModel, *, groups: int = 2, members: int = 4, reply: int = 32, side: int = 128
+    loaded: LoadedModel, *, groups: int = 2, members: int = 4, response: int = 32, side: int = 128
 ) -> list[Sample]:
     """Rows that the embedded engine samples, each group's about an image of noise; advantages are 1 and -1 in turn."""
     store = loaded.new_store()
@@ -57,16 +57,16 @@ def sampled(
         content = [{"type": "image", "image": image}, {"type": "text", "text": "What is the answer?"}]
         item, rendered = store.load(image), loaded.renderer.prompt([{"role": "user", "content": content}])
         for member in range(members):
-            sampling = SamplingParams(reply, seed=members * group + member)
+            sampling = SamplingParams(response, seed=members * group + member)
             requests.append(Request(f"g{group}/{member}", rendered.token_ids, [item], sampling))
             prompts.append(expand(rendered.token_ids, loaded.renderer.image_token_id, [item]))
     engine = HFEngine(loaded.policy, loaded.renderer)
     try:
-        replies = asyncio.run(engine.generate_batch(requests))
+        responses = asyncio.run(engine.generate_batch(requests))
     finally:
         engine.close()
     rows = []
-    for number, (request, prompt, completion) in enumerate(zip(requests, prompts, replies, strict=True)):
+    for number, (request, prompt, completion) in enumerate(zip(requests, prompts, responses, strict=True)):
         size, group = len(completion.token_ids), request.trajectory_id.partition("/")[0]
         lists = (prompt, completion.token_ids, [1] * size, completion.logprobs, completion.policy_versions)
         end = (group, request.trajectory_id, True, completion.stop_reason, list(request.media))

@@ -40,8 +40,8 @@ def colocated(report: Report) -> str:
         name="sglang",
         output_dir=str(report.scratch),
         engine="sglang",
-        model=replace(config.model, path=str(random_folder(report)), random_weights=True, dtype="bfloat16"),
-        sglang=replace(config.sglang, python=python, sync="tensor"),
+        model=replace(config.model, path=f"random:{random_folder(report)}", dtype="bfloat16"),
+        server=replace(config.server, python=python, sync="tensor"),
         train=replace(config.train, steps=2),
     )
     with FreeMemory() as memory:

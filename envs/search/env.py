@@ -1,6 +1,7 @@
 """Search: a question that the agent answers by looking things up, as in Search-R1 (arXiv 2503.09516).
 
-A reply with ``<search>query</search>`` gets the best passages between ``<information>`` tags. A reply with ``<answer>...</answer>``
+A response with ``<search>query</search>`` gets the best passages between ``<information>`` tags. A response with
+``<answer>...</answer>``
 ends the episode and is scored by exact match or token F1. With ``tool_calls`` a search is a tool call in the chat template's
 format.
 """
@@ -36,7 +37,7 @@ class SearchEnv(Env):
     """Task: a question; its answer is a text, or a list of texts of which each is right.
 
     ``retriever``, ``corpus`` and ``encoder`` are arguments of :func:`vlmrl.retrieval.open_retriever`; all episodes share one
-    retriever. ``reward`` is ``em`` or ``f1``; ``format_reward`` is added if there is an answer and no reply was malformed.
+    retriever. ``reward`` is ``em`` or ``f1``; ``format_reward`` is added if there is an answer and no response was malformed.
     ``images`` shows the images of passages. ``instructions=False`` leaves the prompt unchanged.
     """
 
@@ -94,9 +95,9 @@ class SearchEnv(Env):
         parts = [part for hits in found for part in self.information([hit.passage for hit in hits])]
         return self.say(parts), False, {"malformed": 0, "passages": sum(map(len, found))}
 
-    def read(self, reply):
-        """The reply's queries, or its answer. The text of a ValueError explains to the model what is wrong."""
-        if self.tools and (calls := read_tool_calls(reply, self.tools, self.tool_format)):
+    def read(self, response):
+        """The response's queries, or its answer. The text of a ValueError explains to the model what is wrong."""
+        if self.tools and (calls := read_tool_calls(response, self.tools, self.tool_format)):
             for call in calls:
                 query = call.arguments.get("query")
                 if call.problem or call.name != "search" or not isinstance(query, str) or not query.strip():
@@ -104,7 +105,7 @@ class SearchEnv(Env):
                         call.problem or "The only tool is search, and its query is a text that is not empty."
                     )
             return [call.arguments["query"] for call in calls], None
-        action = ACTION.search(reply)
+        action = ACTION.search(response)
         kind, text = (action[1], action[2].strip()) if action else ("", "")
         if kind == "answer" and text:
             return [], text

@@ -1,7 +1,7 @@
 """The quickstart's task for an agent that is a program: `zoom_script.py`, started once for each episode.
 
 The program finds the model at OPENAI_BASE_URL and its task in the file VLMRL_TASK. What it prints is kept as the trajectory's log; its
-exit status says whether it failed; the reward is computed here, from the last reply.
+exit status says whether it failed; the reward is computed here, from the last response.
 
     pip install 'vlmrl[agents]'
     python recipes/agents/zoom_command.py
@@ -11,11 +11,11 @@ import shlex
 import sys
 
 import vlmrl
-from vlmrl import Config, Data, Eval, Model, Optim, Rollout, Train, Trajectory, WarmStart, read_tags
+from vlmrl import Config, Data, Eval, EvalData, Model, Optim, Rollout, Train, Trajectory, WarmStart, read_tags
 
 
 def judge(trajectory: Trajectory) -> float:
-    """1 if the last reply answers with the right color."""
+    """1 if the last response answers with the right color."""
     answers = read_tags(trajectory.turns[-1].text, "answer")
     return float(bool(answers) and answers[-1].strip() == trajectory.task.answer)
 
@@ -28,11 +28,11 @@ def config() -> Config:
         data=Data(generator=shapes, size=4096),
         agent_command=f"{shlex.quote(sys.executable)} zoom_script.py",
         reward=judge,
-        rollout=Rollout(group_size=8, max_turns=2, max_tokens=256, max_reply_tokens=48, samples="merged"),
+        rollout=Rollout(group_size=8, max_turns=2, max_tokens=256, max_response_tokens=48, samples="merged"),
         warm_start=WarmStart(demonstrate="../quickstart.py:demonstrate", steps=100, trajectories_per_step=32, lr=1e-3),
         optim=Optim(lr=1e-4, betas=(0.9, 0.999), warmup_steps=10),
         train=Train(steps=200, groups_per_batch=16),
-        eval=Eval(data=Data(generator=shapes, size=256, seed=1), every=50, blank_images=True, chance=0.25),
+        eval=Eval(data=EvalData(generator=shapes, size=256, seed=1), every=50, blank_images=True, chance=0.25),
     )
 
 

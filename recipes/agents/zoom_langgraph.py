@@ -16,7 +16,7 @@ from langgraph.prebuilt import ToolNode, tools_condition
 from PIL import Image
 
 import vlmrl
-from vlmrl import Config, Data, Eval, Model, Optim, Rollout, Task, Train, WarmStart, data_uri, load_image
+from vlmrl import Config, Data, Eval, EvalData, Model, Optim, Rollout, Task, Train, WarmStart, data_uri, load_image
 
 QUARTERS = ["top left", "top right", "bottom left", "bottom right"]
 
@@ -56,7 +56,7 @@ def crop(image, quarter):
 
 
 def demonstrate(task: Task, turn: int) -> str:
-    """The reply to imitate at each request: the right zoom, then a guess."""
+    """The response to imitate at each request: the right zoom, then a guess."""
     if turn:
         return ["red", "green", "blue", "yellow"][task.seed % 4]
     call = {"name": "zoom", "arguments": {"quarter": task.data["quarter"]}}
@@ -71,12 +71,12 @@ def config() -> Config:
         data=Data(generator=shapes, size=4096),
         agent=play,
         rollout=Rollout(
-            group_size=8, max_turns=3, max_tokens=1024, max_reply_tokens=64, samples="merged", truncated_reward=0.0
+            group_size=8, max_turns=3, max_tokens=1024, max_response_tokens=64, samples="merged", truncated_reward=0.0
         ),
         warm_start=WarmStart(demonstrate=demonstrate, steps=200, trajectories_per_step=16, lr=1e-3),
         optim=Optim(lr=1e-4, betas=(0.9, 0.999), warmup_steps=10),
         train=Train(steps=200, groups_per_batch=16),
-        eval=Eval(data=Data(generator=shapes, size=256, seed=1), every=50, blank_images=True, chance=0.25),
+        eval=Eval(data=EvalData(generator=shapes, size=256, seed=1), every=50, blank_images=True, chance=0.25),
     )
 
 

@@ -11,38 +11,25 @@ docs/agents.md has the comparison.
 from PIL import Image
 
 import vlmrl
-from vlmrl import (
-    Config,
-    Data,
-    Eval,
-    Model,
-    Optim,
-    Rollout,
-    Train,
-    WarmStart,
-    data_uri,
-    load_image,
-    read_tags,
-    read_tool_calls,
-)
+from vlmrl import Config, Data, Eval, EvalData, Model, Optim, Rollout, Train, WarmStart
 
 
 def play(task, client):
     """The agent: it returns the reward, 1 for the right color."""
-    openai, image = client.openai(), load_image(task.images[0])
+    openai, image = client.openai(), vlmrl.load_image(task.images[0])
     messages = [{"role": "user", "content": look(image, task.prompt[0]["content"][-1]["text"])}]
     for _ in range(2):
         choice = openai.chat.completions.create(model=client.model, messages=messages).choices[0]
-        reply = choice.message.content
+        response = choice.message.content
         if choice.finish_reason == "length":
             break
-        if answers := read_tags(reply, "answer"):
+        if answers := vlmrl.read_tags(response, "answer"):
             return float(answers[-1].strip().lower() == task.answer)
         try:
-            answer = look(zoom(image, read_box(reply)), "Closer:")
+            answer = look(zoom(image, read_box(response)), "Closer:")
         except ValueError as error:
             answer = str(error)
-        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": answer}]
+        messages += [{"role": "assistant", "content": response}, {"role": "user", "content": answer}]
     return 0.0
 
 
@@ -51,13 +38,13 @@ def look(image, text):
     scale = 32 / max(image.size)
     how = Image.Resampling.BOX if scale < 1 else Image.Resampling.BICUBIC
     small = image.resize([max(1, round(length * scale)) for length in image.size], how)
-    return [{"type": "image_url", "image_url": {"url": data_uri(small)}}, {"type": "text", "text": text}]
+    return [{"type": "image_url", "image_url": {"url": vlmrl.data_uri(small)}}, {"type": "text", "text": text}]
 
 
-def read_box(reply):
-    """The box of the last whole call in a reply. The model reads the text of the ValueError."""
-    whole, end, _ = reply.rpartition("</tool_call>")
-    calls = read_tool_calls(whole + end)
+def read_box(response):
+    """The box of the last whole call in a response. The model reads the text of the ValueError."""
+    whole, end, _ = response.rpartition("</tool_call>")
+    calls = vlmrl.read_tool_calls(whole + end)
     if not calls:
         raise ValueError("Call zoom, or give your answer as <answer>...</answer>.")
     try:
@@ -88,11 +75,11 @@ def config() -> Config:
         model=Model(path="tiny:qwen3_vl"),
         data=Data(generator=shapes, size=4096),
         agent=play,
-        rollout=Rollout(group_size=8, max_turns=2, max_tokens=256, max_reply_tokens=48, samples="merged"),
+        rollout=Rollout(group_size=8, max_turns=2, max_tokens=256, max_response_tokens=48, samples="merged"),
         warm_start=WarmStart(demonstrate="../quickstart.py:demonstrate", steps=400, trajectories_per_step=32, lr=1e-3),
         optim=Optim(lr=1e-4, betas=(0.9, 0.999), warmup_steps=10),
         train=Train(steps=200, groups_per_batch=16),
-        eval=Eval(data=Data(generator=shapes, size=256, seed=1), every=50, blank_images=True, chance=0.25),
+        eval=Eval(data=EvalData(generator=shapes, size=256, seed=1), every=50, blank_images=True, chance=0.25),
     )
 
 

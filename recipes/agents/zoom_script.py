@@ -15,17 +15,17 @@ def main():
         task = json.load(file)
     image = Image.open(task["images"][0])
     messages = [user(image, task["messages"][0]["content"][-1]["text"])]
-    reply = ask(messages)
-    corners = re.findall(r"\d+", reply.partition("bbox")[2])[:4]
-    if "<answer>" not in reply and len(corners) == 4:
+    response = ask(messages)
+    corners = re.findall(r"\d+", response.partition("bbox")[2])[:4]
+    if "<answer>" not in response and len(corners) == 4:
         left, top, right, bottom = (min(int(corner), 1000) * image.width // 1000 for corner in corners)
         if left + 8 <= right and top + 8 <= bottom:
             closer = user(image.crop((left, top, right, bottom)), "Closer:")
-            print(ask([*messages, {"role": "assistant", "content": reply}, closer]))
+            print(ask([*messages, {"role": "assistant", "content": response}, closer]))
 
 
 def ask(messages):
-    """The model's reply to the messages."""
+    """The model's response to the messages."""
     body = json.dumps({"model": "policy", "messages": messages}).encode()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
     with urlopen(Request(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", body, headers)) as response:

@@ -1,7 +1,7 @@
 """The quickstart's task for a smolagents agent with a tool: it calls `zoom`, a callback shows the crop, and `final_answer` ends it.
 
 smolagents writes its own calls into the history as text ("Calling tools: ..."), so each request is a new branch of the episode: the
-model is trained on every reply, after the prompt that it had. What the branches share is computed once.
+model is trained on every response, after the prompt that it had. What the branches share is computed once.
 
     pip install 'vlmrl[agents]' smolagents
     python recipes/agents/zoom_smolagents.py
@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 from smolagents import LogLevel, OpenAIModel, ToolCallingAgent, tool
 
 import vlmrl
-from vlmrl import Config, Data, Eval, Model, Optim, Rollout, Task, Train, WarmStart, load_image
+from vlmrl import Config, Data, Eval, EvalData, Model, Optim, Rollout, Task, Train, WarmStart, load_image
 
 QUARTERS = ["top left", "top right", "bottom left", "bottom right"]
 
@@ -55,7 +55,7 @@ def crop(image, quarter):
 
 
 def demonstrate(task: Task, turn: int) -> str:
-    """The reply to imitate at each request: the right zoom, then a guess."""
+    """The response to imitate at each request: the right zoom, then a guess."""
     color = ["red", "green", "blue", "yellow"][task.seed % 4]
     name, arguments = [("zoom", {"quarter": task.data["quarter"]}), ("final_answer", {"answer": color})][min(turn, 1)]
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
@@ -69,12 +69,12 @@ def config() -> Config:
         data=Data(generator=shapes, size=4096),
         agent=play,
         rollout=Rollout(
-            group_size=8, max_turns=3, max_tokens=2048, max_reply_tokens=64, samples="merged", truncated_reward=0.0
+            group_size=8, max_turns=3, max_tokens=2048, max_response_tokens=64, samples="merged", truncated_reward=0.0
         ),
         warm_start=WarmStart(demonstrate=demonstrate, steps=200, trajectories_per_step=16, lr=1e-3),
         optim=Optim(lr=1e-4, betas=(0.9, 0.999), warmup_steps=10),
         train=Train(steps=200, groups_per_batch=16),
-        eval=Eval(data=Data(generator=shapes, size=256, seed=1), every=50, blank_images=True, chance=0.25),
+        eval=Eval(data=EvalData(generator=shapes, size=256, seed=1), every=50, blank_images=True, chance=0.25),
     )
 
 

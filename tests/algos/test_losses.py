@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from vlmrl.algos import KL, LOSSES, REDUCTIONS, LossInputs
+from vlmrl.algos.choose import choose, note_on_reduction
+from vlmrl.config import Algo
 
 E20 = math.exp(20.0)  # log-ratios are cut off at 20
 
@@ -245,3 +247,20 @@ def test_kl_of_log_ratios_of_50_is_finite_and_of_equal_probabilities_nothing(nam
     p = torch.tensor([-1.0, -51.0], dtype=torch.float64)
     assert KL[name](p, p.flip(0)).tolist() == pytest.approx(expected)
     assert KL[name](p, p).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("chosen", "shares"), [(Algo(loss="gspo"), [0.5, 0.5]), (Algo(), [0.25, 0.75])])
+def test_the_default_reduction_is_that_of_the_losss_source(chosen, shares):
+    """GSPO's equations 5 and 10 give a row of 10 tokens and one of 30 the same share of the gradient; DAPO's mean is over tokens."""
+    mask = torch.tensor([[1.0] * 10 + [0.0] * 20, [1.0] * 30])
+    logprobs = torch.full((2, 30), -1.0, requires_grad=True)
+    inputs = LossInputs(logprobs, logprobs.detach(), logprobs.detach(), torch.ones(2, 30), mask)
+    per_token = choose(chosen, "loss")(inputs).per_token
+    (per_token * choose(chosen, "reduction")(mask, ["a", "a"])).sum().backward()
+    assert (-logprobs.grad.sum(1)).tolist() == pytest.approx(shares)
+
+
+def test_another_reduction_than_that_of_the_source_is_said():
+    assert note_on_reduction(Algo(loss="gspo")) == "" == note_on_reduction(Algo(loss="gspo", reduction="sequence_mean"))
+    line = "reduction token_mean; the source of the loss gspo has sequence_mean"
+    assert note_on_reduction(Algo(loss="gspo", reduction="token_mean")) == line

@@ -13,7 +13,7 @@ import pytest
 from vlmrl import Config, Data, Model, Rollout, Task, Train
 from vlmrl.data import TaskStream
 from vlmrl.engine.scripted import ScriptedEngine
-from vlmrl.model.families import family_of
+from vlmrl.families import family_of
 from vlmrl.run.build import build_run
 from vlmrl.samples import concat
 from vlmrl.train.packing import response_logprobs
@@ -31,7 +31,7 @@ def scripts(monkeypatch):
     return importlib.import_module("look_task"), importlib.import_module("bare_loop")
 
 
-REPLIES = {  # the reply: whether the episode ends, and how many images are shown
+RESPONSES = {  # the response: whether the episode ends, and how many images are shown
     CALL: (False, 1),
     f"Two. {CALL}\n{CALL}": (False, 2),
     "Done.": (True, 0),
@@ -43,16 +43,16 @@ REPLIES = {  # the reply: whether the episode ends, and how many images are show
 }
 
 
-@pytest.mark.parametrize("reply", REPLIES)
-def test_a_reply_ends_the_episode_or_is_answered(scripts, reply):
+@pytest.mark.parametrize("response", RESPONSES)
+def test_a_response_ends_the_episode_or_is_answered(scripts, response):
     task, _ = scripts
-    ends, images = REPLIES[reply]
-    observation, done, _ = task.LookEnv(Task("t", []), turns=4, side=32).step(reply)
+    ends, images = RESPONSES[response]
+    observation, done, _ = task.LookEnv(Task("t", []), turns=4, side=32).step(response)
     assert (done, len(observation.get("multi_modal_data", {}).get("image", []))) == (ends, images)
 
 
-@pytest.mark.parametrize("reply", REPLIES)
-def test_trl_reads_the_same_calls(scripts, tmp_path, reply):
+@pytest.mark.parametrize("response", RESPONSES)
+def test_trl_reads_the_same_calls(scripts, tmp_path, response):
     pytest.importorskip("trl", reason="needs TRL: pip install 'vlmrl[bench]'")
     from transformers import AutoProcessor
     from trl.chat_template_utils import add_response_schema, parse_response, qwen3_vl_chat_template
@@ -61,15 +61,15 @@ def test_trl_reads_the_same_calls(scripts, tmp_path, reply):
 
     tokenizer = AutoProcessor.from_pretrained(tiny.build(tmp_path / "tiny")).tokenizer
     tokenizer.chat_template = qwen3_vl_chat_template
-    ids = add_response_schema(tokenizer).encode(f"{reply}<|im_end|>")
+    ids = add_response_schema(tokenizer).encode(f"{response}<|im_end|>")
     calls = parse_response(tokenizer, ids, prefix=tokenizer.encode("<|im_start|>assistant\n")).get("tool_calls", [])
-    ends, images = REPLIES[reply]
+    ends, images = RESPONSES[response]
     assert (not calls) == ends
     right = [call for call in calls if call["function"]["name"] == "look" and "page" in call["function"]["arguments"]]
     assert len(right) == images
 
 
-def test_the_bare_loop_runs_the_replies_that_were_sampled(scripts, tmp_path):
+def test_the_bare_loop_runs_the_responses_that_were_sampled(scripts, tmp_path):
     """Its loss is the mean of the trainer's own logprobs, without the ban of placeholders."""
     task, bare_loop = scripts
     options = {"turns": 3, "side": 64}

@@ -1,10 +1,10 @@
-"""The checks end with an error if the engine does not answer."""
+"""The checks end with an error if the engine does not answer, or has other weights than it was sent."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,7 @@ from testing.episodes import new_store
 from testing.fakes import PAD, make_trajectory
 
 from vlmrl.checks.image_swap import check_images
-from vlmrl.checks.server_parity import Question, check_parity
+from vlmrl.checks.server_parity import ParityError, Question, check_parity
 from vlmrl.engine.base import EngineError, Request
 from vlmrl.engine.server import Server, ServerError
 from vlmrl.types import Completion
@@ -23,11 +23,15 @@ WORDS = Question(Request("parity/text", [1, 2], []), [1, 2])
 
 
 class Servers:
-    """Two servers, of which the second answers from the request ``silent`` on with nothing, or with ``error``."""
+    """Two servers, of which the second answers from the request ``silent`` on with nothing, or with ``error``.
 
-    def __init__(self, silent: int, error: Exception | None = None) -> None:
+    ``sums``: the first one's checksums, after loading, after an update by other weights, and after the trainer's.
+    """
+
+    def __init__(self, silent: int = 2, error: Exception | None = None, sums: Sequence[dict[str, str]] = ()) -> None:
         self.servers = SimpleNamespace(all=[Server("http://one"), Server("http://two")])
-        capabilities = SimpleNamespace(checksums=False)
+        capabilities = SimpleNamespace(checksums=bool(sums))
+        self.sums = iter(sums)
         self.backend = SimpleNamespace(capabilities=capabilities, logprobs_hint="", image_cache_hint="")
         self.silent, self.error, self.requests = silent, error, 0
 
@@ -45,12 +49,16 @@ class Servers:
         return Completion([5, 6], [-0.1, -0.2], "stop", [0, 0], 2)
 
 
-def check(servers: Servers, timeout: float) -> Any:
+def check(servers: Servers, timeout: float = LIMIT, **options: Any) -> Any:
     async def sends(send: Any) -> None: ...
 
-    sync: Any = SimpleNamespace(engine=servers, fill=sends, first=sends)
+    async def checksums() -> dict[str, dict[str, str]]:
+        return {"http://one": next(servers.sums)}
+
+    sync: Any = SimpleNamespace(engine=servers, fill=sends, first=sends, checksums=checksums)
     score: Any = lambda samples: [[-0.1, -0.2]]  # noqa: E731
-    checking = check_parity(sync, lambda update: None, score, [WORDS], same_weights=False, timeout=timeout)  # type: ignore[arg-type,return-value]
+    options = {"same_weights": False, "timeout": timeout} | options
+    checking = check_parity(sync, lambda update: None, score, [WORDS], **options)  # type: ignore[arg-type,return-value]
     return asyncio.run(asyncio.wait_for(checking, LIMIT))
 
 
@@ -70,15 +78,34 @@ def test_a_server_that_fails_in_the_parity_check_is_named(error: Exception):
     with pytest.raises(
         EngineError, match=r"the server http://two gave no answer that can be used: .*(HTTP 500|refused)"
     ):
-        check(Servers(0, error), timeout=LIMIT)
+        check(Servers(0, error))
 
 
 def test_servers_that_answer_pass():
-    reports = check(Servers(2), timeout=LIMIT)
+    reports = check(Servers())
     assert {url: report.seen for url, report in reports.items()} == {"http://one": 0.0, "http://two": 0.0}
 
 
-def test_an_engine_that_never_replies_ends_the_image_swap_check():
+DECAY, CONVOLUTION = (f"layers.0.linear_attn.{name} of rank 0" for name in ("A_log", "conv1d.weight"))
+
+
+@pytest.mark.parametrize(
+    ("sent", "rounded", "named"),
+    [
+        (("2", "1"), ("linear_attn.A_log",), ""),
+        (("2", "1"), (), r"A_log of rank 0\.$"),
+        (("2", "2"), ("linear_attn.A_log",), r": layers\.0\.linear_attn\.conv1d"),
+    ],
+)
+def test_only_weights_that_the_trainer_rounds_may_differ_after_an_update(
+    sent: tuple[str, ...], rounded: tuple[str, ...], named: str
+):
+    sums = [dict(zip((DECAY, CONVOLUTION), each, strict=True)) for each in (("1", "1"), ("0", "0"), sent)]
+    with pytest.raises(ParityError, match=f"other weights after an update .*{named}") if named else nullcontext():
+        check(Servers(sums=sums), same_weights=True, rounded=rounded)
+
+
+def test_an_engine_that_never_responses_ends_the_image_swap_check():
     class Silent:
         async def generate(self, request: Request) -> Completion:
             await asyncio.Event().wait()
@@ -87,5 +114,5 @@ def test_an_engine_that_never_replies_ends_the_image_swap_check():
         def release(self, trajectory_id: str) -> None: ...
 
     checking = check_images(lambda samples: [], Silent(), new_store(), [make_trajectory()], PAD, timeout=0.05)  # type: ignore[arg-type]
-    with pytest.raises(EngineError, match=r"image-swap check: no reply in rollout\.engine_timeout \(0\.05 s\)"):
+    with pytest.raises(EngineError, match=r"image-swap check: no response in rollout\.engine_timeout \(0\.05 s\)"):
         asyncio.run(asyncio.wait_for(checking, LIMIT))

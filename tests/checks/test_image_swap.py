@@ -44,11 +44,11 @@ def check(model, engine, store, images: int = 1):
 
 def test_a_model_that_sees_passes(parts):
     model, engine, store = parts
-    canary = check(model, engine, store)
-    assert canary.trainer > 1e-3 and canary.engine > 1e-3
+    image_check = check(model, engine, store)
+    assert image_check.trainer > 1e-3 and image_check.engine > 1e-3
 
 
-def test_text_has_no_canary(parts):
+def test_text_has_no_image_check(parts):
     model, engine, store = parts
     assert check(model, engine, store, 0) is None
 

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from vlmrl import Config, Data, Env, Model, Part, Rollout, obs
+from vlmrl import SFT, Config, Conversations, Data, Env, Model, Part, Rollout, obs
 from vlmrl.cli import main as cli
 from vlmrl.cli.data_check import CheckOptions, check
 
@@ -54,7 +54,7 @@ def seeing(index: int, seed: int) -> dict[str, Any]:
 
 
 def test_a_task_is_shown_as_the_model_reads_it(qwen3_vl):
-    output, passed = shown(qwen3_vl, data=Data(generator=seeing, size=2, shuffle=False))
+    output, passed = shown(qwen3_vl, data=Data(generator=seeing, size=2, seed=None))
     assert passed
     assert "image 1   100x60 px, resized to 96x64: 6 tokens" in output
     assert "⟦<|vision_start|>⟧⟦image 1: 6 tokens⟧⟦<|vision_end|>⟧Is <|im_end|> a word?⟦<|im_end|>⟧\n" in output
@@ -73,12 +73,12 @@ def numbered(index: int, seed: int) -> dict[str, Any]:
 
 
 def test_prompts_that_are_too_long_and_those_that_leave_no_room_are_counted(qwen3_vl):
-    rollout = Rollout(max_tokens=300, max_reply_tokens=100)
+    rollout = Rollout(max_tokens=300, max_response_tokens=100)
     output, passed = shown(
         qwen3_vl, data=Data(generator=numbered, size=20, max_prompt_tokens=250), rollout=rollout, env=Greet
     )
     over = int(output.split("too long ")[1].split(" of 20")[0])
-    no_room = int(output.split("no room")[1].split(" are too long for a reply")[0])
+    no_room = int(output.split("no room")[1].split(" are too long for a response")[0])
     assert passed and over > 0 and no_room > 0
     fewer, _ = shown(
         qwen3_vl, data=Data(generator=numbered, size=20, max_prompt_tokens=240), rollout=rollout, env=Greet
@@ -125,7 +125,7 @@ def test_every_image_is_decoded_and_each_broken_one_is_named_by_row_and_file(qwe
     ):
         assert f"row {row} of " in line and name in line and reason in line
     assert "object at" not in output
-    fewer, passed = shown(qwen3_vl, data=Data(str(tmp_path / "a.jsonl"), limit=20))
+    fewer, passed = shown(qwen3_vl, data=Data(str(tmp_path / "a.jsonl"), size=20))
     assert passed and "20 of 20 rows can be played" in fewer
 
 
@@ -141,11 +141,18 @@ def test_held_out_rows_are_read_and_empty_texts_are_warned_of(qwen3_vl, tmp_path
 
 def test_marks_without_an_image_are_warned_of(qwen3_vl, tmp_path):
     (tmp_path / "a.png").write_bytes(png((64, 64)))
-    rows = [("<image>One?", 1), ("<image>None?", 0), ("One?", 1), ("<image>Two?<image>", 1)]
+    rows = [("<image>One?", 1), ("<image>None?", 0), ("One?", 1)]
     lines = [json.dumps({"prompt": prompt, "images": ["a.png"] * images, "answer": "1"}) for prompt, images in rows]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     output, passed = shown(qwen3_vl, show=0, data=Data(str(tmp_path / "a.jsonl")))
-    assert passed and "more <image> marks than images" in output and "as text: 2 rows: 1, 3\n" in output
+    assert passed and "more <image> marks than images" in output and "as text: row 1\n" in output
+
+
+def test_more_marks_than_images_are_a_bad_row(qwen3_vl, tmp_path):
+    (tmp_path / "a.png").write_bytes(png((64, 64)))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "<image>Two?<image>", "images": ["a.png"], "answer": "1"}))
+    output, passed = shown(qwen3_vl, show=0, data=Data(str(tmp_path / "a.jsonl")))
+    assert not passed and "2 <image> marks for 1 images" in output
 
 
 def test_each_part_of_a_mixture_is_shown_with_its_share(qwen3_vl):
@@ -171,3 +178,18 @@ def test_the_command_takes_a_recipe_and_overrides(capsys, monkeypatch, tmp_path)
     with pytest.raises(SystemExit):
         cli.main()
     assert "Available subcommands: check" in capsys.readouterr().err
+
+
+def test_conversations_are_shown_with_their_masks_and_bad_ones_are_listed(qwen3_vl, tmp_path):
+    Image.new("RGB", (64, 32)).save(tmp_path / "a.png")
+    talk = [("user", "<image>What?"), ("assistant", "red"), ("user", "and?"), ("assistant", "no")]
+    messages = [{"role": role, "content": text} for role, text in talk]
+    rows = [{"messages": messages, "images": images} for images in (["a.png"], ["a.png"], ["none.png"], [])]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    sft = SFT(data={"talks": Conversations(path=str(tmp_path / "rows.jsonl"))})
+    output, passed = shown(qwen3_vl, sft=sft, env=None)
+    assert not passed
+    assert "⟦image 1: 2 tokens⟧" in output and output.count("▶") == 2
+    assert "▶red⟦<|im_end|>⟧◀" in output and "▶no⟦<|im_end|>⟧◀" in output
+    assert "images: row 2 of" in output and "marks: row 3 of" in output
+    assert "2 of 4 rows can be trained on (1 images, 1 marks)" in output

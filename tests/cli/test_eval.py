@@ -31,9 +31,9 @@ def config():
         name="say",
         data=Data(generator=tasks, size=16, held_out=4),
         reward=reward,
-        rollout=Rollout(group_size=4, max_tokens=128, max_reply_tokens=16),
+        rollout=Rollout(group_size=4, max_tokens=128, max_response_tokens=16),
         optim=Optim(lr=1e-3),
-        train=Train(steps=2, groups_per_batch=4, canary=False),
+        train=Train(steps=2, groups_per_batch=4, image_check=False),
         checkpoint=Checkpoint(every=1),
     )
 """

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 
 import pytest
+from testing.browser import need_chromium
 
 from vlmrl.cli import main as cli
+
+SHORT = ("--data.held-out", "8", "--rollout.group-size", "2", "--rollout.truncated-reward", "0")
 
 
 def vlmrl_command(monkeypatch, *words):
@@ -24,21 +28,23 @@ def printed(monkeypatch, capsys, tmp_path, request):
     lines = capsys.readouterr().out.splitlines()
     commands = [line[10:].split() for line in lines if not line.startswith("wrote")]
     assert [command[:3] for command in commands] == [
-        ["python", "-m", "pytest"],
         ["vlmrl", "data", "check"],
         ["vlmrl", "train", "mine/recipe.py"],
+        ["python", "-m", "pytest"],
     ]
     return commands
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("printed", ["vlm", "text"], indirect=True)
-def test_what_it_prints_runs(printed, monkeypatch, tmp_path):
-    test, check, train = printed
+@pytest.mark.parametrize("printed", ["vlm", "text", "tool", "agent", "page"], indirect=True)
+def test_what_it_prints_runs(printed, request, monkeypatch, tmp_path):
+    if request.node.callspec.params["printed"] == "page":
+        need_chromium()
+    check, train, test = printed
     done = subprocess.run([sys.executable, *test[1:]], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     vlmrl_command(monkeypatch, *check[1:])
-    vlmrl_command(monkeypatch, *train[1:], "--warm-start.steps", "2", "--train.steps", "1")
+    vlmrl_command(monkeypatch, *train[1:], "--warm-start.steps", "2", "--train.steps", "1", *SHORT)
     (summary,) = (tmp_path / "runs").glob("*/summary.json")
     assert {"reward_before", "reward_after"} <= json.loads(summary.read_text()).keys()
 
@@ -57,6 +63,16 @@ def test_a_folder_that_cannot_be_made_is_one_line(monkeypatch, capsys, tmp_path)
     with pytest.raises(SystemExit, match="1"):
         vlmrl_command(monkeypatch, "init", str(tmp_path / "file/mine"))
     assert "set DIR to another" in capsys.readouterr().err
+
+
+def test_without_pytest_it_says_how_to_install_it(monkeypatch, capsys, tmp_path):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "pytest" else find(name, *more)
+    )
+    vlmrl_command(monkeypatch, "init", str(tmp_path / "mine"))
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("wrote")]
+    assert lines[0].startswith("try it    vlmrl data check") and "pip install pytest && python -m pytest" in lines[-1]
 
 
 def test_nothing_is_overwritten(monkeypatch, capsys, tmp_path):

@@ -12,6 +12,7 @@ from vlmrl.cli import main as cli
 
 COMMANDS = [
     "train",
+    "sft",
     "init",
     "eval",
     "export",
@@ -114,4 +115,4 @@ def test_a_wrong_option_points_to_the_help_of_its_command(monkeypatch, capsys, t
     (tmp_path / "mine.py").write_text("from vlmrl import Config\ndef config(): return Config()\n")
     with pytest.raises(SystemExit, match="2"):
         vlmrl_command(monkeypatch, *arguments.split())
-    assert re.search(rf"For full helptext, (run|see) {program} --help ", capsys.readouterr().err)
+    assert re.search(rf"For full helptext, (run|see) {program} --help\b", capsys.readouterr().err)

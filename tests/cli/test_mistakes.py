@@ -158,5 +158,5 @@ def test_the_plan_warns_of_empty_answers_and_a_long_warmup(monkeypatch, capsys, 
     monkeypatch.setattr(sys, "argv", ["vlmrl", "train", "mine.py", "--dry-run", *options])
     cli.main()
     printed = capsys.readouterr().out
-    assert "warning   column 'answer' is empty in row 1: any reply contains the answer" in printed
+    assert "warning   column 'answer' is empty in row 1: any response contains the answer" in printed
     assert "warmup    3 steps of 2 (optim.warmup_steps): optim.lr is never reached" in printed

@@ -39,7 +39,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def settings(qwen3_vl, env="mine.py:Ask", **rollout):
-    limits = {"max_turns": 3, "max_reply_tokens": 8, "truncated_reward": 0.0} | rollout
+    limits = {"max_turns": 3, "max_response_tokens": 8, "truncated_reward": 0.0} | rollout
     return PlayCommand(env, "mine.py:tasks", n=2, model=Model(path=str(qwen3_vl)), rollout=Rollout(**limits))
 
 
@@ -51,19 +51,19 @@ def test_a_generator_plays_by_itself(qwen3_vl, folder, capsys):
 
 
 def test_an_env_and_a_generator_are_too_many(qwen3_vl, folder):
-    with pytest.raises(ValueError, match="env must be unset with rollout"):
+    with pytest.raises(ValueError, match="generate plays whole episodes itself"):
         asyncio.run(play(settings(qwen3_vl, generate="mine.py:generate")))
 
 
 @pytest.mark.slow
 def test_the_history_policy_rewrites_what_is_read_by_hand(qwen3_vl, folder):
     """Typed by hand, each prompt is shown where it differs from the last: with the policy, the question is gone in the third."""
-    options = ["--rollout.history", "rerender", "--rollout.history-policy", "mine.py:newest"]
+    options = ["--rollout.history", "mine.py:newest"]
     options += ["--rollout.history-options", "k", "2", "--model.path", str(qwen3_vl), "-n", "1", "--by-hand"]
     command = [sys.executable, "-m", "vlmrl", "play", "mine.py:Ask", "--data", "mine.py:tasks", *options]
     done = subprocess.run(command, input="one\ntwo\nthree\n", capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    first, second, third, _ = done.stdout.split("reply> ")
+    first, second, third, _ = done.stdout.split("response> ")
     assert "Question 0" in first and "Again" not in first
     assert "one" in second and "Again, 0." in second and "Question" not in second
     assert "two" in third and "Again, 1." in third and "one" not in third

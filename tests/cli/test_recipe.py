@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from vlmrl import Config, Data, Eval
+from vlmrl import Algo, Config, Data, Eval, EvalData
 from vlmrl.cli.plan import PlanOptions
 from vlmrl.cli.recipe import Recipe
+
+OPTIONS = {"ppo.clip_low": 0.2, "ppo.clip_high": 0.3, "token_truncation.cap": 2.0}
 
 
 def config() -> Config:
     return Config(
         data=Data(path="train.json", columns={"prompt": "problem", "answer": "label"}),
-        eval=Eval(data=Data(path="test.json", columns={"answer": "label"})),
+        algo=Algo(corrections=("token_truncation",), options=OPTIONS),
+        eval=Eval(data=EvalData(path="test.json")),
     )
 
 
@@ -21,10 +24,27 @@ def chosen(*words):
 
 
 def test_columns_of_the_command_line_join_those_of_the_recipe():
-    merged = chosen("--data.columns", "prompt", "question", "images", "photo", "--eval.data.columns", "id", "name")
+    merged = chosen("--data.columns", "prompt", "question", "images", "photo")
     assert merged.data.columns == {"prompt": "question", "answer": "label", "images": "photo"}
-    assert merged.eval.data.columns == {"answer": "label", "id": "name"}
     assert chosen("--data.split", "test").data.columns == config().data.columns
+
+
+def test_options_of_the_command_line_join_those_of_the_recipe():
+    assert chosen().algo.options == OPTIONS
+    merged = chosen("--algo.options", "ppo.clip_low", "0.1", "grpo.scale_by_std", "False")
+    assert merged.algo.options == OPTIONS | {"ppo.clip_low": 0.1, "grpo.scale_by_std": False}
+
+
+def test_options_of_a_function_that_the_command_line_replaces_are_left_out():
+    assert chosen("--algo.loss", "gspo").algo.options == {"token_truncation.cap": 2.0}
+    other = chosen("--algo.loss", "gspo", "--algo.corrections", "--algo.options", "gspo.clip_low", "0.1")
+    assert other.algo.options == {"gspo.clip_low": 0.1}
+
+
+def test_options_of_a_function_that_nothing_names_are_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        chosen("--algo.options", "gspo.clip_low", "0.1")
+    assert "but it is 'gspo.clip_low'" in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
 def test_columns_are_pairs(capsys):

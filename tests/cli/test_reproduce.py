@@ -26,7 +26,7 @@ def config():
         model={model},
         data=Data(generator=tasks, size=16, held_out=4),
         reward=reward,
-        rollout=Rollout(group_size=4, max_tokens=64, max_reply_tokens=8),
+        rollout=Rollout(group_size=4, max_tokens=64, max_response_tokens=8),
         optim=Optim(lr=1e-3),
         train=Train(steps=9, groups_per_batch=4),
         eval=Eval(samples_per_task=2, chance=0.1),
@@ -49,21 +49,18 @@ def reproduce(monkeypatch, *arguments: str) -> None:
 
 @pytest.mark.slow
 def test_a_short_recipe_is_reproduced_once(folder, monkeypatch, capfd):
-    command = ["--seeds", "5", "--controls", "--steps", "1", "--optim.lr", "1e-4"]
+    command = ["--seeds", "5", "--controls", "--train.steps", "1", "--optim.lr", "1e-4"]
     reproduce(monkeypatch, *command)
-    page = (folder / "docs/results.md").read_text()
-    assert "<!-- entry: say optim.lr 1e-4 train.steps 1 -->\n### say, with other settings" in page
-    assert "vlmrl reproduce say.py --seeds 5 --controls --optim.lr 1e-4 --train.steps 1\n" in page
-    assert "| seed 5 | " in page and "| 1 | " in page and "| seconds of a step | " in page
-    (run,) = folder.glob("runs/reproduce/say-*/say-seed5")
-    config = json.loads((run / "config.json").read_text())
+    (results,) = folder.glob("runs/reproduce/say-*/results.md")
+    page = results.read_text()
+    assert page.startswith("### say, with other settings\n")
+    assert "vlmrl reproduce say.py --seeds 5 --controls --train.steps 1 --optim.lr 1e-4\n" in page
+    assert "| seed 5 | " in page and "](curve.png)" in page and (results.parent / "curve.png").exists()
+    config = json.loads((results.parent / "say-seed5/config.json").read_text())
     assert (config["seed"], config["train"]["steps"], config["optim"]["lr"]) == (5, 1, 1e-4)
-    (image,) = (folder / "assets/results").iterdir()
-    assert f"(../assets/results/{image.name})" in page
-    capfd.readouterr()
+    assert "vlmrl train" in capfd.readouterr().out
     reproduce(monkeypatch, *command)
-    assert "finished earlier" in capfd.readouterr().out
-    assert (folder / "docs/results.md").read_text() == page
+    assert "vlmrl train" not in capfd.readouterr().out and results.read_text() == page
 
 
 @pytest.mark.parametrize(

@@ -1,58 +1,40 @@
-"""Under Ray on this machine: the same losses as in one process, runs through the loop, and ends that leave nothing behind."""
+"""Ray on this machine starts the ranks of a recipe: what they train, and how a run ends when a rank, a server or a node is lost."""
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import json
-import math
 import os
-import pickle
+import re
 import signal
-import subprocess
-import sys
-import time
-from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import pytest
-from testing.runs import RECIPES, short_quickstart
+from testing.ray_runs import MEMORY_MONITOR, rank_processes, running, training, until_trained
+from testing.runs import RECIPES
 
-from vlmrl.cluster import ClusterError
-from vlmrl.config import Algo, Cluster, Optim
-from vlmrl.data import TaskStream
-from vlmrl.engine.base import Request, paused
-from vlmrl.run.build import build_run
-from vlmrl.run.stages import push_weights
-from vlmrl.samples import concat
-from vlmrl.train.sample_messages import RowMessage
-from vlmrl.train.trainer import TrainerSpec
+from vlmrl.config import Cluster, Config
+from vlmrl.report.run_log import read_rows
+from vlmrl.run.program import run_training
 
 pytestmark = pytest.mark.slow
 
-ray = pytest.importorskip("ray", reason="needs Ray: pip install 'vlmrl[ray]'")
+pytest.importorskip("ray", reason="needs Ray: pip install 'vlmrl[ray]'")
 Nodes = pytest.importorskip("ray.cluster_utils").Cluster
-payload = pytest.importorskip("vlmrl.cluster.payload")
 
-MARK = "VLMRL_TEST_CLUSTER"  # in the environment of all processes that a test starts
 RECIPE = f"""
 import vlmrl
 from dataclasses import replace
 from vlmrl import Algo, Train
-from vlmrl.algos import LOSSES, LossOutputs
+from vlmrl.algos import LossOutputs
 from vlmrl.config.code import load_object
 
 RECIPES = {str(RECIPES)!r}
 
 def half(inputs, wrong=False):
-    import helper  # beside the recipe
+    import helper
 
     if wrong:
         raise ZeroDivisionError("wrong on purpose")
     return LossOutputs(-helper.SCALE * inputs.advantages * inputs.logprobs)
-
-LOSSES["half"] = half
 
 def config():
     config = load_object(RECIPES + "/quickstart.py:config")()
@@ -62,11 +44,38 @@ def config():
         name="own",
         env=RECIPES + "/../envs/zoom.py:ZoomEnv",
         data=data,
-        eval=replace(config.eval, data=replace(data, size=2), blank_images=False),
+        eval=replace(config.eval, data=replace(config.eval.data, generator=data.generator, size=2), blank_images=False),
         warm_start=replace(config.warm_start, steps=2, trajectories_per_step=4),
         rollout=replace(config.rollout, group_size=4),
-        algo=Algo(loss="half", advantage="rloo"),
+        algo=Algo(loss=half, advantage="rloo"),
         train=Train(steps=2, groups_per_batch=2),
+    )
+
+if __name__ == "__main__":
+    vlmrl.main(config)
+"""
+SERVED = """
+import vlmrl
+from vlmrl.config import Algo, Config, Data, Model, Optim, Rollout, ServerSettings, Train
+
+def task(index, seed):
+    return {"prompt": f"Say {index}."}
+
+def reward(text, task):
+    return float(len(text) % 2)
+
+def config():
+    return Config(
+        name="own",
+        model=Model(path="tiny:qwen3_vl", dtype="float32"),
+        data=Data(generator=task, size=4),
+        reward=reward,
+        rollout=Rollout(group_size=2, max_tokens=64, max_response_tokens=8),
+        engine="testing.policy_backend:PolicyBackend",
+        server=ServerSettings(check=False, sync="tensor"),
+        algo=Algo(entropy_coef=0.1),  # equal responses with opposite advantages have no other gradient
+        optim=Optim(lr=3e-3),
+        train=Train(steps=4, groups_per_batch=2),
     )
 
 if __name__ == "__main__":
@@ -74,200 +83,94 @@ if __name__ == "__main__":
 """
 
 
-def marked(mark: str) -> list[str]:
-    """The command lines of all living processes, but this one, that were started under ``mark``."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit() or int(folder.name) == os.getpid():
-            continue
-        try:
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except OSError:
-            pass  # it has ended
-    return [line for line in found if line]  # a zombie has none
-
-
-def left_of(mark: str) -> list[str]:
-    """The processes that are still there after a while."""
-    end = time.monotonic() + 600
-    while marked(mark) and time.monotonic() < end:
-        time.sleep(0.2)
-    return marked(mark)
-
-
-def play(run, groups: int, label: str) -> list:
-    """The rows of some episodes, with advantages that are not all alike."""
-    rollouts = asyncio.run(run.runner().play(TaskStream(run.tasks), groups, label))
-    rows = [row for trajectory in rollouts.trajectories for row in concat(trajectory)]
-    return [replace(row, advantage=1.0 - 0.3 * number) for number, row in enumerate(rows)]
-
-
-def start(run):
-    algo, optim = Algo(kl_coef=0.1), Optim(lr=1e-3)
-    return run.trainers.start(TrainerSpec(algo, optim, total_steps=10, tokens_per_micro_batch=400, groups_per_step=1))
-
-
-def difference(trainer, rows) -> float:
-    """The largest difference between a trainer's and the rollout's logprobs."""
-    scores = zip(trainer.score(rows), rows, strict=True)
-    return max(float(np.abs(mine - row.rollout_logprobs)[np.array(row.loss_mask) == 1].max()) for mine, row in scores)
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """The same run in this process, and on two ranks and two engines."""
-    os.environ[MARK] = "module"
-    config = short_quickstart(tmp_path_factory.mktemp("cluster"))
-    here = build_run(config)
-    there = build_run(replace(config, cluster=Cluster(ranks=2, engines=2)))
-    yield here, there
-    here.engine.close()
-    there.engine.close()
-    del os.environ[MARK]
+def nodes():
+    """Two Ray nodes on this machine."""
+    os.environ[MEMORY_MONITOR] = "0"
+    made = Nodes(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    made.add_node(num_cpus=2)
+    yield made
+    made.shutdown()
+    del os.environ[MEMORY_MONITOR]
 
 
-def test_two_ranks_train_on_recorded_episodes_as_one_process_does(runs):
-    here, there = runs
-    rows = play(here, 2, "recorded")
-    mine, theirs = start(here), start(there)
-    steps = [(mine.step(rows), theirs.step(rows)) for _ in range(3)]
-    assert len({local.metrics["loss"] for local, _ in steps}) == 3  # or equal losses would say nothing
-    # Adam divides by a gradient's size, and so carries the rounding of small gradients into the weights: after two updates
-    # the gradient norm of one process alone differs by 6e-5 between instruction sets, and by 5e-6 between micro-batch sizes.
-    for tolerance, (local, remote) in zip((1e-5, 5e-4, 5e-4), steps, strict=True):
-        assert remote.metrics == pytest.approx(local.metrics, abs=1e-5, rel=tolerance)
-    assert theirs.steps_done == mine.steps_done == 6
-    local, remote = steps[-1]
-    for one, other in zip(local.logprobs, remote.logprobs, strict=True):
-        assert other == pytest.approx(one, abs=1e-4)
-    for one, other in zip(mine.token_kl(rows), theirs.token_kl(rows), strict=True):
-        assert other == pytest.approx(one, abs=1e-4)
-    weights = dict(theirs.named_weights())
-    for name, weight in mine.named_weights():
-        assert float(weights[name].square().sum()) == pytest.approx(float(weight.square().sum()), rel=1e-4)
+def two_nodes(nodes) -> list[str]:
+    return ["--cluster.ranks", "2", "--cluster.nodes", "2", "--cluster.address", nodes.address]
 
 
-def test_engines_have_the_trainers_weights_once_they_were_pushed(runs):
-    _, there = runs
-    trainer = start(there)
-    assert difference(trainer, play(there, 2, "stale")) > 1e-3  # the test before has trained these weights
-    asyncio.run(push(there, trainer, 7))
-    rows = play(there, 2, "fresh")
-    assert difference(trainer, rows) < 1e-4
-    assert {version for row in rows for version in row.policy_versions} == {7}
-
-
-async def push(run, trainer, version: int) -> None:
-    async with paused(run.engine):
-        await push_weights(run, trainer, version)
-
-
-def test_an_image_is_in_the_object_store_once_while_a_sample_shows_it(runs):
-    _, there = runs
-    gc.collect()
-    images = there.engine._cluster.images
-    before = len(images)
-    rows = play(there, 2, "shown")
-    start(there).score(rows)
-    assert (
-        len(images) - before == len({id for row in rows for id in row.image_ids}) < sum(len(row.media) for row in rows)
-    )
-    del rows
-    gc.collect()
-    assert len(images) == before
-
-
-def test_rows_and_images_are_put_into_the_object_store_once_for_all_calls_on_a_batch(runs, monkeypatch):
-    _, there = runs
-    puts, put = [], ray.put
-    monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or put(value))
-    rows = play(there, 2, "sent")
-    trainer = start(there)
-    trainer.score(rows)
-    trainer.token_kl(rows)
-    trainer.step(rows)
-    images = [value for value in puts if isinstance(value, payload.SerializedImage)]
-    assert sorted(value.item.id for value in images) == sorted({name for row in rows for name in row.image_ids})
-    assert all(value.pixels.nbytes == 3 * math.prod(value.item.size) for value in images)
-    assert all(len(pickle.dumps(value)) < value.pixels.nbytes + 2000 for value in images)
-    first, *later = [len(pickle.dumps(value)) for value in puts if isinstance(value, RowMessage)]
-    assert len(later) == 2 and max(later) < first / 4
-    trainer.score(rows)  # after the step it is a new batch
-    assert len(pickle.dumps(puts[-1])) > first / 2
-
-
-def test_errors_have_their_traceback_and_the_dead_are_named(runs):
-    _, there = runs
-    cluster, trainer = there.engine._cluster, start(there)
-    with pytest.raises(ValueError, match=r"(?s)workers.py.*has 1 image placeholders, but 0 images"):
-        asyncio.run(there.engine.generate(Request("wrong", [there.model.policy.image_token_id])))
-    kill(cluster.ranks.actors[1])
-    with pytest.raises(ClusterError, match="a process died during the call `score`"):
-        trainer.score(play(there, 1, "scored"))
-    with pytest.raises(ClusterError, match="ranks has failed"):
-        trainer.close()
-    kill(cluster.engines[0])
-    with pytest.raises(ClusterError, match="engine 0 died"):
-        play(there, 2, "dead")
-    there.engine.close()
-    assert left_of("module") == []
-
-
-def kill(actor) -> None:
-    os.kill(ray.get(actor.__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
-
-
-@pytest.fixture(scope="module")
-def two_nodes(runs):
-    """The address of two Ray nodes on this machine; it begins when the cluster of the tests above has ended."""
-    runs[1].engine.close()
-    nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    nodes.add_node(num_cpus=2)
-    yield nodes.address
-    nodes.shutdown()
-
-
-def recipe(folder: Path, mark: str, *options: str, command: tuple[str, ...] = ("-m", "vlmrl", "train")):
-    """The process that trains RECIPE."""
-    (folder / "helper.py").write_text("SCALE = 0.5\n")
-    (folder / "own.py").write_text(RECIPE)
-    words = [sys.executable, *command, str(folder / "own.py"), "--output-dir", str(folder / "runs"), *options]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(words, env=os.environ | {MARK: mark}, start_new_session=True, **pipes)
-
-
-def test_a_recipe_trains_on_two_nodes_with_its_own_loss(two_nodes, tmp_path):
-    options = ["--cluster.ranks", "2", "--cluster.nodes", "2", "--cluster.address", two_nodes]
-    output, _ = recipe(tmp_path, "attached", *options, command=()).communicate(timeout=600)
-    assert "2 trainer ranks (FSDP2) and 1 engine on the CPUs of 2 nodes" in output, output
+def test_a_recipe_trains_on_two_nodes_with_its_own_loss(nodes, tmp_path):
+    with training(tmp_path, "trained", *two_nodes(nodes), text=RECIPE) as run:
+        output, _ = run.communicate(timeout=600)
+    assert run.returncode == 0
+    assert "2 trainer ranks (FSDP2) on the CPUs of 2 nodes, the engine beside rank 0" in output, output
     rows = [json.loads(line) for line in (tmp_path / "runs/own/metrics.jsonl").read_text().splitlines()]
     differences = [row["logprob_mismatch/max"] for row in rows if "logprob_mismatch/max" in row]
     assert len(differences) == 2 and max(differences) < 1e-4, output
     assert (tmp_path / "runs/own/model/model.safetensors").exists()
-    assert not [line for line in marked("module") if line.startswith(("ray::RankWorker", "ray::EngineWorker"))]
+    command = (tmp_path / "runs/own/command.txt").read_text()
+    assert "torchrun" not in command and "--cluster.ranks 2" in command
 
 
-def test_a_loss_that_fails_on_a_rank_ends_the_run_with_its_traceback(two_nodes, tmp_path):
-    options = ["--cluster.ranks", "2", "--cluster.nodes", "2", "--cluster.address", two_nodes]
-    run = recipe(tmp_path, "failing", *options, "--algo.loss-options", "wrong", "True", "--warm-start.steps", "0")
-    output, _ = run.communicate(timeout=600)
+def test_a_loss_that_fails_on_the_ranks_ends_the_run_with_its_traceback(nodes, tmp_path):
+    options = ["--algo.options", "half.wrong", "True", "--warm-start.steps", "0"]
+    with training(tmp_path, "failing", *two_nodes(nodes), *options, text=RECIPE) as run:
+        output, _ = run.communicate(timeout=600)
     assert run.returncode == 1
-    assert "ZeroDivisionError: wrong on purpose" in output and 'own.py", line' in output, output
-    assert not [line for line in marked("module") if line.startswith(("ray::RankWorker", "ray::EngineWorker"))]
+    assert "ZeroDivisionError: wrong on purpose" in output and "own.py, line" in output, output
 
 
-def test_ctrl_c_keeps_the_weights_and_leaves_no_process(runs, tmp_path):
-    runs[1].engine.close()
-    options = ["--cluster.ranks", "1", "--train.steps", "1000", "--warm-start.steps", "0"]
-    run = recipe(tmp_path, "stopped", *options, command=())
-    begun = []
-    for line in run.stdout:
-        begun.append(line)
-        if line.startswith("train ") and not line.startswith("train       1/"):
-            break
-    os.killpg(run.pid, signal.SIGINT)
-    output, _ = run.communicate(timeout=600)
-    assert run.returncode == 130 and "stopped by SIGINT after" in output, [*begun, output]
+def test_a_rank_that_is_killed_is_named_with_its_node_and_ends_the_run(tmp_path):
+    options = ["--cluster.ranks", "2", "--train.steps", "1000", "--warm-start.steps", "0"]
+    with training(tmp_path, "killed", *options, text=RECIPE) as run:
+        begun = until_trained(run)
+        os.kill(rank_processes("killed")["1"], signal.SIGKILL)
+        output, _ = run.communicate(timeout=600)
+    assert run.returncode == 1
+    assert re.search(r"vlmrl: rank 1 on node [\d.]+ was killed by SIGKILL", output), [*begun, output]
+    assert (tmp_path / "runs/own/model/model.safetensors").exists(), output  # rank 0 has saved the engine's copy
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_driver_saves_the_last_step_on_all_ranks(tmp_path, number, status):
+    steps = ["--train.steps", "1000", "--warm-start.steps", "0", "--checkpoint.every", "500"]
+    with training(tmp_path, f"stopped{status}", "--cluster.ranks", "2", *steps, text=RECIPE) as run:
+        begun = until_trained(run)
+        run.send_signal(number)
+        output, _ = run.communicate(timeout=600)
+    assert run.returncode == status and f"stopped by {number.name} after" in output, [*begun, output]
     assert (tmp_path / "runs/own/model/model.safetensors").exists(), output
-    assert left_of("stopped") == []
+    [checkpoint] = (tmp_path / "runs/own/checkpoints").iterdir()
+    assert "--resume" in output and (checkpoint / "run.json").exists()
+
+
+def test_a_server_that_is_killed_is_started_again_by_its_launcher_and_gets_the_weights(tmp_path):
+    with training(tmp_path, "served", "--cluster.ranks", "2", "--train.steps", "20", text=SERVED) as run:
+        begun = until_trained(run)
+        [server] = running("served", "policy_program.py")
+        os.kill(server, signal.SIGKILL)
+        output, _ = run.communicate(timeout=600)
+    assert run.returncode == 0, [*begun, output]
+    rows = [row for row in read_rows(tmp_path / "runs/own/metrics.jsonl") if "loss" in row]
+    assert [row["failed"] for row in rows] == [0] * 20
+    assert max(row["logprob_mismatch/max"] for row in rows) < 1e-3
+    assert all(row["weight_sync/bytes"] > 0 for row in rows) and rows[-1]["engine/restarts"] == 1
+    assert "1 Policy server, placed by Ray; weights by tensor" in "".join(begun)
+
+
+def test_a_node_that_is_lost_ends_the_run_and_its_rank_is_named(nodes, tmp_path):
+    """The last test of these nodes."""
+    options = [*two_nodes(nodes), "--train.steps", "1000", "--warm-start.steps", "0"]
+    with training(tmp_path, "lost", *options, text=RECIPE) as run:
+        begun = until_trained(run)
+        nodes.remove_node(next(iter(nodes.worker_nodes)))
+        output, _ = run.communicate(timeout=600)
+    assert run.returncode == 1
+    assert re.search(r"rank \d on node [\d.]+ (is gone with its node|was killed)", output), [*begun, output]
+
+
+def test_there_must_be_room_and_a_program_that_every_rank_can_run(tmp_path):
+    with pytest.raises(ValueError, match="cluster needs a program that every rank can run"):
+        run_training(Config(output_dir=str(tmp_path), cluster=Cluster(ranks=2)))
+    with training(tmp_path, "room", "--cluster.gpus", "64", text=RECIPE) as run:
+        output, _ = run.communicate(timeout=600)
+    assert run.returncode == 1 and "vlmrl: no room on 1 nodes with" in output, output

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'vlmrl[ray]'")
 
-from vlmrl.cluster import server_host, workers
+
+from vlmrl.cluster import server_host
+from vlmrl.cluster.launcher import Node
 from vlmrl.cluster.server_host import RayServerHost
-from vlmrl.cluster.workers import ServerWorker
-from vlmrl.config import Cluster, Config, SGLang
+from vlmrl.config import Cluster, Config, ServerSettings
 from vlmrl.engine.server_backend import TOKEN_VARIABLE, Capabilities, ServedModel
 from vlmrl.engine.sglang.backend import SGLangBackend
+
+MODEL = ServedModel("/model", "float32")
 
 
 class Method:
@@ -23,70 +24,86 @@ class Method:
         self.remote = function
 
 
-class LocalActor:
-    """A worker in this process, as Ray's handle of an actor."""
+class Actor:
+    """A launcher on a node, as Ray's handle of it."""
 
-    def __init__(self, worker, address):
-        self.worker = worker
-        self.__ray_call__ = Method(lambda function: address)
-
-    def __getattr__(self, name):
-        return Method(getattr(self.worker, name))
+    def __init__(self, address, gpus=()):
+        self.node = Method(lambda: Node(address, address, gpus))
+        self.free_port = Method(lambda host: 30000)
 
 
 @pytest.fixture
-def host_of(monkeypatch):
-    """Makes the host of a run's servers on nodes with these addresses, and the list of its actors."""
-    monkeypatch.setattr(server_host, "results", lambda calls, seconds, what: list(calls))
-    monkeypatch.setattr(workers, "free_ports", lambda count, host: [30000])
+def place(monkeypatch):
+    """Gives the launchers of a run by their names."""
 
-    def make(config, *addresses):
-        actors = []
+    def launchers(**actors):
+        named = {name.replace("_", "-"): actor for name, actor in actors.items()}
+        monkeypatch.setattr(server_host, "_connect", lambda: "run")
+        monkeypatch.setattr(server_host, "results", lambda calls, seconds, what: list(calls))
+        monkeypatch.setattr(server_host.ray, "get_actor", lambda name, namespace: named[name])
 
-        def start_actor(worker, *arguments, index, of, gpus):
-            return LocalActor(worker(*arguments), addresses[index])
-
-        cluster = SimpleNamespace(start_actor=start_actor, engines=actors, ranks=None)
-        return RayServerHost(config, cluster), actors
-
-    return make
+    return launchers
 
 
-def launch_of(actor):
-    assert isinstance(actor.worker, ServerWorker)
-    return actor.worker._planned_process.launch
+def placed(config):
+    return RayServerHost(config).servers(SGLangBackend(config.server), MODEL)
 
 
-def test_servers_on_several_nodes_want_a_token_each(host_of):
-    config = Config(engine="sglang", cluster=Cluster(ranks=2, engines=2, nodes=2))
-    host, actors = host_of(config, "10.0.0.5", "10.0.0.6")
-    servers = host.servers(SGLangBackend(config.sglang), ServedModel("/model", "float32"))
+ONE, OTHER = Actor("10.0.0.5"), Actor("10.0.0.6")
+TWO_NODES = {"server_0": ONE, "server_1": OTHER, "rank_0": ONE, "rank_1": OTHER}
+
+
+def test_servers_on_several_nodes_want_a_token_each(place):
+    place(**TWO_NODES)
+    servers = placed(Config(engine="sglang", cluster=Cluster(ranks=2, engines=2, nodes=2)))
     assert [server.url for server in servers] == ["http://10.0.0.5:30000", "http://10.0.0.6:30000"]
     tokens = [server.token for server in servers]
-    assert [launch_of(actor).env[TOKEN_VARIABLE] for actor in actors] == tokens
+    assert [server.process.launch.env[TOKEN_VARIABLE] for server in servers] == tokens
     assert len(set(tokens)) == 2 and None not in tokens
 
 
-def test_servers_on_the_only_node_want_none(host_of):
-    config = Config(engine="sglang", cluster=Cluster(ranks=2))
-    host, actors = host_of(config, "10.0.0.5")
-    [server] = host.servers(SGLangBackend(config.sglang), ServedModel("/model", "float32"))
-    assert (server.url, server.token) == ("http://127.0.0.1:30000", None)
-    assert TOKEN_VARIABLE not in launch_of(actors[0]).env
+def test_servers_on_the_only_node_want_none(place):
+    place(server_0=ONE, rank_0=ONE, rank_1=ONE)
+    [server] = placed(Config(engine="sglang", cluster=Cluster(ranks=2)))
+    assert (server.url, server.token, server.rank) == ("http://127.0.0.1:30000", None, None)
+    assert TOKEN_VARIABLE not in server.process.launch.env
 
 
-def test_running_servers_get_the_token_of_the_environment(host_of, monkeypatch):
+def test_colocated_servers_use_the_gpus_of_the_ranks_beside_them(place):
+    ranks = {f"rank_{number}": Actor("10.0.0.5", (str(7 - number),)) for number in range(4)}
+    place(server_0=ONE, server_1=ONE, **ranks)
+    servers = placed(Config(engine="sglang", cluster=Cluster(gpus=4), server=ServerSettings(tp=2)))
+    assert [server.process.launch.env["CUDA_VISIBLE_DEVICES"] for server in servers] == ["7,6", "5,4"]
+    assert [server.rank for server in servers] == [0, 2]  # whose GPU memory they can map
+
+
+def test_servers_apart_use_their_own_gpus_and_map_no_ranks_memory(place):
+    place(server_0=Actor("10.0.0.5", ("2", "3")), rank_0=ONE, rank_1=ONE)
+    cluster = Cluster(gpus=4, colocate=False, ranks=2)
+    [server] = placed(Config(engine="sglang", cluster=cluster, server=ServerSettings(tp=2)))
+    assert server.process.launch.env["CUDA_VISIBLE_DEVICES"] == "2,3" and server.rank is None
+
+
+def test_running_servers_get_the_token_of_the_environment(monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, "abc")
-    config = Config(engine="sglang", cluster=Cluster(ranks=2), sglang=SGLang(urls=("http://node7:30000",)))
-    host, _ = host_of(config)
-    [server] = host.servers(SGLangBackend(config.sglang), ServedModel("/model", "float32"))
-    assert server.token == "abc"
+    [server] = placed(
+        Config(engine="sglang", cluster=Cluster(ranks=2), server=ServerSettings(urls=("http://node7:30000",)))
+    )
+    assert (server.token, server.rank) == ("abc", None)
 
 
-def test_a_server_program_that_checks_no_token_is_not_started_on_several_nodes(host_of, monkeypatch):
+def test_a_server_program_that_checks_no_token_is_not_started_on_several_nodes(place, monkeypatch):
     monkeypatch.setattr(SGLangBackend, "capabilities", Capabilities())
-    config = Config(engine="sglang", cluster=Cluster(ranks=2, engines=2, nodes=2))
-    host, actors = host_of(config, "10.0.0.5", "10.0.0.6")
-    with pytest.raises(ValueError, match="it checks no token, and would answer everybody"):
-        host.servers(SGLangBackend(config.sglang), ServedModel("/model", "float32"))
-    assert [actor.worker._process for actor in actors] == [None, None]
+    place(**TWO_NODES)
+    with pytest.raises(ValueError, match="it checks no token: it would answer everybody"):
+        placed(Config(engine="sglang", cluster=Cluster(ranks=2, engines=2, nodes=2)))
+
+
+def test_an_embedded_engine_is_beside_rank_0_alone():
+    for setting in ({"engines": 2}, {"colocate": True}, {"colocate": False}):
+        with pytest.raises(
+            ValueError, match=r"cluster\.\w+ must be unset with engine embedded, which samples in the process"
+        ):
+            Config(cluster=Cluster(gpus=2, **setting))
+    config = Config(cluster=Cluster(gpus=8))
+    assert (config.resolved_cluster.num_ranks, config.resolved_cluster.num_engines, config.colocated) == (8, 1, False)

@@ -13,19 +13,25 @@ from vlmrl.config import Algo, Config, Rollout, Train
     ("settings", "message"),
     [
         ({"loss": "gae"}, "gae is not offered: it needs a critic"),
-        ({"kl_in_reward": True}, "algo.kl_coef must be greater than 0 with kl_in_reward"),
         ({"dynamic_sampling": "filter"}, "algo.filters must be set with dynamic_sampling"),
-        ({"correction_options": {"veto.least": 0.1}}, r"algo.correction_options must be NAME.OPTION of one of \[\]"),
+        (
+            {"options": {"veto.least": 0.1}},
+            r"algo.options must be FUNCTION.NAME of one of \['grpo', 'ppo'\], but it is 'veto.least'",
+        ),
+        ({"options": {"clip_low": 0.1}}, "algo.options must be FUNCTION.NAME of one of .*, but it is 'clip_low'"),
+        (
+            {"loss": "a.py:mine", "advantage": "b.py:mine", "options": {"mine.k": 1}},
+            "algo.options must be of functions of different names, and two settings name 'mine'",
+        ),
         (
             {"old_policy": "rollout", "corrections": ("veto",)},
             "algo.corrections must be unset with algo.old_policy rollout",
         ),
         ({"credit": "turn", "advantage": "reinforce_pp"}, "algo.advantage must be a group baseline with credit turn"),
-        ({"kl_coef": 0.1, "kl": "k1"}, "algo.kl must be k2, k3 or abs in the loss, .* but it is 'k1'"),
         ({"reference": "other/model"}, "algo.reference must be unset with algo.kl_coef 0, .* but it is 'other/model'"),
         (
-            {"advantage": "maxrl", "kl_in_reward": True, "kl_coef": 0.1},
-            "algo.kl_in_reward must be False with algo.advantage maxrl",
+            {"advantage": "maxrl", "kl": "k1", "kl_coef": 0.1},
+            "algo.kl must be k2, k3 or abs with algo.advantage maxrl",
         ),
         ({"advantage": "maxrl", "overlong_buffer": 5}, "algo.overlong_buffer must be 0 with algo.advantage maxrl"),
     ],
@@ -36,11 +42,11 @@ def test_algo_settings_that_cannot_be_are_refused(settings, message):
 
 
 def test_k1_is_right_in_the_reward():
-    assert Algo(kl_coef=0.1, kl="k1", kl_in_reward=True).kl == "k1"
-    assert Algo(kl="k1").kl_coef == 0.0  # no penalty at all
+    assert Algo(kl_coef=0.1, kl="k1").kl_in_reward and not Algo(kl_coef=0.1, kl="k2").kl_in_reward
+    assert not Algo(kl="k1").kl_in_reward  # no penalty at all
 
 
-LENGTH = Rollout(max_tokens=200, max_reply_tokens=20)
+LENGTH = Rollout(max_tokens=200, max_response_tokens=20)
 
 
 @pytest.mark.parametrize(

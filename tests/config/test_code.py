@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from vlmrl import Algo, Config, Data, Eval, Model, Part, Rollout, WarmStart
+from vlmrl import Algo, Config, Data, Eval, EvalData, Model, Part, Rollout, WarmStart
 from vlmrl.config.code import (
     code_path,
-    import_extra,
     load_object,
     places,
     resolve_config,
     resolve_function,
     resolve_path,
 )
+from vlmrl.utils.require import import_extra
 
 
 def write(path: Path, text: str) -> Path:
@@ -160,20 +160,20 @@ def test_code_becomes_its_object_and_paths_become_absolute(folder):
             group_reward="mine.py:best",
             data=Data("rows.jsonl"),
             model=Model("model", chat_template="my.jinja"),
-            rollout=Rollout(history="rerender", history_policy="mine.py:newest"),
+            rollout=Rollout(history="mine.py:newest"),
             algo=Algo(
                 filters=("mine.py:keep", "zero_variance"),
-                filter_options={"mine.py:keep.k": 2},
+                options={"mine.py:keep.k": 2},
                 reference="model",
                 kl_coef=0.1,
             ),
-            eval=Eval(data=Data(generator="mine.py:tasks", size=1)),
+            eval=Eval(data=EvalData(generator="mine.py:tasks", size=1)),
             warm_start=WarmStart(demonstrate="mine.py:show"),
         ),
         folder,
     )
     assert config.env is load_object(f"{mine}:Env") and config.group_reward is load_object(f"{mine}:best")
-    assert config.rollout.history_policy is load_object(f"{mine}:newest")
+    assert config.rollout.history == f"{mine}:newest"
     assert config.eval.data.generator is load_object(f"{mine}:tasks")
     assert config.warm_start.demonstrate is load_object(f"{mine}:show")
     assert (config.data.path, config.model.path) == (str(folder / "rows.jsonl"), str(folder / "model"))
@@ -185,7 +185,7 @@ def test_code_becomes_its_object_and_paths_become_absolute(folder):
 
 
 def test_the_parts_of_a_mixture_are_resolved(folder):
-    part = Part(data=Data("rows.jsonl"), eval_data=Data("rows.jsonl"), reward="mine.py:judge")
+    part = Part(data=Data("rows.jsonl"), eval_data=EvalData("rows.jsonl"), reward="mine.py:judge")
     resolved = resolve_config(Config(mixture={"a": part}), folder).mixture["a"]
     assert resolved.reward is load_object(f"{folder}/mine.py:judge")
     assert resolved.data.path == resolved.eval_data.path == str(folder / "rows.jsonl")
@@ -195,7 +195,7 @@ def test_names_that_are_no_files_stay(folder):
     config = Config(
         data=Data("hiyouga/geometry3k"),
         model=Model("Qwen/Qwen3-VL-2B-Instruct", chat_template="chatml"),
-        rollout=Rollout(history="rerender", history_policy="last_turns"),
+        rollout=Rollout(history="last_turns"),
         algo=Algo(filters=("zero_variance",), reference="tiny:qwen3_vl", kl_coef=0.1),
     )
     assert resolve_config(config, folder) == config
@@ -231,10 +231,8 @@ def test_a_function_that_does_not_fit_is_named_with_its_signature(folder, monkey
     monkeypatch.chdir(folder)
     with pytest.raises(ValueError, match=r"^reward must be callable as judge\(task\), but .* judge\(text, task\)"):
         resolve_function("reward", "mine.py:judge", ["task"])
-    with pytest.raises(
-        ValueError, match=r"^algo.filter_options do not fit keep: .* 'n'; .* keep\(trajectories, k=1\)\.$"
-    ):
-        resolve_function("algo.filters", "mine.py:keep", ["group"], {"n": 1}, options_field="algo.filter_options")
+    with pytest.raises(ValueError, match=r"^algo.options do not fit keep: .* 'n'; .* keep\(trajectories, k=1\)\.$"):
+        resolve_function("algo.filters", "mine.py:keep", ["group"], {"n": 1}, options_field="algo.options")
     with pytest.raises(
         ValueError, match=r"f must be one of abs, min, or code such as file\.py:function, but it is 'mni'"
     ):

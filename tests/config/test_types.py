@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from vlmrl import Config, Data, Optim, Rollout, Train
-from vlmrl.config import Algo, Lora, ServerSettings, SGLang
+from vlmrl.config import Algo, Lora, ServerSettings
 from vlmrl.config.code import check_options
 from vlmrl.config.fields import Settings
 
@@ -21,7 +21,7 @@ from vlmrl.config.fields import Settings
         (lambda: Data(generater=print), "data has no setting 'generater'. Perhaps you meant 'generator'."),
         (lambda: Config(trian=Train()), "the config has no setting 'trian'. Perhaps you meant 'train'."),
         (lambda: Lora(rnak=8), "model.lora has no setting 'rnak'. Perhaps you meant 'rank'."),
-        (lambda: SGLang(url=("a",)), "sglang has no setting 'url'. Perhaps you meant 'urls'."),
+        (lambda: ServerSettings(url=("a",)), "server has no setting 'url'. Perhaps you meant 'urls'."),
         (lambda: ServerSettings(zzz=1), "server has no setting 'zzz'."),
         (lambda: replace(Train(), stps=1), "train has no setting 'stps'. Perhaps you meant 'steps'."),
         (lambda: Train(steps="five"), "train.steps must be of the type int, but it is 'five'."),
@@ -30,8 +30,8 @@ from vlmrl.config.fields import Settings
         (lambda: Algo(kl="k4"), "algo.kl must be one of k1, k2, k3, abs, but it is 'k4'."),
         (lambda: Config(train=5), "train must be of the type Train, but it is 5."),
         (lambda: Config(env=5), "env must be a function, a class or 'file.py:name', but it is 5."),
-        (lambda: Data("rows.json", "test", {"prompt": 5}), "data.columns must be of the type dict[str, str]"),
-        (lambda: Train(*range(99)), "Train has 11 settings, but 99 values were given."),
+        (lambda: Data("rows.json", "test", columns={"prompt": 5}), "data.columns must be of the type dict[str, str]"),
+        (lambda: Train(*range(99)), "Train has 10 settings, but 99 values were given."),
     ],
 )
 def test_a_name_or_a_type_that_is_wrong(make, message):

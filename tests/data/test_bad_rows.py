@@ -37,7 +37,7 @@ class Once(Env):
 
 def rows(folder: Path, *rows: dict[str, Any], **options: Any) -> TaskSource:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_tasks(Data(str(folder / "rows.jsonl"), shuffle=False, **options))
+    return load_tasks(Data(str(folder / "rows.jsonl"), seed=None, **options))
 
 
 def four_rows(folder: Path, **options: Any) -> TaskSource:
@@ -71,6 +71,7 @@ GOOD = {"prompt": [{"role": "user", "content": "fine"}], "images": [], "answer":
 BAD: dict[str, Any] = {
     "an image that does not exist": {"images": ["gone.png"]},
     "more images than marks": {"prompt": [{"role": "system", "content": "no place"}], "images": ["a.png"]},
+    "more marks than images": {"prompt": [{"role": "user", "content": "<image><image>"}], "images": ["a.png"]},
     "an answer that is empty": {"answer": None},
     "a prompt that is empty": {"prompt": []},
     "a prompt that is missing": {"prompt": None},
@@ -153,7 +154,7 @@ def test_an_error_of_a_generator_is_a_bad_row(answer: Callable[[], Any], reason:
     def make(index: int, seed: int) -> Any:
         return answer() if index == 1 else {"prompt": "x"}
 
-    tasks = stream(load_tasks(Data(generator=make, size=3, shuffle=False, max_prompt_tokens=100)))
+    tasks = stream(load_tasks(Data(generator=make, size=3, seed=None, max_prompt_tokens=100)))
     good, bad, also = asyncio.run(tasks.take(3))
     assert (good.error, also.error) == (None, None)
     assert bad.error is not None and bad.error.startswith("task 1 of generator 'make': ") and reason in bad.error
@@ -193,7 +194,7 @@ def test_a_generator_that_hangs_is_a_bad_row_and_the_next_rows_are_read():
             hung.wait(LIMIT)
         return {"prompt": "x"}
 
-    tasks = TaskStream(load_tasks(Data(generator=make, size=3, shuffle=False)), timeout=1.0)
+    tasks = TaskStream(load_tasks(Data(generator=make, size=3, seed=None)), timeout=1.0)
     draws = asyncio.run(tasks.take(3))
     hung.set()
     assert [draw.error for draw in draws] == ["not read within 1 s", None, None]
@@ -292,7 +293,7 @@ def test_a_slow_draw_that_fits_is_not_mistaken_for_an_epoch_that_does_not():
             return []
 
     async def go() -> Any:
-        data = Data(generator=lambda index, seed: {"prompt": str(index)}, size=4, shuffle=False, max_prompt_tokens=1)
+        data = Data(generator=lambda index, seed: {"prompt": str(index)}, size=4, seed=None, max_prompt_tokens=1)
         tasks = TaskStream(load_tasks(data), Slow(renderer(), new_store(), lambda task: []))
         numbers = [tasks.claim() for _ in range(12)]
         loading = [asyncio.create_task(tasks.load(number)) for number in numbers]

@@ -69,10 +69,18 @@ def test_a_string_without_images_stays_a_string_and_its_mark_is_prose():
     ]
 
 
-def test_a_mark_counts_only_as_often_as_the_row_has_images():
-    task = task_with("<image>Is <image> a tag? <image>", [A])
-    assert content(task) == [image(A), text("Is <image> a tag? <image>")]
-    assert task.images == [A]
+def test_more_marks_than_images_make_a_bad_row():
+    with pytest.raises(
+        ValueError, match=r"task 0 of generator.*: 2 <image> marks for 1 images: each mark needs an image"
+    ):
+        task_with("<image>Color? <image>", [A])
+    with pytest.raises(ValueError, match="1 <image> marks for 0 images"):
+        task_with([{"role": "user", "content": [{"type": "image"}]}, {"role": "user", "content": "<image>"}], [A])
+
+
+def test_a_mark_in_a_list_of_parts_is_text():
+    parts = [{"type": "image"}, text("Is <image> a tag?")]
+    assert content(task_with([{"role": "user", "content": parts}], [A])) == [image(A), text("Is <image> a tag?")]
 
 
 def test_marks_take_the_images_in_order():
@@ -117,12 +125,12 @@ def test_marks_count_in_all_user_messages_only():
     prompt = [
         {"role": "user", "content": "<image> first"},
         {"role": "assistant", "content": "I see <image>"},
-        {"role": "user", "content": "then <image> not <image>"},
+        {"role": "user", "content": "then <image>"},
     ]
     assert task_with(prompt, [A, B]).prompt == [
         {"role": "user", "content": [image(A), text(" first")]},
         {"role": "assistant", "content": "I see <image>"},
-        {"role": "user", "content": [text("then "), image(B), text(" not <image>")]},
+        {"role": "user", "content": [text("then "), image(B)]},
     ]
 
 
@@ -135,8 +143,8 @@ def test_unmarked_images_go_before_the_first_user_string():
 
 
 def test_bare_parts_and_marks_together():
-    prompt = [{"role": "user", "content": [{"type": "image"}]}, {"role": "user", "content": "<image> <image>"}]
-    assert [m["content"] for m in task_with(prompt, [A, B]).prompt] == [[image(A)], [image(B), text(" <image>")]]
+    prompt = [{"role": "user", "content": [{"type": "image"}]}, {"role": "user", "content": "<image> b"}]
+    assert [m["content"] for m in task_with(prompt, [A, B]).prompt] == [[image(A)], [image(B), text(" b")]]
 
 
 @pytest.mark.parametrize(
@@ -174,8 +182,19 @@ def test_parts_with_their_own_source_keep_it_in_one_form():
 
 
 def test_other_keys_of_messages_stay_and_empty_ones_go():
-    prompt = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "name": None}]
-    assert task_with(prompt).prompt == [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]
+    result = {"role": "tool", "content": "4"}
+    prompt = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "name": None}, result]
+    assert task_with(prompt).prompt == [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}, result]
+
+
+def test_a_prompt_that_ends_with_the_answer_is_a_bad_row():
+    messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    reason = "its last message has the role assistant: it is the answer. Remove that message from the prompt"
+    with pytest.raises(ValueError, match=reason):
+        task_with(messages)
+    for made in (Task("t", messages), {"prompt": messages}):
+        with pytest.raises(ValueError, match=rf"task 0 of generator '<lambda>': .* {reason}"):
+            load_tasks(Data(generator=lambda index, seed, made=made: made, size=1)).make(0)
 
 
 @pytest.mark.parametrize("prompt", [None, 3, [], ["hi"], [{"content": "no role"}]])
@@ -205,7 +224,7 @@ def test_a_row_becomes_a_task(tmp_path):
         [{"role": "user", "content": "1+1?"}],
         answer="2",
         data={"level": 3, "tags": ["a"]},
-        source=str(path),
+        source=path.name,
         seed=task_seed(7, 0),
     )
 
@@ -242,6 +261,19 @@ def test_messages_of_mixed_content_survive_json(tmp_path):
     source = load_tasks(Data(str(path)))
     assert (source[0].prompt, source[0].answer, source[0].images) == ([{"role": "user", "content": "hi"}], 1, [])
     assert (content(source[1]), source[1].answer) == ([image(str(tmp_path / "p.png")), text("x")], "C")
+
+
+def test_a_calls_arguments_get_no_keys_of_other_rows(tmp_path):
+    """Parquet has one type for the whole column: it gives each object the keys of all rows' objects."""
+
+    def prompt(arguments):
+        calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+        call = {"role": "assistant", "content": "", "tool_calls": calls}
+        return [{"role": "user", "content": "?"}, call, {"role": "tool", "content": "sunny"}]
+
+    prompts = [prompt({"city": "Rome"}), prompt({"a": {"b": 1, "c": [1]}}), prompt({"a": {"d": "x"}})]
+    hf.Dataset.from_list([{"prompt": each} for each in prompts]).to_parquet(tmp_path / "a.parquet")
+    assert [task.prompt for task in load_tasks(Data(str(tmp_path / "a.parquet")))] == prompts
 
 
 def test_image_paths_are_found_beside_the_file_then_in_the_working_directory(tmp_path, monkeypatch):
@@ -404,7 +436,7 @@ def test_order_is_a_stable_shuffle_of_seed_and_epoch():
     def source(**options: Any):
         return load_tasks(Data(generator=lambda index, seed: {"prompt": "x"}, size=8, **options))
 
-    assert list(source(shuffle=False).order(3)) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert list(source(seed=None).order(3)) == [0, 1, 2, 3, 4, 5, 6, 7]
     assert list(source().order(0)) == [0, 2, 1, 4, 6, 7, 3, 5]
     assert source().order(0) == source().order(0) != source().order(1)
     assert source(seed=1).order(0) != source().order(0)
@@ -413,12 +445,12 @@ def test_order_is_a_stable_shuffle_of_seed_and_epoch():
 
 def test_limit_takes_the_first_rows(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"prompt": str(i)} for i in range(5)])
-    source = load_tasks(Data(str(path), limit=2))
+    source = load_tasks(Data(str(path), size=2))
     assert len(source) == 2
     assert sorted(source.order(0)) == [0, 1]
     with pytest.raises(IndexError, match=r"task index 2 is not in 0\.\.1"):
         source[2]
-    assert len(load_tasks(Data(str(path), limit=50))) == 5
+    assert len(load_tasks(Data(str(path), size=50))) == 5
 
 
 # Generators
@@ -501,7 +533,7 @@ def test_held_out_and_training_rows_are_disjoint_and_complete(amount, least, mos
 def test_what_is_held_out_is_the_same_for_every_seed_and_order():
     first, other = (
         load_split(rows_of(50, held_out=0.2))[1],
-        load_split(rows_of(50, held_out=0.2, seed=9, shuffle=False))[1],
+        load_split(rows_of(50, held_out=0.2, seed=None))[1],
     )
     assert first is not None and other is not None
     assert list(first.rows) == list(other.rows) == [8, 9, 39, 46, 47, 49]
@@ -601,9 +633,9 @@ def test_a_slice_without_rows_says_so(tmp_path):
 
 def test_a_csv_file_is_read_and_empty_answers_are_reported(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,answer,level\nWhat?,yes,1\nWho?,  ,2\n")
-    tasks = load_tasks(Data(str(tmp_path / "a.csv"), shuffle=False))
+    tasks = load_tasks(Data(str(tmp_path / "a.csv"), seed=None))
     assert (tasks[0].prompt[0]["content"], tasks[0].answer, tasks[0].data) == ("What?", "yes", {"level": 1})
-    assert list(tasks.warnings) == ["column 'answer' is empty in row 1: any reply contains the answer"]
+    assert list(tasks.warnings) == ["column 'answer' is empty in row 1: any response contains the answer"]
 
 
 def test_a_folder_of_images_has_their_folders_as_answers(tmp_path):
@@ -611,7 +643,7 @@ def test_a_folder_of_images_has_their_folders_as_answers(tmp_path):
     for name in ("cat", "dog"):
         (folder / name).mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(folder / name / "1.png")
-    tasks = load_tasks(Data(str(folder), prompt="<image>What is this?", shuffle=False))
+    tasks = load_tasks(Data(str(folder), prompt="<image>What is this?", seed=None))
     assert [task.answer for task in tasks] == ["cat", "dog"] and all(len(task.images) == 1 for task in tasks)
     assert tasks[0].prompt[0]["content"][1] == {"type": "text", "text": "What is this?"}
     with pytest.raises(ValueError, match=r"data\.columns maps 'prompt' to .* Its columns are: images"):

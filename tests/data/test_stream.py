@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from testing.episodes import a_task, image, new_store, play, renderer
 
 from vlmrl import Env, obs
-from vlmrl.config import Config, Data, Eval, Part
+from vlmrl.config import Config, Data, Eval, EvalData, Part
 from vlmrl.data import PromptLength, TaskMixture, TaskSource, TaskStream, load_run_tasks, load_tasks
 from vlmrl.types import Task
 
@@ -64,7 +64,7 @@ def test_a_draw_can_be_had_again_by_its_number():
 
 
 def part(size: int, weight: float = 1.0, **options: Any) -> Part:
-    data = Data(generator=lambda index, seed: {"prompt": str(index)}, size=size, shuffle=False, **options)
+    data = Data(generator=lambda index, seed: {"prompt": str(index)}, size=size, seed=None, **options)
     return Part(data=data, weight=weight)
 
 
@@ -121,7 +121,7 @@ def test_a_parts_tasks_carry_its_name_and_by_default_as_their_source():
 
 def test_each_part_is_evaluated_on_its_own_tasks_and_with_no_others():
     kept_back = part(40, held_out=5)
-    own = replace(part(3), eval_data=Data(generator=lambda index, seed: {"prompt": f"e{index}"}, size=2))
+    own = replace(part(3), eval_data=EvalData(generator=lambda index, seed: {"prompt": f"e{index}"}, size=2))
     tasks, held_out = load_run_tasks(Config(mixture={"a": kept_back, "b": own, "c": part(3)}))
     assert held_out is not None
     assert Counter(task.part for task in held_out) == {"a": 5, "b": 2}
@@ -143,13 +143,13 @@ def test_one_dataset_is_evaluated_on_what_it_holds_out():
     [
         (lambda: Config(mixture={"a": part(3)}, data=Data("x")), "data and mixture exclude each other"),
         (
-            lambda: Config(mixture={"a": part(3)}, eval=Eval(data=Data("x"))),
+            lambda: Config(mixture={"a": part(3)}, eval=Eval(data=EvalData("x"))),
             r"eval\.data and mixture .*NAME\.eval_data",
         ),
         (lambda: Config(mixture={"a/b": part(3)}), "mixture must be named by identifiers, but it is 'a/b'"),
         (lambda: part(3, weight=0.0), r"mixture\.NAME\.weight must be greater than 0"),
         (lambda: Part(), r"mixture\.NAME\.data must be given a path or a generator"),
-        (lambda: Config(data=Data("x", held_out=0.1), eval=Eval(data=Data("y"))), "held_out and eval.data exclude"),
+        (lambda: Config(data=Data("x", held_out=0.1), eval=Eval(data=EvalData("y"))), "held_out and eval.data exclude"),
         (lambda: Data("x", held_out=2.5), r"data\.held_out must be a fraction or a count of rows, but it is 2\.5"),
         (lambda: Data("x", held_out=-1), r"data\.held_out must be a fraction or a count"),
         (lambda: load_run_tasks(Config()), "data must be set"),
@@ -174,7 +174,7 @@ class Number(PromptLength):
 
 
 def test_prompts_that_are_too_long_are_passed_over_and_counted():
-    source = numbered(10, shuffle=False, max_prompt_tokens=3)
+    source = numbered(10, seed=None, max_prompt_tokens=3)
     stream = TaskStream(source, Number())
     assert prompts(take(stream, 6)) == ["0", "1", "2", "3", "0", "1"]
     assert stream.metrics() == {"data/drawn": 12.0, "data/too_long": 6.0, "data/epochs": 1.2}
@@ -228,3 +228,11 @@ def test_images_count_with_every_token_and_none_is_processed():
     count = PromptLength(renderer(), store, lambda task: [])
     assert count(a_task("Which?", [image(size=(320, 64))])) - count(a_task("Which?", [image(size=(32, 64))])) == 18
     assert store.processed == 0
+
+
+def test_evaluation_reads_other_rows_as_the_training_data_is_read():
+    data = Data("train.json", columns={"prompt": "question"}, system_prompt="Be short.", held_out=0.1, seed=None)
+    rows = data.with_rows(EvalData("test.json", size=4))
+    assert rows == Data("test.json", columns={"prompt": "question"}, system_prompt="Be short.", size=4)
+    of_images = Data("photos", prompt="<image>What is this?")
+    assert of_images.with_rows(EvalData(generator=print, size=2)).prompt is None

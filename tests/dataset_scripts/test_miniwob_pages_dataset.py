@@ -1,11 +1,11 @@
 """What MiniWoB++'s pages show for a seed: the same in Python and, where Chromium is, in the page."""
 
-import asyncio
 from itertools import islice
 from pathlib import Path
 
 import pytest
-from testing.browsers import need_chromium, opened
+from testing.browser import need_chromium
+from testing.browsers import opened
 
 from vlmrl import MiniWobEnv
 from vlmrl.config.code import load_object
@@ -30,19 +30,15 @@ def test_held_out_combinations_are_never_trained():
 
 
 @pytest.mark.slow
-def test_a_page_shows_what_its_seed_says():
+async def test_a_page_shows_what_its_seed_says():
     need_chromium()
     colors = "[...document.querySelectorAll('#area .color')].map(box => box.dataset.color)"
     boxes_of = "['subbtn', 'subbtn2'].map(id => document.getElementById(id).getBoundingClientRect())"
     centers = f"{boxes_of}.map(box => [box.x + 20, box.y + 20])"
-
-    async def main():
-        for seed in (0, 7, 2**31 - 1):
-            boxes, wanted = click_color(seed)
-            async with opened(MiniWobEnv, seed=seed, tasks="click-color") as env:
-                assert await env.evaluate(colors) == boxes
-                assert env.prompt[-1]["content"][-1]["text"].strip() == f"Click on the {wanted} colored box."
-            async with opened(MiniWobEnv, seed=seed, tasks="click-button-sequence") as env:
-                assert await env.evaluate(centers) == [list(center) for center in click_button_sequence(seed)]
-
-    asyncio.run(main())
+    for seed in (0, 7, 2**31 - 1):
+        boxes, wanted = click_color(seed)
+        async with opened(MiniWobEnv, seed=seed, tasks="click-color") as env:
+            assert await env.evaluate(colors) == boxes
+            assert env.prompt[-1]["content"][-1]["text"].strip() == f"Click on the {wanted} colored box."
+        async with opened(MiniWobEnv, seed=seed, tasks="click-button-sequence") as env:
+            assert await env.evaluate(centers) == [list(center) for center in click_button_sequence(seed)]

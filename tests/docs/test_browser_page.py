@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from pathlib import Path
 
 import pytest
-from testing.browsers import click, need_chromium, opened
+from testing.browser import need_chromium
+from testing.browsers import click, opened
 
 from vlmrl.config.code import load_code
 
@@ -26,20 +26,17 @@ def example(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["Counter", "StrictCounter"])
-def test_the_example_is_won_by_as_many_clicks_as_the_page_says(example, name):
-    async def main():
-        goals = set()
-        for seed in range(4):
-            async with opened(load_code("env", f"{example}:{name}"), seed=seed, width=320, height=240) as env:
-                goal = await env.evaluate("goal")
-                goals.add(goal)
-                box = "document.querySelector('button').getBoundingClientRect()"
-                x, y, width, height = await env.evaluate(f"(({{x, y, width, height}}) => [x, y, width, height])({box})")
-                button = click((x + width / 2) / 0.32, (y + height / 2) / 0.24)
-                for clicks in range(1, goal + 1):
-                    _, done, info = await env.step(button)
-                    assert done == (clicks == goal)
-                assert info["reward"] == 1.0
-        assert len(goals) > 1
-
-    asyncio.run(main())
+async def test_the_example_is_won_by_as_many_clicks_as_the_page_says(example, name):
+    goals = set()
+    for seed in range(4):
+        async with opened(load_code("env", f"{example}:{name}"), seed=seed, width=320, height=240) as env:
+            goal = await env.evaluate("goal")
+            goals.add(goal)
+            box = "document.querySelector('button').getBoundingClientRect()"
+            x, y, width, height = await env.evaluate(f"(({{x, y, width, height}}) => [x, y, width, height])({box})")
+            button = click((x + width / 2) / 0.32, (y + height / 2) / 0.24)
+            for clicks in range(1, goal + 1):
+                _, done, info = await env.step(button)
+                assert done == (clicks == goal)
+            assert info["reward"] == 1.0
+    assert len(goals) > 1

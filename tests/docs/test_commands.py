@@ -17,7 +17,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from testing.browsers import need_chromium
+from testing.browser import need_chromium
 from testing.run_folders import write_run_folder
 
 from vlmrl.cli import main as cli
@@ -34,10 +34,12 @@ REPLACED = {
         "vlmrl.run.program.run_training",
         "trains for minutes to days; tests/docs/test_readme.py trains the README's",
     ),
+    "sft": ("vlmrl.run.program.run_training", "trains for minutes to days; tests/run/test_sft.py is short"),
     "eval": (
         "vlmrl.run.eval_program.run_evaluation",
         "needs a trained model; tests/docs/test_readme.py evaluates the README's",
     ),
+    "collect": ("vlmrl.run.collector.run_collection", "plays for minutes to days; tests/run/test_collect.py is short"),
     "reproduce": (
         "vlmrl.cli.reproduce.run_reproduction",
         "trains for hours; tests/cli/test_reproduce.py runs a short one",
@@ -85,8 +87,11 @@ def folder(tmp_path_factory):
     for body, name in re.findall(r"```\w+\n((?:# |<!-- )(counter\.\w+).*?)```", browser, re.DOTALL):
         (made / name).write_text(body)
     (made / "corpus.jsonl").write_text(json.dumps({"id": "a", "text": "A passage."}) + "\n")
-    for name in ("quickstart", "shuffled", "guess"):
+    for name in ("quickstart", "shuffled", "guess", "guess-episodes", "vlm"):
         write_run_folder(made / "runs" / name)
+    (made / "runs/zoom_episodes").mkdir()
+    talk = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "red"}]
+    (made / "runs/zoom_episodes/episodes.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 9)
     (made / "data/geo3k").mkdir(parents=True)
     for split in ("train", "validation"):
         (made / f"data/geo3k/{split}.parquet").write_bytes(b"")

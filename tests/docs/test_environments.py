@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from testing.episodes import a_task, play_audited
-from testing.servers import served
+from testing.servers import answering
 
 PAGE = (Path(__file__).parents[2] / "docs/environments.md").read_text()
 
@@ -52,7 +53,11 @@ def test_the_cart_is_played_frame_by_frame():
     pytest.importorskip("gymnasium", reason="needs gymnasium: pip install 'vlmrl[gymnasium]'")
     env = section("Gymnasium")["CartPoleEnv"]
     trajectory = play_audited(
-        env, ["left", "up", " ".join(["right"] * 30)], a_task("Balance.", seed=1), max_tokens=4000, max_reply_tokens=400
+        env,
+        ["left", "up", " ".join(["right"] * 30)],
+        a_task("Balance.", seed=1),
+        max_tokens=4000,
+        max_response_tokens=400,
     )
     assert trajectory.ending == "env_done" and trajectory.reward > 5
     assert [len(turn.media) for turn in trajectory.turns] == [1, 1, 0]
@@ -60,14 +65,11 @@ def test_the_cart_is_played_frame_by_frame():
 
 @pytest.mark.slow
 def test_the_poem_is_judged_and_its_lines_are_counted():
-    responses = pytest.importorskip("starlette.responses", reason="needs starlette: pip install 'vlmrl[serve]'")
-
-    async def judge(scope, receive, send):
+    async def judge(request: web.Request) -> web.Response:
         message = {"role": "assistant", "content": "Nearly. <score>7</score>"}
-        answer = responses.JSONResponse({"choices": [{"message": message, "finish_reason": "stop"}]})
-        await answer(scope, receive, send)
+        return web.json_response({"choices": [{"message": message, "finish_reason": "stop"}]})
 
-    with served(judge, lifespan="off") as url:
+    with answering(judge) as url:
         options = {"url": f"{url}/v1", "model": "any"}
         trajectory = play_audited(section("A judge")["PoemEnv"], ["Old pond\na frog leaps in\nsplash"], options=options)
     assert trajectory.reward == pytest.approx(0.9) and trajectory.turns[0].metrics["judge"] == 0.7

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from vlmrl.algos import ADVANTAGES, CORRECTIONS, LOSSES, LossInputs
-from vlmrl.model.families import FAMILIES
+from vlmrl.algos import LossInputs, choose, choose_all
+from vlmrl.families import FAMILIES
 from vlmrl.weight_sync import SENDERS
 
 PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
@@ -22,18 +22,12 @@ def section(title: str) -> dict[str, Any]:
     return names
 
 
-def test_the_loss_the_advantage_and_the_correction_are_registered():
-    before = [dict(registry) for registry in (LOSSES, ADVANTAGES, CORRECTIONS)]
-    try:
-        section("A loss, an advantage, a correction")
-        loss, advantage, correction = LOSSES["clipped_reinforce"], ADVANTAGES["centered"], CORRECTIONS["halve_outliers"]
-    finally:
-        for registry, entries in zip((LOSSES, ADVANTAGES, CORRECTIONS), before, strict=True):
-            registry.clear()
-            registry.update(entries)
+def test_the_loss_the_advantage_and_the_correction():
+    algo = section("A loss, an advantage, a correction")["algo"]
+    loss, advantage, (correction,) = choose(algo, "loss"), choose(algo, "advantage"), choose_all(algo, "corrections")
     logprobs, ones = torch.tensor([[-1.0, -2.0]]), torch.ones(1, 2)
     inputs = LossInputs(logprobs, logprobs, logprobs, torch.tensor([[8.0, -1.0]]), ones)
-    assert loss(inputs, bound=3.0).per_token.tolist() == [[3.0, -2.0]]
+    assert loss(inputs).per_token.tolist() == [[3.0, -2.0]]
     assert advantage(torch.tensor([1.0, 0.0]), ["a", "a"]).tolist() == [0.5, -0.5]
     factors, metrics = correction(logprobs, torch.tensor([[-1.5, -4.0]]), ones)
     assert factors.tolist() == [[1.0, 0.5]] and metrics["far"].tolist() == [[0.0, 1.0]]
@@ -48,7 +42,7 @@ def test_the_filter_and_the_history_policy():
 
 
 def test_the_family_is_registered(monkeypatch):
-    monkeypatch.setattr("vlmrl.model.families.FAMILIES", dict(FAMILIES))
+    monkeypatch.setattr("vlmrl.families.FAMILIES", dict(FAMILIES))
     page = section("A model family")
     assert page["FAMILIES"]["my_vl"] is page["MyVL"] and "my_vl" not in FAMILIES
     assert page["AutoConfig"].for_model("my_vl").model_type == "my_vl"

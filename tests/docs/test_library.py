@@ -12,11 +12,20 @@ from vlmrl.samples import AuditError
 PAGE = (Path(__file__).parents[2] / "docs/library.md").read_text()
 
 
-def run_page(name: str) -> dict[str, Any]:
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    names: dict[str, Any] = {"__name__": name}
+def run_page(name: str, as_program: bool = False) -> dict[str, Any]:
+    (block,) = re.findall(rf"```python\n(# {name}\.py\n.*?)```", PAGE, re.DOTALL)
+    names: dict[str, Any] = {"__name__": "__main__" if as_program else name}
     exec(compile(block, "docs/library.md", "exec"), names)
     return names
+
+
+@pytest.mark.slow
+def test_the_twenty_lines_train(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    result = run_page("train_here", as_program=True)["result"]
+    assert result.summary.keys() >= {"reward_before", "reward_after"}
+    assert {"reward/mean", "env/right", "env/short"} <= {key.removesuffix("/episode") for key in result.metrics[1]}
+    assert f"{result.folder}\n" in capsys.readouterr().out
 
 
 def test_the_loop_of_the_page_trains(tmp_path, monkeypatch):

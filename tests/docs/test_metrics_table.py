@@ -62,7 +62,7 @@ def logged(tmp_path_factory):
         config,
         data=replace(config.data, size=8),
         eval=replace(config.eval, data=replace(config.eval.data, size=2)),
-        warm_start=replace(config.warm_start, steps=0),
+        warm_start=replace(config.warm_start, steps=1, trajectories_per_step=2),
         train=replace(config.train, groups_per_batch=2),
         rollout=replace(config.rollout, group_size=2),
         algo=Algo(loss="dual_clip", kl_coef=0.1),

@@ -18,19 +18,19 @@ PAGE = (Path(__file__).parents[2] / "docs" / "samples.md").read_text()
 class Client:
     """Answers each call with the same ids."""
 
-    def __init__(self, reply):
-        self.reply, self.prompts = reply, []
+    def __init__(self, response):
+        self.response, self.prompts = response, []
 
     async def generate(self, token_ids, images):
         self.prompts.append(token_ids)
-        return SimpleNamespace(token_ids=self.reply)
+        return SimpleNamespace(token_ids=self.response)
 
     def trajectory(self, reward):
         return reward
 
 
 @pytest.mark.parametrize("end", ["<|im_end|>", ""])
-def test_the_second_question_follows_a_closed_reply(end):
+def test_the_second_question_follows_a_closed_response(end):
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "def twice" in block)
     names = {}
     exec(code, names)

@@ -13,7 +13,7 @@ PATH = re.compile(rf"(?<![\w./-])(?:\.\./)?((?:{FOLDERS})/[\w./-]*\w)")
 IN_VLMRL = re.compile(
     rf"`((?:{'|'.join(ROOMS)})/(?:[\w/]*(?:\.py|/))?)`"
 )  # `train/trainer.py` or `weight_sync/`; not metrics
-EXAMPLES = {"vlmrl/model/families/my_vl.py", "datasets/__init__.py"}
+EXAMPLES = {"vlmrl/families/my_vl.py", "datasets/__init__.py"}
 
 
 def tree_of(page: str) -> dict[str, list[str]]:

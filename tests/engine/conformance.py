@@ -23,7 +23,7 @@ from testing.fakes import item_of
 from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
 from vlmrl.types import Completion
 
-LONG = 300  # tokens of a reply that is interrupted
+LONG = 300  # tokens of a response that is interrupted
 CANARY = 10  # a mistake moves logprobs by at least this many times the tolerance
 Case = Callable[[Any], None]
 
@@ -55,19 +55,19 @@ def ids_are_not_decoded_and_encoded_again(d: EngineDriver) -> None:
     ids = list(request.prompt_ids)
     place = ids.index(word)
     spelled = replace(request, prompt_ids=[*ids[:place], *letters, *ids[place + 1 :]])
-    [reply] = d.ask(spelled)
-    d.check([spelled], [reply])
-    assert d.difference(request, reply) > CANARY * d.tolerance
+    [response] = d.ask(spelled)
+    d.check([spelled], [response])
+    assert d.difference(request, response) > CANARY * d.tolerance
 
 
 def images_of_different_sizes_are_seen_in_their_order(d: EngineDriver) -> None:
     shown = [image("red", (96, 64)), image("blue", (64, 96)), image("green", (32, 160)), "white"]
     request = d.request("sizes", shown)
     assert [item.num_tokens for item in request.media] == [6, 6, 5, 4]
-    [reply] = d.ask(request)
-    d.check([request], [reply])
+    [response] = d.ask(request)
+    d.check([request], [response])
     first, second, *rest = request.media
-    assert d.difference(replace(request, media=[second, first, *rest]), reply) > CANARY * d.tolerance
+    assert d.difference(replace(request, media=[second, first, *rest]), response) > CANARY * d.tolerance
 
 
 def an_image_may_be_shown_twice(d: EngineDriver) -> None:
@@ -83,15 +83,15 @@ def an_image_may_be_shown_twice(d: EngineDriver) -> None:
 def a_trajectory_continues_with_the_ids_that_were_sampled(d: EngineDriver) -> None:
     request = d.request("turns", ["red"], tokens=24)
     for color in ("blue", "red", "green"):
-        [reply] = d.ask(request)
-        d.check([request], [reply])
-        request = d.next_turn(request, reply, d.request("more", [color], text="More."))
+        [response] = d.ask(request)
+        d.check([request], [response])
+        request = d.next_turn(request, response, d.request("more", [color], text="More."))
     d.engine.release("turns")
     d.engine.release("never seen")
     d.check([request], d.ask(request))
 
 
-def concurrent_requests_get_their_own_replies(d: EngineDriver) -> None:
+def concurrent_requests_get_their_own_responses(d: EngineDriver) -> None:
     colors = ("red", "blue", "green", "white", "black", "yellow")
     texts = ("What?", "Which one of these is it, left or right?", "Go on.", "The color of the square, " * 4)
     requests = [
@@ -105,9 +105,9 @@ def concurrent_requests_get_their_own_replies(d: EngineDriver) -> None:
         )
         for number, text, temperature in ((n, t, 0.7 + 0.1 * i) for n in range(6) for i, t in enumerate(texts))
     ]
-    replies = d.ask(*requests)
-    d.check(requests, replies)
-    assert len({tuple(reply.token_ids) for reply in replies}) == len(requests)
+    responses = d.ask(*requests)
+    d.check(requests, responses)
+    assert len({tuple(response.token_ids) for response in responses}) == len(requests)
 
 
 def requests_may_come_all_at_once(d: EngineDriver) -> None:
@@ -132,8 +132,8 @@ def wrong_counts_of_images_are_refused_and_harm_no_other_request(d: EngineDriver
     async def ask() -> list[Any]:
         return await asyncio.gather(*map(d.engine.generate, [*wrong, good]), return_exceptions=True)
 
-    *errors, reply = d.wait(ask())
-    d.check([good], [reply])
+    *errors, response = d.wait(ask())
+    d.check([good], [response])
     for request, error in zip(wrong, errors, strict=True):
         assert (
             isinstance(error, ValueError) and "image placeholders" in str(error) and request.trajectory_id in str(error)
@@ -150,12 +150,12 @@ def an_image_larger_than_the_models_limit_is_exact_or_refused(d: EngineDriver) -
     async def ask() -> list[Any]:
         return await asyncio.gather(*map(d.engine.generate, [request, good]), return_exceptions=True)
 
-    reply, other = d.wait(ask())
+    response, other = d.wait(ask())
     d.check([good], [other])
-    if isinstance(reply, Completion):
-        d.check([request], [reply])
+    if isinstance(response, Completion):
+        d.check([request], [response])
     else:
-        assert isinstance(reply, ValueError) and "huge" in str(reply) and "tokens" in str(reply), reply
+        assert isinstance(response, ValueError) and "huge" in str(response) and "tokens" in str(response), response
     d.check([good], d.ask(good))
 
 
@@ -165,10 +165,10 @@ def an_image_larger_than_the_models_limit_is_exact_or_refused(d: EngineDriver) -
 def logprobs_are_those_after_temperature(d: EngineDriver) -> None:
     for temperature in (0.5, 1.0, 1.7):
         request = d.request("warm", ["red"], temperature=temperature)
-        [reply] = d.ask(request)
-        d.check([request], [reply])
+        [response] = d.ask(request)
+        d.check([request], [response])
         other = replace(request, sampling=replace(request.sampling, temperature=1.2))
-        assert d.difference(other, reply) > CANARY * d.tolerance
+        assert d.difference(other, response) > CANARY * d.tolerance
 
 
 def logprobs_are_those_before_top_p_and_top_k_or_both_are_refused(d: EngineDriver) -> None:
@@ -178,12 +178,12 @@ def logprobs_are_those_before_top_p_and_top_k_or_both_are_refused(d: EngineDrive
             with pytest.raises(ValueError, match="top_p must be 1 and top_k 0"):
                 d.ask(request)
             continue
-        [reply] = d.ask(request)
-        d.check([request], [reply])
+        [response] = d.ask(request)
+        d.check([request], [response])
         if "top_k" not in options:
             continue
         others = [d.request(f"first/{seed}", ["red"], tokens=1, seed=seed, top_k=3) for seed in range(24)]
-        assert len({tuple(reply.token_ids) for reply in d.ask(*others)}) <= 3
+        assert len({tuple(response.token_ids) for response in d.ask(*others)}) <= 3
 
 
 def banned_ids_are_never_sampled_and_their_mass_is_removed(d: EngineDriver) -> None:
@@ -195,37 +195,38 @@ def banned_ids_are_never_sampled_and_their_mass_is_removed(d: EngineDriver) -> N
             d.request(f"ban/{seed}", ["red"], seed=seed, temperature=temperature)
             for seed, temperature in enumerate((0.0, 0.6, 1.0, 1.5))
         ]
-        replies = d.ask(*requests)
-        d.check(requests, replies)
-        assert not {token for reply in replies for token in reply.token_ids} & set(banned)
+        responses = d.ask(*requests)
+        d.check(requests, responses)
+        assert not {token for response in responses for token in response.token_ids} & set(banned)
         d.policy.banned_ids = []
         try:
-            difference = d.difference(requests[2], replies[2])
+            difference = d.difference(requests[2], responses[2])
         finally:
             d.policy.banned_ids = banned
         assert difference > 1  # without the ban they would have nearly all of the mass
 
 
-def greedy_replies_are_equal_and_the_likeliest(d: EngineDriver) -> None:
+def greedy_responses_are_equal_and_the_likeliest(d: EngineDriver) -> None:
     requests = [d.request(f"greedy/{seed}", ["red"], tokens=24, seed=seed, temperature=0.0) for seed in range(3)]
-    replies = d.ask(*requests)
-    d.check(requests, replies)  # their logprobs are those of temperature 1
-    assert [reply.token_ids for reply in replies] == [replies[0].token_ids] * 3
+    responses = d.ask(*requests)
+    d.check(requests, responses)  # their logprobs are those of temperature 1
+    assert [response.token_ids for response in responses] == [responses[0].token_ids] * 3
     free = d.ask(*(d.request(f"free/{seed}", ["red"], tokens=1, seed=seed) for seed in range(24)))
-    first = replies[0].logprobs[0]
+    first = responses[0].logprobs[0]
     assert all(
-        reply.token_ids[0] == replies[0].token_ids[0] or reply.logprobs[0] < first + d.tolerance for reply in free
+        response.token_ids[0] == responses[0].token_ids[0] or response.logprobs[0] < first + d.tolerance
+        for response in free
     )
 
 
 def members_of_a_group_differ(d: EngineDriver) -> None:
     requests = [d.request(f"group/{seed}", ["red", "blue"], tokens=24, seed=seed) for seed in range(8)]
-    replies = d.ask(*requests)
-    d.check(requests, replies)
-    assert len({tuple(reply.token_ids) for reply in replies}) == 8
+    responses = d.ask(*requests)
+    d.check(requests, responses)
+    assert len({tuple(response.token_ids) for response in responses}) == 8
 
 
-def the_same_seed_gives_the_same_reply_where_that_is_promised(d: EngineDriver) -> None:
+def the_same_seed_gives_the_same_response_where_that_is_promised(d: EngineDriver) -> None:
     if not d.promises_seeds:
         pytest.skip("this engine promises nothing for a seed")
     request = d.request("seed", ["red"], tokens=24, seed=5)
@@ -239,44 +240,44 @@ def the_same_seed_gives_the_same_reply_where_that_is_promised(d: EngineDriver) -
 # Endings
 
 
-def each_stop_id_ends_a_reply_and_stays_in_it(d: EngineDriver) -> None:
+def each_stop_id_ends_a_response_and_stays_in_it(d: EngineDriver) -> None:
     stops = sorted(d.renderer.stop_ids)
     assert len(stops) == 2
     seen = set()
     for order in (stops, stops[::-1]):
         d.use(d.speaking(order))
         request = d.request("stop", ["red"], tokens=40)
-        [reply] = d.ask(request)
-        d.check([request], [reply])
-        assert reply.stop_reason == "stop" and reply.token_ids[-1] in stops
-        assert not set(reply.token_ids[:-1]) & set(stops)
-        seen.add(reply.token_ids[-1])
+        [response] = d.ask(request)
+        d.check([request], [response])
+        assert response.stop_reason == "stop" and response.token_ids[-1] in stops
+        assert not set(response.token_ids[:-1]) & set(stops)
+        seen.add(response.token_ids[-1])
     assert seen == set(stops)
 
 
-def a_stop_string_ends_a_reply_and_stays_in_it(d: EngineDriver) -> None:
+def a_stop_string_ends_a_response_and_stays_in_it(d: EngineDriver) -> None:
     d.use(d.speaking(d.letters("abab")[:2]))
     for prompt in ("What?", "aa ab ba bb"):  # in the prompt it ends nothing
         request = d.request("strings", ["red"], text=prompt, tokens=40, stop=("never", "aa", "ab", "ba", "bb"))
-        [reply] = d.ask(request)
-        d.check([request], [reply])
-        text = d.renderer.decode(reply.token_ids)
-        assert reply.stop_reason == "stop" and len(text) == 2 and set(text) <= set("ab"), text
+        [response] = d.ask(request)
+        d.check([request], [response])
+        text = d.renderer.decode(response.token_ids)
+        assert response.stop_reason == "stop" and len(text) == 2 and set(text) <= set("ab"), text
 
 
-def a_reply_at_its_limit_ends_by_length(d: EngineDriver) -> None:
+def a_response_at_its_limit_ends_by_length(d: EngineDriver) -> None:
     d.use(d.speaking(d.letters()))
     for limit in (1, 7):
         request = d.request("limit", ["red"], tokens=limit)
-        [reply] = d.ask(request)
-        d.check([request], [reply])
-        assert reply.stop_reason == "length" and len(reply.token_ids) == limit
+        [response] = d.ask(request)
+        d.check([request], [response])
+        assert response.stop_reason == "length" and len(response.token_ids) == limit
 
 
 # Interruptions
 
 
-async def long_replies(d: EngineDriver, count: int = 4) -> tuple[list[Request], list[asyncio.Task[Completion]]]:
+async def long_responses(d: EngineDriver, count: int = 4) -> tuple[list[Request], list[asyncio.Task[Completion]]]:
     """Requests that are being sampled: a short one, sent with them, has been answered."""
     requests = [d.request(f"long/{seed}", ["red", "blue"][: seed % 3], tokens=LONG, seed=seed) for seed in range(count)]
     tasks = [asyncio.create_task(d.engine.generate(request)) for request in requests]
@@ -284,29 +285,29 @@ async def long_replies(d: EngineDriver, count: int = 4) -> tuple[list[Request], 
     return requests, tasks
 
 
-def interrupted_replies_keep_their_tokens_and_continue_with_the_new_weights(d: EngineDriver) -> None:
+def interrupted_responses_keep_their_tokens_and_continue_with_the_new_weights(d: EngineDriver) -> None:
     old = d.speaking(d.letters())
     new = d.changed(old, seed=1)
 
     async def interrupt() -> tuple[list[Request], list[Completion]]:
-        requests, tasks = await long_replies(d)
+        requests, tasks = await long_responses(d)
         await d.update(new)
         return requests, list(await asyncio.gather(*tasks))
 
-    for _ in range(5):  # a fast engine may have ended the replies before the update came
+    for _ in range(5):  # a fast engine may have ended the responses before the update came
         d.use(old)
         version = d.version
-        requests, replies = d.wait(interrupt())
-        begun = [reply.policy_versions.count(version) for reply in replies]
+        requests, responses = d.wait(interrupt())
+        begun = [response.policy_versions.count(version) for response in responses]
         if all(0 < count < LONG for count in begun):
             break
     assert all(0 < count < LONG for count in begun), begun
-    for request, reply, count in zip(requests, replies, begun, strict=True):
-        assert reply.stop_reason == "length" and reply.prompt_tokens == prompt_tokens(request)
-        assert reply.policy_versions == [version] * count + [version + 1] * (LONG - count)
-        before, after = d.scores(request, reply, old), d.scores(request, reply, new)
+    for request, response, count in zip(requests, responses, begun, strict=True):
+        assert response.stop_reason == "length" and response.prompt_tokens == prompt_tokens(request)
+        assert response.policy_versions == [version] * count + [version + 1] * (LONG - count)
+        before, after = d.scores(request, response, old), d.scores(request, response, new)
         expected = np.concatenate([before[:count], after[count:]])
-        assert np.abs(expected - reply.logprobs).max() < d.tolerance
+        assert np.abs(expected - response.logprobs).max() < d.tolerance
         assert np.abs(before - after).max() > CANARY * d.tolerance
 
 
@@ -314,7 +315,7 @@ def a_pause_without_new_weights_changes_nothing(d: EngineDriver) -> None:
     d.use(d.speaking(d.letters()))
 
     async def pause() -> tuple[list[Request], list[Completion]]:
-        requests, tasks = await long_replies(d)
+        requests, tasks = await long_responses(d)
         async with paused(d.engine):
             await d.engine.pause()  # a second pause changes nothing
             requests.append(d.request("late", tokens=2))
@@ -324,9 +325,9 @@ def a_pause_without_new_weights_changes_nothing(d: EngineDriver) -> None:
                 await asyncio.wait_for(asyncio.shield(asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)), 0.5)
         return requests, list(await asyncio.gather(*tasks))
 
-    requests, replies = d.wait(pause())
-    d.check(requests, replies)
-    assert [len(reply.token_ids) for reply in replies] == [LONG] * 4 + [2]
+    requests, responses = d.wait(pause())
+    d.check(requests, responses)
+    assert [len(response.token_ids) for response in responses] == [LONG] * 4 + [2]
 
 
 def an_error_within_a_pause_ends_it(d: EngineDriver) -> None:
@@ -368,15 +369,15 @@ def images_seen_before_an_update_are_seen_with_the_new_weights(d: EngineDriver) 
     text = d.request("text", text="The color of the square, " * 4)
     for number, part in enumerate(("visual", "language_model", "")):
         first = d.request(f"turns/{part}", ["red"], tokens=24)
-        [turn, *replies] = d.ask(first, seen, text)
-        d.check([first, seen, text], [turn, *replies])
+        [turn, *responses] = d.ask(first, seen, text)
+        d.check([first, seen, text], [turn, *responses])
         old = d.weights
         d.use(d.changed(d.sharp, seed=number, part=part))
         second = d.next_turn(first, turn, d.request("more", ["red"], text="More."))
         requests = [second, seen, replace(seen, trajectory_id=f"new/{part}")]
-        replies = d.ask(*requests, text)
-        d.check([*requests, text], replies)
-        assert all(d.difference(*pair, old) > CANARY * d.tolerance for pair in zip(requests, replies, strict=False))
+        responses = d.ask(*requests, text)
+        d.check([*requests, text], responses)
+        assert all(d.difference(*pair, old) > CANARY * d.tolerance for pair in zip(requests, responses, strict=False))
 
 
 # Failures
@@ -408,10 +409,10 @@ def a_closed_engine_answers_nobody_and_lets_nobody_wait(d: EngineDriver) -> None
     d.use(d.speaking(d.letters()))
 
     async def close() -> None:
-        _, tasks = await long_replies(d)
+        _, tasks = await long_responses(d)
         await asyncio.to_thread(d.close)
-        for reply in await asyncio.gather(*tasks, return_exceptions=True):
-            assert isinstance(reply, EngineError | Completion), reply
+        for response in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(response, EngineError | Completion), response
         with pytest.raises(EngineError, match="closed"):
             await d.engine.generate(Request("late", [1, 2], [], SamplingParams(2)))
 
@@ -426,20 +427,20 @@ CASES: list[Case] = [
     images_of_different_sizes_are_seen_in_their_order,
     an_image_may_be_shown_twice,
     a_trajectory_continues_with_the_ids_that_were_sampled,
-    concurrent_requests_get_their_own_replies,
+    concurrent_requests_get_their_own_responses,
     requests_may_come_all_at_once,
     wrong_counts_of_images_are_refused_and_harm_no_other_request,
     an_image_larger_than_the_models_limit_is_exact_or_refused,
     logprobs_are_those_after_temperature,
     logprobs_are_those_before_top_p_and_top_k_or_both_are_refused,
     banned_ids_are_never_sampled_and_their_mass_is_removed,
-    greedy_replies_are_equal_and_the_likeliest,
+    greedy_responses_are_equal_and_the_likeliest,
     members_of_a_group_differ,
-    the_same_seed_gives_the_same_reply_where_that_is_promised,
-    each_stop_id_ends_a_reply_and_stays_in_it,
-    a_stop_string_ends_a_reply_and_stays_in_it,
-    a_reply_at_its_limit_ends_by_length,
-    interrupted_replies_keep_their_tokens_and_continue_with_the_new_weights,
+    the_same_seed_gives_the_same_response_where_that_is_promised,
+    each_stop_id_ends_a_response_and_stays_in_it,
+    a_stop_string_ends_a_response_and_stays_in_it,
+    a_response_at_its_limit_ends_by_length,
+    interrupted_responses_keep_their_tokens_and_continue_with_the_new_weights,
     a_pause_without_new_weights_changes_nothing,
     an_error_within_a_pause_ends_it,
     a_cancelled_request_is_sampled_no_further,

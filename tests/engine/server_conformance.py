@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.conformance import Case, long_replies
+from engine.conformance import Case, long_responses
 from testing.engine_drivers import ServerDriver, until
 
 from vlmrl.engine.base import EngineError, Request
@@ -41,19 +41,19 @@ def answered_in_spite_of(d: ServerDriver, number: signal.Signals) -> None:
     restarts = d.pool.restarts
 
     async def strike() -> tuple[list[Request], list[Completion]]:
-        requests, tasks = await long_replies(d)
+        requests, tasks = await long_responses(d)
         d.signal(number)
-        replies = list(await asyncio.gather(*tasks))
+        responses = list(await asyncio.gather(*tasks))
         await until(lambda: d.pool.restarts > restarts)
         await d.until_all_serve()
-        return requests, replies
+        return requests, responses
 
-    requests, replies = d.wait(strike())
-    d.check(requests, replies)
+    requests, responses = d.wait(strike())
+    d.check(requests, responses)
     assert d.pool.restarts == restarts + 1
     request = d.request("each", ["red", "green"])
-    replies = d.ask_each_server(request)
-    d.check([request] * len(replies), replies)
+    responses = d.ask_each_server(request)
+    d.check([request] * len(responses), responses)
 
 
 def a_server_that_was_dead_in_an_update_has_the_new_weights(d: ServerDriver) -> None:
@@ -61,8 +61,8 @@ def a_server_that_was_dead_in_an_update_has_the_new_weights(d: ServerDriver) -> 
     d.use(d.changed(d.sharp, seed=5))
     d.wait(d.until_all_serve())
     request = d.request("each", ["red", "green"])
-    replies = d.ask_each_server(request)
-    d.check([request] * len(replies), replies)
+    responses = d.ask_each_server(request)
+    d.check([request] * len(responses), responses)
 
 
 def a_wrong_update_is_refused_and_the_next_one_arrives(d: ServerDriver) -> None:

@@ -8,9 +8,7 @@ import pytest
 from engine.conformance import CASES, a_closed_engine_answers_nobody_and_lets_nobody_wait, name_of, run_case
 from engine.server_conformance import SERVER_CASES
 from testing.engine_drivers import PolicyServerDriver, policy_config
-from testing.policy_backend import PolicyBackend
 
-from vlmrl.engine.server_backend import SERVER_BACKENDS
 from vlmrl.run.build import build_run
 
 pytestmark = pytest.mark.slow
@@ -18,14 +16,12 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def driver(qwen3_vl, tmp_path_factory):
-    SERVER_BACKENDS["policy_server"] = PolicyBackend
     run = build_run(policy_config(qwen3_vl, tmp_path_factory.mktemp("runs")))
     try:
         asyncio.run(run.connect())
         yield PolicyServerDriver(run)
     finally:
         run.close()
-        del SERVER_BACKENDS["policy_server"]
 
 
 @pytest.mark.parametrize(

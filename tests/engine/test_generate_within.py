@@ -1,4 +1,4 @@
-"""The time limit of a reply does not include the work that prepares its request."""
+"""The time limit of a response does not include the work that prepares its request."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Slow:
 REQUEST = Request("t", [1], [], SamplingParams(1))
 
 
-def test_only_the_reply_has_a_limit():
+def test_only_the_response_has_a_limit():
     assert asyncio.run(generate_within(0, Slow("prepare"), REQUEST)).token_ids == [1]
     with pytest.raises(TimeoutError):
         asyncio.run(generate_within(0, Slow("generate"), REQUEST))

@@ -25,7 +25,7 @@ from PIL import Image
 from testing.fake_sglang import END, FakeSGLang
 from testing.fakes import PAD, item_of, make_item
 
-from vlmrl.config import SGLang
+from vlmrl.config import ServerSettings
 from vlmrl.engine import image_files
 from vlmrl.engine.base import Request, SamplingParams
 from vlmrl.engine.image_files import EncodedImage, ImageFiles
@@ -151,14 +151,6 @@ def test_requests_at_the_same_time_encode_an_image_once(memory: Path):
     files.close()
 
 
-def test_a_folder_that_someone_deleted_is_no_server_s_fault(memory: Path):
-    files, item = ImageFiles(True), noise()
-    shutil.rmtree(next(memory.iterdir()))
-    with pytest.warns(RuntimeWarning, match=rf"{FULL} in {memory}.*No such file"):
-        assert pixels(encode(files, item)) == item.image.tobytes()
-    files.close()
-
-
 def test_images_are_sent_inline_if_there_can_be_no_folder(memory: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
@@ -225,7 +217,7 @@ def test_a_full_disk_fails_no_request_and_no_server(memory: Path):
         image_token_id, stop_ids = PAD, frozenset({END})
 
     fake = FakeSGLang(pad=PAD)
-    servers = ServerPool(SGLangBackend(SGLang(urls=(fake.url,), images="file")), [Server(fake.url)])
+    servers = ServerPool(SGLangBackend(ServerSettings(urls=(fake.url,), images="file")), [Server(fake.url)])
     engine = ServerEngine(servers, Words(), banned_ids=[PAD])  # type: ignore[arg-type]
     engine.versions["default"] = 3
     request = Request("t", [1, PAD, 2], [make_item("red", 4)], SamplingParams(8))

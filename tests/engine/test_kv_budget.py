@@ -1,4 +1,5 @@
-"""The embedded engine with little memory: requests wait, replies stay the same, and the bytes that are held stay within the budget."""
+"""The embedded engine with little memory: requests wait, responses stay the same, and the bytes that are held stay within
+the budget."""
 
 from __future__ import annotations
 
@@ -16,17 +17,19 @@ from typing import Any
 
 import pytest
 import torch
+from testing.engine_drivers import until
 from testing.episodes import a_task, image, sharp_model
 from testing.tensor_memory import LiveBytes
 
 from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
 from vlmrl.engine.hf import budget as budget_module
-from vlmrl.engine.hf.batch import PrefixCache, Row, RunningBatch
+from vlmrl.engine.hf.batch import RunningBatch
 from vlmrl.engine.hf.budget import Budget, RowSize
 from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.engine.hf.kv_cache import BatchCache, GrowingLayer
-from vlmrl.engine.hf.prefixes import Prefixes
-from vlmrl.engine.hf.sampling import Draws
+from vlmrl.engine.hf.prompts import CachedPrompts
+from vlmrl.engine.hf.rows import KeptRows, RequestRow
+from vlmrl.engine.hf.sampling import RandomNumbers
 from vlmrl.engine.lockstep import LockstepBatching
 from vlmrl.model import tiny
 from vlmrl.model.loading import LoadedModel
@@ -36,7 +39,7 @@ from vlmrl.types import Completion
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """Its replies end at their limits, or at a stop string."""
+    """Its responses end at their limits, or at a stop string."""
     return sharp_model(tiny.build(tmp_path_factory.mktemp("tiny") / "model", "qwen3_vl"), end=-50.0)
 
 
@@ -62,7 +65,7 @@ def a_request(model: LoadedModel, text: str, id: str, colors: tuple[str, ...] = 
 
 
 def many(model: LoadedModel) -> list[Request]:
-    """Two members each of prompts of different lengths, some with images; replies of up to 40 tokens."""
+    """Two members each of prompts of different lengths, some with images; responses of up to 40 tokens."""
     texts = ["What?", "Which one of these is it, left or right?", "The color of the square, " * 6]
     pairs = itertools.product(texts, [(), ("red",), ("blue", "green")])
     return [
@@ -80,9 +83,9 @@ def same(one: Completion, other: Completion) -> bool:
     return one.token_ids == other.token_ids and one.logprobs == pytest.approx(other.logprobs, abs=5e-5)
 
 
-def go_on(request: Request, reply: Completion, more: Request) -> Request:
+def go_on(request: Request, response: Completion, more: Request) -> Request:
     """The next turn of ``request``'s trajectory."""
-    ids = [*request.prompt_ids, *reply.token_ids, *more.prompt_ids]
+    ids = [*request.prompt_ids, *response.token_ids, *more.prompt_ids]
     return replace(more, trajectory_id=request.trajectory_id, prompt_ids=ids, media=[*request.media, *more.media])
 
 
@@ -92,9 +95,9 @@ def worst_case(engine: HFEngine, *requests: Request) -> float:
     return engine._resources.budget.needed(SimpleNamespace(rows=[], cache=None), rows)
 
 
-def row_of(engine: HFEngine, request: Request) -> Row:
+def row_of(engine: HFEngine, request: Request) -> RequestRow:
     prompt = expand(request.prompt_ids, engine.policy.image_token_id, request.media)
-    return Row(request, Future(), prompt, Draws(request.sampling.seed))
+    return RequestRow(request, Future(), prompt, RandomNumbers(request.sampling.seed))
 
 
 @pytest.fixture
@@ -119,7 +122,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> LiveBytes:
         (GrowingLayer, "update"),
         (GrowingLayer, "join"),
         (GrowingLayer, "select"),
-        (Prefixes, "join"),
+        (CachedPrompts, "join"),
     ]:
         counted(owner, name)
     return count
@@ -143,7 +146,7 @@ def test_the_counter_sees_what_the_cache_holds(
 
 
 @pytest.mark.parametrize("share", [0.15, 0.35, 1.0])
-def test_replies_are_the_same_whatever_the_budget_and_it_is_kept(
+def test_responses_are_the_same_whatever_the_budget_and_it_is_kept(
     model: LoadedModel, engine_of: Any, held: LiveBytes, share: float, monkeypatch: pytest.MonkeyPatch
 ):
     requests = many(model)
@@ -161,8 +164,8 @@ def test_replies_are_the_same_whatever_the_budget_and_it_is_kept(
         advance(running)
 
     monkeypatch.setattr(RunningBatch, "advance", counted)
-    replies = ask(engine, *requests)
-    assert all(same(one, other) for one, other in zip(replies, expected, strict=True))
+    responses = ask(engine, *requests)
+    assert all(same(one, other) for one, other in zip(responses, expected, strict=True))
     engine.close()
     assert held.peak <= share * whole
     assert unlimited <= whole
@@ -179,9 +182,9 @@ def test_turns_with_kept_prefixes_stay_within_the_budget_and_drop_the_oldest(
     more = a_request(model, "More of it.", "x")
 
     def play(engine: HFEngine) -> list[Completion]:
-        replies = [ask(engine, request)[0] for request in first]
-        turns = [go_on(request, reply, more) for request, reply in zip(first, replies, strict=True)]
-        return [*replies, *ask(engine, *turns)]
+        responses = [ask(engine, request)[0] for request in first]
+        turns = [go_on(request, response, more) for request, response in zip(first, responses, strict=True)]
+        return [*responses, *ask(engine, *turns)]
 
     keeping, forgetting = engine_of(), engine_of(keep_kv=False)
     expected = play(keeping)
@@ -208,19 +211,19 @@ def batch(model: LoadedModel, engine_of: Any, monkeypatch: pytest.MonkeyPatch) -
     return RunningBatch(resources)
 
 
-def long_row(id: str, prompt: int, reply: int) -> Row:
+def long_row(id: str, prompt: int, response: int) -> RequestRow:
     ids = [100 + (7 * place + sum(id.encode())) % 100 for place in range(prompt)]
-    return Row(Request(id, ids, [], SamplingParams(max_tokens=reply)), Future(), ids, Draws(0))
+    return RequestRow(Request(id, ids, [], SamplingParams(max_tokens=response)), Future(), ids, RandomNumbers(0))
 
 
-def play(batch: RunningBatch, rows: list[Row], tokens: int) -> None:
+def play(batch: RunningBatch, rows: list[RequestRow], tokens: int) -> None:
     with torch.inference_mode():
         batch.admit(rows)
         for _ in range(tokens):
             batch.advance()
 
 
-def test_a_long_prompt_beside_long_replies_is_counted_with_both(batch: RunningBatch):
+def test_a_long_prompt_beside_long_responses_is_counted_with_both(batch: RunningBatch):
     play(batch, [long_row(f"a{member}", 20, 150) for member in range(7)], 140)
     joins = long_row("b", 150, 20)
     needed = batch.resources.budget.needed(batch, [joins])
@@ -231,14 +234,14 @@ def test_a_long_prompt_beside_long_replies_is_counted_with_both(batch: RunningBa
 
 def test_turns_that_go_on_together_are_counted_with_the_longest_prompt_and_the_longest_rest(batch: RunningBatch):
     turns = []
-    for id, prompt, reply in (("a", 150, 10), ("b", 10, 150)):
+    for id, prompt, response in (("a", 150, 10), ("b", 10, 150)):
         rows = [long_row(f"{id}{member}", prompt, 200) for member in range(8)]
-        play(batch, rows, reply)
+        play(batch, rows, response)
         for row in rows:
             row.stop_reason = "stop"
             turns.append(long_row(row.request.trajectory_id, 0, 8))
             turns[-1].prompt_ids.extend([*row.ids, 105, 106])
-        batch._retire()
+        batch._finish()
     needed = batch.resources.budget.needed(batch, turns)
     play(batch, turns, 4)
     assert batch.cache is not None and batch.cache.prefix_columns + batch.cache.columns >= 300
@@ -250,7 +253,7 @@ def test_what_is_kept_of_a_trajectory_is_dropped_if_its_next_prompt_does_not_con
     play(batch, rows, 3)
     for row in rows:
         row.stop_reason = "stop"
-    batch._retire()
+    batch._finish()
     waiting = deque([long_row("a", 19, 30), long_row("b", 20, 30)])
     waiting[1].prompt_ids.extend([*rows[1].token_ids, 105])
     prefixes, budget = batch.resources.prefixes, batch.resources.budget
@@ -259,7 +262,7 @@ def test_what_is_kept_of_a_trajectory_is_dropped_if_its_next_prompt_does_not_con
 
 
 def test_the_least_recently_used_prefix_goes_first():
-    prefixes = PrefixCache(enabled=True)
+    prefixes = KeptRows(enabled=True)
     keys = torch.zeros(1, 1, 4, 1)
     for name in ("a", "b", "a", "c"):
         cache = BatchCache([GrowingLayer(keys.clone(), keys.clone())], torch.ones(1, 4, dtype=torch.bool))
@@ -268,6 +271,7 @@ def test_the_least_recently_used_prefix_goes_first():
             token_ids=[2],
             next_position=1,
             expert_routing=[],
+            abandoned=False,
             request=SimpleNamespace(trajectory_id=name, media=[]),
         )
         prefixes.put(row, cache, 0, version=0)
@@ -287,14 +291,14 @@ def test_a_request_that_can_never_fit_fails_alone_and_says_what_to_do(model: Loa
         calls = [engine.generate(request) for request in (small[0], large, *small[1:])]
         return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60)
 
-    replies = asyncio.run(go())
-    assert isinstance(replies[1], EngineError)
-    assert str(replies[1]).startswith("trajectory large: rollout.kv_cache_gib must be at least 0.0")
-    assert "a reply of up to 5000, but it is 0.00" in str(replies[1])
-    assert str(replies[1]).endswith(
-        "Lower rollout.max_tokens or rollout.max_reply_tokens, or give the engine more memory."
+    responses = asyncio.run(go())
+    assert isinstance(responses[1], EngineError)
+    assert str(responses[1]).startswith("trajectory large: rollout.kv_cache_gib must be at least 0.0")
+    assert "a response of up to 5000, but it is 0.00" in str(responses[1])
+    assert str(responses[1]).endswith(
+        "Lower rollout.max_tokens or rollout.max_response_tokens, or give the engine more memory."
     )
-    assert [reply.stop_reason in ("stop", "length") for reply in (replies[0], *replies[2:])] == [True] * 3
+    assert [response.stop_reason in ("stop", "length") for response in (responses[0], *responses[2:])] == [True] * 3
 
 
 @pytest.mark.parametrize("broken", [1, 2])
@@ -314,8 +318,8 @@ def test_requests_fail_if_the_memory_of_the_gpu_cannot_be_read(
     async def go() -> list[Any]:
         return await asyncio.gather(*(engine.generate(each) for each in requests), return_exceptions=True)
 
-    replies = asyncio.run(asyncio.wait_for(go(), 20))
-    assert all(isinstance(reply, EngineError) and "illegal memory access" in str(reply) for reply in replies)
+    responses = asyncio.run(asyncio.wait_for(go(), 20))
+    assert all(isinstance(response, EngineError) and "illegal memory access" in str(response) for response in responses)
     monkeypatch.undo()
     assert ask(engine, requests[0])[0].token_ids
 
@@ -324,7 +328,7 @@ def test_an_idle_engine_holds_no_row_of_its_last_batch(model: LoadedModel, engin
     engine, made = engine_of(), []
     make = engine._row
 
-    def recorded(request: Request) -> Row:
+    def recorded(request: Request) -> RequestRow:
         row = make(request)
         made.append(weakref.ref(row))
         return row
@@ -332,7 +336,7 @@ def test_an_idle_engine_holds_no_row_of_its_last_batch(model: LoadedModel, engin
     engine._row = recorded
     ask(engine, *(a_request(model, "What?", str(seed), seed=seed, max_tokens=5 + seed) for seed in range(3)))
 
-    async def held() -> list[Row]:
+    async def held() -> list[RequestRow]:
         async with paused(engine):  # the last batch's call has returned
             gc.collect()
             return [row for each in made if (row := each()) is not None]
@@ -344,7 +348,7 @@ def test_a_request_that_waits_is_not_overtaken(model: LoadedModel, engine_of: An
     plain = engine_of()
     small = [a_request(model, "Go.", str(seed), seed=seed, max_tokens=4) for seed in range(3)]
     large = a_request(model, "The color of the square, " * 8, "large", max_tokens=200)
-    budget = Budget(model.policy, PrefixCache(enabled=False), 16384, worst_case(plain, large))
+    budget = Budget(model.policy, KeptRows(enabled=False), 16384, worst_case(plain, large))
     waiting = deque(row_of(plain, request) for request in (small[0], large, *small[1:]))
     first, second, *others = waiting
     running = SimpleNamespace(rows=[], cache=None)
@@ -360,7 +364,7 @@ def test_a_request_that_nobody_waits_for_any_more_takes_no_room(model: LoadedMod
     plain = engine_of()
     rows = [row_of(plain, a_request(model, "Go.", str(seed), max_tokens=4)) for seed in range(2)]
     rows[0].abandoned = True
-    budget = Budget(model.policy, PrefixCache(enabled=False), 16384, worst_case(plain, rows[1].request))
+    budget = Budget(model.policy, KeptRows(enabled=False), 16384, worst_case(plain, rows[1].request))
     assert budget.admit(deque(rows[:1]), SimpleNamespace(rows=[rows[1]], cache=None)) == rows[:1]
 
 
@@ -379,7 +383,7 @@ def out_of_memory_at(model: LoadedModel, monkeypatch: pytest.MonkeyPatch, *calls
 
 
 @pytest.mark.parametrize("calls", [(0,), (1,), (5,), (0, 1), (3, 4)])
-def test_out_of_memory_splits_the_batch_and_loses_no_reply(
+def test_out_of_memory_splits_the_batch_and_loses_no_response(
     model: LoadedModel, engine_of: Any, monkeypatch: pytest.MonkeyPatch, calls: tuple[int, ...]
 ):
     requests = [
@@ -388,13 +392,13 @@ def test_out_of_memory_splits_the_batch_and_loses_no_reply(
     expected = ask(engine_of(), *requests)
     rows = out_of_memory_at(model, monkeypatch, *calls)
     engine = engine_of()
-    replies = ask(engine, *requests)
-    assert all(same(one, other) for one, other in zip(replies, expected, strict=True))
+    responses = ask(engine, *requests)
+    assert all(same(one, other) for one, other in zip(responses, expected, strict=True))
     assert max(rows[calls[-1] + 1 :]) <= 4
     monkeypatch.undo()
     again = ask(engine, *requests)  # the next batch is whole
     assert all(same(one, other) for one, other in zip(again, expected, strict=True))
-    assert engine._resources.budget.most_rows is None
+    asyncio.run(until(lambda: engine._resources.budget.most_rows is None))  # once the engine is idle
 
 
 def test_a_single_request_that_does_not_fit_the_gpu_fails_alone(
@@ -417,7 +421,7 @@ def test_a_single_request_that_does_not_fit_the_gpu_fails_alone(
         return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60)
 
     *well, ill = asyncio.run(go())
-    assert [len(reply.token_ids) > 0 for reply in well] == [True, True]
+    assert [len(response.token_ids) > 0 for response in well] == [True, True]
     assert isinstance(ill, EngineError) and "Set rollout.kv_cache_gib" in str(ill)
 
 
@@ -466,8 +470,8 @@ def test_lockstep_batching_is_repeated_bit_by_bit_with_a_budget(model: LoadedMod
         return asyncio.run(asyncio.wait_for(go(), 120))
 
     first, second = play(), play()
-    assert [(reply.token_ids, reply.logprobs) for reply in first] == [
-        (reply.token_ids, reply.logprobs) for reply in second
+    assert [(response.token_ids, response.logprobs) for response in first] == [
+        (response.token_ids, response.logprobs) for response in second
     ]
 
 
@@ -490,11 +494,11 @@ class OnGpu:
 
 def test_on_a_gpu_the_budget_is_what_is_free_less_a_reserve(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(budget_module, "free_bytes", lambda device: 3 * 2**30)
-    budget = Budget(OnGpu(), PrefixCache(enabled=True), prefill_tokens=100)
+    budget = Budget(OnGpu(), KeptRows(enabled=True), prefill_tokens=100)
     running = SimpleNamespace(rows=[None], cache=SimpleNamespace(nbytes=1000))
     reserve = 2**30 + 100 * 32 * 24 * 2 + 2 * 1000 * 32
     assert budget._total(running) == 1000 + 3 * 2**30 - reserve
-    assert Budget(OnGpu(), PrefixCache(enabled=True), 100, limit=5.0)._total(running) == 5.0
+    assert Budget(OnGpu(), KeptRows(enabled=True), 100, limit=5.0)._total(running) == 5.0
 
 
 def test_free_memory_includes_what_the_allocator_has_cached(monkeypatch: pytest.MonkeyPatch):
@@ -530,7 +534,7 @@ def test_the_size_of_a_row_counts_attention_by_the_token_and_recurrent_states_by
 
 @pytest.mark.parametrize("more", [0, -1])
 def test_kept_rows_are_counted_with_their_states(more: int):
-    budget = Budget(OnGpu(), PrefixCache(enabled=True), 100)
+    budget = Budget(OnGpu(), KeptRows(enabled=True), 100)
     running = SimpleNamespace(
         rows=[SimpleNamespace(left=5)] * 3, cache=SimpleNamespace(prefix_columns=6, columns=4, nbytes=0)
     )
@@ -542,10 +546,21 @@ def test_kept_rows_are_counted_with_their_states(more: int):
 def test_a_request_that_fits_only_without_its_prefix_is_computed_again(model: LoadedModel, engine_of: Any):
     first = a_request(model, "The color of the square, " * 8, "a", stop=("e", "a"))
     plain = engine_of(keep_kv=False)
-    [reply] = ask(plain, first)
-    assert reply.stop_reason == "stop"  # only then its keys and values are kept
-    second = go_on(first, reply, a_request(model, "More of it.", "x", max_tokens=2))
+    [response] = ask(plain, first)
+    assert response.stop_reason == "stop"  # only then its keys and values are kept
+    second = go_on(first, response, a_request(model, "More of it.", "x", max_tokens=2))
     engine = engine_of(kv_cache_bytes=1.05 * max(worst_case(plain, first), worst_case(plain, second)))
-    assert same(ask(engine, first)[0], reply)
+    assert same(ask(engine, first)[0], response)
     assert "a" in engine._resources.prefixes
     assert same(ask(engine, second)[0], ask(plain, second)[0])
+
+
+def test_nothing_is_kept_of_a_request_that_was_cancelled_when_its_response_ended():
+    """Its trajectory is released already, so that it would stay until the next weight update."""
+    prefixes = KeptRows(enabled=True)
+    cancelled, ended = long_row("cancelled", 4, 2), long_row("ended", 4, 2)
+    cancelled.abandoned = True
+    prefixes.release("cancelled")
+    for row in (cancelled, ended):
+        prefixes.put(row, BatchCache([], torch.ones(1, 4, dtype=torch.bool)), 0, version=0)
+    assert "cancelled" not in prefixes and "ended" in prefixes

@@ -157,7 +157,7 @@ def test_rows_that_stay_hold_no_prompt_of_those_that_left():
     kept = cache.taken([0, 2])
     assert kept.prefixes is not None and cache.prefixes is not None
     assert nbytes([cache, kept]) == cache.nbytes  # a kept row copies no prompt
-    left = cache.taken([3, 1], use_up=True)
+    left = cache.taken([3, 1], consume=True)
     assert left.prefixes is not None and len(left.prefixes.names) == 1
     assert whole_rows_of(left) == [[1, 2, 3], [1, 2, 3]]
     assert whole_rows_of(kept) == [[1, 2, 3], [4]]
@@ -168,7 +168,7 @@ def test_copied_rows_hold_no_more_than_their_own_prompts_however_many_rows_leave
     expected, left = whole_rows_of(running), []
     while len(running.owners) > 1:
         left.append(running.copied([0], [each.prefixes for each in left if each.prefixes is not None]))
-        running = running.taken(range(1, len(running.owners)), use_up=True)
+        running = running.taken(range(1, len(running.owners)), consume=True)
     assert [whole_rows_of(each) for each in left] == [[one] for one in expected[:-1]]
     assert nbytes(left) == sum(map(len, expected[:-1])) * 2 * 2 * 8  # keys and values, layers, bytes
 

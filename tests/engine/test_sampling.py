@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vlmrl.engine.base import SamplingParams
-from vlmrl.engine.hf.sampling import HEAD, Draws, Sampling
+from vlmrl.engine.hf.sampling import HEAD, RandomNumbers, Sampling
 
 TENTHS = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
 LAST = 1 - 2**-53  # the largest number that a draw can be
@@ -92,7 +92,7 @@ def test_each_row_has_its_own_options_and_number():
 
 
 def test_draws_follow_the_distribution():
-    numbers = Draws(0)
+    numbers = RandomNumbers(0)
     counts = Counter(sample(TENTHS.expand(4000, -1), [SamplingParams(8)] * 4000, [numbers[i] for i in range(4000)])[0])
     for token, share in enumerate([0.1, 0.2, 0.3, 0.4]):
         assert counts[token] / 4000 == pytest.approx(share, abs=0.03)  # 4 standard deviations
@@ -115,10 +115,10 @@ def test_temperatures_are_per_row_and_greedy_rows_report_at_one():
 
 
 def test_a_seeds_numbers_depend_on_the_place_alone():
-    first, again, other = Draws(7), Draws(7), Draws(8)
+    first, again, other = RandomNumbers(7), RandomNumbers(7), RandomNumbers(8)
     backwards = [again[index] for index in reversed(range(200))][::-1]
     assert [first[index] for index in range(200)] == backwards
     assert len(set(backwards)) == 200
     assert all(0 <= number < 1 for number in backwards)
     assert not {other[index] for index in range(200)} & set(backwards)
-    assert Draws(2**63 - 1)[0] != Draws(0)[0]
+    assert RandomNumbers(2**63 - 1)[0] != RandomNumbers(0)[0]

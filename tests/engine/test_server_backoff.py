@@ -98,13 +98,13 @@ def test_a_server_that_drops_1100_requests_at_once_is_asked_again():
 
     async def outage():
         await serving(engine)
-        replies = [asyncio.create_task(engine.generate(plain(f"t{i}"))) for i in range(1100)]
+        responses = [asyncio.create_task(engine.generate(plain(f"t{i}"))) for i in range(1100)]
         await until(lambda: len(fake.bodies_of("/generate")) == 1100)
         fake.release_requests()
-        return await asyncio.gather(*replies)
+        return await asyncio.gather(*responses)
 
     try:
-        assert {tuple(reply.policy_versions) for reply in asyncio.run(outage())} == {(3, 3, 3)}
+        assert {tuple(response.policy_versions) for response in asyncio.run(outage())} == {(3, 3, 3)}
         assert engine.retried == 1100
     finally:
         engine.close()
@@ -140,7 +140,7 @@ def test_a_success_after_a_failure_lets_waiting_requests_go_on(monkeypatch):
 
 
 @pytest.mark.slow
-def test_replies_that_cannot_be_used_extend_the_back_off(monkeypatch):
+def test_responses_that_cannot_be_used_extend_the_back_off(monkeypatch):
     monkeypatch.setattr(server_module, "FIRST_BACKOFF", 0.01)
     fake = FakeSGLang()
     fake.meta = {"output_token_logprobs": []}
@@ -159,7 +159,7 @@ def test_replies_that_cannot_be_used_extend_the_back_off(monkeypatch):
         await engine.generate(plain())
 
     try:
-        with pytest.raises(EngineError, match="BadReply"):
+        with pytest.raises(EngineError, match="BadResponse"):
             asyncio.run(generate())
     finally:
         engine.close()

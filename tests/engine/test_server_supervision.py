@@ -12,7 +12,7 @@ from testing.fake_sglang import FakeSGLang
 from testing.fakes import PAD, make_item
 from testing.sglang_engines import PATIENT, QUICK, engine_of, plain, serving, until
 
-from vlmrl.config import SGLang
+from vlmrl.config import ServerSettings
 from vlmrl.engine.base import EngineError, Request, paused
 from vlmrl.engine.image_files import EncodedImage
 from vlmrl.engine.server import Launch, LocalProcess, Server
@@ -56,9 +56,9 @@ def test_a_server_is_watched_and_revived_again_after_an_error_of_any_kind(fake, 
         return await engine.generate(plain())
 
     with caplog.at_level(logging.WARNING):
-        assert asyncio.run(fail()).token_ids == fake.reply
+        assert asyncio.run(fail()).token_ids == fake.response
     shown = [record.exc_info[0] for record in caplog.records if "cannot serve" in record.message]
-    assert shown == [KeyError, RuntimeError] and server.trouble == ""
+    assert shown == [KeyError, RuntimeError] and server.last_error == ""
 
 
 def test_a_server_that_failed_in_a_pause_is_resumed_when_it_is_revived(fake, engine):
@@ -69,7 +69,7 @@ def test_a_server_that_failed_in_a_pause_is_resumed_when_it_is_revived(fake, eng
         await serving(engine)
         async with paused(engine):
             assert fake.paused
-            await engine.thread.run(engine.servers.withdraw(server))
+            await engine.thread.run(engine.servers.drain(server))
         await until(lambda: server.ready)
 
     asyncio.run(fail())
@@ -85,9 +85,9 @@ def test_a_server_that_comes_back_as_an_older_version_does_not_serve(fake):
         fake.sick = True
         await until(lambda: not server.ready)
         fake.info["version"], fake.sick = "0.5.9", False
-        await until(lambda: "0.5.9" in server.trouble)
+        await until(lambda: "0.5.9" in server.last_error)
         with pytest.raises(
-            EngineError, match=r"no SGLang server has served .*is SGLang 0\.5\.9, but 0\.5\.23 or newer"
+            EngineError, match=r"no SGLang server has served .*is SGLang 0\.5\.9, but it must be 0\.5\.23 or newer"
         ):
             await engine.generate(plain())
         assert not server.ready
@@ -117,7 +117,7 @@ def test_a_server_that_reports_nothing_about_itself_is_an_engine_error(fake, eng
 @pytest.mark.parametrize("fails_at", ["start", "serve"])
 def test_servers_do_not_serve_where_the_trainer_cannot_be_offloaded(fake, fails_at):
     """Before they start: a server sizes its KV cache by what is free then."""
-    pool, well = ServerPool(SGLangBackend(SGLang(urls=(fake.url,))), [Server(fake.url)], colocated=True), [True]
+    pool, well = ServerPool(SGLangBackend(ServerSettings(urls=(fake.url,))), [Server(fake.url)], colocated=True), [True]
     engine = ServerEngine(pool, object(), [], offload_trainer=lambda: well[0])
 
     async def start():
@@ -202,7 +202,7 @@ class Chatty(FakeSGLang):
         return web.Response(text="OK")
 
 
-def test_a_reply_that_is_no_json_is_a_failed_attempt_and_health_needs_none():
+def test_a_response_that_is_no_json_is_a_failed_attempt_and_health_needs_none():
     chatty = Chatty()
     engine = engine_of(chatty, retries=1)
     try:

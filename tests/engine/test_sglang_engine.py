@@ -9,16 +9,15 @@ import io
 import numpy as np
 import pytest
 from PIL import Image
+from testing import sglang_engines
 from testing.fake_sglang import END, FakeSGLang
 from testing.fakes import PAD, Router, make_item
+from testing.sglang_engines import QUICK, serving, until
 from torch import nn
 
-from vlmrl.config import Lora, SGLang
+from vlmrl.config import Lora, ServerSettings
 from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
-from vlmrl.engine.server import Server
 from vlmrl.engine.server_backend import ServedModel
-from vlmrl.engine.server_engine import ServerEngine
-from vlmrl.engine.server_pool import ServerPool
 from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.model.expert_routing import ExpertRouters
 from vlmrl.types import ExpertRouting
@@ -26,14 +25,6 @@ from vlmrl.types import ExpertRouting
 pytestmark = pytest.mark.slow
 
 ROUTING = ExpertRouters(nn.ModuleList([Router()]), "Router")  # one layer, two of three experts
-QUICK = {"health_every": 0.1, "health_timeout": 0.5, "start_timeout": 3.0}
-
-
-class Words:
-    """The part of a renderer that the engine uses."""
-
-    image_token_id = PAD
-    stop_ids = frozenset({END})
 
 
 @pytest.fixture
@@ -49,23 +40,13 @@ def engine_of():
     """Makes an engine with these servers, which serve. Their initial weights are policy version 3."""
     engines = []
 
-    def make(*fakes, routing=None, **settings):
-        config = SGLang(urls=tuple(fake.url for fake in fakes), **(QUICK | settings))
-        servers = ServerPool(SGLangBackend(config), [Server(url) for url in config.urls])
-        engine = ServerEngine(servers, Words(), banned_ids=[PAD], routing=routing)
-        engines.append(engine)
-        engine.versions["default"] = 3
-        asyncio.run(started(engine))
-        return engine
+    def make(*fakes, **settings):
+        engines.append(sglang_engines.engine_of(*fakes, **settings))
+        return asyncio.run(serving(engines[-1]))
 
     yield make
     for engine in engines:
         engine.close()
-
-
-async def started(engine):
-    await engine.start()
-    await engine.serve()
 
 
 def generate(engine, request):
@@ -76,7 +57,7 @@ def plain(name="t", ids=(1, 2, 3)):
     return Request(name, list(ids), [], SamplingParams(8))
 
 
-def test_a_reply_becomes_a_completion(fakes, engine_of):
+def test_a_response_becomes_a_completion(fakes, engine_of):
     completion = generate(engine_of(fakes[0]), plain())
     assert completion.token_ids == [5, 6, END]
     assert completion.logprobs == [-0.25, -0.5, -0.75]
@@ -105,25 +86,6 @@ def test_a_request_holds_unexpanded_ids_one_png_per_image_and_the_ban(fakes, eng
         "skip_special_tokens": False,
         "logit_bias": {str(PAD): -1e9},
     }
-
-
-def test_an_image_is_made_into_a_png_once(fakes, engine_of):
-    engine, item = engine_of(*fakes), make_item("red", 4)
-
-    async def many():
-        requests = [Request(f"t{i}", [PAD] * 2, [item, item], SamplingParams(8)) for i in range(8)]
-        await asyncio.gather(*map(engine.generate, requests))
-
-    asyncio.run(many())
-    assert engine.images_encoded == 1
-
-
-def test_wrong_counts_are_refused_before_anything_is_sent(fakes, engine_of):
-    engine, item = engine_of(fakes[0]), make_item("red", 4)
-    for ids, media in (([1, PAD, PAD], [item]), ([1, PAD], [item, item]), ([PAD] * 4, [item]), ([1], [item])):
-        with pytest.raises(ValueError, match="image placeholders"):
-            generate(engine, Request("t", ids, media))
-    assert fakes[0].bodies_of("/generate") == []
 
 
 def experts(*rows):
@@ -182,7 +144,7 @@ def test_finish_reasons_become_stop_reasons(fakes, engine_of, finish, reason):
 
 def test_a_stop_at_an_unknown_stop_id_is_refused(fakes, engine_of):
     fakes[0].finish = {"type": "stop", "matched": 6}
-    with pytest.raises(ValueError, match=r"ended a reply at token 6, which is not one of the stop ids \[258\]"):
+    with pytest.raises(ValueError, match=r"ended a response at token 6, which is not one of the stop ids \[258\]"):
         generate(engine_of(fakes[0]), plain())
 
 
@@ -194,13 +156,13 @@ def test_each_token_has_the_version_of_the_weights_it_was_sampled_from(fakes, en
     assert generate(engine, plain()).policy_versions == [3, 4, 4]
 
 
-def test_a_reply_from_weights_that_were_never_sent_is_rejected(fakes, engine_of):
+def test_a_response_from_weights_that_were_never_sent_is_rejected(fakes, engine_of):
     fakes[0].version = "somebody else's"
     with pytest.raises(EngineError, match='weights "somebody else\'s", which this run never sent'):
         generate(engine_of(fakes[0], retries=1), plain())
 
 
-def test_a_reply_with_wrong_or_missing_logprobs_is_rejected(fakes, engine_of):
+def test_a_response_with_wrong_or_missing_logprobs_is_rejected(fakes, engine_of):
     engine = engine_of(fakes[0], retries=0)
     for logprobs in (
         [[-1.0, 5, None]],
@@ -256,13 +218,6 @@ def test_a_refused_request_is_not_sent_again(fakes, engine_of):
     assert len(fakes[0].bodies_of("/generate")) == 1
 
 
-def test_no_server_at_all_is_an_engine_error(fakes, engine_of):
-    engine = engine_of(fakes[0], retries=1, start_timeout=0.5)
-    fakes[0].sick, fakes[0].statuses = True, [500] * 9
-    with pytest.raises(EngineError, match="no SGLang server"):
-        generate(engine, plain())
-
-
 def test_a_cancelled_request_is_aborted_on_the_server(fakes, engine_of):
     engine = engine_of(fakes[0])
     fakes[0].hangs = True
@@ -277,24 +232,7 @@ def test_a_cancelled_request_is_aborted_on_the_server(fakes, engine_of):
     assert fakes[0].aborted == [fakes[0].bodies_of("/generate")[0]["rid"]]
 
 
-def test_no_request_is_sent_during_a_pause(fakes, engine_of):
-    engine = engine_of(fakes[0])
-
-    async def pause():
-        async with paused(engine):
-            await engine.pause()  # a second pause changes nothing
-            assert fakes[0].paused
-            task = asyncio.create_task(engine.generate(plain()))
-            await asyncio.sleep(0.3)
-            assert fakes[0].bodies_of("/generate") == []
-        assert not fakes[0].paused
-        return await task
-
-    assert asyncio.run(pause()).token_ids == [5, 6, END]
-    assert fakes[0].bodies_of("/pause_generation")[0] == {"mode": "retract"}
-
-
-def test_a_pause_during_a_health_check_does_not_withdraw_the_server(fakes, engine_of):
+def test_a_pause_during_a_health_check_does_not_drain_the_server(fakes, engine_of):
     engine = engine_of(fakes[0])
     server = engine.servers.all[0]
 
@@ -324,7 +262,9 @@ def test_waiting_requests_continue_when_an_unresponsive_server_is_healthy_again(
 
 
 def test_the_command_line_on_gpus_has_the_runs_arguments_and_over_them_the_settings(tmp_path):
-    settings = SGLang(tp=2, args={"mem_fraction_static": 0.4, "log-requests": True}, env={"A": "1"}, python="py")
+    settings = ServerSettings(
+        tp=2, args={"mem_fraction_static": 0.4, "log-requests": True}, env={"A": "1"}, python="py"
+    )
     model = ServedModel(
         "/model", "bfloat16", lora=Lora(rank=4, targets=("q_proj", "o_proj")), expert_routing=True, sleep=True
     )
@@ -332,9 +272,9 @@ def test_the_command_line_on_gpus_has_the_runs_arguments_and_over_them_the_setti
     assert " ".join(launch.command) == (
         "py -m sglang.launch_server --host 127.0.0.1 --port 30000 --tp 2 --base-gpu-id 2 --enable-fp32-lm-head "
         "--mm-preprocess-cache-size-mb 4096 --trust-mm-content-hashes --model-path /model --dtype bfloat16 "
-        "--enable-lora --max-lora-rank 4 --lora-target-modules q_proj o_proj --max-loras-per-batch 4 "
-        "--max-loaded-loras 8 --enable-return-routed-experts --enable-memory-saver --mm-feature-transport cpu "
-        "--image-processor-backend pil --mem-fraction-static 0.4 --log-requests"
+        "--enable-return-routed-experts --mem-fraction-static 0.4 --enable-lora --max-lora-rank 4 "
+        "--lora-target-modules q_proj o_proj --max-loras-per-batch 4 --max-loaded-loras 8 --enable-memory-saver "
+        "--mm-feature-transport cpu --image-processor-backend pil --log-requests"
     )
     assert launch.env.pop("PYTHONPATH").split(":")[0].endswith("vlmrl/engine/sglang/on_server")
     package = {"SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "vlmrl_sglang"}
@@ -343,7 +283,7 @@ def test_the_command_line_on_gpus_has_the_runs_arguments_and_over_them_the_setti
 
 def test_the_servers_search_path_keeps_what_the_settings_or_this_process_have(tmp_path, monkeypatch):
     def path(env) -> list[str]:
-        backend = SGLangBackend(SGLang(env=env))
+        backend = SGLangBackend(ServerSettings(env=env))
         launch = backend.launch(ServedModel("/model", "bfloat16"), tmp_path, "127.0.0.1", 1, gpu=0)
         return launch.env["PYTHONPATH"].split(":")[1:]
 
@@ -357,7 +297,7 @@ def test_a_colocated_server_gets_its_share_of_the_gpu_unless_the_settings_say_an
     model = ServedModel("/model", "bfloat16", sleep=True, memory_fraction=0.70196)
 
     def words(**args) -> str:
-        backend = SGLangBackend(SGLang(args=args))
+        backend = SGLangBackend(ServerSettings(args=args))
         return " ".join(backend.launch(model, tmp_path / "log", "127.0.0.1", 1, gpu=0).command)
 
     assert "--mem-fraction-static 0.701" in words()  # rounded down
@@ -368,31 +308,16 @@ def test_a_colocated_server_gets_its_share_of_the_gpu_unless_the_settings_say_an
 
 
 def test_a_server_with_gpus_of_its_own_keeps_sglangs_defaults_for_memory(tmp_path):
-    launch = SGLangBackend(SGLang()).launch(ServedModel("/model", "bfloat16"), tmp_path, "127.0.0.1", 1, gpu=0)
+    launch = SGLangBackend(ServerSettings()).launch(ServedModel("/model", "bfloat16"), tmp_path, "127.0.0.1", 1, gpu=0)
     assert not {"--mem-fraction-static", "--mm-feature-transport", "--image-processor-backend"} & set(launch.command)
     assert "--enable-fp32-lm-head" in launch.command
 
 
 def test_the_command_line_without_gpus_starts_the_cpu_engine(tmp_path):
-    settings = SGLang(args={"device": None, "max-total-tokens": 100})
+    settings = ServerSettings(args={"device": None, "max-total-tokens": 100})
     model = ServedModel("/model", "float32", random_weights=True)
     launch = SGLangBackend(settings).launch(model, tmp_path / "log", "127.0.0.1", 30000, gpu=None)
     words = " ".join(launch.command)
     assert "--load-format dummy" in words and "--max-total-tokens 100" in words
     assert "--device" not in words and "--base-gpu-id" not in words
     assert launch.env["SGLANG_USE_CPU_ENGINE"] == "1"
-
-
-def test_an_old_server_is_refused(fakes):
-    fakes[0].info["version"] = "0.5.9.post2"
-    backend = SGLangBackend(SGLang(urls=(fakes[0].url,)))
-    engine = ServerEngine(ServerPool(backend, [Server(fakes[0].url)]), Words(), [])
-    with pytest.raises(ValueError, match=r"is SGLang 0.5.9.post2, but 0.5.23 or newer is needed"):
-        asyncio.run(engine.start())
-    engine.close()
-
-
-async def until(true):
-    async with asyncio.timeout(60):
-        while not true():
-            await asyncio.sleep(0.01)

@@ -122,7 +122,7 @@ def test_an_update_that_an_earlier_sender_left_open_is_closed_first(server):
 
 def test_a_failed_update_gives_the_weights_no_new_name(server):
     server.failing = {"/update_weights"}
-    update = WeightUpdate((VLLMReceiver(server.url),), SENDERS["tensor"], "v1", "run", 2**20, keep=False)
+    update = WeightUpdate((VLLMReceiver(server.url),), SENDERS["tensor"], "v1", 2**20, keep=False)
     result = update.send([("a", torch.ones(2))])
     assert result.refused == (server.url,) and "it failed" in result.failed[server.url]
     assert server.calls[-3] == ("/finish_weight_update", {"weight_version": None})
@@ -131,7 +131,7 @@ def test_a_failed_update_gives_the_weights_no_new_name(server):
 def test_a_server_whose_workers_died_has_refused_nothing(server):
     """So that it is restarted, and the run goes on."""
     server.dead = True
-    update = WeightUpdate((VLLMReceiver(server.url),), SENDERS["tensor"], "v1", "run", 2**20, keep=False)
+    update = WeightUpdate((VLLMReceiver(server.url),), SENDERS["tensor"], "v1", 2**20, keep=False)
     result = update.send([("a", torch.ones(2))])
     assert result.refused == () and "it failed" in result.failed[server.url]
 

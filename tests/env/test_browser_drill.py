@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
+from testing.browser import need_chromium
 from testing.browser_drill import drill
-from testing.browsers import need_chromium
 
 pytestmark = pytest.mark.slow
 

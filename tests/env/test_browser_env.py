@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
+from dataclasses import replace
 
 import pytest
 from PIL import Image
-from testing.browsers import call, click, need_chromium, opened, page_env, shown
-from testing.episodes import a_task, play_audited
-from testing.servers import served
+from testing.browser import need_chromium
+from testing.browsers import call, click, opened, page_env, shown
+from testing.episodes import a_task, play, play_audited
+from testing.servers import served_asgi
 
-from vlmrl import BrowserEnv
+from vlmrl import BrowserEnv, MiniWobEnv
 from vlmrl.env.base import resolve_env
 from vlmrl.env.browser.browser_pool import BrowserFailure
 
@@ -30,78 +33,64 @@ def pixels(png: bytes) -> Image.Image:
     return Image.open(io.BytesIO(png)).convert("RGB")
 
 
-def test_a_click_on_the_right_place_gives_the_reward(tmp_path):
-    async def main():
-        async with opened(page_env(tmp_path, RED), scale=2.0) as env:
-            (message,) = env.prompt
-            screenshot, text = message["content"]
-            assert text == {"type": "text", "text": "Go."}
-            first = pixels(screenshot["image"])
-            assert first.size == (400, 200)
-            assert first.getpixel((199, 100)) == (255, 0, 0) and first.getpixel((201, 100)) == (255, 255, 255)
-            observation, done, info = await env.step(click(750, 500))
-            assert not done and "reward" not in info and shown(observation) == screenshot["image"]
-            _, done, info = await env.step(click(499, 500))
-            assert done and info["reward"] == 0.5
-            assert info["points"] == [{"label": "left_click", "at": [[0.499, 0.5]]}]
-
-    asyncio.run(main())
+async def test_a_click_on_the_right_place_gives_the_reward(tmp_path):
+    async with opened(page_env(tmp_path, RED), scale=2.0) as env:
+        (message,) = env.prompt
+        screenshot, text = message["content"]
+        assert text == {"type": "text", "text": "Go."}
+        first = pixels(screenshot["image"])
+        assert first.size == (400, 200)
+        assert first.getpixel((199, 100)) == (255, 0, 0) and first.getpixel((201, 100)) == (255, 255, 255)
+        observation, done, info = await env.step(click(750, 500))
+        assert not done and "reward" not in info and shown(observation) == screenshot["image"]
+        _, done, info = await env.step(click(499, 500))
+        assert done and info["reward"] == 0.5
+        assert info["points"] == [{"label": "left_click", "at": [[0.499, 0.5]]}]
 
 
-def test_pixels_as_coordinates_are_those_of_the_screenshot(tmp_path):
-    async def main():
-        async with opened(page_env(tmp_path, RED), scale=2.0, coordinates="pixels") as env:
-            assert "400x200" in env.tools[0]["function"]["description"]
-            observation, done, _ = await env.step(click(500, 100))
-            assert not done and "x from 0 to 400" in observation["obs_str"]
-            _, done, _ = await env.step(click(199, 100))
-            assert done
-
-    asyncio.run(main())
+async def test_pixels_as_coordinates_are_those_of_the_screenshot(tmp_path):
+    async with opened(page_env(tmp_path, RED), scale=2.0, coordinates="pixels") as env:
+        assert "400x200" in env.tools[0]["function"]["description"]
+        observation, done, _ = await env.step(click(500, 100))
+        assert not done and "x from 0 to 400" in observation["obs_str"]
+        _, done, _ = await env.step(click(199, 100))
+        assert done
 
 
-def test_text_keys_drags_and_scrolls(tmp_path):
+async def test_text_keys_drags_and_scrolls(tmp_path):
     html = FIELD + "<div style='height:3000px'></div>"
-
-    async def main():
-        async with opened(page_env(tmp_path, html), height=200) as env:
-            value = "document.querySelector('#field').value"
-            await env.step(click(100, 100) + call("type", text="abc") + call("key", keys=["Backspace"]))
-            assert await env.evaluate(value) == "ab"
-            await env.step(call("key", keys=["ctrl", "a"]) + call("type", text="Z"))
-            assert await env.evaluate(value) == "Z"
-            await env.step(call("scroll", pixels=-300))
-            assert await env.evaluate("scrollY") == 300
-            await env.step(call("scroll", pixels=100))
-            assert await env.evaluate("scrollY") == 200
-
-    asyncio.run(main())
+    async with opened(page_env(tmp_path, html), height=200) as env:
+        value = "document.querySelector('#field').value"
+        await env.step(click(100, 100) + call("type", text="abc") + call("key", keys=["Backspace"]))
+        assert await env.evaluate(value) == "ab"
+        await env.step(call("key", keys=["ctrl", "a"]) + call("type", text="Z"))
+        assert await env.evaluate(value) == "Z"
+        await env.step(call("scroll", pixels=-300))
+        assert await env.evaluate("scrollY") == 300
+        await env.step(call("scroll", pixels=100))
+        assert await env.evaluate("scrollY") == 200
 
 
-def test_a_drag_moves_the_pointer_with_the_button_held(tmp_path):
+async def test_a_drag_moves_the_pointer_with_the_button_held(tmp_path):
     html = """<script>window.seen = [];
     for (const type of ["mousedown", "mouseup", "contextmenu", "dblclick"])
       addEventListener(type, (event) => seen.push([type, event.clientX, event.clientY, event.shiftKey]));</script>"""
-
-    async def main():
-        async with opened(page_env(tmp_path, html)) as env:
-            await env.step(call("mouse_move", coordinate=[100, 100]) + call("left_click_drag", coordinate=[500, 500]))
-            await env.step(call("left_click_drag", start_coordinate=[0, 0], coordinate=[1000, 1000]))
-            assert await env.evaluate("seen") == [
-                ["mousedown", 20, 10, False],
-                ["mouseup", 100, 50, False],
-                ["mousedown", 0, 0, False],
-                ["mouseup", 199, 99, False],
-            ]
-            await env.evaluate("seen.length = 0")
-            await env.step(call("right_click", coordinate=[500, 500], text="shift"))
-            assert ["contextmenu", 100, 50, True] in await env.evaluate("seen")
-
-    asyncio.run(main())
+    async with opened(page_env(tmp_path, html)) as env:
+        await env.step(call("mouse_move", coordinate=[100, 100]) + call("left_click_drag", coordinate=[500, 500]))
+        await env.step(call("left_click_drag", start_coordinate=[0, 0], coordinate=[1000, 1000]))
+        assert await env.evaluate("seen") == [
+            ["mousedown", 20, 10, False],
+            ["mouseup", 100, 50, False],
+            ["mousedown", 0, 0, False],
+            ["mouseup", 199, 99, False],
+        ]
+        await env.evaluate("seen.length = 0")
+        await env.step(call("right_click", coordinate=[500, 500], text="shift"))
+        assert ["contextmenu", 100, 50, True] in await env.evaluate("seen")
 
 
 @pytest.mark.parametrize(
-    ("reply", "words"),
+    ("response", "words"),
     [
         ("I click the button.", "Call computer_use"),
         (call("left_click", coordinate=[5000, 0]), "coordinate must be"),
@@ -110,119 +99,95 @@ def test_a_drag_moves_the_pointer_with_the_button_held(tmp_path):
         (call("left_click", coordinate=[[1], 2]), "coordinate"),
     ],
 )
-def test_a_wrong_reply_is_an_observation(tmp_path, reply, words):
-    async def main():
-        async with opened(page_env(tmp_path, RED)) as env:
-            observation, done, info = await env.step(reply)
-            assert words in observation["obs_str"] and not done and info == {"invalid": 1}
-
-    asyncio.run(main())
+async def test_a_wrong_response_is_an_observation(tmp_path, response, words):
+    async with opened(page_env(tmp_path, RED)) as env:
+        observation, done, info = await env.step(response)
+        assert words in observation["obs_str"] and not done and info == {"invalid": 1}
 
 
-def test_a_reward_that_is_no_number_is_an_error_that_names_the_script(tmp_path):
-    async def main():
-        async with opened(page_env(tmp_path, RED, "'won'")) as env:
-            with pytest.raises(ValueError, match="reward_script of PageEnv must give a number"):
-                await env.step(click(100, 100))
-
-    asyncio.run(main())
+async def test_a_reward_that_is_no_number_is_an_error_that_names_the_script(tmp_path):
+    async with opened(page_env(tmp_path, RED, "'won'")) as env:
+        with pytest.raises(ValueError, match="reward_script of PageEnv must give a number"):
+            await env.step(click(100, 100))
 
 
-def test_the_model_may_end_the_task(tmp_path):
+def test_a_reward_that_is_not_finite_fails_its_trajectory_and_not_the_run(tmp_path):
+    env_class = page_env(tmp_path, f"{RED}{FIELD}", "window.reward === undefined ? null : Number(field.value || 'x')")
+    spec = resolve_env(env_class, options={"width": 192, "height": 128, "tools_in_prompt": False})
+    trajectory = play(spec, [click(100, 700)], max_tokens=4000, max_response_tokens=400)
+    assert trajectory.ending == "error" and "must give a finite reward, but it gave nan" in trajectory.error
+
+
+async def test_the_model_may_end_the_task(tmp_path):
     class Ending(page_env(tmp_path, RED)):
         def end(self, action):
             return 1.0 if action.text == "42" else -0.5
 
-    async def main():
-        for reply, reward in ((call("answer", text="42"), 1.0), (call("terminate", status="success"), -0.5)):
-            async with opened(Ending) as env:
-                _, done, info = await env.step(reply)
-                assert done and info["reward"] == reward
-
-    asyncio.run(main())
+    for response, reward in ((call("answer", text="42"), 1.0), (call("terminate", status="success"), -0.5)):
+        async with opened(Ending) as env:
+            _, done, info = await env.step(response)
+            assert done and info["reward"] == reward
 
 
-def test_page_time_passes_with_actions_only(tmp_path):
+async def test_page_time_passes_with_actions_only(tmp_path):
     html = """<script>window.ticks = 0; setInterval(() => ticks++, 100); const start = Date.now();
     setTimeout(async () => { await null; window.late = Date.now() - start; }, 2500);</script>"""
-
-    async def main():
-        async with opened(page_env(tmp_path, html), step_seconds=0.5) as env:
-            before = await env.evaluate("[ticks, Date.now() - start, window.late ?? null]")
-            assert before == [5, 500, None]
-            await asyncio.sleep(0.3)
-            assert await env.evaluate("ticks") == 5
-            await env.step(call("wait", time=2))
-            assert await env.evaluate("[ticks, Date.now() - start, late]") == [25, 2500, 2500]
-
-    asyncio.run(main())
+    async with opened(page_env(tmp_path, html), step_seconds=0.5) as env:
+        before = await env.evaluate("[ticks, Date.now() - start, window.late ?? null]")
+        assert before == [5, 500, None]
+        await asyncio.sleep(0.3)
+        assert await env.evaluate("ticks") == 5
+        await env.step(call("wait", time=2))
+        assert await env.evaluate("[ticks, Date.now() - start, late]") == [25, 2500, 2500]
 
 
-def test_random_numbers_come_from_the_seed(tmp_path):
+async def test_random_numbers_come_from_the_seed(tmp_path):
     html = "<script>document.title = [Math.random(), new Date().toISOString()].join()</script>"
-
-    async def main():
-        titles = []
-        for seed in (1, 2, 1):
-            async with opened(page_env(tmp_path, html), seed=seed) as env:
-                titles.append(await env.evaluate("document.title"))
-        assert titles[0] == titles[2] != titles[1]
-
-    asyncio.run(main())
+    titles = []
+    for seed in (1, 2, 1):
+        async with opened(page_env(tmp_path, html), seed=seed) as env:
+            titles.append(await env.evaluate("document.title"))
+    assert titles[0] == titles[2] != titles[1]
 
 
-def test_marks_are_drawn_and_can_be_clicked(tmp_path):
+async def test_marks_are_drawn_and_can_be_clicked(tmp_path):
     html = """<button style='position:absolute;left:10px;top:10px;width:60px;height:30px'>A</button>
     <span id=b style='position:absolute;left:100px;top:10px;width:60px;height:30px'>B</span>
     <button style='display:none'>C</button>
     <script>document.querySelector('#b').addEventListener('click', () => { window.reward = 2; })</script>"""
-
-    async def main():
-        async with opened(page_env(tmp_path, html), observe="marks") as env:
-            plain = await env._call(env._tab.screenshot())
-            assert await env._call(env._tab.boxes()) == [(10, 10, 70, 40), (100, 10, 160, 40)]
-            drawn = env.prompt[0]["content"][0]["image"]
-            assert drawn.size == (200, 100) and drawn.getpixel((100, 39)) != pixels(plain).getpixel((100, 39))
-            observation, done, _ = await env.step(call("left_click", mark=3))
-            assert not done and "marks 1 to 2" in observation["obs_str"]
-            _, done, info = await env.step(call("left_click", mark=2))
-            assert done and info["reward"] == 2 and info["points"][0]["at"] == [[0.65, 0.25]]
-
-    asyncio.run(main())
+    async with opened(page_env(tmp_path, html), observe="marks") as env:
+        plain = await env._call(env._tab.screenshot())
+        assert await env._call(env._tab.boxes()) == [(10, 10, 70, 40), (100, 10, 160, 40)]
+        drawn = env.prompt[0]["content"][0]["image"]
+        assert drawn.size == (200, 100) and drawn.getpixel((100, 39)) != pixels(plain).getpixel((100, 39))
+        observation, done, _ = await env.step(call("left_click", mark=3))
+        assert not done and "marks 1 to 2" in observation["obs_str"]
+        _, done, info = await env.step(call("left_click", mark=2))
+        assert done and info["reward"] == 2 and info["points"][0]["at"] == [[0.65, 0.25]]
 
 
-def test_the_accessibility_tree_as_text(tmp_path):
-    async def main():
-        async with opened(page_env(tmp_path, "<h1>Shop</h1><button>Buy</button>"), observe="tree") as env:
-            text = env.prompt[0]["content"][1]["text"]
-            assert 'heading "Shop"' in text and 'button "Buy"' in text
-
-    asyncio.run(main())
+async def test_the_accessibility_tree_as_text(tmp_path):
+    async with opened(page_env(tmp_path, "<h1>Shop</h1><button>Buy</button>"), observe="tree") as env:
+        text = env.prompt[0]["content"][1]["text"]
+        assert 'heading "Shop"' in text and 'button "Buy"' in text
 
 
-def test_a_dialog_is_accepted_and_shown_as_text(tmp_path):
-    async def main():
-        async with opened(page_env(tmp_path, "<div style='height:100px' onclick='alert(\"Sold out\")'></div>")) as env:
-            observation, _, _ = await env.step(click(500, 500))
-            assert "alert: Sold out" in observation["obs_str"]
-            observation, _, _ = await env.step(call("wait", time=1))
-            assert observation["obs_str"] == ""
-
-    asyncio.run(main())
+async def test_a_dialog_is_accepted_and_shown_as_text(tmp_path):
+    async with opened(page_env(tmp_path, "<div style='height:100px' onclick='alert(\"Sold out\")'></div>")) as env:
+        observation, _, _ = await env.step(click(500, 500))
+        assert "alert: Sold out" in observation["obs_str"]
+        observation, _, _ = await env.step(call("wait", time=1))
+        assert observation["obs_str"] == ""
 
 
-def test_many_dialogs_are_cut(tmp_path):
+async def test_many_dialogs_are_cut(tmp_path):
     html = "<div style='height:100px' onclick='for (let i = 0; i < 30; i++) alert(i)'></div>"
-
-    async def main():
-        async with opened(page_env(tmp_path, html)) as env:
-            observation, _, _ = await env.step(click(500, 500))
-            assert observation["obs_str"].splitlines()[-1].endswith("alert: 9")
-
-    asyncio.run(main())
+    async with opened(page_env(tmp_path, html)) as env:
+        observation, _, _ = await env.step(click(500, 500))
+        assert observation["obs_str"].splitlines()[-1].endswith("alert: 9")
 
 
-def test_copied_text_stays_in_its_episode(tmp_path):
+async def test_copied_text_stays_in_its_episode(tmp_path):
     """Chromium has one clipboard for all tabs."""
     html = """<textarea id=first style='position:absolute;left:0;top:0;width:100px;height:50px'>one\ntwo</textarea>
     <textarea id=second style='position:absolute;left:100px;top:0;width:90px;height:50px'></textarea>
@@ -230,21 +195,17 @@ def test_copied_text_stays_in_its_episode(tmp_path):
     second.addEventListener("paste", (event) => seen.push(event.clipboardData.getData("text/plain")));</script>"""
     first, second = click(250, 250), click(750, 250)
     paste = call("key", keys=["ctrl", "v"])
-
-    async def main():
-        env_class = page_env(tmp_path, html)
-        async with opened(env_class) as env, opened(env_class) as other:
-            await env.step(first + call("key", keys=["ctrl", "a"]) + call("key", keys=["ctrl", "c"]))
-            await other.step(second + paste + call("middle_click", coordinate=[750, 250]))
-            assert await other.evaluate("[second.value, seen]") == ["", ["", ""]]
-            await env.step(second + paste + paste)
-            assert await env.evaluate("[second.value, seen]") == ["one\ntwoone\ntwo", ["one\ntwo"] * 2]
-            await env.step(first + call("key", keys=["ctrl", "a"]) + call("key", keys=["ctrl", "x"]))
-            await env.evaluate("navigator.clipboard.writeText('three')")
-            await env.step(first + paste)
-            assert await env.evaluate("first.value") == "three"
-
-    asyncio.run(main())
+    env_class = page_env(tmp_path, html)
+    async with opened(env_class) as env, opened(env_class) as other:
+        await env.step(first + call("key", keys=["ctrl", "a"]) + call("key", keys=["ctrl", "c"]))
+        await other.step(second + paste + call("middle_click", coordinate=[750, 250]))
+        assert await other.evaluate("[second.value, seen]") == ["", ["", ""]]
+        await env.step(second + paste + paste)
+        assert await env.evaluate("[second.value, seen]") == ["one\ntwoone\ntwo", ["one\ntwo"] * 2]
+        await env.step(first + call("key", keys=["ctrl", "a"]) + call("key", keys=["ctrl", "x"]))
+        await env.evaluate("navigator.clipboard.writeText('three')")
+        await env.step(first + paste)
+        assert await env.evaluate("first.value") == "three"
 
 
 def test_a_page_of_a_server_with_a_fragment_gets_its_seed(tmp_path):
@@ -262,20 +223,16 @@ def test_a_page_of_a_server_with_a_fragment_gets_its_seed(tmp_path):
                     assert await env.evaluate("location.hash") == address[address.find("#") :].lstrip("/")
             assert numbers[0] != numbers[1]
 
-    with served(app, lifespan="off") as url:
+    with served_asgi(app) as url:
         asyncio.run(main())
 
 
-def test_a_file_url_may_have_escapes(tmp_path):
+async def test_a_file_url_may_have_escapes(tmp_path):
     (tmp_path / "a b").mkdir()
     page_env(tmp_path / "a b", "Hello")
     page = (tmp_path / "a b" / "page.html").as_uri()
-
-    async def main():
-        async with opened(BrowserEnv, page=page) as env:
-            assert await env.evaluate("document.body.innerText + location.search") == "Hello?seed=0"
-
-    asyncio.run(main())
+    async with opened(BrowserEnv, page=page) as env:
+        assert await env.evaluate("document.body.innerText + location.search") == "Hello?seed=0"
 
 
 def test_the_page_reaches_nothing_but_its_own_folder(tmp_path):
@@ -289,7 +246,7 @@ def test_the_page_reaches_nothing_but_its_own_folder(tmp_path):
         if scope["type"] != "lifespan":
             received.append(scope["path"])
 
-    with served(app, lifespan="off") as url:
+    with served_asgi(app) as url:
         html = f"""<script src=own.js></script><img src='http://example.com/a.png'><iframe src='../secret.html'></iframe>
         <script>window.tried = 0; fetch("{url}").then(() => {{ window.reached = 1 }}).catch(() => tried++);
         const socket = new WebSocket("{url.replace("http", "ws")}");
@@ -309,40 +266,32 @@ def test_the_page_reaches_nothing_but_its_own_folder(tmp_path):
     assert received == []
 
 
-def test_nothing_is_kept_from_one_episode_to_the_next(tmp_path):
+async def test_nothing_is_kept_from_one_episode_to_the_next(tmp_path):
     html = """<style>div:hover { background: #00f }</style><div style='height:100px'></div><script>
     const seen = [localStorage.x, sessionStorage.x, document.cookie, window.name, window.y].join();
     localStorage.x = sessionStorage.x = window.name = window.y = 1; document.title = seen;</script>"""
-
-    async def main():
-        first = []
-        for _ in range(2):
-            async with opened(page_env(tmp_path, html)) as env:
-                assert await env.evaluate("document.title") == ",,,,"
-                first.append(env.prompt[0]["content"][0]["image"])
-                await env.step(click(500, 500))
-        assert first[0] == first[1]
-
-    asyncio.run(main())
+    first = []
+    for _ in range(2):
+        async with opened(page_env(tmp_path, html)) as env:
+            assert await env.evaluate("document.title") == ",,,,"
+            first.append(env.prompt[0]["content"][0]["image"])
+            await env.step(click(500, 500))
+    assert first[0] == first[1]
 
 
-def test_a_page_that_hangs_is_an_env_error_and_others_go_on(tmp_path):
+async def test_a_page_that_hangs_is_an_env_error_and_others_go_on(tmp_path):
     html = "<button style='width:200px;height:100px' onclick='while (true);'>Hang</button>"
-
-    async def main():
-        async with (
-            opened(page_env(tmp_path, html), timeout=3.0) as env,
-            opened(page_env(tmp_path, RED), timeout=3.0) as other,
-        ):
-            with pytest.raises(BrowserFailure, match="longer than 3 s"):
-                await env.step(click(500, 500))
-            _, done, _ = await other.step(click(100, 100))
-            assert done
-        async with opened(page_env(tmp_path, RED), timeout=3.0) as env:
-            _, done, _ = await env.step(click(100, 100))
-            assert done
-
-    asyncio.run(main())
+    async with (
+        opened(page_env(tmp_path, html), timeout=3.0) as env,
+        opened(page_env(tmp_path, RED), timeout=3.0) as other,
+    ):
+        with pytest.raises(BrowserFailure, match="longer than 3 s"):
+            await env.step(click(500, 500))
+        _, done, _ = await other.step(click(100, 100))
+        assert done
+    async with opened(page_env(tmp_path, RED), timeout=3.0) as env:
+        _, done, _ = await env.step(click(100, 100))
+        assert done
 
 
 def test_an_episode_in_the_turn_loop_goes_on_in_another_browser(tmp_path):
@@ -359,8 +308,8 @@ def test_an_episode_in_the_turn_loop_goes_on_in_another_browser(tmp_path):
             return await super().step(response_text)
 
     spec = resolve_env(Killed, options={"width": 192, "height": 128, "tools_in_prompt": False})
-    replies = [click(900, 900), call("wait", time=1), click(100, 100)]
-    trajectory = play_audited(spec, replies, max_tokens=4000, max_reply_tokens=400)
+    responses = [click(900, 900), call("wait", time=1), click(100, 100)]
+    trajectory = play_audited(spec, responses, max_tokens=4000, max_response_tokens=400)
     assert trajectory.reward == 0.5 and trajectory.ending == "env_done"
     assert trajectory.metrics["env_errors"] == trajectory.metrics["env_retries"] == 1
     assert [[each.label for each in turn.points] for turn in trajectory.turns] == [["left_click"], [], ["left_click"]]
@@ -383,43 +332,62 @@ def test_sessions_are_bounded_and_wait(tmp_path):
     asyncio.run(main())
 
 
-def test_an_episode_that_is_cancelled_while_it_opens_keeps_no_session_and_no_tab(tmp_path):
-    async def main():
-        spec = resolve_env(page_env(tmp_path, RED), options={"width": 200, "height": 100, "sessions": 1})
-        for number in range(12):
-            env = spec.build(a_task())
-            opening = asyncio.create_task(env.reset())
-            await asyncio.sleep(0.04 * number)  # from before the tab is requested until after the page is loaded
-            opening.cancel()
-            await asyncio.gather(opening, return_exceptions=True)
-            await env.close()
+async def test_an_episode_that_is_cancelled_while_it_opens_keeps_no_session_and_no_tab(tmp_path):
+    spec = resolve_env(page_env(tmp_path, RED), options={"width": 200, "height": 100, "sessions": 1})
+    for number in range(12):
         env = spec.build(a_task())
-        await asyncio.wait_for(env.reset(), 60)
-        contexts = env._lease.process.handle.contexts
-        async with asyncio.timeout(60):
-            while len(contexts) > 1:
-                await asyncio.sleep(0.01)
-                contexts = env._lease.process.handle.contexts
+        opening = asyncio.create_task(env.reset())
+        await asyncio.sleep(0.04 * number)  # from before the tab is requested until after the page is loaded
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
         await env.close()
-
-    asyncio.run(main())
-
-
-def test_a_browser_above_its_memory_is_replaced(tmp_path):
-    async def main():
-        env_class = page_env(tmp_path, RED)
-        for _ in range(2):
-            async with opened(env_class, memory_mib=1) as env:
-                pool, process = env._pool, env._lease.process
-            await asyncio.wait_for(pool.loop.run(until_ended(pool, process)), 60)
-            pool.loop.loop.call_soon_threadsafe(setattr, pool, "_measured", 0.0)
-        assert pool.counts["too_large"] == pool.counts["started"] == 2
-
-    async def until_ended(pool, process):
-        while process in pool._all:
+    env = spec.build(a_task())
+    await asyncio.wait_for(env.reset(), 60)
+    contexts = env._lease.process.handle.contexts
+    async with asyncio.timeout(60):
+        while len(contexts) > 1:
             await asyncio.sleep(0.01)
+            contexts = env._lease.process.handle.contexts
+    await env.close()
 
-    asyncio.run(main())
+
+GROWING = """<script>
+window.keep = [];
+onclick = () => { for (let i = 0; i < 40; i++) keep.push(new Uint8Array(10 << 20).fill(i + 1)); };
+</script>"""
+
+
+async def until_ended(pool, process):
+    await asyncio.wait_for(pool.loop.run(process.ended.wait()), 60)
+
+
+async def test_a_page_that_grows_beyond_twice_the_memory_is_ended_while_its_episode_goes_on(tmp_path):
+    async with opened(page_env(tmp_path, GROWING), memory_mib=220) as env:
+        pool, process = env._pool, env._lease.process
+        with contextlib.suppress(BrowserFailure):  # it may be ended before the click returns
+            await env.step(click(500, 500))
+        await until_ended(pool, process)
+        assert env._lease.process is process  # the episode has not ended
+        with pytest.raises(BrowserFailure):
+            await env.step(click(500, 500))
+    assert pool.counts["too_large"] == 1 and not process.alive
+
+
+async def test_a_browser_above_its_memory_is_replaced_when_its_last_episode_ends(tmp_path):
+    async def above() -> int:
+        return 600 * 2**20
+
+    env_class = page_env(tmp_path, RED)
+    for _ in range(2):
+        async with opened(env_class, memory_mib=400) as env:
+            pool, process = env._pool, env._lease.process
+            process.memory_bytes = above
+            async with asyncio.timeout(60):
+                while not process.retired:
+                    await asyncio.sleep(0.01)
+            await env.step(click(500, 500))  # the episode goes on
+        await until_ended(pool, process)
+    assert pool.counts["too_large"] == pool.counts["started"] == 2
 
 
 @pytest.mark.parametrize(
@@ -436,6 +404,42 @@ def test_a_browser_above_its_memory_is_replaced(tmp_path):
 def test_wrong_options_are_named(options, words):
     with pytest.raises(ValueError, match=words):
         resolve_env(BrowserEnv, options=options).build(a_task())
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "/etc/passwd",
+        "../../../etc/passwd",
+        "file:///etc/passwd",
+        "http://127.0.0.1:8000/admin",
+        "linked.html",
+        "keys.env",
+        "shop.py",
+        "a" * 9999,
+        "\0.html",
+        3,
+    ],
+)
+def test_a_task_names_no_page_outside_the_folder_of_its_env(tmp_path, page):
+    """Tasks come from datasets, and through `vlmrl env serve` from other machines."""
+    (tmp_path / "shop.py").write_text(
+        "from vlmrl import BrowserEnv\n\n\nclass Shop(BrowserEnv):\n    page = 'shop.html'\n"
+    )
+    (tmp_path / "shop.html").write_text("<html></html>")
+    (tmp_path / "linked.html").symlink_to("/etc/passwd")
+    (tmp_path / "keys.env").write_text("KEY=1")
+    spec = resolve_env(f"{tmp_path}/shop.py:Shop")
+    with pytest.raises(ValueError, match=r"the column page of task .* must name a file in the folder of Shop"):
+        spec.build(replace(a_task(), data={"page": page}))
+    assert spec.build(replace(a_task(), data={"page": "shop.html"})).url == (tmp_path / "shop.html").as_uri()
+
+
+@pytest.mark.parametrize("name", ["../miniwob/click-test", "/etc/passwd", "../../../../etc/passwd"])
+def test_a_task_names_miniwob_pages_by_their_names(name):
+    pytest.importorskip("miniwob")
+    with pytest.raises(ValueError, match="must name tasks of MiniWoB"):
+        resolve_env(MiniWobEnv).build(replace(a_task(), data={"miniwob": name}))
 
 
 def test_wrong_programs_and_limits_are_named_before_anything_is_played(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 from PIL import Image
 from testing.episodes import play
 
-from vlmrl import Env, Task, obs
-from vlmrl.env.base import resolve_env
+from vlmrl import Config, Env, Rollout, Task, obs
+from vlmrl.config import resolve_config
+from vlmrl.config.saved import from_plain
+from vlmrl.env.base import resolve_env, resolve_envs
+from vlmrl.report.records import plain
 
 TASK = Task("t", [{"role": "user", "content": "2+2?"}], answer="4", seed=11)
 
@@ -78,9 +82,9 @@ def test_a_reward_function_is_a_whole_env():
 
 
 @pytest.mark.parametrize(("ending", "reward"), [("length", 1.0), ("max_tokens", 1.0), ("env_done", None)])
-def test_a_reward_function_scores_every_reply_once(ending: str, reward: float | None):
+def test_a_reward_function_scores_every_response_once(ending: str, reward: float | None):
     env = resolve_env(None, right).build(TASK)
-    env.last_reply = "4"
+    env.last_response = "4"
     assert env.finish(ending) == reward
 
 
@@ -191,3 +195,17 @@ def test_the_reward_of_an_unfinished_episode_is_declared_once():
     ]
     cut = play(Declares, ["a", "b"], max_turns=2)
     assert (cut.ending, cut.reward) == ("max_turns", -0.5)
+
+
+def short(text: str, task: Task) -> float:
+    return float(len(text) < 3)
+
+
+@pytest.mark.parametrize(("given", "reward"), [((right, short), 1.0), ({right: 2.0, short: 0.5}, 0.5)])
+def test_several_rewards_are_added_by_weight_and_each_is_a_metric(given: Any, reward: float):
+    config = Config(reward=given, rollout=Rollout(max_turns=1))
+    spec = resolve_envs(resolve_config(config))
+    _, done, info = spec.build(Task("a", [], answer="yes")).step("no")
+    assert done and info == {"reward": reward, "right": 0.0, "short": 1.0}
+    saved = from_plain(Config, json.loads(json.dumps(plain(config)))).reward
+    assert [str(code).partition(":")[2] for code in saved] == ["right", "short"]

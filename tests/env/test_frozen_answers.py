@@ -113,7 +113,7 @@ def test_results_of_async_tools_are_shown_in_the_envs_thread():
             threads.append(threading.current_thread().name)
             return super().show_results(results)
 
-        def judge(self, reply: str) -> float:
+        def judge(self, response: str) -> float:
             return 1.0
 
     call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'

@@ -11,8 +11,8 @@ from jinja2.exceptions import TemplateError
 
 from vlmrl.env.tool_calls import ToolCall, read_tool_calls
 from vlmrl.env.tools import problem_with, tool_schema
+from vlmrl.families.glm4v import Glm4V
 from vlmrl.model import tiny
-from vlmrl.model.families.glm4v import Glm4V
 from vlmrl.multimodal.renderer import Renderer
 
 WORDS = Glm4V.tiny_tokenizer(tiny.tokenizer())
@@ -76,8 +76,8 @@ def arguments(rng: random.Random) -> dict[str, Any]:
     return {name: made[name] for name in rng.sample(sorted(made), rng.randint(0, len(made)))}
 
 
-def replies_of(calls: list[ToolCall], content: str = "", renderer: Renderer | None = None) -> str:
-    """What the template writes for a reply with ``calls``, read back from its tokens."""
+def responses_of(calls: list[ToolCall], content: str = "", renderer: Renderer | None = None) -> str:
+    """What the template writes for a response with ``calls``, read back from its tokens."""
     own = renderer or Renderer(
         WORDS, image_token="<|image|>", stop_ids=WORDS.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
     )
@@ -97,7 +97,7 @@ def test_calls_are_read_as_the_template_writes_them(hostile):
                 else ToolCall("other", {f"key {i}": value(rng) for i in range(rng.randint(0, 3))})
                 for _ in range(rng.randint(1, 3))
             ]
-            text = replies_of(calls, rng.choice(["", "I look.", "<b>"]))
+            text = responses_of(calls, rng.choice(["", "I look.", "<b>"]))
             found = read_tool_calls(text, [LOOK, UNKNOWN], "glm")
             assert found == calls, text
             assert json.dumps([call.arguments for call in found]) == json.dumps([call.arguments for call in calls])
@@ -159,4 +159,4 @@ def test_a_call_that_is_not_closed_is_explained():
 
 def test_arguments_must_be_an_object():
     with pytest.raises(TemplateError, match="the arguments of a tool call must be an object, not a string"):
-        replies_of([ToolCall("look", '{"text": "red"}')])  # type: ignore[arg-type]
+        responses_of([ToolCall("look", '{"text": "red"}')])  # type: ignore[arg-type]

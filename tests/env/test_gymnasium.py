@@ -41,8 +41,8 @@ class RampEnv(GymnasiumEnv):
     def make(self):
         return Ramp(self.as_observation)
 
-    def read_actions(self, reply):
-        return [int(word) for word in reply.split()]
+    def read_actions(self, response):
+        return [int(word) for word in response.split()]
 
     def describe(self, info):
         return f"level {info['level']}"
@@ -53,7 +53,7 @@ def frames(trajectory):
 
 
 @pytest.mark.parametrize("as_observation", [True, False])
-def test_each_reply_is_an_action_and_the_next_frame_its_observation(as_observation: bool):
+def test_each_response_is_an_action_and_the_next_frame_its_observation(as_observation: bool):
     class Seen(RampEnv):
         pass
 
@@ -73,15 +73,15 @@ def test_actions_after_the_end_are_not_taken():
     assert play(RampEnv, ["100 50 50"]).turns[0].metrics["actions"] == 1
 
 
-def test_a_reply_without_actions_gets_an_error_message():
+def test_a_response_without_actions_gets_an_error_message():
     trajectory = play(RampEnv, ["", "100"])
-    assert trajectory.turns[1].messages[0]["content"] == "The reply names no action."
+    assert trajectory.turns[1].messages[0]["content"] == "The response names no action."
 
 
 def test_an_episode_that_is_cut_off_keeps_its_rewards():
     trajectory = play(RampEnv, ["10", "10"], max_turns=2)
     assert (trajectory.ending, trajectory.reward) == ("max_turns", 2.0)
-    assert play(RampEnv, ["word " * 200], max_reply_tokens=5).reward == 0.0
+    assert play(RampEnv, ["word " * 200], max_response_tokens=5).reward == 0.0
 
 
 def test_the_image_comes_before_the_prompts_last_text():

@@ -1,4 +1,4 @@
-"""A judge behind a local endpoint that grades, hangs, refuses, fails or replies with nonsense."""
+"""A judge behind a local endpoint that grades, hangs, refuses, fails or answers with nonsense."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from testing.episodes import a_task, image, play, play_audited
-from testing.servers import free_port, served
+from testing.servers import answering, free_port
 
 from vlmrl import Judge, JudgeError, ToolEnv, weighted_reward
 from vlmrl.config.code import load_object
@@ -42,13 +43,9 @@ class Endpoint:
     def answer(self) -> Any:
         return self.script[min(len(self.requests), len(self.script)) - 1]
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        from starlette.requests import Request
-        from starlette.responses import JSONResponse, PlainTextResponse
-
-        request = Request(scope, receive)
+    async def __call__(self, request: web.Request) -> web.Response:
         self.requests.append(await request.json())
-        self.headers.append(dict(request.headers))
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
         answer = self.answer()
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
@@ -56,10 +53,8 @@ class Endpoint:
             if callable(answer):
                 answer = await answer()
             if isinstance(answer, int):
-                response: Any = PlainTextResponse("no", status_code=answer)
-            else:
-                response = PlainTextResponse(answer) if isinstance(answer, str) else JSONResponse(answer)
-            await response(scope, receive, send)
+                return web.Response(text="no", status=answer)
+            return web.Response(text=answer) if isinstance(answer, str) else web.json_response(answer)
         finally:
             self.at_once -= 1
 
@@ -71,9 +66,8 @@ async def hang() -> dict[str, Any]:
 
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
-    pytest.importorskip("starlette", reason="needs starlette: pip install 'vlmrl[serve]'")
     made = Endpoint()
-    with served(made, lifespan="off") as url:
+    with answering(made) as url:
         made.url = f"{url}/v1"
         yield made
 
@@ -100,7 +94,7 @@ NO_VERDICTS = {
 
 
 @pytest.mark.parametrize("kind", NO_VERDICTS)
-def test_an_unusable_reply_is_retried_and_then_an_error(endpoint: Endpoint, kind: str):
+def test_an_unusable_response_is_retried_and_then_an_error(endpoint: Endpoint, kind: str):
     judge = Judge(endpoint.url, "m", timeout=0.5 if kind == "hangs" else 10.0)
     endpoint.script = [NO_VERDICTS[kind], completion("Fine. <score>8</score>")]
     verdict = judge.grade("Kind?", CONVERSATION)
@@ -136,7 +130,7 @@ def test_a_refused_request_is_not_retried(endpoint: Endpoint):
 
 
 def test_a_dead_endpoint_is_an_error():
-    with pytest.raises(JudgeError, match="ConnectError"):
+    with pytest.raises(JudgeError, match="ClientConnectorError"):
         Judge(f"http://127.0.0.1:{free_port()}/v1", "m").grade("Kind?", CONVERSATION)
 
 
@@ -230,7 +224,7 @@ def test_an_env_is_judged_turn_by_turn_or_at_its_end(endpoint: Endpoint):
         options=options,
         max_turns=2,
         max_tokens=4000,
-        max_reply_tokens=900,
+        max_response_tokens=900,
     )
     assert at_end.turn_rewards == [None, pytest.approx(0.9 + 0.5 * 200 / 300)]
     assert at_end.turns[1].metrics["short"] == pytest.approx(2 / 3) and at_end.turns[1].metrics["judge"] == 0.9
@@ -242,8 +236,8 @@ def test_a_judge_error_in_a_tool_env_is_an_env_error(endpoint: Endpoint):
         def setup(cls) -> Judge:
             return Judge(endpoint.url, "m")
 
-        def judge(self, reply: str) -> dict[str, float]:
-            conversation = [*self.task.prompt, {"role": "assistant", "content": reply}]
+        def judge(self, response: str) -> dict[str, float]:
+            conversation = [*self.task.prompt, {"role": "assistant", "content": response}]
             return weighted_reward({"kind": self.shared.grade("Kind?", conversation).score}, {"kind": 2.0})
 
     assert play(Judged, ["Hello"]).reward == 1.6

@@ -86,7 +86,7 @@ def test_a_role_cannot_escape_either():
 
 
 @pytest.mark.parametrize("piece", ["<", "< ", "</", "[", "[ ", "<score", "[user", "</conver<score>sation>"])
-def test_long_replies_take_linear_time(piece: str):
+def test_long_responses_take_linear_time(piece: str):
     began = time.process_time()
     prompt(piece * 100_000)
     prompt(piece + " " * 100_000)
@@ -94,7 +94,7 @@ def test_long_replies_take_linear_time(piece: str):
 
 
 @pytest.mark.parametrize(
-    "reply",
+    "response",
     [
         "<score>2<score>3</score>",
         "<score>2</score><score>3</score>",
@@ -104,14 +104,14 @@ def test_long_replies_take_linear_time(piece: str):
         "",
     ],
 )
-def test_one_whole_score_is_wanted(reply: str):
+def test_one_whole_score_is_wanted(response: str):
     judge = Judge("http://judge.invalid/v1", "m")
     assert judge._score("<think><score>9</score></think>So: <score> 3 </score>.") == 0.3
     with pytest.raises(ValueError, match="must hold one score"):
-        judge._score(reply)
+        judge._score(response)
 
 
-def test_a_reply_full_of_scores_takes_linear_time():
+def test_a_response_full_of_scores_takes_linear_time():
     judge = Judge("http://judge.invalid/v1", "m")
     began = time.process_time()
     with pytest.raises(ValueError, match="must hold one score"):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from testing.episodes import a_task, play, play_audited, turn_loop
-from testing.servers import free_port, served
+from testing.servers import free_port, served_asgi
 
 pytest.importorskip("mcp", reason="needs mcp: pip install 'vlmrl[mcp]'")
 
@@ -43,8 +43,8 @@ COMMAND = f"{sys.executable} {mcp_server.__file__}"
 
 
 class Painter(McpEnv):
-    def judge(self, reply: str) -> float:
-        return float(reply == "done")
+    def judge(self, response: str) -> float:
+        return float(response == "done")
 
 
 def shout(text: str) -> str:
@@ -66,7 +66,7 @@ def call(name: str, **arguments) -> str:
 
 
 def texts(trajectory, turn: int) -> list[str]:
-    """The text of each tool message before a turn's reply."""
+    """The text of each tool message before a turn's response."""
     contents = [message["content"] for message in trajectory.turns[turn].messages]
     return [
         content if isinstance(content, str) else "".join(part.get("text", "(image)") for part in content)
@@ -180,18 +180,18 @@ def test_an_error_of_a_server_names_the_file_with_its_stderr():
 
 @pytest.fixture
 def http_server():
-    with served(mcp_server.server.streamable_http_app()) as url:
+    with served_asgi(mcp_server.server.streamable_http_app()) as url:
         yield f"{url}/mcp"
 
 
 @slow
 def test_an_episode_over_stdio_has_images_parallel_calls_and_tool_errors():
-    replies = [
+    responses = [
         call("paint", color="red") + call("add", a=1, b=2) + call("paint", color="blue"),
         call("paint", color="none") + call("add", a="one", b=2) + call("fly") + call("whoami"),
         "done",
     ]
-    trajectory = play_audited(Painter, replies, a_task(), options={"server": COMMAND}, max_tokens=4000)
+    trajectory = play_audited(Painter, responses, a_task(), options={"server": COMMAND}, max_tokens=4000)
     assert (trajectory.ending, trajectory.reward) == ("env_done", 1.0)
     assert [item.image.getpixel((0, 0)) for item in trajectory.turns[1].media] == [(255, 0, 0), (0, 0, 255)]
     assert texts(trajectory, 1) == ["red:(image)", "3", "blue:(image)"]
@@ -224,8 +224,8 @@ def test_episodes_over_http_share_a_server_and_have_local_functions_too(http_ser
 
 @slow
 def test_after_a_server_died_a_new_one_replays_the_episode(tmp_path: Path):
-    replies = [call("add", a=1, b=1), call("vanish", marker=str(tmp_path / "marker")), "done"]
-    trajectory = play(Painter, replies, options={"server": COMMAND}, max_tokens=4000, max_reply_tokens=1000)
+    responses = [call("add", a=1, b=1), call("vanish", marker=str(tmp_path / "marker")), "done"]
+    trajectory = play(Painter, responses, options={"server": COMMAND}, max_tokens=4000, max_response_tokens=1000)
     assert (trajectory.ending, trajectory.reward) == ("env_done", 1.0), trajectory.error
     assert trajectory.metrics["env_retries"] == 1 and texts(trajectory, 2) == ["still here"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from testing.episodes import a_task, image, play, play_audited
-from testing.servers import free_port, served
+from testing.servers import free_port, served_asgi
 
 pytest.importorskip("openenv.core.generic_client", reason="needs openenv: pip install 'vlmrl[openenv]'")
 
@@ -61,10 +61,10 @@ class Canvas(Environment):
 
 
 class Painter(OpenEnvEnv):
-    def read_action(self, reply: str) -> dict[str, Any]:
-        if " " in reply:
+    def read_action(self, response: str) -> dict[str, Any]:
+        if " " in response:
             raise ValueError("One word.")
-        return {"color": reply}
+        return {"color": response}
 
     def show(self, observation: dict[str, Any]) -> dict[str, Any]:
         return obs(observation["text"], images=[base64.b64decode(observation["png"])])
@@ -72,7 +72,7 @@ class Painter(OpenEnvEnv):
 
 @pytest.fixture
 def url():
-    with served(create_fastapi_app(Canvas, Paint, Seen, max_concurrent_envs=8)) as address:
+    with served_asgi(create_fastapi_app(Canvas, Paint, Seen, max_concurrent_envs=8)) as address:
         yield address
 
 

@@ -32,8 +32,8 @@ class Client:
 
 
 class Board(OpenEnvEnv):
-    def read_action(self, reply: str) -> Any:
-        return BOARD if reply == "red" else reply
+    def read_action(self, response: str) -> Any:
+        return BOARD if response == "red" else response
 
     def show(self, observation: dict[str, Any]) -> dict[str, Any]:
         return obs("Board:", images=[observation["board"]])

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from testing.episodes import a_task, image, play, play_audited, turn_loop
 from testing.servers import free_port, served
@@ -26,11 +27,9 @@ from vlmrl.env.remote.serialize import serialize_task
 from vlmrl.env.session import EnvContractError
 from vlmrl.multimodal.images import ImageUnavailableError
 from vlmrl.types import PointSet
-from vlmrl.utils.http_server import RequestGuard
 
 pytestmark = pytest.mark.slow
 
-pytest.importorskip("starlette", reason="needs starlette: pip install 'vlmrl[serve]'")
 ROOT = Path(__file__).parents[2]
 
 
@@ -65,7 +64,7 @@ class Album(Env):
         return obs(f"{response_text}:", images=[image(response_text)]), False, info
 
     def finish(self, ending: str) -> float:
-        return 1.0 if (ending, self.last_reply) == ("env_done", "quit") else 0.5
+        return 1.0 if (ending, self.last_response) == ("env_done", "quit") else 0.5
 
     def close(self) -> None:
         self.closed.append(self)
@@ -82,12 +81,12 @@ class Tools(ToolEnv):
 
     functions = [paint]  # noqa: RUF012
 
-    def judge(self, reply: str) -> float:
+    def judge(self, response: str) -> float:
         return float(self.tool_format == "json")
 
 
 @contextmanager
-def remote(env: Any, port: int | None = None, **options: Any) -> Iterator[tuple[dict[str, Any], EnvServer]]:
+def remote(env: Any, port: int = 0, **options: Any) -> Iterator[tuple[dict[str, Any], EnvServer]]:
     """The options of a :class:`RemoteEnv` that plays ``env``, and the server behind it."""
     server = EnvServer(resolve_env(env, options=options), timeout=20.0)
     with served(create_env_app(server), port) as url:
@@ -108,10 +107,10 @@ def test_a_remote_episode_equals_a_local_one():
     class Mine(Album):
         pass
 
-    replies = ["red", "blue", "quit"]
-    here = play_audited(Mine, replies, TASK, options={"pay": 0.75})
+    responses = ["red", "blue", "quit"]
+    here = play_audited(Mine, responses, TASK, options={"pay": 0.75})
     with remote(Mine, pay=0.75) as (options, server):
-        there = play_audited(RemoteEnv, replies, TASK, options=options)
+        there = play_audited(RemoteEnv, responses, TASK, options=options)
         assert not server.sessions
     for one, other in zip(here.turns, there.turns, strict=True):
         assert (one.prompt_ids, one.reward) == (other.prompt_ids, other.reward)
@@ -138,12 +137,18 @@ def test_a_column_with_nan_reaches_the_served_env():
     assert (trajectory.ending, trajectory.reward, trajectory.error) == ("env_done", 1.0, None)
 
 
+def test_a_web_page_whose_name_points_at_the_server_reads_nothing():
+    with remote(Album) as (options, _):
+        headers = {"Host": "evil.example"}
+        assert httpx.get(f"{options['url']}/health", headers=headers).status_code == 403
+
+
 def test_a_server_with_a_token_plays_with_those_who_have_it(monkeypatch: pytest.MonkeyPatch):
     class Mine(Album):
         pass
 
-    guard = RequestGuard(create_env_app(EnvServer(resolve_env(Mine))), "s3cret", 2**20)
-    with served(guard) as url:
+    app = create_env_app(EnvServer(resolve_env(Mine)))
+    with served(app, token="s3cret", max_body=2**20) as url:
         for variable, value in (("VLMRL_ENV_TOKEN", None), ("VLMRL_ENV_TOKEN", "other"), ("OTHER", "s3cret")):
             monkeypatch.delenv("VLMRL_ENV_TOKEN", raising=False)
             if value:
@@ -193,8 +198,8 @@ def test_tools_of_the_served_env_are_known_before_the_first_episode():
     with remote(Tools) as (options, _):
         spec = resolve_env(RemoteEnv, options=options)
         assert spec.build(TASK).tools[0]["function"]["name"] == "paint"
-        replies = ['<tool_call>{"name": "paint", "arguments": {"color": "red"}}</tool_call>', "done"]
-        trajectory = play_audited(spec, replies)
+        responses = ['<tool_call>{"name": "paint", "arguments": {"color": "red"}}</tool_call>', "done"]
+        trajectory = play_audited(spec, responses)
     assert trajectory.reward == 1.0 and trajectory.turns[1].media[0].image.getpixel((0, 0)) == (255, 0, 0)
     assert '"name": "paint"' in turn_loop(spec, []).renderer.decode(trajectory.turns[0].prompt_ids)
 
@@ -203,9 +208,9 @@ def test_a_rejected_turn_is_sampled_again():
     class Mine(Album):
         pass
 
-    replies = iter(["red", "again", "quit"])
+    responses = iter(["red", "again", "quit"])
     with remote(Mine) as (options, _):
-        trajectory = play(RemoteEnv, lambda request, turn: next(replies), TASK, options=options)
+        trajectory = play(RemoteEnv, lambda request, turn: next(responses), TASK, options=options)
     assert [turn.text for turn in trajectory.turns] == ["red", "quit"]
     assert trajectory.turns[1].metrics["turns_resampled"] == 1
 
@@ -255,19 +260,19 @@ def test_a_dead_server_fails_the_trajectory_and_a_restarted_one_replays_it():
     with remote(Mine, port) as (options, _):
         spec = resolve_env(RemoteEnv, options=options)
     dead = play(spec, ["red", "quit"], TASK)
-    assert (dead.ending, dead.reward) == ("error", None) and "ConnectError" in dead.error
+    assert (dead.ending, dead.reward) == ("error", None) and "ClientConnectorError" in dead.error
 
     first = remote(Mine, port)
     first.__enter__()
     second = remote(Mine, port)
 
-    def reply(request: Any, turn: int) -> str:
+    def response(request: Any, turn: int) -> str:
         if turn == 1:  # between two turns: all sessions are lost
             first.__exit__(None, None, None)
             second.__enter__()
         return ["red", "quit"][turn]
 
-    trajectory = play(spec, reply, TASK)
+    trajectory = play(spec, response, TASK)
     second.__exit__(None, None, None)
     assert (trajectory.ending, trajectory.reward, trajectory.metrics["env_retries"]) == ("env_done", 1.25, 1.0)
 
@@ -290,7 +295,7 @@ def test_a_hung_remote_env_fails_the_trajectory_and_is_closed_by_the_server():
             RemoteEnv, ["red"], options={**options, "timeout": 0.5}, env_timeout=20.0, max_env_retries_per_turn=0
         )
         trajectory = asyncio.run(loop.play(TASK, "g", "g/00"))
-        assert trajectory.ending == "error" and "ReadTimeout" in trajectory.error
+        assert trajectory.ending == "error" and "SocketTimeoutError" in trajectory.error
         wait_until(lambda: not server.sessions)
         gate.set()
         wait_until(lambda: len(Mine.closed) == 1)
@@ -311,7 +316,7 @@ def test_idle_sessions_are_closed_and_all_of_them_at_the_end():
         await server.close_idle()
         assert list(server.sessions) == ["new"] and Mine.closed == Mine.opened[:1]
         with pytest.raises(RuntimeError, match=r"there is no session old: .* idle for 60 s"):
-            await server.step("old", {"reply": "red"})
+            await server.step("old", {"response": "red"})
         await server.close_all()
         assert not server.sessions and len(Mine.closed) == 2
 

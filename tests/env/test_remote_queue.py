@@ -1,4 +1,4 @@
-"""A busy env server loses no session: its replies wait in a queue, and signs of life tell its clients so."""
+"""A busy env server loses no session: its responses wait in a queue, and signs of life tell its clients so."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
+from aiohttp import web
 from PIL import Image
 from testing.episodes import a_task, play, turn_loop
-from testing.servers import served
+from testing.servers import answering, served
 
 from vlmrl import Env, RemoteEnv, obs
 from vlmrl.env.base import resolve_env
@@ -24,12 +25,13 @@ from vlmrl.multimodal import embedded
 from vlmrl.multimodal.embedded import _Kept
 from vlmrl.utils.work_pool import WorkPool
 
+pytestmark = pytest.mark.slow
 LIMIT = 60.0
 START = {"task": serialize_task(a_task()), "max_turns": 3, "tool_format": "json"}
 
 
 class Frames(Env):
-    """Shows a red frame after each reply; fails at ``break``."""
+    """Shows a red frame after each response; fails at ``break``."""
 
     def step(self, response_text: str):
         if response_text == "break":
@@ -42,8 +44,8 @@ class Frames(Env):
 
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkPool]:
-    """One thread for the server's replies."""
-    threads = WorkPool("replies", 1)
+    """One thread for the server's responses."""
+    threads = WorkPool("responses", 1)
     monkeypatch.setattr(env_server, "cpu_pool", lambda: threads)
     yield threads
     threads.close()
@@ -53,44 +55,38 @@ def sent(
     server: EnvServer, *requests: tuple[str, str, dict[str, Any]], before_last: Any = None
 ) -> list[httpx.Response]:
     """The server's answers, one after another. ``before_last`` is called before the last request."""
-    app = create_env_app(server)
-
-    async def go() -> list[httpx.Response]:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://env") as http:
-            answers = []
-            for number, (method, path, body) in enumerate(requests, start=1):
-                if number == len(requests) and before_last is not None:
-                    before_last()
-                answers.append(await http.request(method, path, json=body))
-            return answers
-
-    return asyncio.run(go())
+    answers = []
+    with served(create_env_app(server)) as url, httpx.Client(base_url=url, timeout=LIMIT) as http:
+        for number, (method, path, body) in enumerate(requests, start=1):
+            if number == len(requests) and before_last is not None:
+                before_last()
+            answers.append(http.request(method, path, json=body))
+    return answers
 
 
 def opening(gate: threading.Event, beats: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Send signs of life at short intervals, and open the gate after so many."""
-    original, count = env_server._with_heartbeats, 0
+    original, count = web.StreamResponse.write, 0
 
-    async def counted(outcome: Any) -> Any:
+    async def counted(response: web.StreamResponse, data: bytes) -> None:
         nonlocal count
-        async for part in original(outcome):
-            count += part == b"\n"
-            if count == beats:
-                gate.set()
-            yield part
+        count += data == b"\n"
+        if count == beats:
+            gate.set()
+        await original(response, data)
 
     monkeypatch.setattr(env_server, "HEARTBEAT_SECONDS", 0.02)
-    monkeypatch.setattr(env_server, "_with_heartbeats", counted)
+    monkeypatch.setattr(web.StreamResponse, "write", counted)
 
 
-def test_a_reply_that_waits_in_the_queue_begins_with_newlines(pool: WorkPool, monkeypatch: pytest.MonkeyPatch):
+def test_a_response_that_waits_in_the_queue_begins_with_newlines(pool: WorkPool, monkeypatch: pytest.MonkeyPatch):
     gate = threading.Event()
 
     def close_gate() -> None:
         opening(gate, 3, monkeypatch)
         pool._threads.submit(gate.wait, LIMIT)  # the only thread
 
-    requests = [("PUT", "/sessions/s", START), ("POST", "/sessions/s/step", {"reply": "look"})]
+    requests = [("PUT", "/sessions/s", START), ("POST", "/sessions/s/step", {"response": "look"})]
     start, step = sent(EnvServer(resolve_env(Frames)), *requests, before_last=close_gate)
     assert start.status_code == step.status_code == 200
     assert step.content.startswith(b"\n\n\n{") and json.loads(step.content)["done"] is False
@@ -105,34 +101,40 @@ def test_an_error_after_the_first_newline_has_a_kind_and_closes_the_session(monk
             return super().step(response_text)
 
     server = EnvServer(resolve_env(Slow))
-    requests = [("PUT", "/sessions/s", START), ("POST", "/sessions/s/step", {"reply": "break"})]
+    requests = [("PUT", "/sessions/s", START), ("POST", "/sessions/s/step", {"response": "break"})]
     _, step = sent(server, *requests, before_last=lambda: opening(gate, 2, monkeypatch))
     assert step.status_code == 200 and step.content.startswith(b"\n\n{")
     assert json.loads(step.content)["kind"] == "error" and "the browser is gone" in json.loads(step.content)["message"]
     assert not server.sessions
 
 
-def client_error(monkeypatch: pytest.MonkeyPatch, step: Any) -> str:
-    """The error of an episode whose server answers a step with the content ``step``."""
+def client_error(*parts: bytes) -> str:
+    """The error of an episode whose server answers a step with ``parts``; without any, with newlines for ever."""
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.path.endswith("/health") or request.method == "PUT":
-            return httpx.Response(200, content=b'\n{"tools": [], "replayable": true, "messages": null}')
-        return httpx.Response(200, content=step)
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.path.endswith("/health") or request.method == "PUT":
+            return web.Response(body=b'\n{"tools": [], "replayable": true, "messages": null}')
+        if request.method == "DELETE":
+            return web.Response()
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for part in parts or itertools.repeat(b"\n"):
+            await response.write(part)
+            await asyncio.sleep(0.001)
+        return response
 
-    http = httpx.Client(transport=httpx.MockTransport(answer))
-    monkeypatch.setattr(client, "http_client", lambda timeout, headers: http)
-    return play(RemoteEnv, ["a"], options={"url": "http://env.invalid"}, max_env_retries_per_turn=0).error or ""
+    with answering(answer) as url:
+        return play(RemoteEnv, ["a"], options={"url": url}, max_env_retries_per_turn=0).error or ""
 
 
-def test_the_client_reads_such_errors(monkeypatch: pytest.MonkeyPatch):
-    error = client_error(monkeypatch, b'\n\n{"kind": "error", "message": "the browser is gone"}')
-    assert error.endswith("env server http://env.invalid: the browser is gone")
+def test_the_client_reads_such_errors():
+    error = client_error(b'\n\n{"kind": "error", "message": "the browser is gone"}')
+    assert error.endswith(": the browser is gone")
 
 
 def test_a_server_that_only_shows_signs_of_life_is_given_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(client, "LONGEST_SECONDS", 0.05)
-    assert "no whole reply in 0.05 s" in client_error(monkeypatch, (b"\n" for _ in itertools.count()))
+    assert "no whole response in 0.05 s" in client_error()
 
 
 def test_env_timeout_does_not_end_a_call_that_ends_by_itself():
@@ -155,13 +157,12 @@ def test_a_frame_that_many_sessions_show_is_encoded_once(monkeypatch: pytest.Mon
     monkeypatch.setattr(embedded, "_PNGS", _Kept())
     server = EnvServer(resolve_env(Frames))
     starts = [("PUT", f"/sessions/{n}", START) for n in range(4)]
-    steps = [("POST", f"/sessions/{n}/step", {"reply": "look"}) for n in range(4)]
+    steps = [("POST", f"/sessions/{n}/step", {"response": "look"}) for n in range(4)]
     answers = sent(server, *starts, *steps)[4:]
     assert len({answer.content for answer in answers}) == 1 and len(encoded) == 1
 
 
-@pytest.mark.slow
-def test_no_session_is_lost_while_replies_wait_for_longer_than_the_clients_timeout(
+def test_no_session_is_lost_while_responses_wait_for_longer_than_the_clients_timeout(
     pool: WorkPool, monkeypatch: pytest.MonkeyPatch
 ):
     gate = threading.Event()

@@ -7,22 +7,27 @@ import base64
 import io
 import json
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from aiohttp import web
 from testing.episodes import a_task, image, play
 from testing.hostile import CANARY, CANARY_HOST, harmless
+from testing.servers import answering, asked, served
 
 from vlmrl import Env, RemoteEnv, obs
 from vlmrl.env.base import resolve_env
-from vlmrl.env.remote import client, env_server
+from vlmrl.env.remote import env_server
 from vlmrl.env.remote.env_server import EnvServer, create_env_app
 from vlmrl.env.remote.serialize import serialize_task
 from vlmrl.env.session import EnvContractError
+from vlmrl.utils import http
 
-pytest.importorskip("starlette", reason="needs starlette: pip install 'vlmrl[serve]'")
+pytestmark = pytest.mark.slow
+OWN = ("127.0.0.1",)  # the test's own server
 
 NAMES = [
     CANARY,
@@ -45,7 +50,7 @@ NAMES = [
 
 
 class Prompt(Env):
-    """Starts with the task's own messages, as envs/search and GymnasiumEnv do; shows what the reply names in the task."""
+    """Starts with the task's own messages, as envs/search and GymnasiumEnv do; shows what the response names in the task."""
 
     def reset(self) -> list[dict[str, Any]]:
         return self.task.prompt
@@ -55,13 +60,9 @@ class Prompt(Env):
 
 
 def request(server: EnvServer, method: str, path: str, body: Any) -> httpx.Response:
-    async def go() -> httpx.Response:
-        transport = httpx.ASGITransport(app=create_env_app(server))
-        async with httpx.AsyncClient(transport=transport, base_url="http://env") as http:
-            content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            return await http.request(method, path, content=content)
-
-    return asyncio.run(go())
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    (response,) = asked(create_env_app(server), (method, path, content))
+    return response
 
 
 def start(server: EnvServer, **fields: Any) -> httpx.Response:
@@ -89,9 +90,9 @@ def places(source: Any) -> list[dict[str, Any]]:
 def test_a_server_refuses_what_a_client_names_as_an_image(source: Any):
     server = EnvServer(resolve_env(Prompt))
     for fields in places(source):
-        with harmless(fields):
-            reply = start(server, **fields)
-        assert reply.status_code == 422 and reply.json()["kind"] == "error", (fields, reply.text)
+        with harmless(fields, OWN):
+            response = start(server, **fields)
+        assert response.status_code == 422 and response.json()["kind"] == "error", (fields, response.text)
         assert not server.sessions
 
 
@@ -99,8 +100,8 @@ def test_the_content_of_a_file_that_a_client_names_does_not_come_back(tmp_path: 
     secret = tmp_path / "secret.txt"
     secret.write_text("TOP-SECRET")
     for fields in places(str(secret)):
-        reply = start(EnvServer(resolve_env(Prompt)), **fields)
-        assert reply.status_code != 200 and base64.b64encode(b"TOP-SECRET").decode() not in reply.text
+        response = start(EnvServer(resolve_env(Prompt)), **fields)
+        assert response.status_code != 200 and base64.b64encode(b"TOP-SECRET").decode() not in response.text
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_an_env_that_shows_a_column_does_not_open_what_a_client_wrote_there(colu
         body = {"task": serialize_task(a_task(data={"photo": column})), "max_turns": 3, "tool_format": "json"}
         await server.start("s", body)
         with harmless(column), pytest.raises(ValueError, match="by a path or URL that the client sent"):
-            await server.step("s", {"reply": "photo"})
+            await server.step("s", {"response": "photo"})
         assert not server.sessions
 
     asyncio.run(go())
@@ -126,7 +127,7 @@ def test_a_file_that_the_served_env_itself_names_is_sent_as_its_bytes(tmp_path: 
     async def go() -> Any:
         server = EnvServer(resolve_env(Prompt))
         await server.start("s", {"task": serialize_task(a_task()), "max_turns": 3, "tool_format": "json"})
-        return await server.step("s", {"reply": str(tmp_path / "map.png")})
+        return await server.step("s", {"response": str(tmp_path / "map.png")})
 
     part = json.loads(asyncio.run(go()))["messages"][0]["content"][0]
     assert part == {"type": "image", "image": {"$bytes": base64.b64encode(buffer.getvalue()).decode()}}
@@ -152,21 +153,25 @@ def test_a_file_that_the_served_env_itself_names_is_sent_as_its_bytes(tmp_path: 
     ],
 )
 def test_a_task_that_breaks_the_protocol_is_refused_by_name(change: dict[str, Any], message: str):
-    reply = start(EnvServer(resolve_env(Prompt)), **change)
-    assert reply.status_code == 422
+    response = start(EnvServer(resolve_env(Prompt)), **change)
+    assert response.status_code == 422
     with pytest.raises(ValueError, match=message):
-        raise ValueError(reply.json()["message"])
+        raise ValueError(response.json()["message"])
 
 
 def test_other_requests_that_break_the_protocol_are_refused():
     server = EnvServer(resolve_env(Prompt))
     whole = {"task": serialize_task(a_task()), "max_turns": 3, "tool_format": "json"}
-    for body in (b"{", b"[]", b"[" * 5000, b"\xff", {}, {**whole, "max_turns": "3"}, {**whole, "tool_format": 5}):
-        assert request(server, "PUT", "/sessions/s", body).status_code == 422, body
-    assert start(server).status_code == 200
-    for path, body in (("step", {"reply": 5}), ("finish", {"ending": "soon", "last_reply": "", "last_turn": 0})):
-        assert request(server, "POST", f"/sessions/s/{path}", body).status_code == 422
-    assert list(server.sessions) == ["s"]  # a request that breaks the protocol harms no session
+    bodies = [b"{", b"[]", b"[" * 5000, b"\xff"]
+    bodies += [json.dumps(each).encode() for each in ({}, whole | {"max_turns": "3"}, whole | {"tool_format": 5})]
+    last = {"ending": "soon", "last_response": "", "last_turn": 0}
+    with served(create_env_app(server)) as url, httpx.Client(timeout=60) as http:
+        session = f"{url}/sessions/s"
+        assert [http.put(session, content=body).status_code for body in bodies] == [422] * 7
+        assert http.put(session, json=whole).status_code == 200
+        assert http.post(f"{session}/step", json={"response": 5}).status_code == 422
+        assert http.post(f"{session}/finish", json=last).status_code == 422
+        assert list(server.sessions) == ["s"]  # a request that breaks the protocol harms no session
 
 
 def test_payloads_are_encoded_and_decoded_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch):
@@ -183,7 +188,8 @@ def test_payloads_are_encoded_and_decoded_outside_the_event_loop(monkeypatch: py
         monkeypatch.setattr(env_server, name, noted(getattr(env_server, name)))
     monkeypatch.setattr(env_server, "LONG_BODY", 0)
     assert start(EnvServer(resolve_env(Prompt))).status_code == 200
-    assert len(threads) == 4 and all("vlmrl-cpu" in name for name in threads)
+    *during, _ = threads  # when the server stops, it closes the session
+    assert len(during) == 4 and all("vlmrl-cpu" in name for name in during)
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
@@ -192,43 +198,46 @@ def test_an_image_that_decodes_to_gigabytes_is_refused_before_it_is_decoded():
     pixels = image(size=(12_000, 12_000)).convert("1")
     pixels.save(buffer, format="PNG")
     bomb = {"$image": base64.b64encode(buffer.getvalue()).decode()}
-    reply = start(EnvServer(resolve_env(Prompt)), images=[bomb])
-    assert reply.status_code == 422 and "12000 x 12000 pixels" in reply.text
+    response = start(EnvServer(resolve_env(Prompt)), images=[bomb])
+    assert response.status_code == 422 and "12000 x 12000 pixels" in response.text
 
 
 class FakeServer:
     """Answers each path of an env server with JSON of the test's choice."""
 
-    def __init__(self, **replies: Any) -> None:
-        self.replies = {
+    def __init__(self, **responses: Any) -> None:
+        self.responses = {
             "health": {"tools": [], "replayable": True},
             "start": {"messages": None, "tools": [], "replayable": True},
             "step": {"messages": [], "done": True, "reward": 1.0, "metrics": {}},
             "finish": {"reward": None},
-            **replies,
+            **responses,
         }
 
-    def __call__(self, sent: httpx.Request) -> httpx.Response:
-        name = sent.url.path.rpartition("/")[2]
-        if sent.method == "DELETE":
-            return httpx.Response(200, json={})
-        reply = self.replies[name if sent.method != "PUT" else "start"]
-        if isinstance(reply, httpx.Response):
-            return reply
-        return httpx.Response(200, content=reply if isinstance(reply, bytes) else json.dumps(reply).encode())
+    async def __call__(self, request: web.Request) -> web.Response:
+        name = request.path.rpartition("/")[2]
+        if request.method == "DELETE":
+            return web.json_response({})
+        response = self.responses[name if request.method != "PUT" else "start"]
+        if isinstance(response, Answer):
+            return web.Response(status=response.status, body=response.body, headers=response.headers)
+        return web.Response(body=response if isinstance(response, bytes) else json.dumps(response).encode())
+
+
+@dataclass
+class Answer:
+    status: int
+    body: bytes = b""
+    headers: dict[str, str] | None = None
 
 
 @pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Plays two turns against a server with these replies."""
+def played() -> Any:
+    """Plays two turns against a server with these responses."""
 
-    def go(**replies: Any) -> Any:
-        def connect(timeout: float, headers: Any = None) -> httpx.Client:
-            return httpx.Client(transport=httpx.MockTransport(FakeServer(**replies)), timeout=timeout, headers=headers)
-
-        monkeypatch.setattr(client, "http_client", connect)
-        options = {"url": "http://env.invalid"}
-        return play(RemoteEnv, ["a", "b"], options=options, max_turns=2, max_env_retries_per_turn=0)
+    def go(task: Any = None, **responses: Any) -> Any:
+        with answering(FakeServer(**responses)) as url:
+            return play(RemoteEnv, ["a", "b"], task, options={"url": url}, max_turns=2, max_env_retries_per_turn=0)
 
     return go
 
@@ -246,17 +255,17 @@ def test_a_fake_server_that_keeps_to_the_protocol_plays(played: Any):
 def test_a_client_opens_nothing_that_a_server_names(played: Any, source: Any):
     part, words = {"type": "image", "image": source}, {"type": "text", "text": "?"}
     for content in ([part], [words, part], [[part]], part, [{"type": "text", "text": part}]):
-        for replies in (
+        for responses in (
             {"step": shown(content=content)},
             {"start": {**shown(content=content), "tools": [], "replayable": True}},
         ):
-            with harmless(replies):
-                trajectory = played(**replies)
-            assert trajectory.ending == "error" and "breaks the protocol" in trajectory.error, replies
+            with harmless(responses, OWN):
+                trajectory = played(**responses)
+            assert trajectory.ending == "error" and "breaks the protocol" in trajectory.error, responses
 
 
 @pytest.mark.parametrize(
-    "reply",
+    "response",
     [
         b"<html>",
         b"[" * 5000,
@@ -275,15 +284,15 @@ def test_a_client_opens_nothing_that_a_server_names(played: Any, source: Any):
         shown(content={"type": "text", "text": "x"}),
         shown(tool_calls=[5]),
         shown(tool_calls="x"),
-        httpx.Response(404, text="no"),
-        httpx.Response(500, content=json.dumps({"kind": "error", "message": "\ud800" * 10_000})),
-        httpx.Response(302, headers={"location": f"http://{CANARY_HOST}/"}),
+        Answer(404, b"no"),
+        Answer(500, json.dumps({"kind": "error", "message": "\ud800" * 10_000}).encode()),
+        Answer(302, headers={"location": f"http://{CANARY_HOST}/"}),
     ],
-    ids=lambda reply: str(reply)[:60],
+    ids=lambda response: str(response)[:60],
 )
-def test_a_reply_that_breaks_the_protocol_fails_its_trajectory_and_no_other(played: Any, reply: Any):
-    with harmless(reply):
-        trajectory = played(step=reply)
+def test_a_response_that_breaks_the_protocol_fails_its_trajectory_and_no_other(played: Any, response: Any):
+    with harmless(response, OWN):
+        trajectory = played(step=response)
     assert trajectory.ending == "error" and trajectory.error.encode() and len(trajectory.error) < 3000
 
 
@@ -295,7 +304,7 @@ def test_tools_that_break_the_protocol_are_refused(played: Any, tools: Any):
 
 
 def test_only_a_step_can_ask_for_a_retry(played: Any):
-    again = httpx.Response(500, json={"kind": "retry", "message": "again"})
+    again = Answer(500, b'{"kind": "retry", "message": "again"}')
     for place in ("start", "finish"):
         trajectory = played(**{place: again})
         assert trajectory.ending == "error" and "again" in trajectory.error
@@ -303,19 +312,18 @@ def test_only_a_step_can_ask_for_a_retry(played: Any):
 
 
 def test_a_broken_contract_is_reported_as_one(played: Any):
-    broken = httpx.Response(500, json={"kind": "contract", "message": "step must return"})
-    with pytest.raises(EnvContractError, match=r"env server http://env.invalid: step must return"):
+    broken = Answer(500, b'{"kind": "contract", "message": "step must return"}')
+    with pytest.raises(EnvContractError, match=r"env server http://127.*: step must return"):
         played(step=broken)
 
 
-def test_a_reply_over_the_limit_or_without_an_end_is_an_env_error(played: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(client.send_json, "__defaults__", (None, 1000))
-    assert "the reply has more than 1000 bytes" in played(step=b" " * 1001).error
+def test_a_response_over_the_limit_or_without_an_end_is_an_env_error(played: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http, "RESPONSE_LIMIT", 1000)
+    assert "the response has more than 1000 bytes" in played(step=b" " * 1001).error
 
 
-def test_a_task_that_cannot_be_sent_is_a_task_error(played: Any, monkeypatch: pytest.MonkeyPatch):
-    played()  # connects
+def test_a_task_that_cannot_be_sent_is_a_task_error(played: Any):
     for task in (a_task(data={"tags": {1}}), a_task(images=["/nowhere/a.png"])):
-        trajectory = play(RemoteEnv, ["a"], task, options={"url": "http://env.invalid"})
+        trajectory = played(task)
         assert trajectory.ending == "error" and trajectory.non_retryable
         assert "cannot be sent to an env server: " in trajectory.error and "env_retries" not in trajectory.metrics

@@ -1,4 +1,4 @@
-"""RetryTurn: a rejected reply is part of a replay, and only ``step`` may reject one."""
+"""RetryTurn: a rejected response is part of a replay, and only ``step`` may reject one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Step = tuple[dict[str, Any], bool, dict[str, Any]]
 
 
 class Picky(Env):
-    """Numbers the good replies. It rejects the first bad reply of an episode; the first env crashes once, in turn 2."""
+    """Numbers the good responses. It rejects the first bad response of an episode; the first env crashes once, in turn 2."""
 
     built: ClassVar[list[Env]]
 
@@ -42,11 +42,11 @@ def shown(trajectory: Any) -> list[Any]:
     return [turn.messages[-1]["content"] for turn in trajectory.turns]
 
 
-def test_a_replay_includes_the_reply_that_the_env_rejected():
+def test_a_replay_includes_the_response_that_the_env_rejected():
     class Env(Picky): ...
 
-    replies = chain(["bad", "bad"], repeat("good"))
-    trajectory = play(Env, lambda request, turn: next(replies))
+    responses = chain(["bad", "bad"], repeat("good"))
+    trajectory = play(Env, lambda request, turn: next(responses))
     assert trajectory.ending == "env_done", trajectory.error
     assert [turn.text for turn in trajectory.turns] == ["bad", "good", "good", "good"]
     assert shown(trajectory) == ["2+2?", "number 1", "number 2", "number 3"]  # as if nothing had crashed
@@ -56,18 +56,18 @@ def test_a_replay_includes_the_reply_that_the_env_rejected():
     assert trajectory.metrics["env_errors"] == 1.0
 
 
-def test_a_reply_may_be_rejected_right_after_a_replay():
+def test_a_response_may_be_rejected_right_after_a_replay():
     class Env(Picky): ...
 
-    replies = chain(["good", "good", "bad"], repeat("good"))
-    trajectory = play(Env, lambda request, turn: next(replies))
+    responses = chain(["good", "good", "bad"], repeat("good"))
+    trajectory = play(Env, lambda request, turn: next(responses))
     assert [turn.text for turn in trajectory.turns] == ["good", "good", "good", "good"]
     assert shown(trajectory) == ["2+2?", "number 1", "number 2", "number 3"]
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_replay_that_rejects_other_replies_fails_the_trajectory(first: bool):
-    """``first``: the first env rejects a reply that the second accepts, or the other way round."""
+def test_a_replay_that_rejects_other_responses_fails_the_trajectory(first: bool):
+    """``first``: the first env rejects a response that the second accepts, or the other way round."""
 
     class Moody(Picky):
         def step(self, response_text: str) -> Step:
@@ -123,7 +123,7 @@ def test_retry_turn_outside_step_fails_the_trajectory_and_not_the_run(env: type[
     assert [[t.reward for t in group] for group in rollouts.groups] == [[1.0, 1.0]]  # of t1
     assert [t.task.id for t in rollouts.failed] == ["t0", "t0"]
     assert {t.error for t in rollouts.failed} == {
-        f"env {env.__name__}, task t0: {method} raised RetryTurn (once more), which only step may raise: there is no reply to "
+        f"env {env.__name__}, task t0: {method} raised RetryTurn (once more), which only step may raise: there is no response to "
         "sample again."
     }
 

@@ -30,15 +30,15 @@ def new_session(env: Any, *, timeout: float = 20.0, max_retries: int = 1, **task
     return EnvSession(resolve_env(env), a_task(**task), max_turns=4, timeout=timeout, max_retries=max_retries)
 
 
-def run(env: Any, replies: list[str], finish: str | None = None, **options: Any) -> tuple[EnvSession, list[Any]]:
-    """Start, step through ``replies``, finish if an ending is given, close: the session and all that came back."""
+def run(env: Any, responses: list[str], finish: str | None = None, **options: Any) -> tuple[EnvSession, list[Any]]:
+    """Start, step through ``responses``, finish if an ending is given, close: the session and all that came back."""
     session = new_session(env, **options)
 
     async def go() -> list[Any]:
         try:
             results: list[Any] = [await session.start()]
-            results += [await session.step(reply) for reply in replies]
-            results += [] if finish is None else [await session.finish(finish, replies[-1])]
+            results += [await session.step(response) for response in responses]
+            results += [] if finish is None else [await session.finish(finish, responses[-1])]
             return results
         finally:
             await session.close()
@@ -71,7 +71,7 @@ class Logged(Env):
         return obs(f"seen {response_text}"), False, {"reward": 0.5, "words": 2, "note": "text"}
 
     def finish(self, ending: str) -> float | None:
-        self.log.append(f"finish {ending} {self.last_reply}")
+        self.log.append(f"finish {ending} {self.last_response}")
         return 1.0
 
     def close(self) -> None:
@@ -133,15 +133,15 @@ def test_all_plain_methods_of_one_env_run_in_one_thread_of_its_own():
         def __init__(self, task: Task) -> None:
             self.threads = [threading.current_thread()]
             self.database = sqlite3.connect(":memory:")  # refuses to be used in another thread
-            self.database.execute("create table replies (text)")
+            self.database.execute("create table responses (text)")
 
         def reset(self) -> None:
             self.threads.append(threading.current_thread())
 
         def step(self, response_text: str) -> Step:
             self.threads.append(threading.current_thread())
-            self.database.execute("insert into replies values (?)", (response_text,))
-            return obs(), False, {"rows": self.database.execute("select count(*) from replies").fetchone()[0]}
+            self.database.execute("insert into responses values (?)", (response_text,))
+            return obs(), False, {"rows": self.database.execute("select count(*) from responses").fetchone()[0]}
 
         def format_observation(self, observation: dict[str, Any]) -> dict[str, Any]:
             self.threads.append(threading.current_thread())
@@ -154,8 +154,8 @@ def test_all_plain_methods_of_one_env_run_in_one_thread_of_its_own():
     async def both() -> None:
         sessions = [new_session(Database), new_session(Database)]
         await asyncio.gather(*(session.start() for session in sessions))
-        for reply in ("a", "b"):
-            results = await asyncio.gather(*(session.step(reply) for session in sessions))
+        for response in ("a", "b"):
+            results = await asyncio.gather(*(session.step(response) for session in sessions))
         assert [result.metrics for result in results] == [{"rows": 2.0}, {"rows": 2.0}]
         await asyncio.gather(*(session.close() for session in sessions))
         assert [session.counts for session in sessions] == [{}, {}]
@@ -389,7 +389,7 @@ def test_an_env_that_cannot_be_replayed_fails_at_once():
     assert session.counts == {"errors": 1}
 
 
-def test_retry_turn_samples_with_another_seed_and_discards_the_first_reply():
+def test_retry_turn_samples_with_another_seed_and_discards_the_first_response():
     class Picky(Logged):
         def step(self, response_text: str) -> Step:
             self.log.append(f"step {self.turn}")
@@ -400,12 +400,12 @@ def test_retry_turn_samples_with_another_seed_and_discards_the_first_reply():
     seeds: list[int] = []
     prompts: list[list[int]] = []
 
-    def reply(request: Any, turn: int) -> str:
+    def response(request: Any, turn: int) -> str:
         seeds.append(request.sampling.seed)
         prompts.append(list(request.prompt_ids))
         return ["call", "no call", "call"][turn]
 
-    trajectory = play(Picky, reply, max_turns=2, max_env_retries_per_turn=1)
+    trajectory = play(Picky, response, max_turns=2, max_env_retries_per_turn=1)
     assert [turn.text for turn in trajectory.turns] == ["call", "call"]
     assert trajectory.ending == "max_turns"
     assert trajectory.reward == 3.0  # 1 for each turn, and 1 from finish
@@ -632,21 +632,21 @@ class Finishes(Logged):
 
 
 @pytest.mark.parametrize(
-    ("replies", "limits", "ending", "finished"),
+    ("responses", "limits", "ending", "finished"),
     [
         (["done"], {}, "env_done", ["finish env_done done"]),
         (["a", "b"], {"max_turns": 2}, "max_turns", ["finish max_turns b"]),
-        (too_long, {"max_reply_tokens": 5}, "length", ["finish length aaaaa"]),
-        (["a", "b"], {"max_tokens": 60, "max_reply_tokens": 30}, "max_tokens", ["finish max_tokens a"]),
+        (too_long, {"max_response_tokens": 5}, "length", ["finish length aaaaa"]),
+        (["a", "b"], {"max_tokens": 60, "max_response_tokens": 30}, "max_tokens", ["finish max_tokens a"]),
         (["a", "fail"], {}, "error", []),
         (aborted, {}, "aborted", []),
     ],
 )
 def test_finish_is_called_once_at_every_ending_that_is_not_a_failure(
-    replies: Any, limits: dict[str, Any], ending: str, finished: list[str]
+    responses: Any, limits: dict[str, Any], ending: str, finished: list[str]
 ):
     Finishes.log.clear()
-    trajectory = play(Finishes, script(replies), **limits)
+    trajectory = play(Finishes, script(responses), **limits)
     assert trajectory.ending == ending
     assert [entry for entry in Finishes.log if entry.startswith("finish")] == finished
     assert trajectory.final_reward == (1.0 if finished else None)
@@ -753,8 +753,8 @@ class Pointing(Env):
 
 
 def test_points_are_part_of_the_turn_and_no_metric():
-    reply = '[{"label": "click", "at": [[0.5, 1]]}]'
-    trajectory = play(Pointing, [reply, "[]"], max_turns=2)
+    response = '[{"label": "click", "at": [[0.5, 1]]}]'
+    trajectory = play(Pointing, [response, "[]"], max_turns=2)
     assert trajectory.reward == 2.0
     assert trajectory.turns[0].points == [PointSet("click", ((0.5, 1.0),))]
     assert trajectory.turns[0].metrics == {"clicks": 1.0} and trajectory.turns[1].points == []
@@ -774,3 +774,41 @@ def test_points_are_part_of_the_turn_and_no_metric():
 def test_wrong_points_stop_the_run(wrong):
     with pytest.raises(EnvContractError, match=r"info\['points'\] must be a list such as"):
         play(Pointing, [wrong])
+
+
+def burn(seconds: float) -> None:
+    """Compute until this thread has used ``seconds`` of a core."""
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+def test_an_envs_cpu_seconds_are_what_it_computed_and_not_what_it_waited():
+    class Computes(Env):
+        def step(self, response_text: str) -> Step:
+            burn(0.05)
+            return obs("x"), True, {"reward": 1}
+
+    class Waits(Env):
+        def step(self, response_text: str) -> Step:
+            other = threading.Thread(target=burn, args=(0.2,))  # another episode has the core
+            other.start()
+            other.join()
+            return obs("x"), True, {"reward": 1}
+
+    computes, _ = run(Computes, ["a"])
+    assert 0.05 <= computes.cpu_seconds < computes.seconds + 0.05
+    waits, _ = run(Waits, ["a"])
+    assert waits.seconds >= 0.2 and waits.cpu_seconds < 0.1
+
+
+def test_what_is_computed_after_an_async_step_in_the_envs_thread_counts():
+    class Formats(Env):
+        async def step(self, response_text: str) -> Step:  # type: ignore[override]
+            return obs("x"), False, {"reward": 1}
+
+        def format_observation(self, observation: dict[str, Any]) -> Any:
+            burn(0.05)
+            return super().format_observation(observation)
+
+    assert run(Formats, ["a"])[0].cpu_seconds >= 0.05

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from testing.episodes import a_task, completion, decoded, image, play, play_audited
 from testing.episodes import renderer as renderer_of_tests
-from testing.templates import TEMPLATES, full_text, ids_of, real_tokenizer
+from testing.templates import TEMPLATES, full_text, ids_of, real_renderer
 
 from vlmrl import Config, Data, Env, Model, ToolCall, ToolEnv, obs, read_tags, read_tool_calls
 from vlmrl.env.base import resolve_env
@@ -224,7 +224,7 @@ def test_tags_are_read_as_the_obvious_pattern_reads_them(text: str, found: list[
     ids=["spaces", "open parameters", "open functions", "open calls", "open values", "closed values"],
 )
 @pytest.mark.parametrize("tool_format", ["json", "xml", "glm"])
-def test_a_hostile_reply_is_read_in_linear_time(body: str, tool_format: str):
+def test_a_hostile_response_is_read_in_linear_time(body: str, tool_format: str):
     began = time.thread_time()
     assert all(call.problem for call in read_tool_calls(f"<tool_call>\n{body}\n</tool_call>", [ADD], tool_format))
     assert time.thread_time() - began < 5  # milliseconds; a pattern with two repeats needs minutes
@@ -277,7 +277,7 @@ def test_results_become_parts_of_a_message():
 
 
 class Sums(ToolEnv):
-    """Adds, draws and fails on request; the answer is what the reply without a call says."""
+    """Adds, draws and fails on request; the answer is what the response without a call says."""
 
     def draw(self, color: str) -> Image.Image:
         """Draw an image.
@@ -295,12 +295,12 @@ class Sums(ToolEnv):
 
     functions = [add, draw, wait]  # noqa: RUF012
 
-    def judge(self, reply: str) -> float:
-        return float(reply == "4 m")
+    def judge(self, response: str) -> float:
+        return float(response == "4 m")
 
 
-def step(env: ToolEnv, reply: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-    return asyncio.run(env.step(reply))
+def step(env: ToolEnv, response: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+    return asyncio.run(env.step(response))
 
 
 def new(cls: type[ToolEnv], **options: Any) -> ToolEnv:
@@ -318,8 +318,8 @@ def test_a_class_with_functions_is_a_whole_env():
 
 def test_results_are_in_the_order_of_the_calls_errors_too():
     env = new(Sums)
-    reply = call("wait") + call("draw", color="no color") + call("add") + call("mul") + call("add", a=3)
-    observation, done, info = step(env, reply)
+    response = call("wait") + call("draw", color="no color") + call("add") + call("mul") + call("add", a=3)
+    observation, done, info = step(env, response)
     assert (done, info) == (False, {"tool_calls": 5, "tool_errors": 3})
     assert [message["content"] for message in env.format_observation(observation)] == [
         '["waited", 1]',
@@ -363,8 +363,8 @@ def test_a_subclass_may_override_a_tool_and_judge_with_metrics():
         def draw(self, color: str) -> Any:
             return color.upper()
 
-        async def judge(self, reply: str) -> dict[str, float]:  # type: ignore[override]
-            return {"reward": 0.5, "length": len(reply)}
+        async def judge(self, response: str) -> dict[str, float]:  # type: ignore[override]
+            return {"reward": 0.5, "length": len(response)}
 
     env = new(Loud)
     assert step(env, call("draw", color="red"))[0] == {"tool_results": [[{"type": "text", "text": "RED"}]]}
@@ -372,17 +372,17 @@ def test_a_subclass_may_override_a_tool_and_judge_with_metrics():
 
 
 def test_an_env_without_judge_is_an_error_at_startup():
-    with pytest.raises(ValueError, match=r"must define judge\(self, reply\)"):
+    with pytest.raises(ValueError, match=r"must define judge\(self, response\)"):
         resolve_env(type("Silent", (ToolEnv,), {"functions": [add]}))
 
 
 def test_whole_episodes_with_images_pass_the_audit():
-    replies = [
+    responses = [
         call("draw", color="blue") + call("add", a=1) + call("draw", color="red"),
         "Add. " + call("add", a=1, b=3),
         "4 m",
     ]
-    trajectory = play_audited(Sums, replies)
+    trajectory = play_audited(Sums, responses)
     assert (trajectory.ending, trajectory.reward) == ("env_done", 1.0)
     assert [[item.image.getpixel((0, 0)) for item in turn.media] for turn in trajectory.turns] == [
         [],
@@ -421,10 +421,8 @@ def test_a_failing_tool_is_an_env_error_that_the_model_never_reads():
 # Templates
 
 
-def real_renderer(shared: Path, template: str, images: bool) -> Renderer:
-    tokenizer = real_tokenizer(shared / "data/qwen/qwen3-vl")
-    text = (shared / f"data/qwen/chat_templates/{template}.jinja").read_text()
-    return Renderer(tokenizer, image_token="<|image_pad|>" if images else None, chat_template=text)
+def reader(shared: Path, template: str, images: bool) -> Renderer:
+    return real_renderer(shared, "qwen3-vl", template, "<|image_pad|>" if images else None)
 
 
 def shown(env: Env, *results: Any) -> list[dict[str, Any]]:
@@ -437,7 +435,7 @@ def shown(env: Env, *results: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("results", [["one", "2\n3"], [" padded \n\n", "\n", ""], ["a" * 50]])
 def test_results_render_like_the_templates_tool_messages(template: str, results: list[str], shared: Path):
     """Trimmed and joined into blocks as the template does it: Qwen3.5 trims a result, Qwen3 does not."""
-    env, renderer = new(Sums), real_renderer(shared, template, images=False)
+    env, renderer = new(Sums), reader(shared, template, images=False)
     messages = renderer.adapt_tool_messages(shown(env, *results))
     wanted = full_text(renderer, [*BASE, *({"role": "tool", "content": result} for result in results)])
     base = full_text(renderer, BASE, generate=False).removesuffix("\n")
@@ -446,7 +444,7 @@ def test_results_render_like_the_templates_tool_messages(template: str, results:
 
 @pytest.mark.parametrize("template", SHOW_IMAGES)
 def test_every_template_that_shows_images_shows_those_of_tools(template: str, shared: Path):
-    env, renderer = new(Sums), real_renderer(shared, template, images=True)
+    env, renderer = new(Sums), reader(shared, template, images=True)
     native = shown(env, ["left", image(), "right"], "plain", image("blue"))
     delta = renderer.delta(renderer.adapt_tool_messages(native))
     assert len(delta.images) == 2
@@ -463,7 +461,7 @@ def test_every_template_that_shows_images_shows_those_of_tools(template: str, sh
 
 @pytest.mark.parametrize("template", ["qwen2_5", "qwen3", "qwen3_instruct_2507"])
 def test_a_template_that_loses_the_images_of_tools_gets_a_user_message(template: str, shared: Path):
-    text, both = (real_renderer(shared, template, images=images) for images in (False, True))
+    text, both = (reader(shared, template, images=images) for images in (False, True))
     assert (text.has_tool_role, both.has_tool_role) == (True, False)
     results = shown(new(Sums), "one", "2\n3")
     assert both.delta(both.adapt_tool_messages(results)).token_ids == text.delta(results).token_ids
@@ -483,7 +481,7 @@ def test_tool_messages_become_one_user_message_where_the_template_has_no_tool_ro
     assert [token for token in ids if token in (start, end)] == [start, end, start, end]  # ours, not the result's
 
 
-def test_results_inside_a_reply_stand_between_tags():
+def test_results_inside_a_response_stand_between_tags():
     history = Inline(renderer_of_tests(), ())
     made = completion("x", 1)
     turn = Turn([], [], made.token_ids, made.logprobs, made.policy_versions, "stop", "x")
@@ -495,12 +493,12 @@ def test_results_inside_a_reply_stand_between_tags():
 
 @pytest.mark.parametrize(("template", "how"), [("qwen3_vl", "json"), ("qwen3_6", "xml")])
 def test_calls_are_parsed_in_the_templates_format(template: str, how: str, shared: Path):
-    assert real_renderer(shared, template, images=True).tool_format == how
+    assert reader(shared, template, images=True).tool_format == how
 
 
 def test_the_loop_sets_the_envs_tool_format():
     class Curious(Sums):
-        def judge(self, reply: str) -> dict[str, Any]:
+        def judge(self, response: str) -> dict[str, Any]:
             return {"reward": 1.0, "json": self.tool_format == "json"}
 
     class Strict(Curious):

@@ -32,7 +32,7 @@ def test_a_hole_ends_the_walk_without_reward():
 
 
 @pytest.mark.parametrize(
-    ("reply", "text"),
+    ("response", "text"),
     [
         ("right", "Name your steps between answer tags"),
         ("<answer>north</answer>", "a step is left, down, right, up."),
@@ -40,8 +40,8 @@ def test_a_hole_ends_the_walk_without_reward():
         ("<answer>up, up, up, up, up, up</answer>", "At most 5 steps at once."),
     ],
 )
-def test_a_reply_that_names_no_steps_is_explained(reply: str, text: str):
-    trajectory = play(FrozenLakeEnv, [reply, "<answer>right</answer>"], TASK, **BIG)
+def test_a_response_that_names_no_steps_is_explained(response: str, text: str):
+    trajectory = play(FrozenLakeEnv, [response, "<answer>right</answer>"], TASK, **BIG)
     assert text in trajectory.turns[1].messages[0]["content"] and trajectory.turns[0].metrics["invalid"] == 1
 
 

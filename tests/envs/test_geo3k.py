@@ -33,8 +33,8 @@ def env(answer: str = "15", turn: int = 0, max_turns: int = 4, **options: Any) -
     return made
 
 
-def step(made: Any, reply: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-    return asyncio.run(made.step(reply))
+def step(made: Any, response: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+    return asyncio.run(made.step(response))
 
 
 def call(answer: Any, name: str = "calc_score") -> str:
@@ -55,7 +55,7 @@ def test_a_call_gets_the_score_and_the_episode_goes_on(answer, text):
     assert step(env(), "I think so. " + call(answer)) == ({"obs_str": text}, False, {"bad_calls": 0.0})
 
 
-def test_the_last_call_of_a_reply_counts():
+def test_the_last_call_of_a_response_counts():
     assert step(env(), call("14") + " no, " + call("15"))[0]["obs_str"] == RIGHT
     assert step(env(), call("15") + call("14") + " \\boxed{15}")[0]["obs_str"] == WRONG
 
@@ -65,7 +65,7 @@ def test_arguments_may_be_a_json_string():
 
 
 @pytest.mark.parametrize(
-    ("reply", "says"),
+    ("response", "says"),
     [
         (call("15", name="calculator"), "the only one is calc_score"),
         (raw("[]"), "the only one is calc_score"),
@@ -87,8 +87,8 @@ def test_arguments_may_be_a_json_string():
         (raw('{"name": "calc_score", "arguments": "[15]"}'), "has no answer"),
     ],
 )
-def test_a_wrong_call_is_explained_and_the_episode_goes_on(reply, says):
-    observation, done, info = step(env(), reply)
+def test_a_wrong_call_is_explained_and_the_episode_goes_on(response, says):
+    observation, done, info = step(env(), response)
     assert says in observation["obs_str"]
     assert len(observation["obs_str"]) < 250
     assert (done, info) == (False, {"bad_calls": 1.0})
@@ -117,7 +117,7 @@ def test_the_tool_has_a_schema():
 # Endings
 
 
-def test_a_reply_without_a_call_is_judged():
+def test_a_response_without_a_call_is_judged():
     assert step(env(), "so \\boxed{15}") == ({"obs_str": ""}, True, {"reward": 1.0, "format": 1.0, "tool_calls": 0})
     assert step(env(), "so \\boxed{14}")[2] == {"reward": 0.0, "format": 1.0, "tool_calls": 0}
     assert step(env(), "it is 15")[2] == {"reward": 0.0, "format": 0.0, "tool_calls": 0}
@@ -125,8 +125,8 @@ def test_a_reply_without_a_call_is_judged():
 
 
 def test_half_a_call_is_no_call():
-    for reply in ("<tool_call>{", "</tool_call>", "</tool_call><tool_call>"):
-        assert step(env(), reply + "\\boxed{15}")[1:] == (True, {"reward": 1.0, "format": 1.0, "tool_calls": 0})
+    for response in ("<tool_call>{", "</tool_call>", "</tool_call><tool_call>"):
+        assert step(env(), response + "\\boxed{15}")[1:] == (True, {"reward": 1.0, "format": 1.0, "tool_calls": 0})
 
 
 def test_every_ending_has_one_reward():
@@ -167,7 +167,7 @@ def test_last_boxed(text, answer):
     assert last_boxed(text) == answer
 
 
-def test_a_reply_that_repeats_itself_is_read_in_time():
+def test_a_response_that_repeats_itself_is_read_in_time():
     began = time.thread_time()
     last_boxed("\\boxed{" * 20_000)
     last_boxed("\\boxed" + " " * 200_000)
@@ -341,8 +341,8 @@ def test_a_hostile_answer_is_graded_while_other_threads_run():
 
 @pytest.mark.slow
 def test_an_episode_with_hostile_mathematics_ends_with_reward_0():
-    reply = "so \\boxed{(a+b+c+d+f+g+h+i+j)^9}"
-    trajectory = play(Geo3kEnv, [call("(a+b+c+d+f+g+h+i+l)^9"), reply], a_task(answer="15"), max_reply_tokens=500)
+    response = "so \\boxed{(a+b+c+d+f+g+h+i+j)^9}"
+    trajectory = play(Geo3kEnv, [call("(a+b+c+d+f+g+h+i+l)^9"), response], a_task(answer="15"), max_response_tokens=500)
     assert (trajectory.ending, trajectory.reward, trajectory.metrics.get("env_errors")) == ("env_done", 0.0, None)
 
 
@@ -364,9 +364,9 @@ def test_the_episode_in_the_readme_is_what_the_env_plays():
     episode = section.split("```\n")[-2]
     assert "Use parallelogram M N P R" in episode
     said = re.split(r"^(?:user|assistant|reward)> ", episode, flags=re.MULTILINE)[2:]  # after the prompt
-    replies, answers = said[0::2], said[1::2]
+    responses, answers = said[0::2], said[1::2]
     played = env("6.45", max_turns=4, choices=["6.45", "12.9", "17.9", "35.8"])
-    for played.turn, (reply, answer) in enumerate(zip(replies, answers, strict=True)):
-        observation, done, info = step(played, reply)
+    for played.turn, (response, answer) in enumerate(zip(responses, answers, strict=True)):
+        observation, done, info = step(played, response)
         assert (str(info["reward"]) if done else observation["obs_str"]) == answer.strip()
     assert done

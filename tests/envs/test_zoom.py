@@ -32,8 +32,8 @@ def env(**options):
     return made
 
 
-def step(made, reply):
-    return asyncio.run(made.step(reply))
+def step(made, response):
+    return asyncio.run(made.step(response))
 
 
 def call(box):
@@ -84,7 +84,7 @@ def test_a_schema_is_in_the_prompt_unless_it_is_turned_off():
 
 
 @pytest.mark.parametrize(
-    ("reply", "text"),
+    ("response", "text"),
     [
         ("Blue, I think.", "Call zoom, or give your answer"),
         ("<tool_call>{</tool_call>", "A call is {"),
@@ -97,8 +97,8 @@ def test_a_schema_is_in_the_prompt_unless_it_is_turned_off():
         (call("[0, 0, Infinity, 5]"), "A call is {"),
     ],
 )
-def test_a_wrong_call_is_explained_and_goes_on(reply, text):
-    observation, done, info = step(env(), reply)
+def test_a_wrong_call_is_explained_and_goes_on(response, text):
+    observation, done, info = step(env(), response)
     assert text in observation["obs_str"] and not done and "reward" not in info
 
 

@@ -1,9 +1,10 @@
-"""An agent's episode: which requests continue a reply, what is rendered for them, budgets, errors and cancellation."""
+"""An agent's episode: which requests continue a response, what is rendered for them, budgets, errors and cancellation."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import threading
 import tracemalloc
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,10 +18,13 @@ from testing.templates import real_renderer
 
 from vlmrl.engine.base import EngineError, Request
 from vlmrl.engine.scripted import ScriptedEngine
-from vlmrl.gateway.chat import ChatError, ChatReply, ChatRequest
+from vlmrl.gateway.chat import ChatError, ChatRequest, ChatResponse
 from vlmrl.gateway.episode import AgentEpisode
 from vlmrl.gateway.request_tree import RequestTree
+from vlmrl.multimodal import renderer as renderer_module
 from vlmrl.multimodal.images import png_data_uri
+from vlmrl.multimodal.messages import is_long
+from vlmrl.multimodal.renderer import Renderer
 from vlmrl.samples import AuditError, audit, emit
 from vlmrl.types import Completion
 
@@ -29,7 +33,7 @@ Act = Callable[[], Awaitable[Any]]
 
 
 def played(episode: AgentEpisode, act: Act) -> list[str]:
-    """The text of each turn's whole prompt and reply, after ``act`` and the audit of merged and step-wise rows."""
+    """The text of each turn's whole prompt and response, after ``act`` and the audit of merged and step-wise rows."""
 
     async def play() -> None:
         await act()
@@ -60,11 +64,11 @@ def refused(request: Awaitable[Any]) -> ChatError:
 def test_a_linear_agent_keeps_its_sampled_tokens():
     seen = []
 
-    def reply(request: Request, turn: int) -> Completion:
+    def response(request: Request, turn: int) -> Completion:
         seen.append(decoded(request.prompt_ids))
         return oddly("red", len(request.prompt_ids))
 
-    episode = agent_episode(reply)
+    episode = agent_episode(response)
     agent = Agent(episode, says("system", "Look."))
 
     async def act() -> None:
@@ -74,7 +78,7 @@ def test_a_linear_agent_keeps_its_sampled_tokens():
     texts = played(episode, act)
     assert seen == [text[: text.rindex(ASSISTANT) + len(ASSISTANT)] for text in texts]
     assert texts[1].startswith(f"{texts[0]}\n{USER}two{END}")
-    assert [turn.kept for turn in episode.trajectory.turns] == [None, None, None]
+    assert episode.trajectory.continues(1) and episode.trajectory.continues(2)
     assert continues(episode) == [None, 0, 1]
     (row,) = emit(episode.trajectory, "merged")
     assert row.response_ids[:4] == oddly("red", 0).token_ids  # encoded again, they would be 2 tokens
@@ -85,16 +89,18 @@ def test_a_linear_agent_keeps_its_sampled_tokens():
 
 
 def test_text_parts_names_of_calls_and_dropped_reasoning_are_no_difference():
-    replies = ["<think>Hm.</think>Closer." + zoom_call(1), zoom_call("[1, 2]"), "red"]
-    episode = agent_episode(replies)
+    responses = ["<think>Hm.</think>Closer." + zoom_call(1), zoom_call("[1, 2]"), "red"]
+    episode = agent_episode(responses)
 
     async def act() -> None:
         agent = Agent(episode, tools=[ZOOM])
-        reply = await agent.ask(says("user", [{"type": "text", "text": "What "}, {"type": "text", "text": "is it?"}]))
-        assert (reply.content, reply.reasoning, reply.finish_reason) == ("Closer.", "Hm.", "tool_calls")
+        response = await agent.ask(
+            says("user", [{"type": "text", "text": "What "}, {"type": "text", "text": "is it?"}])
+        )
+        assert (response.content, response.reasoning, response.finish_reason) == ("Closer.", "Hm.", "tool_calls")
         agent.messages[0] = QUESTION
         agent.messages[1]["tool_calls"][0]["function"]["arguments"] = {"k": 1.0}
-        second = await agent.ask(says("tool", "big", tool_call_id=reply.tool_calls[0].id))
+        second = await agent.ask(says("tool", "big", tool_call_id=response.tool_calls[0].id))
         for number, message in enumerate(agent.messages):  # ids that the client made up
             message.pop("tool_call_id", None)
             for call in message.get("tool_calls", []):
@@ -130,7 +136,7 @@ def test_what_was_changed_is_a_branch_that_is_rendered_as_a_whole():
         assert continues(episode) == [None, None]
         rendered = renderer().prompt(agent.messages[:-1], agent.tools).token_ids
         assert texts[1] == decoded(rendered) + "blue" + END
-        assert episode.trajectory.turns[1].kept is not None or texts[1].startswith(texts[0])
+        assert not episode.trajectory.continues(1) or texts[1].startswith(texts[0])
         assert episode.trajectory.metrics["requests_continued"] == 0.0
 
 
@@ -143,9 +149,9 @@ def test_changed_arguments_of_a_call_are_a_branch():
 
     async def act() -> None:
         agent = Agent(episode, QUESTION, tools=[ZOOM])
-        reply = await agent.ask()
+        response = await agent.ask()
         agent.messages[1]["tool_calls"][0]["function"]["arguments"] = {"k": 2}
-        await agent.ask(says("tool", "big", tool_call_id=reply.tool_calls[0].id))
+        await agent.ask(says("tool", "big", tool_call_id=response.tool_calls[0].id))
 
     texts = played(episode, act)
     assert continues(episode) == [None, None]
@@ -158,11 +164,11 @@ def oddly(text: str, prompt_tokens: int) -> Completion:
     return Completion(ids, [-0.5] * len(ids), "stop", [0] * len(ids), prompt_tokens)
 
 
-def test_of_equal_texts_the_newest_reply_is_continued():
-    def reply(request: Request, turn: int) -> Any:
-        return "red" if len(episode._records) else oddly("red", len(request.prompt_ids))
+def test_of_equal_texts_the_newest_response_is_continued():
+    def response(request: Request, turn: int) -> Any:
+        return "red" if len(episode.recorder.turns) else oddly("red", len(request.prompt_ids))
 
-    episode = agent_episode(reply)
+    episode = agent_episode(response)
 
     async def act() -> None:
         first = Agent(episode, QUESTION)
@@ -175,7 +181,7 @@ def test_of_equal_texts_the_newest_reply_is_continued():
     assert len(episode.trajectory.turns[1].response_ids) == 2
 
 
-def test_a_call_id_continues_the_tokens_of_its_own_reply():
+def test_a_call_id_continues_the_tokens_of_its_own_response():
     first, second = zoom_call(1), zoom_call(1).replace('": 1', '":  1')  # equal calls, other tokens
     for chosen, text in enumerate((first, second)):
         episode = agent_episode([first, second, "done"])
@@ -184,7 +190,7 @@ def test_a_call_id_continues_the_tokens_of_its_own_reply():
             tries = [Agent(episode, QUESTION, tools=[ZOOM]) for _ in range(2)]
             for agent in tries:
                 await agent.ask()
-            await tries[chosen].ask(says("tool", "big", tool_call_id=tries[chosen].replies[0].tool_calls[0].id))
+            await tries[chosen].ask(says("tool", "big", tool_call_id=tries[chosen].responses[0].tool_calls[0].id))
 
         assert text in played(episode, act)[-1]
 
@@ -206,7 +212,7 @@ def test_a_fork_after_tool_results_with_images_shares_the_prefix():
     assert [turn.text for turn in trajectory.turns] == ["one", "three", "two", "four"]
     assert continues(episode) == [None, 0, 0, 2]
     assert [len(turn.received.image_ids) for turn in trajectory.turns] == [1, 3, 2, 2]
-    assert [turn.kept_media for turn in trajectory.turns] == [None, None, 2, None]
+    assert [turn.kept_media for turn in trajectory.turns] == [0, 1, 1, 2]
     assert trajectory.metrics["branches"] == 2.0
     assert [sum(row.loss_mask) for row in emit(trajectory, "merged")] == [
         sum(len(trajectory.turns[number].response_ids) for number in numbers) for numbers in ((0, 1), (2, 3))
@@ -281,12 +287,12 @@ def test_an_image_that_cannot_be_shown_is_an_error_at_first_and_then_a_text():
 def test_concurrent_requests_are_branches_and_their_seeds_differ():
     seeds = []
 
-    async def reply(request: Request, turn: int) -> str:
+    async def response(request: Request, turn: int) -> str:
         seeds.append(request.sampling.seed)
         await asyncio.sleep(0)
-        return f"reply {len(seeds)}"
+        return f"response {len(seeds)}"
 
-    episode = agent_episode(reply)
+    episode = agent_episode(response)
 
     async def act() -> None:
         agents = [Agent(episode, QUESTION) for _ in range(8)]
@@ -302,11 +308,11 @@ def test_concurrent_requests_are_branches_and_their_seeds_differ():
 def test_a_branch_that_goes_on_has_an_engine_id_of_its_own_and_all_are_released():
     asked, released = [], []
 
-    def reply(request: Request, turn: int) -> str:
+    def response(request: Request, turn: int) -> str:
         asked.append(request.trajectory_id)
         return "red"
 
-    episode = agent_episode(reply)
+    episode = agent_episode(response)
     release = episode.engine.release
     episode.engine.release = lambda name: (released.append(name), release(name))  # type: ignore[method-assign,func-returns-value]
 
@@ -355,15 +361,15 @@ def test_the_turn_limit_refuses_a_request():
     assert (episode.limit, len(episode.trajectory.turns)) == ("max_turns", 1)
 
 
-def test_a_reply_counts_once_while_its_client_waits_for_it():
-    others = list[asyncio.Task[ChatReply]]()
+def test_a_response_counts_once_while_its_client_waits_for_it():
+    others = list[asyncio.Task[ChatResponse]]()
 
-    def reply(request: Request, turn: int) -> str:
-        if not others:  # this runs after the first reply is there, and before the first agent has it
+    def response(request: Request, turn: int) -> str:
+        if not others:  # this runs after the first response is there, and before the first agent has it
             others.append(asyncio.create_task(Agent(episode, QUESTION).ask()))
         return "red"
 
-    episode = agent_episode(reply, max_turns=2)
+    episode = agent_episode(response, max_turns=2)
 
     async def act() -> None:
         await Agent(episode, QUESTION).ask()
@@ -381,28 +387,28 @@ def test_a_prompt_over_the_token_limit_is_refused(text: str):
     assert "rollout.max_tokens is 40" in error.message
 
 
-def test_a_cut_reply_sets_the_limit_unless_the_client_wanted_it_short():
+def test_a_cut_response_sets_the_limit_unless_the_client_wanted_it_short():
     for limits, wanted, limit in (
-        ({"max_reply_tokens": 3}, None, "length"),
-        ({"max_reply_tokens": 3}, 2, None),
+        ({"max_response_tokens": 3}, None, "length"),
+        ({"max_response_tokens": 3}, 2, None),
         ({"max_tokens": 20}, None, "max_tokens"),
     ):
         episode = agent_episode(["word " * 20, "b"], **limits)
 
-        async def act(episode: AgentEpisode = episode, wanted: int | None = wanted) -> ChatReply:
+        async def act(episode: AgentEpisode = episode, wanted: int | None = wanted) -> ChatResponse:
             return await Agent(episode, QUESTION).ask(max_tokens=wanted)
 
         played(episode, act)
         assert episode.limit == limit
 
 
-def test_a_cut_reply_is_closed_by_a_token_that_is_not_trained():
-    episode = agent_episode(["word word word", "b"], max_reply_tokens=2)
+def test_a_cut_response_is_closed_by_a_token_that_is_not_trained():
+    episode = agent_episode(["word word word", "b"], max_response_tokens=2)
 
     async def act() -> None:
         agent = Agent(episode, QUESTION)
-        reply = await agent.ask()
-        assert reply.finish_reason == "length"
+        response = await agent.ask()
+        assert response.finish_reason == "length"
         await agent.ask(says("user", "Go on."))
 
     texts = played(episode, act)
@@ -422,10 +428,10 @@ def test_messages_that_cannot_be_rendered_are_the_clients_mistake():
 
 
 def test_an_engine_error_fails_the_episode():
-    def reply(request: Request, turn: int) -> str:
+    def response(request: Request, turn: int) -> str:
         raise EngineError("all servers are down.")
 
-    episode = agent_episode(reply)
+    episode = agent_episode(response)
     errors = [refused(episode.complete(ChatRequest([QUESTION]))) for _ in range(2)]
     assert [error.status for error in errors] == [503, 503]
     assert episode.failure == "all servers are down."
@@ -438,28 +444,28 @@ def test_an_engine_that_counts_other_prompt_tokens_fails_the_episode():
 
 
 def test_an_engine_that_takes_too_long_fails_the_episode():
-    async def reply(request: Request, turn: int) -> str:
+    async def response(request: Request, turn: int) -> str:
         await asyncio.Event().wait()
         return ""
 
-    episode = agent_episode(reply, engine_timeout=0.01)
+    episode = agent_episode(response, engine_timeout=0.01)
     assert refused(episode.complete(ChatRequest([QUESTION]))).status == 503
-    assert "no reply in rollout.engine_timeout" in str(episode.failure)
+    assert "no response in rollout.engine_timeout" in str(episode.failure)
 
 
 # Generation prompts and stop strings
 
 
-def test_a_reply_after_an_empty_thought_of_the_template_is_what_was_sampled(shared: Path):
-    real, replies = real_renderer(shared, "qwen3-vl", "qwen3_5_nothink"), iter(["red", "blue\n\nStop", "green"])
-    episode = agent_episode(ScriptedEngine(lambda request, turn: next(replies), real))
+def test_a_response_after_an_empty_thought_of_the_template_is_what_was_sampled(shared: Path):
+    real, responses = real_renderer(shared, "qwen3-vl", "qwen3_5_nothink"), iter(["red", "blue\n\nStop", "green"])
+    episode = agent_episode(ScriptedEngine(lambda request, turn: next(responses), real))
     episode.renderer = real
 
     async def act() -> None:
         agent = Agent(episode, QUESTION)
-        assert ((await agent.ask()).content, agent.replies[0].reasoning) == ("red", "")
-        reply = await agent.ask(says("user", "Sure?"), stop=("\n\n",))
-        assert (reply.content, reply.stop) == ("blue", "\n\n")
+        assert ((await agent.ask()).content, agent.responses[0].reasoning) == ("red", "")
+        response = await agent.ask(says("user", "Sure?"), stop=("\n\n",))
+        assert (response.content, response.stop) == ("blue", "\n\n")
         await episode.complete(ChatRequest([*agent.messages, says("user", "Why?")]))
 
     asyncio.run(act())
@@ -473,7 +479,7 @@ def test_a_reply_after_an_empty_thought_of_the_template_is_what_was_sampled(shar
 def test_a_client_that_leaves_cancels_its_request():
     started, left = asyncio.Event(), asyncio.Event()
 
-    async def reply(request: Request, turn: int) -> str:
+    async def response(request: Request, turn: int) -> str:
         if started.is_set():
             return "red"
         started.set()
@@ -483,7 +489,7 @@ def test_a_client_that_leaves_cancels_its_request():
             left.set()
         return ""
 
-    episode = agent_episode(reply, max_turns=1)
+    episode = agent_episode(response, max_turns=1)
 
     async def act() -> None:
         request = asyncio.create_task(Agent(episode, QUESTION).ask())
@@ -503,12 +509,12 @@ def test_a_client_that_leaves_cancels_its_request():
 def test_the_end_of_the_episode_cancels_what_is_in_flight():
     started = asyncio.Event()
 
-    async def reply(request: Request, turn: int) -> str:
+    async def response(request: Request, turn: int) -> str:
         started.set()
         await asyncio.Event().wait()
         return ""
 
-    episode = agent_episode(reply)
+    episode = agent_episode(response)
 
     async def play() -> None:
         request = asyncio.create_task(Agent(episode, QUESTION).ask())
@@ -525,7 +531,7 @@ def test_the_end_of_the_episode_cancels_what_is_in_flight():
     assert episode.trajectory.metrics["requests_cancelled"] == 1.0
 
 
-def test_a_reply_that_was_not_delivered_is_left_out_unless_it_is_continued():
+def test_a_response_that_was_not_delivered_is_left_out_unless_it_is_continued():
     episode = agent_episode(["lost", "red", "blue", "done"])
 
     async def act() -> None:
@@ -538,7 +544,7 @@ def test_a_reply_that_was_not_delivered_is_left_out_unless_it_is_continued():
     texts = played(episode, act)
     assert [turn.text for turn in episode.trajectory.turns] == ["red", "blue", "done"]
     assert not any("lost" in text for text in texts)
-    assert episode.trajectory.metrics["replies_undelivered"] == 1.0
+    assert episode.trajectory.metrics["responses_undelivered"] == 1.0
 
 
 def test_a_long_conversation_takes_memory_in_proportion_to_its_length():
@@ -549,9 +555,7 @@ def test_a_long_conversation_takes_memory_in_proportion_to_its_length():
         agent = Agent(episode, QUESTION)
         for _ in range(count):
             await agent.ask(says("user", "word " * 20))
-        records = episode._records.values()
-        assert sum(len(record.prompt_ids) + len(record.media) for record in records) < 100 * count
-        assert sum(len(record.messages) for record in records) == count + 1
+        assert sum(len(turn.messages) for turn in episode.trajectory.turns) == count + 1
         assert len(episode._tree._begun) <= 2 * count + 3
 
     played(episode, act)
@@ -577,3 +581,65 @@ def test_merged_rows_of_a_long_conversation_take_memory_in_proportion_to_its_len
         tracemalloc.stop()
     assert len(row) > 15_000
     assert peak < 300 * len(row)  # some lists of 8 bytes a token, not one for each turn
+
+
+def many_tools(count: int = 60, description: str = "Searches the reports. " * 40) -> list[dict]:
+    """As an ordinary MCP agent has them: 60 KB."""
+    return [{"type": "function", "function": {"name": f"tool_{n}", "description": description}} for n in range(count)]
+
+
+def test_long_tools_are_rendered_outside_the_event_loop_and_encoded_once(monkeypatch):
+    threads, sizes = set[str](), list[int]()
+    render, encode, find = Renderer.write, renderer_module.ids_of_text, RequestTree.find
+
+    def note(tools):
+        threads.update([threading.current_thread().name] if tools else [])
+
+    monkeypatch.setattr(Renderer, "write", lambda own, m, tools, *a, **o: note(tools) or render(own, m, tools, *a, **o))
+    monkeypatch.setattr(
+        renderer_module, "ids_of_text", lambda backend, text: sizes.append(len(text)) or encode(backend, text)
+    )
+    monkeypatch.setattr(RequestTree, "find", lambda own, messages, tools: note(tools) or find(own, messages, tools))
+    episode = agent_episode(["a", "b", "c"], max_tokens=200_000)
+
+    async def act() -> None:
+        agent = Agent(episode, QUESTION, tools=many_tools())
+        await agent.ask()
+        await agent.ask(says("user", "Sure?"))
+        await Agent(episode, says("user", "Another"), tools=copy.deepcopy(agent.tools)).ask()
+
+    played(episode, act)
+    assert threads and all(name.startswith("vlmrl-cpu") for name in threads)
+    assert sum(size > 10_000 for size in sizes) == 1  # a branch with the same tools has their ids
+    assert continues(episode) == [None, 0, None]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "a" * 10_001,
+        [says("user", "a" * 10_001)],
+        [
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"function": {"name": "a", "arguments": {"a": "b" * 10_001}}}],
+            }
+        ],
+        [{"role": "assistant", "content": "", "reasoning_content": "a" * 10_001}],
+        [says("user", "")] * 5000,
+        ([], many_tools()),
+        {"a": [[]] * 10_001},
+    ],
+)
+def test_what_takes_long_to_render(value):
+    assert is_long(value) and not is_long(([says("user", "a" * 5000)], many_tools(1)))
+
+
+def test_more_messages_than_tokens_are_refused_before_they_are_read():
+    episode = agent_episode([], max_tokens=100)
+    messages = [says("user", "")] * 101
+    episode._tree = None  # it is not asked
+    for ask in (episode.complete, episode.count_tokens):
+        error = refused(ask(ChatRequest(messages)))
+        assert (error.status, error.code) == (400, "max_tokens") and "at least 101 tokens" in error.message

@@ -1,4 +1,4 @@
-"""Episodes of agents over HTTP: rewards, endings and failures. Replies are written."""
+"""Episodes of agents over HTTP: rewards, endings and failures. Responses are written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from testing.episodes import a_task, image, new_store, renderer, script
 from vlmrl.config import Gateway, Rollout
 from vlmrl.gateway.agent_loop import AgentLoop
 from vlmrl.gateway.agents import Agents, AgentSpec
-from vlmrl.gateway.task_messages import openai_messages
+from vlmrl.multimodal.openai_messages import openai_messages
 from vlmrl.samples import audit, emit
 
 pytestmark = pytest.mark.slow
@@ -21,16 +21,16 @@ pytestmark = pytest.mark.slow
 TASK = a_task("What?", [image("red")])
 
 
-def play(agent, tmp_path, replies=("one", "two", "three", "four"), reward=None, settings=None, count=1, **rollout):
+def play(agent, tmp_path, responses=("one", "two", "three", "four"), reward=None, settings=None, count=1, **rollout):
     """The trajectories of ``count`` episodes that are played at the same time, or the only one."""
 
     async def played():
         return await asyncio.gather(*(loop.play(TASK, "step1/0", f"step1/0/{n:02d}") for n in range(count)))
 
-    limits = {"max_turns": 3, "max_tokens": 500, "max_reply_tokens": 50, "samples": "merged"}
+    limits = {"max_turns": 3, "max_tokens": 500, "max_response_tokens": 50, "samples": "merged"}
     config = Rollout(**(limits | rollout))
     agents = Agents(AgentSpec("seeker", agent, reward=reward), settings or Gateway(), tmp_path / "agents")
-    loop = AgentLoop(agents, script(replies), renderer(), new_store(), config, seed=0)
+    loop = AgentLoop(agents, script(responses), renderer(), new_store(), config, seed=0)
     try:
         trajectories = asyncio.run(played())
     finally:
@@ -43,9 +43,9 @@ async def post(client, messages, **fields):
     async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
         headers = {"authorization": f"Bearer {client.api_key}"}
         body = {"model": client.model, "messages": messages, **fields}
-        reply = await http.post(f"{client.base_url}/chat/completions", json=body, headers=headers)
-    reply.raise_for_status()
-    return reply.json()["choices"][0]["message"]
+        response = await http.post(f"{client.base_url}/chat/completions", json=body, headers=headers)
+    response.raise_for_status()
+    return response.json()["choices"][0]["message"]
 
 
 async def ask_twice(task, client):
@@ -83,6 +83,8 @@ def test_agents_play_at_the_same_time(tmp_path):
         ("good", "it must return a reward, a dict with `reward` and metrics, or None; it returned 'good'"),
         (math.nan, "it returned nan, which is no finite number"),
         ({"reward": 1, "note": "ok"}, "its 'note' is 'ok', which is no finite number"),
+        (10**400, "cannot be read: OverflowError"),
+        ({"reward": 1, "lines": 10**5000}, "cannot be read: "),
         (None, r"the episode ended \(env_done\) without a reward: return one, post one to client.reward_url"),
     ],
 )
@@ -125,7 +127,8 @@ def test_a_reward_function_that_fails_fails_the_trajectory(tmp_path):
         raise KeyError("answer")
 
     error = play(ask_twice, tmp_path, reward=broken).error
-    assert error == "agent seeker, task t: reward " + broken.__qualname__ + ": KeyError: 'answer'"
+    assert error.startswith(f"agent seeker, task t: reward {broken.__qualname__}: KeyError: 'answer' (")
+    assert error.endswith("in broken)") and "test_agent_loop.py, line " in error
 
 
 def test_an_agent_that_fails_at_a_budget_is_truncated(tmp_path):
@@ -150,8 +153,8 @@ def test_an_agent_must_use_the_model(tmp_path):
     async def idle(task, client):
         return 1.0
 
-    assert "it got no reply from the model: send requests to client.base_url" in play(idle, tmp_path).error
-    error = play(ask_twice, tmp_path, max_tokens=10, max_reply_tokens=5).error
+    assert "it got no response from the model: send requests to client.base_url" in play(idle, tmp_path).error
+    error = play(ask_twice, tmp_path, max_tokens=10, max_response_tokens=5).error
     assert "its first request was refused (max_tokens): raise rollout.max_tokens, or send less." in error
 
 
@@ -176,7 +179,7 @@ def test_requests_after_the_end_are_refused(tmp_path):
         return [await loop.play(TASK, "g", f"g/{n}") for n in range(2)]
 
     agents = Agents(AgentSpec("seeker", both), Gateway(), tmp_path)
-    rollout = Rollout(max_turns=3, max_tokens=500, max_reply_tokens=50, samples="merged")
+    rollout = Rollout(max_turns=3, max_tokens=500, max_response_tokens=50, samples="merged")
     loop = AgentLoop(agents, script(("one", "two", "three")), renderer(), new_store(), rollout, seed=0)
     try:
         assert [each.error for each in asyncio.run(played())] == [None, None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pytest
 from PIL import Image
 
 from vlmrl.config import Config, Gateway, Rollout
-from vlmrl.gateway import command_guard
+from vlmrl.gateway import agent_command, command_log
 from vlmrl.gateway.agent_client import AgentClient
 from vlmrl.gateway.agents import AgentError, Agents, AgentSpec, resolve_agent
 from vlmrl.types import Task
@@ -257,15 +256,36 @@ def test_a_failed_command_is_reported_with_the_end_of_its_output(run):
         run(python("import os\nos.kill(os.getpid(), 9)"))
 
 
-@pytest.mark.slow
-def test_what_a_command_leaves_in_its_group_is_killed(run, tmp_path):
-    child = tmp_path / "child"
-    run(["sh", "-c", f"sleep 3600 & echo $! > {child}"])
-    wait_until_ended(int(child.read_text()))
+LEAVES_ORPHANS = """
+import os, sys, time
+folder = sys.argv[1]
+for name in ("in_group", "in_session"):
+    if os.fork():
+        continue
+    if name == "in_session":
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+    with open(f"{folder}/{name}.part", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(f"{folder}/{name}.part", f"{folder}/{name}")
+    time.sleep(3600)
+while len(os.listdir(folder)) < 2: time.sleep(0.01)
+sys.exit(4)
+"""
 
 
 @pytest.mark.slow
-def test_a_command_beyond_its_deadline_gets_sigterm_and_then_sigkill(run, tmp_path):
+def test_what_a_command_leaves_is_killed_also_in_a_session_of_its_own(run, tmp_path):
+    (tmp_path / "pids").mkdir()
+    with pytest.raises(AgentError, match="exit status 4"):
+        run([*python(LEAVES_ORPHANS), str(tmp_path / "pids")])
+    assert not any(is_running(int((tmp_path / "pids" / name).read_text())) for name in ("in_group", "in_session"))
+
+
+@pytest.mark.slow
+def test_a_command_beyond_its_deadline_gets_sigterm_and_then_sigkill(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(agent_command, "KILL_SECONDS", 0.5)
     code = f"""
 import os, pathlib, signal, time
 signal.signal(signal.SIGTERM, lambda *_: print("SIGTERM", flush=True))
@@ -273,7 +293,7 @@ pathlib.Path({str(tmp_path / "pid")!r}).write_text(str(os.getpid()))
 while True: time.sleep(0.01)
 """
     with pytest.raises(AgentError, match=r"no end within gateway\.agent_timeout"):
-        run(python(code), agent_timeout=5.0, kill_timeout=0.5)
+        run(python(code), agent_timeout=5.0)
     assert not is_running(int((tmp_path / "pid").read_text()))
     assert (tmp_path / "agents/step1/0/00.log").read_text() == "SIGTERM\n"
 
@@ -303,7 +323,7 @@ from vlmrl.gateway.agent_client import AgentClient
 from vlmrl.gateway.agents import Agents, AgentSpec
 from vlmrl.types import Task
 folder = pathlib.Path(sys.argv[1])
-command = ("sh", "-c", f"pwd > {folder}/cwd; echo $$ > {folder}/pid; sleep 3600 & wait")
+command = ("sh", "-c", f"pwd > {folder}/cwd; echo $$ > {folder}/pid; setsid sleep 3600 & echo $! > {folder}/child; wait")
 agents = Agents(AgentSpec("a", command=command), Gateway(), folder)
 asyncio.run(agents.run(Task("t", []), AgentClient("http://127.0.0.1:9/t/x", "k"), "a"))
 """
@@ -313,42 +333,30 @@ asyncio.run(agents.run(Task("t", []), AgentClient("http://127.0.0.1:9/t/x", "k")
 def test_a_run_that_is_killed_leaves_no_command_and_no_folder(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", RUN_OF_ITS_OWN, str(tmp_path)])
     try:
-        pid = int(read_when_there(tmp_path / "pid"))
+        pids = [int(read_when_there(tmp_path / name)) for name in ("pid", "child")]
         folder = Path((tmp_path / "cwd").read_text().strip())
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    wait_until_ended(pid)
+    for pid in pids:
+        wait_until_ended(pid)
     while folder.parent.exists():
         time.sleep(0.01)
 
 
-@pytest.mark.slow
-def test_the_guard_ends_a_command_that_it_was_not_informed_of(tmp_path):
-    (tmp_path / "made/one").mkdir(parents=True)
-    command = subprocess.Popen(["sleep", "3600"], cwd=tmp_path / "made/one", start_new_session=True)
-    other = subprocess.Popen(["sleep", "3600"], cwd=tmp_path, start_new_session=True)
-    try:
-        guard = [sys.executable, "-I", "-S", command_guard.__file__, str(tmp_path / "made")]
-        subprocess.run(guard, stdin=subprocess.DEVNULL, start_new_session=True, check=True)
-        assert command.wait() == -signal.SIGKILL
-        assert other.poll() is None and not (tmp_path / "made").exists()
-    finally:
-        for process in (command, other):
-            process.kill()
-            process.wait()
-
-
-@pytest.mark.slow
-def test_logs_are_bounded_in_size_and_number(run, tmp_path):
-    old = tmp_path / "agents/step0/0/00.log"
-    old.parent.mkdir(parents=True)
-    old.write_text("old")
-    os.utime(old, (1, 1))
-    run(python("print('a' * 40_000 + 'b' * 40_000, end='')"), log_mib=20_000 / 2**20, keep_logs=1)
-    text = (tmp_path / "agents/step1/0/00.log").read_text()
-    assert text == "a" * 10_000 + "\n[60000 bytes are left out: gateway.log_mib]\n" + "b" * 10_000
-    assert not old.parent.parent.exists()
+def test_a_log_keeps_the_beginning_and_the_end_of_a_long_output(tmp_path, monkeypatch):
+    monkeypatch.setattr(command_log, "HALF", 4)
+    logs = command_log.CommandLogs(tmp_path)
+    log = logs.open("step1/0/00")
+    for output in (b"012", b"345678", b"9abcdef"):
+        log.write(output)
+    assert log.close() == "0123\n[8 bytes are left out]\ncdef"
+    assert (tmp_path / "step1/0/00.log").read_text() == "0123\n[8 bytes are left out]\ncdef"
+    monkeypatch.setattr(command_log, "KEPT", 2)
+    for name in ("step2/0/00", "step2/0/01"):
+        logs.open(name).close()
+    assert sorted(path.name for path in tmp_path.rglob("*.log")) == ["00.log", "01.log"]
+    assert not (tmp_path / "step1/0").exists()
 
 
 def test_an_agent_is_checked_before_the_run():

@@ -15,7 +15,7 @@ RED, BLUE, GREEN = make_item("red", 2), make_item("blue", 3), make_item("green",
 
 
 def forked() -> Trajectory:
-    """Turns 1 and 2 continue the reply of turn 0, and turn 3 that of turn 2. Turn 1 shows two images more."""
+    """Turns 1 and 2 continue the response of turn 0, and turn 3 that of turn 2. Turn 1 shows two images more."""
     return make_trajectory(
         turns=[
             make_turn([1, PAD, PAD, 2], [5, 6], [-0.1, -0.2], media=[RED], received=ReceivedRequest(("red",), None)),
@@ -26,7 +26,7 @@ def forked() -> Trajectory:
                 media=[BLUE, GREEN],
                 received=ReceivedRequest(("red", "blue", "green"), 0),
             ),
-            make_turn([7, 3], [6], [-0.5], kept=6, kept_media=1, received=ReceivedRequest(("red",), 0)),
+            make_turn([7, 3], [6], [-0.5], parent=0, kept=6, kept_media=1, received=ReceivedRequest(("red",), 0)),
             make_turn([8], [4], [-0.6], received=ReceivedRequest(("red",), 2)),
         ]
     )
@@ -77,29 +77,32 @@ def test_a_swapped_order_of_images_is_caught():
 
 def test_an_image_of_another_branch_is_caught():
     refuse(
-        "2, image 1: the request had nothing (1 images), but its prompt shows blue (2 images).",
-        2,
+        "3, image 1: the request had nothing (1 images), but its prompt shows blue (2 images).",
+        3,
+        parent=1,
         kept=11,
         kept_media=2,
     )
 
 
-def test_a_reply_that_was_encoded_again_is_caught():
+def test_a_response_that_was_encoded_again_is_caught():
     refuse(
-        "2, prompt token 4: it continues the reply of turn 0, whose 6 tokens of prompt and reply have 5 there, but the prompt has 11.",
+        "2: it continues the response of turn 0, but its prompt keeps 4 tokens of turn 0.",
         2,
         kept=4,
         prompt_ids=[11, 7, 3],
     )
 
 
-def test_a_reply_that_was_cut_is_caught():
-    refuse("2, prompt token 5: it continues the reply of turn 0", 2, kept=5, prompt_ids=[7, 3])
-
-
-def test_a_reply_of_the_wrong_branch_is_caught():
+def test_a_response_that_was_cut_is_caught():
     refuse(
-        "3, prompt token 7: it continues the reply of turn 1, whose 17 tokens of prompt and reply have 9 there, but the prompt has 3.",
+        "2: it continues the response of turn 0, but its prompt keeps 5 tokens of turn 0.", 2, kept=5, prompt_ids=[7, 3]
+    )
+
+
+def test_a_response_of_the_wrong_branch_is_caught():
+    refuse(
+        "3: it continues the response of turn 1, but its prompt keeps 9 tokens of turn 2.",
         3,
         received=ReceivedRequest(("red",), 1),
     )
@@ -108,5 +111,5 @@ def test_a_reply_of_the_wrong_branch_is_caught():
 @pytest.mark.parametrize("number", [3, 7])
 def test_a_request_that_continues_no_earlier_turn_is_caught(number: int):
     turns: list[Turn] = forked().turns
-    message = f"3: it continues the reply of turn {number}, which is no earlier turn of an agent."
+    message = f"3: it continues the response of turn {number}, but its prompt keeps 9 tokens of turn 2."
     refuse(message, 3, received=replace(turns[3].received, continues=number))  # type: ignore[type-var]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from testing.agent_episodes import ZOOM
@@ -12,11 +13,21 @@ from testing.episodes import new_store
 from testing.gateway import png, uri
 
 from vlmrl.config import Gateway
+from vlmrl.engine.hf.batch import RunningBatch
+from vlmrl.gateway import request_body
 from vlmrl.gateway.anthropic_api import anthropic_error, read_anthropic_request
 from vlmrl.gateway.chat import ChatError
 from vlmrl.gateway.openai_api import REFUSED, openai_error, read_openai_request
-from vlmrl.gateway.request_body import MAX_DEPTH, read_json
-from vlmrl.gateway.request_images import NewImage, RequestImages
+from vlmrl.gateway.request_body import (
+    FORM_REMEDY,
+    MAX_DEPTH,
+    MAX_STOP_LENGTH,
+    MAX_STOPS,
+    MAX_VALUES,
+    read_json,
+    stop_field,
+)
+from vlmrl.gateway.request_images import MAX_NEW_IMAGES, NewImage, RequestImages
 
 USER = {"role": "user", "content": "hello"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "zoom", "arguments": '{"k": 2}'}}
@@ -126,6 +137,25 @@ def test_what_a_run_cannot_follow_is_refused_by_name(field):
     assert openai_error(error)["error"]["param"] == field
 
 
+@pytest.mark.parametrize(
+    ("read", "fields"),
+    [
+        (openai_chat, {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}}),
+        (openai_chat, {"response_format": {"type": "json_object"}}),
+        (anthropic_chat, {"output_config": {"format": {"type": "json_schema", "schema": {}}}}),
+        (anthropic_chat, {"output_format": {"type": "json_schema", "schema": {}}}),
+    ],
+)
+def test_a_form_for_responses_is_refused_alike_in_both_apis(read, fields):
+    """Sampling under a schema has another distribution than the policy's, in which the trainer computes logprobs."""
+    error = error_of(read, **fields)
+    assert error.status == 400 and error.message.endswith(f": {FORM_REMEDY}.") and next(iter(fields)) in error.code
+
+
+def test_what_else_anthropics_output_config_sets_is_overridden():
+    assert anthropic_chat(output_config={"effort": "low", "format": None}).overridden == ("output_config",)
+
+
 WRONG = [
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
@@ -151,6 +181,7 @@ WRONG = [
     ({"seed": 2**70}, "seed"),
     ({"stop": ["a"] * 17}, "stop"),
     ({"stop": [""]}, "stop"),
+    ({"stop": "x" * 257}, "stop must be up to 16 strings of 1 to 256 characters"),
     ({"stream": 1}, "stream"),
     ({"stream_options": 1}, "stream_options"),
     ({"model": 1}, "model"),
@@ -175,6 +206,8 @@ WRONG_FOR_ANTHROPIC = [
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "custom"),
     ({"tools": [{"name": "a"}]}, "input_schema"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
+    ({"stop_sequences": ["x" * 257]}, "1 to 256 characters"),
+    ({"output_config": 5}, "output_config"),
     ({"tool_choice": "auto"}, "tool_choice"),
 ]
 
@@ -218,6 +251,21 @@ def test_a_body_of_json_is_read():
     }  # as everywhere: the last
 
 
+@pytest.mark.parametrize("piece", [b"[],", b"[[[[]]]],", b"{},", b"1,"])
+def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(piece, monkeypatch):
+    """64 MiB of `[],` would be 1.4 GiB of lists, and hold the interpreter's lock for a second."""
+    content = b'{"messages": [' + piece * (MAX_VALUES + 1) + b"1]}"
+    monkeypatch.setattr(request_body, "strict_json", lambda text: pytest.fail("it is parsed"))
+    assert "commas and opening brackets" in error_of(read_json, content).message
+
+
+def test_so_many_new_images_may_be_in_a_request():
+    part = {"type": "image_url", "image_url": uri(png())}
+    parsed = read_openai_request({"messages": [{"role": "user", "content": [part] * (MAX_NEW_IMAGES + 1)}]}, images())
+    error = error_of(lambda: asyncio.run(images().load(parsed.chat.messages)))
+    assert error.status == 400 and error.code == f"messages[0].content[{MAX_NEW_IMAGES}].image_url"
+
+
 def test_nested_arguments_and_schemas_have_a_limit():
     def nested(levels: int) -> dict:
         return {} if levels == 0 else {"a": nested(levels - 1)}
@@ -239,6 +287,17 @@ def test_nested_arguments_and_schemas_have_a_limit():
     )
     tool = {"type": "function", "function": {"name": "a", "parameters": nested(MAX_DEPTH)}}
     assert "levels deep" in error_of(openai_chat, tools=[tool]).message
+
+
+def test_the_longest_stop_strings_cost_little_at_each_token():
+    """The embedded engine decodes as many tokens as the longest one may have."""
+    sizes: list[int] = []
+    stops = stop_field(["\N{FIRECRACKER}" * MAX_STOP_LENGTH] * MAX_STOPS, "stop")
+    renderer = SimpleNamespace(stop_ids=frozenset(), decode=lambda ids: sizes.append(len(ids)) or "")
+    sampling = SimpleNamespace(stop=stops, max_tokens=10_000)
+    row = SimpleNamespace(token_ids=[5] * 9000, request=SimpleNamespace(sampling=sampling))
+    batch = SimpleNamespace(resources=SimpleNamespace(renderer=renderer))
+    assert RunningBatch._stop_reason(batch, row) is None and sizes[0] <= 4 * MAX_STOP_LENGTH + 4
 
 
 def show(address: str, reader: RequestImages | None = None):
@@ -285,8 +344,8 @@ def test_urls_and_files_need_a_setting(tmp_path):
         file.write_bytes(png())
     (folder / "link.png").symlink_to(secret)
     for address in ("http://127.0.0.1:9/a.png", str(folder / "a b.png"), f"file://{folder}/a%20b.png", "ftp://x/a.png"):
-        assert "gateway.image_" in error_of(show, address).message
-    reader = images(image_folders=(str(folder),))
+        assert "gateway.images" in error_of(show, address).message
+    reader = images(images=(str(folder),))
     assert show(str(folder / "a b.png"), reader).size == show(f"file://{folder}/a%20b.png", reader).size == (64, 32)
     outside = [
         str(secret),
@@ -299,12 +358,12 @@ def test_urls_and_files_need_a_setting(tmp_path):
         "x" * 9999,
     ]
     for address in outside:
-        assert "gateway.image_folders" in error_of(show, address, reader).message
+        assert "gateway.images" in error_of(show, address, reader).message
     assert error_of(show, str(folder / "missing.png"), reader).status == 400
 
 
 def test_a_url_is_read_where_it_is_allowed():
     part = {"type": "image_url", "image_url": "https://example.org/a.png"}
-    parsed = read_openai_request({"messages": [{"role": "user", "content": [part]}]}, images(image_urls=True))
+    parsed = read_openai_request({"messages": [{"role": "user", "content": [part]}]}, images(images=("urls",)))
     image = parsed.chat.messages[0]["content"][0]["image"]
     assert isinstance(image, NewImage) and image.source == "https://example.org/a.png"

@@ -28,7 +28,7 @@ def call(name: str, arguments: Any) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments, ensure_ascii=False)}}}\n</tool_call>'
 
 
-REPLIES = [
+RESPONSES = [
     call("zoom", {"quarter": "top left"}),
     "Two calls.\n" + call("note", NOTE) + "\n" + call("zoom", {"quarter": "bottom right"}),
     call("nothing", {}),
@@ -177,7 +177,7 @@ OPENAI_FORMS = [openai_sync, openai_async, openai_streaming, openai_stream_helpe
 @pytest.mark.parametrize("agent", OPENAI_FORMS)
 def test_the_openai_client(agent, renderer):
     need("openai")
-    played = play_client(agent, REPLIES, renderer)
+    played = play_client(agent, RESPONSES, renderer)
     check_linear(played, renderer)
     assert answered_arguments(played) == [{"quarter": "top left"}, NOTE, {"quarter": "bottom right"}, {}]
     assert [len(turn.media) for turn in played.trajectory.turns] == [1, 1, 1, 0]
@@ -196,7 +196,7 @@ def test_calls_that_no_serializer_writes_are_kept_as_sampled(agent, renderer):
 def test_litellm(renderer, monkeypatch):
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     need("litellm")
-    check_linear(play_client(litellm_sync, REPLIES, renderer), renderer)
+    check_linear(play_client(litellm_sync, RESPONSES, renderer), renderer)
 
 
 def openai_agents(client) -> str:
@@ -255,26 +255,26 @@ def langgraph(client) -> str:
     return graph.compile().invoke({"messages": [question()]})["messages"][-1].content
 
 
-@pytest.mark.parametrize("replies", [REPLIES, NEVER_CANONICAL], ids=["canonical", "odd"])
-def test_openai_agents(replies, renderer):
+@pytest.mark.parametrize("responses", [RESPONSES, NEVER_CANONICAL], ids=["canonical", "odd"])
+def test_openai_agents(responses, renderer):
     """Images of tool results are left out by the SDK, so only the question has one."""
     need("agents")
-    played = play_client(openai_agents, replies, renderer)
+    played = play_client(openai_agents, responses, renderer)
     assert played.result == "It is red."
-    assert played.continued == [False] + [True] * (len(replies) - 1)
+    assert played.continued == [False] + [True] * (len(responses) - 1)
     assert len(played.rows) == 1
-    assert [len(turn.media) for turn in played.trajectory.turns] == [1] + [0] * (len(replies) - 1)
+    assert [len(turn.media) for turn in played.trajectory.turns] == [1] + [0] * (len(responses) - 1)
     assert prompts_are_full_renders(played, renderer, new_store())
 
 
-@pytest.mark.parametrize("replies", [REPLIES, NEVER_CANONICAL], ids=["canonical", "odd"])
-def test_langgraph(replies, renderer):
+@pytest.mark.parametrize("responses", [RESPONSES, NEVER_CANONICAL], ids=["canonical", "odd"])
+def test_langgraph(responses, renderer):
     need("langgraph"), need("langchain_openai")
-    played = play_client(langgraph, replies, renderer)
+    played = play_client(langgraph, responses, renderer)
     assert played.result == "It is red."
-    assert played.continued == [False] + [True] * (len(replies) - 1)
+    assert played.continued == [False] + [True] * (len(responses) - 1)
     assert len(played.rows) == 1
-    images = [1, 1, 1, 0] if replies is REPLIES else [1, 0, 1]
+    images = [1, 1, 1, 0] if responses is RESPONSES else [1, 0, 1]
     assert [len(turn.media) for turn in played.trajectory.turns] == images
     assert prompts_are_full_renders(played, renderer, new_store())
 
@@ -327,7 +327,7 @@ def anthropic_streaming(client) -> str:
 @pytest.mark.parametrize("agent", [anthropic_sync, anthropic_streaming])
 def test_the_anthropic_client(agent, renderer):
     need("anthropic")
-    played = play_client(agent, REPLIES, renderer)
+    played = play_client(agent, RESPONSES, renderer)
     check_linear(played, renderer)
     assert answered_arguments(played) == [{"quarter": "top left"}, NOTE, {"quarter": "bottom right"}, {}]
     assert [len(turn.media) for turn in played.trajectory.turns] == [1, 1, 1, 0]
@@ -374,10 +374,10 @@ def smolagents_code(client) -> str:
 
 
 def test_a_smolagents_agent_rewrites_its_history(renderer):
-    """It writes its calls into the history as text, so each request is a branch; both replies are trained."""
+    """It writes its calls into the history as text, so each request is a branch; both responses are trained."""
     need("smolagents")
-    replies = [call("zoom", {"quarter": "top left"}), call("final_answer", {"answer": "red"})]
-    played = play_client(smolagents_tools, replies, renderer)
+    responses = [call("zoom", {"quarter": "top left"}), call("final_answer", {"answer": "red"})]
+    played = play_client(smolagents_tools, responses, renderer)
     assert played.result == "red"
     assert played.continued == [False, False]
     assert len(played.rows) == 2
@@ -389,11 +389,11 @@ def test_a_smolagents_agent_rewrites_its_history(renderer):
 def test_a_smolagents_code_agent(renderer):
     """It writes the `</code>` of its stop string back, and the call of its interpreter after it."""
     need("smolagents")
-    replies = [
+    responses = [
         "Thought: look.\n<code>\nprint(zoom('top left'))\n</code>",
         "Thought: answer.\n<code>\nfinal_answer('red')\n</code>",
     ]
-    played = play_client(smolagents_code, replies, renderer)
+    played = play_client(smolagents_code, responses, renderer)
     assert played.result == "red"
     assert played.continued == [False, False]
     assert len(played.rows) == 2

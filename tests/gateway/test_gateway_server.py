@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -13,6 +15,8 @@ from testing.templates import real_renderer
 
 from vlmrl.config import Gateway
 from vlmrl.engine.base import EngineError
+from vlmrl.gateway.chat import ChatError
+from vlmrl.gateway.episode import MAX_KEYS
 
 pytestmark = pytest.mark.slow
 openai = pytest.importorskip("openai")
@@ -48,7 +52,7 @@ def test_an_openai_client_plays_an_episode_with_tools_and_images():
         assert second.choices[0].message.content == "red" and second.choices[0].finish_reason == "stop"
         turns = turns_of(served, episode)
         assert [turn.text for turn in turns] == [f"Look.{zoom_call(2)}", "red"]
-        assert turns[1].kept is None and len(turns[1].media) == 1  # the prefix is kept, and one image is new
+        assert turns[1].kept == turns[0].length and len(turns[1].media) == 1  # the prefix is kept, and one image is new
         assert served.server.counts == {"answered": 2}
 
 
@@ -65,6 +69,18 @@ def test_an_openai_client_reads_a_stream():
         assert call.function.name == "zoom" and json.loads(call.function.arguments) == {"k": 2}
         assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "tool_calls"
         assert chunks[-1].usage.completion_tokens > 0 and not chunks[-1].choices
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_newline_between_two_calls_is_no_content(path, stream):
+    """Some clients take the first text of a stream for the answer, and run no tool."""
+    tool = {"name": "zoom", "input_schema": {"type": "object"}} if path == "/v1/messages" else ZOOM
+    with serving(agent_episode([f"<think>hm</think>\n\n{zoom_call(1)}\n{zoom_call(2)}"])) as served:
+        shown = served.post(path, HELLO | {"tools": [tool], "stream": stream, "max_tokens": 99}).text
+    assert shown.count("call_") >= 2 and "hm" in shown
+    assert not re.findall(r'"type": "text"|text_delta', shown)
+    assert set(re.findall(r'"content": ("[^"]*")', shown)) <= {'""'}
 
 
 def test_an_anthropic_client_plays_an_episode_with_tools_and_images():
@@ -97,7 +113,7 @@ def test_an_anthropic_client_plays_an_episode_with_tools_and_images():
             and second.stop_sequence == "猫"  # of many tokens
         )
         turns = turns_of(served, episode)
-        assert len(turns) == 2 and turns[1].kept is None
+        assert len(turns) == 2 and turns[1].kept == turns[0].length
         assert [message["role"] for message in turns[1].messages] == ["tool", "user"]
         with pytest.raises(__import__("anthropic").BadRequestError, match="whole number of at least 1"):
             client.messages.create(**{**options, "max_tokens": 0}, messages=messages)
@@ -113,18 +129,43 @@ def test_keys_addresses_and_routes():
             ]
             == "a"
         )
-        reply = served.post("/v1/responses")
-        assert reply.status_code == 404 and "POST /v1/chat/completions" in reply.json()["error"]["message"]
-        reply = served.post("/v1/messages", headers={"authorization": "x"})
-        assert reply.status_code == 401 and reply.json()["type"] == "error"
+        response = served.post("/v1/responses")
+        assert response.status_code == 404 and "POST /v1/chat/completions" in response.json()["error"]["message"]
+        response = served.post("/v1/messages", headers={"authorization": "x"})
+        assert response.status_code == 401 and response.json()["type"] == "error"
         served.server.close_episode(mine)
-        while (reply := served.post()).status_code != 410:  # it is closed in the server's loop
-            assert reply.status_code in (200, 503)
+        while (response := served.post()).status_code != 410:  # it is closed in the server's loop
+            assert response.status_code in (200, 503)
         unknown = type(mine)(mine.url[:-1] + "x", mine.api_key)
         assert served.post(client=unknown).status_code == 404
         assert served.post(client=other).status_code == 200
         assert other.openai().models.list().data[0].id == other.openai().models.retrieve("x").id == "policy"
+        assert (other.openai().models.list().object, other.openai().models.retrieve("x").object) == ("list", "model")
         assert served.server.counts["wrong_key"] == 2 and served.server.counts["unknown"] == 1
+
+
+def test_a_client_of_the_responses_api_is_told_how_to_change():
+    """It is what openai-agents uses unless it is told otherwise."""
+    with serving(agent_episode([])) as served, pytest.raises(openai.NotFoundError) as raised:
+        served.client.openai().responses.create(model="any", input="hello")
+    assert 'set_default_openai_api("chat_completions")' in raised.value.message
+    assert raised.value.code == "no_route"
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", ""])
+def test_a_web_page_whose_name_points_at_the_gateway_reaches_nothing(host):
+    with serving(agent_episode(["a"])) as served:
+        for path in ("/v1/chat/completions", "/reward"):
+            response = served.post(path, HELLO | {"reward": 1.0}, headers={"Host": host})
+            assert response.status_code == 403 and "127.0.0.1 and localhost only" in response.text
+        assert served.server.counts == {"host": 2} and served.server._app.opened
+        assert served.post(headers={"Host": "localhost:1"}).status_code == 200
+    public = Gateway(public_url="http://gateway.example")
+    with serving(agent_episode(["a"]), settings=public) as served:
+        served.clients[0] = replace(
+            served.client, url=f"http://127.0.0.1:{served.server._port}/t/" + served.client.url.rpartition("/")[2]
+        )
+        assert served.post(headers={"Host": host or "x"}).status_code == 200  # its key is enough
 
 
 def test_messages_that_a_template_refuses_are_the_clients_mistake(shared):
@@ -145,7 +186,27 @@ def test_a_reward_is_posted():
         assert served.post("/reward", {"reward": 1}).json() == {"reward": 1.5}
         for wrong in (None, True, "1", {}, 10**400):
             assert served.post("/reward", {"reward": wrong}).status_code == 400
+        assert served.post("/reward", {"reward": 1, "id": "x" * 257}).status_code == 400
         assert episode.posted_reward == 1.5
+
+
+def test_rewards_take_little_memory():
+    """Those without an id are added up; those with one have a limit."""
+    episode = agent_episode([])
+    for _ in range(2):
+        for number in range(MAX_KEYS):
+            episode.post_reward(1.0, str(number))
+            episode.post_reward(0.5)
+    with pytest.raises(ChatError, match="post their sum"):
+        episode.post_reward(1.0, "one more")
+    assert episode.posted_reward == 2 * MAX_KEYS and len(episode._posted_keys) == MAX_KEYS
+
+
+def test_a_reward_with_an_id_that_is_posted_again_counts_once():
+    episode = agent_episode([])
+    with serving(episode) as served:
+        for _ in range(3):
+            assert served.post("/reward", {"reward": 1.0, "id": "judge"}).json() == {"reward": 1.0}
 
 
 def test_a_client_that_leaves_cancels_its_request():
@@ -167,10 +228,10 @@ def test_a_client_that_leaves_cancels_its_request():
 def test_a_closed_episode_ends_its_requests():
     gate = Gate()
     with serving(agent_episode(gate), heartbeat=0.01) as served:
-        replies = {}
+        responses = {}
 
         def ask(stream: bool) -> None:
-            replies[stream] = served.post(body=HELLO | {"stream": stream})
+            responses[stream] = served.post(body=HELLO | {"stream": stream})
 
         threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
         for thread in threads:
@@ -179,9 +240,9 @@ def test_a_closed_episode_ends_its_requests():
         served.server.close_episode(served.client)
         for thread in threads:
             thread.join()
-        assert replies[False].status_code == 410
-        if replies[True].status_code == 200:  # the stream had begun
-            assert '"code": "closed"' in replies[True].text
+        assert responses[False].status_code == 410
+        if responses[True].status_code == 200:  # the stream had begun
+            assert '"code": "closed"' in responses[True].text
         served.run_loop.wait(gate.reached("cancelled", 2), PATIENCE)
 
 
@@ -194,8 +255,8 @@ def test_a_stream_shows_signs_of_life():
         headers = {"authorization": f"Bearer {client.api_key}"}
         with httpx.stream(
             "POST", client.base_url + "/chat/completions", json=HELLO | {"stream": True}, headers=headers
-        ) as reply:
-            for line in reply.iter_lines():
+        ) as response:
+            for line in response.iter_lines():
                 lines.append(line)
                 if line.startswith(":"):
                     served.run_loop.wait(gate.open(), PATIENCE)
@@ -254,8 +315,8 @@ def test_a_port_in_use_is_named():
     with serving(agent_episode(["a"])) as served:
         port = int(served.client.url.split(":")[2].partition("/")[0])
         with (
-            pytest.raises(ValueError, match=f"gateway.port {port} cannot be used"),
-            serving(agent_episode([]), settings=Gateway(port=port)),
+            pytest.raises(ValueError, match=f"gateway.address 127.0.0.1:{port} cannot be used"),
+            serving(agent_episode([]), settings=Gateway(address=f"127.0.0.1:{port}")),
         ):
             pass
 

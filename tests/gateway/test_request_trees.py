@@ -15,16 +15,16 @@ from testing.agent_episodes import LIMITS, new_trajectory
 from testing.episodes import new_store, renderer
 from testing.fakes import Router
 from testing.gateway import PATIENCE, Served, serving
-from testing.request_trees import KINDS, Complete, RandomAgent, Replies, Step, experts_of
+from testing.request_trees import KINDS, Complete, RandomAgent, Responses, Step, experts_of
 from testing.templates import STABLE, real_renderer
 from torch import nn
 
 from vlmrl.config import Rollout
 from vlmrl.engine.scripted import ScriptedEngine
-from vlmrl.gateway.chat import ChatError, ChatReply, ChatRequest
+from vlmrl.gateway.chat import ChatError, ChatRequest, ChatResponse
 from vlmrl.gateway.episode import AgentEpisode
-from vlmrl.gateway.task_messages import openai_messages
 from vlmrl.model.expert_routing import ExpertRouters
+from vlmrl.multimodal.openai_messages import openai_messages
 from vlmrl.multimodal.renderer import Renderer, expand
 from vlmrl.rollout.message_images import load_images
 from vlmrl.samples import audit, emit
@@ -34,20 +34,20 @@ ROUTING = ExpertRouters(nn.ModuleList([Router()]), "Router")  # one layer, two o
 STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 3), st.integers(0, 19)), min_size=1, max_size=12)
 
 
-def new_episode(replies: Replies, renderer: Renderer, with_images: bool = True) -> KeepsReplies:
+def new_episode(responses: Responses, renderer: Renderer, with_images: bool = True) -> KeepsResponses:
     config = Rollout(**(LIMITS | {"max_turns": 1000, "max_tokens": 100_000}))  # type: ignore[arg-type]
     store = new_store() if with_images else None
-    episode = KeepsReplies(new_trajectory(), ScriptedEngine(replies, renderer), renderer, store, config, 0)
-    episode.replies = {}
+    episode = KeepsResponses(new_trajectory(), ScriptedEngine(responses, renderer), renderer, store, config, 0)
+    episode.responses = {}
     return episode
 
 
 def played(steps: list[Step], renderer: Renderer, with_images: bool = True, has_experts: bool = False) -> RandomAgent:
-    """An agent that has played the steps and finished its episode, in which the reply of each request was checked."""
+    """An agent that has played the steps and finished its episode, in which the response of each request was checked."""
 
     async def play() -> RandomAgent:
-        replies = Replies(renderer, has_experts)
-        agent = RandomAgent(new_episode(replies, renderer, with_images), replies, with_images)
+        responses = Responses(renderer, has_experts)
+        agent = RandomAgent(new_episode(responses, renderer, with_images), responses, with_images)
         await agent.play(steps)
         agent.episode.finish()
         return agent
@@ -55,10 +55,10 @@ def played(steps: list[Step], renderer: Renderer, with_images: bool = True, has_
     return asyncio.run(asyncio.wait_for(play(), 600))
 
 
-def over_http(episode: KeepsReplies, served: Served, client: httpx.AsyncClient) -> Complete:
+def over_http(episode: KeepsResponses, served: Served, client: httpx.AsyncClient) -> Complete:
     """Sends a request to the server as OpenAI's clients do."""
 
-    async def complete(request: ChatRequest) -> ChatReply:
+    async def complete(request: ChatRequest) -> ChatResponse:
         messages = openai_messages(request.messages)
         for message in messages:
             if "tool_calls" in message:
@@ -72,23 +72,23 @@ def over_http(episode: KeepsReplies, served: Served, client: httpx.AsyncClient) 
         answer = response.json()
         if response.status_code != 200:
             raise ChatError(response.status_code, answer["error"]["code"], answer["error"]["message"])
-        reply, message = episode.replies[answer["id"]], answer["choices"][0]["message"]
-        assert (message["content"] or "") == reply.content
-        assert [call["id"] for call in message.get("tool_calls") or ()] == [call.id for call in reply.tool_calls]
-        return reply
+        response, message = episode.responses[answer["id"]], answer["choices"][0]["message"]
+        assert (message["content"] or "") == response.content
+        assert [call["id"] for call in message.get("tool_calls") or ()] == [call.id for call in response.tool_calls]
+        return response
 
     return complete
 
 
-class KeepsReplies(AgentEpisode):
-    """Keeps its replies by their ids."""
+class KeepsResponses(AgentEpisode):
+    """Keeps its responses by their ids."""
 
-    replies: dict[str, ChatReply]
+    responses: dict[str, ChatResponse]
 
-    async def complete(self, request: ChatRequest) -> ChatReply:
-        reply = await super().complete(request)
-        self.replies[reply.id] = reply
-        return reply
+    async def complete(self, request: ChatRequest) -> ChatResponse:
+        response = await super().complete(request)
+        self.responses[response.id] = response
+        return response
 
 
 def check(agent: RandomAgent) -> None:
@@ -96,13 +96,13 @@ def check(agent: RandomAgent) -> None:
     trajectory, delivered = agent.episode.trajectory, [sent for sent in agent.sent if not sent.lost]
     metrics = trajectory.metrics
     assert metrics["requests_cancelled"] == agent.cancelled
-    assert metrics["replies_undelivered"] == len(agent.sent) - len(delivered)
-    by_reply = {id(sent.reply.token_ids): sent for sent in delivered}
-    assert len(agent.replies.sampled) == len(agent.sent)
-    assert Counter(id(turn.response_ids) for turn in trajectory.turns) == Counter(list(by_reply))
+    assert metrics["responses_undelivered"] == len(agent.sent) - len(delivered)
+    by_response = {id(sent.response.token_ids): sent for sent in delivered}
+    assert len(agent.responses.sampled) == len(agent.sent)
+    assert Counter(id(turn.response_ids) for turn in trajectory.turns) == Counter(list(by_response))
     if not delivered:
         return
-    order = [by_reply[id(turn.response_ids)] for turn in trajectory.turns]
+    order = [by_response[id(turn.response_ids)] for turn in trajectory.turns]
     for sent, turn, (ids, media) in zip(order, trajectory.turns, trajectory.prompts(), strict=True):
         above = None if turn.received.continues is None else order[turn.received.continues]
         assert above is sent.above
@@ -111,7 +111,7 @@ def check(agent: RandomAgent) -> None:
         rows = emit(trajectory, how)
         image_token_id = agent.episode.renderer.image_token_id if agent.with_images else None
         report = audit(rows, [trajectory], image_token_id=image_token_id)
-        assert report.trained_tokens == sum(len(sent.reply.token_ids) for sent in delivered)
+        assert report.trained_tokens == sum(len(sent.response.token_ids) for sent in delivered)
         assert report.left_out == {}
     assert len(emit(trajectory, "merged")) == metrics["branches"]
 
@@ -138,13 +138,14 @@ def test_random_requests(steps: list[Step]):
 def test_the_experts_of_random_requests_are_those_of_each_context(steps: list[Step]):
     trajectory = played(steps, renderer(), has_experts=True).episode.trajectory
     image_token_id = renderer().image_token_id
-    prompts = zip(trajectory.turns, trajectory.prompts(), trajectory.expert_routing(), strict=True)
-    for number, (turn, (ids, media), routing) in enumerate(prompts):
-        wanted = experts_of(ids + turn.response_ids, media, image_token_id)
-        following = trajectory.turns[number + 1 : number + 2]
-        if not following or following[0].kept is not None:
+    continued = {turn.parent for turn in trajectory.turns if turn.kept == trajectory.turns[turn.parent or 0].length}
+    for number in range(len(trajectory.turns)):
+        context = trajectory.context(number)
+        wanted = experts_of(context.token_ids, context.media, image_token_id)
+        if context.expert_routing[-1] is None:
+            assert number not in continued
             wanted[-1:] = [None]  # it was not run
-        assert routing == wanted
+        assert context.expert_routing == wanted
     for how in ("merged", "step_wise") if trajectory.turns else ():
         audit(emit(trajectory, how), [trajectory], image_token_id=image_token_id, routing=ROUTING)
 
@@ -166,12 +167,12 @@ def test_random_requests_over_http():
     @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
     @given(STEPS)
     def play(steps: list[Step]) -> None:
-        replies = Replies(renderer())
-        episode = new_episode(replies, renderer())
+        responses = Responses(renderer())
+        episode = new_episode(responses, renderer())
 
         async def act(served: Served) -> RandomAgent:
             async with httpx.AsyncClient(timeout=PATIENCE) as client:
-                agent = RandomAgent(episode, replies, complete=over_http(episode, served, client))
+                agent = RandomAgent(episode, responses, complete=over_http(episode, served, client))
                 await agent.play(steps)
             episode.finish()
             return agent
@@ -188,11 +189,11 @@ def test_a_request_that_is_cancelled_while_the_episode_ends_is_counted(moment: i
     """Its task and its caller end at different turns of the loop."""
 
     async def act() -> Trajectory:
-        replies = Replies(renderer())
-        episode = new_episode(replies, renderer())
-        replies.hangs = True
+        responses = Responses(renderer())
+        episode = new_episode(responses, renderer())
+        responses.hangs = True
         caller = asyncio.create_task(episode.complete(ChatRequest([{"role": "user", "content": "Wait."}], [])))
-        await replies.reached.wait()
+        await responses.reached.wait()
         caller.cancel()
         for _ in range(moment):
             await asyncio.sleep(0)

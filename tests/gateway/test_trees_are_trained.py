@@ -20,7 +20,6 @@ from vlmrl.gateway.episode import AgentEpisode
 from vlmrl.model.loading import LoadedModel
 from vlmrl.report.token_columns import TokenTexts, token_columns
 from vlmrl.samples import audit, emit
-from vlmrl.samples.emit import reply_spans
 from vlmrl.train.credit import assign_advantages
 from vlmrl.train.packing import response_logprobs
 from vlmrl.types import Sample, Trajectory
@@ -57,7 +56,7 @@ def play_tree(model: LoadedModel, number: int = 0) -> Trajectory:
     engine = HFEngine(model.policy, model.renderer)
 
     async def play() -> Trajectory:
-        episode = agent_episode(engine, max_reply_tokens=12)
+        episode = agent_episode(engine, max_response_tokens=12)
         episode.renderer, episode.store = model.renderer, model.new_store()
         episode.seed = number
         await asyncio.wait_for(act(episode), 300)
@@ -114,23 +113,23 @@ def test_a_packed_tree_has_the_logprobs_and_gradients_of_its_rows(
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_each_reply_is_found_once(model: LoadedModel, trees: list[Trajectory], how: str):
+def test_each_response_is_found_once(model: LoadedModel, trees: list[Trajectory], how: str):
     for trajectory in trees:
         rows = rows_of(model, [trajectory], how)
-        spans = reply_spans(trajectory, rows)
-        assert [span.turn for span in spans] == list(range(len(trajectory.turns)))
-        for span in spans:
-            assert rows[span.row].response_ids[span.start : span.end] == trajectory.turns[span.turn].response_ids
-            assert set(rows[span.row].loss_mask[span.start : span.end]) == {1}
+        spans = [(row, span) for row in rows for span in row.responses]
+        assert [span.turn for _, span in spans] == list(range(len(trajectory.turns)))
+        for row, span in spans:
+            assert row.response_ids[span.start : span.end] == trajectory.turns[span.turn].response_ids
+            assert set(row.loss_mask[span.start : span.end]) == {1}
 
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("credit", ["trajectory", "turn"])
-def test_credit_mismatch_and_the_viewers_columns_reach_every_reply(
+def test_credit_mismatch_and_the_viewers_columns_reach_every_response(
     model: LoadedModel, trees: list[Trajectory], how: str, credit: str
 ):
     rows = rows_of(model, trees, how)
-    algo = Algo(credit=credit, advantage_options={"scale_by_std": False})  # type: ignore[arg-type]
+    algo = Algo(credit=credit, options={"grpo.scale_by_std": False})  # type: ignore[arg-type]
     assign_advantages(rows, trees, Config(algo=algo))
     metrics = record_trained(trees, rows, response_logprobs(model.policy, rows, 1.0))
     assert metrics["logprob_mismatch/max"] < 1e-4
@@ -147,7 +146,7 @@ def test_a_branch_that_goes_on_is_not_prefilled_again(model: LoadedModel):
     engine = HFEngine(model.policy, model.renderer)
 
     async def prefilled() -> list[int]:
-        episode = agent_episode(engine, max_reply_tokens=500)
+        episode = agent_episode(engine, max_response_tokens=500)
         episode.renderer, episode.store = model.renderer, model.new_store()
         left = Agent(episode, says("user", "What is it? " * 20, image("red")))
         await left.ask()

@@ -18,7 +18,7 @@ from vlmrl.types import Task
 pytestmark = pytest.mark.slow
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-LIMITS = {"max_turns": 2, "max_tokens": 256, "max_reply_tokens": 48}
+LIMITS = {"max_turns": 2, "max_tokens": 256, "max_response_tokens": 48}
 ZOOM = '<tool_call>{"name": "zoom", "arguments": {"bbox": %s}}</tool_call>'
 
 
@@ -52,7 +52,7 @@ def rows_of(trajectory):
 
 
 @pytest.mark.parametrize(
-    "replies",
+    "responses",
     [
         [ZOOM % "[0, 0, 500, 500]", "<answer>%s</answer>"],
         [ZOOM % "[500, 250, 1000, 1000]", "I do not know"],
@@ -63,12 +63,12 @@ def rows_of(trajectory):
         ['<tool_call>{"name": "zoom"}</tool_call> <tool_call>', ""],
         ['<tool_call>{"name": "look", "arguments": {"bbox": [0, 0, 9, 9]}}</tool_call>', "<answer>"],
         ["<answer>%s</answer>"],
-        ["a long reply " * 9],
+        ["a long response " * 9],
     ],
 )
-def test_the_agent_and_the_env_make_the_same_row_and_reward(zoom_agent, replies):
+def test_the_agent_and_the_env_make_the_same_row_and_reward(zoom_agent, responses):
     task = quarter_task()
-    said = [reply.replace("%s", task.answer) for reply in replies]
+    said = [response.replace("%s", task.answer) for response in responses]
     played = play_client(lambda client: zoom_agent(task, client), said, renderer(), **LIMITS)
     env = by_env(task, script(said), renderer(), new_store())
     assert rows_of(played.trajectory)[1:] == rows_of(env)[1:]

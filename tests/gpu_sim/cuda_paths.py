@@ -15,35 +15,30 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from docs.test_gpu import ROOT, marked_lines
 
-from vlmrl.cluster.workers import RankWorker
-from vlmrl.config import Config, Data, Model, Optim
-from vlmrl.config.sglang import SGLang
+from vlmrl.config import Config, Data, Model, Optim, ServerSettings
 from vlmrl.engine.hf.kv_cache import BatchCache, GrowingLayer
-from vlmrl.engine.server import free_ports
 from vlmrl.engine.server_backend import ServedModel, new_backend
 from vlmrl.engine.sglang.receiver import SGLangReceiver, serialized
+from vlmrl.families.base import ImageFeatures
 from vlmrl.model import tree_attention
 from vlmrl.model.cached_attention import attend_cached
-from vlmrl.model.families.base import ImageFeatures
 from vlmrl.model.head import score_tokens
 from vlmrl.model.loading import LoadedModel, load_model, pick_checkpointing, pick_dtype
 from vlmrl.plan.memory_plan import MemoryPlan, Sizes
 from vlmrl.run.program import run_training
 from vlmrl.run.serving import LocalServerHost
 from vlmrl.train.checkpoint import load_random, random_state, save_random
-from vlmrl.train.controller import join_process_group
+from vlmrl.train.controller import RunTrainer, join_process_group
 from vlmrl.train.fsdp import backend_of, forget_unused
 from vlmrl.train.master_weights import make_optimizer
-from vlmrl.train.offload import TrainerMemory
-from vlmrl.train.ranks import Ranks
+from vlmrl.train.rank import Rank
 from vlmrl.train.trainer import _layout
 from vlmrl.types import to_device
 from vlmrl.utils.current_gpu import current_gpu
 from vlmrl.weight_sync import SENDERS, nccl
-from vlmrl.weight_sync.base import Bucket, WeightUpdate
+from vlmrl.weight_sync.base import Bucket, SenderState, WeightUpdate
 
 FOLDER = Path(sys.argv[1])
 CUDA = torch.device("cuda", 1)
@@ -112,39 +107,32 @@ def trainer_code() -> None:
     assert make_optimizer([torch.nn.Parameter(torch.ones(1, device=CUDA))], Optim(), CUDA).defaults["fused"]
     forget_unused()
     assert backend_of(CUDA) == "cpu:gloo,cuda:nccl"
-    launched = {
-        "TORCHELASTIC_RUN_ID": "x",
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "1",
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    os.environ |= launched | {"MASTER_PORT": str(free_ports(1)[0])}
-    start = dist.init_process_group
-    # NCCL does not start on a simulated GPU.
-    dist.init_process_group = lambda backend, **options: start("gloo", **options)
+    launched = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1"}
+    os.environ |= launched
     assert join_process_group(backend_of(CUDA)).size == 1 and torch.cuda.current_device() == 1
-    dist.destroy_process_group()
     for name in launched:
         del os.environ[name]
 
 
 def server_code(loaded: LoadedModel) -> None:
-    settings = SGLang(first_gpu=1)
-    host = LocalServerHost(settings, FOLDER, TrainerMemory(loaded.policy), 1)
-    assert host.colocated and host.gpu_bytes
-    backend = new_backend(Config(engine="sglang", sglang=settings, data=Data(generator=rows, size=2), reward=reward))
+    settings = ServerSettings(first_gpu=1)
+    trainer = RunTrainer(Rank(Config(output_dir=str(FOLDER)), loaded=loaded))
+    host = LocalServerHost(settings, FOLDER, trainer.rank.device, 1)
+    assert host.colocated and trainer.gpu_bytes
+    backend = new_backend(Config(engine="sglang", server=settings, data=Data(generator=rows, size=2), reward=reward))
     [server] = host.servers(backend, ServedModel(path=loaded.path, dtype="bfloat16"))
     assert server.process is not None
     with pytest.raises(ValueError, match="first_gpu"):
-        replace(host, settings=SGLang(first_gpu=2)).servers(backend, ServedModel(path=loaded.path, dtype="bfloat16"))
+        replace(host, settings=ServerSettings(first_gpu=2)).servers(
+            backend, ServedModel(path=loaded.path, dtype="bfloat16")
+        )
     receiver = SGLangReceiver("http://127.0.0.1:1", device="cuda")
     bucket = Bucket(["weight"], [torch.Size([3])], torch.ones(3))
-    sender = SENDERS["tensor"](WeightUpdate((receiver,), SENDERS["tensor"], "run.1", "run", 2**20))
+    sender = SENDERS["tensor"](WeightUpdate((receiver,), SENDERS["tensor"], "run.1", 2**20), SenderState())
     assert sender.prepare(bucket).flat.is_cuda  # on the current GPU, if no weights were sent from another
     [on_gpu] = sender._buckets([("weight", torch.ones(3, device=CUDA))])
     assert on_gpu.flat.is_cuda and serialized(on_gpu.tensors())
-    assert nccl.NcclSender(sender.update).prepare(bucket).flat.is_cuda
+    assert nccl.NcclSender(sender.update, SenderState()).prepare(bucket).flat.is_cuda
     with suppress(ConnectionError):  # there is no server
         receiver.receive(on_gpu, None)
     with suppress(ConnectionError):
@@ -168,7 +156,6 @@ def main() -> None:
     config = Config(name="plan", output_dir=str(FOLDER), data=Data(generator=rows, size=2), reward=reward)
     run_training(config, dry_run=True)
     assert MemoryPlan.of(config, Sizes.of(loaded.policy.model), 1).dtype == torch.bfloat16
-    RankWorker(config, Ranks()).load("127.0.0.1", 0)
     sys.settrace(None)
     found = sorted((str(Path(file).relative_to(ROOT / "vlmrl")), line) for file, line in executed)
     print("\nEXECUTED", json.dumps(found))

@@ -19,7 +19,7 @@ heads, key_heads, width, *lengths = map(int, sys.argv[1:])
 
 
 def tree_of(tokens: int) -> torch.Tensor:
-    """The ends of a prompt of half the tokens, and two replies of a quarter each."""
+    """The ends of a prompt of half the tokens, and two responses of a quarter each."""
     first = tokens // 2 + tokens // 4
     ends = torch.full((tokens,), tokens)
     ends[tokens // 2 : first] = first

@@ -16,7 +16,7 @@ from testing.gpu_sim import device_counts
 from vlmrl.config import Algo, Model, Optim
 from vlmrl.model import tiny
 from vlmrl.model.loading import pick_device, pick_dtype
-from vlmrl.train.controller import destroy_process_group, join_process_group
+from vlmrl.train.controller import Commands, join_process_group
 from vlmrl.train.fsdp import backend_of
 from vlmrl.train.sharded_loading import load_sharded
 from vlmrl.train.trainer import Trainer, TrainerSpec
@@ -26,6 +26,7 @@ folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
 if rank == 0:
     tiny.resolve("tiny:qwen3_vl", folder)
 ranks = join_process_group(backend_of(torch.device("cuda")))
+commands = Commands()
 dist.barrier(dist.new_group(backend="gloo"))  # the model is built
 assert pick_device("auto") == torch.device("cuda", rank) and torch.cuda.current_device() == rank
 assert pick_dtype("auto", pick_device("auto")) == torch.bfloat16
@@ -43,4 +44,4 @@ counts = [device_counts(device) for device in range(2)]
 assert counts[rank]["launches"] > 100
 assert counts[1 - rank]["contexts"] == counts[1 - rank]["mallocs"] == 0
 trainer.close()
-destroy_process_group()
+commands.close()

@@ -21,14 +21,14 @@ from testing.gpu_sim import device_counts
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from vlmrl.config import Algo, Optim
+from vlmrl.families import family_of
 from vlmrl.model import tiny
-from vlmrl.model.families import family_of
 from vlmrl.model.policy import Policy
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.train.trainer import Trainer, TrainerSpec
 from vlmrl.types import Sample
 
-REPLY = 256
+RESPONSE = 256
 
 settings = json.loads(sys.argv[1])
 fields = settings["config"]
@@ -55,10 +55,10 @@ def a_group(name: str) -> list[Sample]:
     return [
         Sample(
             prompt,
-            [dice.randrange(200) for _ in range(REPLY)],
-            [1] * REPLY,
-            [-5.0] * REPLY,
-            [0] * REPLY,
+            [dice.randrange(200) for _ in range(RESPONSE)],
+            [1] * RESPONSE,
+            [-5.0] * RESPONSE,
+            [0] * RESPONSE,
             name,
             f"{name}/{member}",
             is_last_step=True,

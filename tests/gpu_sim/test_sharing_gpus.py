@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from vlmrl.weight_sync import SENDERS
-from vlmrl.weight_sync.base import WeightUpdate
+from vlmrl.weight_sync.base import SenderState, WeightUpdate
 
 LIMIT, DIES = 1.5, sys.argv[1] == "dies"
 
@@ -41,12 +41,13 @@ class Server:
         raise ConnectionResetError("gone")
 
 weights = [("w", torch.zeros(1024, device="cuda"))]
-update = WeightUpdate((Server(),), SENDERS["group"], "v1", "run", bucket_bytes=2**20)
-result = update.send(iter(weights))
+update = WeightUpdate((Server(),), SENDERS["group"], "v1", bucket_bytes=2**20)
+state = SenderState()
+result = update.send(iter(weights), state)
 print("failed", sorted(result.failed))
 time.sleep(LIMIT + 3)  # torch's watchdog looks about every second
-update = WeightUpdate((), SENDERS["group"], "v2", "run", bucket_bytes=2**20)
-print("sent again", update.send(iter(weights)).bytes)
+update = WeightUpdate((), SENDERS["group"], "v2", bucket_bytes=2**20)
+print("sent again", update.send(iter(weights), state).bytes)
 """
 
 
@@ -69,7 +70,7 @@ from vlmrl.engine.sglang.receiver import serialized
 from vlmrl.train.fsdp import forget_unused
 from vlmrl.utils.threads import DaemonPool
 from vlmrl.weight_sync import SENDERS
-from vlmrl.weight_sync.base import WeightUpdate
+from vlmrl.weight_sync.base import SenderState, WeightUpdate
 
 class Server:
     url, ranks, device, dtype, timeout = "http://127.0.0.1:1", 1, "cuda", None, 60.0
@@ -87,10 +88,10 @@ class Server:
 
 torch.cuda.set_device(1)
 weights = [("w", torch.zeros(1024, device="cuda:1"))]
-thread = DaemonPool("weights")  # a new thread, whose current device is GPU 0
+state, thread = SenderState(), DaemonPool("weights")  # a new thread, whose current device is GPU 0
 for resend in (False, True):
-    update = WeightUpdate((Server(),), SENDERS["tensor"], "v1", "run", bucket_bytes=2**20, resend=resend)
-    result = thread.submit(update.send, iter(weights)).result(60)
+    update = WeightUpdate((Server(),), SENDERS["tensor"], "v1", bucket_bytes=2**20, resend=resend)
+    result = thread.submit(update.send, iter(weights), state).result(60)
     assert not result.failed, result.failed
 thread.submit(forget_unused).result(60)  # as an offload does
 assert Server.devices == [torch.device("cuda", 1)] * 2, Server.devices
@@ -105,40 +106,35 @@ def test_weight_updates_of_a_trainer_on_gpu_1_leave_gpu_0_alone(simulated_gpu):
 
 
 OFFLOAD = """
-import torch
-from torch import nn
-
+import sys
 from pathlib import Path
 
+import torch
+
 from testing.gpu_sim import H100
-from vlmrl.config import SGLang
+from vlmrl.config import Config, Model, ServerSettings
 from vlmrl.engine.server_backend import ServedModel
 from vlmrl.engine.sglang.backend import SGLangBackend
+from vlmrl.model import tiny
 from vlmrl.run.serving import LocalServerHost
-from vlmrl.train.offload import TrainerMemory
+from vlmrl.train.controller import RunTrainer
+from vlmrl.train.rank import Rank
 
-class Policy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Linear(1024, 1024, bias=False, device="cuda", dtype=torch.bfloat16)
-
-    device = property(lambda self: self.weight.weight.device)
-    dtype = torch.bfloat16
-
-policy = Policy()
-memory = TrainerMemory(policy)
-settings = SGLang()
-host = LocalServerHost(settings, Path("."), memory, ranks=1)
-assert host.colocated and host.gpu_bytes == H100, host.gpu_bytes
+folder = tiny.build(Path(sys.argv[1]) / "model", "qwen3")
+trainer = RunTrainer(Rank(Config(model=Model(path=str(folder), dtype="bfloat16"), output_dir=sys.argv[1])))
+rank, settings = trainer.rank, ServerSettings()
+size = torch.cuda.memory_allocated()
+assert rank.policy.device == torch.device("cuda", 0) and size > 0
+host = LocalServerHost(settings, Path("."), rank.device, ranks=1)
+assert host.colocated and trainer.gpu_bytes == H100, trainer.gpu_bytes
 [server] = host.servers(SGLangBackend(settings), ServedModel("/m", "bfloat16", sleep=True))
 assert "--base-gpu-id 0" in " ".join(server.process.launch.command)
-assert host.offload_trainer() and policy.device.type == "cpu"
+assert trainer.offload() and rank.policy.device.type == "cpu"
 assert torch.cuda.memory_allocated() == torch.cuda.memory_reserved() == 0
-assert host.colocated, "it shares the GPU also while it is offloaded"
-memory.onload()
-assert policy.device == torch.device("cuda", 0) and torch.cuda.memory_allocated() == 2 * 1024 * 1024
+rank.onload()
+assert rank.policy.device == torch.device("cuda", 0) and torch.cuda.memory_allocated() == size
 try:
-    LocalServerHost(SGLang(first_gpu=1), Path("."), memory, 1).servers(SGLangBackend(settings), None)
+    LocalServerHost(ServerSettings(first_gpu=1), Path("."), rank.device, 1).servers(SGLangBackend(settings), None)
 except ValueError as error:
     assert "of the 1 that this process sees" in str(error)
 else:
@@ -147,8 +143,8 @@ else:
 
 
 @pytest.mark.slow
-def test_the_trainers_memory_leaves_the_gpu_and_comes_back(simulated_gpu):
-    simulated_gpu.run(OFFLOAD, timeout=120)
+def test_the_trainers_memory_leaves_the_gpu_and_comes_back(simulated_gpu, tmp_path):
+    simulated_gpu.run(OFFLOAD, tmp_path, timeout=200)
 
 
 ENGINE = """
@@ -170,8 +166,8 @@ torch.cuda.set_device(1)
 model = load_model(Model(path=str(folder), dtype="bfloat16", device="cuda:1"), folder, seed=0)
 request = Request("a", [5, 6, 7], [], SamplingParams(2))
 engine = HFEngine(model.policy, model.renderer)
-[reply] = asyncio.run(engine.generate_batch([request]))
-assert len(reply.token_ids) == 2
+[response] = asyncio.run(engine.generate_batch([request]))
+assert len(response.token_ids) == 2
 assert device_counts(0)["contexts"] == 0, "the engine's thread used GPU 0"
 hidden, failures = model.policy.hidden, [2]
 
@@ -183,8 +179,8 @@ def fails(*args, **options):
 
 model.policy.hidden = fails
 requests = [Request(str(n), [5, 6, 7 + n], [], SamplingParams(2)) for n in range(4)]
-replies = asyncio.run(engine.generate_batch(requests))
-assert [len(reply.token_ids) for reply in replies] == [2] * 4
+responses = asyncio.run(engine.generate_batch(requests))
+assert [len(response.token_ids) for response in responses] == [2] * 4
 assert failures == [0]
 budget.RESERVE_BYTES = 2.0**50
 try:

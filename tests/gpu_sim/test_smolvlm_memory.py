@@ -22,7 +22,7 @@ from vlmrl.model.loading import load_reader
 from vlmrl.multimodal.renderer import image_ids
 from vlmrl.plan.gpus import KNOWN
 from vlmrl.plan.memory_plan import MemoryPlan, sizes_of_model
-from vlmrl.plan.moments import micro_batch_size
+from vlmrl.plan.phases import micro_batch_size
 from vlmrl.types import Sample
 
 TEXT = {"model_type": "llama", "hidden_size": 960, "num_hidden_layers": 32, "num_attention_heads": 15, "num_key_value_heads": 5}
@@ -37,14 +37,14 @@ def samples_of(config, reader):
     shown = [store.load(Image.new("RGB", (100, 100), (number, 0, 0))) for number in range(20)]
     samples = []
     length, rows = config.data.max_prompt_tokens, 2  # rows of a micro-batch
-    replies = (config.train.tokens_per_micro_batch - length) // rows
+    responses = (config.train.tokens_per_micro_batch - length) // rows
     for member in range(2 * rows):
         first, later = shown[0], shown[1 + member]
         prompt = (image_ids(first, pad) + [7] * length)[:length]
         seen = image_ids(later, pad)
-        response = seen + [11 + member] * (replies - len(seen))
-        mask = [0] * len(seen) + [1] * (replies - len(seen))
-        lists = (prompt, response, mask, [-1.0] * replies, [0] * replies)
+        response = seen + [11 + member] * (responses - len(seen))
+        mask = [0] * len(seen) + [1] * (responses - len(seen))
+        lists = (prompt, response, mask, [-1.0] * responses, [0] * responses)
         samples.append(Sample(*lists, "0", f"0/{member}", True, "stop", [first, later], 1.0 - 2 * (member % 2)))
     return samples
 
@@ -60,12 +60,12 @@ with tempfile.TemporaryDirectory() as scratch:
     run = Config(
         output_dir=scratch,
         model=Model(path=str(folder)),
-        rollout=Rollout(group_size=4, max_turns=2, max_tokens=7168, max_reply_tokens=2048),
+        rollout=Rollout(group_size=4, max_turns=2, max_tokens=7168, max_response_tokens=2048),
         train=Train(groups_per_batch=1, tokens_per_micro_batch=12288),
     )
     run = simulated_step.replace(run, data=simulated_step.replace(run.data, max_prompt_tokens=2048))
     sizes = sizes_of_model(run.model, run.models_dir)
-    plan = MemoryPlan.of(run, sizes, 1, KNOWN["h100-80gb"]).moments["forward and backward"]
+    plan = MemoryPlan.of(run, sizes, 1, KNOWN["h100-80gb"]).phases["forward and backward"]
     simulated_step._largest = lambda trainer, samples: {}
     reader = load_reader(run.model, run.models_dir)
     measured = simulated_step.simulate(run, lambda hf: samples_of(run, reader))

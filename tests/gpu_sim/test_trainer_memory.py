@@ -26,13 +26,13 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from vlmrl.config import Config, Lora, Model
-from vlmrl.train.make_trainer import Trainers
+from vlmrl.train.rank import Rank
 from vlmrl.train.ranks import Ranks
 
 folder, rank, lora = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
-model = Model(path=folder, lora=Lora(rank=lora, targets=("q_proj",) if lora else ()), random_weights=True)
-policy = Trainers.of(Config(model=model, output_dir=folder), Ranks(rank, 8)).policy
+model = Model(path=f"random:{folder}", lora=Lora(rank=lora, targets=("q_proj",) if lora else ()))
+policy = Rank(Config(model=model, output_dir=folder), Ranks(rank, 8)).policy
 sizes = [weight.numel() * 4 for weight in policy.parameters()]
 print(json.dumps({
     "total": sum(sizes), "largest": max(sizes), "device": str(policy.device),

@@ -25,21 +25,19 @@ def cases(rng: random.Random) -> Iterator[dict[str, Any]]:
         limit = rng.choice([8, 64, 4096])
         algo = {
             "advantage": rng.choice(["grpo", "rloo", "maxrl", "reinforce_pp"]) if rng.random() < 0.97 else "gae",
-            "credit": rng.choice(["trajectory", "trajectory", "turn"]),
+            "credit": rng.choice(["trajectory", "trajectory", "turn", "gigpo"]),
             "loss": rng.choice(["ppo", "ppo", "reinforce", "sft"]),
             "kl": rng.choice(["k1", "k2", "k3", "abs"]),
             "kl_coef": rng.choice([0.0, 0.1, -1.0, 1e300]) if rng.random() < 0.4 else 0.0,
-            "kl_in_reward": False,
             "overlong_buffer": rng.choice([-1, 4, limit, limit + 1]) if rng.random() < 0.2 else 0,
             "old_policy": rng.choice(["trainer", "rollout"]) if rng.random() < 0.2 else None,
             "corrections": rng.choice([("token_truncation",), ("veto", "veto")]) if rng.random() < 0.2 else (),
             "reference": "other/model" if rng.random() < 0.1 else None,
         }
-        algo["kl_in_reward"] = rng.random() < (0.6 if algo["kl_coef"] else 0.05)
         rollout = {
             "group_size": rng.choice([2, 8, 8]) if rng.random() < 0.9 else 1,
             "max_tokens": limit,
-            "max_reply_tokens": limit // 2,
+            "max_response_tokens": limit // 2,
             "truncated_reward": rng.choice([0.0, -1.0]) if rng.random() < 0.2 else None,
             "history": "rerender" if rng.random() < 0.1 else "append",
             "samples": rng.choice([*FORMS]),
@@ -94,7 +92,8 @@ def outcome(case: dict[str, Any]) -> str:
         if isinstance(sample.advantage, list):
             pairs = zip(sample.advantage, sample.loss_mask, strict=True)
             assert not any(value for value, mask in pairs if not mask), "an advantage of a token that is not trained"
-    if not config.algo.kl_in_reward and not config.algo.overlong_buffer:
+    compares_rewards = config.algo.credit != "gigpo"  # which also compares how far turns are from their rewards
+    if compares_rewards and not config.algo.kl_in_reward and not config.algo.overlong_buffer:
         _check_equal_rewards(samples, trajectories)
     return "assigned"
 

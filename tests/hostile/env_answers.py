@@ -35,7 +35,9 @@ def cases(rng: random.Random) -> Iterator[dict[str, Any]]:
 def run(case: dict[str, Any]) -> str:
     """Play one episode, and return how it ended. Raises if it ends in no answer, no failure and no clear error."""
     env = _env_of(case)
-    loop = turn_loop(env, lambda request, turn: f"reply {turn}", max_turns=3, max_tokens=20_000, truncated_reward=0.0)
+    loop = turn_loop(
+        env, lambda request, turn: f"response {turn}", max_turns=3, max_tokens=20_000, truncated_reward=0.0
+    )
     try:
         trajectory = asyncio.run(asyncio.wait_for(loop.play(a_task(), "g", "g/00"), SECONDS))
     except EnvContractError:

@@ -67,7 +67,7 @@ def cases(rng: random.Random) -> Iterator[Any]:
 
 
 def outcome(source: Any) -> str:
-    """``shown`` if a model sees the image after its first reply, ``told`` if it reads why not, ``env error`` if the episode fails.
+    """``shown`` if a model sees the image after its first response, ``told`` if it reads why not, ``env error`` if the episode fails.
 
     Anything else raises: an exception that leaves the turn loop, an episode that does not end, tokens that the audit refuses.
     """

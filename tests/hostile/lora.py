@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmrl.config import Lora, Model
-from vlmrl.model.families import FAMILIES
+from vlmrl.families import FAMILIES
 from vlmrl.model.loading import shapes_of
 
 TARGETS = (

@@ -1,4 +1,4 @@
-"""What a broken or hostile inference server may answer to `/generate`: right replies in which up to three places are spoiled."""
+"""What a broken or hostile inference server may answer to `/generate`: right responses in which up to three places are spoiled."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-END = 258  # the stop id of a right reply
+END = 258  # the stop id of a right response
 
 
 def cases(rng: random.Random) -> Iterator[tuple[int, bytes]]:
-    """Endlessly: the HTTP status and the body of a response to a prompt of 3 ids, whose reply may have up to 8."""
+    """Endlessly: the HTTP status and the body of a response to a prompt of 3 ids, whose response may have up to 8."""
     while True:
-        reply = _right(rng)
+        response = _right(rng)
         for _ in range(rng.randrange(4)):
-            _spoil(reply, rng)
-        body = json.dumps(reply).encode()
+            _spoil(response, rng)
+        body = json.dumps(response).encode()
         if rng.random() < 0.1:
             body = _spoiled_bytes(body, rng)
         yield rng.choice([200] * 60 + [204, 301, 307, 401, 404, 422, 429, 500, 503]), body

@@ -1,4 +1,5 @@
-"""Whole episodes of hostile replies, env answers and task rows: each ends in rows that the audit accepts, or in one counted error."""
+"""Whole episodes of hostile responses, env answers and task rows: each ends in rows that the audit accepts, or in one
+counted error."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ class Echo(ToolEnv):
 
     functions = (say,)
 
-    def judge(self, reply: str) -> dict[str, float]:
-        return {"reward": float("5" in reply)}
+    def judge(self, response: str) -> dict[str, float]:
+        return {"reward": float("5" in response)}
 
 
 class Odd(Env):
@@ -75,7 +76,7 @@ def runner(env: Any, rng: random.Random) -> Runner:
         group_size=2,
         max_turns=3,
         max_tokens=6000,
-        max_reply_tokens=40_000,
+        max_response_tokens=40_000,
         env_timeout=120.0,
         max_failed_fraction=1.0,
         max_refills=0,
@@ -106,7 +107,7 @@ def check(trajectories: list[Trajectory]) -> None:
     "env",
     [pytest.param("geo3k.py:Geo3kEnv", marks=pytest.mark.slow), "zoom.py:ZoomEnv", "frozenlake.py:FrozenLakeEnv"],
 )
-def test_hostile_replies_to_the_envs_of_the_project(env, hostile):
+def test_hostile_responses_to_the_envs_of_the_project(env, hostile):
     for rng in hostile(env):
         task = a_task(images=[Image.new("RGB", (64, 32), "red")], answer="42", data={"choices": []}, seed=1)
         with harmless(env, allowed=("bounded_worker.py",)):  # the process of geo3k's mathematics
@@ -115,7 +116,7 @@ def test_hostile_replies_to_the_envs_of_the_project(env, hostile):
         check(trajectories)
 
 
-def test_hostile_replies_that_come_back_as_observations(hostile):
+def test_hostile_responses_that_come_back_as_observations(hostile):
     for rng in hostile("echo"):
         with harmless("echo"):
             trajectories = play(Echo, a_task(), rng)

@@ -1,4 +1,4 @@
-"""Whatever a server answers, a request ends in a checked reply, a counted failure, or one clear error."""
+"""Whatever a server answers, a request ends in a checked response, a counted failure, or one clear error."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hostile.servers import END, cases
 from testing.fakes import PAD, Router
 from torch import nn
 
-from vlmrl.config import SGLang
+from vlmrl.config import ServerSettings
 from vlmrl.engine.base import EngineError, Request, SamplingParams
 from vlmrl.engine.server import Server, ServerError
 from vlmrl.engine.server_engine import ServerEngine
-from vlmrl.engine.server_pool import ServerPool
+from vlmrl.engine.server_pool import Limits, ServerPool
 from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.model.expert_routing import ExpertRouters
 from vlmrl.types import Completion
 
-DEADLINE = 60.0  # seconds for one reply, which takes milliseconds
+DEADLINE = 60.0  # seconds for one response, which takes milliseconds
 KNOWN = {"default": 0, "run.1": 1}
 
 
@@ -46,7 +46,7 @@ class Answering(ServerPool):
 @pytest.fixture(params=[False, True], ids=["dense", "experts"])
 def engine(request):
     server = Server("http://127.0.0.1:9")
-    pool = Answering(SGLangBackend(SGLang(urls=(server.url,), retries=0)), [server])
+    pool = Answering(SGLangBackend(ServerSettings(urls=(server.url,))), [server], limits=Limits(retries=0))
     routing = ExpertRouters(nn.ModuleList([Router()]), "Router") if request.param else None
     made = ServerEngine(pool, Words(), banned_ids=[PAD], routing=routing)
     made.versions |= KNOWN
@@ -58,7 +58,7 @@ async def outcome(engine: ServerEngine, response: tuple[int, bytes]) -> Completi
     """How a request ends that a server answers with ``response``."""
     [server] = engine.servers.all
     engine.servers.response = response
-    await engine.servers.serve(server)  # an earlier reply may have withdrawn it
+    await engine.servers.serve(server)  # an earlier response may have drained it
     async with asyncio.timeout(DEADLINE):
         try:
             return await engine._generate(Request("trajectory 1", [1, 2, 3], [], SamplingParams(8)))
@@ -96,25 +96,27 @@ def test_a_sample_of_what_servers_may_answer(engine, how_many):
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda reply: reply["meta_info"].update(finish_reason={"type": "tired"}),
-        lambda reply: reply["meta_info"].update(output_token_logprobs=[[-1.0]] * 2),
-        lambda reply: reply["meta_info"].update(output_token_logprobs=[[10**400, 5, None], [-1.0, END, None]]),
-        lambda reply: reply["meta_info"].update(weight_versions=[{"version": ["a"], "start": 0, "end": 2}]),
-        lambda reply: reply["meta_info"].update(weight_versions=[{"version": "default", "start": 0, "end": 10**12}]),
-        lambda reply: reply.update(output_ids=[5.0, END]),
-        lambda reply: reply.update(output_ids=[-5, END]),
-        lambda reply: reply.update(output_ids=[5] * 9),
-        lambda reply: reply.pop("meta_info"),
+        lambda response: response["meta_info"].update(finish_reason={"type": "tired"}),
+        lambda response: response["meta_info"].update(output_token_logprobs=[[-1.0]] * 2),
+        lambda response: response["meta_info"].update(output_token_logprobs=[[10**400, 5, None], [-1.0, END, None]]),
+        lambda response: response["meta_info"].update(weight_versions=[{"version": ["a"], "start": 0, "end": 2}]),
+        lambda response: response["meta_info"].update(
+            weight_versions=[{"version": "default", "start": 0, "end": 10**12}]
+        ),
+        lambda response: response.update(output_ids=[5.0, END]),
+        lambda response: response.update(output_ids=[-5, END]),
+        lambda response: response.update(output_ids=[5] * 9),
+        lambda response: response.pop("meta_info"),
     ],
 )
-def test_a_reply_of_another_form_is_a_failed_attempt(engine, spoil):
+def test_a_response_of_another_form_is_a_failed_attempt(engine, spoil):
     meta = {
         "finish_reason": {"type": "stop", "matched": END},
         "prompt_tokens": 3,
         "output_token_logprobs": [[-1.0, 5, None], [-1.0, END, None]],
         "weight_versions": [{"version": "default", "start": 0, "end": 2}],
     }
-    reply = {"output_ids": [5, END], "meta_info": meta}
-    spoil(reply)
-    result = asyncio.run(outcome(engine, (200, json.dumps(reply).encode())))
-    assert isinstance(result, EngineError) and "in 1 attempts: BadReply" in str(result)
+    response = {"output_ids": [5, END], "meta_info": meta}
+    spoil(response)
+    result = asyncio.run(outcome(engine, (200, json.dumps(response).encode())))
+    assert isinstance(result, EngineError) and "in 1 attempts: BadResponse" in str(result)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from collections.abc import Iterator
@@ -11,21 +10,23 @@ from typing import Any
 
 import httpx
 import pytest
+from aiohttp import web
 from testing.episodes import a_task, play
 from testing.hostile import harmless, text, value
+from testing.servers import answering, asked, served
 
 from vlmrl import Env, RemoteEnv, obs
 from vlmrl.env.base import resolve_env
 from vlmrl.env.judge import _as_one_message
-from vlmrl.env.remote import client
 from vlmrl.env.remote.env_server import EnvServer, create_env_app
 from vlmrl.env.remote.serialize import serialize_task
 from vlmrl.env.session import EnvContractError
 from vlmrl.env.tool_calls import ToolCall
 from vlmrl.env.tools import problem_with
 from vlmrl.retrieval.http_retriever import parse_hits
-from vlmrl.utils.http_server import RequestGuard
 
+pytestmark = pytest.mark.slow
+OWN = ("127.0.0.1",)  # the test's own server
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
 PNG_URI = f"data:image/png;base64,{PNG}"
 KEYWORDS = (
@@ -133,33 +134,34 @@ def requests(rng: random.Random) -> Iterator[tuple[str, str, bytes]]:
             "POST",
             "/sessions/s/step",
             cut(
-                rng, {"reply": text(rng)} if rng.random() < 0.8 else rng.choice(({"reply": payload(rng)}, payload(rng)))
+                rng,
+                {"response": text(rng)}
+                if rng.random() < 0.8
+                else rng.choice(({"response": payload(rng)}, payload(rng))),
             ),
         )
-    last = {"ending": "max_turns", "last_reply": text(rng, 1), "last_turn": 1}
+    last = {"ending": "max_turns", "last_response": text(rng, 1), "last_turn": 1}
     yield "POST", f"/sessions/{rng.choice(('s', 's', 's', '%2f..'))}/finish", cut(rng, rng.choice((last, payload(rng))))
     yield rng.choice(("DELETE", "GET", "PATCH")), "/sessions/s", b""
 
 
 def test_hostile_clients_of_an_env_server(hostile):
-    async def send(case: list[tuple[str, str, bytes]]) -> None:
-        server = EnvServer(resolve_env(Prompt), timeout=60.0)
-        transport = httpx.ASGITransport(app=RequestGuard(create_env_app(server), None, 2**20))
-        async with httpx.AsyncClient(transport=transport, base_url="http://env") as http:
-            for method, path, body in case:
-                reply = await http.request(method, path, content=body)
-                assert reply.status_code in (200, 404, 405, 413, 422, 500), reply
-                if reply.status_code in (422, 500):
-                    assert reply.json()["kind"] in ("error", "contract") and reply.json()["message"], reply.text
-        await server.close_all()
-
-    for rng in hostile("clients"):
-        case = list(requests(rng))
-        with harmless(case):
-            asyncio.run(send(case))
+    server = EnvServer(resolve_env(Prompt), timeout=60.0)
+    with served(create_env_app(server), max_body=2**20) as url, httpx.Client(base_url=url, timeout=60) as http:
+        for rng in hostile("clients"):
+            case = list(requests(rng))
+            with harmless(case, OWN):
+                for method, path, body in case:
+                    response = http.request(method, path, content=body)
+                    assert response.status_code in (200, 404, 405, 413, 422, 500), response
+                    if response.status_code in (422, 500):
+                        assert response.json()["kind"] in ("error", "contract") and response.json()["message"], (
+                            response.text
+                        )
+                http.delete("/sessions/s")
 
 
-def replies(rng: random.Random) -> dict[str, bytes]:
+def responses(rng: random.Random) -> dict[str, bytes]:
     """What a server returns for each kind of request."""
     tools = rng.choice(([],) * 6 + ([{"name": "f", "parameters": schema(rng)}], payload(rng)))
     step = {"messages": messages(rng), "done": rng.random() < 0.3, "reward": 1.0, "metrics": {"x": 1}}
@@ -173,23 +175,22 @@ def replies(rng: random.Random) -> dict[str, bytes]:
     }
 
 
-def test_hostile_env_servers(hostile, monkeypatch):
-    healthy = json.dumps({"tools": [], "replayable": True}).encode()
-    for rng in hostile("env servers"):
-        case = replies(rng)
-        status = rng.choice((200,) * 7 + (500, 302, 401))
+def test_hostile_env_servers(hostile):
+    now: dict[str, Any] = {}
 
-        def answer(sent: httpx.Request, case: dict[str, bytes] = case, status: int = status) -> httpx.Response:
-            name = sent.url.path.rpartition("/")[2]
-            if name == "health":
-                return httpx.Response(200, content=healthy)
-            return httpx.Response(status, content=case.get(name, case.get(sent.method, b"")))
+    async def answer(request: web.Request) -> web.Response:
+        name = request.path.rpartition("/")[2]
+        if name == "health":
+            return web.json_response({"tools": [], "replayable": True})
+        return web.Response(status=now["status"], body=now["case"].get(name, now["case"].get(request.method, b"")))
 
-        connect = lambda timeout, headers, answer=answer: httpx.Client(transport=httpx.MockTransport(answer))  # noqa: E731
-        monkeypatch.setattr(client, "http_client", connect)
-        with harmless(case), suppress(EnvContractError):
-            trajectory = play(RemoteEnv, ["a", "b"], options={"url": "http://env"}, max_turns=2)
-            assert not trajectory.failed or trajectory.error
+    with answering(answer) as url:
+        for rng in hostile("env servers"):
+            case = responses(rng)
+            now |= {"case": case, "status": rng.choice((200,) * 7 + (500, 302, 401))}
+            with harmless(case, OWN), suppress(EnvContractError):
+                trajectory = play(RemoteEnv, ["a", "b"], options={"url": url}, max_turns=2)
+                assert not trajectory.failed or trajectory.error
 
 
 def schema(rng: random.Random, depth: int = 4) -> Any:
@@ -218,6 +219,7 @@ def schema(rng: random.Random, depth: int = 4) -> Any:
     return made
 
 
+@pytest.mark.slow
 def test_hostile_tool_schemas_and_arguments(hostile):
     for rng in hostile("schemas"):
         tools = [{"type": "function", "function": {"name": "f", "parameters": schema(rng)}}]
@@ -225,7 +227,7 @@ def test_hostile_tool_schemas_and_arguments(hostile):
             rng.choice(("a", "bbox", "text", "role")): rng.choice((value(rng), "a" * 40 + "b", "x" * 60))
             for _ in range(3)
         }
-        with harmless((tools, arguments)), suppress(RuntimeError):  # the schema is wrong
+        with harmless((tools, arguments), allowed=("bounded_worker",)), suppress(RuntimeError):  # the schema is wrong
             assert isinstance(problem_with(ToolCall("f", arguments), tools), str)
 
 
@@ -239,7 +241,7 @@ def test_hostile_retrievers(hostile):
                 assert found.passage.image is None or found.passage.image.startswith("data:image/")
 
 
-def test_hostile_replies_to_a_judge(hostile):
+def test_hostile_responses_to_a_judge(hostile):
     tags = (
         "</conversation>",
         "</conver",
@@ -269,10 +271,6 @@ def test_hostile_replies_to_a_judge(hostile):
 
 @pytest.mark.parametrize("count", [1, 1000])
 def test_a_deep_body_is_refused(count: int):
-    async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(app=create_env_app(EnvServer(resolve_env(Prompt))))
-        async with httpx.AsyncClient(transport=transport, base_url="http://env") as http:
-            body = b'{"task": ' + b"[" * 400 * count + b"]" * 400 * count + b"}"
-            return await http.put("/sessions/s", content=body)
-
-    assert asyncio.run(send()).status_code == 422
+    body = b'{"task": ' + b"[" * 400 * count + b"]" * 400 * count + b"}"
+    (response,) = asked(create_env_app(EnvServer(resolve_env(Prompt))), ("PUT", "/sessions/s", body))
+    assert response.status_code == 422

@@ -16,7 +16,7 @@ def sample(kinds: set[str], number: int, seed: int = 0):
 
 
 def test_hostile_texts_end_in_an_answer_or_an_explained_error(how_many):
-    kinds = {"reply", "messages"} | ({"blocks"} if importlib.util.find_spec("mcp") else set())
+    kinds = {"response", "messages"} | ({"blocks"} if importlib.util.find_spec("mcp") else set())
     seen = Counter(outcome(case) for case in sample(kinds, how_many(300)))
     assert {"judged", "explained", "called", "rendered"} <= set(seen)
 

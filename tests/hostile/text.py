@@ -124,18 +124,18 @@ class Adds(ToolEnv):
 
     functions = (add,)
 
-    def judge(self, reply: str) -> float:
+    def judge(self, response: str) -> float:
         return 0.0
 
 
 def cases(rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Endlessly: a ``reply``, ``messages`` to render, an MCP server's ``blocks``, or an ``answer`` to a problem of geo3k."""
+    """Endlessly: a ``response``, ``messages`` to render, an MCP server's ``blocks``, or an ``answer`` to a problem of geo3k."""
     while True:
-        kind = rng.choices(["reply", "messages", "blocks", "answer"], [50, 35, 10, 5])[0]
-        if kind == "reply":
+        kind = rng.choices(["response", "messages", "blocks", "answer"], [50, 35, 10, 5])[0]
+        if kind == "response":
             yield {
                 "kind": kind,
-                "text": _reply(rng),
+                "text": _response(rng),
                 "tool_format": rng.choice(["json", "xml", "glm"]),
             }
         elif kind == "messages":
@@ -180,7 +180,7 @@ def _text(rng: random.Random, pieces: tuple[str, ...]) -> str:
     return "".join(piece * (rng.choice([1, 1, 1, 1, 1, 2, 50]) if len(piece) < 50 else 1) for piece in chosen)
 
 
-def _reply(rng: random.Random) -> str:
+def _response(rng: random.Random) -> str:
     if rng.random() < 0.3:
         return rng.choice(TEXTS) + rng.choice(WHOLE_CALLS) * rng.choice([1, 2, 30]) + rng.choice(TEXTS)
     return _text(rng, (*MARKUP, *TEXTS, *CALLS))
@@ -214,7 +214,7 @@ def _block(rng: random.Random) -> dict[str, Any]:
     )
 
 
-def _reply_outcome(case: dict[str, Any]) -> str:
+def _response_outcome(case: dict[str, Any]) -> str:
     text = case["text"]
     for call in read_tool_calls(text, Adds.schemas, case["tool_format"]):
         assert bool(call.problem) or isinstance(call.arguments, dict)
@@ -258,7 +258,7 @@ def _blocks_outcome(case: dict[str, Any]) -> str:
     content = _content(CallToolResult.model_validate({"content": case["blocks"]}))
     message = tool_message(parts_of(content))
     ids = renderer().delta([message]).token_ids
-    assert len(_added(ids)) == 5, "a user block with one tool response, and the next reply's start"
+    assert len(_added(ids)) == 5, "a user block with one tool response, and the next response's start"
     return "shown"
 
 

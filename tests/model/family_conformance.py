@@ -28,7 +28,7 @@ from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForI
 from transformers.models.smolvlm import processing_smolvlm
 
 from vlmrl.config import Lora, Model
-from vlmrl.model.families.base import Family
+from vlmrl.families.base import Family
 from vlmrl.model.loading import LoadedModel, load_model, shapes_of
 from vlmrl.multimodal.mm_inputs import merge_mm_inputs
 from vlmrl.multimodal.pixel_memory import PixelMemory
@@ -248,7 +248,7 @@ def as_sample(model: LoadedModel, messages: list[Message]) -> Sample:
 def own_inputs(model: LoadedModel, messages: list[Message], images: list[Image.Image]) -> dict[str, Any]:
     """What transformers' processor (or tokenizer) makes of the conversation's text and images."""
     text = model.tokenizer.apply_chat_template(
-        model.renderer._clean(messages)[0],
+        model.renderer.clean(messages)[0],
         chat_template=model.renderer.chat_template,
         tokenize=False,
         add_generation_prompt=True,

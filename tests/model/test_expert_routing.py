@@ -25,7 +25,7 @@ from vlmrl.model.expert_routing import ExpertRouters, indices_from_routing, rout
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.model.policy import Policy
 from vlmrl.rollout.runner import Runner
-from vlmrl.rollout.turn_loop import TurnLoop, record_expert_routing
+from vlmrl.rollout.turn_loop import TurnLoop
 from vlmrl.samples import EMIT, audit
 from vlmrl.train.packing import collate, count_unrecorded_experts
 from vlmrl.train.trainer import Trainer, TrainerSpec
@@ -89,7 +89,7 @@ def played_by(engine: HFEngine, model: LoadedModel, history: str = "append") -> 
     limits = {
         "max_turns": 3,
         "max_tokens": 600,
-        "max_reply_tokens": 30,
+        "max_response_tokens": 30,
         "truncated_reward": 0.0,
         "stop": tuple("aeiou"),
         "history": history,
@@ -122,7 +122,7 @@ def test_the_engine_returns_the_experts_of_all_it_ran(model, keep_kv):
             ended = sample.is_last_step or how != "step_wise"
             assert (
                 sample.expert_routing[-1] is None
-            ) == ended  # a reply's last token is run as part of the next prompt
+            ) == ended  # a response's last token is run as part of the next prompt
             assert (indices_from_routing(sample.expert_routing)[:-1] == chosen_for(model.policy, sample)[:-1]).all()
 
 
@@ -143,11 +143,10 @@ class Sparing(HFEngine):
 def test_it_is_enough_to_tell_the_experts_that_are_not_known_yet(model, history):
     engine = Sparing(model.policy, model.renderer, record_expert_routing=True)
     for trajectory in played_by(engine, model, history):
-        turns = [replace(turn, expert_routing=[]) for turn in trajectory.turns]
-        for number, routes in enumerate(engine.whole[trajectory.id], 1):
-            record_expert_routing(routes, turns[:number])
-        assert [turn.expert_routing for turn in trajectory.turns] == [turn.expert_routing for turn in turns]
-        assert all(turn.expert_routing for turn in turns)
+        for number, (turn, routes) in enumerate(zip(trajectory.turns, engine.whole[trajectory.id], strict=True)):
+            known = trajectory.context(number).expert_routing
+            assert known[turn.kept : -1] == routes[turn.kept : -1]
+            assert len(known) == len(routes)
 
 
 def chosen_for(policy: Policy, sample: Sample) -> np.ndarray:

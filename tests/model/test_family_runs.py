@@ -11,7 +11,7 @@ from rich.console import Console
 
 from vlmrl import Env, obs
 from vlmrl.config import Config, Data, Model, Optim, Rollout, Train
-from vlmrl.model.families import FAMILIES
+from vlmrl.families import FAMILIES
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.run_log import RunLog
 from vlmrl.run import loop
@@ -37,7 +37,7 @@ REWARDS = itertools.count()
 
 
 class Closer(Env):
-    """Answers the first reply, with another image where the task had one; no two rewards are equal, so each group trains."""
+    """Answers the first response, with another image where the task had one; no two rewards are equal, so each group trains."""
 
     def __init__(self, task):
         self.task = task
@@ -58,13 +58,13 @@ def config_of(family: str, folder) -> Config:
             group_size=4,
             max_turns=2,
             max_tokens=256,
-            max_reply_tokens=24,
+            max_response_tokens=24,
             stop=tuple("aeiourst"),
             samples="step_wise",
             truncated_reward=0.0,
         ),
         optim=Optim(lr=1e-3),
-        train=Train(steps=2, groups_per_batch=2, canary=False),
+        train=Train(steps=2, groups_per_batch=2, image_check=False),
         save_model=False,
     )
 

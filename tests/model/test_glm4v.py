@@ -16,9 +16,9 @@ from vlmrl import Task, ToolEnv
 from vlmrl.config import Rollout
 from vlmrl.engine.scripted import ScriptedEngine
 from vlmrl.env.base import resolve_env
+from vlmrl.families.glm4v import TEMPLATE as GLM_TEMPLATE
+from vlmrl.families.glm4v import Glm4V
 from vlmrl.model import tiny
-from vlmrl.model.families.glm4v import TEMPLATE as GLM_TEMPLATE
-from vlmrl.model.families.glm4v import Glm4V
 from vlmrl.multimodal.renderer import Renderer
 from vlmrl.rollout.history import new_history
 from vlmrl.rollout.turn_loop import TurnLoop
@@ -42,7 +42,7 @@ LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 
 
 def renderer(template: str = TEMPLATE, roles: tuple[str, ...] = ("<|user|>", "<|observation|>")) -> Renderer:
-    """As in the published models, replies end with the token of a role."""
+    """As in the published models, responses end with the token of a role."""
     words = Glm4V.tiny_tokenizer(tiny.tokenizer())
     stops = words.convert_tokens_to_ids(list(roles))
     return Renderer(words, image_token="<|image|>", chat_template=template, stop_ids=stops)
@@ -55,7 +55,7 @@ def observation(role: str = "user") -> dict:
 @pytest.mark.parametrize(
     ("end", "role", "added"),
     [
-        ("<|user|>", "user", ""),  # the reply has sampled what opens the next turn
+        ("<|user|>", "user", ""),  # the response has sampled what opens the next turn
         ("<|observation|>", "tool", ""),
         ("<|observation|>", "user", "<|user|>"),
         ("<|endoftext|>", "user", "<|user|>"),
@@ -64,8 +64,8 @@ def observation(role: str = "user") -> dict:
 )
 def test_an_observation_opens_its_turn_once(end, role, added):
     words = renderer()
-    reply = words.tokenizer.encode(f"yes{end}")
-    turn = SimpleNamespace(response_ids=reply)
+    response = words.tokenizer.encode(f"yes{end}")
+    turn = SimpleNamespace(response_ids=response)
     following = new_history(Rollout(), words, ()).continuation(turn, [observation(role)])
     assert words.decode(following.rendered.token_ids) == f"{added}\n{IMAGE}Closer:<|assistant|>\n"
     assert (len(following.rendered.images), following.dropped) == (1, 0)
@@ -73,15 +73,15 @@ def test_an_observation_opens_its_turn_once(end, role, added):
 
 def test_an_episode_is_the_template_s_own_conversation():
     words = renderer()
-    first, reply = [{"role": "user", "content": "What?"}], words.tokenizer.encode("a square<|user|>")
-    ids = words.prompt(first).token_ids + reply
-    ids += words.delta([observation()], reply=reply).token_ids
+    first, response = [{"role": "user", "content": "What?"}], words.tokenizer.encode("a square<|user|>")
+    ids = words.prompt(first).token_ids + response
+    ids += words.delta([observation()], response=response).token_ids
     whole = words.prompt([*first, {"role": "assistant", "content": "a square"}, observation()]).token_ids
     assert ids == whole
-    assert words.text(reply) == "a square" and words.opening == ""
+    assert words.text(response) == "a square" and words.opening == ""
 
 
-def test_what_the_generation_prompt_opens_is_kept_beside_the_reply():
+def test_what_the_generation_prompt_opens_is_kept_beside_the_response():
     assert renderer(TEMPLATE.replace("<|assistant|>\n", "<|assistant|>\n<think>")).opening == "<think>"
 
 
@@ -114,7 +114,7 @@ def test_ours_writes_what_the_published_template_writes_and_shows_tools():
 
 
 def test_an_episode_with_tools_is_the_template_s_own_conversation():
-    """Calls end with what opens their results; a reply is trained up to that token, which stands once."""
+    """Calls end with what opens their results; a response is trained up to that token, which stands once."""
     words = renderer(OURS)
     call = "I look.\n<tool_call>look\n</tool_call>"
     results = [
@@ -122,15 +122,15 @@ def test_an_episode_with_tools_is_the_template_s_own_conversation():
         {"role": "tool", "content": "far"},
     ]
     ids, trained = words.prompt(CHAT, [LOOK]).token_ids, []
-    for reply, messages in [
+    for response, messages in [
         (f"{call}<|observation|>", results),
         ("red<|user|>", [{"role": "user", "content": "Sure?"}]),
         ("yes", []),
     ]:
-        trained += words.tokenizer.encode(reply)
-        ids += words.tokenizer.encode(reply)
+        trained += words.tokenizer.encode(response)
+        ids += words.tokenizer.encode(response)
         if messages:
-            ids += words.delta(messages, [LOOK], reply=ids).token_ids
+            ids += words.delta(messages, [LOOK], response=ids).token_ids
     parsed = {
         "role": "assistant",
         "content": "I look.",
@@ -176,8 +176,8 @@ class Magnifier(ToolEnv):
 
     functions = (magnify,)
 
-    def judge(self, reply):
-        return float("red" in reply)
+    def judge(self, response):
+        return float("red" in response)
 
 
 def test_a_tool_env_trains_a_step(tmp_path):

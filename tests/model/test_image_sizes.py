@@ -12,10 +12,10 @@ import pytest
 from transformers.models.glm4v.image_processing_glm4v import smart_resize as resize_of_glm
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize as resize_of_qwen
 
-from vlmrl.model.families.glm4v import Glm4V
-from vlmrl.model.families.qwen2_vl import Qwen2VL
-from vlmrl.model.families.qwen3_vl import Qwen3VL
-from vlmrl.model.families.qwen_vl import size_within
+from vlmrl.families.glm4v import Glm4V
+from vlmrl.families.qwen2_vl import Qwen2VL
+from vlmrl.families.qwen3_vl import Qwen3VL
+from vlmrl.families.qwen_vl import size_within
 
 KINDS: list[tuple[Any, Any, int, int]] = [
     (Qwen2VL, resize_of_qwen, 14, 1),  # and Qwen2.5-VL

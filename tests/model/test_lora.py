@@ -116,3 +116,8 @@ def test_saved_adapters_are_read_by_peft(tiny_folder, adapted, tmp_path):
     save_adapters(dict(named_adapters(adapted.policy.model)), Lora(rank=4, alpha=8), str(tiny_folder), tmp_path)
     base = AutoModelForImageTextToText.from_pretrained(tiny_folder, dtype=torch.float32)
     assert torch.allclose(logits(PeftModel.from_pretrained(base, tmp_path)), expected, atol=1e-5)
+
+
+def test_merged_weights_have_the_models_dtype(qwen3_vl):
+    loaded = load(qwen3_vl, lora=Lora(rank=2), dtype="bfloat16")
+    assert {weight.dtype for _, weight in named_weights(loaded.policy.model)} == {torch.bfloat16}

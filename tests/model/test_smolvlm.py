@@ -11,6 +11,7 @@ import pytest
 import torch
 from family_conformance import load, photo
 from PIL import Image
+from testing.fakes import item_of
 from testing.templates import episode_ids, full_text, user
 from testing.trees import random_rows, train, worst_gradient
 from transformers import AutoImageProcessor
@@ -20,7 +21,7 @@ from vlmrl.config import Lora, Model
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.model.tiny import TEMPLATE, build
 from vlmrl.multimodal.mm_inputs import merge_mm_inputs
-from vlmrl.multimodal.renderer import Renderer, expand
+from vlmrl.multimodal.renderer import Renderer, collapse, expand, image_spans
 from vlmrl.multimodal.store import MediaStore
 
 CPU = torch.device("cpu")
@@ -58,6 +59,13 @@ def test_a_wide_image_is_two_tiles_and_a_copy_with_marks_between_them(model):
     whole = f"<fake_token_around_image><global-img>{tile}<fake_token_around_image>"
     assert model.renderer.decode(ids[1:-1]) == f"{first}{second}\n\n{whole}"
     assert (len(ids), ids[0], ids[-1]) == (22, 7, 8)
+
+
+def test_images_are_spans_wherever_separators_stand():
+    item = item_of("a", Image.new("RGB", (8, 8)), 4, {0: 7, 3: 8})
+    assert expand([1, 9, 7], 9, [item]) == [1, 7, 9, 9, 8, 7]
+    assert image_spans([1, 7, 9, 9, 8, 7], 9, [item]) == [(1, 5)]
+    assert collapse([1, 7, 9, 9, 8, 7], 9, [item]) == [1, 9, 7]
 
 
 @pytest.mark.parametrize("max_pixels", [None, 256 * 256, 255 * 256, 1])

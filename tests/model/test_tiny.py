@@ -5,7 +5,6 @@ from itertools import pairwise
 import pytest
 import torch
 import transformers
-from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from vlmrl.config import Model
@@ -117,34 +116,6 @@ def test_a_text_model_has_no_processor(family, tmp_path):
     assert not list(folder.glob("*processor*"))
 
 
-@pytest.mark.parametrize(
-    ("family", "size", "grid", "tokens"),
-    [
-        ("qwen3_vl", (10, 10), [1, 2, 2], 1),
-        ("qwen3_vl", (96, 64), [1, 4, 6], 6),
-        ("qwen3_vl", (640, 480), [1, 12, 18], 54),
-        ("qwen2_5_vl", (28, 28), [1, 2, 2], 1),
-        ("qwen2_5_vl", (84, 56), [1, 4, 6], 6),
-        ("qwen2_5_vl", (640, 480), [1, 14, 20], 70),
-        ("qwen2_vl", (84, 56), [1, 4, 6], 6),
-        ("qwen3_vl_moe", (96, 64), [1, 4, 6], 6),
-        ("qwen3_5", (96, 64), [1, 4, 6], 6),
-    ],
-)
-def test_an_image_goes_through_processor_and_model(family, size, grid, tokens, folders):
-    processor, model = AutoProcessor.from_pretrained(folders[family]), load(folders[family])
-    messages = [{"role": "user", "content": [{"type": "image", "image": Image.new("RGB", size, "red")}]}]
-    inputs = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
-    assert inputs["image_grid_thw"].tolist() == [grid]
-    assert (inputs["input_ids"] == 495).sum() == tokens
-    with torch.no_grad():
-        logits = model(**inputs).logits
-        other = model(**inputs | {"pixel_values": -inputs["pixel_values"]}).logits
-    assert logits.shape == (1, inputs["input_ids"].shape[1], 512)
-    assert torch.isfinite(logits).all()
-    assert (logits[0, -1] - other[0, -1]).abs().max() > 1e-4
-
-
 @pytest.mark.parametrize("family", CLASSES)
 def test_one_seed_gives_one_model_and_building_leaves_the_global_seed_alone(family, folders, tmp_path):
     first = load(folders[family]).state_dict()
@@ -156,15 +127,6 @@ def test_one_seed_gives_one_model_and_building_leaves_the_global_seed_alone(fami
     again, other = load(folders[family]).state_dict(), load(tiny.build(tmp_path, family, seed=1)).state_dict()
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
-
-
-@pytest.mark.parametrize("family", CLASSES)
-def test_a_saved_model_reloads_to_the_same_weights(family, folders, tmp_path):
-    model = load(folders[family])
-    model.save_pretrained(tmp_path)
-    saved, reloaded = model.state_dict(), load(tmp_path).state_dict()
-    assert saved.keys() == reloaded.keys()
-    assert all(torch.equal(saved[name], reloaded[name]) for name in saved)
 
 
 def test_sizes_can_be_chosen_and_wrong_ones_are_refused(tmp_path):
@@ -227,7 +189,7 @@ def test_appending_messages_never_changes_earlier_text(tools, start):
             assert texts[count].startswith(render(chat[:count], tools=tools, add_generation_prompt=True))
 
 
-def test_assistant_mask_covers_the_replies_and_their_end():
+def test_assistant_mask_covers_the_responses_and_their_end():
     words = tiny.tokenizer()
     out = words.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
     ids, mask = out["input_ids"], out["assistant_masks"]

@@ -16,7 +16,7 @@ from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
-from vlmrl.model.families.qwen3_5 import Qwen35
+from vlmrl.families.qwen3_5 import Qwen35
 from vlmrl.model.tree_states import CHUNK, forks
 
 CPU = torch.device("cpu")

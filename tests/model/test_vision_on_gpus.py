@@ -7,7 +7,7 @@ import torch
 from testing.trees import largest_difference, random_rows, train, worst_gradient
 
 from vlmrl.config import Lora, Model
-from vlmrl.model.families import FAMILIES, qwen_vl
+from vlmrl.families import FAMILIES, qwen_vl
 from vlmrl.model.loading import LoadedModel, load_model
 
 GRIDS = [name for name, family in FAMILIES.items() if issubclass(family, qwen_vl.QwenVL)]

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from testing.episodes import image
 from testing.hostile import CANARY, CANARY_HOST, harmless
-from testing.servers import served
+from testing.servers import answering
 
 from vlmrl.multimodal import embedded
 from vlmrl.multimodal.embedded import check_embedded, embed_image, is_data_uri, refusing_sources_of
@@ -60,13 +61,11 @@ def test_an_image_is_downloaded_once_while_there_is_room_for_it(tmp_path: Path, 
     image("red").save(tmp_path / "a.png")
     content = (tmp_path / "a.png").read_bytes()
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            downloads[scope["path"]] += 1
-            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"image/png")]})
-            await send({"type": "http.response.body", "body": content})
+    async def answer(request: web.Request) -> web.Response:
+        downloads[request.path] += 1
+        return web.Response(body=content, content_type="image/png")
 
-    with served(app, lifespan="off") as url:
+    with answering(answer) as url:
         for name in ("a", "a", "b", "a"):
             kept = embed_image(f"{url}/{name}.png")
         assert downloads == {"/a.png": 1, "/b.png": 1}

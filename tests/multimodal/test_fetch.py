@@ -1,131 +1,161 @@
-"""Images at http addresses: what is tried again, how long, and how much is read."""
+"""Images at http addresses: what is tried again, how long, how much is read, and which hosts may be reached."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import socket
+from collections.abc import Awaitable, Callable, Collection
 
-import httpx
 import pytest
+from aiohttp import web
+from testing.servers import answering, free_port
 
 from vlmrl.multimodal import fetch as fetching
-from vlmrl.multimodal.fetch import fetch, new_client
+from vlmrl.multimodal.fetch import fetch, image_loop, is_public
 from vlmrl.utils.http import RefusedError, RetryableError
 
-Answer = httpx.Response | Exception
+pytestmark = pytest.mark.slow
+Answer = web.Response | Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def fetched(answer: Callable[[int], Answer], seconds: float = 60.0) -> tuple[bytes | str, int]:
-    """The body, or the error's name and text, and the number of requests. ``answer`` gets the number of the request, from 1."""
-    requests: list[httpx.Request] = []
-
-    async def handle(request: httpx.Request) -> httpx.Response:
-        requests.append(request)
-        given = answer(len(requests))
-        if isinstance(given, Exception):
-            raise given
-        return given
-
-    async def main() -> bytes | str:
-        async with asyncio.timeout(60), new_client(httpx.MockTransport(handle)) as client:
-            try:
-                return await fetch("http://images.test/a.png", seconds, client)
-            except (RetryableError, RefusedError) as error:
-                return f"{type(error).__name__}: {error}"
-
-    return asyncio.run(main()), len(requests)
+def get(url: str, seconds: float = 60.0, hosts: Collection[str] | None = None) -> bytes | str:
+    """The body, or the error's name and text."""
+    try:
+        return image_loop().wait(fetch(url, seconds, hosts))
+    except (RetryableError, RefusedError) as error:
+        return f"{type(error).__name__}: {error}"
 
 
-class Body(httpx.AsyncByteStream):
-    """Chunks, then nothing for ever if ``hangs``."""
+def fetched(*answers: Answer, seconds: float = 60.0) -> tuple[bytes | str, int]:
+    """The result, and the number of requests, of a server that gives these answers, the last one for ever."""
+    requests: list[str] = []
 
-    def __init__(self, chunks: list[bytes], hangs: bool = False) -> None:
-        self.chunks, self.hangs, self.read = chunks, hangs, 0
+    async def handle(request: web.Request) -> web.StreamResponse:
+        requests.append(request.path)
+        answer = answers[min(len(requests), len(answers)) - 1]
+        if callable(answer):
+            return await answer(request)
+        return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        for chunk in self.chunks:
-            self.read += 1
-            yield chunk
-        if self.hangs:
-            await asyncio.Event().wait()
+    with answering(handle) as url:
+        return get(f"{url}/a.png", seconds), len(requests)
 
 
-def ok(content: bytes) -> httpx.Response:
-    return httpx.Response(200, stream=Body([content]))
+PNG = web.Response(body=b"png")
+
+
+async def breaks_off(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Length": "10"})
+    await response.prepare(request)
+    await response.write(b"half")
+    assert request.transport is not None
+    request.transport.close()
+    return response
+
+
+async def drips(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    while True:
+        await response.write(b"x" * 100)
+        await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(
-    "failure",
-    [
-        httpx.Response(503),
-        httpx.Response(429),
-        httpx.Response(500),
-        httpx.ConnectError("refused"),
-        httpx.ReadTimeout("late"),
-        httpx.RemoteProtocolError("the body ended early"),
-    ],
-    ids=lambda failure: str(getattr(failure, "status_code", type(failure).__name__)),
+    "failure", [web.Response(status=503), web.Response(status=429), web.Response(status=500), breaks_off]
 )
 def test_a_failure_that_may_pass_is_tried_again(failure: Answer):
-    assert fetched(lambda number: failure if number == 1 else ok(b"png")) == (b"png", 2)
+    assert fetched(failure, PNG) == (b"png", 2)
 
 
 @pytest.mark.parametrize(
     ("failure", "named"),
     [
-        (httpx.Response(404), "RefusedError: 404 Not Found"),
-        (httpx.Response(403), "RefusedError: 403 Forbidden"),
-        (httpx.Response(204), "RefusedError: 204 No Content"),
-        (httpx.UnsupportedProtocol("no host"), "RefusedError: UnsupportedProtocol: no host"),
-        (httpx.TooManyRedirects("round and round"), "RefusedError: TooManyRedirects: round and round"),
+        (web.Response(status=404), "RefusedError: 404 Not Found"),
+        (web.Response(status=403), "RefusedError: 403 Forbidden"),
+        (web.Response(status=204), "RefusedError: 204 No Content"),
         (
-            httpx.Response(200, headers={"Content-Encoding": "gzip"}, stream=Body([b"x"])),
+            web.Response(headers={"Content-Encoding": "gzip"}, body=b"x"),
             "RefusedError: its body has the encoding gzip, which was not requested",
+        ),
+        (
+            web.Response(status=302, headers={"Location": "file:///etc/passwd"}),
+            "RefusedError: file:///etc/passwd is no http address",
         ),
     ],
 )
 def test_a_failure_that_will_stay_is_not_tried_again(failure: Answer, named: str):
-    assert fetched(lambda number: failure) == (named, 1)
+    assert fetched(failure) == (named, 1)
 
 
 def test_attempts_are_limited_and_the_last_failure_is_named(monkeypatch):
-    monkeypatch.setattr(fetching, "ATTEMPTS", 3)
-    assert fetched(lambda number: httpx.Response(503)) == ("RetryableError: 503 Service Unavailable (3 attempts)", 3)
+    monkeypatch.setattr(fetching, "ATTEMPTS", 2)
+    assert fetched(web.Response(status=503)) == ("RetryableError: 503 Service Unavailable (2 attempts)", 2)
+    assert str(get(f"http://127.0.0.1:{free_port()}/")).startswith("RetryableError: ClientConnectorError")
 
 
-@pytest.mark.parametrize("chunks", [[], [b"x"]], ids=["nothing", "a drip"])
-def test_all_attempts_together_have_a_deadline(chunks: list[bytes]):
-    error, requests = fetched(lambda number: httpx.Response(200, stream=Body(chunks, hangs=True)), seconds=0.05)
-    assert (error, requests) == ("RetryableError: no whole reply within 0.05 s", 1)
-
-
-def test_the_deadline_names_the_last_failure():
-    answers = [httpx.Response(503), httpx.Response(200, stream=Body([], hangs=True))]
-    error, requests = fetched(lambda number: answers[number - 1], seconds=1.0)  # the pause is at most 0.25 s
-    assert (error, requests) == (
-        "RetryableError: no whole reply within 1 s; the last of 1 failures was 503 Service Unavailable",
+def test_all_attempts_together_have_a_deadline_which_names_the_last_failure():
+    assert fetched(drips, seconds=0.1) == ("RetryableError: no whole response within 0.1 s", 1)
+    assert fetched(web.Response(status=503), drips, seconds=1.0) == (
+        "RetryableError: no whole response within 1 s; the last of 1 failures was 503 Service Unavailable",
         2,
     )
 
 
 def test_a_body_over_the_limit_is_not_read_to_its_end(monkeypatch):
     monkeypatch.setattr(fetching, "MAX_BYTES", 250)
-    declared = Body([b"x" * 100] * 3)
-    response = httpx.Response(200, headers={"Content-Length": "300"}, stream=declared)
-    assert fetched(lambda number: response) == ("RefusedError: its body has 300 bytes, more than 250", 1)
-    assert declared.read == 0
-    endless = Body([b"x" * 100] * 1000)
-    assert fetched(lambda number: httpx.Response(200, stream=endless)) == (
-        "RefusedError: its body has more than 250 bytes",
-        1,
-    )
-    assert endless.read == 3
-    assert fetched(lambda number: ok(b"x" * 250)) == (b"x" * 250, 1)
+    for too_large in (web.Response(body=b"x" * 251), drips):
+        assert fetched(too_large) == ("RefusedError: its body has more than 250 bytes", 1)
+    assert fetched(web.Response(body=b"x" * 250)) == (b"x" * 250, 1)
 
 
-def test_a_redirect_is_followed_to_http_addresses_only():
-    moved = httpx.Response(302, headers={"Location": "http://other.test/b.png"})
-    assert fetched(lambda number: moved if number == 1 else ok(b"png")) == (b"png", 2)
-    local = httpx.Response(302, headers={"Location": "file:///etc/passwd"})
-    error, _ = fetched(lambda number: local if number == 1 else httpx.UnsupportedProtocol("file"))
-    assert str(error).startswith("RefusedError: UnsupportedProtocol")
+def test_redirects_are_followed_so_often():
+    moved = web.Response(status=302, headers={"Location": "b.png"})
+    assert fetched(*[moved] * 10, PNG) == (b"png", 11)
+    assert fetched(moved) == ("RefusedError: it has more than 10 redirects", 11)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0"])
+def test_a_host_of_this_machine_must_be_named(host: str):
+    reached = []
+
+    async def handle(request: web.Request) -> web.Response:
+        reached.append(request.path)
+        return web.Response(body=b"png")
+
+    with answering(handle) as url:
+        address = url.replace("127.0.0.1", host)
+        refused = str(get(address, hosts=["*"]))
+        assert refused.startswith("RefusedError") and "is no public address of the internet" in refused
+        assert "is none of those" in str(get(address, hosts=["images.example"]))
+        assert reached == []
+        assert get(url, hosts=["127.0.0.1"]) == b"png"
+
+
+def test_a_redirect_or_a_name_does_not_lead_to_this_machine(monkeypatch: pytest.MonkeyPatch):
+    """A server that may be reached leads to one that may not; and a public name has a private address."""
+    reached = []
+
+    async def private(request: web.Request) -> web.Response:
+        reached.append(request.path)
+        return web.Response(body=b"secret")
+
+    with answering(private) as inner:
+
+        async def redirect(request: web.Request) -> web.Response:
+            return web.Response(status=302, headers={"Location": inner.replace("127.0.0.1", "localhost")})
+
+        with answering(redirect) as url:
+            assert get(url) == b"secret" and reached == ["/"]
+            assert "no public address" in str(get(url, hosts=["127.0.0.1", "*"])) and reached == ["/"]
+        port = int(inner.rpartition(":")[2])
+        address = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: address)
+        assert "no public address" in str(get(f"http://images.example:{port}/", hosts=["*"])) and reached == ["/"]
+
+
+def test_public_addresses():
+    assert all(map(is_public, ["93.184.216.34", "2606:4700::1", "::ffff:93.184.216.34", "64:ff9b::5db8:d822"]))
+    private = ["127.0.0.1", "10.0.0.1", "192.168.1.1", "172.16.0.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "::"]
+    private += ["::1", "::ffff:10.0.0.1", "fe80::1%eth0", "fd00::1", "64:ff9b::a00:1", "2002:a00:1::", "224.0.0.1"]
+    assert not any(map(is_public, private))

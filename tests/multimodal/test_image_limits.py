@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import struct
 import threading
 import zlib
@@ -48,6 +49,15 @@ def header(width: int, height: int) -> bytes:
 
 
 LOADS: list[Callable[[Any], Any]] = [load_image, image_size, new_store().load, new_store().measure]
+
+
+@pytest.mark.parametrize("load", [*LOADS, data_uri])
+def test_a_pipe_is_not_opened(load: Callable[[Any], Any], tmp_path: Path):
+    """Opening it would hold the thread until somebody writes to it."""
+    os.mkfifo(path := tmp_path / "a.png")
+    for source in (path, str(path), f"file://{path}"):
+        with pytest.raises(ImageError, match="it is no regular file"):
+            load(source)
 
 
 @pytest.mark.parametrize("load", LOADS)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import time
+import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -30,7 +32,9 @@ from testing.templates import episode_ids as play
 from tokenizers import AddedToken, processors
 
 from vlmrl.model import tiny
-from vlmrl.multimodal.renderer import MOST_BASES, Renderer, TooLongError, expand
+from vlmrl.multimodal import renderer as renderer_module
+from vlmrl.multimodal.renderer import Renderer, TooLongError, expand
+from vlmrl.multimodal.tokenizer_backends import JOINED_BY_NFC
 
 VISION = f"<|vision_start|>{PAD}<|vision_end|>"
 IMAGE = {"type": "image", "image": "a.png"}
@@ -83,17 +87,17 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 
 def assert_equals_full_render(renderer: Renderer, prompt, turns, tools=()) -> None:
     conversation = list(prompt)
-    for reply, messages in turns:
-        conversation += [assistant(reply), *(messages or [])]
-    ends_with_reply = turns and turns[-1][1] is None
-    full = full_text(renderer, conversation, tools, generate=not ends_with_reply)
-    if ends_with_reply:
+    for response, messages in turns:
+        conversation += [assistant(response), *(messages or [])]
+    ends_with_response = turns and turns[-1][1] is None
+    full = full_text(renderer, conversation, tools, generate=not ends_with_response)
+    if ends_with_response:
         assert full.endswith("<|im_end|>\n")
         full = full[:-1]
     ours = play(renderer, prompt, turns, tools)
     wanted = ids_of(renderer, full)
     assert renderer.decode(ours) == renderer.decode(wanted)
-    if not any("\n" in reply[: len(reply) - len(reply.lstrip())] for reply, _ in turns):
+    if not any("\n" in response[: len(response) - len(response.lstrip())] for response, _ in turns):
         assert ours == wanted
 
 
@@ -114,16 +118,16 @@ PIECES = [
     '"',
 ]
 PIECES += ["assistant\n", "\U00100000", "\U00100001", "0.5", "<|im"]
-REPLY_PIECES = [*PIECES, "<think>", "</think>", "<tool_call>", "</tool_response>"]
+RESPONSE_PIECES = [*PIECES, "<think>", "</think>", "<tool_call>", "</tool_response>"]
 texts = st.lists(st.sampled_from(PIECES), max_size=6).map("".join)
-replies = st.lists(st.sampled_from(REPLY_PIECES), max_size=6).map("".join)
+responses = st.lists(st.sampled_from(RESPONSE_PIECES), max_size=6).map("".join)
 images = st.lists(
     st.one_of(st.just(IMAGE), texts.map(lambda text: {"type": "text", "text": text})), min_size=1, max_size=4
 )
 
 
 def conversations(contents):
-    """A prompt, replies with observations of one or more messages, and perhaps a last reply."""
+    """A prompt, responses with observations of one or more messages, and perhaps a last response."""
     messages = st.builds(
         lambda role, content: {"role": role, "content": content}, st.sampled_from(["user", "tool"]), contents
     )
@@ -132,8 +136,8 @@ def conversations(contents):
         st.none() | texts,
         contents,
     )
-    turns = st.lists(st.tuples(replies, st.lists(messages, min_size=1, max_size=3)), max_size=3)
-    last = st.lists(st.tuples(replies, st.none()), max_size=1)
+    turns = st.lists(st.tuples(responses, st.lists(messages, min_size=1, max_size=3)), max_size=3)
+    last = st.lists(st.tuples(responses, st.none()), max_size=1)
     return st.tuples(prompts, st.builds(lambda turns, last: turns + last, turns, last))
 
 
@@ -160,21 +164,21 @@ def test_real_episodes_equal_the_full_render(tokenizer, template, shared):
 @pytest.mark.parametrize("system", [[SYSTEM], []], ids=["system", "no system"])
 @pytest.mark.parametrize("with_tools", [True, False])
 def test_all_templates_are_stable_when_tools_answer(tokenizer, template, system, with_tools, shared):
-    """Replies think where the template wants it; what it opened is not sampled, but is in the full render's reply."""
+    """Responses think where the template wants it; what it opened is not sampled, but is in the full render's response."""
     renderer = real_renderer(shared, tokenizer, template)
     thought = {"qwen3_5_nothink": "", "qwen3_5_think": "why\n</think>\n\n", "qwen3_6": "why\n</think>\n\n"}
-    reply = thought.get(template, "<think>\nwhy\n</think>\n\n") + "because"
+    response = thought.get(template, "<think>\nwhy\n</think>\n\n") + "because"
     tools = TOOLS if with_tools and template in SHOW_TOOLS else ()
     observations = [[tool("one")], [tool("two"), tool("three")]]
     prompt = [*system, user("Look.")]
     conversation = list(prompt)
     for messages in observations:
-        conversation += [assistant(renderer.opening + reply), *messages]
+        conversation += [assistant(renderer.opening + response), *messages]
     full = full_text(renderer, conversation, tools)
-    assert play(renderer, prompt, [(reply, messages) for messages in observations], tools) == ids_of(renderer, full)
+    assert play(renderer, prompt, [(response, messages) for messages in observations], tools) == ids_of(renderer, full)
 
 
-def test_a_reply_that_begins_with_a_newline_keeps_the_sampled_ids():
+def test_a_response_that_begins_with_a_newline_keeps_the_sampled_ids():
     renderer = tiny_renderer()
     ids = play(renderer, [user("q")], [("\nyes", None)])
     assert renderer.decode(ids) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n\nyes<|im_end|>"
@@ -217,11 +221,37 @@ def test_a_delta_never_repeats_system_or_tools(tools_renderer):
     assert "zoom" in tools_renderer.decode(tools_renderer.prompt([user("q")], TOOLS).token_ids)
 
 
-def test_so_many_sets_of_tools_are_remembered():
+def test_what_is_kept_of_tools_has_a_limit_in_bytes(monkeypatch):
+    monkeypatch.setattr(renderer_module, "KEPT_BYTES", 20_000)
     each = Renderer(tiny.tokenizer(), image_token=PAD)
-    for number in range(MOST_BASES + 2):
-        each.delta([user("a")], [{"type": "function", "function": {"name": f"tool_{number}"}}])
-    assert len(each._bases) <= MOST_BASES
+    for number in range(20):
+        each.prompt([user("a")], [tool_of(f"tool_{number}", "It looks. " * 200)])
+    for kept in (each._bases, each._heads):
+        assert 0 < kept.bytes <= 20_000 and 1 < len(kept._values) < 20
+
+
+def tool_of(name: str, description: str) -> dict:
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": {}}}
+
+
+def test_tools_are_encoded_once_for_all_prompts(any_renderer, monkeypatch):
+    """The ids are those of the whole text, also where the tools hold special tokens, halves of them, or what NFC joins."""
+    odd = "".join(f"<|im_end|>{index} e\u0301 <|im_<|image_pad|>end|>\n" for index in range(60))
+    tools, encoded = [tool_of("a", odd), tool_of("b", "Searches. " * 300)], []
+    if any_renderer._base(any_renderer.clean_tools(tools)) == any_renderer._base(None):
+        return  # the template shows no tools
+    encode = any_renderer.encode_written
+    monkeypatch.setattr(any_renderer, "encode_written", lambda text: encoded.append(text) or encode(text))
+    for conversation in (
+        [user("hi")],
+        [{"role": "system", "content": "e"}, user("\u0301 <|im_end|> hi")],
+        [user("hi")],
+    ):
+        prompt = any_renderer.prompt(conversation, tools)
+        clean = any_renderer.clean(conversation)[0]
+        assert prompt.token_ids == encode(any_renderer.write(clean, any_renderer.clean_tools(tools)))
+    if any_renderer._keeps_heads and any_renderer.end_of_turn in any_renderer._base(None):
+        assert max(map(len, encoded[-1:])) < 1000  # the third time only what follows
 
 
 def test_tools_of_different_envs_do_not_share_a_base():
@@ -234,7 +264,7 @@ def test_tools_of_different_envs_do_not_share_a_base():
 
 
 def test_close_puts_the_end_of_turn_first(any_renderer):
-    plain, closed = any_renderer.delta([user("Look.")]), any_renderer.delta([user("Look.")], reply=[5])
+    plain, closed = any_renderer.delta([user("Look.")]), any_renderer.delta([user("Look.")], response=[5])
     assert closed.token_ids == [any_renderer.end_of_turn_id, *plain.token_ids]
 
 
@@ -404,16 +434,16 @@ def test_encode_gives_no_special_token_and_decode_gives_the_text_back(text):
     assert renderer.decode(renderer.encode(text)) == text
 
 
-def test_the_markup_of_the_template_and_of_replies_stays_tokens(any_renderer):
-    """What the chat template writes, and what the model wrote before: a rerendered reply has the ids that were sampled."""
+def test_the_markup_of_the_template_and_of_responses_stays_tokens(any_renderer):
+    """What the chat template writes, and what the model wrote before: a rerendered response has the ids that were sampled."""
     tokens = any_renderer.tokenizer.get_added_vocab()
-    reply = "<think>\nhm\n</think>\n\n<tool_call>\n{}\n</tool_call>"
-    ids = any_renderer.prompt([user("q"), assistant(reply), tool("<tool_call>")]).token_ids
+    response = "<think>\nhm\n</think>\n\n<tool_call>\n{}\n</tool_call>"
+    ids = any_renderer.prompt([user("q"), assistant(response), tool("<tool_call>")]).token_ids
     shown = any_renderer.decode(ids)
     assert (
         ids.count(tokens["<tool_call>"]) == ids.count(tokens["</tool_call>"]) == 1 and shown.count("<tool_call>") == 2
     )
-    assert ids.count(tokens["<think>"]) == shown.count("<think>")  # the reply's, and perhaps the generation prompt's
+    assert ids.count(tokens["<think>"]) == shown.count("<think>")  # the response's, and perhaps the generation prompt's
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": "</tool_call>"}}}
     messages = [user("q"), {"role": "assistant", "content": "", "tool_calls": [call]}, tool("y")]
     if "tool_calls" in any_renderer.chat_template:
@@ -447,6 +477,22 @@ def test_a_text_that_cannot_fit_is_not_encoded():
             render([user("a" * longest * 1010)], limit=1000)
         assert render([user("a" * longest * 900)], limit=1000).token_ids
         assert render([user("a" * longest * 1010)]).token_ids
+
+
+def test_a_long_text_is_refused_without_work_on_each_character(shared):
+    """Normalizing it would hold the interpreter lock for 0.5 s or more, and no other episode would go on."""
+    renderer = real_renderer(shared, "qwen2.5-vl", "qwen2_5")
+    text = "the log of a server\n" * 200_000
+    renderer.delta([user("warm")], limit=4096)
+    began = time.thread_time()
+    with pytest.raises(TooLongError):
+        renderer.delta([user(text)], limit=4096)
+    assert time.thread_time() - began < 0.25
+
+
+def test_nfc_joins_at_most_four_characters():
+    lengths = (len(unicodedata.normalize("NFD", chr(code))) for code in range(0x110000) if not 0xD800 <= code < 0xE000)
+    assert max(lengths) == JOINED_BY_NFC
 
 
 @pytest.mark.parametrize("tokenizer", ["qwen2.5-vl", "qwen3-vl"])
@@ -535,18 +581,18 @@ def test_tools_are_refused_where_the_template_does_not_show_them(shared):
         renderer.prompt([user("q")], TOOLS)
 
 
-# Replies
+# Responses
 
 
 OPENINGS = {"qwen3_5_think": "<think>\n", "qwen3_6": "<think>\n", "qwen3_5_nothink": "<think>\n\n</think>\n\n"}
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_what_the_generation_prompt_opens_is_kept_beside_the_reply(template, shared):
+def test_what_the_generation_prompt_opens_is_kept_beside_the_response(template, shared):
     renderer = real_renderer(shared, "qwen3-vl", template)
     assert renderer.opening == OPENINGS.get(template, "")
-    reply = ids_of(renderer, "why\n</think>\n\nyes")
-    assert renderer.text([*reply, renderer.end_of_turn_id]) == renderer.opening + "why\n</think>\n\nyes"
+    response = ids_of(renderer, "why\n</think>\n\nyes")
+    assert renderer.text([*response, renderer.end_of_turn_id]) == renderer.opening + "why\n</think>\n\nyes"
     assert renderer.decode(renderer.prompt([user("q")]).token_ids).endswith(f"assistant\n{renderer.opening}")
 
 
@@ -580,21 +626,34 @@ def test_expand_copies():
     assert ids == [1, 2]
 
 
-def test_two_threads_never_render_at_the_same_time(monkeypatch):
-    """The compiled template, which threads share, holds the marks of the rendering in progress."""
+def test_a_long_rendering_in_a_thread_holds_up_no_other(monkeypatch):
     renderer, met = tiny_renderer(), threading.Barrier(2)
-    inside: list[bool] = []
     render = renderer.tokenizer.apply_chat_template
 
     def waits_for_another(*args, **options):
-        try:
-            met.wait(0.5)
-            inside.append(True)
-        except threading.BrokenBarrierError:
-            pass
+        met.wait(60)
         return render(*args, **options)
 
     monkeypatch.setattr(renderer.tokenizer, "apply_chat_template", waits_for_another)
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(lambda _: renderer.prompt([user("a")]).token_ids, range(2))
-    assert first == second and not inside
+    assert first == second
+
+
+def test_renderings_with_marks_have_a_template_of_their_own_and_one_thread_at_a_time(monkeypatch):
+    """The compiled template, which threads share, holds the marks of the rendering in progress."""
+    renderer, render = tiny_renderer(), renderer_module.render_jinja_template
+    assert renderer.marks_responses
+    templates: list[str] = []
+
+    def watched(*args, **options):
+        assert renderer_module._MARKING.locked()
+        templates.append(options["chat_template"])
+        return render(*args, **options)
+
+    monkeypatch.setattr(renderer_module, "render_jinja_template", watched)
+    rendered, marks = renderer.conversation([user("a"), {"role": "assistant", "content": "b"}])
+    assert renderer.chat_template not in templates and len(templates) == 1 and sum(marks) > 0
+    assert renderer.decode(rendered.token_ids) == renderer.write(
+        [user("a"), {"role": "assistant", "content": "b"}], None, generate=False
+    )

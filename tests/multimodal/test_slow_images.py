@@ -16,8 +16,8 @@ from testing.fakes import qwen_vl
 from transformers import Qwen2VLImageProcessor
 
 from vlmrl import Env, obs
-from vlmrl.model.families.base import Size
-from vlmrl.model.families.qwen3_vl import Qwen3VL
+from vlmrl.families.base import Size
+from vlmrl.families.qwen3_vl import Qwen3VL
 from vlmrl.multimodal.fetch import image_loop
 from vlmrl.multimodal.images import ImageError, ImageUnavailableError
 from vlmrl.multimodal.store import MediaStore
@@ -231,7 +231,7 @@ def test_one_dripping_row_costs_no_other_group(web: Web):
     played = asyncio.run(Runner(loop).play(iter([a_task("?", [f"{web.url}/drip"], id="drips"), *good]), 4, "x"))
     assert sorted(group[0].task.id for group in played.groups) == ["blue", "green", "red"]
     assert [(trajectory.task.id, trajectory.non_retryable) for trajectory in played.failed] == [("drips", False)] * 4
-    assert "/drip': no whole reply within 1 s" in (played.failed[0].error or "")
+    assert "/drip': no whole response within 1 s" in (played.failed[0].error or "")
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from PIL import ExifTags, Image
 from testing.fakes import item_of, make_item, qwen_vl
 from transformers import AutoImageProcessor
 
-from vlmrl.model.families.base import Family
+from vlmrl.families.base import Family
 from vlmrl.multimodal.images import (
     ImageError,
     blank,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from testing.trees import noise
 
-from vlmrl.config import Algo, Cluster, Config, Lora, Model, Optim, Rollout, SGLang, Train
+from vlmrl.config import Algo, Cluster, Config, Lora, Model, Optim, Rollout, ServerSettings, Train
 from vlmrl.model.loading import largest_image_of, load_model, shapes_of
 from vlmrl.multimodal.mm_inputs import merge_mm_inputs
 from vlmrl.multimodal.renderer import expand
@@ -18,15 +18,15 @@ from vlmrl.plan.memory_plan import MemoryPlan, Sizes, plan_memory
 from vlmrl.train.ranks import Ranks
 
 SIZES = Sizes(parameters=1000, trained_by_part={"language_model": 400}, cached=6)
-PLAYED = {"rollout": Rollout(group_size=8, max_tokens=100, max_reply_tokens=10), "train": Train(groups_per_batch=4)}
+PLAYED = {"rollout": Rollout(group_size=8, max_tokens=100, max_response_tokens=10), "train": Train(groups_per_batch=4)}
 
 
 def test_eight_gpus_shard_weights_gradients_and_optimizer_state():
     plan = MemoryPlan.of(Config(cluster=Cluster(gpus=8), **PLAYED), SIZES, 1)
     assert plan.ranks == 8 and plan.dtype == torch.bfloat16
     assert plan.trainer == {"weights": 4000 / 8, "gradients": 1600 / 8, "optimizer state": 3200 / 8}
-    assert plan.engine == {"weights": 2000, "KV cache at most": 32 / 8 * 100 * 6 * 2}
-    assert "8 trainer ranks (FSDP2) and 8 engines on 8 GPUs of 1 node, colocated" in str(plan)
+    assert plan.engine == {"weights": 2000, "KV cache at most": 32 * 100 * 6 * 2}
+    assert "8 trainer ranks (FSDP2) on 8 GPUs of 1 node, the engine beside rank 0" in str(plan)
 
 
 def test_one_rank_in_bfloat16_has_masters_and_may_keep_its_optimizer_state_on_the_host():
@@ -48,21 +48,23 @@ def test_in_one_process_the_engine_has_the_trainers_weights():
 
 
 def test_apart_half_of_the_gpus_train():
-    config = Config(cluster=Cluster(gpus=8, colocate=False, nodes=2))
+    config = Config(cluster=Cluster(gpus=8, colocate=False, nodes=2), engine="sglang")
     assert (config.cluster.num_ranks, config.cluster.num_engines) == (4, 4)
-    assert "4 trainer ranks (FSDP2) and 4 engines on 8 GPUs of 2 nodes, apart" in str(MemoryPlan.of(config, SIZES, 1))
+    assert "4 trainer ranks (FSDP2) and 4 SGLang servers on 8 GPUs of 2 nodes, apart" in str(
+        MemoryPlan.of(config, SIZES, 1)
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "ranks", "engines"),
     [
-        ({}, 8, 8),
-        ({"train": Train(max_staleness=1)}, 4, 4),
+        ({}, 8, 1),
+        ({"train": Train(max_staleness=1)}, 8, 1),  # the embedded engine is on rank 0's GPU
         ({"engine": "sglang"}, 8, 8),
-        ({"engine": "sglang", "sglang": SGLang(tp=2)}, 8, 4),
-        ({"engine": "sglang", "sglang": SGLang(tp=3)}, 8, 2),
-        ({"engine": "sglang", "train": Train(max_staleness=1), "sglang": SGLang(tp=2)}, 4, 2),
-        ({"engine": "sglang", "sglang": SGLang(urls=("http://127.0.0.1:1",))}, 8, 8),
+        ({"engine": "sglang", "server": ServerSettings(tp=2)}, 8, 4),
+        ({"engine": "sglang", "server": ServerSettings(tp=3)}, 8, 2),
+        ({"engine": "sglang", "train": Train(max_staleness=1), "server": ServerSettings(tp=2)}, 4, 2),
+        ({"engine": "sglang", "server": ServerSettings(urls=("http://127.0.0.1:1",))}, 8, 8),
     ],
 )
 def test_eight_gpus_are_shared_where_that_is_possible_and_otherwise_divided(settings, ranks, engines):
@@ -118,11 +120,10 @@ def test_no_image_costs_more_than_the_planned_one(tmp_path_factory, family, max_
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"engines": 2}, "cluster.gpus must be set with cluster.engines"),
         ({"nodes": 2}, "cluster.gpus must be set with cluster.nodes"),
         ({"gpus": 8, "nodes": 3}, "cluster.gpus must be a multiple of cluster.nodes (3), but it is 8"),
         ({"gpus": 2, "ranks": 4}, "cluster.ranks must be at most cluster.gpus (2), but it is 4"),
-        ({"gpus": 4, "engines": 3}, "cluster.engines must be a divisor of cluster.ranks (4)"),
+        ({"gpus": 4, "engines": 3, "colocate": True}, "cluster.engines must be a divisor of cluster.ranks (4)"),
         ({"gpus": 4, "ranks": 3, "engines": 2, "colocate": False}, "together at most cluster.gpus (4)"),
         ({"gpus": 1, "colocate": False}, "together at most cluster.gpus (1)"),
     ],

@@ -1,4 +1,4 @@
-"""The agents of recipes/agents on replies that are wrong: they get no reward, and never fail, which would play them again."""
+"""The agents of recipes/agents on responses that are wrong: they get no reward, and never fail, which would play them again."""
 
 import asyncio
 import inspect
@@ -50,7 +50,7 @@ def shapes_task() -> Task:
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("recipe", PACKAGES)
-def test_a_wrong_reply_is_no_failure(recipe, mistake):
+def test_a_wrong_response_is_no_failure(recipe, mistake):
     need(PACKAGES[recipe])
     play = load_object(f"{ROOT}/recipes/agents/{recipe}.py:play")
     limits = load_object(f"{ROOT}/recipes/agents/{recipe}.py:config")().rollout
@@ -67,7 +67,7 @@ def test_a_wrong_reply_is_no_failure(recipe, mistake):
             refused.append(error)
             return limits.truncated_reward
 
-    sizes = {name: getattr(limits, name) for name in ("max_turns", "max_tokens", "max_reply_tokens")}
+    sizes = {name: getattr(limits, name) for name in ("max_turns", "max_tokens", "max_response_tokens")}
     played = play_client(agent, MISTAKES[mistake], renderer(), **sizes)
     assert played.result == 0.0
     assert not refused or len(played.trajectory.turns) == limits.max_turns

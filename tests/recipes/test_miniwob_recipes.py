@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from testing.browsers import need_chromium, opened
+from testing.browser import need_chromium
+from testing.browsers import opened
 from testing.episodes import a_task, renderer, turn_loop
 
 from vlmrl.config.code import load_object
@@ -66,9 +67,9 @@ def test_demonstrated_clicks_are_right_once_in_four_times():
     assert [asyncio.run(play(tasks[index])) for index in shown] == [1.0, 0.0]
 
 
-def clicked_color(task, reply: str) -> str:
+def clicked_color(task, response: str) -> str:
     centers = load_object(f"{TINY}:CENTERS")
-    x, y = map(int, reply.rpartition("!")[2].split())
+    x, y = map(int, response.rpartition("!")[2].split())
     return task.data["boxes"][centers.index((x, y))]
 
 
@@ -78,8 +79,8 @@ def test_the_tiny_recipe_trains(tmp_path):
 
 
 def test_the_mixture_trains(tmp_path):
-    """Replies of random weights are noise, and most are cut off."""
-    small = ["--rollout.max-turns", "3", "--rollout.max-reply-tokens", "8", "--eval.every", "0"]
+    """Responses of random weights are noise, and most are cut off."""
+    small = ["--rollout.max-turns", "3", "--rollout.max-response-tokens", "8", "--eval.every", "0"]
     steps = trained(MIXTURE, tmp_path, *small, "--rollout.max-tokens", "8192")
     assert all(row["samples"] == row["samples/unmerged"] >= 4 for row in steps)
 
@@ -89,10 +90,10 @@ def test_what_is_trained_on_has_the_last_screenshots_that_the_window_keeps(windo
     """Two clicks beside the buttons, which change nothing, and then the right ones."""
     seed = 3
     centers = load_object(f"{PAGES[0]}:click_button_sequence")(seed)
-    replies = [f"! {1000 * x // 160} {1000 * y // 210}" for x, y in [(10, 60), (10, 60), *centers]]
+    responses = [f"! {1000 * x // 160} {1000 * y // 210}" for x, y in [(10, 60), (10, 60), *centers]]
     env = load_object(f"{TINY}:ClickEnv")
     options = {"tasks": "click-button-sequence", "reward": "success", "scale": 0.4, "tools_in_prompt": False}
-    loop = turn_loop(env, replies, options=options, history="rerender", samples="step_wise")
+    loop = turn_loop(env, responses, options=options, history="rerender", samples="step_wise")
     loop.history_policy = list if window is None else partial(keep_last_images, k=window)
     trajectory = asyncio.run(loop.play(a_task(seed=seed), "g", "g/00"))
     assert trajectory.reward == 1.0 and len(trajectory.turns) == 4

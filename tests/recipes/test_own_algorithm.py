@@ -12,7 +12,7 @@ RECIPE = '''
 import torch
 import vlmrl
 from vlmrl import Algo, Config, Data, Rollout, Train
-from vlmrl.algos import ADVANTAGES, LOSSES, LossOutputs, loss
+from vlmrl.algos import LossOutputs, loss
 
 
 @loss(has_ratio=False)
@@ -26,9 +26,6 @@ def sign(rewards, group_ids):
     return torch.where(rewards > 0, 1.0, -1.0)
 
 
-LOSSES["half"], ADVANTAGES["sign"] = half, sign
-
-
 def make_task(index, seed):
     return {"prompt": "Say a.", "answer": "a"}
 
@@ -38,8 +35,8 @@ def config():
         name="own",
         data=Data(generator="own.py:make_task", size=8),
         reward=lambda text, task: float("a" in text),
-        rollout=Rollout(group_size=2, max_tokens=64, max_reply_tokens=8),
-        algo=Algo(loss="half", loss_options={"scale": 0.25}, advantage="sign"),
+        rollout=Rollout(group_size=2, max_tokens=64, max_response_tokens=8),
+        algo=Algo(loss=half, options={"half.scale": 0.25}, advantage="own.py:sign"),
         train=Train(steps=1, groups_per_batch=2),
         save_model=False,
     )
@@ -62,7 +59,7 @@ def test_a_recipe_with_its_own_loss_and_advantage_trains(tmp_path):
 
 
 def test_options_that_do_not_fit_are_refused_before_anything_is_played(tmp_path):
-    done = run(tmp_path, RECIPE.replace('"scale": 0.25', '"scala": 2'))
+    done = run(tmp_path, RECIPE.replace('half.scale": 0.25', 'half.scala": 2'))
     assert done.returncode != 0
-    assert "algo.loss_options do not fit half" in done.stderr and "half(inputs, scale=0.5)" in done.stderr
+    assert "algo.options do not fit half" in done.stderr and "half(inputs, scale=0.5)" in done.stderr
     assert not (tmp_path / "runs/own").exists()

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from testing.browsers import need_chromium
+from testing.browser import need_chromium
 from testing.client_episodes import need
 from transformers import AutoConfig
 
-from vlmrl import Config, Data
+from vlmrl import Config, Data, EvalData
 from vlmrl.cli.recipe import errors_in_one_line
 from vlmrl.cli.train import TrainCommand
 from vlmrl.config.code import load_object
@@ -29,7 +29,7 @@ PACKAGES = {  # of the agents; zoom_script.py is started by zoom_command.py
     "agents/zoom_openai_agents": "agents",
     "agents/zoom_smolagents": "smolagents",
     "agents/zoom_langgraph": "langgraph",
-    "agents/zoom_command": "uvicorn",
+    "agents/zoom_command": "openai",
 }
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py") if path.stem != "minimal_grpo") + list(PACKAGES)
 SMALL = [
@@ -43,7 +43,7 @@ SMALL = [
         "--train.groups-per-step",
         "None",
     ),
-    *("--rollout.group-size", "2", "--rollout.max-reply-tokens", "8", "--rollout.truncated-reward", "0.0"),
+    *("--rollout.group-size", "2", "--rollout.max-response-tokens", "8", "--rollout.truncated-reward", "0.0"),
     *("--eval.every", "0", "--eval.no-blank-images", "--no-save-model"),
 ]
 EXTRA: dict[str, list[str]] = {  # what else a recipe needs to be small
@@ -118,7 +118,7 @@ def test_a_recipe_is_a_page_whose_help_is_its_documentation(recipe, capsys):
 
 
 def test_a_recipe_runs_two_steps(recipe, tmp_path, monkeypatch, qwen3_vl):
-    """On a tiny model, with tiny data of the recipe's own columns and with replies that are noise."""
+    """On a tiny model, with tiny data of the recipe's own columns and with responses that are noise."""
     if recipe.startswith("miniwob"):
         need_chromium()
     file = ROOT / f"recipes/{recipe}.py"
@@ -128,8 +128,12 @@ def test_a_recipe_runs_two_steps(recipe, tmp_path, monkeypatch, qwen3_vl):
     config = _config(file)()
     if config.warm_start.steps:
         options += ["--warm-start.steps", "2", "--warm-start.trajectories-per-step", "2"]
-    for name, data in data_of(config):
-        options += small_data(name, data, tmp_path)
+    for name in config.sft.data:
+        talk = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "red"}]
+        (tmp_path / "talks.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 4)
+        options += [f"--sft.data.{name}.path", "talks.jsonl", f"--sft.data.{name}.held-out", "1", "--sft.steps", "2"]
+    for name, data, columns in data_of(config):
+        options += small_data(name, data, columns, tmp_path)
     try:
         with errors_in_one_line():
             TrainCommand(str(file)).run(options)
@@ -147,14 +151,17 @@ def _config(file: Path) -> Callable[[], Config]:
     return load_object(f"{file}:config")
 
 
-def data_of(config: Config) -> Iterator[tuple[str, Data]]:
-    """Every dataset of a config, and how its options begin."""
-    yield from (("data", config.data), ("eval.data", config.eval.data))
+def data_of(config: Config) -> Iterator[tuple[str, Data | EvalData, dict[str, str]]]:
+    """How the options of each dataset of a config begin, the dataset, and its columns."""
+    yield from (
+        (name, data, config.data.columns) for name, data in (("data", config.data), ("eval.data", config.eval.data))
+    )
     for name, part in config.mixture.items():
-        yield from ((f"mixture.{name}.data", part.data), (f"mixture.{name}.eval-data", part.eval_data))
+        yield f"mixture.{name}.data", part.data, part.data.columns
+        yield f"mixture.{name}.eval-data", part.eval_data, part.data.columns
 
 
-def small_data(name: str, data: Data, folder: Path) -> list[str]:
+def small_data(name: str, data: Data | EvalData, named: dict[str, str], folder: Path) -> list[str]:
     """Options for four tasks: of the recipe's own generator, or rows with a question and, for images, an image."""
     if data.generator is not None:
         return [f"--{name}.size", "4"]
@@ -162,7 +169,7 @@ def small_data(name: str, data: Data, folder: Path) -> list[str]:
         return []
     Image.new("RGB", (64, 64), "red").save(folder / "red.png")
     values = {"prompt": "What color is it?", "answer": "red", "images": ["red.png"], "id": "a", "source": "b"}
-    columns = {"prompt": "prompt", "answer": "answer", "images": "images"} | data.columns
+    columns = {"prompt": "prompt", "answer": "answer", "images": "images"} | named
     row = {column: values[key] for key, column in columns.items()}
     rows = folder / "rows.jsonl"
     rows.write_text((json.dumps(row) + "\n") * 4)
@@ -205,7 +212,7 @@ def _config_folder(family: str, folder: Path) -> Path:
     ("family", "template", "samples"), [("qwen3-vl", None, "concat"), ("qwen2.5-vl", "chatml", "step_wise")]
 )
 def test_geo3k_runs_two_steps_on_real_problems(tmp_path, family, template, samples):
-    """Real diagrams, processor and tokenizer; random weights, so replies are noise and are cut off: rewards are 0."""
+    """Real diagrams, processor and tokenizer; random weights, so responses are noise and are cut off: rewards are 0."""
     if not (SHARED / "data/geometry3k").is_dir():
         pytest.skip(f"no shared data at {SHARED}: set VLMRL_SHARED")
     prepared = tmp_path / "geo3k"
@@ -214,10 +221,10 @@ def test_geo3k_runs_two_steps_on_real_problems(tmp_path, family, template, sampl
     options = ["--model.chat-template", template] if template else []
     output = run(
         ROOT / "recipes/geo3k.py",
-        *("--model.path", model, "--model.random-weights", "--model.device", "cpu", "--output-dir", tmp_path / "runs"),
+        *("--model.path", f"random:{model}", "--model.device", "cpu", "--output-dir", tmp_path / "runs"),
         *("--data.path", prepared / "train.parquet", "--eval.data.path", prepared / "validation.parquet"),
-        *("--train.steps", 2, "--train.groups-per-batch", 2, "--rollout.group-size", 4, "--eval.data.limit", 2),
-        *("--rollout.max-reply-tokens", 16, "--model.max-image-pixels", 128 * 128),
+        *("--train.steps", 2, "--train.groups-per-batch", 2, "--rollout.group-size", 4, "--eval.data.size", 2),
+        *("--rollout.max-response-tokens", 16, "--model.max-image-pixels", 128 * 128),
         *("--rollout.samples", samples),
         *options,
         cwd=tmp_path,
@@ -230,13 +237,13 @@ def test_geo3k_runs_two_steps_on_real_problems(tmp_path, family, template, sampl
 
 
 def test_frozenlake_runs_two_steps_on_rendered_frames(tmp_path):
-    """A tiny model of random weights, whose replies are noise: what is checked is that the run holds together."""
+    """A tiny model of random weights, whose responses are noise: what is checked is that the run holds together."""
     pytest.importorskip("gymnasium", reason="needs gymnasium: pip install 'vlmrl[gymnasium]'")
     output = run(
         ROOT / "recipes/frozenlake.py",
         *("--model.path", "tiny:qwen3_vl", "--model.device", "cpu", "--output-dir", tmp_path / "runs"),
         *("--train.steps", 2, "--train.groups-per-batch", 2, "--rollout.group-size", 2, "--eval.data.size", 2),
-        *("--rollout.max-reply-tokens", 16, "--rollout.max-turns", 3),
+        *("--rollout.max-response-tokens", 16, "--rollout.max-turns", 3),
         cwd=tmp_path,
     )
     rows = [json.loads(line) for line in (tmp_path / "runs/frozenlake/metrics.jsonl").read_text().splitlines()]

@@ -8,7 +8,7 @@ from vlmrl.config import Config, Eval, Optim, Rollout
 from vlmrl.report.advisories import CHECKS, Advisor, Observed, advisories
 from vlmrl.report.run_log import RunLog, read_rows
 
-CONFIG = Config(rollout=Rollout(max_tokens=256, max_reply_tokens=16), optim=Optim(lr=1e-4))
+CONFIG = Config(rollout=Rollout(max_tokens=256, max_response_tokens=16), optim=Optim(lr=1e-4))
 SOUND = {  # a step of a run that is well
     "trajectories": 64.0,
     "reward/mean": 0.5,
@@ -23,6 +23,8 @@ SOUND = {  # a step of a run that is well
     "kl": 0.01,
 }
 NO_SIGNAL = {"groups/zero_variance": 8.0, "grad_norm": 0.0, "reward/mean": 0.0}
+CALLS, ERRORS = {"env/tool_calls": 1.0}, {"env/tool_errors": 1.0}
+LONE = replace(CONFIG, rollout=replace(CONFIG.rollout, group_size=1))
 TWO_GROUPS = NO_SIGNAL | {"groups/played": 2.0, "groups/zero_variance": 2.0}
 
 
@@ -61,13 +63,24 @@ CASES = {  # what is observed: where it fires, and where not
         [
             Observed(CONFIG, rows(*[NO_SIGNAL | {"reward/mean": 1.0}] * 3)[1:]),  # too easy from the start
             Observed(CONFIG, rows(*[NO_SIGNAL] * 3)),
+            Observed(CONFIG, rows(*[NO_SIGNAL] * 3), [CUT] * 8),
             Observed(CONFIG, rows(*[TWO_GROUPS] * 12)),
         ],
         [
             Observed(CONFIG, rows(*[NO_SIGNAL] * 2)),  # chance
-            Observed(CONFIG, rows(*[NO_SIGNAL] * 3), [CUT] * 8),  # another advisory says why
+            Observed(LONE, rows(*[NO_SIGNAL] * 3)),
             Observed(CONFIG, rows(*[NO_SIGNAL | {"reward/mean": 1.0}] * 3)),  # the tasks are solved
             Observed(CONFIG, rows(NO_SIGNAL | {"groups/played": 0.0, "groups/zero_variance": 0.0})),
+        ],
+    ),
+    "tool_calls_fail": (
+        [Observed(CONFIG, rows(*[CALLS | {"env/tool_errors": 0.95}] * 5)), Observed(CONFIG, rows(*[ERRORS] * 5))],
+        [
+            Observed(CONFIG, rows(*[CALLS | {"env/tool_errors": 0.95}] * 4)),  # too early
+            Observed(CONFIG, rows(*[CALLS | {"env/tool_errors": 0.3}] * 5)),
+            Observed(
+                CONFIG, rows(*[CALLS | {"env/tool_errors": 1.0, "env/tool_calls": 3.0}] * 5)
+            ),  # of three calls a turn
         ],
     ),
     "zero_gradient": (
@@ -118,7 +131,7 @@ CASES = {  # what is observed: where it fires, and where not
         [
             Observed(CONFIG, rows(), [DONE] * 20 + [record("error", [11])] * 4),  # as long as the others
             Observed(CONFIG, rows(), [DONE] * 20 + [record("error", [40, 40])]),  # one
-            Observed(CONFIG, rows(), [DONE] * 20 + [record("error", [])] * 4),  # failed before the first reply
+            Observed(CONFIG, rows(), [DONE] * 20 + [record("error", [])] * 4),  # failed before the first response
             Observed(CONFIG, rows(*[{"length_bias/sampled_tokens": 0.97}] * 5)),
         ],
     ),
@@ -162,19 +175,20 @@ def test_a_run_that_is_well_has_no_advisory():
     assert advisories(Observed(CONFIG, [])) == []
 
 
-def test_the_message_names_the_limit_that_cut_every_reply_in_the_first_step():
+def test_the_message_names_the_limit_that_cut_every_response_in_the_first_step():
     [found] = advisories(Observed(CONFIG, rows(NO_SIGNAL)[1:], [CUT] * 8))
     assert found.message == (
-        "every reply was cut at rollout.max_reply_tokens (16) before step() was called: raise it, or set rollout.stop to the text "
-        "that ends a reply."
+        "every response was cut at rollout.max_response_tokens (16) before step() was called: raise it, or set rollout.stop "
+        "to the text "
+        "that ends a response."
     )
 
 
 @pytest.mark.parametrize(
     ("ending", "cut", "message"),
     [
-        ("length", 8, "a reply of every episode was cut at rollout.max_reply_tokens (16): raise it"),
-        ("length", 15, "a reply of 15 of 16 episodes was cut at rollout.max_reply_tokens (16): raise it"),
+        ("length", 8, "a response of every episode was cut at rollout.max_response_tokens (16): raise it"),
+        ("length", 15, "a response of 15 of 16 episodes was cut at rollout.max_response_tokens (16): raise it"),
         ("max_tokens", 8, "a request of every episode reached rollout.max_tokens (256): raise it"),
     ],
 )
@@ -183,6 +197,34 @@ def test_with_an_agent_any_request_of_an_episode_may_have_met_the_limit(ending, 
     records = [record(ending)] * cut + [DONE] * (cut % 8 != 0)
     [found] = advisories(Observed(config, rows(NO_SIGNAL)[1:], records))
     assert found.message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("changed", "records", "message", "setting"),
+    [
+        ({}, [DONE] * 8, "nothing is learned: the tasks are too hard or too easy", "data"),
+        ({}, [CUT] * 8, "nothing is learned: episodes are cut before they can", "rollout.max_response_tokens"),
+        (
+            {"grad_norm": 3.13},
+            [DONE] * 8,
+            "rewards teach nothing; the gradient of norm 3.1 is of other terms: ",
+            "data",
+        ),
+    ],
+)
+def test_equal_rewards_are_blamed_on_what_the_metrics_show(changed, records, message, setting):
+    [found] = [
+        each
+        for each in advisories(Observed(CONFIG, rows(*[NO_SIGNAL | changed] * 3), records))
+        if each.name == "no_signal"
+    ]
+    assert message in found.message and found.setting == setting
+
+
+def test_a_policy_that_unlearned_its_tool_is_named_with_where_it_came_from():
+    seen = rows(CALLS | {"env/tool_errors": 0.27}, *[CALLS | ERRORS | {"reward/mean": 0.3}] * 5)
+    [found] = advisories(Observed(CONFIG, seen, [DONE] * 8))
+    assert found.message.startswith("100% of the tool calls of the last five steps failed, and 27% in the first step")
 
 
 def test_each_advisory_is_printed_and_written_once_also_after_a_resume(tmp_path):
@@ -211,5 +253,7 @@ def test_evaluations_are_judged_when_all_are_there(tmp_path):
             log.log(1, {key: value for key, value in each.items() if key != "step"})
         advisor.after_evaluations()
         advisor.after_evaluations()
-    assert len(said) == 1
+        advisor.after_step({"step": 2, **SOUND}, [CUT] * 8)
+        advisor.after_evaluations()
+    assert [line.split(":")[1][:20] for line in said] == [" with blanked images", " every response was "]
     assert "does not depend on the images" in said[0]

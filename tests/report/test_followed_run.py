@@ -25,12 +25,12 @@ def append(path: Path, record: dict[str, Any]) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def follow(run: FollowedRun, reply: dict[str, Any]) -> dict[str, Any]:
-    """What was appended since ``reply``, which had everything."""
-    return run.updates(reply["generation"], {name: len(reply[name]) for name in LISTS})
+def follow(run: FollowedRun, response: dict[str, Any]) -> dict[str, Any]:
+    """What was appended since ``response``, which had everything."""
+    return run.updates(response["generation"], {name: len(response[name]) for name in LISTS})
 
 
-def test_the_first_reply_has_everything_and_later_ones_what_was_appended(folder):
+def test_the_first_response_has_everything_and_later_ones_what_was_appended(folder):
     run = FollowedRun(folder)
     first = run.updates()
     assert first["name"] == "geo3k" and first["config"]["optim"] == {"lr": 1e-4}
@@ -90,7 +90,7 @@ def test_an_overview_is_what_a_list_shows():
     assert overview({"prompt": "[image]\nHow many?"}, 0)["question"] == "How many?"
 
 
-def test_a_search_finds_replies_observations_and_errors_in_any_case(folder):
+def test_a_search_finds_responses_observations_and_errors_in_any_case(folder):
     run = FollowedRun(folder)
     assert run.search("TIMEOUTERROR") == [4, 9]
     assert run.search("timeouterror", step=2) == [9]

@@ -62,7 +62,7 @@ def test_a_trajectory_record_by_hand():
     assert (second["observation"], second["images"]) == ("On.", [])
 
 
-def test_an_agents_turn_has_the_number_of_the_reply_that_its_request_continues():
+def test_an_agents_turn_has_the_number_of_the_response_that_its_request_continues():
     turns = [turn(None, {}), turn(None, {}), turn(1.0, {})]
     turns[1].received, turns[2].received = ReceivedRequest((), 0), ReceivedRequest((), None)
     records = trajectory_record(trajectory(turns))["turns"]

@@ -1,6 +1,7 @@
 """Reading a run's folder: while it grows, after a resume, and what is not there."""
 
 import json
+import os
 
 import pytest
 from testing.run_folders import write_run_folder
@@ -31,8 +32,8 @@ def test_metrics_trajectories_groups_failures_and_advisories_of_a_run(folder):
         "step000001/00001": 3,
     }
     assert list(run.groups(2, "blanked")) == ["blanked000002/00000"]
-    assert [failure["refilled"] for failure in run.failures] == [True, True]
-    assert [advisory["setting"] for advisory in run.advisories] == ["rollout.max_reply_tokens", "data"]
+    assert [failure["retried"] for failure in run.failures] == [True, True]
+    assert [advisory["setting"] for advisory in run.advisories] == ["rollout.max_response_tokens", "data"]
 
 
 def test_a_turn_has_messages_tokens_and_images(folder):
@@ -76,7 +77,7 @@ def test_a_run_that_goes_on_is_read_line_by_line(folder):
 
 def test_after_a_resume_the_lines_that_it_took_back_are_gone(folder):
     run = vlmrl.load_run(folder)
-    for name in ("metrics", "trajectories", "failures"):
+    for name in ("metrics", "trajectories"):
         path = folder / f"{name}.jsonl"
         lines = path.read_text().splitlines(keepends=True)
         again = [line.replace('"step": 2', '"step": 9') for line in lines[1:]]
@@ -117,3 +118,59 @@ def test_what_is_no_run_is_refused(tmp_path):
         vlmrl.load_run(tmp_path / "none")
     with pytest.raises(ValueError, match="so it holds no run"):
         vlmrl.load_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "summary.json", "metrics.jsonl", "trajectories.jsonl", "advisories.jsonl"]
+)
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "pipe", "folder"])
+def test_only_regular_files_of_the_folder_are_read(folder, name, kind):
+    secret = folder.parent / "secret.json"
+    secret.write_text('{"step": 1, "secret": 1}\n')
+    (folder / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    elif kind == "folder":
+        (folder / name).mkdir()
+    else:
+        (folder / name).symlink_to(secret if kind == "link" else folder / "nothing")
+    with pytest.raises(
+        ValueError, match=rf"{name}: it must be a regular file, .* links are not followed\. Copy the file there\."
+    ):
+        _ = vlmrl.load_run(folder).summary
+
+
+def test_the_folder_itself_may_be_a_link(folder):
+    (folder.parent / "latest").symlink_to(folder)
+    assert vlmrl.load_run(folder.parent / "latest").metrics == vlmrl.load_run(folder).metrics
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[1]", "must be a JSON object"),
+        ('{"step": 1}', "is no record of a trajectory: KeyError"),
+        ('{"step": "1", "id": "a", "group_id": "a", "ending": "length", "turns": []}', "is no record .* whole number"),
+        ('{"step": 1, "id": "a", "group_id": "a", "ending": "length", "turns": [{"images": [1]}]}', "is no record"),
+    ],
+)
+def test_a_line_that_no_run_writes_is_one_error_that_names_it(folder, line, message):
+    (folder / "trajectories.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError, match=rf"trajectories.jsonl: the line at byte 0 {message}"):
+        vlmrl.load_run(folder)
+
+
+def test_sizes_of_files_are_bounded(folder, monkeypatch):
+    run = vlmrl.load_run(folder)
+    image_id = run.trajectories(1)[0]["turns"][0]["images"][0]
+    monkeypatch.setattr("vlmrl.report.run_data.MOST_BYTES", 100)
+    assert run.image_path(image_id) is None
+    (folder / "config.json").write_text(json.dumps({"name": "a" * 100}))
+    with pytest.raises(ValueError, match=r"config\.json: it must be at most 100 bytes, but it has 112"):
+        run.refresh()
+    monkeypatch.setattr("vlmrl.report.json_lines.MOST_BYTES", 50)
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match="the line at byte 0 has more than 50 bytes"):
+        vlmrl.load_run(folder)

@@ -96,5 +96,5 @@ def test_the_sizes_for_a_checkpoint_are_on_the_disk(tmp_path, monkeypatch):
     with RunLog(tmp_path) as log:
         log.log(1, {"loss": 0.5})
         assert not flushed
-        assert log.sizes()["metrics.jsonl"] > 0 and log.sizes()["failures.jsonl"] == 0
+        assert log.sizes()["metrics.jsonl"] > 0 and log.sizes()["advisories.jsonl"] == 0
         assert len(flushed) == 1

@@ -1,4 +1,4 @@
-"""The tokens of a reply as text, with the numbers of each."""
+"""The tokens of a response as text, with the numbers of each."""
 
 import numpy as np
 from testing.trajectories import turn
@@ -14,10 +14,12 @@ def decode(ids):
 
 
 def test_tokens_of_one_character_share_a_span_whose_logprob_is_their_sum():
-    reply = turn(response_ids=[1, 2, 3, 4])
-    reply.logprobs = [-0.1, -0.2, -0.3, -0.4]
-    reply.trained = TrainedTokens(np.array([-0.5, -0.25, -0.5, -1.0], np.float32), [1.0, 1.0, 2.0, 3.0], [1, 1, 1, 1])
-    assert token_columns(reply, TokenTexts(decode)) == {
+    response = turn(response_ids=[1, 2, 3, 4])
+    response.logprobs = [-0.1, -0.2, -0.3, -0.4]
+    response.trained = TrainedTokens(
+        np.array([-0.5, -0.25, -0.5, -1.0], np.float32), [1.0, 1.0, 2.0, 3.0], [1, 1, 1, 1]
+    )
+    assert token_columns(response, TokenTexts(decode)) == {
         "tokens": ["I", "猫", "!"],
         "logprobs": [-0.1, -0.5, -0.4],
         "trainer_logprobs": [-0.5, -0.75, -1.0],
@@ -27,9 +29,9 @@ def test_tokens_of_one_character_share_a_span_whose_logprob_is_their_sum():
 
 
 def test_what_is_not_known_is_none():
-    reply = turn(response_ids=[1, 4])
-    reply.logprobs = []
-    columns = token_columns(reply, TokenTexts(decode))
+    response = turn(response_ids=[1, 4])
+    response.logprobs = []
+    columns = token_columns(response, TokenTexts(decode))
     assert columns == {
         "tokens": ["I", "!"],
         "logprobs": None,
@@ -40,10 +42,10 @@ def test_what_is_not_known_is_none():
 
 
 def test_a_token_that_no_sample_contains_is_not_trained():
-    reply = turn(response_ids=[1, 4])
-    reply.logprobs = [-0.5, float("nan")]
-    reply.trained = TrainedTokens(np.array([-0.5], np.float32), [1.0], [1])
-    columns = token_columns(reply, TokenTexts(decode))
+    response = turn(response_ids=[1, 4])
+    response.logprobs = [-0.5, float("nan")]
+    response.trained = TrainedTokens(np.array([-0.5], np.float32), [1.0], [1])
+    columns = token_columns(response, TokenTexts(decode))
     assert columns["logprobs"] == [-0.5, "nan"]
     assert (columns["trainer_logprobs"], columns["advantages"], columns["loss_mask"]) == (
         [-0.5, None],

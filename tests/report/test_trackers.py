@@ -16,7 +16,7 @@ from vlmrl.report.run_log import RunLog, read_rows
 from vlmrl.report.trackers import TRACKERS, TableRow, Tracker, Trackers, open_trackers, tracker_classes, tracker_threads
 from vlmrl.run.program import run_training
 
-CONFIG = {"name": "geo3k", "optim": {"lr": 0.5}, "report": {"project": "maths", "table_every": 2}}
+CONFIG = {"name": "geo3k", "optim": {"lr": 0.5}}
 SEEN = trajectory([turn(1.0, media=[IMAGE])])
 
 
@@ -83,14 +83,14 @@ def test_tables_are_of_evaluations_and_of_some_steps(tmp_path):
     ]
 
 
-def test_a_table_row_has_the_replies_and_the_images_side_by_side():
+def test_a_table_row_has_the_responses_and_the_images_side_by_side():
     row = TableRow.of(4, "eval", trajectory([turn(0.5, media=[IMAGE]), turn(0.25, media=[IMAGE])]))
     assert row.text() == {
         "step": 4,
         "kind": "eval",
         "id": "t#0",
         "prompt": "2+2?",
-        "reply": "ok\n\nok",
+        "response": "ok\n\nok",
         "reward": 0.75,
         "ending": "env_done",
     }
@@ -172,7 +172,9 @@ def test_a_tracker_is_named_by_its_file(tmp_path):
 
 
 def test_an_unknown_tracker_is_an_error_that_names_the_known_ones():
-    with pytest.raises(ValueError, match=r"report.to must be of tensorboard, wandb, .*py:Class, but one is 'wandbb'"):
+    with pytest.raises(
+        ValueError, match=r"report.to must be of tensorboard, wandb or file.py:Class, but one is 'wandbb'"
+    ):
         tracker_classes(("wandbb",))
 
 
@@ -262,7 +264,13 @@ def finished_wandb_records(folder, runs):
 @pytest.mark.slow
 def test_offline_wandb_runs_hold_numbers_config_table_and_curve_and_continue(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="needs wandb: pip install 'vlmrl[wandb]'")
-    settings = {"MODE": "offline", "SILENT": "true", "ERROR_REPORTING": "false", "DATA_DIR": str(tmp_path / "data")}
+    settings = {
+        "MODE": "offline",
+        "SILENT": "true",
+        "ERROR_REPORTING": "false",
+        "DATA_DIR": str(tmp_path / "data"),
+        "PROJECT": "maths",
+    }
     for name, value in settings.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     report("wandb", tmp_path)
@@ -283,7 +291,7 @@ def test_offline_wandb_runs_hold_numbers_config_table_and_curve_and_continue(tmp
     assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0, 0]
     (table, *_) = tmp_path.glob("wandb/offline-run-*/files/media/table/trajectories/train*.table.json")
     content = json.loads(table.read_text())
-    assert content["columns"] == ["step", "kind", "id", "prompt", "reply", "reward", "ending", "images"]
+    assert content["columns"] == ["step", "kind", "id", "prompt", "response", "reward", "ending", "images"]
     (seen, unseen) = content["data"]
     assert seen[3:7] == ["2+2?", "ok", 1.0, "env_done"]
     assert (seen[7], unseen[7]) == ("Image", None)
@@ -295,46 +303,22 @@ def test_offline_wandb_runs_hold_numbers_config_table_and_curve_and_continue(tmp
 
 
 @pytest.mark.slow
-def test_mlflow_holds_numbers_config_table_and_curve_and_continues(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow", reason="needs mlflow: pip install 'vlmrl[mlflow]'")
-    pytest.importorskip("alembic", reason="needs mlflow's database: pip install 'vlmrl[mlflow]'")
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+def test_the_mlflow_tracker_of_the_docs_records_numbers_and_continues(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="needs mlflow: pip install mlflow")
+    pytest.importorskip("alembic", reason="needs mlflow's database")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    folder = tmp_path / "runs/geo3k"
-    report("mlflow", folder)
-    report("mlflow", folder, steps=(2, 3))
-    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "maths")
+    page = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
+    (tmp_path / "mlflow_tracker.py").write_text(page.rpartition("```python\n")[2].partition("```")[0])
+    name, folder = f"{tmp_path}/mlflow_tracker.py:MlflowTracker", tmp_path / "runs/geo3k"
+    report(name, folder)
+    report(name, folder, steps=(2, 3))
+    client = mlflow.MlflowClient()
     (run,) = client.search_runs([client.get_experiment_by_name("maths").experiment_id])
     assert (run.info.run_name, run.info.status) == ("geo3k", "FINISHED")
     history = client.get_metric_history(run.info.run_id, "reward/mean")
     assert [(each.step, each.value) for each in history] == [(1, 0.25), (2, 0.5), (3, 0.75)]
-
-    def artifact(name):
-        return Path(mlflow.artifacts.download_artifacts(f"{run.info.artifact_uri}/{name}", dst_path=str(tmp_path)))
-
-    assert json.loads(artifact("config.json").read_text())["optim"] == {"lr": 0.5}
-    table = json.loads(artifact("trajectories/train000002.json").read_text())
-    row = dict(zip(table["columns"], table["data"][0], strict=True))
-    assert (row["prompt"], row["reply"], row["reward"]) == ("2+2?", "ok", 1.0)
-    assert row["images"]["type"] == "image"
-    assert artifact(row["images"]["filepath"]).exists()
-    assert artifact("reward.png").exists()
-
-
-def test_trackio_holds_numbers_config_and_table_and_continues(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # it reads it as it is imported
-    trackio = pytest.importorskip("trackio", reason="needs trackio: pip install 'vlmrl[trackio]'")
-    report("trackio", tmp_path)
-    report("trackio", tmp_path, steps=(2, 3))
-    name = (tmp_path / "trackers/trackio.id").read_text().strip()
-    rows = trackio.SQLiteStorage.get_logs("maths", name)
-    assert [(row["step"], row["reward/mean"]) for row in rows if "reward/mean" in row] == [
-        (1, 0.25),
-        (2, 0.5),
-        (3, 0.75),
-    ]
-    (table, *_) = [row["trajectories/train"] for row in rows if "trajectories/train" in row]
-    assert table["_value"][0]["reply"] == "ok"
 
 
 RECIPE = """
@@ -372,7 +356,7 @@ def config():
         model=Model(path="tiny:qwen3"),
         data=Data(generator=make_task, size=4),
         reward=reward,
-        rollout=Rollout(group_size=2, max_turns=1, max_tokens=64, max_reply_tokens=8),
+        rollout=Rollout(group_size=2, max_turns=1, max_tokens=64, max_response_tokens=8),
         train=Train(steps=2, groups_per_batch=1),
         report=Report(to=("toy",)),
         save_model=False,

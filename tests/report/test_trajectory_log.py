@@ -33,7 +33,7 @@ def write(folder, *calls, keep=2):
 
 def test_the_first_groups_and_failed_trajectories_are_kept_whole_and_the_others_keep_their_text(tmp_path):
     groups = [played(group, member, [IMAGE]) for group in ("a", "b") for member in range(2)]
-    lost = played("b", "2", [BLUE], ending="error", error="TimeoutError: 61 s", refilled=True)
+    lost = played("b", "2", [BLUE], ending="error", error="TimeoutError: 61 s", retried=True)
     run = write(tmp_path, (1, "train", groups, [lost]))
     records = run.trajectories(1, "train")
     assert [record["id"] for record in records] == ["a/0", "a/1", "b/0", "b/1", "b/2"]
@@ -48,7 +48,7 @@ def test_the_first_groups_and_failed_trajectories_are_kept_whole_and_the_others_
     assert sorted(path.name for path in (tmp_path / "images").iterdir()) == ["b1ue.png", "c0ffee.png"]
     assert run.image("b1ue").getpixel((0, 0)) == (0, 0, 255)
     [failure] = run.failures
-    assert (failure["reason"], failure["refilled"], failure["turns"]) == ("TimeoutError: N s", True, 1)
+    assert (failure["reason"], failure["retried"], failure["turns"]) == ("TimeoutError: N s", True, 1)
 
 
 def test_records_are_made_off_the_event_loop(tmp_path):

@@ -11,13 +11,13 @@ import pytest
 from PIL import Image
 from testing.browser import Browser
 from testing.fakes import item_of
-from testing.run_folders import write_run_folder
+from testing.run_folders import write_episodes, write_run_folder
 from testing.servers import served
 
 from vlmrl.report.records import trajectory_record
-from vlmrl.report.viewer import write_page
 from vlmrl.report.viewer.followed_run import FollowedRun
 from vlmrl.report.viewer.snapshot import write_snapshot
+from vlmrl.report.viewer.view_server import create_view_app
 from vlmrl.types import PointSet, Task, Trajectory, Turn
 
 pytestmark = pytest.mark.slow
@@ -31,7 +31,7 @@ HOSTILE = '<img src=x onerror="window.broken = 1"></script><script>window.broken
 def chromium() -> Iterator[Browser]:
     browser = Browser()
     yield browser
-    browser.driver.quit()
+    browser.quit()
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_images_of_a_trajectory_are_shown_and_can_be_enlarged(browser, page):
 
 
 def test_clicks_and_drags_are_drawn_where_they_were(browser, tmp_path):
-    """The second turn shows no image, so that its drag is drawn on the first turn's, which both replies saw."""
+    """The second turn shows no image, so that its drag is drawn on the first turn's, which both responses saw."""
     shown = item_of("c0ffee", Image.new("RGB", (200, 100), "white"), 2)
     (tmp_path / "run/images").mkdir(parents=True)
     shown.image.save(tmp_path / "run/images/c0ffee.png")
@@ -176,7 +176,7 @@ def test_a_click_on_a_curve_shows_the_steps_trajectories(browser, page):
 
 def test_advisories_failures_and_settings_are_shown(browser, page):
     browser.open(page)
-    assert [text for text in browser.texts(".advisory") if "every reply was cut." in text]
+    assert [text for text in browser.texts(".advisory") if "every response was cut." in text]
     browser.press("3")
     assert browser.texts(".reason summary") == ["3\u00d7 TimeoutError: step() of <ZoomEnv object at N> took N s"]
     browser.press("4")
@@ -190,7 +190,8 @@ def test_advisories_failures_and_settings_are_shown(browser, page):
 
 def test_a_views_key_is_the_same_without_failures(browser, folder, tmp_path):
     healthy = Path(shutil.copytree(folder, tmp_path / "healthy"))
-    (healthy / "failures.jsonl").unlink()
+    lines = (healthy / "trajectories.jsonl").read_text().splitlines(keepends=True)
+    (healthy / "trajectories.jsonl").write_text("".join(line for line in lines if '"reason"' not in line))
     write_snapshot([FollowedRun(healthy)], tmp_path / "page.html", "healthy")
     browser.open(tmp_path / "page.html")
     titles = browser.run("[...document.querySelectorAll('#tabs button')].map((tab) => tab.title)")
@@ -219,8 +220,9 @@ def test_texts_never_become_markup(browser, tmp_path):
     turn = Turn([1], [], [7, 8], [-0.5, -1.0], [0, 0], "stop", HOSTILE, [message], 1.0, {HOSTILE: 1.0})
     task = Task(HOSTILE, HOSTILE, answer=HOSTILE, source=HOSTILE)
     bad = Trajectory(HOSTILE, HOSTILE, task, [turn], "env_done", error=HOSTILE)
-    write_page([bad], tmp_path / "page.html", HOSTILE, decode=lambda ids: HOSTILE)
-    browser.open(tmp_path / "page.html")
+    folder = write_episodes(tmp_path / "run", [bad], decode=lambda ids: HOSTILE)
+    write_snapshot([FollowedRun(folder)], tmp_path / "page.html", HOSTILE)
+    browser.open(tmp_path / "page.html", "view=trajectories")
     browser.wait("document.querySelectorAll('#main .token').length === 2")
     assert browser.run("document.querySelector('#main h2').textContent") == HOSTILE
     assert browser.run("window.broken ?? null") is None
@@ -235,17 +237,13 @@ def test_texts_never_become_markup(browser, tmp_path):
 def test_a_page_of_texts_has_no_thumbnails_and_no_curves(browser, tmp_path):
     message = {"role": "user", "content": "How many?"}
     turns = [Turn([1], [], [7], [-0.5], [0], "stop", "two", [message], 1.0)]
-    write_page([Trajectory("a/0", "a", Task("t", "How many?"), turns, "env_done")], tmp_path / "page.html", "texts")
+    folder = write_episodes(tmp_path / "run", [Trajectory("a/0", "a", Task("t", "How many?"), turns, "env_done")], 7)
+    write_snapshot([FollowedRun(folder)], tmp_path / "page.html", "texts")
     browser.open(tmp_path / "page.html")
     browser.wait("document.querySelector('#rows .question')")
     assert browser.texts("#rows .question") == ["How many?"]
     assert browser.run("document.querySelectorAll('img').length") == 0
     assert browser.texts("#tabs button") == ["Trajectories"]
-    assert browser.texts("#strip") == [""]
-    write_page(
-        [Trajectory("a/0", "a", Task("t", "How many?"), turns, "env_done")], tmp_path / "step.html", "a run", step=7
-    )
-    browser.open(tmp_path / "step.html")
     assert browser.texts("#strip b") == ["step 7"]
 
 
@@ -256,7 +254,8 @@ def test_of_500_trajectories_only_those_in_sight_are_in_the_page(browser, tmp_pa
         turns = [Turn([1], [item], [7] * 200, [-0.5] * 200, [0] * 200, "stop", "ok", [message], number % 2)]
         return Trajectory(f"{number // 5}/{number}", f"group {number // 5}", Task("t", "?"), turns, "env_done")
 
-    write_page([played(number) for number in range(500)], tmp_path / "page.html", "500", decode=lambda ids: "word ")
+    folder = write_episodes(tmp_path / "run", [played(number) for number in range(500)], decode=lambda ids: "word ")
+    write_snapshot([FollowedRun(folder)], tmp_path / "page.html", "500")
     browser.open(tmp_path / "page.html")
     browser.wait(f"{IMAGES}.length === 1 && {IMAGES}[0].naturalWidth === 320")
     assert rows(browser) == 500
@@ -294,9 +293,6 @@ def append(path: Path, record: object) -> None:
 
 
 def test_the_served_page_follows_the_run(browser, tmp_path):
-    pytest.importorskip("starlette", reason="needs starlette: pip install 'vlmrl[serve]'")
-    from vlmrl.report.viewer.view_server import create_view_app
-
     folder = write_run_folder(tmp_path / "live", steps=2, groups=2, group_size=2)
     with served(create_view_app([FollowedRun(folder)], "live")) as address:
         browser.open(address, "view=trajectories")
@@ -312,7 +308,7 @@ def test_the_served_page_follows_the_run(browser, tmp_path):
         browser.wait("document.querySelector('#counts').textContent.startsWith('5 trajectories')")
         append(folder / "trajectories.jsonl", trajectory_record(new_trajectory(), 3, "train"))
         browser.wait(f"{SELECTED} === 'new/3'")  # the latest step, until a trajectory is chosen
-        browser.wait("document.querySelector('#main').textContent.includes('new reply')")
+        browser.wait("document.querySelector('#main').textContent.includes('new response')")
         browser.click("#rows .member")
         append(folder / "trajectories.jsonl", trajectory_record(new_trajectory(), 4, "train"))
         browser.wait("document.querySelector('.stepper').textContent.includes('latest')")
@@ -325,14 +321,11 @@ def test_the_served_page_follows_the_run(browser, tmp_path):
 
 def new_trajectory() -> Trajectory:
     message = {"role": "user", "content": "A new question"}
-    turn = Turn([1], [], [7], [-0.5], [0], "stop", "new reply", [message], 1.0)
+    turn = Turn([1], [], [7], [-0.5], [0], "stop", "new response", [message], 1.0)
     return Trajectory("new/3", "g", Task("t", "?"), [turn], "env_done")
 
 
 def test_with_a_token_the_address_opens_the_data_and_without_it_the_page_says_so(browser, folder):
-    pytest.importorskip("starlette", reason="needs starlette: pip install 'vlmrl[serve]'")
-    from vlmrl.report.viewer.view_server import create_view_app
-
     with served(create_view_app([FollowedRun(folder)], "live", "s3cret")) as address:
         browser.open(address, "token=s3cret&view=trajectories")
         browser.wait(f"{IMAGES}.length > 0 && {IMAGES}.every((image) => image.naturalWidth > 0)")
@@ -344,9 +337,6 @@ def test_with_a_token_the_address_opens_the_data_and_without_it_the_page_says_so
 
 
 def test_an_agents_branches_and_its_log_are_shown(browser, tmp_path):
-    pytest.importorskip("starlette", reason="needs starlette: pip install 'vlmrl[serve]'")
-    from vlmrl.report.viewer.view_server import create_view_app
-
     folder = write_run_folder(tmp_path / "agents", steps=1, groups=1, group_size=1, turns=4)
     lines = [json.loads(line) for line in (folder / "trajectories.jsonl").read_text().splitlines()]
     for turn, continues in zip(lines[0]["turns"], [None, 0, 0, None], strict=True):
@@ -359,7 +349,7 @@ def test_an_agents_branches_and_its_log_are_shown(browser, tmp_path):
         browser.open(url, "view=trajectories&kind=train")
         browser.wait("document.querySelectorAll('#main .branch').length === 2")
         shown = browser.texts("#main .branch")
-        assert shown == ["branch: continues reply 1", "branch: continues no reply of this trajectory"]
+        assert shown == ["branch: continues response 1", "branch: continues no response of this trajectory"]
         browser.click("#main .log summary")
         browser.wait("document.querySelector('#main .log .text')")
         assert browser.texts("#main .log .text") == ["zoomed <b>in</b>"]

@@ -2,22 +2,19 @@
 
 import io
 import json
-import socket
 import sys
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
+from aiohttp import web
 from PIL import Image
-from testing.servers import free_port, served
+from testing.servers import answering, free_port, served
 
 from vlmrl.cli import main as cli
 from vlmrl.multimodal.images import load_image
 from vlmrl.retrieval import Hit, HttpRetriever, Passage, RetrieverError, open_retriever
-from vlmrl.retrieval.retrieval_server import create_retriever_app
-from vlmrl.utils.http_server import RequestGuard
+from vlmrl.retrieval.retrieval_server import RetrieverServerArguments, create_retriever_app, serve_retriever
+from vlmrl.utils import http_server
 
 pytestmark = pytest.mark.slow
 
@@ -53,8 +50,34 @@ def test_the_server_speaks_search_r1s_protocol(corpus):
         assert hit["document"] == paris and hit["score"] > 0 and nothing == []
         plain = httpx.post(f"{url}/retrieve", json={"queries": ["capital of France"]}).json()
         assert [found["id"] for found in plain["result"][0]] == ["p", "r"] and plain["result"][0][0] == paris
-        for wrong in ({"topk": 3}, {"queries": "France"}, {"queries": ["a"], "topk": 0}, {"queries": ["a"] * 1001}):
+        for wrong in (
+            {"topk": 3},
+            {"queries": "France"},
+            {"queries": ["a"], "topk": 0},
+            {"queries": ["a"] * 1001},
+            {"queries": [5]},
+            [],
+        ):
             assert httpx.post(f"{url}/retrieve", json=wrong).status_code == 422
+
+
+def test_a_web_page_whose_name_points_at_the_server_reads_nothing(corpus, monkeypatch):
+    """By the command itself, since the app alone has no guard."""
+    healthy: list[str] = []
+
+    def serve(listener, app):
+        with served(app, is_guarded=False) as url:
+            headers = {"Host": "evil.example"}
+            for response in (
+                httpx.get(f"{url}/health", headers=headers),
+                httpx.post(f"{url}/retrieve", json={"queries": ["Paris"]}, headers=headers),
+            ):
+                assert response.status_code == 403 and "Paris" not in response.text
+            healthy.append(httpx.get(f"{url}/health").text)
+
+    monkeypatch.setattr(http_server, "serve_on", serve)
+    serve_retriever(RetrieverServerArguments(corpus, port=0))
+    assert "bm25" in healthy[0]
 
 
 def test_the_client_returns_what_the_served_retriever_finds(corpus):
@@ -92,52 +115,29 @@ def test_images_are_sent_with_their_passages(tmp_path):
         assert load_image(image).size == (8, 6)
 
 
-@contextmanager
-def answering(*answers):
-    """The address of a server that gives these (status, body) one after another, the last one for ever."""
-    left = list(answers)
+def responding(*responses):
+    """A server that gives these (status, body) one after another, the last one for ever."""
+    left = list(responses)
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
-            status, body = left.pop(0) if len(left) > 1 else left[0]
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body.encode())
+    async def respond(request):
+        status, body = left.pop(0) if len(left) > 1 else left[0]
+        return web.Response(status=status, text=body)
 
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
+    return answering(respond)
 
 
 FOUND = json.dumps({"result": [[{"id": 3, "contents": '"Rome"\nA city.'}]]})
 
 
 def test_temporary_failures_are_retried():
-    with answering((503, "starting"), (429, "busy"), (200, FOUND)) as url:
+    with responding((503, "starting"), (429, "busy"), (200, FOUND)) as url:
         assert HttpRetriever(url).search(["rome"], 1) == [[Hit(Passage("3", "Rome", "A city."), 0.0)]]
 
 
 def test_an_unreachable_server_is_an_error_after_the_patience():
     url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(RetrieverError, match=r"/retrieve: no answer in 0.4 s: ConnectError"):
+    with pytest.raises(RetrieverError, match=r"/retrieve: no answer in 0.4 s: ClientConnectorError"):
         HttpRetriever(url, patience=0.4).search(["a"], 1)
-
-
-def test_a_late_server_is_an_error_after_the_patience():
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(RetrieverError, match=r"no answer in 0.1 s: ReadTimeout"):
-            HttpRetriever(url, timeout=0.05, patience=0.1).search(["a"], 1)
 
 
 @pytest.mark.parametrize(
@@ -158,20 +158,23 @@ def test_a_late_server_is_an_error_after_the_patience():
         "[" * 100_000,
     ],
 )
-def test_a_reply_that_breaks_the_protocol_is_an_error(body):
-    with answering((200, body)) as url, pytest.raises(RetrieverError, match="sent a reply that breaks the protocol"):
+def test_a_response_that_breaks_the_protocol_is_an_error(body):
+    with (
+        responding((200, body)) as url,
+        pytest.raises(RetrieverError, match="sent a response that breaks the protocol"),
+    ):
         HttpRetriever(url).search(["a"], 1)
 
 
 def test_hits_beyond_topk_are_left_out():
     body = json.dumps({"result": [[{"id": name, "text": name} for name in "abc"]]})
-    with answering((200, body)) as url:
+    with responding((200, body)) as url:
         assert [hit.passage.id for hit in HttpRetriever(url).search(["x"], 2)[0]] == ["a", "b"]
 
 
 def test_a_server_with_a_token_answers_those_who_have_it(corpus, monkeypatch):
     monkeypatch.delenv("VLMRL_RETRIEVER_TOKEN", raising=False)
-    with served(RequestGuard(create_retriever_app(open_retriever("bm25", corpus)), "s3cret", 2**20)) as url:
+    with served(create_retriever_app(open_retriever("bm25", corpus)), token="s3cret", max_body=2**20) as url:
         with pytest.raises(RetrieverError, match=r"refuses: 401 the token is missing or wrong.* VLMRL_RETRIEVER_TOKEN"):
             open_retriever(url).search(["capital of Italy"], 1)
         monkeypatch.setenv("VLMRL_RETRIEVER_TOKEN", "s3cret")

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from vlmrl import retrieval
-from vlmrl.retrieval.base import BatchingRetriever, EmptyRetriever, Hit, Passage, index_folder
+from vlmrl.retrieval.base import BatchingRetriever, EmptyRetriever, Hit, Passage
 from vlmrl.retrieval.bm25 import Bm25, best
 from vlmrl.retrieval.corpus import load_corpus
 
@@ -77,28 +77,6 @@ def test_an_index_is_built_once_per_corpus_and_setting(corpus, cache, tmp_path):
     changed = write(tmp_path / "corpus.jsonl", [*ROWS[:2], {**ROWS[2], "text": "It flows."}])
     assert ids(retrieval.open_retriever("bm25", changed).search(["flows"], 3)[0]) == ["n"]
     assert len(list(cache.iterdir())) == 3
-
-
-def test_a_failed_build_leaves_no_index(cache):
-    def breaks(folder):
-        (folder / "half").write_text("x")
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        index_folder("bm25", "key", breaks)
-    assert list(cache.iterdir()) == []
-    made = index_folder("bm25", "key", lambda folder: (folder / "whole").write_text("x"))
-    assert [file.name for file in made.iterdir()] == ["whole"]
-    assert index_folder("bm25", "key", breaks) == made
-
-
-def test_of_two_concurrent_builds_the_first_to_finish_stays(cache):
-    def slower(folder):
-        (folder / "mine").write_text("x")
-        index_folder("bm25", "key", lambda other: (other / "theirs").write_text("x"))
-
-    made = index_folder("bm25", "key", slower)
-    assert [file.name for file in made.iterdir()] == ["theirs"] and list(cache.iterdir()) == [made]
 
 
 def test_contents_hold_the_title_in_their_first_line(tmp_path):

@@ -8,9 +8,10 @@ import queue
 import pytest
 from testing.episodes import a_task, turn_loop
 
+from vlmrl.algos import choose_all
 from vlmrl.config import Algo
 from vlmrl.env.base import Env, obs
-from vlmrl.rollout.batches import fill, resolve_filters
+from vlmrl.rollout.batches import fill
 from vlmrl.rollout.runner import RolloutError, Runner
 
 
@@ -24,8 +25,8 @@ class Paid(Env):
 
 def runner(env=Paid, **rollout):
     """Members 00 and 01 of a group say 0 and 1."""
-    replies = lambda request, turn: str(int(request.trajectory_id[-1]) % 2)  # noqa: E731
-    return Runner(turn_loop(env, replies, group_size=2, **rollout))
+    responses = lambda request, turn: str(int(request.trajectory_id[-1]) % 2)  # noqa: E731
+    return Runner(turn_loop(env, responses, group_size=2, **rollout))
 
 
 def tasks(count=100):
@@ -34,7 +35,7 @@ def tasks(count=100):
 
 def play(count, mode="off", filters=("zero_variance",), supply=100, **rollout):
     """A batch of ``count`` groups out of ``supply`` tasks."""
-    keep = resolve_filters(Algo(filters=filters))
+    keep = choose_all(Algo(filters=filters), "filters")
     return asyncio.run(fill(runner(**rollout), tasks(supply), count, "s", keep, mode))
 
 
@@ -77,11 +78,11 @@ def test_dynamic_sampling_gives_up_or_ends_with_the_tasks():
 def test_a_users_own_filter_by_path(tmp_path):
     (tmp_path / "mine.py").write_text("def small(group, most):\n    return int(group[0].task.id) <= most\n")
     small = f"{tmp_path}/mine.py:small"
-    algo = Algo(filters=(small,), filter_options={f"{small}.most": 1})
-    batch = asyncio.run(fill(runner(), tasks(), 3, "s", resolve_filters(algo), "off"))
+    algo = Algo(filters=(small,), options={f"{small}.most": 1})
+    batch = asyncio.run(fill(runner(), tasks(), 3, "s", choose_all(algo, "filters"), "off"))
     assert ids(batch) == ["0", "1"]
-    with pytest.raises(ValueError, match=r"algo.filter_options do not fit small: missing a required argument"):
-        resolve_filters(Algo(filters=(small,)))
+    with pytest.raises(ValueError, match=r"algo.options do not fit small: missing a required argument"):
+        choose_all(Algo(filters=(small,)), "filters")
 
 
 class Slow(Env):

@@ -290,6 +290,23 @@ def test_too_many_failures_raise_in_take():
     run(go())
 
 
+def test_an_error_while_the_loop_trains_is_raised_by_the_next_take():
+    """Nothing that is still in play could wake it."""
+
+    async def go():
+        play = Play(max_staleness=1, max_failed_fraction=0.25)
+        play.loop.failing = {2}
+        await play.begin()
+        await play.finish(0, 1)
+        await play.waiting
+        await play.finish(2, 3)
+        with pytest.raises(RolloutError, match=r"(.|\n)*broken"):
+            await play.buffer.take(2)
+        await play.buffer.close()
+
+    run(go())
+
+
 @pytest.mark.parametrize(
     ("mode", "expected", "filtered"),
     [("off", [0], 1), ("filter", [0, 2], 1), ("replace", [0, 0], 1)],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -11,15 +13,15 @@ from testing.episodes import PAD, a_task, image, new_store, renderer, script
 
 from vlmrl.config import Config, Rollout
 from vlmrl.rollout.generator import GeneratorLoop, resolve_generate
-from vlmrl.samples import AuditError, audit, concat, emit
+from vlmrl.samples import AuditError, audit, concat, emit, from_columns
 from vlmrl.types import Completion
 
 TASK = a_task("What?", [image("red")])
 
 
-def play(generate, replies=("one", "two", "three"), **rollout):
-    config = Rollout(max_turns=3, max_tokens=500, max_reply_tokens=50, **rollout)
-    loop = GeneratorLoop(generate, script(replies), renderer(), new_store(), config, seed=0)
+def play(generate, responses=("one", "two", "three"), **rollout):
+    config = Rollout(max_turns=3, max_tokens=500, max_response_tokens=50, **rollout)
+    loop = GeneratorLoop(generate, script(responses), renderer(), new_store(), config, seed=0)
     return asyncio.run(loop.play(TASK, "step1/0", "step1/0/00"))
 
 
@@ -28,7 +30,7 @@ def check(trajectory, how="concat"):
 
 
 async def two_turns(client, renderer, task):
-    """A prompt with an image, a reply, one more user message with another image, a reply."""
+    """A prompt with an image, a response, one more user message with another image, a response."""
     prompt = renderer.prompt(task.prompt)
     first = await client.generate(prompt.token_ids, prompt.images)
     more = renderer.delta([{"role": "user", "content": [{"type": "image", "image": image("blue")}]}])
@@ -41,7 +43,7 @@ def test_an_episode_of_two_turns_is_one_linear_history():
     trajectory = play(two_turns)
     assert (trajectory.ending, trajectory.reward, trajectory.metrics) == ("env_done", 1.0, {"calls": 2})
     assert [turn.text for turn in trajectory.turns] == ["one", "two"]
-    assert [turn.kept for turn in trajectory.turns] == [None, None]
+    assert [turn.parent for turn in trajectory.turns] == [None, 0] and trajectory.continues(1)
     assert [len(turn.media) for turn in trajectory.turns] == [1, 1]
     assert check(trajectory).samples == 1
     assert check(trajectory, "step_wise").samples == 2
@@ -62,34 +64,46 @@ def as_columns(client, ids, prompt_ids, completion, **more):
 
 
 async def best_of_two(client, renderer, task):
-    """Two replies to a text prompt, the second of which is trained."""
+    """Two responses to a text prompt, the second of which is trained."""
     ids = renderer.prompt([{"role": "user", "content": "Hi"}]).token_ids
     await client.generate(ids)
-    reply = await client.generate(ids)
-    return as_columns(client, ids, ids, reply, rollout_metrics={"tried": 2.0})
+    response = await client.generate(ids)
+    return as_columns(client, ids, ids, response, rollout_metrics={"tried": 2.0})
 
 
-def test_columns_are_audited_and_unused_replies_counted():
+def test_columns_are_audited_and_unused_responses_counted():
     trajectory = play(best_of_two)
     assert trajectory.error is None
-    assert (trajectory.reward, trajectory.metrics) == (0.5, {"replies_unused": 1.0, "tried": 2.0})
+    assert (trajectory.reward, trajectory.metrics) == (0.5, {"responses_unused": 1.0, "tried": 2.0})
     assert [turn.text for turn in trajectory.turns] == ["two"]
     assert trajectory.samples is not None and trajectory.samples[0].group_id == "step1/0"
     assert check(trajectory).trained_tokens == len(trajectory.turns[0].response_ids)
+
+
+def test_columns_are_not_read_in_the_event_loop(monkeypatch):
+    readers = []
+
+    def read(columns):
+        readers.append(threading.current_thread())
+        return from_columns(columns)
+
+    monkeypatch.setattr("vlmrl.rollout.generator.from_columns", read)
+    assert play(best_of_two).error is None
+    assert len(readers) == 1 and readers[0] is not threading.main_thread()
 
 
 def test_metrics_of_columns_may_be_scalars_of_numpy():
     async def counted(client, renderer, task):
         return {**await best_of_two(client, renderer, task), "rollout_metrics": {"tried": np.float32(2)}}
 
-    assert json.dumps(play(counted).metrics) == '{"replies_unused": 1.0, "tried": 2.0}'
+    assert json.dumps(play(counted).metrics) == '{"responses_unused": 1.0, "tried": 2.0}'
 
 
 def test_policy_versions_come_from_the_record():
-    def reply(request, turn):
+    def response(request, turn):
         return Completion([5, 6, renderer().end_of_turn_id], [-0.1] * 3, "stop", [7, 7, 8], len(request.prompt_ids))
 
-    trajectory = play(best_of_two, reply)
+    trajectory = play(best_of_two, response)
     assert trajectory.samples[0].policy_versions == [7, 7, 8]
     check(trajectory)
 
@@ -164,7 +178,7 @@ def test_a_trajectory_with_tokens_that_were_never_sampled_is_refused():
         trajectory.turns[1].response_ids = [5]
         return trajectory
 
-    assert "turn 1: its reply was never sampled" in play(forged).error
+    assert "turn 1: its response was never sampled" in play(forged).error
 
 
 def test_generate_is_checked_at_the_start():
@@ -172,3 +186,60 @@ def test_generate_is_checked_at_the_start():
         resolve_generate(Rollout(generate=print))
     with pytest.raises(ValueError, match="env and reward must be unset"):
         Config(rollout=Rollout(generate=two_turns), env="x.py:Env")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (lambda t: t.metrics.update(score="abc"), "its metric 'score' must be a finite number, but it is 'abc'"),
+        (lambda t: t.metrics.update(score=float("nan")), "its metric 'score'"),
+        (lambda t: t.turns[0].metrics.update(score=10**400), "its metric 'score'"),
+        (lambda t: setattr(t, "final_reward", 10**400), "too large to convert to float"),
+        (lambda t: setattr(t, "ending", "tired"), "its ending must be one of env_done"),
+    ],
+)
+def test_what_cannot_be_averaged_fails_the_trajectory_and_not_the_run(spoil, named):
+    async def generate(client, renderer, task):
+        trajectory = await two_turns(client, renderer, task)
+        spoil(trajectory)
+        return trajectory
+
+    failed = play(generate)
+    assert failed.ending == "error" and named in failed.error
+
+
+def test_a_trajectory_stays_in_its_group():
+    async def generate(client, renderer, task):
+        trajectory = await two_turns(client, renderer, task)
+        trajectory.group_id, trajectory.task = "other", a_task("another")
+        return trajectory
+
+    assert (play(generate).group_id, play(generate).task) == ("step1/0", TASK)
+
+
+def test_a_generator_that_ignores_its_deadline_holds_up_nobody_and_samples_nothing_more():
+    later: list[str] = []
+
+    async def play_two() -> None:
+        gone_on, ended = asyncio.Event(), asyncio.Event()
+
+        async def generate(client, renderer, task):
+            prompt = renderer.prompt(task.prompt)
+            while not ended.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await ended.wait()
+            try:
+                await client.generate(prompt.token_ids, prompt.images)
+            except RuntimeError as error:
+                later.append(str(error))
+            gone_on.set()
+
+        config = Rollout(max_turns=1, max_tokens=500, engine_timeout=0.01, env_timeout=0.01)
+        loop = GeneratorLoop(generate, script(["one"]), renderer(), new_store(), config, seed=0)
+        failed = await asyncio.wait_for(loop.play(TASK, "g", "g/00"), 60)
+        assert failed.ending == "error" and "no end within 0.02 s" in failed.error
+        ended.set()
+        await gone_on.wait()
+
+    asyncio.run(play_two())
+    assert len(later) == 1 and "has ended" in later[0]

@@ -3,26 +3,26 @@
 import asyncio
 import math
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
 from testing.episodes import a_task, turn_loop
 from testing.fakes import make_trajectory, make_turn
 
-from vlmrl.config import Algo, Config, Data, Eval, Optim, Rollout, Train
+from vlmrl.algos import choose_all
+from vlmrl.config import Algo, Config, Data, Eval, EvalData, Optim, Rollout, Train
 from vlmrl.env.base import Env, obs
 from vlmrl.report.metrics import trajectory_metrics
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.records import trajectory_record
 from vlmrl.report.run_log import RunLog
-from vlmrl.rollout.batches import fill, resolve_filters
+from vlmrl.rollout.batches import fill
 from vlmrl.rollout.group_reward import GroupReward, resolve_group_reward
 from vlmrl.rollout.runner import RolloutError, Runner
 from vlmrl.run import loop
 from vlmrl.run.build import build_run
 from vlmrl.samples import audit, emit
-from vlmrl.train.credit import return_to_go
+from vlmrl.train.credit import rewards_by_turn
 
 
 class Paid(Env):
@@ -31,15 +31,15 @@ class Paid(Env):
 
 
 def rank(group):
-    """The longest reply gets 3, the next 2, and so on."""
+    """The longest response gets 3, the next 2, and so on."""
     order = sorted(group, key=lambda trajectory: -trajectory.num_sampled)
     return [3.0 - order.index(trajectory) for trajectory in group]
 
 
 def runner(function, **rollout):
-    replies = lambda request, turn: "a" * (1 + int(request.trajectory_id[-1]))  # noqa: E731
+    responses = lambda request, turn: "a" * (1 + int(request.trajectory_id[-1]))  # noqa: E731
     config = Config(group_reward=function, rollout=Rollout(max_env_retries_per_turn=1, env_timeout=5.0))
-    return Runner(turn_loop(Paid, replies, group_size=3, **rollout), group_reward=resolve_group_reward(config))
+    return Runner(turn_loop(Paid, responses, group_size=3, **rollout), group_reward=resolve_group_reward(config))
 
 
 def tasks(count=100):
@@ -74,7 +74,7 @@ def test_rows_of_every_kind_carry_it_through_the_audit(how):
     rows = emit(trajectory, how)
     audit(rows, [trajectory], image_token_id=None)
     assert trajectory.reward == sum(row.reward for row in rows) == 1.75
-    assert [return_to_go(trajectory, turn) for turn in (0, 1)] == [1.75, 1.5]
+    assert rewards_by_turn(trajectory) == [0.25, 1.5]
 
 
 def test_rows_of_the_rollout_are_rewarded_on_the_last_sampled_token():
@@ -86,7 +86,7 @@ def test_rows_of_the_rollout_are_rewarded_on_the_last_sampled_token():
 
 
 def test_filters_see_what_the_group_added():
-    keep = resolve_filters(Algo(filters=("zero_variance",)))
+    keep = choose_all(Algo(filters=("zero_variance",)), "filters")
     judged = asyncio.run(fill(runner(rank), tasks(), 2, "s", keep, "off"))
     alike = asyncio.run(fill(runner(None), tasks(), 2, "s", keep, "off"))
     assert (judged.filtered, alike.filtered) == (0, 2)
@@ -163,10 +163,10 @@ def test_a_run_trains_on_it_and_evaluates_without(tmp_path):
         data=data,
         reward=lambda text, task: 0.0,
         group_reward=bonus,
-        rollout=Rollout(group_size=2, max_tokens=128, max_reply_tokens=8),
+        rollout=Rollout(group_size=2, max_tokens=128, max_response_tokens=8),
         optim=Optim(lr=1e-4),
         train=Train(steps=1, groups_per_batch=2),
-        eval=Eval(data=replace(data, size=2, seed=1)),
+        eval=Eval(data=EvalData(generator=data.generator, size=2, seed=1)),
         save_model=False,
     )
     run = build_run(config)

@@ -1,4 +1,4 @@
-"""The history modes: what the next reply is sampled from, in tokens, for our templates and the eight real ones."""
+"""The history modes: what the next response is sampled from, in tokens, for our templates and the eight real ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OURS = Path(__file__).parents[2] / "vlmrl/multimodal/templates"
 
 
 class Shows(Env):
-    """An image of its own after each reply, and done at the reply ``done``."""
+    """An image of its own after each response, and done at the response ``done``."""
 
     def step(self, response_text):
         done = response_text == "done"
@@ -65,19 +65,20 @@ START = f"{USER}2+2?{END}\n{ASSISTANT}"
 def test_inline_trains_only_the_last_end_of_turn():
     trajectory = play(Shows, ["a", "done"], history="inline")
     assert prompts(trajectory) == [START, f"{START}a{SEEN}Look."]
-    assert [turn.dropped for turn in trajectory.turns] == [1, 0] and trajectory.tail_ids == []
+    first, second = trajectory.turns
+    assert second.kept == first.length - 1 and trajectory.tail_ids == []
     (row,) = concat(trajectory)
     assert decoded(row.token_ids) == f"{START}a{SEEN}Look.done{END}" and row.loss_mask[-1] == 1
     assert check(trajectory, "concat").left_out == {"inline_end_of_turn": 1}
     assert check(trajectory, "step_wise").left_out == {}
 
 
-def test_inline_closes_a_reply_that_a_stop_string_ended():
-    def reply(request, turn):
+def test_inline_closes_a_response_that_a_stop_string_ended():
+    def response(request, turn):
         return completion("done" if turn else "a", request_tokens(request), end=False)
 
-    trajectory = play(Shows, reply, history="inline")
-    assert [turn.dropped for turn in trajectory.turns] == [0, 0]
+    trajectory = play(Shows, response, history="inline")
+    assert trajectory.continues(1)
     assert trajectory.tail_ids == [renderer().end_of_turn_id]
     (row,) = concat(trajectory)
     assert decoded(row.token_ids) == f"{START}a{SEEN}Look.done{END}" and row.loss_mask[-2:] == [1, 0]
@@ -96,16 +97,16 @@ def test_inline_text_of_tools_and_special_tokens_stays_text():
 
 @pytest.mark.parametrize("history", ["append", "inline"])
 def test_no_sampled_id_is_ever_encoded_again(history):
-    """The reply's text cut into single bytes: encoding it again would give other ids."""
+    """The response's text cut into single bytes: encoding it again would give other ids."""
     bytewise = [id for letter in "answer zoom" for id in renderer().encode(letter)]
     assert renderer().encode("answer zoom") != bytewise
 
-    def reply(request, turn):
+    def response(request, turn):
         made = completion("done" if turn == 2 else "", request_tokens(request))
         ids = made.token_ids if turn == 2 else [*bytewise, renderer().end_of_turn_id]
         return type(made)(ids, [-0.5] * len(ids), "stop", [0] * len(ids), made.prompt_tokens)
 
-    trajectory = play(Shows, reply, history=history)
+    trajectory = play(Shows, response, history=history)
     *_, (last, _) = trajectory.prompts()
     text = ",".join(map(str, last))
     assert text.count(",".join(map(str, bytewise))) == 2
@@ -127,7 +128,7 @@ def test_rerender_keeps_what_the_prompts_have_in_common():
         assert ids == expand(rendered.token_ids, renderer().image_token_id, media)  # the full render at every turn
         assert len(media) == min(1, len(messages) // 2)
         common = next((i for i, (a, b) in enumerate(zip(context, ids, strict=False)) if a != b), len(context))
-        assert turn.kept in (None, common) if context else turn.kept == 0 or turn.kept is None
+        assert turn.kept == common
         context = ids + turn.response_ids
         messages.append({"role": "assistant", "content": turn.text})
     check(loop, "step_wise")
@@ -142,12 +143,12 @@ def play_with_policy(policy):
 
 def test_a_rerendered_history_that_only_grows_is_linear():
     trajectory = play(Shows, ["a", "done"], history="rerender", samples="merged")
-    assert [turn.kept for turn in trajectory.turns[1:]] == [None]
+    assert trajectory.continues(1)
     assert len(merge_prefixes(step_wise(trajectory))) == 1
     assert prompts(trajectory)[1] == f"{START}a{END}\n{USER}{SEEN}Look.{END}\n{ASSISTANT}"
 
 
-def test_one_rendered_row_marks_the_replies_and_counts_the_rest():
+def test_one_rendered_row_marks_the_responses_and_counts_the_rest():
     trajectory = play(Shows, ["a", "done"], history="rerender")
     (row,) = emit(trajectory, "concat")
     trained = [id for id, mask in zip(row.response_ids, row.loss_mask, strict=True) if mask]
@@ -199,9 +200,9 @@ def test_policies_rewrite_messages():
 
 def test_policies_by_name_by_path_and_with_options_that_do_not_fit(tmp_path):
     (tmp_path / "mine.py").write_text("def none(messages):\n    return messages[:1]\n")
-    mine = resolve_policy(Rollout(history="rerender", history_policy=f"{tmp_path}/mine.py:none"))
+    mine = resolve_policy(Rollout(history=f"{tmp_path}/mine.py:none"))
     assert mine([1, 2]) == [1]
-    named = Rollout(history="rerender", history_policy="last_turns", history_options={"n": 2})
+    named = Rollout(history="last_turns", history_options={"n": 2})
     with pytest.raises(ValueError, match=r"rollout.history_options do not fit last_turns: .*'n'"):
         resolve_policy(named)
 
@@ -214,25 +215,25 @@ def template(name: str) -> Renderer:
 
 
 def test_our_second_template_drops_thinking_once_it_was_answered():
-    reply = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"}
+    response = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"}
     kept, dropped = (
-        full_text(template(name), [user("q"), reply, user("r")]) for name in ("chatml", "chatml_drop_thinking")
+        full_text(template(name), [user("q"), response, user("r")]) for name in ("chatml", "chatml_drop_thinking")
     )
     assert kept.replace("<think>\nhm\n</think>\n\n", "") == dropped
     ends = [
-        full_text(template(name), [user("q"), reply], generate=False) for name in ("chatml", "chatml_drop_thinking")
+        full_text(template(name), [user("q"), response], generate=False) for name in ("chatml", "chatml_drop_thinking")
     ]
-    assert ends[0] == ends[1]  # the last reply stays whole
+    assert ends[0] == ends[1]  # the last response stays whole
 
 
-def test_generation_markers_are_needed_to_mark_replies(shared):
+def test_generation_markers_are_needed_to_mark_responses(shared):
     real = real_renderer(shared, "qwen3-vl", "qwen3_vl")
-    assert template("chatml").marks_replies and not real.marks_replies
+    assert template("chatml").marks_responses and not real.marks_responses
     with pytest.raises(ValueError, match=r"no \{% generation %\} markers"):
         real.conversation([user("q"), {"role": "assistant", "content": "a"}])
 
 
-REPLIES = st.lists(
+RESPONSES = st.lists(
     st.sampled_from(
         ["a", " red", "é", "\n", "  ", "<think>\nhm\n</think>\n\n", "</think>", "<tool_call>", "日本", "{"]
     ),
@@ -240,23 +241,23 @@ REPLIES = st.lists(
 ).map("".join)
 
 
-def rewritten(name: str, reply: str) -> str:
-    """What a template that forgets makes of an earlier reply: thinking dropped; all but qwen3 also trim its end."""
-    if "</think>" in reply:
-        reply = reply.split("</think>")[-1].lstrip("\n")
-    return reply if name == "qwen3" else reply.rstrip()
+def rewritten(name: str, response: str) -> str:
+    """What a template that forgets makes of an earlier response: thinking dropped; all but qwen3 also trim its end."""
+    if "</think>" in response:
+        response = response.split("</think>")[-1].lstrip("\n")
+    return response if name == "qwen3" else response.rstrip()
 
 
 @pytest.mark.parametrize("name", DROP_THINKING)
 def test_templates_rewrite_history_only_by_dropping_thinking(name, shared):
-    """A user message answers a reply: append keeps it as sampled, the full render has it rewritten."""
+    """A user message answers a response: append keeps it as sampled, the full render has it rewritten."""
     real = real_renderer(shared, "qwen3-vl", name)
 
     @settings(max_examples=25, deadline=None, derandomize=True)
-    @given(REPLIES)
-    def check_one(reply):
-        ours = real.decode(episode_ids(real, [user("q")], [(reply, [user("r")])]))
-        thought = real.opening + reply
+    @given(RESPONSES)
+    def check_one(response):
+        ours = real.decode(episode_ids(real, [user("q")], [(response, [user("r")])]))
+        thought = real.opening + response
         full = full_text(real, [user("q"), {"role": "assistant", "content": thought}, user("r")])
         earlier, later = ours.split(thought, 1) if thought else ours.split("<|im_end|>\n<|im_start|>user\nr", 1)
         if thought and (name == "qwen3" or "</think>" in thought):
@@ -270,14 +271,14 @@ def test_rerender_is_the_full_render_at_every_turn(name, shared):
     real = real_renderer(shared, "qwen3-vl", name)
 
     @settings(max_examples=10, deadline=None, derandomize=True)
-    @given(st.lists(st.tuples(REPLIES, st.sampled_from([user("more"), tool("result")])), min_size=1, max_size=4))
+    @given(st.lists(st.tuples(RESPONSES, st.sampled_from([user("more"), tool("result")])), min_size=1, max_size=4))
     def check_one(turns):
         history = Rerender(real, [])
         messages = [user("q")]
         assert history.prompt(messages).token_ids == ids_of(real, full_text(real, messages))
-        for reply, answer in turns:
-            turn = Turn([], [], ids_of(real, reply), [], [], "stop", real.opening + reply)
-            messages += [{"role": "assistant", "content": real.opening + reply}, answer]
+        for response, answer in turns:
+            turn = Turn([], [], ids_of(real, response), [], [], "stop", real.opening + response)
+            messages += [{"role": "assistant", "content": real.opening + response}, answer]
             step = history.continuation(turn, [answer])
             assert step.is_whole_prompt and step.rendered.token_ids == ids_of(real, full_text(real, messages))
 

@@ -27,13 +27,13 @@ class Long(Env):
 def play(monkeypatch, turns, images):
     """The trajectory, the store, and how many characters the tokenizer encoded for each turn's prompt."""
     encoded = []
-    encode = renderer()._encode
+    encode = renderer().encode_written
 
     def counting(text):
         encoded.append(len(text))
         return encode(text)
 
-    monkeypatch.setattr(renderer(), "_encode", counting)
+    monkeypatch.setattr(renderer(), "encode_written", counting)
     options = {"images": images}
     loop = turn_loop(Long, lambda request, turn: "On.", options=options, max_turns=turns, max_tokens=40_000)
     trajectory = asyncio.run(loop.play(a_task(), "g", "g/0"))

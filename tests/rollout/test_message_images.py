@@ -1,4 +1,4 @@
-"""Images that an env made in answer to a reply and that cannot be shown: the model reads so, and its group lives."""
+"""Images that an env made in answer to a response and that cannot be shown: the model reads so, and its group lives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ THIN = f"[This image cannot be shown: it is 256x1 pixels, {REFUSED}]"
 
 
 def shows(*images: Any) -> type[Env]:
-    """Answers the first reply with ``images`` and a text, and is done at the second."""
+    """Answers the first response with ``images`` and a text, and is done at the second."""
 
     class Shows(Env):
         def step(self, response_text: str):
@@ -100,7 +100,7 @@ def test_a_tool_s_image_that_cannot_be_shown_is_its_result():
     class Crops(ToolEnv):
         functions = (crop,)
 
-        def judge(self, reply: str) -> float:
+        def judge(self, response: str) -> float:
             return 1.0
 
     call = '<tool_call>{"name": "crop", "arguments": {"width": 256}}</tool_call>'
@@ -115,10 +115,10 @@ def test_a_policy_that_asks_for_a_thin_crop_does_not_kill_its_group():
                 return obs(), True, {"reward": 1.0}
             return obs("Closer:", images=[self.task.images[0].crop(json.loads(response_text))]), False, {}
 
-    def reply(request: Any, turn: int) -> str:
+    def response(request: Any, turn: int) -> str:
         return "done" if turn else "[0, 0, 256, 1]" if request.trajectory_id.endswith("03") else "[0, 0, 64, 64]"
 
-    loop = turn_loop(Crops, reply, group_size=4)
+    loop = turn_loop(Crops, response, group_size=4)
     task = a_task("Which?", [image("red", (256, 256))])
     played = asyncio.run(Runner(loop).play(iter([task]), 1, "x"))
     assert (len(played.groups), played.dropped_groups, played.failed) == (1, 0, [])

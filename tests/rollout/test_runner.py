@@ -42,8 +42,8 @@ def tasks(count: int | None = None) -> Iterator[Task]:
     return (a_task(f"Task {number}", id=f"train/{number}", seed=number) for number in numbers)
 
 
-def runner(env: Any = Once, reply: Any = lambda request, turn: "a", group_size: int = 2, **rollout: Any) -> Runner:
-    return Runner(turn_loop(env, reply, **rollout), group_size=group_size)
+def runner(env: Any = Once, response: Any = lambda request, turn: "a", group_size: int = 2, **rollout: Any) -> Runner:
+    return Runner(turn_loop(env, response, **rollout), group_size=group_size)
 
 
 def play(runner: Runner, source: Iterator[Task], count: int, **options: Any) -> Rollouts:
@@ -97,7 +97,7 @@ def test_groups_come_in_task_order_with_ids_that_sort_likewise():
         if len(ended) == 4:
             others_ended.set()
 
-    rollouts = play(runner(reply=first_group_last), tasks(), 3, on_end=on_end)
+    rollouts = play(runner(response=first_group_last), tasks(), 3, on_end=on_end)
     assert [[t.id for t in group] for group in rollouts.groups] == [
         ["step1/00000/00", "step1/00000/01"],
         ["step1/00001/00", "step1/00001/01"],
@@ -135,13 +135,13 @@ def test_no_more_trajectories_than_allowed_are_in_play_at_once():
 
     three_play = asyncio.Event()
 
-    async def reply(request: Request, turn: int) -> str:
+    async def response(request: Request, turn: int) -> str:
         if playing == 3:
             three_play.set()
         await three_play.wait()
         return "a"
 
-    rollouts = play(runner(Counted, reply, group_size=4, max_concurrent=3), tasks(), 4)
+    rollouts = play(runner(Counted, response, group_size=4, max_concurrent=3), tasks(), 4)
     assert len(rollouts.trajectories) == 16
     assert (playing, most) == (0, 3)
 
@@ -149,11 +149,11 @@ def test_no_more_trajectories_than_allowed_are_in_play_at_once():
 def test_a_failed_member_is_refilled_under_an_id_and_seed_of_its_own():
     seeds: dict[str, int] = {}
 
-    def reply(request: Request, turn: int) -> str:
+    def response(request: Request, turn: int) -> str:
         seeds[request.trajectory_id] = request.sampling.seed
         return "a"
 
-    rollouts = play(runner(failing("train/1", once=True), reply), tasks(), 3)
+    rollouts = play(runner(failing("train/1", once=True), response), tasks(), 3)
     (failed,) = rollouts.failed
     assert failed.error is not None
     assert "no luck with train/1" in failed.error
@@ -181,7 +181,7 @@ def test_another_task_replaces_a_group_that_stays_incomplete():
     assert [len(group) for group in rollouts.groups] == [2, 2, 2]
     assert rollouts.dropped_groups == 1
     assert sorted(t.id for t in rollouts.failed) == [f"step1/00001/{member}" for member in ("00", "00.1", "01", "01.1")]
-    assert {t.id: t.refilled for t in rollouts.failed} == {t.id: not t.id.endswith(".1") for t in rollouts.failed}
+    assert {t.id: t.retried for t in rollouts.failed} == {t.id: not t.id.endswith(".1") for t in rollouts.failed}
     assert not any(t.failed for t in rollouts.trajectories)
 
 
@@ -195,7 +195,8 @@ def test_too_many_failures_stop_the_run_with_the_commonest_reasons():
         summary,
     )
     assert re.fullmatch(
-        r"  [5-8] failures of one kind, such as: env .*Fails, task (.*), turn 0: OSError: no luck with \1", reason
+        r"  [5-8] failures of one kind, such as: env .*Fails, task (.*), turn 0: OSError: no luck with \1 \(.*, in step\)",
+        reason,
     )
     assert str(len(raised.value.failed)) == summary.split()[0]
 
@@ -280,14 +281,14 @@ def test_an_error_in_one_trajectory_stops_the_rest(lockstep: bool):
     requests: list[str] = []
     all_requested = asyncio.Event()
 
-    async def reply(request: Request, turn: int) -> str:
+    async def response(request: Request, turn: int) -> str:
         requests.append(request.trajectory_id)
         if len(requests) == 8:
             all_requested.set()
         await (all_requested if request.trajectory_id == "step1/00001/01" else asyncio.Event()).wait()
         return "a"
 
-    engine = script(lambda request, turn: reply(request, turn))
+    engine = script(lambda request, turn: response(request, turn))
     release, engine.release = engine.release, lambda name: (released.append(name), release(name))[1]  # type: ignore[method-assign,func-returns-value]
     if lockstep:
         engine = LockstepBatching(script(lambda request, turn: "a"))  # type: ignore[assignment]
@@ -315,7 +316,7 @@ def test_cancelling_from_outside_stops_everything():
 
     async def go() -> None:
         running = asyncio.create_task(
-            runner(reply=lambda request, turn: forever(request, turn)).play(tasks(), 4, "step1")
+            runner(response=lambda request, turn: forever(request, turn)).play(tasks(), 4, "step1")
         )
         await requested.wait()
         running.cancel()
@@ -387,7 +388,7 @@ def lockstep_run(model: LoadedModel) -> list[Any]:
     Uneven.failures.clear()
     engine = HFEngine(model.policy, model.renderer)
     rollout = Rollout(
-        group_size=3, max_turns=3, max_reply_tokens=60, max_tokens=600, max_concurrent=6, truncated_reward=0.0
+        group_size=3, max_turns=3, max_response_tokens=60, max_tokens=600, max_concurrent=6, truncated_reward=0.0
     )
     loop = TurnLoop(resolve_env(Uneven), LockstepBatching(engine), model.renderer, model.new_store(), rollout, seed=3)
     rollouts = asyncio.run(Runner(loop).play(gallery(4), 4, "step1"))
@@ -404,7 +405,7 @@ def test_lockstep_batching_gives_the_same_trajectories_twice(model: LoadedModel)
     assert first == second
     assert len(first) == 12
     assert {len(turns) for _, _, turns in first} == {1, 2, 3}  # episodes of all lengths
-    assert len({str(turns) for _, _, turns in first}) > 9  # a short reply may be drawn twice
+    assert len({str(turns) for _, _, turns in first}) > 9  # a short response may be drawn twice
 
 
 def test_a_lockstep_batch_waits_for_all_and_is_in_task_order():

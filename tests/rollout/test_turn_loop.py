@@ -34,15 +34,17 @@ from vlmrl.env.base import resolve_env
 from vlmrl.env.session import EnvContractError
 from vlmrl.model import tiny
 from vlmrl.multimodal import renderer as renderer_module
+from vlmrl.multimodal.messages import LONG_TEXT
 from vlmrl.multimodal.renderer import Renderer
-from vlmrl.rollout.turn_loop import LONG_TEXT, TurnLoop, derive_seed
+from vlmrl.rollout.sampler import derive_seed
+from vlmrl.rollout.turn_loop import TurnLoop
 from vlmrl.types import Completion
 
 Step = tuple[dict[str, Any], bool, dict[str, Any]]
 
 
 def env(*observations: dict[str, Any], reward: float | None = 1.0, finish: float | None = None) -> type[Env]:
-    """Shows ``observations`` one after another, gives ``reward`` each turn, and is done at the reply ``done``."""
+    """Shows ``observations`` one after another, gives ``reward`` each turn, and is done at the response ``done``."""
 
     class Shows(Env):
         def step(self, response_text: str) -> Step:
@@ -59,7 +61,7 @@ def cut(text: str, **options: Any) -> Callable[[Request, int], Completion]:
     return lambda request, turn: completion(text, len(request.prompt_ids), **options)
 
 
-def test_the_tokens_of_an_episode_are_prompt_replies_and_deltas():
+def test_the_tokens_of_an_episode_are_prompt_responses_and_deltas():
     trajectory = play(env(obs("No, 2+2."), obs("Right."), reward=0.5), ["5?", "4", "done"])
     first, second, third = trajectory.turns
     assert decoded(first.prompt_ids) == f"{USER}2+2?{END}\n{ASSISTANT}"
@@ -79,11 +81,11 @@ def test_images_go_through_the_same_loop_expanded():
     closer = obs("Closer:", images=[image("green", (32, 32)), image("blue", (96, 32))])
     requests: list[tuple[list[int], list[str]]] = []
 
-    def reply(request: Request, turn: int) -> str:
+    def response(request: Request, turn: int) -> str:
         requests.append((list(request.prompt_ids), [item.id for item in request.media]))
         return ["zoom", "done"][turn]
 
-    trajectory = play(env(closer), reply, task)
+    trajectory = play(env(closer), response, task)
     first, second = trajectory.turns
     assert decoded(first.prompt_ids) == f"{USER}{VISION_START}{PAD * 2}{VISION_END}What is it?{END}\n{ASSISTANT}"
     assert decoded(second.prompt_ids) == (
@@ -103,11 +105,11 @@ def test_sampled_ids_are_never_encoded_again():
     odd = [renderer().encode("r")[0], renderer().encode("ed")[0], renderer().end_of_turn_id]  # "r" "e": not as "red" is
     seen: list[list[int]] = []
 
-    def reply(request: Request, turn: int) -> Any:
+    def response(request: Request, turn: int) -> Any:
         seen.append(list(request.prompt_ids))
         return Completion(odd, [-1.0] * 3, "stop", [4] * 3, len(request.prompt_ids))
 
-    first, _ = play(env(obs("a"), obs("b")), reply, max_turns=2).turns
+    first, _ = play(env(obs("a"), obs("b")), response, max_turns=2).turns
     assert first.response_ids == odd
     assert (first.logprobs, first.policy_versions) == ([-1.0] * 3, [4] * 3)
     assert seen[1][len(seen[0]) : len(seen[0]) + 3] == odd
@@ -125,7 +127,7 @@ def test_reset_messages_take_the_place_of_the_tasks_prompt():
     assert decoded(turn.prompt_ids) == f"<|im_start|>system\nBe brief.{END}\n{USER}Go.{END}\n{ASSISTANT}"
 
 
-def test_a_reply_that_a_stop_string_ended_is_closed_unsampled():
+def test_a_response_that_a_stop_string_ended_is_closed_unsampled():
     engine = script(["a</call>", "b</call>"], end_turns=False)
     first, second = play(env(obs("x"), obs("y")), engine, max_turns=2).turns
     assert first.text == "a</call>"
@@ -138,10 +140,10 @@ def test_another_stop_id_than_the_end_of_turn_is_closed_too():
     endoftext = renderer().tokenizer.pad_token_id
     ids = [*renderer().encode("a"), endoftext]
 
-    def reply(request: Request, turn: int) -> Any:
+    def response(request: Request, turn: int) -> Any:
         return Completion(ids, [0.0] * len(ids), "stop", [0] * len(ids), len(request.prompt_ids))
 
-    first, second = play(env(obs("x"), obs("y")), reply, max_turns=2).turns
+    first, second = play(env(obs("x"), obs("y")), response, max_turns=2).turns
     assert first.text == "a"
     assert first.response_ids == ids
     assert second.prompt_ids[0] == renderer().end_of_turn_id
@@ -175,7 +177,7 @@ def test_an_observation_that_does_not_fit_is_left_out_whole(with_image: bool):
         (-added + 1, 1, "max_tokens"),
         (6, 2, "env_done"),
     ]:
-        limits = {"max_tokens": before + added + room, "max_reply_tokens": 30}
+        limits = {"max_tokens": before + added + room, "max_response_tokens": 30}
         trajectory = play(env(seen, seen), ["a", "done"], **limits)
         assert (len(trajectory.turns), trajectory.ending) == (turns, ending), room
         assert trajectory.num_tokens <= before + added + room
@@ -185,21 +187,21 @@ def test_an_observation_that_does_not_fit_is_left_out_whole(with_image: bool):
             assert trajectory.reward == 1.0
 
 
-def test_a_reply_may_use_its_own_limit_or_what_the_budget_leaves():
+def test_a_response_may_use_its_own_limit_or_what_the_budget_leaves():
     limits: list[int] = []
 
-    def reply(request: Request, turn: int) -> str:
+    def response(request: Request, turn: int) -> str:
         limits.append(request.sampling.max_tokens)
         return "a" * 60
 
-    long = play(env(), reply, max_reply_tokens=20, truncated_reward=0.0)
+    long = play(env(), response, max_response_tokens=20, truncated_reward=0.0)
     assert (long.ending, len(long.turns[0].response_ids), limits) == ("length", 20, [20])
     prompt = len(long.turns[0].prompt_ids)
-    spent = play(env(), reply, max_tokens=prompt + 15, max_reply_tokens=20, truncated_reward=0.0)
+    spent = play(env(), response, max_tokens=prompt + 15, max_response_tokens=20, truncated_reward=0.0)
     assert (spent.ending, spent.num_tokens, limits) == ("max_tokens", prompt + 15, [20, 15])
 
 
-def test_a_truncated_reply_is_not_shown_to_step():
+def test_a_truncated_response_is_not_shown_to_step():
     steps: list[str] = []
 
     class Watched(Env):
@@ -208,50 +210,50 @@ def test_a_truncated_reply_is_not_shown_to_step():
             return obs("x"), False, {"reward": 1.0}
 
         def finish(self, ending: str) -> float:
-            return 10.0 if self.last_reply == "a" * 5 else -10.0
+            return 10.0 if self.last_response == "a" * 5 else -10.0
 
-    trajectory = play(Watched, ["a", "a" * 40], max_reply_tokens=5)
+    trajectory = play(Watched, ["a", "a" * 40], max_response_tokens=5)
     assert steps == ["a"]
     assert (trajectory.ending, trajectory.turn_rewards, trajectory.reward) == ("length", [1.0, None], 11.0)
 
 
 @pytest.mark.parametrize(
-    ("replies", "limits", "ending", "remedy"),
+    ("responses", "limits", "ending", "remedy"),
     [
         (["done"], {}, "env_done", "return a reward from finish"),
         (["a"], {"max_turns": 1}, "max_turns", "return a reward from finish"),
-        (["a" * 90], {"max_reply_tokens": 5}, "length", "or set rollout.truncated_reward"),
+        (["a" * 90], {"max_response_tokens": 5}, "length", "or set rollout.truncated_reward"),
     ],
 )
 def test_an_episode_without_any_reward_stops_the_run(
-    replies: list[str], limits: dict[str, Any], ending: str, remedy: str
+    responses: list[str], limits: dict[str, Any], ending: str, remedy: str
 ):
     said = rf"Shows, task train/7: the episode ended \({ending}\) without a reward: .*{remedy}"
     with pytest.raises(EnvContractError, match=said):
-        play(env(obs("x"), reward=None), replies, a_task(id="train/7"), **limits)
+        play(env(obs("x"), reward=None), responses, a_task(id="train/7"), **limits)
 
 
 def test_truncated_reward_is_for_truncated_episodes_that_got_none():
     long = ["a" * 90]
-    assert play(env(reward=None), long, max_reply_tokens=5, truncated_reward=-1.0).reward == -1.0
-    assert play(env(reward=None, finish=0.25), long, max_reply_tokens=5, truncated_reward=-1.0).reward == 0.25
-    assert play(env(obs("x"), reward=1.0), ["a", *long], max_reply_tokens=5, truncated_reward=-1.0).reward == 1.0
+    assert play(env(reward=None), long, max_response_tokens=5, truncated_reward=-1.0).reward == -1.0
+    assert play(env(reward=None, finish=0.25), long, max_response_tokens=5, truncated_reward=-1.0).reward == 0.25
+    assert play(env(obs("x"), reward=1.0), ["a", *long], max_response_tokens=5, truncated_reward=-1.0).reward == 1.0
     with pytest.raises(EnvContractError, match="without a reward"):
         play(env(reward=None), ["done"], truncated_reward=-1.0)
 
 
-def test_a_reward_function_judges_whole_and_cut_off_replies():
+def test_a_reward_function_judges_whole_and_cut_off_responses():
     spec = resolve_env(None, lambda text, task: float(len(text)))
     whole = play(spec, ["abc"], max_turns=1)
     assert (whole.ending, whole.reward, whole.turn_rewards, whole.final_reward) == ("env_done", 3.0, [3.0], None)
-    cut_off = play(spec, ["a" * 40], max_turns=1, max_reply_tokens=5)
+    cut_off = play(spec, ["a" * 40], max_turns=1, max_response_tokens=5)
     assert (cut_off.ending, cut_off.reward, cut_off.turn_rewards) == ("length", 5.0, [None])
 
 
-def test_a_prompt_without_room_for_a_reply_fails_with_what_to_do():
+def test_a_prompt_without_room_for_a_response_fails_with_what_to_do():
     prompt = len(play(env(), ["done"]).turns[0].prompt_ids)
-    assert play(env(), ["done"], max_tokens=prompt + 10, max_reply_tokens=10).ending == "env_done"
-    trajectory = play(env(), ["done"], a_task(id="train/9"), max_tokens=prompt, max_reply_tokens=prompt - 1)
+    assert play(env(), ["done"], max_tokens=prompt + 10, max_response_tokens=10).ending == "env_done"
+    trajectory = play(env(), ["done"], a_task(id="train/9"), max_tokens=prompt, max_response_tokens=prompt - 1)
     assert trajectory.ending == "error"
     assert trajectory.turns == []
     assert trajectory.error is not None
@@ -261,7 +263,7 @@ def test_a_prompt_without_room_for_a_reply_fails_with_what_to_do():
 
 def test_an_engine_that_counts_the_prompt_differently_is_refused():
     with pytest.raises(
-        ValueError, match=r"trajectory g/00, turn 0: the engine counted 3 prompt tokens, but the renderer \d+"
+        ValueError, match=r"trajectory g/00, request 0: the engine counted 3 prompt tokens, but the renderer \d+"
     ):
         play(env(), lambda request, turn: completion("a", prompt_tokens=3))
 
@@ -275,7 +277,7 @@ def test_an_image_of_the_prompt_that_does_not_load_fails_its_trajectory():
     assert trajectory.final_reward is None
 
 
-def test_an_aborted_reply_ends_it_as_a_failure_without_reward():
+def test_an_aborted_response_ends_it_as_a_failure_without_reward():
     trajectory = play(env(obs("x")), lambda request, turn: completion("a", len(request.prompt_ids), "abort"))
     assert (trajectory.ending, trajectory.failed, trajectory.reward) == ("aborted", True, None)
 
@@ -294,15 +296,15 @@ def test_an_engine_error_or_timeout_fails_the_trajectory():
     assert (died.ending, died.error, len(died.turns)) == ("error", "server 3 is gone", 1)
     late = play(env(obs("x")), lambda request, turn: silent(request, turn), engine_timeout=0.1)
     assert late.ending == "error"
-    assert late.error == "trajectory g/00: no reply in rollout.engine_timeout (0.1 s)."
+    assert late.error == "trajectory g/00, request 0: no response in rollout.engine_timeout (0.1 s)."
 
 
 def test_the_engine_releases_every_trajectory_however_it_ended():
     class Engine:
         policy_version = 0
 
-        def __init__(self, reply: str) -> None:
-            self.scripted = script([reply])
+        def __init__(self, response: str) -> None:
+            self.scripted = script([response])
             self.released: list[str] = []
 
         async def generate(self, request: Request) -> Completion:
@@ -317,8 +319,8 @@ def test_the_engine_releases_every_trajectory_however_it_ended():
         def step(self, response_text: str) -> Any:
             return {"fail": None, "done": (obs(), True, {"reward": 1.0})}.get(response_text) or 1 / 0
 
-    for reply, ending in [("done", "env_done"), ("other", "error")]:
-        engine = Engine(reply)
+    for response, ending in [("done", "env_done"), ("other", "error")]:
+        engine = Engine(response)
         assert play(Fails, engine).ending == ending
         assert engine.released == ["g/00"]
 
@@ -381,6 +383,29 @@ def test_long_texts_are_encoded_outside_the_event_loop(monkeypatch):
     assert len(threads) >= 2 and all(name.startswith("vlmrl-cpu") for name in threads)
 
 
+@pytest.mark.parametrize("history", ["append", "rerender"])
+def test_long_tools_are_rendered_outside_the_event_loop(monkeypatch, history):
+    threads: list[str] = []
+    render = Renderer.write
+
+    def watched(own, messages, tools, *args, **options):
+        threads.extend([threading.current_thread().name] if tools else [])
+        return render(own, messages, tools, *args, **options)
+
+    class Many(env(obs("x"), obs("y"))):
+        tools: ClassVar = [
+            {"type": "function", "function": {"name": f"tool_{n}", "description": "Looks. " * 100, "parameters": {}}}
+            for n in range(20)
+        ]
+
+    monkeypatch.setattr(Renderer, "write", watched)
+    assert (
+        play(Many, ["a", "b"], max_turns=2, max_tokens=100_000, history=history, samples="step_wise").ending
+        == "max_turns"
+    )
+    assert len(threads) >= 2 and all(name.startswith("vlmrl-cpu") for name in threads)
+
+
 def test_a_huge_prompt_is_the_tasks_error():
     failed = play(env(obs("x")), ["a"], a_task("a" * 2_000_000))
     assert failed.ending == "error" and failed.non_retryable
@@ -406,7 +431,7 @@ def test_metrics_of_turns_and_time_are_kept():
 
     trajectory = play(Measured, ["a", "b"])
     assert [turn.metrics for turn in trajectory.turns] == [{"calls": 2.0}, {"calls": 3.0}]
-    assert trajectory.metrics.keys() == {"env_seconds"}
+    assert trajectory.metrics.keys() == {"env_seconds", "env_cpu_seconds"}
     assert trajectory.metrics["env_seconds"] > 0
     assert all(turn.env_seconds > 0 and turn.engine_seconds > 0 for turn in trajectory.turns)
 
@@ -415,11 +440,11 @@ def test_each_request_has_its_own_reproducible_seed():
     def seeds(run_seed: int, task_seed: int, trajectory_id: str) -> list[int]:
         found: list[int] = []
 
-        def reply(request: Request, turn: int) -> str:
+        def response(request: Request, turn: int) -> str:
             found.append(request.sampling.seed)
             return "a"
 
-        loop = turn_loop(env(obs("x"), obs("y")), reply, max_turns=2)
+        loop = turn_loop(env(obs("x"), obs("y")), response, max_turns=2)
         loop.seed = run_seed
         asyncio.run(loop.play(a_task(seed=task_seed), "g", trajectory_id))
         return found
@@ -437,12 +462,12 @@ def test_each_request_has_its_own_reproducible_seed():
 
 
 def test_sampling_options_reach_the_engine():
-    def reply(request: Request, turn: int) -> str:
+    def response(request: Request, turn: int) -> str:
         s = request.sampling
         assert (s.temperature, s.top_p, s.top_k, s.stop) == (0.7, 0.8, 20, ("</call>",))
         return "done"
 
-    assert play(env(), reply, temperature=0.7, top_p=0.8, top_k=20, stop=("</call>",)).ending == "env_done"
+    assert play(env(), response, temperature=0.7, top_p=0.8, top_k=20, stop=("</call>",)).ending == "env_done"
 
 
 def test_one_images_tensors_are_shared_by_reference():

@@ -17,9 +17,9 @@ import pytest
 from PIL import Image
 from testing.runs import RECIPES, repeatable, train
 
-from vlmrl import Algo, Checkpoint, Config, Data, Eval, Model, Optim, Part, Rollout, Train, load_run
+from vlmrl import Algo, Checkpoint, Config, Data, Eval, EvalData, Model, Optim, Part, Rollout, Train, load_run
 from vlmrl.config.code import resolve_config
-from vlmrl.gateway.task_messages import openai_messages
+from vlmrl.multimodal.openai_messages import openai_messages
 from vlmrl.run.eval_program import run_evaluation
 from vlmrl.run.program import run_training
 
@@ -34,9 +34,9 @@ async def zoom_twice(task, client):
         async def ask():
             headers = {"authorization": f"Bearer {client.api_key}"}
             body = {"model": client.model, "messages": messages, "temperature": 0.1}
-            reply = await http.post(f"{client.base_url}/chat/completions", json=body, headers=headers)
-            reply.raise_for_status()
-            messages.append(reply.json()["choices"][0]["message"])
+            response = await http.post(f"{client.base_url}/chat/completions", json=body, headers=headers)
+            response.raise_for_status()
+            messages.append(response.json()["choices"][0]["message"])
             return messages[-1]["content"] or ""
 
         text = await ask()
@@ -57,11 +57,11 @@ def small(tmp_path: Path, **changes) -> Config:
         data=Data(generator=shapes, size=32),
         agent=zoom_twice,
         rollout=Rollout(
-            group_size=3, max_turns=2, max_tokens=256, max_reply_tokens=6, samples="merged", truncated_reward=0.0
+            group_size=3, max_turns=2, max_tokens=256, max_response_tokens=6, samples="merged", truncated_reward=0.0
         ),
         optim=Optim(lr=1e-3, warmup_steps=0),
         train=Train(steps=2, groups_per_batch=2),
-        eval=Eval(data=Data(generator=shapes, size=3, seed=1)),
+        eval=Eval(data=EvalData(generator=shapes, size=3, seed=1)),
         save_model=False,
     )
     return replace(resolve_config(config, RECIPES), **changes)
@@ -126,7 +126,7 @@ task = json.load(open(os.environ["VLMRL_TASK"]))
 body = {"model": "any", "messages": task["messages"]}
 headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
 request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(), headers)
-print("reply:", json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"])
+print("response:", json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"])
 """
 
 
@@ -143,7 +143,7 @@ def test_a_command_is_an_agent(tmp_path):
     run.close()
     assert next(row for row in rows if "groups/trained" in row)["samples"] == 3
     logs = sorted((run.folder / "agents/step000001/00000").glob("*.log"))
-    assert len(logs) == 3 and all(log.read_text().startswith("reply:") for log in logs)
+    assert len(logs) == 3 and all(log.read_text().startswith("response:") for log in logs)
 
 
 def test_an_agent_is_evaluated_and_images_can_be_blanked(tmp_path):
@@ -177,7 +177,7 @@ run_training(Config(
     model=Model(path="tiny:qwen3_vl"),
     data=Data(generator=tasks, size=4),
     agent_command="sh -c 'touch {pids}/$$; sleep 3600'",
-    rollout=Rollout(group_size=2, max_tokens=64, max_reply_tokens=4, samples="merged"),
+    rollout=Rollout(group_size=2, max_tokens=64, max_response_tokens=4, samples="merged"),
     train=Train(steps=1, groups_per_batch=1),
 ))
 """

@@ -19,14 +19,14 @@ pytestmark = pytest.mark.slow
 
 
 def ahead(tmp_path, **changes) -> Config:
-    """Large steps in which every sample is trained, and replies so long that weight updates interrupt them."""
+    """Large steps in which every sample is trained, and responses so long that weight updates interrupt them."""
     return replace(
         short_quickstart(tmp_path, **changes),
-        rollout=Rollout(group_size=1, max_turns=2, max_tokens=512, max_reply_tokens=200),
+        rollout=Rollout(group_size=1, max_turns=2, max_tokens=512, max_response_tokens=200),
         warm_start=WarmStart(),
         algo=Algo(loss="sft", corrections=("token_truncation",)),
         optim=Optim(lr=3e-3),
-        train=Train(steps=4, groups_per_batch=2, max_staleness=1, canary=False),
+        train=Train(steps=4, groups_per_batch=2, max_staleness=1, image_check=False),
         eval=Eval(),
         save_model=False,
     )
@@ -63,7 +63,7 @@ def watched(config: Config, monkeypatch):
 
 def check_every_logprob(config: Config, weights, batches) -> int:
     """Each sampled token has the logprob that the weights of its version give it, and the trainer's is of the version it
-    trained. How many replies were begun under one version and ended under another."""
+    trained. How many responses were begun under one version and ended under another."""
     policy = load_model(config.model, config.models_dir, config.seed).policy
     scorer = Trainer(policy, TrainerSpec(Algo(), Optim(), total_steps=1, tokens_per_micro_batch=4096))
     for newest, trajectories, by_trainer in batches:

@@ -14,10 +14,11 @@ from PIL import Image
 from rich.console import Console
 
 from vlmrl import Env, RetryTurn, obs
-from vlmrl.config import Config, Data, Eval, Optim, Rollout, Train
+from vlmrl.config import Config, Data, Eval, EvalData, Optim, Rollout, Train
 from vlmrl.engine.base import Request
 from vlmrl.engine.scripted import ScriptedEngine
 from vlmrl.report.progress import RunProgress
+from vlmrl.report.run_data import load_run
 from vlmrl.report.run_log import RunLog, read_rows
 from vlmrl.run import loop
 from vlmrl.run.build import build_run
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 
 class Half(Env):
-    """Pays half of the members. It rejects every reply to a prompt that begins with "never"."""
+    """Pays half of the members. It rejects every response to a prompt that begins with "never"."""
 
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
         if self.task.prompt[0]["content"][-1]["text"].startswith("never"):
@@ -57,10 +58,10 @@ def config(folder: Path, limit: int | None, held_out: str) -> Config:
         output_dir=str(folder / "runs"),
         data=data,
         env=Half,
-        rollout=Rollout(group_size=4, max_tokens=256, max_reply_tokens=4, max_failed_fraction=0.5),
-        eval=Eval(data=Data(held_out, max_prompt_tokens=limit), temperature=0.0),
+        rollout=Rollout(group_size=4, max_tokens=256, max_response_tokens=4, max_failed_fraction=0.5),
+        eval=Eval(data=EvalData(held_out), temperature=0.0),
         optim=Optim(lr=1e-4),
-        train=Train(steps=2, groups_per_batch=3, canary=False),
+        train=Train(steps=2, groups_per_batch=3, image_check=False),
         save_model=False,
     )
 
@@ -79,9 +80,9 @@ def test_a_run_with_a_bad_row_trains_on_the_others(tmp_path: Path, limit: int | 
     assert sum(row["groups/bad_rows"] for row in steps) >= 1.0  # in 6 draws of 4 rows
     assert all(row["groups/dropped"] == row["groups/bad_rows"] == row["failed"] / 4 for row in steps)
     output = console.file.getvalue()  # type: ignore[attr-defined]
-    failures = read_rows(run.folder / "failures.jsonl")
+    failures = load_run(run.folder).failures
     assert len([each for each in failures if each["kind"] == "train"]) == sum(row["failed"] for row in steps)
-    assert {(each["refilled"], "broken.png" in each["error"]) for each in failures} == {(False, True)}
+    assert {(each["retried"], "broken.png" in each["error"]) for each in failures} == {(False, True)}
     in_steps = sum(row["failed"] > 0 for row in steps)
     assert output.count("broken.png") == 2 + in_steps  # one line each, of two evaluations and the steps
     before = next(row for row in rows if "eval/reward/mean" in row)
@@ -90,17 +91,17 @@ def test_a_run_with_a_bad_row_trains_on_the_others(tmp_path: Path, limit: int | 
     assert summary["reward_before_tasks_left_out"] == 1.0
 
 
-def test_greedy_evaluation_counts_tasks_whose_replies_the_env_rejects(tmp_path: Path):
+def test_greedy_evaluation_counts_tasks_whose_responses_the_env_rejects(tmp_path: Path):
     held_out = write(tmp_path, "held_out", "five", "never six", "never seven", "never eight", "a" * 500)
     run = build_run(config(tmp_path, 200, held_out))
     played: list[str] = []
 
-    def reply(request: Request, turn: int) -> str:
+    def response(request: Request, turn: int) -> str:
         played.append(request.trajectory_id)
         return "a"
 
     run.engine.close()
-    run = replace(run, engine=ScriptedEngine(reply, run.model.renderer))  # type: ignore[arg-type]
+    run = replace(run, engine=ScriptedEngine(response, run.model.renderer))  # type: ignore[arg-type]
     console = Console(file=io.StringIO(), soft_wrap=True)
     result = asyncio.run(evaluate_run(run, RunProgress(console), label="eval"))
     metrics = result.metrics()

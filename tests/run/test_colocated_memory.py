@@ -14,17 +14,19 @@ import pytest
 from rich.console import Console
 from testing.gpu_memory import GIB, GpuMemory, GpuServer, OutOfGpuMemory
 
-from vlmrl.config import Checkpoint, Config, Data, Eval, Model, Rollout, SGLang, Train, WarmStart
+from vlmrl.config import Checkpoint, Config, Data, Eval, EvalData, Model, Rollout, ServerSettings, Train, WarmStart
 from vlmrl.engine.server import Server
+from vlmrl.engine.server_pool import Limits
 from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.model import tiny
 from vlmrl.plan.memory_plan import Sizes, server_memory_fraction
-from vlmrl.plan.moments import CONTEXT
+from vlmrl.plan.phases import CONTEXT
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.run_log import RunLog
 from vlmrl.run import build, loop, serving
 from vlmrl.run.serving import LocalServerHost
-from vlmrl.train.offload import TrainerMemory
+from vlmrl.train import controller
+from vlmrl.train.rank import Rank
 from vlmrl.train.trainer import Trainer
 
 pytestmark = pytest.mark.slow
@@ -51,7 +53,7 @@ class Process:
         self.alive = True
         self.fake.launch(self.fraction)
 
-    def stop(self, gently: bool = True) -> None:
+    def stop(self, graceful: bool = True) -> None:
         self.alive = False
         self.fake.stop()
 
@@ -64,34 +66,51 @@ def gpu(monkeypatch) -> GpuMemory:
     """The GPU. The run's trainer and server take their memory of it."""
     made = GpuMemory(CARD)
     made.take("context", CONTEXT)
-    step, send = Trainer.step, LocalServerHost.send
+    step = Trainer.step
 
-    class Booked(TrainerMemory):
-        def __init__(self, policy):
-            super().__init__(policy)
+    class Booked(Rank):
+        def __init__(self, config, ranks=None, loaded=None):
+            super().__init__(config, ranks, loaded)
             made.take("trainer weights", WEIGHTS)
             self.stepped = False
 
-        def make(self, trainers, spec):
+        def start(self, spec):
             made.give(*SHARED[1:])
             self.stepped = False
-            trainer = super().make(trainers, spec)
+            trainer = super().start(spec)
             made.take("trainer masters", MASTERS)
             trainer.memory = self
             return trainer
 
-        def move(self, device):
-            super().move(device)
+        def _move(self, device):
+            super()._move(device)
             made.give(*SHARED)
-            if moving_to_gpu(self):
+            if self.offloaded:  # it is changed after the move, which is to the GPU
                 made.take("trainer weights", WEIGHTS)
                 if self.trainer is not None:
                     made.take("trainer masters", MASTERS)
                 if self.stepped:
                     made.take("trainer optimizer", OPTIMIZER)
 
-    def moving_to_gpu(memory: TrainerMemory) -> bool:
-        return memory.offloaded  # it is set after the move
+        def send(self, updates):
+            made.take("bucket", BUCKET)
+            try:
+                return super().send(updates)
+            finally:
+                made.give("bucket")
+
+        def resend(self, update):
+            made.take("bucket", BUCKET)
+            try:
+                return super().resend(update)
+            finally:
+                made.give("bucket")
+
+        def logprobs(self, samples, temperature):
+            scores = super().logprobs(samples, temperature)
+            made.take("scoring", SCORING)
+            made.give("scoring")
+            return scores
 
     def booked_step(trainer, samples):
         assert not trainer.memory.offloaded
@@ -105,7 +124,6 @@ def gpu(monkeypatch) -> GpuMemory:
 
     class Host(LocalServerHost):
         shares_gpus = True
-        gpu_bytes = CARD
 
         def servers(self, backend, model):
             words = list(backend.launch(model, Path("log"), "127.0.0.1", 1, gpu=0).command)
@@ -113,22 +131,10 @@ def gpu(monkeypatch) -> GpuMemory:
             self.server.process = Process(self.server, set_to or DEFAULT_FRACTION)
             return [Server(self.server.url, self.server.process)]
 
-        def send(self, update):
-            made.take("bucket", BUCKET)
-            try:
-                return send(self, update)
-            finally:
-                made.give("bucket")
-
-        def score(self, samples, temperature):
-            scores = super().score(samples, temperature)
-            made.take("scoring", SCORING)
-            made.give("scoring")
-            return scores
-
     monkeypatch.setattr(Trainer, "step", booked_step)
-    monkeypatch.setattr(build, "TrainerMemory", Booked)
+    monkeypatch.setattr(build, "Rank", Booked)
     monkeypatch.setattr(build, "LocalServerHost", Host)
+    monkeypatch.setattr(controller, "gpu_bytes", lambda device: CARD)
     monkeypatch.setattr("vlmrl.checks.server_parity.TOLERANCE", 1e9)  # the fake's logprobs are invented
     made.host, made.memory = Host, Booked
     return made
@@ -156,18 +162,18 @@ def demonstration(task, turn):
 
 
 def config_of(folder: Path) -> Config:
-    model = Model(path=str(tiny.build(folder / "model", "qwen3")), device="cpu", dtype="float32", random_weights=True)
+    model = Model(path=f"random:{tiny.build(folder / 'model', 'qwen3')}", device="cpu", dtype="float32")
     data = Data(generator=tasks, size=4)
     return Config(
         output_dir=str(folder / "runs"),
         model=model,
         data=data,
         reward=one,
-        rollout=Rollout(group_size=2, max_tokens=64, max_reply_tokens=8),
+        rollout=Rollout(group_size=2, max_tokens=64, max_response_tokens=8),
         engine="sglang",
-        sglang=SGLang(python="python", health_every=0.1, start_timeout=60.0),
-        train=Train(steps=2, groups_per_batch=2, canary=False),
-        eval=Eval(data=data, every=1),
+        server=ServerSettings(python="python", start_timeout=60.0),
+        train=Train(steps=2, groups_per_batch=2, image_check=False),
+        eval=Eval(data=EvalData(generator=tasks, size=4), every=1),
         warm_start=WarmStart(steps=2, demonstrate=demonstration, trajectories_per_step=2),
         checkpoint=Checkpoint(every=1),
     )
@@ -180,6 +186,7 @@ def run_once(tmp_path) -> Any:
 
     def train():
         runs.append(run := build.build_run(config_of(tmp_path)))
+        run.engine.servers.limits = Limits(health_every=0.1)
         log = RunLog(run.folder)
         summary = asyncio.run(loop.train(run, log, RunProgress(Console(quiet=True))))
         log.close()
@@ -215,11 +222,11 @@ def test_trainer_and_server_never_hold_more_than_their_gpu(gpu, server, run_once
 def test_a_server_that_is_restarted_between_two_steps_finds_its_memory(gpu, server, run_once, monkeypatch):
     monkeypatch.setattr(serving, "server_memory_fraction", plan)
     generate = GpuServer._generate
-    replies = []
+    responses = []
 
     async def dies_once(self, body):
-        replies.append(body)
-        if len(replies) == 12:  # of the second step
+        responses.append(body)
+        if len(responses) == 12:  # of the second step
             self.process.stop()
             self.version = "default"
         return await generate(self, body)
@@ -233,7 +240,7 @@ def test_a_server_that_is_restarted_between_two_steps_finds_its_memory(gpu, serv
 def test_without_offloading_the_server_does_not_wake(gpu, server, run_once, monkeypatch):
     """As it was: the trainer keeps 27.7 GiB, and the server has sized its cache beside the 4 of the weights."""
     monkeypatch.setattr(gpu.memory, "offload", lambda self: None)
-    monkeypatch.setattr(serving, "_memory_fraction", lambda config, host, backend: None)
+    monkeypatch.setattr(serving, "_memory_fraction", lambda config, size, backend: None)
     run_once()
     assert server.launches > 1  # the run goes on, with a server that is started again beside the trainer
     assert str(server.errors[0]).startswith("server cache needs 62")

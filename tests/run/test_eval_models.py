@@ -40,7 +40,7 @@ def test_without_paths_it_is_the_model_of_the_config():
 
 
 def test_a_hub_name_replaces_the_model_and_its_adapters():
-    config = replace(GIVEN, model=replace(TRAINED, random_weights=True))
+    config = replace(GIVEN, model=replace(TRAINED, path="random:tiny:qwen3"))
     (model,) = resolve_eval_models(["Qwen/Qwen3-VL-2B-Instruct"], config)
     assert model.settings == Model(path="Qwen/Qwen3-VL-2B-Instruct") and model.run_folder is None
 

@@ -10,13 +10,13 @@ import pytest
 from testing.episodes import a_task, turn_loop
 
 from vlmrl import Env, RetryTurn, obs
-from vlmrl.config import Config, Data, Eval, Part
+from vlmrl.config import Config, Data, Eval, EvalData, Part
 from vlmrl.rollout.runner import RolloutError, Rollouts, Runner
 from vlmrl.run.evaluate import Evaluation, LeftOut, TaskRewards, require_held_out, summarize_rollouts
 
 
 class Strict(Env):
-    """Rejects all replies to some tasks, crashes in others, and pays 1 or 0 in the rest."""
+    """Rejects all responses to some tasks, crashes in others, and pays 1 or 0 in the rest."""
 
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
         kind = self.task.id.partition("/")[0]
@@ -57,13 +57,13 @@ def test_tasks_that_are_not_in_the_mean_are_counted_by_reason():
     }
 
 
-def test_greedy_replies_that_are_rejected_are_no_failure_of_the_run_and_are_not_sampled_again_in_vain():
+def test_greedy_responses_that_are_rejected_are_no_failure_of_the_run_and_are_not_sampled_again_in_vain():
     rollouts = play("pays", "rejects", "rejects", "rejects", max_failed_fraction=0.0, max_refills=5)
     assert sorted(t.id for t in rollouts.failed) == [f"eval/{number:05d}/00" for number in (1, 2, 3)]  # no refills
     assert summarize_rollouts(rollouts, "eval").left_out == LeftOut(rejected=3)
 
 
-def test_replies_that_are_sampled_and_rejected_are_failures():
+def test_responses_that_are_sampled_and_rejected_are_failures():
     with pytest.raises(RolloutError, match="RetryTurn 2 times: no"):
         play("pays", "rejects", temperature=1.0, max_failed_fraction=0.0)
 
@@ -99,5 +99,5 @@ def test_held_out_tasks_are_needed():
     with pytest.raises(ValueError, match="in a mixture"):
         require_held_out(Config(mixture={"a": part}))
     require_held_out(Config(data=Data("rows.jsonl", held_out=8)))
-    require_held_out(Config(eval=Eval(data=Data("rows.jsonl"))))
-    require_held_out(Config(mixture={"a": part, "b": Part(Data("rows.jsonl"), eval_data=Data("rows.jsonl"))}))
+    require_held_out(Config(eval=Eval(data=EvalData("rows.jsonl"))))
+    require_held_out(Config(mixture={"a": part, "b": Part(Data("rows.jsonl"), eval_data=EvalData("rows.jsonl"))}))

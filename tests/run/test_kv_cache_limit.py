@@ -35,8 +35,8 @@ def test_an_engine_that_samples_during_training_leaves_the_trainer_what_it_needs
     plan = memory_plan.plan_memory(config, Ranks())
     assert plan.fits and limit is not None and plan.cache <= limit
     for name in ("forward and backward", "optimizer step"):  # with the limit in place of the planned cache
-        assert sum(plan.moments[name].values()) - plan.cache + limit <= card.memory
-    single = replace(config, rollout=Rollout(max_tokens=256, max_reply_tokens=64, group_size=1))
+        assert sum(plan.phases[name].values()) - plan.cache + limit <= card.memory
+    single = replace(config, rollout=Rollout(max_tokens=256, max_response_tokens=64, group_size=1))
     room = _kv_cache_bytes(single, Ranks(), GPU)
     assert room is not None and room > 4 * memory_plan.plan_memory(single, Ranks()).cache  # copies when rows join
     card = replace(card, memory=2.0**30)

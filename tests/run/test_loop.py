@@ -98,7 +98,7 @@ def test_a_mixture_plays_each_part_with_its_own_env_and_has_metrics_of_each(tmp_
             ),
             "letters": Part(data=Data(generator=number_tasks, size=8), reward=lambda text, task: float(len(text) % 2)),
         },
-        rollout=Rollout(group_size=2, max_turns=2, max_tokens=256, max_reply_tokens=8, truncated_reward=0.0),
+        rollout=Rollout(group_size=2, max_turns=2, max_tokens=256, max_response_tokens=8, truncated_reward=0.0),
         optim=Optim(lr=1e-4),
         train=Train(steps=2, groups_per_batch=3),
         save_model=False,
@@ -133,7 +133,7 @@ def test_a_text_task_with_a_reward_function_uses_the_same_loop(tmp_path):
         output_dir=str(tmp_path),
         data=Data(generator=lambda index, seed: {"prompt": f"Say {index}.", "answer": str(index)}, size=8),
         reward=lambda text, task: float(len(text) % 2),
-        rollout=Rollout(group_size=2, max_tokens=128, max_reply_tokens=8),
+        rollout=Rollout(group_size=2, max_tokens=128, max_response_tokens=8),
         optim=Optim(lr=1e-4),
         train=Train(steps=1, groups_per_batch=2),
         save_model=False,
@@ -160,7 +160,7 @@ def one_env_config(tmp_path, env, **changes):
         output_dir=str(tmp_path),
         data=Data(generator=lambda index, seed: Task(str(index), [{"role": "user", "content": "Hi"}]), size=4),
         env=env,
-        rollout=Rollout(group_size=2, max_turns=2, max_tokens=256, max_reply_tokens=8, **changes),
+        rollout=Rollout(group_size=2, max_turns=2, max_tokens=256, max_response_tokens=8, **changes),
         train=Train(steps=1, groups_per_batch=2),
     )
 
@@ -187,7 +187,7 @@ def test_a_image_that_does_not_decode_is_named(tmp_path):
         env=None,
         reward=lambda text, task: 0.0,
         data=Data(path=str(rows)),
-        rollout=Rollout(group_size=2, max_tokens=256, max_reply_tokens=8),
+        rollout=Rollout(group_size=2, max_tokens=256, max_response_tokens=8),
     )
     with pytest.raises(RolloutError, match=r"(?s)an image does not load:.*broken\.png"):
         train(config)
@@ -208,7 +208,7 @@ def test_shuffled_rewards_keep_their_values_but_not_their_places():
         samples = [S(t) for t in trajectories]
         config = Config(
             train=Train(shuffle_rewards=shuffled),
-            algo=replace(Config().algo, advantage_options={"scale_by_std": False}),
+            algo=replace(Config().algo, options={"grpo.scale_by_std": False}),
         )
         assign_advantages(samples, trajectories, config)
         given[shuffled] = [s.advantage for s in samples]
@@ -241,7 +241,7 @@ def test_ctrl_c_stops_cleanly_and_keeps_the_results(tmp_path):
 
 
 def test_rollouts_continue_while_the_trainer_trains(tmp_path):
-    """Interrupted replies continue after a weight update, an evaluation blocks nothing, and a run resumes."""
+    """Interrupted responses continue after a weight update, an evaluation blocks nothing, and a run resumes."""
     config = short_quickstart(tmp_path, checkpoint=Checkpoint(every=2))
     config = replace(
         config,
@@ -251,7 +251,7 @@ def test_rollouts_continue_while_the_trainer_trains(tmp_path):
         eval=replace(config.eval, blank_images=False),
     )
     run, rows, _ = train(config)
-    assert run.trainers.policy is not run.model.policy
+    assert run.trainer.rank.policy is not run.model.policy
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     oldest = [row["staleness/max"] for row in steps]
@@ -261,7 +261,7 @@ def test_rollouts_continue_while_the_trainer_trains(tmp_path):
     assert [row["step"] for row in rows if "eval/reward/mean" in row] == [0, 1, 2, 3, 4]
     saved = json.loads((run.checkpoints.newest() / "run.json").read_text())
     assert saved["step"] == 4 and len(saved["batches"]["unfinished"]) == 12
-    for name, weight in run.trainers.policy.named_parameters():
+    for name, weight in run.trainer.rank.policy.named_parameters():
         assert torch.equal(weight, dict(run.model.policy.named_parameters())[name])
 
     again = build_run(replace(config, train=replace(config.train, steps=5)))

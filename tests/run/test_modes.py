@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 from testing.runs import RECIPES, short_quickstart, train
 
-from vlmrl.algos import FILTERS
 from vlmrl.config import Algo, Config, Data, Eval, Model, Optim, Rollout, Train, WarmStart
 from vlmrl.config.code import load_object
 from vlmrl.data import TaskStream
@@ -38,7 +37,7 @@ def settings(folder, **rollout) -> Config:
     base = short_quickstart(folder, deterministic=True)
     return replace(
         base,
-        rollout=Rollout(group_size=2, max_turns=TURNS, max_tokens=512, max_reply_tokens=48, **rollout),
+        rollout=Rollout(group_size=2, max_turns=TURNS, max_tokens=512, max_response_tokens=48, **rollout),
         warm_start=WarmStart(),
         train=Train(steps=1, groups_per_batch=2),
         eval=Eval(),
@@ -93,8 +92,8 @@ def test_inline_drops_and_counts_end_of_turns(tmp_path, taught):
 
 
 def test_rerender_with_a_history_policy_is_exact_step_by_step(tmp_path, taught):
-    policy = {"history_policy": "keep_last_images", "history_options": {"k": 1}}
-    row = one_step(tmp_path, taught, history="rerender", samples="step_wise", **policy)
+    policy = {"history": "keep_last_images", "history_options": {"k": 1}}
+    row = one_step(tmp_path, taught, samples="step_wise", **policy)
     assert row["logprob_mismatch/max"] < 1e-4
     assert row["samples"] == row["samples/unmerged"]
 
@@ -116,8 +115,8 @@ def test_one_row_needs_generation_markers(tmp_path, taught):
 
 async def guess(client, renderer, task):
     prompt = renderer.prompt(task.prompt)
-    reply = await client.generate(prompt.token_ids, prompt.images)
-    return client.trajectory(reward=float(task.answer in renderer.text(reply.token_ids)))
+    response = await client.generate(prompt.token_ids, prompt.images)
+    return client.trajectory(reward=float(task.answer in renderer.text(response.token_ids)))
 
 
 def test_a_users_generator_trains(tmp_path, taught):
@@ -135,7 +134,7 @@ def test_a_single_turn_goes_to_the_engine_as_one_batch(tmp_path, taught, monkeyp
         env=None,
         env_options={},
         reward=lambda text, task: float(len(text) % 2),
-        rollout=Rollout(group_size=4, max_turns=1, max_tokens=256, max_reply_tokens=8),
+        rollout=Rollout(group_size=4, max_turns=1, max_tokens=256, max_response_tokens=8),
         data=Data(generator=f"{RECIPES}/../datasets/shapes.py:make_task", size=8),
     )
     run = build_run(base)
@@ -155,8 +154,8 @@ def test_a_single_turn_goes_to_the_engine_as_one_batch(tmp_path, taught, monkeyp
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
-        ({"history_policy": "last_turns"}, "rollout.history must be rerender with a history_policy"),
-        ({"history_options": {"k": 1}}, "rollout.history_policy must be set when history_options are"),
+        ({"history": "rerendr"}, "rollout.history must be one of append, inline, rerender"),
+        ({"history_options": {"k": 1}}, "rollout.history must be a function with history_options, but it is 'append'"),
     ],
 )
 def test_history_settings_that_do_not_fit_are_refused(rollout, message):
@@ -170,7 +169,6 @@ def test_penalties_and_corrections_in_a_whole_step(tmp_path, taught):
     algo = Algo(
         kl_coef=0.1,
         kl="k1",
-        kl_in_reward=True,
         reference="tiny:qwen3_vl",
         entropy_coef=0.01,
         corrections=("token_truncation", "veto"),
@@ -190,12 +188,11 @@ def keep_some(trajectories):
     return int(step) == 1 or (int(step) == 3 and int(group) == 0)
 
 
-def test_the_schedule_ends_with_the_run_and_a_small_step_is_reported(tmp_path, taught, monkeypatch):
-    monkeypatch.setitem(FILTERS, "keep_some", keep_some)
+def test_the_schedule_ends_with_the_run_and_a_small_step_is_reported(tmp_path, taught):
     base = config(tmp_path, taught)
     settings = replace(
         base,
-        algo=Algo(filters=("keep_some",), advantage_options={"scale_by_std": False}),
+        algo=Algo(filters=(keep_some,), options={"grpo.scale_by_std": False}),
         optim=Optim(lr=3e-6, schedule="linear"),
         train=Train(steps=3, groups_per_batch=2),
     )
@@ -211,7 +208,7 @@ def test_the_schedule_ends_with_the_run_and_a_small_step_is_reported(tmp_path, t
 
 
 def test_a_step_that_the_filters_leave_empty_is_logged_and_not_trained(tmp_path, taught):
-    never = Algo(filters=("reward_band",), filter_options={"reward_band.low": 2.0, "reward_band.high": 3.0})
+    never = Algo(filters=("reward_band",), options={"reward_band.low": 2.0, "reward_band.high": 3.0})
     run, rows, _ = train(replace(config(tmp_path, taught), algo=never))
     run.engine.close()
     assert (rows[-1]["groups/filtered"], rows[-1]["samples"]) == (2.0, 0) and "loss" not in rows[-1]
@@ -219,9 +216,7 @@ def test_a_step_that_the_filters_leave_empty_is_logged_and_not_trained(tmp_path,
 
 def test_a_kl_penalty_on_rewards_lowers_what_strays_from_the_reference(tmp_path, taught):
     base = config(tmp_path, taught)
-    algo = Algo(
-        kl_coef=0.5, kl="k1", kl_in_reward=True, reference="tiny:qwen3_vl", advantage_options={"scale_by_std": False}
-    )
+    algo = Algo(kl_coef=0.5, kl="k1", reference="tiny:qwen3_vl", options={"grpo.scale_by_std": False})
     run = build_run(replace(base, algo=algo))
     trainer = loop.new_trainer(run)
     batch = asyncio.run(run.runner().play(TaskStream(run.tasks), 2, "x"))

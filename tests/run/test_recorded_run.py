@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 from PIL import Image
 from rich.console import Console
+from testing.fakes import make_trajectory
 
 import vlmrl
-from vlmrl import Config, Data, Env, Eval, Model, Optim, Rollout, Train, obs
+from vlmrl import Config, Data, Env, Eval, EvalData, Model, Optim, Rollout, Train, obs
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.run_log import RunLog
-from vlmrl.rollout.runner import RolloutError
+from vlmrl.rollout.batches import GroupBatch
+from vlmrl.rollout.runner import RolloutError, Rollouts
 from vlmrl.run import loop, program
 from vlmrl.run.build import build_run
+from vlmrl.run.recorder import _batch_metrics
 
 resets = 0
 
@@ -50,7 +53,7 @@ class AlwaysFails(SometimesFails):
 
 def config(folder: Path, **changes) -> Config:
     data = Data(generator=f"{__file__}:make_task", size=4)
-    limits = {"group_size": 2, "max_tokens": 256, "max_reply_tokens": 4, "max_env_retries_per_turn": 0}
+    limits = {"group_size": 2, "max_tokens": 256, "max_response_tokens": 4, "max_env_retries_per_turn": 0}
     settings = Config(
         name="recorded",
         output_dir=str(folder / "runs"),
@@ -59,7 +62,7 @@ def config(folder: Path, **changes) -> Config:
         env=SometimesFails,
         rollout=Rollout(**limits, max_failed_fraction=1.0, max_refills=4),
         optim=Optim(lr=1e-4),
-        train=Train(steps=1, groups_per_batch=2, canary=False),
+        train=Train(steps=1, groups_per_batch=2, image_check=False),
         save_model=False,
     )
     return replace(settings, **changes)
@@ -79,7 +82,7 @@ def run_once(config: Config) -> str:
 
 def test_every_trajectory_is_in_the_folder_with_the_trainers_numbers(tmp_path: Path):
     data = Data(generator=f"{__file__}:make_task", size=2, seed=1)
-    settings = config(tmp_path, eval=Eval(data=data, blank_images=True))
+    settings = config(tmp_path, eval=Eval(data=EvalData(generator=data.generator, size=2, seed=1), blank_images=True))
     output = run_once(settings)
     run = vlmrl.load_run(settings.folder)
     assert {(record["step"], record["kind"]) for record in run.trajectories()} == {
@@ -104,7 +107,10 @@ def test_every_trajectory_is_in_the_folder_with_the_trainers_numbers(tmp_path: P
     assert [record["id"] for record in failed] == [failure["id"] for failure in run.failures]
     assert len({failure["reason"] for failure in run.failures if failure["kind"] == "train"}) <= 1
     assert output.count("no luck at") == len({(failure["step"], failure["kind"]) for failure in run.failures})
-    assert "advisory    step 1: every reply was cut at rollout.max_reply_tokens (4) before step() was called" in output
+    assert (
+        "advisory    step 1: every response was cut at rollout.max_response_tokens (4) before step() was called"
+        in output
+    )
     assert [advisory["name"] for advisory in run.advisories] == ["truncated"]
     assert (settings.folder / "reward.png").exists()
     assert (settings.folder / "trajectories.html").exists()
@@ -117,7 +123,7 @@ def test_a_run_that_stops_for_too_many_failures_has_written_them(tmp_path: Path)
         run_once(settings)
     run = vlmrl.load_run(settings.folder)
     assert len(run.failures) == len(run.trajectories(1, "train")) >= 2
-    assert {failure["refilled"] for failure in run.failures} == {False}
+    assert {failure["retried"] for failure in run.failures} == {False}
 
 
 def test_a_command_that_fails_leaves_a_crash_report_with_the_trajectory(tmp_path: Path, monkeypatch, capsys):
@@ -132,3 +138,11 @@ def test_a_command_that_fails_leaves_a_crash_report_with_the_trajectory(tmp_path
     assert '"id": "step000001/00000/00"' in report
     assert "rollout.group_size = 2" in report
     assert f"crash report: {settings.folder / 'crash.txt'}" in capsys.readouterr().out
+
+
+def test_a_steps_time_of_envs_is_what_they_computed_and_not_what_they_waited():
+    played = [make_trajectory(name, metrics={"env_seconds": 20.0, "env_cpu_seconds": 0.25}) for name in ("a", "b")]
+    failed = make_trajectory("c", ending="error", error="x", metrics={"env_seconds": 30.0, "env_cpu_seconds": 0.5})
+    agent = make_trajectory("d", metrics={"agent_seconds": 9.0})
+    rollouts = Rollouts(groups=[[*played, agent]], failed=[failed])
+    assert _batch_metrics(GroupBatch(rollouts=rollouts))["time/env"] == 1.0

@@ -3,122 +3,89 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from vlmrl.config import Config, Optim
-from vlmrl.run.reproduction import (
-    AttemptLog,
-    Experiment,
-    ExperimentError,
-    Reproduction,
-    plan_experiments,
-    reproduce,
-    settings_digest,
-)
+from vlmrl.run.reproduction import Experiment, ExperimentError, plan_experiments, reproduce, settings_digest
 
 
-@pytest.fixture(autouse=True)
-def commit(monkeypatch):
-    """Asking git starts a process."""
-    monkeypatch.setattr("vlmrl.run.reproduction.git_commit", lambda: "abc1234")
-
-
-def plan(folder: Path, blanked: bool = False) -> Reproduction:
-    experiments = plan_experiments(Config(name="say"), [3, 4], shuffled=True)
-    return Reproduction("say.py", ("--optim.lr", "1.0"), folder, experiments, blanked)
+def planned(folder: Path, *controls: str) -> list[Experiment]:
+    return plan_experiments("say.py", ["--optim.lr", "1.0"], Config(name="say"), folder, [3, 4], controls)
 
 
 class Commands:
-    """Writes what a command would write, unless ``fails`` names it."""
+    """Writes what a command would write, unless ``fails`` has its status."""
 
-    def __init__(self) -> None:
-        self.seen: list[list[str]] = []
-        self.fails: dict[str, int] = {}
+    def __init__(self, **fails: int) -> None:
+        self.seen: list[tuple[str, str]] = []
+        self.fails = fails
 
     def __call__(self, arguments: Sequence[str]) -> int:
-        self.seen.append(list(arguments))
-        command = (
-            f"{arguments[0]} {Path(arguments[arguments.index('--name') + 1]).name}" if "--name" in arguments else ""
-        )
-        if command in self.fails:
-            return self.fails.pop(command)
+        given = dict(pairwise(arguments))
+        name = Path(given.get("--name") or given["--models"]).name
+        self.seen.append((arguments[0], name))
         if arguments[0] == "eval":
-            Path(arguments[arguments.index("--out") + 1]).write_text(json.dumps({"results": []}))
+            Path(given["--out"]).write_text(json.dumps({"results": []}))
             return 0
-        name, folder = (arguments[arguments.index(option) + 1] for option in ("--name", "--output-dir"))
-        run = Path(folder) / name
-        run.mkdir(parents=True)
-        (run / "summary.json").write_text('{"reward_before": 0.5}')
+        if name in self.fails:
+            return self.fails.pop(name)
+        run = Path(given["--output-dir"]) / name
+        (run / "model").mkdir(parents=True)
+        (run / "summary.json").write_text("{}")
         (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
         return 0
 
 
-def test_the_control_comes_last_with_the_first_seed():
-    assert plan_experiments(Config(name="say"), [3, 4], shuffled=True) == (
-        Experiment("say-seed3", 3),
-        Experiment("say-seed4", 4),
-        Experiment("say-shuffled3", 3, shuffled=True),
-    )
-    assert plan_experiments(Config(name="say"), [3], shuffled=False) == (Experiment("say-seed3", 3),)
-
-
-def test_each_experiment_trains_and_is_evaluated(tmp_path):
-    commands, said = Commands(), []
-    results = reproduce(plan(tmp_path, blanked=True), commands, said.append)
-    assert [arguments[0] for arguments in commands.seen] == ["train", "eval"] * 3
-    train, evaluate, *_, shuffled, control = commands.seen
-    assert train == [
-        *("train", "say.py", "--optim.lr", "1.0"),
-        *("--name", "say-seed3", "--seed", "3", "--output-dir", str(tmp_path), "--resume"),
+def test_the_seeds_come_first_and_then_the_control_with_the_first_of_them(tmp_path):
+    first, second, control = planned(tmp_path, "shuffled", "blanked")
+    assert [each.title for each in (first, second, control)] == ["seed 3", "seed 4", "shuffled rewards, seed 3"]
+    assert first.train == [
+        *("train", "say.py", "--optim.lr", "1.0", "--output-dir", str(tmp_path)),
+        *("--name", "say-seed3", "--seed", "3", "--resume"),
     ]
-    assert "--train.shuffle-rewards" in shuffled and "--train.shuffle-rewards" not in train
-    assert "--eval.blank-images" in evaluate and "--eval.no-blank-images" in control
-    assert evaluate[evaluate.index("--models") + 1] == str(tmp_path / "say-seed3")
-    assert [(each.title, each.control) for each in results] == [
-        ("seed 3", False),
+    assert first.evaluate[-5:] == [
+        *("--eval.blank-images", "--models", str(tmp_path / "say-seed3")),
+        *("--out", str(tmp_path / "say-seed3-evaluation.json")),
+    ]
+    assert control.run.name == "say-shuffled3" and "--train.shuffle-rewards" in control.train
+    assert "--eval.no-blank-images" in control.evaluate
+    assert [each.control for each in planned(tmp_path)] == [False, False]
+
+
+def test_each_experiment_trains_and_is_evaluated_once(tmp_path):
+    commands, said = Commands(), []
+    results = reproduce(planned(tmp_path, "shuffled"), commands, said.append)
+    names = ["say-seed3", "say-seed4", "say-shuffled3"]
+    assert commands.seen == [(command, name) for name in names for command in ("train", "eval")]
+    assert [(each.title, each.control) for each in results][1:] == [
         ("seed 4", False),
         ("shuffled rewards, seed 3", True),
     ]
-    assert results[0].rows == [{"step": 1, "reward/mean": 0.5}] and results[0].commits == ("abc1234",)
+    assert results[0].rows == [{"step": 1, "reward/mean": 0.5}]
     assert said[0].startswith("say-seed3 (1 of 3): vlmrl train say.py")
-
-
-def test_what_is_finished_is_not_run_again(tmp_path):
-    commands, said = Commands(), []
-    first = reproduce(plan(tmp_path), commands, said.append)
     commands.seen.clear()
-    assert reproduce(plan(tmp_path), commands, said.append) == first
-    assert commands.seen == [] and said[-1] == "say-shuffled3 (3 of 3): finished earlier"
+    assert reproduce(planned(tmp_path, "shuffled"), commands, said.append) == results
+    assert commands.seen == []
 
 
 def test_an_error_stops_and_the_next_call_goes_on_there(tmp_path):
-    commands = Commands()
-    commands.fails = {"train say-seed4": 1}
+    commands = Commands(**{"say-seed4": 1})
     with pytest.raises(
         ExperimentError, match=r"say-seed4: its command ended with status 1.*run the same command again"
     ):
-        reproduce(plan(tmp_path), commands, print)
+        reproduce(planned(tmp_path), commands, print)
     commands.seen.clear()
-    results = reproduce(plan(tmp_path), commands, print)
-    assert [arguments[0] for arguments in commands.seen] == ["train", "eval", "train", "eval"]
-    attempts = AttemptLog(tmp_path / "say-seed4.json").attempts
-    assert [(attempt["stage"], attempt["status"]) for attempt in attempts] == [
-        ("train", 1),
-        ("train", 0),
-        ("evaluate", 0),
-    ]
-    assert results[1].seconds >= 0
+    reproduce(planned(tmp_path), commands, print)
+    assert commands.seen == [("train", "say-seed4"), ("eval", "say-seed4")]
 
 
 @pytest.mark.parametrize("status", [130, 143])
 def test_a_signal_ends_the_command_with_its_status(tmp_path, status):
-    commands = Commands()
-    commands.fails = {"train say-seed3": status}
     with pytest.raises(SystemExit, match=str(status)):
-        reproduce(plan(tmp_path), commands, print)
-    assert not AttemptLog(tmp_path / "say-seed3.json").is_finished("train")
+        reproduce(planned(tmp_path), Commands(**{"say-seed3": status}), print)
 
 
 def test_settings_have_a_folder_of_their_own_but_a_name_or_seed_has_not():

@@ -1,4 +1,4 @@
-"""Runs with inference servers, without starting one. With real servers: tests/sglang."""
+"""Runs with inference servers, without starting one. With real servers: tests/server."""
 
 from __future__ import annotations
 
@@ -13,29 +13,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vlmrl.config import VLLM, Cluster, Config, Data, Lora, Model, Rollout, ServerSettings, SGLang, Train
+from vlmrl.config import Cluster, Config, Data, Eval, Lora, Model, Rollout, ServerSettings, Train
 from vlmrl.engine.server_backend import Capabilities, ServedModel, ServerBackend
+from vlmrl.engine.server_checks import check_capabilities, check_model
 from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.engine.vllm.backend import VLLMBackend
 from vlmrl.model.loading import as_saved, load_model, load_reader
-from vlmrl.model.lora import named_adapters, named_weights
+from vlmrl.model.lora import named_weights
 from vlmrl.model.tiny import build
 from vlmrl.plan.memory_plan import MemoryPlan, Sizes
 from vlmrl.run import build as builder
 from vlmrl.run import serving
 from vlmrl.run.build import build_run
-from vlmrl.run.serving import (
-    LocalServerHost,
-    auto_method,
-    check_capabilities,
-    check_image_limit,
-    check_model_type,
-    sent_adapters,
-)
-from vlmrl.train.offload import TrainerMemory
+from vlmrl.run.serving import LocalServerHost, auto_method, sent_adapters
+from vlmrl.train import controller
 
 SIZES = Sizes(100, {"language_model": 100}, 8)
-URLS = SGLang(urls=("http://127.0.0.1:9",))
+URLS = ServerSettings(urls=("http://127.0.0.1:9",))
 
 
 def ten_tasks(index, seed):
@@ -52,7 +46,7 @@ def config_of(model, folder, **settings) -> Config:
         model=Model(path=str(model), device="cpu"),
         data=Data(generator=ten_tasks, size=10),
         reward=one,
-        rollout=Rollout(max_tokens=64, max_reply_tokens=8),
+        rollout=Rollout(max_tokens=64, max_response_tokens=8),
         engine="sglang",
         **settings,
     )
@@ -63,25 +57,27 @@ def config_of(model, folder, **settings) -> Config:
     [
         ({"deterministic": True}, "deterministic needs engine embedded"),
         (
-            {"cluster": Cluster(gpus=8, engines=8), "sglang": SGLang(tp=2)},
-            "cluster.engines must be at most 4: each server needs sglang.tp (2) GPUs with ranks on one machine",
+            {"cluster": Cluster(gpus=8, engines=8), "server": ServerSettings(tp=2)},
+            "cluster.engines must be at most 4: each server needs server.tp (2) GPUs with ranks on one machine",
         ),
         (
-            {"cluster": Cluster(gpus=8, engines=3, colocate=False), "sglang": SGLang(tp=2)},
-            "cluster.engines must be at most 2: each server needs sglang.tp (2) GPUs without ranks on one machine",
+            {"cluster": Cluster(gpus=8, engines=3, colocate=False), "server": ServerSettings(tp=2)},
+            "cluster.engines must be at most 2: each server needs server.tp (2) GPUs without ranks on one machine",
         ),
         (
-            {"cluster": Cluster(gpus=4), "sglang": SGLang(tp=8)},
-            "sglang.tp must be at most 4, the GPUs with ranks on one machine, but it is 8",
+            {"cluster": Cluster(gpus=4), "server": ServerSettings(tp=8)},
+            "server.tp must be at most 4, the GPUs with ranks on one machine, but it is 8",
         ),
         ({"cluster": Cluster(gpus=4, engines=1, nodes=2)}, "cluster.engines must be a multiple of cluster.nodes (2)"),
-        ({"cluster": Cluster(gpus=4), "sglang": SGLang(sync="group")}, "sglang.sync must be tensor, disk or auto"),
         (
-            {"cluster": Cluster(gpus=12, ranks=6, engines=3, colocate=False, nodes=2), "sglang": SGLang(tp=2)},
-            "cluster.engines must be at most 2: each server needs sglang.tp (2) GPUs without ranks on one machine",
+            {"cluster": Cluster(gpus=4), "server": ServerSettings(sync="group")},
+            "server.sync must be tensor, disk or auto",
         ),
-        ({"cluster": Cluster(ranks=2), "sglang": SGLang(servers=2)}, "cluster.engines counts servers"),
-        ({"cluster": Cluster(ranks=2), "sglang": SGLang(first_gpu=1)}, "Ray assigns GPUs"),
+        (
+            {"cluster": Cluster(gpus=12, ranks=6, engines=3, colocate=False, nodes=2), "server": ServerSettings(tp=2)},
+            "cluster.engines must be at most 2: each server needs server.tp (2) GPUs without ranks on one machine",
+        ),
+        ({"cluster": Cluster(ranks=2), "server": ServerSettings(first_gpu=1)}, "Ray assigns GPUs"),
     ],
 )
 def test_settings_that_contradict_servers_are_refused(settings, message):
@@ -95,10 +91,10 @@ def test_servers_to_start_need_sglang(qwen3_vl, tmp_path, monkeypatch):
         build_run(config_of(qwen3_vl, tmp_path))
 
 
-def test_attached_servers_need_no_sglang_here_and_get_the_trainers_own_weights(qwen3_vl, tmp_path):
-    run = build_run(config_of(qwen3_vl, tmp_path, sglang=URLS))
+def test_external_servers_need_no_sglang_here_and_get_the_trainers_own_weights(qwen3_vl, tmp_path):
+    run = build_run(config_of(qwen3_vl, tmp_path, server=URLS))
     try:
-        assert run.trainers.policy is run.model.policy and run.sender is None
+        assert run.trainer.rank.policy is run.model.policy and run.copied is None
         assert run.serving.plan() == "SGLang at http://127.0.0.1:9; weights by group"
         assert run.runner().loop.engine is run.engine  # without lockstep batching
     finally:
@@ -133,57 +129,64 @@ class Plain(ServerBackend):
             "with engine plain, server.sync must be one of disk, group: it takes no tensor handles.",
         ),
         (
+            {"rollout": Rollout(temperature=0), "eval": Eval(temperature=2.5)},
             {},
-            {"temperatures": {"rollout.temperature": 0, "eval.temperature": 2.5}},
             "with engine plain, eval.temperature must be 0 or from 0.01 to 2, but it is 2.5.",
         ),
-        ({}, {"truncated": True}, "with engine plain, rollout.top_p must be 1 and rollout.top_k 0: it returns"),
-        ({"images": "file"}, {}, "with engine plain, server.images must be inline: it reads no files."),
+        (
+            {"rollout": Rollout(top_p=0.5)},
+            {},
+            "with engine plain, rollout.top_p must be 1 and top_k 0, but they are 0.5 and 0: it returns",
+        ),
+        (
+            {"server": ServerSettings(images="file")},
+            {},
+            "with engine plain, server.images must be inline: it reads no files.",
+        ),
     ],
 )
 def test_settings_that_need_a_missing_capability_are_refused(settings, needs, message):
-    needs = {
-        "colocated": False,
-        "expert_routing": False,
-        "truncated": False,
-        "method": "disk",
-        "temperatures": {},
-    } | needs
+    config = Config(engine="sglang", **settings)
     with pytest.raises(ValueError, match=re.escape(message)):
-        check_capabilities(Plain(ServerSettings(**settings)), **needs)
+        check_capabilities(
+            Plain(config.server), config, **({"colocated": False, "expert_routing": False, "method": "disk"} | needs)
+        )
+
+
+TEXT = SimpleNamespace(image_processor=None)
 
 
 def test_a_model_that_the_server_program_cannot_serve_is_refused():
-    check_model_type(SGLangBackend(SGLang()), "qwen3_vl")
+    sglang, vllm = SGLangBackend(ServerSettings()), VLLMBackend(ServerSettings())
+    check_model(sglang, TEXT, "qwen3_vl")
     with pytest.raises(
         ValueError, match=r"engine sglang cannot serve models of the type smolvlm: .* takes .* no token ids"
     ):
-        check_model_type(SGLangBackend(SGLang()), "smolvlm")
+        check_model(sglang, TEXT, "smolvlm")
     with pytest.raises(ValueError, match=r"engine vllm cannot serve models of the type glm46v"):
-        check_model_type(VLLMBackend(VLLM()), "glm46v")
+        check_model(vllm, TEXT, "glm46v")
 
 
 @pytest.mark.parametrize("family", ["smolvlm", "qwen3_vl", "glm4v"])
 def test_a_limit_of_images_that_a_server_would_undo_is_refused(family, tmp_path):
     """SmolVLM's processor scales every image up to the longest edge. Those of others keep images above their minimum."""
+    backend = VLLMBackend(ServerSettings())
 
     def reader(max_pixels):
         return load_reader(Model(path=f"tiny:{family}", max_image_pixels=max_pixels), tmp_path)
 
-    check_image_limit("vllm", reader(None))
-    check_image_limit("vllm", reader(256 * 256))
+    check_model(backend, reader(None), family)
+    check_model(backend, reader(256 * 256), family)
+    low = reader(130 * 130)
+    change = "images of 128x128 pixels to 256x256"
     if family != "smolvlm":
-        low = reader(130 * 130)
-        check_image_limit("vllm", low)
+        check_model(backend, low, family)
         low.image_processor.size["shortest_edge"] = 200 * 200
-        with pytest.raises(
-            ValueError, match=r"must be None with engine vllm .* but it is 16900: .* would be scaled to"
-        ):
-            check_image_limit("vllm", low)
-        return
-    message = "must be None with engine vllm and this model, but it is 16900: images of 128x128 pixels would be scaled to 256x256"
-    with pytest.raises(ValueError, match=rf"{message} .* Lower the limits of size in /.*/preprocessor_config.json"):
-        check_image_limit("vllm", reader(130 * 130))
+        change = ".*"
+    with pytest.raises(
+        ValueError, match=rf"vllm .* but it is 16900: .* would scale {change}. Lower .*/preprocessor_config.json"
+    ):
+        check_model(backend, low, family)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +206,7 @@ def test_a_limit_of_images_that_a_server_would_undo_is_refused(family, tmp_path)
 )
 def test_adapters_that_servers_cannot_load_are_merged(family, lora, sent, tmp_path):
     """The server gets the names of the layers that have adapters, which the settings may leave to the model."""
-    config = config_of(build(tmp_path / "model", family), tmp_path, sglang=URLS)
+    config = config_of(build(tmp_path / "model", family), tmp_path, server=URLS)
     run = build_run(replace(config, model=replace(config.model, lora=Lora(rank=4, **lora))))
     run.engine.close()
     assert run.serving.adapters == (Lora(rank=4, targets=sent) if sent else None)
@@ -213,7 +216,7 @@ def test_adapters_that_servers_cannot_load_are_merged(family, lora, sent, tmp_pa
 
 def test_the_servers_are_told_which_layers_have_adapters(qwen3_vl, tmp_path):
     """Also where `model.freeze` leaves none of a kind."""
-    config = config_of(qwen3_vl, tmp_path, sglang=URLS)
+    config = config_of(qwen3_vl, tmp_path, server=URLS)
     model = replace(config.model, lora=Lora(rank=4, alpha=8), freeze=("*.mlp.*", "*.layers.0.*"))
     run = build_run(replace(config, model=model))
     sent = []
@@ -222,12 +225,8 @@ def test_the_servers_are_told_which_layers_have_adapters(qwen3_vl, tmp_path):
         async def push_adapter(self, weights, settings, policy_version):
             sent.append((weights, settings, policy_version))
 
-    class Trainer:
-        def named_adapters(self):
-            return named_adapters(run.model.policy.model)
-
     run.serving.sync = Sync()
-    asyncio.run(run.serving.push(Trainer(), 3))
+    asyncio.run(run.serving.push(3))
     run.engine.close()
     [(weights, settings, version)] = sent
     attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -256,8 +255,7 @@ class HandlesOnly(Plain):
 def test_weights_are_sent_in_a_way_that_the_server_program_takes(backend, host, method):
     backend = backend(ServerSettings())
     assert auto_method(backend, SimpleNamespace(**host)) == method
-    needs = {"colocated": False, "expert_routing": False, "truncated": False, "temperatures": {}}
-    check_capabilities(backend, **needs, method=method)
+    check_capabilities(backend, Config(engine="sglang"), method=method, colocated=False, expert_routing=False)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe"])
@@ -280,36 +278,27 @@ def test_experts_are_in_the_form_of_the_hubs_checkpoints(tmp_path):
 
 
 def test_the_plan_leaves_out_the_memory_of_servers():
-    config = Config(engine="sglang", sglang=URLS)
+    config = Config(engine="sglang", server=URLS)
     assert MemoryPlan.of(config, SIZES, ranks=1).engine == {}
     plan = MemoryPlan.of(config, SIZES, ranks=2)
-    assert list(plan.engine) == ["weights"]
-    assert plan.where == "one program on 2 ranks (FSDP2), a copy of the weights for servers beside rank 0"
-    attached = MemoryPlan.of(Config(engine="sglang", cluster=Cluster(gpus=4), sglang=URLS), SIZES, ranks=1)
-    assert attached.where == "4 trainer ranks (FSDP2) on 4 GPUs of 1 node, beside servers that run already"
+    assert plan.engine == {} and plan.where == "one program on 2 ranks (FSDP2), servers beside rank 0"
+    external = MemoryPlan.of(Config(engine="sglang", cluster=Cluster(gpus=4), server=URLS), SIZES, ranks=1)
+    assert external.where == "4 trainer ranks (FSDP2) on 4 GPUs of 1 node, beside servers that run already"
     placed = MemoryPlan.of(Config(engine="sglang", cluster=Cluster(gpus=4)), SIZES, ranks=1)
-    assert placed.where == "4 trainer ranks (FSDP2) and 4 sglang servers on 4 GPUs of 1 node, colocated"
+    assert placed.where == "4 trainer ranks (FSDP2) and 4 SGLang servers on 4 GPUs of 1 node, colocated"
     assert placed.engine == {}
 
 
 def test_a_misspelled_way_to_send_weights_is_an_error_before_any_server_starts(tmp_path):
-    config = config_of("tiny:qwen3", tmp_path, sglang=SGLang(urls=URLS.urls, sync="ncl"))
-    with pytest.raises(ValueError, match=r"sglang\.sync must be one of auto, disk, group, tensor, but it is 'ncl'"):
+    config = config_of("tiny:qwen3", tmp_path, server=ServerSettings(urls=URLS.urls, sync="ncl"))
+    with pytest.raises(ValueError, match=r"server\.sync must be one of auto, disk, group, tensor, but it is 'ncl'"):
         build_run(config)
-
-
-class OnGpu:
-    """Stands for the policy of a trainer on a GPU that does not exist."""
-
-    def __init__(self, index: int) -> None:
-        self.device = torch.device("cuda", index)
 
 
 @pytest.mark.parametrize(
     ("trainer", "ranks", "servers", "shares", "colocated"),
     [
         (0, 1, {}, True, True),
-        (1, 1, {"servers": 2}, True, True),  # the second server's GPU
         (1, 1, {}, False, False),
         (0, 1, {"first_gpu": 1}, False, False),
         (3, 1, {"first_gpu": 2, "tp": 2}, True, True),
@@ -320,22 +309,27 @@ class OnGpu:
     ],
 )
 def test_a_server_shares_a_gpu_with_a_rank_on_the_same_index(trainer, ranks, servers, shares, colocated, tmp_path):
-    host = LocalServerHost(SGLang(**servers), tmp_path, TrainerMemory(OnGpu(trainer)), ranks)
+    host = LocalServerHost(ServerSettings(**servers), tmp_path, torch.device("cuda", trainer), ranks)
     assert (host.shares_gpus, host.colocated) == (shares, colocated)
+
+
+def test_the_second_server_shares_the_gpu_of_a_trainer_on_index_1(tmp_path):
+    assert LocalServerHost(ServerSettings(), tmp_path, torch.device("cuda", 1), ranks=1, count=2).colocated
 
 
 def test_the_ranks_of_other_machines_have_no_gpus_here(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    host = LocalServerHost(SGLang(first_gpu=2), tmp_path, TrainerMemory(OnGpu(0)), ranks=4)
+    host = LocalServerHost(ServerSettings(first_gpu=2), tmp_path, torch.device("cuda", 0), ranks=4)
     assert not host.shares_gpus
 
 
 def test_servers_need_as_many_gpus_as_there_are(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    settings = SGLang(servers=2, tp=2, first_gpu=1)
-    host = LocalServerHost(settings, tmp_path, TrainerMemory(OnGpu(0)), ranks=1)
+    settings = ServerSettings(tp=2, first_gpu=1)
+    host = LocalServerHost(settings, tmp_path, torch.device("cuda", 0), ranks=1, count=2)
     with pytest.raises(
-        ValueError, match=re.escape("sglang.first_gpu must leave room for sglang.servers x sglang.tp = 4 GPUs of the 4")
+        ValueError,
+        match=re.escape("server.first_gpu must leave room for cluster.engines x server.tp = 4 GPUs of the 4"),
     ):
         host.servers(SGLangBackend(settings), ServedModel("/m", "bfloat16"))
 
@@ -349,12 +343,12 @@ def test_a_server_beside_a_trainer_that_stays_is_refused_unless_its_memory_is_se
 
     monkeypatch.setattr(builder, "LocalServerHost", Host)
     train = Train(max_staleness=1)
-    config = config_of(qwen3_vl, tmp_path, sglang=SGLang(python="python", args=args), train=train)
+    config = config_of(qwen3_vl, tmp_path, server=ServerSettings(python="python", args=args), train=train)
     if args:
         build_run(config).engine.close()
         return
     message = (
-        r"sglang.first_gpu must name GPUs without a trainer rank, but it is 0: .*set mem-fraction-static in sglang.args"
+        r"server.first_gpu must name GPUs without a trainer rank, but it is 0: .*set mem-fraction-static in server.args"
     )
     with pytest.raises(ValueError, match=message):
         build_run(config)
@@ -364,15 +358,16 @@ def test_a_colocated_server_gets_the_share_of_the_gpu_that_the_plan_gives(qwen3_
     asked = []
 
     class Host(LocalServerHost):
-        shares_gpus, colocated, gpu_bytes = True, True, 80e9
+        shares_gpus, colocated = True, True
 
     def fraction(config, sizes, gpu_bytes):
         asked.append((sizes.parameters > 0, gpu_bytes))
         return 0.6257
 
     monkeypatch.setattr(builder, "LocalServerHost", Host)
+    monkeypatch.setattr(controller, "gpu_bytes", lambda device: 80e9)
     monkeypatch.setattr(serving, "server_memory_fraction", fraction)
-    run = build_run(config_of(qwen3_vl, tmp_path, sglang=SGLang(python="python")))
+    run = build_run(config_of(qwen3_vl, tmp_path, server=ServerSettings(python="python")))
     run.engine.close()
     assert asked == [(True, 80e9)]
     launch = run.serving.engine.servers.all[0].process.launch
@@ -381,11 +376,14 @@ def test_a_colocated_server_gets_the_share_of_the_gpu_that_the_plan_gives(qwen3_
 
 def test_a_share_that_the_settings_contain_is_taken_where_the_plan_has_none(qwen3_vl, tmp_path, monkeypatch):
     class Host(LocalServerHost):
-        shares_gpus, colocated, gpu_bytes = True, True, 4e9  # the plan refuses a GPU of this size
+        shares_gpus, colocated = True, True
 
     monkeypatch.setattr(builder, "LocalServerHost", Host)
+    monkeypatch.setattr(controller, "gpu_bytes", lambda device: 4e9)  # the plan refuses a GPU of this size
     with pytest.raises(ValueError, match="a server on a GPU of"):
-        build_run(config_of(qwen3_vl, tmp_path, sglang=SGLang(python="python")))
-    run = build_run(config_of(qwen3_vl, tmp_path, sglang=SGLang(python="python", args={"mem_fraction_static": 0.3})))
+        build_run(config_of(qwen3_vl, tmp_path, server=ServerSettings(python="python")))
+    run = build_run(
+        config_of(qwen3_vl, tmp_path, server=ServerSettings(python="python", args={"mem_fraction_static": 0.3}))
+    )
     run.engine.close()
     assert "--mem-fraction-static 0.3" in " ".join(run.serving.engine.servers.all[0].process.launch.command)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from PIL import Image
 
 from vlmrl.engine.base import EngineError
 from vlmrl.multimodal.images import load_image
-from vlmrl.run import loop, stopping
+from vlmrl.run import stopping
 from vlmrl.run.checkpointing import LoopState, save_stopped
 from vlmrl.run.recorder import Recorder
 from vlmrl.run.stopping import RunStopped, StopRequest, stop_on_signals
@@ -46,7 +45,7 @@ def config():
         name="hang",
         data=Data(generator=tasks, size=4),
         env="hang.py:Hangs",
-        rollout=Rollout(group_size=2, max_tokens=64, max_reply_tokens=4, env_timeout=1e6),
+        rollout=Rollout(group_size=2, max_tokens=64, max_response_tokens=4, env_timeout=1e6),
         train=Train(steps=1, groups_per_batch=1),
     )
 """
@@ -72,7 +71,7 @@ def test_a_ctrl_c_just_before_the_loop_sleeps_is_noticed():
 
 @pytest.mark.slow
 def test_ctrl_c_ends_a_run_whose_env_hangs(tmp_path):
-    (tmp_path / "hang.py").write_text(HANG.replace("max_reply_tokens=4", "max_reply_tokens=4, stop=('',)"))
+    (tmp_path / "hang.py").write_text(HANG.replace("max_response_tokens=4", "max_response_tokens=4, stop=('',)"))
     run = subprocess.Popen(
         [sys.executable, "-m", "vlmrl", "train", "hang.py"],
         cwd=tmp_path,
@@ -188,7 +187,7 @@ def test_sigterm_ends_the_process_when_its_grace_period_ends():
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=600)
     assert output == "saving SIGTERM 143\n"
-    assert process.returncode == 143 and "checkpoint.grace_seconds (0.5)" in errors
+    assert process.returncode == 143 and "within 0.5 seconds after SIGTERM" in errors
 
 
 def test_what_is_not_interruptible_goes_on_to_its_end():
@@ -272,31 +271,6 @@ def test_a_stopped_run_saves_its_checkpoint_though_its_engine_is_dead(tmp_path):
     saved = checkpoints.newest()
     assert saved is not None and load_json(saved)["step"] == 5 and (saved / "weights").exists()
     assert said == ["the engine did not free the GPUs for the trainer: server 0: connection refused"]
-
-
-def test_a_stop_interrupts_the_evaluation_that_an_asynchronous_update_waits_for(monkeypatch):
-    stop, cancelled = StopRequest(), []
-
-    class Endless:
-        async def wait(self) -> None:
-            stop.request(signal.SIGTERM)
-            await asyncio.get_running_loop().create_future()
-
-        async def cancel(self) -> None:
-            cancelled.append(True)
-
-    async def push_weights(*_: object) -> dict[str, float]:
-        return {"pushed": 1.0}
-
-    monkeypatch.setattr(loop, "train_on", lambda *_: {"trained": 1.0})
-    monkeypatch.setattr(loop, "push_weights", push_weights)
-    monkeypatch.setattr(loop, "paused", lambda engine: nullcontext())
-    config = SimpleNamespace(train=SimpleNamespace(max_staleness=1, steps_per_batch=1))
-    run: Any = SimpleNamespace(config=config, engine=None, seconds=SimpleNamespace(of=lambda part: nullcontext()))
-    trainer: Any = SimpleNamespace(end_schedule_at=lambda step: None)
-    evaluator: Any = Endless()
-    assert asyncio.run(loop.update(run, trainer, [], 1, evaluator, stop)) == {"trained": 1.0, "pushed": 1.0}
-    assert cancelled
 
 
 @pytest.mark.filterwarnings("error")

@@ -18,17 +18,17 @@ from vlmrl.samples import concat
 
 pytestmark = pytest.mark.slow  # each builds a run
 
-NO_STD = {"scale_by_std": False}  # an advantage is a reward minus its group's mean
+NO_STD = {"grpo.scale_by_std": False}  # an advantage is a reward minus its group's mean
 
 
 def settings(tmp_path, **changes) -> Config:
-    """Two groups of two short replies to a text."""
+    """Two groups of two short responses to a text."""
     base = Config(
         output_dir=str(tmp_path),
         data=Data(generator=lambda index, seed: {"prompt": f"Say {index}."}, size=8),
         reward=lambda text, task: float(len(text) % 2),
-        rollout=Rollout(group_size=2, max_tokens=128, max_reply_tokens=8),
-        train=Train(steps=1, groups_per_batch=2, canary=False),
+        rollout=Rollout(group_size=2, max_tokens=128, max_response_tokens=8),
+        train=Train(steps=1, groups_per_batch=2, image_check=False),
         save_model=False,
     )
     return replace(base, **changes)
@@ -39,8 +39,8 @@ def test_the_schedule_has_a_place_for_each_optimizer_step_and_the_trainer_has_th
     config = settings(
         tmp_path,
         optim=Optim(lr=1e-3, schedule="linear"),
-        rollout=Rollout(group_size=2, max_tokens=128, max_reply_tokens=8, temperature=2.0),
-        train=Train(steps=2, groups_per_batch=2, groups_per_step=1, canary=False),
+        rollout=Rollout(group_size=2, max_tokens=128, max_response_tokens=8, temperature=2.0),
+        train=Train(steps=2, groups_per_batch=2, groups_per_step=1, image_check=False),
     )
     run, rows, _ = train(config)
     run.engine.close()
@@ -71,12 +71,12 @@ class Batch:
 
 
 def test_all_samples_are_trained_with_the_advantages_of_their_groups(tmp_path):
-    _, advantages = Batch(settings(tmp_path, algo=Algo(advantage_options=NO_STD))).train()
+    _, advantages = Batch(settings(tmp_path, algo=Algo(options=NO_STD))).train()
     assert advantages == {0: -0.5, 1: 0.5, 2: -0.5, 3: 0.5}
 
 
 def test_truncated_trajectories_are_left_out_and_still_count_in_the_baseline(tmp_path):
-    batch = Batch(settings(tmp_path, algo=Algo(mask_truncated=True, advantage_options=NO_STD)))
+    batch = Batch(settings(tmp_path, algo=Algo(mask_truncated=True, options=NO_STD)))
     batch.played[0].ending, batch.played[3].ending = "length", "max_tokens"
     metrics, advantages = batch.train()
     assert advantages == {1: 0.5, 2: -0.5}
@@ -93,7 +93,7 @@ def test_a_batch_of_truncated_trajectories_is_not_trained(tmp_path):
 
 def test_the_kl_penalty_on_a_reward_has_its_coefficient(tmp_path):
     """The reference is the policy before its weights are moved; k1 is the sum over trained tokens of their logprobs' difference."""
-    algo = Algo(kl_coef=0.5, kl="k1", kl_in_reward=True, advantage_options=NO_STD)
+    algo = Algo(kl_coef=0.5, kl="k1", options=NO_STD)
     batch = Batch(settings(tmp_path, algo=algo))
     of_reference = batch.trainer.score(batch.rows)
     noise = torch.Generator().manual_seed(1)

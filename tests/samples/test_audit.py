@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from testing.fakes import PAD, make_item, make_trajectory, make_turn
+from testing.fakes import PAD, linked, make_item, make_trajectory, make_turn
 
 from vlmrl.samples import AuditError, audit, concat, merge_prefixes, step_wise
 from vlmrl.types import Sample
@@ -73,8 +73,7 @@ def test_merged_rows_pass_and_the_report_counts():
 
 def test_a_dropped_end_of_turn_is_counted_in_one_row_and_trained_in_two():
     turns = [make_turn([1, 4], [5, 2], [-0.1, -0.2]), make_turn([7], [6, 2], [-0.3, -0.4])]
-    turns[0].dropped = 1  # inline: the second prompt is 1 4 5 7
-    trajectory = make_trajectory(turns=turns)
+    trajectory = make_trajectory(turns=linked(turns, dropped=1))  # inline: the second prompt is 1 4 5 7
     (joined,) = concat(trajectory)
     assert (joined.prompt_token_ids, joined.response_ids, joined.loss_mask) == ([1, 4], [5, 7, 6, 2], [1, 0, 1, 1])
     assert audit([joined], [trajectory]).left_out == {"inline_end_of_turn": 1}
@@ -84,12 +83,11 @@ def test_a_dropped_end_of_turn_is_counted_in_one_row_and_trained_in_two():
     assert audit(merge_prefixes(rows), [trajectory]).samples == 2  # the first row's end of turn is in no later prompt
 
 
-def test_a_dropped_end_of_turn_is_not_taken_for_the_next_reply_after_an_empty_observation():
+def test_a_dropped_end_of_turn_is_not_taken_for_the_next_response_after_an_empty_observation():
     turns = [make_turn([1, 4], [5, 2], [-0.1, -0.2]), make_turn([], [2], [-0.2])]
-    turns[0].dropped = 1
-    trajectory = make_trajectory(turns=turns)
+    trajectory = make_trajectory(turns=linked(turns, dropped=1))
     (joined,) = concat(trajectory)
-    assert (joined.response_ids, joined.loss_mask) == ([5, 2], [1, 1])  # the 2 is the second reply
+    assert (joined.response_ids, joined.loss_mask) == ([5, 2], [1, 1])  # the 2 is the second response
     assert audit([joined], [trajectory]).left_out == {"inline_end_of_turn": 1}
     assert audit(step_wise(trajectory), [trajectory]).left_out == {}
 
@@ -276,9 +274,9 @@ def test_last_steps():
 # Against the trajectories
 
 
-def reply(where: str, wanted: str, held: str, length: int, trained: int) -> str:
+def response(where: str, wanted: str, held: str, length: int, trained: int) -> str:
     return (
-        f"trajectory t, {where} must be {wanted}, as sampled, but it is {held}; the reply has {length} tokens, the row "
+        f"trajectory t, {where} must be {wanted}, as sampled, but it is {held}; the response has {length} tokens, the row "
         f"{trained} with mask 1."
     )
 
@@ -287,7 +285,7 @@ def test_a_sampled_token_masked():
     sample = row(loss_mask=changed(row().loss_mask, 0, 0), rollout_logprobs=changed(row().rollout_logprobs, 0, 0.0))
     wanted = "id 5, logprob -0.1, policy version 3, mask 1"
     held = "id 5, logprob 0.0, policy version 3, mask 0"
-    message = reply("turn 0, token 0 of the reply (response token 0)", wanted, held, 2, 4)
+    message = response("turn 0, token 0 of the response (response token 0)", wanted, held, 2, 4)
     refuse(message, sample, trajectories=[make_trajectory()])
 
 
@@ -298,7 +296,7 @@ def test_the_last_sampled_token_dropped():
     sample.rewards = {0: 0.25, 8: 1.0}
     wanted = "id 6, logprob -0.5, policy version 3, mask 1"
     held = "id nothing, logprob nothing, policy version nothing, mask nothing"
-    message = reply("turn 1, token 2 of the reply (response token 9)", wanted, held, 3, 4)
+    message = response("turn 1, token 2 of the response (response token 9)", wanted, held, 3, 4)
     refuse(message, sample, trajectories=[trajectory])
 
 
@@ -312,7 +310,7 @@ def test_the_last_sampled_token_dropped():
 )
 def test_a_sampled_token_altered(name, value, held):
     wanted = "id 4, logprob -0.4, policy version 3, mask 1"
-    message = reply("turn 1, token 1 of the reply (response token 8)", wanted, held, 3, 5)
+    message = response("turn 1, token 1 of the response (response token 8)", wanted, held, 3, 5)
     refuse(message, row(**{name: changed(getattr(row(), name), 8, value)}), trajectories=[make_trajectory()])
 
 

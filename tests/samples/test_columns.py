@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
+import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -32,7 +34,7 @@ LITERAL = {
 
 def test_columns_hold_all_of_a_sample():
     samples = [*step_wise(make_trajectory("a")), *concat(make_trajectory("b"))]
-    assert from_columns(to_columns(samples, {"calls": 1.0})) == [replace(sample) for sample in samples]
+    assert from_columns(to_columns(samples, {"calls": 1.0})) == [replace(sample, responses=[]) for sample in samples]
 
 
 def test_the_fields_of_the_field_are_enough():
@@ -202,3 +204,24 @@ def test_hostile_columns_end_in_samples_or_in_one_clear_error(how_many):
         except ValueError as error:
             ended[type(error).__name__] += 1
     assert set(ended) == {"samples", "ValueError", "AuditError"}
+
+
+def test_lists_of_numbers_are_read_at_once_as_entry_by_entry(monkeypatch, how_many):
+    """Also those that mix kinds, sizes and signs, with the same samples and the same errors."""
+
+    def outcome(columns) -> str:
+        try:
+            return repr([vars(sample) for sample in from_columns(columns)])
+        except ValueError as error:
+            return re.sub(" at 0x[0-9a-f]+", "", str(error))
+
+    edges = [[2**63, 1], [-(2**63), 0.5], [2**53 + 1, 1.0], [np.longdouble(1), True], [np.float16(2), 3], [], (0.5, 1)]
+    lists = [LITERAL | {"rollout_logprobs": [each, [0, 0]]} for each in edges]
+    lists += [
+        LITERAL | {"policy_versions": [[*each, 1][:3], (-1.0, 2)], "rewards": [[*each, 1][:3], 1]} for each in edges
+    ]
+    lists += islice(cases(random.Random(1)), how_many(500))
+    at_once = [outcome(copy.deepcopy(columns)) for columns in lists]
+    monkeypatch.setattr("vlmrl.samples.columns._as_array", lambda values: None)
+    assert at_once == [outcome(columns) for columns in lists]
+    assert sum(each.startswith("[{") for each in at_once) > 50

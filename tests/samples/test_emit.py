@@ -10,7 +10,7 @@ from testing.fakes import PAD, make_item, make_trajectory, make_turn
 from vlmrl.samples import concat, merge_prefixes, step_wise
 
 
-def test_concat_gives_replies_mask_1_and_observations_mask_0():
+def test_concat_gives_responses_mask_1_and_observations_mask_0():
     (row,) = concat(make_trajectory())
     assert row.prompt_token_ids == [1, PAD, PAD, 2]
     assert row.response_ids == [5, 6, 7, PAD, PAD, PAD, 8, 5, 4, 6]
@@ -52,7 +52,7 @@ def test_rewards_nobody_gave_are_zero():
     assert row.rewards == {2: 0.5}
 
 
-def test_observations_take_the_policy_version_of_the_next_reply():
+def test_observations_take_the_policy_version_of_the_next_response():
     turns = [
         make_turn([1], [5, 6], [0.0, 0.0], policy_versions=[3, 4]),
         make_turn([7, 7], [8, 8], [0.0, 0.0], policy_versions=[5, 6]),

@@ -5,41 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from testing.real_servers import config_of, served
-
-from vlmrl.engine.server_backend import is_installed
-
-HERE = Path(__file__).parent
+from testing.real_servers import config_of
+from testing.server_suite import both, family, glm, mark, qwen2_5, qwen3  # noqa: F401
 
 
 def pytest_collection_modifyitems(items):
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.slow)  # servers are restarted in the midst of tests
-            if not is_installed("sglang"):
-                item.add_marker(pytest.mark.skip(reason="needs SGLang: make test-sglang has an environment with it"))
+    mark(items, Path(__file__).parent, "sglang", "SGLang")
 
 
 @pytest.fixture(scope="session")
-def both(qwen3_vl, qwen2_5_vl, tmp_path_factory):
-    """Two servers, started at the same time: a starting server keeps little more than one core busy."""
-    folder = tmp_path_factory.mktemp("both")
-    yield from served(config_of(qwen3_vl, folder, dtype="float32"), config_of(qwen2_5_vl, folder))
-
-
-@pytest.fixture(scope="session")
-def qwen3(both):
-    """A tiny Qwen3-VL in float32."""
-    return both[0]
-
-
-@pytest.fixture(scope="session")
-def qwen2_5(both):
-    """A tiny Qwen2.5-VL in bfloat16."""
-    return both[1]
-
-
-@pytest.fixture(params=["qwen3", "qwen2_5"])
-def family(request):
-    """Each of both in turn."""
-    return request.getfixturevalue(request.param)
+def program():
+    return config_of

@@ -6,7 +6,7 @@ import argparse
 
 from testing.real_servers import SHIM
 
-from vlmrl.config import Lora, SGLang
+from vlmrl.config import Lora, ServerSettings
 from vlmrl.engine.server_backend import ServedModel
 from vlmrl.engine.sglang.backend import SGLangBackend
 
@@ -16,8 +16,10 @@ def test_sglang_parses_the_arguments_of_a_colocated_server(tmp_path, monkeypatch
     from sglang.srt.server_args import ServerArgs
 
     lora = Lora(rank=4, targets=("q_proj",))
-    model = ServedModel("/m", "bfloat16", True, lora, expert_routing=True, sleep=True, memory_fraction=0.8129)
-    _, _, module, *words = SGLangBackend(SGLang()).launch(model, tmp_path / "log", "127.0.0.1", 1, gpu=0).command
+    model = ServedModel("/m", "bfloat16", True, lora, expert_routing=True, sleep=True, memory_fraction=0.812)
+    _, _, module, *words = (
+        SGLangBackend(ServerSettings()).launch(model, tmp_path / "log", "127.0.0.1", 1, gpu=0).command
+    )
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     parsed = parser.parse_args(words)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from testing.real_servers import config_of, served
-from testing.served_experts import check_experts, check_known_experts_are_not_returned_again
+from testing.server_cases import (  # noqa: F401
+    test_known_experts_are_not_returned_again,
+    test_the_experts_of_all_tokens_are_those_of_the_trainers_routers_before_and_after_an_update,
+)
 
 from vlmrl.model.tiny import build
 
@@ -17,14 +18,3 @@ def experts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
     for [one] in served(config_of(build(folder / "model", "qwen3_vl_moe"), folder, dtype="float32")):
         yield one
-
-
-def test_the_experts_of_all_tokens_are_those_of_the_trainers_routers_before_and_after_an_update(experts):
-    for name in ("before", "after"):
-        check_experts(experts, experts.episodes(name))
-        experts.change(1)
-        asyncio.run(experts.push())
-
-
-def test_known_experts_are_not_returned_again(experts):
-    check_known_experts_are_not_returned_again(experts)

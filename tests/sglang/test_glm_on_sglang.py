@@ -2,34 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from base64 import b64encode
 
-import numpy as np
 import pytest
-from testing.real_servers import Served, check_before_and_after_updates, config_of, served
+from testing.server_cases import test_glm_has_the_trainers_logprobs_before_and_after_updates  # noqa: F401
 
 from vlmrl.engine.base import Request
-from vlmrl.model import tiny
-
-
-@pytest.fixture(scope="module")
-def glm(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("glm")
-    for [one] in served(config_of(tiny.build(folder / "glm4v", "glm4v"), folder, dtype="float32", start_timeout=900.0)):
-        yield one
-
-
-def difference(one: Served, request: Request) -> float:
-    """The largest difference between the server's logprobs of a reply and the trainer's."""
-    completion = asyncio.run(one.run.engine.generate(request))
-    row = one.row_of(request, completion)
-    return float(np.abs(one.scores([row])[0] - row.rollout_logprobs).max())
-
-
-def test_episodes_with_images_have_the_trainers_logprobs_before_and_after_updates(glm):
-    check_before_and_after_updates(glm)
-    assert glm.run.engine.retried == glm.run.engine.resent == 0
 
 
 def test_ids_that_another_encoding_would_change_are_kept(glm):
@@ -38,20 +16,17 @@ def test_ids_that_another_encoding_would_change_are_kept(glm):
     words = glm.run.model.renderer
     typed = [token for letter in "red blue <|image|> <|user|>" for token in words.encode(letter)]
     assert words.encode(words.decode(typed)) != typed
-    assert (
-        difference(glm, Request("letters", [*typed, *request.prompt_ids], request.media, request.sampling))
-        < glm.tolerance
-    )
+    assert glm.ask(Request("letters", [*typed, *request.prompt_ids], request.media, request.sampling)) < glm.tolerance
     assert glm.requests() == before + 1
 
 
 def test_an_image_is_sent_once(glm):
     request = glm.question("named", 16)
-    assert difference(glm, request) < glm.tolerance
+    assert glm.ask(request) < glm.tolerance
     encoded, before = glm.run.engine.images_encoded, glm.requests()
     [item] = request.media
     assert item in glm.server.images
-    assert difference(glm, request) < glm.tolerance
+    assert glm.ask(request) < glm.tolerance
     assert (glm.run.engine.images_encoded, glm.run.engine.resent, glm.requests()) == (encoded, 0, before + 1)
 
 

@@ -6,10 +6,7 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 from testing.real_servers import Served, config_of, processes_of, served
-
-from vlmrl.engine.base import Request
 
 
 def memory_files(one: Served) -> int:
@@ -25,42 +22,34 @@ def mapped(one: Served) -> int:
     return sum(text.count("memfd:vlmrl-image") for text in maps)
 
 
-def ask(one: Served, request: Request) -> float:
-    """The largest difference between the server's logprobs of a reply and the trainer's."""
-    completion = asyncio.run(one.run.engine.generate(request))
-    row = one.row_of(request, completion)
-    [scores] = one.scores([row])
-    return float(np.abs(scores - row.rollout_logprobs).max())
-
-
 def test_an_image_that_the_server_holds_is_named_and_exact(family):
     request, before = family.question("named", 16), family.requests()
-    assert ask(family, request) < family.tolerance
+    assert family.ask(request) < family.tolerance
     [item] = request.media
     assert item in family.server.images and memory_files(family) > 0
     encoded = family.run.engine.images_encoded
-    assert ask(family, request) < family.tolerance
+    assert family.ask(request) < family.tolerance
     assert family.run.engine.images_encoded == encoded and family.requests() == before + 2
     assert mapped(family) == 0  # a finished request holds nothing
 
 
 def test_after_an_update_a_named_image_is_computed_with_the_new_weights_but_not_processed_again(family):
     request = family.question("updated", 16)
-    assert ask(family, request) < family.tolerance
+    assert family.ask(request) < family.tolerance
     files, before = memory_files(family), family.requests()
     for method in ("tensor", "disk"):
         family.sync.method = method
         family.change(seed=31 + len(method))
         asyncio.run(family.push())
-        assert ask(family, request) < family.tolerance
+        assert family.ask(request) < family.tolerance
     assert memory_files(family) == files and family.requests() == before + 2  # none was refused
 
 
 def test_a_cache_that_is_too_small_drops_images_and_their_memory(qwen3_vl, tmp_path):
     config = config_of(qwen3_vl, tmp_path, dtype="float32")
     # One of 64x64 pixels takes 0.1 MB, one of 256x256 takes 1.6 MB.
-    args = config.sglang.args | {"mm-preprocess-cache-size-mb": 1}
-    for [one] in served(replace(config, sglang=replace(config.sglang, args=args))):
+    args = config.server.args | {"mm-preprocess-cache-size-mb": 1}
+    for [one] in served(replace(config, server=replace(config.server, args=args))):
         played = one.episodes("small")
         assert len({item.id for t in played for turn in t.turns for item in turn.media}) > 3
         assert one.largest_difference(played) < one.tolerance and one.run.engine.retried == 0

@@ -1,4 +1,4 @@
-"""Whole runs on an attached server: steps, a resumed run, and rollouts ahead of the trainer."""
+"""Whole runs on an external server: colocated, and with rollouts ahead of the trainer."""
 
 from __future__ import annotations
 
@@ -9,34 +9,22 @@ from typing import Any
 import httpx
 from testing.real_servers import Served
 
-from vlmrl.config import Checkpoint, Config, Optim, Train
+from vlmrl.config import Config, Optim, Train
 from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.report.run_log import read_rows
 from vlmrl.run.program import run_training
 from vlmrl.run.serving import LocalServerHost
 
 
-def attached(family: Served, folder: Path, **settings: Any) -> Config:
+def with_external_server(family: Served, folder: Path, **settings: Any) -> Config:
     config = family.run.config
-    sglang = replace(config.sglang, urls=(family.server.url,), args={}, env={})
-    return replace(config, output_dir=str(folder), sglang=sglang, optim=Optim(lr=3e-3), **settings)
+    server = replace(config.server, urls=(family.server.url,), args={}, env={})
+    return replace(config, output_dir=str(folder), server=server, optim=Optim(lr=3e-3), **settings)
 
 
-def rows_of(config: Config, resume: bool = False) -> list[dict[str, Any]]:
-    run_training(config, resume=resume)
+def rows_of(config: Config) -> list[dict[str, Any]]:
+    run_training(config)
     return read_rows(config.folder / "metrics.jsonl")
-
-
-def test_a_run_samples_from_the_trained_weights_also_after_a_resume(qwen3, tmp_path):
-    config = attached(qwen3, tmp_path, checkpoint=Checkpoint(every=2))
-    rows = rows_of(config)
-    assert [row["step"] for row in rows] == [1, 2]
-    rows = rows_of(replace(config, train=Train(steps=4, groups_per_batch=2)), resume=True)
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert [row["failed"] for row in rows] == [0] * 4
-    assert max(row["logprob_mismatch/max"] for row in rows) < qwen3.tolerance
-    size = sum(weight.nbytes for weight in qwen3.first.values())
-    assert [row["weight_sync/bytes"] for row in rows] == [size] * 4
 
 
 def test_a_server_on_the_trainers_gpu_sleeps_during_training(qwen3, tmp_path, monkeypatch):
@@ -44,7 +32,7 @@ def test_a_server_on_the_trainers_gpu_sleeps_during_training(qwen3, tmp_path, mo
     monkeypatch.setattr(LocalServerHost, "colocated", True)
     log = qwen3.server.process.launch.log
     before = log.read_text()
-    rows = rows_of(attached(qwen3, tmp_path))
+    rows = rows_of(with_external_server(qwen3, tmp_path))
     assert max(row["logprob_mismatch/max"] for row in rows) < qwen3.tolerance
     calls = log.read_text()[len(before) :]
     sleeps = calls.count("POST /release_memory_occupation")
@@ -57,7 +45,7 @@ def test_a_server_on_the_trainers_gpu_sleeps_during_training(qwen3, tmp_path, mo
 
 def test_rollouts_continue_during_training(qwen3, tmp_path):
     train = Train(steps=4, groups_per_batch=2, max_staleness=1)
-    rows = rows_of(attached(qwen3, tmp_path, train=train))
+    rows = rows_of(with_external_server(qwen3, tmp_path, train=train))
     assert rows[0]["logprob_mismatch/max"] < qwen3.tolerance
     assert max(row["staleness/max"] for row in rows) == 1
     assert [row["failed"] for row in rows] == [0] * 4

@@ -1,13 +1,16 @@
-"""A headless Chromium for tests of pages: found on the machine, driven by its own driver, without the network."""
+"""A headless Chromium for tests of pages: Debian's, driven by Playwright as BrowserEnv does, without the network."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
-import shutil
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+
+from vlmrl.env.browser.chromium_process import find_chromium
 
 SECONDS = 30.0  # for an event on a busy machine
 
@@ -19,84 +22,79 @@ def cannot(reason: str) -> NoReturn:
     pytest.skip(reason)
 
 
+def need_chromium() -> str:
+    """The program of Chromium. The test is skipped without it or Playwright, except on CI."""
+    if importlib.util.find_spec("playwright") is None:
+        cannot("no Playwright: pip install playwright.")
+    try:
+        return find_chromium(None)
+    except ValueError as error:
+        cannot(str(error))
+
+
 class Browser:
     """Opens pages and waits for what they show. ``errors()`` are the messages of the console since the last call."""
 
     def __init__(self) -> None:
-        chromium, driver = (shutil.which(name) for name in ("chromium", "chromedriver"))
-        if chromium is None or driver is None:
-            cannot("no Chromium: install Debian's chromium and chromium-driver.")
-        try:
-            from selenium import webdriver
-        except ImportError:
-            cannot("no selenium: pip install selenium.")
-        options = webdriver.ChromeOptions()
-        options.binary_location = chromium
-        for argument in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=1280,860"):
-            options.add_argument(f"--{argument}")
-        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-        # With its path given, selenium does not look for a driver on the network.
-        self.driver: Any = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-        self.driver.set_script_timeout(SECONDS)
+        program = need_chromium()
+        from playwright.sync_api import sync_playwright
+
+        self._playwright = sync_playwright().start()
+        self._page: Any = self._playwright.chromium.launch(executable_path=program).new_page()
+        self._page.set_default_timeout(1000 * SECONDS)
+        self._messages: list[str] = []
+        self._page.on("console", lambda message: self._messages.append(message.text))
+        self._page.on("pageerror", lambda error: self._messages.append(str(error)))
 
     def open(self, page: Path | str, place: str = "") -> None:
         """Open a file or an address, at a ``place`` behind ``#``, and wait until it is drawn."""
         self.close()
-        self.driver.get((page.resolve().as_uri() if isinstance(page, Path) else page) + (f"#{place}" if place else ""))
+        self._page.goto((page.resolve().as_uri() if isinstance(page, Path) else page) + (f"#{place}" if place else ""))
         self.wait("byId('view').children.length > 0")
 
     def close(self) -> None:
         """Leave the page, before its server ends."""
-        self.driver.get("about:blank")
+        self._page.goto("about:blank")
+
+    def quit(self) -> None:
+        self._playwright.stop()
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page."""
-        return self.driver.execute_script(f"return ({script})")
+        return self._page.evaluate(f"({script})")
 
     def wait(self, condition: str) -> None:
-        """Wait until an expression in the page is true."""
-        from selenium.webdriver.support.wait import WebDriverWait
-
-        WebDriverWait(self.driver, SECONDS, 0.05).until(lambda driver: self.run(condition), condition)
+        """Wait until an expression in the page is true. (A served page forbids the eval of Playwright's own wait.)"""
+        end = time.monotonic() + SECONDS
+        while not self.run(condition):
+            assert time.monotonic() < end, f"not true within {SECONDS:.0f} seconds: {condition}"
+            self._page.wait_for_timeout(50)
 
     def press(self, keys: str) -> None:
         """Press keys, where the focus is."""
-        from selenium.webdriver.common.action_chains import ActionChains
-
-        ActionChains(self.driver).send_keys(keys).perform()
+        self._page.keyboard.type(keys)
 
     def click(self, selector: str, text: str = "") -> None:
         """Click the first element of a CSS selector, with a ``text``."""
-        self._find(selector, text).click()
+        self._page.locator(selector, has_text=text).first.click()
 
     def type(self, selector: str, text: str) -> None:
-        element = self._find(selector, "")
-        element.clear()
-        element.send_keys(text)
+        self._page.locator(selector).fill(text)
 
     def hover(self, selector: str) -> None:
-        from selenium.webdriver.common.action_chains import ActionChains
-
-        ActionChains(self.driver).move_to_element(self._find(selector, "")).perform()
+        self._page.locator(selector).first.hover()
 
     def texts(self, selector: str) -> list[str]:
         """The texts of all elements of a CSS selector."""
-        return list(self.run(f"[...document.querySelectorAll({selector!r})].map((each) => each.textContent)"))
+        return list(self._page.locator(selector).all_text_contents())
 
     def size(self, width: int, height: int) -> None:
-        values = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", values)
+        self._page.set_viewport_size({"width": width, "height": height})
 
     def prefer(self, scheme: str) -> None:
         """``light`` or ``dark``, as a system's setting."""
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
-        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        self._page.emulate_media(color_scheme=scheme)
 
     def errors(self) -> list[str]:
-        return [entry["message"] for entry in self.driver.get_log("browser")]
-
-    def _find(self, selector: str, text: str) -> Any:
-        elements = self.driver.find_elements("css selector", selector)
-        found = [element for element in elements if text in element.text]
-        assert found, f"no {selector} with {text!r} among {[element.text for element in elements]}"
-        return found[0]
+        found, self._messages = self._messages, []
+        return found

@@ -77,9 +77,9 @@ async def play(spec: Any, number: int, result: DrillResult) -> None:
     reward, hit = None, ""
     try:
         await session.start()
-        for reply in (click(1, 999), call("wait", time=1)):
-            step = await session.step(reply)
-            await asyncio.sleep(0.2 * luck.random())  # the model replies
+        for response in (click(1, 999), call("wait", time=1)):
+            step = await session.step(response)
+            await asyncio.sleep(0.2 * luck.random())  # the model responds
             if step.done or step.reward is not None:
                 result.wrong.append(f"{task.id}: done too early with {step.reward}")
         x, y, hit = Noted.places[task.id][0 if right else 1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -11,31 +10,19 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from testing.browser import cannot
 from vlmrl import BrowserEnv, MiniWobEnv
 from vlmrl.env.base import Env, resolve_env
-from vlmrl.env.browser.chromium_process import find_chromium
 from vlmrl.types import Task
 
 
-def need_chromium() -> None:
-    """Skip the test without Chromium or Playwright, except on CI."""
-    if importlib.util.find_spec("playwright") is None:
-        cannot("no Playwright: pip install playwright.")
-    try:
-        find_chromium(None)
-    except ValueError as error:
-        cannot(str(error))
-
-
 def call(action: str, **arguments: Any) -> str:
-    """A reply with one call of computer_use."""
+    """A response with one call of computer_use."""
     body = {"name": "computer_use", "arguments": {"action": action, **arguments}}
     return f"<tool_call>\n{json.dumps(body)}\n</tool_call>"
 
 
 def click(x: float, y: float) -> str:
-    """A reply that clicks at a point, in thousandths."""
+    """A response that clicks at a point, in thousandths."""
     return call("left_click", coordinate=[x, y])
 
 

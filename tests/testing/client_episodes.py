@@ -1,4 +1,4 @@
-"""Episodes that real clients play through the real HTTP server, on scripted replies, and what is checked of each."""
+"""Episodes that real clients play through the real HTTP server, on scripted responses, and what is checked of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vlmrl.config import Gateway, Rollout
 from vlmrl.engine.base import Engine
 from vlmrl.engine.scripted import ScriptedEngine
 from vlmrl.gateway.agent_client import AgentClient
-from vlmrl.gateway.chat import ChatReply, ChatRequest
+from vlmrl.gateway.chat import ChatRequest, ChatResponse
 from vlmrl.gateway.episode import AgentEpisode
 from vlmrl.gateway.gateway_server import GatewayServer
 from vlmrl.multimodal.renderer import Renderer, expand
@@ -33,16 +33,16 @@ def need(package: str) -> Any:
 
 
 class RecordedEpisode(AgentEpisode):
-    """Keeps each request with its reply."""
+    """Keeps each request with its response."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.exchanges: list[tuple[ChatRequest, ChatReply]] = []
+        self.exchanges: list[tuple[ChatRequest, ChatResponse]] = []
 
-    async def complete(self, request: ChatRequest) -> ChatReply:
-        reply = await super().complete(request)
-        self.exchanges.append((request, reply))
-        return reply
+    async def complete(self, request: ChatRequest) -> ChatResponse:
+        response = await super().complete(request)
+        self.exchanges.append((request, response))
+        return response
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Played:
 
     result: Any
     trajectory: Trajectory
-    exchanges: list[tuple[ChatRequest, ChatReply]]
+    exchanges: list[tuple[ChatRequest, ChatResponse]]
     rows: list[Sample]
 
     @property
@@ -62,18 +62,18 @@ class Played:
 
 def play_client(
     agent: Callable[[AgentClient], Any],
-    replies: Sequence[str] | Engine,
+    responses: Sequence[str] | Engine,
     renderer: Renderer,
     *,
     store: MediaStore | None = None,
     **rollout: Any,
 ) -> Played:
     """One episode of ``agent``, a function of its client, async or not. Its rows pass the audit."""
-    engine: Any = replies if hasattr(replies, "generate") else scripted(replies, renderer)  # type: ignore[arg-type]
+    engine: Any = responses if hasattr(responses, "generate") else scripted(responses, renderer)  # type: ignore[arg-type]
     limits: dict[str, Any] = {
         "max_turns": 8,
         "max_tokens": 8192,
-        "max_reply_tokens": 256,
+        "max_response_tokens": 256,
         "samples": "merged",
     } | rollout
     trajectory = Trajectory("step/0/00", "step/0", Task("t", []))
@@ -100,22 +100,22 @@ async def _play(agent: Callable[[AgentClient], Any], episode: AgentEpisode) -> A
         server.close()
 
 
-def scripted(replies: Sequence[str], renderer: Renderer) -> ScriptedEngine:
-    """An engine that says ``replies`` one after another, in whatever branches."""
-    following = iter(replies)
+def scripted(responses: Sequence[str], renderer: Renderer) -> ScriptedEngine:
+    """An engine that says ``responses`` one after another, in whatever branches."""
+    following = iter(responses)
     return ScriptedEngine(lambda request, turn: next(following), renderer)
 
 
 def prompts_are_full_renders(played: Played, renderer: Renderer, store: MediaStore) -> bool:
     """Whether each turn's prompt is what the template makes of its whole request, images expanded.
 
-    The replies that a client repeats are rendered as their sampled texts, whatever the client made of them.
+    The responses that a client repeats are rendered as their sampled texts, whatever the client made of them.
     """
-    replies = [reply for _, reply in played.exchanges]
-    by_reply = {tuple(reply.token_ids): request for request, reply in played.exchanges}
+    responses = [response for _, response in played.exchanges]
+    by_response = {tuple(response.token_ids): request for request, response in played.exchanges}
     for turn, (prompt, media) in zip(played.trajectory.turns, played.trajectory.prompts(), strict=True):
-        request = by_reply[tuple(turn.response_ids)]
-        messages = [_as_sampled(message, replies, renderer) for message in request.messages]
+        request = by_response[tuple(turn.response_ids)]
+        messages = [_as_sampled(message, responses, renderer) for message in request.messages]
         rendered = renderer.prompt(renderer.adapt_tool_messages(messages), request.tools)
         items = asyncio.run(_load(store, rendered.images))
         if prompt != expand(rendered.token_ids, renderer.image_token_id, items):
@@ -125,15 +125,15 @@ def prompts_are_full_renders(played: Played, renderer: Renderer, store: MediaSto
     return True
 
 
-def _as_sampled(message: Message, replies: Sequence[ChatReply], renderer: Renderer) -> Message:
-    """A reply that the client repeats, found by its calls' ids or its text, as its sampled text. Other messages stay."""
+def _as_sampled(message: Message, responses: Sequence[ChatResponse], renderer: Renderer) -> Message:
+    """A response that the client repeats, found by its calls' ids or its text, as its sampled text. Other messages stay."""
     if message["role"] != "assistant":
         return message
     ids = [call["id"] for call in message.get("tool_calls", ())]
-    for reply in replies:
-        known = [call.id for call in reply.tool_calls]
-        if known == ids and (ids or reply.content == message["content"]):
-            return {"role": "assistant", "content": renderer.text(reply.token_ids)}
+    for response in responses:
+        known = [call.id for call in response.tool_calls]
+        if known == ids and (ids or response.content == message["content"]):
+            return {"role": "assistant", "content": renderer.text(response.token_ids)}
     return message
 
 

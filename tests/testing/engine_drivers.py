@@ -15,14 +15,13 @@ import torch
 from PIL import Image
 
 from testing.episodes import a_task, image
-from testing.policy_backend import PolicyConfig, PolicySettings
 from testing.real_servers import processes_of
-from vlmrl.config import Config, Data, Model, Rollout, Train
+from vlmrl.config import Cluster, Config, Data, Model, Rollout, ServerSettings, Train
 from vlmrl.engine.base import Request, SamplingParams, paused
 from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.engine.server import Server, ServerError
 from vlmrl.engine.server_engine import ServerEngine
-from vlmrl.engine.server_pool import ServerPool
+from vlmrl.engine.server_pool import Limits, ServerPool
 from vlmrl.multimodal.renderer import expand
 from vlmrl.run.build import Run
 from vlmrl.train.packing import response_logprobs
@@ -40,7 +39,7 @@ class EngineDriver:
     tolerance = 1e-3
     """Largest logprob difference of engine and trainer, in nats."""
     promises_seeds = True
-    """The same seed gives the same reply, whatever else is in the batch."""
+    """The same seed gives the same response, whatever else is in the batch."""
     filters = True
     """It samples with top-p and top-k, and reports logprobs of the distribution before them."""
 
@@ -129,39 +128,39 @@ class EngineDriver:
         media = [self.store.load(each) for each in rendered.images]
         return Request(name, rendered.token_ids, media, SamplingParams(tokens, **sampling))
 
-    def next_turn(self, request: Request, reply: Completion, more: Request) -> Request:
-        """``request``, its reply, and the message of ``more``."""
-        ids = [*request.prompt_ids, *reply.token_ids, *more.prompt_ids]
+    def next_turn(self, request: Request, response: Completion, more: Request) -> Request:
+        """``request``, its response, and the message of ``more``."""
+        ids = [*request.prompt_ids, *response.token_ids, *more.prompt_ids]
         return replace(request, prompt_ids=ids, media=[*request.media, *more.media])
 
     def ask(self, *requests: Request) -> list[Completion]:
-        """The replies to concurrent requests."""
+        """The responses to concurrent requests."""
         return self.wait(self.ask_all(requests))  # type: ignore[no-any-return]
 
     async def ask_all(self, requests: Sequence[Request]) -> list[Completion]:
         return list(await asyncio.gather(*map(self.engine.generate, requests)))
 
-    def scores(self, request: Request, reply: Completion, weights: Weights | None = None) -> np.ndarray:
-        """The trainer's logprobs of a reply, with the current ``weights`` or others."""
+    def scores(self, request: Request, response: Completion, weights: Weights | None = None) -> np.ndarray:
+        """The trainer's logprobs of a response, with the current ``weights`` or others."""
         self.policy.load_weights((weights or self.weights).items())
-        size = len(reply.token_ids)
+        size = len(response.token_ids)
         prompt = expand(request.prompt_ids, self.policy.image_token_id, request.media)
-        tokens = (reply.token_ids, [1] * size, reply.logprobs, reply.policy_versions)
-        row = Sample(prompt, *tokens, "g", "t", True, reply.stop_reason, list(request.media))
+        tokens = (response.token_ids, [1] * size, response.logprobs, response.policy_versions)
+        row = Sample(prompt, *tokens, "g", "t", True, response.stop_reason, list(request.media))
         with torch.no_grad():
             [scores] = response_logprobs(self.policy, [row], request.sampling.temperature or 1.0)
         return scores
 
-    def difference(self, request: Request, reply: Completion, weights: Weights | None = None) -> float:
-        """The largest difference of the reply's logprobs and the trainer's."""
-        return float(np.abs(self.scores(request, reply, weights) - reply.logprobs).max())
+    def difference(self, request: Request, response: Completion, weights: Weights | None = None) -> float:
+        """The largest difference of the response's logprobs and the trainer's."""
+        return float(np.abs(self.scores(request, response, weights) - response.logprobs).max())
 
-    def check(self, requests: Sequence[Request], replies: Sequence[Completion]) -> None:
-        """The replies are sampled with the current weights, and have the trainer's logprobs."""
-        for request, reply in zip(requests, replies, strict=True):
-            assert reply.token_ids and reply.prompt_tokens == prompt_tokens(request)
-            assert set(reply.policy_versions) == {self.version}, request.trajectory_id
-            found = self.difference(request, reply)
+    def check(self, requests: Sequence[Request], responses: Sequence[Completion]) -> None:
+        """The responses are sampled with the current weights, and have the trainer's logprobs."""
+        for request, response in zip(requests, responses, strict=True):
+            assert response.token_ids and response.prompt_tokens == prompt_tokens(request)
+            assert set(response.policy_versions) == {self.version}, request.trajectory_id
+            found = self.difference(request, response)
             self.largest = max(self.largest, found)
             assert found < self.tolerance, request.trajectory_id
 
@@ -208,17 +207,17 @@ class ServerDriver(EngineDriver):
         assert run.serving is not None
         self.serving = run.serving
         self.pool = self.engine.servers
-        self.settings = self.pool.settings
+        self.pool.limits = self.limits = Limits(health_every=0.5)
         self.groups: list[int] = []  # of processes, when the run was closed
 
     async def push(self, version: int) -> None:
-        await self.serving.sync.push(self.serving.host.send, version)
+        await self.serving.sync.push(self.serving.send, version)
 
     async def push_weights(self, weights: Callable[[], NamedWeights], version: int) -> None:
         """Send these instead of the trainer's."""
 
         def send(update: WeightUpdate) -> TransferResult:
-            return update.send(weights())
+            return update.send(weights(), self.serving.trainer.rank.sent)
 
         async with paused(self.engine):
             await self.serving.sync.push(send, version)
@@ -234,12 +233,12 @@ class ServerDriver(EngineDriver):
 
         self.pool.call = failing  # type: ignore[method-assign]
 
-    def set(self, **settings: Any) -> None:
-        """Change settings of the servers until the end of the test."""
-        self.pool.settings = replace(self.pool.settings, **settings)
+    def set(self, **limits: Any) -> None:
+        """Change the limits of the servers until the end of the test."""
+        self.pool.limits = replace(self.pool.limits, **limits)
 
     def reset(self) -> None:
-        self.pool.settings = self.settings
+        self.pool.limits = self.limits
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to all processes of the first server."""
@@ -280,19 +279,11 @@ class PolicyServerDriver(ServerDriver):
         self.engine.thread.wait(self.pool.call(first, "/fail", {"times": times}))
 
 
-def policy_config(model: Path, folder: Path) -> PolicyConfig:
+def policy_config(model: Path, folder: Path) -> Config:
     """Two servers of `policy_program.py`. The startup parity check is left out, so that a fault is found by the suite."""
-    settings = PolicySettings(
-        servers=2,
-        bucket_mb=1,
-        check=False,
-        images="inline",
-        health_every=0.5,
-        health_timeout=120.0,
-        start_timeout=600.0,
-        env={"OMP_NUM_THREADS": "1"},
-    )
-    return PolicyConfig(engine="policy_server", policy_server=settings, **conformance_settings(model, folder))
+    settings = ServerSettings(check=False, images="inline", env={"OMP_NUM_THREADS": "1"})
+    engine = f"{Path(__file__).with_name('policy_backend.py')}:PolicyBackend"
+    return Config(engine=engine, server=settings, cluster=Cluster(engines=2), **conformance_settings(model, folder))
 
 
 def embedded_config(model: Path, folder: Path) -> Config:
@@ -307,7 +298,7 @@ def conformance_settings(model: Path, folder: Path) -> dict[str, Any]:
         "model": Model(path=str(model), device="cpu", dtype="float32"),
         "data": Data(generator=lambda index, seed: {"prompt": "What?"}, size=4),
         "reward": lambda text, task: 1.0,
-        "rollout": Rollout(group_size=2, max_tokens=512, max_reply_tokens=8, max_failed_fraction=1.0),
+        "rollout": Rollout(group_size=2, max_tokens=512, max_response_tokens=8, max_failed_fraction=1.0),
         "train": Train(groups_per_batch=2),
     }
 

@@ -57,28 +57,30 @@ def a_task(text: str = "2+2?", images: Sequence[Any] = (), id: str = "t", **fiel
     return Task(id, [{"role": "user", "content": content}], list(images), **fields)
 
 
-def script(replies: Script, **options: Any) -> ScriptedEngine:
-    """An engine that says ``replies`` one after another, or what the function says."""
-    reply = replies if callable(replies) else lambda request, turn: replies[turn]
-    return ScriptedEngine(reply, renderer(), **options)
+def script(responses: Script, **options: Any) -> ScriptedEngine:
+    """An engine that says ``responses`` one after another, or what the function says."""
+    response = responses if callable(responses) else lambda request, turn: responses[turn]
+    return ScriptedEngine(response, renderer(), **options)
 
 
-def turn_loop(env: Any, replies: Script | Engine, *, options: dict[str, Any] | None = None, **rollout: Any) -> TurnLoop:
-    engine: Any = replies if hasattr(replies, "generate") else script(replies)  # type: ignore[arg-type]
+def turn_loop(
+    env: Any, responses: Script | Engine, *, options: dict[str, Any] | None = None, **rollout: Any
+) -> TurnLoop:
+    engine: Any = responses if hasattr(responses, "generate") else script(responses)  # type: ignore[arg-type]
     spec = env if isinstance(env, EnvSpec) else resolve_env(env, options=options)
-    limits = {"max_turns": 4, "max_tokens": 1000, "max_reply_tokens": 100, "env_timeout": 20.0} | rollout
+    limits = {"max_turns": 4, "max_tokens": 1000, "max_response_tokens": 100, "env_timeout": 20.0} | rollout
     return TurnLoop(spec, engine, renderer(), new_store(), Rollout(**limits))
 
 
-def play(env: Any, replies: Script | Engine, task: Task | None = None, **options: Any) -> Trajectory:
-    """One episode of ``env`` against ``replies``; ``options`` are those of :class:`Rollout`."""
-    loop = turn_loop(env, replies, **options)
+def play(env: Any, responses: Script | Engine, task: Task | None = None, **options: Any) -> Trajectory:
+    """One episode of ``env`` against ``responses``; ``options`` are those of :class:`Rollout`."""
+    loop = turn_loop(env, responses, **options)
     return asyncio.run(loop.play(task or a_task(), "g", "g/00"))
 
 
-def play_audited(env: Any, replies: Script | Engine, task: Task | None = None, **options: Any) -> Trajectory:
+def play_audited(env: Any, responses: Script | Engine, task: Task | None = None, **options: Any) -> Trajectory:
     """As :func:`play`, and the audit finds nothing wrong with the rows of the episode, which did not fail."""
-    trajectory = play(env, replies, task, **options)
+    trajectory = play(env, responses, task, **options)
     assert not trajectory.failed, trajectory.error
     for emit in (concat, step_wise):
         audit(emit(trajectory), [trajectory], image_token_id=renderer().image_token_id, banned_ids=[])

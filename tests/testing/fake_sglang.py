@@ -19,14 +19,14 @@ from vlmrl.utils.threads import LoopThread
 INFO = {"version": "0.5.23", "tp_size": 1, "dtype": "float32", "device": "cpu", "max_req_input_len": 8192}
 HOLDS_IMAGES = {"trust_mm_content_hashes": True, "mm_preprocess_cache_size_mb": 4096}
 """To add to the ``info`` of a server that keeps processed images."""
-END = 258  # end-of-turn id of its replies
+END = 258  # end-of-turn id of its responses
 
 
 class FakeSGLang:
-    """Replies to every request with the ids in ``reply``. It has weights by name, and checks that an update is begun and ended."""
+    """Answers every request with the ids in ``response``. It has weights by name, and checks that an update is begun and ended."""
 
     def __init__(self, pad: int = -1, tokens_per_image: int = 4) -> None:
-        self.reply = [5, 6, END]
+        self.response = [5, 6, END]
         self.finish: dict[str, Any] = {"type": "stop", "matched": END}
         self.meta: dict[str, Any] = {}
         self.info = dict(INFO)
@@ -64,7 +64,7 @@ class FakeSGLang:
         self.thread.close()
 
     def release_requests(self) -> None:
-        """Reply to the held requests."""
+        """Answer the held requests."""
         self.hangs = self.hangs_unread = False
         self.thread.loop.call_soon_threadsafe(self._going.set)
 
@@ -118,14 +118,14 @@ class FakeSGLang:
             if not self._has(image, hash):
                 return web.json_response({"error": {"message": "Non-base64 digit found"}}, status=400)
         expanded = len(body["input_ids"]) + body["input_ids"].count(self.pad) * (self.tokens_per_image - 1)
-        count = len(self.reply)
+        count = len(self.response)
         meta = {
             "finish_reason": self.finish,
             "prompt_tokens": expanded,
-            "output_token_logprobs": [[-0.25 * (i + 1), token, None] for i, token in enumerate(self.reply)],
+            "output_token_logprobs": [[-0.25 * (i + 1), token, None] for i, token in enumerate(self.response)],
             "weight_versions": [{"version": self.version, "start": 0, "end": count}],
         }
-        return web.json_response({"output_ids": self.reply, "meta_info": meta | self.meta})
+        return web.json_response({"output_ids": self.response, "meta_info": meta | self.meta})
 
     def _has(self, image: str, hash: str) -> bool:
         """Whether it has the image of this hash, or now reads it; it then has it if its ``info`` says that it holds images."""

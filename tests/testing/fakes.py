@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from vlmrl.model.families.qwen3_vl import Qwen3VL
+from vlmrl.families.qwen3_vl import Qwen3VL
 from vlmrl.multimodal.pixels import ArrayPixels
 from vlmrl.types import MediaItem, Sample, Task, Trajectory, Turn
 
@@ -41,9 +42,17 @@ def make_turn(prompt_ids: list[int], response_ids: list[int], logprobs: list[flo
 
 
 def make_trajectory(id: str = "t", turns: list[Turn] | None = None, **fields: Any) -> Trajectory:
-    """A prompt with an image of 2 tokens, a reply, an observation with one of 3, a reply; rewards 0.25 and 1."""
+    """A prompt with an image of 2 tokens, a response, an observation with one of 3, a response; rewards 0.25 and 1."""
     fields = {"ending": "env_done", "final_reward": 1.0} | fields
-    return Trajectory(id, "g", Task(id, []), two_turns() if turns is None else turns, **fields)
+    return Trajectory(id, "g", Task(id, []), linked(two_turns() if turns is None else turns), **fields)
+
+
+def linked(turns: list[Turn], dropped: int = 0) -> list[Turn]:
+    """The same turns, of which each that names no parent continues all of the one before but the last ``dropped`` tokens."""
+    for number, (above, turn) in enumerate(pairwise(turns)):
+        if turn.parent is None:
+            turn.parent, turn.kept, turn.kept_media = number, above.length - dropped, above.num_images
+    return turns
 
 
 def two_turns() -> list[Turn]:

@@ -13,15 +13,15 @@ from PIL import Image
 from vlmrl.config import Algo, Config, Model, Optim, Train
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.multimodal.renderer import image_ids
-from vlmrl.train.controller import destroy_process_group, join_process_group, run_commands, stop_commands
-from vlmrl.train.make_trainer import Trainers
+from vlmrl.train.controller import Commands, RunTrainer, join_process_group, run_commands
+from vlmrl.train.rank import Rank
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import TrainerSpec
 from vlmrl.types import Sample
 
 
 def rows_of(loaded: LoadedModel) -> list[Sample]:
-    """Two groups of four rows, the second without an image: replies to one prompt, of which two branch off one another."""
+    """Two groups of four rows, the second without an image: responses to one prompt, of which two branch off one another."""
     dice, store = random.Random(0), loaded.new_store()
     assert store is not None
     item = store.load(Image.effect_noise((64, 96), 90).convert("RGB"))
@@ -33,15 +33,15 @@ def rows_of(loaded: LoadedModel) -> list[Sample]:
     rows = []
     for group, begin in (("a", [*text(5), 7, *shown, 8]), ("b", text(len(shown) + 7))):
         first = text(70)
-        for number, reply in enumerate([first, [*first[:30], *text(9)], text(12), text(3)]):
-            size = len(reply)
-            lists = (begin, reply, [1] * size, [-6.0] * size, [0] * size)
+        for number, response in enumerate([first, [*first[:30], *text(9)], text(12), text(3)]):
+            size = len(response)
+            lists = (begin, response, [1] * size, [-6.0] * size, [0] * size)
             media = [item] if group == "a" else []
             rows.append(Sample(*lists, group, f"{group}/{number}", True, "stop", media, 1.0 - 0.6 * number))
     return rows
 
 
-def train(folder: Path, out: Path, ranks: Ranks) -> dict[str, Any]:
+def train(folder: Path, out: Path, ranks: Ranks, commands: Commands | None) -> dict[str, Any]:
     """What the steps computed, and the weights after them; nothing on ranks other than 0."""
     config = Config(
         model=Model(path=str(folder), device="cpu"),
@@ -49,19 +49,20 @@ def train(folder: Path, out: Path, ranks: Ranks) -> dict[str, Any]:
         output_dir=str(out),
     )
     loaded = load_model(config.model, out, 0)
-    trainers = Trainers.of(config, ranks, loaded if ranks.size == 1 else None)
+    rank = Rank(config, ranks, loaded if ranks.size == 1 else None)
     if ranks.rank:
-        run_commands(trainers.make)
+        assert commands is not None
+        run_commands(rank, commands)
         return {}
     rows = rows_of(loaded)
     spec = TrainerSpec(Algo(loss="reinforce"), Optim(lr=1e-3), total_steps=20, tokens_per_micro_batch=10**4)
-    trainer = trainers.start(spec)
+    trainer = RunTrainer(rank, commands).start(spec)
     outputs = [trainer.step(rows) for _ in range(3)]
     weights = {name: float(weight.double().square().sum()) for name, weight in trainer.named_weights()}
-    images = [any(rows[row].media for row in own) for own in trainer._trainer.rows_by_rank(rows, in_steps=True)]
+    images = [any(rows[row].media for row in own) for own in rank.trainer.rows_by_rank(rows, in_steps=True)]
     trainer.close()
-    if ranks.size > 1:
-        stop_commands()
+    if commands is not None:
+        commands.stop()
     logprobs = [[values.tolist() for values in output.logprobs] for output in outputs]
     return {
         "images": images,
@@ -73,11 +74,12 @@ def train(folder: Path, out: Path, ranks: Ranks) -> dict[str, Any]:
 
 def main(out: Path, *folders: Path) -> None:
     ranks = join_process_group("gloo")
-    results = {folder.name: train(folder, out, ranks) for folder in folders}
+    commands = Commands() if ranks.size > 1 else None
+    results = {folder.name: train(folder, out, ranks, commands) for folder in folders}
     if ranks.rank == 0:
         (out / f"of{ranks.size}.json").write_text(json.dumps(results))
-    if ranks.size > 1:
-        destroy_process_group()
+    if commands is not None:
+        commands.close()
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from PIL import Image
 
 from vlmrl.config import Algo, Config, Lora, Model, Optim, Train
 from vlmrl.model.loading import load_model
-from vlmrl.train.controller import destroy_process_group, join_process_group, run_commands, stop_commands
-from vlmrl.train.make_trainer import Trainers
+from vlmrl.train.controller import Commands, RunTrainer, join_process_group, run_commands
+from vlmrl.train.rank import Rank
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import TrainerSpec
 from vlmrl.types import Sample
@@ -71,22 +71,23 @@ CASES = {
 }
 
 
-def train(folder: str, out: Path, ranks: Ranks, name: str) -> dict[str, Any]:
+def train(folder: str, out: Path, ranks: Ranks, commands: Commands | None, name: str) -> dict[str, Any]:
     """The results of five steps, and of the sixth before and after a checkpoint; nothing on ranks other than 0."""
     case = CASES[name]
     recomputed = Train(gradient_checkpointing=ranks.size > 1)
     config = Config(model=Model(path=folder, **case.model), train=recomputed, output_dir=str(out))
     loaded = load_model(config.model, out, 0)
-    trainers = Trainers.of(config, ranks, loaded if ranks.size == 1 else None)
+    rank = Rank(config, ranks, loaded if ranks.size == 1 else None)
     if ranks.rank:
-        run_commands(trainers.make)
+        assert commands is not None
+        run_commands(rank, commands)
         return {}
     batches = [samples_of(loaded, [letter == "p" for letter in images]) for images in case.steps]
     batches = [batches[step % len(batches)] for step in range(6)]
     algo = Algo(loss="ppo", kl_coef=case.kl, corrections=("token_truncation",)) if case.kl else Algo(loss="sft")
     optim = Optim(lr=1e-3, weight_decay=case.weight_decay)
     spec = TrainerSpec(algo, optim, total_steps=20, tokens_per_micro_batch=40, groups_per_step=2)
-    trainer = trainers.start(spec)
+    trainer = RunTrainer(rank, commands).start(spec)
     outputs = [trainer.step(batch) for batch in batches[:5]]
     weights = {name: float(weight.double().square().sum()) for name, weight in trainer.named_weights()}
     penalties = [float(value) for values in trainer.token_kl(batches[4]) for value in values] if case.kl else []
@@ -97,12 +98,12 @@ def train(folder: str, out: Path, ranks: Ranks, name: str) -> dict[str, Any]:
     following = [trainer.step(batches[5]).metrics]
     trainer.close()
     for size in sorted({ranks.size, 2}):  # one process also goes on from what two ranks have saved
-        restored = trainers.start(spec)
+        restored = trainer.start(spec)
         restored.restore(checkpoint_of(out, name, size))
         following.append(restored.step(batches[5]).metrics)
         restored.close()
-    if ranks.size > 1:
-        stop_commands()
+    if commands is not None:
+        commands.stop()
     steps = [output.metrics for output in outputs]
     return {"steps": steps, "weights": weights, "logprobs": logprobs, "kl": penalties, "following": following}
 
@@ -112,17 +113,18 @@ def checkpoint_of(out: Path, case: str, ranks: int) -> Path:
     return out / case / str(ranks)
 
 
-def score_in_bfloat16(folder: str, out: Path, ranks: Ranks) -> dict[str, Any]:
+def score_in_bfloat16(folder: str, out: Path, ranks: Ranks, commands: Commands | None) -> dict[str, Any]:
     """Scores of the initial weights, and the weights' dtypes and numbers before and after scoring; a checkpoint after a step."""
     config = Config(model=Model(path=folder, dtype="bfloat16"), output_dir=str(out))
     loaded = load_model(config.model, out, 0)
-    trainers = Trainers.of(config, ranks, loaded if ranks.size == 1 else None)
+    rank = Rank(config, ranks, loaded if ranks.size == 1 else None)
     if ranks.rank:
-        run_commands(trainers.make)
+        assert commands is not None
+        run_commands(rank, commands)
         return {}
     rows = samples_of(loaded, [True, False, True, False])
     spec = TrainerSpec(Algo(loss="ppo", kl_coef=0.1), Optim(lr=1e-3), total_steps=9, tokens_per_micro_batch=1)
-    trainer = trainers.start(spec)
+    trainer = RunTrainer(rank, commands).start(spec)
     scores = [row.tolist() for row in trainer.score(rows)]
     trainer.step(rows)
     before = {name: weight.clone() for name, weight in trainer.named_weights()}
@@ -133,20 +135,21 @@ def score_in_bfloat16(folder: str, out: Path, ranks: Ranks) -> dict[str, Any]:
     checkpoint.mkdir(parents=True)
     trainer.save(checkpoint)
     trainer.close()
-    if ranks.size > 1:
-        stop_commands()
+    if commands is not None:
+        commands.stop()
     changed = [name for name, weight in before.items() if not torch.equal(weight, after[name])]
     return {"scores": scores, "dtypes": sorted({str(weight.dtype) for weight in after.values()}), "changed": changed}
 
 
 def main(folder: str, out: Path) -> None:
     ranks = join_process_group("gloo")
-    results = {name: train(folder, out, ranks, name) for name in CASES}
-    results["bfloat16"] = score_in_bfloat16(folder, out, ranks)
+    commands = Commands() if ranks.size > 1 else None
+    results = {name: train(folder, out, ranks, commands, name) for name in CASES}
+    results["bfloat16"] = score_in_bfloat16(folder, out, ranks, commands)
     if ranks.rank == 0:
         (out / f"of{ranks.size}.json").write_text(json.dumps(results))
-    if ranks.size > 1:
-        destroy_process_group()
+    if commands is not None:
+        commands.close()
 
 
 if __name__ == "__main__":

@@ -51,7 +51,8 @@ class Served:
         """The first line and headers of a request."""
         target = "/" + self.client.url.split("/", 3)[3] + path
         return (
-            f"POST {target} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {self.client.api_key}\r\nContent-Length: {length}\r\n\r\n"
+            f"POST {target} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {self.client.api_key}\r\n"
+            f"Content-Length: {length}\r\n\r\n"
         ).encode()
 
 
@@ -78,7 +79,7 @@ def uri(content: bytes) -> str:
 
 
 class Gate:
-    """A reply of an engine that waits until it is let through; ``began`` and ``ended`` count."""
+    """A response of an engine that waits until it is let through; ``began`` and ``ended`` count."""
 
     def __init__(self, text: str = "four") -> None:
         self.text = text

@@ -14,14 +14,14 @@ from testing.tensor_memory import LiveBytes
 from vlmrl.config import Config, Lora, Model
 from vlmrl.model.loading import load_model
 from vlmrl.train import sharded_loading
-from vlmrl.train.controller import destroy_process_group, join_process_group
-from vlmrl.train.make_trainer import Trainers
+from vlmrl.train.controller import Commands, join_process_group
+from vlmrl.train.rank import Rank
 
 CASES: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "moe": {},
     "text": {},
-    "random": {"random_weights": True},
+    "random": {},
     "adapters": {"lora": Lora(rank=4, vision=True), "freeze": ("model.language_model.layers.0.*",)},
 }
 """The settings of each case's model. Its folder has the same name; random and adapters use that of bfloat16."""
@@ -33,18 +33,19 @@ def on_host(tensor: torch.Tensor) -> bool:
 
 def model_of(folder: Path, case: str) -> Model:
     name = case if (folder / case).exists() else "bfloat16"
-    return Model(path=str(folder / name), device="cpu", **CASES[case])
+    prefix = "random:" if case == "random" else ""
+    return Model(path=f"{prefix}{folder / name}", device="cpu", **CASES[case])
 
 
 def main(folder: Path) -> None:
-    ranks = join_process_group("gloo")
+    ranks, commands = join_process_group("gloo"), Commands()
     read: list[str] = []
     _record_reads(read)
     result: dict[str, Any] = {}
     for case in CASES:
         config = Config(model=model_of(folder, case), output_dir=str(folder))
         with LiveBytes(on_host) as live:
-            policy = Trainers.of(config, ranks).policy
+            policy = Rank(config, ranks).policy
         sizes = [weight.numel() * 4 for weight in policy.parameters()]
         shards = sum(4 * -(-len(weight) // ranks.size) * weight[0].numel() for weight in policy.parameters())  # padded
         whole = {name: weight.full_tensor().clone() for name, weight in policy.model.named_parameters()}
@@ -66,7 +67,7 @@ def main(folder: Path) -> None:
         }
         read.clear()
     (folder / f"rank{ranks.rank}.json").write_text(json.dumps(result))
-    destroy_process_group()
+    commands.close()
 
 
 def _record_reads(read: list[str]) -> None:

@@ -6,44 +6,35 @@ import base64
 import io
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import torch
 
-from vlmrl.config import Config, ServerSettings
 from vlmrl.engine.server import Launch, Server, ServerInfo
 from vlmrl.engine.server_backend import Attempt, Call, Capabilities, ServedModel, ServerBackend
-from vlmrl.engine.server_reply import BadReply, Reply
+from vlmrl.engine.server_response import BadResponse, Response
 from vlmrl.weight_sync.base import Bucket, WeightsRefused
 
 PROGRAM = Path(__file__).with_name("policy_program.py")
 
 
-@dataclass(frozen=True)
-class PolicySettings(ServerSettings):
-    section: ClassVar[str] = "policy_server"
-
-
-@dataclass(frozen=True)
-class PolicyConfig(Config):
-    policy_server: PolicySettings = field(default_factory=PolicySettings)
-
-
 class PolicyBackend(ServerBackend):
-    name, title, package = "policy_server", "Policy", "vlmrl"
-    capabilities = Capabilities(tensor_handles=True)
+    name, title, package = "policy", "Policy", "vlmrl"
+    capabilities = Capabilities(tensor_handles=True, truncated_sampling=True)
+    own_args = MappingProxyType({"port": "each server gets a free one"})
     health, info = Call("/get_state"), Call("/get_state")
     pause, resume = Call("/freeze", {}), Call("/thaw", {})
 
     def launch(self, model: ServedModel, log: Path, host: str, port: int, gpu: int | None) -> Launch:
         return Launch([sys.executable, str(PROGRAM), model.path, model.dtype, str(port)], {}, log)
 
-    def parse_info(self, reply: Any) -> ServerInfo:
-        return ServerInfo(version=reply["release"])
+    def parse_info(self, response: Any) -> ServerInfo:
+        return ServerInfo(version=response["release"])
 
     def generate(self, attempt: Attempt) -> Call:
         request, sampling = attempt.request, attempt.request.sampling
@@ -63,15 +54,15 @@ class PolicyBackend(ServerBackend):
         }
         return Call("/complete", body)
 
-    def parse(self, attempt: Attempt, reply: Any) -> Reply:
-        if reply["why"] not in ("stop", "length", "abort"):
-            raise BadReply(f"it ended by {reply['why']}")
-        tokens = reply["tokens"]
-        return Reply(
+    def parse(self, attempt: Attempt, response: Any) -> Response:
+        if response["why"] not in ("stop", "length", "abort"):
+            raise BadResponse(f"it ended by {response['why']}")
+        tokens = response["tokens"]
+        return Response(
             token_ids=[each["id"] for each in tokens],
             logprobs=[(each["logprob"], each["id"]) for each in tokens],
-            stop_reason=reply["why"],
-            prompt_tokens=reply["read"],
+            stop_reason=response["why"],
+            prompt_tokens=response["read"],
             weights=[(each["weights"], 1) for each in tokens],
         )
 

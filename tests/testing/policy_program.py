@@ -59,16 +59,16 @@ class PolicyProgram:
         request = Request(body["trajectory"], body["tokens"], media, sampling)
         task = self.running[body["id"]] = asyncio.create_task(self.engine.generate(request))
         try:
-            reply = await task
+            response = await task
         except asyncio.CancelledError:
             raise web.HTTPServiceUnavailable(text="aborted") from None
         finally:
             del self.running[body["id"]]
-        pairs = zip(reply.token_ids, reply.logprobs, reply.policy_versions, strict=True)
+        pairs = zip(response.token_ids, response.logprobs, response.policy_versions, strict=True)
         tokens = [
             {"id": token, "logprob": logprob, "weights": self.names[version]} for token, logprob, version in pairs
         ]
-        return {"tokens": tokens, "why": reply.stop_reason, "read": reply.prompt_tokens}
+        return {"tokens": tokens, "why": response.stop_reason, "read": response.prompt_tokens}
 
     async def abort(self, body: Any) -> Any:
         if task := self.running.get(body["id"]):

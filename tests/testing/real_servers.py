@@ -13,7 +13,7 @@ import torch
 
 from testing.episodes import COLORS, image
 from vlmrl.checks.server_parity import ParityReport
-from vlmrl.config import Config, Data, Model, Rollout, SGLang, Train
+from vlmrl.config import Config, Data, Model, Rollout, ServerSettings, Train
 from vlmrl.engine.base import Request, SamplingParams, paused
 from vlmrl.engine.server import Server
 from vlmrl.env.base import Env, obs
@@ -28,7 +28,7 @@ SHIM = Path(__file__).parents[1] / "sglang/shim"
 
 
 class Peek(Env):
-    """Shows an image at each of three turns, whatever the reply."""
+    """Shows an image at each of three turns, whatever the response."""
 
     def step(self, response_text: str):
         color = COLORS[(self.task.seed + self.turn) % len(COLORS)]
@@ -43,19 +43,18 @@ def a_row(index: int, seed: int) -> dict[str, Any]:
     return {"prompt": "<image>What color?", "images": [image("red" if index % 2 else "blue", (64, 64))]}
 
 
-def config_of(model: Path, folder: Path, dtype: str = "bfloat16", **sglang: Any) -> Config:
+def config_of(model: Path, folder: Path, dtype: str = "bfloat16", **server: Any) -> Config:
     env = {"PYTHONPATH": str(SHIM), "OMP_NUM_THREADS": "1"}  # several servers share a few cores
     settings = {"args": {"max-total-tokens": 16384, "skip-server-warmup": True}, "env": env}
-    quick = {"health_every": 2.0, "health_timeout": 60.0, "start_timeout": 300.0}
     return Config(
         name=model.name,
         output_dir=str(folder),
         model=Model(path=str(model), device="cpu", dtype=dtype),  # type: ignore[arg-type]
         data=Data(generator=a_row, size=8),
         env=Peek,
-        rollout=Rollout(group_size=4, max_turns=3, max_tokens=512, max_reply_tokens=100, stop=("e", "o", "<")),
+        rollout=Rollout(group_size=4, max_turns=3, max_tokens=512, max_response_tokens=100, stop=("e", "o", "<")),
         engine="sglang",
-        sglang=SGLang(**(settings | quick | sglang)),
+        server=ServerSettings(**(settings | server)),
         train=Train(steps=2, groups_per_batch=2),
     )
 
@@ -120,7 +119,7 @@ class Served:
         """Send the current weights as the next policy version."""
         version = self.version + 1
         async with paused(self.run.engine):
-            await self.sync.push(self.run.serving.host.send, version)
+            await self.sync.push(self.run.serving.send, version)
             self.run.engine.weights_changed(version)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -135,8 +134,8 @@ class Served:
 
     async def load(self) -> dict[str, Any]:
         """What the server reports about its load."""
-        reply = await self.run.engine.thread.run(self.run.engine.servers.call(self.server, "/v1/loads"))
-        return reply["loads"][0]
+        response = await self.run.engine.thread.run(self.run.engine.servers.call(self.server, "/v1/loads"))
+        return response["loads"][0]
 
     async def in_flight(self, requests: Sequence[Request], tokens: int) -> list[asyncio.Task[Completion]]:
         """Send the requests until the server holds more than ``tokens`` tokens. Requests that end before are sent again."""
@@ -159,11 +158,16 @@ class Served:
         media = [self.run.store.load(image) for image in rendered.images]
         return Request(name, rendered.token_ids, media, SamplingParams(tokens), routing_from)
 
+    def ask(self, request: Request) -> float:
+        """The largest difference between the server's logprobs of a response and the trainer's."""
+        row = self.row_of(request, asyncio.run(self.run.engine.generate(request)))
+        return float(np.abs(self.scores([row])[0] - row.rollout_logprobs).max())
+
     def row_of(self, request: Request, completion: Completion) -> Sample:
         size = len(completion.token_ids)
         prompt = expand(request.prompt_ids, self.run.model.policy.image_token_id, request.media)
-        reply = (completion.token_ids, [1] * size, completion.logprobs, completion.policy_versions)
-        return Sample(prompt, *reply, "g", "t", True, completion.stop_reason, list(request.media))
+        response = (completion.token_ids, [1] * size, completion.logprobs, completion.policy_versions)
+        return Sample(prompt, *response, "g", "t", True, completion.stop_reason, list(request.media))
 
 
 def served(*configs: Config) -> Iterator[list[Served]]:
@@ -217,16 +221,3 @@ def processes_of(group: int) -> list[int]:
         if int(own) == group and state != "Z":
             found.append(int(process.name))
     return found
-
-
-def check_before_and_after_updates(one: Served) -> None:
-    """Episodes with images over several turns have the trainer's logprobs, before and after updates by tensor and by disk."""
-    for seed, method in enumerate(("", "tensor", "disk")):
-        if method:
-            one.sync.method = method
-            one.change(seed)
-            asyncio.run(one.push())
-        played = one.episodes(f"after {method}")
-        assert any(len(trajectory.turns) > 1 for trajectory in played)
-        assert one.largest_difference(played) < one.tolerance
-        assert versions(played) == {one.version}

@@ -1,6 +1,6 @@
-"""Random requests of an agent: questions, tool results, images, retries, forks, edits, changed tools, lost and cancelled replies.
+"""Random requests of an agent: questions, tool results, images, retries, forks, edits, changed tools, lost and cancelled responses.
 
-:class:`RandomAgent` plays a list of steps, and finds by comparing whole conversations which reply each request continues.
+:class:`RandomAgent` plays a list of steps, and finds by comparing whole conversations which response each request continues.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from testing.agent_episodes import ZOOM, says, zoom_call
 from testing.episodes import image
 from vlmrl.engine.base import Request
-from vlmrl.gateway.chat import ChatError, ChatReply, ChatRequest
+from vlmrl.gateway.chat import ChatError, ChatRequest, ChatResponse
 from vlmrl.gateway.episode import AgentEpisode
-from vlmrl.gateway.request_tree import message_of_reply
+from vlmrl.gateway.request_tree import message_of_response
 from vlmrl.multimodal.images import content_hash, load_image, png_data_uri
 from vlmrl.multimodal.messages import images_of, parts_of_message
 from vlmrl.multimodal.renderer import Renderer, expand, image_spans
@@ -50,7 +50,7 @@ TEXTS = [
     "yes",
     "box",
 ]
-REPLIES = [
+RESPONSES = [
     "red",
     "Closer.",
     "red",
@@ -65,7 +65,7 @@ REPLIES = [
 COLORS = ["red", "green", "blue", "yellow"]
 Step = tuple[str, int, int]
 """What is done, in which conversation, and a number that it depends on."""
-Complete = Callable[[ChatRequest], Coroutine[Any, Any, ChatReply]]
+Complete = Callable[[ChatRequest], Coroutine[Any, Any, ChatResponse]]
 
 
 def experts_of(token_ids: Sequence[int], media: Sequence[MediaItem], image_token_id: int | None) -> list[ExpertRouting]:
@@ -81,8 +81,8 @@ def experts_of(token_ids: Sequence[int], media: Sequence[MediaItem], image_token
     return experts
 
 
-class Replies:
-    """What the engine says: any of :data:`REPLIES`, some of them in odd tokens or cut off. Keeps all that it has ``sampled``."""
+class Responses:
+    """What the engine says: any of :data:`RESPONSES`, some of them in odd tokens or cut off. Keeps all that it has ``sampled``."""
 
     def __init__(self, renderer: Renderer, has_experts: bool = False) -> None:
         self.renderer = renderer
@@ -96,7 +96,7 @@ class Replies:
             self.reached.set()
             await asyncio.Event().wait()
         await asyncio.sleep(0)
-        number, text = len(self.sampled), REPLIES[request.sampling.seed % len(REPLIES)]
+        number, text = len(self.sampled), RESPONSES[request.sampling.seed % len(RESPONSES)]
         pieces = list(text) if number % 3 == 0 and "<" not in text else [text]
         ids = [id for piece in pieces for id in self.renderer.encode(piece)]
         is_cut = number % 5 == 4 and bool(ids)
@@ -115,19 +115,19 @@ class Replies:
 
 @dataclass
 class Sent:
-    """A request that was answered. ``conversation`` are its messages with each continued reply as it was sampled."""
+    """A request that was answered. ``conversation`` are its messages with each continued response as it was sampled."""
 
     messages: list[Message]
     tools: list[dict[str, Any]]
-    reply: ChatReply
-    above: Sent | None  # the request whose reply it continues
+    response: ChatResponse
+    above: Sent | None  # the request whose response it continues
     conversation: list[Message]
     lost: bool
 
 
 @dataclass
 class Conversation:
-    """One of the agent's conversations, and the ids of the calls in its last reply."""
+    """One of the agent's conversations, and the ids of the calls in its last response."""
 
     messages: list[Message] = field(default_factory=lambda: [says("system", "Look.")])
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -135,14 +135,14 @@ class Conversation:
 
 
 class RandomAgent:
-    """Plays steps against an episode whose engine says ``replies``. All that was answered is in ``sent``, in order."""
+    """Plays steps against an episode whose engine says ``responses``. All that was answered is in ``sent``, in order."""
 
     def __init__(
-        self, episode: AgentEpisode, replies: Replies, with_images: bool = True, complete: Complete | None = None
+        self, episode: AgentEpisode, responses: Responses, with_images: bool = True, complete: Complete | None = None
     ) -> None:
         self.episode = episode
         self.complete = complete or episode.complete
-        self.replies = replies
+        self.responses = responses
         self.with_images = with_images
         self.sent: list[Sent] = []
         self.cancelled = 0
@@ -159,18 +159,18 @@ class RandomAgent:
         messages, tools = copy.deepcopy(conversation.messages), list(conversation.tools)
         above = self._above(messages, tools)
         try:
-            reply = await self.complete(ChatRequest(copy.deepcopy(messages), tools))
+            response = await self.complete(ChatRequest(copy.deepcopy(messages), tools))
         except ChatError as error:  # the template takes no such messages
             if error.code != "messages" or self._is_rendered(messages, tools):
                 raise
             conversation.messages = Conversation().messages
             return
-        self.sent.append(Sent(messages, tools, reply, above, self._conversation(messages, above), lost))
+        self.sent.append(Sent(messages, tools, response, above, self._conversation(messages, above), lost))
         if lost:
-            self.episode.undelivered(reply)
+            self.episode.undelivered(response)
         else:
-            conversation.messages.append(message_of_reply(reply))
-            conversation.calls = [call.id for call in reply.tool_calls]
+            conversation.messages.append(message_of_response(response))
+            conversation.calls = [call.id for call in response.tool_calls]
 
     def _is_rendered(self, messages: list[Message], tools: list[dict[str, Any]]) -> bool:
         renderer = self.episode.renderer
@@ -238,12 +238,12 @@ class RandomAgent:
         await self.send(Conversation([*conversation.messages, question], conversation.tools), lost=True)
 
     async def step_cancel(self, conversation: Conversation, number: int) -> None:
-        self.replies.hangs = True
-        self.replies.reached.clear()
+        self.responses.hangs = True
+        self.responses.reached.clear()
         request = ChatRequest([says("user", "Wait.")], [])
         task = asyncio.create_task(self.complete(request))
-        await self.replies.reached.wait()
-        self.replies.hangs = False
+        await self.responses.reached.wait()
+        self.responses.hangs = False
         task.cancel()
         await asyncio.wait([task])
         self.cancelled += 1
@@ -258,7 +258,7 @@ class RandomAgent:
     # What is expected
 
     def _above(self, messages: list[Message], tools: list[dict[str, Any]]) -> Sent | None:
-        """The newest request whose messages and reply are the first of ``messages``, and have no assistant message after them.
+        """The newest request whose messages and response are the first of ``messages``, and have no assistant message after them.
 
         One with equal ids of calls comes first.
         """
@@ -268,7 +268,9 @@ class RandomAgent:
             for with_ids in (False, True):
                 wanted = [_plain(message, with_ids) for message in messages[: last + 1]]
                 for sent in self.sent:
-                    held = [_plain(message, with_ids) for message in (*sent.messages, message_of_reply(sent.reply))]
+                    held = [
+                        _plain(message, with_ids) for message in (*sent.messages, message_of_response(sent.response))
+                    ]
                     if held == wanted and sent.tools == tools:
                         found = sent
         return found
@@ -276,7 +278,7 @@ class RandomAgent:
     def _conversation(self, messages: list[Message], above: Sent | None) -> list[Message]:
         if above is None:
             return messages
-        text = self.episode.renderer.text(above.reply.token_ids)
+        text = self.episode.renderer.text(above.response.token_ids)
         return [*above.conversation, says("assistant", text), *messages[len(above.messages) + 1 :]]
 
 

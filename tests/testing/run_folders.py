@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from PIL import Image
 
 from testing.fakes import item_of
 from vlmrl.multimodal.images import content_hash, encode_png
-from vlmrl.report.records import failure_record, trajectory_record
-from vlmrl.report.token_columns import TokenTexts
+from vlmrl.report.records import trajectory_record
+from vlmrl.report.run_log import json_lines
+from vlmrl.report.token_columns import Decode, TokenTexts
 from vlmrl.types import MediaItem, Task, TrainedTokens, Trajectory, Turn
 
 WORDS = [" the", " triangle", " is", " 猫", "\n", " 42", "<answer>", "</answer>", " so", " angle", " A", "zoom", " <b>"]
@@ -29,21 +31,20 @@ def write_run_folder(
 ) -> Path:
     """A run of ``steps`` steps with ``groups * group_size`` trajectories each, in the form of a real run's folder.
 
-    Each group has an image of its own, and each second turn a crop of it. In each step one trajectory failed and was refilled; the
+    Each group has an image of its own, and each second turn a crop of it. In each step one trajectory failed and was retried; the
     last step has an evaluation and one with blanked images. There are two advisories.
     """
     rng = random.Random(seed)
     (folder / "images").mkdir(parents=True)
     config: dict[str, Any] = {"name": folder.name, "optim": {"lr": 1e-4}, "train": {"steps": steps}}
     (folder / "config.json").write_text(json.dumps(config))
-    texts, trajectories, failures, metrics = TokenTexts(decode), [], [], []
+    texts, trajectories, metrics = TokenTexts(decode), [], []
     for step in range(1, steps + 1):
         played = [
             t for group in range(groups) for t in _group(folder, rng, f"step{step:06d}/{group:05d}", group_size, turns)
         ]
         lost = _failed(played[0], f"TimeoutError: step() of <ZoomEnv object at 0x7f{step:06x}> took {60 + step}.2 s")
         trajectories += [trajectory_record(each, step, "train", texts) for each in (*played, lost)]
-        failures.append(failure_record(lost, step, "train"))
         metrics.append(_train_row(step, played, rng))
     for kind in ("eval", "blanked"):
         tested = _group(folder, rng, f"{kind}{steps:06d}/00000", group_size, turns)
@@ -52,14 +53,32 @@ def write_run_folder(
         row = {"reward/mean": mean, "standard_error": 0.05, "tasks": 1.0, "trajectories": float(len(tested))}
         metrics.append({"step": steps, "time": 1.8e9, **{f"{kind}/{name}": value for name, value in row.items()}})
     advisories = [
-        {"name": "truncated", "step": 1, "message": "every reply was cut.", "setting": "rollout.max_reply_tokens"},
+        {
+            "name": "truncated",
+            "step": 1,
+            "message": "every response was cut.",
+            "setting": "rollout.max_response_tokens",
+        },
         {"name": "no_signal", "step": min(2, steps), "message": "all rewards are equal.", "setting": "data"},
     ]
-    parts = {"metrics": metrics, "trajectories": trajectories, "failures": failures, "advisories": advisories}
+    parts = {"metrics": metrics, "trajectories": trajectories, "advisories": advisories}
     for name, records in parts.items():
         lines = "".join(json.dumps(record) + "\n" for record in records)
         (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     (folder / "summary.json").write_text(json.dumps({"reward_before": 0.3, "reward_after": 0.8}))
+    return folder
+
+
+def write_episodes(
+    folder: Path, trajectories: Sequence[Trajectory], step: int = 1, decode: Decode | None = None
+) -> Path:
+    """A run's folder with these trajectories of one ``step`` and nothing else."""
+    texts = TokenTexts(decode) if decode else None
+    (folder / "images").mkdir(parents=True)
+    for item in {item.id: item for each in trajectories for turn in each.turns for item in turn.media}.values():
+        (folder / "images" / f"{item.id}.png").write_bytes(encode_png(item.image))
+    records = [trajectory_record(each, step, texts=texts) for each in trajectories]
+    (folder / "trajectories.jsonl").write_bytes(json_lines(records))
     return folder
 
 
@@ -94,7 +113,7 @@ def _trajectory(
 
 
 def _failed(like: Trajectory, error: str) -> Trajectory:
-    return Trajectory(f"{like.id}.1", like.group_id, like.task, like.turns[:1], "error", error=error, refilled=True)
+    return Trajectory(f"{like.id}.1", like.group_id, like.task, like.turns[:1], "error", error=error, retried=True)
 
 
 def _image(folder: Path, rng: random.Random, size: tuple[int, int]) -> MediaItem:

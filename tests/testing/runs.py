@@ -36,8 +36,11 @@ def short_quickstart(tmp_path: Path, **changes: Any) -> Config:
 def train(config: Config):
     run = build_run(config)
     log = RunLog(run.folder)
-    summary = asyncio.run(loop.train(run, log, RunProgress(Console(quiet=True))))
-    log.close()
+    try:
+        summary = asyncio.run(loop.train(run, log, RunProgress(Console(quiet=True))))
+    finally:
+        log.close()
+        run.close()
     return run, log.rows(), summary
 
 

@@ -13,14 +13,9 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from vlmrl.multimodal.pixel_memory import process_memory
-from vlmrl.train.controller import (
-    RankZeroTrainer,
-    destroy_process_group,
-    join_process_group,
-    run_commands,
-    stop_commands,
-)
+from vlmrl.multimodal.pixel_memory import PixelMemory
+from vlmrl.train.controller import Commands, RunTrainer, join_process_group, run_commands
+from vlmrl.train.trainer import StepOutput
 from vlmrl.types import MediaItem, Sample
 
 SIDE = 128
@@ -30,11 +25,11 @@ CALLS = ("token_kl", "score", "step")
 
 def make_samples() -> list[Sample]:
     """Rows of 2,000 prompt tokens; row i shows image i of noise, which no compression shrinks."""
-    made = []
+    made, memory = [], PixelMemory()
     for number in range(ROWS):
         noise = np.random.default_rng(number).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
         lists = (list(range(2000)), [1, 2], [1, 1], [-1.0, -2.0], [0, 0])
-        item = MediaItem(f"image{number}", (SIDE, SIDE), {}, 16, {}, process_memory().hold(noise))
+        item = MediaItem(f"image{number}", (SIDE, SIDE), {}, 16, {}, memory.hold(noise))
         made.append(Sample(*lists, "g", f"t{number}", True, "stop", media=[item]))
     return made
 
@@ -42,20 +37,28 @@ def make_samples() -> list[Sample]:
 class HalfTrainer:
     """Each rank computes half of the samples. It records the sums of the pixels that it has."""
 
-    def __init__(self, spec: object) -> None:
+    def __init__(self) -> None:
         self.sums: list[dict[str, int]] = []
 
     def rows_by_rank(self, samples: list[Sample], in_steps: bool) -> list[set[int]]:
         return [set(range(ROWS // 2)), set(range(ROWS // 2, ROWS))]
 
     def __getattr__(self, method: str):
-        return lambda samples: self.sums.append(
-            {
-                item.id: int(item.pixels.read().sum(dtype=np.int64))
-                for number in self.rows_by_rank(samples, False)[dist.get_rank()]
-                for item in samples[number].media
-            }
-        )
+        def call(samples: list[Sample]) -> StepOutput:
+            mine = [samples[number] for number in self.rows_by_rank(samples, False)[dist.get_rank()]]
+            items = [item for row in mine for item in row.media]
+            self.sums.append({item.id: int(item.pixels.read().sum(dtype=np.int64)) for item in items})
+            return StepOutput({}, [], 1)
+
+        return call
+
+
+class HalfRank:
+    def __init__(self) -> None:
+        self.trainer = HalfTrainer()
+
+    def call(self, method: str, samples: list[Sample]) -> StepOutput:
+        return getattr(self.trainer, method)(samples)
 
 
 sizes: list[int] = []
@@ -68,28 +71,20 @@ def counted(*arguments, **options):
     return tensor, size
 
 
-made: list[HalfTrainer] = []
-
-
-def make(spec: object) -> HalfTrainer:
-    made.append(HalfTrainer(spec))
-    return made[-1]
-
-
-ranks = join_process_group("gloo")
+ranks, commands, half = join_process_group("gloo"), Commands(), HalfRank()
 if ranks.rank == 0:
     distributed_c10d._object_to_tensor = counted
-    trainer, samples, by_call = RankZeroTrainer(make, None), make_samples(), {}
+    trainer, samples, by_call = RunTrainer(half, commands), make_samples(), {}
     for call in CALLS:
         sizes.clear()
-        trainer.call_on(call, samples)
+        getattr(trainer, call)(samples)
         by_call[call] = list(sizes)
-    stop_commands()
+    commands.stop()
 else:
-    run_commands(make)
+    run_commands(half, commands)
 received = [None, None]
-dist.all_gather_object(received, made[-1].sums)
-destroy_process_group()
+dist.all_gather_object(received, half.trainer.sums)
+commands.close()
 if ranks.rank == 0:
     whole = {item.id: int(item.pixels.read().sum(dtype=np.int64)) for row in samples for item in row.media}
     Path(sys.argv[1]).write_text(json.dumps({"bytes": by_call, "sums": received, "whole": whole}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,15 @@ import torch
 
 from testing.fake_sglang import END, FakeSGLang
 from testing.fakes import PAD
-from vlmrl.config import SGLang
+from vlmrl.config import ServerSettings
 from vlmrl.engine.base import Request, SamplingParams
 from vlmrl.engine.server import Server
 from vlmrl.engine.server_engine import ServerEngine
-from vlmrl.engine.server_pool import ServerPool
+from vlmrl.engine.server_pool import Limits, ServerPool
+from vlmrl.engine.server_sync import WeightSync
 from vlmrl.engine.sglang.backend import SGLangBackend
-from vlmrl.weight_sync.base import TransferResult, WeightUpdate
-from vlmrl.weight_sync.server_sync import WeightSync
+from vlmrl.model.expert_routing import ExpertRouters
+from vlmrl.weight_sync.base import SenderState, TransferResult, WeightUpdate
 
 QUICK = {"health_every": 0.1, "health_timeout": 0.5, "start_timeout": 3.0}
 PATIENT = {"health_every": 0.1, "health_timeout": 120.0, "start_timeout": 120.0}
@@ -31,11 +33,19 @@ class Words:
     stop_ids = frozenset({END})
 
 
-def engine_of(*fakes: FakeSGLang, token: str | None = None, **settings: Any) -> ServerEngine:
+def settings_and_limits(**settings: Any) -> tuple[ServerSettings, Limits]:
+    """Both from their fields."""
+    limits = {each.name: settings.pop(each.name) for each in fields(Limits) if each.name in settings}
+    return ServerSettings(**settings), Limits(**limits)
+
+
+def engine_of(
+    *fakes: FakeSGLang, token: str | None = None, routing: ExpertRouters | None = None, **settings: Any
+) -> ServerEngine:
     """An engine with these servers, not started. Their initial weights are policy version 3."""
-    config = SGLang(urls=tuple(fake.url for fake in fakes), **(QUICK | settings))
-    servers = ServerPool(SGLangBackend(config), [Server(url, token=token) for url in config.urls])
-    engine = ServerEngine(servers, Words(), banned_ids=[PAD])  # type: ignore[arg-type]
+    config, limits = settings_and_limits(urls=tuple(fake.url for fake in fakes), **(QUICK | settings))
+    servers = ServerPool(SGLangBackend(config), [Server(url, token=token) for url in config.urls], limits=limits)
+    engine = ServerEngine(servers, Words(), banned_ids=[PAD], routing=routing)  # type: ignore[arg-type]
     engine.versions["default"] = 3
     return engine
 
@@ -55,9 +65,13 @@ async def synced(engine: ServerEngine, folder: Path) -> WeightSync:
     return sync
 
 
+SENT = SenderState()
+"""What this process has sent, as a trainer rank keeps it for a resend."""
+
+
 def send(values: list[float]) -> Callable[[WeightUpdate], TransferResult]:
     """A trainer whose only weight has these values."""
-    return lambda update: update.send(iter([("w", torch.tensor(values))]))
+    return lambda update: update.send(iter([("w", torch.tensor(values))]), SENT)
 
 
 def plain(name: str = "t") -> Request:

@@ -40,8 +40,8 @@ from vlmrl.model.loading import load_model, pick_checkpointing
 from vlmrl.multimodal.pixels import ArrayPixels
 from vlmrl.plan.published_models import PUBLISHED
 from vlmrl.run.loop import new_trainer
-from vlmrl.train.make_trainer import Trainers
 from vlmrl.train.packing import pack
+from vlmrl.train.rank import Rank
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import Trainer
 from vlmrl.types import MediaItem, Sample
@@ -105,7 +105,7 @@ def folder_of(config: dict[str, Any], scratch: Path) -> Path:
 def samples_at_limits(config: Config, hf_config: Any, micro_batches: int) -> list[Sample]:
     """One group of the recipe's longest trajectories, so long that they fill ``micro_batches``.
 
-    The prompt has one image of 512 x 512 pixels, if the model reads images, and so has each observation between the turns; replies
+    The prompt has one image of 512 x 512 pixels, if the model reads images, and so has each observation between the turns; responses
     fill the rest.
     """
     rollout, has_images = config.rollout, hasattr(hf_config, "vision_config")
@@ -114,14 +114,14 @@ def samples_at_limits(config: Config, hf_config: Any, micro_batches: int) -> lis
     prompt = _tokens(hf_config, first, length, 7)
     budget = config.train.tokens_per_micro_batch - length
     rows = -(-budget // (rollout.max_tokens - length))
-    replies = budget // rows
+    responses = budget // rows
     samples = []
     for member in range(micro_batches * rows):
         media, response, mask = [first] if first else [], [], []
         for turn in range(rollout.max_turns):
             seen = _image(hf_config, f"{member}/{turn}", 512) if has_images and turn else None
             observation = _tokens(hf_config, seen, seen.num_tokens if seen else 0, member)
-            own = replies // rollout.max_turns - len(observation)
+            own = responses // rollout.max_turns - len(observation)
             response += observation + _tokens(hf_config, None, own, member + 3)
             mask += [0] * len(observation) + [1] * own
             media += [seen] if seen else []
@@ -239,7 +239,7 @@ def simulate(
 
     The other ranks do not exist: collectives of torch's `fake` process group return at once and leave their output as it was.
     """
-    config = replace(config, model=replace(config.model, random_weights=True, device="cuda:0"))
+    config = replace(config, model=replace(config.model, path=f"random:{config.model.source}", device="cuda:0"))
     loading._random = _without_values
     loaded = None
     if ranks > 1:
@@ -248,9 +248,9 @@ def simulate(
         loaded = load_model(config.model, config.models_dir, config.seed)
         if pick_checkpointing(config.train.gradient_checkpointing, loaded.policy.device):
             loaded.policy.enable_gradient_checkpointing()
-    builder: Any = SimpleNamespace(config=config, trainers=SimpleNamespace(start=lambda spec: spec))
+    builder: Any = SimpleNamespace(config=config, trainer=SimpleNamespace(start=lambda spec: spec))
     spec: Any = new_trainer(builder)
-    trainer = Trainers.of(config, Ranks(0, ranks), loaded).make(spec)
+    trainer = Rank(config, Ranks(0, ranks), loaded).start(spec)
     samples = samples_of(trainer.policy.config)
     result: dict[str, Any] = {"loaded": parts_of(trainer), "steps": []}
     AttentionInterface.register(tree_attention.NAME, _attend)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+import pytest
 from transformers import AutoTokenizer
 
+from vlmrl.multimodal import renderer
 from vlmrl.multimodal.renderer import Renderer
 
 PAD = "<|image_pad|>"
@@ -21,9 +23,21 @@ def real_tokenizer(folder: Path):
 
 
 @functools.cache
-def real_renderer(shared: Path, tokenizer: str, template: str) -> Renderer:
+def real_renderer(shared: Path, tokenizer: str, template: str, image_token: str | None = PAD) -> Renderer:
+    """The renderers of one tokenizer share its two backends, of 50 MiB each."""
     text = (shared / f"data/qwen/chat_templates/{template}.jinja").read_text()
-    return Renderer(real_tokenizer(shared / "data/qwen" / tokenizer), image_token=PAD, chat_template=text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(renderer, "backends_of", shared_backends)
+        return Renderer(real_tokenizer(shared / "data/qwen" / tokenizer), image_token=image_token, chat_template=text)
+
+
+shared_backends = functools.cache(renderer.backends_of)
+
+
+def forget() -> None:
+    """Keep no tokenizer and no renderer."""
+    for cached in (real_tokenizer, real_renderer, shared_backends):
+        cached.cache_clear()
 
 
 def user(content) -> dict:
@@ -50,10 +64,10 @@ def ids_of(renderer: Renderer, text: str) -> list[int]:
 
 
 def episode_ids(renderer: Renderer, prompt, turns, tools=()) -> list[int]:
-    """The ids of an episode as the turn loop has them. ``turns``: replies, each with the messages after it or None."""
+    """The ids of an episode as the turn loop has them. ``turns``: responses, each with the messages after it or None."""
     ids = list(renderer.prompt(prompt, tools).token_ids)
-    for reply, messages in turns:
-        ids += [*ids_of(renderer, reply), renderer.end_of_turn_id]
+    for response, messages in turns:
+        ids += [*ids_of(renderer, response), renderer.end_of_turn_id]
         if messages is not None:
             ids += renderer.delta(messages, tools).token_ids
     return ids

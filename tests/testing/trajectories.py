@@ -2,7 +2,7 @@
 
 from PIL import Image
 
-from testing.fakes import item_of
+from testing.fakes import item_of, linked
 from vlmrl.types import Task, Trajectory, Turn
 
 IMAGE = item_of("c0ffee", Image.new("RGB", (8, 8), "red"), 4)
@@ -17,5 +17,5 @@ def turn(reward=None, metrics=None, media=(), response_ids=(7, 8), messages=()):
 
 def trajectory(turns, ending="env_done", task=None, **more):
     return Trajectory(
-        "t#0", "t", task or Task("t", [{"role": "user", "content": "2+2?"}], answer="4"), turns, ending, **more
+        "t#0", "t", task or Task("t", [{"role": "user", "content": "2+2?"}], answer="4"), linked(turns), ending, **more
     )

@@ -9,18 +9,17 @@ from typing import Any
 from urllib.request import urlopen
 
 from testing import real_servers
-from vlmrl.config import VLLM, Config
+from vlmrl.config import Config, ServerSettings
 
 SHIM = Path(__file__).parents[1] / "vllm/shim"
-QUICK = {"health_every": 2.0, "health_timeout": 60.0, "start_timeout": 900.0}
 
 
 def vllm_config(model: Path, folder: Path, dtype: str = "float32", **settings: Any) -> Config:
     """The config of the tests with real servers, for vLLM."""
     env = {"PYTHONPATH": str(SHIM), "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     args = {"max-model-len": 4096}
-    vllm = VLLM(**({"args": args, "env": env} | QUICK | settings))
-    return replace(real_servers.config_of(model, folder, dtype), engine="vllm", vllm=vllm)
+    server = ServerSettings(**({"args": args, "env": env, "start_timeout": 900.0} | settings))
+    return replace(real_servers.config_of(model, folder, dtype), engine="vllm", server=server)
 
 
 def gauge(url: str, name: str) -> float:

@@ -68,14 +68,14 @@ def digits(text, task):
 
 @pytest.mark.slow
 def test_a_run_in_bfloat16_learns_and_its_engine_samples_what_is_trained(tmp_path):
-    """The reward is for digits in the reply; an untrained model writes few."""
+    """The reward is for digits in the response; an untrained model writes few."""
     (tmp_path / "tasks.py").write_text(TASKS)
     config = Config(
         name="bfloat16",
         model=Model(path="tiny:qwen3_vl", device="cpu", dtype="bfloat16"),
         data=Data(generator=f"{tmp_path / 'tasks.py'}:make", size=256),
         reward=f"{tmp_path / 'tasks.py'}:digits",
-        rollout=Rollout(group_size=8, max_turns=1, max_tokens=128, max_reply_tokens=16),
+        rollout=Rollout(group_size=8, max_turns=1, max_tokens=128, max_response_tokens=16),
         optim=Optim(lr=1e-3),
         train=Train(steps=20, groups_per_batch=4),
         output_dir=str(tmp_path / "runs"),

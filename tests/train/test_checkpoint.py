@@ -1,5 +1,7 @@
 """Checkpoints are complete or absent, and restore what was saved."""
 
+import os
+import pickle
 import random
 from dataclasses import replace
 
@@ -10,7 +12,16 @@ from testing.fsdp_script import samples_of
 
 from vlmrl.config import Algo, Lora, Model, Optim
 from vlmrl.model.loading import load_model
-from vlmrl.train.checkpoint import Checkpoints, load_random, load_weights, random_state, save_random
+from vlmrl.train.checkpoint import (
+    Checkpoints,
+    load_random,
+    load_tensors,
+    load_weights,
+    random_state,
+    save_random,
+    save_tensors,
+    saved_shapes,
+)
 from vlmrl.train.trainer import Trainer, TrainerSpec
 from vlmrl.utils.output_files import OutputError
 
@@ -131,3 +142,30 @@ def test_weights_of_other_trained_parts_are_refused(qwen3_vl, tmp_path):
     trainer_of(qwen3_vl).save(tmp_path)
     with pytest.raises(ValueError, match=r"other trained parts.*such as 'weight/.*Use the model settings"):
         load_weights(tmp_path, trainer_of(qwen3_vl, rank=2).policy)
+
+
+class Code:
+    """Pickled, it makes the folder ``marker`` when it is loaded."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def test_pickled_code_in_a_checkpoint_is_not_run(tmp_path):
+    marker = tmp_path / "code-has-run"
+    save_tensors(tmp_path, {"weight/a": torch.ones(2), "step/a": torch.ones((), dtype=torch.bfloat16)})
+    assert saved_shapes(tmp_path) == {"weight/a": (2,), "step/a": ()}
+    (tmp_path / "trainer/.metadata").write_bytes(pickle.dumps(Code(marker)))
+    with pytest.raises(
+        ValueError, match=r"it names \w+\.mkdir, which no checkpoint needs\. Use a checkpoint that you trust"
+    ):
+        saved_shapes(tmp_path)
+    with pytest.raises(ValueError, match="no checkpoint needs"):
+        load_tensors(tmp_path, {"weight/a": torch.ones(2)})
+    torch.save(Code(marker), tmp_path / "random0.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        load_random(tmp_path, 0)
+    assert not marker.exists()

@@ -7,17 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from testing.fakes import make_trajectory, make_turn
+from testing.fakes import linked, make_trajectory, make_turn
 from testing.runs import short_quickstart
 
-from vlmrl.algos import ADVANTAGES, advantage
+from vlmrl.algos import advantage
 from vlmrl.config import Algo, Config, Rollout, Train
 from vlmrl.run.build import build_run
 from vlmrl.samples import concat, step_wise
-from vlmrl.samples.emit import ReplySpan, reply_spans
-from vlmrl.train.credit import assign_advantages, return_to_go, shaped_reward
+from vlmrl.train.credit import assign_advantages, rewards_by_turn, shaped_reward
 
-PLAIN = {"scale_by_std": False}
+PLAIN = {"grpo.scale_by_std": False}
 
 
 def group():
@@ -36,7 +35,7 @@ def group():
 def test_one_number_for_a_whole_episode():
     trajectories = group()  # rewards 4, 1, 5; mean 10/3
     samples = [sample for trajectory in trajectories for sample in step_wise(trajectory)]
-    assign_advantages(samples, trajectories, Config(algo=Algo(advantage_options=PLAIN)))
+    assign_advantages(samples, trajectories, Config(algo=Algo(options=PLAIN)))
     assert [s.advantage for s in samples] == pytest.approx([2 / 3, 2 / 3, -7 / 3, -7 / 3, 5 / 3])
 
 
@@ -44,7 +43,7 @@ def test_one_number_for_a_whole_episode():
 def test_credit_by_turn_compares_returns_to_go(form):
     trajectories = group()  # returns-to-go of turn 0: 4, 1, 5 (mean 10/3); of turn 1: 3, 1 (mean 2)
     samples = [sample for trajectory in trajectories for sample in form(trajectory)]
-    assign_advantages(samples, trajectories, Config(algo=Algo(credit="turn", advantage_options=PLAIN)))
+    assign_advantages(samples, trajectories, Config(algo=Algo(credit="turn", options=PLAIN)))
     trained = [
         advantage
         for sample in samples
@@ -58,9 +57,9 @@ def test_credit_by_turn_compares_returns_to_go(form):
 
 def outcome_group(*rewards, turns=(2, 2, 5), names="abc"):
     """Members that get their reward at the end, after as many turns of two tokens."""
-    reply = {"prompt_ids": [1, 2], "response_ids": [5, 6], "logprobs": [-0.1, -0.2]}
+    response = {"prompt_ids": [1, 2], "response_ids": [5, 6], "logprobs": [-0.1, -0.2]}
     return [
-        make_trajectory(name, turns=[make_turn(**reply) for _ in range(count)], final_reward=reward)
+        make_trajectory(name, turns=[make_turn(**response) for _ in range(count)], final_reward=reward)
         for name, count, reward in zip(names, turns, rewards, strict=True)
     ]
 
@@ -105,8 +104,8 @@ def test_the_turns_of_a_group_of_one_have_nobody_to_be_compared_with():
 def test_credit_by_turn_refuses_rows_in_which_turns_cannot_be_told_apart():
     trajectories = group()
     samples = [sample for trajectory in trajectories for sample in concat(trajectory)]
-    samples[1].rollout_logprobs = None
-    with pytest.raises(ValueError, match="trajectory b: a sample has no rollout_logprobs"):
+    samples[1].responses = []
+    with pytest.raises(ValueError, match="trajectory b: a sample does not say where its turns' responses are"):
         assign_advantages(samples, trajectories, Config(algo=Algo(credit="turn")))
 
 
@@ -140,7 +139,7 @@ def test_reinforce_pp_subtracts_the_kl_of_each_token_and_those_after_it(form):
     samples = [sample for trajectory in (long, short) for sample in form(trajectory)]
     values = iter([0.5, 0.25, 1.0, -0.5, 2.0, 0.25])  # nats, of the trained tokens in order
     kl = [np.array([next(values) if mask else 7.0 for mask in sample.loss_mask], np.float32) for sample in samples]
-    algo = Algo(advantage="reinforce_pp", kl_coef=2.0, kl="k1", kl_in_reward=True)
+    algo = Algo(advantage="reinforce_pp", kl_coef=2.0, kl="k1")
     assign_advantages(samples, [long, short], Config(algo=algo), kl)
     # To go: 1.25, 0.75, 0.5, -0.5 and 2.25, 0.25 nats, of which 2 are subtracted for each.
     returns = [-1.5, -0.5, 0.0, 2.0, -4.5, -0.5]
@@ -151,83 +150,73 @@ def test_reinforce_pp_subtracts_the_kl_of_each_token_and_those_after_it(form):
     assert all(not a for s in samples for a, mask in zip(s.advantage, s.loss_mask, strict=True) if not mask)
 
 
-def test_an_own_advantage_per_token_is_checked_before_the_run(tmp_path, monkeypatch):
-    monkeypatch.setitem(
-        ADVANTAGES, "mine", advantage(per_token=True)(lambda returns, group_ids, mask, scale=1.0: returns)
-    )
+def test_an_own_advantage_per_token_is_checked_before_the_run(tmp_path):
+    mine = advantage(per_token=True)(lambda returns, group_ids, mask, scale=1.0: returns)
     config = short_quickstart(tmp_path)
     with pytest.raises(
         ValueError, match=r"algo\.credit must be trajectory with an advantage per token, but it is 'turn'"
     ):
-        build_run(replace(config, algo=Algo(advantage="mine", credit="turn")))
-    with pytest.raises(ValueError, match=r"algo\.advantage_options do not fit .*'skale'"):
-        build_run(replace(config, algo=Algo(advantage="mine", advantage_options={"skale": 2.0})))
+        build_run(replace(config, algo=Algo(advantage=mine, credit="turn")))
+    with pytest.raises(ValueError, match=r"algo\.options do not fit .*'skale'"):
+        build_run(replace(config, algo=Algo(advantage=mine, options={"<lambda>.skale": 2.0})))
 
 
 def test_other_advantages_subtract_the_kl_of_the_whole_trajectory():
     trajectories = group()  # rewards 4, 1, 5
     samples = [sample for trajectory in trajectories for sample in concat(trajectory)]
     kl = [np.where(sample.loss_mask, 0.5, 7.0) for sample in samples]  # 2, 2 and 1 nats
-    algo = Algo(advantage_options=PLAIN, kl_coef=0.5, kl="k1", kl_in_reward=True)
+    algo = Algo(options=PLAIN, kl_coef=0.5, kl="k1")
     assign_advantages(samples, trajectories, Config(algo=algo), kl)
     assert [s.advantage for s in samples] == pytest.approx([0.5, -2.5, 2.0])  # of 3, 0, 4.5
 
 
-def test_a_return_to_go_includes_the_final_reward():
+def test_the_last_turns_reward_includes_the_final_reward():
     trajectory = make_trajectory(turns=group()[0].turns, final_reward=0.5)
-    assert [return_to_go(trajectory, turn) for turn in range(2)] == [4.5, 3.5]
+    assert rewards_by_turn(trajectory) == [1.0, 3.5]
 
 
-def test_spans_of_replies_with_nothing_between_them_and_with_a_dropped_end_of_turn():
+def test_spans_of_responses_with_nothing_between_them_and_with_a_dropped_end_of_turn():
     turns = [make_turn([1], [5, 2], [-0.1, -0.1]), make_turn([], [6, 2], [-0.1, -0.1]), make_turn([7], [8], [-0.1])]
-    turns[0].dropped = turns[1].dropped = 1
-    trajectory = make_trajectory(turns=turns)  # in one row: 5 | 6 | 7 8
-    assert reply_spans(trajectory, concat(trajectory)) == [
-        ReplySpan(0, 0, 0, 1),
-        ReplySpan(1, 0, 1, 2),
-        ReplySpan(2, 0, 3, 4),
-    ]
-    assert reply_spans(trajectory, step_wise(trajectory)) == [
-        ReplySpan(0, 0, 0, 2),
-        ReplySpan(1, 1, 0, 2),
-        ReplySpan(2, 2, 0, 1),
-    ]
-    rendered = [replace(row, rollout_logprobs=None) for row in concat(trajectory)]
-    assert reply_spans(trajectory, rendered) == []
+    trajectory = make_trajectory(turns=linked(turns, dropped=1))  # in one row: 5 | 6 | 7 8
+    assert spans(concat(trajectory)) == [[(0, 0, 1), (1, 1, 2), (2, 3, 4)]]
+    assert spans(step_wise(trajectory)) == [[(0, 0, 2)], [(1, 0, 2)], [(2, 0, 1)]]
 
 
-def test_a_dropped_end_of_turn_is_not_taken_for_the_next_reply_after_an_empty_observation():
+def spans(rows):
+    return [[(span.turn, span.start, span.end) for span in row.responses] for row in rows]
+
+
+def test_a_dropped_end_of_turn_is_not_taken_for_the_next_response_after_an_empty_observation():
     turns = [make_turn([1], [5, 2], [-0.1, -0.1], reward=1.0), make_turn([], [2, 6], [-0.1, -0.1], reward=0.0)]
-    turns[0].dropped = 1
-    first = make_trajectory("a", turns=turns, final_reward=None)  # in one row: 5 | 2 6
-    assert reply_spans(first, concat(first)) == [ReplySpan(0, 0, 0, 1), ReplySpan(1, 0, 1, 3)]
-    assert reply_spans(first, step_wise(first)) == [ReplySpan(0, 0, 0, 2), ReplySpan(1, 1, 0, 2)]
+    first = make_trajectory("a", turns=linked(turns, dropped=1), final_reward=None)  # in one row: 5 | 2 6
+    assert spans(concat(first)) == [[(0, 0, 1), (1, 1, 3)]]
+    assert spans(step_wise(first)) == [[(0, 0, 2)], [(1, 0, 2)]]
     other = make_trajectory("b", turns=[make_turn([1], [7], [-0.1], reward=0.0)], final_reward=None)
     samples = [*concat(first), *concat(other)]
-    algo = Algo(credit="turn", advantage_options=PLAIN)
+    algo = Algo(credit="turn", options=PLAIN)
     assign_advantages(samples, [first, other], Config(algo=algo))
     assert [s.advantage for s in samples] == [[0.5, 0.5, 0.5], [-0.5]]
 
 
 def test_length_costs_only_near_the_limit():
     trajectory = make_trajectory()  # 14 tokens, reward 1.25
-    config = Config(rollout=Rollout(max_tokens=20, max_reply_tokens=5))
+    config = Config(rollout=Rollout(max_tokens=20, max_response_tokens=5))
     assert shaped_reward(trajectory, config) == 1.25
     near = replace(config, algo=Algo(overlong_buffer=10))  # from 10 on: 14 costs 0.4
     assert shaped_reward(trajectory, near) == pytest.approx(0.85)
 
 
 def test_a_rerendered_prompt_counts_once():
-    """Six turns, each with a whole prompt of 100 tokens of its own and a reply of 10: no context is longer than 110."""
+    """Six turns, each with a whole prompt of 100 tokens of its own and a response of 10: no context is longer than 110."""
     turns = [make_turn([1] * 100, [5] * 10, [-0.1] * 10) for _ in range(6)]
-    for turn in turns[1:]:
-        turn.kept = turn.kept_media = 0
     trajectory = make_trajectory(turns=turns, final_reward=1.0)
+    for turn in turns[1:]:
+        turn.parent, turn.kept = None, 0
     assert trajectory.num_tokens == max(
         len(prompt) + len(turn.response_ids)
         for (prompt, _), turn in zip(trajectory.prompts(), trajectory.turns, strict=True)
     )
-    config = Config(rollout=Rollout(max_tokens=200, max_reply_tokens=20), algo=Algo(overlong_buffer=20))
+    config = Config(rollout=Rollout(max_tokens=200, max_response_tokens=20), algo=Algo(overlong_buffer=20))
     assert shaped_reward(trajectory, config) == 1.0
     longer = replace(config, algo=Algo(overlong_buffer=100))  # from 100 on: 110 costs 0.1
     assert shaped_reward(trajectory, longer) == pytest.approx(0.9)
@@ -235,7 +224,7 @@ def test_a_rerendered_prompt_counts_once():
 
 def test_the_longest_context_is_not_always_the_last_and_dropped_tokens_count_where_they_are():
     turns = [make_turn([1] * 4, [5, 6], [-0.1] * 2), make_turn([7] * 9, [8], [-0.1]), make_turn([3], [4], [-0.1])]
-    turns[0].dropped = 1  # 6 tokens, of which 5 go on; then 5 + 9 + 1; then 2 of these and 1 + 1
+    linked(turns, dropped=1)  # 6 tokens, of which 5 go on; then 5 + 9 + 1; then 2 of these and 1 + 1
     turns[2].kept = 2
     assert make_trajectory(turns=turns).num_tokens == 15
 
@@ -245,17 +234,20 @@ def test_the_longest_context_is_not_always_the_last_and_dropped_tokens_count_whe
     [
         (
             {"algo": Algo(corrections=("veto",)), "rollout": Rollout(history="rerender")},
-            r"\['veto'\] must be unset with re-rendered samples",
+            "algo.corrections must be unset with re-rendered samples",
         ),
         (
             {"algo": Algo(old_policy="rollout"), "rollout": Rollout(history="rerender")},
-            "algo.old_policy rollout must be unset with re-rendered samples",
+            "algo.old_policy must not be rollout with re-rendered samples",
         ),
         (
             {"rollout": Rollout(history="rerender"), "train": Train(max_staleness=1, too_old="correct")},
             "train.too_old correct needs",
         ),
-        ({"algo": Algo(credit="turn"), "rollout": Rollout(history="rerender")}, "algo.credit turn needs the tokens"),
+        (
+            {"algo": Algo(credit="turn"), "rollout": Rollout(history="rerender")},
+            "algo.credit turn is not possible with",
+        ),
         (
             {"deterministic": True, "rollout": Rollout(over_sampling=1.5)},
             "rollout.over_sampling must be 1 with deterministic",

@@ -13,6 +13,7 @@ from vlmrl.algos import LossInputs
 from vlmrl.config import Algo, Model, Optim
 from vlmrl.model.loading import load_model
 from vlmrl.train.finite_check import NAMES, FiniteCheck
+from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import Trainer, TrainerSpec
 from vlmrl.types import Sample
 
@@ -37,10 +38,9 @@ def test_the_first_wrong_logprob_is_named_unless_it_is_masked(name, wrong):
     check = FiniteCheck()
     check.add([row("c", 2)], inputs(torch.ones(1, 2)))
     check.add(rows, masked)
-    check.refuse_infinite()
+    assert check.error() is None
     check.add(rows, inputs(torch.ones(2, 3), **{name: bad}))
-    with pytest.raises(ValueError, match=rf"^trajectory b, response token 2: {name} must be finite, but it is {wrong}"):
-        check.refuse_infinite()
+    assert check.error() == f"trajectory b, response token 2: {name} must be finite, but it is {wrong}."
 
 
 @pytest.mark.parametrize("corrections", [(), ("token_truncation", "veto")])
@@ -71,4 +71,21 @@ def test_a_gradient_that_is_not_finite_is_not_added_to_the_next(tmp_path):
     with pytest.raises(FloatingPointError, match="the gradient norm is nan, so the weights were not updated"):
         trainer.step(rows)
     hook.remove()
+    assert all(weight.grad is None for weight in model.policy.parameters())
+
+
+class AnotherRankFoundOne(Ranks):
+    """One of several ranks, of which another has found a logprob that is not finite."""
+
+    def max(self, tensor):
+        return torch.ones_like(tensor)
+
+
+def test_every_rank_refuses_the_step_that_one_refuses(tmp_path):
+    """Or the others would wait for that one in their next collective."""
+    model = load_model(Model(path="tiny:qwen3", device="cpu", dtype="float32"), tmp_path, seed=0)
+    rows = [replace(row(name, 3), group_id=name, advantage=1.0) for name in "ab"]
+    spec = TrainerSpec(Algo(), Optim(), total_steps=1, tokens_per_micro_batch=60)
+    with pytest.raises(ValueError, match="another rank found a logprob that is not finite"):
+        Trainer(model.policy, spec, ranks=AnotherRankFoundOne()).step(rows)
     assert all(weight.grad is None for weight in model.policy.parameters())

@@ -5,9 +5,8 @@ import torch
 
 from vlmrl.config import Config, Model, Optim, Train
 from vlmrl.model.loading import load_model, pick_checkpointing
-from vlmrl.train.make_trainer import Trainers
 from vlmrl.train.master_weights import make_optimizer, move_state
-from vlmrl.train.ranks import Ranks
+from vlmrl.train.rank import Rank
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -30,7 +29,7 @@ def test_activations_are_recomputed_on_a_gpu_unless_it_is_set(setting, device, w
 def test_a_run_on_a_cpu_recomputes_nothing_unless_it_is_set(setting, wanted, qwen3_vl, tmp_path):
     train = Train(gradient_checkpointing=setting)
     config = Config(model=Model(path=str(qwen3_vl), device="cpu"), train=train, output_dir=str(tmp_path))
-    assert Trainers.of(config, Ranks()).policy.model.is_gradient_checkpointing is wanted
+    assert Rank(config).policy.model.is_gradient_checkpointing is wanted
     assert not load_model(config.model, tmp_path, 0).policy.model.is_gradient_checkpointing
 
 

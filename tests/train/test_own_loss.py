@@ -1,11 +1,11 @@
-"""Losses registered from outside the package, trained while rollouts run ahead: what the plan says corrects them."""
+"""Losses from outside the package, trained while rollouts run ahead: what the plan says corrects them."""
 
 from dataclasses import replace
 
 import pytest
 from testing.runs import short_quickstart, train
 
-from vlmrl.algos import LOSSES, LossOutputs, loss
+from vlmrl.algos import LossOutputs, loss
 from vlmrl.config import Algo, Config, Eval, Optim, Rollout, Train, WarmStart
 from vlmrl.run.build import build_run
 from vlmrl.run.program import summary_of
@@ -21,14 +21,14 @@ def declared(inputs):
     return plain(inputs)
 
 
-def config(tmp_path, name: str, too_old: str = "wait", **algo) -> Config:
+def config(tmp_path, function, too_old: str = "wait", **algo) -> Config:
     return replace(
         short_quickstart(tmp_path),
-        rollout=Rollout(group_size=2, max_turns=2, max_tokens=128, max_reply_tokens=16),
+        rollout=Rollout(group_size=2, max_turns=2, max_tokens=128, max_response_tokens=16),
         warm_start=WarmStart(),
-        algo=Algo(loss=name, **algo),
+        algo=Algo(loss=function, **algo),
         optim=Optim(lr=1e-3),
-        train=Train(steps=2, groups_per_batch=2, max_staleness=1, too_old=too_old, canary=False),
+        train=Train(steps=2, groups_per_batch=2, max_staleness=1, too_old=too_old, image_check=False),
         eval=Eval(),
         save_model=False,
     )
@@ -38,9 +38,8 @@ def config(tmp_path, name: str, too_old: str = "wait", **algo) -> Config:
     ("function", "old_policy", "phrase"),
     [(plain, None, "not known to be corrected"), (declared, "trainer", "not corrected")],
 )
-def test_a_loss_without_a_ratio_trains_and_is_not_called_corrected(function, old_policy, phrase, tmp_path, monkeypatch):
-    monkeypatch.setitem(LOSSES, "mine", function)
-    run, rows, _ = train(config(tmp_path, "mine", old_policy=old_policy))
+def test_a_loss_without_a_ratio_trains_and_is_not_called_corrected(function, old_policy, phrase, tmp_path):
+    run, rows, _ = train(config(tmp_path, function, old_policy=old_policy))
     plan = summary_of(run)
     run.engine.close()
     assert [row["step"] for row in rows if "loss" in row] == [1, 2]
@@ -48,7 +47,6 @@ def test_a_loss_without_a_ratio_trains_and_is_not_called_corrected(function, old
     assert "corrected by the loss's ratio" not in plan
 
 
-def test_a_loss_without_a_ratio_cannot_correct_groups_that_are_too_old(tmp_path, monkeypatch):
-    monkeypatch.setitem(LOSSES, "mine", plain)
-    with pytest.raises(ValueError, match=r"algo\.loss 'mine' declared as"):
-        build_run(config(tmp_path, "mine", too_old="correct"))
+def test_a_loss_without_a_ratio_cannot_correct_groups_that_are_too_old(tmp_path):
+    with pytest.raises(ValueError, match=r"algo\.loss 'plain' declared as"):
+        build_run(config(tmp_path, plain, too_old="correct"))

@@ -12,9 +12,9 @@ from testing.fakes import PAD, make_item, qwen_vl
 from testing.trees import Watched, random_rows
 
 from vlmrl.config import Algo, Model, Optim
+from vlmrl.families.base import Family
+from vlmrl.families.qwen_vl import mrope_positions
 from vlmrl.model import tree_attention
-from vlmrl.model.families.base import Family
-from vlmrl.model.families.qwen_vl import mrope_positions
 from vlmrl.model.loading import load_model
 from vlmrl.train import prefix_tree
 from vlmrl.train.packing import MicroBatchPlan, pack, split
@@ -33,10 +33,9 @@ def row(ids, media=(), name="t", group="g", prompt=1, mask=None):
 
 
 def tree_of(*rows):
-    atoms = prefix_tree.atoms_of(rows, PAD)
-    ordered = prefix_tree.in_order(atoms, range(len(rows)))
-    shared = prefix_tree.shared_lengths([atoms[index] for index in ordered])
-    return prefix_tree.build_tree([rows[index] for index in ordered], shared, FAMILY)
+    order = prefix_tree.PrefixOrder(prefix_tree.atoms_of(rows, PAD))
+    ordered = order.sort(range(len(rows)))
+    return prefix_tree.build_tree([rows[index] for index in ordered], order.shared_lengths(ordered), FAMILY)
 
 
 # The layout
@@ -85,17 +84,17 @@ def alike(group, first, size, branches, length, prompt=1):
 
 def test_a_group_that_is_too_large_is_cut_where_least_is_computed_twice():
     rows = [row([1, 2, 3, 4, branch, *range(10, 16)]) for branch in (5, 6)] + [row([1, 7, *range(20, 29)])]
-    atoms = prefix_tree.atoms_of(rows, None)
-    assert prefix_tree.cut(atoms, [0, 1, 2], 28) == [([0, 1, 2], 4 + 2 * 7 + 10)]
-    assert prefix_tree.cut(atoms, [0, 1, 2], 27) == [([0, 1], 18), ([2], 11)]  # one token is computed twice, not four
-    assert prefix_tree.cut(atoms, [0, 1, 2], 5) == [([0], 11), ([1], 11), ([2], 11)]
+    order = prefix_tree.PrefixOrder(prefix_tree.atoms_of(rows, None))
+    assert prefix_tree.cut(order, [0, 1, 2], 28) == [([0, 1, 2], 4 + 2 * 7 + 10)]
+    assert prefix_tree.cut(order, [0, 1, 2], 27) == [([0, 1], 18), ([2], 11)]  # one token is computed twice, not four
+    assert prefix_tree.cut(order, [0, 1, 2], 5) == [([0], 11), ([1], 11), ([2], 11)]
 
 
 def test_the_cheapest_cut_looks_ahead():
     """Filling the first part up would cut in the middle of the second pair."""
     rows = [row([1, 2, 3, 4, 5, last]) for last in (6, 7)] + [row([9, 8, 7, 6, 5, last]) for last in (1, 2)]
-    atoms = prefix_tree.atoms_of(rows, None)
-    assert prefix_tree.cut(atoms, [0, 1, 2, 3], 13) == [([0, 1], 7), ([2, 3], 7)]
+    order = prefix_tree.PrefixOrder(prefix_tree.atoms_of(rows, None))
+    assert prefix_tree.cut(order, [0, 1, 2, 3], 13) == [([0, 1], 7), ([2, 3], 7)]
 
 
 def test_groups_share_a_micro_batch_and_stay_together():

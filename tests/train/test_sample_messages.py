@@ -14,9 +14,9 @@ from PIL import Image
 from testing.fakes import item_of
 
 from vlmrl.multimodal.pixels import NoPixels
-from vlmrl.train import controller
-from vlmrl.train.controller import RankZeroTrainer, run_commands
+from vlmrl.train.controller import STOP, RunTrainer, run_commands
 from vlmrl.train.sample_messages import CALLS_KEPT, SampleCache
+from vlmrl.train.trainer import StepOutput
 from vlmrl.types import ExpertRouting, Sample
 
 
@@ -47,18 +47,33 @@ def same(mine, theirs):
 
 
 class TwoRanks:
-    """Two processes in one: what rank 0 sends is what :func:`run_commands` gets after it, as rank 1."""
+    """The commands of two processes in one: what rank 0 sends is what :func:`run_commands` gets after it, as rank 1."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self):
         self.commands, self.images = [], []
-        monkeypatch.setattr(controller, "_broadcast", lambda *command: self.commands.append(pickle.dumps(command)))
-        monkeypatch.setattr(controller, "_next_command", self._next)
-        monkeypatch.setattr(controller, "_send_images", lambda parts: self.images.append(pickle.dumps(parts[1])))
-        monkeypatch.setattr(controller, "_receive_images", lambda: pickle.loads(self.images.pop(0)))
 
-    def _next(self):
-        method, *arguments = pickle.loads(self.commands.pop(0))
-        return method, tuple(arguments)
+    def send(self, method, *arguments):
+        self.commands.append(pickle.dumps((method, arguments)))
+
+    def receive(self):
+        return pickle.loads(self.commands.pop(0))
+
+    def send_images(self, parts):
+        self.images.append(pickle.dumps(parts[1]))
+
+    def receive_images(self):
+        return pickle.loads(self.images.pop(0))
+
+
+class RecordingRank:
+    def __init__(self):
+        self.trainer = None
+
+    def start(self, spec):
+        self.trainer = RecordingTrainer()
+
+    def call(self, method, *arguments):
+        return getattr(self.trainer, method)(*arguments)
 
 
 class RecordingTrainer:
@@ -72,32 +87,27 @@ class RecordingTrainer:
         return [set(range(half)), set(range(half - in_steps, len(samples)))]
 
     def __getattr__(self, method):
-        return lambda samples: self.calls.append((method, samples))
+        return lambda samples: self.calls.append((method, samples)) or StepOutput({}, [], 0)
 
 
-def test_the_calls_on_a_batch_send_its_rows_and_images_once_and_images_only_where_they_are_needed(monkeypatch):
-    ranks, trainers = TwoRanks(monkeypatch), []
-
-    def make(spec):
-        trainers.append(RecordingTrainer())
-        return trainers[-1]
-
-    trainer = RankZeroTrainer(make, None)
+def test_the_calls_on_a_batch_send_its_rows_and_images_once_and_images_only_where_they_are_needed():
+    ranks, here, there = TwoRanks(), RecordingRank(), RecordingRank()
+    trainer = RunTrainer(here, ranks).start(None)
     batch = [sample(f"t{number}", [image(f"{number}", number)]) for number in range(8)]
-    trainer.call_on("token_kl", batch)
-    trainer.call_on("score", batch)
+    trainer.token_kl(batch)
+    trainer.score(batch)
     for number, row in enumerate(batch):
         row.advantage = float(number)
-    trainer.call_on("step", batch)
-    trainer.call_on("step", batch)
+    trainer.step(batch)
+    trainer.step(batch)
     names = [sorted(pickle.loads(images)) for images in ranks.images]
     assert names == [["4", "5", "6", "7"], [], ["3"], ["3", "4", "5", "6", "7"]]  # the last batch is a new one
     _, *sizes = [len(command) for command in ranks.commands]
     assert max(sizes) < 128 * 128 * 3  # not even one image's pixels
     assert max(sizes[1:3]) < sizes[0] / 4  # rows by their hashes
-    controller.stop_commands()
-    run_commands(make)
-    here, there = (each.calls for each in trainers)
+    ranks.send(STOP)
+    run_commands(there, ranks)
+    here, there = here.trainer.calls, there.trainer.calls
     assert [method for method, _ in there] == ["token_kl", "score", "step", "step"]
     for (_, mine), (_, theirs) in zip(here[2:], there[2:], strict=True):
         for number, (one, other) in enumerate(zip(mine, theirs, strict=True)):

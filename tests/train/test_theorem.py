@@ -53,9 +53,13 @@ def play(model, images: str) -> list[Trajectory]:
                 media = [first if number == 0 else store.load(next(shown_in_turn))] if shown else []
                 prompt = [id for item in media for id in [7, *[model.policy.image_token_id] * item.num_tokens, 8]]
                 prompt += [dice.randrange(200) for _ in range(6)] if number else [1, 2, 3]  # a group shares its prompt
-                reply = [dice.randrange(200) for _ in range(dice.randint(2, 9))]
-                logprobs = [-dice.random() for _ in reply]
-                trajectory.turns.append(Turn(prompt, media, reply, logprobs, [0] * len(reply), "stop", ""))
+                response = [dice.randrange(200) for _ in range(dice.randint(2, 9))]
+                logprobs = [-dice.random() for _ in response]
+                turn = Turn(prompt, media, response, logprobs, [0] * len(response), "stop", "")
+                if number:
+                    before = trajectory.turns[-1]
+                    turn.parent, turn.kept, turn.kept_media = number - 1, before.length, before.num_images
+                trajectory.turns.append(turn)
             trajectories.append(trajectory)
     return trajectories
 
@@ -97,7 +101,7 @@ def test_gradients_agree_whatever_the_form(model, images, reduction):
     assert any(float(gradient.norm()) > 1e-3 for gradient in wanted[0].values())
 
 
-def test_other_replies_give_other_gradients(model):
+def test_other_responses_give_other_gradients(model):
     trajectories = play(model, "none")
     right = gradients(model, trajectories, "step_wise", "token_mean", None).gradients[0]
     for trajectory in islice(trajectories, 1, None):

@@ -141,7 +141,7 @@ def test_with_the_rollouts_policy_as_the_old_one_each_token_weighs_what_its_rati
     for row, log_ratio in zip(rows, log_ratios, strict=True):
         moved = row_logprobs(model, row).detach() - torch.tensor(log_ratio)
         row.rollout_logprobs = [float(each) * mask for each, mask in zip(moved, row.loss_mask, strict=True)]
-    algo = Algo(loss="cispo", loss_options={"ratio_max": 1.3}, old_policy="rollout")
+    algo = Algo(loss="cispo", options={"cispo.ratio_max": 1.3}, old_policy="rollout")
     got = gradients(model, rows, 40, algo)
     model.policy.zero_grad()
     tokens = sum(sum(row.loss_mask) for row in rows)
@@ -310,7 +310,9 @@ def test_kl_needs_a_reference_and_pulls_towards_it(model):
 
 
 def test_unknown_names_list_the_known_ones(model):
-    with pytest.raises(ValueError, match=r"algo.loss must be one of cispo, .*, ppo, .*, sft, but it is 'pp0'"):
+    with pytest.raises(
+        ValueError, match=r"algo.loss must be one of cispo, .*, ppo, .*, sft, or code .*, but it is 'pp0'"
+    ):
         Trainer(model.policy, TrainerSpec(Algo(loss="pp0"), Optim(), total_steps=1, tokens_per_micro_batch=100))
 
 
@@ -378,3 +380,16 @@ def test_two_trainers_of_a_bfloat16_model_in_succession(tmp_path):
         trainer = Trainer(loaded.policy, spec)
         assert trainer.step(rows).metrics["grad_norm"] > 0
         trainer.close()
+
+
+def test_text_rows_move_nothing_where_the_language_model_is_frozen(tmp_path):
+    """A micro-batch without an image then has a loss that depends on no trained weight."""
+    frozen = load_model(Model(path="tiny:qwen3_vl", device="cpu", freeze=("language_model",)), tmp_path, seed=0)
+    text = sample(frozen, "b", [], [7, 8], [1, 1], advantage=-1.0)
+    for budget in (4096, 10):  # the image in the same micro-batch, and in another
+        rows = [sample(frozen, "a", [(64, 64)], [7, 8], [1, 1]), text]
+        spec = TrainerSpec(Algo(), Optim(), total_steps=2, tokens_per_micro_batch=budget)
+        assert Trainer(frozen.policy, spec).step(rows).metrics["grad_norm"] > 0
+    before = copy.deepcopy(frozen.policy.state_dict())
+    assert Trainer(frozen.policy, spec).step([text]).metrics["grad_norm"] == 0
+    assert all(torch.equal(before[name], weight) for name, weight in frozen.policy.state_dict().items())

@@ -222,7 +222,7 @@ def test_a_kl_penalty_in_the_loss_has_its_whole_weight(model, kl):
 def test_a_kl_penalty_in_the_reward_is_not_in_the_loss_too(model):
     reference, unfrozen = model.policy.frozen_copy(), model.policy.frozen_copy().requires_grad_(True)
     moved_a_bit(model)
-    algo = Algo(kl_coef=0.5, kl="k2", kl_in_reward=True)
+    algo = Algo(kl_coef=0.5, kl="k1")
     trainer = Trainer(model.policy, spec_of(algo), reference=reference)
     assert np.abs(trainer.score(two_rows())[0] - Trainer(unfrozen, spec_of()).score(two_rows())[0]).max() > 1e-2
     assert trainer.step(two_rows(advantage=0.0)).metrics["grad_norm"] == 0.0
@@ -239,7 +239,9 @@ def test_the_entropy_bonus_raises_the_entropy(model):
     check_gradient(model, Watched(model.policy, spec_of(Algo(entropy_coef=0.5))), rows, loss)
 
 
-def test_offloaded_optimizer_state_is_on_the_policys_device_for_the_step_and_on_the_host_after_it(model, monkeypatch):
+def test_offloaded_optimizer_state_is_on_the_policys_device_for_the_step_and_on_the_host_after_it(
+    model, monkeypatch, tmp_path
+):
     trainer = Trainer(model.policy, spec_of(optim=Optim(offload=True)))
     events: list[str] = []
     move, step = trainer_module.move_state, trainer.optimizer.step
@@ -254,3 +256,8 @@ def test_offloaded_optimizer_state_is_on_the_policys_device_for_the_step_and_on_
     monkeypatch.setattr(trainer.optimizer, "step", lambda: (events.append("step"), step()))
     trainer.step(two_rows())
     assert events == ["to policy", "step", "to host"]
+    (tmp_path / "checkpoint").mkdir()
+    trainer.save(tmp_path / "checkpoint")
+    events.clear()
+    trainer.restore(tmp_path / "checkpoint")  # a fresh optimizer's state is made where the weights are
+    assert events == ["to host"]

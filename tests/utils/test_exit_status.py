@@ -121,9 +121,9 @@ def config():
     return Config(
         name="hang",
         model=Model(path="tiny:qwen3_vl"),
-        data=Data(generator=tasks, size=4, shuffle=False),
+        data=Data(generator=tasks, size=4, seed=None),
         env=Hangs,
-        rollout=Rollout(group_size=2, max_tokens=64, max_reply_tokens=4, stop=("",), env_timeout=3.0,
+        rollout=Rollout(group_size=2, max_tokens=64, max_response_tokens=4, stop=("",), env_timeout=3.0,
                         max_env_retries_per_turn=0, max_failed_fraction=1.0),
         train=Train(steps=1, groups_per_batch=1),
         save_model=False,

@@ -11,7 +11,7 @@ import pytest
 
 SCRIPT = """
 import resource, torch
-from vlmrl.utils.host_memory import keep_freed_memory
+from vlmrl.utils.machine_memory import keep_freed_memory
 
 keep_freed_memory()
 

@@ -1,10 +1,9 @@
 """Retries against a clock that only pauses move: no test waits."""
 
-import httpx
 import pytest
 
 from vlmrl.utils import http
-from vlmrl.utils.http import RefusedError, RetryableError, http_client, post_json, retrying
+from vlmrl.utils.http import RefusedError, RetryableError, retrying
 
 
 class Clock:
@@ -71,30 +70,14 @@ def test_other_errors_are_raised_at_once(clock):
     assert clock.pauses == []
 
 
-@pytest.mark.parametrize(
-    ("response", "error"),
-    [
-        (httpx.Response(500, text="down"), RetryableError("500 down")),
-        (httpx.Response(429, text="busy"), RetryableError("429 busy")),
-        (httpx.Response(404, text="no such path"), RefusedError("404 no such path")),
-        (httpx.Response(201, text="made"), RefusedError("201 made")),
-        (httpx.Response(200, text="<html>"), ValueError("the reply is not JSON: '<html>'")),
-        (httpx.ReadTimeout("late"), RetryableError("ReadTimeout: late")),
-        (httpx.ConnectError("refused"), RetryableError("ConnectError: refused")),
-    ],
-)
-def test_replies_are_sorted_into_retryable_and_refused(response, error):
-    def answer(request):
-        if isinstance(response, Exception):
-            raise response
-        return response
+def test_a_pause_that_the_server_asks_for_is_kept(clock):
+    waits = iter([7.0, 0.0, 90.0])
 
-    client = httpx.Client(transport=httpx.MockTransport(answer))
-    with pytest.raises(type(error)) as raised:
-        post_json(client, "http://x", {})
-    assert str(raised.value) == str(error)
+    def call():
+        raise RetryableError("busy", next(waits))
 
-
-def test_a_client_has_its_timeout_and_headers():
-    client = http_client(2.5, {"Authorization": "Bearer x"})
-    assert client.timeout == httpx.Timeout(2.5) and client.headers["authorization"] == "Bearer x"
+    retry = retrying(patience=60.0)
+    retry.sleep = clock.sleep
+    with pytest.raises(RetryableError) as raised:
+        retry(call)
+    assert clock.pauses == [7.0, 0.5] and raised.value.after == 90.0  # which would exceed the patience

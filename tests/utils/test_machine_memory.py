@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vlmrl.utils import machine_memory
-from vlmrl.utils.machine_memory import memory_bytes
+from vlmrl.utils.machine_memory import is_in_memory, memory_bytes
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,13 @@ def test_the_lowest_limit_counts(membership, files, expected, tmp_path: Path, mo
 def test_without_limits_it_is_the_machine(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(machine_memory, "MEMBERSHIP", tmp_path / "none")
     assert memory_bytes() > 2**28
+
+
+def test_folders_of_file_systems_in_memory_are_told():
+    mounts = "/dev/sda1 / ext4 rw 0 0\ntmpfs /tmp tmpfs rw 0 0\n/dev/sdb1 /tmp/disk xfs rw 0 0\n"
+    assert [is_in_memory(Path(folder), mounts) for folder in ("/home/me", "/tmp/x", "/tmp/disk/x")] == [
+        False,
+        True,
+        False,
+    ]
+    assert not is_in_memory(Path("/tmp"), "")

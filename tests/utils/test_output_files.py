@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vlmrl.utils.output_files import OutputError, check_writable, output_errors, whole_file, whole_folder, write_whole
+from vlmrl.utils.output_files import OutputError, atomic_folder, atomic_write, check_writable, output_errors, whole_file
 
 
 def test_a_file_appears_when_it_is_complete(tmp_path):
@@ -27,7 +27,7 @@ def interrupt_writing(path) -> None:
 
 
 def test_an_error_keeps_the_earlier_file_and_leaves_no_other(tmp_path):
-    write_whole(tmp_path / "a.json", "old")
+    atomic_write(tmp_path / "a.json", "old")
     with pytest.raises(ZeroDivisionError):
         interrupt_writing(tmp_path / "a.json")
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
@@ -42,14 +42,14 @@ def test_two_may_write_the_same_file(tmp_path):
 
 
 def fail_in(folder, error: BaseException) -> None:
-    with whole_folder(folder) as part:
+    with atomic_folder(folder) as part:
         (part / "half").write_text("x")
         raise error
 
 
 def test_a_folder_appears_when_it_is_complete_and_replaces_the_earlier_one(tmp_path):
     for number in (1, 2):
-        with whole_folder(tmp_path / "model") as part:
+        with atomic_folder(tmp_path / "model") as part:
             (part / f"file{number}").write_text("x")
     with pytest.raises(ZeroDivisionError):
         fail_in(tmp_path / "model", ZeroDivisionError())
@@ -65,16 +65,16 @@ def test_the_new_folder_has_its_name_before_the_earlier_one_is_deleted(tmp_path,
             seen.append(sorted(each.name for each in (tmp_path / "model").iterdir()))
         delete(path, **options)
 
-    with whole_folder(tmp_path / "model") as part:
+    with atomic_folder(tmp_path / "model") as part:
         (part / "old").touch()
-    with whole_folder(tmp_path / "model") as part:
+    with atomic_folder(tmp_path / "model") as part:
         (part / "new").touch()
         monkeypatch.setattr(shutil, "rmtree", noted)
     assert seen == [["new"]]
 
 
 def test_weights_have_the_mode_that_the_umask_gives(tmp_path):
-    with whole_folder(tmp_path / "model") as part:
+    with atomic_folder(tmp_path / "model") as part:
         save_file({"a": torch.zeros(2)}, part / "model.safetensors")
         (part / "config.json").touch()
     modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "model").iterdir()}
@@ -119,4 +119,4 @@ def test_what_cannot_be_written_is_said_before_the_work(tmp_path, name):
 def test_a_file_in_place_of_the_folder(tmp_path):
     (tmp_path / "runs").touch()
     with pytest.raises(OutputError, match="Not a directory"):
-        write_whole(tmp_path / "runs/x/config.json", "{}")
+        atomic_write(tmp_path / "runs/x/config.json", "{}")

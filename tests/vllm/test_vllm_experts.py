@@ -11,7 +11,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from testing.real_servers import served
-from testing.served_experts import check_experts, check_known_experts_are_not_returned_again, share_alike
+from testing.server_cases import (  # noqa: F401
+    share_alike,
+    test_known_experts_are_not_returned_again,
+    test_the_experts_of_all_tokens_are_those_of_the_trainers_routers_before_and_after_an_update,
+)
 from testing.vllm_servers import gauge, vllm_config
 
 from vlmrl.model.tiny import build
@@ -24,23 +28,12 @@ def experts(tmp_path_factory):
     """A tiny Qwen3-VL-MoE in float32."""
     folder = tmp_path_factory.mktemp("experts")
     config = vllm_config(build(folder / "model", "qwen3_vl_moe"), folder)
-    for [one] in served(replace(config, vllm=replace(config.vllm, env=config.vllm.env | INTERPRETED))):
+    for [one] in served(replace(config, server=replace(config.server, env=config.server.env | INTERPRETED))):
         yield one
 
 
-def test_the_experts_of_all_tokens_are_those_of_the_trainers_routers_before_and_after_an_update(experts):
-    for name in ("before", "after"):
-        check_experts(experts, experts.episodes(name))
-        experts.change(1)
-        asyncio.run(experts.push())
-
-
-def test_known_experts_are_not_returned_again(experts):
-    check_known_experts_are_not_returned_again(experts)
-
-
-def test_a_reply_that_an_update_interrupts_has_the_experts_of_the_new_weights_only(experts):
-    """Also where its tokens are in the prefix cache, which the other reply to the same question has filled."""
+def test_a_response_that_an_update_interrupts_has_the_experts_of_the_new_weights_only(experts):
+    """Also where its tokens are in the prefix cache, which the other response to the same question has filled."""
     requests = [experts.question(f"long/{i}", 200) for i in range(2)]
     asyncio.run(experts.run.engine.generate(experts.question("first", 4)))
 
@@ -53,10 +46,10 @@ def test_a_reply_that_an_update_interrupts_has_the_experts_of_the_new_weights_on
         await experts.push()
         return await asyncio.gather(*tasks)
 
-    for request, reply in zip(requests, asyncio.run(interrupted()), strict=True):
-        versions = np.array(reply.policy_versions)
+    for request, response in zip(requests, asyncio.run(interrupted()), strict=True):
+        versions = np.array(response.policy_versions)
         new, old = (versions == experts.version).sum(), (versions < experts.version).sum()
         assert new and old
-        known = [each is not None for each in reply.expert_routing]
-        assert known == [False] * (reply.prompt_tokens + old) + [True] * (new - 1) + [False]
-        assert share_alike(experts, experts.row_of(request, reply), reply.expert_routing) > 0.995
+        known = [each is not None for each in response.expert_routing]
+        assert known == [False] * (response.prompt_tokens + old) + [True] * (new - 1) + [False]
+        assert share_alike(experts, experts.row_of(request, response), response.expert_routing) > 0.995

@@ -8,7 +8,7 @@ import pytest
 from testing.real_servers import served
 from testing.vllm_servers import vllm_config
 
-from vlmrl.model.families.qwen3_5 import Qwen35
+from vlmrl.families.qwen3_5 import Qwen35
 from vlmrl.model.tiny import build
 
 

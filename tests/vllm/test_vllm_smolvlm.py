@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-import torch
 from testing.real_servers import served, versions
+from testing.server_cases import push_adapters, train_adapters
 from testing.vllm_servers import vllm_config
 
 from vlmrl.config import Lora
-from vlmrl.engine.base import paused
 from vlmrl.model import tiny
-from vlmrl.model.lora import named_adapters
 from vlmrl.multimodal.renderer import image_ids
 
 
@@ -58,22 +55,10 @@ def test_images_over_several_turns_are_what_the_trainer_sees_also_after_an_updat
     assert smolvlm.largest_difference(after) < smolvlm.tolerance
 
 
-async def push_adapters(one):
-    policy = one.run.model.policy
-    trainer = SimpleNamespace(named_adapters=lambda: named_adapters(policy.model))
-    async with paused(one.run.engine):
-        await one.run.serving.push(trainer, one.version + 1)
-        one.run.engine.weights_changed(one.version + 1)
-
-
 def test_adapters_of_the_decoder_are_loaded_while_it_serves(adapted):
     assert adapted.run.serving.adapters is not None
     before = adapted.episodes("before")
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, weight in adapted.run.model.policy.model.named_parameters():
-            if "lora_B" in name:
-                weight.copy_(0.2 * torch.randn(weight.shape, generator=generator))
+    train_adapters(adapted, 1)
     assert adapted.largest_difference(before) > 10 * adapted.tolerance
     asyncio.run(push_adapters(adapted))
     after = adapted.episodes("after")

@@ -6,26 +6,10 @@ import asyncio
 
 import pytest
 import torch
-from testing.old_images import check_images_seen_before
 
 from vlmrl.engine.base import EngineError
 from vlmrl.engine.vllm.receiver import VLLMReceiver
 from vlmrl.weight_sync.base import Bucket
-
-
-def test_all_ways_give_the_same_weights(qwen3):
-    qwen3.change(seed=7)
-    sums = []
-    for qwen3.sync.method in ("group", "disk", "tensor"):
-        asyncio.run(qwen3.sync.fill(qwen3.run.serving.host.send))
-        asyncio.run(qwen3.push())
-        sums.append(qwen3.checksums())
-        assert qwen3.largest_difference(qwen3.episodes(f"way-{qwen3.sync.method}", groups=1)) < qwen3.tolerance
-    assert sums[0] == sums[1] == sums[2]
-
-
-def test_after_an_update_in_bfloat16_images_seen_before_have_new_features(qwen2_5):
-    check_images_seen_before(qwen2_5)
 
 
 def test_an_update_that_is_cut_off_is_sent_again_without_a_restart(qwen3, monkeypatch):

@@ -52,12 +52,12 @@ def test_an_adapter_exchanged_while_an_image_is_encoded_is_not_asked_for(fake, e
     async def update():
         sync = await synced(engine, tmp_path)
         await exchange(sync, 1)
-        reply = asyncio.create_task(engine.generate(Request("t", [PAD], [make_item("red", 4)], SamplingParams(8))))
+        response = asyncio.create_task(engine.generate(Request("t", [PAD], [make_item("red", 4)], SamplingParams(8))))
         await asyncio.to_thread(encoding.wait, 60)
         await exchange(sync, 2)
         await until(lambda: len(fake.adapters) == 1)  # the first one is unloaded
         may_encode.set()
-        return await reply
+        return await response
 
     assert asyncio.run(update()).policy_versions == [2, 2, 2]
     [body] = fake.bodies_of("/generate")
@@ -69,12 +69,12 @@ def test_a_request_that_arrives_after_its_adapter_was_unloaded_is_sent_again_for
         sync = await synced(engine, tmp_path)
         await exchange(sync, 1)
         fake.hangs = True  # the server looks for a request's adapter when it takes it out of its queue
-        reply = asyncio.create_task(engine.generate(plain()))
+        response = asyncio.create_task(engine.generate(plain()))
         await until(lambda: fake.bodies_of("/generate"))
         await exchange(sync, 2)
         await until(lambda: len(fake.adapters) == 1)
         fake.release_requests()
-        return await reply
+        return await response
 
     assert asyncio.run(update()).policy_versions == [2, 2, 2]
     first, second = fake.bodies_of("/generate")

@@ -15,14 +15,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from testing.receivers import PATIENCE, FakeReceiver
 from torch.distributed import distributed_c10d
 
 from vlmrl.utils.threads import DaemonPool
-from vlmrl.weight_sync import SENDERS, nccl, server_sender
-from vlmrl.weight_sync.base import Bucket, WeightsRefused, WeightUpdate
-from vlmrl.weight_sync.ipc import IpcSender
-
-PATIENCE = 60  # seconds, for what takes milliseconds
+from vlmrl.weight_sync import SENDERS, base, nccl
+from vlmrl.weight_sync.base import Bucket, IpcSender, SenderState, WeightsRefused, WeightUpdate
 
 
 class Process:
@@ -87,34 +85,17 @@ class NcclGroup:
 
 
 @dataclass
-class Server:
-    """A server in this process. ``behaves`` says what it does in the second bucket: take it, ``die`` or ``hang``."""
+class Server(FakeReceiver):
+    """``behaves`` says what it does in the second bucket: take it, ``die``, ``hang`` or ``refuse``."""
 
-    url: str
     behaves: str = "well"
-    ranks: int = 1
-    device: str = "cpu"
-    dtype: torch.dtype | None = None
-    timeout: float = PATIENCE
+    state: SenderState = field(default_factory=SenderState)
     received: int = 0
-    group: NcclGroup | None = None
-    calls: list[str] = field(default_factory=list)
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    aborted: threading.Event = field(default_factory=threading.Event)
-
-    def begin(self) -> None:
-        self.calls.append("begin")
 
     def end(self) -> None:
         if self.aborted.is_set():
             raise ConnectionAbortedError("aborted")
-        self.calls.append("end")
-
-    def abort(self) -> None:
-        self.aborted.set()
-
-    def receive(self, bucket: Bucket, version: str | None) -> None:
-        raise NotImplementedError
+        super().end()
 
     def join_group(self, group: nccl.GroupAddress) -> None:
         self.calls.append("join")
@@ -129,7 +110,7 @@ class Server:
             # Its HTTP call ends a little after the group's time limit, or when it is aborted.
             self.aborted.wait(self.timeout + 0.5)
             raise TimeoutError("timed out")
-        made = nccl._groups["run", self.url][1]
+        made = self.state.groups[self.url][1]
         values = made.take(self.received - 1).view(bucket.flat.dtype)
         self.weights.update(Bucket(bucket.names, bucket.shapes, values.clone()).tensors())
 
@@ -148,12 +129,11 @@ def process(monkeypatch) -> Process:
     monkeypatch.setattr(distributed_c10d, "PrefixStore", lambda name, store: store)
     monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", new_group)
     monkeypatch.setattr(distributed_c10d, "_abort_process_group", lambda group: group.aborted.set())
-    monkeypatch.setattr(nccl, "_groups", {})
     return made
 
 
 def update_of(*servers: Server) -> WeightUpdate:
-    return WeightUpdate(servers, SENDERS["group"], "v1", "run", bucket_bytes=8)
+    return WeightUpdate(servers, SENDERS["group"], "v1", bucket_bytes=8)
 
 
 def weights(value: float = 1.0) -> list[tuple[str, torch.Tensor]]:
@@ -163,44 +143,38 @@ def weights(value: float = 1.0) -> list[tuple[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("behaves", ["die", "hang"])
 def test_the_process_outlives_a_server_that_fails_in_a_broadcast_and_the_others_get_the_weights(process, behaves):
-    well, ill = Server("http://127.0.0.1:1"), Server("http://127.0.0.1:2", behaves, timeout=0.2)
-    result = update_of(well, ill).send(iter(weights(3.0)))
+    state = SenderState()
+    well = Server("http://127.0.0.1:1", state=state)
+    ill = Server("http://127.0.0.1:2", behaves=behaves, timeout=0.2, state=state)
+    result = update_of(well, ill).send(iter(weights(3.0)), state)
     assert set(result.failed) == {ill.url} and result.refused == ()
     assert {name: weight.tolist() for name, weight in well.weights.items()} == {name: [3, 3] for name in "abc"}
     assert well.calls == ["join", "begin", "end"]
     assert ill.received == 2 and "end" not in ill.calls
     assert not process.killed.wait(0.3)  # the group's time limit has passed
-    assert list(nccl._groups) == [("run", well.url)]
+    assert list(state.groups) == [well.url]
     assert process.stalls == 0  # nothing waited on the GPU's stream for a collective that was not done
     assert ill.aborted.is_set()
 
 
 def test_a_server_that_hangs_is_named_with_its_time_limit(process):
-    ill = Server("http://127.0.0.1:2", "hang", timeout=0.2)
-    [error] = update_of(ill).send(iter(weights())).failed.values()
+    ill = Server("http://127.0.0.1:2", behaves="hang", timeout=0.2)
+    [error] = update_of(ill).send(iter(weights()), ill.state).failed.values()
     assert error == "the server http://127.0.0.1:2 took no part in a broadcast for 0.2 s"
 
 
 def test_a_server_that_refuses_weights_closes_its_update(process):
-    ill = Server("http://127.0.0.1:2", "refuse")
-    result = update_of(ill).send(iter(weights()))
+    ill = Server("http://127.0.0.1:2", behaves="refuse")
+    result = update_of(ill).send(iter(weights()), ill.state)
     assert result.refused == (ill.url,) and ill.calls[-1] == "end"
-
-
-def test_a_recovered_server_gets_a_new_group(process):
-    ill = Server("http://127.0.0.1:2", "die", timeout=5)
-    update_of(ill).send(iter(weights(2.0)))
-    well = Server("http://127.0.0.1:2")
-    assert not update_of(well).send(iter(weights(4.0))).failed
-    assert well.calls[0] == "join" and well.weights["c"].tolist() == [4, 4]
 
 
 def test_an_abort_that_hangs_does_not_hold_up_the_run(process, monkeypatch):
     never = threading.Event()
     monkeypatch.setattr(nccl, "ABORT_SECONDS", 0.05)
     monkeypatch.setattr(distributed_c10d, "_abort_process_group", lambda group: never.wait(PATIENCE))
-    ill = Server("http://127.0.0.1:2", "die", timeout=5)
-    sending = DaemonPool("sending").submit(update_of(ill).send, iter(weights()))
+    ill = Server("http://127.0.0.1:2", behaves="die", timeout=5)
+    sending = DaemonPool("sending").submit(update_of(ill).send, iter(weights()), ill.state)
     assert set(sending.result(PATIENCE).failed) == {ill.url}
     never.set()
 
@@ -211,8 +185,8 @@ def test_only_these_groups_are_made_without_a_watchdog(process, monkeypatch, bef
     if before is not None:
         monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", before)
     server = Server("http://127.0.0.1:2")
-    assert not update_of(server).send(iter(weights())).failed
-    assert nccl._groups["run", server.url][1].blocking
+    assert not update_of(server).send(iter(weights()), server.state).failed
+    assert server.state.groups[server.url][1].blocking
     assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
 
 
@@ -220,11 +194,9 @@ def test_only_these_groups_are_made_without_a_watchdog(process, monkeypatch, bef
 def test_buckets_go_by_the_gpu_that_the_weights_were_on_whichever_thread_sends(monkeypatch, resend):
     """The current device of a new thread is GPU 0, also where the trainer is on another."""
     gpu = torch.device("cuda", 1)
-    update = replace(update_of(Server("http://127.0.0.1:1", device="cuda")), run="moved", resend=resend)
-    monkeypatch.setattr(server_sender, "_gpu_of", {"moved": gpu} if resend else {})
-    monkeypatch.setattr(server_sender, "_kept", {"moved": [OnDevice(torch.device("cpu"))]})
-    monkeypatch.setattr(server_sender, "buckets", lambda *args: iter([OnDevice(gpu)]))
-    sender = IpcSender(update)
+    update = replace(update_of(Server("http://127.0.0.1:1", device="cuda")), resend=resend)
+    monkeypatch.setattr(base, "buckets", lambda *args: iter([OnDevice(gpu)]))
+    sender = IpcSender(update, SenderState(gpu=gpu if resend else None))
     [bucket] = sender._buckets(())
     assert sender.prepare(bucket).flat.device == gpu
 

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 from testing.fake_sglang import FakeSGLang
 
-from vlmrl.config import Algo, Config, Data, Model, Optim, Rollout, SGLang, Train
+from vlmrl.config import Algo, Config, Data, Model, Optim, Rollout, ServerSettings, Train
 from vlmrl.model import tiny
 from vlmrl.report.run_log import read_rows
 from vlmrl.run.program import run_training
 from vlmrl.weight_sync import SENDERS
-from vlmrl.weight_sync.base import NamedWeights, TransferResult, WeightSender, WeightUpdate
+from vlmrl.weight_sync.base import NamedWeights, SenderState, TransferResult, WeightSender, WeightUpdate
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ class MailboxSender:
         pass
 
 
-def own_sender(update: WeightUpdate) -> WeightSender:
+def own_sender(update: WeightUpdate, state: SenderState) -> WeightSender:
     return MailboxSender(update)
 
 
@@ -61,10 +61,10 @@ def test_a_step_is_trained_whose_weights_reach_the_server_by_a_sender_of_ones_ow
         model=Model(path=str(folder), device="cpu", dtype="float32"),
         data=Data(generator=lambda index, seed: {"prompt": "Say a."}, size=4),
         reward=lambda text, task: next(rewards),
-        rollout=Rollout(group_size=2, max_tokens=64, max_reply_tokens=8),
+        rollout=Rollout(group_size=2, max_tokens=64, max_response_tokens=8),
         engine="sglang",
-        sglang=SGLang(urls=(server.url,), sync="mailbox", check=False),
-        algo=Algo(entropy_coef=0.1),  # equal replies with opposite advantages have no other gradient
+        server=ServerSettings(urls=(server.url,), sync="mailbox", check=False),
+        algo=Algo(entropy_coef=0.1),  # equal responses with opposite advantages have no other gradient
         optim=Optim(lr=1e-2),
         train=Train(steps=1, groups_per_batch=2),
     )

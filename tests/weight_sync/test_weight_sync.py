@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import pickle
 import threading
 from dataclasses import replace
@@ -11,26 +12,34 @@ from types import MappingProxyType
 import pytest
 import torch
 from testing.fake_sglang import FakeSGLang
+from testing.sglang_engines import send, settings_and_limits
 
-from vlmrl.config import SGLang
 from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
 from vlmrl.engine.server import Server
 from vlmrl.engine.server_engine import ServerEngine
 from vlmrl.engine.server_pool import ServerPool
+from vlmrl.engine.server_sync import FILL, WeightSync
 from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.engine.sglang.receiver import SGLangReceiver
 from vlmrl.weight_sync import SENDERS
-from vlmrl.weight_sync.base import WeightUpdate, buckets
-from vlmrl.weight_sync.server_sync import FILL, WeightSync
+from vlmrl.weight_sync.base import SenderState, WeightUpdate, buckets
 
 pytestmark = pytest.mark.slow
 
 BF16 = torch.bfloat16
+LOAD = "/load_lora_adapter_from_tensors"
 
 
 class Words:
     image_token_id = None
     stop_ids = frozenset({258})
+
+
+class QuickBackend(SGLangBackend):
+    """Its servers have two seconds for a bucket."""
+
+    def receiver(self, server):
+        return replace(super().receiver(server), timeout=2.0)
 
 
 @pytest.fixture
@@ -52,11 +61,10 @@ def sync_of(tmp_path):
             "health_timeout": 0.5,
             "start_timeout": 3.0,
             "sync": "tensor",
-            "sync_timeout": 2.0,
         }
-        config = SGLang(urls=tuple(fake.url for fake in fakes), **(quick | settings))
+        config, limits = settings_and_limits(urls=tuple(fake.url for fake in fakes), **(quick | settings))
         known = [Server(fake.url, processes.get(fake.url)) for fake in fakes]
-        servers = ServerPool(SGLangBackend(config), known, colocated=offload_trainer is not None)
+        servers = ServerPool(QuickBackend(config), known, colocated=offload_trainer is not None, limits=limits)
         engine = ServerEngine(servers, Words(), [], offload_trainer=offload_trainer or (lambda: True))
         engines.append(engine)
         sync = WeightSync(engine, tmp_path, config.sync)
@@ -72,11 +80,6 @@ def sync_of(tmp_path):
     yield make
     for engine in engines:
         engine.close()
-
-
-def send(values):
-    """A trainer whose only weight has these values."""
-    return lambda update: update.send(iter([("w", torch.tensor(values))]))
 
 
 def sampled(sync, name="t"):
@@ -95,12 +98,24 @@ def test_buckets_hold_neighbours_of_one_dtype_up_to_their_size():
     assert [bucket.names for bucket in made] == [["a", "b"], ["c"], ["d"]]
     [(name, first), (_, second)] = made[0].tensors()
     assert (name, first.shape, first.sum(), second.sum()) == ("a", (2, 2), 4, 0)
+    full = buckets([("a", torch.ones(4)), ("b", torch.ones(2)), ("c", torch.ones(1))], max_bytes=24)
+    assert [bucket.names for bucket in full] == [["a", "b"], ["c"]]
 
 
 def test_wider_weights_are_rounded_to_what_the_server_computes_in():
     weights = [("a", torch.tensor([1.001])), ("b", torch.tensor([1.5], dtype=BF16)), ("c", torch.tensor([3]))]
     made = list(buckets(iter(weights), 1000, BF16))
     assert [(bucket.names, bucket.flat.tolist()) for bucket in made] == [(["a", "b"], [1.0, 1.5]), (["c"], [3])]
+
+
+def test_a_bucket_may_be_full_and_another_dtype_of_the_same_width_stays():
+    halves = [("a", torch.tensor([1.0005], dtype=torch.float16)), ("b", torch.tensor([2.0], dtype=torch.float16))]
+    (made,) = buckets(iter(halves), max_bytes=4, dtype=BF16)
+    assert made.flat.dtype == torch.float16 and made.flat.tolist() == [
+        torch.tensor(1.0005, dtype=torch.float16).item(),
+        2.0,
+    ]
+    assert [bucket.names for bucket in buckets(iter(halves), max_bytes=3)] == [["a"], ["b"]]
 
 
 def test_every_server_gets_every_update_and_reports_its_version(fakes, sync_of):
@@ -113,15 +128,6 @@ def test_every_server_gets_every_update_and_reports_its_version(fakes, sync_of):
     assert (result.bytes, sync.bytes, result.failed) == (8, 8, {})
     updates = [path for path, _ in fakes[0].calls if "weight" in path]
     assert updates == ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"] * 2
-
-
-def test_only_the_last_bucket_names_the_weights_and_flushes(fakes, sync_of):
-    sync = sync_of(fakes[0], bucket_mb=1)
-    weights = [("a", torch.ones(2**18)), ("b", torch.ones(2**18))]
-    asyncio.run(sync.push(lambda update: update.send(iter(weights)), policy_version=1))
-    first, last = fakes[0].bodies_of("/update_weights_from_tensor")[-2:]
-    assert (first["flush_cache"], first.get("weight_version")) == (False, None)
-    assert last["flush_cache"] and sync.engine.versions[last["weight_version"]] == 1
 
 
 def test_paused_servers_release_their_kv_cache_until_the_trainer_is_offloaded(fakes, sync_of):
@@ -162,7 +168,7 @@ class Started:
     def come_up(self) -> None:
         self.fake.sick = False
 
-    def stop(self, gently: bool = True) -> None:
+    def stop(self, graceful: bool = True) -> None:
         self.timer.cancel()
         self.alive, self.fake.sick, self.ending = False, True, True
         self.may_end.wait(10)
@@ -175,10 +181,16 @@ class Started:
 PATIENT = {"health_timeout": 10.0}  # a busy machine is no reason to restart a server
 
 
+def colocated(sync_of, fakes, **settings):
+    """A sync of two servers that the run has started, on the trainer's GPU, and their processes."""
+    well, ill = map(Started, fakes)
+    processes = {fakes[0].url: well, fakes[1].url: ill}
+    return sync_of(*fakes, offload_trainer=lambda: True, processes=processes, **settings), well, ill
+
+
 @pytest.mark.parametrize("path", ["/pause_generation", "/release_memory_occupation"])
 def test_a_server_that_releases_nothing_is_stopped_until_the_trainer_is_offloaded(fakes, sync_of, path):
-    well, ill = (Started(fake) for fake in fakes)
-    sync = sync_of(*fakes, offload_trainer=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
+    sync, well, ill = colocated(sync_of, fakes, **PATIENT)
     fakes[1].failing = {path}
 
     async def update():
@@ -195,9 +207,7 @@ def test_a_server_that_releases_nothing_is_stopped_until_the_trainer_is_offloade
 
 
 def test_a_server_that_cannot_take_its_memory_back_is_restarted_at_once(fakes, sync_of):
-    well, ill = (Started(fake) for fake in fakes)
-    processes = {fakes[0].url: well, fakes[1].url: ill}
-    sync = sync_of(*fakes, offload_trainer=lambda: True, processes=processes, health_every=30.0, **PATIENT)
+    sync, well, ill = colocated(sync_of, fakes, health_every=30.0, **PATIENT)
 
     async def update():
         async with paused(sync.engine):
@@ -211,8 +221,7 @@ def test_a_server_that_cannot_take_its_memory_back_is_restarted_at_once(fakes, s
 
 @pytest.mark.parametrize("paused_when_it_dies", [False, True])
 def test_a_pause_waits_for_a_server_that_is_being_started(fakes, sync_of, paused_when_it_dies):
-    well, ill = (Started(fake) for fake in fakes)
-    sync = sync_of(*fakes, offload_trainer=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
+    sync, _, ill = colocated(sync_of, fakes, **PATIENT)
     ill.delay = 1.0
 
     async def update():
@@ -231,10 +240,7 @@ def test_a_pause_waits_for_a_server_that_is_being_started(fakes, sync_of, paused
 
 
 def test_a_server_that_fails_to_start_is_not_started_while_the_trainer_has_its_gpu(fakes, sync_of):
-    well, ill = (Started(fake) for fake in fakes)
-    sync = sync_of(
-        *fakes, offload_trainer=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, start_timeout=0.5
-    )
+    sync, _, ill = colocated(sync_of, fakes, start_timeout=0.5)
     ill.delay = 3600.0
 
     async def update():
@@ -253,10 +259,7 @@ def test_a_server_that_fails_to_start_is_not_started_while_the_trainer_has_its_g
 
 
 def test_a_pause_that_begins_while_a_server_is_stopped_keeps_it_stopped(fakes, sync_of):
-    well, ill = (Started(fake) for fake in fakes)
-    sync = sync_of(
-        *fakes, offload_trainer=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, start_timeout=0.5
-    )
+    sync, _, ill = colocated(sync_of, fakes, start_timeout=0.5)
     ill.delay = 3600.0
 
     async def update():
@@ -276,8 +279,7 @@ def test_a_pause_that_begins_while_a_server_is_stopped_keeps_it_stopped(fakes, s
 
 
 def test_a_pause_that_begins_while_a_server_gets_its_weights_keeps_it_from_serving(fakes, sync_of):
-    well, ill = (Started(fake) for fake in fakes)
-    sync = sync_of(*fakes, offload_trainer=lambda: True, processes={fakes[0].url: well, fakes[1].url: ill}, **PATIENT)
+    sync, _, ill = colocated(sync_of, fakes, **PATIENT)
     attempts, may_have = [], threading.Event()
 
     async def resync(server):
@@ -305,14 +307,62 @@ def test_a_server_that_recovers_does_not_serve_without_the_adapter(fakes, sync_o
     assert sync.engine.adapter in fakes[1].adapters
     fakes[1].sick, fakes[1].adapters = True, set()
     asyncio.run(until(lambda: not sync.engine.servers.all[1].ready))
-    fakes[1].dropping = {"/load_lora_adapter_from_tensors"}
+    fakes[1].dropping = {LOAD}
     fakes[1].sick = False
-    loads = len(fakes[1].bodies_of("/load_lora_adapter_from_tensors"))
-    asyncio.run(until(lambda: len(fakes[1].bodies_of("/load_lora_adapter_from_tensors")) > loads + 1))
+    loads = len(fakes[1].bodies_of(LOAD))
+    asyncio.run(until(lambda: len(fakes[1].bodies_of(LOAD)) > loads + 1))
     assert not sync.engine.servers.all[1].ready
     fakes[1].dropping = set()
     asyncio.run(until(lambda: sync.engine.servers.all[1].ready))
     assert sync.engine.adapter in fakes[1].adapters
+
+
+def test_an_adapter_goes_to_each_rank_in_the_servers_dtype_and_takes_the_place_of_the_last_one(fakes, sync_of):
+    fakes[0].info |= {"tp_size": 2, "dtype": "bfloat16"}
+    sync = sync_of(fakes[0])
+    for version, value in enumerate((1.001, 2.0), start=1):
+        asyncio.run(sync.push_adapter({"a": torch.tensor([value])}, {"r": 8}, version))
+    asyncio.run(until(lambda: fakes[0].adapters == {sync.engine.adapter}))
+    loads = fakes[0].bodies_of(LOAD)
+    assert [(sync.engine.versions[load["lora_name"]], load["config_dict"]) for load in loads] == [
+        (1, {"r": 8}),
+        (2, {"r": 8}),
+    ]
+    parts = [pickle.loads(base64.b64decode(part)) for part in loads[0]["serialized_named_tensors"]]
+    assert [(part["a"].dtype, part["a"].tolist()) for part in parts] == [(BF16, [1.0])] * 2
+    assert fakes[0].weights["w"].dtype == BF16
+
+
+def test_a_server_that_refuses_an_adapter_ends_the_run_and_one_that_does_not_answer_is_left_out(fakes, sync_of):
+    sync = sync_of(*fakes)
+    fakes[1].dropping = {LOAD}
+    asyncio.run(sync.push_adapter({"a": torch.ones(2)}, {}, policy_version=1))
+    assert [server.ready for server in sync.engine.servers.all] == [True, False]
+    fakes[0].failing = {LOAD}
+    with pytest.raises(EngineError, match="a server refused the adapter"):
+        asyncio.run(sync.push_adapter({"a": torch.ones(2)}, {}, policy_version=2))
+
+
+def test_a_push_waits_for_a_resync(fakes, sync_of):
+    sync = sync_of(fakes[0])
+    lock = sync.engine.servers.update_lock
+
+    async def hold(push):
+        for _ in range(100):
+            await asyncio.sleep(0)
+        lock.release()
+        return fakes[0].weights["w"].tolist(), push.done()
+
+    async def push():
+        await sync.engine.thread.run(lock.acquire())  # as a resync does
+        task = asyncio.create_task(sync.push(send([3.0, 4.0]), policy_version=1))
+        await asyncio.sleep(0)
+        before = await sync.engine.thread.run(hold(task))
+        await task
+        return before
+
+    assert asyncio.run(push()) == ([1, 2], False)
+    assert fakes[0].weights["w"].tolist() == [3, 4]
 
 
 def test_where_the_trainer_cannot_be_offloaded_servers_stay_asleep(fakes, sync_of):
@@ -371,30 +421,16 @@ def test_a_server_that_was_restarted_behind_our_back_gives_no_stale_answer(fakes
     assert fakes[0].weights["w"].tolist() == [1, 2]
 
 
-def test_a_refused_update_ends_the_run(fakes, sync_of):
-    sync = sync_of(fakes[0])
-    fakes[0].refuses = True
-    with pytest.raises(EngineError, match=r"refused the weights \(tensor\).*no such weight"):
-        asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
-
-
 def test_after_a_refused_update_servers_get_the_weights_before_it(fakes, sync_of):
     """Also the server that took it."""
     sync = sync_of(*fakes)
     fakes[0].refuses = True
-    with pytest.raises(EngineError, match="refused the weights"):
+    with pytest.raises(EngineError, match=r"refused the weights \(tensor\).*no such weight"):
         asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
     fakes[0].refuses = False
     asyncio.run(until(lambda: all(server.ready for server in sync.engine.servers.all)))
     assert [fake.weights["w"].tolist() for fake in fakes] == [[1, 2], [1, 2]]
     assert {tuple(sampled(sync, f"t{i}")) for i in range(4)} == {(0, 0, 0)}
-
-
-def test_an_update_that_was_left_open_is_ended_first(fakes, sync_of):
-    sync = sync_of(fakes[0])
-    fakes[0].begun = True
-    asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
-    assert fakes[0].weights["w"].tolist() == [3, 4] and not fakes[0].begun
 
 
 def test_a_filled_server_shows_what_no_update_reaches(fakes, sync_of):
@@ -404,6 +440,7 @@ def test_a_filled_server_shows_what_no_update_reaches(fakes, sync_of):
     before = asyncio.run(sync.checksums())[fakes[0].url]
     asyncio.run(sync.fill(send([1.0, 2.0])))
     assert fakes[0].weights["w"].tolist() == pytest.approx([FILL, FILL])
+    assert sync.engine.versions[fakes[0].version] == -1  # of no policy version
     filled = asyncio.run(sync.checksums())[fakes[0].url]
     assert [name for name in before if before[name] == filled[name]] == ["frozen of rank 0"]
     asyncio.run(sync.push(send([1.0, 2.0]), policy_version=0))
@@ -411,7 +448,7 @@ def test_a_filled_server_shows_what_no_update_reaches(fakes, sync_of):
 
 
 def test_an_update_can_be_sent_from_another_process(fakes):
-    update = WeightUpdate((SGLangReceiver(fakes[0].url),), SENDERS["tensor"], "far.0", "far", 2**20, BF16)
+    update = WeightUpdate((SGLangReceiver(fakes[0].url),), SENDERS["tensor"], "far.0", 2**20, BF16)
     result = pickle.loads(pickle.dumps(update)).send(iter([("w", torch.tensor([1.001, 2.0]))]))
     assert result.bytes == 4
     assert fakes[0].weights["w"].tolist() == [1.0, 2.0]
@@ -420,15 +457,15 @@ def test_an_update_can_be_sent_from_another_process(fakes):
 
 def test_two_ranks_send_at_once_and_one_of_them_again_to_a_server_on_another_gpu(fakes):
     """Without handles of its own GPU's memory: this machine has no GPU at all."""
-    parts = [WeightUpdate((SGLangReceiver(fake.url),), SENDERS["tensor"], "ranks.0", "ranks", 2**20) for fake in fakes]
-    weights = [("w", torch.tensor([1.0, 2.0]))]
+    parts = [WeightUpdate((SGLangReceiver(fake.url),), SENDERS["tensor"], "ranks.0", 2**20) for fake in fakes]
+    weights, kept = [("w", torch.tensor([1.0, 2.0]))], SenderState()
     fakes[1].refuses = True
     other = replace(parts[1], keep=False).send(iter([("w", torch.tensor([3.0, 4.0]))]))
-    result = parts[0].send(iter(weights)) + other
+    result = parts[0].send(iter(weights), kept) + other
     assert (result.bytes, list(result.failed), result.refused) == (8, [fakes[1].url], (fakes[1].url,))
     fakes[1].refuses = False
     on_gpu = SGLangReceiver(fakes[1].url, device="cuda")
-    assert not replace(parts[1], receivers=(on_gpu,), resend=True, by_value=True).send(()).failed
+    assert not replace(parts[1], receivers=(on_gpu,), resend=True, by_value=True).send((), kept).failed
     assert fakes[1].weights["w"].tolist() == [1, 2]  # the kept weights
 
 

@@ -18,7 +18,7 @@ def advantage(*, per_token: bool) -> Callable[[Function], Function]:
         def mine(returns, group_ids, mask): ...
 
     It then gets ``returns`` ``[trajectories, tokens]``: at a trajectory's i-th trained token its reward minus the KL penalties of this
-    and all later tokens (``algo.kl_in_reward``); padding holds the reward. ``mask`` is 1 for trained tokens, 0 for padding. The result
+    and all later tokens (``algo.kl k1``); padding holds the reward. ``mask`` is 1 for trained tokens, 0 for padding. The result
     has the same shape.
     """
 
@@ -108,9 +108,8 @@ def _by_group(
 ) -> torch.Tensor:
     advantages = torch.empty_like(rewards)
     names = {name: index for index, name in enumerate(dict.fromkeys(group_ids))}
-    group_of = torch.tensor([names[name] for name in group_ids], device=rewards.device)
-    for index in range(len(names)):
-        members = group_of == index
+    group_of = torch.tensor([names[name] for name in group_ids], dtype=torch.long, device=rewards.device)
+    for members in group_of.argsort(stable=True).split(group_of.bincount(minlength=len(names)).tolist()):
         group = rewards[members]
         advantages[members] = torch.zeros_like(group) if _all_equal(group) else of_group(group)
     return advantages

@@ -37,4 +37,12 @@ def soft_overlong_penalty(length: int, limit: int, buffer: int) -> float:
     return -min(1.0, max(0.0, (length - (limit - buffer)) / buffer)) if buffer else 0.0
 
 
+def best_of(rewards: Sequence[float], count: int) -> list[int]:
+    """The places of the ``count`` highest rewards, in order; among equal ones the first: ``best_of([0, 1, 1, 0.5], 2)`` is ``[1, 2]``.
+
+    Source: rejection sampling fine-tuning, as RAFT, arXiv 2304.06767, algorithm 1.
+    """
+    return sorted(sorted(range(len(rewards)), key=lambda place: -rewards[place])[:count])
+
+
 FILTERS: dict[str, Callable[..., bool]] = {"zero_variance": zero_variance, "reward_band": reward_band}

@@ -40,17 +40,18 @@ class LossOutputs:
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def loss(*, has_ratio: bool) -> Callable[[Function], Function]:
+def loss(*, has_ratio: bool, reduction: str = "token_mean") -> Callable[[Function], Function]:
     """Declare whether a loss weighs tokens by their ratio exp(logprobs - old_logprobs), and so corrects for an older rollout policy.
 
         @loss(has_ratio=False)
         def reinforce(inputs): ...
 
-    A loss without this declaration can be trained, but is never relied on as a correction.
+    A loss without this declaration can be trained, but is never relied on as a correction. ``reduction``: a name in
+    :data:`~vlmrl.algos.reductions.REDUCTIONS`, that of its source, which ``algo.reduction`` is unless it is set.
     """
 
     def declare(function: Function) -> Function:
-        vars(function)["has_ratio"] = has_ratio
+        vars(function).update(has_ratio=has_ratio, reduction=reduction)
         return function
 
     return declare
@@ -59,6 +60,11 @@ def loss(*, has_ratio: bool) -> Callable[[Function], Function]:
 def has_ratio(function: Callable[..., LossOutputs]) -> bool | None:
     """The declaration by :func:`loss`; ``None`` without one."""
     return getattr(function, "has_ratio", None)
+
+
+def reduction_of(function: Callable[..., LossOutputs]) -> str:
+    """The reduction of the loss's source; ``token_mean`` where it declares none."""
+    return getattr(function, "reduction", "token_mean")
 
 
 @loss(has_ratio=True)
@@ -83,12 +89,12 @@ def dual_clip(inputs: LossInputs, clip_low: float = 0.2, clip_high: float = 0.28
     return LossOutputs(torch.where(bounded, bound, clipped.per_token), metrics)
 
 
-@loss(has_ratio=True)
+@loss(has_ratio=True, reduction="sequence_mean")
 def gspo(inputs: LossInputs, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossOutputs:
     """:func:`ppo` with one ratio per row, the geometric mean of its tokens' ratios, in the form that gives each token a gradient.
 
     The sequence is a row: an episode with concat samples, a turn with step-wise samples.
-    Source: GSPO, arXiv 2507.18071, equations 7 and 13 (GSPO-token).
+    Source: GSPO, arXiv 2507.18071, equations 7 and 13 (GSPO-token), a mean over sequences (equations 5 and 10).
     """
     mask = inputs.loss_mask
     tokens = mask.sum(1, keepdim=True).clamp(min=1)
@@ -110,11 +116,11 @@ def cispo(inputs: LossInputs, ratio_min: float = 0.0, ratio_max: float = 5.0) ->
     return LossOutputs(-clipped * inputs.advantages * inputs.logprobs, metrics)
 
 
-@loss(has_ratio=True)
+@loss(has_ratio=True, reduction="sequence_mean")
 def sapo(inputs: LossInputs, tau_pos: float = 1.0, tau_neg: float = 1.05) -> LossOutputs:
     """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate in place of the clip, with one tau for each sign of the advantage.
 
-    At r = 1 its gradient equals that of -r A. Source: SAPO, arXiv 2511.20347.
+    At r = 1 its gradient equals that of -r A. Source: SAPO, arXiv 2511.20347, a mean over sequences of their tokens' means.
     """
     ratio = _ratio(inputs)
     tau = torch.where(inputs.advantages > 0, tau_pos, tau_neg).to(ratio.dtype)

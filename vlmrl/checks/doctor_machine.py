@@ -1,4 +1,4 @@
-"""What `vlmrl doctor` finds out about a machine, without a recipe: software, GPUs, memory, folders and limits.
+"""What `vlmrl doctor` finds out about a machine, without a recipe: packages, GPUs, and space in folders.
 
 Each check is a function of plain facts, and :func:`machine_findings` reads the facts of this machine.
 """
@@ -6,30 +6,23 @@ Each check is a function of plain facts, and :func:`machine_findings` reads the 
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from vlmrl.checks.tested_versions import TESTED_PACKAGES, is_within, numbers, oldest_and_newest
-from vlmrl.utils.machine_memory import memory_bytes
-from vlmrl.utils.versions import installed_version
+from vlmrl.checks.tested_versions import TESTED_PACKAGES, installed_version, is_within, numbers, oldest_and_newest
+from vlmrl.utils.machine_memory import is_in_memory
 
 GIB = 2**30
-OLDEST_PYTHON = (3, 11)
 REQUIRED = ("torch", "torchvision", "transformers", "tokenizers", "datasets")
 OPTIONAL = (*(name for name in TESTED_PACKAGES if name not in REQUIRED), "ray", "peft")
 LEAST_SHM = 1.0  # GiB; NCCL and Ray put what they send there, and Docker gives 64 MiB
 LEAST_FREE = 1.0  # GiB of disk; below it a run can hardly write its model
 ENOUGH_FREE = 10.0
-ENOUGH_MEMORY = 8.0  # GiB
-ENOUGH_FILES = 1024
-IN_MEMORY = ("tmpfs", "ramfs")
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -47,9 +40,8 @@ class Finding:
         return f"{line}\n{'':<21} -> {self.remedy}" if self.remedy else line
 
 
-def machine_findings(output_dir: Path, spill_dir: Path | None) -> Iterator[Finding]:
-    """All checks that need no recipe. ``output_dir`` and ``spill_dir`` as in the config."""
-    yield check_python(sys.version_info[:2])
+def machine_findings(output_dir: Path) -> Iterator[Finding]:
+    """All checks that need no recipe. ``output_dir`` as in the config."""
     for name in (*REQUIRED, *OPTIONAL):
         version = installed_version(name)
         if version is not None or name in REQUIRED:
@@ -61,23 +53,13 @@ def machine_findings(output_dir: Path, spill_dir: Path | None) -> Iterator[Findi
 
         count = torch.cuda.device_count()
         yield check_gpu(torch.version.cuda, count, has_driver=True, driver=_driver() if count else "")
-        yield check_nccl(count, torch.distributed.is_available() and torch.distributed.is_nccl_available())
     else:
         yield check_gpu(None, 0, has_driver=False, driver="")
-    yield check_memory(memory_bytes() / GIB)
     yield check_shm(shutil.disk_usage("/dev/shm").total / GIB if Path("/dev/shm").is_dir() else 0.0, count)
     folder = existing_folder(output_dir)
     yield check_disk(folder, shutil.disk_usage(folder).free / GIB, os.access(folder, os.W_OK))
-    spill = existing_folder(spill_dir or Path(tempfile.gettempdir()))
-    yield check_spill(spill, shutil.disk_usage(spill).free / GIB, file_system(spill, Path("/proc/mounts").read_text()))
-    yield check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-
-
-def check_python(version: tuple[int, ...]) -> Finding:
-    found = ".".join(map(str, version))
-    if version < OLDEST_PYTHON:
-        return Finding("python", "error", found, f"Use Python {'.'.join(map(str, OLDEST_PYTHON))} or newer.")
-    return Finding("python", "ok", found)
+    temporary = Path(tempfile.gettempdir())
+    yield check_spill(temporary, shutil.disk_usage(temporary).free / GIB, is_in_memory(temporary))
 
 
 def check_package(name: str, version: str | None) -> Finding:
@@ -110,19 +92,6 @@ def check_gpu(cuda: str | None, count: int, *, has_driver: bool, driver: str) ->
     return Finding("gpu", "ok", "none; runs compute on the CPU")
 
 
-def check_nccl(gpus: int, available: bool) -> Finding:
-    if gpus > 1 and not available:
-        return Finding("nccl", "error", f"missing with {gpus} GPUs", "Install a torch build with NCCL, such as PyPI's.")
-    return Finding("nccl", "ok", "available" if available else "missing, and not needed on one device")
-
-
-def check_memory(gib: float) -> Finding:
-    found = f"{gib:.1f} GiB of host memory"
-    if gib < ENOUGH_MEMORY:
-        return Finding("memory", "warning", found, "Give the machine or container more, or train tiny models only.")
-    return Finding("memory", "ok", found)
-
-
 def check_shm(gib: float, gpus: int) -> Finding:
     """``gib``: the size of /dev/shm."""
     found = f"/dev/shm has {gib:.2g} GiB"
@@ -146,38 +115,21 @@ def check_disk(folder: Path, free: float, writable: bool, needed: float = ENOUGH
     return Finding("disk", "ok", found)
 
 
-def check_spill(folder: Path, free: float, kind: str) -> Finding:
-    """``kind``: the type of the folder's file system; ``free`` in GiB."""
-    if kind in IN_MEMORY:
-        remedy = (
-            "Images beyond multimodal.memory_gib would stay in memory: set multimodal.spill_dir to a folder on a disk."
-        )
-        return Finding("spill", "warning", f"{folder} is in memory ({kind})", remedy)
+def check_spill(folder: Path, free: float, in_memory: bool) -> Finding:
+    """``folder`` is the one for temporary files; ``free`` in GiB."""
+    if in_memory:
+        remedy = "Images beyond multimodal.memory_gib would stay in memory: set TMPDIR to a folder on a disk."
+        return Finding("spill", "warning", f"{folder} is in memory", remedy)
     found = f"{free:.1f} GiB free in {folder}, for images beyond multimodal.memory_gib"
     if free < LEAST_FREE:
-        return Finding("spill", "warning", found, "Free space, or set multimodal.spill_dir to another disk.")
+        return Finding("spill", "warning", found, "Free space, or set TMPDIR to a folder on another disk.")
     return Finding("spill", "ok", found)
-
-
-def check_files(limit: int) -> Finding:
-    found = f"{'no limit of' if limit == resource.RLIM_INFINITY else limit} open files"
-    if 0 <= limit < ENOUGH_FILES:
-        remedy = "Raise it before a run: ulimit -n 65536. Connections to servers and envs are files."
-        return Finding("open files", "warning", found, remedy)
-    return Finding("open files", "ok", found)
 
 
 def existing_folder(path: Path) -> Path:
     """``path``, or the nearest folder around it that exists."""
     absolute = path.expanduser().absolute()
     return next(folder for folder in (absolute, *absolute.parents) if folder.is_dir())
-
-
-def file_system(folder: Path, mounts: str) -> str:
-    """The type of the file system that ``folder`` is on; ``mounts`` as in /proc/mounts."""
-    points = [(Path(words[1]), words[2]) for words in map(str.split, mounts.splitlines()) if len(words) > 2]
-    around = [(point, kind) for point, kind in points if folder.resolve().is_relative_to(point)]
-    return max(around, key=lambda pair: len(pair[0].parts), default=(Path(), "unknown"))[1]
 
 
 def _driver() -> str:

@@ -38,7 +38,7 @@ def check_template(renderer: Renderer, rollout: Rollout) -> Finding:
     if not changed:
         return Finding("template", "ok", "earlier turns stay as they were sampled")
     found = f"the chat template rewrites earlier turns: {', '.join(changed)}"
-    if rollout.max_turns == 1 or rollout.history == "rerender":
+    if rollout.max_turns == 1 or rollout.rerenders:
         return Finding("template", "ok", f"{found}; this recipe does not depend on it")
     remedy = (
         "Training keeps the turns as they were sampled. To train on what the template shows, set rollout.history rerender with "
@@ -48,11 +48,11 @@ def check_template(renderer: Renderer, rollout: Rollout) -> Finding:
 
 
 def changed_turns(renderer: Renderer) -> list[str]:
-    """What the template changes in an earlier reply: ``["thinking, when a user message follows"]``. Empty: nothing."""
+    """What the template changes in an earlier response: ``["thinking, when a user message follows"]``. Empty: nothing."""
     changed = []
     for role in ("user", "tool") if renderer.has_tool_role else ("user",):
-        for what, reply in {"a reply": "Fine.", "thinking": f"{THOUGHT}Fine."}.items():
-            talk: list[Message] = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": reply}]
+        for what, response in {"a response": "Fine.", "thinking": f"{THOUGHT}Fine."}.items():
+            talk: list[Message] = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": response}]
             before = _shown(renderer, talk)
             turn = before.rpartition(renderer.end_of_turn)[0] or before
             if not _shown(renderer, [*talk, {"role": role, "content": "Go on."}]).startswith(turn):

@@ -1,4 +1,4 @@
-"""The image-swap check (``train.canary``): before training, swap one image; the logprobs must change in trainer and engine.
+"""The image-swap check (``train.image_check``): before training, swap one image; the logprobs must change in trainer and engine.
 
 A run that loses its pixels does not fail: only its reward is lower. This check finds the error within a second.
 """
@@ -47,11 +47,11 @@ async def check_images(
 ) -> ImageSwap | None:
     """Swap the first image of the trajectories; ``None`` if they have none.
 
-    ``score`` is the trainer's, ``image_token_id`` the model's image placeholder. ``timeout``: seconds for one reply of the engine.
+    ``score`` is the trainer's, ``image_token_id`` the model's image placeholder. ``timeout``: seconds for one response of the engine.
 
     Raises:
         ImageSwapError: no logprob changes.
-        EngineError: the engine does not reply in time.
+        EngineError: the engine does not answer in time.
     """
     row = next((row for trajectory in trajectories for row in step_wise(trajectory) if row.media), None)
     if row is None:
@@ -67,7 +67,7 @@ async def check_images(
             raise ImageSwapError(
                 f"trajectory {row.trajectory_id}, image 0 ({row.media[0].id}): with noise in its place the {side}'s logprobs changed "
                 f"by {nats:.2g} nats, where more than {MIN_CHANGE:g} was expected. Images do not reach the model there, so training "
-                "would be blind. (--train.no-canary skips this check.)"
+                "would be blind. (--train.no-image-check skips this check.)"
             )
     return change
 
@@ -75,7 +75,7 @@ async def check_images(
 def _from_first_image(row: Sample, image_token_id: int) -> Sample:
     """The same tokens with all text after the first image as the response.
 
-    A trained reply may have a probability so close to 1 that no image changes it, so prompt text is scored as well.
+    A trained response may have a probability so close to 1 that no image changes it, so prompt text is scored as well.
     """
     ids = row.token_ids
     cut = image_spans(ids, image_token_id, row.media[:1])[0][1] + 1  # one token of text stays in the prompt
@@ -103,18 +103,18 @@ def _trainer_change(score: Score, row: Sample, swapped: Sample) -> float:
 
 async def _engine_change(engine: Engine, row: Sample, swapped: Sample, image_token_id: int, timeout: float) -> float:
     """The largest difference of logprobs between greedy continuations of the two images; infinite if their tokens differ."""
-    replies = []
+    responses = []
     for name, each in (("kept", row), ("swapped", swapped)):
         shown = each.media[:1]
         ids = collapse(each.prompt_token_ids, image_token_id, shown)
-        request = Request(f"canary/{name}", ids, shown, SamplingParams(TOKENS, temperature=0))
+        request = Request(f"image-check/{name}", ids, shown, SamplingParams(TOKENS, temperature=0))
         try:
             async with asyncio.timeout(timeout):
-                replies.append(await engine.generate(request))
+                responses.append(await engine.generate(request))
         except TimeoutError:
-            raise EngineError(f"image-swap check: no reply in rollout.engine_timeout ({timeout:g} s).") from None
+            raise EngineError(f"image-swap check: no response in rollout.engine_timeout ({timeout:g} s).") from None
         engine.release(request.trajectory_id)
-    kept, other = replies
+    kept, other = responses
     if kept.token_ids != other.token_ids:
         return float("inf")
     return max(abs(a - b) for a, b in zip(kept.logprobs, other.logprobs, strict=True))

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vlmrl.samples.emit import reply_spans
 from vlmrl.types import Sample, TrainedTokens, Trajectory
 
 
 @dataclass(frozen=True)
 class TurnMismatch:
-    """Over the ``tokens`` of one reply: mean and maximum of |trainer - rollout| in nats; k3 estimates KL(rollout || trainer)."""
+    """Over the ``tokens`` of one response: mean and maximum of |trainer - rollout| in nats; k3 estimates KL(rollout || trainer)."""
 
     trajectory_id: str
     turn: int
@@ -33,7 +32,7 @@ def turn_mismatches(
     """
     turns: list[tuple[str, int]] = []
     differences: list[np.ndarray] = []
-    for trajectory, number, index, part in _replies(trajectories, samples):
+    for trajectory, number, index, part in _responses(trajectories, samples):
         rollout = np.array((samples[index].rollout_logprobs or [])[part])
         turns.append((trajectory.id, number))
         differences.append(logprobs[index][part].astype(np.float64) - rollout)
@@ -54,7 +53,7 @@ def record_trained(
 
     Returns metrics over all turns; arguments as :func:`turn_mismatches`, after the advantages were assigned.
     """
-    for trajectory, number, index, part in _replies(trajectories, samples):
+    for trajectory, number, index, part in _responses(trajectories, samples):
         sample = samples[index]
         length, advantage = part.stop - part.start, sample.advantage
         advantages = advantage[part] if isinstance(advantage, list) else [advantage or 0.0] * length
@@ -66,18 +65,18 @@ def record_trained(
     return summarize(mismatches)
 
 
-def _replies(
+def _responses(
     trajectories: Sequence[Trajectory], samples: Sequence[Sample]
 ) -> Iterator[tuple[Trajectory, int, int, slice]]:
-    """Each trained reply: its trajectory, the number of its turn, the index of its sample, and where in the response it is."""
+    """Each trained response: its trajectory, the number of its turn, the index of its sample, and where in the response it is."""
     rows: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
         rows.setdefault(sample.trajectory_id, []).append(index)
     for trajectory in trajectories:
-        own = rows.get(trajectory.id, [])
-        for span in reply_spans(trajectory, [samples[index] for index in own]):
-            if span.end > span.start:
-                yield trajectory, span.turn, own[span.row], slice(span.start, span.end)
+        for index in rows.get(trajectory.id, []):
+            for span in samples[index].responses:
+                if span.end > span.start:
+                    yield trajectory, span.turn, index, slice(span.start, span.end)
 
 
 def summarize(mismatches: Sequence[TurnMismatch]) -> dict[str, float | str]:

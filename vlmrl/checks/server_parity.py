@@ -1,4 +1,4 @@
-"""The startup parity check: before a run, servers and trainer score one reply about an image, and must agree.
+"""The startup parity check: before a run, servers and trainer score one response about an image, and must agree.
 
 It finds silent errors: weights that no update reaches, weights that arrive changed, images resized differently, image features
 cached over a weight update, and logprobs of another distribution.
@@ -19,13 +19,13 @@ from vlmrl.engine.base import EngineError, Request, SamplingParams
 from vlmrl.engine.server import UNREACHED, Server, ServerError
 from vlmrl.engine.server_backend import ServerBackend
 from vlmrl.engine.server_engine import ServerEngine
-from vlmrl.engine.server_reply import BadReply
+from vlmrl.engine.server_response import BadResponse
+from vlmrl.engine.server_sync import Send, WeightSync
 from vlmrl.multimodal.renderer import Renderer, expand
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.types import Completion, Sample
-from vlmrl.weight_sync.server_sync import Send, WeightSync
 
-TOKENS = 16  # length of the reply that is compared
+TOKENS = 16  # length of the response that is compared
 TOLERANCE = 0.1
 """Nats, mean over the tokens. A wrong convention or stale image features make 0.2 to 2. Below 0.1 lies what bfloat16 makes in hidden
 states (0.023 between two layouts of the trainer itself, 28 layers of the 2B shape, random weights) and in a server's logits where it
@@ -90,11 +90,11 @@ async def check_parity(
         await sync.first(send)
     if same_weights:
         _check_equal(loaded, await sync.checksums() if checksums else {}, rounded)
-    replies = {server.url: [await _ask(engine, server, each, timeout) for each in questions] for server in servers}
+    responses = {server.url: [await _ask(engine, server, each, timeout) for each in questions] for server in servers}
     async with engine.asleep():
         differences = {
             url: [_difference(score, *pair) for pair in zip(questions, each, strict=True)]
-            for url, each in replies.items()
+            for url, each in responses.items()
         }
     return {url: _compare(engine.backend, url, each) for url, each in differences.items()}
 
@@ -145,7 +145,7 @@ async def _ask(engine: ServerEngine, server: Server, question: Question, timeout
     except TimeoutError:
         reason = f"did not answer in rollout.engine_timeout ({timeout:g} s)"
         raise EngineError(f"startup parity check: the server {server.url} {reason}{server.log_tail()}") from None
-    except (*UNREACHED, ServerError, BadReply) as error:
+    except (*UNREACHED, ServerError, BadResponse) as error:
         reason = f"gave no answer that can be used: {type(error).__name__}: {error}"
         raise EngineError(f"startup parity check: the server {server.url} {reason}{server.log_tail()}") from error
 
@@ -163,7 +163,7 @@ def _compare(backend: ServerBackend, url: str, differences: Sequence[float]) -> 
         raise ParityError(
             f"the logprobs of the server {url} differ from the trainer's by {max(differences):.2g} nats, where at most "
             f"{TOLERANCE:g} was expected. They must be of the distribution after temperature and logit_bias, before top-p and "
-            f"top-k{hint}, and of the model that is trained. (--{backend.settings.section}.no-check skips this check.)"
+            f"top-k{hint}, and of the model that is trained. (--server.no-check skips this check.)"
         )
     return report
 

@@ -1,8 +1,9 @@
-"""The versions of packages that vlmrl is tested with, and how an installed one compares."""
+"""The versions of packages: installed ones, those that vlmrl is tested with, and how they compare."""
 
 from __future__ import annotations
 
 import re
+from importlib.metadata import PackageNotFoundError, version
 
 TESTED: tuple[dict[str, str], ...] = (
     {"torch": "2.15", "transformers": "5.23"},
@@ -13,6 +14,14 @@ TESTED: tuple[dict[str, str], ...] = (
 """Combinations that the tests ran with. The README names them; pyproject.toml has the oldest as lower bounds."""
 
 TESTED_PACKAGES = tuple(dict.fromkeys(name for each in TESTED for name in each))
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a package, without importing it; ``None`` if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def oldest_and_newest(package: str) -> tuple[str, str] | None:

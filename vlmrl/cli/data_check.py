@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.rule import Rule
-from rich.table import Table
-from rich.text import Text
 
+from vlmrl.cli.check_output import MAX_LISTED, CheckOutput, quantiles, tokens_text
+from vlmrl.cli.conversation_check import check_conversations
 from vlmrl.cli.recipe import Recipe, RecipeOptions, RecipePath
 from vlmrl.config import Config, resolve_config
 from vlmrl.env.base import EnvSpec, resolve_envs
@@ -23,14 +21,13 @@ from vlmrl.types import ImageSource, Message, Task
 
 if TYPE_CHECKING:
     from vlmrl.data import Tasks, TaskSource
-    from vlmrl.multimodal.renderer import Rendered
-
-MAX_LISTED = 100  # broken rows that are named
 
 
 @dataclass(frozen=True)
 class DataCheckCommand:
-    """Show the first tasks of a recipe as the model will see them, and read every row with its images."""
+    """Show the first tasks of a recipe as the model will see them, and read every row with its images.
+
+    Of `sft.data` it shows which tokens of the first conversations have a loss, and reads every conversation."""
 
     recipe: RecipePath
     """Python file with a function `config() -> Config`. For its options, see `vlmrl data check RECIPE --help`."""
@@ -57,9 +54,13 @@ def check(settings: CheckOptions, console: Console | None = None) -> bool:
 
     config = settings.config
     checker = Checker(config, console or Console(highlight=False))
-    tasks, held_out = load_run_tasks(config)
     checker.say("model", f"{config.model.path}; chat template: {config.model.chat_template or 'its own'}")
-    checker.say("env", checker.spec.name if checker.spec else f"none: {config.player} plays the episodes")
+    if config.sft.data:
+        check_conversations(checker, config, settings.show, settings.rows)
+    if not config.has_tasks and config.sft.data:
+        return not checker.problems
+    tasks, held_out = load_run_tasks(config)
+    checker.say("env", checker.spec.name if checker.spec else f"none: {config.episode_setting} plays the episodes")
     checker.say("data", f"{len(tasks)} tasks to train on, {len(held_out) if held_out else 'none'} held out")
     for name, source in _parts(tasks).items():
         if name:
@@ -82,29 +83,18 @@ def _parts(tasks: Tasks) -> Mapping[str, TaskSource]:
     return tasks.parts if isinstance(tasks, TaskMixture) else {"": tasks}
 
 
-class Checker:
+class Checker(CheckOutput):
     """Prints tasks as the model reads them: started by the env of ``spec``, rendered and tokenized by ``reader``."""
 
     def __init__(self, config: Config, console: Console) -> None:
         from vlmrl.data import PromptLength
-        from vlmrl.model.loading import load_reader
         from vlmrl.rollout.history import resolve_policy
 
-        self.config = config.rollout
-        self.console = console
-        self.spec: EnvSpec | None = resolve_envs(config) if config.player == "env" else None
+        super().__init__(config, console)
+        plays = config.episode_setting == "env" and (config.has_tasks or not config.sft.data)
+        self.spec: EnvSpec | None = resolve_envs(config) if plays else None
         self.policy = resolve_policy(config.rollout)
-        self.reader = load_reader(config.model, config.models_dir)
-        self.store = self.reader.new_store()
         self.count = PromptLength(self.reader.renderer, self.store, self._class_tools)
-        self.problems = 0
-
-    def say(self, label: str, text: str, style: str = "bold") -> None:
-        line = Table.grid()
-        line.add_column(width=10, style=style)
-        line.add_column(overflow="fold")
-        line.add_row(Text(label), Text(text))
-        self.console.print(line)
 
     def show(self, source: TaskSource, number: int) -> None:
         """Print the task of one draw: token counts, images, tools and the rendered prompt."""
@@ -117,7 +107,7 @@ class Checker:
             images = [self._image(image) for image in rendered.images]
             own = self.count(task)
         except (ValueError, EnvError) as error:
-            return self._problem(f"draw {number}: {error}")
+            return self.problem(f"draw {number}: {error}")
         self.console.print()
         self.console.print(Rule(f"[bold]{task.id}[/bold]", align="left", style="dim"))
         total = len(rendered.token_ids) + sum(tokens - 1 for _, tokens in images)
@@ -131,7 +121,8 @@ class Checker:
         self.say("answer", repr(task.answer))
         if task.data:
             self.say("data", ", ".join(f"{key}={value!r:.60}" for key, value in task.data.items()))
-        self.console.print(self._marked(rendered, [tokens for _, tokens in images]), end="")
+        sizes = iter(enumerate((tokens for _, tokens in images), start=1))
+        self.console.print(self.marked(rendered.token_ids, sizes), end="")
 
     def read(self, source: TaskSource, rows: int | None) -> None:
         """Read the first rows, or all. Print the lengths of their prompts, and each row that cannot be played."""
@@ -144,7 +135,7 @@ class Checker:
             report = check_rows(source, count, self.count, lambda: progress.advance(bar))
         self.console.print()
         self.console.print(Rule(f"[bold]{count} of {len(source)} rows read[/bold]", align="left", style="dim"))
-        self.console.print(_quantiles({"tokens": report.lengths, "images": report.images}))
+        self.console.print(quantiles({"tokens": report.lengths, "images": report.images}))
         if report.resized:
             self.say("resized", f"{report.resized} of {sum(report.images)} images change their size")
         self._say_limits(report.lengths, source.max_prompt_tokens)
@@ -156,9 +147,9 @@ class Checker:
             why = "more <image> marks than images, and the model reads those left over as text"
             self.say("warning", f"{why}: {rows_left}", "bold yellow")
         for _, problem in report.broken[:MAX_LISTED]:
-            self._problem(problem)
+            self.problem(problem)
         if len(report.broken) > MAX_LISTED:
-            self._problem(f"and {len(report.broken) - MAX_LISTED} more such rows")
+            self.problem(f"and {len(report.broken) - MAX_LISTED} more such rows")
         checked = f"{count - len(report.broken)} of {count} rows can be played, with {sum(report.images)} images"
         self.say("result", checked, "bold red" if report.broken else "bold green")
 
@@ -167,7 +158,10 @@ class Checker:
         if limit is not None:
             self.say("too long", f"{over} of {len(lengths)} are over data.max_prompt_tokens ({limit}) and skipped")
         kept = [length for length in lengths if limit is None or length <= limit]
-        for room, what in ((1, "any reply"), (self.config.max_reply_tokens, "a reply of rollout.max_reply_tokens")):
+        for room, what in (
+            (1, "any response"),
+            (self.config.max_response_tokens, "a response of rollout.max_response_tokens"),
+        ):
             cut = sum(self.config.max_tokens - length < room for length in kept)
             if cut:
                 self.say(
@@ -198,47 +192,10 @@ class Checker:
         given, shown, _ = self.store.measure(source)
         tokens = self.store.load(source).num_tokens
         seen = "unchanged" if given == shown else f"resized to {shown[0]}x{shown[1]}"
-        return f"{given[0]}x{given[1]} px, {seen}: {_tokens(tokens)}", tokens
-
-    def _marked(self, rendered: Rendered, image_tokens: Sequence[int]) -> Text:
-        """The prompt's text, with special tokens in brackets to distinguish them from text of the same spelling."""
-        renderer, text = self.reader.renderer, Text()
-        special = {index for index, token in self.reader.tokenizer.added_tokens_decoder.items() if token.special}
-        images: Iterator[tuple[int, int]] = iter(enumerate(image_tokens, start=1))
-        for is_special, run in groupby(rendered.token_ids, special.__contains__):
-            if not is_special:
-                text.append(renderer.decode(list(run)))
-                continue
-            for token in run:
-                if token == renderer.image_token_id:
-                    index, size = next(images)
-                    text.append(f"⟦image {index}: {_tokens(size)}⟧", "cyan")
-                else:
-                    text.append(f"⟦{renderer.decode([token])}⟧", "magenta")
-        return text
-
-    def _problem(self, text: str) -> None:
-        self.problems += 1
-        self.say("problem", text, "bold red")
+        return f"{given[0]}x{given[1]} px, {seen}: {tokens_text(tokens)}", tokens
 
 
 def _tool_name(tool: dict[str, Any]) -> str:
     function = tool.get("function", tool)
     arguments = function.get("parameters", {}).get("properties", {})
     return f"{function.get('name')}({', '.join(arguments)})"
-
-
-def _tokens(number: int) -> str:
-    return "1 token" if number == 1 else f"{number} tokens"
-
-
-def _quantiles(columns: dict[str, list[int]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("", "mean", "min", "median", "p95", "max"):
-        table.add_column(title, justify="right" if title else "left", style=None if title else "bold")
-    for name, values in columns.items():
-        if values:
-            ordered = sorted(values)
-            quantiles = [ordered[round(share * (len(ordered) - 1))] for share in (0, 0.5, 0.95, 1)]
-            table.add_row(f"{name:<9}", f"{statistics.fmean(values):.1f}", *map(str, quantiles))
-    return table

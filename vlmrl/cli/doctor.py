@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,7 +30,7 @@ class DoctorCommand:
         from vlmrl.checks.doctor_machine import machine_findings
 
         if self.recipe is None:
-            show(machine_findings(Path(Config().output_dir), None), self.json)
+            show(machine_findings(Path(Config().output_dir)), self.json)
             return
         recipe = Recipe.load(self.recipe)
         default = DoctorOptions(recipe.config(), self.json)
@@ -66,8 +66,7 @@ def recipe_findings(config: Config, folder: Path, server: bool) -> Iterator[Find
     from vlmrl.model.tiny import resolve as resolve_tiny
     from vlmrl.utils.output_files import OutputError, output_errors
 
-    spill = config.multimodal.spill_dir
-    yield from machine_findings(Path(config.output_dir), None if spill is None else Path(spill))
+    yield from machine_findings(Path(config.output_dir))
     try:
         config = resolve_config(config, folder)
         yield Finding("recipe", "ok", f"its files and code are there; it writes to {config.folder}")
@@ -76,7 +75,7 @@ def recipe_findings(config: Config, folder: Path, server: bool) -> Iterator[Find
     yield from missing_packages(config)
     try:
         with output_errors(config.models_dir):
-            resolve_tiny(config.model.path, config.models_dir)
+            resolve_tiny(config.model.source, config.models_dir)
         yield from memory_findings(config)
         yield from model_findings(config)
     except OutputError as error:
@@ -92,24 +91,21 @@ def missing_packages(config: Config) -> Iterator[Finding]:
     """Errors for packages, and the program of an agent, that the recipe needs and that are not installed."""
     from vlmrl.checks.doctor_machine import Finding
     from vlmrl.engine.server_backend import new_backend
+    from vlmrl.engine.server_checks import check_installed
     from vlmrl.gateway.agents import resolve_agent
     from vlmrl.report.trackers import tracker_classes
-    from vlmrl.run.serving import check_installed
 
-    remedy = "Install the package, or change the setting."
-    try:
-        tracker_classes(config.report.to)
-    except ValueError as error:
-        yield Finding("report.to", "error", str(error), remedy)
-    try:
-        resolve_agent(config)
-    except ValueError as error:
-        yield Finding("agent", "error", str(error), remedy)
-    if config.server_settings is not None:
+    checks: dict[str, Callable[[], object]] = {
+        "report.to": lambda: tracker_classes(config.report.to),
+        "agent": lambda: resolve_agent(config),
+    }
+    if config.has_servers:
+        checks["engine"] = lambda: check_installed(new_backend(config))
+    for setting, check in checks.items():
         try:
-            check_installed(new_backend(config))
+            check()
         except ValueError as error:
-            yield Finding("engine", "error", str(error), remedy)
+            yield Finding(setting, "error", str(error), "Install the package, or change the setting.")
 
 
 def memory_findings(config: Config) -> Iterator[Finding]:
@@ -151,7 +147,7 @@ def check_server(config: Config) -> Finding:
     from vlmrl.run.build import build_run
     from vlmrl.utils.threads import run_awake
 
-    if config.server_settings is None:
+    if not config.has_servers:
         remedy = f"Add --engine {' or --engine '.join(SERVER_BACKENDS)}."
         return Finding("server", "error", f"the engine is {config.engine}, which starts no server", remedy)
     try:
@@ -161,6 +157,6 @@ def check_server(config: Config) -> Finding:
         finally:
             run.close()
     except (ValueError, EngineError, OSError) as error:
-        remedy = f"See docs/{config.engine}.md, and the server's log in {config.folder}."
+        remedy = f"See the server's log in {config.folder / 'servers'}."
         return Finding("server", "error", str(error).splitlines()[0], remedy)
     return Finding("server", "ok", "; ".join(" ".join(line.split()) for line in reports))

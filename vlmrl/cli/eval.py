@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlmrl.cli.recipe import Recipe, RecipeOptions, RecipePath
+from vlmrl.cli.api_options import ApiOptions
+from vlmrl.cli.recipe import Recipe, RecipePath
 from vlmrl.config import resolve_config
 
 
@@ -20,15 +21,16 @@ class EvalCommand:
     def run(self, options: Sequence[str]) -> None:
         recipe = Recipe.load(self.recipe)
         chosen = recipe.options(EvalOptions(recipe.config()), options, f"vlmrl eval {self.recipe}")
+        api = chosen.api_model()
         from vlmrl.run.eval_program import run_evaluation
 
-        run_evaluation(resolve_config(chosen.config, recipe.folder), chosen.models, chosen.out)
+        run_evaluation(resolve_config(chosen.config, recipe.folder), chosen.models, chosen.out, api)
 
 
 @dataclass(frozen=True)
-class EvalOptions(RecipeOptions):
+class EvalOptions(ApiOptions):
     models: tuple[str, ...] = ()
-    """Models to evaluate. Each is compared with the first one. Unset: `model.path`.
+    """Models to evaluate. Each is compared with the first one, or with that of `--api`. Unset: `model.path`, or that of `--api` alone.
     A model's folder or hub name, a run's folder (the weights that it wrote last), or a checkpoint: `runs/x/checkpoints/step000020`."""
     out: Path | None = None
     """Write the results to this JSON file, with versions, commit and settings.

@@ -1,7 +1,8 @@
-"""`vlmrl init`: a folder with a recipe, an env, its test and data, which trains at once."""
+"""`vlmrl init`: a folder with a recipe, an env or an agent, its test and data, which trains at once."""
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,18 +20,22 @@ class InitCommand:
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
     """Folder to write to. It is made if it is missing. Files that are there are not overwritten."""
-    kind: Literal["vlm", "text"] = "vlm"
-    """What the agent reads.
-    `vlm`: images and text.
-    `text`: text only."""
+    kind: Literal["vlm", "text", "tool", "agent", "page"] = "vlm"
+    """What the run trains.
+    `vlm`: an env with images and text.
+    `text`: an env with text only.
+    `tool`: an env with a tool that returns an image.
+    `agent`: an agent of your own that calls an OpenAI-compatible endpoint.
+    `page`: a web page in Chromium, with mouse clicks."""
 
     def run(self, options: Sequence[str]) -> None:
         for path in write_starter(self.folder, self.kind):
             print(f"wrote     {path}")
         recipe = self.folder / "recipe.py"
-        print(f"try it    python -m pytest {self.folder}")
-        print(f"          vlmrl data check {recipe}")
+        print(f"try it    vlmrl data check {recipe}")
         print(f"          vlmrl train {recipe}")
+        has_pytest = importlib.util.find_spec("pytest") is not None
+        print(f"          {'' if has_pytest else 'pip install pytest && '}python -m pytest {self.folder}")
 
 
 def write_starter(folder: Path, kind: str) -> list[Path]:

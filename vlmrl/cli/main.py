@@ -11,6 +11,7 @@ import tyro
 from tyro.conf import OmitSubcommandPrefixes, Suppress, subcommand
 
 import vlmrl
+from vlmrl.cli.collect import CollectCommand
 from vlmrl.cli.data_check import DataCheckCommand
 from vlmrl.cli.doctor import DoctorCommand
 from vlmrl.cli.eval import EvalCommand
@@ -21,7 +22,7 @@ from vlmrl.cli.play import PlayCommand
 from vlmrl.cli.recipe import errors_in_one_line
 from vlmrl.cli.reproduce import ReproduceCommand
 from vlmrl.cli.serve import ServeEnvCommand, ServeRetrieverCommand
-from vlmrl.cli.train import TrainCommand
+from vlmrl.cli.train import SftCommand, TrainCommand
 from vlmrl.cli.view import ViewCommand
 from vlmrl.utils.threads import keeping_exit_status
 
@@ -29,7 +30,15 @@ DESCRIPTION = """Reinforcement learning for vision-language agents.
 
 `vlmrl COMMAND --help` lists the options of a command, `vlmrl train RECIPE --help` all settings of a recipe, and `vlmrl --version`
 prints the version."""
-WITH_OPTIONS = ("train", "eval", "reproduce", "plan", "doctor")  # commands that take the settings of a recipe
+WITH_OPTIONS = (
+    "train",
+    "sft",
+    "collect",
+    "eval",
+    "reproduce",
+    "plan",
+    "doctor",
+)  # commands that take the settings of a recipe
 NOTHING = Annotated[None, Suppress]  # a union of subcommands needs two members
 
 
@@ -56,6 +65,8 @@ class EnvCommands:
 
 COMMANDS: dict[str, Any] = {
     "train": TrainCommand,
+    "sft": SftCommand,
+    "collect": CollectCommand,
     "init": InitCommand,
     "eval": EvalCommand,
     "export": ExportCommand,

@@ -1,4 +1,4 @@
-"""`vlmrl plan`: whether a recipe fits a GPU, and about how long a step takes, without the GPU, the model or the dataset."""
+"""`vlmrl plan`: whether a recipe fits a GPU, without the GPU, the model or the dataset."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlmrl.cli.recipe import Recipe, RecipeOptions, RecipePath
-from vlmrl.config import Config
+from vlmrl.config import Cluster, Config
 
 if TYPE_CHECKING:
     from vlmrl.plan.gpus import Gpu
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanCommand:
-    """Plan the memory of a recipe on a GPU, and estimate the time of a step."""
+    """Plan the memory of a recipe on a GPU."""
 
     recipe: RecipePath
     """Python file with a function `config() -> Config`. For its options, see `vlmrl plan RECIPE --help`."""
@@ -38,20 +38,19 @@ class PlanOptions(RecipeOptions):
 
 
 def plan_lines(config: Config, gpu_name: str | None, gpus: int | None) -> list[str]:
-    """The plan, advice if it does not fit, and the estimate.
+    """The plan, and advice if it does not fit.
 
     Raises:
         ValueError: an unknown GPU, or settings that contradict each other.
     """
-    from vlmrl.config.fields import require
-    from vlmrl.plan.advice import on_gpus, on_one_gpu, suggestions
+    from vlmrl.plan.advice import on_gpus, suggestions
     from vlmrl.plan.gpus import gpu_named
     from vlmrl.plan.memory_plan import MemoryPlan, gpu_of
-    from vlmrl.plan.step_time import describe_estimate, estimate_step
+    from vlmrl.utils.require import require
 
     if gpus is not None:
         require(gpus > 0, "--gpus", "1 or more", gpus)
-        config = on_gpus(config, gpus) if gpus > 1 or config.cluster.on else on_one_gpu(config)
+        config = on_gpus(config, gpus) if gpus > 1 or config.cluster.on else replace(config, cluster=Cluster())
     gpu = gpu_of(config) if gpu_name is None else gpu_named(gpu_name)
     sizes = sizes_of(config)
     plan = MemoryPlan.of(config, sizes, 1, gpu)
@@ -65,8 +64,6 @@ def plan_lines(config: Config, gpu_name: str | None, gpus: int | None) -> list[s
     else:
         lines.append(f"verdict   does not fit {gpu.name}. It would with")
         lines += [f"          {line}" for line in suggestions(config, gpu, sizes_of)]
-    if gpu.flops and plan.fits:
-        lines += describe_estimate(estimate_step(config, plan, gpu), config)
     return lines
 
 
@@ -79,13 +76,14 @@ def sizes_of(config: Config) -> Sizes:
     from vlmrl.plan.memory_plan import sizes_of_model
     from vlmrl.plan.published_models import PUBLISHED, shape_folder
 
-    with shape_folder(config.model.path) as folder:
+    name = config.model.source
+    with shape_folder(name) as folder:
         try:
             return sizes_of_model(replace(config.model, path=folder), config.models_dir)
         except OSError as error:
             raise ValueError(
-                "model.path must be a folder with a config.json (and SmolVLM's preprocessor_config.json), a model of the hub that can "
-                f"be reached, or one of {', '.join(PUBLISHED)}, but it is {config.model.path!r}: {str(error).splitlines()[0]}"
+                f"model.path must be a folder with the model's config.json (SmolVLM: and preprocessor_config.json), a model of the "
+                f"hub that can be reached, or one of {', '.join(PUBLISHED)}, but it is {name!r}: {str(error).splitlines()[0]}"
             ) from error
 
 
@@ -104,16 +102,16 @@ def _required(config: Config, plan: MemoryPlan, gpu: Gpu) -> list[str]:
     """The setting without which a run refuses to start: the memory of a server that samples while the trainer uses its GPU."""
     from vlmrl.engine.server_backend import new_backend
     from vlmrl.plan.memory_plan import placement_of
-    from vlmrl.plan.moments import ROLLOUT
+    from vlmrl.plan.phases import ROLLOUT
 
     placement = placement_of(config, plan.ranks, copies=True)
     if not (placement.concurrent and placement.served):
         return []
-    backend, parts = new_backend(config), plan.moments[ROLLOUT]
-    if backend.sets_memory:
+    backend, parts = new_backend(config), plan.phases[ROLLOUT]
+    if backend.sets_memory or not backend.memory_args:
         return []
     share = (parts["server's weights"] + parts["server's KV cache"]) / gpu.memory
-    option = f"--{backend.settings.section}.args {backend.memory_argument} {int(100 * share) / 100}"
+    option = f"--server.args {backend.memory_args[0]} {int(100 * share) / 100}"
     return [f"set       {option}, or a GPU of its own for the server: the trainer works while it samples"]
 
 

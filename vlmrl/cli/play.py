@@ -1,11 +1,10 @@
-"""`vlmrl play`: try an env before training, with the embedded engine or with replies from the keyboard."""
+"""`vlmrl play`: try an env before training, with the embedded engine or with responses from the keyboard."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,20 +12,19 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from vlmrl.config import Config, Data, Model, Options, Rollout, name_of, resolve_config
+from vlmrl.config import Config, Data, Model, Options, Rollout, resolve_config
 from vlmrl.types import Trajectory
 from vlmrl.utils.threads import DaemonPool, run_awake
 
 if TYPE_CHECKING:
     from vlmrl.engine.base import Request
-    from vlmrl.gateway.agents import Agents
     from vlmrl.multimodal.renderer import Renderer
-    from vlmrl.rollout.runner import EpisodeLoop
+    from vlmrl.run.build import Run
 
 
 @dataclass(frozen=True)
 class PlayCommand:
-    """Play an env or an agent on a few tasks and print the episodes: prompts, replies, observations and rewards."""
+    """Play an env or an agent on a few tasks and print the episodes: prompts, responses, observations and rewards."""
 
     env: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="ENV")] = None
     """Env: `module:Name` or `file.py:Name`. Leave it out with `--agent`, `--agent-command` or `--rollout.generate`."""
@@ -36,7 +34,7 @@ class PlayCommand:
     n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 4
     """Number of tasks to play."""
     by_hand: bool = False
-    """Read the replies from the keyboard instead of sampling them."""
+    """Read the responses from the keyboard instead of sampling them."""
     env_options: Options = field(default_factory=dict)
     """Keyword arguments of the env, as pairs `NAME VALUE`."""
     agent: str | None = None
@@ -46,13 +44,15 @@ class PlayCommand:
     agent_command: str | None = None
     """Command line of an agent."""
     reward: str | None = None
-    """Reward function of an agent's trajectory: `module:function` or `file.py:function`."""
+    """Reward function of an agent's trajectory, or of a single response with `--rollout.max-turns 1`: `file.py:function`."""
     columns: dict[str, str] = field(default_factory=dict)
     """Column names of prompt, images and answer as pairs `FIELD COLUMN`, for example `prompt problem`."""
     split: str = "train"
     """Split of the dataset."""
     model: Model = field(default_factory=Model)
-    rollout: Rollout = field(default_factory=lambda: Rollout(max_turns=4, max_reply_tokens=128, truncated_reward=0.0))
+    rollout: Rollout = field(
+        default_factory=lambda: Rollout(max_turns=4, max_response_tokens=128, truncated_reward=0.0)
+    )
     page: Path | None = None
     """Also write the episodes, with their images, to this HTML file."""
     seed: int = 0
@@ -67,92 +67,65 @@ class PlayCommand:
 
 async def play(settings: PlayCommand) -> None:
     """Play the tasks one after the other, printing each episode when it ends."""
-    from vlmrl.data import load_tasks
-    from vlmrl.engine.base import Engine
-    from vlmrl.engine.hf.engine import HFEngine
     from vlmrl.engine.scripted import ScriptedEngine
-    from vlmrl.gateway.agent_loop import AgentLoop
-    from vlmrl.model.loading import load_model
-    from vlmrl.report.viewer import write_page
+    from vlmrl.run.build import build_run
 
     console = Console(soft_wrap=True, highlight=False)
-    shown = tempfile.TemporaryDirectory(prefix="vlmrl-play-")  # what is shown: images, logs; until the command ends
-    agents = _resolve_agents(settings, Path(shown.name))
-    new_loop = _resolve_loop(settings) if agents is None else partial(AgentLoop, agents)
-    tasks = load_tasks(_data(settings))
-    model = load_model(settings.model, Path(tempfile.gettempdir()) / "vlmrl-models", settings.seed)
-    engine: Engine = HFEngine(model.policy, model.renderer)
-    if settings.by_hand:
-        engine = ScriptedEngine(Typist(console, model.renderer, Path(shown.name)).reply, model.renderer)
-    loop = new_loop(engine, model.renderer, model.new_store(), settings.rollout, settings.seed)
-    played = []
-    try:
-        for index in range(min(settings.n, len(tasks))):
-            trajectory = await loop.play(tasks[index], f"play/{index:05d}", f"play/{index:05d}/00")
-            _print(console, trajectory, model.renderer)
-            played.append(trajectory)
-    finally:
-        if agents is not None:
-            agents.close()
-        engine.close()
-        shown.cleanup()
-    rewards = [trajectory.reward for trajectory in played if trajectory.reward is not None]
-    console.print(f"\n{len(played)} episodes, mean reward {sum(rewards) / max(1, len(rewards)):.3f}")
-    if settings.page is not None:
-        title = settings.env or (agents.spec.name if agents else name_of(settings.rollout.generate))
-        write_page(played, settings.page, title=title, decode=model.renderer.decode)
-        console.print(f"episodes with images: {settings.page}")
+    runs = Path(tempfile.gettempdir()) / "vlmrl-play"
+    runs.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        prefix="play-", dir=runs
+    ) as folder:  # what is shown: images, logs; until the command ends
+        run = build_run(_config(settings, Path(folder)))
+        by_hand = KeyboardResponses(console, run.model.renderer, run.folder)
+        engine = ScriptedEngine(by_hand.response, run.model.renderer) if settings.by_hand else run.engine
+        loop = run.runner(engine=engine).loop
+        played = []
+        try:
+            for index in range(min(settings.n, len(run.tasks))):
+                trajectory = await loop.play(run.tasks.draw(index), f"play/{index:05d}", f"play/{index:05d}/00")
+                _print(console, trajectory, run.model.renderer)
+                played.append(trajectory)
+        finally:
+            run.close()
+        rewards = [trajectory.reward for trajectory in played if trajectory.reward is not None]
+        console.print(f"\n{len(played)} episodes, mean reward {sum(rewards) / max(1, len(rewards)):.3f}")
+        if settings.page is not None:
+            await _write_page(run, played, settings.page)
+            console.print(f"episodes with images: {settings.page}")
 
 
-def _resolve_loop(settings: PlayCommand) -> Callable[..., EpisodeLoop]:
-    """Makes the loop that plays an episode, from the env or from `rollout.generate`."""
-    from vlmrl.env.base import resolve_env
-    from vlmrl.rollout.generator import GeneratorLoop, resolve_generate
-    from vlmrl.rollout.history import resolve_policy
-    from vlmrl.rollout.turn_loop import TurnLoop
-
-    generate = resolve_generate(settings.rollout)
-    if generate is None:
-        spec = resolve_env(settings.env, None, dict(settings.env_options))
-        return partial(TurnLoop, spec, history_policy=resolve_policy(settings.rollout))
-    if settings.env is not None:
-        raise ValueError(
-            f"env must be unset with rollout.generate, which plays episodes itself, but it is {settings.env!r}."
-        )
-    return partial(GeneratorLoop, generate)
-
-
-def _resolve_agents(settings: PlayCommand, folder: Path) -> Agents | None:
-    """What runs the agent, with its logs in ``folder``; ``None`` without an agent."""
-    from vlmrl.gateway.agents import Agents, resolve_agent
-
-    is_set = settings.agent is not None or settings.agent_command is not None
-    for name, value in (("reward", settings.reward), ("agent_options", settings.agent_options)):
-        if value and not is_set:
-            raise ValueError(f"{name} must be unset without agent or agent_command, but it is {value!r}.")
-    if not is_set:
-        return None
-    config = Config(
-        env=settings.env,
-        agent=settings.agent,
-        agent_options=settings.agent_options,
-        agent_command=settings.agent_command,
-        reward=settings.reward,
-        rollout=replace(settings.rollout, samples="merged"),  # no samples are made
-    )
-    spec = resolve_agent(resolve_config(config))
-    assert spec is not None
-    return Agents(spec, config.gateway, folder)
-
-
-def _data(settings: PlayCommand) -> Data:
+def _config(settings: PlayCommand, folder: Path) -> Config:
+    """A run of these episodes, with its logs in ``folder``. No samples are made of them."""
+    has_agent = settings.agent is not None or settings.agent_command is not None
+    data = Data(path=settings.data, split=settings.split, columns=settings.columns, seed=None)
     if ".py:" in settings.data:
-        return Data(generator=settings.data, size=settings.n)
-    return Data(path=settings.data, split=settings.split, columns=settings.columns, shuffle=False)
+        data = Data(generator=settings.data, size=settings.n)
+    shared = ("env", "env_options", "agent", "agent_options", "agent_command", "reward", "model", "seed")
+    config = Config(
+        data=data,
+        rollout=replace(settings.rollout, samples="merged" if has_agent else "step_wise"),
+        name=folder.name,
+        output_dir=str(folder.parent),
+        **{name: getattr(settings, name) for name in shared},
+    )
+    return resolve_config(config)
 
 
-class Typist:
-    """Prints the prompt that the model would read, writes its images to ``folder``, and reads the reply from the keyboard."""
+async def _write_page(run: Run, played: Sequence[Trajectory], path: Path) -> None:
+    """Write the page of a run that has played these episodes and nothing else."""
+    from vlmrl.report.run_log import RunLog
+    from vlmrl.report.trajectory_log import TrajectoryLog
+    from vlmrl.report.viewer.followed_run import FollowedRun
+    from vlmrl.report.viewer.snapshot import write_snapshot
+
+    with RunLog(run.folder) as log:
+        await TrajectoryLog(log, run.model.renderer.decode, len(played)).write(0, "train", played)
+    write_snapshot([FollowedRun(run.folder)], path, "vlmrl play")
+
+
+class KeyboardResponses:
+    """Prints the prompt that the model would read, writes its images to ``folder``, and reads the response from the keyboard."""
 
     def __init__(self, console: Console, renderer: Renderer, folder: Path) -> None:
         self._console = console
@@ -161,7 +134,7 @@ class Typist:
         self._shown: dict[str, list[int]] = {}
         self._keyboard = DaemonPool("keyboard")  # a daemon thread: an unanswered prompt does not block the exit
 
-    async def reply(self, request: Request, turn: int) -> str:
+    async def response(self, request: Request, turn: int) -> str:
         old, new = self._shown.get(request.trajectory_id, []), list(request.prompt_ids)
         pairs = enumerate(zip(old, new, strict=False))
         same = next((index for index, (a, b) in pairs if a != b), min(len(old), len(new)))
@@ -172,7 +145,7 @@ class Typist:
             item.image.save(file)
             self._console.print(f"[cyan]image {number}: {file}[/cyan]")
         self._shown[request.trajectory_id] = new
-        return await self._keyboard.run(self._console.input, "reply> ")
+        return await self._keyboard.run(self._console.input, "response> ")
 
 
 def _print(console: Console, trajectory: Trajectory, renderer: Renderer) -> None:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import inspect
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
-import vlmrl
-from vlmrl.config import Config, Data
+from vlmrl.cli.option_names import describe_unknown, option_names
+from vlmrl.config import Config, Data, EvalData
 from vlmrl.config.code import load_object
+from vlmrl.utils.users_line import users_line
 
 RecipePath = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE")]
 
@@ -29,6 +28,7 @@ class RecipeOptions:
 
 
 CommandOptions = TypeVar("CommandOptions", bound=RecipeOptions)
+AnyData = TypeVar("AnyData", Data, EvalData)
 
 
 @dataclass(frozen=True)
@@ -71,18 +71,46 @@ class Recipe:
 
     def options(self, default: CommandOptions, words: Sequence[str], prog: str) -> CommandOptions:
         """The options of a command from ``words``. ``default`` has the recipe's config; ``prog`` is the command without options."""
-        chosen = tyro.cli(type(default), default=default, args=words, description=self.description, prog=prog)
-        return replace(chosen, config=with_columns_of(default.config, chosen.config))
+        recipe = with_one_source(default.config, words)
+        plain = replace(default, config=without_options(recipe))
+        chosen, unknown = tyro.cli(
+            type(default), default=plain, args=words, description=self.description, prog=prog, return_unknown_args=True
+        )
+        if unknown:
+            found = describe_unknown(unknown[0], option_names(plain))
+            print(f"vlmrl: {found}. For full helptext, run {prog} --help", file=sys.stderr)
+            raise SystemExit(2)
+        return replace(chosen, config=joined(recipe, chosen.config))
 
 
-def with_columns_of(recipe: Config, chosen: Config) -> Config:
-    """``chosen`` with the columns of ``recipe`` for each field that the command line has not set."""
-    evaluation = replace(chosen.eval, data=_with_columns(recipe.eval.data, chosen.eval.data))
-    return replace(chosen, data=_with_columns(recipe.data, chosen.data), eval=evaluation)
+def with_one_source(recipe: Config, words: Sequence[str]) -> Config:
+    """``recipe`` without the generator that a dataset among the options ``words`` replaces, or the dataset that a generator does."""
+    given = {word.partition("=")[0].replace("_", "-") for word in words}
+
+    def replaced(prefix: str, data: AnyData) -> AnyData:
+        if f"{prefix}.path" in given and data.generator is not None:
+            return replace(data, generator=None, size=None, options={})
+        if f"{prefix}.generator" in given and data.path is not None:
+            own: dict[str, Any] = {"columns": {}, "prompt": None} if isinstance(data, Data) else {}
+            return replace(data, path=None, **own)
+        return data
+
+    evaluation = replace(recipe.eval, data=replaced("--eval.data", recipe.eval.data))
+    return replace(recipe, data=replaced("--data", recipe.data), eval=evaluation)
 
 
-def _with_columns(recipe: Data, chosen: Data) -> Data:
-    return replace(chosen, columns=recipe.columns | chosen.columns)
+def without_options(recipe: Config) -> Config:
+    """``recipe`` without ``algo.options``, which may name functions that the command line replaces: :func:`joined` adds them."""
+    return replace(recipe, algo=replace(recipe.algo, options={}))
+
+
+def joined(recipe: Config, chosen: Config) -> Config:
+    """``chosen`` with the columns and the options of ``algo`` of ``recipe`` that the command line has not set.
+
+    Options of a function that the command line has replaced are left out.
+    """
+    data = replace(chosen.data, columns=recipe.data.columns | chosen.data.columns)
+    return replace(chosen, data=data, algo=chosen.algo.with_options(recipe.algo.options))
 
 
 @contextmanager
@@ -102,7 +130,7 @@ def errors_in_one_line() -> Iterator[None]:
         if not is_expected and (place is None or place.calls_vlmrl):
             raise
         message = str(error) if is_expected else f"{type(error).__name__}: {error}"
-        print(f"vlmrl: {message}" + (f" ({place})" if place else ""), file=sys.stderr)
+        print(f"vlmrl: {message}" + (f" ({place})" if place and str(place) not in message else ""), file=sys.stderr)
         raise SystemExit(1) from error
 
 
@@ -112,31 +140,3 @@ def _ended_the_run(error: Exception) -> bool:
     from vlmrl.rollout.runner import RolloutError
 
     return isinstance(error, RolloutError | EngineError | ClusterError)
-
-
-@dataclass(frozen=True)
-class UsersLine:
-    """A line of the user's own code that an error went through. ``calls_vlmrl``: vlmrl, called there, raised it."""
-
-    file: str
-    line: int
-    function: str
-    calls_vlmrl: bool
-
-    def __str__(self) -> str:
-        return f"{self.file}, line {self.line}, in {self.function}"
-
-
-def users_line(error: BaseException | None) -> UsersLine | None:
-    """The innermost line outside of vlmrl and of installed packages that raised ``error``, or one of its causes."""
-    ours = str(Path(vlmrl.__file__).parent)
-    installed = tuple(set(sysconfig.get_paths().values()))
-    while error is not None:
-        calls_vlmrl = False
-        for frame in reversed(traceback.extract_tb(error.__traceback__)):
-            if frame.filename.startswith(ours):
-                calls_vlmrl = True
-            elif not frame.filename.startswith(("<", *installed)):
-                return UsersLine(frame.filename, frame.lineno or 0, frame.name, calls_vlmrl)
-        error = error.__cause__
-    return None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vlmrl.cli.recipe import Recipe, RecipeOptions, RecipePath, errors_in_one_line
 from vlmrl.config import Config, resolve_config
+from vlmrl.utils.require import require
 from vlmrl.utils.threads import keeping_exit_status
 
 
@@ -32,6 +33,21 @@ class TrainCommand:
 
 
 @dataclass(frozen=True)
+class SftCommand:
+    """Fine-tune a recipe's model on its recorded conversations (`sft.data`), without reinforcement learning."""
+
+    recipe: RecipePath
+    """Python file with a function `config() -> Config` that sets `sft`. It needs an env and tasks only for a held-out reward.
+
+    `vlmrl sft recipe.py --help`: list all settings. `--dry-run`, `--resume` and all others are those of `vlmrl train`.
+    `vlmrl train recipe.py --resume`: go on with reinforcement learning from the last checkpoint (`checkpoint.every`).
+    `vlmrl train recipe.py`: fine-tuning and reinforcement learning in one run."""
+
+    def run(self, options: Sequence[str]) -> None:
+        train_recipe(Recipe.load(self.recipe), options, program=["vlmrl", "sft", self.recipe], only_sft=True)
+
+
+@dataclass(frozen=True)
 class TrainOptions(RecipeOptions):
     dry_run: bool = False
     """Check all settings and data, print the plan and exit without training."""
@@ -45,10 +61,13 @@ def run_recipe(config: Callable[[], Config]) -> None:
         train_recipe(Recipe.of(config), sys.argv[1:], program=["python", sys.argv[0]])
 
 
-def train_recipe(recipe: Recipe, options: Sequence[str], program: Sequence[str]) -> None:
-    """Train with a recipe. ``program`` and ``options`` are the command line."""
+def train_recipe(recipe: Recipe, options: Sequence[str], program: Sequence[str], *, only_sft: bool = False) -> None:
+    """Train with a recipe. ``program`` and ``options`` are the command line. ``only_sft``: without reinforcement learning."""
     chosen = recipe.options(TrainOptions(recipe.config()), options, shlex.join(program))
     config = resolve_config(chosen.config, recipe.folder)
+    if only_sft:
+        require(bool(config.sft.data), "sft.data", "set for vlmrl sft, in the recipe", config.sft.data)
+        config = replace(config, train=replace(config.train, steps=0))
 
     from vlmrl.run.program import run_training
 

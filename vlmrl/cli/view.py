@@ -6,7 +6,9 @@ import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import quote
 
 import tyro
 
@@ -31,7 +33,7 @@ class ViewCommand:
     ]
     """Folders of runs, such as `runs/quickstart`. Several are compared."""
     serve: bool = False
-    """Serve a page that follows the runs, until Ctrl-C. Needs `pip install 'vlmrl[serve]'`."""
+    """Serve a page that follows the runs, until Ctrl-C."""
     host: str = "127.0.0.1"
     """Address to listen on. One that other machines can reach needs a token."""
     port: int = 0
@@ -39,7 +41,7 @@ class ViewCommand:
     token_variable: str = TOKEN_VARIABLE
     """Environment variable with the token that the page's address must then contain. No token if it is unset."""
     out: Path | None = None
-    """File to write, for example `page.html`. By default `view.html` in the folder of the first run."""
+    """File to write, for example `page.html`. By default `trajectories.html` in the folder of the first run."""
     open: bool = False
     """Open the page in a browser."""
 
@@ -58,10 +60,10 @@ class ViewCommand:
             self._write(runs, title)
 
     def _write(self, runs: Sequence[FollowedRun], title: str) -> None:
-        from vlmrl.report.viewer.snapshot import write_snapshot
+        from vlmrl.report.viewer.snapshot import PAGE, write_snapshot
         from vlmrl.utils.output_files import check_writable
 
-        path = self.out or self.runs[0] / "view.html"
+        path = self.out or self.runs[0] / PAGE
         check_writable(path, "--out")
         write_snapshot(runs, path, title)
         print(f"{path}: what the runs have so far; `--serve` follows them", flush=True)
@@ -69,20 +71,25 @@ class ViewCommand:
             webbrowser.open(path.resolve().as_uri())
 
     def _serve(self, runs: Sequence[FollowedRun], title: str) -> None:
-        from vlmrl.report.viewer.view_server import EXTRA, MAX_BODY, create_view_app
-        from vlmrl.utils.http_server import open_port, serve_on
+        from vlmrl.report.viewer.view_server import MAX_BODY, create_view_app
+        from vlmrl.utils.http_server import serve_on, url_of
 
         binding = Binding.from_options(self.host, self.port, self.token_variable, MAX_BODY / 2**20)
         app = create_view_app(runs, title, binding.token)
-        with open_port(binding) as port:
-            host = f"[{self.host}]" if ":" in self.host else self.host
-            address = f"http://{host}:{port.getsockname()[1]}/"
-            shown = (
-                f"{address}#token=TOKEN, with the value of {self.token_variable} for TOKEN"
-                if binding.token
-                else address
-            )
-            print(f"{title}: {shown}  (Ctrl-C ends it)", flush=True)
-            if self.open:
-                webbrowser.open(address + (f"#token={binding.token}" if binding.token else ""))
-            serve_on(port, app, EXTRA)
+        with binding.open_port() as port:
+            address = url_of(self.host, port.getsockname()[1]) + "/"
+            hint = f"#token=TOKEN, with the value of {self.token_variable} for TOKEN" if binding.token else ""
+            print(f"{title}: {address}{hint}  (Ctrl-C ends it)", flush=True)
+            with TemporaryDirectory(prefix="vlmrl-view-") as folder:
+                if self.open:
+                    webbrowser.open(_opening(address, binding.token, Path(folder)))
+                serve_on(port, app)
+
+
+def _opening(address: str, token: str | None, folder: Path) -> str:
+    """The URL to open in the browser. With a token: of a private file that redirects, since command lines are public."""
+    if token is None:
+        return address
+    page = folder / "open.html"
+    page.write_text(f'<meta http-equiv="refresh" content="0; url={address}#token={quote(token, safe="")}">')
+    return page.as_uri()

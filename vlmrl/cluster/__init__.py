@@ -1,9 +1,27 @@
-"""One run on many processes, as Ray's actors: `ray_cluster.py` starts them, `workers.py` has their classes.
+"""Ray places a run's programs on many machines, starts them and watches them. It carries none of their data.
 
-The driver plays the episodes and keeps no weights. Samples go to the trainer ranks and prompts to the engines through Ray's object
-store, each image once per node. Weights go from the ranks to the engines without passing the driver.
+``launch.py`` starts the recipe's command line on each trainer rank, with ``torchrun``'s variables: from there on, the run is the
+same as under ``torchrun``. Rank 0 starts servers on the other machines by the actors of ``launcher.py`` (``server_host.py``).
 """
+
+from __future__ import annotations
+
+import os
+import signal
+
+RANK_VARIABLE = "VLMRL_CLUSTER"
+"""In the environment of the ranks that Ray starts: the address of Ray, and the namespace of the run's actors after a space."""
 
 
 class ClusterError(RuntimeError):
-    """A process of the run died, did not answer in time, or could not be placed."""
+    """A program of the run died, a node was lost, or there was no room for the run."""
+
+
+def is_rank() -> bool:
+    """Whether this process is a trainer rank that Ray has started."""
+    return RANK_VARIABLE in os.environ
+
+
+def receive_signals() -> None:
+    """Let this process receive Ctrl-C. Ray starts its processes with SIGINT blocked, and theirs inherit that."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

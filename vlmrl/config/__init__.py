@@ -6,7 +6,7 @@ is its help text. Every error names the field, the rule and the value.
 
 from vlmrl.config.cluster import Cluster
 from vlmrl.config.code import resolve_config
-from vlmrl.config.data import Data, Part
+from vlmrl.config.data import Conversations, Data, EvalData, Part
 from vlmrl.config.fields import Code, Options, name_of
 from vlmrl.config.gateway import Gateway
 from vlmrl.config.model import Lora, Model
@@ -15,19 +15,19 @@ from vlmrl.config.report import Report
 from vlmrl.config.rollout import Rollout
 from vlmrl.config.run import Config
 from vlmrl.config.servers import ServerSettings
-from vlmrl.config.sglang import SGLang
-from vlmrl.config.training import Algo, Checkpoint, Eval, Optim, Train, WarmStart
-from vlmrl.config.vllm import VLLM
+from vlmrl.config.training import SFT, Algo, Checkpoint, Eval, Optim, Train, WarmStart
 
 __all__ = [
-    "VLLM",
+    "SFT",
     "Algo",
     "Checkpoint",
     "Cluster",
     "Code",
     "Config",
+    "Conversations",
     "Data",
     "Eval",
+    "EvalData",
     "Gateway",
     "Lora",
     "Model",
@@ -37,7 +37,6 @@ __all__ = [
     "Part",
     "Report",
     "Rollout",
-    "SGLang",
     "ServerSettings",
     "Train",
     "WarmStart",

@@ -1,88 +1,42 @@
-"""Rules between settings of different sections. Each function raises ValueError if ``config`` violates one."""
+"""Rules between settings of different sections. Each function raises ValueError if the given sections violate one."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-from vlmrl.config.data import Part, check_env_or_reward, check_held_out
-from vlmrl.config.fields import require
+from vlmrl.config.cluster import Cluster
+from vlmrl.config.data import Data, EvalData, Part, check_held_out
+from vlmrl.config.fields import short_name
+from vlmrl.config.rollout import Rollout
+from vlmrl.config.training import Algo, Train
+from vlmrl.utils.require import require
 
-if TYPE_CHECKING:
-    from vlmrl.config.run import Config
+RENDERED = "re-rendered samples (rollout.history rerender with rollout.samples concat)"
 
 
-def check_data(config: Config) -> None:
-    check_held_out("data", config.data, "eval.data", config.eval.data)
-    if config.mixture and config.data.is_set:
-        raise ValueError("data and mixture exclude each other: make data a part of the mixture, or leave one unset.")
-    if config.mixture and config.eval.data.is_set:
-        raise ValueError("eval.data and mixture exclude each other: set mixture.NAME.eval_data, which has NAME's env.")
-    for name in config.mixture:
+def check_data(data: Data, eval_data: EvalData, mixture: Mapping[str, Part]) -> None:
+    check_held_out("data", data, "eval.data", eval_data)
+    refuse_if(bool(mixture) and data.is_set, "data and mixture exclude each other: make data a part of the mixture.")
+    refuse_if(
+        bool(mixture) and eval_data.is_set, "eval.data and mixture exclude each other: set mixture.NAME.eval_data."
+    )
+    for name in mixture:
         require(name.isidentifier(), "mixture", "named by identifiers", name)
 
 
-def check_episodes(config: Config) -> None:
-    """The env, reward function, agent or generator, and the limits of an episode."""
-    check_env_or_reward("", config.env, config.reward)
-    rollout = config.rollout
-    if config.has_agent:
-        _check_agent(config)
-    parts: list[Config | Part] = [config, *config.mixture.values()]
-    has_env = any(part.env is not None or part.reward is not None for part in parts)
-    if config.agent_options:
-        require(config.agent is not None, "agent_options", "unset without agent", config.agent_options)
-    if rollout.generate is not None and has_env:
-        raise ValueError("rollout.generate plays whole episodes itself, so env and reward must be unset.")
-    if config.reward is not None and not config.has_agent:
-        require(rollout.max_turns == 1, "rollout.max_turns", "1 with a reward function", rollout.max_turns)
-    reply, total = rollout.max_reply_tokens, rollout.max_tokens
-    require(reply < total, "rollout.max_reply_tokens", f"less than rollout.max_tokens ({total})", reply)
-    if config.deterministic and rollout.over_sampling > 1:
-        raise ValueError(
-            "rollout.over_sampling must be 1 with deterministic: the order in which groups finish is not reproducible."
-        )
-
-
-def _check_agent(config: Config) -> None:
-    """An agent plays whole episodes, and its requests are turns of exact tokens that may form branches."""
-    if config.agent is not None and config.agent_command is not None:
-        raise ValueError("agent and agent_command exclude each other: set the one that plays the episodes.")
-    name = config.player
-    require(config.agent_command is None or config.agent_command.strip() != "", name, "a command line", "")
-    for part, settings in config.mixture.items():
-        if settings.env is not None or settings.reward is not None:
-            raise ValueError(
-                f"mixture.{part}.env and mixture.{part}.reward must be unset with {name}, which plays all parts."
-            )
-    for other, value in (("env", config.env), ("rollout.generate", config.rollout.generate)):
-        if value is not None:
-            raise ValueError(f"{other} and {name} exclude each other: both play the episodes.")
-    samples, history = config.rollout.samples, config.rollout.history
-    rule = f"merged or step_wise with {name}, whose requests may form branches"
-    require(samples != "concat", "rollout.samples", rule, samples)
-    require(history == "append", "rollout.history", f"append with {name}, which makes its own prompts", history)
-
-
-def check_samples(config: Config) -> None:
+def check_samples(algo: Algo, rollout: Rollout, train: Train) -> None:
     """Requirements of the algorithm on the form of the samples."""
-    algo, rollout = config.algo, config.rollout
-    if rollout.needs_rendered_rows and (algo.corrections or algo.old_policy == "rollout"):
-        name = f"algo.corrections {list(algo.corrections)}" if algo.corrections else "algo.old_policy rollout"
-        raise ValueError(
-            f"{name} must be unset with re-rendered samples (rollout.history rerender with rollout.samples concat), which have no "
-            "rollout logprobs: set rollout.samples to step_wise."
-        )
-    if rollout.needs_rendered_rows and algo.credit == "turn":
-        raise ValueError(
-            "algo.credit turn needs the tokens of each turn: set rollout.samples to step_wise with rollout.history rerender."
-        )
-    if config.train.shuffle_rewards and algo.credit == "turn":
-        raise ValueError("train.shuffle_rewards shuffles the rewards of whole episodes: set algo.credit to trajectory.")
+    if rollout.needs_rendered_rows:
+        rule = f"with {RENDERED}, which have no rollout logprobs: set rollout.samples to step_wise."
+        refuse_if(bool(algo.corrections), f"algo.corrections must be unset {rule}")
+        refuse_if(algo.old_policy == "rollout", f"algo.old_policy must not be rollout {rule}")
+        refuse_if(algo.credit != "trajectory", f"algo.credit {short_name(algo.credit)} is not possible {rule}")
+    if algo.credit != "trajectory":
+        require(not train.shuffle_rewards, "train.shuffle_rewards", "False unless algo.credit is trajectory", True)
 
 
-def check_rewards(config: Config) -> None:
+def check_rewards(algo: Algo, rollout: Rollout) -> None:
     """Requirements of the algorithm on groups, lengths and rewards."""
-    algo, rollout = config.algo, config.rollout
     if algo.advantage in ("rloo", "maxrl"):
         rule = f"2 or more with algo.advantage {algo.advantage}, where a group of one has advantage 0"
         require(rollout.group_size > 1, "rollout.group_size", rule, rollout.group_size)
@@ -94,53 +48,50 @@ def check_rewards(config: Config) -> None:
     require(algo.overlong_buffer <= rollout.max_tokens, "algo.overlong_buffer", limit, algo.overlong_buffer)
 
 
-def check_asynchronous(config: Config) -> None:
+def check_order(rollout: Rollout, train: Train, deterministic: bool) -> None:
+    """Settings that exclude ``deterministic``: the order in which groups finish is not reproducible."""
+    if deterministic:
+        require(rollout.over_sampling == 1, "rollout.over_sampling", "1 with deterministic", rollout.over_sampling)
+        require(not train.max_staleness, "train.max_staleness", "0 with deterministic", train.max_staleness)
+
+
+def check_asynchronous(algo: Algo, rollout: Rollout, train: Train, cluster: Cluster) -> None:
     """Settings that exclude asynchronous rollouts (``train.max_staleness`` above 0)."""
-    if not config.train.max_staleness:
+    if not train.max_staleness:
         return
-    if config.deterministic:
-        raise ValueError(
-            "train.max_staleness must be 0 with deterministic: the order in which groups finish is not reproducible."
-        )
-    if config.rollout.over_sampling > 1:
-        raise ValueError(
-            "rollout.over_sampling must be 1 with train.max_staleness above 0: the trainer does not wait for stragglers."
-        )
-    if config.train.too_old == "correct":
-        _check_correction(config)
-    check_corrected(config, loss_has_ratio=False if config.algo.loss == "reinforce" else None)
-    if config.cluster.gpus and config.cluster.colocate:
-        raise ValueError(
-            "cluster.colocate must be False or unset with train.max_staleness above 0: engines sample during training, so they "
-            "need GPUs of their own."
-        )
+    rule = "1 with train.max_staleness above 0: the trainer does not wait for stragglers"
+    require(rollout.over_sampling == 1, "rollout.over_sampling", rule, rollout.over_sampling)
+    rendered = train.too_old == "correct" and rollout.needs_rendered_rows
+    refuse_if(
+        rendered,
+        f"train.too_old correct needs rollout logprobs, which {RENDERED} lack: set rollout.samples to step_wise.",
+    )
+    check_corrected(algo, rollout, train, loss_has_ratio=False if algo.loss == "reinforce" else None)
+    rule = "False or unset with train.max_staleness above 0: engines sample during training, on GPUs of their own"
+    require(not (cluster.gpus and cluster.colocate), "cluster.colocate", rule, cluster.colocate)
 
 
-def _check_correction(config: Config) -> None:
-    if config.rollout.needs_rendered_rows:
-        raise ValueError(
-            "train.too_old correct needs rollout logprobs, which re-rendered samples (rollout.history rerender with rollout.samples "
-            "concat) do not have: set rollout.samples to step_wise."
-        )
-
-
-def check_corrected(config: Config, loss_has_ratio: bool | None) -> None:
+def check_corrected(algo: Algo, rollout: Rollout, train: Train, loss_has_ratio: bool | None) -> None:
     """Asynchronous rollouts need something that corrects for their age, unless ``algo.old_policy`` is set.
 
     ``loss_has_ratio``: as the loss declares; ``None``: not known yet. A loss that imitates (sft) has nothing to correct.
     """
-    algo = config.algo
-    if not config.train.max_staleness or algo.corrections or algo.old_policy or algo.loss == "sft":
+    if not train.max_staleness or algo.corrections or algo.old_policy or algo.loss == "sft":
         return
     anyway = "or set algo.old_policy trainer to train on them as they are"
-    if config.rollout.needs_rendered_rows:
-        raise ValueError(
-            "train.max_staleness above 0 trains on rollouts of older weights. Re-rendered samples (rollout.history rerender with "
-            "rollout.samples concat) have no rollout logprobs to correct that: set rollout.samples to merged or step_wise, "
-            f"{anyway}."
-        )
-    if loss_has_ratio is False:
-        raise ValueError(
-            f"algo.corrections must be set with algo.loss {algo.loss} and train.max_staleness above 0, such as token_truncation: "
-            f"this loss has no ratio that corrects for older weights. Set algo.corrections, choose a loss such as ppo, {anyway}."
-        )
+    refuse_if(
+        rollout.needs_rendered_rows,
+        f"train.max_staleness above 0 trains on rollouts of older weights, and {RENDERED} have no rollout logprobs to correct that: "
+        f"set rollout.samples to merged or step_wise, {anyway}.",
+    )
+    refuse_if(
+        loss_has_ratio is False,
+        f"algo.corrections must be set with algo.loss {short_name(algo.loss)} and train.max_staleness above 0: this loss has no ratio "
+        f"that corrects for older weights. Set algo.corrections, choose a loss such as ppo, {anyway}.",
+    )
+
+
+def refuse_if(wrong: bool, message: str) -> None:
+    """Raises ValueError with ``message`` if the settings are ``wrong``."""
+    if wrong:
+        raise ValueError(message)

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from vlmrl.config.fields import Settings, positive, require
-
-if TYPE_CHECKING:
-    from vlmrl.config.run import Config
-    from vlmrl.config.servers import ServerSettings
+from vlmrl.config.fields import Settings, positive
+from vlmrl.config.servers import ServerSettings
+from vlmrl.utils.require import require
 
 
 @dataclass(frozen=True)
 class Cluster(Settings):
-    """Trainer ranks and engines as Ray actors. By default the run is one process, without Ray."""
+    """Trainer ranks and servers that Ray starts on many GPUs and machines. By default the run is one process, without Ray."""
 
     section = "cluster"
     gpus: int = 0
     """Total GPUs of the run, over all nodes. 0: no Ray, unless `ranks` is set. Requires `pip install 'vlmrl[ray]'`."""
     ranks: int | None = None
-    """Trainer ranks (FSDP2). Unset: one per GPU if colocated, otherwise one for every second GPU. With `gpus` 0, ranks run on CPUs."""
+    """Trainer ranks (FSDP2). Unset: one per GPU, or one for every second GPU if servers have GPUs of their own.
+    With `gpus` 0, ranks run on CPUs."""
     engines: int | None = None
-    """Inference engines or servers.
-    Unset: one per rank if colocated, otherwise one per GPU without a rank; 1 on CPUs."""
+    """Inference servers that the run starts, also without Ray. Raise it when sampling is the slowest part of a step.
+    Unset: one per rank if colocated, otherwise one per GPU without a rank; 1 without Ray and on CPUs.
+    The embedded engine is not counted: it samples in the process of rank 0."""
     colocate: bool | None = None
-    """Place ranks and engines on the same GPUs; each offloads its memory while the other works. False: GPUs of their own.
+    """Place ranks and servers on the same GPUs; each offloads its memory while the other works. False: GPUs of their own.
     Unset: True, unless `train.max_staleness` is above 0."""
     nodes: int = 1
-    """Machines. Ranks and engines are spread evenly over them."""
+    """Machines. Ranks and servers are spread evenly over them.
+    Each must have the same Python environment, and see the recipe and `output_dir` under the same paths."""
     address: str | None = None
     """Address of a running Ray cluster, such as `auto`. Unset: Ray is started on this machine for the duration of the run."""
 
@@ -61,8 +61,8 @@ class Cluster(Settings):
         require(self.gpus >= 0, "cluster.gpus", "0 (off) or more", self.gpus)
         positive("cluster", self, "ranks", "engines", "nodes")
         if not self.on:
-            given = [name for name in ("engines", "address") if getattr(self, name) is not None]
-            require(not given and self.nodes == 1, "cluster.gpus", f"set with cluster.{(given or ['nodes'])[0]}", 0)
+            require(self.address is None, "cluster.gpus", "set with cluster.address", 0)
+            require(self.nodes == 1, "cluster.gpus", "set with cluster.nodes", 0)
             return
         for name, value in (("gpus", self.gpus), ("ranks", self.num_ranks)):
             require(value % self.nodes == 0, f"cluster.{name}", f"a multiple of cluster.nodes ({self.nodes})", value)
@@ -79,39 +79,42 @@ class Cluster(Settings):
             )
 
 
-def resolve_cluster(config: Config) -> Cluster:
-    """``config.cluster`` with ``colocate`` chosen if unset, and as many servers as fit if ``engines`` is unset."""
-    cluster, servers = config.cluster, None if config.attached else config.server_settings
+def resolve_cluster(cluster: Cluster, servers: ServerSettings | None, asynchronous: bool) -> Cluster:
+    """``cluster`` with ``colocate`` chosen if unset, and as many servers as fit if ``engines`` is unset.
+
+    ``servers``: None with the embedded engine. Raises ValueError if ``cluster`` has settings of servers then.
+    """
+    if servers is None:
+        for name in ("engines", "colocate"):
+            rule = "unset with engine embedded, which samples in the process of rank 0: set engine to a server program"
+            require(getattr(cluster, name) is None, f"cluster.{name}", rule, getattr(cluster, name))
+        return replace(cluster, engines=1, colocate=True) if cluster.on else cluster
+    external = bool(servers.urls)
     if cluster.colocate is None:
-        cluster = replace(cluster, colocate=config.attached or not config.train.max_staleness)
-    if servers is not None and cluster.gpus and cluster.engines is None:
+        cluster = replace(cluster, colocate=external or not asynchronous)
+    if not external and cluster.gpus and cluster.engines is None:
         cluster = replace(cluster, engines=max(1, cluster.servers_that_fit(servers.tp)))
     return cluster
 
 
-def check_servers(config: Config) -> None:
-    """Raises ValueError if the settings of servers contradict those of the cluster or of the run."""
-    if config.deterministic:
+def check_servers(servers: ServerSettings, cluster: Cluster, deterministic: bool) -> None:
+    """Raises ValueError if the settings of servers contradict those of the resolved cluster or of the run."""
+    if deterministic:
         raise ValueError("deterministic needs engine embedded: sampling of a server is not reproducible.")
-    cluster, servers = config.resolved_cluster, config.server_settings
-    if not cluster.on or servers is None:
+    if not cluster.on:
         return
-    for name, value, default, why in (
-        ("servers", servers.servers, 1, "cluster.engines counts servers"),
-        ("first_gpu", servers.first_gpu, 0, "Ray assigns GPUs"),
-        ("port", servers.port, 0, "ports are chosen on each machine"),
-    ):
-        require(value == default, f"{servers.section}.{name}", f"{default} (its default) on a cluster: {why}", value)
-    if cluster.gpus and not config.attached:
+    rule = "0, its default, on a cluster: Ray assigns GPUs"
+    require(servers.first_gpu == 0, "server.first_gpu", rule, servers.first_gpu)
+    if cluster.gpus and not servers.urls:
         _check_server_gpus(cluster, servers)
         if cluster.colocate:
             rule = "tensor, disk or auto when servers share the ranks' GPUs: a process group (NCCL) needs distinct GPUs"
-            require(servers.sync != "group", f"{servers.section}.sync", rule, servers.sync)
+            require(servers.sync != "group", "server.sync", rule, servers.sync)
 
 
 def _check_server_gpus(cluster: Cluster, servers: ServerSettings) -> None:
     """Raises ValueError unless all servers fit on the machines of ``cluster``, each on ``servers.tp`` GPUs of one machine."""
-    tp, name = servers.tp, f"{servers.section}.tp"
+    tp, name = servers.tp, "server.tp"
     fitting, usable, most = cluster.servers_that_fit(tp), "GPUs with ranks", cluster.num_ranks // cluster.nodes
     if not cluster.colocate:
         usable, most = "GPUs without ranks", (cluster.gpus - cluster.num_ranks) // cluster.nodes

@@ -17,14 +17,16 @@ import shlex
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from vlmrl.config.data import Data, Part
-from vlmrl.config.fields import check_type, name_of
-from vlmrl.config.gateway import Gateway
+from vlmrl.config.data import Conversations, Data, EvalData, Part
+from vlmrl.config.fields import Code, Codes, Named, Settings, check_type, name_of
+from vlmrl.config.gateway import URLS, Gateway
+from vlmrl.config.model import RANDOM, Model
+from vlmrl.config.report import Report
 from vlmrl.config.run import Config
 from vlmrl.config.training import Algo
 
@@ -37,51 +39,102 @@ def resolve_config(config: Config, folder: Path | None = None) -> Config:
     """``config`` with every name of code replaced by its function or class and every local path made absolute.
 
     Names and paths are looked up in ``folder`` (the recipe's), then in the working directory. Names of built-in functions,
-    names on the Hugging Face Hub and ``tiny:FAMILY`` stay as they are. Resolving twice changes nothing.
+    names on the Hugging Face Hub and ``tiny:FAMILY`` stay as they are. Code of ``algo`` stays a name, with the absolute path of its
+    file, since trainer ranks in other processes get ``algo`` and load it there. Resolving twice changes nothing.
 
     Raises:
         ValueError: a file, a module or a name does not exist, or importing it failed; the message starts with the setting.
     """
-    rollout, model, start = config.rollout, config.model, config.warm_start
-    policy = rollout.history_policy
-    if not isinstance(policy, str) or ":" in policy:
-        policy = load_code("rollout.history_policy", policy, folder)
-    generate = load_code("rollout.generate", rollout.generate, folder)
-    template = model.chat_template
-    if template is not None and (Path(template).suffix or "/" in template):
-        template = str(resolve_path(template, folder))
-    return replace(
-        config,
-        env=load_code("env", config.env, folder),
-        reward=load_code("reward", config.reward, folder),
-        agent=load_code("agent", config.agent, folder),
-        agent_command=None if config.agent_command is None else _absolute_command(config.agent_command, folder),
-        gateway=_resolve_gateway(config.gateway, folder),
-        group_reward=load_code("group_reward", config.group_reward, folder),
-        data=_resolve_data("data", config.data, folder),
-        mixture={name: _resolve_part(f"mixture.{name}", part, folder) for name, part in config.mixture.items()},
-        model=replace(model, path=_model_path(model.path, folder), chat_template=template),
-        rollout=replace(rollout, generate=generate, history_policy=policy),
-        algo=_resolve_algo(config.algo, folder),
-        eval=replace(config.eval, data=_resolve_data("eval.data", config.eval.data, folder)),
-        warm_start=replace(start, demonstrate=load_code("warm_start.demonstrate", start.demonstrate, folder)),
-        report=replace(config.report, to=tuple(_absolute_code(name, folder) for name in config.report.to)),
+    resolved: Config = _resolve("", config, folder)
+    return resolved
+
+
+def _resolve(name: str, section: Any, folder: Path | None) -> Any:
+    """A section with all its settings resolved; ``name`` is its name in the config."""
+    types = typing.get_type_hints(type(section), include_extras=True)
+    changed = {}
+    for each in fields(section):
+        setting, value = f"{name}.{each.name}".lstrip("."), getattr(section, each.name)
+        if isinstance(value, Settings):
+            changed[each.name] = _resolve(setting, value, folder)
+        elif value is not None:
+            resolve = _PATHS.get((type(section), each.name)) or _RESOLVERS.get(types[each.name])
+            changed[each.name] = resolve(setting, value, folder) if resolve else value
+    return replace(section, **changed)
+
+
+def _load_codes(name: str, codes: Any, folder: Path | None) -> Any:
+    """As :func:`load_code`, for one function, several, or several with weights."""
+    if isinstance(codes, dict):
+        return {load_code(name, code, folder): weight for code, weight in codes.items()}
+    return (
+        tuple(load_code(name, code, folder) for code in codes)
+        if isinstance(codes, tuple)
+        else load_code(name, codes, folder)
     )
 
 
-def _resolve_gateway(gateway: Gateway, folder: Path | None) -> Gateway:
+def _resolve_parts(name: str, parts: dict[str, Any], folder: Path | None) -> dict[str, Any]:
+    return {part: _resolve(f"{name}.{part}", section, folder) for part, section in parts.items()}
+
+
+def _resolve_name(field: str, code: str | Callable[..., Any], folder: Path | None) -> str | Callable[..., Any]:
+    """The name of a built-in function, or of code by an absolute path. A function that has no such name stays as it is."""
+    if isinstance(code, str):
+        if ":" in code:
+            load_code(field, code, folder)
+        return _absolute_code(field, code, folder)
+    has_name = not {"<lambda>", "<locals>"} & set(getattr(code, "__qualname__", "<lambda>").split("."))
+    path = code_path(code) if has_name else ""
+    return code if not path or path.startswith("__main__:") else path
+
+
+def _resolve_names(field: str, codes: Sequence[str | Callable[..., Any]], folder: Path | None) -> tuple[Any, ...]:
+    return tuple(_resolve_name(field, code, folder) for code in codes)
+
+
+def _absolute_code(field: str, code: str, folder: Path | None) -> str:
+    where, _, name = code.rpartition(":")
+    return f"{_existing(field, where, folder)}:{name}" if where.endswith(".py") else code
+
+
+def _resolve_trackers(field: str, trackers: Sequence[str], folder: Path | None) -> tuple[str, ...]:
+    """Only the paths of files: what a tracker needs is imported when it is made."""
+    return tuple(_absolute_code(field, each, folder) for each in trackers)
+
+
+def _existing(field: str, path: str, folder: Path | None) -> str:
     try:
-        return replace(gateway, image_folders=tuple(str(resolve_path(each, folder)) for each in gateway.image_folders))
+        return str(resolve_path(path, folder))
     except ValueError as error:
-        raise ValueError(f"gateway.image_folders: {error}") from error
+        raise ValueError(f"{field}: {error}") from error
 
 
-def _absolute_command(command: str, folder: Path | None) -> str:
+def _resolve_folders(field: str, folders: Sequence[str], folder: Path | None) -> tuple[str, ...]:
+    return tuple(each if each == URLS else _existing(field, each, folder) for each in folders)
+
+
+def _resolve_template(field: str, template: str, folder: Path | None) -> str:
+    return _existing(field, template, folder) if Path(template).suffix or "/" in template else template
+
+
+def _resolve_data(field: str, path: str, folder: Path | None) -> str:
+    return str(local_data(path, folder, field) or path)
+
+
+def _resolve_model(field: str, path: str, folder: Path | None) -> str:
+    """The first local folder of this name, or ``path`` itself: a name on the Hub, or ``tiny:FAMILY``."""
+    prefix = RANDOM if path.startswith(RANDOM) else ""
+    source = path.removeprefix(prefix)
+    return prefix + next((str(place) for place in places(source, folder) if place.is_dir()), source)
+
+
+def _resolve_command(field: str, command: str, folder: Path | None) -> str:
     """The command line with absolute paths of the files that it names, since it runs in a folder of its own."""
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise ValueError(f"agent_command must be a command line, but it is {command!r}: {error}.") from error
+        raise ValueError(f"{field} must be a command line, but it is {command!r}: {error}.") from error
     return shlex.join(_absolute_file(word, folder) for word in words)
 
 
@@ -93,43 +146,6 @@ def _absolute_file(word: str, folder: Path | None) -> str:
         return next((str(file) for file in files if file.is_file()), word)
     except (OSError, RuntimeError):  # too long for a file's name, or the home of nobody: a script for `sh -c`
         return word
-
-
-def _resolve_data(field: str, data: Data, folder: Path | None) -> Data:
-    local = None if data.path is None else local_data(data.path, folder)
-    generator = load_code(f"{field}.generator", data.generator, folder)
-    return replace(data, path=data.path if local is None else str(local), generator=generator)
-
-
-def _resolve_part(field: str, part: Part, folder: Path | None) -> Part:
-    return replace(
-        part,
-        data=_resolve_data(f"{field}.data", part.data, folder),
-        eval_data=_resolve_data(f"{field}.eval_data", part.eval_data, folder),
-        env=load_code(f"{field}.env", part.env, folder),
-        reward=load_code(f"{field}.reward", part.reward, folder),
-    )
-
-
-def _resolve_algo(algo: Algo, folder: Path | None) -> Algo:
-    """Filters stay strings, since trainer ranks in other processes receive ``algo``; files get absolute paths."""
-    named = {name: _absolute_code(name, folder) for name in algo.filters}
-    options = {}
-    for key, value in algo.filter_options.items():
-        name, _, option = key.rpartition(".")
-        options[f"{named[name]}.{option}"] = value
-    reference = None if algo.reference is None else _model_path(algo.reference, folder)
-    return replace(algo, filters=tuple(named.values()), filter_options=options, reference=reference)
-
-
-def _absolute_code(spec: str, folder: Path | None) -> str:
-    where, _, name = spec.rpartition(":")
-    return f"{resolve_path(where, folder)}:{name}" if where.endswith(".py") else spec
-
-
-def _model_path(path: str, folder: Path | None) -> str:
-    """The first local folder of this name, or ``path`` itself: a name on the Hub, or ``tiny:FAMILY``."""
-    return next((str(place) for place in places(path, folder) if place.is_dir()), path)
 
 
 def places(path: str | Path, folder: Path | None = None) -> list[Path]:
@@ -156,7 +172,7 @@ def is_local_path(path: str) -> bool:
     return path.startswith((".", "/", "~")) or path.endswith("/") or path.count("/") > 1
 
 
-def local_data(path: str, folder: Path | None = None) -> Path | None:
+def local_data(path: str, folder: Path | None = None, field: str = "data.path") -> Path | None:
     """The local data file or folder that ``path`` names; ``None`` if it can only be a name on the Hub.
 
     Raises:
@@ -168,7 +184,7 @@ def local_data(path: str, folder: Path | None = None) -> Path | None:
     try:
         return resolve_path(path, folder)
     except ValueError as error:
-        raise ValueError(f"data.path {error}") from error
+        raise ValueError(f"{field} {error}") from error
 
 
 def load_code(field: str, code: str | Callable[..., Any] | None, folder: Path | None = None) -> Any:
@@ -181,6 +197,23 @@ def load_code(field: str, code: str | Callable[..., Any] | None, folder: Path | 
         raise ValueError(f"{field}: {error}") from error.__cause__
 
 
+def find_function(
+    field: str, code: str | Callable[..., Any], parameters: Sequence[str], registry: Mapping[str, Callable[..., Any]]
+) -> Callable[..., Any]:
+    """The function that the setting ``field`` names: a key of ``registry``, code to load, or the function itself.
+
+    Raises:
+        ValueError: it does not exist, or is not callable. ``parameters`` are for the message.
+    """
+    if registry and isinstance(code, str) and code not in registry and ":" not in code:
+        names = ", ".join(sorted(registry))
+        raise ValueError(f"{field} must be one of {names}, or code such as file.py:function, but it is {code!r}.")
+    function = registry[code] if isinstance(code, str) and code in registry else load_code(field, code)
+    if not callable(function):
+        raise ValueError(f"{field} must be a function ({', '.join(parameters)}), but it is {function!r}.")
+    return function
+
+
 def resolve_function(
     field: str,
     code: str | Callable[..., Any],
@@ -190,30 +223,21 @@ def resolve_function(
     options_field: str | None = None,
     registry: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """The function that the setting ``field`` names: a key of ``registry``, code to load, or the function itself.
-
-    It must be callable with ``parameters`` by position and with ``options`` (the setting ``options_field``) by keyword.
+    """:func:`find_function`, callable with ``parameters`` by position and ``options`` (the setting ``options_field``) by keyword.
 
     Raises:
         ValueError: it does not exist, it is not callable, or the call does not fit its signature.
     """
-    known = registry or {}
-    if known and isinstance(code, str) and code not in known and ":" not in code:
-        names = ", ".join(sorted(known))
-        raise ValueError(f"{field} must be one of {names}, or code such as file.py:function, but it is {code!r}.")
-    function = known[code] if isinstance(code, str) and code in known else load_code(field, code)
-    call = f"({', '.join(parameters)})"
-    if not callable(function):
-        raise ValueError(f"{field} must be a function {call}, but it is {function!r}.")
+    function = find_function(field, code, parameters, registry or {})
     if options_field is not None:
         check_options(options_field, function, len(parameters), options or {})
         return function
     try:
         inspect.signature(function).bind(*parameters)
     except TypeError as error:
-        name = name_of(function)
+        name, call = name_of(function), ", ".join(parameters)
         raise ValueError(
-            f"{field} must be callable as {name}{call}, but its signature is {name}{inspect.signature(function)}: {error}."
+            f"{field} must be callable as {name}({call}), but its signature is {name}{inspect.signature(function)}: {error}."
         ) from error
     return function
 
@@ -251,14 +275,6 @@ def code_path(code: Callable[..., Any]) -> str:
     file = getattr(sys.modules.get(name), "__file__", None)
     is_file = name == "__main__" or name.startswith(FILE_MODULE)
     return f"{Path(file).resolve() if is_file and file else name}:{code.__qualname__}"
-
-
-def recipe_folder() -> Path | None:
-    """The folder of the recipe that this process runs: of the main program, or of the first file that was loaded."""
-    program = sys.modules.get("__main__")
-    modules = [program] if hasattr(program, "config") else []
-    modules += [module for name, module in sys.modules.items() if name.startswith(FILE_MODULE)]
-    return next((Path(module.__file__).resolve().parent for module in modules if module and module.__file__), None)
 
 
 def load_object(spec: str, folder: Path | None = None) -> Any:
@@ -322,11 +338,28 @@ def _similar(name: str, owner: Any) -> str:
     return f"Close names: {', '.join(close)}" if close else f"It has: {', '.join(sorted(public)) or 'nothing public'}"
 
 
-def import_extra(package: str, extra: str) -> ModuleType:
-    """Import an optional package. Raises ValueError with the extra of vlmrl that installs it if it is missing."""
-    try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{package} is not installed ({error}). Install it with pip install 'vlmrl[{extra}]'."
-        ) from error
+Resolver = Callable[[str, Any, Path | None], Any]
+"""From the full name of a setting, its value and the recipe's folder to the resolved value."""
+_RESOLVERS: dict[Any, Resolver] = {
+    Code: load_code,
+    Codes: _load_codes,
+    Named: _resolve_name,
+    Named | None: _resolve_name,
+    tuple[Named, ...]: _resolve_names,
+    dict[str, Part]: _resolve_parts,
+    dict[str, Conversations]: _resolve_parts,
+}
+"""By the type of a setting."""
+_PATHS: dict[tuple[type, str], Resolver] = {
+    (Config, "agent_command"): _resolve_command,
+    (Config, "engine"): _resolve_name,
+    (Model, "path"): _resolve_model,
+    (Model, "chat_template"): _resolve_template,
+    (Algo, "reference"): _resolve_model,
+    (Data, "path"): _resolve_data,
+    (EvalData, "path"): _resolve_data,
+    (Conversations, "path"): _resolve_data,
+    (Gateway, "images"): _resolve_folders,
+    (Report, "to"): _resolve_trackers,
+}
+"""By section and name: settings that are paths, or may contain one."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tyro.constructors import PrimitiveConstructorSpec
 
-from vlmrl.config.fields import Code, Options, Settings, positive, require
+from vlmrl.config.fields import Code, Codes, Options, Settings, positive
+from vlmrl.utils.require import require
 
 
 def _pairs(words: Sequence[str]) -> dict[str, str]:
@@ -32,58 +33,110 @@ Columns = Annotated[
 
 
 @dataclass(frozen=True)
-class Data(Settings):
-    """Tasks: rows of a dataset, or the output of a generator function."""
+class RowSettings(Settings):
+    """Where tasks come from: rows of a dataset, or the output of a generator function."""
 
-    section = "data"
     path: str | None = None
     """Dataset: a name on the Hugging Face Hub, a .parquet, .json, .jsonl or .csv file, or a folder of such files or of images."""
     split: str = "train"
     """Split of the dataset, optionally a slice such as `train[:100]`."""
+    generator: Code = None
+    """Function that makes tasks, instead of `path`: `function(index, seed, **options)` returns a Task or a dict with a prompt.
+    It runs in a thread of its own."""
+    size: int | None = None
+    """Number of tasks. Required with `generator`. Of a dataset: maximum number of rows, taken from the start; unset: all rows."""
+    options: Options = field(default_factory=dict)
+    """Keyword arguments of the generator, as pairs `NAME VALUE`."""
+    seed: int | None = 0
+    """Seed of the shuffling, of the generator and of each task's env. Evaluations need another one with the same generator.
+    `None`: the order of the rows in each epoch, for a curriculum; then the seed of the others is 0."""
+
+    def __post_init__(self) -> None:
+        name = self.section
+        if self.path is not None and self.generator is not None:
+            raise ValueError(
+                f"{name}.path and {name}.generator exclude each other, but are {self.path!r} and {self.generator!r}."
+            )
+        if self.generator is not None:
+            require(self.size is not None, f"{name}.size", f"set when {name}.generator is", self.size)
+        positive(name, self, "size")
+
+    @property
+    def is_set(self) -> bool:
+        return self.path is not None or self.generator is not None
+
+
+@dataclass(frozen=True)
+class EvalData(RowSettings):
+    """Held-out tasks. Their columns, prompts and maximum length are those of the training data."""
+
+    section = "eval.data"
+
+
+@dataclass(frozen=True)
+class Data(RowSettings):
+    """Tasks: rows of a dataset, or the output of a generator function."""
+
+    section = "data"
     columns: Columns = field(default_factory=dict)
     """Columns of the dataset as pairs `FIELD COLUMN`, for example `prompt problem`. Those of the recipe stay for other fields.
     Fields: `prompt`, `images` and `answer`, which default to columns of the same names, and the optional `id` and `source`."""
     prompt: str | None = None
     """Prompt of every row, for a dataset without a column of prompts, such as a folder of images: `<image>What is this?`."""
-    generator: Code = None
-    """Function that makes tasks, instead of `path`: `function(index, seed, **options)` returns a Task or a dict with a prompt.
-    It runs in a thread of its own."""
-    size: int | None = None
-    """Number of tasks from the generator. Required with `generator`."""
-    limit: int | None = None
-    """Maximum number of rows, taken from the start. Unset: all rows."""
-    held_out: int | float = 0
-    """Rows held out for evaluation: a count, or a fraction if below 1.
-    A hash of the row's id selects them, or of the row's index without an id."""
-    max_prompt_tokens: int | None = None
-    """Maximum prompt length in tokens, including images and tool schemas. Longer rows are skipped. Unset: no limit."""
-    shuffle: bool = True
-    """Shuffle the tasks in each epoch."""
     system_prompt: str | None = None
     """System message for prompts that have none. Unset: no message is added."""
-    seed: int = 0
-    """Seed of the shuffling, of the generator and of each task's env."""
-    options: Options = field(default_factory=dict)
-    """Keyword arguments of the generator, as pairs `NAME VALUE`."""
+    max_prompt_tokens: int | None = None
+    """Maximum prompt length in tokens, including images and tool schemas. Longer rows are skipped. Unset: no limit.
+    Set it if a few rows are too long for `rollout.max_tokens`."""
+    held_out: int | float = 0
+    """Rows held out for evaluation: a count, or a fraction if below 1. Set it if there is no dataset for `eval.data`.
+    A hash of the row's id selects them, or of the row's index without an id."""
 
     def __post_init__(self) -> None:
-        if self.path is not None and self.generator is not None:
-            raise ValueError(
-                f"data.path and data.generator exclude each other, but are {self.path!r} and {self.generator!r}."
-            )
-        if self.generator is not None:
-            require(self.size is not None, "data.size", "set when data.generator is", self.size)
+        super().__post_init__()
+        positive(self.section, self, "max_prompt_tokens")
         rule = "unset with data.generator, which makes the prompts"
         require(self.prompt is None or self.generator is None, "data.prompt", rule, self.prompt)
-        positive("data", self, "size", "limit", "max_prompt_tokens")
         whole = self.held_out < 1 or self.held_out == int(self.held_out)
         require(self.held_out >= 0 and whole, "data.held_out", "a fraction or a count of rows", self.held_out)
         known = {"prompt", "images", "answer", "id", "source"}
         require(set(self.columns) <= known, "data.columns", f"a mapping from {sorted(known)}", self.columns)
 
-    @property
-    def is_set(self) -> bool:
-        return self.path is not None or self.generator is not None
+    def with_rows(self, rows: EvalData) -> Data:
+        """The data of ``rows``, read as this data is."""
+        prompt = None if rows.generator is not None else self.prompt
+        return replace(self, **vars(rows), prompt=prompt, held_out=0)
+
+
+@dataclass(frozen=True)
+class Conversations(Settings):
+    """Recorded conversations to imitate: the folder of `vlmrl collect`, or a dataset in one of the usual forms."""
+
+    section = "sft.data.NAME"
+    path: str = ""
+    """Folder that `vlmrl collect` wrote, a name on the Hugging Face Hub, a .parquet, .json or .jsonl file, or a folder of them."""
+    split: str = "train"
+    """Split of the dataset, optionally a slice such as `train[:100]`."""
+    columns: Columns = field(default_factory=dict)
+    """Columns of the dataset as pairs `FIELD COLUMN`. Set it if they have other names than `messages` or `conversations`, `images`
+    or `image`, and `tools`: these are the fields `messages`, `images` and `tools`."""
+    epochs: float = 1.0
+    """Times that each row is trained on. Raise it for a small dataset.
+    Several datasets are mixed by rows times epochs. With `sft.steps` only this ratio counts."""
+    turns: Literal["all", "last"] = "all"
+    """Responses with a loss. Set `last` if only the last one is worth imitating. A message's own `weight` of 0 leaves it out."""
+    held_out: int | float = 0
+    """Rows held out to measure the loss on: a count, or a fraction if below 1. Set it to see when more epochs stop helping."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), f"{self.section}.path", "a dataset", self.path)
+        positive(self.section, self, "epochs")
+        whole = self.held_out < 1 or self.held_out == int(self.held_out)
+        require(
+            self.held_out >= 0 and whole, f"{self.section}.held_out", "a fraction or a count of rows", self.held_out
+        )
+        known = {"messages", "images", "tools"}
+        require(set(self.columns) <= known, f"{self.section}.columns", f"a mapping from {sorted(known)}", self.columns)
 
 
 @dataclass(frozen=True)
@@ -92,14 +145,14 @@ class Part(Settings):
 
     section = "mixture.NAME"
     data: Data = field(default_factory=Data)
-    eval_data: Data = field(default_factory=Data)
+    eval_data: EvalData = field(default_factory=EvalData)
     """Held-out tasks of this part. Unset: the rows that its `data.held_out` selects, if any."""
     env: Code = None
     """Env of this part. Without `env` and `reward`, the part uses the run's."""
     env_options: Options = field(default_factory=dict)
     """Keyword arguments of the env, as pairs `NAME VALUE`."""
-    reward: Code = None
-    """Reward function for single-turn tasks, instead of an env: `function(text, task) -> float`."""
+    reward: Codes = None
+    """Reward function for single-turn tasks, instead of an env: `function(text, task) -> float`. Several as in `reward`."""
     weight: float = 1.0
     """Sampling weight, relative to the weights of the other parts."""
 
@@ -110,13 +163,13 @@ class Part(Settings):
         check_held_out("mixture.NAME.data", self.data, "mixture.NAME.eval_data", self.eval_data)
 
 
-def check_env_or_reward(prefix: str, env: Code, reward: Code) -> None:
+def check_env_or_reward(prefix: str, env: Code, reward: Codes) -> None:
     if env is not None and reward is not None:
         raise ValueError(
             f"{prefix}env and {prefix}reward cannot both be set: a reward function replaces a whole single-turn env."
         )
 
 
-def check_held_out(name: str, data: Data, other: str, eval_data: Data) -> None:
+def check_held_out(name: str, data: Data, other: str, eval_data: EvalData) -> None:
     if data.held_out and eval_data.is_set:
         raise ValueError(f"{name}.held_out and {other} exclude each other: both select the tasks for evaluation.")

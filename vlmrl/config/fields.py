@@ -15,6 +15,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import typeguard
 from tyro.constructors import PrimitiveConstructorSpec
 
+from vlmrl.utils.require import require
+
 _FLAGS = {"True": True, "true": True, "False": False, "false": False}
 _Flag = Annotated[
     bool,
@@ -43,23 +45,51 @@ def name_of(code: object) -> str:
     return code if isinstance(code, str) else getattr(code, "__qualname__", str(code))
 
 
-Code = Annotated[
-    str | Callable[..., Any] | None,
-    PrimitiveConstructorSpec(
+def short_name(code: object) -> str:
+    """The name without its file or module, for tables and metrics: ``half`` for ``/home/me/mine.py:half``."""
+    return name_of(code).rpartition(":")[2]
+
+
+def _code(metavar: str) -> PrimitiveConstructorSpec[Any]:
+    return PrimitiveConstructorSpec(
         nargs=1,
-        metavar="FILE.py:NAME",
-        instance_from_str=lambda words: words[0],
+        metavar=metavar,
+        instance_from_str=lambda words: None if words[0] == "None" else words[0],
         is_instance=lambda value: value is None or isinstance(value, str) or callable(value),
         str_from_instance=lambda value: [name_of(value)],
+    )
+
+
+Code = Annotated[str | Callable[..., Any] | None, _code("FILE.py:NAME")]
+"""A function or class, or the string that names it: ``module:name`` or ``file.py:name``."""
+Codes = Annotated[
+    str | Callable[..., Any] | tuple[str | Callable[..., Any], ...] | dict[str | Callable[..., Any], float] | None,
+    PrimitiveConstructorSpec(
+        nargs="+",
+        metavar="FILE.py:NAME [FILE.py:NAME ...]",
+        instance_from_str=lambda words: _codes_of(words),
+        is_instance=lambda value: value is None or isinstance(value, str | tuple | dict) or callable(value),
+        str_from_instance=lambda value: (
+            [name_of(code) for code in value] if isinstance(value, tuple | dict) else [name_of(value)]
+        ),
     ),
 ]
-"""A function or class, or the string that names it: ``module:name`` or ``file.py:name``."""
+"""One function as in :data:`Code`; or several, as a list, or as a dict with a weight for each."""
+Named = Annotated[str | Callable[..., Any], _code("NAME|FILE.py:NAME")]
+"""A built-in function by its name, or code as in :data:`Code`."""
 
 
-def require(ok: bool, name: str, rule: str, value: object) -> None:
-    """Raises ValueError unless ``ok``: the setting ``name`` must be ``rule``."""
-    if not ok:
-        raise ValueError(f"{name} must be {rule}, but it is {value!r}.")
+def _codes_of(words: list[str]) -> str | tuple[str, ...] | None:
+    if len(words) > 1:
+        return tuple(words)
+    return None if words[0] == "None" else words[0]
+
+
+def weights_of(codes: Any) -> dict[Any, float]:
+    """The functions of a setting of the type :data:`Codes`, each with its weight: 1 unless a dict gives another."""
+    if isinstance(codes, dict):
+        return codes
+    return dict.fromkeys(codes if isinstance(codes, tuple) else [codes], 1.0)
 
 
 def positive(prefix: str, config: object, *names: str) -> None:
@@ -145,7 +175,7 @@ def _type_rule(expected: Any) -> str:
     """A type for people: ``of the type tuple[str, ...]``, ``one of grpo, rloo``."""
     if typing.get_origin(expected) is Literal:
         return f"one of {', '.join(map(str, typing.get_args(expected)))}"
-    if expected == typing.get_args(Code)[0]:
+    if expected in (typing.get_args(Code)[0], typing.get_args(Named)[0]):
         return "a function, a class or 'file.py:name'"
     plain = isinstance(expected, type) and not typing.get_args(expected)
     return f"of the type {expected.__name__ if plain else expected}"

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from vlmrl.config.fields import Settings, positive, require
+from vlmrl.config.fields import Settings, positive
+from vlmrl.utils.require import require
+
+URLS = "urls"
+"""Of ``gateway.images``: http and https URLs. A folder of this name is ``./urls``."""
 
 
 @dataclass(frozen=True)
@@ -13,32 +17,51 @@ class Gateway(Settings):
     """The HTTP endpoint for `agent` and `agent_command`, and the limits of the agents."""
 
     section = "gateway"
-    host: str = "127.0.0.1"
-    """Address to bind the endpoint to. Agents on other machines need another one, such as `0.0.0.0`."""
-    port: int = 0
-    """Port of the endpoint. 0: any free port."""
+    address: str = "127.0.0.1:0"
+    """Address to bind the endpoint to, as `HOST:PORT`. Port 0: any free port.
+    Agents on other machines need another host, such as `0.0.0.0:8000`."""
     public_url: str | None = None
-    """URL under which agents reach the endpoint, such as `http://10.0.0.5:8000`. Unset: the host and the port."""
-    max_body_mib: float = 64.0
-    """Maximum size of one request in MiB, images included."""
-    image_urls: bool = False
-    """Load images that agents name by http or https URLs. Otherwise only data URIs are loaded."""
-    image_folders: tuple[str, ...] = ()
-    """Folders on this machine whose image files agents may name, by path or by file URL."""
+    """URL under which agents reach the endpoint, such as `http://10.0.0.5:8000`. Unset: the address."""
+    images: tuple[str, ...] = ()
+    """Where images that agents name are loaded from, besides data URIs.
+    `urls`: http and https URLs of every public address. `http://HOST`: those of a host, which may be of this machine or its network.
+    Others: folders on this machine, whose files are named by path or by file URL."""
     agent_timeout: float = 600.0
     """Timeout of one agent, from its start to its end, in seconds. `rollout.max_concurrent` limits how many run at once."""
-    kill_timeout: float = 5.0
-    """Seconds that a command has to end after SIGTERM, before SIGKILL."""
-    log_mib: float = 1.0
-    """Maximum size of one command's log in MiB. The end of a longer output is kept."""
-    keep_logs: int = 1000
-    """Number of logs of commands to keep in the run's folder, the latest ones."""
 
     def __post_init__(self) -> None:
-        positive("gateway", self, "max_body_mib", "agent_timeout", "kill_timeout", "log_mib")
-        require(0 <= self.port <= 65535, "gateway.port", "0 (any free port) to 65535", self.port)
-        require(self.keep_logs >= 0, "gateway.keep_logs", "0 or more", self.keep_logs)
+        positive("gateway", self, "agent_timeout")
+        host, _, port = self.address.rpartition(":")
+        known = bool(host) and port.isdecimal() and int(port) <= 65535
+        require(known, "gateway.address", "HOST:PORT with a port from 0 (any free one) to 65535", self.address)
         if self.public_url is not None:
             parts = urlsplit(self.public_url)
             ok = parts.scheme in ("http", "https") and bool(parts.netloc)
             require(ok, "gateway.public_url", "a URL such as http://10.0.0.5:8000", self.public_url)
+
+    @property
+    def image_hosts(self) -> tuple[str, ...]:
+        """Hosts from which images that agents name by http or https URLs are loaded; ``*``: every public address."""
+        return tuple(
+            "*" if each == URLS else urlsplit(each).hostname or "" for each in self.images if _is_address(each)
+        )
+
+    @property
+    def image_folders(self) -> tuple[str, ...]:
+        """Folders on this machine whose image files agents may name."""
+        return tuple(each for each in self.images if not _is_address(each))
+
+    @property
+    def host(self) -> str:
+        """The host of the address; an IPv6 one without brackets."""
+        return self.address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+
+    @property
+    def port(self) -> int:
+        """The port of the address."""
+        return int(self.address.rpartition(":")[2])
+
+
+def _is_address(entry: str) -> bool:
+    """Whether an entry of ``images`` names hosts, and not a folder."""
+    return entry == URLS or entry.startswith(("http://", "https://"))

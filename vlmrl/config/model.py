@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vlmrl.config.fields import Settings, positive, require
+from vlmrl.config.fields import Settings, positive
+from vlmrl.utils.require import require
+
+RANDOM = "random:"
+"""Prefix of a ``model.path`` whose weights are initialized at random."""
 
 
 @dataclass(frozen=True)
@@ -40,21 +44,30 @@ class Model(Settings):
     section = "model"
     path: str = "tiny:qwen3_vl"
     """Model: a name on the Hugging Face Hub or a local folder.
-    `tiny:FAMILY`, for example `tiny:qwen3_vl`, builds a tiny model with random weights."""
+    `tiny:FAMILY`, for example `tiny:qwen3_vl`, builds a tiny model with random weights.
+    `random:PATH`: random weights; only config, tokenizer and image processor are those of the model."""
     device: str = "auto"
     """Torch device, such as `cuda:1`. `auto`: the first CUDA GPU, or the CPU if there is none."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype. `auto`: bfloat16 on a GPU, float32 on a CPU. The optimizer's master weights are always float32."""
     chat_template: str | None = None
     """Chat template: a Jinja file, or the name of a template in `vlmrl/multimodal/templates`. Unset: the model's own."""
-    random_weights: bool = False
-    """Initialize the weights at random. Only config, tokenizer and image processor are loaded from `path`."""
     max_image_pixels: int | None = None
     """Maximum pixels per image; larger images are scaled down. Unset: the limit of the model's image processor."""
     freeze: tuple[str, ...] = ()
     """Parameters to freeze: `vision_tower`, `projector`, `language_model`, or glob patterns of parameter names."""
     lora: Lora = field(default_factory=Lora)
 
+    @property
+    def random_weights(self) -> bool:
+        """Whether the weights are initialized at random."""
+        return self.path.startswith(RANDOM)
+
+    @property
+    def source(self) -> str:
+        """The hub name, folder or tiny model of ``path``."""
+        return self.path.removeprefix(RANDOM)
+
     def __post_init__(self) -> None:
-        require(bool(self.path), "model.path", "a hub name, a folder or tiny:FAMILY", self.path)
+        require(bool(self.source), "model.path", "a hub name, a folder or tiny:FAMILY", self.path)
         positive("model", self, "max_image_pixels")

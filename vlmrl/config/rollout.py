@@ -1,11 +1,16 @@
-"""Settings of the episodes and of the engines that sample the replies."""
+"""Settings of the episodes and of the engines that sample the responses."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from vlmrl.config.fields import Code, Options, Settings, positive, require
+from vlmrl.config.fields import Code, Named, Options, Settings, positive
+from vlmrl.utils.require import require
+
+HISTORIES = ("append", "inline", "rerender", "keep_last_images", "drop_thinking", "last_turns")
+"""Names that ``rollout.history`` may have. The functions are in ``vlmrl.rollout.history``."""
 
 
 @dataclass(frozen=True)
@@ -16,11 +21,11 @@ class Rollout(Settings):
     group_size: int = 8
     """Trajectories per task. Advantages are computed within such a group."""
     max_turns: int = 1
-    """Maximum turns (model replies) per trajectory. The env may end the episode earlier."""
+    """Maximum turns (model responses) per trajectory. The env may end the episode earlier."""
     max_tokens: int = 4096
-    """Maximum tokens of a trajectory: prompt, images, replies and observations together."""
-    max_reply_tokens: int = 1024
-    """Maximum tokens of one reply."""
+    """Maximum tokens of a trajectory: prompt, images, responses and observations together."""
+    max_response_tokens: int = 1024
+    """Maximum tokens of one response."""
     temperature: float = 1.0
     """Sampling temperature. 0 is greedy decoding."""
     top_p: float = 1.0
@@ -28,7 +33,7 @@ class Rollout(Settings):
     top_k: int = 0
     """Sample from the k most likely tokens only. 0 disables it."""
     stop: tuple[str, ...] = ()
-    """Stop strings. The reply ends after the first match and includes it."""
+    """Stop strings. The response ends after the first match and includes it."""
     max_concurrent: int = 256
     """Maximum trajectories in progress at the same time."""
     kv_cache_gib: float | None = None
@@ -41,23 +46,22 @@ class Rollout(Settings):
     env_timeout: float = 60.0
     """Timeout of one env call, of reading or generating one task, and of loading one image, in seconds, without time in queues."""
     engine_timeout: float = 600.0
-    """Timeout of one reply from the engine, in seconds, in the startup checks too."""
+    """Timeout of one response from the engine, in seconds, in the startup checks too."""
     max_refills: int = 2
     """Times a failed trajectory is played again before its group is dropped."""
     max_failed_fraction: float = 0.25
     """Maximum fraction of a step's trajectories that may fail, those of bad rows included. Above it, the run stops with an error."""
     generate: Code = None
     """Agent loop of your own, instead of `env`: `async function(client, renderer, task)` returns a trajectory."""
-    history: Literal["append", "inline", "rerender"] = "append"
+    history: Named = "append"
     """How the next prompt is built.
     `append`: earlier tokens stay as sampled; observations are appended, formatted by the chat template.
     `inline`: the episode is one assistant message; observations are inserted as plain text.
-    `rerender`: the chat template renders the whole conversation again before each reply."""
-    history_policy: Code = None
-    """Function that rewrites the messages before each reply, with `rerender`. Unset: messages are not changed.
-    Values: `keep_last_images`, `drop_thinking`, `last_turns`, or your own `function(messages, **options) -> messages`."""
+    `rerender`: the chat template renders the whole conversation again before each response.
+    `keep_last_images`, `drop_thinking`, `last_turns`: as `rerender`, of messages that this function has rewritten.
+    `file.py:function`: the same with your own `function(messages, **options) -> messages`."""
     history_options: Options = field(default_factory=dict)
-    """Keyword arguments of the history policy, as pairs `NAME VALUE`, for example `k 2`."""
+    """Keyword arguments of the function that `history` names, as pairs `NAME VALUE`, for example `k 2`."""
     samples: Literal["concat", "step_wise", "merged"] = "concat"
     """Training samples per trajectory.
     `concat`: one for the whole trajectory.
@@ -67,7 +71,7 @@ class Rollout(Settings):
     """Reward of a truncated trajectory that received none from its env. Unset: such a trajectory is an error."""
 
     def __post_init__(self) -> None:
-        sizes = ("group_size", "max_turns", "max_tokens", "max_reply_tokens", "max_concurrent")
+        sizes = ("group_size", "max_turns", "max_tokens", "max_response_tokens", "max_concurrent")
         positive("rollout", self, *sizes, "env_timeout", "engine_timeout", "kv_cache_gib")
         require(self.temperature >= 0, "rollout.temperature", "0 (greedy) or more", self.temperature)
         require(self.over_sampling >= 1, "rollout.over_sampling", "1 (off) or more", self.over_sampling)
@@ -75,10 +79,12 @@ class Rollout(Settings):
         require(self.top_k >= 0, "rollout.top_k", "0 (off) or more", self.top_k)
         failed = self.max_failed_fraction
         require(0 <= failed <= 1, "rollout.max_failed_fraction", "in [0, 1]", failed)
-        if self.history_policy is not None:
-            require(self.history == "rerender", "rollout.history", "rerender with a history_policy", self.history)
+        known = not isinstance(self.history, str) or self.history in HISTORIES or ":" in self.history
+        require(
+            known, "rollout.history", f"one of {', '.join(HISTORIES)}, or code such as file.py:function", self.history
+        )
         if self.history_options:
-            require(self.history_policy is not None, "rollout.history_policy", "set when history_options are", None)
+            require(self.history_policy is not None, "rollout.history", "a function with history_options", self.history)
         for name in ("max_env_retries_per_turn", "max_refills"):
             require(getattr(self, name) >= 0, f"rollout.{name}", "0 or more", getattr(self, name))
 
@@ -87,6 +93,16 @@ class Rollout(Settings):
         return None if self.kv_cache_gib is None else self.kv_cache_gib * 2**30
 
     @property
+    def rerenders(self) -> bool:
+        """Whether the chat template renders the whole conversation again before each response."""
+        return self.history not in ("append", "inline")
+
+    @property
+    def history_policy(self) -> str | Callable[..., Any] | None:
+        """The function that rewrites the messages before they are rendered again; ``None``: they stay."""
+        return None if self.history in ("append", "inline", "rerender") else self.history
+
+    @property
     def needs_rendered_rows(self) -> bool:
         """Whether a sample is the re-rendered conversation: its tokens are encoded again and have no rollout logprobs."""
-        return self.history == "rerender" and self.samples == "concat"
+        return self.rerenders and self.samples == "concat"

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from vlmrl.config.checks import check_asynchronous, check_data, check_episodes, check_rewards, check_samples
+from vlmrl.config.checks import check_asynchronous, check_data, check_order, check_rewards, check_samples, refuse_if
 from vlmrl.config.cluster import Cluster, check_servers, resolve_cluster
-from vlmrl.config.data import Data, Part
-from vlmrl.config.fields import Code, Options, Settings, require
+from vlmrl.config.data import Data, Part, check_env_or_reward
+from vlmrl.config.fields import Code, Codes, Options, Settings
 from vlmrl.config.gateway import Gateway
 from vlmrl.config.model import Model
 from vlmrl.config.multimodal import Multimodal
 from vlmrl.config.report import Report
 from vlmrl.config.rollout import Rollout
 from vlmrl.config.servers import ServerSettings
-from vlmrl.config.sglang import SGLang
-from vlmrl.config.training import Algo, Checkpoint, Eval, Optim, Train, WarmStart
-from vlmrl.config.vllm import VLLM
+from vlmrl.config.training import SFT, Algo, Checkpoint, Eval, Optim, Train, WarmStart
+from vlmrl.utils.require import require
 
 
 @dataclass(frozen=True)
@@ -35,9 +34,10 @@ class Config(Settings):
     """Env: `module:Name` or `file.py:Name` of an Env class, or of a function `build(task, **options)` that returns one."""
     env_options: Options = field(default_factory=dict)
     """Keyword arguments of the env, as pairs `NAME VALUE`."""
-    reward: Code = None
+    reward: Codes = None
     """Reward function for single-turn tasks, instead of an env: `function(text, task) -> float`.
-    With an agent: `function(trajectory) -> float`."""
+    Several are a list, or a dict with their weights: the reward is their sum, and each is a metric.
+    With an agent: one `function(trajectory) -> float`."""
     agent: Code = None
     """Agent of your own, instead of an env: a function `run(task, client)`, async or not, that calls the OpenAI-compatible endpoint.
     It returns the reward, or a dict with `reward` and metrics, or nothing if `reward` or a request to the endpoint gives it."""
@@ -55,14 +55,14 @@ class Config(Settings):
     rollout: Rollout = field(default_factory=Rollout)
     engine: str = "embedded"
     """Inference engine. `embedded`: the model in this process. `sglang`: SGLang servers (`pip install 'vlmrl[sglang]'`).
-    `vllm`: vLLM servers (`pip install 'vlmrl[vllm]'`)."""
-    sglang: SGLang = field(default_factory=SGLang)
-    vllm: VLLM = field(default_factory=VLLM)
+    `vllm`: vLLM servers (`pip install 'vlmrl[vllm]'`). `file.py:Class`: servers of a program of your own (a `ServerBackend`)."""
+    server: ServerSettings = field(default_factory=ServerSettings)
     algo: Algo = field(default_factory=Algo)
     optim: Optim = field(default_factory=Optim)
     train: Train = field(default_factory=Train)
     eval: Eval = field(default_factory=Eval)
     warm_start: WarmStart = field(default_factory=WarmStart)
+    sft: SFT = field(default_factory=SFT)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     cluster: Cluster = field(default_factory=Cluster)
     seed: int = 0
@@ -79,12 +79,22 @@ class Config(Settings):
         return Path(self.output_dir) / self.name
 
     @property
-    def has_agent(self) -> bool:
-        """Whether an agent plays the episodes."""
-        return self.player in ("agent", "agent_command")
+    def only_sft(self) -> bool:
+        """Whether the run only fine-tunes on recorded conversations: it has no tasks and plays no episodes."""
+        return bool(self.sft.data) and not self.train.steps and not self.has_tasks
 
     @property
-    def player(self) -> str:
+    def has_tasks(self) -> bool:
+        """Whether there is a dataset or a generator of tasks."""
+        return self.data.is_set or bool(self.mixture)
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether an agent plays the episodes."""
+        return self.episode_setting in ("agent", "agent_command")
+
+    @property
+    def episode_setting(self) -> str:
         """The setting that names what plays the episodes; ``env`` also stands for a reward function."""
         if self.agent is not None:
             return "agent"
@@ -95,29 +105,23 @@ class Config(Settings):
     @property
     def resolved_cluster(self) -> Cluster:
         """``cluster`` with ``colocate`` and the number of servers set."""
-        return resolve_cluster(self)
+        return resolve_cluster(self.cluster, self.server if self.has_servers else None, self.train.max_staleness > 0)
 
     @property
-    def server_settings(self) -> ServerSettings | None:
-        """The settings of the inference servers: the section that ``engine`` names. None: the engine is embedded."""
-        return None if self.engine == "embedded" else self._server_sections[self.engine]
+    def has_servers(self) -> bool:
+        """Whether inference servers sample, with the settings in ``server``; otherwise the embedded engine does."""
+        return self.engine != "embedded"
 
     @property
-    def _server_sections(self) -> dict[str, ServerSettings]:
-        """Each server program's settings, by the value of ``engine``."""
-        sections = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: section for name, section in sections.items() if isinstance(section, ServerSettings)}
-
-    @property
-    def attached(self) -> bool:
+    def external_servers(self) -> bool:
         """Whether the run uses servers that are already running, on GPUs outside the run."""
-        return self.server_settings is not None and bool(self.server_settings.urls)
+        return self.has_servers and bool(self.server.urls)
 
     @property
     def colocated(self) -> bool:
-        """Whether Ray places ranks and engines on the same GPUs."""
+        """Whether Ray places ranks and servers on the same GPUs."""
         cluster = self.resolved_cluster
-        return bool(cluster.gpus and cluster.colocate and not self.attached)
+        return bool(cluster.gpus and cluster.colocate and self.has_servers and not self.external_servers)
 
     @property
     def models_dir(self) -> Path:
@@ -125,14 +129,53 @@ class Config(Settings):
         return Path(self.output_dir) / ".models"
 
     def __post_init__(self) -> None:
-        engines = ["embedded", *self._server_sections]
-        require(self.engine in engines, "engine", f"one of {', '.join(engines)}", self.engine)
         require(self.name not in ("", ".", "..") and "/" not in self.name, "name", "a plain folder name", self.name)
-        check_data(self)
-        check_episodes(self)
-        check_samples(self)
-        check_rewards(self)
+        check_data(self.data, self.eval.data, self.mixture)
+        self._check_episodes()
+        check_samples(self.algo, self.rollout, self.train)
+        check_rewards(self.algo, self.rollout)
+        check_order(self.rollout, self.train, self.deterministic)
         _ = self.resolved_cluster  # raises if its numbers do not fit together
-        check_asynchronous(self)
-        if self.server_settings is not None:
-            check_servers(self)
+        check_asynchronous(self.algo, self.rollout, self.train, self.cluster)
+        alone = not self.cluster.on and not self.has_servers
+        require(
+            self.cluster.engines is None or not alone, "cluster.gpus", "set with cluster.engines, or servers used", 0
+        )
+        if self.has_servers:
+            check_servers(self.server, self.resolved_cluster, self.deterministic)
+
+    def _check_episodes(self) -> None:
+        """The env, reward function, agent or generator, and the limits of an episode."""
+        check_env_or_reward("", self.env, self.reward)
+        if self.has_agent:
+            self._check_agent()
+        rollout = self.rollout
+        parts: list[Config | Part] = [self, *self.mixture.values()]
+        has_env = any(part.env is not None or part.reward is not None for part in parts)
+        message = "rollout.generate plays whole episodes itself, so env and reward must be unset."
+        refuse_if(rollout.generate is not None and has_env, message)
+        require(
+            not self.agent_options or self.agent is not None, "agent_options", "unset without agent", self.agent_options
+        )
+        if self.reward is not None and not self.has_agent:
+            require(rollout.max_turns == 1, "rollout.max_turns", "1 with a reward function", rollout.max_turns)
+        response, total = rollout.max_response_tokens, rollout.max_tokens
+        require(response < total, "rollout.max_response_tokens", f"less than rollout.max_tokens ({total})", response)
+
+    def _check_agent(self) -> None:
+        """An agent plays whole episodes, and its requests are turns of exact tokens that may form branches."""
+        both = self.agent is not None and self.agent_command is not None
+        refuse_if(both, "agent and agent_command exclude each other: set the one that plays the episodes.")
+        name = self.episode_setting
+        require(self.agent_command is None or self.agent_command.strip() != "", name, "a command line", "")
+        for part, settings in self.mixture.items():
+            own = settings.env is not None or settings.reward is not None
+            refuse_if(
+                own, f"mixture.{part}.env and mixture.{part}.reward must be unset with {name}, which plays all parts."
+            )
+        for other, value in (("env", self.env), ("rollout.generate", self.rollout.generate)):
+            refuse_if(value is not None, f"{other} and {name} exclude each other: both play the episodes.")
+        samples, history = self.rollout.samples, self.rollout.history
+        rule = f"merged or step_wise with {name}, whose requests may form branches"
+        require(samples != "concat", "rollout.samples", rule, samples)
+        require(history == "append", "rollout.history", f"append with {name}, which makes its own prompts", history)

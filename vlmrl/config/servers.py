@@ -1,34 +1,32 @@
-"""Settings that every inference server has. Each server program derives a section of its own from them."""
+"""Settings of inference servers, whatever their program is."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
-from vlmrl.config.fields import Options, Settings, positive, require
+from vlmrl.config.fields import Options, Settings, positive
+from vlmrl.utils.require import require
 
 
 @dataclass(frozen=True)
 class ServerSettings(Settings):
-    section: ClassVar[str] = "server"
-    """Name of the section in the config, as error messages give it."""
+    section = "server"
     urls: tuple[str, ...] = ()
-    """Addresses of running servers, such as `http://node7:30000`. Unset: the run starts its own servers.
+    """Addresses of running (external) servers, such as `http://node7:30000`. Unset: the run starts its own servers.
     If they want an API key, put it in the environment variable `VLMRL_SERVER_TOKEN`: it is sent to each of them."""
-    servers: int = 1
-    """Number of servers to start."""
     tp: int = 1
-    """GPUs per server (tensor parallel size)."""
+    """GPUs per server (tensor parallel size). Raise it if the model's weights and KV cache do not fit one GPU."""
     first_gpu: int = 0
-    """Index of the first GPU that the servers use."""
+    """Index of the first GPU that the servers use. Set it to the first one without a trainer rank, to sample on GPUs of their own."""
     args: Options = field(default_factory=dict)
-    """Command line arguments of the servers that the run starts; they override those that vlmrl sets."""
+    """Command line arguments of the server program, such as `--server.args quantization fp8`.
+    They override those that vlmrl sets, for servers that the run starts."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the servers that the run starts."""
     python: str | None = None
-    """Python interpreter that runs the servers. Unset: the one that runs vlmrl."""
-    port: int = 0
-    """Port of the first server; the others use the ports after it. 0: any free ports."""
+    """Python interpreter that runs the servers. Unset: the one that runs vlmrl.
+    Set it if the server program is installed in an environment of its own."""
     sync: str = "auto"
     """How weights are sent, or a name registered in `vlmrl.weight_sync.SENDERS`.
     `tensor`: handles of GPU memory that both processes map (CUDA IPC); from a CPU, the values.
@@ -36,30 +34,19 @@ class ServerSettings(Settings):
     `disk`: a folder that both processes read.
     `auto`: `tensor` for servers on this machine without Ray, and for servers on the ranks' GPUs with Ray; otherwise `group`.
     A server program that takes no handles gets `group` instead of `tensor`, or `disk` on the trainer's GPUs."""
-    bucket_mb: int = 512
-    """Size of a bucket of weights in MiB. One bucket is sent at a time."""
-    sync_timeout: float = 300.0
-    """Time limit in seconds for one bucket, or with `disk` for loading the whole folder."""
     images: Literal["auto", "inline", "file"] = "auto"
     """How requests contain images.
     `inline`: as data. `file`: as the path of a file; as data if it cannot be written. Images that a server holds are only named.
-    `auto`: `file` for servers started on this machine, otherwise `inline`."""
+    `auto`: `file` for servers started on this machine, otherwise `inline`. Set `file` for external servers that read its files."""
     check: bool = True
     """Startup parity check: compare weight checksums and logprobs with the trainer's, and refuse a server that differs."""
-    retries: int = 8
-    """Retries of a failed request, on another server if there is one.
-    A server gets no requests for 0.5 s after it failed, doubled by each further outage up to 30 s."""
     start_timeout: float = 600.0
-    """Time limit in seconds for a server to start, and for a request to wait while no server is available."""
-    health_every: float = 10.0
-    """Seconds between two health checks of a server."""
-    health_timeout: float = 120.0
-    """Seconds of failed health checks after which a server counts as dead. The run restarts a server that it started."""
+    """Time limit in seconds for a server to start or to load weights from a folder, and for a request to wait for a server.
+    Raise it for a large model on a slow disk."""
 
     def __post_init__(self) -> None:
-        sizes = ("servers", "tp", "bucket_mb", "start_timeout", "health_every", "health_timeout", "sync_timeout")
-        positive(self.section, self, *sizes)
-        require(self.retries >= 0, f"{self.section}.retries", "0 or more", self.retries)
+        positive(self.section, self, "tp", "start_timeout")
+        require(self.first_gpu >= 0, "server.first_gpu", "0 or more", self.first_gpu)
         rule = "addresses with http:// or https://"
         for url in self.urls:
-            require(url.startswith(("http://", "https://")), f"{self.section}.urls", rule, url)
+            require(url.startswith(("http://", "https://")), "server.urls", rule, url)

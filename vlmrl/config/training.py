@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-from vlmrl.config.data import Data
-from vlmrl.config.fields import Code, Options, Settings, positive, require
+from vlmrl.config.data import Conversations, EvalData
+from vlmrl.config.fields import Code, Named, Options, Settings, positive, short_name
+from vlmrl.utils.require import require
 
 
 @dataclass(frozen=True)
@@ -15,54 +17,48 @@ class Algo(Settings):
     """The objective: advantages, loss, KL penalty, corrections and filters."""
 
     section = "algo"
-    advantage: str = "grpo"
-    """Advantage estimator: `grpo`, `rloo`, `maxrl`, `reinforce_pp`, or a name registered in `vlmrl.algos.ADVANTAGES`."""
-    advantage_options: Options = field(default_factory=dict)
-    """Keyword arguments of the advantage estimator, as pairs `NAME VALUE`."""
-    credit: Literal["trajectory", "turn"] = "trajectory"
-    """Credit assignment.
-    `trajectory`: one advantage for all turns.
-    `turn`: one advantage per turn, from its return-to-go; for envs with per-turn rewards."""
-    loss: str = "ppo"
-    """Policy loss, or a name registered in `vlmrl.algos.LOSSES`.
-    Values: `ppo`, `dual_clip`, `gspo`, `cispo`, `sapo`, `dppo_tv`, `dppo_kl`, `reinforce`, `sft`."""
-    loss_options: Options = field(default_factory=dict)
-    """Keyword arguments of the loss, as pairs `NAME VALUE`, for example `clip_low 0.2 clip_high 0.28`."""
-    reduction: str = "token_mean"
-    """Loss aggregation, or a name registered in `vlmrl.algos.REDUCTIONS`.
-    Values: `token_mean`, `sequence_mean`, `seq_mean_token_sum_norm`, `prompt_mean`."""
-    reduction_options: Options = field(default_factory=dict)
-    """Keyword arguments of the reduction, as pairs `NAME VALUE`."""
+    advantage: Named = "grpo"
+    """Advantage estimator: `grpo`, `rloo`, `maxrl`, `reinforce_pp`, or `file.py:function`."""
+    credit: Named = "trajectory"
+    """Credit assignment. `trajectory`: one advantage for all turns.
+    `turn`: one per turn, from its return-to-go, against the same turn of the group's other members; for envs with rewards per turn.
+    `gigpo`: the trajectory's advantage plus one per turn, against turns of the group that began in the same state; for long episodes.
+    Or `file.py:function`."""
+    loss: Named = "ppo"
+    """Policy loss.
+    Values: `ppo`, `dual_clip`, `gspo`, `cispo`, `sapo`, `dppo_tv`, `dppo_kl`, `reinforce`, `sft`, or `file.py:function`."""
+    reduction: Code = None
+    """Loss aggregation over the tokens of a mini-batch.
+    Unset: that of the loss's paper, `sequence_mean` for `gspo` and `sapo`, otherwise `token_mean`.
+    Values: `token_mean`, `sequence_mean`, `seq_mean_token_sum_norm`, `prompt_mean`, or `file.py:function`."""
     old_policy: Literal["trainer", "rollout"] | None = None
     """Log-ratio baseline: `trainer` uses the trainer's own logprobs before the update, `rollout` the engine's logprobs from sampling.
     Unset: `rollout` with `train.max_staleness`, if the loss has a ratio and `corrections` is unset; otherwise `trainer`."""
-    corrections: tuple[str, ...] = ()
+    corrections: tuple[Named, ...] = ()
     """Off-policy corrections for the mismatch between rollout and trainer. The weights of several are multiplied.
-    Values: `token_truncation`, `sequence_truncation`, `token_mask`, `geometric_mask`, `veto`, or names you register."""
-    correction_options: Options = field(default_factory=dict)
-    """Options of the corrections, as pairs `CORRECTION.NAME VALUE`, for example `token_truncation.cap 2.0`."""
+    Values: `token_truncation`, `sequence_truncation`, `token_mask`, `geometric_mask`, `veto`, or `file.py:function`."""
     kl_coef: float = 0.0
     """Coefficient of the KL penalty against the reference model. 0 disables it, and no reference model is loaded."""
     kl: Literal["k1", "k2", "k3", "abs"] = "k3"
     """KL estimator, from the logprobs of the sampled tokens.
-    `k1` is for `kl_in_reward` only: in the loss its gradient does not depend on the reference."""
-    kl_in_reward: bool = False
-    """Subtract the KL penalty from the trajectory's reward instead of adding it to the loss."""
+    `k2`, `k3` and `abs` are added to the loss.
+    `k1` is subtracted from the trajectory's reward: in the loss its gradient would not depend on the reference."""
     reference: str | None = None
     """Reference model of the KL penalty: a name on the Hugging Face Hub or a folder.
     Unset: the initial policy; with LoRA, the base model without adapters."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus. 0 disables it."""
-    filters: tuple[str, ...] = ()
+    filters: tuple[Named, ...] = ()
     """Group filters. A group is trained on only if every filter returns True for its list of trajectories.
     Values: `zero_variance`, `reward_band`, or `file.py:function`."""
-    filter_options: Options = field(default_factory=dict)
-    """Options of the filters, as pairs `FILTER.NAME VALUE`, for example `reward_band.high 0.9`."""
     dynamic_sampling: Literal["off", "filter", "replace"] = "off"
     """What to do when filters remove groups of a batch.
     `off`: train on the remaining groups.
     `filter`: sample more groups until the batch is full.
     `replace`: repeat groups that passed."""
+    options: Options = field(default_factory=dict)
+    """Keyword arguments of the functions that `algo` names, as pairs `FUNCTION.NAME VALUE`.
+    For example `ppo.clip_low 0.2 token_truncation.cap 2.0`. Those of the recipe stay for other names."""
     mask_truncated: bool = False
     """Exclude truncated trajectories from the loss. They still count in the baseline of their group."""
     overlong_buffer: int = 0
@@ -73,8 +69,7 @@ class Algo(Settings):
         require(self.kl_coef >= 0, "algo.kl_coef", "0 or more", self.kl_coef)
         require(math.isfinite(self.entropy_coef), "algo.entropy_coef", "a finite number", self.entropy_coef)
         require(self.overlong_buffer >= 0, "algo.overlong_buffer", "0 (off) or more", self.overlong_buffer)
-        once = len(set(self.corrections)) == len(self.corrections)
-        require(once, "algo.corrections", "different names, since the weights of all are multiplied", self.corrections)
+        self._check_options()
         if self.old_policy == "rollout":
             rule = "unset with algo.old_policy rollout, whose ratios correct for the rollout's policy already"
             require(not self.corrections, "algo.corrections", rule, self.corrections)
@@ -82,37 +77,65 @@ class Algo(Settings):
             raise ValueError(
                 "gae is not offered: it needs a critic, and vlmrl trains none. Use a group baseline, such as grpo."
             )
-        if self.kl_in_reward:
-            require(self.kl_coef > 0, "algo.kl_coef", "greater than 0 with kl_in_reward", self.kl_coef)
-        elif self.kl_coef:
-            rule = (
-                "k2, k3 or abs in the loss, where the gradient of k1 is 0 on average and does not depend on the reference; "
-                "set algo.kl_in_reward True for k1"
-            )
-            require(self.kl != "k1", "algo.kl", rule, self.kl)
-        else:
+        if not self.kl_coef:
             rule = "unset with algo.kl_coef 0, where no reference model is loaded"
             require(self.reference is None, "algo.reference", rule, self.reference)
         if self.advantage == "maxrl":
             rule = "with algo.advantage maxrl, whose rewards must be 0 or more"
-            require(not self.kl_in_reward, "algo.kl_in_reward", f"False {rule}", self.kl_in_reward)
+            require(not self.kl_in_reward, "algo.kl", f"k2, k3 or abs {rule}", self.kl)
             require(not self.overlong_buffer, "algo.overlong_buffer", f"0 {rule}", self.overlong_buffer)
         if self.dynamic_sampling != "off":
             require(bool(self.filters), "algo.filters", "set with dynamic_sampling", self.filters)
-        for options, names in (("correction_options", self.corrections), ("filter_options", self.filters)):
-            for key in getattr(self, options):
-                require(key.rpartition(".")[0] in names, f"algo.{options}", f"NAME.OPTION of one of {list(names)}", key)
-        if self.credit == "turn":
-            require(
-                self.advantage != "reinforce_pp", "algo.advantage", "a group baseline with credit turn", self.advantage
-            )
-            require(not self.kl_in_reward, "algo.kl_in_reward", "False with credit turn", self.kl_in_reward)
-            require(not self.overlong_buffer, "algo.overlong_buffer", "0 with credit turn", self.overlong_buffer)
+        if self.credit != "trajectory":
+            rule = f"with credit {short_name(self.credit)}"
+            require(self.advantage != "reinforce_pp", "algo.advantage", f"a group baseline {rule}", self.advantage)
+            require(not self.kl_in_reward, "algo.kl", f"k2, k3 or abs {rule}", self.kl)
+            require(not self.overlong_buffer, "algo.overlong_buffer", f"0 {rule}", self.overlong_buffer)
 
-    def options_of(self, name: str) -> Options:
-        """The options of one correction or filter, which are given as ``name.option``."""
-        given = {**self.correction_options, **self.filter_options}
-        return {key.rpartition(".")[2]: value for key, value in given.items() if key.rpartition(".")[0] == name}
+    def _check_options(self) -> None:
+        """Each option belongs to one function that the settings name."""
+        for setting in ("corrections", "filters"):
+            names = [_name(code) for code in getattr(self, setting)]
+            require(len(set(names)) == len(names), f"algo.{setting}", "functions of different names", names)
+        named = [_name(code) for code in self.functions]
+        for key in self.options:
+            function = _function_of(key)
+            require(function in named, "algo.options", f"FUNCTION.NAME of one of {named}", key)
+            rule = f"of functions of different names, and two settings name {function!r}"
+            require(named.count(function) == 1, "algo.options", rule, key)
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether the KL penalty is subtracted from the reward; otherwise it is added to the loss."""
+        return self.kl_coef > 0 and self.kl == "k1"
+
+    @property
+    def functions(self) -> list[str | Callable[..., Any]]:
+        """All functions that the settings name. An unset reduction has no options."""
+        credit = None if self.credit == "trajectory" else self.credit
+        named = [self.advantage, credit, self.loss, self.reduction, *self.corrections, *self.filters]
+        return [code for code in named if code is not None]
+
+    def options_of(self, code: str | Callable[..., Any]) -> Options:
+        """The keyword options of the function ``code``: ``{"clip_low": 0.2}`` of ``{"ppo.clip_low": 0.2}`` for ``"ppo"``."""
+        name = _name(code)
+        return {key.rpartition(".")[2]: value for key, value in self.options.items() if _function_of(key) == name}
+
+    def with_options(self, given: Options) -> Algo:
+        """With the options ``given`` of functions that the settings name, except those that are set already."""
+        named = {_name(code) for code in self.functions}
+        kept = {key: value for key, value in given.items() if _function_of(key) in named}
+        return replace(self, options=kept | self.options)
+
+
+def _name(code: object) -> str:
+    """The name of a function in the keys of options: ``keep`` for ``/home/me/mine.py:keep`` and for a function ``keep``."""
+    return short_name(code).rpartition("<locals>.")[2]
+
+
+def _function_of(key: str) -> str:
+    """``keep`` for ``mine.py:keep.most`` and for ``keep.most``."""
+    return short_name(key.rpartition(".")[0])
 
 
 @dataclass(frozen=True)
@@ -165,14 +188,12 @@ class Train(Settings):
     tokens_per_micro_batch: int = 16384
     """Maximum tokens per forward pass (a micro-batch). Smaller: less memory, the same gradient.
     Gradient accumulation: the number of micro-batches of an optimizer step follows from this and from its samples' lengths."""
-    share_prefixes: bool = True
-    """Compute tokens that samples of a group share only once: the prompt, and earlier turns of step-wise samples."""
     replay_routing: bool = True
     """For mixture-of-experts models: train each token with the experts that the engine used for it, if the engine reports them."""
     gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass instead of storing them: less memory, more time.
     Unset: True on a GPU, False on a CPU."""
-    canary: bool = True
+    image_check: bool = True
     """Before the first update, replace one image by noise and stop the run if logprobs do not change."""
     shuffle_rewards: bool = False
     """Control experiment: shuffle the rewards within each batch, so that nothing can be learned from them."""
@@ -202,12 +223,8 @@ class Checkpoint(Settings):
     """Number of checkpoints to keep, the newest ones."""
     keep_best: bool = False
     """Also keep the model with the best held-out reward so far, in the run's folder `best`. Set `eval.every` with it."""
-    grace_seconds: float = 25.0
-    """Seconds that a run has after SIGTERM (Slurm, Kubernetes, spot machines) to save its state. Then it ends as it is.
-    Most schedulers and torchrun kill a process 30 seconds after SIGTERM."""
 
     def __post_init__(self) -> None:
-        positive("checkpoint", self, "grace_seconds")
         require(self.every >= 0, "checkpoint.every", "0 (off) or more", self.every)
         require(self.keep >= 1, "checkpoint.keep", "1 or more", self.keep)
 
@@ -217,7 +234,7 @@ class Eval(Settings):
     """Evaluation on held-out tasks, before, during and after training."""
 
     section = "eval"
-    data: Data = field(default_factory=Data)
+    data: EvalData = field(default_factory=EvalData)
     """Held-out tasks. Unset: the rows that `data.held_out` selects. Without any, there is no evaluation."""
     every: int = 0
     """Steps between evaluations during training. 0: evaluate only before and after training."""
@@ -245,7 +262,7 @@ class WarmStart(Settings):
 
     section = "warm_start"
     demonstrate: Code = None
-    """Scripted policy: `function(task, turn)` returns the reply to imitate at that turn, or to that request of an agent.
+    """Scripted policy: `function(task, turn)` returns the response to imitate at that turn, or to that request of an agent.
     Required if `steps` is above 0."""
     steps: int = 0
     """Optimizer steps. 0 disables the warm start."""
@@ -259,3 +276,23 @@ class WarmStart(Settings):
         positive("warm_start", self, "trajectories_per_step", "lr")
         if self.steps:
             require(self.demonstrate is not None, "warm_start.demonstrate", "set when warm_start.steps is", None)
+
+
+@dataclass(frozen=True)
+class SFT(Settings):
+    """Supervised fine-tuning on recorded conversations, before reinforcement learning or, by `vlmrl sft`, alone."""
+
+    section = "sft"
+    data: dict[str, Conversations] = field(default_factory=dict)
+    """Conversations to imitate, by names of your own. Unset: no fine-tuning."""
+    steps: int | None = None
+    """Optimizer steps. Unset: those of all epochs of `data`. Set it to stop earlier, or to fix the length of a mixture."""
+    rows_per_step: int = 64
+    """Conversations per optimizer step. Raise it if the loss is noisy, lower it if there are too few steps."""
+    lr: float = 1e-5
+    """Peak learning rate of the fine-tuning, after a warmup over the first twentieth. Raise it for LoRA and for tiny models."""
+
+    def __post_init__(self) -> None:
+        positive("sft", self, "steps", "rows_per_step", "lr")
+        for name in self.data:
+            require(name.isidentifier(), "sft.data", "named by identifiers", name)

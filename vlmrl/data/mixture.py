@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
-from vlmrl.config import Config, Data
+from vlmrl.config import Config, Data, EvalData
 from vlmrl.data.source import TaskSource, load_split
 from vlmrl.types import Task
 
@@ -76,6 +76,6 @@ def load_run_tasks(config: Config) -> tuple[Tasks, Tasks | None]:
     return mixed, TaskMixture(held_out, weights) if held_out else None
 
 
-def _load(data: Data, eval_data: Data, part: str = "") -> tuple[TaskSource, TaskSource | None]:
+def _load(data: Data, eval_data: EvalData, part: str = "") -> tuple[TaskSource, TaskSource | None]:
     tasks, held_out = load_split(data, part)
-    return tasks, load_split(eval_data, part)[0] if eval_data.is_set else held_out
+    return tasks, load_split(data.with_rows(eval_data), part)[0] if eval_data.is_set else held_out

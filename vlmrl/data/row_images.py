@@ -1,7 +1,7 @@
 """Puts a row's images into its prompt, always in the row's order.
 
-- A string prompt is a user message. ``<image>`` in it marks an image as often as the row has images; later marks are plain text.
-  Images without a mark go first: ``"<image> and this"`` with images a, b is a, b, ``" and this"``.
+- A string prompt is a user message. Each ``<image>`` in it marks an image, and more marks than images are an error; in a row without
+  images they are plain text. Images without a mark go first: ``"<image> and this"`` with images a, b is a, b, ``" and this"``.
 - In a list of messages, ``{"type": "image"}`` parts without a source take the images. User messages whose content is a string
   may have marks too.
 """
@@ -20,7 +20,7 @@ import PIL.Image
 from vlmrl.types import ImageSource, Message
 
 MARK = "<image>"
-_OWN_SOURCE = ("image", "url", "path", "base64", "image_url")
+OWN_SOURCE = ("image", "url", "path", "base64", "image_url")
 
 
 class RowImages:
@@ -43,7 +43,12 @@ class RowImages:
         messages = [self._message(message) for message in self._checked(prompt)]
         marked = [message for message in messages if message["role"] == "user" and isinstance(message["content"], str)]
         bare = sum("image" not in part for message in messages for part in image_parts(message))
-        marks = min(sum(message["content"].count(MARK) for message in marked), max(0, len(self.sources) - bare))
+        marks = sum(message["content"].count(MARK) for message in marked) if self.sources else 0
+        if marks > max(0, len(self.sources) - bare):
+            raise ValueError(
+                f"{self.where}: {marks} {MARK} marks for {len(self.sources) - bare} images: each mark needs an image. For a mark that "
+                "is plain text, give the prompt as messages with a list of parts, where marks are not read"
+            )
         unmarked = len(self.sources) - bare - marks
         if unmarked < 0 or (unmarked and (bare or not marked)):
             raise ValueError(
@@ -75,6 +80,8 @@ class RowImages:
     def _message(self, message: Message) -> Message:
         """A copy with image parts in one form and without the empty keys that columnar files add."""
         made = {key: value for key, value in message.items() if value is not None}
+        if "tool_calls" in made:
+            made["tool_calls"] = without_nulls(made["tool_calls"])
         content = made.setdefault("content", "")
         if isinstance(content, list):
             made["content"] = [self._part(part) for part in content]
@@ -86,7 +93,7 @@ class RowImages:
         made = {key: value for key, value in part.items() if value is not None}
         if made.get("type") not in ("image", "image_url"):
             return made
-        key = next((key for key in _OWN_SOURCE if key in made), None)
+        key = next((key for key in OWN_SOURCE if key in made), None)
         if key is None:
             return {"type": "image"}
         source = made[key]
@@ -126,3 +133,10 @@ def _interleaved(pieces: list[str], queue: Iterator[ImageSource], unmarked: int)
         if piece:
             parts.append({"type": "text", "text": piece})
     return parts
+
+
+def without_nulls(value: Any) -> Any:
+    """A copy without the keys whose value is null: columnar files give each object the keys of all rows' objects."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -18,10 +18,11 @@ from typing import Any
 
 from vlmrl.config import Data
 from vlmrl.config.code import local_data, resolve_function
-from vlmrl.config.fields import require
 from vlmrl.data.files import Rows, load_rows, task_name
 from vlmrl.data.row_images import RowImages, image_parts
 from vlmrl.types import Message, Task
+from vlmrl.utils.require import require
+from vlmrl.utils.users_line import describe_error
 
 Row = dict[str, Any]
 
@@ -87,7 +88,7 @@ def load_split(data: Data, part: str = "") -> tuple[TaskSource, TaskSource | Non
             are left to train on.
     """
     table = _generated(data, part) if data.generator is not None else _dataset(data, part)
-    ids = table.ids if data.limit is None else table.ids[: data.limit]
+    ids = table.ids[: data.size]
     kept_back = held_out(ids, data.held_out)
     sides = [[row for row in range(len(ids)) if (row in kept_back) == side] for side in (False, True)]
     if not sides[0] or (data.held_out and not sides[1]):
@@ -95,7 +96,9 @@ def load_split(data: Data, part: str = "") -> tuple[TaskSource, TaskSource | Non
             f"data.held_out {data.held_out} keeps back {len(sides[1])} of {len(ids)} rows: some must remain on each side."
         )
     train, rest = (
-        TaskSource(table.make, rows, data.seed, data.shuffle, data.max_prompt_tokens, table.label, table.warnings)
+        TaskSource(
+            table.make, rows, data.seed or 0, data.seed is not None, data.max_prompt_tokens, table.label, table.warnings
+        )
         for rows in sides
     )
     return train, rest if data.held_out else None
@@ -126,7 +129,7 @@ class _Table:
     warnings: Sequence[str] = ()
 
 
-EMPTY = {"prompt": "the model reads nothing", "answer": "any reply contains the answer"}
+EMPTY = {"prompt": "the model reads nothing", "answer": "any response contains the answer"}
 """What it means that a row has no prompt, or no answer."""
 
 
@@ -154,8 +157,12 @@ def _dataset(data: Data, part: str) -> _Table:
             for key in ("id", "source", "answer"):
                 if key in columns and row[columns[key]] is None:
                     raise ValueError(f"{where}: column {columns[key]!r} is empty. Fill it, or remove the row")
-            source = str(row[columns["source"]]) if "source" in columns else part or str(local or data.path)
-            task = Task(f"{name}/{ids[index]}", [], source=source, seed=task_seed(data.seed, index), part=part)
+            source = (
+                str(row[columns["source"]])
+                if "source" in columns
+                else part or (local.name if local else str(data.path))
+            )
+            task = Task(f"{name}/{ids[index]}", [], source=source, seed=task_seed(data.seed or 0, index), part=part)
             if data.prompt is not None:
                 row = {**row, columns["prompt"]: data.prompt}
             return _filled(task, row, columns, data.system_prompt, RowImages(where, roots))
@@ -171,7 +178,7 @@ def _warnings(rows: Rows, columns: dict[str, str]) -> Iterator[str]:
 
 
 def empty_warning(key: str, what: str, rows: Sequence[int]) -> str:
-    """``column 'answer' is empty in row 3: any reply contains the answer``; ``key`` is that of :data:`EMPTY`."""
+    """``column 'answer' is empty in row 3: any response contains the answer``; ``key`` is that of :data:`EMPTY`."""
     return f"{what} is empty in {named_rows(rows)}: {EMPTY[key]}"
 
 
@@ -212,17 +219,18 @@ def _generated(data: Data, part: str) -> _Table:
         return f"task {index} of generator {name!r}"
 
     def make(index: int) -> Task:
-        where, seed = label(index), task_seed(data.seed, index)
+        where, seed = label(index), task_seed(data.seed or 0, index)
         with _naming(where):
             made = function(index, seed, **data.options)
             if isinstance(made, Task):
+                _check_last(where, made.prompt)
                 prompt = _with_system(made.prompt, data.system_prompt)
                 return replace(made, prompt=prompt, seed=made.seed or seed, source=made.source or source, part=part)
             if not isinstance(made, dict) or "prompt" not in made:
                 raise ValueError(
                     f"{where}: it must return a Task or a dict with a prompt, but it returned {made!r:.200}"
                 )
-            task = Task(f"{name}/{data.seed}/{index}", [], source=source, seed=seed, part=part)
+            task = Task(f"{name}/{data.seed or 0}/{index}", [], source=source, seed=seed, part=part)
             columns = {key: key for key in ("prompt", "images", "answer") if key in made}
             return _filled(task, made, columns, data.system_prompt, RowImages(where, roots))
 
@@ -251,17 +259,26 @@ def _naming(where: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, ValueError) and str(error).startswith(where):
             raise
-        raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{where}: {describe_error(error)}") from error
 
 
 def _filled(task: Task, row: Row, columns: dict[str, str], system: str | None, row_images: RowImages) -> Task:
     """The task with its prompt, images, answer and other columns taken from the row."""
     row_images.set_column(row[columns["images"]] if "images" in columns else None)
     prompt = _with_system(row_images.messages(row[columns["prompt"]]), system)
+    _check_last(row_images.where, prompt)
     images = [part["image"] for message in prompt for part in image_parts(message)]
     answer = row[columns["answer"]] if "answer" in columns else None
     others = {name: value for name, value in row.items() if name not in columns.values()}
     return replace(task, prompt=prompt, images=images, answer=answer, data=others)
+
+
+def _check_last(where: str, prompt: list[Message]) -> None:
+    if prompt and prompt[-1].get("role") == "assistant":
+        raise ValueError(
+            f"{where}: a prompt must end with the message that the model answers, but its last message has the role assistant: it "
+            "is the answer. Remove that message from the prompt, or move its text to the answer column"
+        )
 
 
 def _with_system(prompt: list[Message], system: str | None) -> list[Message]:

@@ -12,12 +12,12 @@ from vlmrl.types import Completion, MediaItem
 
 
 class EngineError(Exception):
-    """The engine returned no reply, even after retries. The trajectory fails and gets no reward."""
+    """The engine returned no response, even after retries. The trajectory fails and gets no reward."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample one reply. ``temperature`` 0 is greedy; ``top_k`` 0 is off; the same ``seed`` draws the same numbers."""
+    """How to sample one response. ``temperature`` 0 is greedy; ``top_k`` 0 is off; the same ``seed`` draws the same numbers."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -29,7 +29,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One reply to sample: ``Request("step1/0/3", [1, 151655, 2], [image], SamplingParams(256))``."""
+    """One response to sample: ``Request("step1/0/3", [1, 151655, 2], [image], SamplingParams(256))``."""
 
     trajectory_id: str
     """The same for all turns of a trajectory, so that the engine can keep their KV cache. Ids sort in task order."""
@@ -53,13 +53,13 @@ def check_placeholders(request: Request, image_token_id: int | None) -> None:
 
 
 class Engine(Protocol):
-    """Samples replies. ``policy_version`` counts the weight updates it has received."""
+    """Samples responses. ``policy_version`` counts the weight updates it has received."""
 
     @property
     def policy_version(self) -> int: ...
 
     async def generate(self, request: Request) -> Completion:
-        """One reply. A weight update may interrupt it: ``policy_versions`` has the version that sampled each token.
+        """One response. A weight update may interrupt it: ``policy_versions`` has the version that sampled each token.
 
         Raises EngineError if the engine fails, ValueError if the request itself is invalid.
         """

@@ -39,7 +39,7 @@ class LockstepBatching:
         self._start_if_complete()
         try:
             return await future
-        except asyncio.CancelledError:  # no reply is sampled for a cancelled request
+        except asyncio.CancelledError:  # no response is sampled for a cancelled request
             self._waiting = [pair for pair in self._waiting if pair[1] is not future]
             raise
 

@@ -1,4 +1,4 @@
-"""An engine whose replies are written by a function: for warm starts, for `vlmrl play` by hand, and for tests."""
+"""An engine whose responses are written by a function: for warm starts, for `vlmrl play` by hand, and for tests."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from vlmrl.types import Completion
 
 
 class ScriptedEngine:
-    """Calls ``reply(request, turn)`` for the text of each reply, and returns it as tokens with logprob 0, end-of-turn id included.
+    """Calls ``response(request, turn)`` for the text of each response, and returns it as tokens with logprob 0, end-of-turn
+    id included.
 
-    A reply that ends with the text of a stop token, such as GLM's ``<|observation|>`` after a call, gets no other.
-    ``reply`` may be ``async``. It may return a Completion instead of text, to test a special ending.
+    A response that ends with the text of a stop token, such as GLM's ``<|observation|>`` after a call, gets no other.
+    ``response`` may be ``async``. It may return a Completion instead of text, to test a special ending.
     """
 
     def __init__(
         self,
-        reply: Callable[[Request, int], str | Completion | Awaitable[str | Completion]],
+        response: Callable[[Request, int], str | Completion | Awaitable[str | Completion]],
         renderer: Renderer,
         *,
         end_turns: bool = True,
     ) -> None:
         self.policy_version = 0
-        self._reply = reply
+        self._response = response
         self._renderer = renderer
         self._end_turns = end_turns
         self._turns: Counter[str] = Counter()
@@ -34,13 +35,13 @@ class ScriptedEngine:
     async def generate(self, request: Request) -> Completion:
         turn = self._turns[request.trajectory_id]
         self._turns[request.trajectory_id] += 1
-        reply = self._reply(request, turn)
-        if asyncio.iscoroutine(reply):
-            reply = await reply
-        if isinstance(reply, Completion):
-            return reply
-        assert isinstance(reply, str)
-        ids = self._renderer.tokenizer.encode(reply, add_special_tokens=False)
+        response = self._response(request, turn)
+        if asyncio.iscoroutine(response):
+            response = await response
+        if isinstance(response, Completion):
+            return response
+        assert isinstance(response, str)
+        ids = self._renderer.tokenizer.encode(response, add_special_tokens=False)
         if self._end_turns and not self._renderer.stop_ids.intersection(ids[-1:]):
             ids = [*ids, self._renderer.end_of_turn_id]
         prompt = expand(request.prompt_ids, self._renderer.image_token_id, request.media)

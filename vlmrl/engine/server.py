@@ -7,7 +7,6 @@ import contextlib
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,17 +19,31 @@ from typing import Any, Protocol
 import aiohttp
 
 from vlmrl.types import MediaItem
+from vlmrl.utils.tokens import bearer_token
 
+TOKEN_VARIABLE = "VLMRL_SERVER_TOKEN"
+"""Environment variable with the token of external servers."""
 FIRST_BACKOFF = 0.5  # seconds without requests after an outage began, doubled each time that it goes on
 LONGEST_BACKOFF = 30.0
 STOP_SECONDS = 8.0  # from SIGTERM to SIGKILL
-TAIL = 2000  # characters of a log or of a reply that an error shows
-UNREACHED = (aiohttp.ClientError, TimeoutError, OSError)  # raised by a call that got no reply
+TAIL = 2000  # characters of a log or of a response that an error shows
+UNREACHED = (aiohttp.ClientError, TimeoutError, OSError)  # raised by a call that got no response
 
-# Run in the child before the server: the kernel kills it when the thread that started it ends, even by SIGKILL.
+# Run in the child before the server: the kernel kills it when the thread that started it ends, even by SIGKILL. A fork waits until the
+# server is gone, however it ends, and then kills the rest of its process group, which could live on.
 _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+prctl = ctypes.CDLL(None).prctl
+server = os.getpid()
+if not os.fork():
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # they are the server's
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    prctl(1, signal.SIGUSR1)
+    if os.getppid() == server:
+        signal.sigwait({signal.SIGUSR1})
+    os.killpg(0, signal.SIGKILL)
+prctl(1, signal.SIGKILL)
 if os.getppid() != int(sys.argv[1]):
     sys.exit("the process that started this server is gone")
 try:
@@ -41,7 +54,7 @@ except OSError as error:
 
 
 class ServerError(Exception):
-    """A server replied with an error; ``status`` is the HTTP status. An unreachable server raises one of UNREACHED instead."""
+    """A server answered with an error; ``status`` is the HTTP status. An unreachable server raises one of UNREACHED instead."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -81,8 +94,8 @@ class ServerProcess(Protocol):
 
     def start(self) -> None: ...
 
-    def stop(self, gently: bool = True) -> None:
-        """End the process and all its children: with SIGTERM first if ``gently``, then with SIGKILL."""
+    def stop(self, graceful: bool = True) -> None:
+        """End the process and all its children: with SIGTERM first if ``graceful``, then with SIGKILL."""
         ...
 
     def log_tail(self) -> str:
@@ -102,6 +115,11 @@ class LocalProcess:
         return self._process is not None and self._process.poll() is None
 
     @property
+    def status(self) -> int | None:
+        """The exit status, negative after a signal. None: the process runs, or was not started."""
+        return None if self._process is None else self._process.poll()
+
+    @property
     def group(self) -> int:
         """The process group of the server and its children."""
         assert self._process is not None
@@ -119,16 +137,21 @@ class LocalProcess:
                 start_new_session=True,  # its own process group: Ctrl-C does not reach it, and one signal ends all of it
             )
 
-    def stop(self, gently: bool = True) -> None:
+    def stop(self, graceful: bool = True) -> None:
         process, self._process = self._process, None
         if process is None:
             return
-        if gently and process.poll() is None:
+        if graceful and process.poll() is None:
             _signal_group(process, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_SECONDS)
         _signal_group(process, signal.SIGKILL)
         process.wait()
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process, and not to its children."""
+        if self._process is not None:
+            self._process.send_signal(number)
 
     def log_tail(self) -> str:
         if not self.launch.log.exists():
@@ -139,23 +162,29 @@ class LocalProcess:
 class Server:
     """State of the server at ``url``. ``process``: None if the run did not start it. ``reads_files``: it sees this machine's files.
 
-    ``token`` is sent with every request, as a Bearer token.
+    ``token`` is sent with every request, as a Bearer token. ``rank``: the trainer rank whose GPU memory it can map; None: no rank's.
     """
 
     def __init__(
-        self, url: str, process: ServerProcess | None = None, reads_files: bool = False, token: str | None = None
+        self,
+        url: str,
+        process: ServerProcess | None = None,
+        reads_files: bool = False,
+        token: str | None = None,
+        rank: int | None = 0,
     ) -> None:
         self.url = url.rstrip("/")
         self.process = process
         self.reads_files = reads_files
         self.token = token
+        self.rank = rank
         self.ready = False
         """It is healthy and has the current weights: it may serve."""
         self.unresponsive = False
         """It failed its last health check. It gets no new requests until it passes one."""
         self.asleep = False
         """Its KV cache memory is released to the trainer."""
-        self.trouble = ""
+        self.last_error = ""
         """Why it could not be made to serve again, for an error message. Empty while it serves."""
         self.in_flight = 0
         """Number of requests that it is working on."""
@@ -166,7 +195,7 @@ class Server:
         """Of all requests to sample."""
         self.check_health = asyncio.Event()
         """Set to do the next health check at once."""
-        self.withdrawn = asyncio.Event()
+        self.drained = asyncio.Event()
         """Set when it is taken out of service; replaced when it serves again."""
         self._backoff = 0.0  # seconds, of the outage that goes on
         self._failed_at = -math.inf  # when the last failure was counted
@@ -199,19 +228,16 @@ class Server:
         return "" if self.process is None else self.process.log_tail()
 
 
-async def quietly(call: Coroutine[Any, Any, Any]) -> None:
+def external_servers(urls: Sequence[str]) -> list[Server]:
+    """Running servers. Their token is in the environment."""
+    token = bearer_token(TOKEN_VARIABLE)
+    return [Server(url, token=token) for url in urls]
+
+
+async def suppress_unreachable(call: Coroutine[Any, Any, Any]) -> None:
     """Await ``call`` and ignore its failure: for calls that change nothing if the server cannot be reached."""
     with contextlib.suppress(*UNREACHED, ServerError):
         await call
-
-
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports of this machine that are free right now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((host, 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:

@@ -1,16 +1,18 @@
-"""The interface of a server program: one subclass for each program, in its own folder.
+"""The interface of a server program: one subclass of :class:`ServerBackend` for each program, in its own folder.
 
 Supervision, restarts, retries, policy versions and the startup parity check are shared by all of them (`server_pool.py`,
-`server_engine.py`, `vlmrl/checks/server_parity.py`). To add a program, subclass :class:`ServerBackend` and add a line to
-SERVER_BACKENDS; a program outside the package registers its class: ``SERVER_BACKENDS["mine"] = MyBackend``.
+`server_engine.py`, `vlmrl/checks/server_parity.py`). To add a program, write its subclass: ``--engine file.py:MyBackend`` uses it.
+A line in SERVER_BACKENDS gives it a name.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import json
 import math
+import os
+import re
 import secrets
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,15 +23,22 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from vlmrl.config import Config, Lora, ServerSettings
-from vlmrl.engine.base import Request
+from vlmrl.config.code import load_code
+from vlmrl.engine.base import Request, SamplingParams
 from vlmrl.engine.image_files import EncodedImage
-from vlmrl.engine.server import Launch, Server, ServerError, ServerInfo
-from vlmrl.engine.server_reply import Reply
-from vlmrl.utils.tokens import bearer_token, is_loopback
+from vlmrl.engine.server import TOKEN_VARIABLE, Launch, Server, ServerError, ServerInfo
+from vlmrl.engine.server_response import Response
+from vlmrl.utils.tokens import is_loopback
 from vlmrl.weight_sync.base import WeightReceiver
 
-TOKEN_VARIABLE = "VLMRL_SERVER_TOKEN"
-"""Environment variable with the token of running servers."""
+BAN = -1e9
+"""Bias on a banned token's logit: the token gets no probability, and the logprobs of the others are normalized without it."""
+DECODER_LAYERS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
+"""The layers of every decoder of transformers without recurrent layers."""
+NO_API_KEY = (
+    f"servers that the run starts get a token of their own if other machines can reach them; for external servers, set the "
+    f"environment variable {TOKEN_VARIABLE}"
+)
 
 
 @dataclass(frozen=True)
@@ -38,9 +47,7 @@ class Capabilities:
 
     lora_targets: frozenset[str] = frozenset()
     """The decoder's layers, by the last part of their names, whose LoRA adapters it loads and unloads while it serves. With adapters
-    of any other layer, all are merged into the weights."""
-    vision_lora: bool = False
-    """It also loads adapters of the vision tower and the projector."""
+    of any other layer, or of the vision tower, all are merged into the weights."""
     expert_routing: bool = False
     """Return the experts of each token of a mixture-of-experts model."""
     image_files: bool = False
@@ -58,12 +65,34 @@ class Capabilities:
     token: bool = False
     """Answer only requests that contain its Bearer token. False: its servers are started on the loopback address only."""
 
+    def refusal(self, sampling: SamplingParams) -> str:
+        """Why it cannot sample like this: ``top_p must be 1 and top_k 0: ...``. Empty if it can."""
+        least, most = self.temperatures
+        if sampling.temperature and not least <= sampling.temperature <= most:
+            return f"temperature must be 0 or from {least:g} to {most:g}, but it is {sampling.temperature:g}"
+        if not self.truncated_sampling and (sampling.top_p < 1 or sampling.top_k > 0):
+            given = f"they are {sampling.top_p:g} and {sampling.top_k}"
+            return f"top_p must be 1 and top_k 0, but {given}: it returns logprobs of the distribution after them"
+        return ""
+
 
 @dataclass(frozen=True)
 class EncodedBody:
     """JSON in ``parts``, which requests may share: it is sent without being joined or copied."""
 
     parts: Sequence[bytes]
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], name: str, items: Sequence[Sequence[bytes]]) -> EncodedBody:
+        """The ``fields``, and under ``name`` a list of ``items`` that are JSON in parts. Without items, ``name`` is left out."""
+        head = json.dumps(fields, separators=(",", ":")).encode()
+        if not items:
+            return cls([head])
+        parts = [head[:-1] + b',"%s":[' % name.encode()]
+        for item in items:
+            parts += [*item, b","]
+        parts[-1] = b"]}"
+        return cls(parts)
 
     @property
     def size(self) -> int:
@@ -92,13 +121,13 @@ class ServedModel:
     sleep: bool = False
     """The server shares its GPUs with the trainer: it must be able to sleep, and hold no memory there but weights and KV cache."""
     memory_fraction: float | None = None
-    """Share of the GPU's memory for its weights and KV cache, as :attr:`ServerBackend.memory_argument` takes it. None: the program's
+    """Share of the GPU's memory for its weights and KV cache, for the first of :attr:`ServerBackend.memory_args`. None: the program's
     default."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt to sample the reply to ``request``, with everything that its HTTP call contains."""
+    """One attempt to sample the response to ``request``, with everything that its HTTP call contains."""
 
     id: str
     """Unique, so that the call can be aborted."""
@@ -117,22 +146,35 @@ class Attempt:
 
 
 class ServerBackend(ABC):
-    """A server program: how it is started, and its HTTP API. Has no state."""
+    """A server program: how it is started, and its HTTP API. Has no state but the settings.
+
+    Raises ValueError if ``settings.args`` contains an argument of :attr:`own_args` or :attr:`secret_args`.
+    """
 
     name: ClassVar[str]
-    """Value of ``config.engine``, name of the config's field with its settings, and of the extra of vlmrl that installs it."""
+    """Name of the program in messages about settings. For a program in SERVER_BACKENDS also the value of ``config.engine``."""
     title: ClassVar[str]
-    """Name of the program in messages."""
+    """Name of the program in other messages."""
     package: ClassVar[str]
     """Python package that must be installed to start a server."""
+    install: ClassVar[str] = ""
+    """The command that installs it, for an error."""
+    oldest: ClassVar[tuple[int, ...]] = ()
+    """The oldest version that can be used: ``(0, 5, 23)``."""
+    oldest_reason: ClassVar[str] = ""
+    """What earlier versions do wrong, for an error."""
     capabilities: ClassVar[Capabilities] = Capabilities()
     unsupported_models: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Model types that it cannot serve, each with the reason."""
+    own_args: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Arguments that only vlmrl may set, each with the reason or the setting to use instead."""
+    secret_args: ClassVar[Mapping[str, str]] = MappingProxyType({"api-key": NO_API_KEY})
+    """Arguments with secrets, which do not belong into a recorded config, each with what to do instead."""
 
     health: ClassVar[Call]
     """Succeeds if the server can sample."""
     info: ClassVar[Call]
-    """Its reply is passed to :meth:`parse_info`."""
+    """Its response is passed to :meth:`parse_info`."""
     pause: ClassVar[Call]
     """Stop sampling between two tokens, and put the requests in flight back into the queue."""
     resume: ClassVar[Call]
@@ -142,14 +184,14 @@ class ServerBackend(ABC):
     wake: ClassVar[Call]
     """With ``capabilities.sleep``: take the memory of the KV cache back."""
     loaded_weights: ClassVar[Call]
-    """With ``capabilities.checksums``: its reply is passed to :meth:`parse_loaded_weights`."""
+    """With ``capabilities.checksums``: its response is passed to :meth:`parse_loaded_weights`."""
     checksums: ClassVar[Call]
-    """With ``capabilities.checksums``: its reply is passed to :meth:`parse_checksums`."""
+    """With ``capabilities.checksums``: its response is passed to :meth:`parse_checksums`."""
 
     args_hint: ClassVar[str] = "the arguments that limit it"
     """For an error: the arguments that give a server room for longer prompts."""
-    memory_argument: ClassVar[str] = ""
-    """The argument that sets the share of a GPU for weights and KV cache."""
+    memory_args: ClassVar[tuple[str, ...]] = ()
+    """The arguments that set the memory for weights and KV cache; the first is their share of a GPU."""
     memory_includes_runtime: ClassVar[bool] = False
     """That share also contains :meth:`runtime_memory`."""
     routing_hint: ClassVar[str] = ""
@@ -161,6 +203,26 @@ class ServerBackend(ABC):
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
+        self.check_arguments()
+
+    def check_arguments(self) -> None:
+        """Raises ValueError for an argument in ``settings.args`` that cannot be used. Called before anything is started."""
+        for name, value in self.arguments.items():
+            if name in self.secret_args and not isinstance(value, bool):
+                why = f"a secret does not belong into a recorded config. Instead: {self.secret_args[name]}."
+                raise ValueError(f"server.args must not contain {name}: {why}")
+            if name in self.own_args:
+                raise ValueError(f"server.args must not contain {name}, but it is {value!r}: {self.own_args[name]}.")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """``settings.args`` by the names that the program's help shows: ``max_model_len`` is ``max-model-len``."""
+        return {name.lstrip("-").replace("_", "-"): value for name, value in self.settings.args.items()}
+
+    @property
+    def python(self) -> str:
+        """The interpreter that runs the servers."""
+        return self.settings.python or sys.executable
 
     @abstractmethod
     def launch(self, model: ServedModel, log: Path, host: str, port: int, gpu: int | None) -> Launch:
@@ -185,25 +247,52 @@ class ServerBackend(ABC):
 
     @property
     def sets_memory(self) -> bool:
-        """Whether the settings contain ``memory_argument``."""
-        return False
+        """Whether the settings contain one of :attr:`memory_args`."""
+        return not self.arguments.keys().isdisjoint(self.memory_args)
+
+    def environment(self, on_server: Path, env: Mapping[str, str]) -> dict[str, str]:
+        """``env`` and the settings' variables. The server can import from the folder ``on_server``, before its PYTHONPATH."""
+        env = {**env, **self.settings.env}
+        path = env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
+        return env | {"PYTHONPATH": os.pathsep.join(filter(None, [str(on_server), path]))}
 
     def listens_at(self, host: str) -> str:
         """The address at which a server listens that is launched with ``host``, unless a setting overrides it."""
         return host
 
+    def new_token(self, host: str) -> str | None:
+        """A new token of 256 bits for a server that is launched with ``host``. None: it listens on the loopback address.
+
+        Raises ValueError if other machines could reach the server, and its program checks no token.
+        """
+        address = self.listens_at(host)
+        if is_loopback(address):
+            return None
+        if not self.capabilities.token:
+            raise ValueError(
+                f"with engine {self.name}, servers must listen on the loopback address, but one would listen at {address}, and it "
+                "checks no token: it would answer everybody. Use one node, or set server.urls to servers that you start."
+            )
+        return secrets.token_hex(32)
+
     @abstractmethod
-    def parse_info(self, reply: Any) -> ServerInfo: ...
+    def parse_info(self, response: Any) -> ServerInfo: ...
 
     def check_version(self, url: str, info: ServerInfo) -> None:
-        """Raise ValueError for a server that is too old."""
+        """Raise ValueError for a server that is older than :attr:`oldest`."""
+        if tuple(int(number) for number in re.findall(r"\d+", info.version)[:3]) < self.oldest:
+            oldest = ".".join(map(str, self.oldest))
+            raise ValueError(
+                f"the server {url} is {self.title} {info.version}, but it must be {oldest} or newer: earlier versions "
+                f"{self.oldest_reason}."
+            )
 
     @abstractmethod
     def generate(self, attempt: Attempt) -> Call: ...
 
     @abstractmethod
-    def parse(self, attempt: Attempt, reply: Any) -> Reply:
-        """Raises BadReply if another attempt may succeed, ValueError if none can."""
+    def parse(self, attempt: Attempt, response: Any) -> Response:
+        """Raises BadResponse if another attempt may succeed, ValueError if none can."""
 
     @abstractmethod
     def abort(self, attempt_id: str) -> Call: ...
@@ -228,64 +317,33 @@ class ServerBackend(ABC):
         """With ``capabilities.lora_targets``: an adapter's weights as the server takes them, in base64."""
         raise NotImplementedError(f"{self.title} loads no adapters")
 
-    def parse_loaded_weights(self, reply: Any) -> str | None:
+    def parse_loaded_weights(self, response: Any) -> str | None:
         """The folder that the server loaded its weights from, or None if an update has replaced them since."""
         return None
 
-    def parse_checksums(self, reply: Any) -> list[Mapping[str, str]]:
+    def parse_checksums(self, response: Any) -> list[Mapping[str, str]]:
         """For each rank of the server, the checksum of each tensor by name."""
         raise NotImplementedError(f"{self.title} has no checksums")
 
 
-SERVER_BACKENDS: dict[str, str | type[ServerBackend]] = {
+SERVER_BACKENDS = {
     "sglang": "vlmrl.engine.sglang.backend:SGLangBackend",
     "vllm": "vlmrl.engine.vllm.backend:VLLMBackend",
 }
-"""The server programs by the value of ``config.engine``: a class, or "module:Class", which is imported when it is used."""
-
-
-def backend_class(engine: str) -> type[ServerBackend]:
-    """The server program called ``engine``. Raises ValueError if there is none."""
-    if engine not in SERVER_BACKENDS:
-        names = ", ".join(["embedded", *SERVER_BACKENDS])
-        raise ValueError(f"engine must be one of {names}, but it is {engine!r}.")
-    entry = SERVER_BACKENDS[engine]
-    if not isinstance(entry, str):
-        return entry
-    module, _, name = entry.partition(":")
-    found: type[ServerBackend] = getattr(importlib.import_module(module), name)
-    return found
+"""The server programs by the value of ``config.engine``, each as "module:Class", which is imported when it is used."""
 
 
 def new_backend(config: Config) -> ServerBackend:
-    """The server program that ``config.engine`` names, with the settings of its section."""
-    assert config.server_settings is not None
-    return backend_class(config.engine)(config.server_settings)
+    """The server program that ``config.engine`` names: a name in SERVER_BACKENDS, ``module:Class`` or ``file.py:Class``.
 
-
-def attached_servers(settings: ServerSettings) -> list[Server]:
-    """The running servers at ``settings.urls``. Their token is in the environment."""
-    token = bearer_token(TOKEN_VARIABLE)
-    return [Server(url, token=token) for url in settings.urls]
-
-
-def token_for(backend: ServerBackend, host: str) -> str | None:
-    """A new token of 256 bits for a server that is launched with ``host``. None: it listens on the loopback address.
-
-    Raises ValueError if other machines could reach the server, and its program checks no token.
+    Raises:
+        ValueError: there is none, it is no ServerBackend, or it cannot use ``config.server``.
     """
-    address = backend.listens_at(host)
-    if is_loopback(address):
-        return None
-    if not backend.capabilities.token:
-        raise ValueError(
-            f"with engine {backend.name}, servers must listen on the loopback address, but one would listen at {address}: it checks "
-            f"no token, and would answer everybody. Use one node, or set {backend.settings.section}.urls to servers that you start."
-        )
-    return secrets.token_hex(32)
-
-
-def is_installed(package: str) -> bool:
-    """Whether ``package`` can be imported here. A folder of that name without an `__init__.py` does not count."""
-    spec = importlib.util.find_spec(package)
-    return spec is not None and spec.origin is not None
+    engine = config.engine
+    if engine not in SERVER_BACKENDS and ":" not in engine:
+        names = ", ".join(["embedded", *SERVER_BACKENDS])
+        raise ValueError(f"engine must be one of {names}, or file.py:Class, but it is {engine!r}.")
+    found = load_code("engine", SERVER_BACKENDS.get(engine, engine))
+    if not (isinstance(found, type) and issubclass(found, ServerBackend)):
+        raise ValueError(f"engine must name a subclass of ServerBackend, but {engine} is {found!r}.")
+    return found(config.server)

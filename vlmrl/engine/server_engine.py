@@ -1,8 +1,8 @@
 """An engine that samples from inference servers, whatever their program is.
 
 Requests contain one placeholder id per image, and the images at the model's own size, or only their hashes if the server holds them.
-All turns of a trajectory go to one server, which has the KV cache of the earlier turns; when it fails, another server starts the reply
-again. Each reply's token counts, logprobs and policy versions are checked before it is used.
+All turns of a trajectory go to one server, which has the KV cache of the earlier turns; when it fails, another server starts
+the response again. Each response's token counts, logprobs and policy versions are checked before it is used.
 
 Everything runs in an event loop of its own thread, so that health checks and time limits work while the main loop trains.
 """
@@ -19,10 +19,10 @@ from typing import Any
 
 from vlmrl.engine.base import EngineError, Request, check_placeholders
 from vlmrl.engine.image_files import EncodedImage, ImageFiles
-from vlmrl.engine.server import UNREACHED, Server, ServerError, quietly
+from vlmrl.engine.server import UNREACHED, Server, ServerError, suppress_unreachable
 from vlmrl.engine.server_backend import Attempt, Call
 from vlmrl.engine.server_pool import ServerPool
-from vlmrl.engine.server_reply import BadReply, StaleWeights, completion_of
+from vlmrl.engine.server_response import BadResponse, StaleWeights, completion_of
 from vlmrl.model.expert_routing import ExpertRouters
 from vlmrl.multimodal.renderer import Renderer
 from vlmrl.types import Completion, MediaItem
@@ -124,6 +124,8 @@ class ServerEngine:
 
     async def generate(self, request: Request) -> Completion:
         check_placeholders(request, self._renderer.image_token_id)
+        if refusal := self.backend.capabilities.refusal(request.sampling):
+            raise ValueError(f"with engine {self.backend.name}, {refusal}.")
         if self.servers.closed:
             raise EngineError(f"trajectory {request.trajectory_id}: the engine was closed")
         return await self.thread.run(self._generate(request))
@@ -175,7 +177,7 @@ class ServerEngine:
 
     async def _attempts(self, request: Request) -> Completion:
         """Attempts until one succeeds: on the trajectory's own server first, on others when it fails."""
-        attempts = self.servers.settings.retries + 1
+        attempts = self.servers.limits.retries + 1
         failure: Exception | None = None
         failures, name_images = 0, True
         while failures < attempts:
@@ -185,7 +187,7 @@ class ServerEngine:
                 return await self._attempt(server, request, images)
             except AdapterExchanged:
                 continue  # no failure of the server: it gets the request again, for the new adapter
-            except (*UNREACHED, ServerError, BadReply) as error:
+            except (*UNREACHED, ServerError, BadResponse) as error:
                 if isinstance(error, ServerError) and error.status == 400:
                     if all(image.json is not None for image in images):
                         raise ValueError(f"trajectory {request.trajectory_id}: {error}") from error
@@ -196,7 +198,7 @@ class ServerEngine:
                 failure = error
                 failures += 1
                 if isinstance(error, StaleWeights):
-                    await self.servers.withdraw(server)
+                    await self.servers.drain(server)
                 self._server_of.pop(request.trajectory_id, None)
                 server.failed(began)
                 self.retried += 1
@@ -251,7 +253,7 @@ class ServerEngine:
         )
         server.in_flight += 1
         try:
-            reply = await _unless_withdrawn(server, self.servers.call(server, *self.backend.generate(attempt)))
+            response = await _unless_drained(server, self.servers.call(server, *self.backend.generate(attempt)))
         except asyncio.CancelledError:
             self._abort(server, attempt.id)
             raise
@@ -260,7 +262,7 @@ class ServerEngine:
             raise
         finally:
             server.in_flight -= 1
-        completion = self._completion(attempt, reply)
+        completion = self._completion(attempt, response)
         if server.info.holds_images:
             server.images.update(request.media)
         await self.servers.answered(server)
@@ -274,12 +276,12 @@ class ServerEngine:
             raise AdapterExchanged from error
         raise StaleWeights(f"the server lacks the current adapter: {error}") from error
 
-    def _completion(self, attempt: Attempt, reply: Any) -> Completion:
-        """The checked reply. Raises BadReply if another attempt may succeed, ValueError if none can."""
+    def _completion(self, attempt: Attempt, response: Any) -> Completion:
+        """The checked response. Raises BadResponse if another attempt may succeed, ValueError if none can."""
         try:
             return completion_of(
                 attempt.request,
-                self.backend.parse(attempt, reply),
+                self.backend.parse(attempt, response),
                 self.versions,
                 adapter=attempt.adapter,
                 routing=self._routing,
@@ -287,11 +289,11 @@ class ServerEngine:
             )
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
             what = f"{type(error).__name__}: {str(error)[:200]}"
-            raise BadReply(f"a reply of another form: {what}: {reprlib.repr(reply)}") from error
+            raise BadResponse(f"a response of another form: {what}: {reprlib.repr(response)}") from error
 
     def _abort(self, server: Server, attempt_id: str) -> None:
         call = self.servers.call(server, *self.backend.abort(attempt_id), timeout=ABORT_SECONDS)
-        task = asyncio.create_task(quietly(call))
+        task = asyncio.create_task(suppress_unreachable(call))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
@@ -320,7 +322,7 @@ class ServerEngine:
         await self.servers.notify()
 
     async def _call_all(self, call: Call, servers: Sequence[Server], asleep: bool | None = None) -> None:
-        """Call all ``servers`` and note whether they are ``asleep`` afterwards. One that fails is withdrawn until it is revived."""
+        """Call all ``servers`` and note whether they are ``asleep`` afterwards. One that fails is drained until it is revived."""
 
         async def call_one(server: Server) -> None:
             began = time.monotonic()
@@ -329,7 +331,7 @@ class ServerEngine:
                 if asleep is not None:
                     server.asleep = asleep
             except (*UNREACHED, ServerError):
-                await self.servers.withdraw(server)
+                await self.servers.drain(server)
                 server.failed(began)
 
         await asyncio.gather(*(call_one(server) for server in servers))
@@ -348,14 +350,14 @@ class ServerEngine:
                 server.asleep = asleep
 
 
-async def _unless_withdrawn(server: Server, call: Coroutine[Any, Any, Any]) -> Any:
-    """The result of ``call``. Raises ServerError as soon as ``server`` is withdrawn."""
-    reply, withdrawn = asyncio.ensure_future(call), asyncio.ensure_future(server.withdrawn.wait())
+async def _unless_drained(server: Server, call: Coroutine[Any, Any, Any]) -> Any:
+    """The result of ``call``. Raises ServerError as soon as ``server`` is drained."""
+    response, drained = asyncio.ensure_future(call), asyncio.ensure_future(server.drained.wait())
     try:
-        await asyncio.wait({reply, withdrawn}, return_when=asyncio.FIRST_COMPLETED)
-        if not reply.done():
+        await asyncio.wait({response, drained}, return_when=asyncio.FIRST_COMPLETED)
+        if not response.done():
             raise ServerError("the server was taken out of service", status=503)
-        return reply.result()
+        return response.result()
     finally:
-        for task in (reply, withdrawn):
+        for task in (response, drained):
             task.cancel()

@@ -1,6 +1,6 @@
-"""All servers of a run: started by the run or attached by URL, watched, restarted and resynced.
+"""All servers of a run: started by the run or external, watched, restarted and resynced.
 
-A server serves only while it is healthy and has the current weights. Otherwise the pool withdraws it until both are true again.
+A server serves only while it is healthy and has the current weights. Otherwise the pool drains it until both are true again.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import logging
 import reprlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
 from vlmrl.engine.base import EngineError
-from vlmrl.engine.server import TAIL, UNREACHED, Server, ServerError, ServerInfo, quietly
-from vlmrl.engine.server_backend import TOKEN_VARIABLE, Call, EncodedBody, ServerBackend
+from vlmrl.engine.server import TAIL, TOKEN_VARIABLE, UNREACHED, Server, ServerError, ServerInfo, suppress_unreachable
+from vlmrl.engine.server_backend import Call, EncodedBody, ServerBackend
 from vlmrl.utils.http import excerpt
 from vlmrl.utils.tokens import bearer
 
@@ -27,6 +28,18 @@ PIECE = 2**18  # bytes of a body that are written at once: what a slow connectio
 EXPECTED = (*UNREACHED, ServerError, EngineError)  # failures of a server; any other error is one of this program
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long failures are borne. A server that computes a long prompt answers no health check for up to a minute."""
+
+    health_every: float = 10.0
+    """Seconds between two health checks of a server."""
+    health_timeout: float = 120.0
+    """Seconds of failed health checks after which a server counts as dead."""
+    retries: int = 8
+    """Of a failed request. With the back-off they outlast a restart of the server."""
 
 
 class ServerPool:
@@ -39,11 +52,12 @@ class ServerPool:
         self,
         backend: ServerBackend,
         servers: Sequence[Server],
-        on_close: Callable[[], None] | None = None,
         colocated: bool = False,
+        limits: Limits | None = None,
     ) -> None:
         self.backend = backend
         self.settings = backend.settings
+        self.limits = limits or Limits()
         self.all = list(servers)
         self.resync: Callable[[Server], Awaitable[None]] = _nothing
         self.restarts = 0
@@ -54,7 +68,6 @@ class ServerPool:
         """The trainer uses the servers' GPUs while they are paused. No server may start then."""
         self.update_lock = asyncio.Lock()
         """Held during a weight update of all servers, and during the resync of one."""
-        self._on_close = on_close
         self._starting: set[Server] = set()
         self._changed = asyncio.Condition()
         self._session: aiohttp.ClientSession | None = None
@@ -93,23 +106,19 @@ class ServerPool:
         """Let all requests fail, those in flight too, and end the servers that the run started."""
         self.closed = True
         for server in self.all:
-            await self.withdraw(server)
+            await self.drain(server)
         for task in self._watchers:
             task.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
         processes = [server.process for server in self.all if server.process is not None]
-        try:
-            await asyncio.gather(*(asyncio.to_thread(process.stop) for process in processes))
-        finally:
-            if self._on_close is not None:
-                self._on_close()
+        await asyncio.gather(*(asyncio.to_thread(process.stop) for process in processes))
 
     async def call(self, server: Server, path: str, body: Any = None, timeout: float | None = None) -> Any:
         """GET ``path``, or POST ``body`` (JSON as Python objects, or an EncodedBody). Returns the JSON of the response.
 
-        Raises ServerError if the server replies with an error or not in JSON, and one of UNREACHED if it does not reply.
+        Raises ServerError if the server answers with an error or not in JSON, and one of UNREACHED if it does not answer.
         """
         content = await self._fetch(server, Call(path, body), timeout)
         try:
@@ -153,7 +162,7 @@ class ServerPool:
                 return min(available, key=lambda server: server.in_flight)
             left = until - time.monotonic()
             if left <= 0:
-                servers = ", ".join(f"{server.url}: {server.trouble}".removesuffix(": ") for server in self.all)
+                servers = ", ".join(f"{server.url}: {server.last_error}".removesuffix(": ") for server in self.all)
                 raise EngineError(
                     f"no {self.backend.title} server has served for {patience:g} s ({servers}){self.all[0].log_tail()}"
                 )
@@ -164,8 +173,8 @@ class ServerPool:
         """The server is healthy and has the current weights: let it serve."""
         server.answered()
         server.images.clear()  # it may have been restarted
-        server.ready, server.trouble = True, ""
-        server.withdrawn = asyncio.Event()
+        server.ready, server.last_error = True, ""
+        server.drained = asyncio.Event()
         await self.notify()
 
     async def answered(self, server: Server) -> None:
@@ -175,10 +184,10 @@ class ServerPool:
         if waiting:
             await self.notify()
 
-    async def withdraw(self, server: Server) -> None:
+    async def drain(self, server: Server) -> None:
         """Take the server out of service. Its requests in flight fail, so that other servers can take them."""
         server.ready = False
-        server.withdrawn.set()
+        server.drained.set()
         await self.notify()
 
     async def wait_for_starts(self) -> None:
@@ -190,7 +199,7 @@ class ServerPool:
         """Stop the processes of servers that did not fall asleep, because they failed. They restart after the pause."""
         awake = [server for server in self.all if server.process is not None and not (server.ready and server.asleep)]
         for server in awake:
-            await self.withdraw(server)
+            await self.drain(server)
         await asyncio.gather(*(asyncio.to_thread(server.process.stop, False) for server in awake if server.process))
 
     async def notify(self) -> None:
@@ -206,7 +215,7 @@ class ServerPool:
     async def _until_up(self, server: Server) -> None:
         limit = self.settings.start_timeout
         if not await self._is_healthy(server, limit):
-            reason = f"did not answer in {self.settings.section}.start_timeout ({limit:g} s)"
+            reason = f"did not answer in server.start_timeout ({limit:g} s)"
             if not server.alive:
                 reason = "ended while it started"
             raise EngineError(f"the {self.backend.title} server {server.url} {reason}{server.log_tail()}")
@@ -220,7 +229,7 @@ class ServerPool:
         """
         limit = self.settings.start_timeout
         try:
-            reply = await self.call(server, *self.backend.info, timeout=limit)
+            response = await self.call(server, *self.backend.info, timeout=limit)
         except UNREACHED as error:
             raise EngineError(
                 f"the {self.backend.title} server {server.url} reported nothing about itself within {limit:g} s: "
@@ -238,9 +247,9 @@ class ServerPool:
                 f"the {self.backend.title} server refuses the token of this run: {hint}. {error}"
             ) from error
         try:
-            return self.backend.parse_info(reply)
+            return self.backend.parse_info(response)
         except (AttributeError, LookupError, TypeError) as error:
-            what = f"{reprlib.repr(reply)} ({type(error).__name__}: {error})"
+            what = f"{reprlib.repr(response)} ({type(error).__name__}: {error})"
             raise EngineError(f"the {self.backend.title} server {server.url} reports about itself: {what}") from error
 
     async def _is_healthy(self, server: Server, patience: float) -> bool:
@@ -266,7 +275,7 @@ class ServerPool:
         broken = False  # its revival failed: it may be healthy, but cannot serve
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.settings.health_every):
+                async with asyncio.timeout(self.limits.health_every):
                     await server.check_health.wait()
             server.check_health.clear()
             if self.paused and (self.colocated or server.alive):
@@ -275,18 +284,18 @@ class ServerPool:
                 await self._check(server, broken)
                 broken = False
             except Exception as error:  # whatever it is, the server gets its next check
-                broken, before = True, server.trouble
-                server.trouble = f"{type(error).__name__}: {error}"
-                if not isinstance(error, EXPECTED) and server.trouble != before:
+                broken, before = True, server.last_error
+                server.last_error = f"{type(error).__name__}: {error}"
+                if not isinstance(error, EXPECTED) and server.last_error != before:
                     log.warning("the server %s cannot serve, and is tried again", server.url, exc_info=error)
 
     async def _check(self, server: Server, broken: bool) -> None:
         """Check the server's health, and revive it if it cannot serve. Raises if that fails."""
         checkable = not broken and not server.asleep  # a server that is asleep now has failed to wake: restart it
-        healthy = checkable and await self._is_healthy(server, self.settings.health_timeout)
+        healthy = checkable and await self._is_healthy(server, self.limits.health_timeout)
         if server.ready and (healthy or (self.paused and server.alive)):
             return
-        await self.withdraw(server)
+        await self.drain(server)
         if not broken:
             self._starting.add(server)
         try:
@@ -307,7 +316,7 @@ class ServerPool:
             self.restarts += 1
         else:
             resume = self.call(server, *self.backend.resume, timeout=CHECK_SECONDS)
-            await quietly(resume)  # a pause in which it failed has not ended for it
+            await suppress_unreachable(resume)  # a pause in which it failed has not ended for it
         await self._until_up(server)
         async with self.update_lock:
             await self.resync(server)

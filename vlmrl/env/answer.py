@@ -28,6 +28,7 @@ class StepResult:
     reward: float | None
     metrics: dict[str, float]
     points: list[PointSet] = field(default_factory=list)
+    state: str | None = None
 
 
 Answer = list[Message] | StepResult | None

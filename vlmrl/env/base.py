@@ -15,15 +15,16 @@ from typing import Any
 from vlmrl.config import Config, Part
 from vlmrl.config.code import check_options, load_code, resolve_function
 from vlmrl.config.data import check_env_or_reward
+from vlmrl.config.fields import Codes, weights_of
 from vlmrl.env.tool_schema import check_tools
 from vlmrl.types import TRUNCATED, ImageSource, Message, Task
 from vlmrl.utils.threads import DaemonPool
 
 
 class RetryTurn(Exception):
-    """Raised in ``step`` to sample the turn again: the reply is discarded before training, and counted as ``turns_resampled``.
+    """Raised in ``step`` to sample the turn again: the response is discarded before training, and counted as ``turns_resampled``.
 
-    After an env error, the new env gets the discarded reply again, and must reject it again. In other methods, it is an env error.
+    After an env error, the new env gets the discarded response again, and must reject it again. In other methods, it is an env error.
     """
 
 
@@ -50,13 +51,13 @@ class Env(abc.ABC):
     """One episode of one task. Subclass it, write ``step``, and override the other methods you need.
 
     Each method may be ``async``; plain methods all run in one thread, which belongs to this env. The turn loop sets ``self.turn``
-    (0 for the first reply), ``self.max_turns``, ``self.seed``, ``self.last_reply`` and, unless the class sets it,
+    (0 for the first response), ``self.max_turns``, ``self.seed``, ``self.last_response`` and, unless the class sets it,
     ``self.tool_format``, the chat template's format of tool calls (see `tool_calls.py`). ``self.shared`` is the result of the optional
     classmethod ``setup(cls, **options)``, which is called once per process.
     """
 
     tools: list[dict[str, Any]] = []  # noqa: RUF012  JSON schemas for the chat template
-    replayable: bool = True  # the same seed and replies give the same observations
+    replayable: bool = True  # the same seed and responses give the same observations
     unfinished_reward: float | None = None
     """Added to the reward of an episode that a budget ended before ``step`` said done. Unset: ``step``, an own ``finish`` or
     ``rollout.truncated_reward`` must give such an episode its reward."""
@@ -64,7 +65,7 @@ class Env(abc.ABC):
     turn: int = 0
     max_turns: int = 1
     seed: int = 0
-    last_reply: str = ""
+    last_response: str = ""
     tool_format: str | None = None
     shared: Any = None
     own_thread: DaemonPool | None = None
@@ -81,11 +82,12 @@ class Env(abc.ABC):
 
     @abc.abstractmethod
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-        """Play one reply. Returns the observation (see :func:`obs`), whether the episode is done, and ``info``.
+        """Play one response. Returns the observation (see :func:`obs`), whether the episode is done, and ``info``.
 
         ``info["reward"]`` is added to the trajectory's reward; the other numbers in ``info`` become metrics.
-        ``info["points"]``, ``[{"label": "click", "at": [[0.5, 0.25]]}]``, are where the reply acted on the last image before it, in
+        ``info["points"]``, ``[{"label": "click", "at": [[0.5, 0.25]]}]``, are where the response acted on the last image before it, in
         fractions of its width and height; they are drawn on the page of trajectories.
+        ``info["state"]`` names the state after the step, a string or an integer, for ``algo.credit gigpo``.
         """
 
     def finish(self, ending: str) -> float | None:
@@ -109,17 +111,21 @@ class Env(abc.ABC):
 
 
 class RewardEnv(Env):
-    """A single turn scored by a function ``reward(text, task) -> float``, also if the reply was cut off."""
+    """A single turn scored by functions ``reward(text, task) -> float``, each with its weight, also if the response was cut off."""
 
-    def __init__(self, task: Task, function: Callable[[str, Task], float]) -> None:
+    def __init__(self, task: Task, functions: Mapping[Callable[[str, Task], float], float]) -> None:
         super().__init__(task)
-        self.function = function
+        self.functions = functions
 
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-        return obs(), True, {"reward": self.function(response_text, self.task)}
+        if list(self.functions.values()) == [1.0]:
+            return obs(), True, {"reward": next(iter(self.functions))(response_text, self.task)}
+        scores = {function: function(response_text, self.task) for function in self.functions}
+        total = sum(weight * scores[function] for function, weight in self.functions.items())
+        return obs(), True, {"reward": total, **{_name(function): score for function, score in scores.items()}}
 
     def finish(self, ending: str) -> float | None:
-        return self.function(self.last_reply, self.task) if ending in TRUNCATED else None
+        return self.step(self.last_response)[2]["reward"] if ending in TRUNCATED else None
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,7 @@ def resolve_envs(config: Config) -> EnvSpec:
 
 def resolve_env(
     env: str | Callable[..., Any] | None,
-    reward: str | Callable[..., Any] | None = None,
+    reward: Codes = None,
     options: dict[str, Any] | None = None,
 ) -> EnvSpec:
     """The spec of ``env`` (a class, a factory, ``module:Name`` or ``file.py:Name``) or of a ``reward`` function.
@@ -177,8 +183,10 @@ def resolve_env(
         )
     check_env_or_reward("", env, reward)
     if reward is not None:
-        function = resolve_function("reward", reward, ["text", "task"])
-        return EnvSpec(_name(function), partial(RewardEnv, function=function))
+        named = {
+            resolve_function("reward", code, ["text", "task"]): weight for code, weight in weights_of(reward).items()
+        }
+        return EnvSpec(" + ".join(map(_name, named)), partial(RewardEnv, functions=named))
     target = load_code("env", env)
     name = _name(target)
     if not callable(target):

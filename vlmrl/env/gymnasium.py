@@ -4,10 +4,10 @@ class CartPole(GymnasiumEnv):
     def make(self):
         return self.gymnasium.make("CartPole-v1", render_mode="rgb_array")
 
-    def read_actions(self, reply):
-        if reply not in ("left", "right"):
+    def read_actions(self, response):
+        if response not in ("left", "right"):
             raise ValueError("Say left or right.")
-        return [int(reply == "right")]
+        return [int(response == "right")]
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vlmrl.config.code import import_extra
 from vlmrl.env.base import Env, obs
 from vlmrl.types import Message
+from vlmrl.utils.require import import_extra
 
 
 class GymnasiumEnv(Env):
-    """The environment that :meth:`make` returns, seeded by the task. A reply is one or more actions, the observation the last frame.
+    """The environment that :meth:`make` returns, seeded by the task. A response is one or more actions, the observation the
+    last frame.
 
     The first frame comes before the text of the prompt's last message. A frame is the observation itself if that is an image (uint8,
     ``[height, width, channels]``), and otherwise the result of ``render()``, so make the environment with ``render_mode="rgb_array"``.
@@ -50,8 +51,8 @@ class GymnasiumEnv(Env):
         """The ``gymnasium.Env`` of this task, which may depend on ``self.task`` and ``self.seed``."""
 
     @abc.abstractmethod
-    def read_actions(self, reply: str) -> list[Any]:
-        """The actions in a reply. The text of a ValueError becomes the observation, and no action is taken."""
+    def read_actions(self, response: str) -> list[Any]:
+        """The actions in a response. The text of a ValueError becomes the observation, and no action is taken."""
 
     def describe(self, info: dict[str, Any]) -> str:
         """The text after a frame, from the environment's ``info``."""
@@ -69,7 +70,7 @@ class GymnasiumEnv(Env):
         try:
             actions = self.read_actions(response_text)
             if not actions:
-                raise ValueError("The reply names no action.")
+                raise ValueError("The response names no action.")
         except ValueError as error:
             return obs(str(error)), False, {"reward": 0.0, "actions": 0, "invalid": 1}
         total, done, taken, observation, info = 0.0, False, 0, None, {}

@@ -22,7 +22,7 @@ from typing import Any
 
 from vlmrl.multimodal.images import data_uri
 from vlmrl.types import Message
-from vlmrl.utils.http import RefusedError, RetryableError, http_client, post_json, retrying
+from vlmrl.utils.http import HttpClient, RefusedError, RetryableError, retrying
 from vlmrl.utils.threads import SingleFlight
 
 SCORE = re.compile(r"<score>(.*?)</score>", re.DOTALL)
@@ -42,7 +42,7 @@ class JudgeError(Exception):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A score from 0 to 1, the judge's whole reply, and the seconds, tokens and money it cost. A cached verdict costs nothing."""
+    """A score from 0 to 1, the judge's whole response, and the seconds, tokens and money it cost. A cached verdict costs nothing."""
 
     score: float
     text: str
@@ -54,7 +54,7 @@ class Verdict:
 
     @property
     def remarks(self) -> str:
-        """The reply without its reasoning (``<think>``) and without the score."""
+        """The response without its reasoning (``<think>``) and without the score."""
         return SCORE.sub("", self.text.rpartition("</think>")[2]).strip()
 
     @property
@@ -112,7 +112,7 @@ class Judge:
         self.prices = (price_in, price_out)
         self._body = {"model": model, "temperature": 0.0, "max_tokens": 1024, **(request or {})}
         key = os.environ.get(key_variable)
-        self._client = http_client(timeout, {"Authorization": f"Bearer {key}"} if key else None)
+        self._client = HttpClient(timeout, {"Authorization": f"Bearer {key}"} if key else None)
         self._slots = threading.Semaphore(max_concurrent)
         self._verdicts: dict[str, Verdict] = {}  # oldest first
         self._flight: SingleFlight[Verdict] = SingleFlight()
@@ -156,16 +156,16 @@ class Judge:
         return verdict
 
     def _attempt(self, messages: list[Message], usage: _Usage) -> tuple[float, str]:
-        """One request: the score from 0 to 1, and the reply. Adds to ``usage``."""
+        """One request: the score from 0 to 1, and the response. Adds to ``usage``."""
         began = time.perf_counter()
         usage.requests += 1
         try:
             with self._slots:
-                completion = dict(post_json(self._client, self.url, {**self._body, "messages": messages}))
+                completion = dict(self._client.post_json(self.url, {**self._body, "messages": messages}))
             tokens = completion.get("usage") or {}
             usage.tokens_in += int(tokens.get("prompt_tokens") or 0)
             usage.tokens_out += int(tokens.get("completion_tokens") or 0)
-            text = _reply_text(completion)
+            text = _response_text(completion)
             return self._score(text), text
         except (ValueError, TypeError, AttributeError, OverflowError) as error:
             raise RetryableError(str(error)) from error
@@ -173,11 +173,11 @@ class Judge:
             usage.seconds += time.perf_counter() - began
 
     def _score(self, text: str) -> float:
-        """The only score in a reply, from 0 to 1. Raises ValueError if there is none, or more than one."""
+        """The only score in a response, from 0 to 1. Raises ValueError if there is none, or more than one."""
         opened = text.rpartition("</think>")[2].split("<score>")[1:]
         scores = [score.strip() for score, closed, _ in (rest.partition("</score>") for rest in opened) if closed]
         if len(opened) != 1 or len(scores) != 1 or not NUMBER.fullmatch(scores[0]):
-            raise ValueError(f"the reply must hold one score, but it holds {scores[:10]}: {text[-200:]!r}")
+            raise ValueError(f"the response must hold one score, but it holds {scores[:10]}: {text[-200:]!r}")
         score = float(scores[0])
         if not self.low <= score <= self.high:
             raise ValueError(f"the score must be from {self.low:g} to {self.high:g}, but it is {score:g}")
@@ -197,16 +197,16 @@ def weighted_reward(parts: Mapping[str, float], weights: Mapping[str, float]) ->
     return {**parts, "reward": sum(weights[name] * value for name, value in parts.items())}
 
 
-def _reply_text(completion: dict[str, Any]) -> str:
+def _response_text(completion: dict[str, Any]) -> str:
     """The text of a chat completion that was not cut off. Raises ValueError for anything else."""
     try:
         choice = completion["choices"][0]
         text, ending = choice["message"].get("content"), choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(f"the reply is not a chat completion: {str(completion)[:200]}") from error
+        raise ValueError(f"the response is not a chat completion: {str(completion)[:200]}") from error
     if ending not in (None, "stop") or not isinstance(text, str):
         raise ValueError(
-            f"the reply is incomplete (finish_reason {ending}): {choice['message'].get('refusal') or text!r}"
+            f"the response is incomplete (finish_reason {ending}): {choice['message'].get('refusal') or text!r}"
         )
     return text
 

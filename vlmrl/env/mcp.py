@@ -1,8 +1,8 @@
 """The tools of an MCP server as the tools of an env, by the official client: over HTTP, or with a server process per episode.
 
 class BrowserEnv(McpEnv):
-    def judge(self, reply):
-        return float(self.task.answer in reply)
+    def judge(self, response):
+        return float(self.task.answer in response)
 
 Config(env="browser.py:BrowserEnv", env_options={"server": "http://127.0.0.1:8931/mcp"}, ...)
 """
@@ -20,11 +20,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from vlmrl.config.code import import_extra
 from vlmrl.env.tool_calls import Schema, tool_name
 from vlmrl.env.tools import ToolEnv
 from vlmrl.multimodal.images import frozen_image
 from vlmrl.types import Message, Task
+from vlmrl.utils.require import import_extra
 from vlmrl.utils.work_pool import cpu_pool
 
 DECODING_SECONDS = 60.0  # for the images of one result, without the time in the queue

@@ -1,8 +1,8 @@
-"""Environments of an OpenEnv server as Envs: one method parses replies into actions, the other formats observations.
+"""Environments of an OpenEnv server as Envs: one method parses responses into actions, the other formats observations.
 
 class EchoEnv(OpenEnvEnv):
-    def read_action(self, reply):
-        return {"message": reply}
+    def read_action(self, response):
+        return {"message": response}
 
     def show(self, observation):
         return obs(observation["echoed_message"])
@@ -15,10 +15,10 @@ from __future__ import annotations
 import abc
 from typing import Any
 
-from vlmrl.config.code import import_extra
 from vlmrl.env.base import Env, obs
 from vlmrl.multimodal.embedded import check_embedded
 from vlmrl.types import Message, Task
+from vlmrl.utils.require import import_extra
 
 
 class OpenEnvEnv(Env):
@@ -38,8 +38,8 @@ class OpenEnvEnv(Env):
         return import_extra("openenv.core.generic_client", "openenv")  # fails at startup if it is missing
 
     @abc.abstractmethod
-    def read_action(self, reply: str) -> dict[str, Any]:
-        """The action in a reply. The text of a ValueError becomes the observation, and no action is taken."""
+    def read_action(self, response: str) -> dict[str, Any]:
+        """The action in a response. The text of a ValueError becomes the observation, and no action is taken."""
 
     @abc.abstractmethod
     def show(self, observation: dict[str, Any]) -> dict[str, Any]:

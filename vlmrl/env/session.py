@@ -1,7 +1,7 @@
 """Runs the env of one trajectory: its thread, deadlines and retries.
 
 The turn loop calls an env only through :class:`EnvSession`. Plain methods run in the env's own daemon thread, async ones in the event
-loop; each call has a deadline. After an error a new env replays the replies so far, those that the env rejected with RetryTurn
+loop; each call has a deadline. After an error a new env replays the responses so far, those that the env rejected with RetryTurn
 included, and its answers are compared with the first ones.
 """
 
@@ -22,6 +22,7 @@ from vlmrl.env.base import Env, EnvSpec, RetryTurn, RewardEnv
 from vlmrl.env.tool_schema import check_tools
 from vlmrl.types import Message, Task
 from vlmrl.utils.threads import DaemonPool, await_user_code
+from vlmrl.utils.users_line import describe_error
 from vlmrl.utils.work_pool import DeadlineError, abandonable, cpu_pool
 
 
@@ -37,7 +38,7 @@ class EnvContractError(ValueError):
     """The env's code breaks the contract of :class:`~vlmrl.env.base.Env`. No retry helps, so the run stops."""
 
 
-REJECTED = "RetryTurn"  # in place of the digest of a step result: the env rejected the reply
+REJECTED = "RetryTurn"  # in place of the digest of a step result: the env rejected the response
 _CLOSING: set[asyncio.Task[None]] = set()  # tasks that nobody awaits: an event loop keeps only weak references
 
 
@@ -46,10 +47,11 @@ class _DeadlineError(Exception):
 
 
 class EnvSession:
-    """Runs the env of one task: ``start``, then ``step`` for each reply, ``finish`` once, ``close`` always.
+    """Runs the env of one task: ``start``, then ``step`` for each response, ``finish`` once, ``close`` always.
 
     ``timeout`` is per call, in seconds. ``tool_format`` is the chat template's format of tool calls. ``seconds`` is the time spent in
-    the env so far; ``counts`` counts its errors, timeouts and retries.
+    the env so far, with what it waited for: a server, a core. ``cpu_seconds`` is what its plain methods computed in its thread.
+    ``counts`` counts its errors, timeouts and retries.
     """
 
     def __init__(
@@ -64,15 +66,21 @@ class EnvSession:
         self._env: Env | None = None
         self._built: list[Env] = []  # the env in `_thread`, even if its constructor missed the deadline
         self._thread: DaemonPool | None = None
-        self._played: list[tuple[str, str]] = []  # each reply, and the digest of its step result or REJECTED
+        self._played: list[tuple[str, str]] = []  # each response, and the digest of its step result or REJECTED
         self._start_digest: str | None = None
-        self.seconds = 0.0
+        self.seconds = self.cpu_seconds = 0.0
         self.counts: Counter[str] = Counter()
 
     @property
     def tools(self) -> list[dict[str, Any]]:
         assert self._env is not None
         return self._env.tools
+
+    @property
+    def tool_format(self) -> str | None:
+        """The format in which the env reads tool calls."""
+        assert self._env is not None
+        return self._env.tool_format
 
     @property
     def replayable(self) -> bool:
@@ -87,33 +95,33 @@ class EnvSession:
         """Build and reset the env. Returns the first messages, or ``None`` for the task's prompt."""
         return await self._with_retries(self._open)
 
-    async def step(self, reply: str) -> StepResult:
-        """The env's answer to a reply. Raises RetryTurn if the env rejects the reply, EnvError if no retry is left."""
+    async def step(self, response: str) -> StepResult:
+        """The env's answer to a response. Raises RetryTurn if the env rejects the response, EnvError if no retry is left."""
 
         async def attempt() -> tuple[StepResult, str]:
             if self._env is None:
                 await self._replay()
-            return await self._step(reply)
+            return await self._step(response)
 
         try:
             result, digest = await self._with_retries(attempt)
         except RetryTurn:
-            self._played.append((reply, REJECTED))
+            self._played.append((response, REJECTED))
             raise
-        self._played.append((reply, digest))
+        self._played.append((response, digest))
         return result
 
-    async def finish(self, ending: str, last_reply: str, last_turn: int | None = None) -> float | None:
+    async def finish(self, ending: str, last_response: str, last_turn: int | None = None) -> float | None:
         """The final reward. After an error, a new env replays the episode and is called again.
 
-        ``last_turn`` is the turn of the last reply if no ``step`` received it.
+        ``last_turn`` is the turn of the last response if no ``step`` received it.
         """
 
         async def attempt() -> float | None:
             if self._env is None:
                 await self._replay()
             assert self._env is not None
-            self._env.last_reply = last_reply
+            self._env.last_response = last_response
             if last_turn is not None:
                 self._env.turn = last_turn
             reward = await self._call(self._env.finish, ending)
@@ -146,7 +154,7 @@ class EnvSession:
             except Exception as error:
                 late = isinstance(error, _DeadlineError)
                 self.counts["timeouts" if late else "errors"] += 1
-                reason = str(error) if late else f"{type(error).__name__}: {error}"
+                reason = str(error) if late else describe_error(error)
                 where = f"env {self._spec.name}, task {self._task.id}, turn {self._turn}"
                 replayable = self._env is None or self._env.replayable
                 await self._abandon()
@@ -184,12 +192,12 @@ class EnvSession:
         return built[0]
 
     async def _replay(self) -> None:
-        """Build a new env and replay the replies so far."""
+        """Build a new env and replay the responses so far."""
         await self._open()
         turn = 0
-        for reply, digest in self._played:
+        for response, digest in self._played:
             try:
-                _, replayed = await self._step(reply, turn)
+                _, replayed = await self._step(response, turn)
             except RetryTurn:
                 replayed = REJECTED
             if replayed != digest:
@@ -198,15 +206,15 @@ class EnvSession:
                     what = f"RetryTurn was raised {'only' if replayed == REJECTED else 'before, but not'} in the replay"
                 raise EnvError(
                     f"env {self._spec.name}, task {self._task.id}, turn {turn}: {what}. Make the env depend on self.seed and the "
-                    "replies alone, or set replayable = False."
+                    "responses alone, or set replayable = False."
                 )
             turn += digest != REJECTED
 
-    async def _step(self, reply: str, turn: int | None = None) -> tuple[StepResult, str]:
+    async def _step(self, response: str, turn: int | None = None) -> tuple[StepResult, str]:
         """The result of one ``step``, and its digest."""
         env = self._env
         assert env is not None
-        env.turn, env.last_reply = self._turn if turn is None else turn, reply
+        env.turn, env.last_response = self._turn if turn is None else turn, response
 
         def read(returned: Any) -> Any:
             observation, done, info = self._checked(returned)
@@ -214,7 +222,7 @@ class EnvSession:
             read_shown = partial(self._result, bool(done), info)
             return self._read_awaited(shown, read_shown) if inspect.isawaitable(shown) else read_shown(shown)
 
-        return await self._answer(env.step, read, reply, may_reject=True)
+        return await self._answer(env.step, read, response, may_reject=True)
 
     def _checked(self, returned: Any) -> tuple[dict[str, Any], Any, dict[str, Any]]:
         is_step = isinstance(returned, tuple) and len(returned) == 3
@@ -231,6 +239,11 @@ class EnvSession:
             points = read_points(info.pop("points", []))
         except ValueError as error:
             raise EnvContractError(f"env {self._spec.name}: info['points'] {error}") from error
+        state = info.pop("state", None)
+        if not isinstance(state, str | int | None):
+            raise EnvContractError(
+                f"env {self._spec.name}: info['state'] must be a string or an integer, but it is {state!r:.200}."
+            )
         return StepResult(
             messages=_messages("format_observation", shown, self._spec.name),
             done=done,
@@ -241,6 +254,7 @@ class EnvSession:
                 if isinstance(value, numbers.Real)
             },
             points=points,
+            state=None if state is None else str(state),
         )
 
     def _reward(self, name: str, value: Any) -> float:
@@ -272,8 +286,18 @@ class EnvSession:
 
     async def _read_awaited(self, value: Awaitable[Any], read: Callable[[Any], Any]) -> Any:
         """``read`` of a coroutine's result, in the env's thread."""
+        return await _await_result(await self._in_thread(read, await abandonable(await_user_code(value))))
+
+    async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
+        def measured() -> Any:
+            began = time.thread_time()
+            try:
+                return function(*args)
+            finally:
+                self.cpu_seconds += time.thread_time() - began
+
         assert self._thread is not None
-        return await _await_result(await self._thread.run(read, await abandonable(await_user_code(value))))
+        return await self._thread.run(measured)
 
     async def _frozen(self, answer: Any) -> tuple[Any, str]:
         """The answer with frozen images, and its digest: not in the env's thread, of which there may be a thousand."""
@@ -287,7 +311,7 @@ class EnvSession:
     ) -> Any:
         """One call with a deadline: plain functions in the env's thread, coroutines in the event loop.
 
-        Raises EnvError for a RetryTurn, unless the call ``may_reject`` a reply. ``name`` is for errors.
+        Raises EnvError for a RetryTurn, unless the call ``may_reject`` a response. ``name`` is for errors.
         """
         began = time.perf_counter()
         try:
@@ -295,8 +319,7 @@ class EnvSession:
             async with asyncio.timeout(None if has_own else self._timeout) as deadline:
                 if inspect.iscoroutinefunction(method):
                     return await abandonable(await_user_code(method(*args)))
-                assert self._thread is not None
-                return await _await_result(await self._thread.run(method, *args))
+                return await _await_result(await self._in_thread(method, *args))
         except TimeoutError as error:
             if deadline.expired():
                 raise self._late() from error
@@ -307,7 +330,7 @@ class EnvSession:
             name = "__init__" if method == self._build else name or method.__name__
             raise EnvError(
                 f"env {self._spec.name}, task {self._task.id}: {name} raised RetryTurn ({error}), which only step may raise: there "
-                "is no reply to sample again."
+                "is no response to sample again."
             ) from error
         finally:
             self.seconds += time.perf_counter() - began

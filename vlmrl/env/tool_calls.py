@@ -1,4 +1,4 @@
-"""Tool calls as models write them: the calls of a reply, read in one of the formats that chat templates ask for."""
+"""Tool calls as models write them: the calls of a response, read in one of the formats that chat templates ask for."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ToolCall:
 
 
 def read_tool_calls(text: str, tools: Sequence[Schema] = (), tool_format: str | None = None) -> list[ToolCall]:
-    """The calls of a reply, in order, without those inside its reasoning (``<think>``).
+    """The calls of a response, in order, without those inside its reasoning (``<think>``).
 
     ``tool_format`` is a key of :data:`TOOL_FORMATS`; ``None`` means ``json``. The formats ``xml`` and ``glm`` have no types, or not
     of all values, so these are converted to the types in the schemas ``tools``.
@@ -47,8 +47,8 @@ def read_tool_calls(text: str, tools: Sequence[Schema] = (), tool_format: str | 
     name = tool_format or "json"
     if name not in TOOL_FORMATS:
         raise ValueError(f"tool_format must be one of {', '.join(TOOL_FORMATS)}, but it is {name!r}.")
-    reply = text.rpartition("</think>")[2].partition("<think>")[0]
-    return TOOL_FORMATS[name](reply, tools)
+    response = text.rpartition("</think>")[2].partition("<think>")[0]
+    return TOOL_FORMATS[name](response, tools)
 
 
 def read_json_calls(text: str, tools: Sequence[Schema] = ()) -> list[ToolCall]:
@@ -78,8 +78,8 @@ TOOL_FORMATS: dict[str, Callable[[str, Sequence[Schema]], list[ToolCall]]] = {
 def read_tags(text: str, tag: str) -> list[str]:
     """What is between ``<tag>`` and ``</tag>``, in order: ``read_tags("<answer>a</answer> <answer>b", "answer")`` is ``["a"]``.
 
-    Replies are hostile input: the search takes time in proportion to the text, which a pattern such as ``<answer>(.*?)</answer>`` does
-    not (it starts again at each opening tag that is never closed).
+    Responses are hostile input: the search takes time in proportion to the text, which a pattern such as
+    ``<answer>(.*?)</answer>`` does not (it starts again at each opening tag that is never closed).
     """
     opening, closing = f"<{tag}>", f"</{tag}>"
     texts, position = [], 0

@@ -1,4 +1,4 @@
-"""Tools: run the calls of a reply, return their results.
+"""Tools: run the calls of a response, return their results.
 
     def price(item: str) -> float:
         \"\"\"What an item costs.
@@ -11,8 +11,8 @@
     class Shop(ToolEnv):
         functions = [price]
 
-        def judge(self, reply):                     # a reply that calls nothing is the answer
-            return float(self.task.answer in reply)
+        def judge(self, response):                     # a response that calls nothing is the answer
+            return float(self.task.answer in response)
 
 A function's schema is made from its type hints and its docstring. The model reads what is wrong with its call. Any other failure of
 a tool is an env error: it is retried, and the model never reads it.
@@ -93,9 +93,9 @@ def problem_with(call: ToolCall, tools: Sequence[Schema]) -> str:
 
 
 class ToolEnv(Env):
-    """An env whose replies may call tools: subclass it, list the ``functions``, and write ``judge``.
+    """An env whose responses may call tools: subclass it, list the ``functions``, and write ``judge``.
 
-    The results of all calls in a reply are messages of the role ``tool``, in order. Plain functions run in parallel threads, async
+    The results of all calls in a response are messages of the role ``tool``, in order. Plain functions run in parallel threads, async
     ones in the event loop. A function whose first parameter is ``self`` is a method of the env; methods run one by one in the env's
     thread. A function returns text, an image, a list of both, :func:`~vlmrl.env.base.obs`, or any JSON value.
     """
@@ -106,7 +106,7 @@ class ToolEnv(Env):
     schemas: ClassVar[list[Schema]] = []
     """The JSON schemas of ``functions``. They are also the class's ``tools``, which the prompt shows, unless the class sets those."""
     max_calls: ClassVar[int] = 8
-    """Calls that run per reply; each further one gets an error as its result."""
+    """Calls that run per response; each further one gets an error as its result."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -121,24 +121,24 @@ class ToolEnv(Env):
                 )
 
     @abc.abstractmethod
-    def judge(self, reply: str) -> float | dict[str, Any]:
-        """Score a reply without calls, which ends the episode: a reward, or an info dict with one. May be ``async``."""
+    def judge(self, response: str) -> float | dict[str, Any]:
+        """Score a response without calls, which ends the episode: a reward, or an info dict with one. May be ``async``."""
 
     def find_function(self, name: str) -> Callable[..., Any]:
         """The function behind the tool of this name."""
         function = next(function for function in self.functions if function.__name__ == name)
         return getattr(self, name) if _is_method(function) else function
 
-    def read_calls(self, reply: str) -> list[ToolCall]:
-        """The calls to run, in order; one with a ``problem`` is not run. An empty list makes the reply the answer.
+    def read_calls(self, response: str) -> list[ToolCall]:
+        """The calls to run, in order; one with a ``problem`` is not run. An empty list makes the response the answer.
 
         Override it, and :meth:`show_results`, for another protocol: fewer calls, looser arguments, other explanations.
         """
-        calls = read_tool_calls(reply, self.tools, self.tool_format)
+        calls = read_tool_calls(response, self.tools, self.tool_format)
         return [replace(call, problem=problem_with(call, self.tools)) for call in calls]
 
     def show_results(self, results: list[ToolResult]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The observation and the info after a reply's calls."""
+        """The observation and the info after a response's calls."""
         info = {"tool_calls": len(results), "tool_errors": sum(bool(result.problem) for result in results)}
         shown = [f"Error: {result.problem}" if result.problem else result.value for result in results]
         return {"tool_results": [parts_of(value) for value in shown]}, info

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
-from vlmrl.config.code import import_extra
+from vlmrl.utils.require import import_extra
 
 MODEL = "policy"
 """The model's name for agents. A request may have any other."""
@@ -56,7 +56,7 @@ class AgentClient:
         }
 
     def openai(self, **options: Any) -> Any:
-        """An ``openai.OpenAI`` for the trajectory. It waits for a reply as long as it takes, unless ``options`` have a ``timeout``.
+        """An ``openai.OpenAI`` for the trajectory. It waits for a response as long as it takes, unless ``options`` have a ``timeout``.
 
         It uses no proxy of this process's environment.
         """

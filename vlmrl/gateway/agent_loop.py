@@ -18,6 +18,7 @@ from vlmrl.multimodal.renderer import Renderer
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.types import Task, Trajectory
 from vlmrl.utils.threads import DaemonPool, await_user_code
+from vlmrl.utils.users_line import describe_error
 
 
 class AgentLoop:
@@ -54,23 +55,28 @@ class AgentLoop:
         try:
             await self._end(trajectory, episode, result, failure)
         except AgentError as error:
-            trajectory.ending = "error"
+            trajectory.ending = "aborted" if episode.aborted else "error"
             trajectory.error = f"agent {self.agents.spec.name}, task {task.id}: {error}"
         return trajectory
 
     async def _end(self, trajectory: Trajectory, episode: AgentEpisode, result: Any, failure: str | None) -> None:
         """Set the ending, the reward and the metrics. Raises AgentError if the trajectory failed.
 
-        An agent that fails after a budget refused a request or cut a reply has not failed: its episode is truncated.
+        An agent that fails after a budget refused a request or cut a response has not failed: its episode is truncated.
         """
         if episode.failure is not None:
             raise AgentError(episode.failure)
         if failure is not None and episode.limit is None:
             raise AgentError(failure)
         if not trajectory.turns:
-            raise AgentError(_no_reply(episode))
+            raise AgentError(_no_response(episode))
         trajectory.ending = episode.limit or "env_done"
-        returned, metrics = _outcome(result)
+        try:
+            returned, metrics = _outcome(result)
+        except AgentError:
+            raise
+        except Exception as error:  # the agent's own objects, or a number beyond floats
+            raise AgentError(f"what it returned cannot be read: {type(error).__name__}: {error}") from error
         trajectory.metrics |= metrics
         given = [reward for reward in (returned, episode.posted_reward) if reward is not None]
         trajectory.final_reward = sum(given) if given else None
@@ -93,7 +99,7 @@ class AgentLoop:
                     reward = await await_user_code(reward)
         except Exception as error:
             late = isinstance(error, TimeoutError)
-            what = f"no answer in {self.config.env_timeout:g} s" if late else f"{type(error).__name__}: {error}"
+            what = f"no answer in {self.config.env_timeout:g} s" if late else describe_error(error)
             raise AgentError(f"reward {name_of(function)}: {what}") from error
         finally:
             thread.close()
@@ -119,10 +125,10 @@ def _number(what: str, value: Any) -> float:
     return float(plain)
 
 
-def _no_reply(episode: AgentEpisode) -> str:
+def _no_response(episode: AgentEpisode) -> str:
     if episode.limit is not None:
         return f"its first request was refused ({episode.limit}): raise rollout.{episode.limit}, or send less."
-    return "it got no reply from the model: send requests to client.base_url (a command: OPENAI_BASE_URL)."
+    return "it got no response from the model: send requests to client.base_url (a command: OPENAI_BASE_URL)."
 
 
 def _no_reward(ending: str, is_cut: bool, failure: str | None) -> str:

@@ -25,9 +25,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from vlmrl.config import Config, Gateway, name_of
-from vlmrl.config.code import import_extra, resolve_function
+from vlmrl.config.code import resolve_function
 from vlmrl.gateway.agent_client import AgentClient
-from vlmrl.gateway.agent_command import Commands
+from vlmrl.gateway.agent_command import AgentCommands
 from vlmrl.gateway.command_log import CommandLogs
 from vlmrl.gateway.gateway_server import GatewayServer
 from vlmrl.gateway.task_messages import write_task
@@ -69,7 +69,8 @@ def resolve_agent(config: Config) -> AgentSpec | None:
     """The agent of a run, ``None`` if it has none. Raises ValueError if it does not exist or cannot be called."""
     if not config.has_agent:
         return None
-    import_extra("uvicorn", "agents")
+    if isinstance(config.reward, tuple | dict):
+        raise ValueError(f"reward must be one function with an agent, but it is {config.reward!r}.")
     reward = None if config.reward is None else resolve_function("reward", config.reward, ["trajectory"])
     if config.agent is None:
         assert config.agent_command is not None
@@ -94,10 +95,10 @@ class Agents:
         self._settings = settings
         self._loop: LoopThread | None = None
         self._blocked: list[LoopThread] = []
-        self._commands = Commands(settings.kill_timeout) if spec.command else None
-        self._logs = CommandLogs(logs, settings.keep_logs, int(settings.log_mib * 2**20))
+        self._commands = AgentCommands() if spec.command else None
+        self._logs = CommandLogs(logs)
         if self._commands is not None:  # file URLs in a task's messages name images there
-            settings = replace(settings, image_folders=(*settings.image_folders, str(self._commands.folder)))
+            settings = replace(settings, images=(*settings.images, str(self._commands.folder)))
         self.server = GatewayServer(settings)
 
     async def run(self, task: Task, client: AgentClient, trajectory_id: str) -> Any:
@@ -182,11 +183,10 @@ class Agents:
             environment = _environment(client, file)
             status = await self._commands.run(self.spec.command, folder, environment, log)
         finally:
-            log.close()
+            tail = log.close()
             shutil.rmtree(folder, ignore_errors=True)
         if status != 0:
             how = f"exit status {status}" if status > 0 else f"ended by signal {-status}"
-            tail = log.tail()
             raise AgentError(f"{how}" + (f"; the end of its output:\n{tail}" if tail else ", without any output"))
 
 

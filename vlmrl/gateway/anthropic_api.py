@@ -1,4 +1,4 @@
-"""Anthropic's messages: their requests, replies, streams and errors."""
+"""Anthropic's messages: their requests, responses, streams and errors."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from vlmrl.gateway.chat import ChatError, ChatReply, ChatRequest
+from vlmrl.gateway.chat import ChatError, ChatRequest, ChatResponse
 from vlmrl.gateway.request_body import (
+    FORM_REMEDY,
     ParsedRequest,
     check_depth,
     count_field,
@@ -27,7 +28,7 @@ from vlmrl.types import Message
 REFUSED_BY_MESSAGES: dict[str, tuple[tuple[Any, ...], str]] = {
     "mcp_servers": (([],), "the agent calls its tools itself"),
     "container": ((), "the agent calls its tools itself"),
-    "output_format": ((), "the run samples from the policy alone; ask for the form in the prompt"),
+    "output_format": ((), FORM_REMEDY),
 }
 OVERRIDDEN_BY_MESSAGES = ("temperature", "top_p", "top_k", "thinking", "output_config")
 READ = {"model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream"}
@@ -39,6 +40,9 @@ PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 def read_anthropic_request(body: dict[str, Any], images: RequestImages) -> ParsedRequest:
     """The request of a message, its new images not loaded yet. Raises ChatError."""
     refuse_fields(body, REFUSED_BY_MESSAGES)
+    output = object_field(body.get("output_config") or {}, "output_config")
+    if output.get("format") is not None:
+        refuse("output_config.format", "left out", output["format"], FORM_REMEDY)
     choice = object_field(body.get("tool_choice") or {}, "tool_choice")
     chat = ChatRequest(
         messages=_conversation(body, images),
@@ -82,7 +86,7 @@ def _conversation(body: dict[str, Any], images: RequestImages) -> list[Message]:
         else:
             refuse(f"{where}.role", "user, assistant or system", role)
     if not given or given[-1]["role"] == "assistant":
-        refuse("messages", "a conversation that ends with the user", given[-1:], "a reply is a message of its own")
+        refuse("messages", "a conversation that ends with the user", given[-1:], "a response is a message of its own")
     return messages
 
 
@@ -188,23 +192,23 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     return {"type": "function", "function": {**function, "parameters": schema}}
 
 
-def anthropic_reply(parsed: ParsedRequest, reply: ChatReply) -> dict[str, Any]:
-    """The body of a reply that is not streamed."""
-    return {**_head(parsed, reply), "content": _blocks(reply), **_stop(reply), "usage": _usage(reply)}
+def anthropic_response(parsed: ParsedRequest, response: ChatResponse) -> dict[str, Any]:
+    """The body of a response that is not streamed."""
+    return {**_head(parsed, response), "content": _blocks(response), **_stop(response), "usage": _usage(response)}
 
 
-def anthropic_stream(parsed: ParsedRequest, reply: ChatReply) -> Iterator[bytes]:
-    """The events of a streamed reply."""
-    usage = {**_usage(reply), "output_tokens": 0}
-    start = {**_head(parsed, reply), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+def anthropic_stream(parsed: ParsedRequest, response: ChatResponse) -> Iterator[bytes]:
+    """The events of a streamed response."""
+    usage = {**_usage(response), "output_tokens": 0}
+    start = {**_head(parsed, response), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     yield _event("message_start", message=start)
-    for index, block in enumerate(_blocks(reply)):
+    for index, block in enumerate(_blocks(response)):
         empty, deltas = _as_deltas(block)
         yield _event("content_block_start", index=index, content_block=empty)
         for delta in deltas:
             yield _event("content_block_delta", index=index, delta=delta)
         yield _event("content_block_stop", index=index)
-    yield _event("message_delta", delta=_stop(reply), usage=_usage(reply))
+    yield _event("message_delta", delta=_stop(response), usage=_usage(response))
     yield _event("message_stop")
 
 
@@ -237,29 +241,29 @@ def _event(kind: str, **data: Any) -> bytes:
     return f"event: {kind}\ndata: ".encode() + json.dumps({"type": kind, **data}).encode() + b"\n\n"
 
 
-def _head(parsed: ParsedRequest, reply: ChatReply) -> dict[str, Any]:
-    return {"id": reply.id, "type": "message", "role": "assistant", "model": parsed.model}
+def _head(parsed: ParsedRequest, response: ChatResponse) -> dict[str, Any]:
+    return {"id": response.id, "type": "message", "role": "assistant", "model": parsed.model}
 
 
-def _blocks(reply: ChatReply) -> list[dict[str, Any]]:
-    """The reply's content. Thoughts are not signed, since any client may change them."""
+def _blocks(response: ChatResponse) -> list[dict[str, Any]]:
+    """The response's content. Thoughts are not signed, since any client may change them."""
     blocks: list[dict[str, Any]] = []
-    if reply.reasoning:
-        blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
-    if reply.content:
-        blocks.append({"type": "text", "text": reply.content})
+    if response.reasoning:
+        blocks.append({"type": "thinking", "thinking": response.reasoning, "signature": ""})
+    if response.content:
+        blocks.append({"type": "text", "text": response.content})
     blocks += [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments} for call in reply.tool_calls
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments} for call in response.tool_calls
     ]
     return blocks
 
 
-def _stop(reply: ChatReply) -> dict[str, Any]:
-    """Why the reply ended."""
-    if reply.finish_reason == "stop" and reply.stop is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop}
-    return {"stop_reason": STOP_REASONS[reply.finish_reason], "stop_sequence": None}
+def _stop(response: ChatResponse) -> dict[str, Any]:
+    """Why the response ended."""
+    if response.finish_reason == "stop" and response.stop is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": response.stop}
+    return {"stop_reason": STOP_REASONS[response.finish_reason], "stop_sequence": None}
 
 
-def _usage(reply: ChatReply) -> dict[str, int]:
-    return {"input_tokens": reply.prompt_tokens, "output_tokens": len(reply.token_ids)}
+def _usage(response: ChatResponse) -> dict[str, int]:
+    return {"input_tokens": response.prompt_tokens, "output_tokens": len(response.token_ids)}

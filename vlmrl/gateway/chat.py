@@ -1,4 +1,4 @@
-"""A chat request and its reply, between an HTTP format (OpenAI's, Anthropic's) and the episode that answers it."""
+"""A chat request and its response, between an HTTP format (OpenAI's, Anthropic's) and the episode that answers it."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class ChatRequest:
 
     messages: list[Message]
     tools: list[dict[str, Any]] = field(default_factory=list)  # JSON schemas in OpenAI's form
-    max_tokens: int | None = None  # of the reply
+    max_tokens: int | None = None  # of the response
     stop: tuple[str, ...] = ()
     seed: int | None = None
-    reads_calls: bool = True  # False: a call in the reply stays text (tool_choice none)
+    reads_calls: bool = True  # False: a call in the response stays text (tool_choice none)
     overridden: tuple[str, ...] = ()  # sampling parameters of the client in place of which the run's are used
 
 
 @dataclass(frozen=True)
 class IssuedCall:
-    """A tool call of a reply, with the id that the agent names in its result: ``IssuedCall("call_3f", "zoom", {"k": 1})``."""
+    """A tool call of a response, with the id that the agent names in its result: ``IssuedCall("call_3f", "zoom", {"k": 1})``."""
 
     id: str
     name: str
@@ -47,8 +47,8 @@ class IssuedCall:
 
 
 @dataclass(frozen=True)
-class ChatReply:
-    """The reply to a request.
+class ChatResponse:
+    """The response to a request.
 
     ``content`` is the sampled text without its end-of-turn token, its reasoning, its matched stop string and its parsed calls.
     """
@@ -59,7 +59,7 @@ class ChatReply:
     tool_calls: tuple[IssuedCall, ...]
     finish_reason: Literal["stop", "length", "tool_calls"]
     token_ids: list[int]  # as sampled
-    tokens: list[str]  # the text of each, for logprobs in replies
+    tokens: list[str]  # the text of each, for logprobs in responses
     logprobs: list[float]
     prompt_tokens: int
     stop: str | None = None  # the client's stop string that ended it

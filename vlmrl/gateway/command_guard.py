@@ -1,39 +1,96 @@
-"""A process that outlives the run and ends what it left: the process groups of agents, and their folders.
+"""Runs an agent's command, and ends with it everything that it started, also if the run is killed.
 
-    python command_guard.py FOLDER
+    python command_guard.py SECONDS COMMAND ...
 
-Its standard input has a line ``+GROUP`` for each process group that starts and ``-GROUP`` for each that has ended. It ends with the
-run, however the run ends, also by SIGKILL. Then the guard kills the groups that are left and deletes the folder. A command that had
-just been started, when the run was killed, is recognized by its working folder, where the system has /proc.
+The command has a session of its own, and this process ends with its status. SIGTERM is passed on to its process group, followed by
+SIGKILL after SECONDS. Then its other processes are killed: on Linux also those in sessions of their own, which become children of this
+process. Standard input is a pipe from the run; if the run ends, the command is killed, and its working folder deleted.
 """
 
 import contextlib
+import ctypes
 import os
+import resource
 import shutil
 import signal
+import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
+
+SET_CHILD_SUBREAPER = 36  # of prctl(2): orphans below this process become its children
 
 
-def guard_commands() -> None:
-    groups: set[int] = set()
-    for line in sys.stdin:
-        (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
-    for group in groups | groups_in(sys.argv[1]):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, signal.SIGKILL)
-    shutil.rmtree(sys.argv[1], ignore_errors=True)
+class Guard:
+    def __init__(self, seconds: float, command: list[str]) -> None:
+        self.run_has_ended = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._signal: signal.Signals | None = None
+        with contextlib.suppress(AttributeError):  # not on Linux
+            ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
+        signal.signal(signal.SIGTERM, lambda *_: self._stop(seconds))
+        signal.signal(signal.SIGALRM, lambda *_: self._send(signal.SIGKILL))
+        threading.Thread(target=self._watch_run, daemon=True).start()
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        if self._signal is not None:
+            self._send(self._signal)
+
+    def wait(self) -> int:
+        """The command's status, when nothing is left of it."""
+        assert self._process is not None
+        status = self._process.wait()
+        self._send(signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):  # none is left
+            while True:
+                for child in children():
+                    os.kill(child, signal.SIGKILL)
+                os.waitpid(-1, 0)
+        return status
+
+    def _watch_run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGALRM))  # they are for the main thread
+        sys.stdin.buffer.read()
+        self.run_has_ended = True
+        self._send(signal.SIGKILL)
+
+    def _stop(self, seconds: float) -> None:
+        self._send(signal.SIGTERM)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def _send(self, number: signal.Signals) -> None:
+        self._signal = number  # for a command that is just being started
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, number)
 
 
-def groups_in(folder: str) -> set[int]:
-    """The process groups of processes that work in a folder below ``folder``."""
-    found: set[int] = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if Path(folder).resolve() in (process / "cwd").readlink().parents:
-                found.add(os.getpgid(int(process.name)))
+def children() -> list[int]:
+    """The processes whose parent is this one."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields: Any = status.read_text(errors="replace").rpartition(")")[2].split()
+            if int(fields[1]) == os.getpid():
+                found.append(int(status.parent.name))
     return found
 
 
+def run_guarded() -> None:
+    folder = Path.cwd()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    guard = Guard(float(sys.argv[1]), sys.argv[2:])
+    status = guard.wait()
+    if guard.run_has_ended:
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another command's folder is still there
+            folder.parent.rmdir()
+    if status < 0:  # end by the same signal
+        with contextlib.suppress(OSError):  # SIGKILL has no handler to reset
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    guard_commands()
+    run_guarded()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vlmrl.engine.base import Engine
-from vlmrl.gateway.assemble import Recorded
+from vlmrl.types import Turn
 
 MOST_KEPT = 8  # contexts of one trajectory that an engine keeps between requests
 
@@ -14,14 +14,15 @@ class EngineIds:
     def __init__(self, trajectory_id: str, engine: Engine) -> None:
         self._trajectory_id = trajectory_id
         self._engine = engine
-        self._idle: dict[str, Recorded] = {}  # by id: the request whose context the engine keeps; the oldest first
+        self._idle: dict[str, Turn] = {}  # by id: the turn whose context the engine keeps; the oldest first
         self._busy: set[str] = set()
         self._issued = 0
 
-    def take(self, above: Recorded | None) -> str:
-        """The id of the request ``above``, whose reply is continued. A new one for ``None``, or if ``above`` was continued before."""
-        if above is not None and self._idle.get(above.engine_id) is above:
-            engine_id = above.engine_id
+    def take(self, above: Turn | None) -> str:
+        """The id of the turn ``above``, whose response is continued. A new one for ``None``, or if ``above`` was continued
+        before."""
+        engine_id = next((name for name, turn in self._idle.items() if turn is above), None)
+        if engine_id is not None:
             del self._idle[engine_id]
         else:
             engine_id = f"{self._trajectory_id}~{self._issued}" if self._issued else self._trajectory_id
@@ -29,13 +30,13 @@ class EngineIds:
         self._busy.add(engine_id)
         return engine_id
 
-    def give_back(self, engine_id: str, record: Recorded | None = None) -> None:
-        """The engine has answered with ``record``, or failed. Releases the id that was idle for longest if too many are."""
+    def give_back(self, engine_id: str, turn: Turn | None = None) -> None:
+        """The engine has answered with ``turn``, or failed. Releases the id that was idle for longest if too many are."""
         self._busy.discard(engine_id)
-        if record is None:
+        if turn is None:
             self._engine.release(engine_id)
             return
-        self._idle[engine_id] = record
+        self._idle[engine_id] = turn
         if len(self._idle) > MOST_KEPT:
             oldest = next(iter(self._idle))
             del self._idle[oldest]

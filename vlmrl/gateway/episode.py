@@ -1,36 +1,38 @@
 """The requests that an agent sends while it plays one trajectory: each is rendered, sampled and recorded once.
 
-A request that continues an earlier reply keeps the tokens sampled there, and only its new messages are encoded. Any other request is
-rendered as a whole.
+A request that continues an earlier response keeps the tokens sampled there, and only its new messages are encoded. Any other
+request is rendered as a whole.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from vlmrl.config import Rollout
-from vlmrl.engine.base import Engine, EngineError, Request, SamplingParams, generate_within
+from vlmrl.engine.base import Engine, EngineError
 from vlmrl.env.session import EnvError
-from vlmrl.gateway.assemble import Prompt, Recorded, assemble, count_branches, whole_context
-from vlmrl.gateway.chat import ChatError, ChatReply, ChatRequest, IssuedCall
+from vlmrl.gateway.chat import ChatError, ChatRequest, ChatResponse, IssuedCall
 from vlmrl.gateway.engine_ids import EngineIds
-from vlmrl.gateway.replies import split_reply
 from vlmrl.gateway.request_tree import Found, RequestTree
+from vlmrl.gateway.responses import split_response
 from vlmrl.multimodal.images import ImageUnavailableError
-from vlmrl.multimodal.messages import images_of, text_size
-from vlmrl.multimodal.renderer import Rendered, Renderer, TooLongError, collapse, expand
+from vlmrl.multimodal.messages import images_of, is_long
+from vlmrl.multimodal.renderer import Rendered, Renderer, TooLongError, expand
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.rollout.message_images import load_answer_images, load_images
-from vlmrl.rollout.turn_loop import LONG_TEXT, derive_seed
-from vlmrl.types import Completion, Ending, MediaItem, Message, Trajectory
+from vlmrl.rollout.record import Prompt, TurnRecorder
+from vlmrl.rollout.sampler import AbortedError, EpisodeLimitError, Sampler, derive_seed
+from vlmrl.types import Ending, MediaItem, Message, ReceivedRequest, Trajectory, Turn
 from vlmrl.utils.work_pool import DeadlineError, cpu_pool
+
+T = TypeVar("T")
+MAX_KEYS = 10_000  # of posted rewards
 
 
 class AgentEpisode:
@@ -39,7 +41,7 @@ class AgentEpisode:
     ::
 
         episode = AgentEpisode(trajectory, engine, renderer, store, config.rollout, seed)
-        reply = await episode.complete(ChatRequest([{"role": "user", "content": "2+2?"}]))
+        response = await episode.complete(ChatRequest([{"role": "user", "content": "2+2?"}]))
         episode.finish()
     """
 
@@ -57,29 +59,29 @@ class AgentEpisode:
         self.renderer = renderer
         self.store = store
         self.config = config
-        self.seed = seed
-        self.posted_reward: float | None = None
-        self.limit: Ending | None = None  # the budget that refused a request or cut a reply
+        self.recorder = TurnRecorder(trajectory, renderer.image_token_id)
+        self.sampler = Sampler(self.recorder, engine, config, seed)
         self.failure: str | None = None  # why the trajectory must fail, whatever the agent does
-        self._tree = RequestTree()
-        self._records: dict[int, Recorded] = {}  # by the number of the request
-        self._by_reply: dict[str, Recorded] = {}
+        self.aborted = False  # it must fail because the engine was stopped from outside
+        self._posted: float | None = None
+        self._posted_keys: set[str] = set()
+        self._tree = RequestTree()  # its requests are the places of their turns in the record
+        self._places: dict[str, int] = {}  # of turns, by the ids of their responses
+        self._images_not_shown: list[int] = []  # by turn: in all messages of its request
         self._engine_ids = EngineIds(trajectory.id, engine)
-        self._in_flight: set[asyncio.Task[ChatReply]] = set()
-        self._issued = 0  # requests that were not refused at once
+        self._in_flight: set[asyncio.Task[ChatResponse]] = set()
         self._counts = Counter[str]()
         self._finished = False
+        self._one_long = asyncio.Semaphore()  # the threads are shared: one for each episode's long requests
 
-    async def complete(self, request: ChatRequest) -> ChatReply:
-        """Sample the reply to a request. A caller that is cancelled cancels the request.
+    async def complete(self, request: ChatRequest) -> ChatResponse:
+        """Sample the response to a request. A caller that is cancelled cancels the request.
 
         Raises:
             ChatError: the client's mistake (400), a budget (400, `max_turns` or `max_tokens`), an engine that failed (503), an error
                 of ours (500), or an episode that has ended (410).
         """
-        self._check_open()
-        number = self._issued
-        self._issued += 1
+        number = self._begin()
         task = asyncio.create_task(self._complete(number, request))
         self._in_flight.add(task)
         try:
@@ -93,17 +95,59 @@ class AgentEpisode:
                 self._counts["requests_cancelled"] += 1
             raise
         finally:
+            self.sampler.end(number)
             self._in_flight.discard(task)
 
-    def undelivered(self, reply: ChatReply) -> None:
-        """Leave out a reply that was sampled but could not be sent. A request that continues it takes it back."""
-        record = self._by_reply.get(reply.id)
-        if record is not None:  # else the episode has ended
-            record.delivered = False
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """The tokens of a request's prompt. Raises ChatError: it has more than ``rollout.max_tokens``, or cannot be rendered (400)."""
+        limit = self.config.max_tokens
+        try:
+            if len(request.messages) > limit:  # a message has a token or more
+                raise TooLongError(len(request.messages))
+            messages = self.renderer.adapt_tool_messages(request.messages)
+            rendered = await self._apart(
+                (messages, request.tools), partial(self.renderer.prompt, messages, request.tools, limit=limit)
+            )
+        except TooLongError as error:
+            message = f"the prompt has at least {error.least} tokens, and rollout.max_tokens is {limit}."
+            raise ChatError(400, "max_tokens", message) from error
+        except ChatError:
+            raise
+        except Exception as error:  # templates raise what they like
+            raise ChatError(400, "messages", f"the messages cannot be rendered: {error}"[:500]) from error
+        items = [image for image in rendered.images if isinstance(image, MediaItem)]
+        return len(rendered.token_ids) + sum(item.num_tokens - 1 for item in items)
 
-    def post_reward(self, reward: float) -> None:
-        """Add to ``posted_reward``."""
-        self.posted_reward = (self.posted_reward or 0.0) + reward
+    def undelivered(self, response: ChatResponse) -> None:
+        """Leave out a response that was sampled but could not be sent. A request that continues it takes it back."""
+        place = self._places.get(response.id)
+        if place is not None:  # else the episode has ended
+            self.recorder.left_out.add(place)
+
+    @property
+    def posted_reward(self) -> float | None:
+        """The sum of the posted rewards; ``None`` if there are none."""
+        return self._posted
+
+    def post_reward(self, reward: float, key: str | None = None) -> None:
+        """Add to ``posted_reward``, once for each ``key``, if there is one: a client that got no answer posts again.
+
+        Raises ChatError: there are :data:`MAX_KEYS` keys.
+        """
+        if key is not None:
+            if key in self._posted_keys:
+                return
+            if len(self._posted_keys) >= MAX_KEYS:
+                raise ChatError(400, "id", f"the trajectory has {MAX_KEYS} rewards with an id: post their sum.")
+            self._posted_keys.add(key)
+        self._posted = (self._posted or 0.0) + reward
+
+    @property
+    def limit(self) -> Ending | None:
+        """The budget that refused a request, or cut a response that was received, if one did."""
+        recorder = self.recorder
+        received = [turn for place, turn in enumerate(recorder.turns) if place not in recorder.left_out]
+        return self.sampler.limit(received)
 
     def finish(self) -> None:
         """Cancel what is in flight, and write the trajectory's turns and metrics. A second call changes nothing."""
@@ -113,89 +157,88 @@ class AgentEpisode:
         # Of a request whose caller was cancelled just now, the task may have ended already.
         self._counts["requests_cancelled"] += sum(task.cancel() or task.cancelled() for task in self._in_flight)
         self._engine_ids.release()
-        records = list(self._records.values())
-        for record in reversed(records):
-            if record.delivered and record.continues and record.parent is not None:
-                record.parent.delivered = True  # it was received, since this request continues it
-        self.trajectory.turns = assemble(records, self.renderer.image_token_id)
-        self.trajectory.metrics |= self._metrics(records)
-        self._records.clear()
-        self._by_reply.clear()
+        sampled, order = len(self.recorder.turns), self.recorder.ordered()
+        self.trajectory.turns = self.recorder.selected(order)
+        self.recorder.left_out.clear()
+        self.trajectory.metrics |= self._metrics(sampled)
+        self._places.clear()
 
-    def _check_open(self) -> None:
-        """Raise ChatError if no further request is served."""
+    def _begin(self) -> int:
+        """The number of a request. Raises ChatError if no further request is served."""
         if self._finished:
             raise ChatError(410, "finished", "the episode has ended.")
         if self.failure is not None:
             raise ChatError(503, "failed", f"the episode has failed: {self.failure}")
-        delivered = sum(record.delivered for record in self._records.values())
-        sampling = sum(not task.done() for task in self._in_flight)  # one that is done has a record
-        if delivered + sampling >= self.config.max_turns:
-            raise self._over("max_turns", f"the episode has had {self.config.max_turns} requests (rollout.max_turns).")
-
-    def _over(self, limit: Ending, message: str) -> ChatError:
-        self.limit = limit
-        return ChatError(400, limit, message)
+        try:
+            return self.sampler.begin()
+        except EpisodeLimitError as error:
+            raise ChatError(400, error.ending, str(error)) from error
 
     def _fail(self, status: int, code: str, reason: str) -> ChatError:
         self.failure = self.failure or reason
         return ChatError(status, code, reason)
 
-    async def _complete(self, number: int, request: ChatRequest) -> ChatReply:
+    async def _complete(self, number: int, request: ChatRequest) -> ChatResponse:
+        where = f"trajectory {self.trajectory.id}, request {number}"
         try:
             return await self._sample(number, request)
         except (ChatError, asyncio.CancelledError):
             raise
+        except EpisodeLimitError as error:
+            raise ChatError(400, error.ending, str(error)) from error
         except EngineError as error:
+            self.aborted = self.aborted or isinstance(error, AbortedError)
             raise self._fail(503, "engine", str(error)) from error
         except Exception as error:
-            where = f"trajectory {self.trajectory.id}, request {number}"
             raise self._fail(500, "internal", f"{where}: {type(error).__name__}: {error}") from error
+        finally:
+            self.sampler.end(number)
 
-    async def _sample(self, number: int, request: ChatRequest) -> ChatReply:
+    async def _sample(self, number: int, request: ChatRequest) -> ChatResponse:
+        if len(request.messages) > self.config.max_tokens:  # a message has a token or more
+            raise self.sampler.too_long(f"at least {len(request.messages)}")
         messages, not_shown = await self._load(request.messages)
-        found = self._tree.find(messages, request.tools)
-        rendering = await self._render(found, messages, request.tools)
-        prompt, parent = rendering.prompt, rendering.parent
-        if len(prompt.token_ids) >= self.config.max_tokens:
-            raise self._too_long(str(len(prompt.token_ids)))
-        engine_id = self._engine_ids.take(parent if rendering.continues else None)
-        began = time.perf_counter()
+        self.trajectory.tools = request.tools
+        found = await self._apart((messages, request.tools), partial(self._tree.find, messages, request.tools))
+        prompt, continues = await self._render(found, messages, request.tools)
+        above = self.recorder.turns[prompt.parent] if continues and prompt.parent is not None else None
+        engine_id = self._engine_ids.take(above)
+        draw, stop = (number, request.seed or 0), request.stop
         try:
-            completion = await self._generate(number, request, rendering, engine_id)
+            sampled = await self.sampler.sample(
+                prompt, *draw, engine_id=engine_id, max_tokens=request.max_tokens, stop=stop
+            )
         except BaseException:
             self._engine_ids.give_back(engine_id)
             raise
-        record = Recorded(
+        turn = self.recorder.add(
+            prompt,
+            sampled.completion,
+            self.renderer.text(sampled.completion.token_ids),
+            seconds=sampled.seconds,
             number=number,
-            parent=parent,
-            kept=rendering.kept,
-            kept_media=rendering.kept_media,
-            prompt_ids=prompt.token_ids[rendering.kept :],
-            media=prompt.media[rendering.kept_media :],
-            continues=rendering.continues,
-            completion=completion,
-            text=self.renderer.text(completion.token_ids),
-            messages=rendering.new_messages,
-            image_ids=tuple(item.id for item in images_of(messages)),
-            seconds=time.perf_counter() - began,
-            engine_id=engine_id,
-            images_not_shown=not_shown,
+            received=ReceivedRequest(
+                tuple(item.id for item in images_of(messages)), prompt.parent if continues else None
+            ),
         )
-        self._engine_ids.give_back(engine_id, record)
-        return self._record(record, request, found)
+        self._engine_ids.give_back(engine_id, turn)
+        known = self._images_not_shown[prompt.parent] if continues and prompt.parent is not None else 0
+        self._images_not_shown.append(not_shown)
+        if not_shown > known:
+            turn.metrics["images_not_shown"] = float(not_shown - known)
+        return self._record(number, turn, sampled.completion.prompt_tokens, request, found)
 
     async def _load(self, messages: list[Message]) -> tuple[list[Message], int]:
         """The messages with their images loaded, and how many cannot be shown.
 
-        After the first reply such an image becomes a text that says why, as in the turn loop: the policy may have made it.
+        After the first response such an image becomes a text that says why, as in the turn loop: the policy may have made it.
         """
         if self.store is None:
             if count := len(images_of(messages)):
                 raise ChatError(400, "messages", f"messages hold {count} images, but the model reads text only.")
             return messages, 0
         try:
-            if not self._records:
+            if not self.recorder.turns:
                 return await load_images(messages, self.store, self.config.env_timeout), 0
             where = f"trajectory {self.trajectory.id}"
             return await load_answer_images(messages, self.store, self.config.env_timeout, where)
@@ -203,86 +246,54 @@ class AgentEpisode:
             passing = any(isinstance(each, ImageUnavailableError) for each in (error, error.__cause__))
             raise ChatError(503 if passing else 400, "image_url", str(error)) from error
 
-    async def _render(self, found: Found, messages: list[Message], tools: list[dict[str, Any]]) -> _Rendering:
-        """The prompt of a request: the context of the reply that it continues with what is new, or else a full render."""
-        renderer, limit = self.renderer, self.config.max_tokens
+    async def _render(self, found: Found, messages: list[Message], tools: list[dict[str, Any]]) -> tuple[Prompt, bool]:
+        """The prompt of a request, and whether it continues a response: that response's context with what is new, or a full render."""
+        renderer, recorder, limit = self.renderer, self.recorder, self.config.max_tokens
         if found.continues is not None:
-            above = self._records[found.continues]
             new = messages[found.new_from :]
-            reply = above.completion.token_ids
+            response = recorder.turns[found.continues].response_ids
             shown = renderer.adapt_tool_messages(new)
             with suppress(_NotRenderedError):  # some templates take a system message in first place only
-                added = await self._encode(new, partial(renderer.delta, shown, tools, reply=reply, limit=limit))
-                context = whole_context(above)
-                prompt = Prompt(context.token_ids + added.token_ids, context.media + added.media)
-                return _Rendering(above, above.length, len(context.media), prompt, new, continues=True)
+                added = await self._encode(
+                    (new, tools), partial(renderer.delta, shown, tools, response=response, limit=limit)
+                )
+                return recorder.following(found.continues, added.token_ids, added.media, new), True
         shown = renderer.adapt_tool_messages(messages)
         try:
-            prompt = await self._encode(messages, partial(renderer.prompt, shown, tools, limit=limit))
+            whole = await self._encode((messages, tools), partial(renderer.prompt, shown, tools, limit=limit))
         except _NotRenderedError as error:
             raise ChatError(400, "messages", f"the messages cannot be rendered: {error}") from error
         new = messages[min(found.shared, len(messages) - 1) :]
-        if found.nearest is None:
-            return _Rendering(None, 0, 0, prompt, new)
-        nearest = self._records[found.nearest]
-        beginning = Prompt(prompt.token_ids[:-1], prompt.media)
-        kept, kept_media = whole_context(nearest).shared_with(beginning, renderer.image_token_id)
-        return _Rendering(nearest, kept, kept_media, prompt, new)
+        return recorder.branching(found.nearest, replace(whole, messages=new)), False
 
-    async def _encode(self, messages: Sequence[Message], render: Callable[[], Rendered]) -> Prompt:
-        """``render()`` with all tokens of the images; in a thread if texts are long, which would stop the event loop."""
+    async def _encode(self, read: Any, render: Callable[[], Rendered]) -> Prompt:
+        """``render()``, which reads ``read``, with all tokens of the images."""
         try:
-            if text_size(messages) <= LONG_TEXT:
-                rendered = render()
-            else:
-                rendered = await cpu_pool().run(self.config.env_timeout, render)
+            rendered = await self._apart(read, render)
         except TooLongError as error:
-            raise self._too_long(f"at least {error.least}") from error
-        except DeadlineError as error:
-            raise ChatError(503, "messages", f"the messages were not rendered in time: {error}.") from error
+            raise self.sampler.too_long(f"at least {error.least}") from error
+        except ChatError:
+            raise
         except Exception as error:  # templates raise what they like
             raise _NotRenderedError(f"{type(error).__name__}: {error}") from error
         media: list[MediaItem] = rendered.images  # they are loaded
         return Prompt(expand(rendered.token_ids, self.renderer.image_token_id, media), media)
 
-    def _too_long(self, tokens: str) -> ChatError:
-        limit = self.config.max_tokens
-        return self._over("max_tokens", f"the prompt has {tokens} tokens, and rollout.max_tokens is {limit}.")
-
-    async def _generate(self, number: int, request: ChatRequest, rendering: _Rendering, engine_id: str) -> Completion:
-        c, prompt = self.config, rendering.prompt
-        limit = min(c.max_reply_tokens, c.max_tokens - len(prompt.token_ids))
-        if request.max_tokens is not None:
-            limit = min(limit, request.max_tokens)
-        seed = derive_seed(self.seed, self.trajectory.id, number, request.seed or 0)  # as in the turn loop
-        stop = tuple(dict.fromkeys((*c.stop, *request.stop)))
-        sampling = SamplingParams(limit, c.temperature, c.top_p, c.top_k, stop, seed)
-        ids = collapse(prompt.token_ids, self.renderer.image_token_id, prompt.media)
-        to_engine = Request(engine_id, ids, prompt.media, sampling, routing_from=max(0, rendering.kept - 1))
-        where = f"trajectory {self.trajectory.id}, request {number}"
+    async def _apart(self, read: Any, work: Callable[[], T]) -> T:
+        """``work()``; in a thread if the texts that it reads are long, which would stop the event loop."""
+        if not is_long(read):
+            return work()
         try:
-            completion = await generate_within(c.engine_timeout, self.engine, to_engine)
-        except TimeoutError:
-            raise EngineError(f"{where}: no reply in rollout.engine_timeout ({c.engine_timeout:g} s).") from None
-        if completion.stop_reason == "abort":
-            raise EngineError(f"{where}: the engine aborted it.")
-        if completion.prompt_tokens != len(prompt.token_ids):
-            raise ValueError(
-                f"the engine counted {completion.prompt_tokens} prompt tokens, but the renderer {len(prompt.token_ids)}: they do not "
-                "expand or resize images alike."
-            )
-        if completion.stop_reason == "length" and len(completion.token_ids) == c.max_reply_tokens:
-            self.limit = "length"
-        elif completion.stop_reason == "length" and len(completion.token_ids) + len(prompt.token_ids) == c.max_tokens:
-            self.limit = "max_tokens"
-        return completion
+            async with self._one_long:
+                return await cpu_pool().run(self.config.env_timeout, work)
+        except DeadlineError as error:
+            raise ChatError(503, "messages", f"the messages were not rendered in time: {error}.") from error
 
-    def _record(self, record: Recorded, request: ChatRequest, found: Found) -> ChatReply:
-        """Keep the record, and make its reply."""
-        completion = record.completion
+    def _record(self, number: int, turn: Turn, prompt_tokens: int, request: ChatRequest, found: Found) -> ChatResponse:
+        """Make the response of a turn, and keep which one it is."""
         opening = self.renderer.opening
-        sampled = record.text.removeprefix(opening)
-        content, reasoning, calls = split_reply(
+        sampled = turn.text.removeprefix(opening)
+        content, reasoning, calls = split_response(
             sampled,
             request.tools,
             self.renderer.tool_format,
@@ -290,9 +301,9 @@ class AgentEpisode:
             stop=(*self.config.stop, *request.stop),
             opening=opening,
         )
-        name = f"{derive_seed(self.seed, self.trajectory.id, record.number):016x}"
-        cut = completion.stop_reason == "length"
-        reply = ChatReply(
+        name = f"{derive_seed(self.sampler.seed, self.trajectory.id, number):016x}"
+        cut = turn.stop_reason == "length"
+        response = ChatResponse(
             id=f"chatcmpl-{name}",
             content=content,
             reasoning=reasoning,
@@ -300,42 +311,31 @@ class AgentEpisode:
                 IssuedCall(f"call_{name}_{index}", call.name, call.arguments) for index, call in enumerate(calls)
             ),
             finish_reason="length" if cut else "tool_calls" if calls else "stop",
-            token_ids=completion.token_ids,
-            tokens=self.renderer.token_texts(completion.token_ids),
-            logprobs=completion.logprobs,
-            prompt_tokens=completion.prompt_tokens,
+            token_ids=turn.response_ids,
+            tokens=self.renderer.token_texts(turn.response_ids),
+            logprobs=turn.logprobs,
+            prompt_tokens=prompt_tokens,
             stop=next((stop for stop in request.stop if stop in sampled), None),  # sampling ends at the first
         )
-        self._records[record.number] = record
-        self._by_reply[reply.id] = record
-        self._tree.add(record.number, found, reply)
+        place = len(self.recorder.turns) - 1
+        self._places[response.id] = place
+        self._tree.add(place, found, response)
         self._counts["sampling_overridden"] += bool(request.overridden)
-        return reply
+        return response
 
-    def _metrics(self, records: Sequence[Recorded]) -> dict[str, float]:
-        delivered = [record for record in records if record.delivered]
+    def _metrics(self, sampled: int) -> dict[str, float]:
+        turns = self.trajectory.turns
         counts = {
             "requests_cancelled": self._counts["requests_cancelled"],
-            "replies_undelivered": len(records) - len(delivered),
+            "responses_undelivered": sampled - len(turns),
             "sampling_overridden": self._counts["sampling_overridden"],
-            "branches": count_branches(self.trajectory.turns),
+            "branches": sum(not self.trajectory.continues(number) for number in range(len(turns))),
         }
         metrics = {name: float(count) for name, count in counts.items()}
-        if len(delivered) > 1:
-            metrics["requests_continued"] = sum(r.continues for r in delivered) / (len(delivered) - 1)
+        if len(turns) > 1:
+            continued = sum(turn.received is not None and turn.received.continues is not None for turn in turns)
+            metrics["requests_continued"] = continued / (len(turns) - 1)
         return metrics
-
-
-@dataclass(frozen=True)
-class _Rendering:
-    """A whole prompt, of which ``kept`` tokens and ``kept_media`` images are those of the context of ``parent``."""
-
-    parent: Recorded | None
-    kept: int
-    kept_media: int
-    prompt: Prompt
-    new_messages: list[Message]
-    continues: bool = False
 
 
 class _NotRenderedError(Exception):

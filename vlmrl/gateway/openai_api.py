@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: their requests, replies, streams and errors."""
+"""OpenAI's chat completions: their requests, responses, streams and errors."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from vlmrl.gateway.chat import ChatError, ChatReply, ChatRequest, IssuedCall
+from vlmrl.gateway.chat import ChatError, ChatRequest, ChatResponse, IssuedCall
 from vlmrl.gateway.request_body import (
+    FORM_REMEDY,
     ParsedRequest,
     check_depth,
     count_field,
@@ -25,7 +26,6 @@ from vlmrl.gateway.request_body import (
 from vlmrl.gateway.request_images import RequestImages
 from vlmrl.types import Message
 
-_CONSTRAINED = "the run samples from the policy alone; ask for the form in the prompt"
 _CONSTRAINTS = [
     "guided_json",
     "guided_regex",
@@ -38,11 +38,11 @@ _CONSTRAINTS = [
 ]
 _DISTRIBUTION = "the trainer knows only the run's own sampling"
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), "send one request for each reply"),
-    "best_of": ((1,), "send one request for each reply"),
+    "n": ((1,), "send one request for each response"),
+    "best_of": ((1,), "send one request for each response"),
     "use_beam_search": ((False,), _DISTRIBUTION),
-    "response_format": (({"type": "text"},), _CONSTRAINED),
-    **dict.fromkeys(_CONSTRAINTS, ((), _CONSTRAINED)),
+    "response_format": (({"type": "text"},), FORM_REMEDY),
+    **dict.fromkeys(_CONSTRAINTS, ((), FORM_REMEDY)),
     "presence_penalty": ((0,), _DISTRIBUTION),
     "frequency_penalty": ((0,), _DISTRIBUTION),
     "repetition_penalty": ((1,), _DISTRIBUTION),
@@ -55,11 +55,11 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_logprobs": ((0, False), "use logprobs, of the sampled tokens"),
     "echo": ((False,), "the prompt is the request's own messages"),
     "audio": ((), "the endpoint has text and images"),
-    "modalities": ((["text"],), "the endpoint replies with text"),
+    "modalities": ((["text"],), "the endpoint answers with text"),
     "functions": (([],), "use tools"),
     "function_call": ((), "use tool_choice"),
     "web_search_options": ((), "give the agent a tool that searches"),
-    "continue_final_message": ((False,), "a reply is a message of its own"),
+    "continue_final_message": ((False,), "a response is a message of its own"),
     "chat_template": ((), "set model.chat_template of the run"),
 }
 """Fields that are refused, each with the values that are accepted since they change nothing, and what to do instead."""
@@ -217,38 +217,38 @@ def _tool(value: Any, where: str) -> dict[str, Any]:
     return {"type": "function", "function": {key: item for key, item in function.items() if key != "strict"}}
 
 
-def openai_reply(parsed: ParsedRequest, reply: ChatReply) -> dict[str, Any]:
-    """The body of a reply that is not streamed."""
-    message = {"role": "assistant", "refusal": None, **_message_of(reply)}
+def openai_response(parsed: ParsedRequest, response: ChatResponse) -> dict[str, Any]:
+    """The body of a response that is not streamed."""
+    message = {"role": "assistant", "refusal": None, **_message_of(response)}
     choice = {
         "index": 0,
         "message": message,
-        "logprobs": _logprobs(parsed, reply),
-        "finish_reason": reply.finish_reason,
+        "logprobs": _logprobs(parsed, response),
+        "finish_reason": response.finish_reason,
     }
-    return {**_head(parsed, reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
+    return {**_head(parsed, response, "chat.completion"), "choices": [choice], "usage": _usage(response)}
 
 
-def openai_stream(parsed: ParsedRequest, reply: ChatReply) -> Iterator[bytes]:
-    """The events of a streamed reply."""
-    head = _head(parsed, reply, "chat.completion.chunk")
+def openai_stream(parsed: ParsedRequest, response: ChatResponse) -> Iterator[bytes]:
+    """The events of a streamed response."""
+    head = _head(parsed, response, "chat.completion.chunk")
     usage = {"usage": None} if parsed.include_usage else {}
 
     def chunk(delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any = None) -> bytes:
         choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return _event({**head, "choices": [choice], **usage})
 
-    message = _message_of(reply)
-    yield chunk({"role": "assistant", "content": None if reply.tool_calls else ""})
+    message = _message_of(response)
+    yield chunk({"role": "assistant", "content": None if response.tool_calls else ""})
     if "reasoning_content" in message:
         yield chunk({"reasoning_content": message["reasoning_content"]})
     if message["content"] or parsed.logprobs:
-        yield chunk({"content": message["content"]}, logprobs=_logprobs(parsed, reply))
+        yield chunk({"content": message["content"]}, logprobs=_logprobs(parsed, response))
     for index, call in enumerate(message.get("tool_calls", ())):
         yield chunk({"tool_calls": [{"index": index, **call}]})
-    yield chunk({}, reply.finish_reason)
+    yield chunk({}, response.finish_reason)
     if parsed.include_usage:
-        yield _event({**head, "choices": [], "usage": _usage(reply)})
+        yield _event({**head, "choices": [], "usage": _usage(response)})
     yield b"data: [DONE]\n\n"
 
 
@@ -269,16 +269,16 @@ def _event(data: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(data).encode() + b"\n\n"
 
 
-def _head(parsed: ParsedRequest, reply: ChatReply, kind: str) -> dict[str, Any]:
-    return {"id": reply.id, "object": kind, "created": int(time.time()), "model": parsed.model}
+def _head(parsed: ParsedRequest, response: ChatResponse, kind: str) -> dict[str, Any]:
+    return {"id": response.id, "object": kind, "created": int(time.time()), "model": parsed.model}
 
 
-def _message_of(reply: ChatReply) -> dict[str, Any]:
-    message: dict[str, Any] = {"content": reply.content or (None if reply.tool_calls else "")}
-    if reply.reasoning:
-        message["reasoning_content"] = reply.reasoning
-    if reply.tool_calls:
-        message["tool_calls"] = [_issued(call) for call in reply.tool_calls]
+def _message_of(response: ChatResponse) -> dict[str, Any]:
+    message: dict[str, Any] = {"content": response.content or (None if response.tool_calls else "")}
+    if response.reasoning:
+        message["reasoning_content"] = response.reasoning
+    if response.tool_calls:
+        message["tool_calls"] = [_issued(call) for call in response.tool_calls]
     return message
 
 
@@ -287,16 +287,16 @@ def _issued(call: IssuedCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _usage(reply: ChatReply) -> dict[str, int]:
-    sampled = len(reply.token_ids)
+def _usage(response: ChatResponse) -> dict[str, int]:
+    sampled = len(response.token_ids)
     return {
-        "prompt_tokens": reply.prompt_tokens,
+        "prompt_tokens": response.prompt_tokens,
         "completion_tokens": sampled,
-        "total_tokens": reply.prompt_tokens + sampled,
+        "total_tokens": response.prompt_tokens + sampled,
     }
 
 
-def _logprobs(parsed: ParsedRequest, reply: ChatReply) -> dict[str, Any] | None:
+def _logprobs(parsed: ParsedRequest, response: ChatResponse) -> dict[str, Any] | None:
     """Of all sampled tokens, also those of reasoning, of calls and of the end of the turn. A part of a character has no bytes."""
     if not parsed.logprobs:
         return None
@@ -307,6 +307,6 @@ def _logprobs(parsed: ParsedRequest, reply: ChatReply) -> dict[str, Any] | None:
             "bytes": None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode()),
             "top_logprobs": [],
         }
-        for text, logprob in zip(reply.tokens, reply.logprobs, strict=True)
+        for text, logprob in zip(response.tokens, response.logprobs, strict=True)
     ]
     return {"content": content, "refusal": None}

@@ -14,13 +14,17 @@ from vlmrl.utils.json_files import strict_json
 
 MAX_DEPTH = 100  # of tool schemas and of a call's arguments
 MAX_STOPS = 16
+MAX_STOP_LENGTH = 256  # characters; each sampled token is compared with their tokens
 MAX_SEED = 2**63
+MAX_VALUES = 1_000_000  # of a body: each takes 60 bytes or more, so that 64 MiB of `[],` would take 1.4 GiB
+MAX_KEY_LENGTH = 256  # characters of a reward's id
+FORM_REMEDY = "ask for the form in the prompt or offer it as a tool, since the run samples from the policy alone"
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # an escape that is valid only in a pair
 
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request of either API, and how its reply is sent."""
+    """A request of either API, and how its response is sent."""
 
     chat: ChatRequest
     model: str  # as the client named it
@@ -30,13 +34,15 @@ class ParsedRequest:
 
 
 def refuse(field: str, rule: str, value: Any, remedy: str = "") -> NoReturn:
-    """Raise a ChatError with status 400: ``n must be 1, but it is 4: send one request for each reply.``"""
+    """Raise a ChatError with status 400: ``n must be 1, but it is 4: send one request for each response.``"""
     shown = reprlib.repr(value)[:100]
     raise ChatError(400, field, f"{field} must be {rule}, but it is {shown}{': ' + remedy if remedy else ''}.")
 
 
 def read_json(content: bytes) -> dict[str, Any]:
     """The JSON object of a body. Raises ChatError for anything else, also for NaN and for halves of surrogate pairs."""
+    if sum(map(content.count, (b",", b"[", b"{"))) > MAX_VALUES:  # those within texts count, too
+        raise ChatError(400, "body", f"the body must not have more than {MAX_VALUES} commas and opening brackets.")
     try:
         text = content.decode()
         body = strict_json(text)
@@ -93,8 +99,8 @@ def seed_field(value: Any) -> int | None:
 def stop_field(value: Any, field: str) -> tuple[str, ...]:
     """Stop strings, one or a list of them."""
     stops = [value] if isinstance(value, str) else [] if value is None else list_field(value, field)
-    if len(stops) > MAX_STOPS or not all(isinstance(stop, str) and stop for stop in stops):
-        refuse(field, f"up to {MAX_STOPS} strings that are not empty", value)
+    if len(stops) > MAX_STOPS or not all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
+        refuse(field, f"up to {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters", value)
     return tuple(stops)
 
 
@@ -110,7 +116,7 @@ def check_depth(value: Any, field: str) -> None:
 
 
 def refuse_fields(body: Mapping[str, Any], refused: Mapping[str, tuple[Sequence[Any], str]]) -> None:
-    """Raise ChatError for a field that would change the reply in a way that a run cannot follow.
+    """Raise ChatError for a field that would change the response in a way that a run cannot follow.
 
     ``refused`` has for each name the values that change nothing, and what to do instead.
     """

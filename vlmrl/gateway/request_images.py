@@ -14,13 +14,15 @@ from urllib.parse import unquote, urlsplit
 from vlmrl.config.gateway import Gateway
 from vlmrl.gateway.chat import ChatError
 from vlmrl.gateway.request_body import refuse
-from vlmrl.multimodal.fetch import SECONDS, is_url
+from vlmrl.multimodal.fetch import SECONDS, fetch, image_loop, is_url
 from vlmrl.multimodal.images import ImageError, ImageUnavailableError, frozen_image
 from vlmrl.multimodal.messages import images_of, map_images
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.types import ImageSource, MediaItem, Message
-from vlmrl.utils.work_pool import cpu_pool
+from vlmrl.utils.http import RefusedError, RetryableError
+from vlmrl.utils.work_pool import cpu_pool, usable_cores
 
+MAX_NEW_IMAGES = 1024  # of one request
 KEPT_IMAGES = 1024  # of one episode; their pixels are in the store's memory, which has its own bound
 
 
@@ -41,9 +43,10 @@ class RequestImages:
 
     def __init__(self, store: MediaStore | None, settings: Gateway) -> None:
         self._store = store
-        self._urls = settings.image_urls
+        self._hosts = settings.image_hosts
         self._folders = [Path(folder).resolve() for folder in settings.image_folders]
         self._items: dict[bytes, MediaItem] = {}  # by digest, oldest first
+        self._share = asyncio.Semaphore(max(1, usable_cores() // 2))  # of the threads, which all episodes share
 
     def read(self, address: str, where: str) -> NewImage | MediaItem:
         """The image of a data URI, a URL or a path. Raises ChatError unless the settings allow it."""
@@ -53,10 +56,9 @@ class RequestImages:
                 refuse(where, "a data URI with base64, such as data:image/png;base64,...", address)
             return self.embedded(text, where)
         if is_url(address):
-            if not self._urls:
-                refuse(
-                    where, "a data URI", address, "the run loads no URLs; embed the image, or set gateway.image_urls"
-                )
+            if not self._hosts:
+                remedy = "the run loads no URLs; embed the image, or add urls to gateway.images"
+                refuse(where, "a data URI", address, remedy)
             return NewImage(where, address)
         return NewImage(where, self._allowed_file(address, where))
 
@@ -83,8 +85,8 @@ class RequestImages:
         except (OSError, ValueError):  # a name that is too long or holds a NUL, or `file://[`
             allowed, file = False, Path()
         if not allowed:
-            remedy = "embed the image, or name its folder in gateway.image_folders"
-            refuse(where, "a data URI, or an absolute path in one of gateway.image_folders", address, remedy)
+            remedy = "embed the image, or name its folder in gateway.images"
+            refuse(where, "a data URI, or an absolute path in a folder of gateway.images", address, remedy)
         return file
 
     async def load(self, messages: Sequence[Message]) -> list[Message]:
@@ -100,6 +102,9 @@ class RequestImages:
         if self._store is None:
             where = next(iter(new.values())).where
             raise ChatError(400, where, f"{where} must be left out: the model reads text only.")
+        if len(new) > MAX_NEW_IMAGES:
+            where = list(new.values())[MAX_NEW_IMAGES].where
+            raise ChatError(400, where, f"{where} must be left out: a request may have {MAX_NEW_IMAGES} new images.")
         loaded = await asyncio.gather(*(self._load(image) for image in new.values()))
         shown = dict(zip(new, loaded, strict=True))
         return map_images(messages, lambda image: shown.get(id(image), image))
@@ -107,12 +112,16 @@ class RequestImages:
     async def _load(self, image: NewImage) -> ImageSource:
         assert self._store is not None
         try:
-            item = await self._store.get(image.source, SECONDS)
-        except ImageUnavailableError as error:
+            source = await self._content(image)
+            async with self._share:
+                item = await self._store.get(source, SECONDS)
+        except (ImageUnavailableError, RetryableError) as error:
             raise ChatError(503, "image_url", f"{image.where} could not be loaded this time: {error}") from error
+        except RefusedError as error:
+            raise ChatError(400, image.where, f"{image.where} cannot be loaded: {error}"[:500]) from error
         except ImageError as error:
-            if error.reason is not None and await _decodes(image):
-                return image.source
+            if error.reason is not None and await _decodes(source):
+                return source
             message = f"{image.where} must be an image that decodes, but {error}"
             raise ChatError(400, image.where, message[:500]) from error
         if image.digest is not None:
@@ -121,13 +130,16 @@ class RequestImages:
                 self._items.pop(next(iter(self._items)), None)
         return item
 
+    async def _content(self, image: NewImage) -> bytes | Path:
+        if isinstance(image.source, str):
+            return await image_loop().run(fetch(image.source, SECONDS, self._hosts))
+        return image.source
 
-async def _decodes(image: NewImage) -> bool:
+
+async def _decodes(source: bytes | Path) -> bool:
     """Whether the model's processor, and not the image, is why it does not load."""
-    if isinstance(image.source, str):
-        return False
     try:
-        await cpu_pool().run(SECONDS, frozen_image, image.source)
+        await cpu_pool().run(SECONDS, frozen_image, source)
     except Exception:
         return False
     return True

@@ -1,8 +1,8 @@
-"""Finds the earlier reply that a request continues, in time linear in the request.
+"""Finds the earlier response that a request continues, in time linear in the request.
 
 Each message is hashed into a chain, so that equal conversations have equal digests and no conversation is kept. A conversation has
 two digests: one that its tool calls' ids are part of, and one without them, for clients that rename ids. Neither depends on the form
-of the content (a string or text parts), on the encoding of images, nor on a reply's reasoning.
+of the content (a string or text parts), on the encoding of images, nor on a response's reasoning.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from vlmrl.gateway.chat import ChatReply
+from vlmrl.gateway.chat import ChatResponse
 from vlmrl.multimodal.messages import is_image
 from vlmrl.types import Message
 
@@ -36,7 +36,7 @@ class Digests:
 
 @dataclass(frozen=True)
 class Found:
-    """What is known of a request: it continues the reply of request 3, and its messages from index 5 on are new.
+    """What is known of a request: it continues the response of request 3, and its messages from index 5 on are new.
 
     ``nearest`` is a request that begins with the same ``shared`` messages. ``digests`` are of the messages after them.
     """
@@ -53,13 +53,13 @@ class RequestTree:
     """The conversations of one episode: ``tree.find(messages, tools).continues`` is the number of a request, or ``None``."""
 
     def __init__(self) -> None:
-        self._replies: dict[bytes, int] = {}  # by the digests of a request and its reply: the newest such request
+        self._responses: dict[bytes, int] = {}  # by the digests of a request and its response: the newest such request
         self._begun: dict[bytes, int] = {}  # by the digest of first messages: the first request that begins with them
 
     def find(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Found:
-        """The request whose messages and reply are the first ones of ``messages``, without an assistant message after them.
+        """The request whose messages and response are the first ones of ``messages``, without an assistant message after them.
 
-        The images of ``messages`` are loaded. Among equal replies it is the one with the same tool call ids, else the newest.
+        The images of ``messages`` are loaded. Among equal responses it is the one with the same tool call ids, else the newest.
         """
         digests = _start(tools)
         continues, new_from = None, 0
@@ -68,8 +68,8 @@ class RequestTree:
         for index, message in enumerate(messages, start=1):
             digests = digests.after(_content(message), _call_ids(message))
             if message["role"] == "assistant":
-                found = self._replies.get(digests.with_ids)
-                continues = self._replies.get(digests.without_ids) if found is None else found
+                found = self._responses.get(digests.with_ids)
+                continues = self._responses.get(digests.without_ids) if found is None else found
                 new_from = 0 if continues is None else index
             begun = self._begun.get(digests.without_ids)
             if begun is None:
@@ -78,22 +78,22 @@ class RequestTree:
                 nearest, shared = begun, index
         return Found(continues, new_from, nearest, shared, unseen, digests)
 
-    def add(self, number: int, found: Found, reply: ChatReply) -> None:
-        """Request ``number`` has got its ``reply``."""
-        message = message_of_reply(reply)
-        replied = found.last.after(_content(message), _call_ids(message))
-        self._replies[replied.with_ids] = self._replies[replied.without_ids] = number
-        for digests in (*found.digests, replied):
+    def add(self, number: int, found: Found, response: ChatResponse) -> None:
+        """Request ``number`` has got its ``response``."""
+        message = message_of_response(response)
+        answered = found.last.after(_content(message), _call_ids(message))
+        self._responses[answered.with_ids] = self._responses[answered.without_ids] = number
+        for digests in (*found.digests, answered):
             self._begun.setdefault(digests.without_ids, number)
 
 
-def message_of_reply(reply: ChatReply) -> Message:
-    """The reply as a client sends it back, without its reasoning."""
+def message_of_response(response: ChatResponse) -> Message:
+    """The response as a client sends it back, without its reasoning."""
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in reply.tool_calls
+        for call in response.tool_calls
     ]
-    return {"role": "assistant", "content": reply.content} | ({"tool_calls": calls} if calls else {})
+    return {"role": "assistant", "content": response.content} | ({"tool_calls": calls} if calls else {})
 
 
 def _start(tools: Sequence[dict[str, Any]]) -> Digests:

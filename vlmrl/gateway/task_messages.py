@@ -1,38 +1,17 @@
-"""A task in the form that agents send: messages in OpenAI's form, and a JSON file with image files for commands."""
+"""A task as a JSON file with image files, for agents that are commands."""
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from vlmrl.multimodal.images import data_uri
-from vlmrl.multimodal.messages import is_image
-from vlmrl.types import ImageSource, Message, Task
+from vlmrl.multimodal.openai_messages import openai_messages
+from vlmrl.types import ImageSource, Task
 
 TASK_FILE = "task.json"
 SUFFIXES = {"image/jpeg": ".jpg"}  # of the others: the type itself, such as .png
-
-
-def openai_messages(messages: Sequence[Message], address: Callable[[ImageSource], str] = data_uri) -> list[Message]:
-    """Messages of a task as an OpenAI client sends them: each image as ``address`` of it, by default a data URI.
-
-    ``{"type": "image", "image": pil}`` becomes ``{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}``.
-    """
-    return [_openai_message(message, address) for message in messages]
-
-
-def _openai_message(message: Message, address: Callable[[ImageSource], str]) -> Message:
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    return {**message, "content": [_openai_part(part, address) for part in content]}
-
-
-def _openai_part(part: dict[str, Any], address: Callable[[ImageSource], str]) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": address(part["image"])}} if is_image(part) else part
 
 
 def write_task(task: Task, folder: Path) -> Path:

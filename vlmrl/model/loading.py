@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -27,13 +28,14 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from vlmrl.config import Lora, Model
 from vlmrl.config.code import is_local_path, resolve_path
 from vlmrl.config.saved import is_checkpoint
+from vlmrl.families import family_of
+from vlmrl.families.base import Family, LargestImage
 from vlmrl.model import tiny
-from vlmrl.model.families import family_of
-from vlmrl.model.families.base import Family, LargestImage
 from vlmrl.model.lora import add_lora, named_weights
 from vlmrl.model.policy import Policy
 from vlmrl.model.progress_bars import without_progress_bars
 from vlmrl.multimodal.images import blank
+from vlmrl.multimodal.pixel_memory import PixelMemory
 from vlmrl.multimodal.renderer import OUR_TEMPLATES, Renderer
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.utils.json_files import read_object
@@ -55,11 +57,13 @@ class Reader:
     path: str
     family: Family
 
-    def new_store(self, blank_images: bool = False) -> MediaStore | None:
+    def new_store(self, memory: PixelMemory | None = None, blank_images: bool = False) -> MediaStore | None:
+        """A store whose pixels are in ``memory``, by default one of its own; ``None`` for a text model."""
         if self.image_processor is None:
             return None
         transform = blank if blank_images else None
-        return MediaStore(self.family, self.image_processor, max_pixels=self.max_image_pixels, transform=transform)
+        options: dict[str, Any] = {"max_pixels": self.max_image_pixels, "transform": transform, "memory": memory}
+        return MediaStore(self.family, self.image_processor, **options)
 
 
 @dataclass(frozen=True)
@@ -103,14 +107,14 @@ def load_model(config: Model, cache_dir: Path, seed: int) -> LoadedModel:
 
     On the device ``meta`` no weight is read and none allocated: only their shapes exist.
     """
-    model = _build(config, _found(config.path, cache_dir), seed)
+    model = _build(config, _found(config.source, cache_dir), seed)
     reader = load_reader(config, cache_dir)
     return LoadedModel(**vars(reader), policy=Policy(model, reader.image_processor).eval())
 
 
 def shapes_of(config: Model, cache_dir: Path) -> Any:
     """The Hugging Face model of ``config`` on the device ``meta``, with its adapters and frozen parts."""
-    return _build(replace(config, device="meta"), _found(config.path, cache_dir), seed=0)
+    return _build(replace(config, device="meta"), _found(config.source, cache_dir), seed=0)
 
 
 @without_progress_bars()
@@ -119,13 +123,13 @@ def read_weights(config: Model, cache_dir: Path, seed: int) -> Any:
 
     In that dtype weights stay in the checkpoint's mapped files until they are used, unless transformers has to convert their layout.
     """
-    path = _found(config.path, cache_dir)
+    path = _found(config.source, cache_dir)
     return _build(replace(on_host(config, cache_dir), lora=Lora(), freeze=()), path, seed)
 
 
 def on_host(config: Model, cache_dir: Path) -> Model:
     """``config`` with the CPU as the device, and with the dtype of the weights in its files."""
-    in_bfloat16 = not config.random_weights and _is_stored_in_bfloat16(_found(config.path, cache_dir))
+    in_bfloat16 = not config.random_weights and _is_stored_in_bfloat16(_found(config.source, cache_dir))
     return replace(config, device="cpu", dtype="bfloat16" if in_bfloat16 else "float32")
 
 
@@ -153,11 +157,34 @@ def _build(config: Model, path: str, seed: int) -> Any:
         torch.manual_seed(seed)
         model = _random(auto, hf_config, dtype).to(device)
     else:
-        model = auto.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").to(device)
+        model, found = auto.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True)
+        _check_weights(model, found, path)
+        model = model.to(device)
     freeze(model, config.freeze)
     if config.lora.rank:
         _adapt(model, config.lora, seed)
     return model
+
+
+def _check_weights(model: Any, found: dict[str, Any], path: str) -> None:
+    """Raises ValueError unless the files of ``path`` have the model's weights and no others, and its config says what is tied."""
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(
+            f"model.path {path!r} lacks weights of its model, which would be random: {', '.join(missing[:5])}. If the output layer is "
+            "missing, its config.json may need tie_word_embeddings: true."
+        )
+    if unexpected := sorted(found["unexpected_keys"]):
+        raise ValueError(
+            f"model.path {path!r} has weights that its model does not have, which would be lost: {', '.join(unexpected[:5])}. Remove "
+            "them, or correct its config.json."
+        )
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = model.config.get_text_config().tie_word_embeddings
+    if tied and head is not None and head.weight is not embeddings.weight:
+        raise ValueError(
+            f"model.path {path!r} has an output layer that differs from its embeddings, but its config.json says "
+            "tie_word_embeddings: true, by which servers would leave it out. Set it to false, or remove the output layer."
+        )
 
 
 def _random(auto: Any, hf_config: Any, dtype: torch.dtype) -> Any:
@@ -218,7 +245,7 @@ def _is_part(key: str, name: str, parts: dict[str, str]) -> bool:
 
 def load_reader(config: Model, cache_dir: Path) -> Reader:
     """The model of ``config`` without its weights."""
-    path = _found(config.path, cache_dir)
+    path = _found(config.source, cache_dir)
     hf_config = _hf_config(path)
     family = family_of(hf_config)
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -226,7 +253,7 @@ def load_reader(config: Model, cache_dir: Path) -> Reader:
     renderer = Renderer(
         tokenizer,
         image_token=None if pad is None else str(tokenizer.convert_ids_to_tokens(pad)),
-        chat_template=_chat_template(config.chat_template),
+        chat_template=chat_template_text(config.chat_template),
         stop_ids=_stop_ids(path),
     )
     return Reader(renderer, tokenizer, family.load_processor(path), config.max_image_pixels, path, family)
@@ -234,13 +261,13 @@ def load_reader(config: Model, cache_dir: Path) -> Reader:
 
 def image_processor_of(config: Model, cache_dir: Path) -> Any:
     """The image processor of the model of ``config``; ``None`` for a text model."""
-    path = _found(config.path, cache_dir)
+    path = _found(config.source, cache_dir)
     return family_of(_hf_config(path)).load_processor(path)
 
 
 def largest_image_of(config: Model, cache_dir: Path) -> LargestImage | None:
     """What the largest image of the model of ``config`` costs; ``None`` for a text model."""
-    path = _found(config.path, cache_dir)
+    path = _found(config.source, cache_dir)
     return family_of(_hf_config(path)).largest_image(path, config.max_image_pixels)
 
 
@@ -249,6 +276,7 @@ def _found(path: str, cache_dir: Path) -> str:
 
     Raises:
         ValueError: ``path`` is a local path that does not exist, or a folder without a model, such as a checkpoint.
+        OSError: the hub has no such model, or cannot be reached.
     """
     path = tiny.resolve(path, cache_dir)
     folder = Path(path).expanduser().absolute()
@@ -257,7 +285,24 @@ def _found(path: str, cache_dir: Path) -> str:
         return str(folder)
     if is_local_path(path):
         raise ValueError(f"model.path {path!r} does not exist. Looked at: {folder}")
+    _ask_hub_once(path)
     return path
+
+
+def _ask_hub_once(name: str) -> None:
+    """Raises OSError after one request if the hub does not give the model's config. transformers would repeat it for 23 s."""
+    from httpx import HTTPError
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
+    except (HTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise OSError(
+            f"model.path {name!r}: no such folder, and the hub does not give its config.json: {reason}"
+        ) from error
 
 
 def is_model_folder(folder: Path) -> bool:
@@ -281,7 +326,14 @@ def _check_model_folder(folder: Path) -> None:
 def _hf_config(path: str) -> Any:
     """The model's config. Raises OSError, in one line, if the hub does not have it or cannot be reached."""
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)  # else it asks on the terminal
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"model.path must be a model that transformers knows, but {path!r} brings code of its own, which is not run: install a "
+            "version of transformers that has the model, or take another one."
+        ) from error
     except OSError as error:
         reason = str(error).splitlines()[0]
         raise OSError(
@@ -290,9 +342,20 @@ def _hf_config(path: str) -> Any:
 
 
 def pick_device(name: str) -> torch.device:
+    """The device that ``model.device`` names. Raises ValueError for one that is none, or a GPU that this machine does not have."""
     if name == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"model.device must be auto, cpu, cuda or cuda:NUMBER, but it is {name!r}.") from error
+    gpus = torch.cuda.device_count() if device.type == "cuda" else math.inf
+    if (device.index or 0) >= gpus:
+        raise ValueError(
+            f"model.device must be a device of this machine, but it is {name!r}, and torch {torch.__version__} finds {gpus} GPUs: "
+            "set --model.device auto, or look into the driver, CUDA_VISIBLE_DEVICES and the build of torch (vlmrl doctor)."
+        )
+    return device
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -306,7 +369,7 @@ def pick_checkpointing(setting: bool | None, device: torch.device) -> bool:
     return device.type == "cuda" if setting is None else setting
 
 
-def _chat_template(name: str | None) -> str | None:
+def chat_template_text(name: str | None) -> str | None:
     """The text of one of vlmrl's templates, by name, or of a file."""
     if name is None:
         return None

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vlmrl.config import Lora
-from vlmrl.model.families import family_of
+from vlmrl.families import family_of
 
 
 def add_lora(model: Any, config: Lora) -> None:

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from vlmrl.families import family_of
+from vlmrl.families.base import WHY_NOT_PACKED, ImageFeatures
+from vlmrl.families.forks import Forks
 from vlmrl.model import patch_embedding, tree_attention, tree_states
 from vlmrl.model.cached_attention import CachedAttention
 from vlmrl.model.expert_routing import ExpertRouters
-from vlmrl.model.families import family_of
-from vlmrl.model.families.base import WHY_NOT_PACKED, ImageFeatures
 from vlmrl.model.head import logits_of, score_tokens
 from vlmrl.model.lora import adapters_off
 from vlmrl.multimodal.mm_inputs import merge_mm_inputs
@@ -90,7 +91,7 @@ class Policy(nn.Module):
 
     def forward(self, batch: MicroBatch, temperature: float = 1.0) -> TokenScores:
         """The logprob of each token that ``batch.targets`` marks, given all tokens before it in its row."""
-        if batch.ends is not None and not self.family.may_pack:
+        if batch.ends is not None and not self.family.may_share:
             raise ValueError(f"samples of {self.config.model_type} must not be packed into one row: {WHY_NOT_PACKED}.")
         features = self.encode_images(batch.images) if batch.images else []
         occurrences = [features[index] for index in batch.image_order]
@@ -127,7 +128,7 @@ class Policy(nn.Module):
         real: torch.Tensor | None = None,
         tree: tree_attention.Plan | None = None,
         cached: CachedAttention | None = None,
-        forks: tree_states.Forks | None = None,
+        forks: Forks | None = None,
     ) -> torch.Tensor:
         """Last hidden states ``[rows, length, hidden]``.
 

@@ -24,9 +24,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from vlmrl.model import families
-from vlmrl.model.families import FAMILIES
-from vlmrl.model.families.base import TINY_HEAD_DIM, Family
+from vlmrl import families
+from vlmrl.families import FAMILIES
+from vlmrl.families.base import TINY_HEAD_DIM, Family
 from vlmrl.model.progress_bars import without_progress_bars
 from vlmrl.utils.folders import build_folder
 

@@ -7,22 +7,41 @@ has a limit, which is checked while it arrives.
 from __future__ import annotations
 
 import asyncio
+import errno
+import ipaddress
+import socket
+from collections.abc import Collection
 from functools import cache
+from typing import Any
 
-import httpx
+import aiohttp
+from yarl import URL
 
-from vlmrl.utils.http import RefusedError, RetryableError, async_retrying
+from vlmrl.utils.http import (
+    BAD_ADDRESS,
+    RefusedError,
+    RetryableError,
+    async_retrying,
+    http_loop,
+    new_session,
+    proxy_of,
+    read_at_most,
+)
 from vlmrl.utils.threads import LoopThread
-from vlmrl.utils.work_pool import shared_loop
 
 SECONDS = 60.0
 """Default deadline of one address: all attempts and pauses together."""
 MAX_BYTES = 64 * 2**20
 """The largest body that is read."""
 ATTEMPTS = 6
-CHUNK_SECONDS = 20.0  # to connect, and between two chunks
+TIMES = aiohttp.ClientTimeout(total=None, sock_connect=20.0, sock_read=20.0)  # to connect, and between two chunks
 MAX_REDIRECTS = 10
-PERMANENT = (httpx.UnsupportedProtocol, httpx.LocalProtocolError)  # transport errors that are the address's own fault
+REDIRECTS = (301, 302, 303, 307, 308)
+ANY_PUBLIC = "*"
+NOT_PUBLIC = "is no public address of the internet"
+TRANSLATED = [
+    ipaddress.ip_network(net) for net in ("::ffff:0:0/96", "64:ff9b::/96")
+]  # IPv6 addresses that end with an IPv4 one
 
 
 def is_url(source: object) -> bool:
@@ -31,7 +50,7 @@ def is_url(source: object) -> bool:
 
 def image_loop() -> LoopThread:
     """The event loop that fetches images and awaits the threads that decode them."""
-    return shared_loop("images")
+    return http_loop()
 
 
 def fetch_blocking(url: str, seconds: float = SECONDS) -> bytes:
@@ -39,8 +58,10 @@ def fetch_blocking(url: str, seconds: float = SECONDS) -> bytes:
     return image_loop().wait(fetch(url, seconds))
 
 
-async def fetch(url: str, seconds: float = SECONDS, client: httpx.AsyncClient | None = None) -> bytes:
-    """The body at ``url``. Without a ``client``, to be called in the process's loop for images only.
+async def fetch(url: str, seconds: float = SECONDS, hosts: Collection[str] | None = None) -> bytes:
+    """The body at ``url``. To be called in :func:`image_loop` only.
+
+    ``hosts`` limits which hosts may be reached, also by redirects: names or addresses; ``*``: all at public addresses. None: all.
 
     Raises:
         RetryableError: no attempt succeeded within ``seconds``; a later one may.
@@ -50,7 +71,7 @@ async def fetch(url: str, seconds: float = SECONDS, client: httpx.AsyncClient | 
 
     async def attempt() -> bytes:
         try:
-            return await _get(client or _own_client(), url)
+            return await _get(URL(url), hosts)
         except RetryableError as error:
             failures.append(str(error))
             raise
@@ -60,54 +81,76 @@ async def fetch(url: str, seconds: float = SECONDS, client: httpx.AsyncClient | 
             return await async_retrying(attempts=ATTEMPTS, patience=seconds)(attempt)
     except TimeoutError:
         last = f"; the last of {len(failures)} failures was {failures[-1]}" if failures else ""
-        raise RetryableError(f"no whole reply within {seconds:g} s{last}") from None
+        raise RetryableError(f"no whole response within {seconds:g} s{last}") from None
     except RetryableError as error:
         raise RetryableError(f"{error} ({len(failures)} attempts)") from error
 
 
-async def _get(client: httpx.AsyncClient, url: str) -> bytes:
-    try:
-        async with client.stream("GET", url) as response:
-            _check(response)
-            body = bytearray()
-            async for chunk in response.aiter_raw():
-                body += chunk
-                if len(body) > MAX_BYTES:
-                    raise RefusedError(f"its body has more than {MAX_BYTES} bytes")
-            return bytes(body)
-    except PERMANENT as error:
-        raise RefusedError(f"{type(error).__name__}: {error}") from error
-    except httpx.TransportError as error:
-        raise RetryableError(f"{type(error).__name__}: {error}") from error
-    except (httpx.HTTPError, httpx.InvalidURL) as error:  # too many redirects, or no valid address
-        raise RefusedError(f"{type(error).__name__}: {error}") from error
+async def _get(url: URL, hosts: Collection[str] | None) -> bytes:
+    for _ in range(MAX_REDIRECTS + 1):
+        session, options = _route(url, hosts)
+        try:
+            async with session.get(url, allow_redirects=False, timeout=TIMES, **options) as response:
+                if response.status not in REDIRECTS or "Location" not in response.headers:
+                    return await _content(response)
+                url = url.join(URL(response.headers["Location"]))
+        except BAD_ADDRESS as error:
+            raise RefusedError(f"{url} is no http address") from error
+        except (aiohttp.ClientError, OSError) as error:
+            if NOT_PUBLIC in str(error):
+                raise RefusedError(f"{url.host} {NOT_PUBLIC}") from error
+            raise RetryableError(f"{type(error).__name__}: {error}") from error
+    raise RefusedError(f"it has more than {MAX_REDIRECTS} redirects")
 
 
-def _check(response: httpx.Response) -> None:
-    status = f"{response.status_code} {response.reason_phrase}"
-    if response.status_code == 429 or response.status_code >= 500:
+async def _content(response: aiohttp.ClientResponse) -> bytes:
+    status = f"{response.status} {response.reason}"
+    if response.status == 429 or response.status >= 500:
         raise RetryableError(status)
-    if response.status_code != 200:
+    if response.status != 200:
         raise RefusedError(status)
-    encoding = response.headers.get("content-encoding", "identity")
+    encoding = response.headers.get("Content-Encoding", "identity")
     if encoding.lower() not in ("identity", ""):
         raise RefusedError(f"its body has the encoding {encoding}, which was not requested")
-    if int(response.headers.get("content-length", "0")) > MAX_BYTES:
-        raise RefusedError(f"its body has {response.headers['content-length']} bytes, more than {MAX_BYTES}")
+    body = None if (response.content_length or 0) > MAX_BYTES else await read_at_most(response, MAX_BYTES)
+    if body is None:
+        raise RefusedError(f"its body has more than {MAX_BYTES} bytes")
+    return body
+
+
+def _route(url: URL, hosts: Collection[str] | None) -> tuple[aiohttp.ClientSession, dict[str, Any]]:
+    """The session that may reach an address, and the options of its requests. Raises RefusedError if none may."""
+    if hosts is None or url.host in hosts:
+        return _session(), proxy_of(url)
+    if ANY_PUBLIC not in hosts:
+        raise RefusedError(f"the host {url.host} is none of those from which images may be loaded")
+    return _public_session(), {}  # without a proxy, which would resolve the name itself
 
 
 @cache
-def _own_client() -> httpx.AsyncClient:
-    return new_client()
+def _session() -> aiohttp.ClientSession:
+    return new_session()
 
 
-def new_client(transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
-    """A client for any number of connections, which requests bodies without compression: their size is then the one on the wire."""
-    return httpx.AsyncClient(
-        transport=transport,
-        timeout=CHUNK_SECONDS,
-        headers={"Accept-Encoding": "identity"},
-        limits=httpx.Limits(max_connections=None),
-        follow_redirects=True,
-        max_redirects=MAX_REDIRECTS,
-    )
+@cache
+def _public_session() -> aiohttp.ClientSession:
+    return new_session(aiohttp.TCPConnector(limit=0, socket_factory=_public_socket))
+
+
+def _public_socket(address: tuple[Any, ...]) -> socket.socket:
+    """The socket for an address that is about to be connected to, whatever name or redirect led there."""
+    family, kind, protocol, _, place = address
+    if not is_public(place[0]):
+        raise PermissionError(errno.EACCES, NOT_PUBLIC)
+    return socket.socket(family, kind, protocol)
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one of the internet, and none of this machine, of its network, or of a cloud's metadata."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        if any(ip in network for network in TRANSLATED):
+            return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
+        if ip.sixtofour is not None:
+            return is_public(str(ip.sixtofour))
+    return ip.is_global and not ip.is_multicast

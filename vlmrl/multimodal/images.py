@@ -154,7 +154,7 @@ def _encoded(source: ImageSource) -> bytes:
     if isinstance(source, DecodedImage):
         return encode_pixels(source.pixels)
     if isinstance(source, str | Path) and not is_url(source):
-        return Path(str(source).removeprefix("file://")).read_bytes()
+        return _regular_file(source).read_bytes()
     return encode_png(load_image(source))
 
 
@@ -247,7 +247,7 @@ def _open(source: ImageSource) -> Image.Image:
     if isinstance(source, bytes):
         source = _identify(io.BytesIO(source))
     elif isinstance(source, str | Path):
-        source = _identify(str(source).removeprefix("file://"))
+        source = _identify(_regular_file(source))
     if not isinstance(source, Image.Image):
         raise _SourceError(
             f"an image is a PIL image, bytes, a path, a URL or a data URI, not a {type(source).__name__}."
@@ -255,7 +255,15 @@ def _open(source: ImageSource) -> Image.Image:
     return _allowed(source)
 
 
-def _identify(file: str | io.BytesIO) -> ImageFile.ImageFile:
+def _regular_file(source: str | Path) -> Path:
+    """The path of a source. Raises ValueError for a pipe or a device, which might hold the thread that reads it for ever."""
+    path = Path(str(source).removeprefix("file://"))
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise _UnfitError("it is no regular file.")
+    return path
+
+
+def _identify(file: Path | io.BytesIO) -> ImageFile.ImageFile:
     try:
         return Image.open(file, formats=FORMATS)
     except UnidentifiedImageError as error:

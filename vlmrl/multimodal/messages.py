@@ -8,6 +8,8 @@ from typing import Any
 
 from vlmrl.types import ImageSource, Message
 
+LONG_TEXT = 10_000  # characters; encoding them takes about 2 ms
+
 
 class Markup(str):
     """Text of ours in a message, whose added tokens are not escaped. No JSON and no dataset can hold one."""
@@ -37,9 +39,18 @@ def parts_of_message(message: Message) -> list[dict[str, Any]]:
     return [_text(content)] if isinstance(content, str) else content
 
 
-def text_size(messages: Iterable[Message]) -> int:
-    """How many characters of text the messages hold."""
-    return sum(len(part.get("text") or "") for message in messages for part in parts_of_message(message))
+def is_long(value: Any) -> bool:
+    """Whether messages, tool schemas or both hold so much that rendering them would stop the event loop.
+
+    Counts the characters of all texts, names of fields apart, and each value as one; it stops counting at :data:`LONG_TEXT`.
+    """
+    left, inner = LONG_TEXT, [value]
+    while inner and left >= 0:
+        each = inner.pop()
+        left -= 1 + (len(each) if isinstance(each, str) else 0)
+        if isinstance(each, dict | list | tuple):
+            inner.extend(each.values() if isinstance(each, dict) else each)
+    return left < 0
 
 
 def _text(text: str) -> dict[str, Any]:

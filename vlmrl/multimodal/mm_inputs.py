@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vlmrl.model.families.base import Family
+from vlmrl.families.base import Family
 from vlmrl.types import MediaItem, to_device
 
 

@@ -1,7 +1,7 @@
-"""Bounds the host memory of images' pixels: the least recently used ones are compressed, then written to files.
+"""Bounds the host memory of images' pixels: beyond a budget, the least recently used ones are moved to a file.
 
-Pixels are compressed by Zstandard at level 1, which is exact. On one core, a page of 1280x960 takes 5 ms to compress and 2 ms to
-restore, and shrinks to 12 percent; a photo does not shrink and takes 4 and 0.4 ms. PNG takes 34 to 140 ms and 11 to 37 ms.
+The file has no name, so the system frees it with the process, however that ends. Pixels are written as they are: its page cache keeps
+in memory what there is room for, and gives that up to others.
 """
 
 from __future__ import annotations
@@ -13,231 +13,180 @@ import threading
 import time
 import warnings
 import weakref
-from collections import OrderedDict, deque
-from itertools import count
+from collections import OrderedDict, defaultdict, deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow
 
 from vlmrl.config import Multimodal
-from vlmrl.utils.machine_memory import memory_bytes, return_freed_memory
-from vlmrl.utils.owned_folder import OwnedFolder
+from vlmrl.multimodal.pixels import ArrayPixels
+from vlmrl.utils.machine_memory import is_in_memory, memory_bytes
 
-PREFIX = "vlmrl-pixels-"
 DEFAULT_SHARE = 0.25  # of the machine's memory
-COMPRESSED_SHARE = 0.5  # of the budget; beyond it, compressed pixels are written to files
-WORTH_KEEPING = 0.5  # of the size; pixels that compress to more are written to a file at once
-TRIM_BYTES = 2**28  # moved out of memory, and at least the budget: then what malloc keeps is returned, too
-RETRY_SECONDS = 30.0  # after a file could not be written
+RETRY_SECONDS = 30.0  # after the file could not be written
 MAPPED_BYTES = 2**17  # arrays from this size on are mapped
 MAX_MAPPED = 20_000  # images; Linux allows a process 65,530 mappings by default
-_CODEC = pyarrow.Codec("zstd", 1)
 
 
 class PixelUsage(NamedTuple):
     """Bytes of images' pixels."""
 
     held: int
-    """In memory, decoded and compressed."""
+    """In memory."""
     peak: int
     """The most that were held at once so far."""
     spilled: int
-    """In files."""
+    """In the file."""
 
 
 class PixelMemory:
-    """Holds pixels in at most ``budget`` bytes of memory, and the others in files. Thread-safe.
+    """Holds pixels in at most ``budget`` bytes of memory, and the others in a file in ``folder``. Thread-safe.
 
-    The files are in a folder in ``parent``, by default the system's folder for temporary files. A thread that adds or reads an image
-    makes room for it, by compressing and writing the least recently used ones. So what is held exceeds the budget by at most one image
-    for each such thread. If no file can be written, compressed pixels stay in memory.
+    ``budget`` None: a quarter of the memory of this machine or container, which the processes that ``torchrun`` starts there share.
+    ``folder`` None: the system's folder for temporary files.
+
+    A thread that adds an image makes room for it, so what is held exceeds the budget by at most one image for each such thread. An
+    image in the file stays there: each read makes an array that belongs to the reader. If the file cannot be written, images stay in
+    memory, and a warning says so once.
     """
 
-    def __init__(self, budget: int, parent: Path | None = None) -> None:
-        self._budget = budget
-        self._parent = parent
-        self._folder: OwnedFolder | None = None
-        self._opening = threading.Lock()  # of the folder
-        self._numbers = count()
-        self._lock = threading.Lock()  # of what follows, and of the entries' fields
-        self._decoded, self._compressed, self._files = _Recent(), _Recent(), _Recent()
+    def __init__(self, budget: int | None = None, folder: Path | None = None) -> None:
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self.budget = int(DEFAULT_SHARE * memory_bytes()) // processes if budget is None else budget
+        self._folder = folder or Path(tempfile.gettempdir())
+        self._lock = threading.Lock()  # of what follows
+        self._file: _SpillFile | None = None
+        self._in_memory: OrderedDict[_Entry, None] = OrderedDict()  # the least recently used first
         self._released: deque[_Entry] = deque()
-        self._peak = self._moved_out = 0
-        self._retry_at = (
-            0.0  # monotonic seconds; until then, or until one of its files is deleted, the folder counts as full
-        )
+        self._held = self._peak = self._spilled = 0
+        self._retry_at = 0.0  # monotonic seconds
         self._warned = False
 
-    def limit(self, budget: int, parent: Path | None = None) -> None:
-        """Change the budget, and the parent of the folder unless there is one already."""
-        self._budget, self._parent = budget, parent
-        self._make_room()
+    @classmethod
+    def of(cls, settings: Multimodal) -> PixelMemory:
+        return cls(None if settings.memory_gib is None else int(settings.memory_gib * 2**30))
 
     def hold(self, array: np.ndarray) -> HeldPixels:
-        """A copy of the pixels ``[height, width, 3]``, uint8."""
-        entry = _Entry(array.shape)
-        pixels, copied = self._pixels_of(entry), self._copied(array)
+        """A copy of the pixels ``[height, width, 3]``, uint8, as long as somebody refers to it."""
+        entry = _Entry(self._copied(array))
+        pixels = HeldPixels(self, entry)
+        weakref.finalize(pixels, self._release, entry).atexit = False
         with self._lock:
-            self._keep_array(entry, copied)
-        self._make_room()
-        return pixels
-
-    def hold_compressed(self, shape: tuple[int, ...], data: bytes) -> HeldPixels:
-        """Pixels from what :func:`compress` returned, in this process or another."""
-        entry = _Entry(shape)
-        pixels = self._pixels_of(entry)
-        with self._lock:
-            self._keep_data(entry, data)
+            self._keep(entry)
+            self._peak = max(self._peak, self._held)
         self._make_room()
         return pixels
 
     def usage(self) -> PixelUsage:
         with self._lock:
             self._forget_released()
-            return PixelUsage(self._held, self._peak, self._files.total)
+            return PixelUsage(self._held, self._peak, self._spilled)
 
     def read(self, entry: _Entry) -> np.ndarray:
         """The entry's pixels. From now on it is the most recently used one."""
-        with entry.lock:
-            array = entry.array
-            if array is None:
-                array = self._copied(decompress(entry.stored(), entry.shape))
-            with self._lock:
-                self._keep_array(entry, array)
-                if entry.data is not None:
-                    self._keep_data(entry, entry.data)
-        self._make_room()
+        array = entry.array
+        if array is None:
+            assert entry.slot is not None
+            return entry.slot.file.read(entry.slot.offset, entry.shape)
+        with self._lock:
+            if entry in self._in_memory:
+                self._in_memory.move_to_end(entry)
         return array
-
-    @property
-    def _folder_is_full(self) -> bool:
-        return time.monotonic() < self._retry_at
-
-    @property
-    def _held(self) -> int:
-        return self._decoded.total + self._compressed.total
-
-    def _pixels_of(self, entry: _Entry) -> HeldPixels:
-        pixels = HeldPixels(self, entry)
-        weakref.finalize(pixels, self._release, entry).atexit = False
-        return pixels
-
-    def _release(self, entry: _Entry) -> None:
-        """Free what is held of an image that nobody refers to.
-
-        The garbage collector may call it anywhere, also in a thread that has the lock: the counts follow later.
-        """
-        entry.is_released = True
-        entry.array = entry.data = None
-        if entry.path is not None and self._folder is not None:
-            self._folder.remove(entry.path)
-        self._released.append(entry)
-
-    def _forget_released(self) -> None:
-        while self._released:
-            entry = self._released.popleft()
-            if entry.path is not None:
-                self._retry_at = 0.0
-            for entries in (self._decoded, self._compressed, self._files):
-                entries.drop(entry)
-
-    def _make_room(self) -> None:
-        while (entry := self._next_to_shrink()) is not None:
-            try:
-                self._shrink(entry)
-            finally:
-                entry.lock.release()
-
-    def _next_to_shrink(self) -> _Entry | None:
-        """An entry, with its lock taken. ``None``: all others fit, or are in use, or nothing can be done."""
-        with self._lock:
-            self._forget_released()
-            if self._held <= self._budget:
-                return None
-            if self._folder_is_full:
-                return self._decoded.first_free()
-            order = [self._decoded, self._compressed]
-            if self._compressed.total > COMPRESSED_SHARE * self._budget:
-                order.reverse()
-            return order[0].first_free() or order[1].first_free()
-
-    def _shrink(self, entry: _Entry) -> None:
-        """Take the entry, whose lock is held, one step out of memory: drop what is stored otherwise, compress, or write."""
-        array, data = entry.array, entry.data
-        if array is not None and data is None and entry.path is None:
-            data = compress(array)
-            if len(data) <= WORTH_KEEPING * array.nbytes or self._folder_is_full:
-                with self._lock:
-                    self._keep_data(entry, data)
-            else:
-                self._write(entry, data)
-        elif array is None and data is not None:
-            self._write(entry, data)
-        with self._lock:
-            self._moved_out += 0 if array is None else array.nbytes
-            entry.array = None
-            self._decoded.drop(entry)
-            is_due = self._moved_out >= max(TRIM_BYTES, self._budget)
-            self._moved_out = 0 if is_due else self._moved_out
-        if is_due:
-            return_freed_memory()  # of envs' images, for example: a gigabyte with 256 episodes at once
-
-    def _write(self, entry: _Entry, data: bytes) -> None:
-        """Replace ``data`` by a file, or keep it if none can be written."""
-        try:
-            path = self._open_folder().write(f"{next(self._numbers)}.zst", data)
-        except OSError as error:
-            self._warn(error)
-            with self._lock:
-                self._retry_at = time.monotonic() + RETRY_SECONDS
-                self._keep_data(entry, data)
-            return
-        with self._lock:
-            entry.path, entry.data = path, None
-            self._compressed.drop(entry)
-            if entry.is_released:  # while it was written
-                self._open_folder().remove(path)
-            else:
-                self._files.use(entry, len(data))
-
-    def _open_folder(self) -> OwnedFolder:
-        with self._opening:
-            if self._folder is None:
-                self._folder = OwnedFolder(self._parent or Path(tempfile.gettempdir()), PREFIX)
-            return self._folder
 
     def _copied(self, array: np.ndarray) -> np.ndarray:
         """A read-only copy in memory of its own, which the system gets back as soon as nobody uses it.
 
         From malloc, images that come and go between other data would leave holes: half as much memory again, measured.
         """
-        copied = _mapped(array.shape) if array.nbytes >= MAPPED_BYTES and len(self._decoded) < MAX_MAPPED else None
-        if copied is None:
+        if array.nbytes < MAPPED_BYTES or len(self._in_memory) >= MAX_MAPPED:
             copied = array.copy()
         else:
+            memory = mmap.mmap(-1, array.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            copied = np.frombuffer(memory, np.uint8).reshape(array.shape)
             copied[...] = array
         copied.setflags(write=False)
         return copied
 
-    def _keep_array(self, entry: _Entry, array: np.ndarray) -> None:
-        entry.array = array
-        self._decoded.use(entry, array.nbytes)
-        self._peak = max(self._peak, self._held)
+    def _release(self, entry: _Entry) -> None:
+        """Free the memory of an image that nobody refers to.
 
-    def _keep_data(self, entry: _Entry, data: bytes) -> None:
-        if not entry.is_released:
-            entry.data = data
-            self._compressed.use(entry, len(data))
-            self._peak = max(self._peak, self._held)
+        The garbage collector may call it anywhere, also in a thread that has the lock: the counts follow later.
+        """
+        entry.is_released = True
+        entry.array = None
+        self._released.append(entry)
 
-    def _warn(self, error: OSError) -> None:
+    def _forget_released(self) -> None:
+        while self._released:
+            entry = self._released.popleft()
+            if entry in self._in_memory:
+                del self._in_memory[entry]
+                self._held -= entry.size
+            elif entry.slot is not None:
+                entry.slot.file.free(entry.slot)
+                self._spilled -= entry.size
+
+    def _keep(self, entry: _Entry) -> None:
+        self._in_memory[entry] = None
+        self._held += entry.size
+
+    def _make_room(self) -> None:
+        """Move images to the file until the others fit, or until it cannot be written."""
+        while (found := self._next_to_move()) is not None:
+            entry, array = found
+            try:
+                slot = self._write(array)
+            except OSError as error:
+                self._stay(entry, error)
+                return
+            with self._lock:
+                if entry.is_released:  # while it was written
+                    slot.file.free(slot)
+                else:
+                    entry.slot, entry.array = slot, None
+                    self._spilled += entry.size
+
+    def _next_to_move(self) -> tuple[_Entry, np.ndarray] | None:
+        """The least recently used image, which counts as held no longer. ``None``: all fit, or nothing can be done."""
+        with self._lock:
+            self._forget_released()
+            while self._held > self.budget and self._in_memory and time.monotonic() >= self._retry_at:
+                entry, _ = self._in_memory.popitem(last=False)
+                self._held -= entry.size
+                if (array := entry.array) is not None:
+                    return entry, array
+            return None
+
+    def _write(self, array: np.ndarray) -> _Slot:
+        with self._lock:
+            if self._file is None or self._file.owner != os.getpid():  # a fork must not write to its parent's
+                self._file = _SpillFile(self._folder)
+                if is_in_memory(self._folder):
+                    self._warn(f"go to {self._folder}, which is in memory, so they are not bounded")
+            file, slot = self._file, self._file.slot(array.nbytes)
+        try:
+            file.write(slot.offset, array)
+        except OSError:
+            with self._lock:
+                file.free(slot)
+            raise
+        return slot
+
+    def _stay(self, entry: _Entry, error: OSError) -> None:
+        with self._lock:
+            self._retry_at = time.monotonic() + RETRY_SECONDS
+            if not entry.is_released:
+                self._keep(entry)
+                self._in_memory.move_to_end(entry, last=False)
+            self._warn(f"cannot be written to {self._folder} ({error}), so they stay in memory")
+
+    def _warn(self, what: str) -> None:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"images beyond multimodal.memory_gib ({self._budget / 2**30:.3g} GiB) cannot be written to files ({error}), so "
-                "they stay in memory, compressed. Free space there, or name another folder in multimodal.spill_dir.",
+                f"images beyond multimodal.memory_gib ({self.budget / 2**30:.3g} GiB) {what}. Set the environment variable TMPDIR to "
+                "a folder on a disk with room for all images of the batches in progress.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -251,99 +200,63 @@ class HeldPixels:
         self._entry = entry
 
     def read(self) -> np.ndarray:
-        """``[height, width, 3]``, uint8, read-only. Restores pixels that are compressed or in a file."""
+        """``[height, width, 3]``, uint8, read-only. It may read a file."""
         return self._memory.read(self._entry)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """They cross to another process compressed, and its memory holds them."""
-        entry = self._entry
-        with entry.lock:
-            data = entry.stored() if entry.array is None else compress(entry.array)
-        return _received, (entry.shape, data)
+        """Another process gets the array, which its own memory may hold."""
+        return ArrayPixels, (self.read(),)
 
 
 class _Entry:
-    """What a :class:`PixelMemory` has of one image: an array, compressed data, a file, or several of them."""
+    """One image of a :class:`PixelMemory`: in memory until ``slot`` is set."""
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
-        self.lock = threading.Lock()  # held while it is read or shrunk
-        self.array: np.ndarray | None = None
-        self.data: bytes | None = None
-        self.path: Path | None = None
+    def __init__(self, array: np.ndarray) -> None:
+        self.array: np.ndarray | None = array
+        self.shape = array.shape
+        self.size = array.nbytes
+        self.slot: _Slot | None = None
         self.is_released = False
 
-    def stored(self) -> bytes:
-        """The compressed pixels of an entry without an array."""
-        if self.data is not None:
-            return self.data
-        assert self.path is not None
-        return self.path.read_bytes()
+
+class _Slot(NamedTuple):
+    """A part of a file, in bytes."""
+
+    file: _SpillFile
+    offset: int
+    size: int
 
 
-class _Recent:
-    """Entries with their sizes in bytes, the least recently used first."""
+class _SpillFile:
+    """A file without a name, whose free parts are used again for images of about the same size. Reads and writes are thread-safe."""
 
-    def __init__(self) -> None:
-        self.total = 0
-        self._sizes: OrderedDict[_Entry, int] = OrderedDict()
+    def __init__(self, folder: Path) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - it lives as long as this object
+        self._free: defaultdict[int, list[_Slot]] = defaultdict(list)
+        self._end = 0
+        self.owner = os.getpid()
 
-    def __len__(self) -> int:
-        return len(self._sizes)
+    def slot(self, size: int) -> _Slot:
+        """A part of at least ``size`` bytes: at most an eighth more, or the rest of a page, of which nothing is written."""
+        step = 1 << max(12, size.bit_length() - 4)
+        rounded = -(-size // step) * step
+        if self._free[rounded]:
+            return self._free[rounded].pop()
+        self._end += rounded
+        return _Slot(self, self._end - rounded, rounded)
 
-    def use(self, entry: _Entry, size: int) -> None:
-        self.drop(entry)
-        self._sizes[entry] = size
-        self.total += size
+    def free(self, slot: _Slot) -> None:
+        self._free[slot.size].append(slot)
 
-    def drop(self, entry: _Entry) -> None:
-        self.total -= self._sizes.pop(entry, 0)
+    def write(self, offset: int, array: np.ndarray) -> None:
+        data = array.reshape(-1).data
+        while data:
+            written = os.pwrite(self._file.fileno(), data, offset)
+            data, offset = data[written:], offset + written
 
-    def first_free(self) -> _Entry | None:
-        """The first entry that no thread reads or shrinks, with its lock taken."""
-        return next((entry for entry in self._sizes if entry.lock.acquire(blocking=False)), None)
-
-
-def compress(array: np.ndarray) -> bytes:
-    data: bytes = _CODEC.compress(array, asbytes=True)
-    return data
-
-
-def decompress(data: bytes, shape: tuple[int, ...]) -> np.ndarray:
-    """The array ``shape``, uint8, read-only, that :func:`compress` got."""
-    content = _CODEC.decompress(data, int(np.prod(shape)), asbytes=True)
-    return np.frombuffer(content, np.uint8).reshape(shape)
-
-
-def _mapped(shape: tuple[int, ...]) -> np.ndarray | None:
-    """An array ``shape``, uint8, in memory of its own. ``None``: the process may map no more."""
-    try:
-        memory = mmap.mmap(-1, int(np.prod(shape)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError:
-        return None
-    return np.frombuffer(memory, np.uint8).reshape(shape)
-
-
-def _default_budget() -> float:
-    """The share of this process: under ``torchrun``, those of one machine divide it."""
-    return DEFAULT_SHARE * memory_bytes() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-_PROCESS = PixelMemory(int(_default_budget()))
-
-
-def process_memory() -> PixelMemory:
-    """The memory of all images of this process."""
-    return _PROCESS
-
-
-def limit_process_memory(settings: Multimodal) -> None:
-    """Apply the settings to this process. Makes `multimodal.spill_dir` if it is missing; raises OSError if it cannot."""
-    parent = None if settings.spill_dir is None else Path(settings.spill_dir).expanduser()
-    if parent is not None:
-        parent.mkdir(parents=True, exist_ok=True)
-    _PROCESS.limit(int(_default_budget() if settings.memory_gib is None else settings.memory_gib * 2**30), parent)
-
-
-def _received(shape: tuple[int, ...], data: bytes) -> HeldPixels:
-    return _PROCESS.hold_compressed(shape, data)
+    def read(self, offset: int, shape: tuple[int, ...]) -> np.ndarray:
+        array = np.empty(shape, np.uint8)
+        if os.preadv(self._file.fileno(), [array.reshape(-1).data], offset) != array.nbytes:
+            raise OSError(f"the file of images ended at {offset} + {array.nbytes} bytes.")
+        array.setflags(write=False)
+        return array

@@ -1,4 +1,4 @@
-"""Messages to token ids, and a reply's ids to text.
+"""Messages to token ids, and a response's ids to text.
 
 The turn loop renders the prompt once and each observation as a delta, so that no sampled id is ever re-encoded. A delta is what
 the chat template writes after a fixed base conversation, cut after the base's last end-of-turn id: the newline that ChatML
@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,17 +27,19 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from vlmrl.multimodal.added_tokens import ESCAPE, AddedTokens
 from vlmrl.multimodal.messages import kind_of_part, map_texts, parts_of_message, tools_as_user
-from vlmrl.multimodal.tokenizer_backends import backends_of, ids_of_text, longest_token
+from vlmrl.multimodal.tokenizer_backends import backends_of, ids_of_text, most_characters
 from vlmrl.types import ImageSource, MediaItem, Message
+from vlmrl.utils.kept_texts import KeptByText
 
 BASE: list[Message] = [{"role": "system", "content": "."}, {"role": "user", "content": "."}]
 OUR_TEMPLATES = "`chatml`, `smolvlm` for SmolVLM, `glm` for GLM-V"  # for errors
-MOST_BASES = 256  # kept, one for each set of tools: agents choose their tools themselves
-# A private-use character. Followed by a second one, it stands for an added token in a text, or for itself.
-ESCAPE = "\U00100000"
-# transformers keeps a rendering's marks in the compiled template, which all threads share.
-_RENDERING = threading.Lock()
+KEPT_BYTES = 32 * 2**20  # of the texts, and of the token ids, of sets of tools: agents choose their tools themselves
+LONG_HEAD = 1000  # characters; encoding them takes longer than finding their ids
+# transformers keeps the marks of a rendering in the compiled template, which all threads share: renderings with marks have their own.
+_MARKING = threading.Lock()
+MARKED = "{# marked #}\n"  # renders as nothing
 
 
 class TooLongError(ValueError):
@@ -58,7 +62,7 @@ class Renderer:
     """Renders with one tokenizer and one chat template.
 
     ``image_token`` is the text of the model's image placeholder, ``None`` for a text model. ``end_of_turn`` is the text of the
-    token that closes a turn, by default the tokenizer's end-of-sequence token. ``stop_ids`` are further ids that end a reply.
+    token that closes a turn, by default the tokenizer's end-of-sequence token. ``stop_ids`` are further ids that end a response.
     """
 
     def __init__(
@@ -81,20 +85,16 @@ class Renderer:
         self.end_of_turn = end_of_turn or tokenizer.eos_token
         self.end_of_turn_id: int = tokenizer.convert_tokens_to_ids(self.end_of_turn)
         self.stop_ids = frozenset({self.end_of_turn_id, *stop_ids})
-        longest_first = sorted(tokenizer.added_tokens_decoder.items(), key=lambda item: -len(item[1].content))
-        self._added = {token.content: index for index, token in longest_first}
-        self._special = [token.content for _, token in longest_first if token.special]
-        self._stand_ins = {  # the character itself first: the others contain it
-            text: ESCAPE + chr(ord(ESCAPE) + i) for i, text in enumerate([ESCAPE, *self._added], start=1)
-        }
-        self._originals = {stand_in: text for text, stand_in in self._stand_ins.items()}
+        self._tokens = AddedTokens(tokenizer)
         self._backend, self._plain_backend = backends_of(tokenizer)
-        self._longest_token = longest_token(self._backend)
-        self._bases: dict[str, str] = {}
+        self._most_characters = most_characters(self._backend)
+        self._bases: KeptByText[str] = KeptByText(KEPT_BYTES, sys.getsizeof)
+        self._heads: KeptByText[array[int]] = KeptByText(KEPT_BYTES, lambda ids: ids.itemsize * len(ids))
+        self._keeps_heads = self._most_characters is not None and _cuts_cleanly(tokenizer, self.end_of_turn_id)
         self._texts: dict[int, str] = {}
         self._image: str | None = None
         self._takes_strings = True
-        self._takes_strings = self._template(BASE, None) != self._template([m | {"content": ","} for m in BASE], None)
+        self._takes_strings = self.write(BASE, None) != self.write([m | {"content": ","} for m in BASE], None)
         self.opening = self._find_opening()
 
     def prompt(
@@ -104,18 +104,22 @@ class Renderer:
 
         Raises TooLongError instead of encoding a text that certainly has more than ``limit`` tokens.
         """
-        clean, images = self._clean(messages)
-        self.check_tools(tools)
-        return self._finish(self._template(clean, self._clean_tools(tools)), images, messages, limit)
+        clean, images = self.clean(messages)
+        text = self.write(clean, self._shown_tools(tools))
+        return self._finish(text, images, messages, limit, keeps_head=bool(tools))
 
     def check_tools(self, tools: Sequence[dict[str, Any]]) -> None:
         """Raise ValueError if the chat template does not render the tools."""
-        schemas = self._clean_tools(tools)
+        self._shown_tools(tools)
+
+    def _shown_tools(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
+        schemas = self.clean_tools(tools)
         if schemas and self._base(schemas) == self._base(None):
             raise ValueError(
                 f"the env has {len(schemas)} tools, but the chat template does not show them; set model.chat_template (ours do: "
                 f"{OUR_TEMPLATES}), or leave Env.tools empty and describe the tools in the prompt."
             )
+        return schemas
 
     @property
     def tool_format(self) -> str:
@@ -130,7 +134,7 @@ class Renderer:
         if self.image_token is not None:
             content = [{"type": "image"}, {"type": "text", "text": content}]
         try:
-            shown = self._template([*BASE, {"role": "tool", "content": content}], None)
+            shown = self.write([*BASE, {"role": "tool", "content": content}], None)
         except Exception:  # a template may raise for any role, and no type of error is agreed on
             return False
         return "result" in shown and (self.image_token is None or self.image_token in shown)
@@ -148,35 +152,37 @@ class Renderer:
         messages: Sequence[Message],
         tools: Sequence[dict[str, Any]] = (),
         *,
-        reply: Sequence[int] | None = None,
+        response: Sequence[int] | None = None,
         limit: int | None = None,
     ) -> Rendered:
-        """The ids that an observation adds after ``reply``, by default one that ends with an end-of-turn id.
+        """The ids that an observation adds after ``response``, by default one that ends with an end-of-turn id.
 
         Another is closed by that id first. Where the template has none, the first id, which opens the next turn, is left out if the
-        reply ends with it. Raises TooLongError instead of encoding a text that certainly has more than ``limit`` tokens.
+        response ends with it. Raises TooLongError instead of encoding a text that certainly has more than ``limit`` tokens.
         """
-        clean, images = self._clean(messages)
-        schemas = self._clean_tools(tools)
+        clean, images = self.clean(messages)
+        schemas = self.clean_tools(tools)
         base = self._base(schemas)
-        full = self._template([*BASE, *clean], schemas)
+        full = self.write([*BASE, *clean], schemas)
         if not full.startswith(base):
             raise ValueError(
                 "the chat template rewrites earlier messages when an observation follows, so observations cannot be "
                 f"appended; it rendered {full[: len(base)]!r} where the conversation had {base!r}."
             )
-        is_closed = reply is None or list(reply[-1:]) == [self.end_of_turn_id] or not base.endswith(self.end_of_turn)
+        is_closed = (
+            response is None or list(response[-1:]) == [self.end_of_turn_id] or not base.endswith(self.end_of_turn)
+        )
         rendered = self._finish(("" if is_closed else self.end_of_turn) + full[len(base) :], images, messages, limit)
-        opens_next = reply and not base.endswith(self.end_of_turn) and rendered.token_ids[:1] == list(reply[-1:])
+        opens_next = response and not base.endswith(self.end_of_turn) and rendered.token_ids[:1] == list(response[-1:])
         return Rendered(rendered.token_ids[1:], images) if opens_next else rendered
 
     def inline(self, messages: Sequence[Message], *, limit: int | None = None) -> Rendered:
-        """The ids that an observation adds in the middle of a reply: its bare text, and images as the template writes them.
+        """The ids that an observation adds in the middle of a response: its bare text, and images as the template writes them.
 
         Raises TooLongError instead of encoding a text that certainly has more than ``limit`` tokens.
         """
         parts = [part for message in messages for part in parts_of_message(message)]  # texts of two messages may join
-        (clean,), images = self._clean([{"role": "user", "content": parts}])
+        (clean,), images = self.clean([{"role": "user", "content": parts}])
         content = clean["content"]
         shown = [{"type": "text", "text": content}] if isinstance(content, str) else content
         text = "".join(part["text"] if part["type"] == "text" else self._image_text() for part in shown)
@@ -189,34 +195,34 @@ class Renderer:
 
         The text is encoded in pieces cut at the markers, as it would have been sampled.
         """
-        if not self.marks_replies:
+        if not self.marks_responses:
             raise ValueError(
-                "the chat template has no {% generation %} markers, which mark the tokens of the replies; set "
+                "the chat template has no {% generation %} markers, which mark the tokens of the responses; set "
                 f"model.chat_template (ours have them: {OUR_TEMPLATES}), or rollout.samples to step_wise."
             )
-        clean, images = self._clean(messages)
-        with _RENDERING:
+        clean, images = self.clean(messages)
+        with _MARKING:
             marked: Any = render_jinja_template(
                 [self._as_taken(clean)],
-                tools=self._clean_tools(tools),  # type: ignore[arg-type]
-                chat_template=self.chat_template,
+                tools=self.clean_tools(tools),  # type: ignore[arg-type]
+                chat_template=MARKED + self.chat_template,
                 return_assistant_tokens_mask=True,
                 **self.tokenizer.special_tokens_map,
             )
         texts, spans = marked
         edges = [0, *chain.from_iterable(spans[0]), len(texts[0])]
-        pieces = [self._encode(texts[0][start:end]) for start, end in pairwise(edges)]
+        pieces = [self.encode_written(texts[0][start:end]) for start, end in pairwise(edges)]
         ids = list(chain.from_iterable(pieces))
         self._check_images(ids, images, messages)
         return Rendered(ids, images), [index % 2 for index, piece in enumerate(pieces) for _ in piece]
 
     @property
-    def marks_replies(self) -> bool:
+    def marks_responses(self) -> bool:
         """Whether the template has generation markers around the assistant's tokens."""
         return bool(re.search(r"\{%-?\s*generation\s*-?%\}", self.chat_template))
 
     def text(self, token_ids: Sequence[int], opened: bool = True) -> str:
-        """A reply as an env reads it: without its end-of-turn id, and if ``opened`` after the opening of the generation prompt."""
+        """A response as an env reads it: without its end-of-turn id, and if ``opened`` after the opening of the generation prompt."""
         ids = list(token_ids[:-1]) if token_ids and token_ids[-1] in self.stop_ids else list(token_ids)
         return (self.opening if opened else "") + self.decode(ids)
 
@@ -231,19 +237,31 @@ class Renderer:
 
     def encode(self, text: str) -> list[int]:
         """A text as the model could have written it: special tokens in it stay text, others (``<tool_call>``) are tokens."""
-        return self._encode(self._escape(text, self._special))
+        return self.encode_written(self._tokens.escape(text, self._tokens.special))
 
     def _finish(
-        self, text: str, images: list[ImageSource], messages: Sequence[Message], limit: int | None = None
+        self,
+        text: str,
+        images: list[ImageSource],
+        messages: Sequence[Message],
+        limit: int | None = None,
+        *,
+        keeps_head: bool = False,
     ) -> Rendered:
-        if limit is not None and self._longest_token and len(text) > limit * self._longest_token:
-            normalizer = self._backend.normalizer  # it may join characters
-            least = len(text if normalizer is None else normalizer.normalize_str(text)) // self._longest_token
-            if least > limit:
-                raise TooLongError(least)
-        ids = self._encode(text)
+        if limit is not None and self._most_characters and len(text) > limit * self._most_characters:
+            raise TooLongError(-(-len(text) // self._most_characters))
+        ids = self._encode_prompt(text) if keeps_head else self.encode_written(text)
         self._check_images(ids, images, messages)
         return Rendered(ids, images)
+
+    def _encode_prompt(self, text: str) -> list[int]:
+        """The ids of a prompt with tools. Its first message, where templates show them, is encoded once for all such prompts."""
+        end = text.find(self.end_of_turn) + len(self.end_of_turn)
+        if not self._keeps_heads or end < LONG_HEAD:
+            return self.encode_written(text)
+        head = text[:end]
+        kept = self._heads.get(head, lambda: array("i", self.encode_written(head)))
+        return kept.tolist() + self.encode_written(text[end:])
 
     def _check_images(self, ids: Sequence[int], images: Sequence[ImageSource], messages: Sequence[Message]) -> None:
         shown = 0 if self.image_token_id is None else ids.count(self.image_token_id)
@@ -254,36 +272,27 @@ class Renderer:
                 "Some templates lose those of tool messages: let format_observation return a user message."
             )
 
-    def _encode(self, text: str) -> list[int]:
+    def encode_written(self, text: str) -> list[int]:
+        """The ids of a text that :meth:`write` gave, or of a part of it."""
         if ESCAPE not in text:
             return ids_of_text(self._backend, text)
         ids: list[int] = []
-        for piece in self._split(text):
+        for piece in self._tokens.split(text):
             if isinstance(piece, int):
                 ids.append(piece)
             elif piece:
-                plain = re.sub(f"{ESCAPE}.", lambda match: self._originals[match[0]], piece)
-                ids.extend(ids_of_text(self._plain_backend, plain))
+                ids.extend(ids_of_text(self._plain_backend, self._tokens.restored(piece)))
         return ids
 
-    def _split(self, text: str) -> list[str | int]:
-        """The text cut at its added tokens, each as its id. A regular expression would hold the interpreter lock for long."""
-        pieces: list[str | int] = [text]
-        for token, index in self._added.items():
-            if token in text:
-                cut = [piece.split(token) if isinstance(piece, str) else [piece] for piece in pieces]
-                pieces = [part for parts in cut for part in _joined(parts, index)]
-        return pieces
-
-    def _template(self, messages: list[Message], tools: list[dict[str, Any]] | None, generate: bool = True) -> str:
-        with _RENDERING:
-            return self.tokenizer.apply_chat_template(
-                self._as_taken(messages),
-                tools=tools,
-                chat_template=self.chat_template,
-                tokenize=False,
-                add_generation_prompt=generate,
-            )
+    def write(self, messages: list[Message], tools: list[dict[str, Any]] | None, generate: bool = True) -> str:
+        """What the template writes for messages and tools that are clean; with ``generate``, the generation prompt follows."""
+        return self.tokenizer.apply_chat_template(
+            self._as_taken(messages),
+            tools=tools,
+            chat_template=self.chat_template,
+            tokenize=False,
+            add_generation_prompt=generate,
+        )
 
     def _as_taken(self, messages: list[Message]) -> list[Message]:
         """With contents as lists of parts for a template that drops strings silently, as SmolVLM's does."""
@@ -294,62 +303,63 @@ class Renderer:
         ]
 
     def _base(self, tools: list[dict[str, Any]] | None) -> str:
-        key = json.dumps(tools, sort_keys=True)
-        base = self._bases.get(key)
-        if base is None:
-            text = self._template(BASE, tools, generate=False)
-            end = text.rfind(self.end_of_turn)
-            if end < 0 and not self._opens_turns_by_a_stop_token(text, tools):
-                raise ValueError(
-                    f"the chat template never writes the end-of-turn token {self.end_of_turn!r}, nor does it begin turns with another "
-                    f"token that ends a reply; set model.chat_template to one for this model (ours: {OUR_TEMPLATES})."
-                )
-            base = text if end < 0 else text[: end + len(self.end_of_turn)]
-            if len(self._bases) >= MOST_BASES:
-                self._bases.clear()
-            self._bases[key] = base
-        return base
+        """What the template writes for the base conversation, up to the end of its last turn."""
+        return self._bases.get(json.dumps(tools), lambda: self._make_base(tools))
+
+    def _make_base(self, tools: list[dict[str, Any]] | None) -> str:
+        text = self.write(BASE, tools, generate=False)
+        end = text.rfind(self.end_of_turn)
+        if end < 0 and not self._opens_turns_by_a_stop_token(text, tools):
+            raise ValueError(
+                f"the chat template never writes the end-of-turn token {self.end_of_turn!r}, nor does it begin turns with another "
+                f"token that ends a response; set model.chat_template to one for this model (ours: {OUR_TEMPLATES})."
+            )
+        return text if end < 0 else text[: end + len(self.end_of_turn)]
 
     def _opens_turns_by_a_stop_token(self, text: str, tools: list[dict[str, Any]] | None) -> bool:
-        """Whether what follows ``text`` begins with one, as GLM's turns do: a reply ends with the ``<|user|>`` of the next turn."""
-        longer = self._template([*BASE, BASE[1]], tools, generate=False)
-        return longer.startswith(text) and not self.stop_ids.isdisjoint(self._encode(longer[len(text) :])[:1])
+        """Whether what follows ``text`` begins with one, as GLM's turns do: a response ends with the ``<|user|>`` of the next turn."""
+        longer = self.write([*BASE, BASE[1]], tools, generate=False)
+        return longer.startswith(text) and not self.stop_ids.isdisjoint(self.encode_written(longer[len(text) :])[:1])
 
     def _image_text(self) -> str:
         """An image as the template writes it, such as ``<|vision_start|><|image_pad|><|vision_end|>``."""
         if self._image is None:
             parts = [{"type": "text", "text": "("}, {"type": "image"}, {"type": "text", "text": ")"}]
-            before = self._template([*BASE, {"role": "user", "content": [parts[0], parts[2]]}], None)
-            after = self._template([*BASE, {"role": "user", "content": parts}], None)
+            before = self.write([*BASE, {"role": "user", "content": [parts[0], parts[2]]}], None)
+            after = self.write([*BASE, {"role": "user", "content": parts}], None)
             start = before.rindex("()") + 1
             self._image = after[start : len(after) - (len(before) - start)]
         return self._image
 
     def _find_opening(self) -> str:
-        """The start of a reply that the generation prompt writes after its role line, such as ``<think>``."""
-        prompt = self._template(BASE, None)[len(self._base(None)) :]
+        """The start of a response that the generation prompt writes after its role line, such as ``<think>``."""
+        prompt = self.write(BASE, None)[len(self._base(None)) :]
         _, *opening = re.split(r"assistant(?:\|>)?\n", prompt, maxsplit=1)
         return opening[0] if opening else ""
 
-    def _clean(self, messages: Sequence[Message]) -> tuple[list[Message], list[ImageSource]]:
+    def clean(self, messages: Sequence[Message]) -> tuple[list[Message], list[ImageSource]]:
         """The messages with added tokens escaped and images replaced by ``{"type": "image"}``, and the images."""
         images: list[ImageSource] = []
         clean = []
         for message in messages:
-            safe = map_texts({key: value for key, value in message.items() if key != "content"}, self._escape)
+            safe = map_texts({key: value for key, value in message.items() if key != "content"}, self._tokens.escape)
             clean.append(safe | {"content": self._clean_content(message, images)})
         if images and self.image_token is None:
             raise ValueError(f"messages hold {len(images)} images, but the model reads text only.")
         return clean, images
 
+    def clean_tools(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
+        """The tools with added tokens escaped, for :meth:`write`."""
+        return self._tokens.escape_tools(tools)
+
     def _clean_content(self, message: Message, images: list[ImageSource]) -> str | list[dict[str, Any]]:
         # The model may write <think> and <tool_call>, but a template's special tokens are never text that it meant.
-        tokens = self._special if message.get("role") == "assistant" else None
+        tokens = self._tokens.special if message.get("role") == "assistant" else None
         parts: list[dict[str, Any]] = []
         for (kind, is_ours), run in groupby(parts_of_message(message), kind_of_part):
             if kind == "text":  # joined before escaping, or a token cut over two parts would get through
                 text = "".join(part["text"] for part in run)
-                parts.append({"type": "text", "text": text if is_ours else self._escape(text, tokens)})
+                parts.append({"type": "text", "text": text if is_ours else self._tokens.escape(text, tokens)})
             elif kind == "image":
                 shown = [part["image"] for part in run]
                 images.extend(shown)
@@ -362,20 +372,11 @@ class Renderer:
             )  # some text templates silently drop lists, see also `_as_taken`
         return parts
 
-    def _clean_tools(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        return map_texts(list(tools), self._escape) if tools else None
 
-    def _escape(self, text: str, tokens: Iterable[str] | None = None) -> str:
-        """``text`` with ``tokens`` (all added ones if None) replaced by their stand-ins."""
-        for token in (ESCAPE, *(self._added if tokens is None else tokens)):
-            if token in text:
-                text = text.replace(token, self._stand_ins[token])
-        return text
-
-
-def _joined(parts: Sequence[str | int], index: int) -> list[str | int]:
-    """``["a", "b"]`` around the token 7: ``["a", 7, "b"]``."""
-    return [item for part in parts for item in (index, part)][1:]
+def _cuts_cleanly(tokenizer: Any, token_id: int) -> bool:
+    """Whether the ids of a text are those of what is up to a token of this id, and of what is after it."""
+    token = tokenizer.added_tokens_decoder.get(token_id)
+    return token is not None and not (token.lstrip or token.rstrip or token.single_word or token.normalized)
 
 
 def expand(token_ids: Sequence[int], image_token_id: int | None, media: Sequence[MediaItem]) -> list[int]:

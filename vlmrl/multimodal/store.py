@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from PIL import Image
 
-from vlmrl.model.families.base import Family, Size
+from vlmrl.families.base import Family, Size
 from vlmrl.multimodal.fetch import SECONDS, fetch, image_loop, is_url
 from vlmrl.multimodal.images import (
     DecodedImage,
@@ -28,7 +28,7 @@ from vlmrl.multimodal.images import (
     naming,
     source_key,
 )
-from vlmrl.multimodal.pixel_memory import PixelMemory, process_memory
+from vlmrl.multimodal.pixel_memory import PixelMemory
 from vlmrl.types import ImageSource, MediaItem
 from vlmrl.utils.work_pool import DeadlineError, SharedTasks, WorkPool, cpu_pool
 
@@ -52,9 +52,9 @@ class MediaStore:
     decoded image, for controls such as :func:`vlmrl.multimodal.images.blank`. ``seen`` counts requested images, ``processed`` those
     that were made into an item.
 
-    All bookkeeping is done in the process's event loop for images. The threads of ``pool`` decode, hash and resize, and ``memory``
-    holds the pixels: by default those of the process. An address is fetched in the loop, so that a slow one holds no thread, and
-    neither does a second request for an image that is being made.
+    ``memory`` holds the pixels; None: one of the default budget. All bookkeeping is done in the process's event loop for images. The
+    threads of ``pool``, by default those of the process, decode, hash and resize. An address is fetched in the loop, so that a slow
+    one holds no thread, and neither does a second request for an image that is being made.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class MediaStore:
         self._max_pixels = max_pixels
         self._transform = transform
         self._pool = pool or cpu_pool()
-        self._memory = memory or process_memory()
+        self.memory = memory or PixelMemory()
         self._items: weakref.WeakValueDictionary[str, MediaItem] = weakref.WeakValueDictionary()
         self._ids: dict[str, str] = {}  # source key -> content hash
         self._loading = SharedTasks()  # by source key
@@ -185,7 +185,7 @@ class MediaStore:
         if size != image.size:
             image = family.resize(processor, decode(image), size)
         tokens, separators = family.num_tokens(processor, size), family.separators(processor, size)
-        pixels = self._memory.hold(image.pixels if isinstance(image, DecodedImage) else np.asarray(image))
+        pixels = self.memory.hold(image.pixels if isinstance(image, DecodedImage) else np.asarray(image))
         return MediaItem(name, size, family.image_sizes(processor, size), tokens, separators, pixels)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, normalizers
+
+JOINED_BY_NFC = 4  # the longest canonical decomposition of a character
 
 
 def backends_of(tokenizer: Any) -> tuple[Tokenizer, Tokenizer]:
@@ -30,7 +32,12 @@ def ids_of_text(backend: Tokenizer, text: str) -> list[int]:
     return ids
 
 
-def longest_token(backend: Tokenizer) -> int | None:
-    """The characters of the longest token of a byte-level BPE. ``None`` for others: they may drop characters or join unknown ones."""
+def most_characters(backend: Tokenizer) -> int | None:
+    """The most characters of a text that become one token of a byte-level BPE. ``None`` for others, which may drop any number.
+
+    No text is normalized for it, which would hold the interpreter lock: NFC makes one character of at most :data:`JOINED_BY_NFC`.
+    """
     is_bytewise = isinstance(backend.model, models.BPE) and isinstance(backend.decoder, decoders.ByteLevel)
-    return max(map(len, backend.get_vocab())) if is_bytewise else None
+    if not is_bytewise or not isinstance(backend.normalizer, normalizers.NFC | None):
+        return None
+    return max(map(len, backend.get_vocab())) * (1 if backend.normalizer is None else JOINED_BY_NFC)

@@ -1,1 +1,1 @@
-"""What a run needs before it starts: memory by part and moment, whether a GPU holds it, and an estimate of a step's time."""
+"""What a run needs before it starts: memory by part and phase, and whether a GPU holds it."""

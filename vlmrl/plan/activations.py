@@ -6,12 +6,11 @@ layer's width H in bfloat16 is 2H, in float32 4H. The test compares the sums wit
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
-from vlmrl.model.families import family_of
-from vlmrl.model.families.base import LargestImage, VisionShape
+from vlmrl.families import family_of
+from vlmrl.families.base import LargestImage, VisionShape
 from vlmrl.model.head import LOGITS_ON_GPU
 from vlmrl.model.policy import head_width, layer_kinds
 
@@ -35,10 +34,7 @@ class ModelShape:
     """Parameters of the largest layer that FSDP gathers as a whole."""
     outside_layers: int = 0
     """Parameters outside of these layers, such as embeddings and head: FSDP's root."""
-    active: int = 0
-    """Decoder parameters that compute one token, without embeddings and head."""
     vision: VisionShape | None = None
-    vision_parameters: int = 0
     image: LargestImage | None = None
     """What the largest image of the run costs. ``None``: no images are planned."""
 
@@ -52,15 +48,7 @@ class ModelShape:
         names = [name for name, _ in model.named_modules()]
         layers = [m for m in model.modules() if type(m).__name__ in set(model._no_split_modules or ())]
         sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-        family = family_of(config)
-        language = re.compile(family.parts["language_model"])
         total = sum(p.numel() for p in model.parameters())
-        vision_parameters = sum(p.numel() for name, p in model.named_parameters() if not language.search(name))
-        tables = {id(p): p.numel() for p in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}
-        active = total - vision_parameters - sum(tables.values())
-        if experts:
-            fused = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-            active -= round(fused * (1 - experts / text.num_experts))
         return cls(
             layers=len(layer_kinds(config)),
             hidden=text.hidden_size,
@@ -73,9 +61,7 @@ class ModelShape:
             experts_per_token=experts,
             largest_layer=max(sizes, default=0),
             outside_layers=total - sum(sizes),
-            active=active,
-            vision=family.vision_shape,
-            vision_parameters=vision_parameters,
+            vision=family_of(config).vision_shape,
             image=image,
         )
 
@@ -97,11 +83,6 @@ class ModelShape:
         qk_norm = norm - 2 if self.qk_norm else 0
         attention = (4 + qk_norm) * (self.queries + self.keys) + 4 * self.heads
         return 2 * norm * self.hidden + attention + self.mlp_bytes
-
-    @property
-    def flops_per_token(self) -> float:
-        """Multiplications and additions of a forward pass through the decoder's layers, attention scores not included."""
-        return 2.0 * self.active
 
 
 @dataclass(frozen=True)

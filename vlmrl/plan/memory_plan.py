@@ -11,22 +11,22 @@ import torch
 
 from vlmrl.config import Config, Model
 from vlmrl.engine.hf.budget import PREFILL_TOKENS, reserved_bytes
-from vlmrl.engine.server_backend import backend_class
-from vlmrl.model.families import family_of
-from vlmrl.model.families.base import LargestImage
+from vlmrl.engine.server_backend import new_backend
+from vlmrl.families import family_of
+from vlmrl.families.base import LargestImage
 from vlmrl.model.loading import largest_image_of, pick_device, pick_dtype, shapes_of
 from vlmrl.model.policy import cached_elements
 from vlmrl.plan.activations import ModelShape
 from vlmrl.plan.gpus import Gpu, gpu_at_hand
-from vlmrl.plan.moments import (
+from vlmrl.plan.phases import (
     CONTEXT,
     LEAST_CACHE,
     NCCL,
     ROLLOUT,
+    GpuSharing,
     Parts,
-    Placement,
     image_features,
-    moments_of,
+    phases_of,
 )
 from vlmrl.train.ranks import Ranks
 
@@ -80,15 +80,17 @@ class MemoryPlan:
     """Without weights if the engine shares the trainer's; empty for servers, which manage their own memory."""
     gpu: Gpu | None = None
     """The GPU that was planned for; ``None``: CPUs."""
-    moments: dict[str, Parts] = field(default_factory=dict)
-    """The parts on the fullest GPU at each moment of a step, in bytes. Empty without a GPU."""
+    phases: dict[str, Parts] = field(default_factory=dict)
+    """The parts on the fullest GPU in each phase of a step, in bytes. Empty without a GPU."""
     longest_cache: float = 0.0
     """The KV cache of all trajectories that are in progress on one GPU, at their longest."""
 
     @classmethod
     def of(cls, config: Config, sizes: Sizes, ranks: int, gpu: Gpu | None = None) -> MemoryPlan:
-        """``ranks``: the trainer ranks that ``torchrun`` started. A cluster starts its own. ``gpu``: plan for this one."""
+        """``ranks``: the trainer ranks that ``torchrun`` started. A cluster has its own number. ``gpu``: plan for this one."""
         cluster = config.resolved_cluster
+        if config.has_servers:
+            new_backend(config)  # raises ValueError for settings that a run would refuse
         if gpu is not None:
             device = torch.device("cuda")
         else:
@@ -96,37 +98,36 @@ class MemoryPlan:
         dtype = pick_dtype(config.model.dtype, device)
         ranks = cluster.num_ranks if cluster.on else ranks
         embedded = config.engine == "embedded"
-        copies = not embedded or cluster.on or ranks > 1 or bool(config.train.max_staleness)
+        copies = not embedded or ranks > 1 or bool(config.train.max_staleness)
         engine = _cache(config, sizes, dtype) if embedded else {}
-        placed_elsewhere = cluster.on and not embedded
-        if not placed_elsewhere and (cluster.on or ranks > 1 or (config.train.max_staleness and embedded)):
+        if embedded and copies:
             engine = {"weights": dtype.itemsize * sizes.parameters, **engine}
         trainer = _trainer(config, sizes, ranks, dtype)
-        moments: dict[str, Parts] = {}
+        phases: dict[str, Parts] = {}
         if gpu is not None and sizes.shape is not None:
-            moments = _moments(config, sizes, sizes.shape, ranks, trainer, dtype, gpu, copies)
+            phases = _phases(config, sizes, sizes.shape, ranks, trainer, dtype, gpu, copies)
         longest = _served(config, sizes)[1]
         where = _where(config, device, ranks)
-        return cls(config.model.path, where, ranks, dtype, sizes, trainer, engine, gpu, moments, longest)
+        return cls(config.model.path, where, ranks, dtype, sizes, trainer, engine, gpu, phases, longest)
 
     @property
     def peak(self) -> float:
-        """Bytes on the fullest GPU at its fullest moment."""
-        return max((sum(parts.values()) for parts in self.moments.values()), default=0.0)
+        """Bytes on the fullest GPU in its fullest phase."""
+        return max((sum(parts.values()) for parts in self.phases.values()), default=0.0)
 
     @property
     def training_peak(self) -> float:
-        """Bytes at the fullest moment other than the rollout, whose KV cache takes what is left."""
-        return max((sum(parts.values()) for name, parts in self.moments.items() if name != ROLLOUT), default=0.0)
+        """Bytes at the fullest phase other than the rollout, whose KV cache takes what is left."""
+        return max((sum(parts.values()) for name, parts in self.phases.items() if name != ROLLOUT), default=0.0)
 
     @property
     def cache(self) -> float:
         """Bytes of the KV cache on a GPU with a trainer rank."""
-        return sum(size for part, size in self.moments.get(ROLLOUT, {}).items() if "KV cache" in part)
+        return sum(size for part, size in self.phases.get(ROLLOUT, {}).items() if "KV cache" in part)
 
     @property
     def fits(self) -> bool:
-        """Whether every moment fits the GPU."""
+        """Whether every phase fits the GPU."""
         return self.gpu is None or self.peak <= self.gpu.memory
 
     def __str__(self) -> str:
@@ -138,16 +139,16 @@ class MemoryPlan:
             f"model     {self.model}, {parameters} parameters, of which {trained} are trained ({parts}); {dtype}",
             f"placement {self.where}",
         ]
-        if self.moments:
+        if self.phases:
             return "\n".join([*lines, *self._table()])
         lines.append(f"memory    {each}: {_sizes_of(self.trainer)}, beside activations")
         return "\n".join(lines + ([f"          engine: {_sizes_of(self.engine)}"] if self.engine else []))
 
     def _table(self) -> list[str]:
-        """A line for each moment: its total, and its parts from the largest."""
+        """A line for each phase: its total, and its parts from the largest."""
         assert self.gpu is not None
         lines = [f"memory    of {self.gpu.name}, {_gigabytes(self.gpu.memory)}, computed for the longest trajectories:"]
-        for name, parts in self.moments.items():
+        for name, parts in self.phases.items():
             total, listed = sum(parts.values()), sorted(parts.items(), key=lambda item: -item[1])
             each = ", ".join(f"{part} {_gigabytes(size)}" for part, size in listed if size >= 2**20)
             verdict = "" if total <= self.gpu.memory else " (does not fit)"
@@ -181,10 +182,8 @@ def gpu_of(config: Config) -> Gpu | None:
 def server_memory_fraction(config: Config, sizes: Sizes, gpu_bytes: float) -> float:
     """The share of a GPU of ``gpu_bytes`` that a colocated server may use for its weights and KV cache.
 
-    It leaves room for what the server computes with, and for the offloaded trainer's context. It is no more than the longest
-    trajectories need. A server takes the share of the memory that is free when it starts: of less than ``gpu_bytes``, so that it
-    uses at most this share. A sleeping server releases its KV cache alone; the plan counts its weights and CUDA graphs beside the
-    trainer.
+    It leaves room for the server's activations and CUDA graphs and for the contexts of both processes, and is no more than the
+    longest trajectories need. A server applies the share to the memory that is free when it starts, so it may use less.
 
     Raises:
         ValueError: weights and the smallest useful KV cache do not fit.
@@ -195,7 +194,7 @@ def server_memory_fraction(config: Config, sizes: Sizes, gpu_bytes: float) -> fl
     if weights + least > most * gpu_bytes:
         raise ValueError(
             f"a server on a GPU of {_gigabytes(gpu_bytes)} has {_gigabytes(most * gpu_bytes)} for its weights and KV cache, but "
-            f"the weights alone are {_gigabytes(weights)}: set {config.engine}.tp to divide them over more GPUs, or place servers "
+            f"the weights alone are {_gigabytes(weights)}: set server.tp to divide them over more GPUs, or place servers "
             "on GPUs of their own (cluster.colocate False)."
         )
     return min(most, (1.02 * cache + weights) / gpu_bytes)
@@ -205,20 +204,19 @@ def _server_share(config: Config, gpu_bytes: float) -> float:
     """What activations, CUDA graphs, the contexts of server and trainer, and NCCL leave of a GPU."""
     cluster = config.resolved_cluster
     collectives = NCCL if cluster.on and cluster.num_ranks > 1 else 0.0
-    runtime = backend_class(config.engine).runtime_memory(gpu_bytes)
+    runtime = new_backend(config).runtime_memory(gpu_bytes)
     return max(0.0, 1 - (runtime + 2 * CONTEXT + collectives) / gpu_bytes)
 
 
 def _served(config: Config, sizes: Sizes) -> tuple[float, float]:
     """Bytes on each GPU of a server: its weights, and the KV cache of its share of the longest trajectories."""
-    settings = config.server_settings
-    tp = 1 if settings is None else settings.tp
+    tp = config.server.tp if config.has_servers else 1
     dtype = pick_dtype(config.model.dtype, torch.device("cuda"))
     cache = _trajectories(config) * config.rollout.max_tokens * sizes.cached * dtype.itemsize
     return dtype.itemsize * sizes.parameters / tp, cache / tp
 
 
-def _moments(
+def _phases(
     config: Config,
     sizes: Sizes,
     shape: ModelShape,
@@ -228,7 +226,7 @@ def _moments(
     gpu: Gpu,
     copies: bool,
 ) -> dict[str, Parts]:
-    cluster, settings = config.resolved_cluster, config.server_settings
+    cluster = config.resolved_cluster
     placement = placement_of(config, ranks, copies)
     features = image_features(config, shape, cluster.num_engines if cluster.on else 1)
     weights, cache = _served(config, sizes)
@@ -236,11 +234,11 @@ def _moments(
     engine = {"weights": weights} if copies else {}
     busy = 0.0  # of the trainer while the engine samples
     if placement.concurrent:
-        trained_alone = moments_of(
+        trained_alone = phases_of(
             config, shape, trainer, {}, sizes.trained, replace(placement, engine=False), dtype, gpu.memory
         )
         busy = max(sum(parts.values()) for parts in trained_alone.values()) - CONTEXT
-    if settings is not None:
+    if config.has_servers:
         share = _server_share(config, gpu.memory) * gpu.memory - weights - busy
         engine["KV cache"] = min(1.02 * cache, max(share, least))
     else:
@@ -250,21 +248,21 @@ def _moments(
         reserve = CONTEXT + (NCCL if ranks > 1 else 0)
         free = gpu.memory - static - sum(engine.values()) - features - reserve
         engine |= _embedded(config, shape, cache, least, free, dtype)
-    return moments_of(config, shape, trainer, engine, sizes.trained, placement, dtype, gpu.memory, features)
+    return phases_of(config, shape, trainer, engine, sizes.trained, placement, dtype, gpu.memory, features)
 
 
-def placement_of(config: Config, ranks: int, copies: bool) -> Placement:
+def placement_of(config: Config, ranks: int, copies: bool) -> GpuSharing:
     """Where trainer and engine are. ``copies``: the engine has its own copy of the weights."""
-    cluster, settings = config.resolved_cluster, config.server_settings
-    together = bool(cluster.colocate) if cluster.on else settings is None or (ranks == 1 and settings.first_gpu == 0)
-    together = together and not config.attached
+    cluster, served, external = config.resolved_cluster, config.has_servers, config.external_servers
+    beside = bool(cluster.colocate) if cluster.on else ranks == 1 and config.server.first_gpu == 0
+    together = not served or (beside and not external)  # the embedded engine is in the process of rank 0
     concurrent = together and bool(config.train.max_staleness)
-    return Placement(
+    return GpuSharing(
         ranks=ranks,
-        engine=not config.attached,
-        served=settings is not None,
+        engine=not external,
+        served=served,
         together=together,
-        offloads=config.colocated if cluster.on else settings is not None and together and not concurrent,
+        offloads=config.colocated if cluster.on else served and together and not concurrent,
         copies=copies,
         concurrent=concurrent,
     )
@@ -289,19 +287,20 @@ def _embedded(
 def _where(config: Config, device: torch.device, ranks: int) -> str:
     cluster = config.resolved_cluster
     if not cluster.on:
-        beside = "the engine" if config.engine == "embedded" else "a copy of the weights for servers"
+        if ranks == 1:
+            return f"one process, on {device}"
         return (
-            f"one program on {ranks} ranks (FSDP2), {beside} beside rank 0"
-            if ranks > 1
-            else f"one process, on {device}"
+            f"one program on {ranks} ranks (FSDP2), {'servers' if config.has_servers else 'the engine'} beside rank 0"
         )
     trainer = f"{ranks} trainer ranks (FSDP2)" if ranks > 1 else "1 trainer"
     machines = f"{cluster.nodes} nodes" if cluster.nodes > 1 else "1 node"
-    if config.attached:
+    if config.external_servers:
         devices = f"{cluster.gpus} GPUs" if cluster.gpus else "the CPUs"
         return f"{trainer} on {devices} of {machines}, beside servers that run already"
-    kind, several = "engine" if config.engine == "embedded" else f"{config.engine} server", cluster.num_engines > 1
-    engines = f"{cluster.num_engines} {kind}{'s' * several}"
+    if not config.has_servers:
+        devices = f"{cluster.gpus} GPUs" if cluster.gpus else "the CPUs"
+        return f"{trainer} on {devices} of {machines}, the engine beside rank 0"
+    engines = f"{cluster.num_engines} {new_backend(config).title} server{'s' * (cluster.num_engines > 1)}"
     if not cluster.gpus:
         return f"{trainer} and {engines} on the CPUs of {machines}"
     how = "colocated" if cluster.colocate else "apart"
@@ -330,10 +329,9 @@ def _cache(config: Config, sizes: Sizes, dtype: torch.dtype) -> dict[str, float]
 
 def _trajectories(config: Config) -> float:
     """The most trajectories in progress on one engine or server."""
-    rollout, settings = config.rollout, config.server_settings
+    rollout = config.rollout
     started = config.train.groups_per_batch * rollout.group_size * rollout.over_sampling
-    engines = config.resolved_cluster.num_engines if config.cluster.on else settings.servers if settings else 1
-    return min(rollout.max_concurrent, started) / engines
+    return min(rollout.max_concurrent, started) / config.resolved_cluster.num_engines
 
 
 def _sizes_of(parts: dict[str, float]) -> str:

@@ -1,7 +1,7 @@
 """Advisories: what is probably wrong with a run, from its metrics, its last trajectories and its config.
 
-    Advisory("truncated", 1, "every reply was cut at rollout.max_reply_tokens (16) before step() was called: ...",
-             "rollout.max_reply_tokens")
+    Advisory("truncated", 1, "every response was cut at rollout.max_response_tokens (16) before step() was called: ...",
+             "rollout.max_response_tokens")
 
 :data:`CHECKS` has them by name; each is a pure function. An :class:`Advisor` prints each one once in a run.
 """
@@ -17,9 +17,9 @@ from typing import Any
 
 from vlmrl.config import Config
 from vlmrl.report.run_log import RunLog, read_rows
-from vlmrl.types import TRUNCATED
+from vlmrl.types import FAILED, TRUNCATED
 
-Row = Mapping[str, Any]
+Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Observed:
     """What advisories are drawn from."""
 
     config: Config
-    rows: Sequence[Row]
+    rows: Sequence[Record]
     """The metrics of the training steps so far, in order."""
-    records: Sequence[Row] = ()
+    records: Sequence[Record] = ()
     """The trajectories of the last step, failed ones included (see :func:`~vlmrl.report.records.trajectory_record`)."""
-    evaluations: Sequence[Row] = ()
+    evaluations: Sequence[Record] = ()
     """The metrics of the evaluations so far."""
 
     @property
@@ -60,7 +60,7 @@ class Observed:
         return (values[:width], values[-width:]) if len(values) >= 2 * width else None
 
 
-FAILED = ("error", "aborted")
+PAGE = "docs/when_it_does_not_learn.md"
 LEAST_EPISODES = 4  # fewer say nothing about a step
 LEAST_GROUPS = 24  # a step or two without a difference are frequent in runs that learn
 
@@ -77,22 +77,28 @@ def truncated(seen: Observed) -> tuple[str, str] | None:
     if Counter(record["ending"] for record in cut)["length"] < len(cut) / 2:
         whose, before = (f"a request of {episodes}", "") if has_agent else (episodes, " before the env was done")
         return (
-            f"{whose} reached rollout.max_tokens ({rollout.max_tokens}){before}: raise it, or lower rollout.max_reply_tokens or "
+            f"{whose} reached rollout.max_tokens ({rollout.max_tokens}){before}: raise it, or lower rollout.max_response_tokens or "
             "model.max_image_pixels.",
             "rollout.max_tokens",
         )
-    replies = f"a reply of {episodes}" if has_agent else "every reply" if all_cut else f"the last reply of {episodes}"
-    before = " before step() was called" if seen.config.player == "env" else ""
+    responses = (
+        f"a response of {episodes}"
+        if has_agent
+        else "every response"
+        if all_cut
+        else f"the last response of {episodes}"
+    )
+    before = " before step() was called" if seen.config.episode_setting == "env" else ""
     return (
-        f"{replies} was cut at rollout.max_reply_tokens ({rollout.max_reply_tokens}){before}: raise it, or set rollout.stop "
-        f"to the text that ends a reply{f' (now {list(rollout.stop)})' if rollout.stop else ''}.",
-        "rollout.max_reply_tokens",
+        f"{responses} was cut at rollout.max_response_tokens ({rollout.max_response_tokens}){before}: raise it, or set rollout.stop "
+        f"to the text that ends a response{f' (now {list(rollout.stop)})' if rollout.stop else ''}.",
+        "rollout.max_response_tokens",
     )
 
 
 def no_signal(seen: Observed) -> tuple[str, str] | None:
-    """In no group of the last steps does one member have another reward than the others."""
-    if truncated(seen):
+    """In no group of the last steps does one member have another reward than the others. A group of one has no others."""
+    if seen.config.rollout.group_size == 1:
         return None
     groups, steps, rewards = 0, 0, set()
     for row in reversed(seen.rows):
@@ -107,12 +113,33 @@ def no_signal(seen: Observed) -> tuple[str, str] | None:
         return None
     known = f" ({rewards.pop():g})" if len(rewards) == 1 else ""
     where = "this step" if steps == 1 else f"the last {steps} steps"
+    norm, cut = seen.rows[-1].get("grad_norm"), truncated(seen)
+    learned = (
+        f"rewards teach nothing; the gradient of norm {norm:.2g} is of other terms" if norm else "nothing is learned"
+    )
+    why = "the tasks are too hard or too easy, or the reward does not depend on the response. Look at them with vlmrl view"
+    if cut is not None:
+        why = f"episodes are cut before they can earn a reward. Look at {cut[1]}"
     remedy = "" if seen.config.warm_start.steps else ", or add a warm start"
     return (
-        f"in {where} the members of each of the {groups} groups have equal rewards{known}, so that every advantage is 0 and "
-        "nothing is learned: the tasks are too hard or too easy, or the reward does not depend on the reply. Look at "
-        f"trajectories.html{remedy}.",
-        "data",
+        f"in {where} the members of each of the {groups} groups have equal rewards{known}, so that {learned}: {why}{remedy}.",
+        "data" if cut is None else cut[1],
+    )
+
+
+def tool_calls_fail(seen: Observed) -> tuple[str, str] | None:
+    """Nine in ten tool calls of the last five steps failed."""
+    errors = seen.values("env/tool_errors")
+    calls = seen.values("env/tool_calls") or [1.0] * len(errors)
+    failed = sum(errors[-5:]) / max(sum(calls[-5:]), 1e-9)
+    if len(errors) < 5 or failed < 0.9:
+        return None
+    first = errors[0] / max(calls[0], 1e-9)
+    return (
+        f"{failed:.0%} of the tool calls of the last five steps failed, and {first:.0%} in the first step: they cannot be parsed, "
+        "name no tool, or do not fit its schema. Look at the observations with vlmrl view. If the policy knew how to call, lower "
+        "optim.lr or set algo.kl_coef; otherwise add a warm start.",
+        "optim.lr",
     )
 
 
@@ -183,7 +210,7 @@ def images_not_needed(seen: Observed) -> tuple[str, str] | None:
     )
 
 
-def _rewards(evaluations: Sequence[Row], kind: str) -> list[tuple[float, float]]:
+def _rewards(evaluations: Sequence[Record], kind: str) -> list[tuple[float, float]]:
     """The mean rewards of the evaluations of one kind, each with its standard error."""
     name = f"{kind}/reward/mean"
     return [(row[name], row[f"{kind}/standard_error"]) for row in evaluations if row.get(name) is not None]
@@ -195,7 +222,7 @@ def long_trajectories_lost(seen: Observed) -> tuple[str, str] | None:
     if len(bias) >= 5 and bias[-1] < 0.9:
         return (
             f"trained trajectories are {1 - bias[-1]:.0%} shorter than those played (length_bias/sampled_tokens): long ones are "
-            "dropped, so that the policy may learn short replies. Set train.too_old wait or correct, or raise train.max_staleness.",
+            "dropped, so that the policy may learn short responses. Set train.too_old wait or correct, or raise train.max_staleness.",
             "train.too_old",
         )
     lengths: dict[bool, list[int]] = {True: [], False: []}
@@ -209,8 +236,8 @@ def long_trajectories_lost(seen: Observed) -> tuple[str, str] | None:
         return None
     return (
         f"the {len(lost)} failed trajectories had sampled {statistics.fmean(lost):.0f} tokens on average, the others "
-        f"{statistics.fmean(kept):.0f}: long ones are lost, so that the policy may learn short replies. See failures.jsonl; "
-        "timeouts are rollout.env_timeout and rollout.engine_timeout.",
+        f"{statistics.fmean(kept):.0f}: long ones are lost, so that the policy may learn short responses. "
+        "`vlmrl view` lists them by reason; timeouts are rollout.env_timeout and rollout.engine_timeout.",
         "rollout.env_timeout",
     )
 
@@ -254,6 +281,7 @@ CHECKS: dict[str, Callable[[Observed], tuple[str, str] | None]] = {
     for check in (
         truncated,
         no_signal,
+        tool_calls_fail,
         zero_gradient,
         entropy_collapse,
         mismatch_rising,
@@ -282,25 +310,28 @@ class Advisor:
         self._say = say
         self._given = {row["name"] for row in read_rows(log.folder / "advisories.jsonl")}
         self._rows, self._evaluations = _by_kind(log.rows())
+        self._records: Sequence[Record] = ()
 
-    def after_step(self, row: Row, records: Sequence[Row]) -> None:
+    def after_step(self, row: Record, records: Sequence[Record]) -> None:
         """Judge a step by its row of metrics and its trajectories."""
         self._rows.append(row)
-        self._give(Observed(self._config, self._rows, records, self._evaluations))
+        self._records = records
+        self._give()
 
     def after_evaluations(self) -> None:
         """Judge the evaluations that were logged since."""
         self._rows, self._evaluations = _by_kind(self._log.rows())
-        self._give(Observed(self._config, self._rows, (), self._evaluations))
+        self._give()
 
-    def _give(self, seen: Observed) -> None:
+    def _give(self) -> None:
+        seen = Observed(self._config, self._rows, self._records, self._evaluations)
         new = [each for each in advisories(seen) if each.name not in self._given]
         self._given |= {each.name for each in new}
         self._log.append("advisories.jsonl", map(asdict, new))
         for each in new:
-            self._say(f"advisory    step {each.step}: {each.message}")
+            self._say(f"advisory    step {each.step}: {each.message} ({PAGE}#{each.name})")
 
 
-def _by_kind(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+def _by_kind(rows: Sequence[Record]) -> tuple[list[Record], list[Record]]:
     """Rows of training steps, and those of evaluations."""
     return [row for row in rows if "trajectories" in row], [row for row in rows if "trajectories" not in row]

@@ -12,9 +12,9 @@ from typing import Any
 
 from vlmrl.config import Config
 from vlmrl.report.provenance import describe_machine, package_versions
-from vlmrl.report.records import flat, plain
+from vlmrl.report.records import changed_settings, plain
 from vlmrl.report.run_data import load_run
-from vlmrl.utils.output_files import write_whole
+from vlmrl.utils.output_files import atomic_write
 
 FILE = "crash.txt"
 MOST_TRAJECTORIES = 3
@@ -37,7 +37,7 @@ def crash_report(
         raise
     except Exception as error:
         with suppress(Exception):  # what is wrong, such as the disk or a GPU, may keep the report from being made
-            write_whole(path, describe_crash(error, folder, config))
+            atomic_write(path, describe_crash(error, folder, config))
             say(f"crash report: {path}")
         raise
 
@@ -68,12 +68,8 @@ def _text(error: BaseException, config: Config, metrics: Sequence[str], trajecto
 
 def changed_from_defaults(config: Config) -> list[str]:
     """The settings that differ from the defaults, a line each: ``"optim.lr = 0.0001 (default 1e-06)"``."""
-    given, defaults = flat(plain(config)), flat(plain(Config()))
-    return [
-        f"{name} = {value!r} (default {defaults.get(name)!r})"
-        for name, value in given.items()
-        if value != defaults.get(name)
-    ]
+    changed = changed_settings(plain(Config()), plain(config))
+    return [f"{name} = {value!r} (default {default!r})" for name, (default, value) in changed.items()]
 
 
 def _named_by(message: str, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

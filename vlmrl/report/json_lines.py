@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+MOST_BYTES = 256 * 2**20  # of a line: a record of ours has a few MiB
+
 
 class Line(NamedTuple):
     """One line of a file: ``Line(start=120, size=64, value={"step": 3})``, in bytes."""
@@ -38,20 +40,35 @@ class JsonLinesTail:
             return file.read(len(self._last)) != self._last
 
     def lines(self) -> Iterator[Line]:
-        """The new lines, in order, one after the other, for files that do not fit into memory."""
+        """The new lines, in order, one after the other, for files that do not fit into memory.
+
+        Raises ValueError for a complete line that holds no JSON object, or is longer than :data:`MOST_BYTES`.
+        """
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
             file.seek(self._end)
-            for text in file:
-                if not text.endswith(b"\n"):
-                    break
-                line = Line(self._end, len(text), json.loads(text))
+            while (text := file.readline(MOST_BYTES)).endswith(b"\n"):
+                line = Line(self._end, len(text), self._object(text))
                 self._end, self._last = self._end + len(text), text
                 yield line
+            if len(text) == MOST_BYTES:
+                raise ValueError(f"{self.path}: the line at byte {self._end} has more than {MOST_BYTES} bytes.")
 
     def reread(self, start: int, size: int) -> dict[str, Any]:
         """The line at ``start``, of ``size`` bytes."""
         with self.path.open("rb") as file:
             file.seek(start)
-            return dict(json.loads(file.read(size)))
+            return self._object(file.read(size))
+
+    def _object(self, text: bytes) -> dict[str, Any]:
+        """The object in a line. NaN and Infinity, which JSON does not have and pages cannot show, become None."""
+        try:
+            found = json.loads(text, parse_constant=lambda _: None)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{self.path}: the line at byte {self._end} is not JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise ValueError(
+                f"{self.path}: the line at byte {self._end} must be a JSON object, but it is {text[:40]!r}."
+            )
+        return found

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from vlmrl.utils.output_files import write_whole
+from vlmrl.utils.output_files import atomic_write
 
 FILE = "command.txt"
 NAME_OPTION = r" --name[ =]('[^']*'|\S+)"
@@ -17,7 +17,7 @@ NAME_OPTION = r" --name[ =]('[^']*'|\S+)"
 def write_command(folder: Path, words: Sequence[str]) -> None:
     """Write the command line into the run's folder, for a shell: ``cd /home/me && vlmrl train recipe.py --optim.lr 1e-5``."""
     kept = [word for word in words if word != "--resume"]
-    write_whole(folder / FILE, f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(_launched(kept))}\n")
+    atomic_write(folder / FILE, f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(_launched(kept))}\n")
 
 
 def resume_command(folder: Path, name: str | None = None) -> str | None:
@@ -35,5 +35,9 @@ def _launched(words: list[str]) -> list[str]:
     nodes, ranks = os.environ.get("GROUP_WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
     if "TORCHELASTIC_RUN_ID" not in os.environ or nodes is None or ranks is None:
         return words
-    program = words[1:] if words[0] == "python" else ["-m", *words]
-    return ["torchrun", *(["--nnodes", nodes] if nodes != "1" else []), "--nproc-per-node", ranks, *program]
+    return ["torchrun", *(["--nnodes", nodes] if nodes != "1" else []), "--nproc-per-node", ranks, *as_program(words)]
+
+
+def as_program(words: Sequence[str]) -> list[str]:
+    """The arguments of Python that run a command line: ``vlmrl train a.py`` becomes ``-m vlmrl train a.py``."""
+    return list(words[1:]) if words[0] == "python" else ["-m", *words]

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import vlmrl
-from vlmrl.checks.tested_versions import TESTED_PACKAGES
-from vlmrl.utils.versions import installed_version
+from vlmrl.checks.tested_versions import TESTED_PACKAGES, installed_version
 
 PACKAGES = (*TESTED_PACKAGES, "datasets", "tokenizers", "numpy", "peft", "ray")
 

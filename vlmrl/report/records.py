@@ -16,8 +16,8 @@ from vlmrl.report.token_columns import TokenTexts, token_columns
 from vlmrl.rollout.failures import failure_reason
 from vlmrl.types import Message, Trajectory, Turn
 
-Kind = Literal["train", "eval", "blanked"]
-"""What a trajectory was played for: a training step, an evaluation, or the evaluation with blanked images."""
+Kind = Literal["train", "eval", "blanked", "collect"]
+"""What a trajectory was played for: a training step, an evaluation, the evaluation with blanked images, or `vlmrl collect`."""
 
 
 def plain(value: Any) -> Any:
@@ -25,7 +25,7 @@ def plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(plain(key)): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(item) for item in (value if isinstance(value, list | tuple) else sorted(value, key=str))]
     if value is None or isinstance(value, str | bool | int):
@@ -47,17 +47,25 @@ def flat(settings: Any, name: str = "") -> dict[str, Any]:
     return {key: value for part in parts for key, value in part.items()}
 
 
+def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ, each with its old and new value: ``{"optim.lr": (1e-6, 1e-5)}``."""
+    before, now = flat(old), flat(new)
+    return {name: (before.get(name), now.get(name)) for name in before | now if before.get(name) != now.get(name)}
+
+
 def trajectory_record(
     trajectory: Trajectory, step: int | None = None, kind: Kind = "train", texts: TokenTexts | None = None
 ) -> dict[str, Any]:
     """One trajectory in JSON types, with the ids of its images: a line of ``trajectories.jsonl``. ``step`` is ``None`` outside a run.
 
-    ``prompt`` is the text before the first reply (the task's, or what the env's ``reset`` returned), ``observation`` the text before
-    a later one. An image appears as ``[image]`` in both; ``messages`` has the ids (see :func:`message_parts`). With ``texts``, a turn
-    also has the columns of :func:`~vlmrl.report.token_columns.token_columns`. A turn of an agent has ``continues``: the number of the
-    turn whose reply its request continues, ``None`` for the first of a branch.
+    ``prompt`` is the text before the first response (the task's, or what the env's ``reset`` returned), ``observation`` the text
+    before a later one. An image appears as ``[image]`` in both; ``messages`` has the ids (see :func:`message_parts`). With ``texts``,
+    a turn also has the columns of :func:`~vlmrl.report.token_columns.token_columns`. A turn of an agent has ``continues``: the number
+    of the turn whose response its request continues, ``None`` for the first of a branch. A failed trajectory has ``reason`` (see
+    :func:`~vlmrl.rollout.failures.failure_reason`) and ``retried``: it was played again in the same group.
     """
     task, turns = trajectory.task, trajectory.turns
+    failure = {"reason": failure_reason(trajectory), "retried": trajectory.retried} if trajectory.failed else {}
     return {
         "step": step,
         "kind": kind,
@@ -72,27 +80,9 @@ def trajectory_record(
         "group_reward": plain(trajectory.group_reward),
         "ending": trajectory.ending,
         "error": trajectory.error,
+        **failure,
         "metrics": plain(trajectory.metrics),
         "turns": [_turn_record(turn, index == 0, texts) for index, turn in enumerate(turns)],
-    }
-
-
-def failure_record(trajectory: Trajectory, step: int, kind: Kind) -> dict[str, Any]:
-    """One failed trajectory in JSON types: a line of ``failures.jsonl``.
-
-    ``refilled``: it was played again in the same group. ``turns``: how many it had played.
-    """
-    return {
-        "step": step,
-        "kind": kind,
-        "id": trajectory.id,
-        "group_id": trajectory.group_id,
-        "task_id": trajectory.task.id,
-        "source": trajectory.task.source,
-        "error": trajectory.error,
-        "reason": failure_reason(trajectory),
-        "refilled": trajectory.refilled,
-        "turns": len(trajectory.turns),
     }
 
 
@@ -121,7 +111,7 @@ def _turn_record(turn: Turn, first: bool, texts: TokenTexts | None) -> dict[str,
 
 
 def message_parts(turn: Turn) -> list[dict[str, Any]]:
-    """The messages before a reply, with the images that the model saw: ``[{"role": "user", "parts": [{"image": "3fa9"}]}]``.
+    """The messages before a response, with the images that the model saw: ``[{"role": "user", "parts": [{"image": "3fa9"}]}]``.
 
     A part is a ``text`` or an ``image``: the id of the turn's next image, or ``None`` if no image is left. Images that belong to no
     message are last, under the role ``images``.

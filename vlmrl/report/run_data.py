@@ -12,6 +12,7 @@ It needs neither the recipe nor its model. Records are those of :mod:`vlmrl.repo
 
 from __future__ import annotations
 
+import os
 import re
 import uuid
 from collections.abc import Callable
@@ -20,19 +21,24 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from vlmrl.report.json_lines import JsonLinesTail
+from vlmrl.report.json_lines import JsonLinesTail, Line
+from vlmrl.types import FAILED
 from vlmrl.utils.json_files import read_object
+from vlmrl.utils.output_files import regular_file
 
 Record = dict[str, Any]
-LISTS = ("metrics", "trajectories", "failures", "advisories")  # NAME.jsonl in a run's folder
+FILES = ("metrics", "trajectories", "advisories")  # NAME.jsonl in a run's folder
+LISTS = (*FILES, "failures")
+FAILURE = ("step", "kind", "id", "group_id", "task_id", "source", "error", "reason", "retried")
 IMAGE_ID = re.compile(r"[0-9A-Za-z_-]{1,128}")  # a file's name has 255 characters at most
+MOST_BYTES = 64 * 2**20  # of config.json, of summary.json, of an image and of an agent's log: ours are far smaller
 
 
 def load_run(path: Path | str) -> RunData:
     """The run in the folder ``path``, such as ``runs/geo3k``.
 
     Raises:
-        ValueError: the folder does not exist or holds no run.
+        ValueError: the folder does not exist, holds no run, or has files that no run writes: links, pipes, broken records.
     """
     run = RunData(Path(path))
     run.refresh()
@@ -40,14 +46,17 @@ def load_run(path: Path | str) -> RunData:
 
 
 class RunData:
-    """What a run had written at the last :meth:`refresh`: its config, metrics, trajectories, images, failures and advisories."""
+    """What a run had written at the last :meth:`refresh`: its config, metrics, trajectories, images, failures and advisories.
+
+    The folder may come from somebody else: only regular files in it are read, no link is followed, and their sizes are bounded.
+    """
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
             raise ValueError(
                 f"run folder {folder}: there is no such folder; give the folder of a run, such as runs/NAME."
             )
-        if not any((folder / name).exists() for name in ("config.json", *(f"{each}.jsonl" for each in LISTS))):
+        if not any((folder / name).exists() for name in ("config.json", *(f"{each}.jsonl" for each in FILES))):
             raise ValueError(f"run folder {folder}: it has no config.json and no metrics.jsonl, so it holds no run.")
         self.folder = folder
         self.config: Record = {}
@@ -55,7 +64,7 @@ class RunData:
         self.metrics: list[Record] = []
         """The rows of ``metrics.jsonl``, of training steps and evaluations, in the order in which they were logged."""
         self.failures: list[Record] = []
-        """The failed trajectories, as :func:`vlmrl.report.records.failure_record` writes them."""
+        """The failed trajectories: their fields :data:`FAILURE`, and ``turns``, the number of turns that were played."""
         self.advisories: list[Record] = []
         """The advisories, as :class:`vlmrl.report.advisories.Advisory` has them."""
         self._places: list[_Place] = []  # of the trajectories: those of a long run do not fit into memory
@@ -69,7 +78,7 @@ class RunData:
     @property
     def summary(self) -> Record:
         """``summary.json``, written at the end; empty before."""
-        return read_object(self.folder / "summary.json") or {}
+        return self._object("summary.json") or {}
 
     @property
     def steps(self) -> list[int]:
@@ -81,20 +90,31 @@ class RunData:
 
         After a resume, which takes back what was logged since the checkpoint, the files are read again, and ``generation`` is another.
         ``each`` is called with the record of each new trajectory, which is not kept, and the number of its line.
+
+        Raises:
+            ValueError: a file is a link or no regular file, or has a line that no run writes.
         """
-        self.config = read_object(self.folder / "config.json") or self.config
+        self.config = self._object("config.json") or self.config
+        for name in FILES:
+            self._check_regular(f"{name}.jsonl")
         is_new = any(tail.is_rewritten() for tail in self._tails.values())
         if is_new:
             self._start_over()
-        for name, rows in (("metrics", self.metrics), ("failures", self.failures), ("advisories", self.advisories)):
+        for name, rows in (("metrics", self.metrics), ("advisories", self.advisories)):
             lines = [line.value for line in self._tails[name].lines()]
             is_new |= bool(lines)
             rows += lines
-        for start, size, record in self._tails["trajectories"].lines():
-            is_new = True  # older versions of vlmrl logged training alone, without a kind
-            self._places.append(_Place(record["step"], record.get("kind", "train"), start, size))
-            if each is not None:
-                each(record, len(self._places) - 1)
+        for line in self._tails["trajectories"].lines():
+            is_new = True
+            try:
+                self._add(line)
+                if each is not None:
+                    each(line.value, len(self._places) - 1)
+            except (AttributeError, KeyError, TypeError) as error:
+                path = self.folder / "trajectories.jsonl"
+                raise ValueError(
+                    f"{path}: the line at byte {line.start} is no record of a trajectory: {error!r}."
+                ) from error
         return is_new
 
     def record(self, number: int) -> Record:
@@ -115,8 +135,7 @@ class RunData:
 
     def image_path(self, image_id: str) -> Path | None:
         """The PNG file of an image; ``None`` if it was not kept (``report.trajectories`` limits how many are)."""
-        path = self.folder / "images" / f"{image_id}.png"
-        return path if IMAGE_ID.fullmatch(image_id) and path.is_file() else None
+        return self._own_file("images", f"{image_id}.png") if IMAGE_ID.fullmatch(image_id) else None
 
     def image(self, image_id: str) -> Image.Image:
         """An image as the model saw it, at the model's size.
@@ -127,14 +146,45 @@ class RunData:
         path = self.image_path(image_id)
         if path is None:
             raise KeyError(f"{self.folder}: image {image_id} was not kept: report.trajectories limits how many are.")
-        with Image.open(path) as image:
+        with Image.open(path, formats=["PNG"]) as image:  # other formats start programs
             image.load()
         return image
 
     def log_path(self, trajectory_id: str) -> Path | None:
-        """The output of the command that played a trajectory; ``None`` if it was not kept (see ``gateway.keep_logs``)."""
-        path, logs = self.folder / "agents" / f"{trajectory_id}.log", (self.folder / "agents").resolve()
-        return path if path.is_file() and path.resolve().is_relative_to(logs) else None
+        """The output of the command that played a trajectory; ``None`` if it was deleted: the latest ones are kept."""
+        return self._own_file("agents", f"{trajectory_id}.log")
+
+    def _own_file(self, folder: str, name: str) -> Path | None:
+        """A regular file of bounded size in a folder of the run. No link is followed."""
+        path = regular_file(self.folder, folder, name)
+        return path if path is not None and path.stat().st_size <= MOST_BYTES else None
+
+    def _object(self, name: str) -> Record | None:
+        """The object in a JSON file of the run; ``None`` if there is no such file, or something else in it."""
+        self._check_regular(name)
+        path = self.folder / name
+        if path.exists() and path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"{path}: it must be at most {MOST_BYTES} bytes, but it has {path.stat().st_size}.")
+        return read_object(path)
+
+    def _check_regular(self, name: str) -> None:
+        path = self.folder / name
+        if os.path.lexists(path) and regular_file(self.folder, name) is None:
+            raise ValueError(
+                f"{path}: it must be a regular file, but it is a link or something else, and the run may not be yours: links are "
+                "not followed. Copy the file there."
+            )
+
+    def _add(self, line: Line) -> None:
+        record = line.value
+        images = [key for turn in record["turns"] for key in turn["images"]]
+        texts = [record["id"], record["group_id"], record["ending"], *images]
+        if type(record["step"]) is not int or not all(isinstance(text, str) for text in texts):
+            raise TypeError("its step must be a whole number; its ids, its ending and its images must be texts")
+        # older versions of vlmrl logged training alone, without a kind
+        self._places.append(_Place(record["step"], record.get("kind", "train"), line.start, line.size))
+        if record["ending"] in FAILED:
+            self.failures.append({key: record.get(key) for key in FAILURE} | {"turns": len(record["turns"])})
 
     def _reread(self, place: _Place) -> Record:
         return {"kind": place.kind, **self._tails["trajectories"].reread(place.start, place.size)}
@@ -144,7 +194,7 @@ class RunData:
             rows.clear()
         self.generation = uuid.uuid4().hex
         """Changes when lines that were read are no longer in the files."""
-        self._tails = {name: JsonLinesTail(self.folder / f"{name}.jsonl") for name in LISTS}
+        self._tails = {name: JsonLinesTail(self.folder / f"{name}.jsonl") for name in FILES}
 
 
 class _Place(NamedTuple):

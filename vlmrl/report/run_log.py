@@ -1,10 +1,9 @@
-"""The files of a run's folder: metrics, trajectories, failures and advisories as JSON lines, and the config.
+"""The files of a run's folder: metrics, trajectories and advisories as JSON lines, and the config.
 
     runs/geo3k/config.json           the resolved config
     runs/geo3k/metrics.jsonl         {"step": 3, "time": 1767225600.125, "reward/mean": 0.25, ...}
     runs/geo3k/trajectories.jsonl    {"step": 3, "kind": "train", "id": "step000003/00000/00", "reward": 1.0, "turns": [...], ...}
-    runs/geo3k/failures.jsonl        {"step": 3, "kind": "train", "id": "step000003/00002/05", "reason": "...", ...}
-    runs/geo3k/advisories.jsonl      {"name": "truncated", "step": 1, "message": "...", "setting": "rollout.max_reply_tokens"}
+    runs/geo3k/advisories.jsonl      {"name": "truncated", "step": 1, "message": "...", "setting": "rollout.max_response_tokens"}
 
 :class:`vlmrl.report.trajectory_log.TrajectoryLog` writes the trajectories and their images, :func:`vlmrl.load_run` reads all of it.
 """
@@ -16,7 +15,7 @@ import math
 import numbers
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any, Self
@@ -24,7 +23,9 @@ from typing import Any, Self
 from vlmrl.report.json_lines import JsonLinesTail
 from vlmrl.report.records import plain
 from vlmrl.report.trackers import Number, Status, Trackers
-from vlmrl.utils.output_files import output_errors, write_whole
+from vlmrl.utils.output_files import atomic_write, output_errors
+
+OnRow = Callable[[Mapping[str, Any]], object]
 
 
 class RunLog:
@@ -35,7 +36,7 @@ class RunLog:
     also goes to the ``trackers``, which are closed with the log.
     """
 
-    FILES = ("metrics.jsonl", "trajectories.jsonl", "failures.jsonl", "advisories.jsonl")
+    FILES = ("metrics.jsonl", "trajectories.jsonl", "advisories.jsonl")
 
     def __init__(
         self, folder: Path | str, sizes: Mapping[str, int] | None = None, trackers: Trackers | None = None
@@ -53,6 +54,8 @@ class RunLog:
             for name in self.FILES:
                 if self._size(name) > sizes.get(name, 0):
                     os.truncate(self.folder / name, sizes.get(name, 0))
+        self.on_row: OnRow | None = None
+        """Called with each row of metrics after it is written."""
         self._open: dict[str, FileIO] = {}
         self._unflushed: set[str] = set()
 
@@ -65,6 +68,8 @@ class RunLog:
             row[key] = check_metric(key, value)
         self.append("metrics.jsonl", [row])
         self.trackers.log(step, {key: row[key] for key in values})
+        if self.on_row is not None:
+            self.on_row(row)
 
     def append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
         """Append one line per record to ``name``, one of :data:`FILES`."""
@@ -77,7 +82,7 @@ class RunLog:
 
     def write_config(self, config: Any) -> None:
         """Write the resolved config (a dataclass or a dict) to ``config.json``."""
-        write_whole(self.folder / "config.json", json.dumps(plain(config), indent=2) + "\n")
+        atomic_write(self.folder / "config.json", json.dumps(plain(config), indent=2) + "\n")
 
     def rows(self) -> list[dict[str, Any]]:
         """All rows of ``metrics.jsonl``, including those before a resume."""

@@ -1,4 +1,4 @@
-"""A reply's tokens as text, with the numbers of each: the parallel lists of a turn in ``trajectories.jsonl``."""
+"""A response's tokens as text, with the numbers of each: the parallel lists of a turn in ``trajectories.jsonl``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class TokenTexts:
 
 
 def token_columns(turn: Turn, texts: TokenTexts) -> dict[str, list[Any] | None]:
-    """``tokens``, ``logprobs``, ``trainer_logprobs``, ``advantages`` and ``loss_mask`` of a reply: lists of one length, or ``None``.
+    """``tokens``, ``logprobs``, ``trainer_logprobs``, ``advantages`` and ``loss_mask`` of a response: lists of one length,
+    or ``None``.
 
     An entry is a span of :meth:`TokenTexts.spans`: its logprob is the sum over its tokens, its advantage and mask those of the last
     one. A list of what is not known is ``None``; so is an entry of ``trainer_logprobs`` and ``advantages`` for a token that no sample

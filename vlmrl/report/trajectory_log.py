@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vlmrl.multimodal.png import encode_pixels
-from vlmrl.report.records import Kind, failure_record, trajectory_record
+from vlmrl.report.records import Kind, trajectory_record
 from vlmrl.report.run_log import RunLog, json_lines
 from vlmrl.report.token_columns import Decode, TokenTexts
 from vlmrl.types import MediaItem, Trajectory
@@ -20,16 +20,23 @@ IMAGE_SECONDS = 60.0  # for encoding and writing one image
 
 
 class TrajectoryLog:
-    """Writes ``trajectories.jsonl``, ``failures.jsonl`` and ``images/ID.png`` of a run.
+    """Writes ``trajectories.jsonl`` and ``images/ID.png`` of a run.
 
     Of each call, ``keep`` trajectories, in whole groups, have their tokens and images, and so have all failed ones; of the others
-    only the text is kept.
+    only the text is kept. ``extra`` gives further fields of a trajectory's record.
     """
 
-    def __init__(self, log: RunLog, decode: Decode, keep: int) -> None:
+    def __init__(
+        self,
+        log: RunLog,
+        decode: Decode,
+        keep: int,
+        extra: Callable[[Trajectory], Mapping[str, Any]] = lambda trajectory: {},
+    ) -> None:
         self._log = log
         self._texts = TokenTexts(decode)
         self._keep = keep
+        self._extra = extra
         self._images = log.folder / "images"
 
     async def write(
@@ -45,7 +52,6 @@ class TrajectoryLog:
         await self._write_images(turn.media for each in everything if id(each) in whole for turn in each.turns)
         records, lines = await asyncio.to_thread(self._records, step, kind, everything, whole)
         self._log.append_lines("trajectories.jsonl", lines)
-        self._log.append("failures.jsonl", [failure_record(each, step, kind) for each in failed])
         self._log.trackers.log_trajectories(step, kind, trajectories)
         return records
 
@@ -53,7 +59,8 @@ class TrajectoryLog:
         self, step: int, kind: Kind, trajectories: Sequence[Trajectory], whole: Container[int]
     ) -> tuple[list[dict[str, Any]], bytes]:
         records = [
-            trajectory_record(each, step, kind, self._texts if id(each) in whole else None) for each in trajectories
+            {**trajectory_record(each, step, kind, self._texts if id(each) in whole else None), **self._extra(each)}
+            for each in trajectories
         ]
         return records, json_lines(records)
 

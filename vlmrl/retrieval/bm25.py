@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from vlmrl.config.code import import_extra
 from vlmrl.retrieval.base import Hit, index_folder
 from vlmrl.retrieval.corpus import Corpus, Ranking
+from vlmrl.utils.require import import_extra
 
 FEW = 32  # up to this count, finding the maxima one by one is faster than partitioning all scores
 

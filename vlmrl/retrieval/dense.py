@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.progress import track
 
-from vlmrl.config.code import import_extra
 from vlmrl.retrieval.base import Hit, index_folder
 from vlmrl.retrieval.corpus import Corpus
+from vlmrl.utils.require import import_extra
 
 CHUNK = 4096  # passages encoded at a time while the index is built
 _UNIT_LENGTH = {"normalize_embeddings": True, "show_progress_bar": False}

@@ -1,7 +1,7 @@
 """The retrieval protocol of Search-R1's server: its JSON payload, and the client.
 
     POST /retrieve   {"queries": ["capital of France"], "topk": 3, "return_scores": true}
-    reply            {"result": [[{"document": {"id": "12", "contents": "Paris\\nParis is ...", ...}, "score": 7.1}, ...]]}
+    response            {"result": [[{"document": {"id": "12", "contents": "Paris\\nParis is ...", ...}, "score": 7.1}, ...]]}
 
 Without ``return_scores`` a hit is the document alone. Besides ``id`` and ``contents``, vlmrl's server sends ``title``, ``text``
 and, for a passage with an image, ``image`` as a data URI.
@@ -15,7 +15,7 @@ from typing import Any
 from vlmrl.multimodal.embedded import check_embedded
 from vlmrl.multimodal.images import data_uri
 from vlmrl.retrieval.base import Hit, Passage, RetrieverError
-from vlmrl.utils.http import RefusedError, RetryableError, http_client, post_json, retrying
+from vlmrl.utils.http import HttpClient, RefusedError, RetryableError, retrying
 from vlmrl.utils.tokens import bearer_headers
 
 LONGEST_PAUSE = 5.0  # seconds between two attempts
@@ -39,22 +39,22 @@ class HttpRetriever:
         self.url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
         self.patience = patience
         self.token_variable = token_variable
-        self._client = http_client(timeout, bearer_headers(token_variable))
+        self._client = HttpClient(timeout, bearer_headers(token_variable))
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         body = {"queries": list(queries), "topk": topk, "return_scores": True}
         try:
-            reply = retrying(patience=self.patience, longest_pause=LONGEST_PAUSE)(
-                post_json, self._client, self.url, body
+            response = retrying(patience=self.patience, longest_pause=LONGEST_PAUSE)(
+                self._client.post_json, self.url, body
             )
-            return [hits[:topk] for hits in parse_hits(reply["result"], len(queries))]
+            return [hits[:topk] for hits in parse_hits(response["result"], len(queries))]
         except RetryableError as error:
             raise RetrieverError(f"retriever {self.url}: no answer in {self.patience:g} s: {error}") from error
         except RefusedError as error:
             hint = f" Is its token in the environment variable {self.token_variable}?" if error.status == 401 else ""
             raise RetrieverError(f"retriever {self.url} refuses: {error}{hint}") from error
         except (ValueError, KeyError, TypeError, OverflowError) as error:
-            raise RetrieverError(f"retriever {self.url} sent a reply that breaks the protocol: {error!r}") from error
+            raise RetrieverError(f"retriever {self.url} sent a response that breaks the protocol: {error!r}") from error
 
 
 def passage_payload(passage: Passage) -> dict[str, Any]:

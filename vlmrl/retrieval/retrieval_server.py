@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vlmrl.config.code import import_extra
-from vlmrl.retrieval.base import Retriever
+from aiohttp import web
+
+from vlmrl.retrieval.base import Hit, Retriever
 from vlmrl.retrieval.http_retriever import TOKEN_VARIABLE, passage_payload
 from vlmrl.retrieval.open import open_retriever
-from vlmrl.utils.http_server import Binding, run_server
+from vlmrl.utils.http_server import BODY, Binding, run_server
+from vlmrl.utils.json_files import strict_json
+from vlmrl.utils.threads import DaemonPool
 
 LIMIT = 1000  # queries in one request, and hits for one query
+THREADS = 32  # requests that search at the same time; a batching retriever joins them
 
 
 @dataclass(frozen=True)
@@ -38,40 +42,59 @@ class RetrieverServerArguments:
     """MiB of a request's body, which holds the queries; larger ones are refused."""
 
 
-@dataclass
-class RetrieveRequest:
-    """The body of POST /retrieve."""
+def create_retriever_app(retriever: Retriever, topk: int = 3) -> web.Application:
+    """The app, without a guard: POST /retrieve, GET /health. Requests run in parallel threads."""
+    threads = DaemonPool("retriever", THREADS)
 
-    queries: list[str]
-    topk: int | None = None
-    return_scores: bool = False
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "retriever": retriever.name, "passages": retriever.passages})
 
+    async def retrieve(request: web.Request) -> web.Response:
+        answer: web.Response = await threads.run(_answer, retriever, request[BODY], topk)
+        return answer
 
-def create_retriever_app(retriever: Retriever, topk: int = 3) -> Any:
-    """The FastAPI application: POST /retrieve, GET /health. Requests run in parallel threads."""
-    fastapi = import_extra("fastapi", "search")
-    app = fastapi.FastAPI(title="vlmrl retriever")
+    async def end(app: web.Application) -> None:
+        threads.close()
 
-    def health() -> dict[str, Any]:
-        return {"status": "ok", "retriever": retriever.name, "passages": retriever.passages}
-
-    def retrieve(request: RetrieveRequest) -> dict[str, Any]:
-        wanted = topk if request.topk is None else request.topk
-        if len(request.queries) > LIMIT or not 1 <= wanted <= LIMIT:
-            raise fastapi.HTTPException(
-                422,
-                f"a request may have at most {LIMIT} queries and a topk from 1 to {LIMIT}, "
-                f"but it has {len(request.queries)} queries and topk {wanted}.",
-            )
-        found = retriever.search(request.queries, wanted)
-        if not request.return_scores:
-            return {"result": [[passage_payload(hit.passage) for hit in hits] for hits in found]}
-        scored = [[{"document": passage_payload(hit.passage), "score": hit.score} for hit in hits] for hits in found]
-        return {"result": scored}
-
-    app.get("/health")(health)
-    app.post("/retrieve")(retrieve)
+    app = web.Application()
+    app.router.add_get("/health", health)
+    app.router.add_post("/retrieve", retrieve)
+    app.on_cleanup.append(end)
     return app
+
+
+def _answer(retriever: Retriever, content: bytes, topk: int) -> web.Response:
+    try:
+        queries, wanted, scored = _read(content, topk)
+    except ValueError as error:
+        return web.json_response({"detail": str(error)}, status=422)
+    found = retriever.search(queries, wanted)
+    return web.json_response({"result": [[_payload(hit, scored) for hit in hits] for hits in found]})
+
+
+def _read(content: bytes, topk: int) -> tuple[list[str], int, bool]:
+    """Queries, hits per query, and whether scores are wanted. Raises ValueError for a body that breaks the protocol."""
+    try:
+        body = strict_json(content.decode())
+    except RecursionError:
+        raise ValueError("the body must not be nested so deeply.") from None
+    queries = body.get("queries") if isinstance(body, dict) else None
+    if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
+        raise ValueError(
+            'the body must be a JSON object with queries, a list of texts: {"queries": ["capital of France"]}.'
+        )
+    wanted = topk if body.get("topk") is None else body["topk"]
+    if len(queries) > LIMIT or type(wanted) is not int or not 1 <= wanted <= LIMIT:
+        raise ValueError(
+            f"a request may have at most {LIMIT} queries and a topk from 1 to {LIMIT}, but it has {len(queries)} queries and topk "
+            f"{wanted!r:.100}."
+        )
+    return queries, wanted, body.get("return_scores") is True
+
+
+def _payload(hit: Hit, scored: bool) -> dict[str, Any]:
+    document = passage_payload(hit.passage)
+    return {"document": document, "score": hit.score} if scored else document
 
 
 def serve_retriever(arguments: RetrieverServerArguments) -> None:
@@ -87,4 +110,4 @@ def serve_retriever(arguments: RetrieverServerArguments) -> None:
     )
     app = create_retriever_app(retriever, arguments.topk)
     announcement = f"{retriever.passages} passages by {retriever.name} at {binding.url('/retrieve')}"
-    run_server(app, binding, "search", announcement)
+    run_server(app, binding, announcement)

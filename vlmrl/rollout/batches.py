@@ -5,11 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
-from vlmrl.algos import FILTERS
-from vlmrl.config import Algo
-from vlmrl.config.code import resolve_function
 from vlmrl.data.stream import TaskStream
 from vlmrl.rollout.runner import Group, RolloutError, Rollouts, Runner
 from vlmrl.types import Trajectory
@@ -78,18 +74,6 @@ def too_few(label: str, passed: int, count: int, failed: Sequence[Trajectory]) -
         "hard, or the filters too strict.",
         failed,
     )
-
-
-def resolve_filters(algo: Algo) -> list[Filter]:
-    """The functions of ``algo.filters`` with their options bound. Raises ValueError if one is missing or its options do not fit."""
-    found: list[Filter] = []
-    for name in algo.filters:
-        options = algo.options_of(name)
-        function = resolve_function(
-            "algo.filters", name, ["trajectories"], options, options_field="algo.filter_options", registry=FILTERS
-        )
-        found.append(partial(function, **options))
-    return found
 
 
 def _copy(group: Group, number: int) -> Group:

@@ -110,11 +110,11 @@ class AsynchronousBuffer:
     async def take(self, step: int) -> GroupBatch:
         began = time.perf_counter()
         self._admit()
-        while len(numbers := self._next_numbers()) < self._count:
+        while self._error is None and len(numbers := self._next_numbers()) < self._count:
             self._changed.clear()
             await self._changed.wait()
-            if self._error is not None:
-                raise self._error
+        if self._error is not None:  # of a group that may have ended long ago, while the loop trained
+            raise self._error
         groups = [self._pop(number) for number in numbers]
         self._in_training = self._count
         batch, self._batch = self._batch, GroupBatch()
@@ -163,7 +163,7 @@ class AsynchronousBuffer:
         self._playing[number] = asyncio.create_task(self._play(number))
 
     async def _play(self, number: int) -> None:
-        played: dict[str, Trajectory] = {}  # by id, failed members that were refilled included
+        played: dict[str, Trajectory] = {}  # by id, failed members that were retried included
 
         def ended(trajectory: Trajectory) -> None:
             played[trajectory.id] = trajectory

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 from vlmrl.types import Trajectory
 
-INSTANCE = re.compile(r"0x[0-9a-f]+|(?<!HTTP )(?<!Errno )(?<!status )(?<!code )(?<![0-9A-Za-z_])\d+(?:\.\d+)?")
-"""What differs between two errors of one cause: addresses, and numbers other than those of a status or a system error."""
+INSTANCE = re.compile(
+    r"0x[0-9a-f]+|(?<!HTTP )(?<!Errno )(?<!status )(?<!code )(?<!, line )(?<![0-9A-Za-z_])\d+(?:\.\d+)?"
+)
+"""What differs between two errors of one cause: addresses, and numbers other than a status, a system error or a line of code."""
 SHOWN_REASONS = 3
 SHOWN_CHARACTERS = 1000  # of one reason
 

@@ -2,89 +2,92 @@
 
     async def generate(client, renderer, task):
         prompt = renderer.prompt(task.prompt)
-        reply = await client.generate(prompt.token_ids, prompt.images)
-        return client.trajectory(reward=float(task.answer in renderer.text(reply.token_ids)))
+        response = await client.generate(prompt.token_ids, prompt.images)
+        return client.trajectory(reward=float(task.answer in renderer.text(response.token_ids)))
 
 It plays one episode of ``task`` and returns ``client.trajectory(...)``, or columns (see `samples/columns.py`). The client records
-every reply, and the audit compares the rows with that record: only sampled tokens are trained.
+every response, and the audit compares the rows with that record: only sampled tokens are trained.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import time
+import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import Any
+from dataclasses import replace
+from itertools import groupby, zip_longest
+from typing import Any, get_args
 
 from vlmrl.config import Rollout, name_of
 from vlmrl.config.code import load_code
-from vlmrl.engine.base import Engine, EngineError, Request, SamplingParams, generate_within
+from vlmrl.engine.base import Engine, EngineError
 from vlmrl.multimodal.renderer import Renderer, expand
 from vlmrl.multimodal.store import MediaStore
-from vlmrl.rollout.turn_loop import derive_seed, record_expert_routing
+from vlmrl.rollout.record import Prompt, TurnRecorder
+from vlmrl.rollout.sampler import AbortedError, Sampler
 from vlmrl.samples.columns import from_columns, rollout_metrics
-from vlmrl.types import Completion, ImageSource, MediaItem, Sample, Task, Trajectory, Turn
+from vlmrl.types import Completion, Ending, ImageSource, MediaItem, ResponseSpan, Sample, Task, Trajectory
 from vlmrl.utils.threads import await_user_code
+from vlmrl.utils.users_line import describe_error
+from vlmrl.utils.work_pool import abandonable, cpu_pool
 
 Generate = Callable[["Client", Renderer, Task], Awaitable[Trajectory | Mapping[str, Any]]]
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One sampled reply with its whole prompt, images expanded."""
-
-    prompt_ids: list[int]
-    media: list[MediaItem]
-    completion: Completion
-    seconds: float
-
-
 class Client:
-    """Samples the replies of one episode: token ids and images in, a Completion out. ``calls`` counts the replies."""
+    """Samples the responses of one episode: token ids and images in, a Completion out. ``calls`` counts the responses."""
 
     def __init__(self, loop: GeneratorLoop, trajectory: Trajectory) -> None:
         self.trajectory_id = trajectory.id
         self.group_id = trajectory.group_id
+        self.recorder = TurnRecorder(trajectory, loop.renderer.image_token_id)
+        self.sampler = Sampler(self.recorder, loop.engine, loop.config, loop.seed)
         self._loop = loop
-        self._task = trajectory.task
-        self._calls: list[_Call] = []
-        self._issued = 0
+        self.ended = False
 
     @property
     def calls(self) -> int:
-        return len(self._calls)
+        return self.recorder.count
 
     async def generate(
-        self, prompt_ids: Sequence[int], images: Sequence[ImageSource] = (), **sampling: Any
+        self,
+        prompt_ids: Sequence[int],
+        images: Sequence[ImageSource] = (),
+        *,
+        max_tokens: int | None = None,
+        **sampling: Any,
     ) -> Completion:
-        """Sample one reply to a prompt with one placeholder per image, as the renderer returns it.
+        """Sample one response to a prompt with one placeholder per image, as the renderer returns it.
 
-        ``sampling`` overrides fields of :class:`~vlmrl.engine.base.SamplingParams`, except ``temperature``, which the trainer uses
-        too. Raises ValueError if the prompt leaves no room for a reply within ``rollout.max_tokens``.
+        ``max_tokens`` is a limit of this response, below those of the run. ``sampling`` overrides other fields of
+        :class:`~vlmrl.engine.base.SamplingParams`, except ``temperature``, which the trainer uses too.
+
+        Raises:
+            EpisodeLimitError: a ValueError; the episode has had ``rollout.max_turns`` responses, or the prompt leaves no room within
+                ``rollout.max_tokens``.
+            RuntimeError: the episode has ended.
         """
+        if self.ended:
+            raise RuntimeError(f"trajectory {self.trajectory_id} has ended, so that nothing more is sampled for it.")
         if "temperature" in sampling:
             raise ValueError(
                 "temperature cannot be set by a generator: set rollout.temperature, which the trainer uses too."
             )
-        loop, config = self._loop, self._loop.config
-        media = await self.images(images)
-        expanded = expand(prompt_ids, loop.renderer.image_token_id, media)
-        limit = min(config.max_reply_tokens, config.max_tokens - len(expanded))
-        if limit < 1:
-            raise ValueError(f"the prompt has {len(expanded)} tokens, and rollout.max_tokens is {config.max_tokens}.")
-        seed = derive_seed(loop.seed, self.trajectory_id, self._issued)
-        self._issued += 1  # not `calls`: replies sampled concurrently must differ
-        params = SamplingParams(limit, config.temperature, config.top_p, config.top_k, config.stop, seed)
-        request = Request(self.trajectory_id, list(prompt_ids), media, replace(params, **sampling))
-        began = time.perf_counter()
-        completion = await generate_within(config.engine_timeout, loop.engine, request)
-        # a copy: the caller may change its lists
-        own = replace(completion, token_ids=list(completion.token_ids), logprobs=list(completion.logprobs))
-        self._calls.append(_Call(expanded, media, own, time.perf_counter() - began))
-        return completion
+        number, loop = self.sampler.begin(), self._loop
+        try:
+            media = await self.images(images)
+            whole = Prompt(expand(prompt_ids, loop.renderer.image_token_id, media), media)
+            prompt = self.recorder.continuing(whole)
+            sampled = await self.sampler.sample(prompt, number, max_tokens=max_tokens, **sampling)
+            found = sampled.completion
+            # a copy: the caller may change its lists
+            own = replace(found, token_ids=list(found.token_ids), logprobs=list(found.logprobs))
+            text = loop.renderer.text(own.token_ids)
+            self.recorder.add(prompt, own, text, seconds=sampled.seconds, number=number)
+        finally:
+            self.sampler.end(number)
+        return found
 
     async def images(self, images: Sequence[ImageSource]) -> list[MediaItem]:
         """Load and process images; each distinct image is processed once."""
@@ -94,21 +97,27 @@ class Client:
         return list(await asyncio.gather(*(store.get(image, seconds) for image in images))) if store else []
 
     def trajectory(self, reward: float, *, metrics: Mapping[str, float] | None = None) -> Trajectory:
-        """The finished episode: every reply sampled so far, in order, and its reward."""
-        return Trajectory(
-            self.trajectory_id,
-            self.group_id,
-            self._task,
-            self._turns(self._calls),
-            ending="env_done",
+        """The finished episode: every response sampled so far, and its reward.
+
+        Its ``ending`` is the budget that refused a request or cut a response, else ``env_done``.
+        """
+        return self._finished(self.recorder.ordered(), reward, metrics or {})
+
+    def _finished(self, places: Sequence[int], reward: float, metrics: Mapping[str, float]) -> Trajectory:
+        turns = self.recorder.selected(places)
+        return replace(
+            self.recorder.trajectory,
+            turns=turns,
+            ending=self.sampler.limit(turns) or "env_done",
             final_reward=float(reward),
-            metrics=dict(metrics or {}),
+            metrics=dict(metrics),
         )
 
     def adopt(self, result: Any) -> Trajectory:
-        """The result of a generator as this episode's trajectory. Raises ValueError if it contains a reply not sampled here."""
-        if isinstance(result, Mapping):
-            return self.from_columns(result)
+        """The result of a generator as this episode's trajectory. Raises ValueError if it is not what was sampled here."""
+        from_columns = isinstance(result, Mapping)
+        if from_columns:
+            result = self.from_columns(result)
         if not isinstance(result, Trajectory):
             raise ValueError(
                 f"a generator must return client.trajectory(...) or columns, but it returned {result!r:.100}."
@@ -117,77 +126,77 @@ class Client:
             raise ValueError(f"the trajectory must be {self.trajectory_id}, but its id is {result.id}.")
         if not result.turns:
             raise ValueError(f"trajectory {result.id}: it has no turns; sample with client.generate before it ends.")
-        sampled = [(call.completion.token_ids, call.completion.logprobs) for call in self._calls]
-        for number, turn in enumerate(result.turns):
-            if (turn.response_ids, turn.logprobs) not in sampled:
+        if result.ending not in get_args(Ending):
+            endings = ", ".join(get_args(Ending))
+            raise ValueError(
+                f"trajectory {result.id}: its ending must be one of {endings}, but it is {result.ending!r:.100}."
+            )
+        if not is_finite_number(result.reward):
+            raise ValueError(f"trajectory {result.id}: its reward must be a finite number, but it is {result.reward}.")
+        for metrics in (result.metrics, *(turn.metrics for turn in result.turns)):
+            for name, value in metrics.items():
+                if not is_finite_number(value):
+                    raise ValueError(
+                        f"trajectory {result.id}: its metric {name!r} must be a finite number, but it is {value!r:.100}."
+                    )
+        if not from_columns:
+            self._check_turns(result)
+        return replace(result, group_id=self.group_id, task=self.recorder.trajectory.task)
+
+    def _check_turns(self, trajectory: Trajectory) -> None:
+        """The turns are those that were recorded; only what is no token, such as their rewards, may differ."""
+        recorded = self.recorder.selected(self.recorder.ordered())
+        names = ("prompt_ids", "response_ids", "logprobs", "policy_versions", "parent", "kept", "kept_media")
+        for number, (turn, own) in enumerate(zip_longest(trajectory.turns, recorded)):
+            if turn is None or own is None or any(getattr(turn, name) != getattr(own, name) for name in names):
                 raise ValueError(
-                    f"trajectory {result.id}, turn {number}: its reply was never sampled by this generator's client."
+                    f"trajectory {trajectory.id}, turn {number}: its response was never sampled by this generator's client, or "
+                    "not after this prompt: return all turns of client.trajectory(...), or columns."
                 )
-        return result
 
     def from_columns(self, columns: Mapping[str, Any]) -> Trajectory:
-        """The trajectory of this episode's columns. Replies that no row trains are counted as ``replies_unused``."""
+        """The trajectory of this episode's columns. Responses that no row trains are counted as ``responses_unused``."""
         samples = from_columns(columns)
         if {sample.trajectory_id for sample in samples} != {self.trajectory_id}:
             names = sorted({sample.trajectory_id for sample in samples})
             raise ValueError(
                 f"column 'trajectory_ids' must be {self.trajectory_id} in every row, but it holds {names}."
             )
-        used = list(self._used(samples))
-        versions = iter([version for call in used for version in call.completion.policy_versions])
-        logprobs = iter([logprob for call in used for logprob in call.completion.logprobs])
+        used = self._locate(samples)
+        metrics = {"responses_unused": float(self.calls - len(used)), **rollout_metrics(columns)}
+        trajectory = self._finished(used, sum(sample.reward for sample in samples), metrics)
         for sample in samples:
             sample.group_id = self.group_id
-            sample.policy_versions = _filled([next(versions, 0) if mask else None for mask in sample.loss_mask])
-            recorded = [next(logprobs, 0.0) if mask else 0.0 for mask in sample.loss_mask]
+            versions: list[int | None] = [None] * len(sample.response_ids)
+            logprobs = [0.0] * len(sample.response_ids)
+            for span in sample.responses:
+                turn = trajectory.turns[span.turn]
+                versions[span.start : span.end] = turn.policy_versions
+                logprobs[span.start : span.end] = turn.logprobs
+            sample.policy_versions = _filled(versions)
             if sample.rollout_logprobs is None:
-                sample.rollout_logprobs = recorded
-        metrics = {"replies_unused": float(self.calls - len(used)), **rollout_metrics(columns)}
-        trajectory = self.trajectory(sum(sample.reward for sample in samples), metrics=metrics)
-        trajectory.turns = self._turns(used)
+                sample.rollout_logprobs = logprobs
         trajectory.samples = samples
         return trajectory
 
-    def _used(self, samples: Sequence[Sample]) -> Iterator[_Call]:
-        """The recorded replies that the rows train, in order. Raises ValueError for trained tokens that were never sampled."""
-        calls = iter(self._calls)
-        for sample in samples:
-            index = 0
-            for mask, run in groupby(sample.loss_mask):
-                end = index + len(list(run))
-                if mask:
-                    ids = sample.response_ids[index:end]
-                    call = next((call for call in calls if call.completion.token_ids == ids), None)
-                    if call is None:
-                        raise ValueError(
-                            f"trajectory {self.trajectory_id}, response tokens {index} to {end - 1}: they have mask 1, but this "
-                            f"generator's client never sampled them: {ids[:20]}."
-                        )
-                    yield call
-                index = end
+    def _locate(self, samples: Sequence[Sample]) -> list[int]:
+        """The places of the turns that the rows train, in order, with their spans written into the rows.
 
-    def _turns(self, calls: Sequence[_Call]) -> list[Turn]:
-        turns: list[Turn] = []
-        ids: list[int] = []
-        image_ids: list[str] = []
-        for call in calls:
-            extends = call.prompt_ids[: len(ids)] == ids and [m.id for m in call.media[: len(image_ids)]] == image_ids
-            turn = Turn(
-                prompt_ids=call.prompt_ids[len(ids) :] if extends else call.prompt_ids,
-                media=call.media[len(image_ids) :] if extends else call.media,
-                response_ids=call.completion.token_ids,
-                logprobs=call.completion.logprobs,
-                policy_versions=call.completion.policy_versions,
-                stop_reason=call.completion.stop_reason,
-                text=self._loop.renderer.text(call.completion.token_ids),
-                engine_seconds=call.seconds,
-                kept=None if extends else 0,
-                kept_media=None if extends else 0,
-            )
-            turns.append(turn)
-            record_expert_routing(call.completion.expert_routing, turns)
-            ids, image_ids = call.prompt_ids + call.completion.token_ids, [item.id for item in call.media]
-        return turns
+        Raises ValueError for trained tokens that were never sampled.
+        """
+        places, used = iter(range(self.calls)), list[int]()
+        for sample in samples:
+            for start, end in _trained_runs(sample):
+                ids = sample.response_ids[start:end]
+                place = next((each for each in places if self.recorder.turns[each].response_ids == ids), None)
+                if place is None:
+                    raise ValueError(
+                        f"trajectory {self.trajectory_id}, response tokens {start} to {end - 1}: they have mask 1, but this "
+                        f"generator's client never sampled them: {ids[:20]}."
+                    )
+                sample.responses.append(ResponseSpan(len(used), start, end))
+                used.append(place)
+        return used
 
 
 class GeneratorLoop:
@@ -216,19 +225,25 @@ class GeneratorLoop:
         limit = self.config.max_turns * (self.config.engine_timeout + self.config.env_timeout)
         try:
             async with asyncio.timeout(limit):
-                result = await await_user_code(self.generate(client, self.renderer, task.copy()))
+                playing = await_user_code(self.generate(client, self.renderer, task.copy()))
+                result = await abandonable(playing)  # it may ignore that it is cancelled
+            if isinstance(result, Mapping):  # reading them takes microseconds for each token
+                return await cpu_pool().run(math.inf, client.adopt, result)
             return client.adopt(result)
-        except TimeoutError:
-            trajectory.error = (
-                f"{name_of(self.generate)}, task {task.id}: no end within {limit:g} s, or no reply in time."
-            )
+        except AbortedError as error:
+            trajectory.ending, trajectory.error = "aborted", str(error)
         except EngineError as error:
-            trajectory.error = str(error)
+            trajectory.ending, trajectory.error = "error", str(error)
         except Exception as error:
-            trajectory.error = f"{name_of(self.generate)}, task {task.id}: {type(error).__name__}: {error}"
+            reward = self.config.truncated_reward
+            if reward is not None and trajectory.turns and client.sampler.limit(trajectory.turns) is not None:
+                return client.trajectory(reward)  # as an agent that a budget stopped
+            late = isinstance(error, TimeoutError)
+            reason = f"no end within {limit:g} s" if late else describe_error(error)
+            trajectory.ending, trajectory.error = "error", f"{name_of(self.generate)}, task {task.id}: {reason}"
         finally:
+            client.ended = True
             self.engine.release(trajectory_id)
-        trajectory.ending = "error"
         return trajectory
 
 
@@ -240,6 +255,23 @@ def resolve_generate(config: Rollout) -> Generate | None:
             f"rollout.generate must be an async function (client, renderer, task), but it is {name_of(config.generate)}."
         )
     return function
+
+
+def is_finite_number(value: Any) -> bool:
+    """Whether a reward or a metric can be averaged; False for text, NaN and integers beyond floats."""
+    try:
+        return math.isfinite(value)
+    except (TypeError, OverflowError):
+        return False
+
+
+def _trained_runs(sample: Sample) -> Iterator[tuple[int, int]]:
+    """Where each run of tokens with mask 1 begins and ends."""
+    end = 0
+    for mask, run in groupby(sample.loss_mask):
+        start, end = end, end + len(list(run))
+        if mask:
+            yield start, end
 
 
 def _filled(versions: Sequence[int | None]) -> list[int]:

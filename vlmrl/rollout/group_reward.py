@@ -22,6 +22,7 @@ from vlmrl.config import Config, name_of
 from vlmrl.config.code import resolve_function
 from vlmrl.types import Trajectory
 from vlmrl.utils.threads import DaemonPool, await_user_code
+from vlmrl.utils.users_line import describe_error
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class GroupReward:
                 break
             except Exception as error:
                 timed_out = isinstance(error, TimeoutError)
-                reason = f"no answer in {self.timeout:g} s" if timed_out else f"{type(error).__name__}: {error}"
+                reason = f"no answer in {self.timeout:g} s" if timed_out else describe_error(error)
                 if number == self.tries:
                     return _fail(group, f"group_reward {self.name}: {reason}")
         for trajectory, reward in zip(group, self._checked(rewards, group), strict=True):

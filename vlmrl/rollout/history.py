@@ -1,6 +1,6 @@
-"""The history modes decide which tokens the next reply is sampled from.
+"""The history modes decide which tokens the next response is sampled from.
 
-The turn loop creates one history per trajectory with :func:`new_history`. It renders the prompt and, after each reply, the
+The turn loop creates one history per trajectory with :func:`new_history`. It renders the prompt and, after each response, the
 continuation. ``append`` adds the observation as the chat template writes it; ``inline`` adds it inside the assistant message, which
 continues; ``rerender`` renders the whole conversation again, after a policy such as :func:`keep_last_images` has rewritten it.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from vlmrl.config import Rollout
 from vlmrl.config.code import resolve_function
-from vlmrl.multimodal.messages import text_size, tools_as_user
+from vlmrl.multimodal.messages import is_long, tools_as_user
 from vlmrl.multimodal.renderer import Rendered, Renderer
 from vlmrl.types import Message, Turn
 
@@ -24,17 +24,17 @@ HistoryPolicy = Callable[[Messages], Messages]
 
 @dataclass(frozen=True)
 class Continuation:
-    """The tokens between a reply and the next one."""
+    """The tokens between a response and the next one."""
 
     rendered: Rendered
-    dropped: int = 0  # tokens to remove from the reply's end first
+    dropped: int = 0  # tokens to remove from the response's end first
     is_whole_prompt: bool = False  # rendered is the whole next prompt, not only its new part
 
 
 class Append:
-    """Replies stay as sampled, and each observation is appended as a delta. Base class of the other modes."""
+    """Responses stay as sampled, and each observation is appended as a delta. Base class of the other modes."""
 
-    opens_replies = True  # every reply follows a generation prompt, not only the first
+    opens_responses = True  # every response follows a generation prompt, not only the first
 
     def __init__(self, renderer: Renderer, tools: Sequence[dict[str, Any]], limit: int | None = None) -> None:
         self.renderer = renderer
@@ -47,21 +47,21 @@ class Append:
 
     def continuation(self, turn: Turn, messages: Sequence[Message]) -> Continuation:
         shown = self.renderer.adapt_tool_messages(messages)
-        return Continuation(self.renderer.delta(shown, self.tools, reply=turn.response_ids, limit=self.limit))
+        return Continuation(self.renderer.delta(shown, self.tools, response=turn.response_ids, limit=self.limit))
 
-    def size(self, messages: Sequence[Message]) -> int:
-        """How many characters a call with ``messages`` encodes, about."""
-        return text_size(messages)
+    def is_long(self, messages: Sequence[Message]) -> bool:
+        """Whether a call with ``messages`` renders so much that it would stop the event loop."""
+        return is_long((messages, self.tools))
 
     def tail(self, turn: Turn) -> list[int]:
-        """Untrained tokens after the last reply."""
+        """Untrained tokens after the last response."""
         return []
 
 
 class Inline(Append):
-    """The whole episode is one assistant message. An end-of-turn token inside it is dropped; one closes the last reply."""
+    """The whole episode is one assistant message. An end-of-turn token inside it is dropped; one closes the last response."""
 
-    opens_replies = False
+    opens_responses = False
 
     def continuation(self, turn: Turn, messages: Sequence[Message]) -> Continuation:
         sampled_end = turn.response_ids[-1] in self.renderer.stop_ids
@@ -72,7 +72,7 @@ class Inline(Append):
 
 
 class Rerender(Append):
-    """Before each reply, ``policy`` rewrites the conversation so far, and the chat template renders it again."""
+    """Before each response, ``policy`` rewrites the conversation so far, and the chat template renders it again."""
 
     def __init__(
         self,
@@ -90,28 +90,29 @@ class Rerender(Append):
         return super().prompt(self.rewritten())
 
     def continuation(self, turn: Turn, messages: Sequence[Message]) -> Continuation:
-        self.messages += [reply_message(turn), *messages]
+        self.messages += [response_message(turn), *messages]
         return Continuation(super().prompt(self.rewritten()), is_whole_prompt=True)
 
-    def size(self, messages: Sequence[Message]) -> int:
-        return text_size([*self.messages, *messages])
+    def is_long(self, messages: Sequence[Message]) -> bool:
+        return is_long((self.messages, messages, self.tools))
 
     def rewritten(self) -> Messages:
         """The conversation as the policy rewrites it."""
         return self._policy(list(self.messages))
 
 
-def reply_message(turn: Turn) -> Message:
-    return {"role": "assistant", "content": turn.text}
+def response_message(turn: Turn) -> Message:
+    """A response as a message of the role ``assistant``."""
+    return turn.message or {"role": "assistant", "content": turn.text}
 
 
 def new_history(
     config: Rollout, renderer: Renderer, tools: Sequence[dict[str, Any]], policy: HistoryPolicy | None = None
 ) -> Append:
-    """The history that ``config.history`` names; ``policy`` is for ``rerender``."""
-    if config.history == "rerender":
+    """The history that ``config.history`` names; ``policy`` rewrites the messages that are rendered again."""
+    if config.rerenders:
         return Rerender(renderer, tools, policy or list, config.max_tokens)
-    return {"append": Append, "inline": Inline}[config.history](renderer, tools, config.max_tokens)
+    return (Inline if config.history == "inline" else Append)(renderer, tools, config.max_tokens)
 
 
 def keep_last_images(messages: Messages, k: int = 1) -> Messages:
@@ -129,15 +130,15 @@ def keep_last_images(messages: Messages, k: int = 1) -> Messages:
 
 
 def drop_thinking(messages: Messages) -> Messages:
-    """Remove the ``<think>`` blocks of replies, for templates that keep them."""
+    """Remove the ``<think>`` blocks of responses, for templates that keep them."""
     return [
-        {**message, "content": _without_thinking(message["content"])} if _is_plain_reply(message) else message
+        {**message, "content": _without_thinking(message["content"])} if _is_plain_response(message) else message
         for message in messages
     ]
 
 
 def _without_thinking(text: str) -> str:
-    """The text without ``<think>...</think>`` and the whitespace after it, in linear time: replies are hostile input."""
+    """The text without ``<think>...</think>`` and the whitespace after it, in linear time: responses are hostile input."""
     *pieces, rest = text.split("</think>")
     kept, removed = [], False
     for piece in pieces:
@@ -148,14 +149,14 @@ def _without_thinking(text: str) -> str:
 
 
 def last_turns(messages: Messages, k: int = 1) -> Messages:
-    """Keep the messages before the first reply, and only the last ``k`` replies with the observations after them."""
-    replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if len(replies) <= k:
+    """Keep the messages before the first response, and only the last ``k`` responses with the observations after them."""
+    responses = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(responses) <= k:
         return messages
-    return messages[: replies[0]] + (messages[replies[-k] :] if k else messages[replies[-1] + 1 :])
+    return messages[: responses[0]] + (messages[responses[-k] :] if k else messages[responses[-1] + 1 :])
 
 
-def _is_plain_reply(message: Message) -> bool:
+def _is_plain_response(message: Message) -> bool:
     return message["role"] == "assistant" and isinstance(message.get("content"), str)
 
 
@@ -170,7 +171,7 @@ def resolve_policy(config: Rollout) -> HistoryPolicy | None:
         return None
     options = config.history_options
     function = resolve_function(
-        "rollout.history_policy",
+        "rollout.history",
         config.history_policy,
         ["messages"],
         options,

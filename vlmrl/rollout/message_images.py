@@ -1,7 +1,7 @@
 """Loads the images of messages, and puts the loaded images in place of their sources, which may then be freed.
 
-An image of an env's answer to a reply that cannot be shown becomes a text that says why. The policy may have chosen what the env
-made: a crop of 256x1 pixels is refused by the processor, and an address that a reply names may not exist. Such an image is an error
+An image of an env's answer to a response that cannot be shown becomes a text that says why. The policy may have chosen what the env
+made: a crop of 256x1 pixels is refused by the processor, and an address that a response names may not exist. Such an image is an error
 of the model, as a wrong call is, and must not end the trajectory. An image that the machine could not read this time, or that is no
 image source at all, is an error of the env.
 """

@@ -33,7 +33,7 @@ class Rollouts:
     """The result of one call of :meth:`Runner.play`."""
 
     groups: list[Group] = field(default_factory=list)  # complete groups
-    failed: list[Trajectory] = field(default_factory=list)  # failed trajectories, refilled or not
+    failed: list[Trajectory] = field(default_factory=list)  # failed trajectories, retried or not
     dropped_groups: int = 0  # groups with a failed member
     bad_rows: list[str] = field(default_factory=list)  # why the task itself failed, of those of them where it did
     rejected_groups: int = 0  # those of them whose env raised RetryTurn until no retry was left
@@ -173,21 +173,26 @@ class Runner:
     async def _member(
         self, task: Task, group_id: str, member: int, slots: asyncio.Semaphore, on_end: Callable[[Trajectory], None]
     ) -> Trajectory:
-        """Play one member of a group, and refill it up to ``max_refills`` times if it fails."""
         try:
             async with slots:
-                for refill in range(self.config.max_refills + 1):
-                    suffix = f".{refill}" if refill else ""
-                    trajectory = await self.loop.play(task, group_id, f"{group_id}/{member:02d}{suffix}")
-                    again = trajectory.failed and not trajectory.non_retryable
-                    trajectory.refilled = again and refill < self.config.max_refills
-                    on_end(trajectory)
-                    if not trajectory.refilled:
-                        break
-                return trajectory
+                return await self.play_member(task, group_id, member, on_end)
         finally:
             if self._lockstep:
                 self._lockstep.drop()
+
+    async def play_member(
+        self, task: Task, group_id: str, member: int, on_end: Callable[[Trajectory], None]
+    ) -> Trajectory:
+        """Play one member of a group, and refill it up to ``max_refills`` times if it fails. ``on_end`` gets each trajectory."""
+        for refill in range(self.config.max_refills + 1):
+            suffix = f".{refill}" if refill else ""
+            trajectory = await self.loop.play(task, group_id, f"{group_id}/{member:02d}{suffix}")
+            again = trajectory.failed and not trajectory.non_retryable
+            trajectory.retried = again and refill < self.config.max_refills
+            on_end(trajectory)
+            if not trajectory.retried:
+                break
+        return trajectory
 
     def stop_if_too_many(self, failed: list[Trajectory], requested: int) -> None:
         """Raise RolloutError if more than ``max_failed_fraction`` of the ``requested`` trajectories have ``failed``.

@@ -1,6 +1,6 @@
 """The only agent loop: for text and images, one turn and many.
 
-It encodes the prompt. Then, until the episode ends, it samples a reply, passes its text to ``env.step`` and appends the
+It encodes the prompt. Then, until the episode ends, it samples a response, passes its text to ``env.step`` and appends the
 observation's tokens. Sampled ids are never re-encoded, token budgets end an episode only between turns, and a failure is never
 turned into a reward.
 """
@@ -8,38 +8,26 @@ turned into a reward.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from vlmrl.config import Rollout
-from vlmrl.engine.base import Engine, EngineError, Request, SamplingParams, generate_within
+from vlmrl.engine.base import Engine, EngineError
 from vlmrl.env.base import EnvSpec, RetryTurn
 from vlmrl.env.session import EnvContractError, EnvError, EnvSession, TaskError
 from vlmrl.multimodal.images import ImageUnavailableError
 from vlmrl.multimodal.renderer import Rendered, Renderer, TooLongError, expand
 from vlmrl.multimodal.store import MediaStore
-from vlmrl.rollout.context import Context, Piece
-from vlmrl.rollout.history import Append, HistoryPolicy, Rerender, new_history, reply_message
+from vlmrl.rollout.history import Append, HistoryPolicy, Rerender, new_history, response_message
 from vlmrl.rollout.message_images import load_answer_images, load_images
-from vlmrl.types import (
-    TRUNCATED,
-    Completion,
-    Ending,
-    ExpertRouting,
-    MediaItem,
-    Message,
-    Sample,
-    Task,
-    Trajectory,
-    Turn,
-)
+from vlmrl.rollout.record import Prompt, TurnRecorder
+from vlmrl.rollout.sampler import AbortedError, Sampled, Sampler
+from vlmrl.types import TRUNCATED, Ending, MediaItem, Message, Sample, Task, Trajectory, Turn
 from vlmrl.utils.work_pool import cpu_pool
 
 T = TypeVar("T")
-LONG_TEXT = 10_000  # characters; encoding them takes about 2 ms
 
 
 class _RejectedError(EnvError):
@@ -47,20 +35,21 @@ class _RejectedError(EnvError):
 
 
 @dataclass
-class _Episode:
+class Episode:
     """One trajectory while it is played."""
 
     trajectory: Trajectory
     session: EnvSession
     history: Append
     plays_task_prompt: bool  # not one that the env's reset returned
-    context: Context = field(default_factory=Context)
+    recorder: TurnRecorder
+    sampler: Sampler
 
 
 class TurnLoop:
     """Plays one episode per call of :meth:`play`; any number of calls may run at the same time.
 
-    ``history_policy`` rewrites the messages if ``config.history`` is ``rerender``.
+    ``history_policy`` rewrites the messages if ``config.rerenders``.
     """
 
     def __init__(
@@ -80,6 +69,7 @@ class TurnLoop:
         self.config = config
         self.seed = seed
         self.history_policy = history_policy
+        self.tool_format = renderer.tool_format
 
     async def play(self, task: Task, group_id: str, trajectory_id: str) -> Trajectory:
         """Play one episode. A failure of env or engine sets the trajectory's ``ending`` and ``error`` and does not raise."""
@@ -91,21 +81,22 @@ class TurnLoop:
             max_turns=config.max_turns,
             timeout=config.env_timeout,
             max_retries=config.max_env_retries_per_turn,
-            tool_format=self.renderer.tool_format,
+            tool_format=self.tool_format,
         )
         try:
             messages = await session.start() or task.prompt
-            history = new_history(config, self.renderer, session.tools, self.history_policy)
-            episode = _Episode(trajectory, session, history, messages is task.prompt)
+            trajectory.tools = session.tools
+            episode = self._begin(trajectory, session, messages is task.prompt)
             trajectory.ending = await self._play(episode, await self._load_prompt(messages, trajectory))
-            if trajectory.ending != "aborted":
-                await self._finish(trajectory, session)
-                if config.needs_rendered_rows:
-                    trajectory.samples = [await self._rendered_row(episode)]
+            await self._finish(trajectory, session)
+            if config.needs_rendered_rows:
+                trajectory.samples = [await self._rendered_row(episode)]
+        except AbortedError as error:
+            trajectory.ending, trajectory.error = "aborted", str(error)
         except (EnvError, EngineError) as error:
             trajectory.ending, trajectory.error = "error", str(error)
             trajectory.rejected = isinstance(error, _RejectedError)
-            greedy = config.temperature == 0  # playing the task again would give the same replies
+            greedy = config.temperature == 0  # playing the task again would give the same responses
             trajectory.non_retryable = isinstance(error, TaskError) or (trajectory.rejected and greedy)
         except asyncio.CancelledError:
             await session.abandon()
@@ -114,43 +105,49 @@ class TurnLoop:
             self.engine.release(trajectory_id)
             await session.close()
         trajectory.metrics |= {f"env_{kind}": float(count) for kind, count in session.counts.items()}
-        trajectory.metrics["env_seconds"] = session.seconds
+        trajectory.metrics |= {"env_seconds": session.seconds, "env_cpu_seconds": session.cpu_seconds}
         return trajectory
 
-    async def _play(self, episode: _Episode, messages: list[Message]) -> Ending:
-        trajectory, history, context = episode.trajectory, episode.history, episode.context
+    def _begin(self, trajectory: Trajectory, session: EnvSession, is_task_prompt: bool) -> Episode:
+        history = new_history(self.config, self.renderer, session.tools, self.history_policy)
+        recorder = TurnRecorder(trajectory, self.renderer.image_token_id)
+        sampler = Sampler(recorder, self.engine, self.config, self.seed)
+        return Episode(trajectory, session, history, is_task_prompt, recorder, sampler)
+
+    async def _play(self, episode: Episode, messages: list[Message]) -> Ending:
+        trajectory, history = episode.trajectory, episode.history
         try:
             rendered = await self._render(episode, messages, history.prompt, messages)
         except TooLongError as error:
             raise self._prompt_too_long(trajectory, f"at least {error.least}") from error
-        piece = await self._piece(rendered, messages, trajectory)
-        if len(piece.token_ids) >= self.config.max_tokens:
-            raise self._prompt_too_long(trajectory, str(len(piece.token_ids)))
+        prompt = await self._prompt(rendered, messages, trajectory)
+        if prompt.length >= self.config.max_tokens:
+            raise self._prompt_too_long(trajectory, str(prompt.length))
         while True:
-            context.append(piece)
-            turn, answer = await self._turn(piece, episode)
-            trajectory.turns.append(turn)
-            ending = self._ending(trajectory, answer)
-            if ending is None:
-                assert answer is not None
-                answer = await self._load_answer(answer, trajectory)
-                try:
-                    following = await self._render(episode, answer, history.continuation, turn, answer)
-                except TooLongError:
-                    ending = "max_tokens"
-                else:
-                    piece = await self._piece(following.rendered, answer, trajectory)
-                    if following.is_whole_prompt:
-                        piece = context.without_common_prefix(piece, self.renderer.image_token_id)
-                    if context.length_with(piece) - following.dropped >= self.config.max_tokens:
-                        ending = "max_tokens"
-            if ending is not None:
+            turn, answer = await self._turn(prompt, episode)
+            ending, following = self._ending(episode, turn, answer), None
+            if ending is None and answer is not None:
+                following = await self._following(episode, turn, await self._load_answer(answer, trajectory))
+            if following is None:
                 trajectory.tail_ids = history.tail(turn)
-                return ending
-            context.drop(following.dropped)
-            turn.dropped = following.dropped
+                return ending or "max_tokens"
+            prompt = following
 
-    async def _render(self, episode: _Episode, messages: list[Message], render: Callable[..., T], *args: Any) -> T:
+    async def _following(self, episode: Episode, turn: Turn, answer: list[Message]) -> Prompt | None:
+        """The prompt after the last ``turn`` and the env's ``answer``, ``None`` if it leaves no room for a response."""
+        trajectory, recorder = episode.trajectory, episode.recorder
+        try:
+            following = await self._render(episode, answer, episode.history.continuation, turn, answer)
+        except TooLongError:
+            return None
+        prompt, last = await self._prompt(following.rendered, answer, trajectory), len(trajectory.turns) - 1
+        if following.is_whole_prompt:
+            prompt = recorder.branching(last, prompt)
+        else:
+            prompt = recorder.following(last, prompt.token_ids, prompt.media, answer, following.dropped)
+        return prompt if prompt.length < self.config.max_tokens else None
+
+    async def _render(self, episode: Episode, messages: list[Message], render: Callable[..., T], *args: Any) -> T:
         """``render(*args)``, in a thread if it encodes long texts, which would stop the event loop.
 
         Raises:
@@ -159,7 +156,7 @@ class TurnLoop:
         """
         trajectory = episode.trajectory
         try:
-            if episode.history.size(messages) <= LONG_TEXT:
+            if not episode.history.is_long(messages):
                 return render(*args)
             return await cpu_pool().run(self.config.env_timeout, render, *args)
         except TooLongError:
@@ -173,36 +170,31 @@ class TurnLoop:
 
     def _prompt_too_long(self, trajectory: Trajectory, tokens: str) -> TaskError:
         return TaskError(
-            f"task {trajectory.task.id}: the prompt has {tokens} tokens and leaves no room for a reply within "
+            f"task {trajectory.task.id}: the prompt has {tokens} tokens and leaves no room for a response within "
             f"rollout.max_tokens ({self.config.max_tokens}): raise it, or shrink the images (model.max_image_pixels)."
         )
 
-    def _ending(self, trajectory: Trajectory, answer: list[Message] | None) -> Ending | None:
+    def _ending(self, episode: Episode, turn: Turn, answer: list[Message] | None) -> Ending | None:
         """Why the episode ends after its last turn, ``None`` if it continues. ``answer`` is the observation, if there is one."""
-        turn = trajectory.turns[-1]
-        if turn.stop_reason == "abort":
-            return "aborted"
         if turn.stop_reason == "length":
-            return "length" if len(turn.response_ids) == self.config.max_reply_tokens else "max_tokens"
+            return episode.sampler.cut(turn) or "max_tokens"
         if answer is None:
             return "env_done"
-        return "max_turns" if len(trajectory.turns) == self.config.max_turns else None
+        return "max_turns" if episode.recorder.count == self.config.max_turns else None
 
-    async def _turn(self, piece: Piece, episode: _Episode) -> tuple[Turn, list[Message] | None]:
-        """Sample one reply and step the env with it. Returns the turn, and the observation's messages unless the episode is done."""
+    async def _turn(self, prompt: Prompt, episode: Episode) -> tuple[Turn, list[Message] | None]:
+        """Sample one response, step the env with it, and record the turn. Returns the turn, and the observation's messages unless
+        the episode is done."""
         trajectory, session = episode.trajectory, episode.session
-        opened = episode.history.opens_replies or not trajectory.turns
-        resampled = 0
+        number, resampled, result = len(trajectory.turns), 0, None
         while True:
-            began = time.perf_counter()
-            completion = await self._generate(episode.context, len(piece.token_ids), trajectory, resampled)
-            turn = self._new_turn(piece, completion, opened)
-            turn.engine_seconds = time.perf_counter() - began
-            if completion.stop_reason != "stop":
+            sampled = await episode.sampler.sample(prompt, number, resampled)  # its seed differs in every epoch
+            text = self._text(sampled, episode)
+            if sampled.completion.stop_reason != "stop":
                 break
             began = time.perf_counter()
             try:
-                result = await session.step(turn.text)
+                result = await session.step(text)
                 break
             except RetryTurn as error:
                 resampled += 1
@@ -210,52 +202,22 @@ class TurnLoop:
                     raise _RejectedError(
                         f"env {self.spec.of(trajectory.task).name}, task {trajectory.task.id}: RetryTurn {resampled} times: {error}"
                     ) from error
-        episode.context.append_reply(completion.token_ids)
-        record_expert_routing(completion.expert_routing, [*trajectory.turns, turn])
+        turn = episode.recorder.add(prompt, sampled.completion, text, seconds=sampled.seconds)
         if resampled:
             turn.metrics["turns_resampled"] = float(resampled)
-        if completion.stop_reason != "stop":
+        if result is None:
             return turn, None
         turn.env_seconds = time.perf_counter() - began
         turn.reward = result.reward
         turn.metrics |= result.metrics
         turn.points = result.points
+        turn.next_state = result.state
         return turn, None if result.done else result.messages
 
-    async def _generate(self, context: Context, new: int, trajectory: Trajectory, resampled: int) -> Completion:
-        """Sample one reply to ``context``, whose last ``new`` tokens the engine has not run yet."""
-        limit = min(self.config.max_reply_tokens, self.config.max_tokens - context.length)
-        seed = derive_seed(self.seed, trajectory.id, len(trajectory.turns), resampled)  # differs in every epoch
-        c = self.config
-        sampling = SamplingParams(limit, c.temperature, c.top_p, c.top_k, c.stop, seed)
-        routing_from = max(0, context.length - new - 1)  # nor has it run the last reply's last token
-        request = Request(trajectory.id, context.engine_ids, context.media, sampling, routing_from)
-        try:
-            completion = await generate_within(c.engine_timeout, self.engine, request)
-        except TimeoutError:
-            raise EngineError(
-                f"trajectory {trajectory.id}: no reply in rollout.engine_timeout ({c.engine_timeout:g} s)."
-            ) from None
-        if completion.prompt_tokens != context.length:
-            raise ValueError(
-                f"trajectory {trajectory.id}, turn {len(trajectory.turns)}: the engine counted {completion.prompt_tokens} prompt "
-                f"tokens, but the renderer {context.length}: they do not expand or resize images alike."
-            )
-        return completion
-
-    def _new_turn(self, piece: Piece, completion: Completion, opened: bool) -> Turn:
-        return Turn(
-            prompt_ids=piece.token_ids,
-            media=piece.media,
-            response_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            policy_versions=completion.policy_versions,
-            stop_reason=completion.stop_reason,
-            text=self.renderer.text(completion.token_ids, opened),
-            messages=piece.messages,
-            kept=piece.kept,
-            kept_media=piece.kept_media,
-        )
+    def _text(self, sampled: Sampled, episode: Episode) -> str:
+        """The response as the env reads it."""
+        opened = episode.history.opens_responses or not episode.trajectory.turns
+        return self.renderer.text(sampled.completion.token_ids, opened)
 
     async def _load_prompt(self, messages: list[Message], trajectory: Trajectory) -> list[Message]:
         """The prompt with its images loaded."""
@@ -273,7 +235,7 @@ class TurnLoop:
             trajectory.turns[-1].metrics["images_not_shown"] = float(not_shown)
         return messages
 
-    async def _piece(self, rendered: Rendered, messages: list[Message], trajectory: Trajectory) -> Piece:
+    async def _prompt(self, rendered: Rendered, messages: list[Message], trajectory: Trajectory) -> Prompt:
         """Rendered messages with the placeholders of their images expanded."""
         media: list[MediaItem] = []
         if rendered.images:
@@ -284,20 +246,20 @@ class TurnLoop:
             except ValueError as error:
                 raise EnvError(f"{_where(trajectory)}: {error}") from error
         expanded = expand(rendered.token_ids, self.renderer.image_token_id, media)
-        return Piece(rendered.token_ids, expanded, media, messages)
+        return Prompt(expanded, media, messages)
 
-    async def _rendered_row(self, episode: _Episode) -> Sample:
-        """The re-rendered conversation as one row. Its replies are encoded again, so it has no rollout logprobs.
+    async def _rendered_row(self, episode: Episode) -> Sample:
+        """The re-rendered conversation as one row. Its responses are encoded again, so it has no rollout logprobs.
 
-        The row lacks what the history policy or the template removed from earlier replies; the last reply is complete.
+        The row lacks what the history policy or the template removed from earlier responses; the last response is complete.
         """
         trajectory, history = episode.trajectory, episode.history
         assert isinstance(history, Rerender)
-        messages = [*history.rewritten(), reply_message(trajectory.turns[-1])]
+        messages = [*history.rewritten(), response_message(trajectory.turns[-1])]
         shown = self.renderer.adapt_tool_messages(messages)
         rendered, marks = await self._render(episode, [], self.renderer.conversation, shown, history.tools)
-        piece = await self._piece(rendered, messages, trajectory)
-        sizes = iter(piece.media)
+        whole = await self._prompt(rendered, messages, trajectory)
+        sizes = iter(whole.media)
         is_image = [token == self.renderer.image_token_id for token in rendered.token_ids]
         mask = [
             mark
@@ -306,13 +268,13 @@ class TurnLoop:
         ]
         if 1 not in mask:
             raise EnvError(
-                f"trajectory {trajectory.id}: the chat template's generation markers enclose no token of its replies."
+                f"trajectory {trajectory.id}: the chat template's generation markers enclose no token of its responses."
             )
         first, last = mask.index(1), len(mask) - 1 - mask[::-1].index(1)
         length = len(mask) - first
         return Sample(
-            prompt_token_ids=piece.token_ids[:first],
-            response_ids=piece.token_ids[first:],
+            prompt_token_ids=whole.token_ids[:first],
+            response_ids=whole.token_ids[first:],
             loss_mask=mask[first:],
             rollout_logprobs=None,
             policy_versions=trajectory.turns[-1].policy_versions[-1:] * length,
@@ -320,7 +282,7 @@ class TurnLoop:
             trajectory_id=trajectory.id,
             is_last_step=True,
             stop_reason=trajectory.turns[-1].stop_reason,
-            media=piece.media,
+            media=whole.media,
             rewards={last - first: trajectory.reward or 0.0},
         )
 
@@ -343,24 +305,3 @@ class TurnLoop:
 def _where(trajectory: Trajectory) -> str:
     """The place in a trajectory, for errors."""
     return f"task {trajectory.task.id}, turn {len(trajectory.turns)}"
-
-
-def record_expert_routing(routing: Sequence[ExpertRouting | None], turns: Sequence[Turn]) -> None:
-    """Store the routing of a prompt and its reply in the last of ``turns``, and what was missing in the turn before it.
-
-    ``routing`` covers at least the last turn's new tokens and the token before them: a reply's last token is only run as part of
-    the next prompt. A token that was run several times keeps its first routing. Empty: the engine reported none.
-    """
-    if not routing:
-        return
-    *earlier, turn = turns
-    start = len(routing) - len(turn.prompt_ids) - len(turn.response_ids)
-    turn.expert_routing = list(routing[start:])
-    if earlier and earlier[-1].expert_routing and turn.kept is None and not earlier[-1].dropped:
-        earlier[-1].expert_routing[-1] = routing[start - 1]
-
-
-def derive_seed(*parts: object) -> int:
-    """A 63-bit seed from all ``parts``, the same in every process."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1

@@ -2,75 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from vlmrl.algos import ADVANTAGES, CORRECTIONS, LOSSES, REDUCTIONS, is_per_token, look_up
-from vlmrl.config import Algo, Config, Lora, Model, Options, Rollout
-from vlmrl.config.code import check_options
-from vlmrl.config.fields import require
-from vlmrl.data import PromptLength, Tasks, TaskStream, load_run_tasks
+from vlmrl.algos import choose, choose_all, is_per_token
+from vlmrl.config import Algo, Config, Lora, Model, Rollout
+from vlmrl.data import TaskMixture, TaskSource, load_run_tasks
+from vlmrl.data.conversations import load_conversations
 from vlmrl.engine.base import BatchEngine, Engine, RunEngine
 from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.engine.lockstep import LockstepBatching
-from vlmrl.engine.server_backend import backend_class
-from vlmrl.env.base import EnvSpec, resolve_envs
+from vlmrl.engine.server_backend import new_backend
+from vlmrl.engine.server_checks import check_sync
+from vlmrl.env.base import resolve_envs
 from vlmrl.gateway.agent_loop import AgentLoop
 from vlmrl.gateway.agents import Agents, resolve_agent
-from vlmrl.model.loading import LoadedModel, load_model, pick_checkpointing
+from vlmrl.model.loading import LoadedModel, chat_template_text, load_model
+from vlmrl.model.policy import Policy
+from vlmrl.multimodal.masks import check_masks
+from vlmrl.multimodal.pixel_memory import PixelMemory
 from vlmrl.multimodal.renderer import OUR_TEMPLATES
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.plan.memory_plan import plan_memory
-from vlmrl.rollout.batches import Filter, resolve_filters
+from vlmrl.report.trackers import tracker_classes
+from vlmrl.rollout.batches import Filter
 from vlmrl.rollout.generator import Generate, GeneratorLoop, resolve_generate
 from vlmrl.rollout.group_reward import GroupReward, resolve_group_reward
-from vlmrl.rollout.history import HistoryPolicy, resolve_policy
+from vlmrl.rollout.history import resolve_policy
 from vlmrl.rollout.runner import Runner
 from vlmrl.rollout.turn_loop import TurnLoop
 from vlmrl.run.off_policy import check_off_policy
-from vlmrl.run.serving import LocalServerHost, Serving
+from vlmrl.run.playing import Playing
+from vlmrl.run.serving import LocalServerHost, ServerHost, Serving
 from vlmrl.train.checkpoint import Checkpoints
-from vlmrl.train.controller import TrainerFactory
-from vlmrl.train.make_trainer import Trainers
-from vlmrl.train.offload import OffloadedTrainers, TrainerMemory
+from vlmrl.train.controller import Commands, RunTrainer
+from vlmrl.train.rank import Rank
 from vlmrl.train.ranks import Ranks
+from vlmrl.types import Task
 from vlmrl.utils.part_seconds import PartSeconds
-from vlmrl.weight_sync import SENDERS
-from vlmrl.weight_sync.base import WeightSender
-from vlmrl.weight_sync.local import LocalSender
+from vlmrl.utils.require import require
+
+NO_TASKS = TaskSource(make=lambda row: Task(str(row), []), rows=())
+"""Of a run that only fine-tunes on recorded conversations."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Backends:
-    """The engine, the trainers, and the path of weights from trainer to engine."""
-
-    engine: RunEngine
-    trainers: TrainerFactory
-    sender: WeightSender | None = None
-    """Sends the trainer's weights to the engine. ``None``: the engine samples from the same weights, or ``serving`` sends them."""
-    serving: Serving | None = None
-    """The inference servers of the run, if it has any."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run(Backends):
+class Run(Playing):
     """The parts of one run."""
 
-    config: Config
-    tasks: Tasks
-    held_out: Tasks | None
+    conversations: tuple[TaskMixture, TaskMixture | None] | None
+    """Those of `sft.data` to train on, and those held out to measure the loss on."""
     model: LoadedModel
-    store: MediaStore | None
-    spec: EnvSpec | None
-    """The env that plays the episodes; ``None``: ``generate`` or ``agents`` play them."""
     generate: Generate | None
     agents: Agents | None
-    history_policy: HistoryPolicy | None
-    filters: list[Filter]
+    filters: Sequence[Filter]
     group_reward: GroupReward | None
+    trainer: RunTrainer
+    engine: RunEngine
+    copied: Policy | None
+    """The engine's own copy of the weights. ``None``: it samples from the trainer's, or ``serving`` sends them."""
+    serving: Serving | None
+    """The inference servers of the run, if it has any."""
     seconds: PartSeconds = field(default_factory=PartSeconds)
     """Of ``audit``, ``update``, ``transfer`` and ``checkpoint`` since the last step was logged."""
 
@@ -81,7 +76,7 @@ class Run(Backends):
     @property
     def colocated(self) -> bool:
         """Whether the engine must sleep while the trainer works, since they share GPUs."""
-        return self.config.colocated or (self.serving is not None and self.serving.colocated)
+        return self.serving is not None and self.serving.colocated
 
     async def connect(self) -> list[str]:
         """Start and load servers, if the run has any, and check that they agree with the trainer. Returns a line for each."""
@@ -123,14 +118,6 @@ class Run(Backends):
         turn_loop = TurnLoop(self.spec, *parts, self.history_policy)
         return Runner(turn_loop, group_size=group_size, group_reward=group_reward)
 
-    def stream(self, tasks: Tasks, *, store: MediaStore | None = None, once: bool = False) -> TaskStream:
-        """The draws of ``tasks``, or each task ``once``. ``store`` replaces the run's in measuring prompts."""
-        spec = self.spec
-        length = PromptLength(
-            self.model.renderer, store or self.store, lambda task: spec.of(task).tools if spec else []
-        )
-        return TaskStream(tasks, length, timeout=self.config.rollout.env_timeout, once=once)
-
     def _sampling_engine(self) -> Engine:
         """The engine, with lockstep batching in deterministic runs and if all requests arrive at once anyway."""
         config, rollout = self.config, self.config.rollout
@@ -139,20 +126,18 @@ class Run(Backends):
         return LockstepBatching(self.engine) if lockstep and isinstance(self.engine, BatchEngine) else self.engine
 
 
-def build_run(config: Config, ranks: Ranks | None = None) -> Run:
-    """Build everything that a run needs, on trainer rank 0. Cheap checks come first."""
+def build_run(config: Config, ranks: Ranks | None = None, commands: Commands | None = None) -> Run:
+    """Build everything that a run needs, on trainer rank 0. Cheap checks come first. ``commands`` reach the other ``ranks``."""
     generate = resolve_generate(config.rollout)
     agent = resolve_agent(config)
-    spec = resolve_envs(config) if generate is None and agent is None else None
+    spec = resolve_envs(config) if generate is None and agent is None and not config.only_sft else None
     history_policy = resolve_policy(config.rollout)
-    if config.server_settings is not None:
-        backend_class(config.engine)  # raises ValueError for an unknown engine
-    _check_algo(config.algo)
-    _check_sync(config)
+    check_names(config)
     check_off_policy(config)
-    filters = resolve_filters(config.algo)
+    filters = choose_all(config.algo, "filters")
     group_reward = resolve_group_reward(config)
-    tasks, held_out = load_run_tasks(config)
+    tasks, held_out = (NO_TASKS, None) if config.only_sft else load_run_tasks(config)
+    conversations = load_conversations(config) if config.sft.data else None
     if config.checkpoint.keep_best and held_out is None:
         raise ValueError(
             "checkpoint.keep_best compares held-out rewards: set eval.data or data.held_out, and eval.every."
@@ -162,21 +147,27 @@ def build_run(config: Config, ranks: Ranks | None = None) -> Run:
     model = load_model(_model_settings(config, ranks), config.models_dir, config.seed)
     if spec is not None:
         model.renderer.check_tools(spec.tools)
-    if config.rollout.needs_rendered_rows and not model.renderer.marks_replies:
+    if config.rollout.needs_rendered_rows and not model.renderer.marks_responses:
         raise ValueError(
             "rollout.history rerender with rollout.samples concat needs a chat template with {% generation %} markers; set "
             f"rollout.samples step_wise, or model.chat_template (ours have them: {OUR_TEMPLATES})."
         )
-    store = model.new_store()
+    if conversations is not None:
+        check_masks(model.renderer, config.model.chat_template or f"of {config.model.path}")
+    store = model.new_store(PixelMemory.of(config.multimodal))
     if config.eval.blank_images and store is None:
         raise ValueError("eval.blank_images must be False with a text model: its tasks have no images to blank.")
+    shared = _shares_weights(config, ranks)
+    trainer = RunTrainer(Rank(config, ranks, model if shared else None), commands)
+    serving = None
+    if config.has_servers:
+        serving = Serving.of(config, model, trainer, _server_host(config, trainer.rank))
     keep_kv = config.rollout.max_turns > 1 or spec is None
-    build = _build_on_cluster if config.cluster.on else _build_here
-    backends = build(config, ranks, model, keep_kv)
     return Run(
         config=config,
         tasks=tasks,
         held_out=held_out,
+        conversations=conversations,
         model=model,
         store=store,
         spec=spec,
@@ -185,48 +176,45 @@ def build_run(config: Config, ranks: Ranks | None = None) -> Run:
         history_policy=history_policy,
         filters=filters,
         group_reward=group_reward,
-        engine=backends.engine,
-        trainers=backends.trainers,
-        sender=backends.sender,
-        serving=backends.serving,
+        trainer=trainer,
+        engine=_embedded_engine(config, ranks, model, keep_kv) if serving is None else serving.engine,
+        copied=None if shared or serving is not None else model.policy,
+        serving=serving,
     )
 
 
 def _model_settings(config: Config, ranks: Ranks) -> Model:
-    """The settings of the model that this process loads, for the engine or for servers. On a cluster it is on the meta device."""
+    """The settings of the model that this process loads beside the trainer's: the engine's copy, or for servers its shapes alone."""
     if _shares_weights(config, ranks):
         return config.model
-    device = "meta" if config.cluster.on else config.model.device
+    device = "meta" if config.has_servers else config.model.device
     return replace(config.model, device=device, lora=Lora(), freeze=())  # receives merged weights
 
 
 def _shares_weights(config: Config, ranks: Ranks) -> bool:
-    """Whether the trainer shares one copy of the weights with the engine, or with the sender to servers, in this process."""
+    """Whether the trainer's policy is the one that this process loads for the engine or for the servers' settings."""
     samples_during_training = config.train.max_staleness > 0 and config.engine == "embedded"
-    return ranks.size == 1 and not samples_during_training and not config.cluster.on
+    return ranks.size == 1 and not samples_during_training
 
 
-def _build_here(config: Config, ranks: Ranks, model: LoadedModel, keep_kv: bool) -> Backends:
-    """The trainer in this process, or in all that ``torchrun`` started; the engine in this process, or servers on this machine."""
-    trainers = Trainers.of(config, ranks, model if _shares_weights(config, ranks) else None)
-    if pick_checkpointing(config.train.gradient_checkpointing, model.policy.device):
-        model.policy.enable_gradient_checkpointing()
-    sender = None if trainers.policy is model.policy else LocalSender(model.policy)
-    if config.server_settings is not None:
-        memory = TrainerMemory(model.policy)
-        serving = Serving.of(config, model, LocalServerHost(config.server_settings, config.folder, memory, ranks.size))
-        factory = OffloadedTrainers(trainers, memory) if serving.colocated else trainers
-        return Backends(engine=serving.engine, trainers=factory, sender=sender, serving=serving)
-    record = config.train.replay_routing
-    engine = HFEngine(
+def _server_host(config: Config, rank: Rank) -> ServerHost:
+    """Where servers run: beside this process, or where Ray places them."""
+    if not config.cluster.on:
+        return LocalServerHost(config.server, config.folder, rank.device, rank.ranks.size, config.cluster.num_engines)
+    from vlmrl.cluster.server_host import RayServerHost
+
+    return RayServerHost(config)
+
+
+def _embedded_engine(config: Config, ranks: Ranks, model: LoadedModel, keep_kv: bool) -> HFEngine:
+    return HFEngine(
         model.policy,
         model.renderer,
         keep_kv=keep_kv,
-        record_expert_routing=record,
+        record_expert_routing=config.train.replay_routing,
         kv_cache_bytes=_kv_cache_bytes(config, ranks, model.policy.device),
         threads=torch.get_num_threads() if config.deterministic else None,  # a choice by time cannot be repeated
     )
-    return Backends(engine=engine, trainers=trainers, sender=sender)
 
 
 def _kv_cache_bytes(config: Config, ranks: Ranks, device: torch.device) -> float | None:
@@ -240,55 +228,26 @@ def _kv_cache_bytes(config: Config, ranks: Ranks, device: torch.device) -> float
     plan = plan_memory(config, ranks)
     if plan.gpu is None or not plan.fits:
         return None
-    return plan.cache + plan.gpu.memory - plan.peak  # the plan gives it no more than the replies take, without any copy
+    return (
+        plan.cache + plan.gpu.memory - plan.peak
+    )  # the plan gives it no more than the responses take, without any copy
 
 
-def _build_on_cluster(config: Config, ranks: Ranks, model: LoadedModel, keep_kv: bool) -> Backends:
-    """Trainer and engine in processes that Ray places."""
-    if ranks.size > 1:
-        raise ValueError("cluster starts its own processes: run the recipe without torchrun.")
-    try:
-        from vlmrl.cluster.engines import RemoteEngine
-        from vlmrl.cluster.ray_cluster import RayCluster
-        from vlmrl.cluster.server_host import RayServerHost
-        from vlmrl.cluster.trainers import RemoteTrainers
-    except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
-        raise ValueError("cluster needs Ray: pip install 'vlmrl[ray]'") from error
-    cluster = RayCluster(config, keep_kv)
-    if config.server_settings is not None:
-        try:
-            serving = Serving.of(config, model, RayServerHost(config, cluster))
-        except BaseException:
-            cluster.close()
-            raise
-        return Backends(engine=serving.engine, trainers=RemoteTrainers(cluster.ranks), serving=serving)
-    engine = RemoteEngine(cluster, config)
-    return Backends(engine=engine, trainers=RemoteTrainers(cluster.ranks), sender=engine.sender)
+def check_names(config: Config) -> None:
+    """Raises ValueError unless all names in the settings exist and their options fit. No model is loaded, no user code is called."""
+    tracker_classes(config.report.to)
+    chat_template_text(config.model.chat_template)
+    if config.has_servers:
+        new_backend(config)
+        check_sync(config)
+    _check_algo(config.algo)
 
 
 def _check_algo(algo: Algo) -> None:
-    """Check that every name is registered and its options fit the function's signature."""
-    per_token = is_per_token(look_up("algo.advantage", algo.advantage, ADVANTAGES))
-    require(
-        not per_token or algo.credit != "turn", "algo.credit", "trajectory with an advantage per token", algo.credit
-    )
-    inputs = 3 if per_token else 2
-    chosen: list[tuple[str, str, dict[str, Any], int, Options]] = [
-        ("advantage", algo.advantage, ADVANTAGES, inputs, algo.advantage_options),
-        ("loss", algo.loss, LOSSES, 1, algo.loss_options),
-        ("reduction", algo.reduction, REDUCTIONS, 2, algo.reduction_options),
-        *(("correction", name, CORRECTIONS, 3, algo.options_of(name)) for name in algo.corrections),
-    ]
-    for kind, name, registry, arguments, options in chosen:
-        field = "algo.corrections" if kind == "correction" else f"algo.{kind}"
-        check_options(f"algo.{kind}_options", look_up(field, name, registry), arguments, options)
-
-
-def _check_sync(config: Config) -> None:
-    """Check the way weights are sent before any server starts. The recipe may have registered its own."""
-    settings = config.server_settings
-    if settings is not None and settings.sync != "auto" and settings.sync not in SENDERS:
-        names = ", ".join(["auto", *sorted(SENDERS)])
-        raise ValueError(f"{settings.section}.sync must be one of {names}, but it is {settings.sync!r}.")
+    per_token = is_per_token(choose(algo, "advantage").func)
+    rule = "trajectory with an advantage per token"
+    require(not per_token or algo.credit == "trajectory", "algo.credit", rule, algo.credit)
+    choose(algo, "loss")
+    choose(algo, "reduction")
+    choose_all(algo, "corrections")
+    choose_all(algo, "filters")

@@ -7,7 +7,7 @@ import json
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vlmrl.engine.base import paused
 from vlmrl.model.lora import save_adapters
@@ -18,8 +18,10 @@ from vlmrl.run.build import Run
 from vlmrl.run.stages import push_weights
 from vlmrl.train.checkpoint import load_json, load_random, random_state, save_json, save_random
 from vlmrl.train.controller import RunTrainer
-from vlmrl.utils.output_files import OutputError, whole_folder, write_whole
+from vlmrl.utils.output_files import OutputError, atomic_folder, atomic_write
 
+Stage = Literal["warm_start", "sft", "train"]
+"""A stage of a run: one of :data:`vlmrl.train.checkpoint.STAGES`."""
 LAST_PAUSE = 150.0  # seconds for the engine of a failed run to offload its memory for the trainer
 
 
@@ -27,11 +29,15 @@ LAST_PAUSE = 150.0  # seconds for the engine of a failed run to offload its memo
 class LoopState:
     """The loop's part of a checkpoint: the state when the last step ended. A stopped run saves this one, whatever it does then."""
 
+    stage: Stage = "train"
     step: int = 0
+    """The last step of the stage."""
+    earlier_steps: int = 0
+    """Steps of the stages before it: the steps of trackers rise over all stages, those of the log begin at 1 in each."""
     evaluated: bool = True
     """Whether the evaluation that is due after the step is in the log. If not, a resumed run begins with it."""
     batches: dict[str, Any] = field(default_factory=dict)
-    """The state of the rollout buffer."""
+    """The state of the rollout buffer, or of a supervised stage's source."""
     log: dict[str, int] = field(default_factory=dict)
     """The sizes of the log files."""
     summary: dict[str, float] = field(default_factory=dict)
@@ -46,32 +52,48 @@ class LoopState:
         """The state of a checkpoint, or of a run that begins."""
         return cls() if checkpoint is None else cls(**load_json(checkpoint))
 
-    def end_step(self, step: int, buffer: RolloutBuffer, log: RunLog, *, evaluated: bool) -> None:
+    def end_step(self, step: int, batches: dict[str, Any], log: RunLog | None, *, evaluated: bool) -> None:
         """Keep the state at the end of ``step``."""
-        self.step, self.evaluated, self.batches, self.log = step, evaluated, buffer.state(), log.sizes()
+        self.step, self.evaluated, self.batches = step, evaluated, batches
+        self.log = {} if log is None else log.sizes()
         self.random = random_state()
+
+    def end_stage(self, log: RunLog) -> None:
+        """All steps of the stage are done."""
+        self.earlier_steps += self.step
+        log.trackers.earlier_steps = self.earlier_steps
+
+    def begin(self, stage: Stage, batches: dict[str, Any], log: RunLog | None) -> None:
+        """Keep the state before the first step of ``stage``."""
+        self.stage = stage
+        self.end_step(0, batches, log, evaluated=True)
+
+    def restore(self, trainer: RunTrainer, checkpoint: Path) -> None:
+        """Restore the trainer and this process's random number generators. A better model that was kept later stays the best."""
+        trainer.restore(checkpoint)
+        load_random(checkpoint, "driver")
+        self.random = random_state()
+        self.best = best_reward(checkpoint.parents[1], self.best)
 
 
 async def save_checkpoint(run: Run, trainer: RunTrainer, state: LoopState) -> None:
     """Write a checkpoint of the last step. A colocated engine sleeps meanwhile."""
     with run.seconds.of("checkpoint"):
         async with paused(run.engine) if run.colocated else nullcontext():
-            await asyncio.to_thread(_write_checkpoint, run, trainer, state)
+            await asyncio.to_thread(write_checkpoint, run, trainer, state)
 
 
-def _write_checkpoint(run: Run, trainer: RunTrainer, state: LoopState) -> None:
-    with run.checkpoints.new(state.step) as folder:
+def write_checkpoint(run: Run, trainer: RunTrainer, state: LoopState) -> None:
+    """Write a checkpoint of the last step while the engine is paused."""
+    with run.checkpoints.new(state.step, state.stage) as folder:
         trainer.save(folder)
         save_random(folder, "driver", state.random)
         save_json(folder, asdict(state))
 
 
 async def restore(run: Run, trainer: RunTrainer, buffer: RolloutBuffer, state: LoopState, checkpoint: Path) -> None:
-    """Restore the trainer, the paused engine's weights and the rollout buffer. A better model that was kept later stays the best."""
-    trainer.restore(checkpoint)
-    load_random(checkpoint, "driver")
-    state.random = random_state()
-    state.best = best_reward(run.folder, state.best)
+    """Restore the trainer, the paused engine's weights and the rollout buffer."""
+    state.restore(trainer, checkpoint)
     await push_weights(run, trainer, state.step)
     buffer.restore(state.batches)
 
@@ -108,8 +130,9 @@ async def save_stopped(run: Run, trainer: RunTrainer, state: LoopState, progress
     """Save a run that was stopped: a checkpoint of its last step, where checkpoints are on, then its weights."""
     await _pause_last(run, progress)
     newest = run.checkpoints.newest()
-    if run.config.checkpoint.every and (newest is None or LoopState.load(newest).step != state.step):
-        await asyncio.to_thread(_write_checkpoint, run, trainer, state)
+    saved = None if newest is None else LoopState.load(newest)
+    if run.config.checkpoint.every and (saved is None or (saved.stage, saved.step) != (state.stage, state.step)):
+        await asyncio.to_thread(write_checkpoint, run, trainer, state)
     save_summary(run, state)
     if run.config.save_model and trainer.steps_done:
         _save_last_weights(run, trainer, progress)
@@ -140,7 +163,7 @@ def _save_last_weights(run: Run, trainer: RunTrainer, progress: RunProgress) -> 
 
 
 def save_summary(run: Run, state: LoopState) -> None:
-    write_whole(run.folder / "summary.json", json.dumps(state.summary, indent=2) + "\n")
+    atomic_write(run.folder / "summary.json", json.dumps(state.summary, indent=2) + "\n")
 
 
 def _save_weights(run: Run, trainer: RunTrainer, folder: Path, about: dict[str, float] | None = None) -> None:
@@ -148,7 +171,7 @@ def _save_weights(run: Run, trainer: RunTrainer, folder: Path, about: dict[str, 
 
     ``about`` is written beside them, as ``best.json``.
     """
-    with whole_folder(folder) as part:
+    with atomic_folder(folder) as part:
         run.model.save(part, trainer.named_weights() if run.model.is_on_meta else None)
         if about is not None:
             (part / "best.json").write_text(json.dumps(about) + "\n")

@@ -46,7 +46,7 @@ def _resolve(name: str, model: Model) -> EvalModel:
         path = _weights_of(path)
     if not is_checkpoint(path):
         found = str(path.absolute()) if path.is_dir() else name
-        settings = replace(model, path=found, lora=Lora(), freeze=(), random_weights=False)
+        settings = replace(model, path=found, lora=Lora(), freeze=())
         return EvalModel(name, settings, run_folder=_folder(run))
     if run is None:
         raise ValueError(

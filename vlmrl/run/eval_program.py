@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from vlmrl.config import Config
-from vlmrl.multimodal.pixel_memory import limit_process_memory
+from vlmrl.config import Cluster, Config
+from vlmrl.engine.chat_engine import ApiModel
 from vlmrl.report.advisories import Observed, truncated
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.provenance import provenance
@@ -17,22 +17,25 @@ from vlmrl.run.build import Run, build_run
 from vlmrl.run.eval_models import EvalModel, resolve_eval_models
 from vlmrl.run.eval_report import EvalRow, eval_document, print_report
 from vlmrl.run.evaluate import evaluate_run, require_held_out
+from vlmrl.run.playing import Playing, build_api_run
 from vlmrl.train.checkpoint import load_weights
-from vlmrl.utils.output_files import check_writable
+from vlmrl.utils.output_files import atomic_write, check_writable
 from vlmrl.utils.threads import run_awake
 
 
-def run_evaluation(config: Config, paths: Sequence[str] = (), out: Path | None = None) -> None:
-    """Evaluate the models that ``paths`` name, or that of ``config``, on the held-out tasks of ``config``.
+def run_evaluation(
+    config: Config, paths: Sequence[str] = (), out: Path | None = None, api: ApiModel | None = None
+) -> None:
+    """Evaluate the models that ``paths`` name, or that of ``config``, on the held-out tasks of ``config``, after that of an ``api``.
 
     Prints tables. Writes the results to ``out``, and those of a run's model also to ``evaluations`` in the run's folder.
     """
     require_held_out(config)
-    models = resolve_eval_models(paths, config)
+    models = resolve_eval_models(paths, config) if paths or api is None else []
     if out is not None:
         check_writable(out, "--out")
-    limit_process_memory(config.multimodal)
-    progress, rows, origin = RunProgress(), [], provenance()
+    progress, origin = RunProgress(), provenance()
+    rows = [] if api is None else evaluate_api(config, api, progress)
     for number, model in enumerate(models, start=1):
         if len(models) > 1:
             progress.say(f"model {number} of {len(models)}: {model.name}")
@@ -49,30 +52,50 @@ def run_evaluation(config: Config, paths: Sequence[str] = (), out: Path | None =
         progress.say(f"results: {out}")
 
 
-def evaluate_model(config: Config, model: EvalModel, progress: RunProgress) -> list[EvalRow]:
-    """One row, and with ``eval.blank_images`` another with blanked images."""
-    run = build_run(config)
+def evaluate_api(config: Config, api: ApiModel, progress: RunProgress) -> list[EvalRow]:
+    """As :func:`evaluate_model`, of the model behind a chat API. Prints the tokens that it spent."""
+    run = build_api_run(config, api)
+    blanked = (False, True) if config.eval.blank_images else (False,)
     try:
-        if model.checkpoint is not None:
-            if run.model.is_on_meta or config.server_settings is not None:
-                raise ValueError(
-                    f"--models {model.name}: only the embedded engine in one process loads a checkpoint. Export it for servers or a "
-                    f"cluster: vlmrl export {model.name} --to FOLDER"
-                )
-            load_weights(model.checkpoint, run.model.policy)
+        rows = run_awake(_rows(run, api.name, blanked, progress))
+    finally:
+        progress.say(f"{api.name}: {run.engine.spent} tokens spent, {run.engine.retries} requests sent again")
+    return rows
+
+
+def evaluate_model(config: Config, model: EvalModel, progress: RunProgress) -> list[EvalRow]:
+    """One row, and with ``eval.blank_images`` another with blanked images. On this machine, without Ray."""
+    run = build_model_run(config, model)
+    try:
         blanked = (False, True) if config.eval.blank_images else (False,)
         return run_awake(_rows(run, model.name, blanked, progress))
     finally:
         run.close()
 
 
+def build_model_run(config: Config, model: EvalModel) -> Run:
+    """The parts of a run with the weights of ``model``, whose settings ``config`` has."""
+    if model.checkpoint is not None and config.has_servers:
+        raise ValueError(
+            f"{model.name}: only the embedded engine loads a checkpoint. Export it for servers: vlmrl export {model.name} --to FOLDER"
+        )
+    run = build_run(replace(config, cluster=Cluster()))
+    try:
+        if model.checkpoint is not None:
+            load_weights(model.checkpoint, run.model.policy)
+    except BaseException:
+        run.close()
+        raise
+    return run
+
+
 def write_document(path: Path, document: dict[str, object]) -> None:
     """Write JSON, also if the folder is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    atomic_write(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
-async def _rows(run: Run, name: str, kinds: Sequence[bool], progress: RunProgress) -> list[EvalRow]:
+async def _rows(run: Playing, name: str, kinds: Sequence[bool], progress: RunProgress) -> list[EvalRow]:
     for line in await run.connect():
         progress.say(line)
     rows = []

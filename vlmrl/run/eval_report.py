@@ -13,10 +13,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vlmrl.report.ledger import LEVEL
+from vlmrl.report.estimators import LEVEL, RESAMPLES, Estimate, bootstrap, paired_difference
 from vlmrl.report.records import plain
-from vlmrl.run.estimators import RESAMPLES, Estimate, bootstrap, paired_difference
 from vlmrl.run.evaluate import Evaluation, LeftOut, TaskRewards
+from vlmrl.types import Trajectory
 
 FORMAT = 1
 """The version of the JSON form."""
@@ -52,7 +52,7 @@ class EvalRow:
     turns: float
     """Mean turns of a trajectory."""
     sampled_tokens: dict[str, float]
-    """Tokens of a trajectory's replies: ``mean`` and ``max``."""
+    """Tokens of a trajectory's responses: ``mean`` and ``max``. Those of an API's model are counted by the API."""
     seconds: float
     task_rewards: dict[str, list[float]] = field(repr=False)
     """The rewards of each task's trajectories, by the task's id."""
@@ -72,6 +72,7 @@ class EvalRow:
         tasks, metrics = evaluation.tasks, evaluation.metrics()
         sources = sorted({task.source for task in tasks})
         by_source = {source: [task for task in tasks if task.source == source] for source in sources}
+        tokens = [_num_sampled(trajectory) for trajectory in evaluation.trajectories]
         endings = {name.removeprefix("ending/"): value for name, value in metrics.items() if name.startswith("ending/")}
         return cls(
             model=model,
@@ -83,7 +84,7 @@ class EvalRow:
             failed=len(evaluation.failed),
             endings={name: fraction for name, fraction in endings.items() if fraction},
             turns=metrics["turns/mean"],
-            sampled_tokens={"mean": metrics["sampled_tokens/mean"], "max": metrics["sampled_tokens/max"]},
+            sampled_tokens={"mean": fmean(tokens), "max": max(tokens)},
             seconds=round(seconds, 1),
             task_rewards={task.id: task.rewards for task in tasks},
         )
@@ -135,6 +136,10 @@ def print_report(console: Console, rows: Sequence[EvalRow], seed: int) -> None:
         wide.print(_scores_table(by_source, "by source"))
     if compared := differences(rows, seed):
         wide.print(_differences_table(compared))
+
+
+def _num_sampled(trajectory: Trajectory) -> float:
+    return sum(turn.metrics.get("api_response_tokens", len(turn.response_ids)) for turn in trajectory.turns)
 
 
 def _scores(tasks: Sequence[TaskRewards], evaluation: Evaluation, seed: int) -> Scores:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from vlmrl.config import Config
+from vlmrl.report.estimators import ks_up_to, pass_at_k
 from vlmrl.report.metrics import trajectory_metrics
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.records import Kind
@@ -18,7 +19,7 @@ from vlmrl.report.run_log import RunLog
 from vlmrl.rollout.failures import list_reasons
 from vlmrl.rollout.runner import Group, RolloutError, Rollouts
 from vlmrl.run.build import Run
-from vlmrl.run.estimators import ks_up_to, pass_at_k
+from vlmrl.run.playing import Playing
 from vlmrl.run.recorder import trajectory_log
 from vlmrl.types import Trajectory
 
@@ -32,7 +33,7 @@ class LeftOut:
     bad_rows: int = 0
     """Their rows cannot be played: they cannot be read, or an image of the prompt does not load."""
     rejected: int = 0
-    """Their envs raised RetryTurn until no retry was left. Greedy decoding samples the same reply at each try."""
+    """Their envs raised RetryTurn until no retry was left. Greedy decoding samples the same response at each try."""
     failed: int = 0
     """Their envs or the engine failed."""
 
@@ -156,12 +157,12 @@ class Evaluator:
             await asyncio.gather(self._background, return_exceptions=True)
 
 
-async def evaluate_run(run: Run, progress: RunProgress, *, label: str, blank_images: bool = False) -> Evaluation:
-    """Evaluate the held-out tasks of a run under its current weights. Prints the tasks that are not in the mean."""
+async def evaluate_run(run: Playing, progress: RunProgress, *, label: str, blank_images: bool = False) -> Evaluation:
+    """Evaluate the held-out tasks of a run, under its current weights if it has any. Prints the tasks that are not in the mean."""
     require_held_out(run.config)
     assert run.held_out is not None
     config = run.config
-    store = run.model.new_store(blank_images)
+    store = run.model.new_store(None if run.store is None else run.store.memory, blank_images)
     rollout = replace(config.rollout, temperature=config.eval.temperature)
     runner = run.runner(group_size=config.eval.samples_per_task, store=store, rollout=rollout)
     stream = run.stream(run.held_out, store=store, once=True)

@@ -7,7 +7,8 @@ own, so this file reads like the algorithm.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,9 @@ from vlmrl.run.checkpointing import (
 from vlmrl.run.evaluate import Evaluator
 from vlmrl.run.off_policy import old_policy
 from vlmrl.run.recorder import Recorder
+from vlmrl.run.sft import fine_tune, stages_of
 from vlmrl.run.stages import audited_samples, push_weights
 from vlmrl.run.stopping import RunStopped, StopRequest
-from vlmrl.run.warm_start import warm_start
 from vlmrl.train.controller import RunTrainer
 from vlmrl.train.credit import assign_advantages
 from vlmrl.train.trainer import TrainerSpec
@@ -47,55 +48,90 @@ from vlmrl.types import Trajectory
 async def train(
     run: Run, log: RunLog, progress: RunProgress, checkpoint: Path | None = None, stop: StopRequest | None = None
 ) -> dict[str, float]:
-    """Warm start, evaluation, training steps, evaluation again. Returns the summary, which is also written to `summary.json`.
+    """Supervised stages, evaluation, training steps, evaluation again. Returns the summary, which is also written to `summary.json`.
 
-    With a ``checkpoint`` the run resumes there, without the warm start and the first evaluation.
+    With a ``checkpoint`` the run resumes in its stage, after what comes before.
 
     Raises:
         RunStopped: ``stop`` was requested. The state of the last finished step is saved.
     """
     config, state, stop = run.config, LoopState.load(checkpoint), stop or StopRequest()
+    log.trackers.earlier_steps = state.earlier_steps
     evaluator, recorder = Evaluator(run, log, progress, state.summary), Recorder(run, log, progress)
-    await stop.interruptible(prepare_training(run, progress, evaluator, checkpoint))
-    async with paused(run.engine):
-        trainer, buffer = new_trainer(run), new_buffer(run)
-        if checkpoint is None:
-            state.end_step(0, buffer, log, evaluated=True)
-        else:
-            await restore(run, trainer, buffer, state, checkpoint)
-    loop = TrainingLoop(run, trainer, buffer, state, evaluator, recorder, progress, stop)
-    try:
-        try:
-            await loop.train_steps()
-        finally:
-            await evaluator.cancel()
-            await buffer.close()
-        await recorder.finish()
-        await loop.evaluate_trained()
-    except RunStopped:
-        await save_stopped(run, trainer, state, progress)
-        await recorder.finish()
-        raise
-    except BaseException:
-        if config.save_model and trainer.steps_done:
-            await save_after_failure(run, trainer, progress)
-        await recorder.finish()
-        raise
+    await stop.interruptible(connect(run, progress))
+    if checkpoint is None or state.stage != "train":
+        async with saved_at_the_end(run, run.trainer, state, recorder, progress):
+            await prepare_training(run, log, progress, evaluator, state, checkpoint, stop)
+        checkpoint = None
+    if config.train.steps or not stages_of(config):
+        async with paused(run.engine):
+            trainer, buffer = new_trainer(run), new_buffer(run)
+            if checkpoint is None:
+                state.begin("train", buffer.state(), log)
+            else:
+                await restore(run, trainer, buffer, state, checkpoint)
+        loop = TrainingLoop(run, trainer, buffer, state, evaluator, recorder, progress, stop)
+        async with saved_at_the_end(run, trainer, state, recorder, progress):
+            try:
+                await loop.train_steps()
+            finally:
+                await evaluator.cancel()
+                await buffer.close()
+            await recorder.finish()
+            await loop.evaluate_trained()
     save_summary(run, state)
     await recorder.finish()  # again, as the evaluations are on the curve
     if config.save_model:
-        await save_model(run, trainer)
+        await save_model(run, run.trainer)
     return state.summary
 
 
-async def prepare_training(run: Run, progress: RunProgress, evaluator: Evaluator, checkpoint: Path | None) -> None:
-    """Start the servers, if there are any; without a checkpoint, the warm start and the first evaluation."""
+async def connect(run: Run, progress: RunProgress) -> None:
+    """Start the servers, if there are any."""
     for line in await run.connect():
         progress.say(line)
-    if checkpoint is None:
-        if run.config.warm_start.steps:
-            await warm_start(run, progress)
-        await evaluator.evaluate(0, "reward_before")
+
+
+async def prepare_training(
+    run: Run,
+    log: RunLog,
+    progress: RunProgress,
+    evaluator: Evaluator,
+    state: LoopState,
+    checkpoint: Path | None,
+    stop: StopRequest,
+) -> None:
+    """The supervised stages from that of ``checkpoint`` on, and the first evaluation; without training steps, one before them, too."""
+    stages, alone = stages_of(run.config), not run.config.train.steps
+    if alone and stages and checkpoint is None:
+        await stop.interruptible(evaluator.evaluate(0, "reward_before"))
+    for stage in stages[0 if checkpoint is None else stages.index(state.stage) :]:
+        resumed = checkpoint if checkpoint is not None and stage == state.stage else None
+        await fine_tune(run, stage, progress, log=log, state=state, checkpoint=resumed, stop=stop)
+        state.end_stage(log)
+    name = "reward_after" if alone and stages else "reward_before"
+    await stop.interruptible(evaluator.evaluate(0, name))
+    if alone and stages and run.config.eval.blank_images:
+        await stop.interruptible(evaluator.evaluate(0, "reward_blanked", blank_images=True))
+
+
+@asynccontextmanager
+async def saved_at_the_end(
+    run: Run, trainer: RunTrainer, state: LoopState, recorder: Recorder, progress: RunProgress
+) -> AsyncIterator[None]:
+    """If the block is stopped or fails, save what was trained and write the report."""
+    try:
+        yield
+    except RunStopped:
+        if trainer.is_started:
+            await save_stopped(run, trainer, state, progress)
+        await recorder.finish()
+        raise
+    except BaseException:
+        if run.config.save_model and trainer.steps_done:
+            await save_after_failure(run, trainer, progress)
+        await recorder.finish()
+        raise
 
 
 @dataclass
@@ -129,12 +165,14 @@ class TrainingLoop:
                     warned = True
                 phase.advance(**await self.recorder.end_step(self.buffer.metrics() | metrics))
                 del batch  # its images are freed before the next batch is played
-                state.end_step(step, self.buffer, self.recorder.log, evaluated=False)
+                state.end_step(step, self.buffer.state(), self.recorder.log, evaluated=False)
                 await self.evaluate_after(step)
                 every = config.checkpoint.every
                 if every and (step % every == 0 or step == config.train.steps):
                     await self.finish_evaluation(step)  # or a resumed run would lack its metrics
                     await save_checkpoint(self.run, self.trainer, state)
+                if self.stop.early:
+                    break
             await self.finish_evaluation(state.step)
 
     async def evaluate_after(self, step: int) -> None:
@@ -148,11 +186,11 @@ class TrainingLoop:
         result = await self.stop.interruptible(self.evaluator.wait())
         if result is not None:
             await save_best(self.run, self.trainer, self.state, step, result.reward)
-        self.state.end_step(step, self.buffer, self.recorder.log, evaluated=True)
+        self.state.end_step(step, self.buffer.state(), self.recorder.log, evaluated=True)
 
     async def evaluate_trained(self) -> None:
         """The evaluations after the last step."""
-        steps, evaluator = self.run.config.train.steps, self.evaluator
+        steps, evaluator = self.state.step, self.evaluator
         result = await self.stop.interruptible(evaluator.evaluate(steps, "reward_after"))
         if result is not None and self.trainer.steps_done:
             await save_best(self.run, self.trainer, self.state, steps, result.reward)
@@ -162,7 +200,7 @@ class TrainingLoop:
     async def check_first_batch(self, batch: GroupBatch) -> None:
         """Before the first update: an image that is replaced by noise must change logprobs."""
         run = self.run
-        if run.config.train.canary and run.store is not None:
+        if run.config.train.image_check and run.store is not None:
             trajectories, image_token_id = batch.rollouts.trajectories, run.model.policy.image_token_id
             timeout = run.config.rollout.engine_timeout
             await check_images(self.trainer.score, run.engine, run.store, trajectories, image_token_id, timeout)
@@ -212,7 +250,7 @@ def train_on(run: Run, trainer: RunTrainer, trajectories: Sequence[Trajectory]) 
     metrics["samples"] = report.samples
     metrics |= {f"left_out/{reason}": count for reason, count in report.left_out.items()}
     kl = trainer.token_kl(samples) if algo.kl_in_reward else None
-    assign_advantages(samples, trajectories, run.config, kl)
+    metrics |= assign_advantages(samples, trajectories, run.config, kl)
     if algo.mask_truncated:
         overlong = {trajectory.id for trajectory in trajectories if is_overlong(trajectory)}
         metrics["left_out/overlong"] = sum(sum(s.loss_mask) for s in samples if s.trajectory_id in overlong)
@@ -252,7 +290,6 @@ def new_trainer(run: Run) -> RunTrainer:
         tokens_per_micro_batch=train.tokens_per_micro_batch,
         temperature=config.rollout.temperature or 1.0,
         groups_per_step=train.groups_per_step,
-        share_prefixes=train.share_prefixes,
         replay_routing=train.replay_routing,
     )
-    return run.trainers.start(spec)
+    return run.trainer.start(spec)

@@ -12,7 +12,7 @@ from vlmrl.model.loading import LoadedModel, is_model_folder, load_model, on_hos
 from vlmrl.model.lora import named_adapters, save_adapters
 from vlmrl.run.run_folder import newest_weights
 from vlmrl.train.checkpoint import load_weights
-from vlmrl.utils.output_files import whole_folder
+from vlmrl.utils.output_files import atomic_folder
 
 HUB = "hub:"
 
@@ -53,7 +53,7 @@ def _found_in(source: Path, adapters: bool) -> Path:
 
 
 def _write(found: Path, target: Path, adapters: bool) -> None:
-    with whole_folder(target, "--to") as part:
+    with atomic_folder(target, "--to") as part:
         if not is_checkpoint(found):
             shutil.copytree(found, part, dirs_exist_ok=True)
             return

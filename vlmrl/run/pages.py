@@ -1,63 +1,59 @@
-"""The reward curve and the trajectory page in a run's folder, which follow the run while it goes."""
+"""The reward curve in a run's folder, which follows the run while it goes, and the run's page, written at its end."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import Sequence
 
 from vlmrl.report.curve import draw_curve
 from vlmrl.report.run_log import RunLog
-from vlmrl.report.viewer import write_page
+from vlmrl.report.viewer.followed_run import FollowedRun
+from vlmrl.report.viewer.snapshot import PAGE, write_snapshot
 from vlmrl.run.build import Run
-from vlmrl.types import Trajectory
-from vlmrl.utils.output_files import whole_file
+from vlmrl.utils.threads import DaemonPool
 
 LEAST_PAUSE = 30.0  # seconds between two updates
 MOST_OF_TIME = 0.01  # an update waits until the last one's CPU time is less of the time since
 
 
+@functools.cache
+def drawing_thread() -> DaemonPool:
+    """One thread for all runs of the process: matplotlib opens its fonts again for each thread that draws, and keeps them open."""
+    return DaemonPool("pages")
+
+
 class Pages:
-    """Writes ``reward.png`` and ``trajectories.html``, in a thread, at most every 30 s and with at most 1% of the time."""
+    """Draws ``reward.png`` in a thread, at most every 30 s and with at most 1% of the time, and writes the page at the end."""
 
     def __init__(self, run: Run, log: RunLog) -> None:
-        self._shown: tuple[int, Sequence[Trajectory]] = 0, []
-        self._run = run
+        self._config = run.config
         self._log = log
         self._due = time.monotonic() + LEAST_PAUSE
-        self._writing: asyncio.Future[None] | None = None
-
-    def show(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Let the page show these trajectories of ``step`` from its next update on."""
-        self._shown = step, trajectories
+        self._drawing: asyncio.Future[bool] | None = None
 
     def update_if_due(self) -> None:
-        """Begin to write both, unless that was done a short time ago. Raises the error of the last update."""
-        if self._writing is not None and not self._writing.done():
+        """Begin to draw the curve, unless that was done a short time ago. Raises the error of the last update."""
+        if self._drawing is not None and not self._drawing.done():
             return
         if time.monotonic() >= self._due:
-            if self._writing is not None:
-                self._writing.result()
-            self._writing = asyncio.ensure_future(asyncio.to_thread(self._write))
-
-    async def idle(self) -> None:
-        """Wait for an update that was begun. Raises its error."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            await writing
+            if self._drawing is not None:
+                self._drawing.result()
+            self._drawing = asyncio.ensure_future(drawing_thread().run(self._draw))
 
     async def finish(self) -> None:
-        """Write both with everything that was logged."""
-        await self.idle()
-        await asyncio.to_thread(self._write)
+        """Draw the curve, and write the page of `vlmrl view`, with everything that was logged."""
+        if self._drawing is not None:
+            await self._drawing
+        if await drawing_thread().run(self._draw):
+            folder = self._config.folder
+            await asyncio.to_thread(write_snapshot, [FollowedRun(folder)], folder / PAGE, self._config.name)
 
-    def _write(self) -> None:
-        began = time.thread_time()
-        run, rows, (step, shown) = self._run, self._log.rows(), self._shown
-        if rows and shown:
-            chance, title = run.config.eval.chance, run.config.name
+    def _draw(self) -> bool:
+        """Draw the curve. Returns whether anything was logged."""
+        began, rows, chance = time.thread_time(), self._log.rows(), self._config.eval.chance
+        if any({"reward/mean", "eval/reward/mean"} & row.keys() for row in rows):  # supervised steps alone have none
             levels = {} if chance is None else {"chance": chance}
-            draw_curve(rows, run.folder / "reward.png", title=title, levels=levels)
-            with whole_file(run.folder / "trajectories.html") as part:
-                write_page(shown, part, title, step=step, decode=run.model.renderer.decode)
+            draw_curve(rows, self._config.folder / "reward.png", title=self._config.name, levels=levels)
         self._due = time.monotonic() + max(LEAST_PAUSE, (time.thread_time() - began) / MOST_OF_TIME)
+        return bool(rows)

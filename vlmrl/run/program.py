@@ -10,83 +10,132 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from vlmrl.algos.choose import note_on_reduction
+from vlmrl.cluster import is_rank, receive_signals
 from vlmrl.config import Cluster, Config, name_of
+from vlmrl.config.fields import short_name
 from vlmrl.data import TaskMixture
+from vlmrl.families.base import WHY_NOT_PACKED
 from vlmrl.model import tiny
-from vlmrl.model.families.base import WHY_NOT_PACKED
-from vlmrl.multimodal.pixel_memory import limit_process_memory
+from vlmrl.multimodal.pixel_memory import PixelMemory
 from vlmrl.plan.memory_plan import plan_memory
 from vlmrl.report.crash import crash_report
-from vlmrl.report.launch_command import resume_command, write_command
+from vlmrl.report.launch_command import as_program, resume_command, write_command
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.records import plain
-from vlmrl.report.run_log import RunLog
-from vlmrl.report.trackers import Status, open_trackers, tracker_classes
+from vlmrl.report.run_log import OnRow, RunLog
+from vlmrl.report.trackers import Status, open_trackers
 from vlmrl.run import loop
-from vlmrl.run.build import Run, build_run
+from vlmrl.run.build import Run, build_run, check_names
 from vlmrl.run.off_policy import describe_correction
-from vlmrl.run.run_folder import changed_settings, check_resume, earlier_run_set_aside, has_finished, trained_steps
-from vlmrl.run.stopping import RunStopped, StopRequest, stop_on_signals
-from vlmrl.train.controller import destroy_process_group, join_process_group, run_commands, stop_commands
+from vlmrl.run.run_folder import check_resume, describe_changes, earlier_run_set_aside, has_finished, trained_steps
+from vlmrl.run.run_lock import run_lock
+from vlmrl.run.stopping import GRACE_SECONDS, RunStopped, StopRequest, stop_on_signals
+from vlmrl.train.controller import Commands, join_process_group, run_commands
 from vlmrl.train.fsdp import backend_of
-from vlmrl.train.make_trainer import Trainers
+from vlmrl.train.rank import Rank
 from vlmrl.utils.output_files import output_errors
 from vlmrl.utils.threads import run_awake
 
 
 def run_training(
-    config: Config, *, dry_run: bool = False, resume: bool = False, command: Sequence[str] | None = None
-) -> None:
+    config: Config,
+    *,
+    dry_run: bool = False,
+    resume: bool = False,
+    command: Sequence[str] | None = None,
+    stop: StopRequest | None = None,
+    on_row: OnRow | None = None,
+) -> Run | None:
     """Build and train, then print where the results are.
 
     Ctrl-C and SIGTERM save the state of the last finished step and exit with 130 or 143. ``resume`` continues an earlier run of this
     name from its newest checkpoint; otherwise the earlier run's folder is renamed. ``command`` is the command line of this program,
-    kept in the folder: the one that continues the run is printed.
+    kept in the folder: the one that continues the run is printed. With `cluster`, Ray runs it on each rank, and this process waits.
+    With ``stop``, the caller stops the run, and its end is no exit. ``on_row`` gets each row of metrics. Rank 0 returns the run.
     """
+    if config.cluster.on and not dry_run and not is_rank():
+        _launch(config, command)
+        return None
+    if is_rank():
+        receive_signals()
+    check_names(config)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if config.deterministic:
         # MKL's AVX2 kernels round by the alignment of their inputs, unless strict mode is set before the first of them runs.
         os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
-    limit_process_memory(config.multimodal)
     with output_errors(config.models_dir):
-        tiny.resolve(config.model.path, config.models_dir)  # before ranks are known: then only rank 0 builds models
+        tiny.resolve(config.model.source, config.models_dir)  # before ranks are known: then only rank 0 builds models
     ranks = join_process_group(backend_of(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
-    stop = StopRequest()
+    commands = Commands() if ranks.size > 1 else None
+    is_program, stop, run = stop is None, stop or StopRequest(), None
     if ranks.rank == 0:
-        tracker_classes(config.report.to)  # raises ValueError for an unknown one before anything is loaded
         progress = RunProgress()
         progress.say(str(plan_memory(config, ranks)))
         if dry_run:
             _without_weights(config, progress)
         else:
-            _train(build_run(config, ranks), progress, stop, resume, command)
+            with run_lock(config.folder):
+                run = build_run(config, ranks, commands)
+                _train(run, progress, stop, resume, command, on_row)
     elif not dry_run:
+        assert commands is not None
         with stop_on_signals(stop):  # rank 0 decides when to stop, and needs the others to save the checkpoint
-            run_commands(Trainers.of(config, ranks).make)
-    if ranks.size > 1:
+            run_commands(Rank(config, ranks), commands, PixelMemory.of(config.multimodal))
+    if commands is not None:
         if ranks.rank == 0 and not dry_run:
-            stop_commands()
-        destroy_process_group()
-    if stop.number is not None:
+            commands.stop()
+        commands.close()
+    if stop.number is not None and is_program:
         raise SystemExit(128 + stop.number)
+    return run
 
 
-def _train(run: Run, progress: RunProgress, stop: StopRequest, resume: bool, command: Sequence[str] | None) -> None:
+def _launch(config: Config, command: Sequence[str] | None) -> None:
+    """Run ``command`` on all ranks of the cluster."""
+    if command is None:
+        raise ValueError(
+            "cluster needs a program that every rank can run: start the recipe by `vlmrl train` or `vlmrl.main(config)`, or without "
+            "cluster by torchrun."
+        )
+    if dist.is_torchelastic_launched():
+        raise ValueError("cluster starts its own processes: run the recipe without torchrun.")
+    try:
+        from vlmrl.cluster.launch import launch
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ValueError("cluster needs Ray: pip install 'vlmrl[ray]'") from error
+    launch(config, as_program(command))
+
+
+def _train(
+    run: Run,
+    progress: RunProgress,
+    stop: StopRequest,
+    resume: bool,
+    command: Sequence[str] | None,
+    on_row: OnRow | None,
+) -> None:
     """Train, and print the report, or how to continue a run that was stopped."""
     status: Status = "failed"
     began, log = time.monotonic(), None
     try:
         progress.say(summary_of(run))
         checkpoint = run.checkpoints.newest() if resume else None
+        if resume and checkpoint is None:
+            progress.say(f"resume    there is no checkpoint in {run.folder}: the run starts at step 0")
         if checkpoint is not None and has_finished(run.config, checkpoint, run.held_out is not None):
             done = f"{trained_steps(run.folder)} of {run.config.train.steps} steps"
             progress.say(f"nothing is left to train: the run has {done}; raise train.steps")
             return
         log = _open_log(run, progress, checkpoint, command)
+        log.on_row = on_row
         with (
             crash_report(run.folder, run.config, progress.say, RunStopped),
-            stop_on_signals(stop, run.config.checkpoint.grace_seconds),
+            stop_on_signals(stop, GRACE_SECONDS),
         ):
             summary = run_awake(loop.train(run, log, progress, checkpoint, stop))
     except RunStopped as stopped:
@@ -114,7 +163,7 @@ def _open_log(run: Run, progress: RunProgress, checkpoint: Path | None, command:
     if checkpoint is not None:
         sizes = check_resume(config, checkpoint)
         log = _with_trackers(run, progress, sizes)
-        progress.say("\n".join([f"resumed   from {checkpoint}", *changed_settings(run.folder, config)]))
+        progress.say("\n".join([f"resumed   from {checkpoint}", *describe_changes(run.folder, config)]))
     else:
         with earlier_run_set_aside(run.folder) as message:
             log = _with_trackers(run, progress, {})
@@ -153,6 +202,13 @@ def _without_weights(config: Config, progress: RunProgress) -> None:
 def summary_of(run: Run) -> str:
     """The plan of the run, in a few lines."""
     config, policy = run.config, run.model.policy
+    imitated = ""
+    if run.conversations is not None:
+        rows, kept = run.conversations
+        counts = f"{len(rows)} conversations, {len(kept or ())} held out"
+        imitated = f"sft       {counts}; {config.sft.rows_per_step} a step, lr {config.sft.lr:g}"
+    if config.only_sft:
+        return f"{imitated}\noutput    {run.folder}"
     held_out = f", {len(run.held_out)} held out" if run.held_out is not None else ""
     sampled = config.train.groups_per_batch * config.rollout.group_size
     steps_named = f"{config.train.steps} step{'s' * (config.train.steps != 1)}"
@@ -163,19 +219,27 @@ def summary_of(run: Run) -> str:
         f"data      {len(run.tasks)} tasks{held_out}",
         f"env       {plays}, at most {config.rollout.max_turns} turns and {config.rollout.max_tokens} tokens",
         f"training  {steps_named} of {config.train.groups_per_batch} groups x {config.rollout.group_size} = {sampled} "
-        f"trajectories; {config.algo.advantage} + {config.algo.loss}, lr {config.optim.lr:g}",
+        f"trajectories; {short_name(config.algo.advantage)} + {short_name(config.algo.loss)}, lr {config.optim.lr:g}",
         f"output    {run.folder}",
     ]
     sources = run.tasks.parts.values() if isinstance(run.tasks, TaskMixture) else [run.tasks]
     lines[1:1] = [f"warning   {warning}" for source in sources for warning in source.warnings]
+    lines[-2:-2] = [imitated] if imitated else []
     warmup, steps = config.optim.warmup_steps, config.train.steps * config.train.steps_per_batch
     if warmup > steps:
         lines.insert(-1, f"warmup    {warmup} steps of {steps} (optim.warmup_steps): optim.lr is never reached")
+    if config.rollout.group_size == 1 and config.algo.advantage == "grpo":
+        lines.insert(
+            -1,
+            "warning   rollout.group_size is 1: each advantage is the reward itself, without the baseline of a group",
+        )
+    if note := note_on_reduction(config.algo):
+        lines.insert(-1, f"loss      {note}")
     if run.serving is not None:
         lines.insert(-1, f"engine    {run.serving.plan()}")
-    if config.train.share_prefixes and not policy.family.may_share:
+    if not policy.family.may_share:
         reason = f"{policy.config.model_type} does not allow it, {WHY_NOT_PACKED}"
-        lines.insert(-1, f"prefixes  not shared, though train.share_prefixes is set: {reason}")
+        lines.insert(-1, f"prefixes  not shared: {reason}")
     if config.train.max_staleness:
         ahead = f"asynchronous, {config.train.max_staleness} updates ahead at most; too old: {config.train.too_old}"
         lines.insert(-1, f"rollouts  {ahead}; {describe_correction(config)}")

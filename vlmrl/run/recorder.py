@@ -1,25 +1,21 @@
-"""Records of each step: metrics with timings, trajectories and failures, the reward curve and the trajectory page."""
+"""Records of each step: metrics with timings, trajectories and failures, the reward curve and the run's page."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
-from vlmrl.multimodal.pixel_memory import process_memory
 from vlmrl.report.advisories import Advisor
 from vlmrl.report.metrics import trajectory_metrics
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.run_log import RunLog
-from vlmrl.report.trajectory_log import TrajectoryLog, kept_whole
+from vlmrl.report.trajectory_log import TrajectoryLog
 from vlmrl.rollout.batches import GroupBatch
 from vlmrl.rollout.buffer import RolloutBuffer
 from vlmrl.rollout.failures import list_reasons
 from vlmrl.rollout.runner import RolloutError
 from vlmrl.run.build import Run
 from vlmrl.run.pages import Pages
-
-PAGE_TRAJECTORIES = 64  # of the last batch, shown on the trajectory page
 
 
 class Recorder:
@@ -44,7 +40,9 @@ class Recorder:
             played = await buffer.take(step)
         except RolloutError as error:
             await self._trajectories.write(step, "train", [], error.failed)
-            self._progress.say(f"all {len(error.failed)} failed trajectories are in {self._failures}")
+            self._progress.say(
+                f"all {len(error.failed)} failed trajectories are in {self.log.folder / 'trajectories.jsonl'}"
+            )
             raise
         self._rolled_out = time.perf_counter()
         self._unwritten = step, played
@@ -58,7 +56,7 @@ class Recorder:
         seconds = {"time/rollout": self._rolled_out - self._began, "time/train": now - self._rolled_out}
         seconds |= {f"time/{part}": spent for part, spent in self._run.seconds.take().items()}
         counts = {name: count - self._counts.get(name, 0.0) for name, count in _counts(self._run).items()}
-        row = _batch_metrics(batch) | counts | _image_memory() | metrics | seconds
+        row = _batch_metrics(batch) | counts | _image_memory(self._run) | metrics | seconds
         records = await self._write_trajectories()
         self.log.log(step, row)
         self._advisor.after_step({"step": step, **row}, records)
@@ -80,16 +78,11 @@ class Recorder:
             return []
         (step, batch), self._unwritten = self._unwritten, None
         played, failed = batch.rollouts.trajectories, batch.rollouts.failed
-        self._pages.show(step, kept_whole(played, PAGE_TRAJECTORIES))  # the others' images can be freed
         records = await self._trajectories.write(step, "train", played, failed)
         if failed:
             count = f"{len(failed)} of {len(played) + len(failed)} trajectories failed"
-            self._progress.say(f"step {step}: {count}; see {self._failures}:\n{list_reasons(failed)}")
+            self._progress.say(f"step {step}: {count}:\n{list_reasons(failed)}")
         return records
-
-    @property
-    def _failures(self) -> Path:
-        return self.log.folder / "failures.jsonl"
 
 
 def trajectory_log(run: Run, log: RunLog) -> TrajectoryLog:
@@ -109,9 +102,9 @@ def _counts(run: Run) -> dict[str, float]:
     return counts
 
 
-def _image_memory() -> dict[str, float]:
-    """GiB of images' pixels in this process: in memory now and at the most so far, and in files now."""
-    usage = process_memory().usage()._asdict()
+def _image_memory(run: Run) -> dict[str, float]:
+    """GiB of images' pixels in this process: in memory now and at the most so far, and in its file now."""
+    usage = {} if run.store is None else run.store.memory.usage()._asdict()
     return {f"images/{name}_gib": size / 2**30 for name, size in usage.items()}
 
 
@@ -121,16 +114,19 @@ def _batch_metrics(batch: GroupBatch) -> dict[str, Any]:
     metrics = trajectory_metrics(rollouts.trajectories)
     metrics["sampled_tokens"] = float(sum(trajectory.num_sampled for trajectory in rollouts.trajectories))
     metrics["failed"] = float(len(rollouts.failed))
-    metrics["groups/dropped"] = float(rollouts.dropped_groups)
-    metrics["groups/bad_rows"] = float(len(rollouts.bad_rows))
-    metrics["groups/rejected"] = float(rollouts.rejected_groups)
-    metrics["groups/stopped"] = float(rollouts.stopped_groups)
-    metrics["groups/filtered"] = float(batch.filtered)
-    metrics["groups/too_old"] = float(batch.too_old)
     rewards = [{trajectory.reward for trajectory in group} for group in rollouts.groups]
-    metrics["groups/played"] = float(len(rewards))
-    metrics["groups/zero_variance"] = float(sum(len(distinct) == 1 for distinct in rewards))
+    groups = {
+        "played": len(rewards),
+        "zero_variance": sum(len(distinct) == 1 for distinct in rewards),
+        "dropped": rollouts.dropped_groups,
+        "bad_rows": len(rollouts.bad_rows),
+        "rejected": rollouts.rejected_groups,
+        "stopped": rollouts.stopped_groups,
+        "filtered": batch.filtered,
+        "too_old": batch.too_old,
+    }
+    metrics |= {f"groups/{name}": float(count) for name, count in groups.items()}
     everything = [*rollouts.trajectories, *rollouts.failed]
-    if env := [trajectory.metrics["env_seconds"] for trajectory in everything if "env_seconds" in trajectory.metrics]:
+    if env := [each.metrics["env_cpu_seconds"] for each in everything if "env_cpu_seconds" in each.metrics]:
         metrics["time/env"] = sum(env)
     return metrics

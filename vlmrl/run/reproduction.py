@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import resource
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from vlmrl.config import Config
-from vlmrl.report.ledger import SeedResult
-from vlmrl.report.provenance import git_commit
 from vlmrl.report.records import plain
+from vlmrl.report.results import RunResult
 from vlmrl.report.run_log import read_rows
-from vlmrl.utils.output_files import write_whole
 
 Launch = Callable[[Sequence[str]], int]
 """Runs ``vlmrl`` with these arguments to its end and returns its exit status."""
@@ -32,53 +27,55 @@ class ExperimentError(RuntimeError):
 
 @dataclass(frozen=True)
 class Experiment:
-    """One training run and the evaluation of its model."""
+    """One training run and the evaluation of its model: the arguments of two ``vlmrl`` commands."""
 
-    name: str
-    """Its name and its run's: ``quickstart-seed0``."""
-    seed: int
-    shuffled: bool = False
-    """The control with ``train.shuffle_rewards``."""
+    title: str
+    control: bool
+    """A run with ``train.shuffle_rewards``."""
+    run: Path
+    """The run's folder."""
+    evaluation: Path
+    """The JSON file with the results of ``evaluate``."""
+    train: list[str]
+    """Continues from the newest checkpoint, if there is one."""
+    evaluate: list[str]
 
     @property
-    def title(self) -> str:
-        return f"shuffled rewards, seed {self.seed}" if self.shuffled else f"seed {self.seed}"
+    def is_trained(self) -> bool:
+        """The model is written last."""
+        return (self.run / "summary.json").exists() and (self.run / "model").exists()
+
+    def result(self) -> RunResult:
+        evaluation = json.loads(self.evaluation.read_text(encoding="utf-8"))
+        return RunResult(self.title, self.control, read_rows(self.run / "metrics.jsonl"), evaluation)
 
 
-@dataclass(frozen=True)
-class Reproduction:
-    """The experiments of one recipe with one set of options."""
+def plan_experiments(
+    recipe: str, options: Sequence[str], config: Config, folder: Path, seeds: Sequence[int], controls: Sequence[str]
+) -> list[Experiment]:
+    """The seeds in order, then the control ``shuffled`` with the first of them. ``config``: the recipe with ``options``.
 
-    recipe: str
-    options: tuple[str, ...]
-    """Options of ``vlmrl train`` that all experiments have."""
-    folder: Path
-    """Holds the runs' folders, and for each experiment ``NAME.json`` (attempts) and ``NAME-evaluation.json``."""
-    experiments: tuple[Experiment, ...]
-    blanked: bool
-    """Evaluate the trained models of the seeds with blanked images, too."""
-
-    def train(self, experiment: Experiment) -> list[str]:
-        """The arguments that train it, from its newest checkpoint if it has one."""
-        control = ["--train.shuffle-rewards"] if experiment.shuffled else []
-        name = ["--name", experiment.name, "--seed", str(experiment.seed), "--output-dir", str(self.folder), "--resume"]
-        return ["train", self.recipe, *self.options, *control, *name]
-
-    def evaluate(self, experiment: Experiment) -> list[str]:
-        """The arguments that evaluate its model."""
-        blank = "--eval.blank-images" if self.blanked and not experiment.shuffled else "--eval.no-blank-images"
-        files = ["--models", str(self.folder / experiment.name), "--out", str(self.evaluation(experiment))]
-        return ["eval", self.recipe, *self.options, blank, "--output-dir", str(self.folder), *files]
-
-    def evaluation(self, experiment: Experiment) -> Path:
-        return self.folder / f"{experiment.name}-evaluation.json"
-
-
-def plan_experiments(config: Config, seeds: Sequence[int], shuffled: bool) -> tuple[Experiment, ...]:
-    """The seeds in order, then the control with the first of them."""
-    runs = [Experiment(f"{config.name}-seed{seed}", seed) for seed in seeds]
-    control = [Experiment(f"{config.name}-shuffled{seeds[0]}", seeds[0], shuffled=True)] if shuffled else []
-    return (*runs, *control)
+    With the control ``blanked``, the models of the seeds are evaluated with blanked images, too.
+    """
+    experiments = []
+    runs = [(seed, False) for seed in seeds] + ([(seeds[0], True)] if "shuffled" in controls else [])
+    for seed, control in runs:
+        run = folder / f"{config.name}-{'shuffled' if control else 'seed'}{seed}"
+        evaluation = run.with_name(f"{run.name}-evaluation.json")
+        shared = [recipe, *options, "--output-dir", str(folder)]
+        shuffle = ["--train.shuffle-rewards"] if control else []
+        blank = "--eval.blank-images" if "blanked" in controls and not control else "--eval.no-blank-images"
+        experiments.append(
+            Experiment(
+                title=f"shuffled rewards, seed {seed}" if control else f"seed {seed}",
+                control=control,
+                run=run,
+                evaluation=evaluation,
+                train=["train", *shared, *shuffle, "--name", run.name, "--seed", str(seed), "--resume"],
+                evaluate=["eval", *shared, blank, "--models", str(run), "--out", str(evaluation)],
+            )
+        )
+    return experiments
 
 
 def settings_digest(config: Config) -> str:
@@ -87,56 +84,32 @@ def settings_digest(config: Config) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def reproduce(plan: Reproduction, launch: Launch, say: Callable[[str], None]) -> list[SeedResult]:
-    """Run the experiments that are not finished. Returns the results of all.
+def reproduce(experiments: Sequence[Experiment], launch: Launch, say: Callable[[str], None]) -> list[RunResult]:
+    """Run what is not finished. Returns the results of all.
 
     Raises:
-        ExperimentError: one ended with an error. Calling this again continues with it.
+        ExperimentError: a command ended with an error. Calling this again continues with it.
     """
-    for number, experiment in enumerate(plan.experiments, start=1):
-        where = f"{experiment.name} ({number} of {len(plan.experiments)})"
-        log = AttemptLog(plan.folder / f"{experiment.name}.json")
-        if log.is_finished("train") and log.is_finished("evaluate"):
-            say(f"{where}: finished earlier")
-            continue
-        for stage, arguments in (("train", plan.train(experiment)), ("evaluate", plan.evaluate(experiment))):
-            if not log.is_finished(stage):
-                say(f"{where}: vlmrl {' '.join(arguments)}")
-                log.run(stage, arguments, launch)
-    return [_result(plan, experiment) for experiment in plan.experiments]
+    for number, experiment in enumerate(experiments, start=1):
+        name = experiment.run.name
+        for arguments in _unfinished(experiment):
+            say(f"{name} ({number} of {len(experiments)}): vlmrl {' '.join(arguments)}")
+            status = launch(arguments)
+            if status in (130, 143):
+                raise SystemExit(status)
+            if status:
+                raise ExperimentError(
+                    f"{name}: its command ended with status {status}; its own message is above. What is finished is kept: run the "
+                    "same command again to go on."
+                )
+    return [experiment.result() for experiment in experiments]
 
 
-class AttemptLog:
-    """A JSON file with the attempts at the stages of one experiment: their seconds, commit and exit status."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.attempts: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
-
-    def is_finished(self, stage: str) -> bool:
-        return any(attempt["stage"] == stage and attempt["status"] == 0 for attempt in self.attempts)
-
-    def run(self, stage: str, arguments: Sequence[str], launch: Launch) -> None:
-        """One attempt. Raises ExperimentError, or SystemExit if it was stopped by Ctrl-C or SIGTERM."""
-        commit, began, before = git_commit(), time.monotonic(), _children_seconds()
-        status = launch(arguments)
-        attempt = {
-            "stage": stage,
-            "status": status,
-            "seconds": round(time.monotonic() - began, 1),
-            "cpu_seconds": round(_children_seconds() - before, 1),
-            "commit": commit,
-        }
-        self.attempts.append(attempt)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, json.dumps(self.attempts, indent=1) + "\n")
-        if status in (130, 143):
-            raise SystemExit(status)
-        if status:
-            raise ExperimentError(
-                f"{self.path.stem}: its command ended with status {status}; its own message is above. What is finished is kept: run "
-                "the same command again to go on."
-            )
+def _unfinished(experiment: Experiment) -> Iterator[list[str]]:
+    if not experiment.is_trained:
+        yield experiment.train
+    if not experiment.evaluation.exists():
+        yield experiment.evaluate
 
 
 def launch_process(arguments: Sequence[str]) -> int:
@@ -155,24 +128,3 @@ def launch_process(arguments: Sequence[str]) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     return status if status >= 0 else 128 - status
-
-
-def _children_seconds() -> float:
-    """The CPU seconds of all child processes that ended."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
-
-
-def _result(plan: Reproduction, experiment: Experiment) -> SeedResult:
-    run = plan.folder / experiment.name
-    attempts = AttemptLog(plan.folder / f"{experiment.name}.json").attempts
-    return SeedResult(
-        title=experiment.title,
-        control=experiment.shuffled,
-        rows=read_rows(run / "metrics.jsonl"),
-        summary=json.loads((run / "summary.json").read_text()),
-        evaluation=json.loads(plan.evaluation(experiment).read_text()),
-        seconds=sum(attempt["seconds"] for attempt in attempts if attempt["stage"] == "train"),
-        cpu_seconds=sum(attempt["cpu_seconds"] for attempt in attempts if attempt["stage"] == "train"),
-        commits=tuple(dict.fromkeys(attempt["commit"] or "no repository" for attempt in attempts)),
-    )

@@ -9,14 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from vlmrl.config import Config
+from vlmrl.config.checks import refuse_if
 from vlmrl.config.saved import read_settings
 from vlmrl.model.loading import shapes_of
 from vlmrl.model.policy import Policy
 from vlmrl.report.launch_command import resume_command
-from vlmrl.report.records import flat, plain
+from vlmrl.report.records import changed_settings, plain
 from vlmrl.report.run_log import check_sizes, read_rows
-from vlmrl.train.checkpoint import check_tensors, complete_checkpoints, load_json, newest_checkpoint
+from vlmrl.train.checkpoint import KINDS, check_tensors, complete_checkpoints, load_json, newest_checkpoint
 from vlmrl.utils.output_files import remove_folder
+from vlmrl.utils.require import require
 
 TRACKER_FOLDERS = ("trackers", "tensorboard")
 SAVED_LAST = {"model": "config.json", "adapters": "adapter_config.json"}
@@ -29,9 +31,15 @@ def check_resume(config: Config, checkpoint: Path) -> Mapping[str, int]:
     Raises:
         ValueError: the checkpoint is of another model, or the log is shorter than it was.
     """
-    sizes: Mapping[str, int] = load_json(checkpoint)["log"]
+    state = load_json(checkpoint)
+    sizes: Mapping[str, int] = state["log"]
     check_sizes(config.folder, sizes)
-    check_tensors(checkpoint, _trained_shapes(config))
+    stage = state.get("stage", "train")
+    is_on = {"warm_start": bool(config.warm_start.steps), "sft": bool(config.sft.data), "train": True}
+    require(is_on[stage], stage, f"set to resume from {checkpoint}, which is in that stage", None)
+    past = stage == "train" and not config.train.steps and bool(config.sft.data)
+    refuse_if(past, f"{checkpoint} is of training, after the fine-tuning: continue with `vlmrl train RECIPE --resume`.")
+    check_tensors(checkpoint, _trained_shapes(config), KINDS if stage == "train" else KINDS[:1])  # it has no reference
     return sizes
 
 
@@ -47,7 +55,8 @@ def _trained_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 def has_finished(config: Config, checkpoint: Path, has_held_out: bool) -> bool:
     """Whether all steps are done, and the evaluations and the model that come after them were written since the ``checkpoint``."""
-    if load_json(checkpoint)["step"] < config.train.steps:
+    state = load_json(checkpoint)
+    if state.get("stage", "train") != "train" or state["step"] < config.train.steps:
         return False
     summary, model = config.folder / "summary.json", config.folder / "model"
     written = [summary, model] if config.save_model else [summary]
@@ -57,23 +66,22 @@ def has_finished(config: Config, checkpoint: Path, has_held_out: bool) -> bool:
     return set(evaluated) <= json.loads(summary.read_text(encoding="utf-8")).keys()
 
 
-def changed_settings(folder: Path, config: Config) -> list[str]:
+def describe_changes(folder: Path, config: Config) -> list[str]:
     """The settings that differ from those in the run's ``config.json``, a line each."""
     settings = read_settings(folder)
     if settings is None:
         return []
-    old, new = flat(settings), flat(plain(config))
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    return [f"          {name} is now {new.get(name)}, and was {old.get(name)}" for name in names]
+    changed = changed_settings(settings, plain(config))
+    return [f"          {name} is now {new}, and was {old}" for name, (old, new) in changed.items()]
 
 
 @contextmanager
 def earlier_run_set_aside(folder: Path) -> Iterator[str | None]:
     """Rename the folder of an earlier run to `name.1`, `name.2`, and so on. Yields a message, or None if there was none.
 
-    If the block raises, what it wrote is deleted, and the earlier run's folder has its name again. A run that trained no step is none:
-    its folder is used again, so that failed attempts do not pile up. What its trackers kept there is deleted: they would take the new
-    run for a continuation and leave out the steps that they have got.
+    If the block raises, what it wrote is deleted, and the earlier run's folder has its name again. The folder of a run that trained no
+    step is used again, so that failed attempts do not pile up. The files of its trackers are deleted: with them, the trackers would
+    continue the earlier run and leave out the steps that they have.
     """
     steps, checkpoints = trained_steps(folder), complete_checkpoints(folder / "checkpoints")
     if not (steps or checkpoints or (folder / "model").exists()):

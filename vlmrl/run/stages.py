@@ -20,8 +20,8 @@ def audited_samples(run: Run, trajectories: Sequence[Trajectory]) -> tuple[list[
 
 async def push_weights(run: Run, trainer: RunTrainer, policy_version: int) -> dict[str, float]:
     """Push the trainer's weights to the paused engine, unless both share them. Returns metrics of the weight update."""
-    if run.sender is not None:
-        trainer.send_weights(run.sender)
-    metrics = {} if run.serving is None else await run.serving.push(trainer, policy_version)
+    if run.copied is not None:
+        run.copied.load_weights(trainer.named_weights())
+    metrics = {} if run.serving is None else await run.serving.push(policy_version)
     run.engine.weights_changed(policy_version)
     return metrics

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+GRACE_SECONDS = 25.0  # for saving after SIGTERM: most schedulers and torchrun kill a process 30 seconds after it
 SAME_SIGNAL_SECONDS = 1.0  # torchrun passes on the Ctrl-C that the terminal has sent to all processes, also to this one
 
 
@@ -36,6 +37,8 @@ class StopRequest:
     def __init__(self) -> None:
         self.number: int | None = None
         """The signal that requested it. None: the run goes on."""
+        self.early = False
+        """Whether the training ends after the current step, as if it were the last one."""
         self._part: asyncio.Task[Any] | None = None
 
     def request(self, number: int) -> None:
@@ -86,9 +89,7 @@ def stop_on_signals(stop: StopRequest, grace_seconds: float | None = None) -> It
         if requested is None or number == signal.SIGTERM:
             stop.number = number  # before any call: a second signal may interrupt this handler
         if number == signal.SIGTERM and requested != signal.SIGTERM and grace_seconds is not None:
-            late = (
-                f"not saved within checkpoint.grace_seconds ({grace_seconds:g}) after SIGTERM: the earlier files stay"
-            )
+            late = f"not saved within {grace_seconds:g} seconds after SIGTERM: the earlier files stay"
             timer = threading.Timer(grace_seconds, _end_process, (number, late))
             timer.daemon = True
             timer.start()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 import numpy as np
@@ -218,6 +218,9 @@ def _integers(column: str, row: int, given: Any, rule: str, low: int, high: int)
     values = _plain(given)
     if not isinstance(values, list | tuple):
         raise _wrong(column, row, f"a list, each entry {rule}", given)
+    array = _as_array(values)
+    if array is not None and ((low <= array) & (array <= high) & (array == np.trunc(array))).all():
+        return cast("list[int]", array.astype(np.int64).tolist())
     return [_integer(column, row, value, rule, low, high, f", entry {index}") for index, value in enumerate(values)]
 
 
@@ -235,11 +238,26 @@ def _floats(column: str, row: int, given: Any) -> list[float]:
         raise _wrong(
             column, row, "a list of numbers, or one number" if column == "rewards" else "a list of numbers", given
         )
+    array = _as_array(values)
+    if array is not None:
+        return cast("list[float]", array.tolist())
     numbers = [_number(value) for value in values]
     if None in numbers:
         index = numbers.index(None)
         raise _wrong(column, row, "a number", values[index], f", entry {index}")
     return [float(number) for number in numbers if number is not None]
+
+
+def _as_array(values: Sequence[Any]) -> np.ndarray | None:
+    """A list of numbers of at most 64 bits as float64; ``None`` for any other, which is read, or refused, entry by entry."""
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError, OverflowError):  # lists of unequal lengths, tensors on a GPU
+        return None
+    if array.ndim != 1 or array.dtype.kind not in "iubf":
+        return None
+    array = array.astype(np.float64)
+    return array if (np.abs(array) < 2.0**63).all() else None
 
 
 def _number(value: Any) -> float | int | None:

@@ -1,6 +1,6 @@
 """Checkpoints: the state that a resumed run needs, in a folder that is written atomically.
 
-    runs/geo3k/checkpoints/step000020/
+    runs/geo3k/checkpoints/step000020/      of training; those of supervised stages before it are warm_start000020 and sft000020
       run.json       the loop's state: its step, its position in the data and in the log
       trainer/       trained weights and optimizer state (torch.distributed.checkpoint), each rank's part in a file
       random0.pt     rank 0's random number generators, and randomdriver.pt those of the loop's process when the step ended
@@ -11,6 +11,7 @@ The folder is written under a temporary name, flushed to the disk, and renamed. 
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import shutil
 import warnings
@@ -25,14 +26,58 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from vlmrl.utils.output_files import remove_folder, whole_folder
+from vlmrl.utils.output_files import atomic_folder, remove_folder
 
 Tensors = dict[str, torch.Tensor]
 
+STAGES = {"warm_start": "warm_start", "sft": "sft", "train": "step"}
+"""The stages of a run in order, with how the names of their checkpoints begin."""
 KINDS = ("weight/", "reference/")
 """How the names of the tensors begin that are compared. Optimizer state has the weights' names, as far as they ever had a gradient."""
+
+
+_METADATA = {
+    "torch.distributed.checkpoint.metadata": (
+        *(
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+        ),
+        *("TensorProperties", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))),
+    "pathlib": ("PosixPath", "WindowsPath"),
+}
+"""All that the pickled metadata of a checkpoint of ours names, by module."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _METADATA.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)
+
+
+class _Reader(FileSystemReader):
+    """As torch's, whose metadata are pickled: those of a checkpoint that somebody else made could run any code."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as file:
+                _MetadataUnpickler(file).load()
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"{path}: it is no metadata of a checkpoint: {error}. Use a checkpoint that you trust."
+            ) from error
+        return super().read_metadata(*args, **kwargs)
 
 
 class Checkpoints:
@@ -46,11 +91,12 @@ class Checkpoints:
         return newest_checkpoint(self.folder)
 
     @contextmanager
-    def new(self, step: int) -> Iterator[Path]:
-        """A folder to write to. It becomes a checkpoint when the block ends without an error."""
-        for left in self.folder.glob(".step*"):  # by a run that was killed while it wrote or deleted one
-            shutil.rmtree(left, ignore_errors=True)
-        with whole_folder(self.folder / f"step{step:06d}") as partial:
+    def new(self, step: int, stage: str = "train") -> Iterator[Path]:
+        """A folder to write to, for ``step`` of one of :data:`STAGES`. It becomes a checkpoint if the block raises no error."""
+        for prefix in STAGES.values():  # by a run that was killed while it wrote or deleted one
+            for left in self.folder.glob(f".{prefix}*"):
+                shutil.rmtree(left, ignore_errors=True)
+        with atomic_folder(self.folder / f"{STAGES[stage]}{step:06d}") as partial:
             yield partial
         for old in complete_checkpoints(self.folder)[: -self.keep]:
             remove_folder(old)
@@ -58,7 +104,7 @@ class Checkpoints:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints of a run's folder ``checkpoints``, oldest first."""
-    return sorted(folder.glob("step*"))
+    return [path for prefix in STAGES.values() for path in sorted(folder.glob(f"{prefix}[0-9]*"))]
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -108,7 +154,7 @@ def _fill(tensors: Tensors, checkpoint: Path) -> None:
     """Read each of ``tensors`` in place from the checkpoint, which may hold others, too."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        state_dict_loader.load(dict(tensors), checkpoint_id=checkpoint / "trainer")
+        state_dict_loader.load(dict(tensors), storage_reader=_Reader(checkpoint / "trainer"))
 
 
 def check_tensors(checkpoint: Path, shapes: Mapping[str, Sequence[int]], kinds: tuple[str, ...] = KINDS) -> None:
@@ -127,7 +173,7 @@ def check_tensors(checkpoint: Path, shapes: Mapping[str, Sequence[int]], kinds: 
 
 def saved_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of the saved tensors by name."""
-    metadata = FileSystemReader(checkpoint / "trainer").read_metadata().state_dict_metadata
+    metadata = _Reader(checkpoint / "trainer").read_metadata().state_dict_metadata
     return {name: tuple(entry.size) for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
 
@@ -178,7 +224,7 @@ def load_random(checkpoint: Path, process: int | str) -> None:
     path = checkpoint / f"random{process}.pt"
     if not path.exists():
         return
-    state = torch.load(path)
+    state = torch.load(path, weights_only=True)  # numbers, and no pickled code
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -1,200 +1,252 @@
-"""The run's trainer as the loop uses it, wherever its ranks are: in this process, under ``torchrun`` or in Ray's actors.
+"""The trainer ranks of a run as one trainer, which the loop uses on rank 0.
 
-:class:`RunTrainer` lists the methods of :class:`~vlmrl.train.trainer.Trainer` once; a subclass defines how a call reaches the ranks.
-Under ``torchrun`` every process runs the recipe. Rank 0 plays the episodes and is the controller: it broadcasts each call as a
-command, which the other ranks receive in :func:`run_commands`.
+Every rank is a process that runs the recipe, started by nothing, by ``torchrun`` or by Ray. Rank 0 plays the episodes and sends each
+call of the trainer to the other ranks as a command; they receive it in :func:`run_commands`.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
+from functools import reduce
+from operator import add
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from vlmrl.multimodal.pixel_memory import PixelMemory
 from vlmrl.train.fsdp import COLLECTIVE
+from vlmrl.train.rank import Rank, exhaust, gpu_bytes
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.sample_messages import LAST_CALL, Images, SampleCache, SampleMessage
-from vlmrl.train.trainer import StepOutput, Trainer, TrainerSpec
+from vlmrl.train.trainer import StepOutput, TrainerSpec
 from vlmrl.types import Sample
-from vlmrl.weight_sync.base import TransferResult, WeightSender
+from vlmrl.weight_sync.base import IpcSender, TransferResult, WeightUpdate
 
 BETWEEN_COMMANDS = timedelta(days=7)  # a rank's time limit for the next command: rollouts may take long
+STOP = "stop"
 
-MakeTrainer = Callable[[TrainerSpec], Trainer]
 
+class RunTrainer:
+    """All ranks as one trainer; see :class:`~vlmrl.train.trainer.Trainer` for the methods. It is on rank 0.
 
-class RunTrainer(ABC):
-    """All ranks as one trainer; see :class:`~vlmrl.train.trainer.Trainer` for the methods."""
+    After an error of any rank, further calls raise RuntimeError: the other ranks may be at another collective.
+    """
 
-    steps_done = 0
+    def __init__(self, rank: Rank, commands: Commands | None = None) -> None:
+        """``commands`` reach the other ranks. None: there is one rank."""
+        self.rank = rank
+        self.steps_done = 0
+        self._commands = commands
+        self._samples = SampleCache()
+        self._failed = False
+        self._lock = threading.RLock()  # one command at a time: a cancelled update still gathers
 
-    @abstractmethod
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Call this method of the trainer on every rank. Returns rank 0's result."""
+    @property
+    def is_started(self) -> bool:
+        """Whether a trainer was started, so that there is a state to save."""
+        return self.rank.trainer is not None
 
-    def call_on(self, method: str, samples: Sequence[Sample]) -> Any:
-        """The same for a method that takes samples."""
-        return self.call(method, samples)
-
-    def iterate(self, method: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same for a method that yields named weights. Every rank iterates over them."""
-        yield from self.call(method)
+    def start(self, spec: TrainerSpec) -> RunTrainer:
+        """Start a new trainer: each supervised stage has one, then the run."""
+        with self._command("start", spec):
+            self._samples, self.steps_done = SampleCache(), 0
+            self.rank.start(spec)
+        return self
 
     def step(self, samples: Sequence[Sample]) -> StepOutput:
-        output = self.call_on("step", samples)
+        output = self._call_on("step", samples)
         self.steps_done = output.steps_done
         return output
 
     def end_schedule_at(self, position: int) -> None:
-        self.call("end_schedule_at", position)
+        self._call("end_schedule_at", position)
 
     def score(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        return self.call_on("score", samples)
+        return self._call_on("score", samples)
 
     def token_kl(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        return self.call_on("token_kl", samples)
+        return self._call_on("token_kl", samples)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.iterate("named_weights")
+        with self._command("named_weights"):
+            yield from self.rank.named_weights()
 
     def named_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.iterate("named_adapters")
-
-    def send_weights(self, sender: WeightSender) -> TransferResult:
-        """Send the named weights from rank 0's process."""
-        return sender.send(self.named_weights())
+        with self._command("named_adapters"):
+            yield from self.rank.named_adapters()
 
     def save(self, checkpoint: Path) -> None:
-        self.call("save", checkpoint)
+        self._call("save", checkpoint)
 
     def restore(self, checkpoint: Path) -> None:
-        self.steps_done = self.call("restore", checkpoint)
+        self.steps_done = self._call("restore", checkpoint)
 
     def close(self) -> None:
-        self.call("close")
+        self._call("close")
+
+    def logprobs(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
+        """The policy's logprobs of each sample's response, in nats. No trainer is needed."""
+        with self._command("logprobs", list(samples), temperature):
+            return self.rank.logprobs(samples, temperature)
+
+    def send(self, update: WeightUpdate, rank_of: Mapping[str, int | None] | None = None) -> TransferResult:
+        """Send the policy's weights to servers. No trainer is needed.
+
+        ``rank_of``: the rank whose GPU memory the server at a URL can map; None: no rank's, so that it gets values. By default 0.
+        """
+        rank_of = rank_of or {}
+        updates = updates_by_rank(update, rank_of, 1 if update.resend else self.rank.ranks.size)
+        if update.resend:
+            assert updates[0] is not None
+            return self.rank.resend(updates[0])
+        with self._command("send", updates):
+            sent = [self.rank.send(updates)]
+            if self._commands is not None:
+                sent = self._commands.gather(sent[0])
+        return reduce(add, [result for result in sent if result is not None])
+
+    def offload(self) -> bool:
+        """Move the memory of all ranks to the host, until the next call. False: a rank has failed, and the run cannot go on."""
+        if not self._failed:
+            with self._command("offload"):
+                self.rank.offload()
+        return not self._failed
+
+    @property
+    def gpu_bytes(self) -> float | None:
+        """Memory of a rank's GPU; all ranks have the same. None: they compute on CPUs."""
+        return gpu_bytes(self.rank.device)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Call this method of the trainer on every rank. Returns rank 0's result."""
+        with self._command("call", method, *arguments):
+            return self.rank.call(method, *arguments)
+
+    def _call_on(self, method: str, samples: Sequence[Sample]) -> Any:
+        """The same for a method that takes samples. Each row is sent once for all calls on a batch."""
+        if self._commands is None:
+            return self._call(method, samples)
+        assert self.rank.trainer is not None
+        rows = self.rank.trainer.rows_by_rank(samples, in_steps=method == LAST_CALL)
+        message, images = self._samples.pack(samples, rows)
+        with self._command("call", method, message):
+            self._commands.send_images(images)
+            if method == LAST_CALL:
+                self._samples.forget()
+            return self.rank.call(method, samples)
+
+    @contextmanager
+    def _command(self, method: str, *arguments: Any) -> Iterator[None]:
+        """The other ranks run this method of :class:`Rank` while this one runs it within the context."""
+        with self._lock:
+            if self._failed:
+                raise RuntimeError("one of the trainer's ranks has failed: the others cannot go on.")
+            try:
+                if self._commands is not None:
+                    self._commands.send(method, *arguments)
+                yield
+            except BaseException:
+                self._failed = self._commands is not None
+                raise
 
 
-class TrainerFactory(Protocol):
-    """Makes the trainers of a run one after the other: the warm start's, then the run's own."""
+def updates_by_rank(update: WeightUpdate, rank_of: Mapping[str, int | None], ranks: int) -> list[WeightUpdate | None]:
+    """Each rank's part of an update.
 
-    def start(self, spec: TrainerSpec) -> RunTrainer: ...
-
-
-class LocalTrainer(RunTrainer):
-    """The trainer of a run with one rank, this process."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        return getattr(self._trainer, method)(*arguments)
-
-
-class RankZeroTrainer(RunTrainer):
-    """The controller on rank 0: it broadcasts each call to the other ranks as a command, then runs it itself."""
-
-    def __init__(self, make: MakeTrainer, spec: TrainerSpec) -> None:
-        _broadcast("start", spec)
-        self._trainer = make(spec)
-        self._sent = SampleCache()
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        _broadcast(method, *arguments)
-        return getattr(self._trainer, method)(*arguments)
-
-    def call_on(self, method: str, samples: Sequence[Sample]) -> Any:
-        rows = self._trainer.rows_by_rank(samples, in_steps=method == LAST_CALL)
-        message, images = self._sent.pack(samples, rows)
-        _broadcast(method, message)
-        _send_images(images)
-        if method == LAST_CALL:
-            self._sent.forget()
-        return getattr(self._trainer, method)(samples)
+    Handles of GPU memory come from the rank whose memory a server can map. Everything else is sent by rank 0, which also keeps the
+    weights for a resend.
+    """
+    by_handle = isinstance(update.sender, type) and issubclass(update.sender, IpcSender)
+    wanted = {receiver.url: rank_of.get(receiver.url, 0) for receiver in update.receivers}
+    sends = {url: rank if by_handle and rank is not None and rank < ranks else 0 for url, rank in wanted.items()}
+    updates: list[WeightUpdate | None] = []
+    for rank in range(ranks):
+        receivers = tuple(receiver for receiver in update.receivers if sends[receiver.url] == rank)
+        by_value = by_handle and any(wanted[receiver.url] != rank for receiver in receivers)
+        part = replace(update, receivers=receivers, keep=rank == 0, by_value=by_value)
+        updates.append(part if receivers or rank == 0 else None)
+    return updates
 
 
-def run_commands(make: MakeTrainer) -> None:
-    """Run rank 0's commands on this rank, until :func:`stop_commands` is called there."""
-    trainer: Any = None
-    received = SampleCache()
+def run_commands(rank: Rank, commands: Commands, memory: PixelMemory | None = None) -> None:
+    """Run rank 0's commands on this rank, until it stops them. ``memory`` holds the images that it sends."""
+    received = SampleCache(memory)
     while True:
-        method, arguments = _next_command()
-        if method == "stop":
+        method, arguments = commands.receive()
+        if method == STOP:
             return
         if method == "start":
-            trainer, received = make(*arguments), SampleCache()
-            continue
-        if arguments and isinstance(arguments[0], SampleMessage):
-            arguments = (received.unpack(arguments[0], _receive_images()),)
-        if method == LAST_CALL:
+            received = SampleCache(memory)
+        if arguments and isinstance(arguments[-1], SampleMessage):
+            arguments = (*arguments[:-1], received.unpack(arguments[-1], commands.receive_images()))
+        if arguments[:1] == (LAST_CALL,):
             received.forget()
-        result = getattr(trainer, method)(*arguments)
+        result = getattr(rank, method)(*arguments)
         if isinstance(result, Iterator):  # each weight is gathered from all ranks when it is yielded
-            for _ in result:
-                pass
+            exhaust(result)
+        if method == "send":
+            commands.gather(result)
 
 
-def stop_commands() -> None:
-    """On rank 0: let :func:`run_commands` return on the other ranks."""
-    _broadcast("stop")
+class Commands:
+    """The channel between rank 0 and the others: a process group with a longer time limit than the collectives within a step."""
+
+    def __init__(self) -> None:
+        self._group: Any = dist.new_group(backend="gloo", timeout=BETWEEN_COMMANDS)
+
+    def send(self, method: str, *arguments: Any) -> None:
+        dist.broadcast_object_list([(method, arguments)], src=0, group=self._group)
+
+    def receive(self) -> tuple[str, tuple[Any, ...]]:
+        received: list[Any] = [None]
+        dist.broadcast_object_list(received, src=0, group=self._group)
+        return received[0]
+
+    def send_images(self, parts: Sequence[Images]) -> None:
+        """Send each rank its part, one after the other: only one part is pickled at a time."""
+        for rank, images in enumerate(parts[1:], start=1):
+            dist.send_object_list([images], dst=rank, group=self._group)
+
+    def receive_images(self) -> Images:
+        received: list[Any] = [None]
+        dist.recv_object_list(received, src=0, group=self._group)
+        return received[0]
+
+    def gather(self, result: Any) -> list[Any]:
+        """The results of all ranks, on rank 0; an empty list on the others."""
+        results: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(result, results, dst=0, group=self._group)
+        return results or []
+
+    def stop(self) -> None:
+        """On rank 0: let :func:`run_commands` return on the other ranks."""
+        self.send(STOP)
+
+    def close(self) -> None:
+        """Destroy the process groups after a barrier. If the interpreter's exit destroyed them, their threads would abort it."""
+        dist.barrier(self._group)
+        self._group = None
+        dist.destroy_process_group()
+        gc.collect()
 
 
 def join_process_group(backend: str) -> Ranks:
-    """Join the other processes that ``torchrun`` started; ``Ranks()`` without ``torchrun``."""
+    """Join the other processes that ``torchrun`` or Ray started; ``Ranks()`` for a single process."""
     if not dist.is_torchelastic_launched():
         return Ranks()
+    if "nccl" in backend:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if os.environ["WORLD_SIZE"] == "1":
+        return Ranks()
     if not dist.is_initialized():
-        if "nccl" in backend:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group(backend, timeout=COLLECTIVE)
     return Ranks(dist.get_rank(), dist.get_world_size())
-
-
-def destroy_process_group() -> None:
-    """Destroy the process groups after a barrier. If the interpreter's exit destroyed them, their threads would abort it."""
-    global _commands
-    dist.barrier(_command_group())
-    _commands = None
-    dist.destroy_process_group()
-    gc.collect()
-
-
-_commands: Any = None
-
-
-def _command_group() -> dist.ProcessGroup:
-    """The group for commands, with a longer time limit than the collectives within a step."""
-    global _commands
-    if _commands is None:
-        _commands = dist.new_group(backend="gloo", timeout=BETWEEN_COMMANDS)
-    assert isinstance(_commands, dist.ProcessGroup)
-    return _commands
-
-
-def _broadcast(method: str, *arguments: Any) -> None:
-    dist.broadcast_object_list([(method, arguments)], src=0, group=_command_group())
-
-
-def _next_command() -> tuple[str, tuple[Any, ...]]:
-    received: list[Any] = [None]
-    dist.broadcast_object_list(received, src=0, group=_command_group())
-    return received[0]
-
-
-def _send_images(parts: Sequence[Images]) -> None:
-    """Send each rank its part, one after the other: only one part is pickled at a time."""
-    for rank, images in enumerate(parts[1:], start=1):
-        dist.send_object_list([images], dst=rank, group=_command_group())
-
-
-def _receive_images() -> Images:
-    received: list[Any] = [None]
-    dist.recv_object_list(received, src=0, group=_command_group())
-    return received[0]

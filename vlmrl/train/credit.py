@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from vlmrl.algos import ADVANTAGES, is_per_token
+from vlmrl.algos import choose, is_per_token
 from vlmrl.algos.filters import soft_overlong_penalty
 from vlmrl.config import Algo, Config
-from vlmrl.samples.emit import reply_spans
-from vlmrl.types import Sample, Trajectory
+from vlmrl.config.fields import short_name
+from vlmrl.multimodal.messages import images_of, parts_of_message
+from vlmrl.types import Sample, Trajectory, Turn
 
 
 def assign_advantages(
@@ -21,31 +22,32 @@ def assign_advantages(
     trajectories: Sequence[Trajectory],
     config: Config,
     kl: Sequence[np.ndarray] | None = None,
-) -> None:
-    """Set every sample's advantage. ``kl``: for each sample the KL of its tokens ``[response]`` in nats (``algo.kl_in_reward``).
+) -> dict[str, float]:
+    """Set every sample's advantage. Returns metrics.
+
+    ``kl``: for each sample the KL of its tokens ``[response]`` in nats (``algo.kl k1``).
 
     ``algo.credit`` trajectory: one advantage from the whole reward, from which ``algo.kl_coef`` times the KL of its trained tokens is
     subtracted. An advantage per token, such as ``reinforce_pp``, has the KL of its own and later tokens subtracted instead.
-    ``turn``: one per turn, from its return-to-go, with the same turn of the group's other members as the baseline. A turn that no
-    other member reached has nothing to be compared with: it has the trajectory's advantage, as in GiGPO, arXiv 2505.10978, where a
-    step that no other episode shares has the episode's relative advantage alone. Equal rewards give 0.
+    Otherwise one per turn, by a function of :data:`vlmrl.algos.turn_credit.CREDIT` or the user's own.
     """
     algo = config.algo
-    if algo.credit == "turn":
+    if algo.credit != "trajectory":
         _assign_by_turn(samples, trajectories, algo)
-        return
-    per_token = is_per_token(ADVANTAGES[algo.advantage])
+        return {} if algo.credit == "turn" else _turns_compared(trajectories)
+    per_token = is_per_token(choose(algo, "advantage").func)
     penalties = {} if per_token else _kl_by_trajectory(samples, kl, algo)
     rewards = [shaped_reward(each, config) - penalties.get(each.id, 0.0) for each in trajectories]
     if config.train.shuffle_rewards:
         random.Random(f"{config.seed}/{trajectories[0].id}").shuffle(rewards)
     if per_token:
         _assign_by_token(samples, trajectories, rewards, kl, algo)
-        return
+        return {}
     values = _advantages(rewards, [trajectory.group_id for trajectory in trajectories], algo)
     of = {trajectory.id: value for trajectory, value in zip(trajectories, values, strict=True)}
     for sample in samples:
         sample.advantage = of[sample.trajectory_id]
+    return {}
 
 
 def shaped_reward(trajectory: Trajectory, config: Config) -> float:
@@ -92,7 +94,7 @@ def _assign_by_token(
     to_go = penalties.flip(1).cumsum(1).flip(1)
     returns = torch.tensor(rewards, dtype=torch.float64)[:, None] - to_go
     group_ids = [trajectory.group_id for trajectory in trajectories]
-    advantages = _finite(ADVANTAGES[algo.advantage](returns, group_ids, mask, **algo.advantage_options), rewards, algo)
+    advantages = _finite(choose(algo, "advantage")(returns, group_ids, mask), rewards, algo)
     for sample, indices, place in zip(samples, trained, spans, strict=True):
         values = np.zeros(len(sample.response_ids))
         values[indices] = advantages[place].numpy()
@@ -111,42 +113,69 @@ def _assign_by_turn(samples: Sequence[Sample], trajectories: Sequence[Trajectory
         sample.advantage = [0.0] * len(sample.response_ids)
     by_turn = _advantages_by_turn(trajectories, algo)
     for trajectory in trajectories:
-        spans = reply_spans(trajectory, rows[trajectory.id])
-        if not spans:
-            raise ValueError(
-                f"trajectory {trajectory.id}: a sample has no rollout_logprobs, without which its turns' replies are not found: give "
-                "them, or set algo.credit to trajectory."
-            )
-        for span in spans:
-            advantage = rows[trajectory.id][span.row].advantage
-            assert isinstance(advantage, list)
-            advantage[span.start : span.end] = [by_turn[trajectory.id, span.turn]] * (span.end - span.start)
+        for row in rows[trajectory.id]:
+            if not row.responses:
+                raise ValueError(
+                    f"trajectory {trajectory.id}: a sample does not say where its turns' responses are, as those without rollout "
+                    "logprobs: emit it from its trajectory, or set algo.credit to trajectory."
+                )
+            assert isinstance(row.advantage, list)
+            for span in row.responses:
+                row.advantage[span.start : span.end] = [by_turn[trajectory.id, span.turn]] * (span.end - span.start)
 
 
 def _advantages_by_turn(trajectories: Sequence[Trajectory], algo: Algo) -> dict[tuple[str, int], float]:
     """The advantage of each turn by trajectory id and the turn's number."""
+    rewards = [rewards_by_turn(trajectory) for trajectory in trajectories]
+    states = [states_of(trajectory) for trajectory in trajectories]
     group_ids = [trajectory.group_id for trajectory in trajectories]
-    whole = _advantages([return_to_go(trajectory, 0) for trajectory in trajectories], group_ids, algo)
-    turns = [(place, turn) for place, trajectory in enumerate(trajectories) for turn in range(len(trajectory.turns))]
-    reached = [f"{group_ids[place]}, turn {turn}" for place, turn in turns]
-    values = _advantages([return_to_go(trajectories[place], turn) for place, turn in turns], reached, algo)
-    members, reaching = Counter(group_ids), Counter(reached)
-    advantages = {}
-    for (place, turn), name, value in zip(turns, reached, values, strict=True):
-        is_alone = reaching[name] == 1 and members[group_ids[place]] > 1
-        advantages[trajectories[place].id, turn] = whole[place] if is_alone else value
-    return advantages
+
+    def compare(values: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
+        return _finite(choose(algo, "advantage")(values, groups), values.tolist(), algo)
+
+    found = choose(algo, "credit")(rewards, states, group_ids, compare)
+    return {
+        (trajectory.id, number): value
+        for trajectory, row in zip(trajectories, found, strict=True)
+        for number, value in enumerate(row)
+    }
 
 
-def return_to_go(trajectory: Trajectory, turn: int) -> float:
-    """The rewards of this turn and all later turns, with the final reward and the group reward."""
-    at_the_end = (trajectory.final_reward, trajectory.group_reward)
-    return sum(reward or 0.0 for reward in (*trajectory.turn_rewards[turn:], *at_the_end))
+def _turns_compared(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The share of turns that began in a state in which another turn of the group began."""
+    names = [(trajectory.group_id, state) for trajectory in trajectories for state in states_of(trajectory)]
+    company = Counter(names)
+    return {"credit/turns_compared": sum(company[name] > 1 for name in names) / max(1, len(names))}
+
+
+def rewards_by_turn(trajectory: Trajectory) -> list[float]:
+    """The reward of each turn. The last one's includes the final reward and the group reward."""
+    rewards = [reward or 0.0 for reward in trajectory.turn_rewards]
+    rewards[-1] += sum(reward or 0.0 for reward in (trajectory.final_reward, trajectory.group_reward))
+    return rewards
+
+
+def states_of(trajectory: Trajectory) -> list[str]:
+    """The state in which each turn began, equal within a group for equal states.
+
+    The env's name for it (``info["state"]``), or else the last observation: the messages since the last response, with the content
+    hashes of their images.
+    """
+    names = [None, *(turn.next_state for turn in trajectory.turns[:-1])]
+    named = zip(names, trajectory.turns, strict=True)
+    return [_observation(turn) if name is None else f"state {name}" for name, turn in named]
+
+
+def _observation(turn: Turn) -> str:
+    responses = [place for place, message in enumerate(turn.messages) if message.get("role") == "assistant"]
+    shown = turn.messages[responses[-1] + 1 :] if responses else turn.messages
+    images = [item.id for item in turn.media][len(turn.media) - len(images_of(shown)) :]
+    texts = [(message.get("role"), [part.get("text") for part in parts_of_message(message)]) for message in shown]
+    return repr((texts, images))
 
 
 def _advantages(rewards: Sequence[float], group_ids: Sequence[str], algo: Algo) -> list[float]:
-    compute = ADVANTAGES[algo.advantage]
-    values = compute(torch.tensor(rewards, dtype=torch.float64), group_ids, **algo.advantage_options)
+    values = choose(algo, "advantage")(torch.tensor(rewards, dtype=torch.float64), group_ids)
     return _finite(values, rewards, algo).tolist()
 
 
@@ -154,7 +183,7 @@ def _finite(advantages: torch.Tensor, rewards: Sequence[float], algo: Algo) -> t
     """The advantages. Raises ValueError if one is not finite, which would only show in the gradient."""
     if not bool(advantages.isfinite().all()):
         raise ValueError(
-            f"algo.advantage {algo.advantage} must give finite advantages, but one is not, for rewards from {min(rewards)} to "
-            f"{max(rewards)}: give rewards of moderate size."
+            f"algo.advantage {short_name(algo.advantage)} must give finite advantages, but one is not, for rewards from "
+            f"{min(rewards)} to {max(rewards)}: give rewards of moderate size."
         )
     return advantages

@@ -29,13 +29,14 @@ class FiniteCheck:
         self._parts.append((samples, names, values.shape[2]))
         self._found.append(torch.cat([wrong.any()[None].double(), first.double(), values.flatten()[first].double()]))
 
-    def refuse_infinite(self) -> None:
-        """Raise ValueError at the first logprob that is not finite."""
+    def error(self) -> str | None:
+        """What is wrong with the first logprob that is not finite; ``None`` if all are."""
         read = torch.stack(self._found).tolist()
         for (samples, names, length), (is_wrong, index, value) in zip(self._parts, read, strict=True):
             if is_wrong:
                 name, row, column = map(int, np.unravel_index(int(index), (len(names), len(samples), length)))
-                raise ValueError(
+                return (
                     f"trajectory {samples[row].trajectory_id}, response token {column}: {names[name]} must be finite, but it is "
                     f"{value}."
                 )
+        return None

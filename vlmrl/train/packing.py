@@ -13,10 +13,12 @@ from typing import Literal
 import numpy as np
 import torch
 
+from vlmrl.families.base import Family
 from vlmrl.model.expert_routing import indices_from_routing
-from vlmrl.model.families.base import Family
 from vlmrl.model.policy import Policy, TokenScores
 from vlmrl.train import prefix_tree
+from vlmrl.train.bins import Piece, fill_bins
+from vlmrl.train.prefix_tree import PrefixOrder
 from vlmrl.types import MediaItem, MicroBatch, Sample, to_device
 
 Layout = Literal["tree", "packed", "padded"]
@@ -29,6 +31,8 @@ class MicroBatchPlan:
 
     rows: list[int]
     layout: Layout
+    shared: Sequence[int] = ()
+    """Trees only: the length of the prefix that each row shares with the row before it."""
 
 
 @dataclass(frozen=True)
@@ -62,52 +66,38 @@ def split(
     one micro-batch is cut where the fewest tokens are computed twice. For several ``ranks`` the number of micro-batches is raised to a
     multiple of ``ranks``, if there are enough rows, and they have even sizes.
     """
-    cut = _cutter(samples, layout, image_token_id)
+    order = PrefixOrder(prefix_tree.atoms_of(samples, image_token_id)) if layout == "tree" else None
+    cut = _cutter(samples, layout, order)
     rows = list(range(len(samples)))
     pieces = cut(rows, tokens_per_micro_batch)
     if ranks > 1:
         pieces = _balanced(cut, rows, tokens_per_micro_batch, -(-len(pieces) // ranks) * ranks)
-    return [MicroBatchPlan(piece.rows, layout) for piece in pieces]
+    return [MicroBatchPlan(piece.rows, layout, order.shared_lengths(piece.rows) if order else ()) for piece in pieces]
 
 
-@dataclass
-class _Piece:
-    """Rows that are computed together, an upper bound of their tokens, and the atoms of one of them."""
-
-    rows: list[int]
-    tokens: int
-    atoms: np.ndarray
-
-
-Cut = Callable[[Sequence[int], int], list[_Piece]]
+Cut = Callable[[Sequence[int], int], list[Piece]]
 """Cuts rows into micro-batches of a budget, the largest first."""
 
-NO_ATOMS = np.empty(0, dtype=np.int64)
 
-
-def _cutter(samples: Sequence[Sample], layout: Layout, image_token_id: int | None) -> Cut:
+def _cutter(samples: Sequence[Sample], layout: Layout, order: PrefixOrder | None) -> Cut:
     if layout == "padded":
         return lambda rows, budget: _padded([(row, len(samples[row])) for row in rows], budget)
-    if layout == "packed":
-        return lambda rows, budget: _fill([_Piece([row], len(samples[row]), NO_ATOMS) for row in rows], budget)
-    atoms = prefix_tree.atoms_of(samples, image_token_id)
+    if order is None:
+        return lambda rows, budget: fill_bins([Piece([row], len(samples[row])) for row in rows], budget)
 
-    def cut(rows: Sequence[int], budget: int) -> list[_Piece]:
+    def cut(rows: Sequence[int], budget: int) -> list[Piece]:
         groups: dict[str, list[int]] = {}
         for row in rows:
             groups.setdefault(samples[row].group_id, []).append(row)
         pieces = [
-            _Piece(part, tokens, atoms[part[0]])
-            for group in groups.values()
-            for part, tokens in prefix_tree.cut(atoms, prefix_tree.in_order(atoms, group), budget)
+            Piece(part, tokens) for group in groups.values() for part, tokens in prefix_tree.cut(order, group, budget)
         ]
-        filled = _fill(pieces, budget)
-        return [replace(piece, rows=prefix_tree.in_order(atoms, piece.rows)) for piece in filled]
+        return [replace(piece, rows=order.sort(piece.rows)) for piece in fill_bins(pieces, budget, order)]
 
     return cut
 
 
-def _balanced(cut: Cut, rows: Sequence[int], budget: int, count: int) -> list[_Piece]:
+def _balanced(cut: Cut, rows: Sequence[int], budget: int, count: int) -> list[Piece]:
     """``count`` micro-batches of even sizes, or fewer if there are too few rows. The largest first.
 
     Four micro-batches of 10 tokens on 3 ranks take as long as 20 tokens, since two ranks wait; six of 7 take as long as 14.
@@ -123,7 +113,7 @@ def _balanced(cut: Cut, rows: Sequence[int], budget: int, count: int) -> list[_P
     return sorted(pieces, key=lambda piece: -piece.tokens)
 
 
-def _smallest(cut: Cut, rows: Sequence[int], budget: int, count: int) -> list[_Piece]:
+def _smallest(cut: Cut, rows: Sequence[int], budget: int, count: int) -> list[Piece]:
     """The cut by the smallest budget that gives at most ``count`` micro-batches; by ``budget`` if that gives more."""
     pieces = cut(rows, budget)
     low, high = sum(piece.tokens for piece in pieces) // count - 1, min(budget, pieces[0].tokens)
@@ -137,28 +127,13 @@ def _smallest(cut: Cut, rows: Sequence[int], budget: int, count: int) -> list[_P
     return pieces
 
 
-def _fill(pieces: Sequence[_Piece], budget: int) -> list[_Piece]:
-    """Join pieces up to the budget, largest first, each to the bin with the longest common prefix. Sorted by size."""
-    bins: list[_Piece] = []
-    for piece in sorted(pieces, key=lambda piece: -piece.tokens):
-        shared = [prefix_tree.shared_length(each.atoms, piece.atoms) for each in bins]
-        fits = [index for index, each in enumerate(bins) if each.tokens + piece.tokens - shared[index] <= budget]
-        if fits:
-            index = max(fits, key=shared.__getitem__)
-            bins[index].rows += piece.rows
-            bins[index].tokens += piece.tokens - shared[index]
-        else:
-            bins.append(piece)
-    return sorted(bins, key=lambda piece: -piece.tokens)
-
-
-def _padded(rows: Sequence[tuple[int, int]], budget: int) -> list[_Piece]:
+def _padded(rows: Sequence[tuple[int, int]], budget: int) -> list[Piece]:
     """Padded micro-batches of rows and their lengths, longest rows first."""
-    bins: list[_Piece] = []
+    bins: list[Piece] = []
     longest = 0
     for row, length in sorted(rows, key=lambda each: -each[1]):
         if not bins or bins[-1].tokens + longest > budget:
-            bins.append(_Piece([], 0, NO_ATOMS))
+            bins.append(Piece([], 0))
             longest = length
         bins[-1].rows.append(row)
         bins[-1].tokens += longest
@@ -170,10 +145,7 @@ def pack(samples: Sequence[Sample], plan: MicroBatchPlan, family: Family) -> Pac
     rows = [samples[row] for row in plan.rows]
     if plan.layout == "padded":
         return Packed(collate(rows, family), _trained_indices(rows, _padded_paths(rows)))
-    shared = [0] * len(rows)
-    if plan.layout == "tree":
-        shared = prefix_tree.shared_lengths(prefix_tree.atoms_of(rows, family.image_token_id))
-    tree = prefix_tree.build_tree(rows, shared, family)
+    tree = prefix_tree.build_tree(rows, plan.shared or [0] * len(rows), family)
     indices = _trained_indices(rows, tree.paths)
     targets = _marked(indices, (1, len(tree)))
     ends, parents = (torch.from_numpy(values)[None] for values in (tree.ends, tree.parents))

@@ -8,14 +8,16 @@ end[key]``. Images are compared by content: two rows share an image's tokens onl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 
-from vlmrl.model.families.base import Family
+from vlmrl.families.base import Family
 from vlmrl.multimodal.renderer import image_spans
 from vlmrl.types import MediaItem, Sample
 
@@ -42,62 +44,90 @@ class Tree:
 def build_tree(rows: Sequence[Sample], shared: Sequence[int], family: Family) -> Tree:
     """One tree, or several side by side.
 
-    ``shared[i]`` is the length of the prefix that row i shares with the row before it: :func:`shared_lengths` of rows sorted by
-    :func:`in_order`, or zeros to share nothing.
+    ``shared[i]`` is the length of the prefix that row i shares with the row before it: :meth:`PrefixOrder.shared_lengths` of sorted
+    rows, or zeros to share nothing. Only what is new in a row is computed.
     """
-    token_ids: list[np.ndarray] = []
-    positions: list[torch.Tensor] = []
+    token_ids: list[int] = []
+    new_positions: list[torch.Tensor] = []
     parents: list[np.ndarray] = []
     paths: list[np.ndarray] = []
     media: list[MediaItem] = []
-    size = 0
+    path, positions, starts = np.empty(0, dtype=np.int64), torch.empty(3, 0, dtype=torch.long), list[int]()
     for sample, known in zip(rows, shared, strict=True):
-        ids = np.array(sample.token_ids, dtype=np.int64)
-        new = np.arange(size, size + len(ids) - known)
-        path = np.concatenate([paths[-1][:known], new]) if known else new
-        token_ids.append(ids[known:])
-        positions.append(family.positions(sample.token_ids, sample.media)[0][:, known:])
-        parents.append(np.concatenate([[-1], path[:-1]])[known:])
-        spans = image_spans(sample.token_ids, family.image_token_id, sample.media)
-        media += [item for item, (start, _) in zip(sample.media, spans, strict=True) if start >= known]
+        new_ids = sample.token_ids[known:]
+        del starts[bisect_left(starts, known) :]  # of the images in the shared prefix
+        new_media = sample.media[len(starts) :]
+        starts += [known + start for start, _ in image_spans(new_ids, family.image_token_id, new_media)]
+        media += new_media
+        own = np.arange(len(token_ids), len(token_ids) + len(new_ids))
+        path = np.concatenate([path[:known], own])
+        parents.append(np.concatenate([[-1], path])[known:-1])
+        next_position = int(positions[:, known - 1].max()) + 1 if known else 0
+        new_positions.append(family.positions(new_ids, new_media, next_position)[0])
+        positions = torch.cat([positions[:, :known], new_positions[-1]], 1)
+        token_ids += new_ids
         paths.append(path)
-        size += len(new)
-    ends = np.arange(1, size + 1)
+    ends = np.arange(1, len(token_ids) + 1)
     for path in paths:  # in layout order, so that the last row that has a token sets its end
         ends[path] = path[-1] + 1
-    return Tree(np.concatenate(token_ids), torch.cat(positions, 1), np.concatenate(parents), ends, paths, media)
+    return Tree(np.array(token_ids), torch.cat(new_positions, 1), np.concatenate(parents), ends, paths, media)
 
 
-def cut(atoms: Sequence[np.ndarray], ordered: Sequence[int], budget: int) -> list[tuple[list[int], int]]:
-    """Cut ``ordered`` rows into parts whose trees have at most ``budget`` tokens. Returns each part with its number of tokens.
+class PrefixOrder:
+    """Rows sorted by their atoms: rows with a common prefix are adjacent, and a row precedes the rows that it is a prefix of.
 
-    Of all such cuts this one has the fewest tokens in total, and then the fewest parts. Only a single row that is longer than the
-    budget exceeds it.
+    All comparisons of atoms happen here, once: the prefix that two rows share is the least that neighbours between them share.
     """
-    lengths = [len(atoms[row]) for row in ordered]
-    shared = shared_lengths([atoms[row] for row in ordered])
-    # For each number of rows: the tokens and parts of their best cut, and the first row of its last part.
-    best: list[tuple[int, int, int]] = [(0, 0, 0)]
-    for last in range(len(ordered)):
-        size, ways = 0, []
-        for first in range(last, -1, -1):
-            if first < last and size + lengths[first] > budget:
-                break
-            ways.append((best[first][0] + size + lengths[first], best[first][1] + 1, first))
-            size += lengths[first] - shared[first]
-        best.append(min(ways))
+
+    def __init__(self, atoms: Sequence[np.ndarray]) -> None:
+        self.lengths = [len(row) for row in atoms]
+        keys = [row.astype(">i8").tobytes() for row in atoms]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        self._rank = {row: rank for rank, row in enumerate(order)}
+        self._shared = np.array([0, *(shared_length(atoms[a], atoms[b]) for a, b in pairwise(order))])
+
+    def sort(self, rows: Iterable[int]) -> list[int]:
+        return sorted(rows, key=self._rank.__getitem__)
+
+    def shared_lengths(self, ordered: Sequence[int]) -> list[int]:
+        """The length of the common prefix of each of the sorted rows and the row before it; 0 for the first."""
+        ranks = [self._rank[row] for row in ordered]
+        shared = np.minimum.reduceat(self._shared[: ranks[-1] + 1], [0, *(rank + 1 for rank in ranks[:-1])])
+        return [0, *shared[1:].tolist()]
+
+
+def cut(order: PrefixOrder, rows: Sequence[int], budget: int) -> list[tuple[list[int], int]]:
+    """Cut rows into parts whose trees have at most ``budget`` tokens. Returns each part, sorted, with its number of tokens.
+
+    Of all such cuts of the sorted rows this one has the fewest tokens in total, and then the fewest parts. Only a single row that is
+    longer than the budget exceeds it.
+    """
+    ordered = order.sort(rows)
+    shared = order.shared_lengths(ordered)
+    new = [order.lengths[row] - known for row, known in zip(ordered, shared, strict=True)]
+    sums = [0, *accumulate(new)]  # rows first to last - 1 have sums[last] - sums[first] + shared[first] tokens
+    best = [
+        (0, 0, 0)
+    ]  # for each number of rows: the tokens and parts of their best cut, and the first row of its last part
+    ways: deque[tuple[int, int, int]] = (
+        deque()
+    )  # first rows of a last part, best first; a later and better one replaces others
+    for last in range(1, len(sums)):
+        first = last - 1
+        way = (best[first][0] - sums[first] + shared[first], best[first][1] + 1, first)
+        while ways and ways[-1] > way:
+            ways.pop()
+        ways.append(way)
+        while ways[0][2] < first and sums[last] - sums[ways[0][2]] + shared[ways[0][2]] > budget:
+            ways.popleft()
+        best.append((ways[0][0] + sums[last], *ways[0][1:]))
     parts: list[tuple[list[int], int]] = []
     stop = len(ordered)
     while stop:
         first = best[stop][2]
-        parts.append((list(ordered[first:stop]), best[stop][0] - best[first][0]))
+        parts.append((ordered[first:stop], best[stop][0] - best[first][0]))
         stop = first
     return parts[::-1]
-
-
-def in_order(atoms: Sequence[np.ndarray], rows: Sequence[int]) -> list[int]:
-    """``rows`` sorted by their atoms: rows with a common prefix are adjacent, and a row precedes the rows that it is a prefix of."""
-    return sorted(rows, key=lambda row: atoms[row].astype(">i8").tobytes())
 
 
 def atoms_of(samples: Sequence[Sample], image_token_id: int | None) -> list[np.ndarray]:
@@ -117,11 +147,6 @@ def atoms_of(samples: Sequence[Sample], image_token_id: int | None) -> list[np.n
             atoms[start:end] = -1 - firsts[item.id] - np.arange(item.num_tokens)
         found.append(atoms)
     return found
-
-
-def shared_lengths(atoms: Sequence[np.ndarray]) -> list[int]:
-    """The length of the common prefix of each row and the row before it; 0 for the first."""
-    return [0, *(shared_length(one, other) for one, other in pairwise(atoms))]
 
 
 def shared_length(a: np.ndarray, b: np.ndarray) -> int:

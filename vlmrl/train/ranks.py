@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeVar
 
 import torch
@@ -76,5 +77,5 @@ class MetricAccumulator:
         """The numbers of all micro-batches, by one copy from the device."""
         if not self._scalars:
             return {}
-        numbers = torch.stack([value.double() for values in self._scalars.values() for value in values]).tolist()
-        return {name: [numbers.pop(0) for _ in values] for name, values in self._scalars.items()}
+        numbers = iter(torch.stack([value.double() for values in self._scalars.values() for value in values]).tolist())
+        return {name: list(islice(numbers, len(values))) for name, values in self._scalars.items()}

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
+from vlmrl.multimodal.pixel_memory import PixelMemory
 from vlmrl.multimodal.pixels import NoPixels
 from vlmrl.types import MediaItem, Sample
 
@@ -94,9 +95,13 @@ class SampleMessage:
 
 
 class SampleCache:
-    """The rows and images that the other ranks have under torchrun. Rank 0 and the others drop the same ones after the same call."""
+    """The rows and images that the other ranks have under torchrun. Rank 0 and the others drop the same ones after the same call.
 
-    def __init__(self) -> None:
+    ``memory`` holds the pixels of images that arrive.
+    """
+
+    def __init__(self, memory: PixelMemory | None = None) -> None:
+        self._memory = memory or PixelMemory()
         self.rows = RowCache()
         self.images: Images = {}
         self._ranks_with: dict[str, set[int]] = {}  # on rank 0: the ranks that have an image's pixels
@@ -115,7 +120,8 @@ class SampleCache:
     def unpack(self, message: SampleMessage, images: Images) -> list[Sample]:
         """The samples of a message, with the whole images that came for this rank. Called on the other ranks."""
         rows = self.rows.unpack(message.rows)
-        self._keep(message.new_images | images)
+        held = {name: replace(item, pixels=self._memory.hold(item.pixels.read())) for name, item in images.items()}
+        self._keep(message.new_images | held)
         return with_images(rows, self.images)
 
     def forget(self) -> None:

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from vlmrl.algos import CORRECTIONS, KL, LOSSES, REDUCTIONS, LossInputs, look_up
+from vlmrl.algos import KL, LossInputs, choose, choose_all
 from vlmrl.algos.corrections import mismatch
 from vlmrl.config import Algo, Optim
+from vlmrl.config.fields import short_name
 from vlmrl.model.lora import named_adapters, named_weights
 from vlmrl.model.policy import Policy, TokenScores
 from vlmrl.train.checkpoint import (
@@ -73,7 +74,7 @@ class StepOutput:
 
 
 class Trainer:
-    """Updates ``policy`` with one loss of :data:`vlmrl.algos.LOSSES`.
+    """Updates ``policy`` with the loss, the corrections and the reduction of ``spec.algo``.
 
     ``reference`` is a frozen policy, required if ``algo.kl_coef`` is above 0. With several ``ranks``, every rank calls every
     method with the same arguments and gets the same results.
@@ -94,8 +95,9 @@ class Trainer:
         self._ranks = ranks or Ranks()
         self._algo = algo
         self._optim = optim
-        self._loss = look_up("algo.loss", algo.loss, LOSSES)
-        self._reduction = look_up("algo.reduction", algo.reduction, REDUCTIONS)
+        self._loss = choose(algo, "loss")
+        self._reduction = choose(algo, "reduction")
+        self._corrections = dict(zip(map(short_name, algo.corrections), choose_all(algo, "corrections"), strict=True))
         self._layout = _layout(policy, spec.share_prefixes)
         self._replay_routing = spec.replay_routing and policy.routing is not None
         self._weights = MasterWeights(policy)
@@ -174,7 +176,7 @@ class Trainer:
         device, ranks = self.policy.device, self._ranks
         mask = per_token(samples, lambda sample: sample.loss_mask)
         tokens, mask = float(mask.sum()), to_device(mask, device)
-        weights = self._reduction(mask, [s.group_id for s in samples], **self._algo.reduction_options)
+        weights = self._reduction(mask, [s.group_id for s in samples])
         before = torch.zeros_like(mask)
         total, accumulator, check = torch.zeros((), device=device), MetricAccumulator(), FiniteCheck()
         self.policy.train()
@@ -188,22 +190,28 @@ class Trainer:
             check.add(own, inputs)
             per_token_loss, metrics = self._per_token_loss(inputs, scores, old)
             loss = (per_token_loss * weights[rows, :length] * counts).sum()
-            (loss * ranks.size).backward()  # ranks average gradients, so this makes their sum
+            if loss.requires_grad:  # not of text alone where only the vision tower is trained
+                (loss * ranks.size).backward()  # ranks average gradients, so this makes their sum
             total += loss.detach()
             for name, value in metrics.items():
                 accumulator.add(name, value, inputs.loss_mask * counts)
             if counts:
                 before[rows, :length] = old
-        try:
-            check.refuse_infinite()
-        except ValueError:
-            self.optimizer.zero_grad(set_to_none=True)  # it is not finite either, and the next step would add to it
-            raise
+        self._refuse_infinite(check)
         before = ranks.sum(before)
         means = accumulator.result(tokens, ranks, device)
         if "mismatch/k1" in means:  # the exponential of the mean, not the mean of the micro-batches' exponentials
             means["mismatch/perplexity_ratio"] = float(np.exp(means["mismatch/k1"]))
         return {"loss": float(ranks.sum(total)), "tokens": tokens, **means, **self._apply_gradient()}, before
+
+    def _refuse_infinite(self, check: FiniteCheck) -> None:
+        """Raise ValueError on every rank if one found a logprob that is not finite: the others would wait for it in a collective."""
+        error, device = check.error(), self.policy.device if self._ranks.size > 1 else torch.device("cpu")
+        if self._ranks.max(torch.tensor(float(error is not None), device=device)):
+            self.optimizer.zero_grad(set_to_none=True)  # it is not finite either, and the next step would add to it
+            raise ValueError(
+                error or "another rank found a logprob that is not finite: its error names the trajectory."
+            )
 
     def _per_token_loss(
         self, inputs: LossInputs, scores: TokenScores, before: torch.Tensor
@@ -213,13 +221,13 @@ class Trainer:
         ``before``: as in :meth:`_loss_inputs`.
         """
         algo = self._algo
-        outputs = self._loss(inputs, **algo.loss_options)
+        outputs = self._loss(inputs)
         per_token_loss, metrics = outputs.per_token, {**outputs.metrics, "entropy": scores.entropy}
         probabilities = (before, inputs.rollout_logprobs, inputs.loss_mask)
         if algo.corrections or algo.old_policy == "rollout":
             metrics |= {f"mismatch/{name}": value for name, value in mismatch(*probabilities).items()}
-        for name in algo.corrections:
-            factors, extra = CORRECTIONS[name](*probabilities, **algo.options_of(name))
+        for name, correct in self._corrections.items():
+            factors, extra = correct(*probabilities)
             per_token_loss = per_token_loss * factors
             metrics |= {f"correction/{name}/{key}": value for key, value in extra.items()}
         if inputs.ref_logprobs is not None:
@@ -397,7 +405,7 @@ def _layout(policy: Policy, share_prefixes: bool) -> Layout:
     """The layout of micro-batches that the model's family allows. On a CPU, padded rows are cheaper than packed ones."""
     if share_prefixes and policy.family.may_share:
         return "tree"
-    return "packed" if policy.family.may_pack and policy.device.type != "cpu" else "padded"
+    return "packed" if policy.family.may_share and policy.device.type != "cpu" else "padded"
 
 
 def _over_steps(name: str, values: list[float]) -> float:

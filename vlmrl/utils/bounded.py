@@ -92,14 +92,14 @@ class BoundedFunction:
             except IndexError:
                 worker = _Worker(function, cpu_seconds, memory_mb, timeout)
             try:
-                reply = worker.call(args, timeout)
+                response = worker.call(args, timeout)
             except BaseException:
                 worker.kill()
                 raise
             self._idle.append(worker)
-        if "error" in reply:
-            raise RuntimeError(f"{function}: {reply['error']}")
-        return reply["result"]
+        if "error" in response:
+            raise RuntimeError(f"{function}: {response['error']}")
+        return response["result"]
 
     def close(self) -> None:
         """End the idle processes. A later call starts new ones."""
@@ -147,8 +147,8 @@ class _Worker:
                 line = line[self._process.stdin.write(line) :]
         except BrokenPipeError:
             raise self._death() from None
-        reply: dict[str, Any] = self._read(timeout)
-        return reply
+        response: dict[str, Any] = self._read(timeout)
+        return response
 
     def kill(self) -> None:
         self._process.kill()

@@ -24,34 +24,34 @@ def serve(function: str, cpu_seconds: float, memory_mb: int, timeout: float) -> 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     for limit in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(limit, signal.SIG_DFL)  # it may have been ignored there
-    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    responses = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what the function prints must not be read as a result
     try:
         call = _load(function)
     except Exception as error:
-        return _write(replies, {"error": f"importing it raised {type(error).__name__}: {error}"[:2000]})
+        return _write(responses, {"error": f"importing it raised {type(error).__name__}: {error}"[:2000]})
     _limit_memory(memory_mb)
-    _write(replies, {})
+    _write(responses, {})
     for line in sys.stdin.buffer:
         arguments = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # then the kernel ends this process, whatever it is doing
         signal.setitimer(signal.ITIMER_REAL, timeout + LATE_SECONDS)  # and a call that only waits
         try:
-            reply = {"result": call(*arguments)}
-            json.dumps(reply)
+            response = {"result": call(*arguments)}
+            json.dumps(response)
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
         except Exception as error:
-            reply = {"error": f"{type(error).__name__}: {error}"[:2000]}
+            response = {"error": f"{type(error).__name__}: {error}"[:2000]}
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _write(replies, reply)
+        _write(responses, response)
 
 
-def _write(replies: Any, reply: dict[str, Any]) -> None:
-    line = json.dumps(reply).encode() + b"\n"
+def _write(responses: Any, response: dict[str, Any]) -> None:
+    line = json.dumps(response).encode() + b"\n"
     while line:
-        line = line[replies.write(line) :]
+        line = line[responses.write(line) :]
 
 
 def _load(function: str) -> Callable[..., Any]:

@@ -1,103 +1,227 @@
-"""HTTP requests to services: which failures are retried, and how long the pauses between attempts are.
+"""HTTP requests to services: one client, which failures are retried, and how long the pauses between attempts are.
 
-retrying(patience=30.0)(post_json, client, url, body)     # the reply's JSON; RetryableError after 30 s of failures
+    client = HttpClient(timeout=10.0)
+    retrying(patience=30.0)(client.post_json, url, body)     # the response's JSON; RetryableError after 30 s of failures
+
+All requests of a process run in one event loop (:func:`http_loop`) with one pool of connections. Proxies are those of the environment.
 """
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import json
 import math
 import random
-import time
 from collections.abc import Mapping
-from typing import Any
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+from functools import cache
+from io import BytesIO
+from typing import Any, NamedTuple
+from urllib.request import getproxies, proxy_bypass
 
-import httpx
+import aiohttp
 import tenacity
+from yarl import URL
+
+from vlmrl.utils.threads import LoopThread
+from vlmrl.utils.work_pool import shared_loop
 
 FIRST_PAUSE = 0.25  # seconds; each further pause is twice as long
-REPLY_LIMIT = 256 * 2**20  # bytes of one reply, decompressed
+RESPONSE_LIMIT = 256 * 2**20  # bytes of one response
+BAD_ADDRESS = (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError, ValueError)
 
 
 class RetryableError(Exception):
-    """A failure that another attempt may not meet: no connection, a timeout, status 429 or 5xx, an unusable reply."""
+    """A failure that another attempt may not meet: no connection, a timeout, status 429 or 5xx, an unusable response.
+
+    ``after``: the seconds that the server asks to wait before the next attempt.
+    """
+
+    def __init__(self, reason: str, after: float = 0.0) -> None:
+        super().__init__(reason)
+        self.after = after
 
 
 class RefusedError(Exception):
-    """A reply that another attempt would meet again: a ``status`` other than 200, 429 and 5xx, or a body that cannot be used."""
+    """A response that another attempt would meet again: a ``status`` other than 200, 429 and 5xx, or a body that cannot be used."""
 
     def __init__(self, reason: str, status: int | None = None) -> None:
         super().__init__(reason)
         self.status = status
 
 
-def http_client(timeout: float, headers: Mapping[str, str] | None = None) -> httpx.Client:
-    """A client for any number of threads and connections. ``timeout`` is in seconds."""
-    return httpx.Client(timeout=timeout, headers=headers, limits=httpx.Limits(max_connections=None))
+class HttpResponse(NamedTuple):
+    """The status, the body and the headers of a response."""
+
+    status: int
+    body: bytes
+    headers: Mapping[str, str]
 
 
-def send_json(
-    client: httpx.Client,
+class HttpClient:
+    """Requests that block the calling thread, for any number of threads.
+
+    ``timeout``, in seconds, limits the time to connect and between two parts of a response. ``headers`` go with each request.
+    Without ``proxies`` the environment's are not used.
+    """
+
+    def __init__(self, timeout: float, headers: Mapping[str, str] | None = None, *, proxies: bool = True) -> None:
+        self.timeout = timeout
+        self.headers = dict(headers or {})
+        self._proxies = proxies
+        self._pending: set[Future[HttpResponse]] = set()
+        self._aborted = False
+
+    def send(
+        self, method: str, url: str, body: Mapping[str, Any] | None = None, *, seconds: float | None = None
+    ) -> tuple[int, bytes]:
+        """One request with a JSON body, if there is one: the status and the body of the response. Redirects are not followed.
+
+        The whole response may take ``seconds``, by default ``timeout``.
+
+        Raises:
+            RetryableError: no connection, no whole response in time, or one of more than RESPONSE_LIMIT bytes.
+            RefusedError: no valid address.
+            ValueError: the body holds what JSON lacks, such as NaN.
+            ConnectionAbortedError: :meth:`abort` was called.
+        """
+        aborted = ConnectionAbortedError(f"{url}: the request was aborted")
+        if self._aborted:
+            raise aborted
+        content = None if body is None else json.dumps(body, allow_nan=False).encode()
+        headers = self.headers if body is None else self.headers | {"Content-Type": "application/json"}
+        times = aiohttp.ClientTimeout(total=seconds or self.timeout, sock_connect=self.timeout, sock_read=self.timeout)
+        sending = send_request(method, URL(url), content, headers, times, proxies=self._proxies)
+        future = asyncio.run_coroutine_threadsafe(sending, http_loop().loop)
+        self._pending.add(future)
+        if self._aborted:  # before the future was pending
+            future.cancel()
+        try:
+            response = future.result()
+            return response.status, response.body
+        except CancelledError:
+            raise aborted from None
+        finally:
+            future.cancel()  # after an interrupt
+            self._pending.discard(future)
+
+    def post_json(self, url: str, body: Mapping[str, Any]) -> Any:
+        """One request with a JSON body, and the JSON of its response.
+
+        Raises:
+            RetryableError: no response, or status 429 or 5xx.
+            RefusedError: any other status but 200.
+            ValueError: the response is not JSON.
+        """
+        status, response = self.send("POST", url, body)
+        if status == 429 or status >= 500:
+            raise RetryableError(f"{status} {excerpt(response, 200)}")
+        if status != 200:
+            raise RefusedError(f"{status} {excerpt(response, 300)}", status)
+        return parse_json(response)
+
+    def abort(self) -> None:
+        """End all requests in flight and all later ones. May be called in any thread."""
+        self._aborted = True
+        for future in list(self._pending):
+            future.cancel()
+
+
+async def send_request(
     method: str,
-    url: str,
-    body: Mapping[str, Any] | None = None,
-    limit: int = REPLY_LIMIT,
+    url: URL,
+    content: bytes | None,
+    headers: Mapping[str, str],
+    times: aiohttp.ClientTimeout,
     *,
-    seconds: float | None = None,
-) -> tuple[int, bytes]:
-    """One request with a JSON body, if there is one: the status and the body of the reply.
-
-    The whole reply may take ``seconds``, by default the client's timeout, which always limits the time between two parts of it.
-
-    Raises:
-        httpx.TransportError: no connection, no whole reply in time, or a reply of more than ``limit`` bytes.
-        ValueError: the body holds what JSON lacks, such as NaN.
-    """
-    content = None if body is None else json.dumps(body, allow_nan=False).encode()
-    headers = {} if body is None else {"Content-Type": "application/json"}
-    seconds = seconds or client.timeout.read or math.inf
-    deadline = time.monotonic() + seconds
-    received = bytearray()
-    with client.stream(method, url, content=content, headers=headers) as response:
-        for chunk in response.iter_bytes():
-            received += chunk
-            if len(received) > limit:
-                raise httpx.ReadError(f"the reply has more than {limit} bytes")
-            if time.monotonic() > deadline:
-                raise httpx.ReadTimeout(f"no whole reply in {seconds:g} s")
-    return response.status_code, bytes(received)
-
-
-def post_json(client: httpx.Client, url: str, body: Mapping[str, Any]) -> Any:
-    """One request with a JSON body, and the JSON of its reply.
-
-    Raises:
-        RetryableError: a transport error, or status 429 or 5xx.
-        RefusedError: any other status but 200.
-        ValueError: the reply is not JSON.
-    """
+    proxies: bool = True,
+) -> HttpResponse:
+    """One request, to be sent in :func:`http_loop`. Redirects are not followed. Raises as :meth:`HttpClient.send`."""
+    data = None if content is None else BytesIO(content)  # sent in parts: it may have the size of a bucket of weights
+    options: dict[str, Any] = {"data": data, "headers": headers, "timeout": times, "allow_redirects": False}
     try:
-        status, reply = send_json(client, "POST", url, body)
-    except httpx.TransportError as error:
+        if proxies:
+            options |= proxy_of(url)
+        async with _shared_session().request(method, url, **options) as response:
+            received = await read_at_most(response, RESPONSE_LIMIT)
+    except BAD_ADDRESS as error:
+        raise RefusedError(f"{url} is no http address") from error
+    except (aiohttp.ClientError, OSError) as error:
+        if type(error) is TimeoutError:
+            raise RetryableError(f"no whole response in {times.total:g} s") from error
         raise RetryableError(f"{type(error).__name__}: {error}") from error
-    if status == 429 or status >= 500:
-        raise RetryableError(f"{status} {excerpt(reply, 200)}")
-    if status != 200:
-        raise RefusedError(f"{status} {excerpt(reply, 300)}", status)
-    return parse_json(reply)
+    if received is None:
+        raise RetryableError(f"the response has more than {RESPONSE_LIMIT} bytes")
+    return HttpResponse(response.status, received, response.headers)
 
 
-def parse_json(reply: bytes) -> Any:
-    """The JSON of a reply. Raises ValueError, also for one that is nested too deeply."""
+async def read_at_most(response: aiohttp.ClientResponse, limit: int) -> bytes | None:
+    """The body of a response; None, without the rest of it, if it has more than ``limit`` bytes."""
+    received = bytearray()
+    async for part in response.content.iter_any():
+        received += part
+        if len(received) > limit:
+            return None
+    return bytes(received)
+
+
+def http_loop() -> LoopThread:
+    """The process's event loop for requests that it makes."""
+    return shared_loop("http")
+
+
+def new_session(connector: aiohttp.TCPConnector | None = None) -> aiohttp.ClientSession:
+    """A session for any number of connections, without cookies, that asks for bodies as they are: without compression.
+
+    It is closed when the process ends. To be called in :func:`http_loop`.
+    """
+    session = aiohttp.ClientSession(
+        connector=connector or aiohttp.TCPConnector(limit=0),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        headers={"Accept-Encoding": "identity"},
+        auto_decompress=False,
+    )
+    _SESSIONS.append(session)
+    return session
+
+
+@cache
+def _shared_session() -> aiohttp.ClientSession:
+    return new_session()
+
+
+_SESSIONS: list[aiohttp.ClientSession] = []
+
+
+@atexit.register
+def _close_sessions() -> None:
+    for session in _SESSIONS:
+        with suppress(TimeoutError):
+            http_loop().wait(session.close(), 1.0)
+
+
+def proxy_of(url: URL) -> dict[str, Any]:
+    """The options of a request to an address: the proxy that the environment names for it, if any."""
+    proxies = getproxies()
+    proxy = None if not proxies or proxy_bypass(url.host or "") else proxies.get(url.scheme, proxies.get("all"))
+    if proxy is None:
+        return {}
+    return {"proxy": URL(proxy).with_user(None), "proxy_auth": aiohttp.BasicAuth.from_url(URL(proxy))}
+
+
+def parse_json(response: bytes) -> Any:
+    """The JSON of a response. Raises ValueError, also for one that is nested too deeply."""
     try:
-        return json.loads(reply)
+        return json.loads(response)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the reply is not JSON: {excerpt(reply, 100)!r}") from error
+        raise ValueError(f"the response is not JSON: {excerpt(response, 100)!r}") from error
 
 
-def excerpt(reply: bytes, length: int) -> str:
-    """The start of a reply, for messages."""
-    return reply[:length].decode(errors="replace")
+def excerpt(response: bytes, length: int) -> str:
+    """The start of a response, for messages."""
+    return response[:length].decode(errors="replace")
 
 
 def retrying(
@@ -106,7 +230,8 @@ def retrying(
     """Calls a function again after each RetryableError; raises the last one when no attempt is left.
 
     Pauses double from 0.25 s up to ``longest_pause`` and are shortened at random by up to half, so that many clients do not
-    return at the same moment. No pause begins that could end later than ``patience`` seconds after the first attempt.
+    return at the same moment; a longer one that the server asks for is kept. No pause begins that could end later than ``patience``
+    seconds after the first attempt.
     """
     return tenacity.Retrying(**_rules(attempts, patience, longest_pause))
 
@@ -119,15 +244,19 @@ def async_retrying(
 
 
 def _rules(attempts: float, patience: float, longest_pause: float) -> dict[str, Any]:
-    pause = tenacity.wait_exponential(multiplier=FIRST_PAUSE, max=longest_pause)
+    growing = tenacity.wait_exponential(multiplier=FIRST_PAUSE, max=longest_pause)
+
+    def wanted(state: tenacity.RetryCallState) -> float:
+        error = None if state.outcome is None else state.outcome.exception()
+        return error.after if isinstance(error, RetryableError) else 0.0
 
     def stop(state: tenacity.RetryCallState) -> bool:
         waited = state.seconds_since_start or 0.0
-        return state.attempt_number >= attempts or waited + pause(state) > patience
+        return state.attempt_number >= attempts or waited + max(growing(state), wanted(state)) > patience
 
     return {
         "retry": tenacity.retry_if_exception_type(RetryableError),
-        "wait": lambda state: pause(state) * random.uniform(0.5, 1.0),
+        "wait": lambda state: max(growing(state) * random.uniform(0.5, 1.0), wanted(state)),
         "stop": stop,
         "reraise": True,
     }

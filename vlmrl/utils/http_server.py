@@ -1,29 +1,52 @@
-"""What vlmrl's HTTP servers share: their address, their token, and limits on a request's body."""
+"""What vlmrl's HTTP servers share: their address, whom they answer, limits on a request's body, and how an app is served.
+
+    app = guarded(create_my_app(), token=None, max_body=2**20)
+    run_server(app, Binding("127.0.0.1", 8100, None, 2**20, "MY_TOKEN"), "it serves")    # until Ctrl-C
+    server = ServerThread(app, open_port("127.0.0.1", 0), "mine")                          # until server.close()
+
+All are applications of aiohttp. A server without a token listens on the loopback address only, and answers no request for another
+host's name: a web page elsewhere whose name was pointed at 127.0.0.1 (DNS rebinding) reads nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import logging
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, MutableMapping
-from contextlib import suppress
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
-from vlmrl.config.code import import_extra
-from vlmrl.config.fields import require
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from vlmrl.utils.require import require
+from vlmrl.utils.threads import LoopThread
 from vlmrl.utils.tokens import bearer_token, is_loopback
 
+BODY = web.RequestKey("body", bytes)  # of a request that a guard has let in
 BODY_SECONDS = 120.0  # in which the whole body of a request must arrive
-# An idle connection stays open for longer than clients keep it (httpx: 5 s), or a request could meet its end on the way.
-KEEP_ALIVE_SECONDS = 75
+# An idle connection stays open for longer than clients keep it, or a request could meet its end on the way. The headers of a request
+# must arrive in this time, too.
+KEEP_ALIVE_SECONDS = 75.0
+GRACE_SECONDS = 5.0  # at the end, for responses that are being made
+LINGER_SECONDS = 2.0  # for a body that is refused: a client that still sends it would not read why
 
-AsgiEvent = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[AsgiEvent]]
-Send = Callable[[AsgiEvent], Awaitable[None]]
-Scope = MutableMapping[str, Any]
-RefuseRequest = Callable[[Scope, Send, int, str], Awaitable[None]]
+log = logging.getLogger(__name__)
+_HTTP_ERRORS = logging.getLogger(f"{__name__}.protocol")  # of aiohttp: requests that are no HTTP, with tracebacks
+_HTTP_ERRORS.setLevel(logging.CRITICAL)
+_OPTIONS: dict[str, Any] = {
+    "access_log": None,
+    "logger": _HTTP_ERRORS,
+    "handler_cancellation": True,  # a handler ends when its client has left
+    "shutdown_timeout": GRACE_SECONDS,
+    "lingering_time": LINGER_SECONDS,
+    "auto_decompress": False,  # a body's limit is that of its bytes as sent
+}
 
 
 @dataclass(frozen=True)
@@ -56,130 +79,167 @@ class Binding:
 
     def url(self, path: str = "") -> str:
         """The address, for people to read; it says if a token is required."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}{path}" + (" (requires a token)" if self.token else "")
+        return url_of(self.host, self.port) + path + (" (requires a token)" if self.token else "")
+
+    def open_port(self) -> socket.socket:
+        """Listen. Raises ValueError if the port is in use or cannot be opened."""
+        try:
+            return open_port(self.host, self.port)
+        except OSError as error:
+            reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror or error})"
+            raise ValueError(f"--port {self.port} of --host {self.host} {reason}: choose another one.") from error
 
 
-class RequestGuard:
-    """An ASGI app that answers 401, 408 or 413 itself, and passes every other request on to ``app`` with its whole body.
+class BodyError(Exception):
+    """A request's body that is too large (``status`` 413), too slow (408) or malformed (400)."""
 
-    With a ``token``, a request must have the header ``Authorization: Bearer TOKEN``; it is refused before its body is read. A body
-    may have ``max_body`` bytes, which ``setting`` limits, and take ``seconds`` to arrive. ``refuse`` sends an answer of its own.
-    Starlette's own limit on bodies needs 1.6, and has no deadline.
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+async def read_body(
+    request: web.BaseRequest,
+    limit: int,
+    setting: str,
+    seconds: float = BODY_SECONDS,
+    arrived: Callable[[int], None] = lambda size: None,
+) -> bytes:
+    """The body of a request, of at most ``limit`` bytes (which ``setting`` sets), if all of it arrives in ``seconds``.
+
+    ``arrived`` is called with the number of bytes of each part, and may raise. Raises BodyError.
     """
+    too_large = BodyError(413, f"the body has more than {limit} bytes ({setting}).")
+    if (request.content_length or 0) > limit:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.content.iter_any():
+                arrived(len(part))
+                body += part
+                if len(body) > limit:
+                    raise too_large
+    except TimeoutError:
+        raise BodyError(408, f"the body did not arrive in {seconds:g} s.") from None
+    except web.RequestPayloadError as error:
+        raise BodyError(400, f"the body is malformed: {error}") from None
+    return bytes(body)
+
+
+def guarded(
+    app: web.Application,
+    token: str | None,
+    max_body: int,
+    *,
+    seconds: float = BODY_SECONDS,
+    public: Collection[str] = (),
+) -> web.Application:
+    """``app`` with a guard: it answers 401, 403, 408 or 413 itself, and hands each other request on with its body.
+
+    With a ``token``, a request needs the header ``Authorization: Bearer TOKEN`` (but for the ``public`` paths), and is refused before
+    its body is read; without one, its ``Host`` must be a name of the loopback address. A body may have ``max_body`` bytes and take
+    ``seconds`` to arrive; handlers find it as ``request[BODY]``.
+    """
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if token is None and not names_this_machine(request):
+            return _refused(
+                403, "this server answers to 127.0.0.1 and localhost only, as long as it requires no token."
+            )
+        if token is not None and request.path not in public and not _has_token(request, token):
+            return _refused(401, "the token is missing or wrong: send it as `Authorization: Bearer TOKEN`.")
+        try:
+            request[BODY] = await read_body(request, max_body, "--max-body-mib", seconds)
+        except BodyError as error:
+            return _refused(error.status, str(error))
+        try:
+            return await handler(request)
+        except (web.HTTPException, ConnectionError):
+            raise
+        except Exception as error:
+            log.exception("%s %s failed", request.method, request.path)
+            return _refused(500, f"{type(error).__name__}: {error}")
+
+    app.middlewares.append(guard)
+    return app
+
+
+def names_this_machine(request: web.BaseRequest) -> bool:
+    """Whether a request has one ``Host`` header, and that names the loopback address: ``127.0.0.1:8321``."""
+    hosts = request.headers.getall("Host", [])
+    if len(hosts) != 1:
+        return False
+    try:
+        name = urlsplit(f"//{hosts[0]}").hostname
+    except ValueError:
+        return False
+    return name is not None and is_loopback(name)
+
+
+def _has_token(request: web.BaseRequest, token: str) -> bool:
+    headers = request.headers.getall("Authorization", [])
+    scheme, _, given = headers[0].partition(" ") if len(headers) == 1 else ("", "", "")
+    return scheme.lower() == "bearer" and secrets.compare_digest(given.encode(errors="replace"), token.encode())
+
+
+def _refused(status: int, message: str) -> web.Response:
+    response = web.Response(status=status, text=message)
+    response.force_close()
+    return response
+
+
+def run_server(app: web.Application, binding: Binding, announcement: str) -> None:
+    """Open the port, print ``announcement``, and serve an app, guarded, until interrupted.
+
+    Raises ValueError if the port is in use or cannot be opened.
+    """
+    guarded(app, binding.token, binding.max_body)
+    with binding.open_port() as listener:
+        print(announcement, flush=True)
+        serve_on(listener, app)
+
+
+def open_port(host: str, port: int) -> socket.socket:
+    """Listen at an address. Port 0 chooses a free one. Raises OSError if the port is in use or cannot be opened."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=2048)
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Ports of this machine that are free right now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((host, 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def url_of(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve_on(listener: socket.socket, app: web.Application) -> None:
+    """Serve an app on an open port until Ctrl-C or SIGTERM, which end it after the requests that it answers."""
+    web.run_app(app, sock=listener, print=None, keepalive_timeout=KEEP_ALIVE_SECONDS, **_OPTIONS)
+
+
+class ServerThread:
+    """Serves an app on an open port, in an event loop and a thread of its own, until :meth:`close`."""
 
     def __init__(
-        self,
-        app: Any,
-        token: str | None,
-        max_body: int,
-        seconds: float = BODY_SECONDS,
-        *,
-        setting: str = "--max-body-mib",
-        refuse: RefuseRequest | None = None,
+        self, app: web.Application, listener: socket.socket, name: str, keep_alive: float = KEEP_ALIVE_SECONDS
     ) -> None:
-        self.app = app
-        self.token = None if token is None else token.encode()
-        self.max_body = max_body
-        self.seconds = seconds
-        self.setting = setting
-        self._refuse = refuse or _refuse
+        self.thread = LoopThread(name)
+        self._runner = web.AppRunner(app, keepalive_timeout=keep_alive, **_OPTIONS)
+        self.thread.wait(self._start(listener))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-        elif scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})  # none of the servers has websockets
-        elif not self._is_authorized(scope):
-            await self._refuse(
-                scope, send, 401, "the token is missing or wrong: send it as `Authorization: Bearer TOKEN`."
-            )
-        else:
-            try:
-                async with asyncio.timeout(self.seconds):
-                    replayed = _replay(await self._body(scope, receive), receive)
-            except TimeoutError:
-                await self._refuse(scope, send, 408, f"the body did not arrive in {self.seconds:g} s.")
-            except _BodyTooLargeError:
-                await self._refuse(scope, send, 413, f"the body has more than {self.max_body} bytes ({self.setting}).")
-            except _ClientLeftError:
-                pass
-            else:
-                await self.app(scope, replayed, send)
+    async def _start(self, listener: socket.socket) -> None:
+        await self._runner.setup()
+        await web.SockSite(self._runner, listener, backlog=2048).start()
 
-    def _is_authorized(self, scope: Scope) -> bool:
-        if self.token is None:
-            return True
-        headers = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, given = headers[0].partition(b" ") if len(headers) == 1 else (b"", b"", b"")
-        return scheme.lower() == b"bearer" and secrets.compare_digest(given, self.token)
-
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > self.max_body:
-            raise _BodyTooLargeError
-        body = bytearray()
-        while True:
-            event = await receive()
-            if event["type"] == "http.disconnect":
-                raise _ClientLeftError
-            body += event.get("body", b"")
-            if len(body) > self.max_body:
-                raise _BodyTooLargeError
-            if not event.get("more_body", False):
-                return bytes(body)
-
-
-class _BodyTooLargeError(Exception):
-    pass
-
-
-class _ClientLeftError(Exception):
-    pass
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """An ASGI ``receive`` that returns the whole ``body`` first, and keeps it no longer."""
-    first: list[AsgiEvent] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replayed() -> AsgiEvent:
-        return first.pop() if first else await receive()
-
-    return replayed
-
-
-async def _refuse(scope: Scope, send: Send, status: int, message: str) -> None:
-    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": message.encode()})
-
-
-def run_server(app: Any, binding: Binding, extra: str, announcement: str) -> None:
-    """Open the port, print ``announcement``, and serve an ASGI app until interrupted.
-
-    ``extra`` is the extra of vlmrl that installs uvicorn. Raises ValueError if the port is in use or cannot be opened.
-    """
-    guarded = RequestGuard(app, binding.token, binding.max_body)
-    with open_port(binding) as listener:
-        print(announcement, flush=True)
-        serve_on(listener, guarded, extra)
-
-
-def open_port(binding: Binding) -> socket.socket:
-    """Listen at the binding's address. Port 0 chooses a free one. Raises ValueError if the port is in use or cannot be opened."""
-    family = socket.AF_INET6 if ":" in binding.host else socket.AF_INET
-    try:
-        return socket.create_server((binding.host, binding.port), family=family, backlog=2048)
-    except OSError as error:
-        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror or error})"
-        raise ValueError(f"--port {binding.port} of --host {binding.host} {reason}: choose another one.") from error
-
-
-def serve_on(listener: socket.socket, app: Any, extra: str) -> None:
-    """Serve an ASGI app on an open port until interrupted."""
-    uvicorn = import_extra("uvicorn", extra)
-    config = uvicorn.Config(
-        app, log_level="warning", timeout_graceful_shutdown=5, timeout_keep_alive=KEEP_ALIVE_SECONDS
-    )
-    with suppress(KeyboardInterrupt):  # Ctrl-C ends it, after the requests that it answers
-        uvicorn.Server(config).run(sockets=[listener])
+    def close(self) -> None:
+        """End the server after the responses that are being made, and its thread."""
+        self.thread.wait(self._runner.cleanup(), 4 * GRACE_SECONDS)  # aiohttp waits twice, then cancels
+        self.thread.close()

@@ -12,7 +12,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file; ``None`` if there is no such file, or something else in it."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

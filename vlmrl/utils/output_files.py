@@ -48,6 +48,17 @@ def output_errors(path: Path, option: str = "output_dir") -> Iterator[None]:
         ) from error
 
 
+def regular_file(folder: Path, *names: str) -> Path | None:
+    """The regular file ``folder/NAME/...``; ``None`` if it is anything else, or if a name leads to another place: a link, ``..``.
+
+    ``folder`` itself may be a link.
+    """
+    path = folder.joinpath(*names)
+    # Path.resolve raises where links go in circles
+    is_own = os.path.realpath(path) == str(Path(os.path.realpath(folder)).joinpath(*names))
+    return path if is_own and path.is_file() else None
+
+
 def check_writable(path: Path, option: str) -> None:
     """Make the folder of the file ``path``. Raises OutputError, which names ``option``, unless the file can be written."""
     with output_errors(path, option):
@@ -74,14 +85,14 @@ def whole_file(path: Path) -> Iterator[Path]:
             raise
 
 
-def write_whole(path: Path, text: str) -> None:
+def atomic_write(path: Path, text: str) -> None:
     """Write a text file. Raises OutputError."""
     with whole_file(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
 @contextmanager
-def whole_folder(folder: Path, option: str = "output_dir") -> Iterator[Path]:
+def atomic_folder(folder: Path, option: str = "output_dir") -> Iterator[Path]:
     """An empty folder to write to. When the block ends it is flushed to the disk and takes the name ``folder``; an earlier one of
     that name is deleted. After an error nothing is left of it.
 

@@ -1,24 +1,32 @@
 """Weight updates: how the trainer's weights get to the engine.
 
-    update = WeightUpdate(receivers=(receiver,), sender=SENDERS["tensor"], version="run.3", run="run", bucket_bytes=2**29)
-    result = update.send(trainer.named_weights())
+    update = WeightUpdate(receivers=(receiver,), sender=SENDERS["tensor"], version="run.3", bucket_bytes=2**29)
+    result = update.send(policy_weights, SenderState())
 
-A :class:`WeightSender` sends named weights from the process that holds them; each way of sending has a file here and a line in
-:data:`vlmrl.weight_sync.SENDERS`. A :class:`WeightReceiver` is one server's end, made by its backend.
+A :class:`WeightSender` sends named weights from the process that holds them; each way of sending has a line in
+:data:`vlmrl.weight_sync.SENDERS`. :class:`ServerSender` is the base class of ours: buckets, a thread per server, failures, the kept
+copy, aborts. A :class:`WeightReceiver` is one server's end, made by its backend.
 """
 
 from __future__ import annotations
 
-import threading
-import uuid
+import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 
+from vlmrl.utils.threads import DaemonPool
+
+CPU = torch.device("cpu")
 NamedWeights = Iterable[tuple[str, torch.Tensor]]
+
+BUCKET_BYTES = 512 * 2**20
+"""Weights that are sent at once: few calls for a large model, and little of a colocated GPU's memory."""
 
 
 class WeightsRefused(Exception):
@@ -86,7 +94,7 @@ class TransferResult:
 
 
 class WeightSender(Protocol):
-    """Sends named weights to servers, to Ray's engine actors, or to an engine in this process."""
+    """Sends the named weights of one update to its servers."""
 
     def send(self, weights: NamedWeights) -> TransferResult:
         """Iterate over all ``weights`` and send them. Gathering them may be a collective of all ranks, so an abort does not stop
@@ -135,18 +143,28 @@ class WeightReceiver(Protocol):
         ...
 
 
+@dataclass
+class SenderState:
+    """What senders keep from one update of a run to the next. Each process that sends owns one, for as long as its run lasts."""
+
+    kept: tuple[str, list[Bucket]] | None = None
+    """The last weights that no server refused, in host memory, and their version."""
+    gpu: torch.device | None = None
+    """The GPU that the last weights were on."""
+    groups: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    """The process group with each server, by URL: its name on the server, and the group."""
+
+
 @dataclass(frozen=True)
 class WeightUpdate:
-    """One update of servers' weights: all that a sender needs. It must pickle, since the weights may be in another process."""
+    """One update of servers' weights: all that a sender needs. It pickles, for the other trainer ranks."""
 
     receivers: tuple[WeightReceiver, ...]
     """If empty, the weights are only kept for a resend."""
-    sender: Callable[[WeightUpdate], WeightSender]
+    sender: Callable[[WeightUpdate, SenderState], WeightSender]
     """The way of sending: a value of :data:`vlmrl.weight_sync.SENDERS`."""
     version: str
     """The servers' name for these weights."""
-    run: str
-    """Id of the run. The kept weights and open process groups of a process belong to a run."""
     bucket_bytes: int
     dtype: torch.dtype | None = None
     """Wider weights are rounded to it."""
@@ -160,41 +178,164 @@ class WeightUpdate:
     """Keep the weights in host memory, for a resend."""
     by_value: bool = False
     """Send values instead of handles of GPU memory, because a server is not on this process's GPU."""
+    aborted: Future[None] = field(default_factory=Future, repr=False, compare=False)
+    """Done when the update was aborted in this process. A copy made by ``replace`` has the same one, a pickled copy another."""
 
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Id of the transfer. Its parts, which several processes send, share it."""
+    def send(self, weights: NamedWeights, state: SenderState | None = None) -> TransferResult:
+        """Send from this process. :meth:`abort` stops it from another thread. Without a ``state`` nothing is kept for a resend."""
+        sender = self.sender(self, SenderState() if state is None else state)
+        self.aborted.add_done_callback(lambda _: sender.abort())  # at once, if it was aborted before it began
+        return sender.send(weights)
+
+    def abort(self) -> None:
+        """Stop sending. An update that has not begun will send nothing."""
+        with suppress(InvalidStateError):  # aborted before
+            self.aborted.set_result(None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "aborted"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, aborted=Future())
+
+
+Receiver = TypeVar("Receiver", bound=WeightReceiver)
+
+
+class ServerSender(Generic[Receiver]):
+    """Sends one update to all its servers concurrently. A server that fails gets no further buckets.
+
+    This class passes each bucket to :meth:`WeightReceiver.receive`. A subclass overrides :meth:`prepare`, :meth:`deliver` and
+    :meth:`finish`, and names in ``needs`` the receiver protocol that it calls.
+    """
+
+    needs: ClassVar[type] = WeightReceiver
+
+    def __init__(self, update: WeightUpdate, state: SenderState) -> None:
+        self.update = update
+        self.state = state
+        self.failed: dict[str, BaseException] = {}
+        for receiver in update.receivers:
+            if not isinstance(receiver, self.needs):
+                raise ValueError(
+                    f"{type(self).__name__} needs a {self.needs.__name__}, but {receiver.url} has a {type(receiver).__name__}: choose "
+                    "another `sync`."
+                )
+        self.receivers = {receiver.url: cast(Receiver, receiver) for receiver in update.receivers}
+        self._begun: set[str] = set()
+
+    def prepare(self, bucket: Bucket) -> Bucket:
+        """Called once for each bucket. Returns the bucket to deliver, for example on another device."""
+        return bucket
+
+    def to_gpu_of_receivers(self, bucket: Bucket) -> Bucket:
+        """``bucket`` on the trainer's GPU if any server has a GPU; else as it is.
+
+        This thread's current device would be GPU 0, whichever the trainer's is.
+        """
+        if all(receiver.device != "cuda" for receiver in self.receivers.values()):
+            return bucket
+        return bucket.to(self.state.gpu or torch.device("cuda", torch.cuda.current_device()))
+
+    def deliver(self, receiver: Receiver, bucket: Bucket, version: str | None) -> None:
+        """Send a prepared bucket to one server. Runs in a thread per server; ``version`` is given with the last bucket."""
+        self.begin(receiver)
+        receiver.receive(bucket, version)
+
+    def finish(self) -> None:
+        """Called at the end, also after an error."""
+
+    def begin(self, receiver: Receiver) -> None:
+        """Open the update at this server, unless it is open already."""
+        if receiver.url not in self._begun:
+            receiver.begin()
+            self._begun.add(receiver.url)
+
+    def has_begun(self, receiver: Receiver) -> bool:
+        return receiver.url in self._begun
 
     def send(self, weights: NamedWeights) -> TransferResult:
-        """Send from this process. :func:`abort` stops it from another thread."""
-        running = self.id, self.sender(self)
-        with _lock:
-            _running[self.run] = running
-            aborted = self.id in _aborted
-            _aborted.discard(self.id)
+        started = time.perf_counter()
+        keep = self.update.keep and self.update.fill is None
+        kept: list[Bucket] = []
+        size = 0
+        version, sent = self._kept() if self.update.resend else (self.update.version, self._buckets(weights))
+        threads = DaemonPool("weights", max(1, len(self.receivers)))
         try:
-            if aborted:
-                running[1].abort()
-            return running[1].send(weights)
+            for bucket, last in _with_last(sent):
+                size += bucket.flat.nbytes
+                if keep:
+                    kept.append(bucket.to(CPU))
+                self._deliver_to_all(threads, bucket, version if last else None)
         finally:
-            with _lock:
-                if _running.get(self.run) is running:
-                    del _running[self.run]
+            self._end_all(threads)
+            threads.close()
+            self.finish()
+        refused = tuple(url for url, error in self.failed.items() if isinstance(error, WeightsRefused))
+        if keep and not refused:
+            self.state.kept = version, kept
+        failed = {url: str(error) for url, error in self.failed.items()}
+        return TransferResult(size, time.perf_counter() - started, failed, refused)
+
+    def abort(self) -> None:
+        """Called by :meth:`WeightUpdate.abort`, whose ``aborted`` is done then."""
+        for receiver in self.receivers.values():
+            receiver.abort()
+
+    def _kept(self) -> tuple[str, Iterable[Bucket]]:
+        assert self.state.kept is not None, "nothing was sent before a resend"
+        return self.state.kept
+
+    def _buckets(self, weights: NamedWeights) -> Iterator[Bucket]:
+        for bucket in buckets(weights, self.update.bucket_bytes, self.update.dtype):
+            if bucket.flat.is_cuda:
+                self.state.gpu = bucket.flat.device
+            if self.update.fill is not None:
+                bucket.flat.fill_(self.update.fill)
+            yield bucket
+
+    def _deliver_to_all(self, threads: DaemonPool, bucket: Bucket, version: str | None) -> None:
+        receivers = [receiver for url, receiver in self.receivers.items() if url not in self.failed]
+        if receivers:
+            prepared = self.prepare(bucket)
+            self._run_for(threads, receivers, lambda receiver: self.deliver(receiver, prepared, version))
+
+    def _end_all(self, threads: DaemonPool) -> None:
+        """Close the open updates, also after an error: a server with an open update refuses the next."""
+        begun = [receiver for receiver in self.receivers.values() if self.has_begun(receiver)]
+        self._run_for(threads, begun, lambda receiver: receiver.end())
+
+    def _run_for(self, threads: DaemonPool, receivers: list[Receiver], call: Callable[[Receiver], None]) -> None:
+        """Call it for all receivers concurrently, and wait until all have returned or the transfer is aborted."""
+        aborted = self.update.aborted
+        calls = [] if aborted.done() else [threads.submit(call, receiver) for receiver in receivers]
+        for future in calls:
+            wait([future, aborted], return_when=FIRST_COMPLETED)
+        if aborted.done():
+            errors: list[BaseException | None] = [InterruptedError("aborted")] * len(receivers)
+        else:
+            errors = [future.exception() for future in calls]
+        for receiver, error in zip(receivers, errors, strict=True):
+            if error is not None:
+                self.failed.setdefault(receiver.url, error)
 
 
-_lock = threading.Lock()
-_running: dict[str, tuple[str, WeightSender]] = {}  # by run: the update's id, and its sender
-_aborted: set[str] = set()  # ids of updates that were aborted before they began
+class IpcSender(ServerSender[WeightReceiver]):
+    """Weights inside the requests: as handles of GPU memory (CUDA IPC) to a server on the same GPU, otherwise by value.
 
-
-def abort(run: str, update_id: str | None = None) -> None:
-    """Abort the update of ``run`` that this process sends, if there is one.
-
-    With ``update_id``: abort this update alone. If it has not begun, its :meth:`WeightUpdate.send` will send nothing.
+    Receivers serialize a bucket on a GPU as handles, so it stays alive until all servers have answered.
     """
-    with _lock:
-        running, sender = _running.get(run, (None, None))
-        if update_id not in (None, running):
-            sender = None
-            _aborted.add(str(update_id))
-    if sender is not None:
-        sender.abort()
+
+    def prepare(self, bucket: Bucket) -> Bucket:
+        return bucket.to(CPU) if self.update.by_value else self.to_gpu_of_receivers(bucket)
+
+
+def _with_last(items: Iterable[Bucket]) -> Iterator[tuple[Bucket, bool]]:
+    """Each item, and whether it is the last one."""
+    waiting: Bucket | None = None
+    for item in items:
+        if waiting is not None:
+            yield waiting, False
+        waiting = item
+    if waiting is not None:
+        yield waiting, True

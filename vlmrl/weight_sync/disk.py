@@ -8,8 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from safetensors.torch import save_file
 
-from vlmrl.weight_sync.base import Bucket, WeightReceiver, WeightUpdate
-from vlmrl.weight_sync.server_sender import ServerSender
+from vlmrl.weight_sync.base import Bucket, SenderState, ServerSender, WeightReceiver, WeightUpdate
 
 
 @runtime_checkable
@@ -24,8 +23,8 @@ class DiskSender(ServerSender[FolderReceiver]):
 
     needs = FolderReceiver
 
-    def __init__(self, update: WeightUpdate) -> None:
-        super().__init__(update)
+    def __init__(self, update: WeightUpdate, state: SenderState) -> None:
+        super().__init__(update, state)
         assert update.folder is not None
         self._folder = update.folder / update.version
         self._files = 0

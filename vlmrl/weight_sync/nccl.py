@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from vlmrl.engine.server import free_ports
+from vlmrl.utils.http_server import free_ports
 from vlmrl.utils.threads import DaemonPool
-from vlmrl.weight_sync.base import Bucket, WeightReceiver, WeightsRefused
-from vlmrl.weight_sync.server_sender import ServerSender
+from vlmrl.weight_sync.base import Bucket, ServerSender, WeightReceiver, WeightsRefused
 
 T = TypeVar("T")
 
@@ -65,20 +64,20 @@ class NcclSender(ServerSender[GroupReceiver]):
         return self.to_gpu_of_receivers(bucket)
 
     def deliver(self, receiver: GroupReceiver, bucket: Bucket, version: str | None) -> None:
-        key = self.update.run, receiver.url
+        groups, url = self.state.groups, receiver.url
         if self.update.resend and not self.has_begun(receiver):
-            _drop(key)  # the server may have been restarted
-        if key not in _groups:
-            _groups[key] = join(receiver)
+            self._drop(url)  # the server may have been restarted
+        if url not in groups:
+            groups[url] = join(receiver)
         self.begin(receiver)
-        name, group = _groups[key]
+        name, group = groups[url]
         try:
             _at_once(
                 lambda: _finish(group.broadcast([bucket.flat.view(torch.uint8)], dist.BroadcastOptions()), receiver),
                 lambda: receiver.receive_broadcast(bucket, version, name),
             )
         except Exception as error:
-            _drop(key)  # its members may be at different collectives
+            self._drop(url)  # its members may be at different collectives
             if not isinstance(error, WeightsRefused):
                 receiver.abort()  # a server that hangs would cost its time limit again, to close the update
             raise
@@ -86,10 +85,18 @@ class NcclSender(ServerSender[GroupReceiver]):
     def abort(self) -> None:
         super().abort()
         for url in self.receivers:
-            _drop((self.update.run, url))
+            self._drop(url)
+
+    def _drop(self, url: str) -> None:
+        """Abort and forget the group with a server. A broadcast that waits for the server ends."""
+        _, group = self.state.groups.pop(url, ("", None))
+        if group is not None:
+            thread = DaemonPool("abort")
+            aborted = thread.submit(distributed_c10d._abort_process_group, group)
+            thread.close()
+            wait([aborted], ABORT_SECONDS)  # the group is not used again, whether that has failed or hangs
 
 
-_groups: dict[tuple[str, str], tuple[str, Any]] = {}  # by run and URL: the group's name on the server, and the group
 _environment = threading.Lock()  # held while a group is made with environment variables of its own
 
 
@@ -106,16 +113,6 @@ def _finish(work: Any, receiver: GroupReceiver) -> None:
     work.wait()  # raises the error of a collective that failed
 
 
-def _drop(key: tuple[str, str]) -> None:
-    """Abort and forget the group. A broadcast that waits for the server ends."""
-    _, group = _groups.pop(key, ("", None))
-    if group is not None:
-        thread = DaemonPool("abort")
-        aborted = thread.submit(distributed_c10d._abort_process_group, group)
-        thread.close()
-        wait([aborted], ABORT_SECONDS)  # the group is not used again, whether that has failed or hangs
-
-
 def join(receiver: GroupReceiver) -> tuple[str, Any]:
     """A new process group with a server: its name, and the group."""
     backend = "nccl" if receiver.device == "cuda" else "gloo"
@@ -126,7 +123,7 @@ def join(receiver: GroupReceiver) -> tuple[str, Any]:
 
 
 def _at_once(ours: Callable[[], T], theirs: Callable[[], None]) -> T:
-    """Both sides of a collective, each in a thread. Raises the first error; :func:`_drop` or a time limit ends the other side."""
+    """Both sides of a collective, each in a thread. Raises the first error; dropping the group or a time limit ends the other side."""
     threads = DaemonPool("group", 2)
     mine, other = threads.submit(ours), threads.submit(theirs)
     threads.close()

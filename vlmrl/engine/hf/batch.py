@@ -2,157 +2,27 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import TypeVar
 
 import torch
 
-from vlmrl.engine.base import Request
 from vlmrl.engine.hf.budget import Budget
 from vlmrl.engine.hf.cpu_threads import CpuThreads
 from vlmrl.engine.hf.features import ImageFeatureCache
-from vlmrl.engine.hf.kv_cache import BatchCache, nbytes
-from vlmrl.engine.hf.prefixes import Prefixes
-from vlmrl.engine.hf.sampling import Draws, Sampling
+from vlmrl.engine.hf.kv_cache import BatchCache
+from vlmrl.engine.hf.rows import BatchState, KeptRow, KeptRows, RequestRow, complete
+from vlmrl.engine.hf.sampling import Sampling
+from vlmrl.families.base import ImageFeatures
 from vlmrl.model.expert_routing import ExpertRouters, routing_from_indices
-from vlmrl.model.families.base import ImageFeatures
 from vlmrl.model.policy import Policy
 from vlmrl.multimodal.renderer import Renderer
-from vlmrl.types import Completion, ExpertRouting
+from vlmrl.types import ExpertRouting
 
 T = TypeVar("T")
-
-
-@dataclass
-class CachedPrefix:
-    """One trajectory's keys and values between turns: row ``index`` of ``cache``, for these tokens and images."""
-
-    token_ids: list[int]
-    media_ids: list[str]
-    cache: BatchCache
-    index: int
-    next_position: int
-    expert_routing: list[ExpertRouting | None]
-
-    def is_prefix_of(self, row: Row) -> bool:
-        """Whether ``row``'s prompt continues this one with at least one new token."""
-        length, images = len(self.token_ids), [item.id for item in row.request.media[: len(self.media_ids)]]
-        return length < len(row.prompt_ids) and row.prompt_ids[:length] == self.token_ids and images == self.media_ids
-
-
-@dataclass(eq=False)
-class Row:
-    """One request in progress.
-
-    ``versions`` are the policy versions that sampled ``token_ids``; ``expert_routing`` is of all tokens run so far.
-    """
-
-    request: Request
-    future: Future[Completion]
-    prompt_ids: list[int]
-    draws: Draws
-    next_position: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    expert_routing: list[ExpertRouting | None] = field(default_factory=list)
-    stop_reason: str | None = None
-    abandoned: bool = False
-
-    @property
-    def ids(self) -> list[int]:
-        return self.prompt_ids + self.token_ids
-
-    @property
-    def length(self) -> int:
-        """Tokens so far."""
-        return len(self.prompt_ids) + len(self.token_ids)
-
-    @property
-    def left(self) -> int:
-        """Tokens that may still be sampled."""
-        return self.request.sampling.max_tokens - len(self.token_ids)
-
-
-class PrefixCache:
-    """Keys and values of trajectories between two turns, computed with the weights of ``policy_version``. Thread-safe.
-
-    Nothing is kept unless ``enabled``. The least recently used are the first ones.
-    """
-
-    def __init__(self, *, enabled: bool) -> None:
-        self.policy_version = 0
-        self.enabled = enabled
-        self._rows: dict[str, CachedPrefix] = {}
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def take(self, row: Row) -> CachedPrefix | None:
-        """Remove and return the cached prefix of ``row``'s prompt; ``None`` if there is none."""
-        with self._lock:
-            prefix = self._rows.pop(row.request.trajectory_id, None)
-        return prefix if prefix is not None and prefix.is_prefix_of(row) else None
-
-    def of(self, row: Row) -> CachedPrefix | None:
-        """What is kept of ``row``'s trajectory."""
-        return self._rows.get(row.request.trajectory_id)
-
-    def drop_stale(self, row: Row) -> None:
-        """Drop what is kept of ``row``'s trajectory, unless its prompt continues it."""
-        prefix = self.of(row)
-        if prefix is not None and not prefix.is_prefix_of(row):
-            self.release(row.request.trajectory_id)
-
-    def put(self, row: Row, cache: BatchCache, index: int, version: int) -> None:
-        """Keep row ``index`` of ``cache``, unless it was computed with older weights than the current ones."""
-        cached = row.prompt_ids + row.token_ids[:-1]  # the last token was sampled, but not run
-        images = [item.id for item in row.request.media]
-        with self._lock:
-            if version == self.policy_version:
-                prefix = CachedPrefix(cached, images, cache, index, row.next_position, row.expert_routing)
-                self._rows.pop(row.request.trajectory_id, None)
-                self._rows[row.request.trajectory_id] = prefix
-
-    def __contains__(self, trajectory_id: str) -> bool:
-        return trajectory_id in self._rows
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of all prefixes. Rows that were kept at the same time have one cache, which lives as long as any of them."""
-        with self._lock:
-            return nbytes(prefix.cache for prefix in self._rows.values())
-
-    @property
-    def prompts(self) -> list[Prefixes]:
-        """Those that the kept rows begin with."""
-        with self._lock:
-            caches = {id(prefix.cache): prefix.cache for prefix in self._rows.values()}
-        return [cache.prefixes for cache in caches.values() if cache.prefixes is not None]
-
-    def evict(self, spared: Collection[str] = ()) -> bool:
-        """Drop the least recently used prefix of a trajectory that is not ``spared``. False: there is none."""
-        with self._lock:
-            oldest = next((name for name in self._rows if name not in spared), None)
-            if oldest is not None:
-                del self._rows[oldest]
-            return oldest is not None
-
-    def release(self, trajectory_id: str) -> None:
-        with self._lock:
-            self._rows.pop(trajectory_id, None)
-
-    def clear(self, policy_version: int) -> None:
-        """Drop everything after a weight update to ``policy_version``."""
-        with self._lock:
-            self.policy_version = policy_version
-            self._rows.clear()
 
 
 @dataclass
@@ -165,7 +35,7 @@ class Resources:
     policy: Policy
     renderer: Renderer
     features: ImageFeatureCache
-    prefixes: PrefixCache
+    prefixes: KeptRows
     routing: ExpertRouters | None
     prefill_tokens: int
     budget: Budget
@@ -173,16 +43,15 @@ class Resources:
     tokens_prefilled: int = 0
 
 
-class RunningBatch:
-    """The rows in progress and their KV cache."""
+class RunningBatch(BatchState):
+    """Prefills, decodes and finishes the rows in progress."""
 
     def __init__(self, resources: Resources) -> None:
+        super().__init__()
         self.resources = resources
         self.policy = resources.policy
         self.version = resources.prefixes.policy_version
-        self.rows: list[Row] = []
-        self.cache: BatchCache | None = None
-        self._drawn_for: list[Row] = []
+        self._drawn_for: list[RequestRow] = []
         self._sampling: Sampling
 
     def recompute(self) -> None:
@@ -191,10 +60,10 @@ class RunningBatch:
         self.version = self.resources.prefixes.policy_version
         self.admit([row for row in rows if not row.abandoned])
 
-    def admit(self, new_rows: list[Row]) -> None:
-        """Prefill the rows' prompts and replies so far, sample their next tokens, and add them. Equal prompts are run once."""
-        fresh: dict[tuple[object, ...], list[Row]] = {}
-        resumed: list[tuple[Row, CachedPrefix]] = []
+    def admit(self, new_rows: list[RequestRow]) -> None:
+        """Prefill the rows' prompts and responses so far, sample their next tokens, and add them. Equal prompts are run once."""
+        fresh: dict[tuple[object, ...], list[RequestRow]] = {}
+        resumed: list[tuple[RequestRow, KeptRow]] = []
         for row in new_rows:
             prefix = self.resources.prefixes.take(row)
             if prefix is not None:
@@ -224,7 +93,7 @@ class RunningBatch:
             row.next_position += 1
             row.expert_routing += new
         self._draw(rows, hidden[:, -1])
-        self._retire()
+        self._finish()
 
     def _chunks(self, items: list[T], length: Callable[[T], int]) -> list[list[T]]:
         """Items sorted by length and cut into parts whose padded tokens fit into one forward."""
@@ -238,15 +107,15 @@ class RunningBatch:
             parts[-1].append(item)
         return parts
 
-    def _resumed_together(self, resumed: list[tuple[Row, CachedPrefix]]) -> list[list[tuple[Row, CachedPrefix]]]:
+    def _resumed_together(self, resumed: list[tuple[RequestRow, KeptRow]]) -> list[list[tuple[RequestRow, KeptRow]]]:
         """Rows that continue their prefixes in one forward. Padding would change a recurrent model's states: it has none there."""
-        alike: dict[int, list[tuple[Row, CachedPrefix]]] = {}
+        alike: dict[int, list[tuple[RequestRow, KeptRow]]] = {}
         for row, prefix in resumed:
             new = len(row.ids) - len(prefix.token_ids) if self.policy.family.recurrent else 0
             alike.setdefault(new, []).append((row, prefix))
         return [part for pairs in alike.values() for part in self._chunks(pairs, lambda pair: len(pair[0].prompt_ids))]
 
-    def _prefill(self, prompts: list[list[Row]], prefixes: Sequence[CachedPrefix | None]) -> None:
+    def _prefill(self, prompts: list[list[RequestRow]], prefixes: Sequence[KeptRow | None]) -> None:
         """Run one forward over distinct prompts, each shared by the rows of its list, after their cached ``prefixes``."""
         device = self.policy.device
         first_rows = [rows[0] for rows in prompts]
@@ -283,13 +152,13 @@ class RunningBatch:
                 row.expert_routing += new[length - len(ids) :][len(row.expert_routing) - n :]
         self.resources.tokens_prefilled += sum(map(len, new_ids))
         self._draw(members, hidden[torch.tensor(owner, device=device), -1])
-        joined = cache.taken(owner, use_up=True) if past else cache.share(owner)
+        joined = cache.taken(owner, consume=True) if past else cache.share(owner)
         running, self.cache = self.cache, None
         if running is not None:
-            joined = BatchCache.join([running.taken(range(len(self.rows)), use_up=True), joined])
+            joined = BatchCache.join([running.taken(range(len(self.rows)), consume=True), joined])
         self.cache = joined
         self.rows += members
-        self._retire()
+        self._finish()
 
     def _run(
         self,
@@ -315,7 +184,7 @@ class RunningBatch:
             routing_from_indices(row) for row in torch.stack(layers, 1).unflatten(0, tokens.shape).cpu().numpy()
         ]
 
-    def _draw(self, rows: list[Row], hidden: torch.Tensor) -> None:
+    def _draw(self, rows: list[RequestRow], hidden: torch.Tensor) -> None:
         if rows != self._drawn_for:  # once a turn, not once a token
             self._drawn_for, params = list(rows), [row.request.sampling for row in rows]
             self._sampling = Sampling(params, hidden.device)
@@ -327,7 +196,7 @@ class RunningBatch:
             row.versions.append(self.version)
             row.stop_reason = self._stop_reason(row)
 
-    def _stop_reason(self, row: Row) -> str | None:
+    def _stop_reason(self, row: RequestRow) -> str | None:
         if row.token_ids[-1] in self.resources.renderer.stop_ids:
             return "stop"
         stops = row.request.sampling.stop
@@ -339,10 +208,10 @@ class RunningBatch:
         return "length" if len(row.token_ids) >= row.request.sampling.max_tokens else None
 
     @staticmethod
-    def _left(rows: Sequence[Row]) -> int:
+    def _left(rows: Sequence[RequestRow]) -> int:
         return max(row.left for row in rows)
 
-    def _retire(self) -> None:
+    def _finish(self) -> None:
         """Complete the finished rows, keep their keys and values, and continue with the rest."""
         running = [i for i, row in enumerate(self.rows) if row.stop_reason is None and not row.abandoned]
         if len(running) == len(self.rows):
@@ -360,20 +229,10 @@ class RunningBatch:
         for index in finished:
             complete(rows[index])
         self.rows, self.cache, self._drawn_for = [rows[index] for index in running], None, []
-        self.cache = cache.taken(running, use_up=True) if running else None
+        self.cache = cache.taken(running, consume=True) if running else None
 
 
-def complete(row: Row) -> None:
-    """Resolve the row's future with what it has."""
-    if not row.future.done():
-        reason = row.stop_reason or "abort"
-        routing = [*row.expert_routing, None] if row.expert_routing else []
-        row.future.set_result(
-            Completion(row.token_ids, row.logprobs, reason, row.versions, len(row.prompt_ids), routing)  # type: ignore[arg-type]
-        )
-
-
-def _joined(prefixes: Sequence[CachedPrefix]) -> BatchCache:
+def _joined(prefixes: Sequence[KeptRow]) -> BatchCache:
     """The prefixes' rows as one cache; those of one cache are adjacent in ``prefixes``, which no longer hold theirs."""
     parts = []
     for _, adjacent in groupby(prefixes, lambda prefix: id(prefix.cache)):

@@ -1,26 +1,22 @@
 """Which waiting requests may join the running batch, so that the KV cache stays within a number of bytes.
 
 A batch has two padded tensors for each layer: prompts, with as many columns as the longest one needs, and what the rows have of their
-own, with as many as the longest of these needs. A row is therefore counted with its whole reply, before it starts, and requests wait
-in their order until the batch has room. Before a request waits, keys and values that trajectories keep between two turns are dropped,
-the least recently used first.
+own, with as many as the longest of these needs. A row is therefore counted with its whole response, before it starts. Requests wait in
+their order until the batch has room. Before a request waits, keys and values that trajectories keep between two turns are dropped, the
+least recently used first.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from vlmrl.engine.base import EngineError
-from vlmrl.model.policy import cached_elements, layer_kinds
-
-if TYPE_CHECKING:
-    from vlmrl.engine.hf.batch import PrefixCache, Row, RunningBatch
-    from vlmrl.model.policy import Policy
+from vlmrl.engine.hf.rows import BatchState, KeptRows, RequestRow, fail
+from vlmrl.model.policy import Policy, cached_elements, layer_kinds
 
 GIB = 2**30
 RESERVE_BYTES = 1.0 * GIB  # of a GPU whose free memory is the budget: allocator fragments, image encoding
@@ -56,7 +52,7 @@ class Budget:
     ``most_rows`` limits the rows of a batch after an out-of-memory error.
     """
 
-    def __init__(self, policy: Policy, prefixes: PrefixCache, prefill_tokens: int, limit: float | None = None) -> None:
+    def __init__(self, policy: Policy, prefixes: KeptRows, prefill_tokens: int, limit: float | None = None) -> None:
         self.most_rows: int | None = None
         self.size = RowSize.of(policy)
         self._policy = policy
@@ -64,9 +60,9 @@ class Budget:
         self._prefill_tokens = prefill_tokens
         self._limit = limit
 
-    def admit(self, waiting: deque[Row], running: RunningBatch) -> list[Row]:
+    def admit(self, waiting: deque[RequestRow], running: BatchState) -> list[RequestRow]:
         """Remove and return the first ``waiting`` rows that fit beside the ``running`` ones. One that can never fit fails."""
-        chosen: list[Row] = []
+        chosen: list[RequestRow] = []
         while len(chosen) < len(waiting):
             row = waiting[len(chosen)]  # it stays until the end: an error here must lose no row
             self._prefixes.drop_stale(row)
@@ -82,12 +78,12 @@ class Budget:
             waiting.popleft()
         return chosen
 
-    def has_room_for_prefixes(self, running: RunningBatch, rows: Sequence[Row]) -> bool:
+    def has_room_for_prefixes(self, running: BatchState, rows: Sequence[RequestRow]) -> bool:
         """Whether a copy of these ``rows`` of the batch may be kept beside it. Drops older prefixes for it."""
         copied = len(rows) * (self.size.token_bytes * max(row.length for row in rows) + self.size.state_bytes)
         return self._make_room(running, self.needed(running, []) + copied, spared=())
 
-    def needed(self, running: RunningBatch, new: Sequence[Row]) -> float:
+    def needed(self, running: BatchState, new: Sequence[RequestRow]) -> float:
         """The most bytes that the batch takes with the ``new`` rows until all of its rows have ended, without prefixes."""
         rows = [*running.rows, *new]
         if not rows:
@@ -101,7 +97,7 @@ class Budget:
         # A layer is copied when it grows or when rows join or leave, and freed when it is copied.
         return size.token_bytes * (full * (1 + 2 / size.layers) + forward) + 2 * size.state_bytes * len(rows)
 
-    def _columns(self, new: Sequence[Row]) -> tuple[int, int]:
+    def _columns(self, new: Sequence[RequestRow]) -> tuple[int, int]:
         """Columns of the longest prompt of ``new`` rows, and what they have of their own after their prefill.
 
         Kept columns are padded to the longest, and so are the new tokens after them.
@@ -117,12 +113,12 @@ class Budget:
                 added = max(added, row.length - len(prefix.token_ids))
         return prompts, kept + added
 
-    def _fits(self, running: RunningBatch, new: Sequence[Row]) -> bool:
+    def _fits(self, running: BatchState, new: Sequence[RequestRow]) -> bool:
         if self.most_rows is not None and len(running.rows) + len(new) > self.most_rows:
             return False
         return self._make_room(running, self.needed(running, new), [row.request.trajectory_id for row in new])
 
-    def _make_room(self, running: RunningBatch, needed: float, spared: Sequence[str]) -> bool:
+    def _make_room(self, running: BatchState, needed: float, spared: Sequence[str]) -> bool:
         """Whether ``needed`` bytes fit. Drops prefixes for them if that helps, those that are ``spared`` last."""
         total = self._total(running)
         if total is None:
@@ -134,7 +130,7 @@ class Budget:
                 break
         return True
 
-    def _total(self, running: RunningBatch) -> float | None:
+    def _total(self, running: BatchState) -> float | None:
         """Bytes for the batch and all prefixes together."""
         device = self._policy.device
         if self._limit is not None or device.type != "cuda":
@@ -148,15 +144,15 @@ class Budget:
             - reserved_bytes(text.hidden_size, text.vocab_size, size, rows, self._prefill_tokens)
         )
 
-    def _never_fits(self, running: RunningBatch, row: Row) -> str:
+    def _never_fits(self, running: BatchState, row: RequestRow) -> str:
         needed, total = self.needed(running, [row]) / GIB, (self._total(running) or 0.0) / GIB
-        tokens = f"a prompt of {len(row.prompt_ids)} tokens and a reply of up to {row.left}"
+        tokens = f"a prompt of {len(row.prompt_ids)} tokens and a response of up to {row.left}"
         what = f"at least {needed:.3g} for {tokens}, but it is {total:.3g}"
         if self._limit is None:
             what = f"set, or the GPU must have {needed:.3g} GiB free for {tokens}; it has {total:.3g}"
         return (
             f"trajectory {row.request.trajectory_id}: rollout.kv_cache_gib must be {what}. Lower rollout.max_tokens or "
-            f"rollout.max_reply_tokens, or give the engine more memory."
+            f"rollout.max_response_tokens, or give the engine more memory."
         )
 
 
@@ -169,12 +165,6 @@ def free_bytes(device: torch.device) -> float:
     """Memory of a GPU that this process can still allocate."""
     free, _ = torch.cuda.mem_get_info(device)
     return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-
-
-def fail(rows: Iterable[Row], reason: str) -> None:
-    for row in rows:
-        if not row.future.done():
-            row.future.set_exception(EngineError(reason))
 
 
 def _state_elements(text: Any) -> int:

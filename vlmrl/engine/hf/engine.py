@@ -11,6 +11,7 @@ import asyncio
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -19,11 +20,12 @@ from contextlib import contextmanager
 import torch
 
 from vlmrl.engine.base import EngineError, Request, check_placeholders
-from vlmrl.engine.hf.batch import PrefixCache, Resources, Row, RunningBatch, complete
-from vlmrl.engine.hf.budget import PREFILL_TOKENS, Budget, fail
+from vlmrl.engine.hf.batch import Resources, RunningBatch
+from vlmrl.engine.hf.budget import PREFILL_TOKENS, Budget
 from vlmrl.engine.hf.cpu_threads import CpuThreads
 from vlmrl.engine.hf.features import ImageFeatureCache
-from vlmrl.engine.hf.sampling import Draws
+from vlmrl.engine.hf.rows import KeptRows, RequestRow, complete, fail
+from vlmrl.engine.hf.sampling import RandomNumbers
 from vlmrl.model.policy import Policy
 from vlmrl.multimodal.renderer import Renderer, expand
 from vlmrl.types import Completion
@@ -31,8 +33,8 @@ from vlmrl.utils.current_gpu import current_gpu
 from vlmrl.utils.part_seconds import PartSeconds
 from vlmrl.utils.threads import busy
 
-LINGER = 0.004  # seconds without a new request after which an idle engine starts its batch
-LONGEST_LINGER = 0.05  # seconds after its first request at which it starts in any case
+BATCH_WINDOW = 0.004  # seconds without a new request after which an idle engine starts its batch
+LONGEST_BATCH_WINDOW = 0.05  # seconds after its first request at which it starts in any case
 JOIN_EVERY = 16  # tokens after which waiting requests join at the latest
 
 
@@ -70,8 +72,8 @@ class HFEngine:
         self.policy = policy
         self.seconds_busy = 0.0
         self._seconds = PartSeconds()
-        self._inbox: queue.SimpleQueue[list[Row]] = queue.SimpleQueue()
-        prefixes = PrefixCache(enabled=keep_kv)
+        self._inbox: queue.SimpleQueue[list[RequestRow]] = queue.SimpleQueue()
+        prefixes = KeptRows(enabled=keep_kv)
         self._resources = Resources(
             policy,
             renderer,
@@ -83,11 +85,13 @@ class HFEngine:
             CpuThreads(threads) if policy.device.type == "cpu" else None,
         )
         self._running = RunningBatch(self._resources)
-        self._waiting: deque[Row] = deque()
+        self._waiting: deque[RequestRow] = deque()
         self._pause: _Pause | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._serve, name="vlmrl-engine", daemon=True)
+        serve = (weakref.ref(self), self._inbox)
+        self._thread = threading.Thread(target=_serve, args=serve, name="vlmrl-engine", daemon=True)
         self._thread.start()
+        weakref.finalize(self, self._inbox.put, []).atexit = False  # ends the thread of an engine that nobody closed
 
     @property
     def images_encoded(self) -> int:
@@ -149,30 +153,31 @@ class HFEngine:
         self._end_pause()
         self._thread.join(timeout=10)
 
-    def _row(self, request: Request) -> Row:
+    def _row(self, request: Request) -> RequestRow:
         check_placeholders(request, self.policy.image_token_id)
         prompt = expand(request.prompt_ids, self.policy.image_token_id, request.media)
-        return Row(request, Future(), prompt, Draws(request.sampling.seed))
+        return RequestRow(request, Future(), prompt, RandomNumbers(request.sampling.seed))
 
-    def _serve(self) -> None:
-        waiting = self._waiting
+    def _work(self, arrived: list[RequestRow]) -> bool:
+        """Serve the requests that ``arrived`` and all that come meanwhile. Returns whether the engine is still open."""
+        self._wait_for_more(arrived)
         while True:
-            is_idle = not self._running.rows and not waiting
-            if is_idle:
-                self._resources.budget.most_rows = None
-            waiting += self._receive(block=is_idle)
+            self._waiting += self._receive(arrived)
             self._wait_out_pause()
             if self._closed:
-                fail([*waiting, *self._running.rows], "the embedded engine was closed.")
+                fail([*self._waiting, *self._running.rows], "the embedded engine was closed.")
                 self._running = RunningBatch(self._resources)
-                return
+                return False
+            if not self._running.rows and not self._waiting:
+                self._resources.budget.most_rows = None
+                return True
             began = time.perf_counter()
             self._sample()
             self.seconds_busy += time.perf_counter() - began
 
     def _sample(self) -> None:
         """Advance the batch, or begin a new one if that fails. A method of its own: the frame of an idle engine holds no rows."""
-        before, admitted = list(self._running.rows), list[Row]()
+        before, admitted = list(self._running.rows), list[RequestRow]()
         failure: Exception | None = None
         try:
             with busy(), current_gpu(self.policy.device), torch.inference_mode():
@@ -189,7 +194,7 @@ class HFEngine:
             fail(self._waiting, f"the embedded engine failed: {type(failure).__name__}: {failure}")
             self._waiting.clear()
 
-    def _advance(self, running: RunningBatch, admitted: list[Row]) -> None:
+    def _advance(self, running: RunningBatch, admitted: list[RequestRow]) -> None:
         """Let waiting rows join, and decode some tokens. Adds the rows that join to ``admitted``."""
         if running.version != self.policy_version:
             with self._prefilling():
@@ -222,7 +227,7 @@ class HFEngine:
             self._seconds.add("vision", vision)
             self._seconds.add("prefill", time.perf_counter() - began - vision)
 
-    def _recover(self, rows: list[Row], failure: Exception) -> None:
+    def _recover(self, rows: list[RequestRow], failure: Exception) -> None:
         """Fail the ``rows`` of a batch that failed. If its memory did not suffice, they are sampled on in smaller batches instead.
 
         A single row that does not fit fails alone.
@@ -259,18 +264,30 @@ class HFEngine:
         """Whether to stop decoding the ``running`` rows for now: to close, to pause, or to admit waiting requests."""
         return self._closed or self._pause is not None or self._inbox.qsize() * 4 > running
 
-    def _receive(self, block: bool) -> list[Row]:
-        """All waiting requests. An idle engine waits a little for more, since requests that start together stay in one batch."""
-        arrived: list[Row] = []
-        if block:
-            arrived += self._inbox.get()
-            began = time.perf_counter()
-            lingers = len(arrived) == 1  # a batch is complete, and an empty list only wakes the thread
-            while lingers and self._pause is None and time.perf_counter() - began < LONGEST_LINGER:
-                try:
-                    arrived += self._inbox.get(timeout=LINGER)
-                except queue.Empty:
-                    break
+    def _wait_for_more(self, arrived: list[RequestRow]) -> None:
+        """Wait a little for others after a single request, since requests that start together stay in one batch."""
+        began = time.perf_counter()
+        waits = len(arrived) == 1  # a batch is complete, and an empty list only wakes the thread
+        while waits and self._pause is None and time.perf_counter() - began < LONGEST_BATCH_WINDOW:
+            try:
+                arrived += self._inbox.get(timeout=BATCH_WINDOW)
+            except queue.Empty:
+                break
+
+    def _receive(self, arrived: list[RequestRow]) -> list[RequestRow]:
+        """The requests that ``arrived``, which is cleared, and those that wait in the inbox, without cancelled ones."""
         while not self._inbox.empty():
             arrived += self._inbox.get()
-        return [row for row in arrived if row.future.set_running_or_notify_cancel()]
+        rows = [row for row in arrived if row.future.set_running_or_notify_cancel()]
+        arrived.clear()
+        return rows
+
+
+def _serve(reference: weakref.ref[HFEngine], inbox: queue.SimpleQueue[list[RequestRow]]) -> None:
+    """An engine's thread. While it waits for requests it does not hold the engine, so that one that was dropped is freed."""
+    while True:
+        arrived = list(inbox.get())
+        engine = reference()
+        if engine is None or not engine._work(arrived):
+            return
+        del engine

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 
-from vlmrl.model.families.base import ImageFeatures
+from vlmrl.families.base import ImageFeatures
 from vlmrl.model.policy import Policy
 from vlmrl.types import MediaItem
 

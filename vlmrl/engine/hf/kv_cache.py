@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
-from vlmrl.engine.hf.prefixes import Prefixes, left_pad, prefix_bytes
+from vlmrl.engine.hf.prompts import CachedPrompts, left_pad, prefix_bytes
 from vlmrl.model.cached_attention import CachedAttention, KeysValues, SharedPrefixes, additive
 
 SLACK = 1.25  # a cache with more columns than this times its longest row's tokens is compacted before it is reused
@@ -133,11 +133,11 @@ def _grown(old: torch.Tensor, new: torch.Tensor, needed: int, most: int | None) 
 
 @dataclass(eq=False)
 class BatchCache:
-    """The ``layers`` of a batch of rows, with ``valid`` ``[rows, columns]``. Row i begins with prefix ``owners[i]``, if any."""
+    """The ``layers`` of a batch of rows, with ``valid`` ``[rows, columns]``. RequestRow i begins with prefix ``owners[i]``, if any."""
 
     layers: list[Layer]
     valid: torch.Tensor
-    prefixes: Prefixes | None = None
+    prefixes: CachedPrompts | None = None
     owners: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -210,7 +210,7 @@ class BatchCache:
 
     def share(self, owners: Sequence[int]) -> BatchCache:
         """Rows that begin with these rows of this cache, whose tokens become prefixes. This cache is used up."""
-        prefixes = Prefixes.of(
+        prefixes = CachedPrompts.of(
             [(layer.keys, layer.values) if isinstance(layer, GrowingLayer) else None for layer in self.layers],
             self.valid,
         )
@@ -218,46 +218,46 @@ class BatchCache:
         layers = [layer.select(rows, 0) for layer in self.layers]
         return BatchCache(layers, self.valid.new_zeros(len(owners), 0), prefixes, list(owners))
 
-    def select(self, rows: Sequence[int], use_up: bool = False) -> BatchCache:
+    def select(self, rows: Sequence[int], consume: bool = False) -> BatchCache:
         """Only ``rows`` (an index may repeat), without holes and without columns that none of them uses.
 
-        ``use_up``: this cache is not needed any more. Each layer's memory is freed when its rows are copied, and prefixes that none of
-        the rows begins with are dropped.
+        ``consume``: this cache is not needed any more. Each layer's memory is freed when its rows are copied, and prefixes
+        that none of the rows begins with are dropped.
         """
         index = torch.tensor(rows, device=self.valid.device)
         valid = self.valid[index]
         length = int(valid.sum(1).max()) if len(rows) else 0
         order = valid.to(torch.uint8).argsort(dim=1, stable=True)[:, valid.shape[1] - length :]
         has_holes = bool((order.diff(dim=1) != 1).any())
-        prefixes, owners = self._prefixes_of(rows, use_up)
+        prefixes, owners = self._prefixes_of(rows, consume)
         layers: list[Layer] = []
         for number in range(len(self.layers)):
-            layer = self._pop() if use_up else self.layers[number]
+            layer = self._pop() if consume else self.layers[number]
             layers.append(layer.select(index, order if has_holes else length))
             del layer
         return BatchCache(layers, valid.gather(1, order), prefixes, owners)
 
-    def taken(self, rows: Sequence[int], use_up: bool = False) -> BatchCache:
+    def taken(self, rows: Sequence[int], consume: bool = False) -> BatchCache:
         """``rows`` in this order. If they are all rows of this cache, and it is compact enough, this cache itself; else a copy.
 
-        ``use_up``: as in :meth:`select`.
+        ``consume``: as in :meth:`select`.
         """
         if list(rows) == list(range(len(self.valid))) and self.columns <= SLACK * int(self.valid.sum(1).max()):
             return self
-        return self.select(rows, use_up)
+        return self.select(rows, consume)
 
-    def copied(self, rows: Sequence[int], known: Iterable[Prefixes]) -> BatchCache:
+    def copied(self, rows: Sequence[int], known: Iterable[CachedPrompts]) -> BatchCache:
         """A copy of ``rows`` that holds no prompt of other rows. ``known`` prompts are shared if they are just those of ``rows``."""
         copy = self.select(rows)
         copy.prefixes, copy.owners = _joined_prefixes([copy], known)
         return copy
 
-    def _prefixes_of(self, rows: Sequence[int], compact: bool) -> tuple[Prefixes | None, list[int]]:
+    def _prefixes_of(self, rows: Sequence[int], compact: bool) -> tuple[CachedPrompts | None, list[int]]:
         """The prefixes of ``rows``, or all prefixes unless ``compact``, and each row's index among them."""
         if self.prefixes is None:
             return None, []
         names = [self.prefixes.names[self.owners[row]] for row in rows]
-        prefixes = Prefixes.join([self.prefixes], names) if compact else self.prefixes.copy()
+        prefixes = CachedPrompts.join([self.prefixes], names) if compact else self.prefixes.copy()
         return prefixes, prefixes.indices(names)
 
     def _pop(self) -> Layer:
@@ -266,10 +266,12 @@ class BatchCache:
         return self.layers.pop(0)
 
 
-def _joined_prefixes(parts: Sequence[BatchCache], known: Iterable[Prefixes] = ()) -> tuple[Prefixes | None, list[int]]:
+def _joined_prefixes(
+    parts: Sequence[BatchCache], known: Iterable[CachedPrompts] = ()
+) -> tuple[CachedPrompts | None, list[int]]:
     """The prefixes that rows of ``parts`` begin with, and the index of each row's. Those of the parts are used up.
 
-    Prefixes that are ``known`` are taken from there, and stay.
+    CachedPrompts that are ``known`` are taken from there, and stay.
     """
     names, held = [], []
     for part in parts:
@@ -279,12 +281,12 @@ def _joined_prefixes(parts: Sequence[BatchCache], known: Iterable[Prefixes] = ()
             part.prefixes = None
     if not held:
         return None, []
-    prefixes = Prefixes.join([*(each.copy() for each in known), *held], names)
+    prefixes = CachedPrompts.join([*(each.copy() for each in known), *held], names)
     return prefixes, prefixes.indices(names)
 
 
 def nbytes(caches: Iterable[BatchCache]) -> int:
-    """Memory of all these caches. Prefixes that several of them hold count once."""
+    """Memory of all these caches. CachedPrompts that several of them hold count once."""
     distinct = {id(cache): cache for cache in caches}.values()
     shared = prefix_bytes(cache.prefixes for cache in distinct if cache.prefixes is not None)
     return shared + sum(layer.nbytes for cache in distinct for layer in cache.layers)

@@ -12,8 +12,8 @@ from vlmrl.engine.base import SamplingParams
 HEAD = 64  # tokens that are sorted for top-p, if they are enough
 
 
-class Draws:
-    """The random numbers of one request: token ``i`` of its reply uses number ``i``, whatever else is in the batch."""
+class RandomNumbers:
+    """The random numbers of one request: token ``i`` of its response uses number ``i``, whatever else is in the batch."""
 
     def __init__(self, seed: int) -> None:
         self._generator = np.random.Generator(np.random.PCG64(seed))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import re
 import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +13,20 @@ from typing import Any
 import torch
 
 from vlmrl.config import Lora
-from vlmrl.config.sglang import argument_names
-from vlmrl.engine.server import Launch, Server, ServerError, ServerInfo
-from vlmrl.engine.server_backend import TOKEN_VARIABLE, Attempt, Call, Capabilities, ServedModel, ServerBackend
-from vlmrl.engine.server_reply import Reply
+from vlmrl.engine.server import TOKEN_VARIABLE, Launch, Server, ServerError, ServerInfo
+from vlmrl.engine.server_backend import (
+    DECODER_LAYERS,
+    NO_API_KEY,
+    Attempt,
+    Call,
+    Capabilities,
+    ServedModel,
+    ServerBackend,
+)
+from vlmrl.engine.server_response import Response
 from vlmrl.engine.sglang.receiver import SGLangReceiver, serialized
-from vlmrl.engine.sglang.requests import parse_reply, request_body
+from vlmrl.engine.sglang.requests import parse_response, request_body
 
-OLDEST = (0, 5, 23)  # earlier versions decode ids that come with images, and encode the text again
 GIB = 2.0**30
 KV_CACHE = {"tags": ["kv_cache"]}
 CHUNKS_AND_GRAPHS = (
@@ -87,15 +90,15 @@ runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 """
 
 
-LORA_TARGETS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
-
-
 class SGLangBackend(ServerBackend):
     name = "sglang"
     title = "SGLang"
     package = "sglang"
+    install = "pip install 'vlmrl[sglang]'"
+    oldest = (0, 5, 23)
+    oldest_reason = "decode ids that come with images, and encode the text again"
     capabilities = Capabilities(
-        lora_targets=LORA_TARGETS,
+        lora_targets=DECODER_LAYERS,
         expert_routing=True,
         image_files=True,
         tensor_handles=True,
@@ -120,7 +123,9 @@ class SGLangBackend(ServerBackend):
     loaded_weights = Call("/model_info")
     checksums = Call("/weights_checker", {"action": "checksum"})
 
-    memory_argument = "mem-fraction-static"
+    own_args = MappingProxyType({"port": "each server gets a free one"})
+    secret_args = MappingProxyType(dict.fromkeys(("api-key", "admin-api-key"), NO_API_KEY))
+    memory_args = ("mem-fraction-static",)
     args_hint = "context-length or mem-fraction-static"
     routing_hint = "start it with --enable-return-routed-experts, or "
     image_cache_hint = "Start it with SGLANG_VLM_CACHE_SIZE_MB=0."
@@ -131,10 +136,8 @@ class SGLangBackend(ServerBackend):
         args = {"host": host, "port": port, "tp": self.settings.tp} | device | IMAGE_ARGS | _model_args(model)
         env = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}  # its cache of image features would survive weight updates
         env |= {"SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "vlmrl_sglang"}
-        env |= ({} if gpu is not None else CPU_ENV) | self.settings.env
-        path = env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ON_SERVER), path]))
-        return Launch(self._command(args), env, log)
+        env |= CPU_ENV if gpu is None else {}
+        return Launch(self._command(args), self.environment(ON_SERVER, env), log)
 
     def with_token(self, launch: Launch, token: str) -> Launch:
         python, _, _, *words = launch.command
@@ -158,37 +161,25 @@ class SGLangBackend(ServerBackend):
     def graph_memory(cls, gpu_bytes: float) -> float:
         return (0.5 if gpu_bytes < 60 * GIB else 1.0) * GIB
 
-    @property
-    def sets_memory(self) -> bool:
-        return self.memory_argument in argument_names(self.settings.args)
-
     def listens_at(self, host: str) -> str:
-        own = argument_names(self.settings.args).get("host", host)
+        own = self.arguments.get("host", host)
         return "127.0.0.1" if own is None or own is False else str(own)  # SGLang's default, without the argument
 
-    def parse_info(self, reply: Any) -> ServerInfo:
+    def parse_info(self, response: Any) -> ServerInfo:
         return ServerInfo(
-            version=str(reply.get("version", "unknown")),
-            tp=reply.get("tp_size", 1),
-            device=reply.get("device", "cpu"),
-            dtype=reply.get("dtype"),
-            max_prompt_tokens=reply.get("max_req_input_len"),
-            holds_images=bool(reply.get("trust_mm_content_hashes") and reply.get("mm_preprocess_cache_size_mb")),
+            version=str(response.get("version", "unknown")),
+            tp=response.get("tp_size", 1),
+            device=response.get("device", "cpu"),
+            dtype=response.get("dtype"),
+            max_prompt_tokens=response.get("max_req_input_len"),
+            holds_images=bool(response.get("trust_mm_content_hashes") and response.get("mm_preprocess_cache_size_mb")),
         )
-
-    def check_version(self, url: str, info: ServerInfo) -> None:
-        numbers = tuple(int(number) for number in re.findall(r"\d+", info.version)[:3])
-        if numbers < OLDEST:
-            raise ValueError(
-                f"the server {url} is SGLang {info.version}, but {'.'.join(map(str, OLDEST))} or newer is needed: earlier versions "
-                "decode ids that come with images, and encode the text again."
-            )
 
     def generate(self, attempt: Attempt) -> Call:
         return Call("/generate", request_body(attempt))
 
-    def parse(self, attempt: Attempt, reply: Any) -> Reply:
-        return parse_reply(attempt, reply)
+    def parse(self, attempt: Attempt, response: Any) -> Response:
+        return parse_response(attempt, response)
 
     def abort(self, attempt_id: str) -> Call:
         return Call("/abort_request", {"rid": attempt_id})
@@ -204,24 +195,22 @@ class SGLangBackend(ServerBackend):
         return Call("/unload_lora_adapter", {"lora_name": name})
 
     def receiver(self, server: Server) -> SGLangReceiver:
-        info = server.info
-        dtype = getattr(torch, str(info.dtype), None)
-        return SGLangReceiver(server.url, info.tp, info.device, dtype, self.settings.sync_timeout, server.token)
+        return SGLangReceiver.of(server, self.settings.start_timeout)
 
     def serialize_adapter(self, weights: dict[str, torch.Tensor]) -> str:
         return serialized(weights)
 
-    def parse_loaded_weights(self, reply: Any) -> str | None:
-        path: str = reply["model_path"]
-        return path if reply["weight_version"] == "default" else None
+    def parse_loaded_weights(self, response: Any) -> str | None:
+        path: str = response["model_path"]
+        return path if response["weight_version"] == "default" else None
 
-    def parse_checksums(self, reply: Any) -> list[Mapping[str, str]]:
-        return [rank["checksums"] for rank in reply["ranks"]]
+    def parse_checksums(self, response: Any) -> list[Mapping[str, str]]:
+        return [rank["checksums"] for rank in response["ranks"]]
 
     def _command(self, args: dict[str, Any]) -> list[str]:
         """SGLang's command line: ``args``, overridden by the arguments in the settings."""
-        words = [self.settings.python or sys.executable, "-m", "sglang.launch_server"]
-        for name, value in (args | argument_names(self.settings.args)).items():
+        words = [self.python, "-m", "sglang.launch_server"]
+        for name, value in (args | self.arguments).items():
             if value is True:
                 words.append(f"--{name}")
             elif value is not None and value is not False:
@@ -230,18 +219,15 @@ class SGLangBackend(ServerBackend):
 
 
 def _model_args(model: ServedModel) -> dict[str, Any]:
-    args: dict[str, Any] = {"model-path": model.path, "dtype": model.dtype}
-    if model.random_weights:
-        args["load-format"] = "dummy"
-    if model.lora is not None:
-        args |= _lora_args(model.lora)
-    if model.expert_routing:
-        args["enable-return-routed-experts"] = True
-    if model.sleep:
-        args |= COLOCATED_ARGS
-    if model.memory_fraction is not None:
-        args["mem-fraction-static"] = math.floor(1000 * model.memory_fraction) / 1000
-    return args
+    """Arguments of the value None are left out."""
+    args = {
+        "model-path": model.path,
+        "dtype": model.dtype,
+        "load-format": "dummy" if model.random_weights else None,
+        "enable-return-routed-experts": model.expert_routing or None,
+        "mem-fraction-static": model.memory_fraction,
+    }
+    return args | (_lora_args(model.lora) if model.lora else {}) | (COLOCATED_ARGS if model.sleep else {})
 
 
 def _lora_args(lora: Lora) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
-from vlmrl.engine.server_receiver import HttpReceiver
+from vlmrl.engine.server_sync import HttpReceiver
 from vlmrl.weight_sync.base import Bucket, WeightsRefused
 from vlmrl.weight_sync.nccl import GroupAddress
 
@@ -58,7 +58,7 @@ class SGLangReceiver(HttpReceiver):
 
     def load_folder(self, folder: Path, version: str) -> None:
         body = {"model_path": str(folder), "load_format": "auto", "weight_version": version}
-        self.post("/update_weights_from_disk", body)
+        self.post("/update_weights_from_disk", body, self.folder_timeout)
 
     def end(self) -> None:
         self.post("/end_weight_update", {})

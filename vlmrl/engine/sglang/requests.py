@@ -1,21 +1,16 @@
-"""The body of a request to SGLang's `/generate`, and its reply."""
+"""The body of a request to SGLang's `/generate`, and its response."""
 
 from __future__ import annotations
 
 import base64
-import json
-import reprlib
 from typing import Any
 
 import numpy as np
 
 from vlmrl.engine.server import TAIL
-from vlmrl.engine.server_backend import Attempt, EncodedBody
-from vlmrl.engine.server_reply import BadReply, Reply, StopReason
+from vlmrl.engine.server_backend import BAN, Attempt, EncodedBody
+from vlmrl.engine.server_response import BadResponse, Response, StopReason, stop_reason_of
 
-BAN = (
-    -1e9
-)  # added to a banned token's logit: the token gets no probability, and the other logprobs are normalized without it
 HELD = b'"by its hash"'  # no base64, no path and no address
 NOT_A_NUMBER = "NaN happened"  # SGLang reports this as a matched stop string
 
@@ -39,14 +34,7 @@ def request_body(attempt: Attempt) -> EncodedBody:
         fields |= {"return_routed_experts": True, "routed_experts_start_len": request.routing_from}
     if images:
         fields["mm_content_hashes"] = [f"sha256:{image.sha256}" for image in images]
-    head = json.dumps(fields, separators=(",", ":")).encode()
-    if not images:
-        return EncodedBody([head])
-    parts = [head[:-1] + b',"image_data":[']
-    for image in images:
-        parts += [HELD if image.json is None else image.json, b","]
-    parts[-1] = b"]}"
-    return EncodedBody(parts)
+    return EncodedBody.of(fields, "image_data", [[HELD if image.json is None else image.json] for image in images])
 
 
 def _sampling(attempt: Attempt) -> dict[str, Any]:
@@ -64,13 +52,13 @@ def _sampling(attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def parse_reply(attempt: Attempt, reply: dict[str, Any]) -> Reply:
-    """Raises BadReply, LookupError or TypeError for a reply of another form, ValueError for an unknown stop id."""
-    meta, ids = reply["meta_info"], list(reply["output_ids"])
+def parse_response(attempt: Attempt, response: dict[str, Any]) -> Response:
+    """Raises BadResponse, LookupError or TypeError for a response of another form, ValueError for an unknown stop id."""
+    meta, ids = response["meta_info"], list(response["output_ids"])
     stop_reason = _stop_reason(meta["finish_reason"], attempt.stop_ids)
     experts = meta.get("routed_experts") if attempt.expert_routing else None
     try:
-        return Reply(
+        return Response(
             token_ids=ids,
             stop_reason=stop_reason,
             logprobs=[(logprob, token) for logprob, token, *_ in meta["output_token_logprobs"][: len(ids)]],
@@ -79,21 +67,13 @@ def parse_reply(attempt: Attempt, reply: dict[str, Any]) -> Reply:
             experts=None if experts is None else np.frombuffer(base64.b64decode(experts), "<i4"),
         )
     except ValueError as error:  # of a tuple's length, or of base64
-        raise BadReply(f"a reply of another form: {error}") from error
+        raise BadResponse(f"a response of another form: {error}") from error
 
 
 def _stop_reason(finish: dict[str, Any], stop_ids: frozenset[int]) -> StopReason:
-    reason: StopReason = finish["type"]
-    matched = finish.get("matched")
+    reason, matched = finish["type"], finish.get("matched")
     if reason == "abort" and finish.get("status_code"):
-        raise BadReply(f"the server aborted it: {str(finish.get('message'))[:TAIL]}")
+        raise BadResponse(f"the server aborted it: {str(finish.get('message'))[:TAIL]}")
     if matched == NOT_A_NUMBER:
-        raise BadReply("the server's logits were not finite")
-    if isinstance(matched, int) and matched not in stop_ids:
-        raise ValueError(
-            f"the SGLang server ended a reply at token {matched}, which is not one of the stop ids {sorted(stop_ids)}: its "
-            "tokenizer or generation config differs from model.path's."
-        )
-    if reason not in ("stop", "length", "abort"):
-        raise BadReply(f"the reply ended for an unknown reason: {reprlib.repr(finish)}")
-    return reason
+        raise BadResponse("the server's logits were not finite")
+    return stop_reason_of(reason, matched, stop_ids)

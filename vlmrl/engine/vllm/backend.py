@@ -5,10 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import os
-import re
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,15 +16,21 @@ import torch
 from safetensors.torch import save
 
 from vlmrl.config import Lora
-from vlmrl.config.vllm import serve_arguments
 from vlmrl.engine.image_files import shared_folder
-from vlmrl.engine.server import Launch, Server, ServerError, ServerInfo
-from vlmrl.engine.server_backend import TOKEN_VARIABLE, Attempt, Call, Capabilities, ServedModel, ServerBackend
-from vlmrl.engine.server_reply import Reply
+from vlmrl.engine.server import TOKEN_VARIABLE, Launch, Server, ServerError, ServerInfo
+from vlmrl.engine.server_backend import (
+    DECODER_LAYERS,
+    NO_API_KEY,
+    Attempt,
+    Call,
+    Capabilities,
+    ServedModel,
+    ServerBackend,
+)
+from vlmrl.engine.server_response import Response
 from vlmrl.engine.vllm.receiver import VLLMReceiver
-from vlmrl.engine.vllm.requests import TEMPERATURES, generate_body, reply_of
+from vlmrl.engine.vllm.requests import generate_body, response_of
 
-OLDEST = (0, 32, 0)  # earlier versions do not report the weights that sampled each token
 LOGPROBS = "processed_logprobs"
 SERVE_ARGS = {
     "enable-scale-out": True,  # /inference/v1/generate, which takes token ids
@@ -53,22 +56,37 @@ SERVE_ENV = {
 }
 NO_VALUES = hashlib.sha256(b"").hexdigest()  # of a weight that vLLM keeps only in its CPU kernel's own layout
 EXPERTS_ARG, V2_RUNNER = "enable-return-routed-experts", "VLLM_USE_V2_MODEL_RUNNER"
-LORA_TARGETS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the choices of --max-lora-rank
 ON_SERVER = Path(__file__).parent / "on_server"
 """Folder of a package that runs in vLLM's processes."""
+OWN_TRANSFER = "weights arrive by vlmrl's own transfer engine"
+OWN_ARGS = {
+    "data-parallel-size": "weights are sent to server.tp ranks; set cluster.engines",
+    "enable-scale-out": "requests contain token ids",
+    "logprobs-mode": "logprobs must be those of the distribution that tokens are sampled from",
+    "model": "set model.path",
+    "pipeline-parallel-size": "weights are sent to server.tp ranks; set server.tp",
+    "port": "each server gets a free one",
+    "tensor-parallel-size": "set server.tp",
+    "weight-transfer-config": OWN_TRANSFER,
+    "weight-transfer-config.backend": OWN_TRANSFER,
+    "worker-extension-cls": OWN_TRANSFER,
+}
 
 
 class VLLMBackend(ServerBackend):
     name = "vllm"
     title = "vLLM"
     package = "vllm"
+    install = "pip install 'vlmrl[vllm]'"
+    oldest = (0, 32, 0)
+    oldest_reason = "do not report the weights that sampled each token"
     capabilities = Capabilities(
-        lora_targets=LORA_TARGETS,
+        lora_targets=DECODER_LAYERS,
         expert_routing=True,
         image_files=True,
         tensor_handles=True,
-        temperatures=TEMPERATURES,
+        temperatures=(0.01, 2.0),  # it raises lower ones above 0 to 0.01
         sleep=True,
         checksums=True,
         token=True,
@@ -85,7 +103,9 @@ class VLLMBackend(ServerBackend):
     loaded_weights = Call("/collective_rpc", {"method": "loaded_weights"})
     checksums = Call("/weight_checker", {"action": "checksum"})
 
-    memory_argument = "gpu-memory-utilization"
+    own_args = MappingProxyType(OWN_ARGS)
+    secret_args = MappingProxyType({"api-key": NO_API_KEY, "hf-token": "set the environment variable HF_TOKEN"})
+    memory_args = ("gpu-memory-utilization", "kv-cache-memory-bytes")
     memory_includes_runtime = True
     args_hint = "max-model-len or gpu-memory-utilization"
     routing_hint = f"start it with --{EXPERTS_ARG}, or "
@@ -99,15 +119,13 @@ class VLLMBackend(ServerBackend):
         if model.expert_routing and gpu is None and self.settings.env.get(V2_RUNNER) != "1":
             raise ValueError(
                 "with engine vllm on a CPU, train.replay_routing must be False: vLLM returns experts only with its second model "
-                f"runner, which needs Triton with a backend for CPUs. If yours has one, set {V2_RUNNER} to 1 in vllm.env."
+                f"runner, which needs Triton with a backend for CPUs. If yours has one, set {V2_RUNNER} to 1 in server.env."
             )
-        env = SERVE_ENV | (CPU_ENV if gpu is None else {"CUDA_VISIBLE_DEVICES": self._devices(gpu)}) | self.settings.env
-        path = env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ON_SERVER), path]))
+        env = SERVE_ENV | (CPU_ENV if gpu is None else {"CUDA_VISIBLE_DEVICES": self._devices(gpu)})
         command = self._command(args)
         if model.lora is not None:
             command += ["--middleware", "vlmrl_vllm.adapters.LoadsAdapters"]  # beside one of the settings
-        return Launch(command, env, log)
+        return Launch(command, self.environment(ON_SERVER, env), log)
 
     def with_token(self, launch: Launch, token: str) -> Launch:
         """vLLM calls its last middleware first."""
@@ -123,16 +141,12 @@ class VLLMBackend(ServerBackend):
     def graph_memory(cls, gpu_bytes: float) -> float:
         return (0.5 if gpu_bytes < 60 * GIB else 1.0) * GIB
 
-    @property
-    def sets_memory(self) -> bool:
-        return not {self.memory_argument, "kv-cache-memory-bytes"}.isdisjoint(serve_arguments(self.settings.args))
-
     def listens_at(self, host: str) -> str:
-        own = serve_arguments(self.settings.args).get("host", host)
+        own = self.arguments.get("host", host)
         return "0.0.0.0" if own is None else str(own)  # vLLM's default, without the argument
 
-    def parse_info(self, reply: Any) -> ServerInfo:
-        config = reply["vllm_config"]
+    def parse_info(self, response: Any) -> ServerInfo:
+        config = response["vllm_config"]
         model = config["model_config"]
         if model["logprobs_mode"] != LOGPROBS:
             raise ValueError(
@@ -140,26 +154,18 @@ class VLLMBackend(ServerBackend):
                 f"tokens are sampled from: start it with --logprobs-mode {LOGPROBS}."
             )
         return ServerInfo(
-            version=str(reply["system_env"].get("vllm_version", "unknown")),
+            version=str(response["system_env"].get("vllm_version", "unknown")),
             tp=config["parallel_config"]["tensor_parallel_size"],
             device=str(config["device_config"]["device"]),
             dtype=str(model["dtype"]).removeprefix("torch."),
             max_prompt_tokens=model["max_model_len"],
         )
 
-    def check_version(self, url: str, info: ServerInfo) -> None:
-        numbers = tuple(int(number) for number in re.findall(r"\d+", info.version)[:3])
-        if numbers < OLDEST:
-            raise ValueError(
-                f"the server {url} is vLLM {info.version}, but {'.'.join(map(str, OLDEST))} or newer is needed: earlier versions do "
-                "not report the weights that sampled each token."
-            )
-
     def generate(self, attempt: Attempt) -> Call:
         return Call("/inference/v1/generate", generate_body(attempt))
 
-    def parse(self, attempt: Attempt, reply: Any) -> Reply:
-        return reply_of(attempt, reply)
+    def parse(self, attempt: Attempt, response: Any) -> Response:
+        return response_of(attempt, response)
 
     def abort(self, attempt_id: str) -> Call:
         return Call("/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{attempt_id}"]})
@@ -175,20 +181,18 @@ class VLLMBackend(ServerBackend):
         return Call("/vlmrl/unload_adapter", {"name": name})
 
     def receiver(self, server: Server) -> VLLMReceiver:
-        info = server.info
-        dtype = getattr(torch, str(info.dtype), None)
-        return VLLMReceiver(server.url, info.tp, info.device, dtype, self.settings.sync_timeout, server.token)
+        return VLLMReceiver.of(server, self.settings.start_timeout)
 
     def serialize_adapter(self, weights: dict[str, torch.Tensor]) -> str:
         return base64.b64encode(save({name: weight.contiguous() for name, weight in weights.items()})).decode()
 
-    def parse_loaded_weights(self, reply: Any) -> str | None:
-        folders: set[str | None] = {rank["folder"] for rank in reply["results"]}
+    def parse_loaded_weights(self, response: Any) -> str | None:
+        folders: set[str | None] = {rank["folder"] for rank in response["results"]}
         return folders.pop() if len(folders) == 1 else None
 
-    def parse_checksums(self, reply: Any) -> list[Mapping[str, str]]:
+    def parse_checksums(self, response: Any) -> list[Mapping[str, str]]:
         """Of all ranks together: vLLM adds the rank to the names."""
-        return [{name: value for name, value in reply["checksums"].items() if value != NO_VALUES}]
+        return [{name: value for name, value in response["checksums"].items() if value != NO_VALUES}]
 
     def _devices(self, first: int) -> str:
         """The GPUs of a server, by their names in this process's `CUDA_VISIBLE_DEVICES`, then the others: weights may lie there."""
@@ -198,8 +202,8 @@ class VLLMBackend(ServerBackend):
 
     def _command(self, args: dict[str, Any]) -> list[str]:
         """vLLM's command line: ``args``, overridden by the arguments in the settings."""
-        words = [self.settings.python or sys.executable, "-m", "vlmrl_vllm.start_server"]
-        for name, value in (args | serve_arguments(self.settings.args)).items():
+        words = [self.python, "-m", "vlmrl_vllm.start_server"]
+        for name, value in (args | self.arguments).items():
             if isinstance(value, bool) and "." not in name:
                 words.append(f"--{name}" if value else f"--no-{name}")  # many of vLLM's are on by default
             elif value is not None:
@@ -208,18 +212,16 @@ class VLLMBackend(ServerBackend):
 
 
 def _model_args(model: ServedModel) -> dict[str, Any]:
-    args: dict[str, Any] = {"model": model.path, "dtype": model.dtype}
-    if model.random_weights:
-        args["load-format"] = "dummy"
-    if model.lora is not None:
-        args |= _lora_args(model.lora)
-    if model.expert_routing:
-        args[EXPERTS_ARG] = True
-    if model.sleep:
-        args["enable-sleep-mode"] = True
-    if model.memory_fraction is not None:
-        args["gpu-memory-utilization"] = math.floor(1000 * model.memory_fraction) / 1000
-    return args
+    """Arguments of the value None are left out."""
+    args = {
+        "model": model.path,
+        "dtype": model.dtype,
+        "load-format": "dummy" if model.random_weights else None,
+        EXPERTS_ARG: model.expert_routing or None,
+        "enable-sleep-mode": model.sleep or None,
+        "gpu-memory-utilization": model.memory_fraction,
+    }
+    return args | (_lora_args(model.lora) if model.lora else {})
 
 
 def _lora_args(lora: Lora) -> dict[str, Any]:

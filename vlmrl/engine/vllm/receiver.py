@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
-from vlmrl.engine.server_receiver import HttpReceiver
+from vlmrl.engine.server_sync import HttpReceiver
 from vlmrl.weight_sync.base import Bucket, WeightsRefused
 from vlmrl.weight_sync.nccl import GroupAddress
 
@@ -51,7 +51,7 @@ class VLLMReceiver(HttpReceiver):
 
     def load_folder(self, folder: Path, version: str) -> None:
         self.begin()
-        self._update({"folder": str(folder)}, version)
+        self._update({"folder": str(folder)}, version, self.folder_timeout)
         self.end()
 
     def end(self) -> None:
@@ -62,15 +62,15 @@ class VLLMReceiver(HttpReceiver):
         """
         self.post("/finish_weight_update", {"weight_version": self._version})
         self._version = None
-        reply = json.loads(self.post("/reset_prefix_cache?reset_running_requests=true", {}))
-        if not reply["success"]:
+        response = json.loads(self.post("/reset_prefix_cache?reset_running_requests=true", {}))
+        if not response["success"]:
             raise WeightsRefused(f"{self.url}: the prefix cache was not reset after the weight update")
         self.post("/reset_encoder_cache", {})
 
-    def post(self, path: str, body: dict[str, Any]) -> bytes:
+    def post(self, path: str, body: dict[str, Any], timeout: float | None = None) -> bytes:
         """As for all servers. But a vLLM whose workers have died answers for a while, with errors: it has refused nothing."""
         try:
-            return super().post(path, body)
+            return super().post(path, body, timeout)
         except WeightsRefused as refusal:
             try:
                 self.get("/health")
@@ -78,8 +78,10 @@ class VLLMReceiver(HttpReceiver):
                 raise ConnectionError(str(refusal)) from refusal
             raise
 
-    def _update(self, info: dict[str, Any] | list[dict[str, Any]], version: str | None) -> None:
-        self.post("/update_weights", {"update_info": info})
+    def _update(
+        self, info: dict[str, Any] | list[dict[str, Any]], version: str | None, timeout: float | None = None
+    ) -> None:
+        self.post("/update_weights", {"update_info": info}, timeout)
         self._version = version
 
 

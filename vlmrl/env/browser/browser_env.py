@@ -12,13 +12,13 @@ docs/browser.md has a whole example, and every option.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from vlmrl.config.code import import_extra
 from vlmrl.env.base import Env, encodable, obs
 from vlmrl.env.browser.browser_pool import BrowserFailure, BrowserPool, Lease, PoolLimits, shared_pool
 from vlmrl.env.browser.browser_tab import BrowserTab, TabKind
@@ -27,12 +27,13 @@ from vlmrl.env.browser.marks import marked
 from vlmrl.env.tool_calls import read_tool_calls
 from vlmrl.env.tools import parts_of, problem_with, tool_message
 from vlmrl.types import Message, Task
+from vlmrl.utils.require import import_extra
 from vlmrl.utils.work_pool import cpu_pool
 
 T = TypeVar("T")
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-MAX_ACTIONS = 8  # of one reply
+MAX_ACTIONS = 8  # of one response
 MAX_TREE = 20_000  # characters of an accessibility tree
 
 
@@ -49,7 +50,8 @@ class BrowserEnv(Env):
     """
 
     page: ClassVar[str] = ""
-    """The HTML file, relative to the class's own file, or the URL. The option ``page`` and the task's column ``page`` go first."""
+    """The HTML file, relative to the class's own file, or the URL. The option ``page`` goes first, then the task's column ``page``.
+    A task may come from a dataset or another machine, so its column names a file in or below the folder of the class's own file."""
     reward_script: ClassVar[str] = "window.reward"
     """A JavaScript expression: the reward, which ends the episode, or null while it goes on. See :meth:`judge`."""
     root: ClassVar[str] = "body"
@@ -80,7 +82,7 @@ class BrowserEnv(Env):
     ) -> None:
         super().__init__(task)
         _check_sizes(width, height, scale, step_seconds)
-        self.url, self.place = self._address(page or task.data.get("page") or self.page)
+        self.url, self.place = self._address(page or self._page_of(task) or self.page)
         self.scale, self.observe, self.step_seconds = scale, observe, step_seconds
         self.frame = (1000, 1000) if coordinates == "thousandths" else (round(width * scale), round(height * scale))
         self.schema = computer_use_schema(self.frame, marks=observe == "marks")
@@ -113,9 +115,9 @@ class BrowserEnv(Env):
         """The reward of an episode that the model ended: by ``terminate``, or by ``answer`` with a text."""
         return self.unfinished_reward or 0.0
 
-    def read_actions(self, reply: str) -> list[Action]:
-        """The actions in a reply. Override it for another protocol. The text of a ValueError becomes the observation."""
-        calls = read_tool_calls(reply, [self.schema], self.tool_format)
+    def read_actions(self, response: str) -> list[Action]:
+        """The actions in a response. Override it for another protocol. The text of a ValueError becomes the observation."""
+        calls = read_tool_calls(response, [self.schema], self.tool_format)
         if not calls:
             raise ValueError(f"Call {NAME}; to end the task, with the action terminate.")
         actions = []
@@ -157,6 +159,7 @@ class BrowserEnv(Env):
                 verdict = self.end(action)
             if verdict is not None:
                 given = verdict if isinstance(verdict, dict) else {"reward": verdict}
+                self._check_finite(given)
                 return obs(), True, info | self._counts() | given
         return await self._look(), False, info | self._counts()
 
@@ -200,12 +203,31 @@ class BrowserEnv(Env):
         center = ((left + right) / 2 / self._kind.width, (top + bottom) / 2 / self._kind.height)
         return replace(action, points=(*action.points[:-1], center))
 
+    def _check_finite(self, info: dict[str, Any]) -> None:
+        """An error of this episode: what a policy types into a page may be what makes its reward NaN, and must not stop the run."""
+        reward = info.get("reward")
+        if isinstance(reward, float) and not math.isfinite(reward):
+            raise ValueError(f"the page of {type(self).__name__} must give a finite reward, but it gave {reward}.")
+
     def _points(self, action: Action) -> list[dict[str, Any]]:
         """Where the action was, for those who look at the episode."""
         return [{"label": action.kind, "at": [list(point) for point in action.points]}] if action.points else []
 
     def _counts(self) -> dict[str, float]:
         return {"blocked_requests": self._tab.blocked}
+
+    def _page_of(self, task: Task) -> str | None:
+        """The file that the task's column ``page`` names. Raises ValueError if it is not in the folder of the class's own file."""
+        page = task.data.get("page")
+        if page is None:
+            return None
+        folder = Path(inspect.getfile(type(self))).resolve().parent
+        if not _is_page_in(folder, page):
+            raise ValueError(
+                f"the column page of task {task.id} must name a file in the folder of {type(self).__name__}, {folder}, with "
+                f"the suffix .html or .htm, but it is {page!r:.100}: move the page there, or set env_options.page."
+            )
+        return str(folder / page)
 
     def _address(self, page: Any) -> tuple[str, str]:
         """The page's URL, and the beginning of all URLs that it may load: its own folder, or its own server."""
@@ -234,6 +256,15 @@ class BrowserEnv(Env):
     def _seeded_url(self) -> str:
         parts = urlsplit(self.url)
         return parts._replace(query="&".join(filter(None, (parts.query, f"seed={self.seed}")))).geturl()
+
+
+def _is_page_in(folder: Path, page: Any) -> bool:
+    """Whether ``page`` names a web page in ``folder``, which may also hold keys and settings that no task may show."""
+    try:
+        path = (folder / page).resolve()
+    except (OSError, TypeError, ValueError):  # too long, no text, or with a null byte
+        return False
+    return "://" not in page and path.suffix.lower() in (".html", ".htm") and path.is_relative_to(folder)
 
 
 def _check_sizes(width: int, height: int, scale: float, step_seconds: float) -> None:

@@ -24,7 +24,11 @@ MAX_SESSIONS = 256
 MAX_EPISODES = 200  # of one tab, whose process is then replaced
 QUEUE_SECONDS = 600.0  # for a free session
 OPENING = 4  # new tabs at once: each takes most of a second of a core, and all of them would miss their deadline
-MEASURE_SECONDS = 5.0  # between two measurements of memory
+MEASURE_SECONDS = (
+    1.0,
+    10.0,
+)  # between two measurements of memory: the more, the longer one takes, as with hundreds of tabs
+MEASURE_SHARE = 0.1  # of the time
 
 
 class BrowserFailure(RuntimeError):
@@ -92,7 +96,6 @@ class BrowserPool:
         self._all: set[ChromiumProcess] = set()
         self._ending: set[ChromiumProcess] = set()
         self._idle: list[tuple[BrowserTab, ChromiumProcess]] = []
-        self._measured = 0.0
         self._chores: set[asyncio.Task[None]] = set()
         atexit.register(self.close)
 
@@ -180,6 +183,7 @@ class BrowserPool:
                 raise BrowserFailure(f"{self.limits.chromium} does not start: {_reason(error)}") from error
             self._all.add(self._process)
             self.counts["started"] += 1
+            self._do_later(self._watch_memory(self._process))
             return self._process
 
     def _ended(self, process: ChromiumProcess) -> None:
@@ -227,15 +231,23 @@ class BrowserPool:
             self._do_later(self._check(process))
         elif process.retired and not process.tabs:
             self._do_later(self._end(process, kill=False))
-        elif time.monotonic() - self._measured > MEASURE_SECONDS:
-            self._measured = time.monotonic()
-            self._do_later(self._limit_memory(process))
 
     async def _check(self, process: ChromiumProcess) -> None:
         """After a failure: a browser that does not answer is ended; its other sessions fail and are played again in a new one."""
         if process in self._all and not await process.answers():
             self.counts["hung"] += process.alive
             await self._end(process, kill=True)
+
+    async def _watch_memory(self, process: ChromiumProcess) -> None:
+        """Hold a browser to its limit while its pages run, since one page can take gigabytes within its episode."""
+        while process in self._all:
+            began = time.monotonic()
+            with contextlib.suppress(BrowserFailure):  # it may hang for a while
+                await self._limit_memory(process)
+            least, most = MEASURE_SECONDS
+            pause = min(max(least, (time.monotonic() - began) / MEASURE_SHARE), most)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.ended.wait(), pause)
 
     async def _limit_memory(self, process: ChromiumProcess) -> None:
         """A browser above the limit gets no new sessions and ends after its last one; at twice the limit, it is ended at once."""
@@ -256,6 +268,7 @@ class BrowserPool:
     async def _end(self, process: ChromiumProcess, kill: bool) -> None:
         if process in self._all:
             self._all.discard(process)
+            process.ended.set()
             self._ending.add(process)
             self._idle = [pair for pair in self._idle if pair[1] is not process]
             await process.end(kill)
@@ -266,11 +279,11 @@ class BrowserPool:
         await asyncio.gather(*ends, *self._chores)
 
     def _do_later(self, chore: Coroutine[Any, Any, None]) -> None:
-        async def quietly() -> None:
+        async def suppressed() -> None:
             with contextlib.suppress(Exception):
                 await chore
 
-        task = asyncio.create_task(quietly())
+        task = asyncio.create_task(suppressed())
         self._chores.add(task)
         task.add_done_callback(self._chores.discard)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from vlmrl.config.code import import_extra
+from vlmrl.utils.require import import_extra
 
 START_SECONDS, PING_SECONDS, STOP_SECONDS = 60.0, 10.0, 5.0
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -65,6 +65,7 @@ class ChromiumProcess:
         self.alive = True
         self.retired = False  # it gets no new tabs
         self.tabs = 0  # in use
+        self.ended = asyncio.Event()  # the pool has no use for it any more
         self._playwright = playwright
         self._control = control
         self._pids = pids  # of Chromium's main process, and of its driver

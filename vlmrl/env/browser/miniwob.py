@@ -93,13 +93,12 @@ def miniwob_tasks() -> list[str]:
 
 def page_of(name: str | None) -> Path:
     """The page of a task. Raises ValueError if there is no such task."""
-    page = _pages() / f"{name}.html"
-    if name is None or not page.is_file():
+    if name not in miniwob_tasks():
         raise ValueError(
-            f"env_options.tasks must name tasks of MiniWoB++, such as click-test-2, but one is {name}. There are: "
+            f"env_options.tasks must name tasks of MiniWoB++, such as click-test-2, but one is {name!s:.100}. There are: "
             f"{', '.join(miniwob_tasks())}."
         )
-    return page
+    return _pages() / f"{name}.html"
 
 
 @cache

@@ -12,15 +12,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import httpx
-
 from vlmrl.env.answer import read_points
 from vlmrl.env.base import Env, RetryTurn
 from vlmrl.env.remote.serialize import checked_tools, deserialize_messages, serialize_task
 from vlmrl.env.session import EnvContractError, TaskError
 from vlmrl.multimodal.images import ImageUnavailableError
 from vlmrl.types import Message, Task
-from vlmrl.utils.http import excerpt, http_client, parse_json, send_json
+from vlmrl.utils.http import HttpClient, RefusedError, RetryableError, excerpt, parse_json
 from vlmrl.utils.tokens import bearer_headers
 
 TOKEN_VARIABLE = "VLMRL_ENV_TOKEN"
@@ -31,7 +29,7 @@ LONGEST_SECONDS = 1800.0  # of one request, whatever signs of life the server se
 class EnvConnection:
     """What all sessions of a process share: the HTTP client, and the attributes of the served env's class."""
 
-    client: httpx.Client
+    client: HttpClient
     tools: list[dict[str, Any]]
     replayable: bool
 
@@ -43,7 +41,7 @@ class RemoteEnv(Env):
     the time in its queue does not count, and ``rollout.env_timeout`` does not apply. A server that is unreachable, silent or broken is
     an env error: a new session replays the turns, and if that fails too, the trajectory fails. No request is retried by itself.
 
-    The environment variable ``token_variable`` holds the server's token, if it wants one. Images in replies are the replies' own
+    The environment variable ``token_variable`` holds the server's token, if it wants one. Images in responses are the responses' own
     content: a server cannot make this process open a path or a URL.
     """
 
@@ -55,16 +53,16 @@ class RemoteEnv(Env):
         self._connection: EnvConnection = self.shared
         self.tools = self._connection.tools
         self.replayable = self._connection.replayable
-        # The client names the session, so that it can close it even if the reply to its start was lost.
+        # The client names the session, so that it can close it even if the response to its start was lost.
         self._session = f"{self.url}/sessions/{uuid.uuid4().hex}"
         self._started = False
 
     @classmethod
     def setup(cls, url: str, timeout: float = 50.0, token_variable: str = TOKEN_VARIABLE) -> EnvConnection:
-        client = http_client(timeout, bearer_headers(token_variable))
+        client = HttpClient(timeout, bearer_headers(token_variable))
         try:
-            status, reply = send_json(client, "GET", f"{url.rstrip('/')}/health")
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            status, response = client.send("GET", f"{url.rstrip('/')}/health")
+        except (RetryableError, RefusedError) as error:
             raise _no_server(url, repr(error)) from error
         if status == 401:
             raise ValueError(
@@ -72,10 +70,10 @@ class RemoteEnv(Env):
                 "server's token, or env_options.token_variable to the name of another variable."
             )
         try:
-            health = parse_json(reply)
+            health = parse_json(response)
             return EnvConnection(client, checked_tools(health["tools"]), bool(health["replayable"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise _no_server(url, f"{status} {excerpt(reply, 200)}") from error
+            raise _no_server(url, f"{status} {excerpt(response, 200)}") from error
 
     def reset(self) -> list[Message] | None:
         try:
@@ -85,45 +83,45 @@ class RemoteEnv(Env):
         except ValueError as error:
             raise TaskError(f"task {self.task.id} cannot be sent to an env server: {error}") from error
         self._started = True
-        reply = self._request("PUT", "", body)
+        response = self._request("PUT", "", body)
         with self._protocol():
-            self.tools, self.replayable = checked_tools(reply["tools"]), bool(reply["replayable"])
-            return None if reply["messages"] is None else deserialize_messages(reply["messages"], "messages")
+            self.tools, self.replayable = checked_tools(response["tools"]), bool(response["replayable"])
+            return None if response["messages"] is None else deserialize_messages(response["messages"], "messages")
 
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-        reply = self._request("POST", "/step", {"reply": response_text})
+        response = self._request("POST", "/step", {"response": response_text})
         with self._protocol():
-            messages = deserialize_messages(reply["messages"], "messages")
+            messages = deserialize_messages(response["messages"], "messages")
             info: dict[str, Any] = {
-                str(name): _finite(value, f"metrics.{name}") for name, value in reply["metrics"].items()
+                str(name): _finite(value, f"metrics.{name}") for name, value in response["metrics"].items()
             }
-            info["points"] = [asdict(each) for each in read_points(reply.get("points", []))]
-            if reply["reward"] is not None:
-                info["reward"] = _finite(reply["reward"], "reward")
-            return {"messages": messages}, bool(reply["done"]), info
+            info["points"] = [asdict(each) for each in read_points(response.get("points", []))]
+            if response["reward"] is not None:
+                info["reward"] = _finite(response["reward"], "reward")
+            return {"messages": messages}, bool(response["done"]), info
 
     def format_observation(self, observation: dict[str, Any]) -> Message | list[Message]:
         return list(observation["messages"])  # formatted by the served env
 
     def finish(self, ending: str) -> float | None:
-        body = {"ending": ending, "last_reply": self.last_reply, "last_turn": self.turn}
-        reply = self._request("POST", "/finish", body)
+        body = {"ending": ending, "last_response": self.last_response, "last_turn": self.turn}
+        response = self._request("POST", "/finish", body)
         with self._protocol():
-            return None if reply["reward"] is None else _finite(reply["reward"], "reward")
+            return None if response["reward"] is None else _finite(response["reward"], "reward")
 
     def close(self) -> None:
         if self._started:
-            send_json(self._connection.client, "DELETE", self._session)
+            self._connection.client.send("DELETE", self._session)
 
     def _request(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The JSON of a reply; an error of the served env is raised here as the same kind of error."""
+        """The JSON of a response; an error of the served env is raised here as the same kind of error."""
         client = self._connection.client
-        status, content = send_json(client, method, self._session + path, body, seconds=LONGEST_SECONDS)
+        status, content = client.send(method, self._session + path, body, seconds=LONGEST_SECONDS)
         if status == 200:
             with self._protocol():
-                reply = dict(parse_json(content))
-            if "kind" not in reply:
-                return reply
+                response = dict(parse_json(content))
+            if "kind" not in response:
+                return response
         try:
             error = parse_json(content)
             kind, message = error["kind"], _printable(str(error["message"]))
@@ -137,12 +135,12 @@ class RemoteEnv(Env):
 
     @contextmanager
     def _protocol(self) -> Iterator[None]:
-        """Within the context, what a reply should not hold is an env error."""
+        """Within the context, what a response should not hold is an env error."""
         try:
             yield
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise RuntimeError(
-                f"env server {self.url} sent a reply that breaks the protocol: {type(error).__name__}: {error}"
+                f"env server {self.url} sent a response that breaks the protocol: {type(error).__name__}: {error}"
             ) from error
 
 

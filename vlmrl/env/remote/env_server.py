@@ -1,16 +1,16 @@
 """`vlmrl env serve`: an env as an HTTP server. Each session is one env of one trajectory; `client.py` is the other end.
 
 PUT    /sessions/ID           builds the env of a task and resets it: the first messages, the tools
-POST   /sessions/ID/step      one reply of the model: messages, done, reward, metrics
+POST   /sessions/ID/step      one response of the model: messages, done, reward, metrics
 POST   /sessions/ID/finish    the final reward
 DELETE /sessions/ID           closes the session
 GET    /health                the env's name, its tools, the number of sessions
 
 An error has status 500 and the body {"kind": "retry", "contract" or "error", "message": ...}; a request that breaks the protocol has
-status 422 and the kind "error". Requests and replies hold their images' content: what a client names is never opened.
+status 422 and the kind "error". Requests and responses hold their images' content: what a client names is never opened.
 
-Replies are made in parallel, in the process's threads for CPU work, and may wait there for a while if many sessions step at once. A
-reply that is not ready after HEARTBEAT_SECONDS begins then, with status 200 and a newline, and has a further newline, which JSON
+Responses are made in parallel, in the process's threads for CPU work, and may wait there for a while if many sessions step at once. A
+response that is not ready after HEARTBEAT_SECONDS begins then, with status 200 and a newline, and has a further newline, which JSON
 permits, every HEARTBEAT_SECONDS until its body comes; an error is then recognized by its "kind". So a client's time-out is the time
 without any sign of the server, not the time in its queues. What the server does has deadlines of its own, which begin with the work.
 """
@@ -20,15 +20,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, get_args
 
 import tyro
+from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from vlmrl.config import Options
-from vlmrl.config.code import import_extra
 from vlmrl.env.base import EnvSpec, RetryTurn, resolve_env
 from vlmrl.env.remote.client import TOKEN_VARIABLE
 from vlmrl.env.remote.serialize import deserialize_task, serialize_messages
@@ -38,13 +38,15 @@ from vlmrl.multimodal.fetch import is_url
 from vlmrl.multimodal.images import content_of
 from vlmrl.multimodal.messages import images_of, map_images
 from vlmrl.types import Ending, Message, Task
-from vlmrl.utils.http_server import Binding, run_server
+from vlmrl.utils.http_server import BODY, Binding, run_server
+from vlmrl.utils.users_line import describe_error
 from vlmrl.utils.work_pool import cpu_pool
 
 HEARTBEAT_SECONDS = 2.0
 LONG_BODY = 100_000  # bytes; parsing them takes about a millisecond
-# Calls go on if the client leaves, so that no session is left half-way.
-_ANSWERED_LATE: set[asyncio.Task[tuple[int, bytes]]] = set()
+_CALLS: set[asyncio.Task[tuple[int, bytes]]] = (
+    set()
+)  # they go on if the client leaves, so that no session is left half-way
 ENDINGS: tuple[str, ...] = get_args(Ending)
 
 
@@ -62,7 +64,7 @@ class EnvServerArguments:
     timeout: float = 45.0
     """Seconds that one call of an env method may take."""
     idle_timeout: float = 1800.0
-    """Seconds without a request after which a session is closed. Must exceed the time that the model needs for one reply."""
+    """Seconds without a request after which a session is closed. Must exceed the time that the model needs for one response."""
     max_sessions: int = 4096
     """Open sessions; further ones are refused."""
     max_body_mib: float = 64.0
@@ -114,29 +116,29 @@ class EnvServer:
         async def call(opened: _OpenSession) -> bytes:
             messages = await session.start()
             rest = {"tools": session.tools, "replayable": session.replayable}
-            return await self._reply(opened, messages, rest)
+            return await self._response(opened, messages, rest)
 
         return await self._use(name, call)
 
     async def step(self, name: str, body: dict[str, Any]) -> bytes:
-        reply = _field(body, "reply", str)
+        response = _field(body, "response", str)
 
         async def call(opened: _OpenSession) -> bytes:
-            result = await opened.session.step(reply)
+            result = await opened.session.step(response)
             points = [asdict(each) for each in result.points]
             rest = {"done": result.done, "reward": result.reward, "metrics": result.metrics, "points": points}
-            return await self._reply(opened, result.messages, rest)
+            return await self._response(opened, result.messages, rest)
 
         return await self._use(name, call)
 
     async def finish(self, name: str, body: dict[str, Any]) -> bytes:
-        ending, reply = _field(body, "ending", str), _field(body, "last_reply", str)
+        ending, response = _field(body, "ending", str), _field(body, "last_response", str)
         turn = _field(body, "last_turn", int, optional=True)
         if ending not in ENDINGS:
             raise RequestError(f"ending must be one of {', '.join(ENDINGS)}, but it is {ending!r:.100}.")
 
         async def call(opened: _OpenSession) -> bytes:
-            return _dump({"reward": await opened.session.finish(ending, reply, turn)})
+            return _dump({"reward": await opened.session.finish(ending, response, turn)})
 
         return await self._use(name, call)
 
@@ -160,15 +162,15 @@ class EnvServer:
     async def close_all(self) -> None:
         await asyncio.gather(*map(self.close, list(self.sessions)))
 
-    async def _reply(self, opened: _OpenSession, messages: list[Message] | None, rest: dict[str, Any]) -> bytes:
-        """The JSON of a reply with the session's messages. Addresses are fetched first, so that a slow one holds no thread."""
+    async def _response(self, opened: _OpenSession, messages: list[Message] | None, rest: dict[str, Any]) -> bytes:
+        """The JSON of a response with the session's messages. Addresses are fetched first, so that a slow one holds no thread."""
         fetched: dict[int, bytes] = {}
         for image in images_of(messages or []):
             if is_url(content_of(image)):
                 opened.refuse(image)
                 fetched[id(image)] = await fetch_embedded(image)
 
-        def reply() -> bytes:
+        def response() -> bytes:
             if messages is None:
                 return _dump({"messages": None, **rest})
             for image in images_of(messages):
@@ -176,7 +178,7 @@ class EnvServer:
             shown = map_images(messages, lambda image: fetched.get(id(image), image))
             return _dump({"messages": serialize_messages(shown, "messages"), **rest})
 
-        return await cpu_pool().run(self.timeout, reply)
+        return await cpu_pool().run(self.timeout, response)
 
     async def _use(self, name: str, call: Callable[[_OpenSession], Awaitable[bytes]]) -> bytes:
         """One call of a session. An error other than RetryTurn closes the session."""
@@ -199,58 +201,63 @@ class EnvServer:
             opened.last_used = time.monotonic()
 
 
-def create_env_app(server: EnvServer) -> Any:
-    """The Starlette application of an env's sessions."""
-    applications = import_extra("starlette.applications", "serve")
-    responses = import_extra("starlette.responses", "serve")
+def create_env_app(server: EnvServer) -> web.Application:
+    """The app of an env's sessions, without a guard."""
 
-    @asynccontextmanager
-    async def lifespan(app: Any) -> AsyncIterator[None]:
+    async def sessions(app: web.Application) -> AsyncIterator[None]:
         cleaner = asyncio.create_task(_close_idle_sessions(server))
         yield
         cleaner.cancel()
         await server.close_all()
 
-    async def respond(call: Awaitable[bytes]) -> Any:
-        outcome = asyncio.ensure_future(_outcome(call))
-        await asyncio.wait([outcome], timeout=HEARTBEAT_SECONDS)
-        if not outcome.done():
-            return responses.StreamingResponse(_with_heartbeats(outcome), media_type="application/json")
-        status, content = outcome.result()
-        return responses.Response(content, status, media_type="application/json")
-
-    def with_body(use: Callable[[str, dict[str, Any]], Awaitable[bytes]]) -> Callable[[Any], Awaitable[Any]]:
+    def with_body(use: Callable[[str, dict[str, Any]], Awaitable[bytes]]) -> Handler:
         async def called(name: str, content: bytes) -> bytes:
             is_long = len(content) > LONG_BODY
             return await use(
                 name, await cpu_pool().run(server.timeout, _parse, content) if is_long else _parse(content)
             )
 
-        async def handler(request: Any) -> Any:
-            return await respond(called(request.path_params["name"], await request.body()))
+        async def handler(request: web.Request) -> web.StreamResponse:
+            return await _respond(request, called(request.match_info["name"], request[BODY]))
 
         return handler
 
-    async def close(request: Any) -> Any:
-        return await respond(server.close(request.path_params["name"]))
+    async def close(request: web.Request) -> web.StreamResponse:
+        return await _respond(request, server.close(request.match_info["name"]))
 
-    async def health(request: Any) -> Any:
-        return await respond(server.health())
+    async def health(request: web.Request) -> web.StreamResponse:
+        return await _respond(request, server.health())
 
-    app = applications.Starlette(lifespan=lifespan)
-    for method, path, handler in (
-        ("PUT", "/sessions/{name}", with_body(server.start)),
-        ("POST", "/sessions/{name}/step", with_body(server.step)),
-        ("POST", "/sessions/{name}/finish", with_body(server.finish)),
-        ("DELETE", "/sessions/{name}", close),
-        ("GET", "/health", health),
-    ):
-        app.add_route(path, handler, methods=[method])
+    app = web.Application()
+    app.cleanup_ctx.append(sessions)
+    app.router.add_put("/sessions/{name}", with_body(server.start))
+    app.router.add_post("/sessions/{name}/step", with_body(server.step))
+    app.router.add_post("/sessions/{name}/finish", with_body(server.finish))
+    app.router.add_delete("/sessions/{name}", close)
+    app.router.add_get("/health", health)
     return app
 
 
-async def _outcome(call: Awaitable[bytes]) -> tuple[int, bytes]:
-    """Status and body of the reply."""
+async def _respond(request: web.Request, call: Coroutine[Any, Any, bytes]) -> web.StreamResponse:
+    """The response of ``call``, which goes on if the client leaves, after newlines that show that the server is at work."""
+    outcome = asyncio.create_task(_outcome(call))
+    _CALLS.add(outcome)
+    outcome.add_done_callback(_CALLS.discard)
+    await asyncio.wait([outcome], timeout=HEARTBEAT_SECONDS)
+    if outcome.done():
+        status, content = outcome.result()
+        return web.Response(status=status, body=content, content_type="application/json")
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    await response.prepare(request)
+    while not outcome.done():
+        await response.write(b"\n")
+        await asyncio.wait([outcome], timeout=HEARTBEAT_SECONDS)
+    await response.write_eof(outcome.result()[1])
+    return response
+
+
+async def _outcome(call: Coroutine[Any, Any, bytes]) -> tuple[int, bytes]:
+    """Status and body of the response."""
     status, kind = 500, "error"
     try:
         return 200, await call
@@ -261,18 +268,8 @@ async def _outcome(call: Awaitable[bytes]) -> tuple[int, bytes]:
     except RequestError as error:
         status, message = 422, str(error)
     except Exception as error:
-        message = f"{type(error).__name__}: {error}"
+        message = describe_error(error)
     return status, _dump({"kind": kind, "message": message})
-
-
-async def _with_heartbeats(outcome: asyncio.Task[tuple[int, bytes]]) -> AsyncIterator[bytes]:
-    """The body of ``outcome``, after newlines that show a client that the server is at work."""
-    _ANSWERED_LATE.add(outcome)
-    outcome.add_done_callback(_ANSWERED_LATE.discard)
-    while not outcome.done():
-        yield b"\n"
-        await asyncio.wait([outcome], timeout=HEARTBEAT_SECONDS)
-    yield outcome.result()[1]
 
 
 async def _close_idle_sessions(server: EnvServer) -> None:
@@ -289,7 +286,7 @@ def serve_env(arguments: EnvServerArguments) -> None:
         spec, timeout=arguments.timeout, idle_timeout=arguments.idle_timeout, max_sessions=arguments.max_sessions
     )
     app = create_env_app(server)
-    run_server(app, binding, "serve", f"{spec.name} at {binding.url()}")
+    run_server(app, binding, f"{spec.name} at {binding.url()}")
 
 
 def _read_task(body: dict[str, Any]) -> tuple[Task, Refuse]:

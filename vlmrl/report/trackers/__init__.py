@@ -18,22 +18,29 @@ from pathlib import Path
 from typing import Any
 
 from vlmrl.config.code import load_object
-from vlmrl.report.trackers.base import Number, Status, TableRow, Tracker
-from vlmrl.report.trackers.mlflow import MlflowTracker
+from vlmrl.report.trackers.base import Number, Status, TableRow, Tracker, kept_id, numbers_of
 from vlmrl.report.trackers.tensorboard import TensorBoardTracker
 from vlmrl.report.trackers.tracker_threads import Say, Trackers
-from vlmrl.report.trackers.trackio import TrackioTracker
 from vlmrl.report.trackers.wandb import WandbTracker
 
 TRACKERS: dict[str, type[Tracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
-    "trackio": TrackioTracker,
-    "mlflow": MlflowTracker,
 }
 """Trackers by name; each is also the extra of vlmrl that installs its package."""
 
-__all__ = ["TRACKERS", "Number", "Status", "TableRow", "Tracker", "Trackers", "open_trackers", "tracker_classes"]
+__all__ = [
+    "TRACKERS",
+    "Number",
+    "Status",
+    "TableRow",
+    "Tracker",
+    "Trackers",
+    "kept_id",
+    "numbers_of",
+    "open_trackers",
+    "tracker_classes",
+]
 
 
 def tracker_classes(names: Sequence[str]) -> dict[str, type[Tracker]]:
@@ -75,4 +82,4 @@ def open_trackers(names: Sequence[str], folder: Path, config: dict[str, Any], sa
             raise ValueError(
                 f"report.to {name} did not start: {error or type(error).__name__}. {kind.remedy}"
             ) from error
-    return Trackers(opened, folder, config.get("report", {}).get("table_every", 10), say)
+    return Trackers(opened, folder, say=say)

@@ -11,7 +11,7 @@ from PIL import Image
 
 from vlmrl.report.records import messages_text
 from vlmrl.types import Trajectory
-from vlmrl.utils.output_files import write_whole
+from vlmrl.utils.output_files import atomic_write
 
 Number = float | int | str | None
 """A metric's value. Floats are finite; ``None`` means not known."""
@@ -31,8 +31,8 @@ class TableRow:
     """``train``, ``eval`` or ``blanked``."""
     id: str
     prompt: str
-    reply: str
-    """The replies of all turns."""
+    response: str
+    """The responses of all turns."""
     reward: float | None
     ending: str | None
     images: list[Image.Image]
@@ -44,9 +44,9 @@ class TableRow:
         turns = trajectory.turns
         media = [item for turn in turns for item in turn.media][:MAX_IMAGES]
         prompt = messages_text(turns[0].messages if turns and turns[0].messages else trajectory.task.prompt)
-        reply = "\n\n".join(turn.text for turn in turns)
+        response = "\n\n".join(turn.text for turn in turns)
         images = [_reduced(item.image) for item in media]
-        return cls(step, kind, trajectory.id, prompt, reply, trajectory.reward, trajectory.ending, images)
+        return cls(step, kind, trajectory.id, prompt, response, trajectory.reward, trajectory.ending, images)
 
     def text(self) -> dict[str, Any]:
         """All columns but the images."""
@@ -107,7 +107,7 @@ def kept_id(folder: Path, name: str, new: Callable[[], str]) -> str:
         return path.read_text(encoding="utf-8").strip()
     path.parent.mkdir(parents=True, exist_ok=True)
     made = new()
-    write_whole(path, made + "\n")
+    atomic_write(path, made + "\n")
     return made
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vlmrl.config.code import import_extra
 from vlmrl.report.trackers.base import Number, TableRow, Tracker, numbers_of
+from vlmrl.utils.require import import_extra
 
 
 class TensorBoardTracker(Tracker):
@@ -32,7 +32,7 @@ class TensorBoardTracker(Tracker):
         for index, row in enumerate(rows):
             name = f"trajectories/{kind}/{index}"
             facts = f"{row.id}: reward {row.reward}, ending {row.ending}"
-            self._writer.add_text(name, "\n\n".join([facts, _quoted(row.prompt), _quoted(row.reply)]), step)
+            self._writer.add_text(name, "\n\n".join([facts, _quoted(row.prompt), _quoted(row.response)]), step)
             if (sheet := row.sheet()) is not None:
                 self._writer.add_image(name, np.asarray(sheet), step, dataformats="HWC")
 

@@ -12,7 +12,7 @@ from typing import Self
 
 from vlmrl.report.trackers.base import Number, Status, TableRow, Tracker
 from vlmrl.types import Trajectory
-from vlmrl.utils.output_files import write_whole
+from vlmrl.utils.output_files import atomic_write
 
 TABLE_ROWS = 8  # trajectories in a table
 QUEUED = 256  # calls that wait for a slow tracker at most; later ones are dropped
@@ -33,6 +33,8 @@ class Trackers:
     def __init__(self, trackers: Mapping[str, Tracker], folder: Path, table_every: int = 10, say: Say = print) -> None:
         self._folder = folder
         self._table_every = table_every
+        self.earlier_steps = 0
+        """Of the run's stages that have ended: the steps that trackers get rise over all stages."""
         self._threads = [TrackerThread(name, tracker, folder, say) for name, tracker in trackers.items()]
 
     @classmethod
@@ -43,21 +45,23 @@ class Trackers:
         """One row of metrics. Returns at once."""
         kind = next(iter(values), "").partition("/")[0]
         series = f"rows of {kind if kind in ('eval', 'blanked') else 'train'}"
+        shown = self.earlier_steps + step
         for thread in self._threads:
-            thread.put(series, step, lambda tracker: tracker.log(step, values))
+            thread.put(series, shown, lambda tracker: tracker.log(shown, values))
 
     def log_trajectories(self, step: int, kind: str, trajectories: Sequence[Trajectory]) -> None:
         """The trajectories of a step or an evaluation. Returns at once: images are decoded in the trackers' threads."""
         due = kind != "train" or step == 1 or step % self._table_every == 0
         shown = list(trajectories[:TABLE_ROWS]) if due else []
+        place = self.earlier_steps + step
         if not shown:
             return
 
         def send(tracker: Tracker) -> None:
-            tracker.log_trajectories(step, kind, [TableRow.of(step, kind, each) for each in shown])
+            tracker.log_trajectories(place, kind, [TableRow.of(place, kind, each) for each in shown])
 
         for thread in self._threads:
-            thread.put(f"table of {kind}", step, send)
+            thread.put(f"table of {kind}", place, send)
 
     def close(self, status: Status) -> None:
         """Send what waits, the curve included, and close all, within a minute; within 5 seconds if the run was stopped."""
@@ -140,4 +144,4 @@ class SentSteps:
     def add(self, series: str, step: int) -> None:
         self._steps[series] = step
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self._path, json.dumps(self._steps))
+        atomic_write(self._path, json.dumps(self._steps))

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmrl.config.code import import_extra
 from vlmrl.report.trackers.base import Number, Status, TableRow, Tracker, kept_id
+from vlmrl.utils.require import import_extra
 
-COLUMNS = ["step", "kind", "id", "prompt", "reply", "reward", "ending"]
+COLUMNS = ["step", "kind", "id", "prompt", "response", "reward", "ending"]
 EXIT_CODES: dict[Status, int] = {"finished": 0, "stopped": 130, "failed": 1}
 
 
 class WandbTracker(Tracker):
-    """A run of Weights & Biases. Its usual variables apply: ``WANDB_API_KEY``, ``WANDB_MODE=offline``, ``WANDB_ENTITY``."""
+    """A run of Weights & Biases. Its usual variables apply: ``WANDB_API_KEY``, ``WANDB_MODE=offline``, ``WANDB_ENTITY``, and
+    ``WANDB_PROJECT``, without which the project is `vlmrl`."""
 
     package = "wandb"
     remedy = (
@@ -26,7 +28,7 @@ class WandbTracker(Tracker):
         self._wandb = import_extra("wandb", "wandb")
         folder.mkdir(parents=True, exist_ok=True)
         self._run = self._wandb.init(
-            project=config["report"]["project"],
+            project=os.environ.get("WANDB_PROJECT", "vlmrl"),
             name=config["name"],
             id=kept_id(folder, "wandb", lambda: secrets.token_hex(4)),
             resume="allow",

@@ -1,5 +1,1 @@
-"""Look at what the agent saw and did: :func:`write_page` makes one HTML file of trajectories."""
-
-from vlmrl.report.viewer.page import write_page
-
-__all__ = ["write_page"]
+"""The page of a run: written to a file, or served while the run goes on."""

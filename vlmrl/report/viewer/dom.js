@@ -43,7 +43,7 @@ function format(value, digits = 3) {
 
 const plainText = (value) => (typeof value === "string" ? value : JSON.stringify(value));
 
-/* Calls `show` once, when `node` comes near the visible part of the page: long replies and images cost nothing before. */
+/* Calls `show` once, when `node` comes near the visible part of the page: long responses and images cost nothing before. */
 const waiting = new WeakMap();
 const observer = new IntersectionObserver(
   (entries) => {

@@ -10,7 +10,7 @@ from typing import Any
 from vlmrl.report.run_data import LISTS, RunData
 from vlmrl.report.viewer.overview import overview, search_text
 
-MOST_AT_ONCE = 4000  # entries of each list in one reply
+MOST_AT_ONCE = 4000  # entries of each list in one response
 
 
 class FollowedRun:
@@ -33,7 +33,7 @@ class FollowedRun:
     def updates(self, generation: str = "", counts: Mapping[str, int] | None = None) -> dict[str, Any]:
         """The entries of each list after the first ``counts[name]``, at most 4000 of each.
 
-        ``generation`` changes when a resumed run has cut its files: then, and at first, the reply has everything from the
+        ``generation`` changes when a resumed run has cut its files: then, and at first, the response has everything from the
         start, with ``config`` and ``folder`` besides. ``more`` is whether further entries are waiting.
         """
         with self._lock:
@@ -42,9 +42,9 @@ class FollowedRun:
             starts = {name: 0 if again else max(0, (counts or {}).get(name, 0)) for name in LISTS}
             lists = {name: self._list(name)[start : start + MOST_AT_ONCE] for name, start in starts.items()}
             more = any(starts[name] + len(rows) < len(self._list(name)) for name, rows in lists.items())
-            reply = {"generation": self._run.generation, "name": self.name, **lists, "more": more}
-        reply["summary"] = self._run.summary
-        return reply | ({"config": self._run.config, "folder": str(self.folder)} if again else {})
+            response = {"generation": self._run.generation, "name": self.name, **lists, "more": more}
+        response["summary"] = self._run.summary
+        return response | ({"config": self._run.config, "folder": str(self.folder)} if again else {})
 
     def record(self, number: int) -> dict[str, Any]:
         """The record of the trajectory in line ``number``. Raises IndexError if there is no such line."""

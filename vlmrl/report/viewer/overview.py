@@ -28,7 +28,7 @@ def overview(record: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _question(record: Mapping[str, Any]) -> str:
-    """The user's text before the first reply, or else the prompt."""
+    """The user's text before the first response, or else the prompt."""
     turns = record.get("turns") or []
     messages = (turns[0].get("messages") or []) if turns else []
     parts = [part for message in messages if message["role"] == "user" for part in message["parts"]]
@@ -37,7 +37,7 @@ def _question(record: Mapping[str, Any]) -> str:
 
 
 def search_text(record: Mapping[str, Any]) -> str:
-    """All text of a trajectory in lower case, for a search: its id, prompt, answer, error, replies and observations."""
+    """All text of a trajectory in lower case, for a search: its id, prompt, answer, error, responses and observations."""
     turns = record.get("turns") or []
     texts = [record.get(name) for name in ("id", "task_id", "prompt", "answer", "error")]
     texts += [turn.get(name) for turn in turns for name in ("text", "observation")]

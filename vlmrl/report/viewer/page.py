@@ -15,48 +15,16 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from vlmrl.report.viewer.overview import overview
-
-if TYPE_CHECKING:  # a page of a run's files needs no torch
-    from vlmrl.report.token_columns import Decode
-    from vlmrl.types import Trajectory
+from vlmrl.utils.output_files import whole_file
 
 STYLES = ("page", "charts", "trajectories", "narrow")
 SCRIPTS = ("dom", "source", "state", "charts", "curves", "turns", "trajectory", "list", "tables", "app")
 
 
-def write_page(
-    trajectories: Sequence[Trajectory],
-    path: Path | str,
-    title: str = "Trajectories",
-    *,
-    step: int | None = None,
-    decode: Decode | None = None,
-) -> None:
-    """Write ``trajectories`` as one HTML file, by group, in order of each group's first trajectory.
-
-    ``step`` is the run's step that they belong to; the page of trajectories without one shows no step.
-    With ``decode``, a reply appears as its sampled tokens, coloured by their logprobs; without it, as plain text.
-    """
-    from vlmrl.multimodal.images import png_data_uri
-    from vlmrl.report.records import trajectory_record
-    from vlmrl.report.token_columns import TokenTexts
-
-    groups: dict[str, list[Trajectory]] = {}
-    for trajectory in trajectories:
-        groups.setdefault(trajectory.group_id, []).append(trajectory)
-    texts = TokenTexts(decode) if decode else None
-    records = [trajectory_record(each, step, texts=texts) for members in groups.values() for each in members]
-    media = {item.id: item for t in trajectories for turn in t.turns for item in turn.media}
-    images = ((key, png_data_uri(item.image)) for key, item in media.items())
-    run = {"name": title, "trajectories": [overview(record, number) for number, record in enumerate(records)]}
-    write_file(path, title, [run], {(0, number): record for number, record in enumerate(records)}, images)
-
-
 def write_file(
-    path: Path | str,
+    path: Path,
     title: str,
     runs: Sequence[Mapping[str, Any]],
     records: Mapping[tuple[int, int], Mapping[str, Any]],
@@ -67,8 +35,8 @@ def write_file(
     ``runs`` are as :meth:`FollowedRun.updates` returns them; ``records`` the trajectories by the number of their run and their own;
     ``images`` data URIs by image id. A trajectory is parsed when it is first shown, and so the page opens at once.
     """
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with Path(path).open("w", encoding="utf-8", errors="replace") as file:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as part, part.open("w", encoding="utf-8", errors="replace") as file:
         start, end = page_halves(title, {"title": title, "live": False, "runs": list(runs)})
         file.write(start)
         for (run, number), record in records.items():

@@ -10,6 +10,7 @@ from typing import Any
 from vlmrl.report.viewer.followed_run import FollowedRun
 from vlmrl.report.viewer.page import write_file
 
+PAGE = "trajectories.html"  # of a run's folder
 MOST_TRAJECTORIES = 500  # of each run
 MOST_IMAGE_BYTES = 200 * 2**20  # of all images together, as files
 
@@ -47,15 +48,15 @@ def choose_trajectories(rows: Sequence[dict[str, Any]], most: int) -> list[int]:
 
 
 def _everything(run: FollowedRun) -> dict[str, Any]:
-    reply = run.updates()
-    lists = {name: list(value) for name, value in reply.items() if isinstance(value, list)}
-    while reply["more"]:
-        reply = run.updates(reply["generation"], {name: len(rows) for name, rows in lists.items()}) | {
-            name: reply[name] for name in ("config", "folder")
+    response = run.updates()
+    lists = {name: list(value) for name, value in response.items() if isinstance(value, list)}
+    while response["more"]:
+        response = run.updates(response["generation"], {name: len(rows) for name, rows in lists.items()}) | {
+            name: response[name] for name in ("config", "folder")
         }
         for name, rows in lists.items():
-            rows += reply[name]
-    return {**reply, **lists}
+            rows += response[name]
+    return {**response, **lists}
 
 
 def _data_uris(files: dict[str, Path]) -> Iterator[tuple[str, str]]:

@@ -15,17 +15,17 @@ function newRun(index) {
   };
 }
 
-/* Adds what a reply has to a run. Returns whether anything is new. */
-function addUpdates(run, reply) {
-  const isNew = reply.generation !== run.generation;
+/* Adds what a response has to a run. Returns whether anything is new. */
+function addUpdates(run, response) {
+  const isNew = response.generation !== run.generation;
   if (isNew) {
     run.records.clear();
     for (const name of LISTS) run[name] = [];
   }
-  for (const name of LISTS) run[name].push(...(reply[name] ?? []));
-  const ended = JSON.stringify(run.summary) !== JSON.stringify(reply.summary ?? {});
-  for (const name of ["generation", "name", "config", "summary", "folder"]) run[name] = reply[name] ?? run[name];
-  return isNew || ended || LISTS.some((name) => reply[name]?.length);
+  for (const name of LISTS) run[name].push(...(response[name] ?? []));
+  const ended = JSON.stringify(run.summary) !== JSON.stringify(response.summary ?? {});
+  for (const name of ["generation", "name", "config", "summary", "folder"]) run[name] = response[name] ?? run[name];
+  return isNew || ended || LISTS.some((name) => response[name]?.length);
 }
 
 const embeddedSource = {
@@ -67,29 +67,29 @@ const TOKEN = new URLSearchParams(location.hash.slice(1)).get("token");
 async function get(path, parameters = {}) {
   const url = new URL("api/" + path, location.href.split("#")[0]);
   for (const [name, value] of Object.entries(parameters)) if (value !== null) url.searchParams.set(name, value);
-  const reply = await fetch(url, TOKEN ? { headers: { Authorization: `Bearer ${TOKEN}` } } : {});
-  if (!reply.ok && reply.status !== 404) throw new Error(`${reply.status} ${await reply.text()}`);
-  return reply;
+  const response = await fetch(url, TOKEN ? { headers: { Authorization: `Bearer ${TOKEN}` } } : {});
+  if (!response.ok && response.status !== 404) throw new Error(`${response.status} ${await response.text()}`);
+  return response;
 }
 
 const liveSource = {
   live: true,
   async updates(run) {
     const counts = Object.fromEntries(LISTS.map((name) => [name, run[name].length]));
-    const reply = await (await get(`runs/${run.index}`, { generation: run.generation, ...counts })).json();
-    const changed = addUpdates(run, reply);
-    return reply.more ? (await liveSource.updates(run), true) : changed;
+    const response = await (await get(`runs/${run.index}`, { generation: run.generation, ...counts })).json();
+    const changed = addUpdates(run, response);
+    return response.more ? (await liveSource.updates(run), true) : changed;
   },
   async record(run, number) {
     return (await get(`runs/${run.index}/trajectories/${number}`)).json();
   },
   async log(run, number) {
-    const reply = await get(`runs/${run.index}/trajectories/${number}/log`);
-    return reply.ok ? reply.text() : "The log was deleted: gateway.keep_logs limits how many are kept.";
+    const response = await get(`runs/${run.index}/trajectories/${number}/log`);
+    return response.ok ? response.text() : "The log was deleted: the latest 1,000 are kept.";
   },
   async image(run, id) {
-    const reply = await get(`runs/${run.index}/images/${encodeURIComponent(id)}`);
-    return reply.ok ? URL.createObjectURL(await reply.blob()) : null;
+    const response = await get(`runs/${run.index}/images/${encodeURIComponent(id)}`);
+    return response.ok ? URL.createObjectURL(await response.blob()) : null;
   },
   async search(run, text, rows, step) {
     return (await get(`runs/${run.index}/search`, { text, step })).json();

@@ -1,7 +1,7 @@
 /* What is shown: the view, the run, the step, the trajectory and the filters. The address keeps the first ones. */
 
 const FAILED = new Set(["error", "aborted"]);
-const KINDS = { train: "training", eval: "held out", blanked: "images blanked", failed: "failed" };
+const KINDS = { train: "training", eval: "held out", blanked: "images blanked", collect: "collected", failed: "failed" };
 const state = {
   view: null,
   run: 0,

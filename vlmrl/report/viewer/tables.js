@@ -65,7 +65,7 @@ function failureTable(list) {
     failureLink(failure),
     failure.source ?? "",
     count(failure.turns ?? 0, "turn"),
-    failure.refilled ? "yes" : "no",
+    failure.retried ? "yes" : "no",
     failure.error ?? "",
   ];
   return el(
@@ -77,7 +77,7 @@ function failureTable(list) {
       el(
         "tr",
         {},
-        ["step", "kind", "trajectory", "source", "played", "refilled", "error"].map((name) => el("th", {}, name)),
+        ["step", "kind", "trajectory", "source", "played", "retried", "error"].map((name) => el("th", {}, name)),
       ),
       list.slice(0, FAILURES_SHOWN).map((failure) =>
         el(
@@ -88,7 +88,7 @@ function failureTable(list) {
       ),
     ),
     list.length > FAILURES_SHOWN
-      ? el("p", { class: "muted" }, `The first ${FAILURES_SHOWN} of ${list.length}; all are in failures.jsonl.`)
+      ? el("p", { class: "muted" }, `The first ${FAILURES_SHOWN} of ${list.length}; all are in trajectories.jsonl.`)
       : null,
   );
 }

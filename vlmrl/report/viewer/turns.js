@@ -1,4 +1,4 @@
-/* One turn: messages, images, and the reply's tokens with their numbers. */
+/* One turn: messages, images, and the response's tokens with their numbers. */
 
 /* How tokens are coloured: what is read of a turn, its legend, and the value at which the colour is full. */
 const COLOURS = {
@@ -100,7 +100,7 @@ function longText(text) {
 
 const SMALL_IMAGE = 140; // pixels: smaller images are shown larger than they are
 
-/* Where a reply acted on an image: a dot for a click, an arrow for a drag. */
+/* Where a response acted on an image: a dot for a click, an arrow for a drag. */
 function points(sets) {
   return sets.map(({ label, at }) => {
     const [x, y] = at.at(-1).map((fraction) => 100 * fraction + "%"),
@@ -166,7 +166,7 @@ function message(m, acted = []) {
 const hasImage = (m) => m.parts.some((part) => "image" in part);
 const showsImage = (turn) => turn.messages?.some(hasImage);
 
-/* What replies did on the last image before the turn `index`: its own, and those of later turns that showed no image. */
+/* What responses did on the last image before the turn `index`: its own, and those of later turns that showed no image. */
 function pointsOn(t, index) {
   const acted = [];
   for (let i = index; i < t.turns.length && (i === index || !showsImage(t.turns[i])); i++)
@@ -174,7 +174,7 @@ function pointsOn(t, index) {
   return acted;
 }
 
-/* What was shown before a reply. Records without messages have the text and the images apart. */
+/* What was shown before a response. Records without messages have the text and the images apart. */
 function messages(t, turn, index) {
   const acted = pointsOn(t, index);
   if (turn.messages) {
@@ -187,7 +187,7 @@ function messages(t, turn, index) {
   ];
 }
 
-function reply(t, turn, index) {
+function response(t, turn, index) {
   const versions = turn.policy_versions ?? [];
   const facts = [
     count(turn.sampled_tokens, "token"),
@@ -199,20 +199,20 @@ function reply(t, turn, index) {
   ].filter(Boolean);
   return el(
     "section",
-    { class: "reply" },
+    { class: "response" },
     el(
       "div",
       { class: "who" },
-      el("strong", {}, t.turns.length > 1 ? `reply ${index + 1} of ${t.turns.length}` : "reply"),
+      el("strong", {}, t.turns.length > 1 ? `response ${index + 1} of ${t.turns.length}` : "response"),
       facts.map((fact) => el("span", {}, fact)),
       known(turn.reward) ? el("span", { class: "end" }, "reward ", el("b", {}, format(turn.reward))) : null,
     ),
-    replyBody(t, turn),
+    responseBody(t, turn),
   );
 }
 
-function replyBody(t, turn) {
-  if (!turn.tokens?.length) return turn.text ? longText(turn.text) : el("div", { class: "empty" }, "empty reply");
+function responseBody(t, turn) {
+  if (!turn.tokens?.length) return turn.text ? longText(turn.text) : el("div", { class: "empty" }, "empty response");
   const name = colourOf(t),
     full = COLOURS[name].full(t),
     body = el("div", { class: "text tokens" });
@@ -223,14 +223,14 @@ function replyBody(t, turn) {
   });
 }
 
-/* Above a reply to a request of an agent that does not continue the reply before it. */
+/* Above a response to a request of an agent that does not continue the response before it. */
 function branch(turn, index) {
   if (!index || turn.continues === undefined || turn.continues === index - 1) return null;
   const from = known(turn.continues)
-    ? `branch: continues reply ${turn.continues + 1}`
-    : "branch: continues no reply of this trajectory";
+    ? `branch: continues response ${turn.continues + 1}`
+    : "branch: continues no response of this trajectory";
   return el("div", { class: "branch" }, from);
 }
 
 const chat = (t, withPrompt) =>
-  t.turns.flatMap((turn, i) => [branch(turn, i), ...(i || withPrompt ? messages(t, turn, i) : []), reply(t, turn, i)]);
+  t.turns.flatMap((turn, i) => [branch(turn, i), ...(i || withPrompt ? messages(t, turn, i) : []), response(t, turn, i)]);

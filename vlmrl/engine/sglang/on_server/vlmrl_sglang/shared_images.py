@@ -43,7 +43,7 @@ class QwenVLSharedImageProcessor(QwenVLImageProcessor):
         self, image_data: Any, input_text: Any, request_obj: Any, *args: Any, **kwargs: Any
     ) -> Any:
         output = await super().process_mm_data_async(image_data, input_text, request_obj, *args, **kwargs)
-        # SGLang keeps this object until the reply: the scheduler finds the files, even if the cache drops an image in the meantime.
+        # SGLang keeps this object until the response: the scheduler finds the files, even if the cache drops an image in the meantime.
         request_obj.shared_features = [item.feature for item in output.mm_items]
         return output
 

@@ -40,13 +40,13 @@ class LoadsAdapters:
         adapter = await Request(scope, receive).json()
         models: OpenAIServingModels = scope["app"].state.openai_serving_models
         if scope["path"] == LOAD:
-            reply = await _load(models, adapter)
+            outcome = await _load(models, adapter)
         else:
-            reply = await models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=adapter["name"]))
-        if isinstance(reply, ErrorResponse):
-            response = JSONResponse(reply.model_dump(), reply.error.code)
+            outcome = await models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=adapter["name"]))
+        if isinstance(outcome, ErrorResponse):
+            response = JSONResponse(outcome.model_dump(), outcome.error.code)
         else:
-            response = JSONResponse({"message": reply})
+            response = JSONResponse({"message": outcome})
         await response(scope, receive, send)
 
 

@@ -1,31 +1,16 @@
 """Starts vLLM's HTTP server, with the arguments of `vllm serve`.
 
-Its processes end with it, also after SIGKILL: vLLM's engine process, which has the GPU's memory, would live on. Their shared memory is
-freed, too: up to 400 MB of /dev/shm, which stays occupied if a process is killed before it removes its files there.
+However its processes end, their shared memory is freed: up to 400 MB of /dev/shm, which stays occupied if a process is killed before
+it removes its files there.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
+from functools import partialmethod
 from multiprocessing import resource_tracker
 
-PR_SET_PDEATHSIG = 1
-
-
-def end_group_with_this_process() -> None:
-    """Fork a process that waits until this one is gone, however it ends, and then kills all of the process group."""
-    server = os.getpid()
-    if os.fork():
-        return
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # they are the server's
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
-    if os.getppid() == server:
-        signal.sigwait({signal.SIGUSR1})
-    os.killpg(0, signal.SIGKILL)
+SHUTDOWN_SECONDS = 5  # for requests in flight
 
 
 def free_shared_memory_after_the_last_process() -> None:
@@ -44,9 +29,17 @@ def free_shared_memory_after_the_last_process() -> None:
     os._exit(0)
 
 
+def bound_shutdown() -> None:
+    """When its engine process has died, vLLM shuts down; uvicorn would wait without end for the requests that were sent to it."""
+    import uvicorn
+
+    limited = partialmethod(uvicorn.Config.__init__, timeout_graceful_shutdown=SHUTDOWN_SECONDS)
+    uvicorn.Config.__init__ = limited  # type: ignore[method-assign,assignment]
+
+
 if __name__ == "__main__":
-    end_group_with_this_process()
     free_shared_memory_after_the_last_process()
+    bound_shutdown()
     from vllm.entrypoints.launchers.api_server.entry import main
 
     main()

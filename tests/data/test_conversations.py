@@ -1,0 +1,176 @@
+"""Conversations in the usual forms become the same messages; bad rows have reasons and name their index."""
+
+import base64
+import io
+import json
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+from vlmrl import SFT, Config, Conversations
+from vlmrl.data.conversations import load_conversations
+from vlmrl.multimodal.images import load_image
+from vlmrl.multimodal.masks import RowError
+
+
+def load(path, **settings):
+    return load_conversations(Config(sft=SFT(data={"main": Conversations(path=str(path), **settings)})))
+
+
+def written(folder, rows):
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def picture(number: int) -> Image.Image:
+    return Image.fromarray(np.full((8, 8, 3), 20 * number, np.uint8))
+
+
+def png(number: int) -> bytes:
+    file = io.BytesIO()
+    picture(number).save(file, "png")
+    return file.getvalue()
+
+
+def shape(task) -> list:
+    """Roles, texts, the brightness of images, and calls."""
+    shown = []
+    for message in task.prompt:
+        content = message["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        pieces = [p["text"] if p["type"] == "text" else load_image(p["image"]).getpixel((0, 0))[0] // 20 for p in parts]
+        shown.append(
+            (message["role"], *[p for p in pieces if p != ""], *[c["function"] for c in message.get("tool_calls", [])])
+        )
+    return shown
+
+
+CALL = {"name": "zoom", "arguments": {"x": [1, 2]}}
+TALK = [
+    ("system", "S"),
+    ("user", 1, "What?"),
+    ("assistant", "Look.", CALL),
+    ("tool", 2, "Closer."),
+    ("assistant", "A dog."),
+]
+
+
+def uri(number: int) -> str:
+    return "data:image/png;base64," + base64.b64encode(png(number)).decode()
+
+
+def openai(first, second, arguments) -> list:
+    call = {"id": "c", "type": "function", "function": CALL | {"arguments": arguments}}
+    return [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": [first, {"type": "text", "text": "What?"}]},
+        {"role": "assistant", "content": "Look.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": [second, {"type": "text", "text": "Closer."}]},
+        {"role": "assistant", "content": "A dog."},
+    ]
+
+
+def test_the_usual_forms_are_the_same_conversation(tmp_path):
+    for number in (1, 2):
+        (tmp_path / f"{number}.png").write_bytes(png(number))
+    part = {"type": "image"}
+    sourced = [{"type": "image_url", "image_url": {"url": uri(n)}} for n in (1, 2)]
+    in_api_form = {
+        "messages": openai(*sourced, json.dumps(CALL["arguments"])),
+        "tools": [{"type": "function", "function": CALL}],
+    }
+    by_path = {"messages": openai(*(part | {"image": f"{n}.png"} for n in (1, 2)), CALL["arguments"])}
+    trl = {"messages": openai(part, part, CALL["arguments"]), "images": ["1.png", "2.png"]}
+    completed = {"prompt": by_path["messages"][:2], "completion": by_path["messages"][2:]}
+    sharegpt = {
+        "image": ["1.png", "2.png"],
+        "conversations": [
+            {"from": "system", "value": "S"},
+            {"from": "human", "value": "<image>What?"},
+            {"from": "gpt", "value": "Look.", "tool_calls": json.dumps([CALL])},
+            {"from": "observation", "value": "<image>Closer."},
+            {"from": "gpt", "value": "A dog."},
+        ],
+    }
+    for row in (in_api_form, by_path, trl, completed, sharegpt):
+        rows, rest = load(written(tmp_path, [row]))
+        assert shape(rows[0]) == TALK and rest is None
+        assert rows[0].data["trained"] == [True, True] and rows[0].data["sampled"] == {}
+    assert load(written(tmp_path, [in_api_form]))[0][0].data["tools"] == in_api_form["tools"]
+
+
+def test_images_of_tables_are_bytes_structs_and_pil_images(tmp_path):
+    messages = [{"role": "user", "content": "<image>a<image>"}, {"role": "assistant", "content": "b"}]
+    pil = datasets.Dataset.from_list([{"messages": messages, "images": [picture(1), picture(2)]}])
+    raw = datasets.Dataset.from_list([{"messages": messages, "images": [png(1), png(2)]}])
+    struct = datasets.Dataset.from_list(
+        [{"messages": messages, "images": [{"bytes": png(n), "path": None} for n in (1, 2)]}]
+    )
+    for table in (pil, raw, struct):
+        table.to_parquet(tmp_path / "rows.parquet")
+        assert shape(load(tmp_path / "rows.parquet")[0][0]) == [("user", 1, "a", 2), ("assistant", "b")]
+
+
+def test_function_call_messages_are_tool_calls(tmp_path):
+    talk = [("human", "a"), ("function_call", json.dumps(CALL)), ("observation", "b"), ("gpt", "c")]
+    row = {"conversations": [{"from": role, "value": text} for role, text in talk]}
+    assert shape(load(written(tmp_path, [row]))[0][0]) == [
+        ("user", "a"),
+        ("assistant", CALL),
+        ("tool", "b"),
+        ("assistant", "c"),
+    ]
+
+
+def test_turns_and_weights_choose_the_responses_and_sampled_ids_are_kept_by_response(tmp_path):
+    messages = [{"role": role, "content": "x"} for role in ("user", "assistant", "user", "assistant")]
+    row = {"messages": messages, "responses": [{"message": 3, "token_ids": [5, 6], "logprobs": [-0.1, -0.2]}]}
+    (tmp_path / "episodes").mkdir()
+    (tmp_path / "episodes/episodes.jsonl").write_text(json.dumps(row))
+    last = load(tmp_path / "episodes", turns="last")[0][0]
+    assert last.data["trained"] == [False, True] and last.data["sampled"] == {1: [5, 6]}
+    messages[3]["weight"] = 0
+    task = load(written(tmp_path, [row]))[0][0]
+    assert task.data["trained"] == [True, False] and "weight" not in task.prompt[3]
+
+
+def row(*talk, **columns):
+    return {"messages": [{"role": role, "content": text} for role, text in talk], "images": None} | columns
+
+
+ASK, SAY = ("user", "a"), ("assistant", "b")
+IGNORED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
+BAD = {
+    "roles": [row(*talk) for talk in ([SAY], [ASK], [ASK, SAY, SAY], [("tool", "a"), SAY], [ASK, ("critic", "b")])],
+    "marks": [row(("user", "<image><image>a"), SAY, images=["1.png"])],
+    "images": [row(ASK, SAY, images=["none.png"]), row(("user", "<image>"), SAY, images=["1.png", "1.png"])],
+    "untrained": [{"messages": IGNORED, "images": None}],
+    "unreadable": [{"messages": "no JSON", "images": None}, {"messages": 7, "images": None}],
+}
+
+
+@pytest.mark.parametrize(("reason", "bad"), [(reason, each) for reason, rows in BAD.items() for each in rows])
+def test_a_bad_row_has_a_reason_and_names_its_index(tmp_path, reason, bad):
+    (tmp_path / "1.png").write_bytes(png(1))
+    rows, _ = load(written(tmp_path, [bad, bad]))
+    with pytest.raises(RowError, match=r"row 1 of .*rows.jsonl") as error:
+        rows[1]
+    assert error.value.reason == reason
+
+
+def test_datasets_are_mixed_by_rows_and_epochs_and_rows_are_held_out(tmp_path):
+    path = written(tmp_path, [row(ASK, SAY)] * 10)
+    data = {"a": Conversations(path=str(path), epochs=2.0), "b": Conversations(path=str(path), held_out=5, epochs=2.0)}
+    rows, rest = load_conversations(Config(sft=SFT(data=data)))
+    drawn = [rows.draw(number).part for number in range(30)]
+    assert drawn.count("a") == 20 and len(rest) == 5 and {task.part for task in rest} == {"b"}
+
+
+def test_a_dataset_without_messages_is_refused_with_its_columns(tmp_path):
+    path = written(tmp_path, [{"dialog": row(ASK, SAY)["messages"]}])
+    with pytest.raises(ValueError, match=r"sft.data.main.columns: a column of messages .* Its columns are: dialog"):
+        load(path)
+    assert shape(load(path, columns={"messages": "dialog"})[0][0]) == [ASK, SAY]

@@ -1,0 +1,162 @@
+"""Samples of conversations: packed rows have single rows' loss and gradients, images are held once, sampled ids must be rendered."""
+
+import asyncio
+import base64
+import gc
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from family_conformance import load
+from testing.trees import noise
+
+from vlmrl.config import SFT, Algo, Config, Conversations, Optim
+from vlmrl.data.conversations import load_conversations
+from vlmrl.families import FAMILIES
+from vlmrl.multimodal.masks import RowError
+from vlmrl.samples import audit
+from vlmrl.samples.conversation import samples_of_conversation
+from vlmrl.train.trainer import Trainer, TrainerSpec
+from vlmrl.types import Sample, Task
+
+
+class Watched(Trainer):
+    """Keeps the gradient instead of applying it."""
+
+    def _apply_gradient(self) -> dict[str, float]:
+        self.gradient = {n: p.grad.clone() for n, p in self.policy.named_parameters() if p.grad is not None}
+        self.policy.zero_grad()
+        return {}
+
+
+def shown(text: str, image) -> dict:
+    parts = [{"type": "text", "text": text}]
+    return {"role": "user", "content": parts if image is None else [{"type": "image", "image": image}, *parts]}
+
+
+def conversations(vision: bool) -> list[Task]:
+    """Three with one beginning, with images in the first turn, in later ones and in none; and one of another beginning."""
+    images = [noise((64, 32), seed) if vision else None for seed in range(3)]
+
+    def say(text: str) -> dict:
+        return {"role": "assistant", "content": text}
+
+    start = [shown("What is this?", images[0]), say("red")]
+    talks = [
+        [*start, shown("and this", images[1]), say("blue box")],
+        [*start, shown("and this", images[2]), say("green"), shown("again", images[1]), say("no")],
+        [*start, shown("no image", None), say("yes")],
+        [shown("no image", None), say("yes"), shown("now", images[0]), say("red")],
+    ]
+    return [
+        Task(f"{n}", talk, data={"tools": [], "trained": [True] * 3, "sampled": {}}) for n, talk in enumerate(talks)
+    ]
+
+
+def made(model, tasks: list[Task], **limits) -> list[Sample]:
+    store = model.new_store()
+
+    async def all_rows() -> list[Sample]:
+        options = {"max_tokens": 4096, "seconds": 60.0} | limits
+        found = [await samples_of_conversation(task, model.renderer, store, **options) for task in tasks]
+        return [sample for rows in found for sample in rows]
+
+    samples = asyncio.run(all_rows())
+    audit(samples, image_token_id=model.policy.image_token_id, banned_ids=model.policy.banned_ids)
+    return samples
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_have_the_loss_and_the_gradient_of_single_rows(family, folder):
+    model = load(family, folder)
+    samples = made(model, conversations(FAMILIES[family].vision))
+    assert len({id(item) for sample in samples for item in sample.media}) == 3 * FAMILIES[family].vision  # held once
+    found = []
+    for budget, share in ((1, False), (10**6, True)):
+        spec = TrainerSpec(Algo(loss="sft"), Optim(), 1, tokens_per_micro_batch=budget, share_prefixes=share)
+        trainer = Watched(model.policy, spec)
+        found.append((trainer.step(samples).metrics["loss"], trainer.gradient))
+        trainer.close()
+    (loss, single), (packed_loss, packed) = found
+    assert packed_loss == pytest.approx(loss, rel=1e-6)
+    whole = sum(float(gradient.double().norm()) ** 2 for gradient in single.values()) ** 0.5
+    off = {name: float((gradient - packed[name]).double().norm()) / whole for name, gradient in single.items()}
+    assert whole > 1e-2 and max(off.values()) < 1e-6, max(off.items(), key=lambda item: item[1])
+
+
+def test_ids_that_were_sampled_are_rendered_or_the_row_is_refused(folder):
+    model = load("qwen3_vl", folder)
+    task = conversations(True)[2]
+    (sample,) = made(model, [task])
+    spans = {span.turn: sample.response_ids[span.start : span.end] for span in sample.responses}
+    assert [span.turn for span in sample.responses] == [0, 1] and all(
+        sample.loss_mask[s.start] for s in sample.responses
+    )
+    exact = replace(task, data=task.data | {"sampled": spans})
+    assert made(model, [exact])[0].token_ids == sample.token_ids
+    other = replace(
+        task, data=task.data | {"sampled": {1: [*model.tokenizer.encode("ye"), *model.tokenizer.encode("s")]}}
+    )
+    with pytest.raises(RowError, match=r"response 1 renders to .* ids that are not the .* sampled ones") as error:
+        made(model, [other])
+    assert error.value.reason == "sampled"
+
+
+def test_long_rows_and_broken_images_are_refused(folder):
+    model = load("qwen3_vl", folder)
+    with pytest.raises(RowError, match=r"more than rollout.max_tokens \(20\)") as error:
+        made(model, conversations(True)[:1], max_tokens=20)
+    assert error.value.reason == "too_long"
+    broken = Task(
+        "b",
+        [shown("?", b"no image"), {"role": "assistant", "content": "x"}],
+        data={"tools": [], "trained": [True], "sampled": {}},
+    )
+    with pytest.raises(RowError) as error:
+        made(model, [broken])
+    assert error.value.reason == "images"
+
+
+def test_rows_of_all_forms_are_read_with_the_memory_of_their_distinct_images(folder, tmp_path):
+    distinct = 6
+    for number in range(distinct):
+        noise((64, 64), number).save(tmp_path / f"{number}.png")
+    rows: dict[str, list[dict]] = {"paths": [], "uris": [], "trl": [], "llava": []}
+    for number in range(48):
+        names = [f"{number % distinct}.png", f"{(number + 1) % distinct}.png"]
+        uri = "data:image/png;base64," + base64.b64encode((tmp_path / names[0]).read_bytes()).decode()
+        answers = [{"role": "assistant", "content": "red"}]
+        shown_at = [{"type": "image", "image": name} for name in names]
+        rows["paths"].append({"messages": [{"role": "user", "content": shown_at}, *answers]})
+        embedded = [{"type": "image_url", "image_url": {"url": uri}}]
+        rows["uris"].append({"messages": [{"role": "user", "content": embedded}, *answers]})
+        marked = {"role": "user", "content": "<image>a<image>"}
+        rows["trl"].append({"messages": [marked, *answers], "images": [{"path": n} for n in names]})
+        talk = [{"from": "human", "value": "<image>a"}, {"from": "gpt", "value": "b"}]
+        rows["llava"].append({"conversations": talk, "image": names[0]})
+    for name, lines in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    data = {name: Conversations(path=str(tmp_path / f"{name}.jsonl")) for name in rows}
+    mixed, _ = load_conversations(Config(sft=SFT(data=data)))
+    model = load("qwen3_vl", folder)
+    store = model.new_store()
+
+    async def read() -> int:
+        total = 0
+        for start in range(0, len(mixed), 16):
+            options = {"max_tokens": 4096, "seconds": 60.0}
+            tasks = [mixed.draw(number) for number in range(start, start + 16)]
+            made = [await samples_of_conversation(task, model.renderer, store, **options) for task in tasks]
+            total += sum(map(len, made))
+        return total
+
+    assert asyncio.run(read()) == 4 * 48
+    gc.collect()
+    usage = store.memory.usage()
+    assert usage.peak <= 2 * distinct * 64 * 64 * 3 and usage.held == 0

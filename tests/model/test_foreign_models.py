@@ -1,0 +1,64 @@
+"""A model's folder that somebody else made: its code is not run, and neither is code that is pickled in its weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from vlmrl.config import Model
+from vlmrl.model.loading import load_model
+
+
+def copied(folder: Path, to: Path) -> Path:
+    shutil.copytree(folder, to)
+    return to
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_code_in_a_models_folder_is_not_run(known, qwen3_vl, tmp_path, monkeypatch):
+    marker, folder = tmp_path / "code-has-run", copied(qwen3_vl, tmp_path / "model")
+    monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("it asks whether to run the code"))
+    for name in ("modeling_own", "configuration_own", "processing_own"):
+        (folder / f"{name}.py").write_text(f"import os\nos.makedirs({str(marker)!r})\n")
+    for name in ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json"):
+        path = folder / name
+        settings = json.loads(path.read_text()) if path.exists() else {}
+        kinds = {
+            "AutoConfig": "configuration_own.C",
+            "AutoProcessor": "processing_own.P",
+            "AutoTokenizer": ["processing_own.T", None],
+        }
+        models = ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoImageProcessor")
+        settings["auto_map"] = kinds | dict.fromkeys(models, "modeling_own.M")
+        if name == "config.json" and not known:
+            settings["model_type"] = "own"
+        path.write_text(json.dumps(settings))
+    model = Model(path=str(folder), device="cpu")
+    if known:
+        assert load_model(model, tmp_path, seed=0).policy is not None
+    else:
+        with pytest.raises(ValueError, match=r"model\.path .* brings code of its own, which is not run"):
+            load_model(model, tmp_path, seed=0)
+    assert not marker.exists()
+
+
+class Code:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_pickled_code_in_weights_is_not_run(qwen3_vl, tmp_path):
+    marker, folder = tmp_path / "code-has-run", copied(qwen3_vl, tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": Code(marker)}, folder / "pytorch_model.bin")
+    with pytest.raises(Exception, match=r"(?i)weights_only|unpickl|safetensors|no file named"):
+        load_model(Model(path=str(folder), device="cpu"), tmp_path, seed=0)
+    assert not marker.exists()

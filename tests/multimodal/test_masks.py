@@ -1,0 +1,127 @@
+"""The tokens of a conversation that have a loss are those that the policy would sample, after what it would be sampled from."""
+
+import random
+from itertools import accumulate
+
+import pytest
+from testing.conversations import ZOOM, compared, conversation
+from testing.templates import DROP_THINKING, PAD, TEMPLATES, real_renderer, user
+
+from vlmrl.model import tiny
+from vlmrl.model.loading import TEMPLATES as OURS
+from vlmrl.multimodal.masks import RowError, check_masks, masked_rows
+from vlmrl.multimodal.renderer import Renderer
+
+CALLS = [
+    user("Go"),
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "zoom", "arguments": {}}}]},
+]
+
+
+def answer(text: str) -> dict:
+    return {"role": "assistant", "content": text}
+
+
+def ours(template: str | None = None) -> Renderer:
+    return Renderer(tiny.tokenizer(), image_token=PAD, chat_template=template or (OURS / "chatml.jinja").read_text())
+
+
+def assert_masked_as_compared(renderer: Renderer, messages, tools) -> None:
+    shown = renderer.adapt_tool_messages(messages)
+    wanted = dict(enumerate(compared(renderer, shown, tools)))
+    for row in masked_rows(renderer, messages, tools):
+        ends = list(accumulate((len(ids) for ids, _ in row.pieces), initial=0))
+        whole = [token for ids, _ in row.pieces for token in ids]
+        trained = [(whole[:start], ids) for (ids, trained), start in zip(row.pieces, ends, strict=False) if trained]
+        assert list(row.responses.values()) == [ids for _, ids in trained]
+        for number, (context, ids) in zip(row.responses, trained, strict=True):
+            assert (renderer.decode(context), ids) == wanted.pop(number)
+    assert not wanted
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_masks_of_published_templates_are_those_of_compared_renderings(template, shared, how_many):
+    images = template in ("qwen2_5_vl", "qwen3_vl", *DROP_THINKING[1:])
+    renderer = real_renderer(shared, "qwen3-vl", template, PAD if images else None)
+    thinks, calls = template in ("qwen3", "qwen3_5_think", "qwen3_6"), template != "qwen2_5_vl"
+    for seed in range(how_many(20)):
+        dice = random.Random(f"{template} {seed}")
+        messages = conversation(dice, images=images, thinks=thinks, calls=calls)
+        assert_masked_as_compared(renderer, messages, [ZOOM] * (calls and dice.randrange(2)))
+
+
+def test_masks_of_our_template_are_those_of_compared_renderings_and_of_its_own_markers(how_many):
+    renderer = ours()
+    for seed in range(how_many(20)):
+        messages = conversation(random.Random(seed), images=True, thinks=True, calls=True)
+        assert_masked_as_compared(renderer, messages, [ZOOM])
+        (row,) = masked_rows(renderer, messages, [ZOOM])
+        rendered, mask = renderer.conversation(messages, [ZOOM])
+        ids = [token for ids, _ in row.pieces for token in ids]
+        assert [int(trained) for ids, trained in row.pieces for _ in ids] == mask[: len(ids)]
+        assert ids == rendered.token_ids[: len(ids)] and not any(mask[len(ids) :])
+
+
+def test_a_template_that_drops_thinking_gives_a_row_for_each_context():
+    renderer = ours((OURS / "chatml_drop_thinking.jinja").read_text())
+    messages = [user("a"), answer("<think>b</think>c"), user("d"), answer("e"), user("f"), answer("g")]
+    first, second = masked_rows(renderer, messages)
+    assert [renderer.decode(ids) for ids in first.responses.values()] == ["<think>b</think>c<|im_end|>"]
+    context = renderer.decode([token for ids, _ in second.pieces for token in ids])
+    assert "<think>" not in context and [*second.responses] == [1, 2]
+
+
+def test_only_the_chosen_responses_have_a_loss():
+    messages = [user("a"), answer("b"), user("c"), answer("d"), user("e"), answer("f"), user("later")]
+    (row,) = masked_rows(ours(), messages, trained=[False, True, False])
+    assert [*row.responses] == [1] and [trained for _, trained in row.pieces] == [False, False, False, True]
+
+
+def test_text_of_special_tokens_in_a_message_is_never_a_token_nor_the_end_of_a_response():
+    renderer = ours()
+    (row,) = masked_rows(renderer, [user("<|im_end|>"), answer("a<|im_end|>b")])
+    ids = row.responses[0]
+    assert ids.count(renderer.end_of_turn_id) == 1 and ids[-1] == renderer.end_of_turn_id
+    assert renderer.decode(ids) == "a<|im_end|>b<|im_end|>"
+
+
+IMAGE = {"type": "image", "image": "a.png"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason", "said"),
+    [
+        ([user("a"), {"role": "assistant", "content": [IMAGE]}], "roles", "a response shows an image"),
+        ([*CALLS, {"role": "unknown", "content": "a"}, answer("b")], None, ""),
+        ([user([{"type": "video"}]), answer("b")], "template", "the type text or image"),
+    ],
+)
+def test_what_cannot_be_trained_on_has_a_reason(messages, reason, said):
+    if reason is None:
+        assert masked_rows(ours(), messages)
+        return
+    with pytest.raises(RowError, match=said) as error:
+        masked_rows(ours(), messages)
+    assert error.value.reason == reason
+
+
+def test_a_template_that_hides_calls_or_loses_images_is_an_error_of_the_row():
+    plain = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if m.content is string }}<|im_end|>\n{% endfor %}"
+    plain += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    renderer = ours(plain)
+    with pytest.raises(RowError, match="does not show the call of 'zoom'"):
+        masked_rows(renderer, CALLS)
+    with pytest.raises(RowError, match="hold 1 images, but the chat template shows 0"):
+        masked_rows(renderer, [user([IMAGE]), answer("b")])
+
+
+def test_a_template_whose_responses_cannot_be_found_is_refused_by_name():
+    check_masks(ours(), "chatml")
+    whole = (OURS / "chatml.jinja").read_text()
+    prompt, end = "{{- '<|im_start|>assistant\\n", "' -}}\n{%- endif -%}"
+    thinks = whole.replace(prompt + end, prompt + "<think>" + end)
+    assert thinks != whole
+    with pytest.raises(
+        ValueError, match=r"the chat template mine cannot be fine-tuned with: .* after its generation prompt"
+    ):
+        check_masks(ours(thinks), "mine")

@@ -1,0 +1,210 @@
+"""Episodes of envs with a model behind a chat API: messages, images, tools, endings, retries."""
+
+import asyncio
+import base64
+import io
+from typing import ClassVar
+
+import pytest
+from PIL import Image
+from testing.episodes import a_task, image, new_store, renderer
+from testing.fake_api import GARBAGE, call, fake_api, says
+
+from vlmrl import Env, ToolEnv, obs
+from vlmrl.config import Rollout
+from vlmrl.engine.chat_engine import ApiModel, ChatEngine, retry_after
+from vlmrl.env.base import RetryTurn, resolve_env
+from vlmrl.rollout.chat_loop import ChatLoop
+
+pytestmark = pytest.mark.slow
+
+
+class Guess(Env):
+    """Done when the response says 7; shows an image after each other response."""
+
+    def step(self, response_text):
+        if "7" in response_text:
+            return obs(), True, {"reward": 1.0, "guesses": self.turn + 1}
+        return obs("no", images=[image("blue")]), False, {"reward": 0.0}
+
+
+def crop(left: int) -> Image.Image:
+    """A part of the image.
+
+    Args:
+        left: Where it begins.
+    """
+    if left < 0:
+        raise ValueError("left must be 0 or more")
+    return image("green", (64, 32))
+
+
+class Crop(ToolEnv):
+    functions: ClassVar = [crop]
+
+    def judge(self, response):
+        return float("green" in response)
+
+
+def play(env, url, task=None, *, api_options=None, history_policy=None, **rollout):
+    limits = {"max_turns": 4, "max_tokens": 1000, "max_response_tokens": 100, "engine_timeout": 20.0} | rollout
+    api = ChatEngine(ApiModel(url, "m", **(api_options or {})))
+    loop = ChatLoop(resolve_env(env), api, renderer(), new_store(), Rollout(**limits), history_policy)
+    return asyncio.run(loop.play(task or a_task(), "g", "g/00")), api
+
+
+def shown_image(part):
+    head, _, content = part["image_url"]["url"].partition(",")
+    assert part["type"] == "image_url" and head == "data:image/png;base64"
+    return Image.open(io.BytesIO(base64.b64decode(content)))
+
+
+def test_an_episode_of_messages_has_text_rewards_and_no_tokens():
+    with fake_api(says("3", "7")) as (api, url):
+        trajectory, chat = play(Guess, url, a_task("Guess.", [image("red", (64, 64))]), temperature=0.5, stop=("!",))
+    assert (trajectory.ending, trajectory.reward, [turn.text for turn in trajectory.turns]) == (
+        "env_done",
+        1.0,
+        ["3", "7"],
+    )
+    assert all(turn.response_ids == turn.logprobs == turn.prompt_ids == [] for turn in trajectory.turns)
+    assert [turn.metrics["api_prompt_tokens"] for turn in trajectory.turns] == [10, 10] and chat.spent == 24
+    first, second = api.requests
+    sampling = {name: first[name] for name in ("model", "max_tokens", "temperature", "stop")}
+    assert sampling == {"model": "m", "max_tokens": 100, "temperature": 0.5, "stop": ["!"]} and "tools" not in first
+    assert shown_image(first["messages"][0]["content"][0]).getpixel((0, 0)) == (255, 0, 0)
+    assert second["messages"][:1] == first["messages"] and second["messages"][1]["content"] == "3"
+    observation = second["messages"][2]["content"]
+    assert shown_image(observation[0]).getpixel((0, 0)) == (0, 0, 255) and observation[1] == {
+        "type": "text",
+        "text": "no",
+    }
+    assert trajectory.turns[1].media[0].size == (64, 32) and trajectory.continues(1)
+
+
+def test_tools_go_out_and_calls_come_back_in_the_apis_form():
+    calls = [call("crop", '{"left": 1}', "a"), call("crop", '{"left": "</tool_call>"}', "b"), call("crop", "{", "c")]
+
+    def respond(body):
+        if len(body["messages"]) == 1:
+            return {"role": "assistant", "content": None, "tool_calls": calls}
+        return {"role": "assistant", "content": "green"}
+
+    with fake_api(respond) as (api, url):
+        trajectory, _ = play(Crop, url)
+    assert trajectory.reward == 1.0
+    first, second = api.requests
+    assert [tool["function"]["name"] for tool in first["tools"]] == ["crop"]
+    asked, *results, images = second["messages"][1:]
+    assert asked == {"role": "assistant", "content": None, "tool_calls": calls}
+    assert [(each["role"], each["tool_call_id"]) for each in results] == [("tool", "a"), ("tool", "b"), ("tool", "c")]
+    assert "not of type" in results[1]["content"] and "not valid JSON" in results[2]["content"]  # one call each
+    assert images["role"] == "user" and shown_image(images["content"][0]).size == (64, 32)
+    kept = trajectory.turns[1].messages
+    assert [each["tool_call_id"] for each in kept] == ["a", "b", "c"] and kept[0]["content"][0]["type"] == "image"
+
+
+def test_an_answer_in_another_form_still_answers_each_call():
+    class Plain(Env):
+        tools: ClassVar = Crop.schemas
+
+        def step(self, response_text):
+            return obs("seen"), self.turn == 1, {"reward": 0.5}
+
+    with fake_api(lambda body: {"content": "", "tool_calls": [call("crop", "{}", "x")]}) as (api, url):
+        trajectory, _ = play(Plain, url)
+    assert trajectory.reward == 1.0
+    assert api.requests[1]["messages"][2:] == [
+        {"role": "tool", "tool_call_id": "x", "content": ""},
+        {"role": "user", "content": "seen"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("limits", "reply", "tokens", "ending", "turns"),
+    [
+        ({"max_turns": 2}, {"content": "3"}, (10, 2), "max_turns", 2),
+        ({}, {"content": "3", "finish_reason": "length"}, (10, 100), "length", 1),
+        ({"max_tokens": 12}, {"content": "3"}, (10, 2), "max_tokens", 1),
+    ],
+)
+def test_budgets_end_an_episode_as_with_the_policy(limits, reply, tokens, ending, turns):
+    with fake_api(lambda body: dict(reply)) as (api, url):
+        api.tokens = tokens
+        trajectory, _ = play(Guess, url, truncated_reward=0.25, **limits)
+    assert (trajectory.ending, len(trajectory.turns)) == (ending, turns)
+
+
+def test_a_history_policy_rewrites_what_the_api_sees():
+    texts = iter("127")
+    with fake_api(lambda body: {"content": next(texts)}) as (api, url):
+        trajectory, _ = play(Guess, url, history="last_turns", history_policy=lambda messages: messages[-1:])
+    assert trajectory.reward == 1.0 and [len(each["messages"]) for each in api.requests] == [1, 1, 1]
+    with pytest.raises(ValueError, match="inline"):
+        play(Guess, "http://127.0.0.1:1", history="inline")
+
+
+@pytest.mark.parametrize("fault", ["500", "429", "cut", *GARBAGE])
+def test_a_passing_fault_is_retried(fault):
+    with fake_api(says("7"), [fault, fault]) as (api, url):
+        trajectory, chat = play(Guess, url)
+    assert trajectory.reward == 1.0 and len(api.requests) == 3 and chat.retries == 2
+    assert chat.spent == 12
+
+
+def test_an_attempt_that_hangs_is_given_up_after_half_of_the_time():
+    with fake_api(says("7"), ["hang"]) as (api, url):
+        trajectory, _ = play(Guess, url, engine_timeout=2.0)
+    assert trajectory.reward == 1.0 and len(api.requests) == 2
+
+
+def test_lasting_faults_fail_the_episode_with_their_reason():
+    with fake_api(says("7"), ["garbage"] * 99) as (_, url):
+        trajectory, _ = play(Guess, url, engine_timeout=1.0)
+    assert trajectory.ending == "error" and "Bad gateway" in trajectory.error and not trajectory.non_retryable
+
+
+def test_a_refused_request_fails_its_task_and_a_wrong_key_the_run(monkeypatch):
+    with fake_api(says("7"), ["400"]) as (_, url):
+        trajectory, _ = play(Guess, url)
+    assert trajectory.non_retryable and "400" in trajectory.error
+    monkeypatch.setenv("SOME_KEY", "secret")
+    with (
+        fake_api(says("7"), ["401"]) as (api, url),
+        pytest.raises(ValueError, match="environment variable SOME_KEY") as raised,
+    ):
+        play(Guess, url, api_options={"key_variable": "SOME_KEY"})
+    assert api.keys == ["Bearer secret"] and "secret" not in str(raised.value)
+
+
+def test_the_budget_stops_requests():
+    with fake_api(says("3")) as (api, url), pytest.raises(ValueError, match="--budget 20: 24 tokens are spent"):
+        play(Guess, url, api_options={"budget": 20})
+    assert len(api.requests) == 2
+
+
+def test_further_fields_replace_and_remove():
+    body = {"max_tokens": None, "max_completion_tokens": 5}
+    with fake_api(says("7")) as (api, url):
+        play(Guess, url, api_options={"body": body})
+    assert api.requests[0]["max_completion_tokens"] == 5 and "max_tokens" not in api.requests[0]
+
+
+def test_a_rejected_turn_is_sampled_again():
+    class Picky(Guess):
+        def step(self, response_text):
+            if response_text == "no":
+                raise RetryTurn("no")
+            return super().step(response_text)
+
+    texts = iter(["no", "7"])
+    with fake_api(lambda body: {"content": next(texts)}) as (api, url):
+        trajectory, _ = play(Picky, url)
+    assert trajectory.reward == 1.0 and trajectory.turns[0].metrics["turns_resampled"] == 1
+    assert api.requests[0]["messages"] == api.requests[1]["messages"]
+
+
+def test_retry_after_is_seconds_or_a_date():
+    assert retry_after({"Retry-After": "7"}) == 7.0
+    assert retry_after({"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}) == 0.0
+    assert retry_after({}) == retry_after({"Retry-After": "soon"}) == 0.0

@@ -1,0 +1,284 @@
+"""The order in which a small run plays, trains, pushes weights, evaluates and saves, also when it is stopped or fails."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import signal
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from vlmrl.config import Algo, Checkpoint, Config, Data, Eval, EvalData, Model, Rollout, Train, WarmStart
+from vlmrl.env.base import Env, obs
+from vlmrl.env.session import EnvContractError
+from vlmrl.report.progress import RunProgress
+from vlmrl.report.run_log import RunLog
+from vlmrl.run import loop
+from vlmrl.run.build import Run, build_run
+from vlmrl.run.loop import new_trainer
+from vlmrl.run.stopping import RunStopped, StopRequest
+
+pytestmark = pytest.mark.slow
+
+
+def task(index: int, seed: int) -> dict[str, Any]:
+    return {"prompt": f"Say {index}.", "answer": "play"}
+
+
+def held_out(index: int, seed: int) -> dict[str, Any]:
+    return {"prompt": f"Tell {index}.", "answer": "evaluate"}
+
+
+def with_image(index: int, seed: int) -> dict[str, Any]:
+    return {"prompt": "<image>Say it.", "answer": "play", "images": [Image.new("RGB", (64, 64), "red")]}
+
+
+def demonstrate(task: Any, turn: int) -> str:
+    return "a"
+
+
+def train(steps: int = 2, **settings: Any) -> Train:
+    return Train(**{"steps": steps, "groups_per_batch": 1, "image_check": False} | settings)
+
+
+EVALUATED = Eval(data=EvalData(generator=held_out, size=1), every=1)
+
+
+class SmallRun:
+    """A real run of two episodes a step. ``events`` is what its env, engine and trainer were told, in order.
+
+    An event and how often it came may be the moment at which the run is asked to stop, at which it fails, or of an episode that hangs.
+    """
+
+    def __init__(
+        self,
+        patch: Any,
+        folder: Path,
+        model: Path,
+        stops: Any = None,
+        fails: Any = None,
+        hangs: Any = None,
+        **changes: Any,
+    ) -> None:
+        self.events: list[str] = []
+        self.rows: list[dict[str, Any]] = []
+        self.said = io.StringIO()
+        self.stop, self.stops, self.fails, self.hangs = StopRequest(), stops, fails, hangs
+
+        async def step(env: Env, response: str) -> Any:
+            return await self.step(env.task.answer, response)
+
+        settings = {"train": train(), "data": Data(generator=task, size=8), "save_model": False} | changes
+        rollout = Rollout(group_size=2, max_tokens=256, max_response_tokens=4, stop=("",))
+        model_settings = Model(path=str(model), device="cpu")
+        env = type("Watching", (Env,), {"step": step})
+        config = Config(
+            name="small", output_dir=str(folder), model=model_settings, env=env, rollout=rollout, **settings
+        )
+        self.run = build_run(config)
+        for name in ("pause", "resume", "weights_changed"):
+            self.watch(self.run.engine, name)
+
+        def watched(run: Run) -> Any:
+            trainer = new_trainer(run)
+            for name in ("end_schedule_at", "step", "save", "score"):
+                self.watch(trainer, name)
+            return trainer
+
+        patch.setattr(loop, "new_trainer", watched)
+
+    def watch(self, owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.note(" ".join([name, *(str(value) for value in args if isinstance(value, int))]))
+            if self.is_at(self.fails):
+                raise OSError("the disk is full")
+            return original(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+    def note(self, event: str) -> None:
+        self.events.append(event)
+        if self.is_at(self.stops):
+            self.stop.request(signal.SIGTERM)
+
+    def is_at(self, moment: tuple[str, int] | None) -> bool:
+        return moment == (self.events[-1], self.events.count(self.events[-1]))
+
+    async def step(self, kind: str, response: str) -> Any:
+        self.note(kind)
+        if self.is_at(self.stops) or self.is_at(self.hangs):
+            await asyncio.get_running_loop().create_future()  # only the stop ends it
+        return None if self.is_at(self.fails) else (obs(), True, {"reward": float(len(self.events) % 2)})
+
+    def train(self, checkpoint: Path | None = None) -> list[str]:
+        sizes = json.loads((checkpoint / "run.json").read_text())["log"] if checkpoint else None
+        log = RunLog(self.run.folder, sizes)
+        try:
+            asyncio.run(loop.train(self.run, log, RunProgress(Console(file=self.said)), checkpoint, self.stop))
+        finally:
+            log.close()
+            self.rows = log.rows()
+        return self.events
+
+    @property
+    def saved(self) -> Path:
+        newest = self.run.checkpoints.newest()
+        assert newest is not None
+        return newest
+
+    def steps(self, metric: str) -> list[int]:
+        """The steps of the rows with a metric."""
+        return [row["step"] for row in self.rows if metric in row]
+
+
+@pytest.fixture
+def small(tmp_path, qwen3_vl, monkeypatch):
+    return lambda **changes: SmallRun(monkeypatch, tmp_path, qwen3_vl, **changes)
+
+
+def only(events: list[str], *names: str) -> list[str]:
+    return [event for event in events if event in names]
+
+
+def test_a_synchronous_step_trains_and_pushes_while_the_engine_is_paused(small):
+    """Each batch has two optimizer steps, and ends at its place in the schedule however many it takes."""
+    one = small(train=train(groups_per_batch=2, groups_per_step=1))
+    assert one.train() == [
+        *["pause", "resume"],  # while the trainer is made
+        *[*["play"] * 4, "pause", "end_schedule_at 2", "step", "weights_changed 1", "resume"],
+        *[*["play"] * 4, "pause", "end_schedule_at 4", "step", "weights_changed 2", "resume"],
+    ]
+    assert sorted(path.name for path in one.run.folder.iterdir() if path.is_dir()) == []  # no model, no checkpoint
+
+
+def test_an_asynchronous_step_pauses_for_the_weights_alone_after_a_running_evaluation(small):
+    algo = Algo(corrections=("token_truncation",))
+    one = small(train=train(3, max_staleness=1), algo=algo, eval=EVALUATED)
+    pushes = [["step", "pause", f"weights_changed {step}", "resume"] for step in (1, 2, 3)]
+    told = [event for event in one.train() if event not in ("play", "evaluate")]
+    assert [event for event in told if "schedule" not in event] == ["pause", "resume", *chain(*pushes)]
+    assert [event for event in told if "schedule" in event] == [f"end_schedule_at {step}" for step in (1, 2, 3)]
+    assert one.steps("eval/reward/mean") == [0, 1, 2, 3]  # each under the weights of its step, before the next push
+    moments = [index for index, event in enumerate(one.events) if event == "evaluate"]
+    pushed = [one.events.index(f"weights_changed {step}") for step in (1, 2, 3)]
+    assert moments[0] < pushed[0] < moments[1] < pushed[1] < moments[2] < pushed[2] < moments[3]
+
+
+EVERY_SECOND = """
+groups = []
+
+def keep(group):
+    groups.append(group)
+    return len(groups) % 2 == 0
+"""
+
+
+def test_optimizer_steps_from_few_groups_are_reported_once(small, tmp_path):
+    (tmp_path / "every_second.py").write_text(EVERY_SECOND)
+    algo = Algo(filters=(f"{tmp_path}/every_second.py:keep",))
+    one = small(train=train(groups_per_batch=2), algo=algo)
+    one.train()
+    said = " ".join(one.said.getvalue().split())
+    assert one.events.count("step") == 2 and said.count("took an optimizer step from 1 of 2 groups") == 1
+
+
+def test_images_are_swapped_before_the_first_update_only(small):
+    data = Data(generator=with_image, size=8)
+    assert only(small(train=train(image_check=True), data=data).train(), "score", "step")[-3:] == [
+        "score",
+        "step",
+        "step",
+    ]
+
+
+def test_images_are_not_swapped_if_the_setting_is_off(small):
+    one = small(train=train(1), data=Data(generator=with_image, size=8))
+    assert only(one.train(), "score", "step") == ["step"]
+
+
+def test_a_run_warms_up_is_evaluated_and_saves_and_a_resumed_one_takes_the_steps_that_are_left(small):
+    warm = WarmStart(demonstrate=demonstrate, steps=1, trajectories_per_step=2)
+    blanked = Eval(data=EVALUATED.data, every=1, blank_images=True)
+    one = small(train=train(3), warm_start=warm, eval=blanked, checkpoint=Checkpoint(every=2), save_model=True)
+    one.train()
+    assert only(one.events, "play", "evaluate")[:3] == ["play", "play", "evaluate"]  # the warm start
+    assert only(one.events, "evaluate", "step", "save") == [
+        *["evaluate", "step", "evaluate"],
+        *["step", "evaluate", "save"],
+        *["step", "save"],  # and at the end, after the last
+        *["evaluate", "evaluate"],
+    ]
+    assert one.steps("eval/reward/mean") == [0, 1, 2, 3] and one.steps("blanked/reward/mean") == [3]
+    assert (one.run.folder / "model/config.json").exists()
+    summary = json.loads((one.run.folder / "summary.json").read_text())
+    assert {"reward_before", "reward_after", "reward_blanked"} <= summary.keys()
+    state = json.loads((one.saved / "run.json").read_text())
+    assert (state["step"], state["evaluated"], state["batches"]["tasks"]["drawn"]) == (3, True, 3)
+
+    more = small(train=train(5), warm_start=warm, eval=EVALUATED)
+    more.train(one.saved)
+    restored = ["pause", "weights_changed 3", "resume"]
+    assert more.events[:5] == [*restored, "play", "play"]  # neither warmed up nor evaluated again
+    assert only(more.events, "evaluate", "step") == ["step", "evaluate", "step", "evaluate"]
+    assert more.steps("loss") == [1, 2, 3, 4, 5] and more.steps("eval/reward/mean") == [0, 1, 2, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("stops", "saved"),
+    [
+        (("evaluate", 1), None),  # there is nothing to save yet
+        (("play", 1), (0, True)),
+        (("play", 3), (1, True)),  # the rollouts are given up
+        (("step", 1), (1, False)),  # an update is finished, its evaluation is left to the resumed run
+        (("evaluate", 2), (1, False)),
+        (("evaluate", 3), (2, True)),
+    ],
+)
+def test_a_stopped_run_saves_the_state_of_its_last_finished_step(small, stops, saved):
+    one = small(stops=stops, eval=EVALUATED, checkpoint=Checkpoint(every=2))
+    with pytest.raises(RunStopped) as stopped:
+        one.train()
+    assert stopped.value.status == 143
+    if saved is None:
+        assert one.run.checkpoints.newest() is None and "play" not in one.events
+        return
+    state = json.loads((one.saved / "run.json").read_text())
+    assert (state["step"], state["evaluated"]) == saved
+    assert (one.run.folder / "summary.json").exists()
+    again = small(eval=EVALUATED)
+    again.train(one.saved)
+    assert again.steps("loss") == [1, 2] and again.steps("eval/reward/mean") == [0, 1, 2]
+
+
+def test_a_stop_interrupts_the_evaluation_that_an_asynchronous_update_waits_for_and_finishes_the_update(small):
+    algo = Algo(corrections=("token_truncation",))
+    settings = {"train": train(3, max_staleness=1), "algo": algo, "eval": EVALUATED, "checkpoint": Checkpoint(every=9)}
+    one = small(stops=("step", 2), hangs=("evaluate", 2), **settings)
+    with pytest.raises(RunStopped):
+        one.train()
+    state = json.loads((one.saved / "run.json").read_text())
+    assert (state["step"], state["evaluated"]) == (2, False) and one.events.count("weights_changed 2") == 1
+
+
+@pytest.mark.parametrize(("plays", "save_model", "rescued"), [(1, True, False), (3, True, True), (3, False, False)])
+def test_a_run_that_fails_keeps_its_weights_if_it_took_a_step(small, plays, save_model, rescued):
+    one = small(fails=("play", plays), save_model=save_model)
+    with pytest.raises(EnvContractError, match="step must return"):
+        one.train()
+    assert (one.run.folder / "model/config.json").exists() is rescued
+    assert not (one.run.folder / "summary.json").exists()
+
+
+def test_the_engine_is_resumed_when_training_fails(small):
+    one = small(fails=("step", 1))
+    with pytest.raises(OSError, match="the disk is full"):
+        one.train()
+    assert one.events[-4:] == ["pause", "end_schedule_at 1", "step", "resume"]

@@ -1,0 +1,61 @@
+"""Two runs of one name at the same time: the second is refused, and touches nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from testing.runs import short_quickstart
+
+from vlmrl.run.program import run_training
+from vlmrl.run.run_lock import run_lock
+
+HOLD = """
+import sys
+from pathlib import Path
+from vlmrl.run.run_lock import run_lock
+with run_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_run_of_a_name_is_refused_and_changes_nothing(tmp_path, resume):
+    config = short_quickstart(tmp_path)
+    config.folder.mkdir(parents=True)
+    (config.folder / "metrics.jsonl").write_text("the first run's")
+    with run_lock(config.folder):
+        before = files(config.folder)
+        with pytest.raises(
+            ValueError, match=rf"is written by process {os.getpid()} on \S+, since .*: wait for that run, end it"
+        ):
+            run_training(config, resume=resume)
+        assert files(config.folder) == before
+        assert [path.name for path in config.folder.parent.iterdir() if path.name.startswith(config.name)] == [
+            config.name
+        ]
+    with run_lock(config.folder):
+        pass
+
+
+@pytest.mark.slow
+def test_a_killed_process_holds_nothing(tmp_path):
+    held = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "x")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert held.stdout.readline() == b"held\n"
+    with pytest.raises(ValueError, match=f"process {held.pid} on"), run_lock(tmp_path / "x"):
+        pass
+    held.send_signal(signal.SIGKILL)
+    held.communicate()
+    with run_lock(tmp_path / "x"):
+        pass

@@ -1,0 +1,183 @@
+"""Supervised stages: they are logged, evaluated, checkpointed and resumed as training is, alone and before it."""
+
+import asyncio
+import json
+import shutil
+import signal
+from dataclasses import replace
+
+import pytest
+from PIL import Image
+from rich.console import Console
+from testing.runs import RECIPES, repeatable, short_quickstart
+
+from vlmrl.config import SFT, Checkpoint, Config, Conversations, Data, Eval, EvalData, Model, Rollout, Train, WarmStart
+from vlmrl.config.code import load_object
+from vlmrl.report.progress import RunProgress
+from vlmrl.report.run_log import RunLog
+from vlmrl.run import loop
+from vlmrl.run.build import build_run
+from vlmrl.run.program import run_training
+from vlmrl.run.sft import ConversationSource
+from vlmrl.run.stopping import RunStopped, StopRequest
+from vlmrl.run.warm_start import Demonstrated
+from vlmrl.train.checkpoint import load_json
+from vlmrl.types import Sample
+
+pytestmark = pytest.mark.slow
+
+
+def task(index: int, seed: int) -> dict:
+    return {"prompt": f"Say {index}."}
+
+
+def reward(text: str, task) -> float:
+    return float("a" in text)
+
+
+def demonstrate(task, turn: int) -> str:
+    return f"a{task.id[-1]}"
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """Conversations of two turns, with an image in the second."""
+    Image.new("RGB", (32, 32), "red").save(tmp_path / "red.png")
+    found = []
+    for number in range(8):
+        talk = [("user", f"Say {number}."), ("assistant", f"a{number}"), ("user", "<image>And?"), ("assistant", "red")]
+        found.append({"messages": [{"role": role, "content": text} for role, text in talk], "images": ["red.png"]})
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, found)))
+    return str(tmp_path / "rows.jsonl")
+
+
+@pytest.fixture
+def config(tmp_path, qwen3_vl, rows):
+    return Config(
+        name="sft",
+        output_dir=str(tmp_path / "runs"),
+        model=Model(path=str(qwen3_vl), device="cpu"),
+        sft=SFT(data={"rows": Conversations(path=rows, held_out=2, epochs=2.0)}, rows_per_step=4, lr=1e-3),
+        train=Train(steps=0),
+        checkpoint=Checkpoint(every=1, keep=9),
+        deterministic=True,
+    )
+
+
+def with_tasks(config: Config, **changes) -> Config:
+    rollout = Rollout(group_size=2, max_tokens=512, max_response_tokens=4)
+    train = Train(steps=1, groups_per_batch=1, image_check=False)
+    return replace(
+        config, data=Data(generator=task, size=8), reward=reward, rollout=rollout, **{"train": train} | changes
+    )
+
+
+def logged(config: Config) -> list[dict]:
+    lines = (config.folder / "metrics.jsonl").read_text().splitlines()
+    return [repeatable(json.loads(line)) for line in lines]
+
+
+def weights(config: Config) -> bytes:
+    return (config.folder / "model/model.safetensors").read_bytes()
+
+
+def test_conversations_alone_are_learned_and_a_resumed_run_is_equal_to_the_bit(config):
+    run_training(config)
+    rows = logged(config)
+    assert [row["step"] for row in rows if "sft/loss" in row] == [1, 2, 3]  # 6 rows twice, 4 a step
+    held_out = [row["sft/held_out_loss"] for row in rows if "sft/held_out_loss" in row]
+    assert len(held_out) == 2 and held_out[1] < held_out[0]
+    checkpoints = config.folder / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["sft000001", "sft000002", "sft000003"]
+    whole = weights(config)
+    shutil.rmtree(checkpoints / "sft000003")
+    shutil.rmtree(checkpoints / "sft000002")
+    run_training(config, resume=True)
+    assert logged(config) == rows and weights(config) == whole
+
+
+def test_bad_rows_are_counted_and_too_many_of_them_end_the_run(config, rows, tmp_path, capsys):
+    lines = (tmp_path / "rows.jsonl").read_text().splitlines()
+    lines[0] = lines[0].replace("red.png", "none.png")
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines))
+    data = {"rows": Conversations(path=str(tmp_path / "bad.jsonl"), epochs=1.0)}
+    some = replace(config, sft=replace(config.sft, data=data, rows_per_step=8), save_model=False)
+    run_training(some)
+    assert logged(some)[-1]["sft/bad_rows/images"] == 1.0
+    assert "sft000001: 1 of 8 rows are left out (1 images)" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"more than rollout.max_failed_fraction \(0.1\)") as error:
+        run_training(replace(some, rollout=replace(some.rollout, max_failed_fraction=0.1)))
+    assert "row 0 of" in str(error.value) and "no image 'none.png'" in str(error.value)
+
+
+def test_a_warm_start_that_is_stopped_goes_on_where_it_was_and_training_follows(config, monkeypatch):
+    warm = WarmStart(demonstrate=demonstrate, steps=3, trajectories_per_step=2)
+    held_out = Eval(data=EvalData(generator=task, size=2, seed=1))
+    every = with_tasks(config, warm_start=warm, eval=held_out)
+    whole = replace(every, name="whole")
+    run_training(whole)
+    names = [path.name for path in (whole.folder / "checkpoints").iterdir()]
+    assert sorted(names) == [
+        *(f"sft00000{n}" for n in (1, 2, 3)),
+        "step000001",
+        *(f"warm_start00000{n}" for n in (1, 2, 3)),
+    ]
+    assert json.loads((whole.folder / "summary.json").read_text()).keys() >= {"reward_before", "reward_after"}
+
+    off = replace(every, checkpoint=Checkpoint(every=9))  # the stop alone saves
+    stop, run = StopRequest(), build_run(off)
+    log = RunLog(run.folder)
+    original = log.log
+
+    def stop_at_the_second_step(step, values):
+        original(step, values)
+        if step == 2:
+            stop.request(signal.SIGTERM)
+
+    monkeypatch.setattr(log, "log", stop_at_the_second_step)
+    with pytest.raises(RunStopped):
+        asyncio.run(loop.train(run, log, RunProgress(Console(quiet=True)), None, stop))
+    log.close()
+    (saved,) = (run.folder / "checkpoints").iterdir()
+    state = load_json(saved)
+    assert (saved.name, state["stage"], state["step"]) == ("warm_start000002", "warm_start", 2)
+    run_training(every, resume=True)
+    assert logged(every) == logged(whole) and weights(every) == weights(whole)
+
+
+def test_a_stage_that_was_turned_off_cannot_be_resumed(config):
+    run_training(replace(config, save_model=False))
+    with pytest.raises(ValueError, match=r"sft must be set to resume from .*sft000003"):
+        run_training(with_tasks(config, sft=SFT()), resume=True)
+
+
+def test_trackers_get_rising_steps_over_all_stages(config, tmp_path):
+    from testing import sft_tracker
+
+    everything = with_tasks(
+        config, report=replace(config.report, to=(f"{sft_tracker.__file__}:Steps",)), save_model=False
+    )
+    run_training(everything)
+    steps = json.loads((everything.folder / "steps.json").read_text())
+    assert steps == sorted(steps) and steps[-1] == 4  # three of fine-tuning, one of training
+
+
+def content(sample: Sample) -> tuple:
+    return sample.token_ids, len(sample.prompt_token_ids), sample.loss_mask, sample.image_ids
+
+
+async def test_recorded_episodes_are_the_samples_that_the_warm_start_trains_on(tmp_path, monkeypatch):
+    """The quickstart's scripted episodes, recorded by datasets/zoom_episodes.py, with images in two turns."""
+    monkeypatch.chdir(tmp_path)
+    recorder = load_object(f"{RECIPES.parent / 'datasets/zoom_episodes.py'}:main")
+    out = tmp_path / "episodes"
+    await asyncio.to_thread(recorder, out, 3)
+    sft = SFT(data={"zooms": Conversations(path=str(out))}, rows_per_step=3)
+    config = short_quickstart(tmp_path, sft=sft)
+    run = build_run(replace(config, warm_start=replace(config.warm_start, trajectories_per_step=32)))
+    source, recorded = (kind(run, RunProgress(Console(quiet=True))) for kind in (Demonstrated, ConversationSource))
+    wanted = [content(sample) for sample in await source.take(1)]
+    found = [content(sample) for sample in await recorded.take(1)]
+    assert len(found) == 3 and all(row in wanted for row in found)
+    source.close()
+    run.close()

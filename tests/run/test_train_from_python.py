@@ -1,0 +1,90 @@
+"""``vlmrl.train(config)``: in a script, under a running event loop, with callbacks, ended early and interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import threading
+
+import pytest
+
+import vlmrl
+import vlmrl.train.trainer
+from vlmrl import Config, Data, Env, Eval, Model, Rollout, Train, obs
+
+
+class Ascii(Env):
+    unfinished_reward = 0.0
+
+    def step(self, response_text):
+        return obs(), True, {"reward": float(response_text.isascii())}
+
+
+def tasks(index, seed):
+    return {"prompt": "Say something.", "answer": "a"}
+
+
+def config(tmp_path, steps=2, **changes):
+    return Config(
+        name="library",
+        output_dir=str(tmp_path / "runs"),
+        model=Model(path="tiny:qwen3", device="cpu"),
+        data=Data(generator=tasks, size=32, held_out=4),
+        env=Ascii,
+        rollout=Rollout(group_size=2, max_turns=1, max_response_tokens=4, max_tokens=64),
+        train=Train(steps=steps, groups_per_batch=2),
+        **changes,
+    )
+
+
+@pytest.mark.slow
+def test_it_trains_under_a_running_loop_and_returns_what_was_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ipykernel", "-f", "kernel.json"])
+    rows: list = []
+
+    async def cell():
+        return vlmrl.train(config(tmp_path, eval=Eval(every=1)), on_step=rows.append, on_evaluation=rows.append)
+
+    result = asyncio.run(cell())
+    assert not result.interrupted and result.folder == tmp_path / "runs/library"
+    assert [row["step"] for row in rows if "reward/mean" in row] == [1, 2]
+    assert [row["step"] for row in rows if "eval/reward/mean" in row] == [0, 1, 2]
+    assert [row["step"] for row in result.metrics] == [row["step"] for row in rows]
+    assert {"reward_before", "reward_after"} <= result.summary.keys()
+    assert len(result.trajectories(1)) >= 4 and result.trajectories()[0]["step"] == 2
+    assert result.model is not None and result.model.tokenizer.encode("a")
+    assert sum(weight.numel() for weight in result.model.policy.parameters()) > 1000
+
+
+@pytest.mark.slow
+def test_a_callback_ends_it_early_with_the_evaluation_and_the_model(tmp_path):
+    result = vlmrl.train(config(tmp_path, steps=50), on_step=lambda row: row["step"] == 2)
+    assert [row["step"] for row in result.metrics] == [0, 1, 2, 2]
+    assert "reward_after" in result.summary and (result.folder / "model/config.json").exists()
+
+
+@pytest.mark.slow
+def test_an_interrupt_keeps_what_was_trained(tmp_path):
+    def interrupt(row):
+        if row["step"] == 2:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    result = vlmrl.train(config(tmp_path, steps=500), on_step=interrupt)
+    assert result.interrupted and 2 <= result.metrics[-1]["step"] < 500
+    assert (result.folder / "model/config.json").exists() and result.model is not None
+
+
+@pytest.mark.slow
+def test_an_error_of_a_callback_is_raised(tmp_path):
+    def broken(row):
+        raise LookupError("no such metric")
+
+    with pytest.raises(LookupError, match="no such metric"):
+        vlmrl.train(config(tmp_path), on_step=broken)
+
+
+def test_main_in_a_notebook_says_what_to_call(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    with pytest.raises(ValueError, match=r"In a notebook call vlmrl.train"):
+        vlmrl.main(Config)

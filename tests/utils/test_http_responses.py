@@ -1,0 +1,123 @@
+"""What a response may be: its size, its time, its form; which failures another attempt may not meet; and how a request is aborted."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+from aiohttp import web
+from testing.servers import answering, free_port
+
+from vlmrl.utils import http
+from vlmrl.utils.http import HttpClient, RefusedError, RetryableError
+
+pytestmark = pytest.mark.slow
+ANSWERS = {
+    "/ok": (200, '{"a": 1}'),
+    "/down": (500, "down"),
+    "/busy": (429, "busy"),
+    "/missing": (404, "no such path"),
+    "/made": (201, "made"),
+    "/html": (200, "<html>"),
+    "/deep": (200, "[" * 100_000),
+    "/100": (200, "x" * 100),
+    "/101": (200, "x" * 101),
+    "/moved": (302, ""),
+}
+BODIES: list[bytes] = []
+
+
+async def answer(request: web.Request) -> web.StreamResponse:
+    BODIES.append(await request.read())
+    if request.path == "/hangs":
+        await asyncio.sleep(60)
+    if request.path != "/drips":
+        status, text = ANSWERS[request.path]
+        return web.Response(status=status, text=text, headers={"Location": "/ok"})
+    response = web.StreamResponse()
+    await response.prepare(request)
+    while True:
+        await response.write(b" ")
+        await asyncio.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with answering(answer) as address:
+        yield address
+
+
+def test_a_response_that_drips_ends_at_the_deadline(url: str):
+    with pytest.raises(RetryableError, match=r"no whole response in 0.2 s"):
+        HttpClient(10.0).send("GET", f"{url}/drips", seconds=0.2)
+    with pytest.raises(RetryableError, match=r"no whole response in 0.1 s"):
+        HttpClient(0.1).send("GET", f"{url}/drips")
+
+
+def test_a_silent_server_is_given_up_before_the_deadline(url: str):
+    with pytest.raises(RetryableError, match="SocketTimeoutError"):
+        HttpClient(0.1).send("GET", f"{url}/hangs", seconds=30.0)
+
+
+def test_a_response_may_have_so_many_bytes(url: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http, "RESPONSE_LIMIT", 100)
+    assert HttpClient(10.0).send("GET", f"{url}/100") == (200, b"x" * 100)
+    with pytest.raises(RetryableError, match="the response has more than 100 bytes"):
+        HttpClient(10.0).send("GET", f"{url}/101")
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "message"),
+    [
+        ("/down", RetryableError, "500 down"),
+        ("/busy", RetryableError, "429 busy"),
+        ("/missing", RefusedError, "404 no such path"),
+        ("/made", RefusedError, "201 made"),
+        ("/moved", RefusedError, "302 "),
+        ("/html", ValueError, "the response is not JSON: '<html>'"),
+        ("/deep", ValueError, "the response is not JSON"),
+    ],
+)
+def test_responses_are_sorted_into_retryable_and_refused(url: str, path: str, error: type[Exception], message: str):
+    with pytest.raises(error) as raised:
+        HttpClient(10.0).post_json(url + path, {})
+    assert str(raised.value).startswith(message)
+
+
+def test_no_connection_is_retryable_and_no_address_refused():
+    with pytest.raises(RetryableError, match="ClientConnectorError"):
+        HttpClient(10.0).post_json(f"http://127.0.0.1:{free_port()}", {})
+    with pytest.raises(RefusedError, match="is no http address"):
+        HttpClient(10.0).post_json("file:///etc/passwd", {})
+
+
+def test_a_body_is_ascii_and_finite(url: str):
+    BODIES.clear()
+    assert HttpClient(10.0).post_json(f"{url}/ok", {"text": "caf\xe9 \ud800"}) == {"a": 1}
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        HttpClient(10.0).post_json(f"{url}/ok", {"x": float("nan")})
+    assert BODIES == [b'{"text": "caf\\u00e9 \\ud800"}']
+
+
+def test_another_thread_aborts_a_request(url: str):
+    client, began = HttpClient(60.0), len(BODIES)
+
+    def abort() -> None:
+        while len(BODIES) == began:
+            pass
+        client.abort()
+
+    threading.Thread(target=abort).start()
+    with pytest.raises(ConnectionAbortedError, match="/hangs: the request was aborted"):
+        client.send("GET", f"{url}/hangs")
+    with pytest.raises(ConnectionAbortedError):
+        client.send("GET", f"{url}/ok")
+
+
+def test_a_proxy_of_the_environment_is_used(url: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("http_proxy", url)
+    assert HttpClient(10.0).send("GET", "http://somewhere.invalid/ok") == (200, b'{"a": 1}')
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert HttpClient(10.0).send("GET", f"{url}/ok") == (200, b'{"a": 1}')

@@ -1,0 +1,69 @@
+"""What to say about an option that does not exist: close names, and ours for a name of TRL or verl."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Iterator
+
+ELSEWHERE = {
+    "algo.advantage": "adv_estimator",
+    "algo.kl_coef": "beta kl_loss_coef kl_coef",
+    "algo.loss": "loss_type loss_mode",
+    "algo.options": "epsilon epsilon_high clip_ratio_low clip_ratio_high scale_rewards",
+    "algo.reduction": "loss_agg_mode",
+    "checkpoint.every": "save_steps save_freq",
+    "cluster.gpus": "n_gpus_per_node",
+    "data.columns": "prompt_key image_key",
+    "data.max_prompt_tokens": "max_prompt_length",
+    "data.path": "train_dataset dataset_name train_files",
+    "engine": "use_vllm",
+    "env": "environment_factory tools",
+    "eval.data.path": "eval_dataset val_files",
+    "eval.every": "eval_steps test_freq",
+    "model.lora.rank": "peft_config lora_rank lora_r",
+    "model.path": "model model_name_or_path",
+    "name": "run_name experiment_name",
+    "optim.grad_clip": "max_grad_norm",
+    "optim.lr": "learning_rate",
+    "optim.schedule": "lr_scheduler_type",
+    "report.to": "report_to logger",
+    "reward": "reward_funcs custom_reward_function",
+    "rollout.group_size": "num_generations n",
+    "rollout.max_response_tokens": "max_completion_length",
+    "rollout.max_tokens": "max_response_length",
+    "rollout.max_turns": "max_tool_calling_iterations max_assistant_turns",
+    "train.groups_per_batch": "per_device_train_batch_size generation_batch_size train_batch_size",
+    "train.groups_per_step": "ppo_mini_batch_size steps_per_generation",
+    "train.steps": "max_steps num_train_epochs total_training_steps",
+    "train.tokens_per_micro_batch": "gradient_accumulation_steps ppo_max_token_len_per_gpu",
+}
+"""By our setting: the last parts of its names in TRL and verl. docs/porting.md says where the meaning differs."""
+
+
+def option_names(options: object, prefix: str = "") -> Iterator[str]:
+    """The full names of all options: ``optim.lr``. ``options`` is a dataclass whose field ``config`` holds the settings."""
+    for each in dataclasses.fields(options):  # type: ignore[arg-type]
+        value, name = getattr(options, each.name), f"{prefix}.{each.name}".lstrip(".")
+        if dataclasses.is_dataclass(value):
+            yield from option_names(value, "" if name == "config" else name)
+        else:
+            yield name
+
+
+def describe_unknown(word: str, names: Iterable[str]) -> str:
+    """``"there is no option --optim.learning-rate; --optim.lr is what TRL and verl call learning_rate"``."""
+    given = word.lstrip("-").partition("=")[0].replace("-", "_")
+    last, known = given.rpartition(".")[2], list(names)
+    ours = [name for name, theirs in ELSEWHERE.items() if last in theirs.split()]
+    if ours:
+        return f"there is no option {word}; {_option(ours[0])} is what TRL or verl call {last}"
+    close = [name for name in known if name.rpartition(".")[2] == last]
+    close += [name for name in difflib.get_close_matches(given, known, n=3) if name not in close]
+    lasts = {name.rpartition(".")[2]: name for name in known}
+    close += [lasts[name] for name in difflib.get_close_matches(last, lasts, n=2) if lasts[name] not in close]
+    return f"there is no option {word}" + (f"; close: {', '.join(map(_option, close[:5]))}" if close else "")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

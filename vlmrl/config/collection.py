@@ -1,0 +1,46 @@
+"""What `vlmrl collect` plays, and which of the episodes it writes. These are options of the command, not settings of a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vlmrl.utils.require import require
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which episodes are written. ``best`` chooses among those that fulfil all other conditions."""
+
+    min_reward: float | None = None
+    """Smallest reward of an episode. Unset: any."""
+    max_tokens: int | None = None
+    """Largest length of an episode in tokens, prompt and images included. Unset: any."""
+    best: int | None = None
+    """Episodes of each task: those of the highest rewards, the first ones among equals. 1: one of each task. Unset: all."""
+    filters: tuple[str, ...] = ()
+    """Filters of a task's whole group, as in `algo.filters`: `reward_band`, `zero_variance` or `file.py:function`."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "best"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"--keep.{name.replace('_', '-')}", "positive", value)
+
+
+@dataclass(frozen=True)
+class Collection:
+    """What one command collects, into ``folder``."""
+
+    folder: Path
+    """Folder of the episodes."""
+    tasks: int | None = None
+    """Number of tasks, the first ones. Unset: all."""
+    episodes: int = 1
+    """Episodes of each task."""
+    retry_failed: bool = False
+    """Play episodes again that failed in an earlier command."""
+    keep: Keep = field(default_factory=Keep)
+
+    def __post_init__(self) -> None:
+        require(self.tasks is None or self.tasks > 0, "--tasks", "positive", self.tasks)
+        require(self.episodes > 0, "--episodes", "positive", self.episodes)

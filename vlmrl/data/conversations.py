@@ -1,0 +1,219 @@
+"""Recorded conversations as tasks whose prompt is the whole conversation, from datasets in the usual forms.
+
+- OpenAI's: a column ``messages``, with image parts as data URIs, paths, bytes, ``{"bytes", "path"}`` or PIL images. The folder that
+  `vlmrl collect` writes has this form.
+- TRL's: the same with ``{"type": "image"}`` parts or ``<image>`` marks, whose images are in a column ``images``; or ``prompt`` and
+  ``completion`` as lists of messages.
+- ShareGPT's and LLaVA's: a column ``conversations`` of ``{"from", "value"}``, ``<image>`` marks and a column ``image`` or ``images``.
+
+Tool calls are those of OpenAI's API, with arguments as JSON or as an object, ``function_call`` messages, or plain text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vlmrl.config import Config, Conversations
+from vlmrl.config.code import local_data
+from vlmrl.data.files import load_rows
+from vlmrl.data.mixture import TaskMixture
+from vlmrl.data.row_images import MARK, OWN_SOURCE, RowImages, image_parts, without_nulls
+from vlmrl.data.source import Row, TaskSource, held_out, task_seed
+from vlmrl.multimodal.masks import RowError
+from vlmrl.types import Message, Task
+
+EPISODES = "episodes.jsonl"
+"""The file of conversations in the folder that `vlmrl collect` writes."""
+COLUMNS = {
+    "messages": ("messages", "conversations", "conversation"),
+    "images": ("images", "image"),
+    "tools": ("tools",),
+}
+"""The columns that a field is looked for in, without `sft.data.NAME.columns`."""
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    "function": "tool",
+    "developer": "system",
+}
+"""Roles by their names in other forms."""
+
+
+def load_conversations(config: Config) -> tuple[TaskMixture, TaskMixture | None]:
+    """The conversations of `sft.data` to train on, and those held out to measure the loss on, if there are any.
+
+    Raises:
+        ValueError: a dataset does not exist, or has no column of messages.
+    """
+    loaded = {name: _load(name, data, config.seed) for name, data in config.sft.data.items()}
+    weights = {name: len(loaded[name][0]) * data.epochs for name, data in config.sft.data.items()}
+    kept = {name: rest for name, (_, rest) in loaded.items() if rest is not None}
+    mixed = TaskMixture({name: rows for name, (rows, _) in loaded.items()}, weights)
+    return mixed, TaskMixture(kept, dict.fromkeys(kept, 1.0)) if kept else None
+
+
+def _load(name: str, data: Conversations, seed: int) -> tuple[TaskSource, TaskSource | None]:
+    local = local_data(data.path, field=f"sft.data.{name}.path")
+    if local is not None and (local / EPISODES).is_file():
+        local = local / EPISODES
+    rows = load_rows(str(local or data.path), data.split)
+    columns = _found_columns(name, data, rows.columns)
+    roots = [Path.cwd()] if local is None else [local if local.is_dir() else local.parent, Path.cwd()]
+    kept_back = held_out(range(len(rows)), data.held_out)
+
+    def label(index: int) -> str:
+        return f"row {index} of {data.path!r} ({data.split})"
+
+    def make(index: int) -> Task:
+        where = label(index)
+        try:
+            task = Task(f"{name}/{index}", [], source=name, seed=task_seed(seed, index), part=name)
+            return _conversation(task, rows[index], columns, data.turns, RowImages(where, roots))
+        except RowError as error:
+            raise RowError(error.reason, f"{where}: {error}") from error
+        except Exception as error:
+            raise RowError("unreadable", f"{where}: {type(error).__name__}: {error}") from error
+
+    sides = [[row for row in range(len(rows)) if (row in kept_back) == side] for side in (False, True)]
+    if not sides[0]:
+        raise ValueError(f"sft.data.{name}.held_out {data.held_out} leaves none of {len(rows)} rows to train on.")
+    train, rest = (TaskSource(make, side, seed, label=label) for side in sides)
+    return train, rest if sides[1] else None
+
+
+def _found_columns(name: str, data: Conversations, present: Sequence[str]) -> dict[str, str]:
+    """The column of each field that the dataset has."""
+    found = {
+        field: column
+        for field, usual in COLUMNS.items()
+        if (column := data.columns.get(field) or next((each for each in usual if each in present), None))
+    }
+    missing = [column for column in found.values() if column not in present]
+    if missing or ("messages" not in found and not {"prompt", "completion"} <= set(present)):
+        what = (
+            f"sft.data.{name}.columns names {missing[0]!r}, which"
+            if missing
+            else f"sft.data.{name}.columns: a column of messages"
+        )
+        where = f"{data.path!r} does not have" + (
+            "" if missing else f", under a name of {', '.join(COLUMNS['messages'])}"
+        )
+        raise ValueError(f"{what} {where}. Its columns are: {', '.join(present)}. Map it with `messages COLUMN`.")
+    return found
+
+
+def _conversation(task: Task, row: Row, columns: Mapping[str, str], turns: str, row_images: RowImages) -> Task:
+    """The task of a row: its messages in OpenAI's form with their images, its tools, and which responses are trained."""
+    given = row[columns["messages"]] if "messages" in columns else [*row["prompt"], *row["completion"]]
+    messages = [_message(message) for message in _parsed(given)]
+    _check_roles(messages)
+    weights = [message.pop("weight", None) for message in messages]
+    responses = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    trained = [weights[place] != 0 and (turns == "all" or place == responses[-1]) for place in responses]
+    if not any(trained):
+        raise RowError("untrained", "no response has a loss: the weights of all of them are 0.")
+    try:
+        row_images.set_column(row[columns["images"]] if "images" in columns else None)
+        prompt = row_images.messages(_marks_as_parts(messages, len(row_images.sources)))
+    except RowError:
+        raise
+    except ValueError as error:
+        raise RowError("images", str(error).removeprefix(f"{row_images.where}: ")) from error
+    number_of = {place: number for number, place in enumerate(responses)}
+    sampled = {number_of[each["message"]]: each["token_ids"] for each in row.get("responses") or []}
+    tools = _parsed(row[columns["tools"]] or []) if "tools" in columns else []
+    images = [part["image"] for message in prompt for part in image_parts(message)]
+    data = {"tools": without_nulls(tools), "trained": trained, "sampled": sampled}
+    return Task(task.id, prompt, images, data=data, source=task.source, seed=task.seed, part=task.part)
+
+
+def _parsed(value: Any) -> list[dict[str, Any]]:
+    """A list of objects that may be written as JSON."""
+    found = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise RowError("unreadable", f"messages and tools must be lists of objects, not {value!r:.100}.")
+    return found
+
+
+def _message(given: dict[str, Any]) -> Message:
+    """A message in OpenAI's form, with the arguments of tool calls as objects."""
+    role = given.get("role") or given.get("from")
+    message = {key: value for key, value in given.items() if value is not None and key not in ("from", "value", "role")}
+    message = {"role": ROLES.get(str(role), role), "content": given.get("value")} | message
+    calls: Any = message.pop("tool_calls", None) or (
+        [message.pop("function_call")] if message.get("function_call") else []
+    )
+    if role == "function_call":
+        message = {"role": "assistant", "content": ""}
+        calls = json.loads(given["value"]) if "value" in given else [given]
+    calls = json.loads(calls) if isinstance(calls, str) else calls
+    if calls:
+        message["tool_calls"] = [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+    return message
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function") or {key: call.get(key) for key in ("name", "arguments")})
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):  # as in the API; templates write an object
+        try:
+            function["arguments"] = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise RowError(
+                "unreadable", f"the arguments of a tool call are no JSON ({error}): {arguments!r:.100}."
+            ) from error
+    return {"type": "function", "function": function}
+
+
+def _check_roles(messages: Sequence[Message]) -> None:
+    """A system message or none, then the user; responses follow the user or tools, and tools follow responses."""
+    before: dict[Any, set[Any]] = {
+        "system": {None},
+        "user": {None, "system", "user", "assistant", "tool"},
+        "assistant": {"user", "tool"},
+        "tool": {"assistant", "tool"},
+    }
+    last = None
+    for place, message in enumerate(messages):
+        role = message["role"]
+        if role not in before:
+            raise RowError("roles", f"message {place} has the role {role!r}, not one of {', '.join(before)}.")
+        if last not in before[role]:
+            raise RowError("roles", f"message {place}, of the role {role}, follows {last or 'nothing'}.")
+        last = role
+    if not any(message["role"] == "assistant" for message in messages):
+        raise RowError("roles", "there is no response to train on.")
+
+
+def _marks_as_parts(messages: list[Message], images: int) -> list[Message]:
+    """The messages with each ``<image>`` mark as a part without a source; as they are, if their images have sources already."""
+    contents = [message["content"] for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    shown = [part for part in parts if part.get("type") in ("image", "image_url")]
+    bare = [part for part in shown if not any(part.get(key) is not None for key in OWN_SOURCE)]
+    marked = [
+        m for m in messages if m["role"] in ("user", "tool") and isinstance(m["content"], str) and MARK in m["content"]
+    ]
+    marks = sum(message["content"].count(MARK) for message in marked)
+    if len(shown) > len(bare):
+        return messages
+    if marks + len(bare) > images:
+        raise RowError("marks", f"there are {marks + len(bare)} marks or parts of images, but {images} images.")
+    return [m | {"content": _split_at_marks(m["content"])} if m in marked else m for m in messages]
+
+
+def _split_at_marks(text: str) -> list[dict[str, Any]]:
+    """``"a<image>b"`` as a text, an image without a source and a text."""
+    first, *others = text.split(MARK)
+    parts = [{"type": "text", "text": first}]
+    for piece in others:
+        parts += [{"type": "image"}, {"type": "text", "text": piece}]
+    return [part for part in parts if part.get("text") != ""]

@@ -1,0 +1,45 @@
+"""The check of a tool call's arguments. It imports nothing of vlmrl: it may run in a process of its own (`utils/bounded.py`)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jsonschema
+import referencing
+
+COMPOSED = frozenset({"$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"})
+"""Keywords that can declare properties elsewhere than in ``properties``."""
+NO_DOCUMENTS: referencing.Registry[Any] = referencing.Registry()  # jsonschema's own would open addresses
+
+
+def violation(arguments: dict[str, Any], schema: dict[str, Any]) -> str:
+    """Where and how ``arguments`` violate ``schema``, or ``""``: ``arguments.a: 'x' is not of type 'integer'``.
+
+    Raises:
+        RecursionError, OverflowError: the arguments are too deep, or a number is too large.
+        Exception: of any other type if the schema is wrong.
+    """
+    closed = schema if COMPOSED & schema.keys() else {"additionalProperties": False, **schema}
+    properties = schema.get("properties", {})
+    optional = [key for key, value in properties.items() if isinstance(value, dict) and value.get("nullable")]
+    given = {key: value for key, value in arguments.items() if value is not None or key not in optional}
+    validator = jsonschema.validators.validator_for(closed, jsonschema.Draft202012Validator)
+    try:
+        error = jsonschema.exceptions.best_match(validator(closed, registry=NO_DOCUMENTS).iter_errors(given))
+    except (referencing.exceptions.Unresolvable, re.error):
+        return ""
+    if error is None:
+        return ""
+    place = ".".join(map(str, ("arguments", *error.absolute_path)))
+    return f"{place}: {error.message[:300]}"
+
+
+def schema_errors(arguments: dict[str, Any], schema: dict[str, Any]) -> dict[str, str]:
+    """``problem``: as :func:`violation`; or ``wrong``: the error that the schema raises."""
+    try:
+        return {"problem": violation(arguments, schema)}
+    except (RecursionError, OverflowError):
+        return {"problem": "arguments: they are too large or nested too deeply to be checked"}
+    except Exception as error:
+        return {"wrong": f"{type(error).__name__}: {error}"}

@@ -1,0 +1,139 @@
+"""Conversations as rows with a loss mask: which tokens are the assistant's, found by comparing what the chat template writes.
+
+What the template writes for the messages before a response, with its generation prompt, is what the policy is sampled from. What it
+writes more with the response is the response, up to the token that ends it. Both are encoded apart, as in an episode. As long as the
+template does not change what it wrote before, a conversation is one row; where it does, such as one that drops earlier thinking, a
+new row begins with the changed text.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vlmrl.multimodal.messages import images_of
+from vlmrl.multimodal.renderer import BASE, Renderer
+from vlmrl.types import ImageSource, Message
+
+PROBE: Message = {"role": "user", "content": "."}
+
+
+class RowError(ValueError):
+    """A row that cannot be trained on. ``reason`` is a short name under which such rows are counted."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass
+class MaskedRow:
+    """The ids of one row in pieces, each with whether it is trained, with one placeholder per image; and its images in order."""
+
+    pieces: list[tuple[list[int], bool]]
+    images: list[ImageSource]
+    responses: dict[int, list[int]] = field(default_factory=dict)
+    """The ids of each trained response, by its number among the conversation's responses."""
+
+
+def masked_rows(
+    renderer: Renderer, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), trained: Sequence[bool] = ()
+) -> list[MaskedRow]:
+    """The rows of a conversation. ``trained`` says for each response whether it has a loss; empty: all have.
+
+    Messages after the last trained response are left out.
+
+    Raises:
+        RowError: the template refuses the messages, or does not write a response after its generation prompt.
+    """
+    shown = renderer.adapt_tool_messages(messages)
+    try:
+        clean, images = renderer.clean(shown)
+        renderer.check_tools(tools)
+    except ValueError as error:
+        raise RowError("template", str(error)) from error
+    schemas = renderer.clean_tools(tools)
+    places = [place for place, message in enumerate(shown) if message["role"] == "assistant"]
+    rows: list[MaskedRow] = []
+    known: str | None = None  # what the last row's pieces were encoded from
+    for number, place in enumerate(places):
+        if trained and not any(trained[number:]):
+            break
+        prompt = _written(renderer, clean[:place], schemas, generate=True)
+        response = _response(renderer, clean, place, prompt, schemas)
+        if known is None or not prompt.startswith(known):
+            known = ""
+            rows.append(MaskedRow([], []))
+        is_trained = not trained or trained[number]
+        ids = renderer.encode_written(response)
+        rows[-1].pieces += [(renderer.encode_written(prompt[len(known) :]), False), (ids, is_trained)]
+        known = prompt + response
+        if is_trained:
+            rows[-1].responses[number] = ids
+        rows[-1].images = images[: len(images_of(shown[:place]))]
+    rows = [row for row in rows if row.responses]
+    for row in rows:
+        _check_images(renderer, row)
+    return rows
+
+
+def check_masks(renderer: Renderer, name: str) -> None:
+    """Raises ValueError for a template whose responses cannot be found; ``name`` is the template's."""
+    try:
+        masked_rows(
+            renderer, [*BASE, {"role": "assistant", "content": "yes"}, PROBE, {"role": "assistant", "content": "no"}]
+        )
+    except RowError as error:
+        raise ValueError(
+            f"the chat template {name} cannot be fine-tuned with: {error} Set model.chat_template to another one."
+        ) from error
+
+
+def _response(
+    renderer: Renderer, clean: list[Message], place: int, prompt: str, schemas: list[dict[str, Any]] | None
+) -> str:
+    """The text of the response at ``place``, with the token that ends it."""
+    whole = _written(renderer, clean[: place + 1], schemas, generate=False)
+    if not whole.startswith(prompt):
+        start = next(index for index, pair in enumerate(zip(whole + "\0", prompt, strict=False)) if pair[0] != pair[1])
+        raise RowError(
+            "template",
+            f"message {place}: the chat template does not write the response after its generation prompt, but "
+            f"{whole[start : start + 40]!r} where the prompt has {prompt[start : start + 40]!r}.",
+        )
+    for call in clean[place].get("tool_calls") or []:
+        if (name := (call.get("function") or call).get("name") or "") not in whole[len(prompt) :]:
+            raise RowError("template", f"message {place}: the chat template does not show the call of {name!r}.")
+    end = whole.rfind(renderer.end_of_turn, len(prompt))
+    if end >= 0:
+        return whole[len(prompt) : end + len(renderer.end_of_turn)]
+    following = clean[place + 1] if place + 1 < len(clean) else PROBE
+    longer = _written(renderer, [*clean[: place + 1], following], schemas, generate=False)
+    first = renderer.encode_written(longer[len(whole) :])[:1] if longer.startswith(whole) else []
+    if renderer.stop_ids.isdisjoint(first):
+        raise RowError("template", f"message {place}: the chat template writes no token that ends the response.")
+    return whole[len(prompt) :] + renderer.decode(first)
+
+
+def _written(renderer: Renderer, clean: list[Message], schemas: list[dict[str, Any]] | None, *, generate: bool) -> str:
+    try:
+        return renderer.write(clean, schemas, generate)
+    except Exception as error:  # a template may raise for any message, and no type of error is agreed on
+        raise RowError(
+            "template", f"the chat template refuses the messages: {type(error).__name__}: {error}."
+        ) from error
+
+
+def _check_images(renderer: Renderer, row: MaskedRow) -> None:
+    """The row shows all of its images, and none in a response."""
+    shown = Counter[bool]()
+    for ids, is_trained in row.pieces:
+        shown[is_trained] += 0 if renderer.image_token_id is None else ids.count(renderer.image_token_id)
+    if shown[True]:
+        raise RowError("roles", "a response shows an image: the model cannot have sampled it.")
+    if shown[False] != len(row.images):
+        raise RowError(
+            "images", f"the messages hold {len(row.images)} images, but the chat template shows {shown[False]}."
+        )

@@ -1,0 +1,196 @@
+"""Collects episodes: plays a recipe's training tasks with any model, records every episode, and writes those to learn from.
+
+    runs/NAME-episodes/trajectories.jsonl   every episode that ended, failed ones too, for `vlmrl view` and for the next command
+    runs/NAME-episodes/episodes.jsonl       the episodes to keep, a JSON object a line (`episode_rows.py`)
+    runs/NAME-episodes/images/ID.png        their images, by content
+
+A record is appended when its episode ends, so that a command which was stopped, or killed, continues where it was: an episode that has
+a record is never played again. ``episodes.jsonl`` is made of the records when a command ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from vlmrl.config import Config
+from vlmrl.config.collection import Collection
+from vlmrl.data.stream import Draw
+from vlmrl.engine.chat_engine import ApiModel, BudgetSpentError
+from vlmrl.report.progress import Phase, RunProgress
+from vlmrl.report.records import changed_settings, plain
+from vlmrl.report.run_log import RunLog
+from vlmrl.report.trajectory_log import TrajectoryLog
+from vlmrl.run.build import Run
+from vlmrl.run.episode_rows import Recorded, collected_fields, episode_id, read_recorded, write_episodes
+from vlmrl.run.eval_models import resolve_eval_models
+from vlmrl.run.eval_program import build_model_run
+from vlmrl.run.playing import ApiRun, Playing, build_api_run
+from vlmrl.run.run_lock import run_lock
+from vlmrl.types import Trajectory
+from vlmrl.utils.json_files import read_object
+from vlmrl.utils.output_files import atomic_write
+from vlmrl.utils.require import require
+from vlmrl.utils.threads import run_awake
+
+SAME = {"collect", "model", "data", "mixture", "env", "env_options", "reward", "rollout", "seed"}
+SAME |= {"agent", "agent_options", "agent_command"}
+"""Settings, and sections, that all commands for one folder must share, or its episodes would not mean the same."""
+MAY_DIFFER = {"max_concurrent", "engine_timeout", "env_timeout", "max_refills", "max_failed_fraction"}
+MAY_DIFFER |= {"max_env_retries_per_turn", "kv_cache_gib", "group_size", "over_sampling", "samples"}
+"""Settings of ``rollout`` that change no episode."""
+
+
+def run_collection(
+    config: Config, collection: Collection, model: str | None = None, api: ApiModel | None = None
+) -> None:
+    """Collect with the model behind ``api``, or with ``model`` (see :func:`resolve_eval_models`), or with the recipe's own.
+
+    Prints what became of all episodes. After Ctrl-C, or an error, what has been played is written all the same.
+    """
+    require(config.rollout.generate is None, "rollout.generate", "unset: it makes token ids, and no messages", "set")
+    require(config.group_reward is None, "group_reward", "unset: episodes are played one by one", config.group_reward)
+    progress = RunProgress()
+    with run_lock(collection.folder):
+        run, name = _player(config, model, api)
+        try:
+            _collect(run, collection, name, progress)
+        finally:
+            run.close()
+            if isinstance(run, ApiRun):
+                progress.say(f"{name}: {run.engine.spent} tokens spent, {run.engine.retries} requests sent again")
+
+
+def _player(config: Config, model: str | None, api: ApiModel | None) -> tuple[Playing, str]:
+    """What plays, and the name of its model."""
+    if api is not None:
+        return build_api_run(config, api), api.name
+    (own,) = resolve_eval_models([model] if model else [], config)
+    return build_model_run(replace(config, model=own.settings), own), own.name
+
+
+def _collect(run: Playing, collection: Collection, model: str, progress: RunProgress) -> None:
+    recorded = read_recorded(collection.folder)
+    settings = {**plain(run.config), "collect": {"model": model}}
+    _check_settings(collection.folder, settings)
+    with RunLog(collection.folder, {"trajectories.jsonl": recorded.size}) as log:
+        log.write_config(settings)
+        collector = Collector(run, collection, model, log, recorded)
+        try:
+            run_awake(collector.play(progress))
+        except BudgetSpentError as error:
+            progress.say(f"stopped: {error}")
+        finally:
+            counts = write_episodes(collection.folder, collection.keep)
+            counts["too_long"] = collector.too_long
+            counts["left"] = max(0, collector.planned - counts["played"] - counts["failed"] - counts["too_long"])
+            summary = {name: value for name, value in counts.items() if name != "reasons"}
+            atomic_write(collection.folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+            progress.say(_report(collection.folder, counts))
+
+
+def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Raises ValueError if the folder has episodes of another model, or under other settings."""
+    before = read_object(folder / "config.json")
+    changed = {} if before is None else changed_settings(before, json.loads(json.dumps(settings)))
+    changed = {name: pair for name, pair in changed.items() if _must_be_same(name)}
+    if changed:
+        lines = [f"  {name} is now {new!r:.80}, and was {old!r:.80}" for name, (old, new) in sorted(changed.items())]
+        raise ValueError(
+            f"{folder} has episodes under other settings: name another folder with --out.\n" + "\n".join(lines)
+        )
+
+
+def _must_be_same(name: str) -> bool:
+    return name.partition(".")[0] in SAME and name.removeprefix("rollout.") not in MAY_DIFFER
+
+
+class Collector:
+    """Plays the episodes that have no record yet. ``planned`` counts all episodes, ``too_long`` those of prompts over the limit."""
+
+    def __init__(self, run: Playing, collection: Collection, model: str, log: RunLog, recorded: Recorded) -> None:
+        self.run = run
+        self.collection = collection
+        self.count = min(len(run.tasks), collection.tasks or len(run.tasks))
+        self.planned = self.count * collection.episodes
+        self.too_long = 0
+        self._missing = self.planned
+        self._slots = asyncio.Semaphore(run.config.rollout.max_concurrent)
+        self._log = log
+        self._done = recorded.done(collection.retry_failed)
+        # not in lockstep, which waits for whole groups
+        self._runner = run.runner(engine=run.engine) if isinstance(run, Run) else run.runner()
+        self._records = TrajectoryLog(log, run.model.renderer.decode, 1, lambda each: collected_fields(each, model))
+        self._rewards: list[float] = []
+        self._failed: list[Trajectory] = []
+
+    async def play(self, progress: RunProgress) -> None:
+        """Play what is left. Raises RolloutError if too much fails."""
+        for line in await self.run.connect():
+            progress.say(line)
+        every = {task: range(self.collection.episodes) for task in range(self.count)}
+        left = {task: [each for each in members if (task, each) not in self._done] for task, members in every.items()}
+        self._missing = sum(map(len, left.values()))
+        stream = self.run.stream(self.run.tasks, once=True)
+        try:
+            with progress.phase("collect", self.planned, self.planned - self._missing) as phase:
+                async with asyncio.TaskGroup() as group:
+                    for task, members in left.items():
+                        draw = await stream.load(task) if members else None
+                        if draw is not None:
+                            await self._start(task, members, draw, group, phase)
+                        else:
+                            self.too_long += len(members)  # of none that is left to play, if all have ended
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            stream.close()
+            if self._rewards:
+                self._log.log(0, {"reward/mean": fmean(self._rewards), "trajectories": len(self._rewards)})
+
+    async def _start(
+        self, number: int, members: Sequence[int], draw: Draw, group: asyncio.TaskGroup, phase: Phase
+    ) -> None:
+        """Start the ``members`` of a task as slots become free. Its draw, and with it its images, is kept until they have ended."""
+        for member in members:
+            await self._slots.acquire()
+            playing = group.create_task(self._play(number, member, draw, phase))
+            playing.add_done_callback(lambda _: self._slots.release())
+
+    async def _play(self, number: int, member: int, draw: Draw, phase: Phase) -> None:
+        group_id = episode_id(number)
+        tries: list[Trajectory] = []
+        if draw.error is None:
+            await self._runner.play_member(draw.task, group_id, member, tries.append)
+        else:
+            name = episode_id(number, member)
+            tries.append(Trajectory(name, group_id, draw.task, ending="error", error=draw.error, non_retryable=True))
+        writing = asyncio.create_task(self._records.write(0, "collect", [], tries))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await writing  # what has been played is not lost
+            raise
+        if tries[-1].failed:
+            self._failed.append(replace(tries[-1], turns=[]))  # their images are not kept
+        elif tries[-1].reward is not None:
+            self._rewards.append(tries[-1].reward)
+        phase.advance(reward=fmean(self._rewards) if self._rewards else None)
+        self._runner.stop_if_too_many(self._failed, self._missing)
+
+
+def _report(folder: Path, counts: dict[str, Any]) -> str:
+    reasons: Sequence[tuple[str, int]] = list(counts["reasons"].items())
+    lines = [
+        f"\nepisodes  {counts['played']} played, {counts['failed']} failed, {counts['too_long']} with too long a prompt, "
+        f"{counts['left']} left; {counts['written']} written to {folder / 'episodes.jsonl'}"
+    ]
+    lines += [f"          {count} not written: {reason}" for reason, count in reasons]
+    if counts["left"]:
+        lines.append("          the same command plays those that are left")
+    return "\n".join([*lines, f"look at it vlmrl view {folder} --serve"])

@@ -1,0 +1,194 @@
+"""Collected episodes: their rows in ``episodes.jsonl``, what is recorded of them, and which of them are kept.
+
+A row is a conversation with what it earned. `datasets.load_dataset("json", data_files="episodes.jsonl")` loads the file::
+
+    {"id": "collect/00007/01", "task": 7, "messages": [{"role": "user", "content": [{"type": "image", "image": "images/3fa9.png"},
+     {"type": "text", "text": "Which?"}]}, {"role": "assistant", "content": "A"}], "tools": null, "reward": 1.0, "metrics": {},
+     "ending": "env_done", "model": "runs/zoom", "responses": [{"message": 1, "token_ids": [32, 7], "logprobs": [-0.1, -0.0]}]}
+
+``responses`` are those that were sampled with token ids: not by an API.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vlmrl.algos.filters import FILTERS, best_of
+from vlmrl.config.code import find_function
+from vlmrl.config.collection import Keep
+from vlmrl.multimodal.messages import map_images
+from vlmrl.report.json_lines import JsonLinesTail
+from vlmrl.report.records import plain
+from vlmrl.rollout.history import response_message
+from vlmrl.types import Message, Task, Trajectory
+from vlmrl.utils.output_files import whole_file
+
+EPISODES = "episodes.jsonl"
+BRANCHES = "the agent's requests are no single conversation"
+
+
+def episode_id(task: int, member: int | None = None) -> str:
+    """The id of a task's group, or of one of its episodes: ``collect/00007/01``."""
+    return f"collect/{task:05d}" + ("" if member is None else f"/{member:02d}")
+
+
+def place_of(id: str) -> tuple[int, int]:
+    """The task and the member of an episode's id, which may be that of a further try: ``collect/00007/01.2`` is ``(7, 1)``."""
+    _, task, member = id.split("/")
+    return int(task), int(member.partition(".")[0])
+
+
+def collected_fields(trajectory: Trajectory, model: str) -> dict[str, Any]:
+    """The fields of an episode's record beside those of :func:`~vlmrl.report.records.trajectory_record`: ``tokens`` and ``episode``.
+
+    ``tokens`` is the length of its longest context, as the API counts it if an API sampled it. ``episode`` is its row; ``None`` if it
+    failed or is no conversation.
+    """
+    counts = [
+        turn.metrics.get("api_prompt_tokens", 0.0) + turn.metrics.get("api_response_tokens", 0.0)
+        for turn in trajectory.turns
+    ]
+    tokens = int(max([trajectory.num_tokens, *counts]))
+    has_row = not trajectory.failed and is_conversation(trajectory)
+    return {"tokens": tokens, "episode": episode_row(trajectory, model) if has_row else None}
+
+
+def is_conversation(trajectory: Trajectory) -> bool:
+    """Whether each turn follows the one before. Requests of an agent may be branches; those of an env never are."""
+    received = [turn.received for turn in trajectory.turns]
+    return all(
+        each is None or each.continues == (number - 1 if number else None) for number, each in enumerate(received)
+    )
+
+
+def episode_row(trajectory: Trajectory, model: str) -> dict[str, Any]:
+    """The row of an episode that is a conversation; see this module."""
+    messages: list[Message] = []
+    responses: list[dict[str, Any]] = []
+    metrics = Counter[str]()
+    for turn in trajectory.turns:
+        messages += map_images(turn.messages, lambda item: f"images/{item.id}.png")
+        if turn.response_ids:
+            sampled = {"token_ids": turn.response_ids, "logprobs": [float(each) for each in turn.logprobs]}
+            responses.append({"message": len(messages), **sampled})
+        messages.append(response_message(turn))
+        metrics.update(turn.metrics)
+    row = {
+        "id": episode_id(*place_of(trajectory.id)),
+        "task": place_of(trajectory.id)[0],
+        "messages": plain(messages),
+        "tools": plain(trajectory.tools) or None,
+        "reward": trajectory.reward,
+        "metrics": plain({**trajectory.metrics, **metrics}),
+        "ending": trajectory.ending,
+        "model": model,
+    }
+    return row | ({"responses": responses} if responses else {})
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What is known of an episode's record without its texts, and where the record is."""
+
+    task: int
+    member: int
+    reward: float
+    tokens: int
+    ending: str
+    failure: str | None
+    has_row: bool
+    metrics: Mapping[str, float]
+    start: int
+    size: int
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """For filters: its reward, ending and metrics, without turns."""
+        task = Task(str(self.task), [])
+        name, group = episode_id(self.task, self.member), episode_id(self.task)
+        return Trajectory(name, group, task, ending=self.ending, final_reward=self.reward, metrics=dict(self.metrics))  # type: ignore[arg-type]
+
+
+@dataclass
+class Recorded:
+    """The episodes that ended, by task and member: the last record of each. ``size`` is that of the file's whole lines, in bytes."""
+
+    episodes: dict[tuple[int, int], Ended] = field(default_factory=dict)
+    size: int = 0
+
+    def done(self, retry_failed: bool) -> set[tuple[int, int]]:
+        """Those that are not to be played again."""
+        return {place for place, each in self.episodes.items() if each.failure is None or not retry_failed}
+
+
+def read_recorded(folder: Path) -> Recorded:
+    """What the folder's ``trajectories.jsonl`` has. A last line that was cut does not count.
+
+    Raises ValueError if it is that of a run.
+    """
+    recorded = Recorded()
+    for start, size, record in JsonLinesTail(folder / "trajectories.jsonl").lines():
+        if "episode" not in record:
+            raise ValueError(f"{folder} holds a run, not collected episodes: name another folder with --out.")
+        recorded.size = start + size
+        if record.get("retried"):
+            continue
+        place = place_of(record["id"])
+        failure = record.get("reason")
+        recorded.episodes[place] = Ended(
+            *place,
+            reward=record["reward"] or 0.0,
+            tokens=record["tokens"],
+            ending=record["ending"],
+            failure=failure,
+            has_row=record["episode"] is not None,
+            metrics=record["metrics"],
+            start=start,
+            size=size,
+        )
+    return recorded
+
+
+def kept(group: Sequence[Ended], keep: Keep) -> list[Ended]:
+    """Those of a task's episodes that are written."""
+    functions = [find_function("--keep.filters", name, ("trajectories",), FILTERS) for name in keep.filters]
+    if not all(passes([each.trajectory for each in group]) for passes in functions):
+        return []
+    fit = [
+        each
+        for each in group
+        if (keep.min_reward is None or each.reward >= keep.min_reward)
+        and (keep.max_tokens is None or each.tokens <= keep.max_tokens)
+    ]
+    return fit if keep.best is None else [fit[place] for place in best_of([each.reward for each in fit], keep.best)]
+
+
+def write_episodes(folder: Path, keep: Keep) -> dict[str, Any]:
+    """Write ``episodes.jsonl`` from the records, in the order of tasks. Returns what became of all episodes that ended.
+
+    ``reasons`` counts those that are not written, by reason.
+    """
+    recorded = read_recorded(folder)
+    groups: dict[int, list[Ended]] = defaultdict(list)
+    reasons = Counter[str]()
+    for _, each in sorted(recorded.episodes.items()):
+        if each.failure is None and each.has_row:
+            groups[each.task].append(each)
+        else:
+            reasons[each.failure or BRANCHES] += 1
+    chosen = [each for group in groups.values() for each in kept(group, keep)]
+    tail = JsonLinesTail(folder / "trajectories.jsonl")
+    with whole_file(folder / EPISODES) as part, part.open("w", encoding="utf-8") as file:
+        for each in chosen:
+            row = tail.reread(each.start, each.size)["episode"]
+            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+    failed = sum(each.failure is not None for each in recorded.episodes.values())
+    if filtered := sum(map(len, groups.values())) - len(chosen):
+        reasons["the filters of --keep"] = filtered
+    counts = {"played": len(recorded.episodes) - failed, "failed": failed, "written": len(chosen)}
+    return counts | {"reasons": dict(reasons.most_common())}

@@ -1,0 +1,88 @@
+"""What plays a recipe's episodes: its tasks, its env and its images, with its policy (`build.py`) or with an API's model."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass, replace
+
+from vlmrl.config import Config, Rollout
+from vlmrl.data import PromptLength, Tasks, TaskStream, load_run_tasks
+from vlmrl.engine.base import Engine
+from vlmrl.engine.chat_engine import ApiModel, ChatEngine
+from vlmrl.env.base import EnvSpec, resolve_envs
+from vlmrl.model.loading import Reader, load_reader
+from vlmrl.multimodal.pixel_memory import PixelMemory
+from vlmrl.multimodal.store import MediaStore
+from vlmrl.rollout.chat_loop import ChatLoop
+from vlmrl.rollout.history import HistoryPolicy, resolve_policy
+from vlmrl.rollout.runner import Runner
+
+
+@dataclass(frozen=True, kw_only=True)
+class Playing(abc.ABC):
+    """The parts that episodes are played with."""
+
+    config: Config
+    tasks: Tasks
+    held_out: Tasks | None
+    model: Reader
+    store: MediaStore | None
+    spec: EnvSpec | None
+    """The env that plays the episodes; ``None``: a generator or agents play them."""
+    history_policy: HistoryPolicy | None
+    engine: Engine
+
+    @abc.abstractmethod
+    def runner(
+        self, *, group_size: int | None = None, store: MediaStore | None = None, rollout: Rollout | None = None
+    ) -> Runner:
+        """A runner of these episodes. Each argument replaces a part."""
+
+    def stream(self, tasks: Tasks, *, store: MediaStore | None = None, once: bool = False) -> TaskStream:
+        """The draws of ``tasks``, or each task ``once``. ``store`` replaces the run's in measuring prompts."""
+        spec = self.spec
+        length = PromptLength(
+            self.model.renderer, store or self.store, lambda task: spec.of(task).tools if spec else []
+        )
+        return TaskStream(tasks, length, timeout=self.config.rollout.env_timeout, once=once)
+
+    async def connect(self) -> list[str]:
+        """Make the engine ready. Returns a line for each server."""
+        return []
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiRun(Playing):
+    """Episodes of a recipe's env with a model behind a chat API. Of the recipe's model only tokenizer and image sizes are loaded."""
+
+    spec: EnvSpec
+    engine: ChatEngine
+
+    def runner(
+        self, *, group_size: int | None = None, store: MediaStore | None = None, rollout: Rollout | None = None
+    ) -> Runner:
+        parts = (self.spec, self.engine, self.model.renderer, store or self.store, rollout or self.config.rollout)
+        return Runner(ChatLoop(*parts, self.history_policy), group_size=group_size)
+
+
+def build_api_run(config: Config, model: ApiModel) -> ApiRun:
+    """The parts of a run whose episodes ``model`` plays. Raises ValueError for what it cannot play."""
+    if config.has_agent or config.rollout.generate is not None:
+        kind = "agent sends requests of its own" if config.has_agent else "rollout.generate samples token ids"
+        raise ValueError(f"--api needs a recipe with an env or a reward function: this one's {kind}.")
+    spec = resolve_envs(config)
+    tasks, held_out = load_run_tasks(config)
+    reader = load_reader(replace(config.model, device="meta"), config.models_dir)
+    return ApiRun(
+        config=config,
+        tasks=tasks,
+        held_out=held_out,
+        model=reader,
+        store=reader.new_store(PixelMemory.of(config.multimodal)),
+        spec=spec,
+        history_policy=resolve_policy(config.rollout),
+        engine=ChatEngine(model),
+    )

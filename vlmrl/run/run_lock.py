@@ -1,0 +1,43 @@
+"""One process at a time writes a run's folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+from vlmrl.utils.output_files import output_errors
+
+
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of the run whose files are in ``folder``. The lock's file is beside the folder, which may be renamed.
+
+    The kernel releases the lock when the process ends, however it ends. On a file system that several machines share it holds between
+    them, if that file system has locks; where it has none, the run goes on without.
+
+    Raises:
+        ValueError: another process holds it. Nothing has been moved or written.
+    """
+    with output_errors(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        file = (folder.parent / f".{folder.name}.lock").open("a+", encoding="utf-8")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ValueError(
+                f"name must be that of a run that no other process writes, but {folder} is written by {file.read().strip()}: wait for "
+                "that run, end it, or set another name."
+            ) from None
+        except OSError:
+            pass  # the file system has no locks
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
+        file.flush()
+        yield

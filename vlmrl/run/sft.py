@@ -1,0 +1,233 @@
+"""Supervised stages before reinforcement learning: they imitate a scripted function's episodes, or recorded conversations.
+
+Both are one stage: a :class:`Source` gives the samples of each optimizer step, which are trained with cross entropy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from vlmrl.config import Algo, Config, Optim
+from vlmrl.engine.base import paused
+from vlmrl.multimodal.masks import RowError
+from vlmrl.report.progress import RunProgress
+from vlmrl.report.run_log import RunLog
+from vlmrl.run.build import Run
+from vlmrl.run.checkpointing import LoopState, Stage, write_checkpoint
+from vlmrl.run.stages import push_weights
+from vlmrl.run.stopping import StopRequest
+from vlmrl.run.warm_start import Demonstrated
+from vlmrl.samples import audit
+from vlmrl.samples.conversation import samples_of_conversation
+from vlmrl.train.controller import RunTrainer
+from vlmrl.train.trainer import TrainerSpec
+from vlmrl.types import Sample, Task
+from vlmrl.utils.work_pool import DeadlineError, cpu_pool
+
+MOST_SHOWN = 5  # bad rows that a message names
+HELD_OUT = "held_out"
+
+
+class Source(Protocol):
+    """What a supervised stage imitates."""
+
+    steps: int
+    """Optimizer steps."""
+    optim: Optim
+
+    async def take(self, step: int) -> list[Sample]:
+        """The samples of optimizer step ``step``, from 1."""
+        ...
+
+    def held_out(self) -> AsyncIterator[list[Sample]]:
+        """The samples to measure the loss on, about one step's number at a time."""
+        ...
+
+    def counts(self) -> dict[str, float]:
+        """Metrics: counts since the stage began."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """The position after the last step, for a checkpoint."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def stages_of(config: Config) -> list[Stage]:
+    """The supervised stages of a run, in order."""
+    stages: list[Stage] = []
+    if config.warm_start.steps:
+        stages.append("warm_start")
+    if config.sft.data:
+        stages.append("sft")
+    return stages
+
+
+async def fine_tune(
+    run: Run,
+    stage: Stage,
+    progress: RunProgress,
+    *,
+    log: RunLog | None = None,
+    state: LoopState | None = None,
+    checkpoint: Path | None = None,
+    stop: StopRequest | None = None,
+) -> None:
+    """Run one supervised stage, and push the trained weights to the engine. With a ``checkpoint`` of the stage it goes on there.
+
+    Raises:
+        RunStopped: ``stop`` was requested. ``state`` is that of the last finished step.
+        ValueError: too many rows cannot be trained on, or the chat template's responses cannot be found.
+    """
+    state, stop = state or LoopState(), stop or StopRequest()
+    source: Source = Demonstrated(run, progress) if stage == "warm_start" else ConversationSource(run, progress)
+    with closing(source):
+        async with paused(run.engine):
+            spec = TrainerSpec(
+                algo=Algo(loss="sft"),
+                optim=source.optim,
+                total_steps=source.steps,
+                tokens_per_micro_batch=run.config.train.tokens_per_micro_batch,
+            )
+            trainer = run.trainer.start(spec)
+            if checkpoint is None:
+                state.begin(stage, source.state(), log)
+            else:
+                state.restore(trainer, checkpoint)
+                source.restore(state.batches)
+            await _train(run, source, trainer, progress, log, state, stop)
+            trainer.close()
+            await push_weights(run, trainer, run.engine.policy_version)
+
+
+async def _train(
+    run: Run,
+    source: Source,
+    trainer: RunTrainer,
+    progress: RunProgress,
+    log: RunLog | None,
+    state: LoopState,
+    stop: StopRequest,
+) -> None:
+    """The steps of a stage after ``state.step``. A stop interrupts what is read or played, and no update."""
+    evaluate, save = run.config.eval.every, run.config.checkpoint.every
+    if not state.step and log is not None and (loss := await _held_out_loss(source, trainer, stop)) is not None:
+        log.log(0, {"sft/held_out_loss": loss})
+    with progress.phase(state.stage.replace("_", " "), source.steps, state.step) as phase:
+        for step in range(state.step + 1, source.steps + 1):
+            began = time.perf_counter()
+            samples = await stop.interruptible(source.take(step))
+            read = time.perf_counter()
+            metrics = {f"sft/{name}": value for name, value in trainer.step(samples).metrics.items()}
+            del samples  # its images are freed before the next ones are read
+            metrics |= {**source.counts(), "time/sft_data": read - began, "time/sft_update": time.perf_counter() - read}
+            loss = None
+            if log is not None and (step == source.steps or (evaluate and step % evaluate == 0)):
+                loss = await _held_out_loss(source, trainer, stop)
+                metrics |= {} if loss is None else {"sft/held_out_loss": loss}
+            if log is not None:
+                log.log(step, metrics)
+            phase.advance(loss=metrics["sft/loss"], held_out=loss)
+            state.end_step(step, source.state(), log, evaluated=True)
+            if log is not None and save and (step % save == 0 or step == source.steps):
+                await asyncio.to_thread(write_checkpoint, run, trainer, state)
+
+
+async def _held_out_loss(source: Source, trainer: RunTrainer, stop: StopRequest) -> float | None:
+    """The mean negative logprob, in nats, over the trained tokens of the held-out samples. None: there are none."""
+    total, tokens = 0.0, 0
+    parts = source.held_out()
+    while (samples := await stop.interruptible(anext(parts, None))) is not None:
+        for sample, logprobs in zip(samples, trainer.score(samples), strict=True):
+            total -= float(np.dot(logprobs, sample.loss_mask))
+            tokens += sum(sample.loss_mask)
+    return total / tokens if tokens else None
+
+
+class ConversationSource:
+    """The conversations of `sft.data`, mixed, epoch after epoch. Bad rows are counted by reason and left out."""
+
+    def __init__(self, run: Run, progress: RunProgress) -> None:
+        config = run.config
+        assert run.conversations is not None
+        self._run, self._say = run, progress.say
+        self._rows, self._held_out = run.conversations
+        self._bad = Counter[str]()
+        epochs = sum(self._rows.weights.values())
+        self.steps = config.sft.steps or math.ceil(epochs / config.sft.rows_per_step)
+        self.optim = replace(config.optim, lr=config.sft.lr, warmup_steps=self.steps // 20)
+
+    async def take(self, step: int) -> list[Sample]:
+        size = self._run.config.sft.rows_per_step
+        numbers = range((step - 1) * size, step * size)
+        return await self._samples(f"sft{step:06d}", [partial(self._rows.draw, number) for number in numbers])
+
+    async def held_out(self) -> AsyncIterator[list[Sample]]:
+        rows, size = self._held_out, self._run.config.sft.rows_per_step
+        for start in range(0, len(rows or ()), size):
+            assert rows is not None
+            numbers = range(start, min(start + size, len(rows)))
+            yield await self._samples(HELD_OUT, [partial(rows.__getitem__, number) for number in numbers])
+
+    def counts(self) -> dict[str, float]:
+        return {f"sft/bad_rows/{reason}": float(count) for reason, count in self._bad.items()}
+
+    def state(self) -> dict[str, Any]:
+        return {"bad_rows": dict(self._bad)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._bad = Counter(state["bad_rows"])
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    async def _samples(self, label: str, draws: Sequence[Callable[[], Task]]) -> list[Sample]:
+        """The samples of these draws. Raises ValueError if more than `rollout.max_failed_fraction` of them are bad rows."""
+        made = await asyncio.gather(*(self._made(f"{label}/{index:05d}", draw) for index, draw in enumerate(draws)))
+        bad = [each for each in made if isinstance(each, RowError)]
+        if label != HELD_OUT:
+            self._bad.update(error.reason for error in bad)
+        if bad:
+            lines = [
+                f"{label}: {len(bad)} of {len(draws)} rows are left out ({_reasons(bad)}):",
+                *map(str, bad[:MOST_SHOWN]),
+            ]
+            limit = self._run.config.rollout.max_failed_fraction
+            if len(bad) > limit * len(draws):
+                rule = f"That is more than rollout.max_failed_fraction ({limit:g}) allows. `vlmrl data check` lists all of them."
+                raise ValueError("\n".join([*lines, rule]))
+            self._say("\n".join(lines))
+        samples = [sample for each in made if not isinstance(each, RowError) for sample in each]
+        policy = self._run.model.policy
+        audit(samples, image_token_id=policy.image_token_id, banned_ids=policy.banned_ids)
+        return samples
+
+    async def _made(self, name: str, draw: Callable[[], Task]) -> list[Sample] | RowError:
+        config, model = self._run.config.rollout, self._run.model
+        limits: dict[str, Any] = {"max_tokens": config.max_tokens, "seconds": config.env_timeout}
+        try:
+            task = await cpu_pool().run(config.env_timeout, draw)
+            return await samples_of_conversation(task, model.renderer, self._run.store, name=name, **limits)
+        except DeadlineError as error:
+            return RowError("unreadable", f"{name}: a row was not read in time: {error}")
+        except RowError as error:
+            return error
+
+
+def _reasons(bad: Sequence[RowError]) -> str:
+    """``3 images, 1 too_long``."""
+    return ", ".join(f"{count} {reason}" for reason, count in Counter(error.reason for error in bad).most_common())

@@ -1,0 +1,95 @@
+"""A recorded conversation as samples with a loss on the assistant's tokens, for the loss `sft`. They have no rollout logprobs."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import chain, takewhile
+
+from vlmrl.multimodal.images import ImageError
+from vlmrl.multimodal.masks import MaskedRow, RowError, masked_rows
+from vlmrl.multimodal.renderer import Renderer, expand
+from vlmrl.multimodal.store import MediaStore
+from vlmrl.types import ResponseSpan, Sample, Task
+from vlmrl.utils.work_pool import DeadlineError, cpu_pool
+
+
+async def samples_of_conversation(
+    task: Task,
+    renderer: Renderer,
+    store: MediaStore | None,
+    *,
+    max_tokens: int,
+    seconds: float,
+    name: str | None = None,
+) -> list[Sample]:
+    """The rows of a conversation of :func:`vlmrl.data.conversations.load_conversations`, called trajectory ``name``.
+
+    Text is rendered and images are loaded in the process's threads, in at most ``seconds`` each.
+
+    Raises:
+        RowError: the conversation cannot be trained on: an image does not load, it is longer than ``max_tokens``, the chat template
+            refuses it, or a response that our policy sampled does not render to the sampled ids.
+    """
+    try:
+        rows = await cpu_pool().run(seconds, render_conversation, task, renderer)
+        samples = [await _sample(row, task, renderer, store, seconds, name or task.id) for row in rows]
+    except (ImageError, DeadlineError) as error:
+        raise RowError("images", f"task {task.id}: {error}") from error
+    except RowError as error:
+        raise RowError(error.reason, f"task {task.id}: {error}") from error
+    longest = max(map(len, samples))
+    if longest > max_tokens:
+        raise RowError(
+            "too_long", f"task {task.id}: it has {longest} tokens, more than rollout.max_tokens ({max_tokens})."
+        )
+    samples[-1].is_last_step = True
+    return samples
+
+
+def render_conversation(task: Task, renderer: Renderer) -> list[MaskedRow]:
+    """The rows of a conversation with their masks. Raises RowError."""
+    rows = masked_rows(renderer, task.prompt, task.data["tools"], task.data["trained"])
+    rendered = dict(chain.from_iterable(row.responses.items() for row in rows))
+    for number, ids in task.data["sampled"].items():
+        if number in rendered and rendered[number] != list(ids):
+            raise RowError(
+                "sampled",
+                f"response {number} renders to {len(rendered[number])} ids that are not the {len(ids)} sampled ones: the text "
+                f"{renderer.decode(rendered[number])!r:.60} was encoded in another way, or the chat template changes it.",
+            )
+    return rows
+
+
+async def _sample(
+    row: MaskedRow, task: Task, renderer: Renderer, store: MediaStore | None, seconds: float, name: str
+) -> Sample:
+    media = [] if store is None else list(await asyncio.gather(*(store.get(image, seconds) for image in row.images)))
+    pieces: list[tuple[list[int], bool]] = []
+    used = 0
+    for ids, is_trained in row.pieces:
+        count = 0 if renderer.image_token_id is None else ids.count(renderer.image_token_id)
+        pieces.append((expand(ids, renderer.image_token_id, media[used : used + count]), is_trained))
+        used += count
+    before = sum(1 for _ in takewhile(lambda piece: not piece[1], pieces))
+    prompt = [token for ids, _ in pieces[:before] for token in ids]
+    response = [token for ids, _ in pieces[before:] for token in ids]
+    mask = [int(is_trained) for ids, is_trained in pieces[before:] for _ in ids]
+    spans, start, numbers = [], 0, iter(row.responses)
+    for ids, is_trained in pieces[before:]:
+        if is_trained:
+            spans.append(ResponseSpan(next(numbers), start, start + len(ids)))
+        start += len(ids)
+    return Sample(
+        prompt_token_ids=prompt,
+        response_ids=response,
+        loss_mask=mask,
+        rollout_logprobs=None,
+        policy_versions=[0] * len(response),
+        group_id=name,
+        trajectory_id=name,
+        is_last_step=False,
+        stop_reason="stop",
+        media=media,
+        advantage=0.0,  # the trainer requires one, cross entropy does not use it
+        responses=spans,
+    )
