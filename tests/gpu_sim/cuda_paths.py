@@ -25,7 +25,7 @@ from vlmrl.families.base import ImageFeatures
 from vlmrl.model import tree_attention
 from vlmrl.model.cached_attention import attend_cached
 from vlmrl.model.head import score_tokens
-from vlmrl.model.loading import LoadedModel, load_model, pick_checkpointing, pick_dtype
+from vlmrl.model.loading import LoadedModel, load_model, pick_checkpointing, pick_device, pick_dtype
 from vlmrl.plan.memory_plan import MemoryPlan, Sizes
 from vlmrl.run.program import run_training
 from vlmrl.run.serving import LocalServerHost
@@ -75,6 +75,8 @@ def model_code() -> LoadedModel:
     loaded = load_model(Model(path="tiny:qwen3_vl"), FOLDER, seed=0)  # device and dtype auto
     assert loaded.policy.device == CUDA and loaded.policy.dtype == torch.bfloat16 == pick_dtype("auto", CUDA)
     assert pick_checkpointing(None, CUDA)
+    with pytest.raises(ValueError, match="cuda:NUMBER"):
+        pick_device("gpu")
     with current_gpu(torch.device("cuda", 0)):
         assert torch.cuda.current_device() == 0
     assert _layout(loaded.policy, share_prefixes=False) == "packed"

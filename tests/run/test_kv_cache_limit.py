@@ -28,6 +28,7 @@ def test_an_engine_that_samples_during_training_leaves_the_trainer_what_it_needs
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     card = replace(KNOWN["l4-24gb"], memory=6.5 * 2**30)
+    monkeypatch.setattr(memory_plan, "pick_device", lambda name: GPU)
     monkeypatch.setattr(memory_plan, "gpu_at_hand", lambda: card)
     model = Model(path=str(tiny.build(tmp_path / "model", "qwen3")), device="cuda")
     config = Config(model=model, rollout=Rollout(max_tokens=8192, group_size=64), train=Train(max_staleness=1))

@@ -134,6 +134,7 @@ def _advantages_by_turn(trajectories: Sequence[Trajectory], algo: Algo) -> dict[
         return _finite(choose(algo, "advantage")(values, groups), values.tolist(), algo)
 
     found = choose(algo, "credit")(rewards, states, group_ids, compare)
+    _finite(torch.tensor([value for row in found for value in row]), [value for row in rewards for value in row], algo)
     return {
         (trajectory.id, number): value
         for trajectory, row in zip(trajectories, found, strict=True)
