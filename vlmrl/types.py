@@ -179,6 +179,7 @@ class Turn:
     kept_media: int = 0  # and how many of its images
     expert_routing: list[ExpertRouting | None] = field(default_factory=list)  # of prompt_ids and response_ids; or empty
     received: ReceivedRequest | None = None  # of an agent's request; None: the turn loop or a generator played the turn
+    asked: bool = False  # a history policy asked for the response, which the env did not get
     message: Message | None = None  # the response of a chat API, with its tool calls; None: the response is its text
 
     @property

@@ -18,7 +18,7 @@ from vlmrl import ToolEnv, read_tags, read_tool_calls
 from vlmrl.config.code import load_object
 from vlmrl.env.tools import parts_of, tool_message
 from vlmrl.multimodal.messages import tools_as_user
-from vlmrl.rollout.history import drop_thinking
+from vlmrl.rollout.history_policies import drop_thinking
 
 MARKUP = (
     *ADDED_TOKENS,

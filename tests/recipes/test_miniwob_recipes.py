@@ -13,7 +13,7 @@ from testing.browsers import opened
 from testing.episodes import a_task, renderer, turn_loop
 
 from vlmrl.config.code import load_object
-from vlmrl.rollout.history import keep_last_images
+from vlmrl.rollout.history_policies import keep_last_images
 from vlmrl.samples import audit, step_wise
 
 pytestmark = pytest.mark.slow

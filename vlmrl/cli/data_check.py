@@ -88,12 +88,13 @@ class Checker(CheckOutput):
 
     def __init__(self, config: Config, console: Console) -> None:
         from vlmrl.data import PromptLength
-        from vlmrl.rollout.history import resolve_policy
+        from vlmrl.rollout.history import asks, resolve_policy
 
         super().__init__(config, console)
         plays = config.episode_setting == "env" and (config.has_tasks or not config.sft.data)
         self.spec: EnvSpec | None = resolve_envs(config) if plays else None
-        self.policy = resolve_policy(config.rollout)
+        policy = resolve_policy(config.rollout)
+        self.policy = None if asks(policy) else policy  # one that asks gets no first prompt
         self.count = PromptLength(self.reader.renderer, self.store, self._class_tools)
 
     def show(self, source: TaskSource, number: int) -> None:

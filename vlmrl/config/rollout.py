@@ -9,8 +9,17 @@ from typing import Any, Literal
 from vlmrl.config.fields import Code, Named, Options, Settings, positive
 from vlmrl.utils.require import require
 
-HISTORIES = ("append", "inline", "rerender", "keep_last_images", "drop_thinking", "last_turns")
-"""Names that ``rollout.history`` may have. The functions are in ``vlmrl.rollout.history``."""
+HISTORIES = (
+    "append",
+    "inline",
+    "rerender",
+    "compact",
+    "keep_images",
+    "keep_last_images",
+    "drop_thinking",
+    "last_turns",
+)
+"""Names that ``rollout.history`` may have. The functions are in ``vlmrl.rollout.history_policies``."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +67,9 @@ class Rollout(Settings):
     `append`: earlier tokens stay as sampled; observations are appended, formatted by the chat template.
     `inline`: the episode is one assistant message; observations are inserted as plain text.
     `rerender`: the chat template renders the whole conversation again before each response.
-    `keep_last_images`, `drop_thinking`, `last_turns`: as `rerender`, of messages that this function has rewritten.
-    `file.py:function`: the same with your own `function(messages, **options) -> messages`."""
+    `keep_images`, `keep_last_images`, `drop_thinking`, `last_turns`: as `rerender`, of messages that this function has rewritten.
+    `compact`: as `append`, until the context is almost full; then the model writes a summary, which replaces the conversation.
+    `file.py:function`: your own `function(messages, **options) -> messages`; a coroutine function may also ask the model."""
     history_options: Options = field(default_factory=dict)
     """Keyword arguments of the function that `history` names, as pairs `NAME VALUE`, for example `k 2`."""
     samples: Literal["concat", "step_wise", "merged"] = "concat"

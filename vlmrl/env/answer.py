@@ -29,6 +29,7 @@ class StepResult:
     metrics: dict[str, float]
     points: list[PointSet] = field(default_factory=list)
     state: str | None = None
+    compact: bool = False  # the history policy is to shorten the conversation now
 
 
 Answer = list[Message] | StepResult | None

@@ -88,6 +88,7 @@ class Env(abc.ABC):
         ``info["points"]``, ``[{"label": "click", "at": [[0.5, 0.25]]}]``, are where the response acted on the last image before it, in
         fractions of its width and height; they are drawn on the page of trajectories.
         ``info["state"]`` names the state after the step, a string or an integer, for ``algo.credit gigpo``.
+        ``info["compact"]`` true asks ``rollout.history compact`` to summarize the conversation before the next response.
         """
 
     def finish(self, ending: str) -> float | None:

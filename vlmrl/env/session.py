@@ -244,6 +244,7 @@ class EnvSession:
             raise EnvContractError(
                 f"env {self._spec.name}: info['state'] must be a string or an integer, but it is {state!r:.200}."
             )
+        compact = bool(info.pop("compact", False))
         return StepResult(
             messages=_messages("format_observation", shown, self._spec.name),
             done=done,
@@ -255,6 +256,7 @@ class EnvSession:
             },
             points=points,
             state=None if state is None else str(state),
+            compact=compact,
         )
 
     def _reward(self, name: str, value: Any) -> float:

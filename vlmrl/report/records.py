@@ -61,7 +61,8 @@ def trajectory_record(
     ``prompt`` is the text before the first response (the task's, or what the env's ``reset`` returned), ``observation`` the text
     before a later one. An image appears as ``[image]`` in both; ``messages`` has the ids (see :func:`message_parts`). With ``texts``,
     a turn also has the columns of :func:`~vlmrl.report.token_columns.token_columns`. A turn of an agent has ``continues``: the number
-    of the turn whose response its request continues, ``None`` for the first of a branch. A failed trajectory has ``reason`` (see
+    of the turn whose response its request continues, ``None`` for the first of a branch. So has a turn of an episode whose history
+    policy asked the model, with ``asked``: the policy got this response, not the env. A failed trajectory has ``reason`` (see
     :func:`~vlmrl.rollout.failures.failure_reason`) and ``retried``: it was played again in the same group.
     """
     task, turns = trajectory.task, trajectory.turns
@@ -82,13 +83,14 @@ def trajectory_record(
         "error": trajectory.error,
         **failure,
         "metrics": plain(trajectory.metrics),
-        "turns": [_turn_record(turn, index == 0, texts) for index, turn in enumerate(turns)],
+        "turns": [_turn_record(trajectory, number, texts) for number in range(len(turns))],
     }
 
 
-def _turn_record(turn: Turn, first: bool, texts: TokenTexts | None) -> dict[str, Any]:
+def _turn_record(trajectory: Trajectory, number: int, texts: TokenTexts | None) -> dict[str, Any]:
+    turn = trajectory.turns[number]
     record = {
-        "observation": None if first else messages_text(turn.messages),
+        "observation": messages_text(turn.messages) if number else None,
         "messages": message_parts(turn),
         "images": [item.id for item in turn.media],
         "text": turn.text,
@@ -107,6 +109,9 @@ def _turn_record(turn: Turn, first: bool, texts: TokenTexts | None) -> dict[str,
     }
     if turn.received is not None:
         record["continues"] = turn.received.continues
+    elif any(each.asked for each in trajectory.turns):
+        above = None if turn.parent is None else trajectory.turns[turn.parent]
+        record |= {"asked": turn.asked, "continues": turn.parent if above and turn.kept == above.length else None}
     return record | ({} if texts is None else token_columns(turn, texts))
 
 

@@ -21,7 +21,7 @@ from vlmrl.multimodal.messages import images_of
 from vlmrl.multimodal.openai_messages import answer_calls, request_messages, response_text
 from vlmrl.multimodal.renderer import Rendered, Renderer
 from vlmrl.multimodal.store import MediaStore
-from vlmrl.rollout.history import Append, Continuation, HistoryPolicy, response_message
+from vlmrl.rollout.history import Append, Continuation, HistoryPolicy, asks, response_message
 from vlmrl.rollout.record import Prompt, TurnRecorder
 from vlmrl.rollout.sampler import Sampled, Sampler
 from vlmrl.rollout.turn_loop import Episode, TurnLoop
@@ -113,6 +113,10 @@ class ChatLoop(TurnLoop):
         if config.history == "inline":
             raise ValueError(
                 "rollout.history must not be inline with --api: observations are messages of their own there."
+            )
+        if asks(history_policy):
+            raise ValueError(
+                "rollout.history must not ask the model with --api: its requests are the env's turns there."
             )
         config = replace(config, samples="step_wise")  # none are made
         super().__init__(spec, api, renderer, store, config, history_policy=history_policy)

@@ -2,24 +2,28 @@
 
 The turn loop creates one history per trajectory with :func:`new_history`. It renders the prompt and, after each response, the
 continuation. ``append`` adds the observation as the chat template writes it; ``inline`` adds it inside the assistant message, which
-continues; ``rerender`` renders the whole conversation again, after a policy such as :func:`keep_last_images` has rewritten it.
+continues; ``rerender`` renders the whole conversation again, after a policy such as :func:`keep_last_images` has rewritten it. For a
+policy that asks the model, such as :func:`compact`, see `rollout/asking_loop.py`.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from vlmrl.config import Rollout
-from vlmrl.config.code import resolve_function
+from vlmrl.config.code import find_function, resolve_function
 from vlmrl.multimodal.messages import is_long, tools_as_user
 from vlmrl.multimodal.renderer import Rendered, Renderer
+from vlmrl.rollout.history_policies import HISTORY_POLICIES, Messages
 from vlmrl.types import Message, Turn
+from vlmrl.utils.require import require
 
-Messages = list[Message]
-HistoryPolicy = Callable[[Messages], Messages]
+HistoryPolicy = Callable[..., Any]
+"""``(messages) -> messages``, or ``async (messages, asker) -> messages``, with its options bound."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,8 @@ class Rerender(Append):
     ) -> None:
         super().__init__(renderer, tools, limit)
         self.messages: Messages = []
+        if asks(policy):
+            raise ValueError("a history policy that asks the model is played by AskingLoop, not by TurnLoop.")
         self._policy = policy
 
     def prompt(self, messages: Sequence[Message]) -> Rendered:
@@ -115,65 +121,28 @@ def new_history(
     return (Inline if config.history == "inline" else Append)(renderer, tools, config.max_tokens)
 
 
-def keep_last_images(messages: Messages, k: int = 1) -> Messages:
-    """Keep only the last ``k`` images. A message that had nothing else becomes empty."""
-    excess = sum(part["type"] == "image" for message in messages for part in _parts(message)) - k
-    kept: Messages = []
-    for message in messages:
-        parts = []
-        for part in _parts(message):
-            excess -= part["type"] == "image"
-            if part["type"] != "image" or excess < 0:
-                parts.append(part)
-        kept.append({**message, "content": parts} if len(parts) < len(_parts(message)) else message)
-    return kept
-
-
-def drop_thinking(messages: Messages) -> Messages:
-    """Remove the ``<think>`` blocks of responses, for templates that keep them."""
-    return [
-        {**message, "content": _without_thinking(message["content"])} if _is_plain_response(message) else message
-        for message in messages
-    ]
-
-
-def _without_thinking(text: str) -> str:
-    """The text without ``<think>...</think>`` and the whitespace after it, in linear time: responses are hostile input."""
-    *pieces, rest = text.split("</think>")
-    kept, removed = [], False
-    for piece in pieces:
-        before, opening, _ = (piece.lstrip() if removed else piece).partition("<think>")
-        removed = bool(opening)
-        kept.append(before if removed else f"{before}</think>")
-    return "".join([*kept, rest.lstrip() if removed else rest])
-
-
-def last_turns(messages: Messages, k: int = 1) -> Messages:
-    """Keep the messages before the first response, and only the last ``k`` responses with the observations after them."""
-    responses = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if len(responses) <= k:
-        return messages
-    return messages[: responses[0]] + (messages[responses[-k] :] if k else messages[responses[-1] + 1 :])
-
-
-def _is_plain_response(message: Message) -> bool:
-    return message["role"] == "assistant" and isinstance(message.get("content"), str)
-
-
-def _parts(message: Message) -> list[dict[str, Any]]:
-    content = message.get("content") or []
-    return [] if isinstance(content, str) else content
-
-
 def resolve_policy(config: Rollout) -> HistoryPolicy | None:
-    """The history policy of ``config``, one of :data:`HISTORY_POLICIES` or a user's own, with its options bound."""
+    """The history policy of ``config``, one of :data:`HISTORY_POLICIES` or a user's own, with its options bound.
+
+    Raises:
+        ValueError: there is none of this name, its options do not fit, or it asks the model and ``rollout.samples`` is ``concat``.
+    """
     if config.history_policy is None:
         return None
     options = config.history_options
+    parameters = ["messages"]
+    if asks(find_function("rollout.history", config.history_policy, parameters, HISTORY_POLICIES)):
+        parameters.append("asker")
+        require(
+            config.samples != "concat",
+            "rollout.samples",
+            "merged or step_wise with a history policy that asks the model, since such an episode is no single row",
+            config.samples,
+        )
     function = resolve_function(
         "rollout.history",
         config.history_policy,
-        ["messages"],
+        parameters,
         options,
         options_field="rollout.history_options",
         registry=HISTORY_POLICIES,
@@ -181,8 +150,6 @@ def resolve_policy(config: Rollout) -> HistoryPolicy | None:
     return partial(function, **options)
 
 
-HISTORY_POLICIES: dict[str, Callable[..., Messages]] = {
-    "keep_last_images": keep_last_images,
-    "drop_thinking": drop_thinking,
-    "last_turns": last_turns,
-}
+def asks(policy: HistoryPolicy | None) -> bool:
+    """Whether the policy is a coroutine function, which gets an :class:`~vlmrl.rollout.history_policies.Asker`."""
+    return inspect.iscoroutinefunction(policy.func if isinstance(policy, partial) else policy)

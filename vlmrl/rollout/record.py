@@ -48,8 +48,8 @@ class TurnRecorder:
 
     @property
     def count(self) -> int:
-        """How many turns the episode has had."""
-        return len(self.turns) - len(self.left_out)
+        """How many turns the episode has had, without those that a history policy asked for."""
+        return len(self.turns) - len(self.left_out) - sum(turn.asked for turn in self.turns)
 
     def following(
         self, parent: int, token_ids: list[int], media: list[MediaItem], messages: list[Message], dropped: int = 0

@@ -18,12 +18,14 @@ from vlmrl.engine.base import Engine, EngineError
 from vlmrl.env.base import EnvSpec, RetryTurn
 from vlmrl.env.session import EnvContractError, EnvError, EnvSession, TaskError
 from vlmrl.multimodal.images import ImageUnavailableError
+from vlmrl.multimodal.masks import RowError
 from vlmrl.multimodal.renderer import Rendered, Renderer, TooLongError, expand
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.rollout.history import Append, HistoryPolicy, Rerender, new_history, response_message
 from vlmrl.rollout.message_images import load_answer_images, load_images
 from vlmrl.rollout.record import Prompt, TurnRecorder
-from vlmrl.rollout.sampler import AbortedError, Sampled, Sampler
+from vlmrl.rollout.sampler import AbortedError, EpisodeLimitError, Sampled, Sampler
+from vlmrl.samples.conversation import sample_of_episode
 from vlmrl.types import TRUNCATED, Ending, MediaItem, Message, Sample, Task, Trajectory, Turn
 from vlmrl.utils.work_pool import cpu_pool
 
@@ -44,12 +46,13 @@ class Episode:
     plays_task_prompt: bool  # not one that the env's reset returned
     recorder: TurnRecorder
     sampler: Sampler
+    is_compact_requested: bool = False  # by the env's last step
 
 
 class TurnLoop:
     """Plays one episode per call of :meth:`play`; any number of calls may run at the same time.
 
-    ``history_policy`` rewrites the messages if ``config.rerenders``.
+    ``history_policy`` decides which messages a response is sampled from, if ``config.rerenders``.
     """
 
     def __init__(
@@ -109,10 +112,13 @@ class TurnLoop:
         return trajectory
 
     def _begin(self, trajectory: Trajectory, session: EnvSession, is_task_prompt: bool) -> Episode:
-        history = new_history(self.config, self.renderer, session.tools, self.history_policy)
+        history = self._history(session.tools)
         recorder = TurnRecorder(trajectory, self.renderer.image_token_id)
         sampler = Sampler(recorder, self.engine, self.config, self.seed)
         return Episode(trajectory, session, history, is_task_prompt, recorder, sampler)
+
+    def _history(self, tools: list[dict[str, Any]]) -> Append:
+        return new_history(self.config, self.renderer, tools, self.history_policy)
 
     async def _play(self, episode: Episode, messages: list[Message]) -> Ending:
         trajectory, history = episode.trajectory, episode.history
@@ -127,7 +133,10 @@ class TurnLoop:
             turn, answer = await self._turn(prompt, episode)
             ending, following = self._ending(episode, turn, answer), None
             if ending is None and answer is not None:
-                following = await self._following(episode, turn, await self._load_answer(answer, trajectory))
+                try:
+                    following = await self._following(episode, turn, await self._load_answer(answer, trajectory))
+                except EpisodeLimitError as error:  # of a response that the history policy asked for
+                    ending = error.ending
             if following is None:
                 trajectory.tail_ids = history.tail(turn)
                 return ending or "max_tokens"
@@ -211,6 +220,7 @@ class TurnLoop:
         turn.reward = result.reward
         turn.metrics |= result.metrics
         turn.points = result.points
+        episode.is_compact_requested = result.compact
         turn.next_state = result.state
         return turn, None if result.done else result.messages
 
@@ -266,30 +276,16 @@ class TurnLoop:
             for mark, image in zip(marks, is_image, strict=True)
             for _ in range(next(sizes).num_tokens if image else 1)
         ]
-        if 1 not in mask:
-            raise EnvError(
-                f"trajectory {trajectory.id}: the chat template's generation markers enclose no token of its responses."
-            )
-        first, last = mask.index(1), len(mask) - 1 - mask[::-1].index(1)
-        length = len(mask) - first
-        return Sample(
-            prompt_token_ids=whole.token_ids[:first],
-            response_ids=whole.token_ids[first:],
-            loss_mask=mask[first:],
-            rollout_logprobs=None,
-            policy_versions=trajectory.turns[-1].policy_versions[-1:] * length,
-            group_id=trajectory.group_id,
-            trajectory_id=trajectory.id,
-            is_last_step=True,
-            stop_reason=trajectory.turns[-1].stop_reason,
-            media=whole.media,
-            rewards={last - first: trajectory.reward or 0.0},
-        )
+        try:
+            return sample_of_episode(trajectory, whole.token_ids, whole.media, mask)
+        except RowError as error:
+            raise EnvError(f"trajectory {trajectory.id}: {error}") from error
 
     async def _finish(self, trajectory: Trajectory, session: EnvSession) -> None:
         assert trajectory.ending is not None
-        last = len(trajectory.turns) - 1
-        trajectory.final_reward = await session.finish(trajectory.ending, trajectory.turns[last].text, last)
+        last = next(turn for turn in reversed(trajectory.turns) if not turn.asked)
+        number = sum(not turn.asked for turn in trajectory.turns) - 1
+        trajectory.final_reward = await session.finish(trajectory.ending, last.text, number)
         if trajectory.reward is None and trajectory.ending in TRUNCATED:
             trajectory.final_reward = self.config.truncated_reward
         if trajectory.reward is None:

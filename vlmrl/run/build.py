@@ -28,10 +28,11 @@ from vlmrl.multimodal.renderer import OUR_TEMPLATES
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.plan.memory_plan import plan_memory
 from vlmrl.report.trackers import tracker_classes
+from vlmrl.rollout.asking_loop import AskingLoop
 from vlmrl.rollout.batches import Filter
 from vlmrl.rollout.generator import Generate, GeneratorLoop, resolve_generate
 from vlmrl.rollout.group_reward import GroupReward, resolve_group_reward
-from vlmrl.rollout.history import resolve_policy
+from vlmrl.rollout.history import asks, resolve_policy
 from vlmrl.rollout.runner import Runner
 from vlmrl.rollout.turn_loop import TurnLoop
 from vlmrl.run.off_policy import check_off_policy
@@ -115,8 +116,8 @@ class Run(Playing):
         if self.spec is None:
             assert self.generate is not None
             return Runner(GeneratorLoop(self.generate, *parts), group_size=group_size, group_reward=group_reward)
-        turn_loop = TurnLoop(self.spec, *parts, self.history_policy)
-        return Runner(turn_loop, group_size=group_size, group_reward=group_reward)
+        loop = AskingLoop if asks(self.history_policy) else TurnLoop
+        return Runner(loop(self.spec, *parts, self.history_policy), group_size=group_size, group_reward=group_reward)
 
     def _sampling_engine(self) -> Engine:
         """The engine, with lockstep batching in deterministic runs and if all requests arrive at once anyway."""

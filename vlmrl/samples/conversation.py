@@ -1,4 +1,4 @@
-"""A recorded conversation as samples with a loss on the assistant's tokens, for the loss `sft`. They have no rollout logprobs."""
+"""Rows whose responses were rendered, not sampled, and so have no rollout logprobs: recorded conversations, re-rendered episodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vlmrl.multimodal.images import ImageError
 from vlmrl.multimodal.masks import MaskedRow, RowError, masked_rows
 from vlmrl.multimodal.renderer import Renderer, expand
 from vlmrl.multimodal.store import MediaStore
-from vlmrl.types import ResponseSpan, Sample, Task
+from vlmrl.types import MediaItem, ResponseSpan, Sample, Task, Trajectory
 from vlmrl.utils.work_pool import DeadlineError, cpu_pool
 
 
@@ -92,4 +92,31 @@ async def _sample(
         media=media,
         advantage=0.0,  # the trainer requires one, cross entropy does not use it
         responses=spans,
+    )
+
+
+def sample_of_episode(trajectory: Trajectory, token_ids: list[int], media: list[MediaItem], mask: list[int]) -> Sample:
+    """The whole re-rendered episode as one row, from its first token with mask 1 on a response.
+
+    ``mask``: 1 for the tokens of ``token_ids`` that the chat template's generation markers enclose.
+
+    Raises:
+        RowError: they enclose none.
+    """
+    if 1 not in mask:
+        raise RowError("template", "the chat template's generation markers enclose no token of its responses.")
+    first, last = mask.index(1), len(mask) - 1 - mask[::-1].index(1)
+    turn = trajectory.turns[-1]
+    return Sample(
+        prompt_token_ids=token_ids[:first],
+        response_ids=token_ids[first:],
+        loss_mask=mask[first:],
+        rollout_logprobs=None,
+        policy_versions=turn.policy_versions[-1:] * (len(mask) - first),
+        group_id=trajectory.group_id,
+        trajectory_id=trajectory.id,
+        is_last_step=True,
+        stop_reason=turn.stop_reason,
+        media=media,
+        rewards={last - first: trajectory.reward or 0.0},
     )

@@ -190,6 +190,7 @@ function messages(t, turn, index) {
 function response(t, turn, index) {
   const versions = turn.policy_versions ?? [];
   const facts = [
+    turn.asked ? "asked for by the history policy" : "",
     count(turn.sampled_tokens, "token"),
     known(turn.mean_logprob) ? "mean logprob " + format(turn.mean_logprob) : "",
     turn.stop_reason === "stop" ? "" : "stop reason " + turn.stop_reason,

@@ -1,0 +1,197 @@
+"""Summaries that the policy writes: what the next response is sampled from, what is trained, and which budgets hold."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from functools import partial
+
+import pytest
+from testing.episodes import a_task, decoded, image, new_store, renderer, script
+
+from vlmrl import Env, obs
+from vlmrl.config import Rollout
+from vlmrl.engine.base import Request
+from vlmrl.env.base import RetryTurn, resolve_env
+from vlmrl.rollout.asking_loop import AskingLoop
+from vlmrl.rollout.history import resolve_policy
+from vlmrl.rollout.history_policies import compact, keep_images
+from vlmrl.samples import audit, concat, emit
+from vlmrl.train.credit import states_of
+
+REQUEST = "Sum up."
+COLORS = ("red", "green", "blue", "yellow", "black", "white", "orange", "purple")
+
+
+class Screens(Env):
+    """A screen of its own colour and number after each response, and done at the response ``done``."""
+
+    def step(self, response_text):
+        done = response_text == "done"
+        return obs(f"Screen {self.turn}.", [image(COLORS[self.turn])]), done, {"reward": 1.0} if done else {}
+
+
+def play(env, responses, policy=None, **limits):
+    limits = {"max_turns": 8, "max_tokens": 400, "max_response_tokens": 60} | limits
+    policy = policy or partial(compact, turns=2, request=REQUEST)
+    loop = AskingLoop(resolve_env(env), script(responses), renderer(), new_store(), Rollout(**limits), 0, policy)
+    trajectory = asyncio.run(loop.play(a_task("Count."), "g", "g/0"))
+    if not trajectory.failed:
+        check(trajectory)
+    return trajectory
+
+
+def check(trajectory):
+    """Every sampled token is trained once in the two forms of rows that such an episode has."""
+    for form in ("step_wise", "merged"):
+        rows = emit(trajectory, form)
+        audit(rows, [trajectory], image_token_id=renderer().image_token_id)
+        assert sum(sum(row.loss_mask) for row in rows) == trajectory.num_sampled
+
+
+def prompts(trajectory):
+    return [decoded(ids) for ids, _ in trajectory.prompts()]
+
+
+def test_the_summary_and_what_it_names_replace_the_conversation():
+    trajectory = play(Screens, ["a", "b", "it was [image 1], then nothing", "c", "done"])
+    turns, shown = trajectory.turns, prompts(trajectory)
+    assert [turn.text for turn in turns] == ["a", "b", "it was [image 1], then nothing", "c", "done"]
+    assert [turn.asked for turn in turns] == [False, False, True, False, False]
+    assert shown[2].endswith(f"{REQUEST}<|im_end|>\n<|im_start|>assistant\n") and "Screen 1" not in shown[2]
+    assert "it was [image 1], then nothing" in shown[3] and "Screen 0" not in shown[3] and "Screen 1" in shown[3]
+    images = [[item.id for item in media] for _, media in trajectory.prompts()]
+    red, green, blue = (turns[number].media[-1].id for number in (1, 3, 4))
+    assert images == [[], [red], [red], [red, green], [red, green, blue]]  # "b" stays, with the screen after it
+    assert shown[4].startswith(shown[3]) and turns[4].parent == 3  # appended as sampled
+    assert trajectory.reward == 1.0 and trajectory.ending == "env_done"
+    assert trajectory.metrics["asked_turns"] == 1
+    assert [len(emit(trajectory, form)) for form in ("step_wise", "merged")] == [5, 2]
+    with pytest.raises(ValueError, match=r"step_wise or merge_prefixes"):
+        concat(trajectory)
+
+
+def test_a_summary_is_written_before_the_context_is_full_and_leaves_its_predecessor_out():
+    long, limit = "word " * 10, 300
+
+    class Ends(Screens):
+        unfinished_reward = 0.0
+
+    def response(request: Request, turn: int) -> str:
+        text = decoded(request.prompt_ids)
+        assert len(request.prompt_ids) < limit
+        return f"summary {turn}" if text.rstrip().endswith(f"{REQUEST}<|im_end|>\n<|im_start|>assistant") else long
+
+    trajectory = play(Ends, response, partial(compact, at=0.5, request=REQUEST), max_tokens=limit)
+    asked = [number for number, turn in enumerate(trajectory.turns) if turn.asked]
+    assert trajectory.ending == "max_turns"  # and not max_tokens
+    assert trajectory.metrics["saved_tokens"] > 0
+    assert len(asked) >= 2 and len(trajectory.turns) - len(asked) == 8
+    after = prompts(trajectory)[asked[1] + 1]
+    assert f"summary {asked[1]}" in after and f"summary {asked[0]}" not in after
+
+
+def test_the_env_asks_for_a_summary():
+    class Asks(Screens):
+        def step(self, response_text):
+            observation, done, info = super().step(response_text)
+            return observation, done, info | ({"compact": True} if response_text == "remember" else {})
+
+    trajectory = play(Asks, ["a", "remember", "sum", "done"], partial(compact, request=REQUEST))
+    assert [turn.asked for turn in trajectory.turns] == [False, False, True, False]
+    assert "compact" not in trajectory.turns[1].metrics
+
+
+@pytest.mark.parametrize(
+    ("limits", "ending"), [({"max_response_tokens": 12}, "length"), ({"max_tokens": 70}, "max_tokens")]
+)
+def test_a_summary_that_a_budget_cuts_ends_the_episode(limits, ending):
+    class Ends(Screens):
+        unfinished_reward = 0.25
+
+    trajectory = play(Ends, ["a", "b", "word " * 40], **limits)
+    assert (trajectory.ending, trajectory.reward) == (ending, 0.25)
+
+
+def test_max_turns_counts_the_envs_turns_and_finish_gets_the_last_of_them():
+    class Finishes(Screens):
+        def finish(self, ending):
+            return float(self.turn) if self.last_response == "c" else None
+
+    trajectory = play(Finishes, ["a", "b", "sum", "c"], max_turns=3)
+    assert (trajectory.ending, trajectory.reward, len(trajectory.turns)) == ("max_turns", 2.0, 4)
+
+
+def test_a_policy_of_the_user_may_ask_and_change_nothing():
+    async def think_first(messages, asker):
+        await asker.ask([{"role": "user", "content": "Think."}])
+        return messages
+
+    trajectory = play(Screens, ["a", "hm", "done"], think_first)
+    assert [turn.parent for turn in trajectory.turns] == [None, 0, 0]
+    assert "Think" not in prompts(trajectory)[2] and trajectory.reward == 1.0
+
+
+def test_an_error_of_the_users_policy_fails_the_episode_with_its_line():
+    async def fails(messages, asker):
+        raise KeyError("mine")
+
+    trajectory = play(Screens, ["a", "b"], fails)
+    assert trajectory.failed and "mine" in trajectory.error and "test_compact.py" in trajectory.error
+
+
+def test_concat_is_refused():
+    with pytest.raises(ValueError, match=r"rollout\.samples must be merged or step_wise"):
+        resolve_policy(Rollout(history="compact"))
+    assert resolve_policy(Rollout(history="compact", samples="merged", history_options={"at": 0.5})) is not None
+
+
+def test_a_summary_begins_in_the_state_of_the_response_after_it():
+    class Named(Screens):
+        def step(self, response_text):
+            observation, done, info = super().step(response_text)
+            return observation, done, info | {"state": f"s{self.turn}"}
+
+    trajectory = play(Named, ["a", "b", "sum", "done"])
+    assert states_of(trajectory)[1:] == ["state s0", "state s1", "state s1"]
+
+
+def test_windows_of_images():
+    messages = [{"role": "user", "content": [{"type": "image", "image": color}]} for color in COLORS]
+    shown = keep_images(messages, first=1, last=1, every=3, text="[image {number}]")
+    kept = [message["content"][0].get("image") or message["content"][0]["text"] for message in shown]
+    assert kept == ["red", "[image 2]", "blue", "[image 4]", "[image 5]", "white", "[image 7]", "purple"]
+
+
+@pytest.mark.slow
+def test_random_episodes_train_each_sampled_token_once(how_many):
+    """Summaries anywhere, of any size, with images kept by number, env errors, rejected responses and budgets that end them."""
+    for seed in range(how_many(300)):
+        rng = random.Random(seed)
+        options = {
+            "at": rng.uniform(0.1, 1),
+            "turns": rng.randrange(4),
+            "keep": rng.randrange(3),
+            "images": rng.randrange(3),
+        }
+
+        class Chance(Screens):
+            def step(self, response_text, rng=rng):
+                if rng.random() < 0.05:
+                    raise RetryTurn("again")
+                if rng.random() < 0.02:
+                    raise OSError("the env's own")
+                shown, done, info = super().step(response_text)
+                return shown, done, info | {"compact": rng.random() < 0.1}
+
+            replayable = False
+            unfinished_reward = 0.0
+
+        def response(request: Request, turn: int, rng=rng) -> str:
+            words = ["done", *(f"[image {rng.randrange(12)}]" for _ in range(3)), "word " * rng.randrange(30), "a"]
+            return rng.choice(words) or "a"
+
+        trajectory = play(
+            Chance, response, partial(compact, **options, request=REQUEST), max_tokens=rng.randrange(60, 400)
+        )
+        assert trajectory.failed or trajectory.reward is not None

@@ -1,0 +1,97 @@
+"""The turn loop for a history policy that asks the model: for a summary, before what it stands for is forgotten."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from vlmrl.engine.base import EngineError
+from vlmrl.env.session import EnvError
+from vlmrl.multimodal.renderer import Rendered, TooLongError
+from vlmrl.rollout.history import Append, response_message
+from vlmrl.rollout.history_policies import Asker, Messages
+from vlmrl.rollout.record import Prompt
+from vlmrl.rollout.sampler import EpisodeLimitError
+from vlmrl.rollout.turn_loop import Episode, TurnLoop
+from vlmrl.types import Message, Turn
+from vlmrl.utils.users_line import describe_error
+
+
+class Asking(Append):
+    """As ``append``, with the messages that the last prompt renders, and those before the first response."""
+
+    def prompt(self, messages: Sequence[Message]) -> Rendered:
+        self.task: Messages = list(messages)
+        self.messages = self.task
+        return super().prompt(messages)
+
+    def whole(self, messages: Messages) -> Rendered:
+        """The prompt of all these messages."""
+        return super().prompt(messages)
+
+
+class AskingLoop(TurnLoop):
+    """Plays episodes in which ``history_policy`` is a coroutine function that gets an :class:`Asker`.
+
+    Responses and observations stay as sampled until the policy returns other messages: those are rendered as a whole, and begin a new
+    branch of the episode. A response that the policy asks for is a turn (``Turn.asked``) that does not count as one of ``max_turns``.
+    """
+
+    def _history(self, tools: list[dict[str, Any]]) -> Append:
+        return Asking(self.renderer, tools, self.config.max_tokens)
+
+    async def _following(self, episode: Episode, turn: Turn, answer: list[Message]) -> Prompt | None:
+        history, trajectory, limit = episode.history, episode.trajectory, self.config.max_tokens
+        assert isinstance(history, Asking)
+        appended = await super()._following(episode, turn, answer)
+        tokens = limit if appended is None else appended.length
+        before = [*history.messages, response_message(turn), *answer]
+        ask = partial(self._ask, episode)
+        asker = Asker(ask, tokens, limit, history.task, answer, episode.is_compact_requested)
+        history.messages = await self._rewritten(before, asker)
+        if len(history.messages) == len(before) and all(map(operator.is_, history.messages, before)):
+            return appended
+        try:
+            rendered = await self._render(episode, history.messages, history.whole, history.messages)
+        except TooLongError:
+            return None
+        prompt = await self._prompt(rendered, history.messages, trajectory)
+        _count(episode, saved_tokens=tokens - prompt.length)
+        return episode.recorder.branching(len(trajectory.turns) - 1, prompt) if prompt.length < limit else None
+
+    async def _rewritten(self, messages: Messages, asker: Asker) -> Messages:
+        assert self.history_policy is not None
+        try:
+            return list(await self.history_policy(list(messages), asker))
+        except (EnvError, EngineError, EpisodeLimitError):
+            raise
+        except Exception as error:
+            raise EnvError(f"rollout.history: {describe_error(error)}") from error
+
+    async def _ask(self, episode: Episode, messages: Messages) -> str:
+        """The response to ``messages`` after the last turn, as a turn that the env does not get.
+
+        Raises:
+            EpisodeLimitError: there is no room for it, or a budget cuts it.
+        """
+        trajectory, sampler, number = episode.trajectory, episode.sampler, len(episode.trajectory.turns)
+        shown = await self._load_prompt(messages, trajectory)
+        prompt = await super()._following(episode, trajectory.turns[-1], shown)
+        if prompt is None:
+            raise sampler.too_long(f"at least {self.config.max_tokens}")
+        sampled = await sampler.sample(prompt, number, 0)
+        text = self._text(sampled, episode)
+        turn = episode.recorder.add(prompt, sampled.completion, text, seconds=sampled.seconds)
+        turn.asked, turn.next_state = True, trajectory.turns[number - 1].next_state
+        _count(episode, asked_turns=1, asked_tokens=len(turn.response_ids))
+        if turn.stop_reason != "stop":
+            raise sampler.refuse(sampler.cut(turn) or "max_tokens", "the response was cut.")
+        return text
+
+
+def _count(episode: Episode, **counts: int) -> None:
+    metrics = episode.trajectory.metrics
+    for name, count in counts.items():
+        metrics[name] = metrics.get(name, 0.0) + count
