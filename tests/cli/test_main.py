@@ -43,6 +43,7 @@ def vlmrl_command(monkeypatch, *arguments):
         ("train --help", 2),
         ("data check --help", 3),
         ("play mine.py:Ask --data mine.py:tasks", 4),
+        ("play recipe.py --by-hand", 2),
         ("env serve mine.py:Ask --port 1", 5),
     ],
 )

@@ -64,9 +64,13 @@ class Browser:
         return self._page.evaluate(f"({script})")
 
     def wait(self, condition: str) -> None:
-        """Wait until an expression in the page is true. (A served page forbids the eval of Playwright's own wait.)"""
+        """Wait until an expression in the page is true: its elements may be drawn only later.
+
+        A served page forbids the eval of Playwright's own wait.
+        """
         end = time.monotonic() + SECONDS
-        while not self.run(condition):
+        tried = f"() => {{ try {{ return {condition} }} catch (e) {{ if (e instanceof TypeError) return false; throw e }} }}"
+        while not self._page.evaluate(tried):
             assert time.monotonic() < end, f"not true within {SECONDS:.0f} seconds: {condition}"
             self._page.wait_for_timeout(50)
 

@@ -12,8 +12,10 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
+from vlmrl.cli.recipe import Recipe, RecipeOptions
 from vlmrl.config import Config, Data, Model, Options, Rollout, resolve_config
 from vlmrl.types import Trajectory
+from vlmrl.utils.require import require
 from vlmrl.utils.threads import DaemonPool, run_awake
 
 if TYPE_CHECKING:
@@ -23,18 +25,34 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PlayCommand:
-    """Play an env or an agent on a few tasks and print the episodes: prompts, responses, observations and rewards."""
+class Shown:
+    """What is played and shown."""
 
-    env: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="ENV")] = None
-    """Env: `module:Name` or `file.py:Name`. Leave it out with `--agent`, `--agent-command` or `--rollout.generate`."""
-    data: str = tyro.MISSING
-    """Tasks: a generator (`file.py:function`), or a dataset: a Hub name, or a file or folder.
-    Files: .parquet, .json, .jsonl, .csv. Folders: of such files, or of images."""
     n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 4
     """Number of tasks to play."""
     by_hand: bool = False
     """Read the responses from the keyboard instead of sampling them."""
+    page: Path | None = None
+    """Also write the episodes, with their images, to this HTML file."""
+
+
+@dataclass(frozen=True)
+class PlayOptions(RecipeOptions, Shown):
+    """The options of `vlmrl play RECIPE`."""
+
+
+@dataclass(frozen=True)
+class PlayCommand(Shown):
+    """Play an env, an agent or a recipe on a few tasks and print the episodes: prompts, responses, observations and rewards.
+
+    `vlmrl play RECIPE` takes all settings of the recipe: see `vlmrl play RECIPE --help`."""
+
+    env: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="RECIPE|ENV")] = None
+    """Recipe: `file.py`. Env: `module:Name` or `file.py:Name`. Leave it out with `--agent`, `--agent-command` or
+    `--rollout.generate`."""
+    data: str | None = None
+    """Tasks, unless a recipe has them: a generator (`file.py:function`), or a dataset: a Hub name, or a file or folder.
+    Files: .parquet, .json, .jsonl, .csv. Folders: of such files, or of images."""
     env_options: Options = field(default_factory=dict)
     """Keyword arguments of the env, as pairs `NAME VALUE`."""
     agent: str | None = None
@@ -53,36 +71,46 @@ class PlayCommand:
     rollout: Rollout = field(
         default_factory=lambda: Rollout(max_turns=4, max_response_tokens=128, truncated_reward=0.0)
     )
-    page: Path | None = None
-    """Also write the episodes, with their images, to this HTML file."""
     seed: int = 0
     """Seed of the sampling and of the weights of tiny models."""
 
     def run(self, options: Sequence[str]) -> None:
+        shown: Shown = self
+        if self.env is not None and self.env.endswith(".py"):
+            recipe = Recipe.load(self.env)
+            shown = chosen = recipe.options(PlayOptions(config=recipe.config()), options, f"vlmrl play {self.env}")
+            config = resolve_config(chosen.config, recipe.folder)
+        else:
+            config = resolve_config(_config(self))
         try:
-            run_awake(play(self))
+            run_awake(play(config, shown))
         except EOFError:  # the keyboard's
             raise KeyboardInterrupt from None
 
 
-async def play(settings: PlayCommand) -> None:
-    """Play the tasks one after the other, printing each episode when it ends."""
+async def play(config: Config, shown: Shown) -> None:
+    """Play the tasks of a resolved config one after the other, printing each episode when it ends.
+
+    Raises:
+        ValueError: the engine is not the embedded one.
+    """
     from vlmrl.engine.scripted import ScriptedEngine
     from vlmrl.run.build import build_run
 
+    require(config.engine == "embedded", "engine", "embedded with vlmrl play", config.engine)
     console = Console(soft_wrap=True, highlight=False)
     runs = Path(tempfile.gettempdir()) / "vlmrl-play"
     runs.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        prefix="play-", dir=runs
-    ) as folder:  # what is shown: images, logs; until the command ends
-        run = build_run(_config(settings, Path(folder)))
+    with tempfile.TemporaryDirectory(prefix="play-", dir=runs) as folder:  # images and logs, until the command ends
+        samples = "merged" if config.has_agent else "step_wise"  # none are made
+        place = {"output_dir": str(runs), "name": Path(folder).name}
+        run = build_run(replace(config, rollout=replace(config.rollout, samples=samples), **place))
         by_hand = KeyboardResponses(console, run.model.renderer, run.folder)
-        engine = ScriptedEngine(by_hand.response, run.model.renderer) if settings.by_hand else run.engine
+        engine = ScriptedEngine(by_hand.response, run.model.renderer) if shown.by_hand else run.engine
         loop = run.runner(engine=engine).loop
         played = []
         try:
-            for index in range(min(settings.n, len(run.tasks))):
+            for index in range(min(shown.n, len(run.tasks))):
                 trajectory = await loop.play(run.tasks.draw(index), f"play/{index:05d}", f"play/{index:05d}/00")
                 _print(console, trajectory, run.model.renderer)
                 played.append(trajectory)
@@ -90,26 +118,20 @@ async def play(settings: PlayCommand) -> None:
             run.close()
         rewards = [trajectory.reward for trajectory in played if trajectory.reward is not None]
         console.print(f"\n{len(played)} episodes, mean reward {sum(rewards) / max(1, len(rewards)):.3f}")
-        if settings.page is not None:
-            await _write_page(run, played, settings.page)
-            console.print(f"episodes with images: {settings.page}")
+        if shown.page is not None:
+            await _write_page(run, played, shown.page)
+            console.print(f"episodes with images: {shown.page}")
 
 
-def _config(settings: PlayCommand, folder: Path) -> Config:
-    """A run of these episodes, with its logs in ``folder``. No samples are made of them."""
-    has_agent = settings.agent is not None or settings.agent_command is not None
+def _config(settings: PlayCommand) -> Config:
+    """The config that a recipe would have for these tasks."""
+    if settings.data is None:
+        raise ValueError("--data must be set, unless a recipe (file.py) is played.")
     data = Data(path=settings.data, split=settings.split, columns=settings.columns, seed=None)
     if ".py:" in settings.data:
         data = Data(generator=settings.data, size=settings.n)
-    shared = ("env", "env_options", "agent", "agent_options", "agent_command", "reward", "model", "seed")
-    config = Config(
-        data=data,
-        rollout=replace(settings.rollout, samples="merged" if has_agent else "step_wise"),
-        name=folder.name,
-        output_dir=str(folder.parent),
-        **{name: getattr(settings, name) for name in shared},
-    )
-    return resolve_config(config)
+    shared = ("env", "env_options", "agent", "agent_options", "agent_command", "reward", "model", "seed", "rollout")
+    return Config(data=data, **{name: getattr(settings, name) for name in shared})
 
 
 async def _write_page(run: Run, played: Sequence[Trajectory], path: Path) -> None:
