@@ -130,8 +130,10 @@ def _config(settings: PlayCommand) -> Config:
     data = Data(path=settings.data, split=settings.split, columns=settings.columns, seed=None)
     if ".py:" in settings.data:
         data = Data(generator=settings.data, size=settings.n)
-    shared = ("env", "env_options", "agent", "agent_options", "agent_command", "reward", "model", "seed", "rollout")
-    return Config(data=data, **{name: getattr(settings, name) for name in shared})
+    shared = ("env", "env_options", "agent", "agent_options", "agent_command", "reward", "model", "seed")
+    has_agent = settings.agent is not None or settings.agent_command is not None
+    rollout = replace(settings.rollout, samples="merged") if has_agent else settings.rollout
+    return Config(data=data, rollout=rollout, **{name: getattr(settings, name) for name in shared})
 
 
 async def _write_page(run: Run, played: Sequence[Trajectory], path: Path) -> None:
