@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -102,9 +102,9 @@ async def play(config: Config, shown: Shown) -> None:
     runs = Path(tempfile.gettempdir()) / "vlmrl-play"
     runs.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="play-", dir=runs) as folder:  # images and logs, until the command ends
-        samples = "merged" if config.has_agent else "step_wise"  # none are made
-        place = {"output_dir": str(runs), "name": Path(folder).name}
-        run = build_run(replace(config, rollout=replace(config.rollout, samples=samples), **place))
+        samples: Literal["merged", "step_wise"] = "merged" if config.has_agent else "step_wise"  # none are made
+        rollout = replace(config.rollout, samples=samples)
+        run = build_run(replace(config, rollout=rollout, output_dir=str(runs), name=Path(folder).name))
         by_hand = KeyboardResponses(console, run.model.renderer, run.folder)
         engine = ScriptedEngine(by_hand.response, run.model.renderer) if shown.by_hand else run.engine
         loop = run.runner(engine=engine).loop
