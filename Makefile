@@ -89,6 +89,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/async_long_tail.py speed
 	$(BIN)/python benchmarks/vs_trl.py --turns 4
 	$(BIN)/python benchmarks/vs_trl.py --turns 8
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sft_vs_trl.py --rows 16
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sft_rows.py
 	$(BIN)/python benchmarks/algorithms.py
 	for part in group turns growth table; do $(BIN)/python benchmarks/prefix_sharing.py $$part || exit 1; done
 	$(BIN)/python benchmarks/head_memory.py

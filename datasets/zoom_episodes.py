@@ -1,6 +1,7 @@
 """Recorded episodes of the quickstart's task as conversations: what `recipes/sft_tiny.py` is fine-tuned on.
 
-    python datasets/zoom_episodes.py runs/zoom_episodes --episodes 200
+    python datasets/zoom_episodes.py runs/zoom_episodes
+    python datasets/zoom_episodes.py runs/zoom_solved --min-reward 1      # only those that were solved
 
 Its scripted function plays the episodes: the right zoom, then an answer that is right 42 times in a hundred. The folder has the form
 that `vlmrl collect` writes: `episodes.jsonl`, and images by their content in `images/`.
@@ -43,8 +44,8 @@ def image_part(item, images: Path) -> dict:
     return {"type": "image", "image": f"images/{path.name}"}
 
 
-def main(out: tyro.conf.Positional[Path], episodes: int = 200, seed: int = 0) -> None:
-    """Record the first episodes of the quickstart's training tasks into the folder ``out``."""
+def main(out: tyro.conf.Positional[Path], episodes: int = 200, seed: int = 0, min_reward: float = 0.0) -> None:
+    """Record the first episodes of the quickstart's training tasks into the folder ``out``, and of them those of ``min_reward``."""
     tasks = load_tasks(Data(generator=str(ROOT / "datasets/shapes.py:make_task"), size=episodes, seed=seed))
     options = {"coarse": 32, "crop": 32, "tools_in_prompt": False}
     env = resolve_env(str(ROOT / "envs/zoom.py:ZoomEnv"), options=options)
@@ -56,9 +57,10 @@ def main(out: tyro.conf.Positional[Path], episodes: int = 200, seed: int = 0) ->
     rollouts = asyncio.run(Runner(turn_loop, group_size=1).play(iter(playing.values()), episodes, "record"))
     images = out / "images"
     images.mkdir(parents=True, exist_ok=True)
-    rows = [json.dumps(conversation(trajectory, images)) for trajectory in rollouts.trajectories]
+    kept = [each for each in rollouts.trajectories if each.reward is not None and each.reward >= min_reward]
+    rows = [json.dumps(conversation(trajectory, images)) for trajectory in kept]
     (out / "episodes.jsonl").write_text("\n".join(rows) + "\n")
-    print(f"{len(rows)} episodes are in {out / 'episodes.jsonl'}")
+    print(f"{len(rows)} of {episodes} episodes are in {out / 'episodes.jsonl'}")
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ def config() -> Config:
         name="sft_tiny",
         model=Model(path="tiny:qwen3_vl"),
         sft=SFT(
-            data={"zooms": Conversations(path="../runs/zoom_episodes", epochs=64, held_out=8)},
-            rows_per_step=32,
+            data={"zooms": Conversations(path="../runs/zoom_episodes", epochs=24, held_out=8)},
+            rows_per_step=8,
             lr=1e-3,
         ),
         data=Data(generator=shapes, size=4096),

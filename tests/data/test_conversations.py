@@ -171,6 +171,6 @@ def test_datasets_are_mixed_by_rows_and_epochs_and_rows_are_held_out(tmp_path):
 
 def test_a_dataset_without_messages_is_refused_with_its_columns(tmp_path):
     path = written(tmp_path, [{"dialog": row(ASK, SAY)["messages"]}])
-    with pytest.raises(ValueError, match=r"sft.data.main.columns: a column of messages .* Its columns are: dialog"):
+    with pytest.raises(ValueError, match=r"sft.data.main.columns: there is no column of messages, .* are: dialog"):
         load(path)
     assert shape(load(path, columns={"messages": "dialog"})[0][0]) == [ASK, SAY]

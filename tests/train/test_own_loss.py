@@ -45,6 +45,8 @@ def test_a_loss_without_a_ratio_trains_and_is_not_called_corrected(function, old
     assert [row["step"] for row in rows if "loss" in row] == [1, 2]
     assert f"1 updates ahead at most; too old: wait; {phrase}" in plan
     assert "corrected by the loss's ratio" not in plan
+    only_supervised = replace(run, config=replace(run.config, train=replace(run.config.train, steps=0)))
+    assert plan.count("\ntraining ") == 1 and not {"training", "rollouts"} & set(summary_of(only_supervised).split())
 
 
 def test_a_loss_without_a_ratio_cannot_correct_groups_that_are_too_old(tmp_path):

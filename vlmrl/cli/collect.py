@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 from vlmrl.cli.api_options import ApiOptions
 from vlmrl.cli.recipe import Recipe, RecipePath
 from vlmrl.config import resolve_config
-from vlmrl.config.collection import Collection, Keep
+from vlmrl.config.collection import Collection
 
 
 @dataclass(frozen=True)
@@ -25,25 +24,13 @@ class CollectCommand:
         recipe = Recipe.load(self.recipe)
         chosen = recipe.options(CollectOptions(recipe.config()), options, f"vlmrl collect {self.recipe}")
         api = chosen.api_model()
-        config = resolve_config(chosen.config, recipe.folder)
-        folder = chosen.out or config.folder.with_name(f"{config.name}-episodes")
-        collection = Collection(folder, chosen.tasks, chosen.episodes, chosen.retry_failed, chosen.keep)
         from vlmrl.run.collector import run_collection
 
-        run_collection(config, collection, chosen.model, api)
+        run_collection(resolve_config(chosen.config, recipe.folder), chosen, chosen.model, api)
 
 
 @dataclass(frozen=True)
-class CollectOptions(ApiOptions):
+class CollectOptions(Collection, ApiOptions):
     model: str | None = None
     """Model that plays: a model's folder or hub name, a run's folder (the weights that it wrote last), or a checkpoint.
     With `--api`: its name there. Unset: `model.path`."""
-    out: Path | None = None
-    """Folder of the episodes. Unset: `runs/NAME-episodes`."""
-    tasks: int | None = None
-    """Play the first so many tasks. Unset: all."""
-    episodes: int = 1
-    """Episodes of each task."""
-    retry_failed: bool = False
-    """Play those again that failed in earlier commands."""
-    keep: Keep = field(default_factory=Keep)

@@ -29,16 +29,16 @@ class Keep:
 
 @dataclass(frozen=True)
 class Collection:
-    """What one command collects, into ``folder``."""
+    """What one command collects."""
 
-    folder: Path
-    """Folder of the episodes."""
+    out: Path | None = None
+    """Folder of the episodes. Unset: `runs/NAME-episodes`."""
     tasks: int | None = None
-    """Number of tasks, the first ones. Unset: all."""
+    """Play the first so many tasks. Unset: all."""
     episodes: int = 1
     """Episodes of each task."""
     retry_failed: bool = False
-    """Play episodes again that failed in an earlier command."""
+    """Play those again that failed in earlier commands."""
     keep: Keep = field(default_factory=Keep)
 
     def __post_init__(self) -> None:

@@ -96,17 +96,13 @@ def _found_columns(name: str, data: Conversations, present: Sequence[str]) -> di
         for field, usual in COLUMNS.items()
         if (column := data.columns.get(field) or next((each for each in usual if each in present), None))
     }
-    missing = [column for column in found.values() if column not in present]
-    if missing or ("messages" not in found and not {"prompt", "completion"} <= set(present)):
-        what = (
-            f"sft.data.{name}.columns names {missing[0]!r}, which"
-            if missing
-            else f"sft.data.{name}.columns: a column of messages"
+    problem = next((f"there is no column {column!r}" for column in found.values() if column not in present), None)
+    if "messages" not in found and not {"prompt", "completion"} <= set(present):
+        problem = (
+            f"there is no column of messages, under a name of {', '.join(COLUMNS['messages'])}: set `messages COLUMN`"
         )
-        where = f"{data.path!r} does not have" + (
-            "" if missing else f", under a name of {', '.join(COLUMNS['messages'])}"
-        )
-        raise ValueError(f"{what} {where}. Its columns are: {', '.join(present)}. Map it with `messages COLUMN`.")
+    if problem:
+        raise ValueError(f"sft.data.{name}.columns: {problem}. The columns of {data.path!r} are: {', '.join(present)}.")
     return found
 
 

@@ -147,6 +147,10 @@ class ChatEngine:
             raise ValueError(f"--api {self.model.url} --model {self.model.name}: {remedy}. The API says: {reason}")
         raise RefusedError(reason, response.status)
 
+    def report(self) -> str:
+        """What has been spent so far, in a line."""
+        return f"{self.model.name}: {self.spent} tokens spent, {self.retries} requests sent again"
+
     # An engine of token ids, which it is not:
 
     async def generate(self, request: Request) -> Completion:

@@ -56,14 +56,15 @@ def run_collection(
     require(config.rollout.generate is None, "rollout.generate", "unset: it makes token ids, and no messages", "set")
     require(config.group_reward is None, "group_reward", "unset: episodes are played one by one", config.group_reward)
     progress = RunProgress()
-    with run_lock(collection.folder):
+    folder = collection.out or config.folder.with_name(f"{config.name}-episodes")
+    with run_lock(folder):
         run, name = _player(config, model, api)
         try:
-            _collect(run, collection, name, progress)
+            _collect(run, folder, collection, name, progress)
         finally:
             run.close()
             if isinstance(run, ApiRun):
-                progress.say(f"{name}: {run.engine.spent} tokens spent, {run.engine.retries} requests sent again")
+                progress.say(run.engine.report())
 
 
 def _player(config: Config, model: str | None, api: ApiModel | None) -> tuple[Playing, str]:
@@ -74,11 +75,11 @@ def _player(config: Config, model: str | None, api: ApiModel | None) -> tuple[Pl
     return build_model_run(replace(config, model=own.settings), own), own.name
 
 
-def _collect(run: Playing, collection: Collection, model: str, progress: RunProgress) -> None:
-    recorded = read_recorded(collection.folder)
+def _collect(run: Playing, folder: Path, collection: Collection, model: str, progress: RunProgress) -> None:
+    recorded = read_recorded(folder)
     settings = {**plain(run.config), "collect": {"model": model}}
-    _check_settings(collection.folder, settings)
-    with RunLog(collection.folder, {"trajectories.jsonl": recorded.size}) as log:
+    _check_settings(folder, settings)
+    with RunLog(folder, {"trajectories.jsonl": recorded.size}) as log:
         log.write_config(settings)
         collector = Collector(run, collection, model, log, recorded)
         try:
@@ -86,12 +87,12 @@ def _collect(run: Playing, collection: Collection, model: str, progress: RunProg
         except BudgetSpentError as error:
             progress.say(f"stopped: {error}")
         finally:
-            counts = write_episodes(collection.folder, collection.keep)
+            counts = write_episodes(folder, collection.keep)
             counts["too_long"] = collector.too_long
             counts["left"] = max(0, collector.planned - counts["played"] - counts["failed"] - counts["too_long"])
             summary = {name: value for name, value in counts.items() if name != "reasons"}
-            atomic_write(collection.folder / "summary.json", json.dumps(summary, indent=1) + "\n")
-            progress.say(_report(collection.folder, counts))
+            atomic_write(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+            progress.say(_report(folder, counts))
 
 
 def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
@@ -185,12 +186,11 @@ class Collector:
 
 
 def _report(folder: Path, counts: dict[str, Any]) -> str:
-    reasons: Sequence[tuple[str, int]] = list(counts["reasons"].items())
     lines = [
         f"\nepisodes  {counts['played']} played, {counts['failed']} failed, {counts['too_long']} with too long a prompt, "
         f"{counts['left']} left; {counts['written']} written to {folder / 'episodes.jsonl'}"
     ]
-    lines += [f"          {count} not written: {reason}" for reason, count in reasons]
+    lines += [f"          {count} not written: {reason}" for reason, count in counts["reasons"].items()]
     if counts["left"]:
         lines.append("          the same command plays those that are left")
     return "\n".join([*lines, f"look at it vlmrl view {folder} --serve"])

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vlmrl.algos.filters import FILTERS, best_of
 from vlmrl.config.code import find_function
 from vlmrl.config.collection import Keep
+from vlmrl.data.conversations import EPISODES
 from vlmrl.multimodal.messages import map_images
 from vlmrl.report.json_lines import JsonLinesTail
 from vlmrl.report.records import plain
@@ -28,7 +29,6 @@ from vlmrl.rollout.history import response_message
 from vlmrl.types import Message, Task, Trajectory
 from vlmrl.utils.output_files import whole_file
 
-EPISODES = "episodes.jsonl"
 BRANCHES = "the agent's requests are no single conversation"
 
 
@@ -91,27 +91,16 @@ def episode_row(trajectory: Trajectory, model: str) -> dict[str, Any]:
     return row | ({"responses": responses} if responses else {})
 
 
-@dataclass(frozen=True)
-class Ended:
-    """What is known of an episode's record without its texts, and where the record is."""
+class Ended(NamedTuple):
+    """An episode's record without its texts, and where the record is."""
 
-    task: int
-    member: int
-    reward: float
+    trajectory: Trajectory
+    """For filters: its reward, ending and metrics, without turns."""
     tokens: int
-    ending: str
     failure: str | None
     has_row: bool
-    metrics: Mapping[str, float]
     start: int
     size: int
-
-    @property
-    def trajectory(self) -> Trajectory:
-        """For filters: its reward, ending and metrics, without turns."""
-        task = Task(str(self.task), [])
-        name, group = episode_id(self.task, self.member), episode_id(self.task)
-        return Trajectory(name, group, task, ending=self.ending, final_reward=self.reward, metrics=dict(self.metrics))  # type: ignore[arg-type]
 
 
 @dataclass
@@ -138,19 +127,11 @@ def read_recorded(folder: Path) -> Recorded:
         recorded.size = start + size
         if record.get("retried"):
             continue
-        place = place_of(record["id"])
-        failure = record.get("reason")
-        recorded.episodes[place] = Ended(
-            *place,
-            reward=record["reward"] or 0.0,
-            tokens=record["tokens"],
-            ending=record["ending"],
-            failure=failure,
-            has_row=record["episode"] is not None,
-            metrics=record["metrics"],
-            start=start,
-            size=size,
-        )
+        trajectory = Trajectory(record["id"], record["group_id"], Task(record["task_id"], []), ending=record["ending"])
+        trajectory.final_reward, trajectory.metrics = record["reward"], record["metrics"]
+        has_row = record["episode"] is not None
+        found = Ended(trajectory, record["tokens"], record.get("reason"), has_row, start, size)
+        recorded.episodes[place_of(record["id"])] = found
     return recorded
 
 
@@ -160,12 +141,13 @@ def kept(group: Sequence[Ended], keep: Keep) -> list[Ended]:
     if not all(passes([each.trajectory for each in group]) for passes in functions):
         return []
     fit = [
-        each
+        (each.trajectory.reward or 0.0, each)
         for each in group
-        if (keep.min_reward is None or each.reward >= keep.min_reward)
+        if (keep.min_reward is None or (each.trajectory.reward or 0.0) >= keep.min_reward)
         and (keep.max_tokens is None or each.tokens <= keep.max_tokens)
     ]
-    return fit if keep.best is None else [fit[place] for place in best_of([each.reward for each in fit], keep.best)]
+    places = range(len(fit)) if keep.best is None else best_of([reward for reward, _ in fit], keep.best)
+    return [fit[place][1] for place in places]
 
 
 def write_episodes(folder: Path, keep: Keep) -> dict[str, Any]:
@@ -176,9 +158,9 @@ def write_episodes(folder: Path, keep: Keep) -> dict[str, Any]:
     recorded = read_recorded(folder)
     groups: dict[int, list[Ended]] = defaultdict(list)
     reasons = Counter[str]()
-    for _, each in sorted(recorded.episodes.items()):
+    for (task, _), each in sorted(recorded.episodes.items()):
         if each.failure is None and each.has_row:
-            groups[each.task].append(each)
+            groups[task].append(each)
         else:
             reasons[each.failure or BRANCHES] += 1
     chosen = [each for group in groups.values() for each in kept(group, keep)]

@@ -55,20 +55,17 @@ def run_evaluation(
 def evaluate_api(config: Config, api: ApiModel, progress: RunProgress) -> list[EvalRow]:
     """As :func:`evaluate_model`, of the model behind a chat API. Prints the tokens that it spent."""
     run = build_api_run(config, api)
-    blanked = (False, True) if config.eval.blank_images else (False,)
     try:
-        rows = run_awake(_rows(run, api.name, blanked, progress))
+        return run_awake(_rows(run, api.name, progress))
     finally:
-        progress.say(f"{api.name}: {run.engine.spent} tokens spent, {run.engine.retries} requests sent again")
-    return rows
+        progress.say(run.engine.report())
 
 
 def evaluate_model(config: Config, model: EvalModel, progress: RunProgress) -> list[EvalRow]:
     """One row, and with ``eval.blank_images`` another with blanked images. On this machine, without Ray."""
     run = build_model_run(config, model)
     try:
-        blanked = (False, True) if config.eval.blank_images else (False,)
-        return run_awake(_rows(run, model.name, blanked, progress))
+        return run_awake(_rows(run, model.name, progress))
     finally:
         run.close()
 
@@ -95,11 +92,11 @@ def write_document(path: Path, document: dict[str, object]) -> None:
     atomic_write(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
-async def _rows(run: Playing, name: str, kinds: Sequence[bool], progress: RunProgress) -> list[EvalRow]:
+async def _rows(run: Playing, name: str, progress: RunProgress) -> list[EvalRow]:
     for line in await run.connect():
         progress.say(line)
     rows = []
-    for blanked in kinds:
+    for blanked in (False, True) if run.config.eval.blank_images else (False,):
         began = time.monotonic()
         result = await evaluate_run(run, progress, label="blanked" if blanked else "eval", blank_images=blanked)
         seconds = time.monotonic() - began

@@ -210,40 +210,46 @@ def summary_of(run: Run) -> str:
     if config.only_sft:
         return f"{imitated}\noutput    {run.folder}"
     held_out = f", {len(run.held_out)} held out" if run.held_out is not None else ""
-    sampled = config.train.groups_per_batch * config.rollout.group_size
-    steps_named = f"{config.train.steps} step{'s' * (config.train.steps != 1)}"
+    sources = run.tasks.parts.values() if isinstance(run.tasks, TaskMixture) else [run.tasks]
     plays = run.spec.name if run.spec else name_of(config.rollout.generate)
     if run.agents is not None:
         plays = f"agent {run.agents.spec.name}"
     lines = [
         f"data      {len(run.tasks)} tasks{held_out}",
+        *(f"warning   {warning}" for source in sources for warning in source.warnings),
         f"env       {plays}, at most {config.rollout.max_turns} turns and {config.rollout.max_tokens} tokens",
-        f"training  {steps_named} of {config.train.groups_per_batch} groups x {config.rollout.group_size} = {sampled} "
-        f"trajectories; {short_name(config.algo.advantage)} + {short_name(config.algo.loss)}, lr {config.optim.lr:g}",
-        f"output    {run.folder}",
+        *([imitated] if imitated else []),
+        *(_training(config) if config.train.steps else []),
     ]
-    sources = run.tasks.parts.values() if isinstance(run.tasks, TaskMixture) else [run.tasks]
-    lines[1:1] = [f"warning   {warning}" for source in sources for warning in source.warnings]
-    lines[-2:-2] = [imitated] if imitated else []
-    warmup, steps = config.optim.warmup_steps, config.train.steps * config.train.steps_per_batch
-    if warmup > steps:
-        lines.insert(-1, f"warmup    {warmup} steps of {steps} (optim.warmup_steps): optim.lr is never reached")
-    if config.rollout.group_size == 1 and config.algo.advantage == "grpo":
-        lines.insert(
-            -1,
-            "warning   rollout.group_size is 1: each advantage is the reward itself, without the baseline of a group",
-        )
-    if note := note_on_reduction(config.algo):
-        lines.insert(-1, f"loss      {note}")
     if run.serving is not None:
-        lines.insert(-1, f"engine    {run.serving.plan()}")
+        lines.append(f"engine    {run.serving.plan()}")
     if not policy.family.may_share:
         reason = f"{policy.config.model_type} does not allow it, {WHY_NOT_PACKED}"
-        lines.insert(-1, f"prefixes  not shared: {reason}")
-    if config.train.max_staleness:
-        ahead = f"asynchronous, {config.train.max_staleness} updates ahead at most; too old: {config.train.too_old}"
-        lines.insert(-1, f"rollouts  {ahead}; {describe_correction(config)}")
-    return "\n".join(lines)
+        lines.append(f"prefixes  not shared: {reason}")
+    return "\n".join([*lines, f"output    {run.folder}"])
+
+
+def _training(config: Config) -> list[str]:
+    """The plan of the training steps."""
+    train, group_size = config.train, config.rollout.group_size
+    lines = [
+        f"training  {train.steps} step{'s' * (train.steps != 1)} of {train.groups_per_batch} groups x {group_size} = "
+        f"{train.groups_per_batch * group_size} trajectories; {short_name(config.algo.advantage)} + "
+        f"{short_name(config.algo.loss)}, lr {config.optim.lr:g}"
+    ]
+    warmup, steps = config.optim.warmup_steps, train.steps * train.steps_per_batch
+    if warmup > steps:
+        lines.append(f"warmup    {warmup} steps of {steps} (optim.warmup_steps): optim.lr is never reached")
+    if group_size == 1 and config.algo.advantage == "grpo":
+        lines.append(
+            "warning   rollout.group_size is 1: each advantage is the reward itself, without the baseline of a group"
+        )
+    if note := note_on_reduction(config.algo):
+        lines.append(f"loss      {note}")
+    if train.max_staleness:
+        ahead = f"asynchronous, {train.max_staleness} updates ahead at most; too old: {train.too_old}"
+        lines.append(f"rollouts  {ahead}; {describe_correction(config)}")
+    return lines
 
 
 def report(run: Run, summary: dict[str, float], seconds: float) -> str:

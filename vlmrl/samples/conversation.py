@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import chain, takewhile
+from itertools import chain
 
 from vlmrl.multimodal.images import ImageError
 from vlmrl.multimodal.masks import MaskedRow, RowError, masked_rows
@@ -64,21 +64,21 @@ async def _sample(
     row: MaskedRow, task: Task, renderer: Renderer, store: MediaStore | None, seconds: float, name: str
 ) -> Sample:
     media = [] if store is None else list(await asyncio.gather(*(store.get(image, seconds) for image in row.images)))
-    pieces: list[tuple[list[int], bool]] = []
-    used = 0
-    for ids, is_trained in row.pieces:
-        count = 0 if renderer.image_token_id is None else ids.count(renderer.image_token_id)
-        pieces.append((expand(ids, renderer.image_token_id, media[used : used + count]), is_trained))
+    prompt: list[int] = []
+    response: list[int] = []  # from the first trained one
+    mask: list[int] = []
+    spans, used, numbers = [], 0, iter(row.responses)
+    for short, is_trained in row.pieces:
+        count = 0 if renderer.image_token_id is None else short.count(renderer.image_token_id)
+        ids = expand(short, renderer.image_token_id, media[used : used + count])
         used += count
-    before = sum(1 for _ in takewhile(lambda piece: not piece[1], pieces))
-    prompt = [token for ids, _ in pieces[:before] for token in ids]
-    response = [token for ids, _ in pieces[before:] for token in ids]
-    mask = [int(is_trained) for ids, is_trained in pieces[before:] for _ in ids]
-    spans, start, numbers = [], 0, iter(row.responses)
-    for ids, is_trained in pieces[before:]:
         if is_trained:
-            spans.append(ResponseSpan(next(numbers), start, start + len(ids)))
-        start += len(ids)
+            spans.append(ResponseSpan(next(numbers), len(response), len(response) + len(ids)))
+        if spans:
+            response += ids
+            mask += [int(is_trained)] * len(ids)
+        else:
+            prompt += ids
     return Sample(
         prompt_token_ids=prompt,
         response_ids=response,
