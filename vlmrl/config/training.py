@@ -18,7 +18,8 @@ class Algo(Settings):
 
     section = "algo"
     advantage: Named = "grpo"
-    """Advantage estimator: `grpo`, `rloo`, `maxrl`, `reinforce_pp`, or `file.py:function`."""
+    """Advantage estimator: `grpo`, `rloo`, `maxrl`, `reinforce_pp`, or `file.py:function`.
+    `none`: rewards are only metrics, for a `teacher` alone."""
     credit: Named = "trajectory"
     """Credit assignment. `trajectory`: one advantage for all turns.
     `turn`: one per turn, from its return-to-go, against the same turn of the group's other members; for envs with rewards per turn.
