@@ -235,6 +235,9 @@ def summary_of(run: Run) -> str:
         )
     if note := note_on_reduction(config.algo):
         lines.insert(-1, f"loss      {note}")
+    if (teacher := config.teacher).model is not None:
+        sees = "what the policy saw" if teacher.sees is None else short_name(teacher.sees)
+        lines.insert(-1, f"teacher   {teacher.model}, sees {sees}; {teacher.loss}, coefficient {teacher.coef:g}")
     if run.serving is not None:
         lines.insert(-1, f"engine    {run.serving.plan()}")
     if not policy.family.may_share:
