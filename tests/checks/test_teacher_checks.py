@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from vlmrl.checks.image_swap import ImageSwapError
-from vlmrl.checks.teacher import check_reader, check_teacher_images
+from vlmrl.checks.teacher_check import check_reader, check_teacher_images
 from vlmrl.config import Algo, Config, Model, Optim, Teacher
 from vlmrl.model.loading import load_model, load_reader
 from vlmrl.multimodal.pixels import ArrayPixels
@@ -54,7 +54,7 @@ def test_another_tokenizer_or_family_is_refused_by_name(qwen3_vl, qwen2_5_vl, tm
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (lambda: Teacher(model="self"), r"teacher\.sees must be set with teacher\.model self"),
+        (lambda: Config(teacher=Teacher(model="self")), r"teacher\.sees must be set with teacher\.model self"),
         (lambda: Teacher(model="http://host:8000"), r"teacher\.model must be .*scoring by a server is not supported"),
         (lambda: Teacher(sees="a.py:b"), r"teacher\.sees must be unset without teacher\.model"),
         (lambda: Teacher(model="m", loss="sampled", top_k=5), r"teacher\.top_k must be unset"),

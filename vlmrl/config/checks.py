@@ -8,8 +8,7 @@ from vlmrl.config.cluster import Cluster
 from vlmrl.config.data import Data, EvalData, Part, check_held_out
 from vlmrl.config.fields import short_name
 from vlmrl.config.rollout import Rollout
-from vlmrl.config.teacher import Teacher
-from vlmrl.config.training import Algo, Train
+from vlmrl.config.training import Algo, Teacher, Train
 from vlmrl.utils.require import require
 
 RENDERED = "re-rendered samples (rollout.history rerender with rollout.samples concat)"
@@ -54,6 +53,9 @@ def check_teacher(algo: Algo, teacher: Teacher) -> None:
     if algo.advantage == "none":
         rule = "set with algo.advantage none, which trains on no reward"
         require(teacher.model is not None or algo.kl_coef > 0, "teacher.model", rule, teacher.model)
+    if teacher.model == "self":
+        rule = "set with teacher.model self, which would agree with itself on what the policy saw"
+        require(teacher.sees is not None, "teacher.sees", rule, teacher.sees)
     if teacher.model is not None and teacher.loss == "sampled":
         rule = "a policy-gradient loss with teacher.loss sampled, which adds to its advantages"
         require(algo.loss != "sft", "algo.loss", rule, algo.loss)

@@ -28,8 +28,7 @@ from vlmrl.config.gateway import URLS, Gateway
 from vlmrl.config.model import RANDOM, Model
 from vlmrl.config.report import Report
 from vlmrl.config.run import Config
-from vlmrl.config.teacher import OWN, Teacher
-from vlmrl.config.training import Algo
+from vlmrl.config.training import OWN, Algo, Teacher
 
 FILE_MODULE = "vlmrl_file_"
 """Prefix of the modules that :func:`load_object` makes of files. Only the process that loaded a file can import its module."""

@@ -23,8 +23,7 @@ from vlmrl.config.multimodal import Multimodal
 from vlmrl.config.report import Report
 from vlmrl.config.rollout import Rollout
 from vlmrl.config.servers import ServerSettings
-from vlmrl.config.teacher import Teacher
-from vlmrl.config.training import SFT, Algo, Checkpoint, Eval, Optim, Train, WarmStart
+from vlmrl.config.training import SFT, Algo, Checkpoint, Eval, Optim, Teacher, Train, WarmStart
 from vlmrl.utils.require import require
 
 

@@ -16,7 +16,7 @@ Sees = Callable[[Task, Trajectory, int], list[Message] | None]
 """From a task, a trajectory and the number of one of its turns to the messages that the teacher sees before that turn's response."""
 
 
-class Prompt(NamedTuple):
+class TeacherPrompt(NamedTuple):
     """The messages that the teacher saw before a response, and their ids with the images expanded."""
 
     messages: list[Message]
@@ -48,7 +48,7 @@ class TeacherRows:
         """
         by_id = {trajectory.id: trajectory for trajectory in trajectories}
         for sample in samples:
-            trajectory, prompts = by_id[sample.trajectory_id], dict[int, Prompt]()
+            trajectory, prompts = by_id[sample.trajectory_id], dict[int, TeacherPrompt]()
             if not sample.responses:
                 raise ValueError(
                     f"trajectory {trajectory.id}: teacher.sees needs rows that know their turns' responses, and the rollout made "
@@ -57,7 +57,7 @@ class TeacherRows:
             sample.teacher_rows = [self._row(sample, span, trajectory, prompts) for span in sample.responses]
 
     def _row(
-        self, sample: Sample, span: ResponseSpan, trajectory: Trajectory, prompts: dict[int, Prompt]
+        self, sample: Sample, span: ResponseSpan, trajectory: Trajectory, prompts: dict[int, TeacherPrompt]
     ) -> Sample | None:
         where = f"trajectory {trajectory.id}, turn {span.turn}: teacher.sees {name_of(self._sees)}"
         part = slice(span.start, span.end)
@@ -84,7 +84,9 @@ class TeacherRows:
             teacher_rows=[],
         )
 
-    def _prompt(self, messages: list[Message], trajectory: Trajectory, turn: int, prompts: dict[int, Prompt]) -> Prompt:
+    def _prompt(
+        self, messages: list[Message], trajectory: Trajectory, turn: int, prompts: dict[int, TeacherPrompt]
+    ) -> TeacherPrompt:
         """Rendered as a whole, or after an earlier prompt and the ids of its response, so that the tree computes both once."""
         parent = trajectory.turns[turn].parent
         if parent is not None and parent in prompts:
@@ -93,15 +95,17 @@ class TeacherRows:
                 sampled = trajectory.turns[parent].response_ids
                 shown = self._renderer.adapt_tool_messages(messages[size + 1 :])
                 added = self._expanded(self._renderer.delta(shown, trajectory.tools, response=sampled), messages)
-                return Prompt(messages, [*above.token_ids, *sampled, *added.token_ids], [*above.media, *added.media])
+                return TeacherPrompt(
+                    messages, [*above.token_ids, *sampled, *added.token_ids], [*above.media, *added.media]
+                )
         shown = self._renderer.adapt_tool_messages(messages)
         return self._expanded(self._renderer.prompt(shown, trajectory.tools), messages)
 
-    def _expanded(self, rendered: Rendered, messages: list[Message]) -> Prompt:
+    def _expanded(self, rendered: Rendered, messages: list[Message]) -> TeacherPrompt:
         if rendered.images and self._store is None:
             raise ValueError("a text model's teacher must see no images.")
         media = [] if self._store is None else [self._store.load(image) for image in rendered.images]
-        return Prompt(messages, expand(rendered.token_ids, self._renderer.image_token_id, media), media)
+        return TeacherPrompt(messages, expand(rendered.token_ids, self._renderer.image_token_id, media), media)
 
 
 def _same(messages: Sequence[Message], others: Sequence[Message]) -> bool:

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from vlmrl.algos import choose, choose_all, is_per_token
-from vlmrl.checks.teacher import check_reader
+from vlmrl.checks.teacher_check import check_reader
 from vlmrl.config import Algo, Config, Lora, Model, Rollout
 from vlmrl.config.code import resolve_function
-from vlmrl.config.teacher import OWN
+from vlmrl.config.training import OWN
 from vlmrl.data import TaskMixture, TaskSource, load_run_tasks
 from vlmrl.data.conversations import load_conversations
 from vlmrl.engine.base import BatchEngine, Engine, RunEngine

@@ -293,6 +293,6 @@ def new_trainer(run: Run) -> RunTrainer:
         temperature=config.rollout.temperature or 1.0,
         groups_per_step=train.groups_per_step,
         replay_routing=train.replay_routing,
-        teacher=config.teacher,
+        teacher=replace(config.teacher, sees=None),  # rank 0 alone makes the rows
     )
     return run.trainer.start(spec)

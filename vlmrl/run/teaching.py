@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from vlmrl.checks.teacher import check_teacher_images
+from vlmrl.checks.teacher_check import check_teacher_images
 from vlmrl.config.code import resolve_function
 from vlmrl.rollout.teacher_rows import TeacherRows
 from vlmrl.run.build import Run

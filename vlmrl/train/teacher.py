@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from vlmrl.algos import LossInputs
 from vlmrl.algos.distillation import add_sampled, clipped, divergence_of
-from vlmrl.config import Teacher as TeacherSettings
+from vlmrl.config import Teacher
 from vlmrl.model.divergence import Against
 from vlmrl.model.policy import Policy, TokenScores
 from vlmrl.train.master_weights import MasterWeights
@@ -50,7 +50,7 @@ class Taught:
     """For a divergence over the vocabulary; None for the loss ``sampled``."""
 
 
-class Teacher:
+class TeacherModel:
     """The teacher ``model`` of ``policy``, the same object for the teacher ``self``.
 
     An average's float32 weights are kept apart from ``model`` where that computes in bfloat16: small updates would be lost there.
@@ -58,7 +58,7 @@ class Teacher:
 
     def __init__(
         self,
-        settings: TeacherSettings,
+        settings: Teacher,
         policy: Policy,
         model: Policy,
         layout: Layout,

@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from vlmrl.algos import KL, LossInputs, choose, choose_all
 from vlmrl.algos.corrections import mismatch
-from vlmrl.config import Algo, Optim
-from vlmrl.config import Teacher as TeacherSettings
+from vlmrl.config import Algo, Optim, Teacher
 from vlmrl.config.fields import short_name
 from vlmrl.model.lora import named_adapters, named_weights
 from vlmrl.model.policy import Policy, TokenScores
@@ -40,7 +39,7 @@ from vlmrl.train.master_weights import MasterWeights, make_optimizer, move_state
 from vlmrl.train.packing import Layout, MicroBatchPlan, count_unrecorded_experts, pack, per_token, split
 from vlmrl.train.ranks import MetricAccumulator, Ranks
 from vlmrl.train.schedule import learning_rate_factor
-from vlmrl.train.teacher import Taught, Teacher
+from vlmrl.train.teacher import Taught, TeacherModel
 from vlmrl.types import Sample, to_device
 from vlmrl.utils.current_gpu import on_policy_gpu
 
@@ -65,7 +64,7 @@ class TrainerSpec:
     """Compute shared prefixes once, if the model's family allows it."""
     replay_routing: bool = True
     """For mixture-of-experts models: use the experts that the engine recorded."""
-    teacher: TeacherSettings = field(default_factory=TeacherSettings)
+    teacher: Teacher = field(default_factory=Teacher)
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ class Trainer:
         self.teacher = None
         if teacher is not None:
             limits = (self._layout, spec.tokens_per_micro_batch, spec.temperature, self._ranks)
-            self.teacher = Teacher(spec.teacher, policy, teacher, *limits)
+            self.teacher = TeacherModel(spec.teacher, policy, teacher, *limits)
 
     @on_policy_gpu
     def step(self, samples: Sequence[Sample]) -> StepOutput:
