@@ -71,7 +71,7 @@ class RunTrainer:
         self._call("end_schedule_at", position)
 
     def score(self, samples: Sequence[Sample], by_teacher: bool = False) -> list[np.ndarray]:
-        return self._call_on("score", samples, by_teacher)
+        return self._call_on("score", samples, *[True] * by_teacher)
 
     def token_kl(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         return self._call_on("token_kl", samples)
