@@ -42,7 +42,8 @@ def show_crop(task: Task, trajectory, turn: int) -> list[Message]:
 
 def reward(text: str, task: Task) -> float:
     """For the curve; with ``algo.advantage none`` it trains nothing."""
-    return float(read_tags(text, "answer")[-1].strip().lower() == str(task.answer).strip().lower())
+    given = [answer.strip().lower() for answer in read_tags(text, "answer")]
+    return float(given[-1:] == [str(task.answer).strip().lower()])
 
 
 def config() -> Config:
