@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from testing.trees import random_rows
@@ -9,6 +11,7 @@ from testing.trees import random_rows
 from vlmrl.config import Algo, Model, Optim, Teacher
 from vlmrl.model.loading import load_model
 from vlmrl.train.trainer import Trainer, TrainerSpec
+from vlmrl.types import ResponseSpan
 
 SPEC = TrainerSpec(
     Algo(loss="reinforce"), Optim(lr=1e-3), 4, 400, teacher=Teacher(model="average", decay=0.9, coef=0.5)
@@ -43,3 +46,14 @@ def test_a_resumed_average_is_that_of_an_uninterrupted_run(qwen3_vl, tmp_path, d
     after, expected = tensors(resumed), tensors(whole)
     assert after.keys() == expected.keys()
     assert all(torch.equal(after[name], expected[name]) for name in expected)
+
+
+def test_mini_batches_may_have_different_turns(qwen3_vl):
+    """Group a has two turns, and group b one."""
+    model, _ = new_trainer(qwen3_vl)
+    spec = replace(SPEC, groups_per_step=1)
+    rows = random_rows(model, seed=0)
+    for row in rows:
+        row.responses = [ResponseSpan(0, 0, 1), ResponseSpan(int(row.group_id == "a"), 1, len(row.response_ids))]
+    metrics = Trainer(model.policy, spec, teacher=model.policy.frozen_copy()).step(rows).metrics
+    assert {name for name in metrics if "turn" in name} == {"teacher/kl_turn_0", "teacher/kl_turn_1"}

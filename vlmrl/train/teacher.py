@@ -143,11 +143,13 @@ class TeacherModel:
 
     def over_known(self, means: Mapping[str, float]) -> dict[str, float]:
         """Metrics that are means over all trained tokens as means over those that the teacher scored, of each turn or of all."""
-        result = dict(means)
+        result = {name: mean for name, mean in means.items() if not name.startswith("teacher/")}
+        result["teacher/share"] = means["teacher/share"]
         for name in [name for name in means if name.startswith("teacher/") and "share" not in name]:
-            share = "teacher/share" + name.removeprefix("teacher/kl") * ("_turn_" in name)
-            result[name] = means[name] / means[share] if means[share] else 0.0
-        return {name: value for name, value in result.items() if "share_turn_" not in name}
+            share = means["teacher/share" + (name.removeprefix("teacher/kl") if "_turn_" in name else "")]
+            if share:
+                result[name] = means[name] / share
+        return result
 
     @torch.no_grad()
     def follow(self, weights: Mapping[str, nn.Parameter]) -> None:

@@ -138,7 +138,8 @@ class Trainer:
             for index, sample, row in zip(indices, part, before.cpu().numpy(), strict=True):
                 logprobs[index] = _response(sample, row)
         self.policy.eval()  # in training mode, checkpointed layers take no cache, and an engine may share this model
-        metrics = {name: _over_steps(name, [step[name] for step in steps]) for name in steps[0]}
+        names = dict.fromkeys(chain.from_iterable(steps))  # one with fewer turns lacks some of a teacher's
+        metrics = {name: _over_steps(name, [step[name] for step in steps if name in step]) for name in names}
         if self._replay_routing:
             metrics["routing/free_tokens"] = count_unrecorded_experts(samples)
         if self._algo.corrections:
