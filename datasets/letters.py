@@ -31,7 +31,15 @@ def make_task(index: int, seed: int, side: int = 1024, signs: int = 9) -> dict:
         x, y = ((place + rng.uniform(0.3, 0.7)) * side / 5 for place in (column, row))
         draw_sign(ImageDraw.Draw(image), x, y, side / 40, COLORS[color], shape, letter)
     color, shape = kinds[0]
-    return {"prompt": PROMPT.format(sign=f"{color} {shape}"), "images": [image], "answer": letters[0]}
+    box = [place * side // 5 for place in (*cells[0], cells[0][0] + 1, cells[0][1] + 1)]
+    return {"prompt": PROMPT.format(sign=f"{color} {shape}"), "images": [image], "answer": letters[0], "box": box}
+
+
+def make_question(index: int, seed: int) -> dict:
+    """The same without a tool. ``box`` is the part of the image with the sign: left, top, right and bottom in pixels."""
+    row = make_task(index, seed)
+    question = row["prompt"].partition(" The image is")[0]
+    return {**row, "prompt": f"{question} Give the letter between answer tags: <answer>K</answer>"}
 
 
 def draw_sign(

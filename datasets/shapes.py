@@ -2,7 +2,8 @@
 
     python datasets/shapes.py --out shapes.png      # look at some
 
-As a generator of tasks: ``Data(generator="../datasets/shapes.py:make_task", size=2048)``.
+As a generator of tasks: ``Data(generator="../datasets/shapes.py:make_task", size=2048)``. ``make_thumbnail`` shows only a thumbnail of
+the image, and has the quarter in question in the column ``crop``.
 """
 
 import random
@@ -25,6 +26,22 @@ def make_task(index: int, seed: int, side: int = 256) -> dict:
         "answer": colors[quarter],
         "quarter": quarter,
     }
+
+
+def make_thumbnail(index: int, seed: int, side: int = 32) -> dict:
+    """The same question about a thumbnail of ``side`` pixels. ``crop`` is the quarter in question, of as many pixels."""
+    row = make_task(index, seed)
+    (image,), (column, line) = row["images"], QUARTERS[row["quarter"]]
+    half = image.width // 2
+    quarter = image.crop((column * half, line * half, (column + 1) * half, (line + 1) * half))
+    thumbnail, crop = (each.resize((side, side), Image.Resampling.BOX) for each in (image, quarter))
+    return {**row, "images": [thumbnail], "crop": crop, "shows_crop": False}
+
+
+def make_thumbnail_or_crop(index: int, seed: int) -> dict:
+    """Every second task shows the crop instead."""
+    row = make_thumbnail(index, seed)
+    return {**row, "images": [row["crop"]], "shows_crop": True} if index % 2 else row
 
 
 def draw(colors: dict[str, str], rng: random.Random, side: int) -> Image.Image:

@@ -27,6 +27,7 @@ from vlmrl.config import (
     Report,
     Rollout,
     ServerSettings,
+    Teacher,
     Train,
     WarmStart,
 )
@@ -87,6 +88,7 @@ __all__ = [
     "Sample",
     "ServerSettings",
     "Task",
+    "Teacher",
     "ToolCall",
     "ToolEnv",
     "ToolResult",

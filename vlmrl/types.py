@@ -324,6 +324,9 @@ class Sample:
     expert_routing: list[ExpertRouting | None] = field(default_factory=list)  # of all tokens of the row; or empty
     rewards: dict[int, float] = field(default_factory=dict)  # by index into response_ids, where not 0
     responses: list[ResponseSpan] = field(default_factory=list)  # where its turns' responses are; empty: not known
+    teacher_rows: list[Sample | None] = field(
+        default_factory=list
+    )  # for each of them what a teacher sees; empty: this row
 
     @property
     def token_ids(self) -> list[int]:

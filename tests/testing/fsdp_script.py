@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from PIL import Image
 
-from vlmrl.config import Algo, Config, Lora, Model, Optim, Train
+from vlmrl.config import Algo, Config, Lora, Model, Optim, Teacher, Train
 from vlmrl.model.loading import load_model
 from vlmrl.train.controller import Commands, RunTrainer, join_process_group, run_commands
 from vlmrl.train.rank import Rank
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import TrainerSpec
-from vlmrl.types import Sample
+from vlmrl.types import ResponseSpan, Sample
 
 
 def samples_of(loaded, images: list[bool]) -> list[Sample]:
@@ -45,6 +45,27 @@ def samples_of(loaded, images: list[bool]) -> list[Sample]:
     return rows
 
 
+def teach(batches: list[list[Sample]], shown: Sample) -> None:
+    """The teacher sees two more rows, one of them with an image, where the policy sees text, and nothing of the third row."""
+    for batch in batches:
+        for number, row in enumerate(batch):
+            half, size = len(row.response_ids) // 2, len(row.response_ids)
+            row.responses = [ResponseSpan(0, 0, half), ResponseSpan(1, half, size)]
+            parts = [row.response_ids[:half], row.response_ids[half:]]
+            seen = [
+                replace(
+                    shown if number == 0 else replace(shown, prompt_token_ids=[9, 8, number], media=[]),
+                    response_ids=part,
+                    loss_mask=[1] * len(part),
+                    rollout_logprobs=None,
+                    policy_versions=[0] * len(part),
+                    group_id=row.group_id,
+                )
+                for part in parts
+            ]
+            row.teacher_rows = [None, None] if number == 2 else [*seen]
+
+
 @dataclass(frozen=True)
 class Case:
     """``steps``: the samples of each optimizer step, in turn; a letter is a sample, and p one that shows an image."""
@@ -52,6 +73,7 @@ class Case:
     steps: tuple[str, ...]
     model: dict[str, Any] = field(default_factory=dict)
     kl: float = 0.0
+    teacher: bool = False
     weight_decay: float = 0.0
 
 
@@ -68,6 +90,7 @@ CASES = {
     "LoRA, an image, and a KL penalty towards the model without adapters": Case(("tptt",), {"lora": LORA}, kl=0.1),
     "a KL penalty towards a sharded copy": Case(("pttt",), kl=0.1),
     "three micro-batches on two ranks": Case(("ptt",)),
+    "a teacher that is the average and sees images on one rank only": Case(("tptt", "tttt"), teacher=True),
 }
 
 
@@ -83,10 +106,14 @@ def train(folder: str, out: Path, ranks: Ranks, commands: Commands | None, name:
         run_commands(rank, commands)
         return {}
     batches = [samples_of(loaded, [letter == "p" for letter in images]) for images in case.steps]
+    if case.teacher:
+        teach(batches, samples_of(loaded, [True])[0])
     batches = [batches[step % len(batches)] for step in range(6)]
     algo = Algo(loss="ppo", kl_coef=case.kl, corrections=("token_truncation",)) if case.kl else Algo(loss="sft")
     optim = Optim(lr=1e-3, weight_decay=case.weight_decay)
     spec = TrainerSpec(algo, optim, total_steps=20, tokens_per_micro_batch=40, groups_per_step=2)
+    if case.teacher:
+        spec = replace(spec, teacher=Teacher(model="average", decay=0.5))
     trainer = RunTrainer(rank, commands).start(spec)
     outputs = [trainer.step(batch) for batch in batches[:5]]
     weights = {name: float(weight.double().square().sum()) for name, weight in trainer.named_weights()}

@@ -49,6 +49,11 @@ def grpo(rewards: torch.Tensor, group_ids: Sequence[str], scale_by_std: bool = T
     return _by_group(rewards, group_ids, of_group)
 
 
+def none(rewards: torch.Tensor, group_ids: Sequence[str]) -> torch.Tensor:
+    """0 for every trajectory: rewards are only metrics, and a teacher alone trains."""
+    return torch.zeros_like(rewards)
+
+
 def rloo(rewards: torch.Tensor, group_ids: Sequence[str]) -> torch.Tensor:
     """Reward minus the mean of the others in its group: 1, 0, 0, 1 give 2/3, -2/3, -2/3, 2/3. A group of one gives 0.
 
@@ -125,4 +130,5 @@ ADVANTAGES: dict[str, Callable[..., torch.Tensor]] = {
     "rloo": rloo,
     "maxrl": maxrl,
     "reinforce_pp": reinforce_pp,
+    "none": none,
 }

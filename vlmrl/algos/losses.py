@@ -30,6 +30,8 @@ class LossInputs:
     """1 where a token is trained, 0 elsewhere."""
     ref_logprobs: torch.Tensor | None = None
     """The reference model's logprobs; ``None`` without a reference model."""
+    teacher_logprobs: torch.Tensor | None = None
+    """The teacher's logprobs, 0 where it says nothing; ``None`` without a teacher."""
 
 
 @dataclass(frozen=True)

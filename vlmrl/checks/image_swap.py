@@ -57,11 +57,11 @@ async def check_images(
     if row is None:
         return None
     assert image_token_id is not None  # or there were no images
-    row = _from_first_image(row, image_token_id)
-    swapped = replace(row, media=[await store.get(_noise(row.media[0])), *row.media[1:]])
+    row = from_first_image(row, image_token_id)
+    swapped = replace(row, media=[await store.get(noise(row.media[0])), *row.media[1:]])
     engine_change = await _engine_change(engine, row, swapped, image_token_id, timeout)
     async with paused(engine):  # it may share the weights that score uses
-        change = ImageSwap(_trainer_change(score, row, swapped), engine_change)
+        change = ImageSwap(largest_change(score, row, swapped), engine_change)
     for side, nats in vars(change).items():
         if nats <= MIN_CHANGE:
             raise ImageSwapError(
@@ -72,7 +72,7 @@ async def check_images(
     return change
 
 
-def _from_first_image(row: Sample, image_token_id: int) -> Sample:
+def from_first_image(row: Sample, image_token_id: int) -> Sample:
     """The same tokens with all text after the first image as the response.
 
     A trained response may have a probability so close to 1 that no image changes it, so prompt text is scored as well.
@@ -91,12 +91,14 @@ def _from_first_image(row: Sample, image_token_id: int) -> Sample:
     )
 
 
-def _noise(item: MediaItem) -> Image.Image:
+def noise(item: MediaItem) -> Image.Image:
+    """An image of the item's size that shows nothing."""
     width, height = item.size
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def _trainer_change(score: Score, row: Sample, swapped: Sample) -> float:
+def largest_change(score: Score, row: Sample, swapped: Sample) -> float:
+    """Of a logprob, in nats."""
     kept, other = score([row, swapped])
     return float(np.abs(kept - other).max())
 

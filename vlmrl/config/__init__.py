@@ -15,7 +15,7 @@ from vlmrl.config.report import Report
 from vlmrl.config.rollout import Rollout
 from vlmrl.config.run import Config
 from vlmrl.config.servers import ServerSettings
-from vlmrl.config.training import SFT, Algo, Checkpoint, Eval, Optim, Train, WarmStart
+from vlmrl.config.training import SFT, Algo, Checkpoint, Eval, Optim, Teacher, Train, WarmStart
 
 __all__ = [
     "SFT",
@@ -38,6 +38,7 @@ __all__ = [
     "Report",
     "Rollout",
     "ServerSettings",
+    "Teacher",
     "Train",
     "WarmStart",
     "name_of",

@@ -8,7 +8,7 @@ from vlmrl.config.cluster import Cluster
 from vlmrl.config.data import Data, EvalData, Part, check_held_out
 from vlmrl.config.fields import short_name
 from vlmrl.config.rollout import Rollout
-from vlmrl.config.training import Algo, Train
+from vlmrl.config.training import Algo, Teacher, Train
 from vlmrl.utils.require import require
 
 RENDERED = "re-rendered samples (rollout.history rerender with rollout.samples concat)"
@@ -46,6 +46,19 @@ def check_rewards(algo: Algo, rollout: Rollout) -> None:
         require(ok, "rollout.truncated_reward", rule, rollout.truncated_reward)
     limit = f"at most rollout.max_tokens ({rollout.max_tokens})"
     require(algo.overlong_buffer <= rollout.max_tokens, "algo.overlong_buffer", limit, algo.overlong_buffer)
+
+
+def check_teacher(algo: Algo, teacher: Teacher) -> None:
+    """Requirements of the algorithm on the teacher."""
+    if algo.advantage == "none":
+        rule = "set with algo.advantage none, which trains on no reward"
+        require(teacher.model is not None or algo.kl_coef > 0, "teacher.model", rule, teacher.model)
+    if teacher.model == "self":
+        rule = "set with teacher.model self, which would agree with itself on what the policy saw"
+        require(teacher.sees is not None, "teacher.sees", rule, teacher.sees)
+    if teacher.model is not None and teacher.loss == "sampled":
+        rule = "a policy-gradient loss with teacher.loss sampled, which adds to its advantages"
+        require(algo.loss != "sft", "algo.loss", rule, algo.loss)
 
 
 def check_order(rollout: Rollout, train: Train, deterministic: bool) -> None:

@@ -28,7 +28,7 @@ from vlmrl.config.gateway import URLS, Gateway
 from vlmrl.config.model import RANDOM, Model
 from vlmrl.config.report import Report
 from vlmrl.config.run import Config
-from vlmrl.config.training import Algo
+from vlmrl.config.training import OWN, Algo, Teacher
 
 FILE_MODULE = "vlmrl_file_"
 """Prefix of the modules that :func:`load_object` makes of files. Only the process that loaded a file can import its module."""
@@ -124,6 +124,8 @@ def _resolve_data(field: str, path: str, folder: Path | None) -> str:
 
 def _resolve_model(field: str, path: str, folder: Path | None) -> str:
     """The first local folder of this name, or ``path`` itself: a name on the Hub, or ``tiny:FAMILY``."""
+    if (field, path) in {("teacher.model", own) for own in OWN}:
+        return path
     prefix = RANDOM if path.startswith(RANDOM) else ""
     source = path.removeprefix(prefix)
     return prefix + next((str(place) for place in places(source, folder) if place.is_dir()), source)
@@ -356,6 +358,7 @@ _PATHS: dict[tuple[type, str], Resolver] = {
     (Model, "path"): _resolve_model,
     (Model, "chat_template"): _resolve_template,
     (Algo, "reference"): _resolve_model,
+    (Teacher, "model"): _resolve_model,
     (Data, "path"): _resolve_data,
     (EvalData, "path"): _resolve_data,
     (Conversations, "path"): _resolve_data,

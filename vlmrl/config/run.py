@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vlmrl.config.checks import check_asynchronous, check_data, check_order, check_rewards, check_samples, refuse_if
+from vlmrl.config.checks import (
+    check_asynchronous,
+    check_data,
+    check_order,
+    check_rewards,
+    check_samples,
+    check_teacher,
+    refuse_if,
+)
 from vlmrl.config.cluster import Cluster, check_servers, resolve_cluster
 from vlmrl.config.data import Data, Part, check_env_or_reward
 from vlmrl.config.fields import Code, Codes, Options, Settings
@@ -15,7 +23,7 @@ from vlmrl.config.multimodal import Multimodal
 from vlmrl.config.report import Report
 from vlmrl.config.rollout import Rollout
 from vlmrl.config.servers import ServerSettings
-from vlmrl.config.training import SFT, Algo, Checkpoint, Eval, Optim, Train, WarmStart
+from vlmrl.config.training import SFT, Algo, Checkpoint, Eval, Optim, Teacher, Train, WarmStart
 from vlmrl.utils.require import require
 
 
@@ -58,6 +66,7 @@ class Config(Settings):
     `vllm`: vLLM servers (`pip install 'vlmrl[vllm]'`). `file.py:Class`: servers of a program of your own (a `ServerBackend`)."""
     server: ServerSettings = field(default_factory=ServerSettings)
     algo: Algo = field(default_factory=Algo)
+    teacher: Teacher = field(default_factory=Teacher)
     optim: Optim = field(default_factory=Optim)
     train: Train = field(default_factory=Train)
     eval: Eval = field(default_factory=Eval)
@@ -134,6 +143,7 @@ class Config(Settings):
         self._check_episodes()
         check_samples(self.algo, self.rollout, self.train)
         check_rewards(self.algo, self.rollout)
+        check_teacher(self.algo, self.teacher)
         check_order(self.rollout, self.train, self.deterministic)
         _ = self.resolved_cluster  # raises if its numbers do not fit together
         check_asynchronous(self.algo, self.rollout, self.train, self.cluster)

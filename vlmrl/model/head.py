@@ -80,7 +80,7 @@ class _Scores(torch.autograd.Function):
         logprobs, entropy, normalizers = (
             torch.empty(len(labels), dtype=torch.float32, device=hidden.device) for _ in range(3)
         )
-        for chunk in _chunks(len(labels), head):
+        for chunk in chunks(len(labels), head):
             logits = logits_of(hidden[chunk], head, bias, temperature, banned_ids)
             normalizers[chunk] = logits.logsumexp(1)
             logprobs[chunk] = logits.gather(1, labels[chunk, None])[:, 0] - normalizers[chunk]
@@ -96,12 +96,8 @@ class _Scores(torch.autograd.Function):
         ctx: Any, logprob_grad: torch.Tensor | None, entropy_grad: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, head, bias, labels, normalizers, entropy = ctx.saved_tensors
-        hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        head_grad, bias_grad = (  # float32: in bfloat16 a sum over many chunks would lose the late ones
-            torch.zeros_like(weight, dtype=torch.float32) if wanted else None
-            for weight, wanted in zip((head, bias), ctx.needs_input_grad[1:3], strict=True)
-        )
-        for chunk in _chunks(len(labels), head):
+        gradients = HeadGradients(hidden, head, bias, ctx.needs_input_grad)
+        for chunk in chunks(len(labels), head):
             logits = logits_of(hidden[chunk], head, bias, ctx.temperature, ctx.banned_ids)
             grad = (logits - normalizers[chunk, None]).exp_().neg_()  # -p
             if entropy_grad is None:
@@ -117,20 +113,44 @@ class _Scores(torch.autograd.Function):
             del logits
             if logprob_grad is not None:
                 grad.scatter_add_(1, labels[chunk, None], logprob_grad[chunk, None])
-            grad = grad.div_(ctx.temperature).to(head.dtype)
-            if hidden_grad is not None:
-                torch.mm(grad, head, out=hidden_grad[chunk])
-            if head_grad is not None and head.dtype == torch.float32:
-                head_grad.addmm_(grad.T, hidden[chunk])
-            elif head_grad is not None:
-                head_grad += grad.T @ hidden[chunk]
-            if bias_grad is not None:
-                bias_grad += grad.sum(0)
-        head_grad, bias_grad = (None if total is None else total.to(head.dtype) for total in (head_grad, bias_grad))
-        return hidden_grad, head_grad, bias_grad, None, None, None
+            gradients.add(chunk, grad.div_(ctx.temperature))
+        return *gradients.result(), None, None, None
 
 
-def _chunks(tokens: int, head: torch.Tensor) -> Iterator[slice]:
-    at_once = LOGITS_ON_CPU if head.device.type == "cpu" else LOGITS_ON_GPU
+class HeadGradients:
+    """The gradients of hidden states, head and bias, of which ``wanted`` says what is needed, summed over chunks of tokens."""
+
+    def __init__(
+        self, hidden: torch.Tensor, head: torch.Tensor, bias: torch.Tensor | None, wanted: Sequence[bool]
+    ) -> None:
+        self._inputs = hidden, head
+        self._hidden = torch.empty_like(hidden) if wanted[0] else None
+        self._head, self._bias = (  # float32: in bfloat16 a sum over many chunks would lose the late ones
+            torch.zeros_like(weight, dtype=torch.float32) if weight is not None and is_wanted else None
+            for weight, is_wanted in zip((head, bias), wanted[1:3], strict=True)
+        )
+
+    def add(self, chunk: slice, grad: torch.Tensor) -> None:
+        """``grad`` is that of the chunk's logits before the temperature, ``[tokens, vocabulary]``."""
+        hidden, head = self._inputs
+        grad = grad.to(head.dtype)
+        if self._hidden is not None:
+            torch.mm(grad, head, out=self._hidden[chunk])
+        if self._head is not None and head.dtype == torch.float32:
+            self._head.addmm_(grad.T, hidden[chunk])
+        elif self._head is not None:
+            self._head += grad.T @ hidden[chunk]
+        if self._bias is not None:
+            self._bias += grad.sum(0)
+
+    def result(self) -> tuple[torch.Tensor | None, ...]:
+        dtype = self._inputs[1].dtype
+        return self._hidden, *(None if total is None else total.to(dtype) for total in (self._head, self._bias))
+
+
+def chunks(tokens: int, head: torch.Tensor, at_once: int | None = None) -> Iterator[slice]:
+    """Slices of the tokens of which ``at_once`` logits are computed at once, by default what is fastest on the device."""
+    if at_once is None:
+        at_once = LOGITS_ON_CPU if head.device.type == "cpu" else LOGITS_ON_GPU
     size = max(1, at_once // len(head))
     return (slice(first, min(first + size, tokens)) for first in range(0, tokens, size))

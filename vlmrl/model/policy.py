@@ -20,6 +20,7 @@ from vlmrl.families.base import WHY_NOT_PACKED, ImageFeatures
 from vlmrl.families.forks import Forks
 from vlmrl.model import patch_embedding, tree_attention, tree_states
 from vlmrl.model.cached_attention import CachedAttention
+from vlmrl.model.divergence import Against, divergence_from
 from vlmrl.model.expert_routing import ExpertRouters
 from vlmrl.model.head import logits_of, score_tokens
 from vlmrl.model.lora import adapters_off
@@ -32,6 +33,12 @@ class TokenScores(NamedTuple):
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
+    states: torch.Tensor | None = None
+    """``[targets, width]``, in row order, without gradient: the hidden state that each target is predicted from."""
+    divergence: torch.Tensor | None = None
+    """From a teacher, for each of its tokens ``[n]``; by sample, ``[rows, length]`` as above. None without a teacher."""
+    agreement: torch.Tensor | None = None
+    """1 where the teacher's first choice is the same, in the same shape."""
 
 
 class Policy(nn.Module):
@@ -89,8 +96,11 @@ class Policy(nn.Module):
             settings["context_fn"] = self.routing.checkpointed
         getattr(self.model, "activation_checkpointing_enable", old_name)(settings)
 
-    def forward(self, batch: MicroBatch, temperature: float = 1.0) -> TokenScores:
-        """The logprob of each token that ``batch.targets`` marks, given all tokens before it in its row."""
+    def forward(self, batch: MicroBatch, temperature: float = 1.0, against: Against | None = None) -> TokenScores:
+        """The logprob of each token that ``batch.targets`` marks, given all tokens before it in its row.
+
+        With ``against``, also the divergence from a teacher: here, since FSDP gathers the head only within a forward pass.
+        """
         if batch.ends is not None and not self.family.may_share:
             raise ValueError(f"samples of {self.config.model_type} must not be packed into one row: {WHY_NOT_PACKED}.")
         features = self.encode_images(batch.images) if batch.images else []
@@ -110,7 +120,15 @@ class Policy(nn.Module):
         head = self.model.lm_head
         logprobs, entropy = score_tokens(chosen, head.weight, head.bias, labels, temperature, self.banned_ids)
         zeros = hidden.new_zeros(batch.token_ids.shape, dtype=torch.float32)
-        return TokenScores(zeros.index_put((rows, places), logprobs), zeros.index_put((rows, places), entropy))
+        scores = TokenScores(
+            zeros.index_put((rows, places), logprobs), zeros.index_put((rows, places), entropy), chosen.detach()
+        )
+        if against is None:
+            return scores
+        numbers = batch.targets.flatten().cumsum(0) - 1
+        own = chosen[to_device(numbers[against.tokens], self.device)]
+        divergence, agreement = divergence_from(against, own, head.weight, head.bias, temperature, self.banned_ids)
+        return scores._replace(divergence=divergence, agreement=agreement)
 
     def _replayed(self, experts: torch.Tensor | None) -> AbstractContextManager[None]:
         """Within the context, ``experts`` ``[rows, length, layers, top_k]`` are the tokens' experts."""

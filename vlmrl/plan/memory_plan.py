@@ -319,6 +319,9 @@ def _trainer(config: Config, sizes: Sizes, ranks: int, dtype: torch.dtype) -> di
     algo = config.algo
     if algo.kl_coef and (algo.reference is not None or not config.model.lora.rank):
         parts["reference"] = own * sizes.parameters / ranks
+    if config.teacher.model not in (None, "self"):
+        average = 4 * sizes.trained if config.teacher.model == "average" and own < 4 else 0
+        parts["teacher"] = own * sizes.parameters / ranks + average
     return parts
 
 

@@ -98,7 +98,7 @@ def truncated(seen: Observed) -> tuple[str, str] | None:
 
 def no_signal(seen: Observed) -> tuple[str, str] | None:
     """In no group of the last steps does one member have another reward than the others. A group of one has no others."""
-    if seen.config.rollout.group_size == 1:
+    if seen.config.rollout.group_size == 1 or seen.config.algo.advantage == "none":
         return None
     groups, steps, rewards = 0, 0, set()
     for row in reversed(seen.rows):

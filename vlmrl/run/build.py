@@ -9,7 +9,10 @@ from pathlib import Path
 import torch
 
 from vlmrl.algos import choose, choose_all, is_per_token
+from vlmrl.checks.teacher_check import check_reader
 from vlmrl.config import Algo, Config, Lora, Model, Rollout
+from vlmrl.config.code import resolve_function
+from vlmrl.config.training import OWN
 from vlmrl.data import TaskMixture, TaskSource, load_run_tasks
 from vlmrl.data.conversations import load_conversations
 from vlmrl.engine.base import BatchEngine, Engine, RunEngine
@@ -20,7 +23,7 @@ from vlmrl.engine.server_checks import check_sync
 from vlmrl.env.base import resolve_envs
 from vlmrl.gateway.agent_loop import AgentLoop
 from vlmrl.gateway.agents import Agents, resolve_agent
-from vlmrl.model.loading import LoadedModel, chat_template_text, load_model
+from vlmrl.model.loading import LoadedModel, chat_template_text, load_model, load_reader
 from vlmrl.model.policy import Policy
 from vlmrl.multimodal.masks import check_masks
 from vlmrl.multimodal.pixel_memory import PixelMemory
@@ -146,6 +149,8 @@ def build_run(config: Config, ranks: Ranks | None = None, commands: Commands | N
     torch.manual_seed(config.seed)
     ranks = ranks or Ranks()
     model = load_model(_model_settings(config, ranks), config.models_dir, config.seed)
+    if config.teacher.model not in (None, *OWN):
+        check_reader(model, load_reader(replace(config.model, path=config.teacher.model), config.models_dir))
     if spec is not None:
         model.renderer.check_tools(spec.tools)
     if config.rollout.needs_rendered_rows and not model.renderer.marks_responses:
@@ -241,6 +246,8 @@ def check_names(config: Config) -> None:
     if config.has_servers:
         new_backend(config)
         check_sync(config)
+    if config.teacher.sees is not None:
+        resolve_function("teacher.sees", config.teacher.sees, ["task", "trajectory", "turn"])
     _check_algo(config.algo)
 
 

@@ -39,6 +39,7 @@ from vlmrl.run.recorder import Recorder
 from vlmrl.run.sft import fine_tune, stages_of
 from vlmrl.run.stages import audited_samples, push_weights
 from vlmrl.run.stopping import RunStopped, StopRequest
+from vlmrl.run.teaching import teach
 from vlmrl.train.controller import RunTrainer
 from vlmrl.train.credit import assign_advantages
 from vlmrl.train.trainer import TrainerSpec
@@ -247,6 +248,7 @@ def train_on(run: Run, trainer: RunTrainer, trajectories: Sequence[Trajectory]) 
         return metrics | {"samples": 0}
     with run.seconds.of("audit"):
         samples, report = audited_samples(run, trajectories)
+        teach(run, trainer, samples, trajectories)
     metrics["samples"] = report.samples
     metrics |= {f"left_out/{reason}": count for reason, count in report.left_out.items()}
     kl = trainer.token_kl(samples) if algo.kl_in_reward else None
@@ -291,5 +293,6 @@ def new_trainer(run: Run) -> RunTrainer:
         temperature=config.rollout.temperature or 1.0,
         groups_per_step=train.groups_per_step,
         replay_routing=train.replay_routing,
+        teacher=replace(config.teacher, sees=None),  # rank 0 alone makes the rows
     )
     return run.trainer.start(spec)

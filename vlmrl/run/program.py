@@ -246,6 +246,9 @@ def _training(config: Config) -> list[str]:
         )
     if note := note_on_reduction(config.algo):
         lines.append(f"loss      {note}")
+    if (teacher := config.teacher).model is not None:
+        sees = "what the policy saw" if teacher.sees is None else short_name(teacher.sees)
+        lines.append(f"teacher   {teacher.model}, sees {sees}; {teacher.loss}, coefficient {teacher.coef:g}")
     if train.max_staleness:
         ahead = f"asynchronous, {train.max_staleness} updates ahead at most; too old: {train.too_old}"
         lines.append(f"rollouts  {ahead}; {describe_correction(config)}")

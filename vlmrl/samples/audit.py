@@ -65,6 +65,40 @@ def audit(
     return AuditReport(len(samples), sum(sum(sample.loss_mask) for sample in samples), dict(left_out))
 
 
+def audit_teacher(
+    samples: Sequence[Sample], trajectories: Sequence[Trajectory], *, image_token_id: int | None = None
+) -> None:
+    """Check what a teacher sees of each sample: the sampled tokens of each turn, none changed or moved, and whole images.
+
+    Raises:
+        AuditError: a rule is broken.
+    """
+    turns = {trajectory.id: trajectory.turns for trajectory in trajectories}
+    for sample in samples:
+        if len(sample.teacher_rows) not in (0, len(sample.responses)):
+            raise AuditError(
+                f"trajectory {sample.trajectory_id}: {len(sample.teacher_rows)} rows of a teacher for {len(sample.responses)} "
+                "responses."
+            )
+        for span, row in zip(sample.responses, sample.teacher_rows, strict=bool(sample.teacher_rows)):
+            if row is None:
+                continue
+            where = f"trajectory {sample.trajectory_id}, turn {span.turn}: the teacher's row"
+            sampled = turns[sample.trajectory_id][span.turn].response_ids[: span.end - span.start]
+            wrong = [
+                index for index, pair in enumerate(zip(row.response_ids, sampled, strict=False)) if len(set(pair)) > 1
+            ]
+            if wrong or len(row.response_ids) != len(sampled):
+                index = wrong[0] if wrong else min(len(sampled), len(row.response_ids))
+                raise AuditError(
+                    f"{where} has {row.response_ids[index : index + 1]} at response token {index}, where the policy sampled "
+                    f"{sampled[index : index + 1]}, of {len(row.response_ids)} and {len(sampled)} tokens."
+                )
+            if row.loss_mask != sample.loss_mask[span.start : span.end]:
+                raise AuditError(f"{where} has another loss_mask than the policy's row.")
+            _check_images([row], 0, image_token_id)
+
+
 def _check_lengths(sample: Sample) -> None:
     size = len(sample.response_ids)
     for name in ("loss_mask", "rollout_logprobs", "policy_versions"):

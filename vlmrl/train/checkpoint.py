@@ -34,7 +34,7 @@ Tensors = dict[str, torch.Tensor]
 
 STAGES = {"warm_start": "warm_start", "sft": "sft", "train": "step"}
 """The stages of a run in order, with how the names of their checkpoints begin."""
-KINDS = ("weight/", "reference/")
+KINDS = ("weight/", "reference/", "teacher/")
 """How the names of the tensors begin that are compared. Optimizer state has the weights' names, as far as they ever had a gradient."""
 
 

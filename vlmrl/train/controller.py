@@ -70,8 +70,8 @@ class RunTrainer:
     def end_schedule_at(self, position: int) -> None:
         self._call("end_schedule_at", position)
 
-    def score(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        return self._call_on("score", samples)
+    def score(self, samples: Sequence[Sample], by_teacher: bool = False) -> list[np.ndarray]:
+        return self._call_on("score", samples, *[True] * by_teacher)
 
     def token_kl(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         return self._call_on("token_kl", samples)
@@ -131,18 +131,18 @@ class RunTrainer:
         with self._command("call", method, *arguments):
             return self.rank.call(method, *arguments)
 
-    def _call_on(self, method: str, samples: Sequence[Sample]) -> Any:
+    def _call_on(self, method: str, samples: Sequence[Sample], *more: Any) -> Any:
         """The same for a method that takes samples. Each row is sent once for all calls on a batch."""
         if self._commands is None:
-            return self._call(method, samples)
+            return self._call(method, samples, *more)
         assert self.rank.trainer is not None
         rows = self.rank.trainer.rows_by_rank(samples, in_steps=method == LAST_CALL)
         message, images = self._samples.pack(samples, rows)
-        with self._command("call", method, message):
+        with self._command("call", method, message, *more):
             self._commands.send_images(images)
             if method == LAST_CALL:
                 self._samples.forget()
-            return self.rank.call(method, samples)
+            return self.rank.call(method, samples, *more)
 
     @contextmanager
     def _command(self, method: str, *arguments: Any) -> Iterator[None]:
@@ -186,8 +186,10 @@ def run_commands(rank: Rank, commands: Commands, memory: PixelMemory | None = No
             return
         if method == "start":
             received = SampleCache(memory)
-        if arguments and isinstance(arguments[-1], SampleMessage):
-            arguments = (*arguments[:-1], received.unpack(arguments[-1], commands.receive_images()))
+        arguments = tuple(
+            received.unpack(each, commands.receive_images()) if isinstance(each, SampleMessage) else each
+            for each in arguments
+        )
         if arguments[:1] == (LAST_CALL,):
             received.forget()
         result = getattr(rank, method)(*arguments)

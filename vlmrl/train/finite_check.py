@@ -10,7 +10,7 @@ import torch
 from vlmrl.algos import LossInputs
 from vlmrl.types import Sample
 
-NAMES = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs")
+NAMES = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs")
 
 
 class FiniteCheck:

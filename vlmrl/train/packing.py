@@ -48,9 +48,14 @@ class Packed:
 
     def by_sample(self, scores: TokenScores) -> TokenScores:
         """Scores of the batch as ``[samples, longest response]``: a prompt, which may be long, has none."""
-        indices = self.indices
+        indices, trained = self.indices, self.indices >= 0
         each = (scores.logprobs, scores.entropy)
-        return TokenScores(*(values.flatten()[indices.clamp(min=0)] * (indices >= 0) for values in each))
+        result = TokenScores(*(values.flatten()[indices.clamp(min=0)] * trained for values in each))
+        if scores.divergence is None or scores.agreement is None:
+            return result
+        zeros = torch.zeros_like(indices, dtype=torch.float32)
+        spread = (zeros.masked_scatter(trained, values) for values in (scores.divergence, scores.agreement))
+        return result._replace(**dict(zip(("divergence", "agreement"), spread, strict=True)))
 
 
 def split(

@@ -50,7 +50,8 @@ class Rank:
         """A new trainer. The last one is released first: both might not fit on the GPU."""
         self.trainer = None
         self.onload()
-        self.trainer = Trainer(self.policy, spec, reference=self._reference(spec.algo), ranks=self.ranks)
+        reference, teacher = self._reference(spec.algo), self._teacher(spec.teacher.model)
+        self.trainer = Trainer(self.policy, spec, reference=reference, teacher=teacher, ranks=self.ranks)
         return self.trainer
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -111,15 +112,24 @@ class Rank:
         """The reference policy of a KL penalty: the one that ``algo.reference`` names, or a copy of the current weights."""
         if not algo.kl_coef:
             return None
-        model = self.config.model
         if algo.reference is not None:
-            named = replace(model, path=algo.reference, lora=Lora(), freeze=())
-            return _load(self.config, named, self.ranks).requires_grad_(False).eval()
-        if model.lora.rank:
-            return without_adapters(self.policy)
+            return self._frozen(algo.reference)
+        return without_adapters(self.policy) if self.config.model.lora.rank else self._copy()
+
+    def _teacher(self, name: str | None) -> Policy | None:
+        """The policy that ``teacher.model`` names."""
+        if name is None or name == "self":
+            return None if name is None else self.policy
+        return self._copy() if name == "average" else self._frozen(name)
+
+    def _frozen(self, path: str) -> Policy:
+        named = replace(self.config.model, path=path, lora=Lora(), freeze=())
+        return _load(self.config, named, self.ranks).requires_grad_(False).eval()
+
+    def _copy(self) -> Policy:
         if self.ranks.size == 1:
             return self.policy.frozen_copy()
-        return sharded_copy(self.policy, model, self.config.models_dir)
+        return sharded_copy(self.policy, self.config.model, self.config.models_dir)
 
 
 def exhaust(weights: Iterator[Any]) -> None:

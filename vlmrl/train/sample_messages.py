@@ -7,7 +7,7 @@ and images, but under torchrun an image's pixels are sent, once, only to the ran
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
@@ -18,8 +18,8 @@ from vlmrl.types import MediaItem, Sample
 LAST_CALL = "step"  # on the samples of a batch: the ranks keep them until then
 CALLS_KEPT = 3  # a row that so many calls did not use is dropped, and an image that no other row shows
 
-Row = tuple[Sample, list[str]]
-"""A sample without images and advantage, and the ids of its images."""
+Row = tuple[Sample, list[list[str]]]
+"""A sample without images and advantage, and the ids of the images of it and of each of its teacher's rows."""
 Images = dict[str, MediaItem]
 
 
@@ -44,7 +44,10 @@ class RowCache:
         """The message of one call. Called by the sender."""
         message, new = RowMessage([], {}), {}
         for sample in samples:
-            row = (replace(sample, media=[], advantage=None), sample.image_ids)  # an advantage is set between two calls
+            row = (
+                replace(_without_images(sample), advantage=None),
+                list(map(_ids, _seen(sample))),
+            )  # it is set between two calls
             data = pickle.dumps(row)
             key = blake2b(data, digest_size=16).hexdigest()
             message.rows.append((key, sample.advantage))
@@ -67,7 +70,7 @@ class RowCache:
 
     def shown(self) -> set[str]:
         """The images of all rows that are kept."""
-        return {name for _, names in self._rows.values() for name in names}
+        return {name for _, each in self._rows.values() for names in each for name in names}
 
     def keys(self) -> Set[str]:
         return self._rows.keys()
@@ -82,7 +85,33 @@ class RowCache:
 
 def with_images(rows: Sequence[Row], images: Mapping[str, MediaItem]) -> list[Sample]:
     """The samples of rows whose images are given by id."""
-    return [replace(sample, media=[images[name] for name in names]) for sample, names in rows]
+    samples = []
+    for sample, names in rows:
+        media, *others = [[images[name] for name in each] for each in names]
+        seen = [
+            None if row is None else replace(row, media=shown)
+            for row, shown in zip(sample.teacher_rows, others, strict=True)
+        ]
+        samples.append(replace(sample, media=media, teacher_rows=seen))
+    return samples
+
+
+def _without_images(sample: Sample) -> Sample:
+    seen = [None if row is None else replace(row, media=[]) for row in sample.teacher_rows]
+    return replace(sample, media=[], teacher_rows=seen)
+
+
+def _seen(sample: Sample) -> list[list[MediaItem]]:
+    """The images of a sample and of each of its teacher's rows."""
+    return [sample.media, *([] if row is None else row.media for row in sample.teacher_rows)]
+
+
+def _media(samples: Sequence[Sample]) -> Iterator[MediaItem]:
+    return (item for sample in samples for media in _seen(sample) for item in media)
+
+
+def _ids(media: Sequence[MediaItem]) -> list[str]:
+    return [item.id for item in media]
 
 
 @dataclass(frozen=True)
@@ -111,7 +140,7 @@ class SampleCache:
 
         ``rows_by_rank``: the indices of the samples that each rank computes.
         """
-        new = {item.id: item for sample in samples for item in sample.media if self.images.get(item.id) is not item}
+        new = {item.id: item for item in _media(samples) if self.images.get(item.id) is not item}
         message = SampleMessage(self.rows.pack(samples), {name: _without_pixels(item) for name, item in new.items()})
         self._ranks_with |= {name: {0} for name in new}
         self._keep(new)
@@ -131,7 +160,7 @@ class SampleCache:
 
     def _missing(self, samples: Sequence[Sample], rank: int, needed: Set[int]) -> Images:
         """The images of a rank's rows whose pixels it does not have. From now on it has them."""
-        shown = {item.id: item for row in needed for item in samples[row].media}
+        shown = {item.id: item for item in _media([samples[row] for row in needed])}
         missing = {name: item for name, item in shown.items() if rank not in self._ranks_with[name]}
         for name in missing:
             self._ranks_with[name].add(rank)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from vlmrl.algos import KL, LossInputs, choose, choose_all
 from vlmrl.algos.corrections import mismatch
-from vlmrl.config import Algo, Optim
+from vlmrl.config import Algo, Optim, Teacher
 from vlmrl.config.fields import short_name
 from vlmrl.model.lora import named_adapters, named_weights
 from vlmrl.model.policy import Policy, TokenScores
@@ -34,13 +34,17 @@ from vlmrl.train.checkpoint import (
     saved_shapes,
 )
 from vlmrl.train.finite_check import FiniteCheck
+from vlmrl.train.loss_inputs import loss_inputs
 from vlmrl.train.master_weights import MasterWeights, make_optimizer, move_state
 from vlmrl.train.packing import Layout, MicroBatchPlan, count_unrecorded_experts, pack, per_token, split
 from vlmrl.train.ranks import MetricAccumulator, Ranks
-from vlmrl.types import MicroBatch, Sample, to_device
+from vlmrl.train.schedule import learning_rate_factor
+from vlmrl.train.teacher import Taught, TeacherModel
+from vlmrl.types import Sample, to_device
 from vlmrl.utils.current_gpu import on_policy_gpu
 
-Scorer = Callable[[MicroBatch, float], TokenScores]
+Scorer = Callable[..., TokenScores]
+"""Of a micro-batch and a temperature, as :class:`Policy` is."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class TrainerSpec:
     """Compute shared prefixes once, if the model's family allows it."""
     replay_routing: bool = True
     """For mixture-of-experts models: use the experts that the engine recorded."""
+    teacher: Teacher = field(default_factory=Teacher)
 
 
 @dataclass(frozen=True)
@@ -76,12 +81,18 @@ class StepOutput:
 class Trainer:
     """Updates ``policy`` with the loss, the corrections and the reduction of ``spec.algo``.
 
-    ``reference`` is a frozen policy, required if ``algo.kl_coef`` is above 0. With several ``ranks``, every rank calls every
-    method with the same arguments and gets the same results.
+    ``reference`` is a frozen policy, required if ``algo.kl_coef`` is above 0, and ``teacher`` the policy that ``spec.teacher`` names.
+    With several ``ranks``, every rank calls every method with the same arguments and gets the same results.
     """
 
     def __init__(
-        self, policy: Policy, spec: TrainerSpec, *, reference: Scorer | None = None, ranks: Ranks | None = None
+        self,
+        policy: Policy,
+        spec: TrainerSpec,
+        *,
+        reference: Scorer | None = None,
+        teacher: Policy | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         algo, optim = spec.algo, spec.optim
         if algo.kl_coef and reference is None:
@@ -102,6 +113,10 @@ class Trainer:
         self._replay_routing = spec.replay_routing and policy.routing is not None
         self._weights = MasterWeights(policy)
         self.optimizer = make_optimizer(self._weights.parameters, optim, policy.device)
+        self.teacher = None
+        if teacher is not None:
+            limits = (self._layout, spec.tokens_per_micro_batch, spec.temperature, self._ranks)
+            self.teacher = TeacherModel(spec.teacher, policy, teacher, *limits)
 
     @on_policy_gpu
     def step(self, samples: Sequence[Sample]) -> StepOutput:
@@ -123,7 +138,8 @@ class Trainer:
             for index, sample, row in zip(indices, part, before.cpu().numpy(), strict=True):
                 logprobs[index] = _response(sample, row)
         self.policy.eval()  # in training mode, checkpointed layers take no cache, and an engine may share this model
-        metrics = {name: _over_steps(name, [step[name] for step in steps]) for name in steps[0]}
+        names = dict.fromkeys(chain.from_iterable(steps))  # one with fewer turns lacks some of a teacher's
+        metrics = {name: _over_steps(name, [step[name] for step in steps if name in step]) for name in names}
         if self._replay_routing:
             metrics["routing/free_tokens"] = count_unrecorded_experts(samples)
         if self._algo.corrections:
@@ -139,10 +155,12 @@ class Trainer:
         self._schedule_end = position
 
     def to(self, device: torch.device) -> None:
-        """Move the policy, the reference, master weights and optimizer state to ``device``."""
+        """Move the policy, the reference, the teacher, master weights and optimizer state to ``device``."""
         self.policy.to(device)
         if isinstance(self.reference, Policy):
             self.reference.to(device)
+        if self.teacher is not None:
+            self.teacher.to(device)
         self._weights.to(device)
         if not self._optim.offload:
             move_state(self.optimizer, device)
@@ -180,15 +198,26 @@ class Trainer:
         before = torch.zeros_like(mask)
         total, accumulator, check = torch.zeros((), device=device), MetricAccumulator(), FiniteCheck()
         self.policy.train()
-        for plan, counts in ranks.shard(self._split(samples)):
+        plans, taught = self._split(samples), None
+        if self.teacher is not None:
+            self.teacher.begin(samples, plans)
+        for plan, counts in ranks.shard(plans):
             own, rows = [samples[row] for row in plan.rows], to_device(torch.tensor(plan.rows), device)
             length = max(len(sample.response_ids) for sample in own)
-            scores = self._score(self.policy, samples, plan)
+            if self.teacher is not None:
+                taught = self.teacher.next(own)
+            scores = self._score(self.policy, samples, plan, taught)
             reference = self._reference_logprobs(samples, plan)
             old = scores.logprobs.detach() if old_logprobs is None else old_logprobs[rows, :length]
-            inputs = self._loss_inputs(own, scores.logprobs, old, reference)
+            inputs = loss_inputs(own, scores.logprobs, old, reference, self._algo.old_policy == "rollout")
+            penalty = torch.zeros_like(old)
+            if self.teacher is not None and taught is not None:
+                inputs, penalty, taught_metrics = self.teacher.apply(inputs, scores, taught)
+                for name, value in taught_metrics.items():
+                    accumulator.add(name, value, inputs.loss_mask * counts)
             check.add(own, inputs)
             per_token_loss, metrics = self._per_token_loss(inputs, scores, old)
+            per_token_loss = per_token_loss + penalty
             loss = (per_token_loss * weights[rows, :length] * counts).sum()
             if loss.requires_grad:  # not of text alone where only the vision tower is trained
                 (loss * ranks.size).backward()  # ranks average gradients, so this makes their sum
@@ -200,6 +229,7 @@ class Trainer:
         self._refuse_infinite(check)
         before = ranks.sum(before)
         means = accumulator.result(tokens, ranks, device)
+        means = means if self.teacher is None else self.teacher.over_known(means)
         if "mismatch/k1" in means:  # the exponential of the mean, not the mean of the micro-batches' exponentials
             means["mismatch/perplexity_ratio"] = float(np.exp(means["mismatch/k1"]))
         return {"loss": float(ranks.sum(total)), "tokens": tokens, **means, **self._apply_gradient()}, before
@@ -218,7 +248,7 @@ class Trainer:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss with its corrections and penalties, and metrics that are per token ``[rows, length]`` or scalars.
 
-        ``before``: as in :meth:`_loss_inputs`.
+        ``before``: as for :func:`~vlmrl.train.loss_inputs.loss_inputs`.
         """
         algo = self._algo
         outputs = self._loss(inputs)
@@ -248,10 +278,10 @@ class Trainer:
         return rows
 
     @on_policy_gpu
-    def score(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """The logprobs ``[response]``, in nats, of each sample's response tokens under the current weights."""
+    def score(self, samples: Sequence[Sample], by_teacher: bool = False) -> list[np.ndarray]:
+        """The logprobs ``[response]``, in nats, of each sample's response tokens under the current weights, or under the teacher's."""
         rows = list(samples)
-        logprobs = self._score_all(rows).cpu().numpy()
+        logprobs = self._score_all(rows, self.teacher.model if by_teacher and self.teacher else None).cpu().numpy()
         return [_response(sample, row) for sample, row in zip(rows, logprobs, strict=True)]
 
     @on_policy_gpu
@@ -289,6 +319,8 @@ class Trainer:
         load_tensors(checkpoint, tensors)
         self.steps_done = int(tensors["steps_done"])
         self._weights.publish()
+        if self.teacher is not None:
+            self.teacher.restored()
         if self._optim.offload:
             move_state(self.optimizer, torch.device("cpu"))
         load_random(checkpoint, self._ranks.rank)
@@ -299,6 +331,7 @@ class Trainer:
         named = self._weights.named
         tensors = {"steps_done": torch.tensor(self.steps_done), **optimizer_state(self.optimizer, named)}
         tensors |= {f"weight/{name}": weight.detach() for name, weight in named.items()}
+        tensors |= {} if self.teacher is None else self.teacher.tensors()
         if isinstance(self.reference, Policy) and self._algo.reference is None:
             tensors |= {f"reference/{name}": weight.detach() for name, weight in self.reference.named_parameters()}
         return tensors
@@ -323,37 +356,10 @@ class Trainer:
             move_state(self.optimizer, torch.device("cpu"))
         self.optimizer.zero_grad(set_to_none=True)
         self._weights.publish()
+        if self.teacher is not None:
+            self.teacher.follow(self._weights.named)
         self.steps_done += 1
         return {"grad_norm": norm, "lr": rate}
-
-    def _loss_inputs(
-        self,
-        samples: list[Sample],
-        logprobs: torch.Tensor,
-        before: torch.Tensor,
-        reference: torch.Tensor | None,
-    ) -> LossInputs:
-        """``before``: the trainer's logprobs before its first step on the samples. A row of unknown rollout logprobs has them in
-        their place, so that it is not corrected; the other rows are.
-        """
-        device = logprobs.device
-        unknown = [sample.trajectory_id for sample in samples if sample.rollout_logprobs is None]
-        if unknown and self._algo.old_policy == "rollout":
-            raise ValueError(
-                f"trajectory {unknown[0]}: rollout_logprobs must be given with algo.old_policy rollout, but it is None."
-            )
-        rollout = to_device(per_token(samples, _rollout_logprobs), device)
-        if unknown:
-            is_unknown = to_device(torch.tensor([sample.rollout_logprobs is None for sample in samples]), device)
-            rollout = torch.where(is_unknown[:, None], before, rollout)
-        return LossInputs(
-            logprobs=logprobs,
-            old_logprobs=rollout if self._algo.old_policy == "rollout" else before,
-            rollout_logprobs=rollout,
-            advantages=to_device(per_token(samples, _advantages), device),
-            loss_mask=to_device(per_token(samples, lambda sample: sample.loss_mask), device),
-            ref_logprobs=reference,
-        )
 
     @torch.no_grad()
     def _reference_logprobs(self, samples: list[Sample], plan: MicroBatchPlan) -> torch.Tensor | None:
@@ -367,14 +373,20 @@ class Trainer:
         budget, image_token_id = self._spec.tokens_per_micro_batch, self.policy.image_token_id
         return split(samples, budget, self._layout, image_token_id, self._ranks.size)
 
-    def _score(self, policy: Scorer, samples: list[Sample], plan: MicroBatchPlan) -> TokenScores:
-        packed = pack(samples, plan, self.policy.family).to(self.policy.device)
+    def _score(
+        self, policy: Scorer, samples: list[Sample], plan: MicroBatchPlan, taught: Taught | None = None
+    ) -> TokenScores:
+        packed = pack(samples, plan, self.policy.family)
+        more: dict[str, Any] = {}
+        if taught is not None and taught.against is not None:
+            more["against"] = replace(taught.against, tokens=packed.indices[packed.indices >= 0])
+        packed = packed.to(self.policy.device)
         # Without any image on any rank, the vision tower stays out on all: zeros for a gradient would let Adam move it.
         blank_image = self._ranks.size > 1 and any(sample.media for sample in samples)
         batch = replace(packed.batch, blank_image=blank_image)
         if not self._replay_routing or policy is not self.policy:  # a reference uses its own routers
             batch = replace(batch, experts=None)
-        return packed.by_sample(policy(batch, self._spec.temperature))
+        return packed.by_sample(policy(batch, self._spec.temperature, **more))
 
     @torch.no_grad()
     def _score_all(self, samples: list[Sample], policy: Scorer | None = None) -> torch.Tensor:
@@ -386,19 +398,6 @@ class Trainer:
             if counts:
                 logprobs[to_device(torch.tensor(plan.rows), logprobs.device), : scores.shape[1]] = scores
         return self._ranks.sum(logprobs)
-
-
-def learning_rate_factor(optim: Optim, step: int, total_steps: int, position: int | None = None) -> float:
-    """The factor on ``optim.lr`` at optimizer step ``step``, counted from 0.
-
-    ``position``: the step's place in the schedule, after ``step`` if steps were left out; ``None``: ``step``. The warmup counts the
-    steps that were taken, the decay the position.
-    """
-    warmup = (step + 1) / (optim.warmup_steps + 1) if step < optim.warmup_steps else 1.0
-    place = step if position is None else position
-    done = min(1.0, max(0.0, (place - optim.warmup_steps) / max(1, total_steps - optim.warmup_steps)))
-    decay = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[optim.schedule]
-    return min(warmup, decay)
 
 
 def _layout(policy: Policy, share_prefixes: bool) -> Layout:
@@ -418,18 +417,3 @@ def _over_steps(name: str, values: list[float]) -> float:
 def _response(sample: Sample, row: np.ndarray) -> np.ndarray:
     """The row of the sample's response without padding."""
     return row[: len(sample.response_ids)]
-
-
-def _rollout_logprobs(sample: Sample) -> list[float]:
-    """The rollout logprobs; 0 where they are not known."""
-    return sample.rollout_logprobs or [0.0] * len(sample.response_ids)
-
-
-def _advantages(sample: Sample) -> list[float]:
-    if sample.advantage is None:
-        raise ValueError(
-            f"trajectory {sample.trajectory_id}: sample.advantage must be set before Trainer.step, but it is None."
-        )
-    if isinstance(sample.advantage, list):
-        return sample.advantage
-    return [sample.advantage] * len(sample.response_ids)
