@@ -15,9 +15,7 @@ from vlmrl.types import ImageSource
 from vlmrl.utils.folders import build_folder, cache_root
 from vlmrl.utils.threads import busy
 
-LONGEST_QUERY = (
-    2000  # characters that are searched for: a policy writes queries, and encoders read no more than about 512 tokens
-)
+LONGEST_QUERY = 2000  # characters that are searched for: a policy writes queries, and encoders read about 512 tokens
 
 
 class RetrieverError(RuntimeError):
@@ -91,9 +89,8 @@ class BatchingRetriever:
             batch = [self._requests.get()]
             while sum(len(queries) for queries, _, _ in batch) < self._max_batch and not self._requests.empty():
                 batch.append(self._requests.get())
-            for topk in sorted(
-                {topk for _, topk, _ in batch}
-            ):  # or a request for many hits would make all find as many
+            # One request for many hits does not make all of them find as many.
+            for topk in sorted({topk for _, topk, _ in batch}):
                 self._answer([request for request in batch if request[1] == topk], topk)
 
     def _answer(self, batch: list[_Request], topk: int) -> None:

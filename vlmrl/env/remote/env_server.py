@@ -79,7 +79,10 @@ class RequestError(ValueError):
 
 @dataclass
 class _OpenSession:
-    """A session, which images its client may not have opened, the bytes of its task's request, and the time of its last request."""
+    """A session, which images its client may not have opened, and the size of its task's request in bytes.
+
+    ``last_used`` is the time of its last request, ``running`` the number of those that are being answered.
+    """
 
     session: EnvSession
     refuse: Refuse
