@@ -656,3 +656,13 @@ def test_a_folder_of_images_with_metadata_has_its_columns(tmp_path):
     (task,) = load_tasks(Data(str(tmp_path)))
     assert task.answer == "black" and len(task.images) == 1
     assert task.prompt[0]["content"][-1] == {"type": "text", "text": "Which color?"}
+
+
+def test_a_script_in_a_datasets_folder_does_not_run(tmp_path):
+    """Its name is the folder's, as a dataset's loading script of the hub had."""
+    folder = tmp_path / "geo"
+    folder.mkdir()
+    (folder / "geo.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (folder / "train.jsonl").write_text('{"problem": "a"}\n')
+    assert len(load_tasks(Data(path=str(folder), columns={"prompt": "problem"}))) == 1
+    assert not (tmp_path / "ran").exists()

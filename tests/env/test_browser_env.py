@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import socket
 from dataclasses import replace
 
 import pytest
@@ -264,6 +265,24 @@ def test_the_page_reaches_nothing_but_its_own_folder(tmp_path):
 
         asyncio.run(main())
     assert received == []
+
+
+async def test_webrtc_sends_no_packet(tmp_path):
+    """It goes around the proxy: a page reached any address by UDP."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stun:
+        stun.bind(("127.0.0.1", 0))
+        html = f"""<script>const peer = new RTCPeerConnection({{iceServers: [{{urls: "stun:127.0.0.1:{stun.getsockname()[1]}"}}]}});
+        window.found = []; peer.createDataChannel("x"); peer.createOffer().then(offer => peer.setLocalDescription(offer));
+        peer.onicecandidate = event => found.push(event.candidate && event.candidate.candidate)</script>"""
+        async with opened(page_env(tmp_path, html)) as env:
+            for _ in range(100):
+                await env.step(call("wait", time=1))
+                if (found := await env.evaluate("found")) and found[-1] is None:
+                    break
+            assert found == [None]  # it ended, and found no way to others
+        stun.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            stun.recv(100)
 
 
 async def test_nothing_is_kept_from_one_episode_to_the_next(tmp_path):

@@ -312,6 +312,9 @@ def test_idle_sessions_are_closed_and_all_of_them_at_the_end():
         await server.start("new", body)
         with pytest.raises(RuntimeError, match="there are 2 sessions"):
             await server.start("third", body)
+        server.max_sessions, server.max_bytes = 3, 100
+        with pytest.raises(RuntimeError, match="the tasks of the open ones have 100 bytes"):
+            await server.start("large", body, size=101)
         server.sessions["old"].last_used -= 61
         await server.close_idle()
         assert list(server.sessions) == ["new"] and Mine.closed == Mine.opened[:1]

@@ -139,7 +139,7 @@ def test_a_file_that_the_served_env_itself_names_is_sent_as_its_bytes(tmp_path: 
         ({"prompt": None}, "task.prompt must be a list of messages"),
         ({"prompt": [{"role": "judge", "content": "x"}]}, r"task.prompt\[0\] must be a dict with a role out of"),
         ({"prompt": [{"role": "user", "content": 5}]}, r"task.prompt\[0\].content must be text, but it is 5"),
-        ({"prompt": [{"role": "user", "content": "\ud800"}]}, r"content cannot be encoded as UTF-8"),
+        ({"prompt": [{"role": "user", "content": "\ud800"}]}, r"half of a surrogate pair"),
         ({"prompt": [{"role": "user", "content": "x", "name": {"$bytes": "AA=="}}]}, r"name must be text, a number"),
         ({"prompt": [{"role": "assistant", "content": "", "tool_calls": 5}]}, "tool_calls must be a list"),
         ({"id": 5}, "task.id must be of type str, but it is 5"),

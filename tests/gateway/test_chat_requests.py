@@ -14,7 +14,6 @@ from testing.gateway import png, uri
 
 from vlmrl.config import Gateway
 from vlmrl.engine.hf.batch import RunningBatch
-from vlmrl.gateway import request_body
 from vlmrl.gateway.anthropic_api import anthropic_error, read_anthropic_request
 from vlmrl.gateway.chat import ChatError
 from vlmrl.gateway.openai_api import REFUSED, openai_error, read_openai_request
@@ -23,11 +22,12 @@ from vlmrl.gateway.request_body import (
     MAX_DEPTH,
     MAX_STOP_LENGTH,
     MAX_STOPS,
-    MAX_VALUES,
     read_json,
     stop_field,
 )
 from vlmrl.gateway.request_images import MAX_NEW_IMAGES, NewImage, RequestImages
+from vlmrl.utils import json_files
+from vlmrl.utils.json_files import MAX_VALUES
 
 USER = {"role": "user", "content": "hello"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "zoom", "arguments": '{"k": 2}'}}
@@ -255,7 +255,7 @@ def test_a_body_of_json_is_read():
 def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(piece, monkeypatch):
     """64 MiB of `[],` would be 1.4 GiB of lists, and hold the interpreter's lock for a second."""
     content = b'{"messages": [' + piece * (MAX_VALUES + 1) + b"1]}"
-    monkeypatch.setattr(request_body, "strict_json", lambda text: pytest.fail("it is parsed"))
+    monkeypatch.setattr(json_files, "strict_json", lambda text: pytest.fail("it is parsed"))
     assert "commas and opening brackets" in error_of(read_json, content).message
 
 

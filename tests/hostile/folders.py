@@ -118,7 +118,7 @@ def _spoil_line(rng: random.Random, path: Path, name: str, everything: bool) -> 
                     break
                 where = inner
             lines[number] = json.dumps(record)
-        except ValueError:
+        except (ValueError, RecursionError):
             pass
     path.write_text("\n".join([*lines, ""]), errors="replace")
     return repr(odd)[:200]

@@ -1,4 +1,4 @@
-"""Hostile messages between processes: to env servers and their clients, from retrievers, to judges; and hostile tool schemas."""
+"""Hostile messages between processes: of env servers and their clients, retrievers and chat APIs, for judges; hostile tool schemas."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from testing.hostile import harmless, text, value
 from testing.servers import answering, asked, served
 
 from vlmrl import Env, RemoteEnv, obs
+from vlmrl.engine.chat_engine import MOST_TOKENS, read_response
 from vlmrl.env.base import resolve_env
 from vlmrl.env.judge import _as_one_message
 from vlmrl.env.remote.env_server import EnvServer, create_env_app
@@ -24,6 +25,7 @@ from vlmrl.env.session import EnvContractError
 from vlmrl.env.tool_calls import ToolCall
 from vlmrl.env.tools import problem_with
 from vlmrl.retrieval.http_retriever import parse_hits
+from vlmrl.utils.http import RetryableError
 
 pytestmark = pytest.mark.slow
 OWN = ("127.0.0.1",)  # the test's own server
@@ -239,6 +241,25 @@ def test_hostile_retrievers(hostile):
             for found in parse_hits(result, 1)[0]:
                 (found.passage.title + found.passage.text).encode()
                 assert found.passage.image is None or found.passage.image.startswith("data:image/")
+
+
+def test_hostile_responses_of_a_chat_api(hostile):
+    read = 0
+    for rng in hostile("chat APIs"):
+        call = {"id": value(rng, 1), "function": {"name": text(rng, 1), "arguments": payload(rng, 2)}}
+        message = {
+            "content": rng.choice((text(rng), payload(rng))),
+            "tool_calls": rng.choice(([call], [], payload(rng))),
+        }
+        usage = {"prompt_tokens": value(rng, 1), "completion_tokens": value(rng, 1)}
+        body = {"choices": [{"message": message, "finish_reason": rng.choice(("stop", value(rng)))}], "usage": usage}
+        content = json.dumps(rng.choice((body, body, body, payload(rng)))).encode()
+        with harmless(content), suppress(RetryableError):
+            found = read_response(content)
+            assert isinstance(found.message["content"], str) and json.dumps(found.message, ensure_ascii=False).encode()
+            assert all(0 <= count <= MOST_TOKENS for count in (found.prompt_tokens or 0, found.response_tokens or 0))
+            read += 1
+    assert read
 
 
 def test_hostile_responses_to_a_judge(hostile):

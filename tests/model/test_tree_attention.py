@@ -71,6 +71,32 @@ def test_spans_work_in_bfloat16():
     assert got.dtype == torch.bfloat16 and torch.allclose(got.float(), wanted, atol=2e-2)
 
 
+def test_gradients_of_queries_deep_in_a_bfloat16_tree_are_as_exact_as_those_of_a_row():
+    """Before each of 64 spans a branch of its own: the last queries have 64 pieces, whose gradients are added in float32."""
+    ends = torch.tensor(
+        [512] * 4 + [end for start in range(4, 508, 8) for end in [start + 4] * 4 + [512] * 4] + [512] * 4
+    )
+    path = (ends == 512).nonzero().squeeze(1)
+    torch.manual_seed(0)
+    *operands, grad = torch.randn(4, 1, 2, 512, 32).bfloat16()
+
+    def last_gradients(attended, places, dtype):
+        query, key, value = (tensor[:, :, places].to(dtype).requires_grad_() for tensor in operands)
+        [found] = torch.autograd.grad(attended(query, key, value), query, grad[:, :, places].to(dtype))
+        return found[:, :, -8:].double()
+
+    def single_row(query, key, value):
+        return scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def tree(query, key, value):
+        return attend(torch.nn.Module(), query, key, value, None, tree=plan(ends))[0].transpose(1, 2)
+
+    exact = last_gradients(single_row, path, torch.float64)
+    row = last_gradients(single_row, path, torch.bfloat16)
+    deep = last_gradients(tree, slice(None), torch.bfloat16)
+    assert (deep - exact).norm() < 1.5 * (row - exact).norm()
+
+
 def blocks(counts, indices):
     """Flex attention's lists as a set of (block of queries, block of keys)."""
     return {(row, int(i)) for row, n in enumerate(counts[0, 0].tolist()) for i in indices[0, 0, row, :n]}

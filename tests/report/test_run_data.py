@@ -59,6 +59,11 @@ def test_an_image_that_was_not_kept_is_a_key_error(folder, image_id):
         vlmrl.load_run(folder).image(image_id)
 
 
+@pytest.mark.parametrize("trajectory_id", ["a" * 256, "a\0b", "../config"])
+def test_a_trajectory_whose_id_names_no_file_has_no_log(folder, trajectory_id):
+    assert vlmrl.load_run(folder).log_path(trajectory_id) is None
+
+
 def test_a_run_that_goes_on_is_read_line_by_line(folder):
     run = vlmrl.load_run(folder)
     assert not run.refresh()

@@ -55,6 +55,7 @@ def test_the_server_speaks_search_r1s_protocol(corpus):
             {"queries": "France"},
             {"queries": ["a"], "topk": 0},
             {"queries": ["a"] * 1001},
+            {"queries": ["a"] * 11, "topk": 1000},  # 1000 x 1000 hits took 5 GB and all threads' time
             {"queries": [5]},
             [],
         ):

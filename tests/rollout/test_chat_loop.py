@@ -12,7 +12,7 @@ from testing.fake_api import GARBAGE, call, fake_api, says
 
 from vlmrl import Env, ToolEnv, obs
 from vlmrl.config import Rollout
-from vlmrl.engine.chat_engine import ApiModel, ChatEngine, retry_after
+from vlmrl.engine.chat_engine import LONGEST_WAIT, ApiModel, ChatEngine, retry_after
 from vlmrl.env.base import RetryTurn, resolve_env
 from vlmrl.rollout.chat_loop import ChatLoop
 
@@ -207,4 +207,6 @@ def test_a_rejected_turn_is_sampled_again():
 def test_retry_after_is_seconds_or_a_date():
     assert retry_after({"Retry-After": "7"}) == 7.0
     assert retry_after({"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}) == 0.0
-    assert retry_after({}) == retry_after({"Retry-After": "soon"}) == 0.0
+    assert retry_after({}) == retry_after({"Retry-After": "soon"}) == retry_after({"Retry-After": "nan"}) == 0.0
+    for endless in ("inf", "1e999", "Fri, 31 Dec 9999 23:59:59 GMT"):  # no later request would ever be sent
+        assert retry_after({"Retry-After": endless}) == LONGEST_WAIT

@@ -141,6 +141,37 @@ def test_without_a_token_one_name_is_wanted(without_token: str):
         assert b" 403 " in answer or b" 400 " in answer
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://["}, 403),
+        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, 403),
+        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}, 200),
+        ({"Origin": "http://localhost:8888", "Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "cors"}, 200),
+    ],
+)
+def test_without_a_token_a_page_elsewhere_makes_no_request(without_token: str, headers: dict[str, str], status: int):
+    """A browser sends such a POST without asking the server first: it stepped sessions and searched, though the page read nothing."""
+    response = httpx.post(without_token, content=b"hello", headers=headers)
+    assert response.status_code == status and (status == 200) == (response.text == "hello")
+
+
+def test_the_bodies_of_all_requests_have_a_limit_together(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http_server, "memory_bytes", lambda: 400)
+    with served(guarded(echo(), None, 100)) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as slow:
+            slow.sendall(head("Host: localhost", "Content-Length: 61", "Connection: close") + b"x" * 60)
+            while (response := httpx.post(url, content=b"y" * 50)).status_code == 200:
+                pass  # until the server has read what the other client sent
+            assert response.status_code == 503 and "more than 100 bytes: try again" in response.text
+            slow.sendall(b"z")
+            assert slow.makefile("rb").read().endswith(b"x" * 60 + b"z")
+        assert httpx.post(url, content=b"y" * 100).text == "y" * 100
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
 def test_loopback_addresses_need_no_token(host: str):
     assert is_loopback(host)

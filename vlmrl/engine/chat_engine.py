@@ -35,6 +35,8 @@ from vlmrl.utils.http import (
 from vlmrl.utils.tokens import bearer_headers
 
 LONGEST_PAUSE = 30.0  # seconds between two attempts, unless the API asks for more
+LONGEST_WAIT = 3600.0  # seconds that it may ask for: then all requests wait, and an episode may fail
+MOST_TOKENS = 2**32  # of one response, as the API reports them
 PASSING = (408, 409, 425, 429)  # statuses that another attempt may not meet, besides 5xx
 WRONG_ACCESS = (401, 403, 404)  # the key, the address or the model is wrong: no request will succeed
 STOP_REASONS: Mapping[Any, Literal["stop", "length"]] = {"length": "length", "max_tokens": "length"}
@@ -179,9 +181,9 @@ def read_response(body: bytes) -> ApiResponse:
             shown["tool_calls"] = calls
         json.dumps(shown, ensure_ascii=False).encode()  # raises for half a surrogate pair
         counts = (usage.get("prompt_tokens"), usage.get("completion_tokens"))
-        known = [count if isinstance(count, int) else None for count in counts]
+        known = [count if isinstance(count, int) and 0 <= count <= MOST_TOKENS else None for count in counts]
         return ApiResponse(shown, STOP_REASONS.get(choice.get("finish_reason"), "stop"), *known)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise RetryableError(f"no chat completion ({type(error).__name__}: {error}): {excerpt(body, 200)!r}") from error
 
 
@@ -197,16 +199,16 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def retry_after(headers: Mapping[str, str]) -> float:
-    """The seconds of a header ``Retry-After``, which has seconds or a date; 0 without one."""
+    """The seconds of a header ``Retry-After``, which has seconds or a date, at most LONGEST_WAIT; 0 without one."""
     value = headers.get("Retry-After", "")
     try:
-        return max(0.0, float(value))
+        seconds = float(value)
     except ValueError:
-        pass
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except (ValueError, TypeError):
-        return 0.0
+        try:
+            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        except (ValueError, TypeError, OverflowError):
+            return 0.0
+    return min(max(0.0, seconds), LONGEST_WAIT)
 
 
 def _encoded(body: Mapping[str, Any]) -> bytes:

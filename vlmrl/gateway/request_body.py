@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from vlmrl.gateway.chat import ChatError, ChatRequest
-from vlmrl.utils.json_files import strict_json
+from vlmrl.utils.json_files import json_body
 
 MAX_DEPTH = 100  # of tool schemas and of a call's arguments
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256  # characters; each sampled token is compared with their tokens
 MAX_SEED = 2**63
-MAX_VALUES = 1_000_000  # of a body: each takes 60 bytes or more, so that 64 MiB of `[],` would take 1.4 GiB
 MAX_KEY_LENGTH = 256  # characters of a reward's id
 FORM_REMEDY = "ask for the form in the prompt or offer it as a tool, since the run samples from the policy alone"
-_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # an escape that is valid only in a pair
 
 
 @dataclass(frozen=True)
@@ -41,22 +38,10 @@ def refuse(field: str, rule: str, value: Any, remedy: str = "") -> NoReturn:
 
 def read_json(content: bytes) -> dict[str, Any]:
     """The JSON object of a body. Raises ChatError for anything else, also for NaN and for halves of surrogate pairs."""
-    if sum(map(content.count, (b",", b"[", b"{"))) > MAX_VALUES:  # those within texts count, too
-        raise ChatError(400, "body", f"the body must not have more than {MAX_VALUES} commas and opening brackets.")
     try:
-        text = content.decode()
-        body = strict_json(text)
-        if _HALF_PAIR.search(text):
-            json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ChatError(400, "body", "the body holds half of a surrogate pair: send valid Unicode.") from None
-    except RecursionError:
-        raise ChatError(400, "body", "the body must not be nested so deeply.") from None
+        return json_body(content)
     except ValueError as error:
-        raise ChatError(400, "body", f"the body must be JSON in UTF-8, but it is not: {str(error)[:200]}.") from None
-    if not isinstance(body, dict):
-        refuse("the body", "a JSON object", body)
-    return body
+        raise ChatError(400, "body", str(error)) from None
 
 
 def text_field(value: Any, field: str) -> str:

@@ -187,11 +187,12 @@ class _SpanAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        grads = [torch.zeros_like(tensor) for tensor in (query, key, value)]
+        # A query has a piece for each span above it: added in bfloat16, its gradient's error would grow with the tree's depth.
+        grads = [torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (query, key, value)]
         for queries, keys, causal, _ in _pieces(ctx.tree):
             operands = (query[:, :, queries], key[:, :, keys], value[:, :, keys])
             known = (out[:, :, queries], lse[:, :, queries])
             more = _attend_backward(grad[:, :, queries], *operands, *known, 0.0, causal, scale=ctx.scale)
             for whole, part, places in zip(grads, more, (queries, keys, keys), strict=True):
                 whole[:, :, places] += part
-        return *grads, None, None
+        return *(whole.to(query.dtype) for whole in grads), None, None

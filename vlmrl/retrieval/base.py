@@ -15,6 +15,8 @@ from vlmrl.types import ImageSource
 from vlmrl.utils.folders import build_folder, cache_root
 from vlmrl.utils.threads import busy
 
+LONGEST_QUERY = 2000  # characters that are searched for: a policy writes queries, and encoders read about 512 tokens
+
 
 class RetrieverError(RuntimeError):
     """A retriever that could not answer. The query is not at fault, so envs do not catch it: it is a retried env error."""
@@ -47,7 +49,7 @@ class Retriever(Protocol):
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """For each query at most ``topk`` hits, best first; fewer or none if few passages match.
 
-        Raises RetrieverError if there is no answer.
+        Only the first LONGEST_QUERY characters of a query are searched. Raises RetrieverError if there is no answer.
         """
 
 
@@ -87,19 +89,19 @@ class BatchingRetriever:
             batch = [self._requests.get()]
             while sum(len(queries) for queries, _, _ in batch) < self._max_batch and not self._requests.empty():
                 batch.append(self._requests.get())
-            try:
-                with busy():
-                    found = iter(self._search_all(batch))
-                for queries, topk, result in batch:
-                    result.set_result([next(found)[:topk] for _ in queries])
-            except BaseException as error:  # the thread must live on; every caller of the batch gets the error
-                for _, _, result in batch:
-                    result.set_exception(error)
+            # One request for many hits does not make all of them find as many.
+            for topk in sorted({topk for _, topk, _ in batch}):
+                self._answer([request for request in batch if request[1] == topk], topk)
 
-    def _search_all(self, batch: list[_Request]) -> list[list[Hit]]:
-        return self._retriever.search(
-            [query for queries, _, _ in batch for query in queries], max(topk for _, topk, _ in batch)
-        )
+    def _answer(self, batch: list[_Request], topk: int) -> None:
+        try:
+            with busy():
+                found = iter(self._retriever.search([query for queries, _, _ in batch for query in queries], topk))
+            for queries, _, result in batch:
+                result.set_result([next(found) for _ in queries])
+        except BaseException as error:  # the thread must live on; every caller of the batch gets the error
+            for _, _, result in batch:
+                result.set_exception(error)
 
 
 def index_folder(kind: str, made_from: object, build: Callable[[Path], None]) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vlmrl.retrieval.base import Hit, index_folder
+from vlmrl.retrieval.base import LONGEST_QUERY, Hit, index_folder
 from vlmrl.retrieval.corpus import Corpus, Ranking
 from vlmrl.utils.require import import_extra
 
@@ -39,7 +39,8 @@ class Bm25:
         self._index = self._bm25s.BM25.load(index_folder(self.name, made_from, build_index), mmap=True)
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        return self.corpus.hits([self._rank(words, topk) for words in self._words(list(queries), as_ids=False)])
+        words_of_each = self._words([query[:LONGEST_QUERY] for query in queries], as_ids=False)
+        return self.corpus.hits([self._rank(words, topk) for words in words_of_each])
 
     def _rank(self, words: list[str], topk: int) -> Ranking:
         if not words:

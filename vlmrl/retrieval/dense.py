@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.progress import track
 
-from vlmrl.retrieval.base import Hit, index_folder
+from vlmrl.retrieval.base import LONGEST_QUERY, Hit, index_folder
 from vlmrl.retrieval.corpus import Corpus
 from vlmrl.utils.require import import_extra
 
@@ -36,7 +36,9 @@ class Dense:
         self._index = self._faiss.read_index(str(folder / "flat.faiss"), self._faiss.IO_FLAG_MMAP_IFC)
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        vectors = self._model.encode_query(list(queries), prompt=self._query_prefix, **_UNIT_LENGTH)
+        vectors = self._model.encode_query(
+            [query[:LONGEST_QUERY] for query in queries], prompt=self._query_prefix, **_UNIT_LENGTH
+        )
         scores, indices = self._index.search(vectors, min(topk, len(self.corpus)))
         rows = zip(indices.tolist(), scores.tolist(), strict=True)
         return self.corpus.hits([list(zip(*row, strict=True)) for row in rows])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,10 +12,11 @@ from vlmrl.retrieval.base import Hit, Retriever
 from vlmrl.retrieval.http_retriever import TOKEN_VARIABLE, passage_payload
 from vlmrl.retrieval.open import open_retriever
 from vlmrl.utils.http_server import BODY, Binding, run_server
-from vlmrl.utils.json_files import strict_json
+from vlmrl.utils.json_files import json_body
 from vlmrl.utils.threads import DaemonPool
 
 LIMIT = 1000  # queries in one request, and hits for one query
+MAX_HITS = 10_000  # of one request: a million took 5 GB and held up all other requests for 20 seconds
 THREADS = 32  # requests that search at the same time; a batching retriever joins them
 
 
@@ -74,20 +76,17 @@ def _answer(retriever: Retriever, content: bytes, topk: int) -> web.Response:
 
 def _read(content: bytes, topk: int) -> tuple[list[str], int, bool]:
     """Queries, hits per query, and whether scores are wanted. Raises ValueError for a body that breaks the protocol."""
-    try:
-        body = strict_json(content.decode())
-    except RecursionError:
-        raise ValueError("the body must not be nested so deeply.") from None
-    queries = body.get("queries") if isinstance(body, dict) else None
+    body = json_body(content)
+    queries = body.get("queries")
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
         raise ValueError(
             'the body must be a JSON object with queries, a list of texts: {"queries": ["capital of France"]}.'
         )
     wanted = topk if body.get("topk") is None else body["topk"]
-    if len(queries) > LIMIT or type(wanted) is not int or not 1 <= wanted <= LIMIT:
+    if type(wanted) is not int or wanted < 1 or max(len(queries), wanted) > LIMIT or len(queries) * wanted > MAX_HITS:
         raise ValueError(
-            f"a request may have at most {LIMIT} queries and a topk from 1 to {LIMIT}, but it has {len(queries)} queries and topk "
-            f"{wanted!r:.100}."
+            f"a request may have at most {LIMIT} queries, a topk from 1 to {LIMIT}, and {MAX_HITS} hits in all, but it has "
+            f"{len(queries)} queries and topk {reprlib.repr(wanted)[:100]}."
         )
     return queries, wanted, body.get("return_scores") is True
 

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from vlmrl.utils.machine_memory import memory_bytes
 from vlmrl.utils.require import require
 from vlmrl.utils.threads import LoopThread
 from vlmrl.utils.tokens import bearer_token, is_loopback
@@ -91,7 +92,7 @@ class Binding:
 
 
 class BodyError(Exception):
-    """A request's body that is too large (``status`` 413), too slow (408) or malformed (400)."""
+    """A request's body that is too large (``status`` 413), too slow (408), malformed (400), or for which there is no room (503)."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -138,29 +139,42 @@ def guarded(
     """``app`` with a guard: it answers 401, 403, 408 or 413 itself, and hands each other request on with its body.
 
     With a ``token``, a request needs the header ``Authorization: Bearer TOKEN`` (but for the ``public`` paths), and is refused before
-    its body is read; without one, its ``Host`` must be a name of the loopback address. A body may have ``max_body`` bytes and take
-    ``seconds`` to arrive; handlers find it as ``request[BODY]``.
+    its body is read; without one, its ``Host`` must be a name of the loopback address, and no web page of another host may send it.
+    A body may have ``max_body`` bytes and take ``seconds`` to arrive, all bodies together a quarter of the memory; handlers
+    find it as ``request[BODY]``.
     """
+
+    held, room = 0, max(max_body, memory_bytes() // 4)  # bytes of the bodies of all requests that are being answered
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if token is None and not names_this_machine(request):
+        nonlocal held
+        if token is None and (not names_this_machine(request) or _is_of_another_page(request)):
             return _refused(
                 403, "this server answers to 127.0.0.1 and localhost only, as long as it requires no token."
             )
         if token is not None and request.path not in public and not _has_token(request, token):
             return _refused(401, "the token is missing or wrong: send it as `Authorization: Bearer TOKEN`.")
+        size = 0
+
+        def arrived(more: int) -> None:
+            nonlocal size, held
+            size, held = size + more, held + more
+            if held > room:
+                raise BodyError(503, f"the requests that are being answered have more than {room} bytes: try again.")
+
         try:
-            request[BODY] = await read_body(request, max_body, "--max-body-mib", seconds)
+            request[BODY] = await read_body(request, max_body, "--max-body-mib", seconds, arrived)
+            return await handler(request)
         except BodyError as error:
             return _refused(error.status, str(error))
-        try:
-            return await handler(request)
         except (web.HTTPException, ConnectionError):
             raise
         except Exception as error:
             log.exception("%s %s failed", request.method, request.path)
             return _refused(500, f"{type(error).__name__}: {error}")
+        finally:
+            held -= size
 
     app.middlewares.append(guard)
     return app
@@ -169,13 +183,23 @@ def guarded(
 def names_this_machine(request: web.BaseRequest) -> bool:
     """Whether a request has one ``Host`` header, and that names the loopback address: ``127.0.0.1:8321``."""
     hosts = request.headers.getall("Host", [])
-    if len(hosts) != 1:
-        return False
+    return len(hosts) == 1 and _is_local(f"//{hosts[0]}")
+
+
+def _is_local(url: str) -> bool:
     try:
-        name = urlsplit(f"//{hosts[0]}").hostname
+        return is_loopback(urlsplit(url).hostname or "")
     except ValueError:
         return False
-    return name is not None and is_loopback(name)
+
+
+def _is_of_another_page(request: web.BaseRequest) -> bool:
+    """Whether a browser sends the request for a page of another host. It may do so, though the page cannot read the response."""
+    origin = request.headers.get("Origin")
+    if origin is not None and not _is_local(origin):
+        return True
+    site, mode = (request.headers.get(f"Sec-Fetch-{name}") for name in ("Site", "Mode"))
+    return site == "cross-site" and mode != "navigate"  # a link to the page of `vlmrl view` is no harm
 
 
 def _has_token(request: web.BaseRequest, token: str) -> bool:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import reprlib
 from pathlib import Path
 from typing import Any
+
+MAX_VALUES = 1_000_000  # of a body: each takes 60 bytes or more, so that 64 MiB of `[],` would take 1.4 GiB
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # an escape that is valid only in a pair
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
@@ -20,6 +25,29 @@ def read_object(path: Path) -> dict[str, Any] | None:
 def strict_json(text: str) -> Any:
     """As ``json.loads``, which also takes ``NaN`` and ``Infinity`` and makes ``1e999`` infinite: here they raise ValueError."""
     return json.loads(text, parse_constant=_reject_constant, parse_float=_finite)
+
+
+def json_body(content: bytes) -> dict[str, Any]:
+    """The JSON object in a request's body.
+
+    Raises ValueError for anything else: no JSON in UTF-8, NaN, half of a surrogate pair, nested too deeply, or over MAX_VALUES values.
+    """
+    if sum(map(content.count, (b",", b"[", b"{"))) > MAX_VALUES:  # those within texts count, too
+        raise ValueError(f"the body must not have more than {MAX_VALUES} commas and opening brackets.")
+    try:
+        text = content.decode()
+        body = strict_json(text)
+        if _HALF_PAIR.search(text):
+            json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("the body holds half of a surrogate pair: send valid Unicode.") from None
+    except RecursionError:
+        raise ValueError("the body must not be nested so deeply.") from None
+    except ValueError as error:
+        raise ValueError(f"the body must be JSON in UTF-8, but it is not: {str(error)[:200]}.") from None
+    if not isinstance(body, dict):
+        raise ValueError(f"the body must be a JSON object, but it is {reprlib.repr(body)[:100]}.")
+    return body
 
 
 def _reject_constant(constant: str) -> None:

@@ -54,9 +54,12 @@ def regular_file(folder: Path, *names: str) -> Path | None:
     ``folder`` itself may be a link.
     """
     path = folder.joinpath(*names)
-    # Path.resolve raises where links go in circles
-    is_own = os.path.realpath(path) == str(Path(os.path.realpath(folder)).joinpath(*names))
-    return path if is_own and path.is_file() else None
+    try:
+        # Path.resolve raises where links go in circles
+        is_own = os.path.realpath(path) == str(Path(os.path.realpath(folder)).joinpath(*names))
+        return path if is_own and path.is_file() else None
+    except (OSError, ValueError):  # a name that no file can have
+        return None
 
 
 def check_writable(path: Path, option: str) -> None:

@@ -23,7 +23,8 @@ MAX_TEMPORARY = 107 - len(
 )  # bytes; the kernel's limit for a socket's path is 107
 ARGUMENTS = (
     "--disable-smooth-scrolling",  # a scroll is done when its event is
-    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",  # the one way around a proxy
+    "--webrtc-ip-handling-policy=disable_non_proxied_udp",  # the one way around a proxy
+    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",  # its name in earlier versions
     "--disable-dev-shm-usage",  # a container's /dev/shm is small
     "--font-render-hinting=none",
     # The same document gives the same pixels, whenever its images arrived and whatever was drawn before:

@@ -39,6 +39,8 @@ from vlmrl.multimodal.images import content_of
 from vlmrl.multimodal.messages import images_of, map_images
 from vlmrl.types import Ending, Message, Task
 from vlmrl.utils.http_server import BODY, Binding, run_server
+from vlmrl.utils.json_files import json_body
+from vlmrl.utils.machine_memory import memory_bytes
 from vlmrl.utils.users_line import describe_error
 from vlmrl.utils.work_pool import cpu_pool
 
@@ -77,10 +79,14 @@ class RequestError(ValueError):
 
 @dataclass
 class _OpenSession:
-    """A session, which images its client may not have opened, the time of its last request, and the number of running requests."""
+    """A session, which images its client may not have opened, and the size of its task's request in bytes.
+
+    ``last_used`` is the time of its last request, ``running`` the number of those that are being answered.
+    """
 
     session: EnvSession
     refuse: Refuse
+    size: int
     last_used: float = field(default_factory=time.monotonic)
     running: int = 0
 
@@ -95,9 +101,11 @@ class EnvServer:
         self.timeout = timeout
         self.idle_timeout = idle_timeout
         self.max_sessions = max_sessions
+        self.max_bytes = memory_bytes() // 4  # of the requests that started the open sessions, which keep their images
         self.sessions: dict[str, _OpenSession] = {}
 
-    async def start(self, name: str, body: dict[str, Any]) -> bytes:
+    async def start(self, name: str, body: dict[str, Any], size: int = 0) -> bytes:
+        """Build the env of the task in a request of ``size`` bytes, and reset it."""
         task, refuse = await cpu_pool().run(self.timeout, _read_task, body)
         session = EnvSession(
             self.spec,
@@ -111,7 +119,11 @@ class EnvServer:
             raise RuntimeError(
                 f"session {name} cannot start: it exists already, or there are {self.max_sessions} sessions (--max-sessions)."
             )
-        self.sessions[name] = _OpenSession(session, refuse)
+        if sum(opened.size for opened in self.sessions.values()) + size > self.max_bytes:
+            raise RuntimeError(
+                f"session {name} cannot start: the tasks of the open ones have {self.max_bytes} bytes, a quarter of the memory."
+            )
+        self.sessions[name] = _OpenSession(session, refuse, size)
 
         async def call(opened: _OpenSession) -> bytes:
             messages = await session.start()
@@ -210,12 +222,11 @@ def create_env_app(server: EnvServer) -> web.Application:
         cleaner.cancel()
         await server.close_all()
 
-    def with_body(use: Callable[[str, dict[str, Any]], Awaitable[bytes]]) -> Handler:
+    def with_body(use: Callable[..., Awaitable[bytes]], with_size: bool = False) -> Handler:
         async def called(name: str, content: bytes) -> bytes:
             is_long = len(content) > LONG_BODY
-            return await use(
-                name, await cpu_pool().run(server.timeout, _parse, content) if is_long else _parse(content)
-            )
+            body = await cpu_pool().run(server.timeout, _parse, content) if is_long else _parse(content)
+            return await (use(name, body, len(content)) if with_size else use(name, body))
 
         async def handler(request: web.Request) -> web.StreamResponse:
             return await _respond(request, called(request.match_info["name"], request[BODY]))
@@ -230,7 +241,7 @@ def create_env_app(server: EnvServer) -> web.Application:
 
     app = web.Application()
     app.cleanup_ctx.append(sessions)
-    app.router.add_put("/sessions/{name}", with_body(server.start))
+    app.router.add_put("/sessions/{name}", with_body(server.start, with_size=True))
     app.router.add_post("/sessions/{name}/step", with_body(server.step))
     app.router.add_post("/sessions/{name}/finish", with_body(server.finish))
     app.router.add_delete("/sessions/{name}", close)
@@ -302,12 +313,9 @@ def _read_task(body: dict[str, Any]) -> tuple[Task, Refuse]:
 
 def _parse(content: bytes) -> dict[str, Any]:
     try:
-        body = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body must be JSON, but it is not: {error}") from error
-    if not isinstance(body, dict):
-        raise RequestError(f"the body must be a JSON object, but it is {body!r:.100}.")
-    return body
+        return json_body(content)
+    except ValueError as error:
+        raise RequestError(str(error)) from None
 
 
 def _dump(content: dict[str, Any]) -> bytes:
