@@ -82,6 +82,8 @@ class ServerInfo:
     max_prompt_tokens: int | None = None
     holds_images: bool = False
     """It keeps processed images, and a request may name one by its hash instead of containing it."""
+    nccl: str | None = None
+    """Version of its NCCL, such as ``2.30.7``."""
 
 
 class ServerProcess(Protocol):

@@ -137,7 +137,7 @@ class SGLangBackend(ServerBackend):
         env = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}  # its cache of image features would survive weight updates
         env |= {"SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "vlmrl_sglang"}
         env |= CPU_ENV if gpu is None else {}
-        return Launch(self._command(args), self.environment(ON_SERVER, env), log)
+        return Launch(self._command(args), self.environment(ON_SERVER, env, on_gpu=gpu is not None), log)
 
     def with_token(self, launch: Launch, token: str) -> Launch:
         python, _, _, *words = launch.command
