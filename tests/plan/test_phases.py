@@ -28,6 +28,7 @@ from vlmrl.plan.phases import (
     phases_of,
 )
 from vlmrl.plan.published_models import PUBLISHED, shape_folder
+from vlmrl.train.master_weights import STATE_BYTES
 
 MODEL = "Qwen/Qwen3-VL-2B-Instruct"
 H100 = KNOWN["h100-80gb"]
@@ -123,11 +124,23 @@ def test_a_server_and_an_offloaded_trainer_on_one_gpu():
         "reserve": CONTEXT,
     }
     training = found["forward and backward"]
-    assert training["server's weights"] == 200 and "server's KV cache" not in training  # it sleeps
+    assert {part for part in training if "server" in part} == {"server's context"}  # it sleeps
     assert training["optimizer state"] == 800
     update = found["weight update"]  # `TrainerMemory.onload` moves all of the trainer
     assert (update["weights"], update["masters"], update["optimizer state"]) == (200, 400, 800)
-    assert found["weight update"]["bucket"] == GIB / 2
+    assert found["weight update"]["bucket"] == GIB / 2 and found["weight update"]["server's weights"] == 200
+    vllm = phases(placed(), replace(SERVED, engine="vllm"))["forward and backward"]
+    assert vllm["server's weights"] == 200 and "server's KV cache" not in vllm
+    adapted = phases(placed(), replace(SERVED, model=replace(SERVED.model, lora=Lora(rank=8))))["forward and backward"]
+    assert adapted["server's weights"] == 200
+
+
+def test_an_offloaded_optimizer_brings_its_state_back_in_parts():
+    offloaded = replace(SERVED, optim=Optim(offload=True))
+    found = phases_of(offloaded, SHAPE, TRAINER, ENGINE, 10**9, placed(ranks=2), torch.bfloat16, 79 * GIB)
+    assert found["optimizer step"]["optimizer state"] == STATE_BYTES
+    found = phases_of(offloaded, SHAPE, TRAINER, ENGINE, 100, placed(), torch.bfloat16, 79 * GIB)
+    assert found["optimizer step"]["optimizer state"] == 800
 
 
 def test_an_embedded_engine_shares_the_trainers_weights_and_gpu():

@@ -186,6 +186,8 @@ class Server:
         """It failed its last health check. It gets no new requests until it passes one."""
         self.asleep = False
         """Its KV cache memory is released to the trainer."""
+        self.without_weights = False
+        """The memory of its weights is released, too. It must get an update before it serves."""
         self.last_error = ""
         """Why it could not be made to serve again, for an error message. Empty while it serves."""
         self.in_flight = 0

@@ -184,6 +184,11 @@ class ServerBackend(ABC):
     """With ``capabilities.sleep``: release the memory of the KV cache."""
     wake: ClassVar[Call]
     """With ``capabilities.sleep``: take the memory of the KV cache back."""
+    release_weights: ClassVar[Call | None] = None
+    """With ``capabilities.sleep``: release the memory of the weights and CUDA graphs, too. The weights are lost until the next update.
+    None: a sleeping server keeps them."""
+    restore_weights: ClassVar[Call | None] = None
+    """Take that memory back, before the update."""
     loaded_weights: ClassVar[Call]
     """With ``capabilities.checksums``: its response is passed to :meth:`parse_loaded_weights`."""
     checksums: ClassVar[Call]
@@ -245,6 +250,10 @@ class ServerBackend(ABC):
     def graph_memory(cls, gpu_bytes: float) -> float:
         """What a sleeping server keeps of :meth:`runtime_memory`: its CUDA graphs."""
         return 0.0125 * gpu_bytes
+
+    def releases_weights(self, lora: bool) -> bool:
+        """Whether a sleeping server releases its weights. Updates must overwrite all: not with adapters (``lora``) or quantization."""
+        return self.release_weights is not None and not lora and "quantization" not in self.arguments
 
     @property
     def sets_memory(self) -> bool:

@@ -152,7 +152,8 @@ class Serving:
             else None,
         )
         pool = ServerPool(backend, host.servers(backend, served), colocated=colocated)
-        engine = ServerEngine(pool, model.renderer, model.policy.banned_ids, routing, trainer.offload)
+        releases = colocated and backend.releases_weights(bool(config.model.lora.rank))
+        engine = ServerEngine(pool, model.renderer, model.policy.banned_ids, routing, trainer.offload, releases)
         sync = WeightSync(engine, config.folder.absolute() / "weights", method)
         return cls(config, model, engine, sync, trainer, adapters)
 

@@ -34,11 +34,12 @@ from vlmrl.train.checkpoint import (
     saved_shapes,
 )
 from vlmrl.train.finite_check import FiniteCheck
-from vlmrl.train.master_weights import MasterWeights, make_optimizer, move_state
+from vlmrl.train.master_weights import HOST, MasterWeights, make_optimizer, move_module, move_state, step_in_parts
 from vlmrl.train.packing import Layout, MicroBatchPlan, count_unrecorded_experts, pack, per_token, split
 from vlmrl.train.ranks import MetricAccumulator, Ranks
 from vlmrl.types import MicroBatch, Sample, to_device
 from vlmrl.utils.current_gpu import on_policy_gpu
+from vlmrl.utils.host_memory import HostMemory
 
 Scorer = Callable[[MicroBatch, float], TokenScores]
 
@@ -102,6 +103,7 @@ class Trainer:
         self._replay_routing = spec.replay_routing and policy.routing is not None
         self._weights = MasterWeights(policy)
         self.optimizer = make_optimizer(self._weights.parameters, optim, policy.device)
+        self._state_memory = HostMemory()  # of `optim.offload`
 
     @on_policy_gpu
     def step(self, samples: Sequence[Sample]) -> StepOutput:
@@ -138,14 +140,14 @@ class Trainer:
         """
         self._schedule_end = position
 
-    def to(self, device: torch.device) -> None:
-        """Move the policy, the reference, master weights and optimizer state to ``device``."""
-        self.policy.to(device)
+    def to(self, device: torch.device, memory: HostMemory) -> None:
+        """Move the policy, the reference, master weights and optimizer state to ``device``; on the host they are in ``memory``."""
+        move_module(self.policy, device, memory)
         if isinstance(self.reference, Policy):
-            self.reference.to(device)
-        self._weights.to(device)
+            move_module(self.reference, device, memory)
+        self._weights.to(device, memory)
         if not self._optim.offload:
-            move_state(self.optimizer, device)
+            move_state(self.optimizer, device, memory)
 
     def close(self) -> None:
         """Release the policy after the last step, so that another trainer can train it."""
@@ -290,7 +292,7 @@ class Trainer:
         self.steps_done = int(tensors["steps_done"])
         self._weights.publish()
         if self._optim.offload:
-            move_state(self.optimizer, torch.device("cpu"))
+            move_state(self.optimizer, HOST, self._state_memory)
         load_random(checkpoint, self._ranks.rank)
         return self.steps_done
 
@@ -317,10 +319,9 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if optim.offload:
-            move_state(self.optimizer, self.policy.device)
-        self.optimizer.step()
-        if optim.offload:
-            move_state(self.optimizer, torch.device("cpu"))
+            step_in_parts(self.optimizer, self.policy.device, self._state_memory)
+        else:
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._weights.publish()
         self.steps_done += 1
