@@ -54,10 +54,13 @@ def offload(report: Report) -> str:
     scores, held, memory = trainer.score(rows), allocated(), HostMemory()
     away = seconds(lambda: (trainer.to(CPU, memory), free(), forget_unused()))
     left = allocated()
-    back = seconds(lambda: trainer.to(report.device, memory))
+    trainer.to(report.device, memory)
     apart, _ = mismatch(trainer.score(rows), scores)
     trainer.step(rows)
-    text = f"{gib(held)} on the GPU, {gib(left)} while offloaded; {away:.1f} s to the host, {back:.1f} s back; "
+    text = f"{gib(held)} on the GPU, {gib(left)} while offloaded; {away:.1f} s to the host at first; "
+    again = seconds(lambda: trainer.to(CPU, memory))
+    returned = seconds(lambda: trainer.to(report.device, memory))
+    text += f"then {held / again / 1e9:.1f} GB/s to the host and {held / returned / 1e9:.1f} back; "
     require(left <= LEFT, f"an offloaded trainer must leave less than {gib(LEFT)} on the GPU: {text}")
     return text + within(logprobs=(apart, 1e-6))
 
