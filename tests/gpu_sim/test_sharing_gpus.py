@@ -256,3 +256,41 @@ def test_updates_and_offloads_of_a_sharded_trainer_leave_nothing_on_the_gpu_and_
     simulated_gpu, tmp_path
 ):
     simulated_gpu.run(f"OUTPUT = {str(tmp_path)!r}\n{SHARDED}", timeout=300)
+
+
+ORDER = """
+import torch
+
+from vlmrl.utils.host_memory import HostMemory
+from vlmrl.weight_sync.base import CPU, Bucket, KeptWeights
+
+host = torch.ones(2**18)
+weights = host.cuda()
+locked = torch.zeros(2**18, pin_memory=True)
+locked.copy_(weights, non_blocking=True)
+assert locked.sum() == 0  # it is on its way
+torch.cuda.current_stream().synchronize()
+assert locked.sum() == 2**18
+
+bucket = Bucket(["w"], [weights.shape], weights)
+assert bucket.to(CPU).flat.sum() == 2**18
+kept, memory = KeptWeights(), HostMemory()
+kept.begin()
+kept.add(bucket)
+assert kept.buckets[0].flat.sum() == 0 and kept.version is None  # it is copied beside the send
+kept.end("v1")
+assert kept.buckets[0].flat.sum() == 2**18
+away = memory.moved("w", weights, CPU)
+assert away.sum() == 0
+memory.wait()
+assert away.sum() == 2**18
+back = memory.moved("w", away, weights.device)
+away.zero_()  # too early
+assert back.cpu().sum() == 0
+"""
+
+
+@pytest.mark.slow
+def test_copies_are_read_only_after_a_wait(simulated_gpu):
+    """Page-locked memory has a copy's values after a synchronization only, so that a wait that is missing shows."""
+    simulated_gpu.run(ORDER, contents=True, timeout=200)

@@ -44,7 +44,7 @@ class HostMemory:
         """
         if isinstance(tensor, DTensor):
             local = self.moved(key, tensor.to_local().detach(), device)
-            return DTensor(local, tensor._spec, requires_grad=tensor.requires_grad)  # type: ignore[no-any-return]
+            return DTensor(local, tensor._spec, requires_grad=tensor.requires_grad)
         if tensor.device.type == device.type:
             return tensor
         return self.copy_of(key, tensor) if device.type == "cpu" else tensor.to(device, non_blocking=True)
