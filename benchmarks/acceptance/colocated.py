@@ -18,6 +18,7 @@ from vlmrl.model.loading import as_saved
 from vlmrl.model.lora import named_weights
 from vlmrl.train.fsdp import forget_unused
 from vlmrl.train.trainer import Trainer, TrainerSpec
+from vlmrl.utils.host_memory import HostMemory
 from vlmrl.weight_sync.base import BUCKET_BYTES, Bucket, buckets
 
 LEFT = 256 * 2**20  # of an offloaded trainer, in bytes
@@ -50,13 +51,16 @@ def offload(report: Report) -> str:
     rows = sampled(loaded)
     trainer = Trainer(loaded.policy, TrainerSpec(Algo(), Optim(), total_steps=2, tokens_per_micro_batch=16384))
     trainer.step(rows)
-    scores, held = trainer.score(rows), allocated()
-    away = seconds(lambda: (trainer.to(CPU), free(), forget_unused()))
+    scores, held, memory = trainer.score(rows), allocated(), HostMemory()
+    away = seconds(lambda: (trainer.to(CPU, memory), free(), forget_unused()))
     left = allocated()
-    back = seconds(lambda: trainer.to(report.device))
+    trainer.to(report.device, memory)
     apart, _ = mismatch(trainer.score(rows), scores)
     trainer.step(rows)
-    text = f"{gib(held)} on the GPU, {gib(left)} while offloaded; {away:.1f} s to the host, {back:.1f} s back; "
+    text = f"{gib(held)} on the GPU, {gib(left)} while offloaded; {away:.1f} s to the host at first; "
+    again = seconds(lambda: trainer.to(CPU, memory))
+    returned = seconds(lambda: trainer.to(report.device, memory))
+    text += f"then {held / again / 1e9:.1f} GB/s to the host and {held / returned / 1e9:.1f} back; "
     require(left <= LEFT, f"an offloaded trainer must leave less than {gib(LEFT)} on the GPU: {text}")
     return text + within(logprobs=(apart, 1e-6))
 

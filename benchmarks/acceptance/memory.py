@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 
 import torch
@@ -27,6 +28,10 @@ APART = 0.15  # of the plan
 def run(report: Report) -> None:
     report.check("full training", lambda: peak(report, Lora()))
     report.check("LoRA", lambda: peak(report, lora()))
+    report.check("a row of 32,768 tokens", lambda: one_row(report, 512 if report.tiny else 32768, images=1))
+    report.check(
+        "a row with 128 images", lambda: one_row(report, 512 if report.tiny else 8192, images=8 if report.tiny else 128)
+    )
 
 
 def peak(report: Report, adapters: Lora) -> str:
@@ -50,6 +55,32 @@ def peak(report: Report, adapters: Lora) -> str:
     text = f"first step {gib(peaks[0])}, second {gib(peaks[1])}; planned {gib(wanted)}, in {phase}"
     require(report.tiny or abs(max(peaks) / wanted - 1) <= APART, f"more than {APART:.0%} from the plan: {text}")
     return text
+
+
+def one_row(report: Report, tokens: int, images: int) -> str:
+    """Two steps on one row of this many tokens, half of them sampled, with images of 64 x 64 pixels."""
+    if not report.tiny:
+        report.need_gpu()
+    loaded = random_model(report)
+    loaded.policy.enable_gradient_checkpointing()
+    store = loaded.new_store()
+    assert store is not None
+    family, media = loaded.policy.family, [store.load(noise(number, 64)) for number in range(images)]
+    shown = [[loaded.policy.config.vision_start_token_id, *image_ids(item, family.image_token_id)] for item in media]
+    prompt = [token for image in shown for token in image]
+    prompt += [7] * (tokens // 2 - len(prompt))
+    length = tokens - len(prompt)
+    lists = (prompt, [9] * length, [1] * length, [-5.0] * length, [0] * length)
+    row = Sample(*lists, "g", "g/0", True, "length", media, 1.0)
+    spec = TrainerSpec(Algo(), Optim(lr=1e-9), total_steps=2, tokens_per_micro_batch=tokens)
+    trainer = Trainer(loaded.policy, spec)
+    trainer.step([row])
+    began = time.perf_counter()
+    norm = trainer.step([row]).metrics["grad_norm"]
+    seconds = time.perf_counter() - began
+    require(norm > 0, f"the gradient norm is {norm}")
+    text = f"{tokens / seconds:.0f} tokens a second, gradient norm {norm:.2g}"
+    return f"{text}, peak {gib(torch.cuda.max_memory_allocated())}" if report.device.type == "cuda" else text
 
 
 def configured(report: Report, adapters: Lora) -> Config:

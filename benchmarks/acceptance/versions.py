@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import subprocess
+import sys
 
 import torch
 from acceptance.report import NotTried, Report, gib, need_dependencies, require
@@ -17,6 +18,7 @@ def run(report: Report) -> None:
     report.check("vlmrl's dependencies", need_dependencies)
     report.check("GPU", lambda: gpu(report))
     report.check("driver", driver)
+    report.check("servers' environment", servers)
 
 
 def software() -> str:
@@ -36,6 +38,16 @@ def gpu(report: Report) -> str:
         f"{torch.cuda.device_count()} x {properties.name}, sm_{properties.major}{properties.minor}, "
         f"{properties.multi_processor_count} multiprocessors, {gib(total)}, of which {gib(available)} are free"
     )
+
+
+def servers() -> str:
+    """NCCL, and the compiler that servers need at their start."""
+    from vlmrl.engine.server_environment import cuda_home, environment_of, own_toolkit
+
+    python = os.environ.get("VLMRL_SGLANG_PYTHON", sys.executable)
+    own, found = environment_of(sys.executable), environment_of(python)
+    home = cuda_home(os.environ) or own_toolkit(python)
+    return f"NCCL {own.nccl} here, {found.nccl} in {python}; nvcc in {home or 'no folder: servers cannot compile'}"
 
 
 def driver() -> str:

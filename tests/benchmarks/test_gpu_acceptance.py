@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from vlmrl.config import ServerSettings
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks/gpu_acceptance.py"
 
 # Stands for the checks: what each does is in its name.
@@ -179,3 +181,11 @@ def test_checks_are_not_tried_without_a_dependency(tmp_path):
     rows = {(check, title): (result, numbers) for check, title, result, numbers, _ in rows_of(table)}
     assert rows["versions", "software"][0] == "pass"
     assert rows["mismatch", "all of it"] == ("not tried", "not installed: jsonschema")
+
+
+def test_the_limits_of_all_checks_fit_the_default_and_a_server_may_take_its_time_to_start(acceptance):
+    limits = {check.name: check.minutes for check in acceptance.CHECKS}
+    assert sum(limits.values()) <= acceptance.parse([]).minutes
+    assert 60 * limits["sglang"] > ServerSettings().start_timeout
+    first = list(limits)[: len(limits) // 2]
+    assert {"mismatch", "geometry", "trace"} <= set(first)

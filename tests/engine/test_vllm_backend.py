@@ -299,6 +299,9 @@ def test_calls_for_adapters_are_those_that_the_middleware_answers():
         assert f'"{call.path}"' in source
 
 
+PACKAGES = "[pip3] numpy==2.3.4\n[pip3] nvidia-nccl-cu13==2.29.7\n[pip3] torch==2.13.0"
+
+
 def info(mode: str = "processed_logprobs") -> dict:
     model = {"dtype": "torch.bfloat16", "max_model_len": 4096, "logprobs_mode": mode}
     config = {
@@ -306,12 +309,12 @@ def info(mode: str = "processed_logprobs") -> dict:
         "parallel_config": {"tensor_parallel_size": 2},
         "device_config": {"device": "cuda"},
     }
-    return {"vllm_config": config, "system_env": {"vllm_version": "0.32.0"}}
+    return {"vllm_config": config, "system_env": {"vllm_version": "0.32.0", "pip_packages": PACKAGES}}
 
 
 def test_a_server_reports_its_size_its_dtype_and_its_room():
     parsed = VLLMBackend(ServerSettings()).parse_info(info())
-    assert parsed == ServerInfo("0.32.0", 2, "cuda", "bfloat16", max_prompt_tokens=4096)
+    assert parsed == ServerInfo("0.32.0", 2, "cuda", "bfloat16", max_prompt_tokens=4096, nccl="2.29.7")
 
 
 def test_servers_with_other_logprobs_or_too_old_are_refused():

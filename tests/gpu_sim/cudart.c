@@ -2,7 +2,8 @@
  *
  * Kernel launches return at once. `cudaMalloc` reserves addresses without memory behind them, counts their bytes, and fails when the
  * device is full, so torch's own allocator reports true sizes. Reading from a device gives zeros; with SIMULATED_CUDA_CONTENTS=1
- * copies move bytes, and what was copied to a device can be read back.
+ * copies move bytes, and what was copied to a device can be read back: after a synchronization, if the copy was asynchronous and the
+ * host's memory is page-locked.
  *
  * Environment: SIMULATED_CUDA_DEVICES (1), SIMULATED_CUDA_MEMORY (bytes of each device), SIMULATED_CUDA_CONTENTS,
  * SIMULATED_CUDA_FORBIDDEN (a device on which the creation of a context aborts the process), and SIMULATED_CUDA_LOG=1, which
@@ -89,7 +90,8 @@ cudaError_t cudaSetDevice(int number) {
     return cudaSuccess;
 }
 
-cudaError_t cudaDeviceSynchronize(void) { simulated_here()->syncs++; return cudaSuccess; }
+static void apply_pending(void);
+cudaError_t cudaDeviceSynchronize(void) { simulated_here()->syncs++; apply_pending(); return cudaSuccess; }
 cudaError_t cudaDriverGetVersion(int *version) { *version = CUDART_VERSION; return cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int *version) { *version = CUDART_VERSION; return cudaSuccess; }
 cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) { *can = device != peer; return cudaSuccess; }
@@ -209,8 +211,37 @@ static struct block *map_new(size_t size, int device) {
     return map_file(file, size, device);
 }
 
+/* Copies that were asked for and that no synchronization has waited for, in their order. */
+
+struct pending { char *to; const char *from; char *staged; size_t size; int value; struct pending *next; };
+static struct pending *pending, **pending_end = &pending;
+static pthread_mutex_t pending_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static void defer(struct pending copy) {
+    struct pending *one = malloc(sizeof *one);
+    *one = copy;
+    pthread_mutex_lock(&pending_lock);
+    *pending_end = one;
+    pending_end = &one->next;
+    pthread_mutex_unlock(&pending_lock);
+}
+
+static void apply_pending(void) {
+    pthread_mutex_lock(&pending_lock);
+    while (pending) {
+        struct pending *one = pending;
+        if (one->from) memcpy(one->to, one->from, one->size); else memset(one->to, one->value, one->size);
+        pending = one->next;
+        free(one->staged);
+        free(one);
+    }
+    pending_end = &pending;
+    pthread_mutex_unlock(&pending_lock);
+}
+
 static cudaError_t unmap(void *pointer) {
     if (!pointer) return cudaSuccess;
+    apply_pending();
     pthread_mutex_lock(&lock);
     struct block **at = &blocks;
     while (*at && (*at)->start != (char *)pointer) at = &(*at)->next;
@@ -255,8 +286,39 @@ cudaError_t cudaHostAlloc(void **pointer, size_t size, unsigned flags) {
 
 cudaError_t cudaMallocHost(void **pointer, size_t size) { return cudaHostAlloc(pointer, size, 0); }
 cudaError_t cudaFreeHost(void *pointer) { return unmap(pointer); }
-cudaError_t cudaHostRegister(void *pointer, size_t size, unsigned flags) { return cudaSuccess; }
-cudaError_t cudaHostUnregister(void *pointer) { return cudaSuccess; }
+
+struct range { char *start; size_t size; struct range *next; };
+static struct range *registered; /* page-locked memory that the program has allocated */
+
+cudaError_t cudaHostRegister(void *pointer, size_t size, unsigned flags) {
+    struct range *range = malloc(sizeof *range);
+    pthread_mutex_lock(&lock);
+    *range = (struct range){pointer, size, registered};
+    registered = range;
+    pthread_mutex_unlock(&lock);
+    return cudaSuccess;
+}
+
+cudaError_t cudaHostUnregister(void *pointer) {
+    apply_pending();
+    pthread_mutex_lock(&lock);
+    struct range **at = &registered;
+    while (*at && (*at)->start != (char *)pointer) at = &(*at)->next;
+    struct range *range = *at;
+    if (range) *at = range->next;
+    pthread_mutex_unlock(&lock);
+    free(range);
+    return range ? cudaSuccess : fail(cudaErrorInvalidValue);
+}
+
+static int is_pageable(const void *pointer) { /* neither on a device nor page-locked */
+    pthread_mutex_lock(&lock);
+    struct range *range = registered;
+    while (range && !((char *)pointer >= range->start && (char *)pointer < range->start + range->size)) range = range->next;
+    int pageable = !range && !find(pointer);
+    pthread_mutex_unlock(&lock);
+    return pageable;
+}
 
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *pointer) {
     memset(attributes, 0, sizeof *attributes);
@@ -277,14 +339,21 @@ static void copy(void *to, const void *from, size_t size, cudaStream_t stream, i
     if (target >= 0 && source < 0) here->uploads++;
     if (target < 0 && source >= 0) here->downloads++;
     if (waits) here->syncs++;
-    if (is_set("SIMULATED_CUDA_CONTENTS") || (target < 0 && source < 0))
+    if (!is_set("SIMULATED_CUDA_CONTENTS") && target >= 0) return;
+    if (is_set("SIMULATED_CUDA_CONTENTS") && !waits && !is_pageable(to)) {
+        char *staged = is_pageable(from) ? memcpy(malloc(size), from, size) : NULL; /* by the driver, before the call returns */
+        defer((struct pending){to, staged ? staged : from, staged, size, 0, NULL});
+        return;
+    }
+    apply_pending();
+    if (is_set("SIMULATED_CUDA_CONTENTS") || source < 0)
         memcpy(to, from, size);
     else if (target < 0 && size <= ZERO_LIMIT)
         memset(to, 0, size);
 }
 
 static void set(void *to, int value, size_t size) {
-    if (is_set("SIMULATED_CUDA_CONTENTS")) memset(to, value, size);
+    if (is_set("SIMULATED_CUDA_CONTENTS")) defer((struct pending){to, NULL, NULL, size, value, NULL});
 }
 
 cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) { copy(to, from, size, 0, 1); return cudaSuccess; }
@@ -311,6 +380,7 @@ cudaError_t cudaMemcpyToSymbol(const void *symbol, const void *from, size_t size
 struct ipc { pid_t process; int file; size_t size; int device; };
 
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *pointer) {
+    apply_pending(); /* as its event would, for which the other process waits */
     pthread_mutex_lock(&lock);
     struct block *block = find(pointer);
     if (block) {
@@ -325,6 +395,7 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *pointer) {
 cudaError_t cudaIpcOpenMemHandle(void **pointer, cudaIpcMemHandle_t handle, unsigned flags) {
     struct ipc ipc;
     memcpy(&ipc, &handle, sizeof ipc);
+    apply_pending();
     char path[64];
     snprintf(path, sizeof path, "/proc/%d/fd/%d", ipc.process, ipc.file);
     int file = open(path, O_RDWR | O_CLOEXEC);
@@ -341,15 +412,15 @@ cudaError_t cudaIpcCloseMemHandle(void *pointer) { return unmap(pointer); }
 cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t *handle, cudaEvent_t event) { memset(handle, 0, sizeof *handle); return cudaSuccess; }
 cudaError_t cudaIpcOpenEventHandle(cudaEvent_t *event, cudaIpcEventHandle_t handle) { return cudaEventCreateWithFlags(event, 0); }
 
-/* Streams and events: everything is done when its call returns. */
+/* Streams and events: everything but a pending copy is done when its call returns. Any synchronization waits for all copies. */
 
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return cudaSuccess; }
 cudaError_t cudaStreamCreate(cudaStream_t *stream) { simulated_here(); *stream = simulated_handle(); return cudaSuccess; }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) { return cudaStreamCreate(stream); }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) { return cudaStreamCreate(stream); }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) { return cudaSuccess; }
-cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaSuccess; }
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { simulated_here()->syncs++; return cudaSuccess; }
+cudaError_t cudaStreamQuery(cudaStream_t stream) { apply_pending(); return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) { simulated_here()->syncs++; apply_pending(); return cudaSuccess; }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) { return cudaSuccess; }
 cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) { *priority = 0; return cudaSuccess; }
 cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long *id) { *id = (unsigned long long)stream; return cudaSuccess; }
@@ -385,6 +456,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
     int hangs = ((struct event *)event)->waits && __atomic_load_n(&simulated_collectives, __ATOMIC_SEQ_CST) > 0;
+    if (!hangs) apply_pending();
     return hangs ? fail(cudaErrorNotReady) : cudaSuccess;
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) { return cudaEventRecord(event, stream); }

@@ -1,6 +1,7 @@
 """One training step of a model of a true shape on a simulated H100, by the trainer itself: real tensors, kernels that do nothing.
 
-Argument: a JSON object with ``config`` (a Hugging Face config as a dict), ``vision_depth``, ``micro_batches`` and ``corrections``.
+Argument: a JSON object with ``config`` (a Hugging Face config as a dict), ``vision_depth``, ``micro_batches``, ``mini_batches`` and
+``corrections``.
 Prints how often the host waited in each of two steps, where, and the peak memory, as JSON.
 """
 
@@ -73,7 +74,9 @@ def a_group(name: str) -> list[Sample]:
 count = settings["micro_batches"]
 samples = [sample for number in range(count) for sample in a_group(f"g{number}")]
 algo = Algo(corrections=("token_truncation", "geometric_mask") if settings["corrections"] else ())
-trainer = Trainer(policy, TrainerSpec(algo, Optim(), total_steps=9, tokens_per_micro_batch=2000))
+per_step = count // settings["mini_batches"]
+spec = TrainerSpec(algo, Optim(), total_steps=9, tokens_per_micro_batch=2000, groups_per_step=per_step)
+trainer = Trainer(policy, spec)
 steps = []
 for _ in range(2):
     torch.cuda.reset_peak_memory_stats()
@@ -89,6 +92,7 @@ for _ in range(2):
             "waits": device_counts()["syncs"] - before,
             "where": dict(where),
             "peak": torch.cuda.max_memory_allocated(),
+            "after": torch.cuda.memory_allocated(),
         }
     )
 print(json.dumps(steps))

@@ -196,3 +196,101 @@ engine.close()
 @pytest.mark.slow
 def test_the_embedded_engine_on_gpu_1_counts_free_memory_and_survives_its_end(simulated_gpu, tmp_path):
     simulated_gpu.run(ENGINE, tmp_path, devices=2, timeout=200)
+
+
+SHARDED = """
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from testing.receivers import FakeReceiver
+from vlmrl.config import Algo, Config, Model, Optim
+from vlmrl.model import tiny
+from vlmrl.train.rank import Rank
+from vlmrl.train.ranks import Ranks
+from vlmrl.train.trainer import TrainerSpec
+from vlmrl.weight_sync import SENDERS
+from vlmrl.weight_sync.base import WeightUpdate
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+rank = Rank(Config(model=Model(path="tiny:qwen3_vl"), output_dir=OUTPUT), Ranks(0, 2))
+trainer = rank.start(TrainerSpec(Algo(), Optim(), total_steps=2, tokens_per_micro_batch=64))
+for weight in trainer._weights.parameters:
+    weight.grad = torch.zeros_like(weight)
+trainer._apply_gradient()
+
+def addresses():
+    values = [*rank.policy.parameters(), *(state["exp_avg"] for state in trainer.optimizer.state.values())]
+    assert all(isinstance(value, DTensor) for value in values)
+    return [value.to_local().data_ptr() for value in values if value.to_local().numel()]
+
+def update(number):
+    receiver = FakeReceiver("http://127.0.0.1:1", device="cuda")
+    receiver.receive = lambda bucket, version: None
+    result = rank.send([WeightUpdate((receiver,), SENDERS["tensor"], f"v{number}", bucket_bytes=2**16), None])
+    assert not result.failed, result.failed
+    kept = rank.sent.kept
+    assert kept.version == f"v{number}" and len(kept.buckets) > 2
+    assert {bucket.flat.device.type for bucket in kept.buckets} == {"cpu"}
+    return [bucket.flat.data_ptr() for bucket in kept.buckets]
+
+on_gpu = torch.cuda.memory_allocated()
+first = update(0)
+assert torch.cuda.memory_allocated() == on_gpu, (torch.cuda.memory_allocated(), on_gpu)
+assert update(1) == first  # the same host memory
+places = []
+for _ in range(2):
+    rank.offload()
+    assert torch.cuda.memory_allocated() == 0, torch.cuda.memory_allocated()
+    assert rank.policy.device.type == "cpu"
+    places.append(addresses())
+    rank.onload()
+    assert torch.cuda.memory_allocated() == on_gpu, (torch.cuda.memory_allocated(), on_gpu)
+assert places[0] == places[1]
+"""
+
+
+@pytest.mark.slow
+def test_updates_and_offloads_of_a_sharded_trainer_leave_nothing_on_the_gpu_and_use_host_memory_again(
+    simulated_gpu, tmp_path
+):
+    simulated_gpu.run(f"OUTPUT = {str(tmp_path)!r}\n{SHARDED}", timeout=300)
+
+
+ORDER = """
+import torch
+
+from vlmrl.utils.host_memory import HostMemory
+from vlmrl.weight_sync.base import CPU, Bucket, KeptWeights
+
+host = torch.ones(2**18)
+weights = host.cuda()
+locked = torch.zeros(2**18, pin_memory=True)
+locked.copy_(weights, non_blocking=True)
+assert locked.sum() == 0  # it is on its way
+torch.cuda.current_stream().synchronize()
+assert locked.sum() == 2**18
+
+bucket = Bucket(["w"], [weights.shape], weights)
+assert bucket.to(CPU).flat.sum() == 2**18
+kept, memory = KeptWeights(), HostMemory()
+kept.begin()
+kept.add(bucket)
+assert kept.buckets[0].flat.sum() == 0 and kept.version is None  # it is copied beside the send
+kept.end("v1")
+assert kept.buckets[0].flat.sum() == 2**18
+away = memory.moved("w", weights, CPU)
+assert away.sum() == 0
+memory.wait()
+assert away.sum() == 2**18
+back = memory.moved("w", away, weights.device)
+away.zero_()  # too early
+assert back.cpu().sum() == 0
+"""
+
+
+@pytest.mark.slow
+def test_copies_are_read_only_after_a_wait(simulated_gpu):
+    """Page-locked memory has a copy's values after a synchronization only, so that a wait that is missing shows."""
+    simulated_gpu.run(ORDER, contents=True, timeout=200)

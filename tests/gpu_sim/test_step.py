@@ -33,11 +33,12 @@ def tiny_config(family: str) -> dict:
     return {"model_type": family, **IDS, "text_config": text, "vision_config": vision}
 
 
-def waits(gpu, config: dict, *, vision_depth=4, micro_batches=2, corrections=False) -> int:
-    """How often the host waits for the GPU in a second step."""
-    counts = {"vision_depth": vision_depth, "micro_batches": micro_batches, "corrections": corrections}
-    done = gpu.run(SCRIPT, json.dumps({"config": config, **counts}))
-    _, second = json.loads(done.stdout.splitlines()[-1])
+def waits(gpu, config: dict, *, vision_depth=4, micro_batches=2, mini_batches=1, corrections=False) -> int:
+    """How often the host waits for the GPU in a second step, which leaves no memory behind that the first has not."""
+    counts = {"vision_depth": vision_depth, "micro_batches": micro_batches, "mini_batches": mini_batches}
+    done = gpu.run(SCRIPT, json.dumps({"config": config, "corrections": corrections, **counts}))
+    first, second = json.loads(done.stdout.splitlines()[-1])
+    assert second["after"] == first["after"]
     return second["waits"]
 
 
@@ -52,6 +53,13 @@ def test_the_host_waits_as_often_for_many_micro_batches_as_for_few(triton_gpu):
     few = waits(triton_gpu, config)
     assert waits(triton_gpu, config, micro_batches=6) == few
     assert waits(triton_gpu, config, micro_batches=6, corrections=True) == few
+
+
+def test_the_host_waits_as_often_in_two_mini_batches_of_many_micro_batches(triton_gpu):
+    """The second is scored before the first one's optimizer step."""
+    config = tiny_config("qwen3_vl")
+    few = waits(triton_gpu, config, micro_batches=2, mini_batches=2)
+    assert waits(triton_gpu, config, micro_batches=6, mini_batches=2) == few
 
 
 def test_a_step_of_the_2b_waits_five_times(triton_gpu, shared):

@@ -69,7 +69,8 @@ def test_the_optimizer_allocates_nothing_but_its_state(simulated_gpu):
     simulated_gpu.run(f"""
 import torch
 from vlmrl.config import Optim
-from vlmrl.train.master_weights import make_optimizer, move_state
+from vlmrl.train.master_weights import make_optimizer, move_state, step_in_parts
+from vlmrl.utils.host_memory import HostMemory
 
 weights = [torch.nn.Parameter(torch.empty({GIB // 4}, device="cuda")) for _ in range(4)]
 optimizer = make_optimizer(weights, Optim(), weights[0].device)
@@ -80,11 +81,20 @@ for step in range(2):
     optimizer.step()
     assert {{state["step"].device.type for state in optimizer.state.values()}} == {{"cuda"}}
     assert abs(torch.cuda.max_memory_allocated() - 16 * {GIB}) < 2**20, torch.cuda.max_memory_allocated()
-move_state(optimizer, torch.device("cpu"))
+memory = HostMemory()
+move_state(optimizer, torch.device("cpu"), memory)
 assert abs(torch.cuda.memory_allocated() - 8 * {GIB}) < 2**20
 assert {{value.device.type for state in optimizer.state.values() for value in state.values()}} == {{"cpu"}}
-move_state(optimizer, torch.device("cuda"))
+places = [state["exp_avg"].data_ptr() for state in optimizer.state.values()]
+move_state(optimizer, torch.device("cuda"), memory)
 optimizer.step()
+move_state(optimizer, torch.device("cpu"), memory)
+assert places == [state["exp_avg"].data_ptr() for state in optimizer.state.values()]  # the same host memory
+
+torch.cuda.reset_peak_memory_stats()
+step_in_parts(optimizer, weights[0].device, memory)
+assert abs(torch.cuda.max_memory_allocated() - 10 * {GIB}) < 2**20, torch.cuda.max_memory_allocated()  # one weight's state, not 8 GiB
+assert {{value.device.type for state in optimizer.state.values() for value in state.values()}} == {{"cpu"}}
 """)  # fmt: skip
 
 
@@ -96,6 +106,7 @@ from testing.trees import random_rows
 from vlmrl.config import Algo, Model, Optim
 from vlmrl.model.loading import load_model
 from vlmrl.train.trainer import Trainer, TrainerSpec
+from vlmrl.utils.host_memory import HostMemory
 
 folder, offload = Path(sys.argv[1]), sys.argv[2] == "True"
 
@@ -120,9 +131,10 @@ for weight in second._weights.parameters:
     weight.grad = torch.zeros_like(weight)
 second._apply_gradient()
 assert devices(second, "exp_avg") == devices(second, "step") == ({"cpu"} if offload else {"cuda"})
-second.to(torch.device("cpu"))
+memory = HostMemory()
+second.to(torch.device("cpu"), memory)
 assert devices(second, "exp_avg") == devices(second, "step") == {"cpu"}
-second.to(torch.device("cuda"))
+second.to(torch.device("cuda"), memory)
 for weight in second._weights.parameters:
     weight.grad = torch.zeros_like(weight)
 second._apply_gradient()

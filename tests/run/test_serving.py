@@ -14,8 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from vlmrl.config import Cluster, Config, Data, Eval, Lora, Model, Rollout, ServerSettings, Train
+from vlmrl.engine import server_environment
+from vlmrl.engine.server import ServerInfo
 from vlmrl.engine.server_backend import Capabilities, ServedModel, ServerBackend
 from vlmrl.engine.server_checks import check_capabilities, check_model
+from vlmrl.engine.server_environment import ServerEnvironment
 from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.engine.vllm.backend import VLLMBackend
 from vlmrl.model.loading import as_saved, load_model, load_reader
@@ -287,6 +290,36 @@ def test_the_plan_leaves_out_the_memory_of_servers():
     placed = MemoryPlan.of(Config(engine="sglang", cluster=Cluster(gpus=4)), SIZES, ranks=1)
     assert placed.where == "4 trainer ranks (FSDP2) and 4 SGLang servers on 4 GPUs of 1 node, colocated"
     assert placed.engine == {}
+
+
+@pytest.mark.parametrize(
+    ("sync", "device", "nccl", "method"),
+    [
+        ("auto", "cuda", "2.29.7", "disk"),
+        ("auto", "cuda", "2.30.7", "group"),
+        ("auto", "cuda", None, "group"),  # unknown
+        ("auto", "cpu", "2.29.7", "group"),  # by gloo
+        ("group", "cuda", "2.29.7", "server.sync must not be group"),
+    ],
+)
+def test_servers_with_another_nccl_get_their_weights_by_disk(
+    qwen3_vl, tmp_path, monkeypatch, caplog, sync, device, nccl, method
+):
+    monkeypatch.setattr(
+        server_environment, "environment_of", lambda python: ServerEnvironment("2.30.7", "nvidia-nccl-cu13")
+    )
+    run = build_run(config_of(qwen3_vl, tmp_path, server=replace(URLS, sync=sync)))
+    run.engine.servers.all[0].info = ServerInfo(device=device, nccl=nccl)
+    what = f"trainer has NCCL 2.30.7, and the servers {nccl} at http://127.0.0.1:9"
+    install = "`PYTHON -m pip install nvidia-nccl-cu13==2.30.7`"
+    if sync == "group":
+        with pytest.raises(ValueError, match=rf"{method}: the {what}"):
+            run.serving._check_nccl()
+    else:
+        run.serving._check_nccl()
+        assert run.serving.sync.method == method
+        assert (what in caplog.text and install in caplog.text) == (method == "disk")
+    run.engine.close()
 
 
 def test_a_misspelled_way_to_send_weights_is_an_error_before_any_server_starts(tmp_path):

@@ -154,13 +154,15 @@ class FakeSGLang:
         return web.json_response({"status": "ok"})
 
     async def _release_memory_occupation(self, body: Any) -> web.Response:
-        assert self.paused and not self.released
-        self.released |= set(body["tags"])
+        assert self.paused and self.released.isdisjoint(body["tags"])
+        self.released = self.released | set(body["tags"])
+        if "weights" in body["tags"]:
+            self.weights = {name: torch.full_like(weight, -1) for name, weight in self.weights.items()}
         return web.Response()
 
     async def _resume_memory_occupation(self, body: Any) -> web.Response:
-        assert self.released == set(body["tags"])
-        self.released = set()
+        assert self.released.issuperset(body["tags"])
+        self.released = self.released - set(body["tags"])
         return web.Response()
 
     async def _begin_weight_update(self, body: Any) -> web.Response:
@@ -174,6 +176,7 @@ class FakeSGLang:
         return web.json_response({"success": True})
 
     async def _update_weights_from_tensor(self, body: Any) -> web.Response:
+        assert "weights" not in self.released
         if not self.begun:
             return web.json_response({"success": False, "message": "no update is open"}, status=400)
         if self.refuses:

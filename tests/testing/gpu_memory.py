@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from testing.fake_sglang import FakeSGLang
+from vlmrl.plan.phases import CONTEXT
 
 GIB = 2**30
+PARTS = {"kv_cache": ["server cache"], "weights": ["server weights"], "cuda_graph": ["server graphs"]}
+"""What SGLang's tags release."""
 
 
 class OutOfGpuMemory(RuntimeError):
@@ -45,7 +50,7 @@ class GpuServer(FakeSGLang):
     """A fake SGLang server whose process takes memory of ``gpu`` as SGLang's does.
 
     At its start it loads ``weights`` bytes, and sizes its KV cache so that both are ``fraction`` of the memory that was free before.
-    Asleep it keeps everything but the KV cache.
+    Asleep it keeps everything but the KV cache, and its weights and CUDA graphs unless it is asked to release them.
     """
 
     def __init__(self, gpu: GpuMemory, *, weights: float, other: float, **options: int) -> None:
@@ -63,18 +68,25 @@ class GpuServer(FakeSGLang):
         self.launches += 1
         self.gpu.take("server weights", self.weights_bytes)
         self.gpu.take("server cache", self.cache)
-        self.gpu.take("server graphs", self.other)
+        self.gpu.take("server graphs", self.other - CONTEXT)
+        self.gpu.take("server context", CONTEXT)
 
     def stop(self) -> None:
-        self.gpu.give("server weights", "server cache", "server graphs")
+        self.gpu.give("server weights", "server cache", "server graphs", "server context")
 
-    async def _release_memory_occupation(self, body: object) -> object:
-        self.gpu.give("server cache")
+    async def _release_memory_occupation(self, body: Any) -> object:
+        self.gpu.give(*(name for tag in body["tags"] for name in PARTS[tag]))
         return await super()._release_memory_occupation(body)  # type: ignore[misc]
 
-    async def _resume_memory_occupation(self, body: object) -> object:
+    async def _resume_memory_occupation(self, body: Any) -> object:
         try:
-            self.gpu.take("server cache", self.cache)
+            sizes = {
+                "server cache": self.cache,
+                "server weights": self.weights_bytes,
+                "server graphs": self.other - CONTEXT,
+            }
+            for name in (name for tag in body["tags"] for name in PARTS[tag]):
+                self.gpu.take(name, sizes[name])
         except OutOfGpuMemory as error:  # the real server's process ends
             self.errors.append(error)
             raise

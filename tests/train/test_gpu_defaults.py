@@ -7,6 +7,7 @@ from vlmrl.config import Config, Model, Optim, Train
 from vlmrl.model.loading import load_model, pick_checkpointing
 from vlmrl.train.master_weights import make_optimizer, move_state
 from vlmrl.train.rank import Rank
+from vlmrl.utils.host_memory import HostMemory
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -54,5 +55,5 @@ def test_the_fused_optimizer_is_for_gpus_and_takes_the_same_steps():
 )
 def test_step_counts_move_with_the_state_only_if_the_kernel_reads_them(device, moved):
     weight, optimizer = adam(device)
-    move_state(optimizer, torch.device("meta"))
+    move_state(optimizer, torch.device("meta"), HostMemory())
     assert {name for name, value in optimizer.state[weight].items() if value.device.type == "meta"} == moved

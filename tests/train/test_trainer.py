@@ -15,6 +15,7 @@ from vlmrl.train.master_weights import MasterWeights, move_state
 from vlmrl.train.packing import collate, per_token, split
 from vlmrl.train.trainer import Trainer, TrainerSpec, learning_rate_factor
 from vlmrl.types import Sample
+from vlmrl.utils.host_memory import HostMemory
 
 
 @pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl"])
@@ -365,7 +366,7 @@ def test_the_optimizer_state_can_be_moved(model):
     trainer = Trainer(model.policy, spec)
     trainer.step(rows)
     moments = [state["exp_avg"] for state in trainer.optimizer.state.values()]
-    move_state(trainer.optimizer, torch.device("meta"))
+    move_state(trainer.optimizer, torch.device("meta"), HostMemory())
     moved = [state["exp_avg"] for state in trainer.optimizer.state.values()]
     assert moved and all(moment.is_meta for moment in moved) and not any(moment.is_meta for moment in moments)
 

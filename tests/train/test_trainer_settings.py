@@ -13,6 +13,7 @@ from testing.trees import Watched
 from vlmrl.config import Algo, Model, Optim
 from vlmrl.model import tiny
 from vlmrl.model.loading import LoadedModel, load_model
+from vlmrl.train import master_weights
 from vlmrl.train import trainer as trainer_module
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import Trainer, TrainerSpec
@@ -239,25 +240,38 @@ def test_the_entropy_bonus_raises_the_entropy(model):
     check_gradient(model, Watched(model.policy, spec_of(Algo(entropy_coef=0.5))), rows, loss)
 
 
-def test_offloaded_optimizer_state_is_on_the_policys_device_for_the_step_and_on_the_host_after_it(
+def test_offloaded_optimizer_state_is_on_the_policys_device_for_its_part_of_a_step_and_gives_the_same_weights(
     model, monkeypatch, tmp_path
 ):
+    initial = {name: weight.clone() for name, weight in model.policy.state_dict().items()}
+    whole = Trainer(model.policy, spec_of())
+    for _ in range(2):
+        whole.step(two_rows())
+    expected = {name: weight.clone() for name, weight in model.policy.state_dict().items()}
+    model.policy.load_state_dict(initial)
     trainer = Trainer(model.policy, spec_of(optim=Optim(offload=True)))
-    events: list[str] = []
-    move, step = trainer_module.move_state, trainer.optimizer.step
+    optimizer, there, events = trainer.optimizer, model.policy.device, []
+    move, step = master_weights.move_state, optimizer.step
 
-    def moved(optimizer, device):
-        events.append(f"to {'policy' if device is there else 'host'}")
-        move(optimizer, device)
+    def moved(optimizer, device, memory, parameters=None):
+        events.append(("policy" if device is there else "host", parameters and [id(each) for each in parameters]))
+        move(optimizer, device, memory, parameters)
 
-    there = model.policy.device
     monkeypatch.setattr(type(model.policy), "device", property(lambda policy: there))
-    monkeypatch.setattr(trainer_module, "move_state", moved)
-    monkeypatch.setattr(trainer.optimizer, "step", lambda: (events.append("step"), step()))
-    trainer.step(two_rows())
-    assert events == ["to policy", "step", "to host"]
+    for module in (trainer_module, master_weights):
+        monkeypatch.setattr(module, "move_state", moved)
+    monkeypatch.setattr(master_weights, "STATE_BYTES", 8 * 5000)
+    monkeypatch.setattr(
+        optimizer, "step", lambda: (events.append(("step", [*map(id, optimizer.param_groups[0]["params"])])), step())
+    )
+    for _ in range(2):
+        trainer.step(two_rows())
+    assert all(torch.equal(weight, expected[name]) for name, weight in model.policy.state_dict().items())
+    parts = [part for what, part in events if what == "step"]
+    assert events == [(what, part) for part in parts for what in ("policy", "step", "host")]
+    assert len(parts) > 4 and sum(map(len, parts)) == 2 * len(optimizer.param_groups[0]["params"])
     (tmp_path / "checkpoint").mkdir()
     trainer.save(tmp_path / "checkpoint")
     events.clear()
     trainer.restore(tmp_path / "checkpoint")  # a fresh optimizer's state is made where the weights are
-    assert events == ["to host"]
+    assert events == [("host", None)]

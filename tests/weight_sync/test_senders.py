@@ -149,11 +149,13 @@ def sync_of(receiver, folder) -> WeightSync:
 
     async def drain(server): ...
 
+    async def restored(servers): ...
+
     server = SimpleNamespace(url=receiver.url, failed=lambda *began: None, log_tail=lambda: ", says its log")
     servers = SimpleNamespace(update_lock=asyncio.Lock(), ready=[server], all=[server], drain=drain)
     thread = SimpleNamespace(run=lambda coroutine: coroutine)
     backend = SimpleNamespace(receiver=lambda _: receiver, settings=SimpleNamespace())
-    engine = SimpleNamespace(servers=servers, versions={}, thread=thread, backend=backend)
+    engine = SimpleNamespace(servers=servers, versions={}, thread=thread, backend=backend, restore_weights=restored)
     return WeightSync(engine, folder, "tensor")
 
 
@@ -270,6 +272,27 @@ def test_a_server_that_fails_gets_no_more_buckets_and_its_first_error_is_reporte
     assert well.calls == ["begin", None, "v1", "end"]
 
 
+def test_the_next_bucket_is_gathered_while_servers_take_one_and_its_memory_is_used_again():
+    gathered, receiver = threading.Event(), FakeReceiver("one")
+    take = receiver.receive
+
+    def receive(bucket, version):
+        assert bucket.names != ["a"] or gathered.wait(PATIENCE)
+        take(bucket, version)
+
+    def gather():
+        yield from weights(3.0)
+        gathered.set()  # the bucket of `a` is on its way
+        yield "c", torch.ones(2)
+
+    receiver.receive, state = receive, SenderState()
+    assert not update_of("tensor", receiver).send(gather(), state).failed
+    assert receiver.calls == ["begin", None, None, "v1", "end"]
+    memory = [bucket.flat.data_ptr() for bucket in state.kept.buckets]
+    update_of("tensor", receiver).send(gather(), state)
+    assert [bucket.flat.data_ptr() for bucket in state.kept.buckets] == memory and len(memory) == 3
+
+
 def test_an_update_that_did_not_open_is_not_closed():
     receiver = failing(FakeReceiver("one"), "begin", "connection refused")
     assert update_of("tensor", receiver).send(iter(weights())).failed == {"one": "connection refused"}
@@ -286,7 +309,7 @@ def test_after_an_error_the_servers_updates_are_closed_and_the_files_are_deleted
     for update in (update_of("tensor", tensor), update_of("disk", disk, folder=tmp_path)):
         with pytest.raises(RuntimeError, match="another rank has died"):
             update.send(gather())
-    assert (tensor.calls, disk.calls) == (["begin", None, "end"], [])
+    assert (tensor.calls, disk.calls) == (["begin", None, None, "end"], [])
     assert not list(tmp_path.iterdir())
 
 

@@ -55,7 +55,7 @@ def sync_of(tmp_path):
     """Makes a WeightSync of these servers; they serve weights `w` = [1, 2] as policy version 0."""
     engines = []
 
-    def make(*fakes, offload_trainer=None, processes=MappingProxyType({}), **settings):
+    def make(*fakes, offload_trainer=None, releases_weights=False, processes=MappingProxyType({}), **settings):
         quick = {
             "health_every": 0.1,
             "health_timeout": 0.5,
@@ -65,7 +65,7 @@ def sync_of(tmp_path):
         config, limits = settings_and_limits(urls=tuple(fake.url for fake in fakes), **(quick | settings))
         known = [Server(fake.url, processes.get(fake.url)) for fake in fakes]
         servers = ServerPool(QuickBackend(config), known, colocated=offload_trainer is not None, limits=limits)
-        engine = ServerEngine(servers, Words(), [], offload_trainer=offload_trainer or (lambda: True))
+        engine = ServerEngine(servers, Words(), [], None, offload_trainer or (lambda: True), releases_weights)
         engines.append(engine)
         sync = WeightSync(engine, tmp_path, config.sync)
 
@@ -145,6 +145,27 @@ def test_paused_servers_release_their_kv_cache_until_the_trainer_is_offloaded(fa
         assert released.pop() == [{"kv_cache"}] * len(fakes)
         assert all(not fake.released and not fake.paused for fake in fakes)
         assert sampled(sync) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("updated", [True, False])
+def test_servers_that_release_their_weights_serve_the_last_ones_whether_or_not_the_pause_had_an_update(
+    fakes, sync_of, updated
+):
+    everything = {"kv_cache", "weights", "cuda_graph"}
+    sync = sync_of(*fakes, offload_trainer=lambda: True, releases_weights=True)
+
+    async def update():
+        async with paused(sync.engine):
+            assert all(fake.released == everything and fake.weights["w"].tolist() == [-1, -1] for fake in fakes)
+            if updated:
+                await sync.push(send([3.0, 4.0]), policy_version=1)
+                assert all(fake.released == {"kv_cache"} for fake in fakes)
+
+    for _ in range(2):
+        asyncio.run(update())
+        assert [fake.weights["w"].tolist() for fake in fakes] == [[3, 4] if updated else [1, 2]] * 2
+        assert all(not fake.released and not fake.paused for fake in fakes)
+        assert sampled(sync) == [int(updated)] * 3
 
 
 class Started:
@@ -421,16 +442,16 @@ def test_a_server_that_was_restarted_behind_our_back_gives_no_stale_answer(fakes
     assert fakes[0].weights["w"].tolist() == [1, 2]
 
 
-def test_after_a_refused_update_servers_get_the_weights_before_it(fakes, sync_of):
-    """Also the server that took it."""
+def test_after_a_refused_update_servers_get_all_of_its_weights_before_they_serve(fakes, sync_of):
+    """Also the server that took them. There is one copy of the weights, the last ones."""
     sync = sync_of(*fakes)
     fakes[0].refuses = True
     with pytest.raises(EngineError, match=r"refused the weights \(tensor\).*no such weight"):
         asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
     fakes[0].refuses = False
     asyncio.run(until(lambda: all(server.ready for server in sync.engine.servers.all)))
-    assert [fake.weights["w"].tolist() for fake in fakes] == [[1, 2], [1, 2]]
-    assert {tuple(sampled(sync, f"t{i}")) for i in range(4)} == {(0, 0, 0)}
+    assert [fake.weights["w"].tolist() for fake in fakes] == [[3, 4], [3, 4]]
+    assert {tuple(sampled(sync, f"t{i}")) for i in range(4)} == {(1, 1, 1)}
 
 
 def test_a_filled_server_shows_what_no_update_reaches(fakes, sync_of):

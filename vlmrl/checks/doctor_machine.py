@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Literal
 
 from vlmrl.checks.tested_versions import TESTED_PACKAGES, installed_version, is_within, numbers, oldest_and_newest
+from vlmrl.engine.server_environment import LIBRARY
 from vlmrl.utils.machine_memory import is_in_memory
 
 GIB = 2**30
 REQUIRED = ("torch", "torchvision", "transformers", "tokenizers", "datasets")
 OPTIONAL = (*(name for name in TESTED_PACKAGES if name not in REQUIRED), "ray", "peft")
 LEAST_SHM = 1.0  # GiB; NCCL and Ray put what they send there, and Docker gives 64 MiB
+DISK_INSTEAD = "Matters for server.sync group. Until then such weights are sent by disk."
 LEAST_FREE = 1.0  # GiB of disk; below it a run can hardly write its model
 ENOUGH_FREE = 10.0
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -90,6 +92,29 @@ def check_gpu(cuda: str | None, count: int, *, has_driver: bool, driver: str) ->
         remedy = f"Update the driver to one for CUDA {cuda}, or pass the GPUs to the container; see nvidia-smi."
         return Finding("gpu", "error", f"a driver is installed, but torch (CUDA {cuda}) finds no GPU", remedy)
     return Finding("gpu", "ok", "none; runs compute on the CPU")
+
+
+def check_nccl(own: str | None, servers: str | None, different: str) -> Finding:
+    """The NCCL versions of the trainer and of its servers' environment; ``different``: why they do not connect, and what to do."""
+    found = f"trainer {own or 'without'}, servers {servers or 'without'}"
+    return (
+        Finding("nccl", "warning", f"{found}: {different}", DISK_INSTEAD) if different else Finding("nccl", "ok", found)
+    )
+
+
+def check_nvcc(home: str | None, toolkit: str | None, can_link: bool, python: str) -> Finding:
+    """``home``: the CUDA toolkit that servers find; ``toolkit``: the one among the packages of their environment."""
+    if home is not None:
+        return Finding("nvcc", "ok", f"{home}/bin/nvcc")
+    if toolkit is None:
+        found = "servers compile kernels at their start, and find no nvcc"
+        remedy = f"Install the CUDA toolkit, or {python} -m pip install nvidia-cuda-nvcc; then ask again."
+        return Finding("nvcc", "error", found, remedy)
+    if not can_link:
+        found = f"servers could not link kernels: {toolkit} has no {LIBRARY}"
+        remedy = f"ln -sfn lib {toolkit}/lib64 && ln -sf libcudart.so.13 {toolkit}/lib/libcudart.so"
+        return Finding("nvcc", "error", found, remedy)
+    return Finding("nvcc", "ok", f"{toolkit}/bin/nvcc, as CUDA_HOME of the servers that a run starts")
 
 
 def check_shm(gib: float, gpus: int) -> Finding:

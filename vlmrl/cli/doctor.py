@@ -73,6 +73,7 @@ def recipe_findings(config: Config, folder: Path, server: bool) -> Iterator[Find
     except ValueError as error:
         yield Finding("recipe", "error", str(error), "Make the file, or correct the setting.")
     yield from missing_packages(config)
+    yield from server_environment_findings(config)
     try:
         with output_errors(config.models_dir):
             resolve_tiny(config.model.source, config.models_dir)
@@ -106,6 +107,26 @@ def missing_packages(config: Config) -> Iterator[Finding]:
             check()
         except ValueError as error:
             yield Finding(setting, "error", str(error), "Install the package, or change the setting.")
+
+
+def server_environment_findings(config: Config) -> Iterator[Finding]:
+    """What servers that the run starts need of their environment: the trainer's NCCL and, on GPUs, a CUDA compiler."""
+    import os
+    import sys
+
+    from vlmrl.checks.doctor_machine import check_nccl, check_nvcc
+    from vlmrl.engine.server_backend import new_backend
+    from vlmrl.engine.server_environment import cuda_home, different_nccl, environment_of, own_toolkit
+    from vlmrl.plan.memory_plan import gpu_of
+
+    if not config.has_servers or config.external_servers:
+        return
+    python = new_backend(config).python
+    own, found = environment_of(sys.executable), environment_of(python)
+    yield check_nccl(own.nccl, found.nccl, different_nccl({python: found.nccl}, python))
+    if gpu_of(config) is not None:
+        home = cuda_home({**os.environ, **config.server.env})
+        yield check_nvcc(home, found.toolkit, own_toolkit(python) is not None, python)
 
 
 def memory_findings(config: Config) -> Iterator[Finding]:

@@ -59,7 +59,13 @@ def plan_lines(config: Config, gpu_name: str | None, gpus: int | None) -> list[s
         return [*lines, "          --gpu h100-80gb, or another name, plans for a GPU that is not at hand"]
     lines += _mode(config, gpus)
     lines += _assumed(config, sizes) + _required(config, plan, gpu)
-    if plan.fits:
+    if plan.is_tight:
+        spare = (gpu.memory - plan.training_peak) / 2**30
+        assumed = "contexts, NCCL, CUDA graphs and fragmentation are assumed"
+        lines.append(
+            f"verdict   tight on {gpu.name}: it fits with {spare:.1f} GiB to spare, but {assumed}, not measured"
+        )
+    elif plan.fits:
         lines.append(f"verdict   fits {gpu.name}. Computed, not measured")
     else:
         lines.append(f"verdict   does not fit {gpu.name}. It would with")

@@ -82,6 +82,8 @@ class ServerInfo:
     max_prompt_tokens: int | None = None
     holds_images: bool = False
     """It keeps processed images, and a request may name one by its hash instead of containing it."""
+    nccl: str | None = None
+    """Version of its NCCL, such as ``2.30.7``."""
 
 
 class ServerProcess(Protocol):
@@ -184,6 +186,8 @@ class Server:
         """It failed its last health check. It gets no new requests until it passes one."""
         self.asleep = False
         """Its KV cache memory is released to the trainer."""
+        self.without_weights = False
+        """The memory of its weights is released, too. It must get an update before it serves."""
         self.last_error = ""
         """Why it could not be made to serve again, for an error message. Empty while it serves."""
         self.in_flight = 0

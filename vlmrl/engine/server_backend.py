@@ -27,6 +27,7 @@ from vlmrl.config.code import load_code
 from vlmrl.engine.base import Request, SamplingParams
 from vlmrl.engine.image_files import EncodedImage
 from vlmrl.engine.server import TOKEN_VARIABLE, Launch, Server, ServerError, ServerInfo
+from vlmrl.engine.server_environment import cuda_home, own_toolkit
 from vlmrl.engine.server_response import Response
 from vlmrl.utils.tokens import is_loopback
 from vlmrl.weight_sync.base import WeightReceiver
@@ -183,6 +184,11 @@ class ServerBackend(ABC):
     """With ``capabilities.sleep``: release the memory of the KV cache."""
     wake: ClassVar[Call]
     """With ``capabilities.sleep``: take the memory of the KV cache back."""
+    release_weights: ClassVar[Call | None] = None
+    """With ``capabilities.sleep``: release the memory of the weights and CUDA graphs, too. The weights are lost until the next update.
+    None: a sleeping server keeps them."""
+    restore_weights: ClassVar[Call | None] = None
+    """Take that memory back, before the update."""
     loaded_weights: ClassVar[Call]
     """With ``capabilities.checksums``: its response is passed to :meth:`parse_loaded_weights`."""
     checksums: ClassVar[Call]
@@ -245,14 +251,23 @@ class ServerBackend(ABC):
         """What a sleeping server keeps of :meth:`runtime_memory`: its CUDA graphs."""
         return 0.0125 * gpu_bytes
 
+    def releases_weights(self, lora: bool) -> bool:
+        """Whether a sleeping server releases its weights. Updates must overwrite all: not with adapters (``lora``) or quantization."""
+        return self.release_weights is not None and not lora and "quantization" not in self.arguments
+
     @property
     def sets_memory(self) -> bool:
         """Whether the settings contain one of :attr:`memory_args`."""
         return not self.arguments.keys().isdisjoint(self.memory_args)
 
-    def environment(self, on_server: Path, env: Mapping[str, str]) -> dict[str, str]:
-        """``env`` and the settings' variables. The server can import from the folder ``on_server``, before its PYTHONPATH."""
+    def environment(self, on_server: Path, env: Mapping[str, str], on_gpu: bool = False) -> dict[str, str]:
+        """``env`` and the settings' variables. The server can import from the folder ``on_server``, before its PYTHONPATH.
+
+        ``on_gpu``: it compiles kernels at its start, with the CUDA toolkit of this machine, or else of its own environment.
+        """
         env = {**env, **self.settings.env}
+        if on_gpu and cuda_home({**os.environ, **env}) is None and (toolkit := own_toolkit(self.python)):
+            env["CUDA_HOME"] = toolkit
         path = env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
         return env | {"PYTHONPATH": os.pathsep.join(filter(None, [str(on_server), path]))}
 

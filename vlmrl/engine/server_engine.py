@@ -41,7 +41,8 @@ class ServerEngine:
     """Samples from ``servers``. ``banned_ids`` are never sampled; with ``routing``, completions contain the experts of their tokens.
 
     With colocated servers, a pause also puts them to sleep. Before they wake, ``offload_trainer`` moves the trainer to host memory;
-    it returns False if it cannot, and the servers stay paused.
+    it returns False if it cannot, and the servers stay paused. With ``releases_weights``, sleeping servers give up the memory of their
+    weights, too, and take it back for the update within the pause; without one they get the last weights again.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class ServerEngine:
         banned_ids: Sequence[int],
         routing: ExpertRouters | None = None,
         offload_trainer: Callable[[], bool] = lambda: True,
+        releases_weights: bool = False,
     ) -> None:
         self.servers = servers
         self.backend = servers.backend
@@ -68,6 +70,7 @@ class ServerEngine:
         self._banned_ids = banned_ids
         self._routing = routing
         self._offload_trainer = offload_trainer
+        self._releases_weights = releases_weights
         self._server_of: dict[str, Server] = {}  # by trajectory
         self._images = ImageFiles(servers.read_files)
         self._aborts: set[asyncio.Task[Any]] = set()
@@ -306,12 +309,18 @@ class ServerEngine:
         if colocated:
             awake = [server for server in self.servers.ready if not server.asleep]
             await self._call_all(self.backend.sleep, awake, asleep=True)
+            if self._releases_weights and self.backend.release_weights is not None:
+                awake = [server for server in awake if server.ready]
+                await self._call_all(self.backend.release_weights, awake)
+                for server in awake:
+                    server.without_weights = server.ready
             await self.servers.stop_awake()
 
     async def _resume(self) -> None:
         if self.servers.colocated:
             if not await asyncio.to_thread(self._offload_trainer):
                 return
+            await self._resend_weights()
             asleep = [server for server in self.servers.ready if server.asleep]
             await self._call_all(self.backend.wake, asleep, asleep=False)
         await self._call_all(self.backend.resume, self.servers.ready)
@@ -320,6 +329,25 @@ class ServerEngine:
             if not server.ready:
                 server.check_health.set()  # health checks stop during a pause
         await self.servers.notify()
+
+    async def restore_weights(self, servers: Sequence[Server]) -> None:
+        """Before an update, on this engine's thread: servers that have released the memory of their weights take it back."""
+        released = [server for server in servers if server.without_weights]
+        if released and self.backend.restore_weights is not None:
+            await self._call_all(self.backend.restore_weights, released)
+            for server in released:
+                server.without_weights = False
+
+    async def _resend_weights(self) -> None:
+        """Send servers without weights the last ones: the pause has ended without an update."""
+        for server in [server for server in self.servers.ready if server.without_weights]:
+            began = time.monotonic()
+            try:
+                async with self.servers.update_lock:
+                    await self.servers.resync(server)
+            except EngineError:
+                await self.servers.drain(server)
+                server.failed(began)
 
     async def _call_all(self, call: Call, servers: Sequence[Server], asleep: bool | None = None) -> None:
         """Call all ``servers`` and note whether they are ``asleep`` afterwards. One that fails is drained until it is revived."""

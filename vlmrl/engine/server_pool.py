@@ -312,7 +312,7 @@ class ServerPool:
             await asyncio.to_thread(server.process.stop, False)  # without SIGTERM: it may hang
             self._check_not_paused(server)
             server.process.start()
-            server.asleep = False
+            server.asleep = server.without_weights = False
             self.restarts += 1
         else:
             resume = self.call(server, *self.backend.resume, timeout=CHECK_SECONDS)

@@ -75,7 +75,7 @@ class WeightSync:
     async def push(self, send: Send, policy_version: int) -> TransferResult:
         """Send weights to all servers that serve. An unreachable one is left out, and gets them when it recovers.
 
-        Raises EngineError if a server refuses them; then all get the weights before them again. A cancellation aborts the transfer.
+        Raises EngineError if a server refuses them; then none serves before it has all of them. A cancellation aborts the transfer.
         """
         return await self.engine.thread.run(self._push(send, policy_version, None))
 
@@ -181,6 +181,7 @@ class WeightSync:
             fill=fill,
         )
         assert self._send is not None
+        await self.engine.restore_weights(servers)
         began = time.monotonic()
         try:
             result: TransferResult = await self._thread.run(self._send, update)

@@ -28,26 +28,41 @@ class Change:
 
 
 def suggestions(config: Config, gpu: Gpu, sizes_of: SizesOf) -> list[str]:
-    """Lines for a run that does not fit: single changes after which it does; or else several together."""
+    """Lines for a run that does not fit: single changes after which it does; or else several together, all of them needed."""
+    sizes_of = _once(sizes_of)
     shape = sizes_of(config).shape
     changes = list(changes_of(config, experts=shape is not None and shape.experts_per_token > 0))
     planned = ((change.option, _plan_with(config, change.settings, gpu, sizes_of)) for change in changes)
     fitting = [f"{option}: {_peak(plan)}" for option, plan in planned if plan is not None and plan.fits]
     if fitting:
         return fitting[:MOST_SUGGESTIONS]
-    settings: dict[str, Any] = {}
-    options: dict[str, str] = {}  # of several values of one setting the last is taken
+    chosen: list[Change] = []
     for change in changes:
-        plan = _plan_with(config, {**settings, **change.settings}, gpu, sizes_of)
+        together = [each for each in chosen if each.settings.keys().isdisjoint(change.settings)] + [change]
+        plan = _plan_with(config, _settings(together), gpu, sizes_of)
         if plan is None:
             continue
-        settings.update(change.settings)
-        options[change.option.split()[0]] = change.option
-        if "model.freeze" in change.settings and "lora" in change.option:
-            options.pop("--model.freeze", None)
+        chosen = together
         if plan.fits:
-            return [f"{' '.join(options.values())}, together: {_peak(plan)}"]
+            chosen, plan = _necessary(config, chosen, plan, gpu, sizes_of)
+            return [f"{' '.join(each.option for each in chosen)}, together: {_peak(plan)}"]
     return ["no setting that was tried makes it fit: use a smaller model, shorter trajectories, or larger GPUs"]
+
+
+def _necessary(
+    config: Config, changes: list[Change], plan: MemoryPlan, gpu: Gpu, sizes_of: SizesOf
+) -> tuple[list[Change], MemoryPlan]:
+    """The changes without which the run does not fit, and the plan with them. The ones that change the run most go first."""
+    for change in reversed(changes):
+        others = [each for each in changes if each is not change]
+        without = _plan_with(config, _settings(others), gpu, sizes_of)
+        if without is not None and without.fits:
+            changes, plan = others, without
+    return changes, plan
+
+
+def _settings(changes: list[Change]) -> dict[str, Any]:
+    return {name: value for change in changes for name, value in change.settings.items()}
 
 
 def changes_of(config: Config, *, experts: bool) -> Iterator[Change]:
@@ -56,10 +71,6 @@ def changes_of(config: Config, *, experts: bool) -> Iterator[Change]:
         yield Change.of("rollout.kv_cache_gib", None)
     if config.train.gradient_checkpointing is False:
         yield Change.of("train.gradient_checkpointing", True)
-    budget = config.train.tokens_per_micro_batch // 2
-    while budget >= config.rollout.max_tokens:
-        yield Change.of("train.tokens_per_micro_batch", budget)
-        budget //= 2
     if not config.optim.offload:
         yield Change("--optim.offload", {"optim.offload": True})
     cluster = config.resolved_cluster
@@ -67,6 +78,10 @@ def changes_of(config: Config, *, experts: bool) -> Iterator[Change]:
         for tp in (2, 4, 8):
             if config.server.tp < tp <= cluster.num_ranks // cluster.nodes:
                 yield Change.of("server.tp", tp)
+    budget = config.train.tokens_per_micro_batch // 2
+    while budget >= config.rollout.max_tokens:
+        yield Change.of("train.tokens_per_micro_batch", budget)
+        budget //= 2
     if not config.model.lora.rank:
         yield Change("--model.freeze vision_tower", {"model.freeze": ("vision_tower",)})
         targets = ATTENTION if experts else ()  # fused experts cannot have adapters
@@ -104,6 +119,19 @@ def _more_gpus(config: Config, cluster: Cluster) -> Change:
     changed = {name: value for name, value in fields.items() if value != getattr(config.cluster, name)}
     option = " ".join(f"--cluster.{name} {value}" for name, value in changed.items())
     return Change(option, {f"cluster.{name}": value for name, value in changed.items()})
+
+
+def _once(sizes_of: SizesOf) -> SizesOf:
+    """As ``sizes_of``, which builds a model of a billion parameters without values, once for all configs with the same model."""
+    found: dict[str, Sizes] = {}
+
+    def known(config: Config) -> Sizes:
+        key = repr(config.model)
+        if key not in found:
+            found[key] = sizes_of(config)
+        return found[key]
+
+    return known
 
 
 def _plan_with(config: Config, settings: Mapping[str, Any], gpu: Gpu, sizes_of: SizesOf) -> MemoryPlan | None:

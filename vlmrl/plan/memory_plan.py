@@ -30,6 +30,9 @@ from vlmrl.plan.phases import (
 )
 from vlmrl.train.ranks import Ranks
 
+TIGHT = 0.05
+"""Share of a GPU by which contexts, NCCL, CUDA graphs and fragmentation, which are assumed, may exceed the plan."""
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -129,6 +132,11 @@ class MemoryPlan:
     def fits(self) -> bool:
         """Whether every phase fits the GPU."""
         return self.gpu is None or self.peak <= self.gpu.memory
+
+    @property
+    def is_tight(self) -> bool:
+        """It fits with less to spare than TIGHT of the GPU outside the rollout, whose KV cache takes what is left."""
+        return self.gpu is not None and self.fits and self.training_peak > (1 - TIGHT) * self.gpu.memory
 
     def __str__(self) -> str:
         parameters, trained = _count(self.sizes.parameters), _count(self.sizes.trained)

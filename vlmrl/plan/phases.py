@@ -11,6 +11,7 @@ from vlmrl.engine.server_backend import new_backend
 from vlmrl.model.loading import pick_checkpointing
 from vlmrl.plan.activations import Gradients, MicroBatchSize, ModelShape, micro_batch_memory
 from vlmrl.plan.gpus import GIB
+from vlmrl.train.master_weights import STATE_BYTES
 from vlmrl.weight_sync.base import BUCKET_BYTES
 
 Parts = dict[str, float]
@@ -39,7 +40,7 @@ class GpuSharing:
     together: bool
     """Engine and trainer are on the same GPUs."""
     offloads: bool
-    """Each gives its memory back while the other works. A server keeps its weights."""
+    """Each gives its memory back while the other works. Some servers keep their weights."""
     copies: bool
     """The engine has its own copy of the weights."""
     concurrent: bool = False
@@ -64,6 +65,8 @@ def phases_of(
     """
     static = {name: size for name, size in trainer.items() if name != "gradients"}
     sleeping = _asleep(engine, placement, config, memory)
+    releases = config.has_servers and new_backend(config).releases_weights(bool(config.model.lora.rank))
+    asleep = {"server's context": CONTEXT} if releases and sleeping and not placement.concurrent else sleeping
     phases: dict[str, Parts] = {}
     if placement.engine:
         resident = static if placement.together and not placement.offloads else {}
@@ -73,8 +76,11 @@ def phases_of(
     working = micro_batch_memory(shape, micro_batch_size(config, shape), gradients_of(config))
     working |= _gathered(shape, placement.ranks > 1, dtype)
     gradients = {"gradients": trainer["gradients"]}
-    phases["forward and backward"] = static | gradients | working | sleeping
-    phases["optimizer step"] = static | {"optimizer state": 8.0 * trained / placement.ranks} | gradients | sleeping
+    phases["forward and backward"] = static | gradients | working | asleep
+    state = 8.0 * trained / placement.ranks
+    if config.optim.offload:  # in parts; the embeddings' is one
+        state = min(state, max(STATE_BYTES, 8.0 * shape.vocabulary * shape.hidden / placement.ranks))
+    phases["optimizer step"] = static | {"optimizer state": state} | gradients | asleep
     if placement.engine and placement.copies:
         bucket = float(BUCKET_BYTES) if config.has_servers else 0.0
         phases["weight update"] = static | {"bucket": bucket} | sleeping  # a trainer is moved to the GPU as a whole
@@ -139,7 +145,7 @@ def _awake(engine: Parts, placement: GpuSharing, config: Config, memory: float) 
 
 
 def _asleep(engine: Parts, placement: GpuSharing, config: Config, memory: float) -> Parts:
-    """What the engine keeps on a trainer's GPU while the trainer works. A sleeping server has released its KV cache alone."""
+    """What the engine has on a trainer's GPU during a weight update: a sleeping server has released its KV cache alone."""
     if not placement.engine or not placement.together:
         return {}
     if placement.concurrent:

@@ -76,11 +76,13 @@ def _qwen2_5_vl(*sizes: int, tied: bool, vocabulary: int) -> Fields:
 
 
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+LARGE_EXPERTS = EXPERTS | {"moe_intermediate_size": 1536}
 PUBLISHED: dict[str, Fields] = {
     "Qwen/Qwen3-0.6B": _qwen3(1024, 28, 16, 8, 3072, tied=True),
     "Qwen/Qwen3-1.7B": _qwen3(2048, 28, 16, 8, 6144, tied=True),
     "Qwen/Qwen3-4B": _qwen3(2560, 36, 32, 8, 9728, tied=True),
     "Qwen/Qwen3-8B": _qwen3(4096, 36, 32, 8, 12288, tied=False),
+    "Qwen/Qwen3-32B": _qwen3(5120, 64, 64, 8, 25600, tied=False),
     "Qwen/Qwen2.5-VL-3B-Instruct": _qwen2_5_vl(2048, 36, 16, 2, 11008, tied=True, vocabulary=151936),
     "Qwen/Qwen2.5-VL-7B-Instruct": _qwen2_5_vl(3584, 28, 28, 4, 18944, tied=False, vocabulary=152064),
     "Qwen/Qwen3-VL-2B-Instruct": _qwen3_vl(2048, 28, 16, 8, 6144, tied=True, large_tower=False),
@@ -88,6 +90,9 @@ PUBLISHED: dict[str, Fields] = {
     "Qwen/Qwen3-VL-8B-Instruct": _qwen3_vl(4096, 36, 32, 8, 12288, tied=False, large_tower=True),
     "Qwen/Qwen3-VL-32B-Instruct": _qwen3_vl(5120, 64, 64, 8, 25600, tied=False, large_tower=True),
     "Qwen/Qwen3-VL-30B-A3B-Instruct": _qwen3_vl(2048, 48, 32, 4, 6144, tied=False, large_tower=True, **EXPERTS),
+    "Qwen/Qwen3-VL-235B-A22B-Instruct": _qwen3_vl(
+        4096, 94, 64, 4, 12288, tied=False, large_tower=True, **LARGE_EXPERTS
+    ),
 }
 """By their names on the hub. The shape of a `Thinking` model is that of its `Instruct` model."""
 

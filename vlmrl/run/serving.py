@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from vlmrl.engine.server import UNREACHED, LocalProcess, Server, ServerError, ex
 from vlmrl.engine.server_backend import ServedModel, ServerBackend, new_backend
 from vlmrl.engine.server_checks import check_capabilities, check_installed, check_memory_is_set, check_model
 from vlmrl.engine.server_engine import ServerEngine
+from vlmrl.engine.server_environment import different_nccl, environment_of
 from vlmrl.engine.server_pool import ServerPool
 from vlmrl.engine.server_sync import WeightSync
 from vlmrl.model.loading import LoadedModel, pick_dtype, shapes_of
@@ -27,6 +29,8 @@ from vlmrl.plan.memory_plan import Sizes, server_memory_fraction
 from vlmrl.train.controller import RunTrainer
 from vlmrl.utils.http_server import free_ports
 from vlmrl.weight_sync.base import TransferResult, WeightUpdate
+
+log = logging.getLogger(__name__)
 
 
 class ServerHost(Protocol):
@@ -148,7 +152,8 @@ class Serving:
             else None,
         )
         pool = ServerPool(backend, host.servers(backend, served), colocated=colocated)
-        engine = ServerEngine(pool, model.renderer, model.policy.banned_ids, routing, trainer.offload)
+        releases = colocated and backend.releases_weights(bool(config.model.lora.rank))
+        engine = ServerEngine(pool, model.renderer, model.policy.banned_ids, routing, trainer.offload, releases)
         sync = WeightSync(engine, config.folder.absolute() / "weights", method)
         return cls(config, model, engine, sync, trainer, adapters)
 
@@ -165,6 +170,7 @@ class Serving:
         config = self.config
         await self.engine.start()
         self._check_room()
+        self._check_nccl()
         reports: dict[str, ParityReport] = {}
         if self.engine.backend.settings.check:
             questions = await parity_questions(self.model.renderer, store, config.rollout)
@@ -225,6 +231,27 @@ class Serving:
                     f"rollout.max_tokens must be at most {room}, the tokens that the server {server.url} has room for, but it is "
                     f"{wanted}: lower it, or raise {backend.args_hint} in server.args."
                 )
+
+    def _check_nccl(self) -> None:
+        """Send weights by `disk` instead of `group` if the servers' NCCL has another version than the trainer's.
+
+        Raises ValueError if the settings say `group`.
+        """
+        backend, servers = self.engine.backend, self.engine.servers.all
+        if self.sync.method != "group" or all(server.info.device != "cuda" for server in servers):
+            return
+        started = None if backend.settings.urls else environment_of(backend.python).nccl
+        python = "PYTHON" if backend.settings.urls else backend.python
+        different = different_nccl({server.url: server.info.nccl or started for server in servers}, python)
+        if different and backend.settings.sync == "group":
+            raise ValueError(f"server.sync must not be group: {different} Or set it to disk.")
+        if different:
+            log.warning(
+                "weights are sent by disk, in %s, which the servers must see, because %s",
+                self.config.folder.absolute() / "weights",
+                different,
+            )
+            self.sync.method = "disk"
 
     async def _have_same_weights(self) -> bool:
         """Whether all servers have loaded their weights from the trainer's folder, and no update has replaced them since."""

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from vlmrl.config import Optim
+from vlmrl.utils.host_memory import HostMemory
+
+HOST = torch.device("cpu")
+STATE_BYTES = 2**30
+"""Optimizer state that a step with `optim.offload` has on the GPU at once. A larger parameter's is there alone."""
 
 
 class MasterWeights:
@@ -41,10 +49,11 @@ class MasterWeights:
         for hook in self._hooks:
             hook.remove()
 
-    def to(self, device: torch.device) -> None:
-        """Move the masters that are not parameters of the model to ``device``."""
+    def to(self, device: torch.device, memory: HostMemory) -> None:
+        """Move the masters that are not parameters of the model to ``device``; on the host they are in ``memory``."""
         for _, master in self._pairs:
-            master.data = master.data.to(device)
+            master.data = memory.moved(id(master), master.data, device)
+        memory.wait()
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -60,13 +69,65 @@ def make_optimizer(parameters: list[nn.Parameter], settings: Optim, device: torc
     )
 
 
-def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the optimizer state to ``device``. Step counts move only with a fused optimizer, whose kernel reads them."""
+def move_module(module: nn.Module, device: torch.device, memory: HostMemory) -> None:
+    """Move a module to ``device``. On the host its parameters are in ``memory``; buffers are small, and move as usual."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return memory.moved(id(tensor), tensor.detach(), device)
+        return tensor.to(device)
+
+    module._apply(moved)
+    memory.wait()
+
+
+def move_state(
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    memory: HostMemory,
+    parameters: Iterable[torch.Tensor] | None = None,
+) -> None:
+    """Move the optimizer state to ``device``, or that of some ``parameters``; on the host it is in ``memory``.
+
+    Step counts move only with a fused optimizer, whose kernel reads them.
+    """
     fused = bool(optimizer.defaults.get("fused"))
-    for state in optimizer.state.values():
+    for parameter in list(optimizer.state) if parameters is None else parameters:
+        state = optimizer.state.get(parameter, {})
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and (fused or value.dim()):
-                state[name] = value.to(device)
+                state[name] = memory.moved((id(parameter), name), value, device)
+    memory.wait()
+
+
+def step_in_parts(optimizer: torch.optim.Optimizer, device: torch.device, memory: HostMemory) -> None:
+    """An optimizer step with the state in ``memory``: that of about STATE_BYTES is on ``device`` at a time."""
+    [group] = optimizer.param_groups
+    parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+    everything = group["params"]
+    try:
+        for part in _parts(parameters):
+            group["params"] = part
+            move_state(optimizer, device, memory, part)
+            optimizer.step()
+            move_state(optimizer, HOST, memory, part)
+    finally:
+        group["params"] = everything
+
+
+def _parts(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Parameters in their order, cut where the state of a part would exceed STATE_BYTES."""
+    part: list[torch.Tensor] = []
+    size = 0
+    for parameter in parameters:
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if part and size + 8 * local.numel() > STATE_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(parameter)
+        size += 8 * local.numel()
+    if part:
+        yield part
 
 
 def _move_gradient(parameter: torch.Tensor, master: nn.Parameter) -> None:

@@ -14,15 +14,15 @@ from vlmrl.model.loading import LoadedModel, as_saved, load_model, pick_checkpoi
 from vlmrl.model.lora import named_adapters, named_weights
 from vlmrl.model.policy import Policy, without_adapters
 from vlmrl.train.fsdp import forget_unused
+from vlmrl.train.master_weights import HOST, move_module
 from vlmrl.train.packing import response_logprobs
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.sharded_loading import load_sharded, sharded_copy
 from vlmrl.train.trainer import Scorer, Trainer, TrainerSpec
 from vlmrl.types import Sample
+from vlmrl.utils.host_memory import HostMemory
 from vlmrl.utils.machine_memory import keep_freed_memory
 from vlmrl.weight_sync.base import SenderState, TransferResult, WeightUpdate
-
-HOST = torch.device("cpu")
 
 
 class Rank:
@@ -45,11 +45,13 @@ class Rank:
         self.trainer: Trainer | None = None
         self.offloaded = False
         self.sent = SenderState()
+        self._memory = HostMemory()
 
     def start(self, spec: TrainerSpec) -> Trainer:
         """A new trainer. The last one is released first: both might not fit on the GPU."""
         self.trainer = None
         self.onload()
+        self._memory = HostMemory()  # without that of the last trainer
         reference, teacher = self._reference(spec.algo), self._teacher(spec.teacher.model)
         self.trainer = Trainer(self.policy, spec, reference=reference, teacher=teacher, ranks=self.ranks)
         return self.trainer
@@ -105,7 +107,10 @@ class Rank:
             self.offloaded = False
 
     def _move(self, device: torch.device) -> None:
-        (self.trainer or self.policy).to(device)
+        if self.trainer is None:
+            move_module(self.policy, device, self._memory)
+        else:
+            self.trainer.to(device, self._memory)
         forget_unused()
 
     def _reference(self, algo: Algo) -> Scorer | None:

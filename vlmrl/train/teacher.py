@@ -21,10 +21,11 @@ from vlmrl.algos.distillation import add_sampled, clipped, divergence_of
 from vlmrl.config import Teacher
 from vlmrl.model.divergence import Against
 from vlmrl.model.policy import Policy, TokenScores
-from vlmrl.train.master_weights import MasterWeights
+from vlmrl.train.master_weights import MasterWeights, move_module
 from vlmrl.train.packing import Layout, MicroBatchPlan, Packed, pack, split
 from vlmrl.train.ranks import Ranks
 from vlmrl.types import Sample, to_device
+from vlmrl.utils.host_memory import HostMemory
 
 Metrics = dict[str, torch.Tensor]
 
@@ -170,11 +171,12 @@ class TeacherModel:
         if self._average is not None:
             self._average.publish()
 
-    def to(self, device: torch.device) -> None:
+    def to(self, device: torch.device, memory: HostMemory) -> None:
+        """Move the teacher to ``device``; on the host it is in ``memory``."""
         if self.model is not self._policy:
-            self.model.to(device)
+            move_module(self.model, device, memory)
         if self._average is not None:
-            self._average.to(device)
+            self._average.to(device, memory)
 
     def _split(self, rows: Sequence[Placed]) -> list[MicroBatchPlan]:
         samples = [each.sample for each in rows]

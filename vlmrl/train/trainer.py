@@ -35,13 +35,14 @@ from vlmrl.train.checkpoint import (
 )
 from vlmrl.train.finite_check import FiniteCheck
 from vlmrl.train.loss_inputs import loss_inputs
-from vlmrl.train.master_weights import MasterWeights, make_optimizer, move_state
+from vlmrl.train.master_weights import HOST, MasterWeights, make_optimizer, move_module, move_state, step_in_parts
 from vlmrl.train.packing import Layout, MicroBatchPlan, count_unrecorded_experts, pack, per_token, split
 from vlmrl.train.ranks import MetricAccumulator, Ranks
 from vlmrl.train.schedule import learning_rate_factor
 from vlmrl.train.teacher import Taught, TeacherModel
 from vlmrl.types import Sample, to_device
 from vlmrl.utils.current_gpu import on_policy_gpu
+from vlmrl.utils.host_memory import HostMemory
 
 Scorer = Callable[..., TokenScores]
 """Of a micro-batch and a temperature, as :class:`Policy` is."""
@@ -117,6 +118,7 @@ class Trainer:
         if teacher is not None:
             limits = (self._layout, spec.tokens_per_micro_batch, spec.temperature, self._ranks)
             self.teacher = TeacherModel(spec.teacher, policy, teacher, *limits)
+        self._state_memory = HostMemory()  # of `optim.offload`
 
     @on_policy_gpu
     def step(self, samples: Sequence[Sample]) -> StepOutput:
@@ -154,16 +156,16 @@ class Trainer:
         """
         self._schedule_end = position
 
-    def to(self, device: torch.device) -> None:
-        """Move the policy, the reference, the teacher, master weights and optimizer state to ``device``."""
-        self.policy.to(device)
+    def to(self, device: torch.device, memory: HostMemory) -> None:
+        """Move the policy, the reference, the teacher, master weights and optimizer state to ``device``; on the host in ``memory``."""
+        move_module(self.policy, device, memory)
         if isinstance(self.reference, Policy):
-            self.reference.to(device)
+            move_module(self.reference, device, memory)
         if self.teacher is not None:
-            self.teacher.to(device)
-        self._weights.to(device)
+            self.teacher.to(device, memory)
+        self._weights.to(device, memory)
         if not self._optim.offload:
-            move_state(self.optimizer, device)
+            move_state(self.optimizer, device, memory)
 
     def close(self) -> None:
         """Release the policy after the last step, so that another trainer can train it."""
@@ -322,7 +324,7 @@ class Trainer:
         if self.teacher is not None:
             self.teacher.restored()
         if self._optim.offload:
-            move_state(self.optimizer, torch.device("cpu"))
+            move_state(self.optimizer, HOST, self._state_memory)
         load_random(checkpoint, self._ranks.rank)
         return self.steps_done
 
@@ -350,10 +352,9 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if optim.offload:
-            move_state(self.optimizer, self.policy.device)
-        self.optimizer.step()
-        if optim.offload:
-            move_state(self.optimizer, torch.device("cpu"))
+            step_in_parts(self.optimizer, self.policy.device, self._state_memory)
+        else:
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._weights.publish()
         if self.teacher is not None:

@@ -14,16 +14,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 
+from vlmrl.utils.current_gpu import current_gpu
+from vlmrl.utils.host_memory import HostMemory
 from vlmrl.utils.threads import DaemonPool
 
 CPU = torch.device("cpu")
 NamedWeights = Iterable[tuple[str, torch.Tensor]]
+Calls = dict[str, Future[None]]  # to servers, by URL
 
 BUCKET_BYTES = 512 * 2**20
 """Weights that are sent at once: few calls for a large model, and little of a colocated GPU's memory."""
@@ -40,6 +43,8 @@ class Bucket:
     names: list[str]
     shapes: list[torch.Size]
     flat: torch.Tensor
+    last: bool = False
+    """The last one of an update."""
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """The weights, as views of ``flat``."""
@@ -48,7 +53,7 @@ class Bucket:
         return [(name, part.view(shape)) for name, shape, part in parts]
 
     def to(self, device: torch.device) -> Bucket:
-        return Bucket(self.names, self.shapes, self.flat.to(device))
+        return replace(self, flat=self.flat.to(device))
 
 
 def buckets(weights: NamedWeights, max_bytes: int, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
@@ -67,12 +72,44 @@ def buckets(weights: NamedWeights, max_bytes: int, dtype: torch.dtype | None = N
         waiting.append((name, weight.detach()))
         size += weight.nbytes
     if waiting:
-        yield _joined(waiting)
+        yield _joined(waiting, last=True)
 
 
-def _joined(weights: list[tuple[str, torch.Tensor]]) -> Bucket:
+def _joined(weights: list[tuple[str, torch.Tensor]], last: bool = False) -> Bucket:
     flat = torch.cat([weight.reshape(-1) for _, weight in weights])
-    return Bucket([name for name, _ in weights], [weight.shape for _, weight in weights], flat)
+    return Bucket([name for name, _ in weights], [weight.shape for _, weight in weights], flat, last)
+
+
+class KeptWeights:
+    """The last weights that were sent, in host memory that is allocated once: a copy of all weights for a resend.
+
+    A bucket is copied on a stream of its own while it is sent and while the next one is gathered.
+    """
+
+    def __init__(self) -> None:
+        self.version: str | None = None
+        """None: there are none, or only a part of an update."""
+        self.buckets: list[Bucket] = []
+        self._memory = HostMemory()
+        self._stream: torch.cuda.Stream | None = None
+
+    def begin(self) -> None:
+        self.version, self.buckets = None, []
+
+    def add(self, bucket: Bucket) -> None:
+        number, gpu = len(self.buckets), bucket.flat
+        if gpu.is_cuda:
+            self._stream = self._stream or torch.cuda.Stream(gpu.device)
+            self._stream.wait_stream(torch.cuda.current_stream(gpu.device))
+            gpu.record_stream(self._stream)  # so that its memory is not used again before it is copied
+        with current_gpu(gpu.device), torch.cuda.stream(self._stream):
+            self.buckets.append(replace(bucket, flat=self._memory.copy_of(number, gpu)))
+
+    def end(self, version: str) -> None:
+        """All weights were added."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self.version = version
 
 
 @dataclass(frozen=True)
@@ -147,8 +184,8 @@ class WeightReceiver(Protocol):
 class SenderState:
     """What senders keep from one update of a run to the next. Each process that sends owns one, for as long as its run lasts."""
 
-    kept: tuple[str, list[Bucket]] | None = None
-    """The last weights that no server refused, in host memory, and their version."""
+    kept: KeptWeights = field(default_factory=KeptWeights)
+    """The last weights that were sent to stay."""
     gpu: torch.device | None = None
     """The GPU that the last weights were on."""
     groups: dict[str, tuple[str, Any]] = field(default_factory=dict)
@@ -256,24 +293,32 @@ class ServerSender(Generic[Receiver]):
 
     def send(self, weights: NamedWeights) -> TransferResult:
         started = time.perf_counter()
-        keep = self.update.keep and self.update.fill is None
-        kept: list[Bucket] = []
-        size = 0
-        version, sent = self._kept() if self.update.resend else (self.update.version, self._buckets(weights))
+        kept, size, resend = self.state.kept, 0, self.update.resend
+        keep = self.update.keep and self.update.fill is None and not resend
+        version = kept.version if resend else self.update.version
+        assert version is not None, "a resend without weights that were sent"
+        if keep:
+            kept.begin()
         threads = DaemonPool("weights", max(1, len(self.receivers)))
+        calls: Calls = {}
         try:
-            for bucket, last in _with_last(sent):
+            for bucket in kept.buckets if resend else self._buckets(weights):
                 size += bucket.flat.nbytes
                 if keep:
-                    kept.append(bucket.to(CPU))
-                self._deliver_to_all(threads, bucket, version if last else None)
+                    kept.add(bucket)
+                self._wait(
+                    calls
+                )  # the servers have the bucket before this one, which they took while this one was gathered
+                calls = self._deliver_to_all(threads, bucket, version if bucket.last else None)
+            self._wait(calls)
+            if keep:
+                kept.end(version)
         finally:
+            self._wait(calls)
             self._end_all(threads)
             threads.close()
             self.finish()
         refused = tuple(url for url, error in self.failed.items() if isinstance(error, WeightsRefused))
-        if keep and not refused:
-            self.state.kept = version, kept
         failed = {url: str(error) for url, error in self.failed.items()}
         return TransferResult(size, time.perf_counter() - started, failed, refused)
 
@@ -281,10 +326,6 @@ class ServerSender(Generic[Receiver]):
         """Called by :meth:`WeightUpdate.abort`, whose ``aborted`` is done then."""
         for receiver in self.receivers.values():
             receiver.abort()
-
-    def _kept(self) -> tuple[str, Iterable[Bucket]]:
-        assert self.state.kept is not None, "nothing was sent before a resend"
-        return self.state.kept
 
     def _buckets(self, weights: NamedWeights) -> Iterator[Bucket]:
         for bucket in buckets(weights, self.update.bucket_bytes, self.update.dtype):
@@ -294,30 +335,34 @@ class ServerSender(Generic[Receiver]):
                 bucket.flat.fill_(self.update.fill)
             yield bucket
 
-    def _deliver_to_all(self, threads: DaemonPool, bucket: Bucket, version: str | None) -> None:
+    def _deliver_to_all(self, threads: DaemonPool, bucket: Bucket, version: str | None) -> Calls:
         receivers = [receiver for url, receiver in self.receivers.items() if url not in self.failed]
-        if receivers:
-            prepared = self.prepare(bucket)
-            self._run_for(threads, receivers, lambda receiver: self.deliver(receiver, prepared, version))
+        if not receivers:
+            return {}
+        prepared = self.prepare(bucket)
+        return self._start_for(threads, receivers, lambda receiver: self.deliver(receiver, prepared, version))
 
     def _end_all(self, threads: DaemonPool) -> None:
         """Close the open updates, also after an error: a server with an open update refuses the next."""
         begun = [receiver for receiver in self.receivers.values() if self.has_begun(receiver)]
-        self._run_for(threads, begun, lambda receiver: receiver.end())
+        self._wait(self._start_for(threads, begun, lambda receiver: receiver.end()))
 
-    def _run_for(self, threads: DaemonPool, receivers: list[Receiver], call: Callable[[Receiver], None]) -> None:
-        """Call it for all receivers concurrently, and wait until all have returned or the transfer is aborted."""
+    def _start_for(self, threads: DaemonPool, receivers: list[Receiver], call: Callable[[Receiver], None]) -> Calls:
+        """Call it for all receivers concurrently. After an abort nothing is called."""
+        if self.update.aborted.done():
+            return {receiver.url: self.update.aborted for receiver in receivers}
+        return {receiver.url: threads.submit(call, receiver) for receiver in receivers}
+
+    def _wait(self, calls: Calls) -> None:
+        """Wait until all calls have returned or the transfer is aborted, and note which have failed."""
         aborted = self.update.aborted
-        calls = [] if aborted.done() else [threads.submit(call, receiver) for receiver in receivers]
-        for future in calls:
+        for future in calls.values():
             wait([future, aborted], return_when=FIRST_COMPLETED)
-        if aborted.done():
-            errors: list[BaseException | None] = [InterruptedError("aborted")] * len(receivers)
-        else:
-            errors = [future.exception() for future in calls]
-        for receiver, error in zip(receivers, errors, strict=True):
+        for url, future in calls.items():
+            error = InterruptedError("aborted") if aborted.done() else future.exception()
             if error is not None:
-                self.failed.setdefault(receiver.url, error)
+                self.failed.setdefault(url, error)
+        calls.clear()
 
 
 class IpcSender(ServerSender[WeightReceiver]):
@@ -328,14 +373,3 @@ class IpcSender(ServerSender[WeightReceiver]):
 
     def prepare(self, bucket: Bucket) -> Bucket:
         return bucket.to(CPU) if self.update.by_value else self.to_gpu_of_receivers(bucket)
-
-
-def _with_last(items: Iterable[Bucket]) -> Iterator[tuple[Bucket, bool]]:
-    """Each item, and whether it is the last one."""
-    waiting: Bucket | None = None
-    for item in items:
-        if waiting is not None:
-            yield waiting, False
-        waiting = item
-    if waiting is not None:
-        yield waiting, True

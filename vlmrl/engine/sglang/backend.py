@@ -29,6 +29,7 @@ from vlmrl.engine.sglang.requests import parse_response, request_body
 
 GIB = 2.0**30
 KV_CACHE = {"tags": ["kv_cache"]}
+WEIGHTS = {"tags": ["weights", "cuda_graph"]}  # of graphs the server keeps a copy in host memory
 CHUNKS_AND_GRAPHS = (
     (20, 2048, 8),
     (35, 4096, 48),
@@ -120,6 +121,8 @@ class SGLangBackend(ServerBackend):
     resume = Call("/continue_generation", {})
     sleep = Call("/release_memory_occupation", KV_CACHE)
     wake = Call("/resume_memory_occupation", KV_CACHE)
+    release_weights = Call("/release_memory_occupation", WEIGHTS)
+    restore_weights = Call("/resume_memory_occupation", WEIGHTS)
     loaded_weights = Call("/model_info")
     checksums = Call("/weights_checker", {"action": "checksum"})
 
@@ -137,7 +140,7 @@ class SGLangBackend(ServerBackend):
         env = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}  # its cache of image features would survive weight updates
         env |= {"SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "vlmrl_sglang"}
         env |= CPU_ENV if gpu is None else {}
-        return Launch(self._command(args), self.environment(ON_SERVER, env), log)
+        return Launch(self._command(args), self.environment(ON_SERVER, env, on_gpu=gpu is not None), log)
 
     def with_token(self, launch: Launch, token: str) -> Launch:
         python, _, _, *words = launch.command

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -125,7 +126,7 @@ class VLLMBackend(ServerBackend):
         command = self._command(args)
         if model.lora is not None:
             command += ["--middleware", "vlmrl_vllm.adapters.LoadsAdapters"]  # beside one of the settings
-        return Launch(command, self.environment(ON_SERVER, env), log)
+        return Launch(command, self.environment(ON_SERVER, env, on_gpu=gpu is not None), log)
 
     def with_token(self, launch: Launch, token: str) -> Launch:
         """vLLM calls its last middleware first."""
@@ -146,7 +147,7 @@ class VLLMBackend(ServerBackend):
         return "0.0.0.0" if own is None else str(own)  # vLLM's default, without the argument
 
     def parse_info(self, response: Any) -> ServerInfo:
-        config = response["vllm_config"]
+        config, system = response["vllm_config"], response["system_env"]
         model = config["model_config"]
         if model["logprobs_mode"] != LOGPROBS:
             raise ValueError(
@@ -154,11 +155,12 @@ class VLLMBackend(ServerBackend):
                 f"tokens are sampled from: start it with --logprobs-mode {LOGPROBS}."
             )
         return ServerInfo(
-            version=str(response["system_env"].get("vllm_version", "unknown")),
+            version=str(system.get("vllm_version", "unknown")),
             tp=config["parallel_config"]["tensor_parallel_size"],
             device=str(config["device_config"]["device"]),
             dtype=str(model["dtype"]).removeprefix("torch."),
             max_prompt_tokens=model["max_model_len"],
+            nccl=next(iter(re.findall(r"nvidia-nccl-cu\d+==([\d.]+)", str(system.get("pip_packages")))), None),
         )
 
     def generate(self, attempt: Attempt) -> Call:
