@@ -253,8 +253,7 @@ class Trainer:
     def score(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """The logprobs ``[response]``, in nats, of each sample's response tokens under the current weights."""
         rows = list(samples)
-        logprobs = self._score_all(rows).cpu().numpy()
-        return [_response(sample, row) for sample, row in zip(rows, logprobs, strict=True)]
+        return [_response(each, row) for each, row in zip(rows, self._score_all(rows).cpu().numpy(), strict=True)]
 
     @on_policy_gpu
     @torch.no_grad()
@@ -306,7 +305,7 @@ class Trainer:
         return tensors
 
     def _apply_gradient(self) -> dict[str, float]:
-        optim = self._optim
+        optim, done = self._optim, self.steps_done
         total: Any = torch.nn.utils.clip_grad_norm_(self._weights.parameters, optim.grad_clip)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         if not math.isfinite(norm):
@@ -314,8 +313,7 @@ class Trainer:
             raise FloatingPointError(
                 f"optimizer step {self.steps_done}: the gradient norm is {norm}, so the weights were not updated."
             )
-        position = self.steps_done + self._left_out
-        rate = optim.lr * learning_rate_factor(optim, self.steps_done, self._spec.total_steps, position)
+        rate = optim.lr * learning_rate_factor(optim, done, self._spec.total_steps, done + self._left_out)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if optim.offload:
