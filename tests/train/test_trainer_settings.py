@@ -178,9 +178,9 @@ def test_each_rank_computes_the_rows_that_rank_0_sends_images_for(model, method,
         trainer, seen = Watched(model.policy, spec, ranks=Alone(rank, 3)), set()
         score = trainer._score
 
-        def noted(policy, samples, plan, score=score, seen=seen):
+        def noted(policy, samples, plan, *more, score=score, seen=seen):
             seen.update(rows.index(samples[row]) for row in plan.rows)
-            return score(policy, samples, plan)
+            return score(policy, samples, plan, *more)
 
         monkeypatch.setattr(trainer, "_score", noted)
         getattr(trainer, method)(rows)
