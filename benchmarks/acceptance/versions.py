@@ -42,6 +42,7 @@ def gpu(report: Report) -> str:
 
 def servers() -> str:
     """NCCL, and the compiler that servers need at their start."""
+    need_dependencies()
     from vlmrl.engine.server_environment import cuda_home, environment_of, own_toolkit
 
     python = os.environ.get("VLMRL_SGLANG_PYTHON", sys.executable)

@@ -79,7 +79,7 @@ def different_nccl(servers: Mapping[str, str | None], python: str) -> str:
 
 
 def cuda_home(variables: Mapping[str, str]) -> str | None:
-    """The CUDA toolkit that a server finds, in the order of SGLang and FlashInfer. None: there is none."""
+    """The CUDA toolkit that a server finds, in the order in which servers look for it. None: there is none."""
     if home := variables.get("CUDA_HOME") or variables.get("CUDA_PATH"):
         return home if Path(home, "bin/nvcc").exists() else None
     if nvcc := shutil.which("nvcc", path=variables.get("PATH")):
