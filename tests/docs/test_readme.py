@@ -26,7 +26,7 @@ def test_the_readmes_commands_teach_the_agent(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", shlex.split(command, comments=True))
         cli.main()
     output = capsys.readouterr().out
-    assert "4 episodes, mean reward 0.250" in output  # of four shapes, one is red
+    assert "4 episodes, mean reward 0.500" in output  # two of the first four are red
     assert "1920 of 1920 rows can be played" in output
     summary = json.loads((tmp_path / "runs/guess/summary.json").read_text())
     assert summary["reward_after"] > summary["reward_before"] + 0.1, "the README promises a reward that rises"

@@ -17,6 +17,7 @@ from vlmrl.model.loading import load_model
 from vlmrl.train.fsdp import forget_unused
 from vlmrl.train.trainer import Trainer, TrainerSpec
 from vlmrl.types import Sample
+from vlmrl.utils.host_memory import HostMemory
 
 GPU, CPU = torch.device("cuda", 1), torch.device("cpu")
 folder = Path(sys.argv[1])
@@ -47,9 +48,10 @@ async def run(lora: int) -> None:
     request = Request("t", [ids.image_token_id, 5, 6], [image], SamplingParams(max_tokens=4))
     assert len((await engine.generate(request)).token_ids) == 4
     engine.close()
-    await asyncio.to_thread(trainer.to, CPU)
+    memory = HostMemory()
+    await asyncio.to_thread(trainer.to, CPU, memory)
     await asyncio.to_thread(forget_unused)
-    await asyncio.to_thread(trainer.to, GPU)
+    await asyncio.to_thread(trainer.to, GPU, memory)
     trainer.close()
 
 
