@@ -34,7 +34,7 @@ def config():
 
 def test_two_ranks_train_with_a_server_that_dies_and_no_process_is_left(qwen3_vl, tmp_path):
     text, folder = RECIPE.format(model=str(qwen3_vl)), tmp_path / "runs/own"
-    options = ["--cluster.ranks", "2", "--train.steps", "4"]
+    options = ["--cluster.ranks", "2", "--train.steps", "12"]
     with training(tmp_path, "ray-server", *options, text=text, program=TRAIN) as run:
         begun = until_trained(run)
         (server, *_) = servers_of(folder)
@@ -42,7 +42,7 @@ def test_two_ranks_train_with_a_server_that_dies_and_no_process_is_left(qwen3_vl
         output, _ = run.communicate(timeout=900)
     assert run.returncode == 0, [*begun, output]
     rows = read_rows(folder / "metrics.jsonl")
-    assert [row["failed"] for row in rows] == [0, 0, 0, 0]
+    assert [row["failed"] for row in rows] == [0] * 12
     assert max(row["logprob_mismatch/max"] for row in rows) < 1e-3
     assert all(row["weight_sync/bytes"] > 0 for row in rows)
     assert rows[-1]["engine/restarts"] == 1  # where it was
@@ -73,7 +73,9 @@ def test_colocated_ranks_and_servers_share_the_same_gpus(qwen3_vl, tmp_path, mon
     for log in logs:
         sleeps = log.read_text().count("POST /release_memory_occupation")
         wakes = log.read_text().count("POST /resume_memory_occupation")
-        assert sleeps == wakes + 1 >= 3  # the last pause is for saving the model; then servers end
+        assert (
+            sleeps == wakes + 2 >= 4
+        )  # of the KV cache and of the weights: the last pause is for saving the model; then servers end
     assert servers_of(folder) == []
 
 
