@@ -1,7 +1,7 @@
 """A tiny text model learns, on a laptop CPU in a few minutes, what to write down before it forgets.
 
 Four things are shown, one a turn, each with its color. Then the color of one of the first two is asked for. After every second
-response the model's own summary replaces the conversation (`rollout.history compact`), so the answer must be in the last summary.
+response the model's own summary replaces the conversation (`rollout.history compact`), so the answer must be in the last one.
 500 supervised warm-start steps teach the form: their summaries leave out things at random. Reinforcement learning, whose reward is for the
 answer alone, teaches the rest.
 
