@@ -17,7 +17,7 @@ from testing.run_folders import write_episodes
 from vlmrl.env.base import resolve_env
 from vlmrl.env.browser.chromium_process import find_chromium
 from vlmrl.report.viewer.followed_run import FollowedRun
-from vlmrl.report.viewer.snapshot import write_snapshot
+from vlmrl.report.viewer.page import write_snapshot
 
 RESPONSES = [
     f"The user name first. {click(444, 421)} {call('type', text='keneth')}",

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, DynamicCache
 
 from vlmrl.families.base import Family
+from vlmrl.model.cached_attention import cache_name
 from vlmrl.types import Trajectory
 
 
@@ -128,8 +129,8 @@ class BareLoop:
         output = self.model.model.language_model(
             inputs_embeds=embeds,
             position_ids=self.positions[:, rows, start:stop],
-            past_key_values=cache,
             use_cache=True,
+            **{cache_name(self.model.model.language_model): cache},
             **more,
         )
         return output.last_hidden_state

@@ -32,7 +32,7 @@ from vlmrl.engine.base import Request
 from vlmrl.env.base import resolve_env
 from vlmrl.model.loading import LoadedModel, load_model
 from vlmrl.model.tiny import build
-from vlmrl.multimodal.images import encode_png, frozen_image, png_data_uri
+from vlmrl.multimodal.images import data_uri, encode_png, frozen_image
 from vlmrl.rollout.runner import Runner
 from vlmrl.rollout.turn_loop import TurnLoop
 from vlmrl.types import Completion
@@ -85,7 +85,7 @@ class Instant:
         turn = self.turns.get(request.trajectory_id, 0)
         self.turns[request.trajectory_id] = turn + 1
         if self.counts_bytes:
-            size = len(request.prompt_ids) * 6 + sum(len(png_data_uri(i.image)) for i in request.media)
+            size = len(request.prompt_ids) * 6 + sum(len(data_uri(i.image)) for i in request.media)
             self.sent.setdefault(turn, []).append(size)
         length = len(request.prompt_ids) + sum(item.num_tokens - 1 for item in request.media)
         size = len(self.response)

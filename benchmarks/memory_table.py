@@ -1,6 +1,6 @@
-"""How many GPUs each model needs: the table in docs/scale.md, computed by the memory plan.
+"""How many GPUs each model needs: two tables in docs/scale.md, computed by the memory plan.
 
-    python benchmarks/memory_table.py          # prints the table; needs neither a GPU nor a network
+    python benchmarks/memory_table.py          # prints the tables; needs neither a GPU nor a network
 
 The run that is planned has the limits of recipes/geo3k.py: trajectories of 5,120 tokens, micro-batches of 16,384, and an image of
 512 x 512 pixels in each prompt and after each turn but the last. Rollouts are on the trainer's GPUs, by the embedded engine or by
@@ -16,7 +16,7 @@ from functools import lru_cache
 from vlmrl.cli.plan import sizes_of
 from vlmrl.config import Config, Data, Lora, Model, Rollout, ServerSettings, Train
 from vlmrl.plan.advice import ATTENTION, on_gpus
-from vlmrl.plan.gpus import KNOWN, Gpu
+from vlmrl.plan.gpus import GIB, KNOWN, Gpu
 from vlmrl.plan.memory_plan import MemoryPlan, Sizes
 from vlmrl.plan.published_models import PUBLISHED
 
@@ -27,6 +27,8 @@ MODELS = {
     "32B": "Qwen/Qwen3-VL-32B-Instruct",
     "30B-A3B": "Qwen/Qwen3-VL-30B-A3B-Instruct",
 }
+LARGEST = {"235B-A22B": "Qwen/Qwen3-VL-235B-A22B-Instruct"}
+PEAK_COUNTS = (1, 2, 8, 64)
 GPUS = ("4090-24gb", "l40s-48gb", "h100-80gb", "h200-141gb")
 COUNTS = (1, 2, 4, 8, 16, 32)
 
@@ -94,5 +96,30 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def best_plan(config: Config, gpus: int) -> MemoryPlan:
+    """Of the placements on so many H100s, the one that fits with the least memory outside the rollout."""
+    plans = [MemoryPlan.of(each, sizes(each.model), 1, KNOWN["h100-80gb"]) for each in placements(config, gpus)]
+    return min(plans, key=lambda plan: (not plan.fits, plan.training_peak))
+
+
+def peak_cell(config: Config, gpus: int) -> str:
+    """GiB of the first that fits: as it is, with offload (o), with half the micro-batches too (o, m), with LoRA."""
+    offloaded = replace(config, optim=replace(config.optim, offload=True))
+    for each, mark in ((config, ""), (offloaded, " o"), (with_less(config), " o, m"), (with_lora(config), " LoRA")):
+        plan = best_plan(each, gpus)
+        if plan.fits:
+            return f"{plan.training_peak / GIB:.0f}{mark}{', tight' if plan.is_tight else ''}"
+    return f"no: {best_plan(with_less(config), gpus).training_peak / GIB:.0f}"
+
+
+def peaks() -> str:
+    """A line for each model: GiB on the fullest of 1, 2, 8 and 64 GPUs."""
+    lines = ["| Qwen3-VL | 1 | 2 | 8 | 64 |", "| --- | --- | --- | --- | --- |"]
+    for name, model in (MODELS | LARGEST).items():
+        lines.append(f"| {name} | " + " | ".join(peak_cell(base(model), gpus) for gpus in PEAK_COUNTS) + " |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
     print(table())
+    print(peaks())

@@ -75,7 +75,7 @@ def clocks() -> tuple[float, float]:
 
 def ours(rows: Path, model: Path, count: int, steps: int) -> tuple[np.ndarray, list[float], int]:
     """The median times of a step by both clocks without the first, the steps' losses, and the rows' tokens."""
-    sft = SFT({"rows": Conversations(str(rows))}, steps=steps, rows_per_step=count)
+    sft = SFT({"rows": Conversations(str(rows))}, rows_per_step=count)
     settings = Model(str(model), "cpu", dtype="float32", chat_template=str(TEMPLATE))
     run = build_run(Config(model=settings, sft=sft, train=Train(steps=0)))
     budget = run.config.train.tokens_per_micro_batch

@@ -28,7 +28,13 @@ def passages() -> list[dict[str, str]]:
 def make_task(index: int, seed: int, first: int = 0, count: int = 7000) -> dict[str, str]:
     """A question about the color of thing ``first + index % count``."""
     thing = THINGS[first + index % count]
-    return {"prompt": f"What color is the {thing}?", "answer": color_of(thing), "thing": thing}
+    return {"prompt": f"What color is the {thing}?", "answer": color_of(thing), "thing": thing, "hint": ""}
+
+
+def make_task_or_hinted(index: int, seed: int) -> dict[str, str]:
+    """Every second question ends with a hint: any color."""
+    row, hint = make_task(index, seed), random.Random(f"hint/{index}").choice(COLORS)
+    return {**row, "prompt": f"{row['prompt']} It is {hint}.", "hint": hint} if index % 2 else row
 
 
 def main(out: Path = Path("corpus.jsonl")) -> None:

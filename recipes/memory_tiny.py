@@ -15,7 +15,7 @@ from vlmrl import Config, Data, Env, Eval, EvalData, Model, Optim, Rollout, Task
 
 COLORS = ["red", "green", "blue", "yellow"]
 THINGS = ["square", "circle", "triangle", "picture", "letter", "number", "box", "image"]
-SHOWN, ASKED = 4, 2  # a window of the last two things never has the answer
+SHOWN, ASKED = 4, 2  # by default; a window of the last two responses never has the answer
 
 
 class Parade(Env):
@@ -23,20 +23,20 @@ class Parade(Env):
 
     def step(self, response_text):
         things = self.task.data["things"]
-        if self.turn < SHOWN:
+        if self.turn < len(things):
             thing, color = things[self.turn]
             return obs(f"The {thing} is {color}"), False, {}
-        if self.turn == SHOWN:
+        if self.turn == len(things):
             return obs(f"What color is the {self.task.data['asked']}"), False, {}
         return {}, True, {"reward": float(response_text.split()[-1:] == [self.task.answer])}
 
 
-def make_task(index: int, seed: int) -> dict:
-    """Four of eight things in random colors, and which of the first two is asked for."""
+def make_task(index: int, seed: int, shown: int = SHOWN, asked: int = ASKED) -> dict:
+    """``shown`` of eight things in random colors, and which of the first ``asked`` is asked for."""
     draw = random.Random(f"{seed}/{index}")
-    things = [(thing, draw.choice(COLORS)) for thing in draw.sample(THINGS, SHOWN)]
-    asked, answer = things[draw.randrange(ASKED)]
-    return {"prompt": "call", "answer": answer, "things": things, "asked": asked}
+    things = [(thing, draw.choice(COLORS)) for thing in draw.sample(THINGS, shown)]
+    thing, answer = things[draw.randrange(asked)]
+    return {"prompt": "call", "answer": answer, "things": things, "asked": thing}
 
 
 def demonstrate(task: Task, turn: int) -> str:
@@ -46,14 +46,14 @@ def demonstrate(task: Task, turn: int) -> str:
     """
     luck = random.Random(task.seed)
     known: list[tuple[str, str]] = []
-    summaries = []
-    for start, end in ((0, 1), (1, 3)):  # what is shown after the last response is not yet part of a summary
-        new = [thing for thing in task.data["things"][start:end] if luck.random() < 0.5]
+    summaries, things = [], task.data["things"]
+    for end in range(1, len(things), 2):  # what is shown after the last response is not yet part of a summary
+        new = [thing for thing in things[max(0, end - 2) : end] if luck.random() < 0.5]
         known = [thing for thing in known if luck.random() < 0.85] + new
         summaries.append(" ".join(f"{thing} {color}" for thing, color in known) or "no")
     if turn % 3 == 2:
         return f" {summaries[turn // 3]}"
-    if turn < 7:
+    if turn <= len(things) + len(summaries):
         return "call"
     return f" {dict(known).get(task.data['asked'], luck.choice(COLORS))}"
 

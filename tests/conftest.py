@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from testing import templates
+from testing.preloaded import Preloaded
 
 from vlmrl.model import tiny
 
@@ -27,6 +28,11 @@ os.environ["MKL_CBWR"] = "AUTO,STRICT"
 # Torch keeps oneDNN's compiled code of the last 1024 shapes of bfloat16 products: half a GiB over all tests.
 os.environ.setdefault("LRU_CACHE_CAPACITY", "16")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
+# One arena for all threads, and buffers of 1 MiB in mappings of their own, which go back when they are freed: else each thread of a
+# run leaves 20 MiB behind.
+M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
+ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
+ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
 
 
 def pytest_addoption(parser) -> None:
@@ -52,6 +58,12 @@ def pytest_configure(config) -> None:
     """Tables that tests load are cached for this run of the tests (and its workers), not in the user's home."""
     if not hasattr(config, "workerinput"):
         config.datasets_cache = os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="vlmrl-tests-datasets-")
+
+
+def pytest_collection_modifyitems(items) -> None:
+    """Files with slow tests come first: with `--dist loadfile`, a long one at the end would leave a core idle."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_unconfigure(config) -> None:
@@ -123,6 +135,15 @@ def qwen2_5_vl(tmp_path_factory) -> Path:
 def tiny_folder(request) -> Path:
     """The folder of each tiny family in turn."""
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="session")
+def preloaded() -> Iterator[Preloaded]:
+    """Runs scripts, as one process or as ranks, in forks of a process that has imported the trainer."""
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    process = Preloaded(os.environ | {"PYTHONPATH": paths}, Path.cwd())
+    yield process
+    process.close()
 
 
 @pytest.fixture(scope="session")

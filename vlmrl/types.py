@@ -131,6 +131,7 @@ class TrainedTokens:
     logprobs: np.ndarray  # [tokens], in nats, before the update
     advantages: list[float]
     loss_mask: list[int]
+    teacher_logprobs: np.ndarray | None = None  # [tokens], NaN where the teacher says nothing; None: no teacher
 
 
 @dataclass(frozen=True)
@@ -327,6 +328,8 @@ class Sample:
     teacher_rows: list[Sample | None] = field(
         default_factory=list
     )  # for each of them what a teacher sees; empty: this row
+    teacher_scores: tuple[np.ndarray, ...] | None = None  # a teacher server's `TeacherScores` of this row
+    teacher_weights: list[float] | None = None  # per response token, of the teacher's part; None: 1
 
     @property
     def token_ids(self) -> list[int]:

@@ -19,6 +19,7 @@ def run(report: Report) -> None:
     for name, family in FAMILIES.items():
         if family.vision:
             report.check(name, lambda n=name: one_family(report, n))
+    report.check("qwen3_vl with compiled layers", lambda: compiled(report))
     report.check("a step on cuda:1", lambda: second_gpu(report))
 
 
@@ -39,6 +40,24 @@ def one_family(report: Report, name: str) -> str:
         largest=(largest, 2e-2),
         gradient=(relative(*joined), 2e-2),
     )
+
+
+def compiled(report: Report) -> str:
+    """`train.compile_layers` against the same layers eager, in float32 and in bfloat16, where an engine samples with eager ones."""
+    report.need_gpu()
+    found = {}
+    for dtype, most in (("float32", 1e-5), ("bfloat16", 2e-2)):
+        model = Model(path="tiny:qwen3_vl", device=str(report.device), dtype=dtype)
+        loaded = load_model(model, report.scratch, seed=0)
+        rows = sampled(loaded, groups=2, members=3, response=12, side=96)
+        eager, exact = scored(loaded, rows)
+        loaded.policy.zero_grad()
+        loaded.policy.compile_layers()
+        logprobs, gradient = scored(loaded, rows)
+        joined = [torch.cat([each[key].flatten().float() for key in sorted(exact)]) for each in (gradient, exact)]
+        found[f"logprobs in {dtype}"] = (mismatch(logprobs, eager)[0], most)
+        found[f"gradient in {dtype}"] = (relative(*joined), 10 * most)
+    return within(**found)
 
 
 def load(report: Report, name: str, device: torch.device) -> LoadedModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def geometry(report: Report) -> str:
     need_dependencies()
     if not report.tiny:
         report.need_gpu()
-    from acceptance import geometry_recipe
+    import geometry_recipe
 
     config = geometry_recipe.config()
     model = replace(config.model, path=f"random:{random_folder(report)}", dtype="bfloat16")
@@ -47,9 +48,14 @@ def trained(config: Any) -> list[dict[str, Any]]:
     from vlmrl.run.program import run_training
 
     run_training(resolve_config(config))
-    rows = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
+    return metrics(config.folder, config.train.steps)
+
+
+def metrics(folder: Path, steps: int) -> list[dict[str, Any]]:
+    """The metrics of each of a run's ``steps``. Raises AssertionError if one is missing or has numbers that are not finite."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "loss" in row]
-    require(len(rows) == config.train.steps, f"{len(rows)} of {config.train.steps} steps were trained")
+    require(len(rows) == steps, f"{len(rows)} of {steps} steps were trained")
     numbers = [row[name] for row in rows for name in ("loss", "grad_norm", "logprob_mismatch/mean")]
     require(all(math.isfinite(number) for number in numbers), "a loss, a gradient norm or a mismatch is not finite")
     return rows

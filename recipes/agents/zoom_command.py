@@ -26,7 +26,7 @@ def config() -> Config:
         name="zoom-command",
         model=Model(path="tiny:qwen3_vl"),
         data=Data(generator=shapes, size=4096),
-        agent_command=f"{shlex.quote(sys.executable)} zoom_script.py",
+        agent=f"{shlex.quote(sys.executable)} zoom_script.py",
         reward=judge,
         rollout=Rollout(group_size=8, max_turns=2, max_tokens=256, max_response_tokens=48, samples="merged"),
         warm_start=WarmStart(demonstrate="../quickstart.py:demonstrate", steps=100, trajectories_per_step=32, lr=1e-3),

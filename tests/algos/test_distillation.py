@@ -11,9 +11,12 @@ from vlmrl.algos.distillation import (
     DIVERGENCES,
     add_sampled,
     clipped,
+    coefficient,
     divergence_of,
     forward_kl,
+    image_weights,
     jensen_shannon,
+    listed_and_rest,
     reverse_kl,
     top_k_and_rest,
 )
@@ -54,6 +57,46 @@ def test_the_top_k_of_all_classes_is_the_exact_one_and_fewer_are_a_lower_bound(n
         assert torch.allclose(part.exp().sum(1), torch.ones(5, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_list_of_the_teachers_most_likely_classes_leaves_the_rest_of_1(name):
+    """As a server sends it: the same as cutting the whole distribution, for 2 classes and for all 7."""
+    p, q = distributions()
+    for k in (2, 7):
+        listed = q.topk(k, dim=1)
+        found = divergence_of(name)(*listed_and_rest(p, listed.indices, listed.values))
+        assert torch.allclose(found, divergence_of(name, top_k=k)(p, q), atol=1e-12)
+    whole = torch.tensor([[0.0, -60.0, -70.0]])  # rounded to float32, the first class leaves nothing
+    mine = torch.tensor([[0.5, 0.25, 0.25]]).log().requires_grad_()
+    value = divergence_of(name)(*listed_and_rest(mine, torch.tensor([[0]]), whole[:, :1]))
+    value.sum().backward()
+    assert torch.isfinite(value).all() and torch.isfinite(mine.grad).all()
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_listed_class_that_the_policy_may_not_sample_counts_in_the_rest(name):
+    """A server bans no ids, and may list one."""
+    logits = torch.tensor([[0.0, 1.0, torch.finfo(torch.float32).min, 2.0]]).requires_grad_()
+    listed, ids = torch.tensor([[0.5, 0.2]]).log(), torch.tensor([[1, 2]])
+    value = divergence_of(name)(*listed_and_rest(logits.log_softmax(1), ids, listed))
+    assert value.item() == pytest.approx(
+        divergence_of(name)(*listed_and_rest(logits.log_softmax(1), ids[:, :1], listed[:, :1])).item()
+    )
+    value.sum().backward()
+    assert logits.grad.isfinite().all() and logits.grad[0, 2] == 0
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_listed_classes_that_the_policy_does_not_have_count_in_the_rest(name):
+    """A teacher's larger head may have more padded rows: here the ids 4 and 9, of a policy with four."""
+    logits = torch.tensor([[0.0, 1.0, 0.5, 2.0]]).requires_grad_()
+    listed, ids = torch.tensor([[0.5, 0.2, 0.1]]).log(), torch.tensor([[3, 4, 9]])
+    value = divergence_of(name)(*listed_and_rest(logits.log_softmax(1), ids, listed))
+    wanted = divergence_of(name)(*listed_and_rest(logits.log_softmax(1), ids[:, :1], listed[:, :1]))
+    assert value.item() == pytest.approx(wanted.item())
+    gradients = [torch.autograd.grad(each.sum(), logits)[0] for each in (value, wanted)]
+    assert torch.allclose(*gradients) and gradients[0].abs().max() > 0.01
+
+
 def test_a_clipped_token_has_no_gradient():
     values = torch.tensor([0.5, 3.0], requires_grad=True)
     limited, outside = clipped(values, 1.0)
@@ -67,3 +110,18 @@ def test_the_sampled_form_adds_the_teachers_lead_where_it_is_known():
     changed, metrics = add_sampled(inputs, torch.tensor([[1.0, 1.0, 0.0]]), coef=0.5, limit=4.0)
     assert changed.advantages.tolist() == [[1.5, -1.0, 1.0]]  # leads of 1, -7 clipped to -4, and unknown
     assert metrics["teacher/clip_fraction"].tolist() == [[0, 1, 0]]
+
+
+def test_the_coefficient_goes_to_its_end_in_a_straight_line():
+    assert [coefficient(2.0, 0.5, done) for done in (0.0, 0.5, 1.0)] == [2.0, 1.25, 0.5]
+    assert coefficient(2.0, None, 0.5) == 2.0
+
+
+def test_tokens_that_depend_on_an_image_have_their_share_of_the_mean():
+    """One of four gains 3 nats by its image: with a share of 0.5 it has half of the weight, the others the other half."""
+    gains = torch.tensor([0.0, 3.0, -0.5, 0.1])
+    weights = image_weights(gains, 0.5)
+    assert weights.tolist() == pytest.approx([2 / 3, 2, 2 / 3, 2 / 3]) and weights.mean().item() == pytest.approx(1)
+    losses = torch.tensor([0.3, 0.8, 0.6, 0.9])
+    assert (weights * losses).mean().item() == pytest.approx(0.5 * 0.8 + 0.5 * (0.3 + 0.6 + 0.9) / 3)
+    assert image_weights(torch.zeros(3), 0.5).tolist() == [1, 1, 1]

@@ -224,7 +224,7 @@ def test_packages_that_the_recipe_needs_and_that_are_missing_are_errors(monkeypa
 
 def test_the_program_of_an_agent_that_is_missing_is_an_error():
     config = Config(
-        agent_command="no-such-program --fast",
+        agent="no-such-program --fast",
         rollout=Rollout(samples="merged"),
         data=Data(generator=make_task, size=1),
     )

@@ -11,7 +11,7 @@ from PIL import Image
 
 from vlmrl.checks.image_swap import ImageSwapError
 from vlmrl.checks.teacher_check import check_reader, check_teacher_images
-from vlmrl.config import Algo, Config, Model, Optim, Teacher
+from vlmrl.config import Algo, Config, Model, Optim, Rollout, Teacher
 from vlmrl.model.loading import load_model, load_reader
 from vlmrl.multimodal.pixels import ArrayPixels
 from vlmrl.train.trainer import Trainer, TrainerSpec
@@ -55,7 +55,14 @@ def test_another_tokenizer_or_family_is_refused_by_name(qwen3_vl, qwen2_5_vl, tm
     ("settings", "message"),
     [
         (lambda: Config(teacher=Teacher(model="self")), r"teacher\.sees must be set with teacher\.model self"),
-        (lambda: Teacher(model="http://host:8000"), r"teacher\.model must be .*scoring by a server is not supported"),
+        (lambda: Teacher(model="http://host:8000"), r"teacher\.model must be .*servers as PROGRAM:URL, but"),
+        (lambda: Teacher(model="vllm:http://host:8000"), r"teacher\.top_k must be set with servers"),
+        (
+            lambda: Config(
+                rollout=Rollout(temperature=0.7), teacher=Teacher(model="sglang:https://host:1", loss="sampled")
+            ),
+            r"rollout\.temperature must be 1 with servers as the teacher",
+        ),
         (lambda: Teacher(sees="a.py:b"), r"teacher\.sees must be unset without teacher\.model"),
         (lambda: Teacher(model="m", loss="sampled", top_k=5), r"teacher\.top_k must be unset"),
         (lambda: Config(algo=Algo(advantage="none")), r"teacher\.model must be set with algo\.advantage none"),

@@ -148,6 +148,18 @@ def test_marks_without_an_image_are_warned_of(qwen3_vl, tmp_path):
     assert passed and "more <image> marks than images" in output and "as text: row 1\n" in output
 
 
+def two_marks(index: int, seed: int) -> dict[str, Any]:
+    return {"prompt": "<image><image>?" if index % 2 else "<image>?", "images": [Image.new("RGB", (64, 32))]}
+
+
+def test_rows_with_the_same_error_are_one_problem_and_those_without_an_answer_one_warning(qwen3_vl):
+    output, passed = shown(qwen3_vl, show=0, data=Data(generator=two_marks, size=8, seed=None))
+    assert not passed and output.count("problem") == 1
+    assert "task 1 of generator 'two_marks': 2 <image> marks for 1 images" in output
+    assert "marks are not read (4 rows: 1, 3, 5, 7)" in output
+    assert "task.answer is None in 4 rows: 0, 2, 4, 6: give 'answer' if the env reads it" in output
+
+
 def test_more_marks_than_images_are_a_bad_row(qwen3_vl, tmp_path):
     (tmp_path / "a.png").write_bytes(png((64, 64)))
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "<image>Two?<image>", "images": ["a.png"], "answer": "1"}))

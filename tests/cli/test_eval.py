@@ -1,10 +1,11 @@
-"""`vlmrl eval`: a run's checkpoints and models side by side, the blanked control, and the results as JSON."""
+"""`vlmrl eval`: a run's checkpoints, models and an API's model side by side, the blanked control, and the results as JSON."""
 
 import json
 import sys
 from pathlib import Path
 
 import pytest
+from testing.fake_api import fake_api
 
 from vlmrl.cli import main as cli
 
@@ -18,7 +19,7 @@ from vlmrl import Checkpoint, Config, Data, Eval, Optim, Rollout, Task, Train
 
 def tasks(index, seed):
     image = Image.new("RGB", (32, 32), ["red", "blue"][index % 2])
-    prompt = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "Say a."}]}]
+    prompt = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": f"{index}?"}]}]
     return Task(f"say/{index}", prompt, [image], answer="a", source=f"s{index % 2}")
 
 
@@ -85,6 +86,45 @@ def test_greedy_samples_of_a_task_are_equal(folder, tmp_path):
     assert all(len(set(rewards)) == 1 for rewards in row["task_rewards"].values())
 
 
+def test_an_apis_model_is_the_baseline_of_the_policy(folder, tmp_path, capsys):
+    asked = []
+
+    def respond(body):
+        asked.append(body["messages"][0]["content"][1]["text"])
+        return {"content": "a" if asked.count(asked[-1]) == 1 else "no"}
+
+    options = ["--eval.samples-per-task", "2", "--out", tmp_path / "out.json", "--models", "tiny:qwen3_vl"]
+    with fake_api(respond) as (api, url):
+        vlmrl("eval", folder / "recipe.py", "--output-dir", tmp_path, "--api", url, "--model", "gpt", *options)
+    document = json.loads((tmp_path / "out.json").read_text())
+    first, second = document["results"]
+    assert (first["model"], first["scores"]["reward"]["mean"], first["trajectories"]) == ("gpt", 0.5, 8)
+    assert first["scores"]["pass_at"]["2"]["mean"] == 1.0 and first["sampled_tokens"] == {"mean": 2.0, "max": 2}
+    assert second["model"] == "tiny:qwen3_vl" and second["task_rewards"].keys() == first["task_rewards"].keys()
+    (difference,) = document["differences"]
+    assert (difference["model"], difference["baseline"], difference["tasks"]) == ("tiny:qwen3_vl", "gpt", 4)
+    assert len(api.requests) == 8 and "gpt: 96 tokens spent" in capsys.readouterr().out
+
+
+def test_the_api_alone_loads_no_weights(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("vlmrl.run.eval_program.build_run", None)
+    with fake_api(lambda body: {"content": "a"}) as (_, url):
+        vlmrl(
+            "eval",
+            folder / "recipe.py",
+            "--output-dir",
+            tmp_path,
+            "--api",
+            url,
+            "--model",
+            "gpt",
+            "--out",
+            tmp_path / "out.json",
+        )
+    (row,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert row["scores"]["reward"]["mean"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -92,6 +132,11 @@ def test_greedy_samples_of_a_task_are_equal(folder, tmp_path):
         (["--model.path", "tiny:qwen3", "--eval.blank-images"], "eval.blank_images must be False with a text model"),
         (["--models", "runs"], "runs"),
         (["--out", "recipe.py/out.json"], "set --out to another"),
+        (["--api", "localhost"], "--api must be a URL"),
+        (["--api", "http://127.0.0.1:1"], "--api needs --model"),
+        (["--budget", "5"], "--budget needs --api"),
+        (["--api", "http://127.0.0.1:1", "--model", "m", "--api-body", "[1]"], "--api-body must be a JSON object"),
+        (["--api", "http://127.0.0.1:1", "--model", "m", "--budget", "0"], "--budget must be positive"),
     ],
 )
 def test_what_cannot_be_evaluated_is_one_line(folder, options, message, capsys, monkeypatch):

@@ -10,22 +10,6 @@ import pytest
 import vlmrl
 from vlmrl.cli import main as cli
 
-COMMANDS = [
-    "train",
-    "sft",
-    "init",
-    "eval",
-    "export",
-    "reproduce",
-    "plan",
-    "doctor",
-    "play",
-    "view",
-    "data",
-    "retriever",
-    "env",
-]
-
 
 def vlmrl_command(monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["vlmrl", *arguments])
@@ -42,8 +26,9 @@ def vlmrl_command(monkeypatch, *arguments):
         ("data check recipe.py --rows 3", 3),
         ("train --help", 2),
         ("data check --help", 3),
-        ("play mine.py:Ask --data mine.py:tasks", 4),
+        ("play mine.py:Ask --data.generator mine.py:tasks", 2),
         ("play recipe.py --by-hand", 2),
+        ("play --agent mine.py:run", 1),
         ("env serve mine.py:Ask --port 1", 5),
     ],
 )
@@ -57,7 +42,7 @@ def test_the_help_lists_all_commands(monkeypatch, capsys, arguments):
     with pytest.raises(SystemExit, match="0"):
         vlmrl_command(monkeypatch, *arguments)
     shown = capsys.readouterr().out
-    assert all(f"• {name} " in shown for name in COMMANDS)
+    assert all(f"• {name} " in shown for name in cli.COMMANDS)
     assert "--dry-run" not in shown  # an option is for the help of its command
 
 
@@ -84,13 +69,6 @@ def test_the_help_of_train_lists_the_settings_of_the_recipe(monkeypatch, capsys,
     assert "My recipe." in shown and "(default: mine)" in shown and "--optim.lr FLOAT" in shown
 
 
-@pytest.mark.parametrize("arguments", [["tain"], ["train"], ["data", "chek"], ["env", "serve"]])
-def test_a_wrong_command_line_exits_with_status_2(monkeypatch, capsys, arguments):
-    with pytest.raises(SystemExit, match="2"):
-        vlmrl_command(monkeypatch, *arguments)
-    assert "Traceback" not in capsys.readouterr().err
-
-
 def test_a_missing_recipe_is_one_line(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="1"):
         vlmrl_command(monkeypatch, "train", "gone.py")
@@ -105,6 +83,8 @@ def test_a_missing_recipe_is_one_line(monkeypatch, capsys):
         ("init folder --bad", "vlmrl init"),
         ("env serve mine.py:Ask --bad", "vlmrl env serve"),
         ("data chek", "vlmrl data"),
+        ("train", "vlmrl train"),
+        ("env serve", "vlmrl env serve"),
         ("data check mine.py --bad", "vlmrl data check mine.py"),
         ("train mine.py --optim.lr much", "vlmrl train mine.py"),
         ("tain", "vlmrl"),
@@ -116,4 +96,5 @@ def test_a_wrong_option_points_to_the_help_of_its_command(monkeypatch, capsys, t
     (tmp_path / "mine.py").write_text("from vlmrl import Config\ndef config(): return Config()\n")
     with pytest.raises(SystemExit, match="2"):
         vlmrl_command(monkeypatch, *arguments.split())
-    assert re.search(rf"For full helptext, (run|see) {program} --help\b", capsys.readouterr().err)
+    error = capsys.readouterr().err
+    assert re.search(rf"\b{program} --help\b", error) and "Traceback" not in error

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
+from PIL import Image
 from testing.episodes import a_task, play
 
 from vlmrl.cli import main as cli
 from vlmrl.cli.recipe import Recipe, errors_in_one_line
 from vlmrl.config.fields import positive
-from vlmrl.env.base import Env, obs, resolve_env
+from vlmrl.env.base import resolve_env
 
 RECIPE = """
 import vlmrl
@@ -31,12 +33,16 @@ def config():
 WHOLE = 'Config(data=Data(generator=tasks, size=8), env=Ask, output_dir="runs")'
 
 
-def said(monkeypatch, capsys, tmp_path, config=WHOLE, tools="[]", options=()):
+def dry_run(monkeypatch, tmp_path, config=WHOLE, tools="[]", options=()):
     (tmp_path / "mine.py").write_text(RECIPE.format(config=config, tools=tools))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["vlmrl", "train", "mine.py", "--dry-run", *options])
+    cli.main()
+
+
+def said(monkeypatch, capsys, tmp_path, **changed):
     with pytest.raises(SystemExit, match="1"):
-        cli.main()
+        dry_run(monkeypatch, tmp_path, **changed)
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("vlmrl: ")
     return error
@@ -52,7 +58,7 @@ def said(monkeypatch, capsys, tmp_path, config=WHOLE, tools="[]", options=()):
     ],
 )
 def test_a_mistake_in_the_recipe_names_its_line(monkeypatch, capsys, tmp_path, config, message):
-    error = said(monkeypatch, capsys, tmp_path, config)
+    error = said(monkeypatch, capsys, tmp_path, config=config)
     assert message in error
     assert "mine.py, line 14, in config)" in error or "must return" in error
 
@@ -117,16 +123,6 @@ def test_an_error_of_the_users_code_is_one_line(capsys):
     assert error.startswith("vlmrl: KeyError: 'level' (") and "test_mistakes.py, line " in error
 
 
-class Scored(Env):
-    def step(self, response_text):
-        return obs(), True, {"reward": "1"}
-
-
-def test_a_reward_is_a_number():
-    with pytest.raises(ValueError, match=r"info\['reward'\] must be a finite number, but it is '1'"):
-        play(Scored, ["a"], a_task())
-
-
 def word(text, task):
     return "1"
 
@@ -151,12 +147,50 @@ def test_a_recipe_is_a_python_file():
 def test_the_plan_warns_of_empty_answers_and_a_long_warmup(monkeypatch, capsys, tmp_path):
     rows = [{"prompt": "Ask", "answer": answer} for answer in ("a", "")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = 'Config(data=Data("rows.jsonl"), env=Ask)'
-    (tmp_path / "mine.py").write_text(RECIPE.format(config=config, tools="[]"))
-    monkeypatch.chdir(tmp_path)
     options = ["--train.steps", "2", "--optim.warmup-steps", "3"]
-    monkeypatch.setattr(sys, "argv", ["vlmrl", "train", "mine.py", "--dry-run", *options])
-    cli.main()
+    dry_run(monkeypatch, tmp_path, 'Config(data=Data("rows.jsonl"), env=Ask)', options=options)
     printed = capsys.readouterr().out
     assert "warning   column 'answer' is empty in row 1: any response contains the answer" in printed
     assert "warmup    3 steps of 2 (optim.warmup_steps): optim.lr is never reached" in printed
+
+
+TWO_MARKS = {"prompt": "<image> or <image>?", "images": ["red.png"], "answer": "a"}
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        (TWO_MARKS, [], "<image>"),
+        (TWO_MARKS | {"images": ["none.png"]}, [], "none.png"),
+        (
+            {"prompt": "Ask", "answer": "a"},
+            ["--rollout.max-tokens", "2", "--rollout.max-response-tokens", "1"],
+            "tokens, and rollout.max_tokens is 2. `vlmrl data",
+        ),
+    ],
+)
+def test_a_dry_run_finds_broken_data(monkeypatch, capsys, tmp_path, row, options, message):
+    Image.new("RGB", (32, 32)).save(tmp_path / "red.png")
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 3)
+    error = said(monkeypatch, capsys, tmp_path, config='Config(data=Data("rows.jsonl"), env=Ask)', options=options)
+    assert "the first tasks cannot be played: " in error and message in error
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        'generator=lambda index, seed: vlmrl.Task("t", [])',  # the env's reset gives the prompt
+        'generator=lambda index, seed: {"prompt": "Ask " * 60}, max_prompt_tokens=30',  # a run leaves it out
+    ],
+)
+def test_a_dry_run_passes_what_a_run_passes(monkeypatch, capsys, tmp_path, data):
+    settings = f"Config(data=Data({data}, size=3), rollout=Rollout(max_tokens=64, max_response_tokens=8), env=Ask)"
+    dry_run(monkeypatch, tmp_path, settings)
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_a_dry_run_warns_of_one_broken_row(monkeypatch, capsys, tmp_path):
+    rows = [{"prompt": "Ask", "images": images} for images in ([], ["red.png"])]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dry_run(monkeypatch, tmp_path, 'Config(data=Data("rows.jsonl"), env=Ask)')
+    assert re.search(r"warning   row 1 .*red\.png", capsys.readouterr().out)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from vlmrl.cli import main as cli
-from vlmrl.cli.option_names import ELSEWHERE, describe_unknown, option_names
 from vlmrl.cli.recipe import Recipe
 from vlmrl.cli.train import TrainOptions
-from vlmrl.config import Config, Data, Eval, EvalData, Model, Rollout
+from vlmrl.config import Config, Data, Eval, EvalData, Model, Optim, Rollout
+from vlmrl.config.option_names import ELSEWHERE, describe_unknown, option_names
 from vlmrl.run.build import check_names
 
 NAMES = list(option_names(TrainOptions()))
@@ -32,6 +32,19 @@ NAMES = list(option_names(TrainOptions()))
 )
 def test_an_unknown_option_names_ours(word, said):
     assert said in describe_unknown(word, NAMES)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "ours"),
+    [
+        (Rollout, "num_generations", "rollout.group_size"),
+        (Optim, "learning_rate", "optim.lr"),
+        (Config, "beta", "algo.kl"),
+    ],
+)
+def test_an_unknown_setting_in_a_recipe_names_ours(section, name, ours):
+    with pytest.raises(ValueError, match=f"has no setting '{name}'. {ours}.* is what TRL or verl call {name}.$"):
+        section(**{name: 1})
 
 
 def test_the_table_of_names_is_true():
@@ -87,16 +100,20 @@ def test_none_unsets_and_several_functions_are_a_tuple():
 def test_an_unknown_option_is_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "r.py").write_text("from vlmrl import Config\ndef config(): return Config()\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["vlmrl", "train", "r.py", "--learning-rate", "1"])
+    monkeypatch.setattr(sys, "argv", ["vlmrl", "train", "r.py", "--learning-rate", "1", "--n", "8", "--optim.lr", "1"])
     with pytest.raises(SystemExit, match="2"):
         cli.main()
-    assert capsys.readouterr().err.startswith("vlmrl: there is no option --learning-rate; --optim.lr is what TRL")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "vlmrl: there is no option --learning-rate; --optim.lr is what TRL or verl call learning_rate."
+    assert second.startswith("vlmrl: there is no option --n; --rollout.group-size is what TRL or verl call n. For full")
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"algo": {"loss": "pppo"}}, "algo.loss must be one of"),
+        ({"algo": {"loss": "pp0"}}, "algo.loss must be one of cispo, .* but it is 'pp0'. Perhaps you meant 'ppo'."),
+        ({"algo": {"loss": "dapo"}}, "'dapo' of TRL is algo.loss ppo with algo.reduction token_mean"),
+        ({"algo": {"loss": "dr_grpo"}}, "algo.loss ppo with algo.reduction seq_mean_token_sum_norm"),
         ({"algo": {"advantage": "grpp"}}, "algo.advantage must be one of"),
         ({"algo": {"filters": ("zero_var",)}}, "algo.filters must be one of"),
         ({"model": {"chat_template": "nope"}}, "model.chat_template must be a Jinja file or one of ours"),

@@ -55,7 +55,7 @@ def test_a_short_recipe_is_reproduced_once(folder, monkeypatch, capfd):
     page = results.read_text()
     assert page.startswith("### say, with other settings\n")
     assert "vlmrl reproduce say.py --seeds 5 --controls --train.steps 1 --optim.lr 1e-4\n" in page
-    assert "| seed 5 | " in page and "](curve.png)" in page and (results.parent / "curve.png").exists()
+    assert "| seed 5 | " in page
     config = json.loads((results.parent / "say-seed5/config.json").read_text())
     assert (config["seed"], config["train"]["steps"], config["optim"]["lr"]) == (5, 1, 1e-4)
     assert "vlmrl train" in capfd.readouterr().out

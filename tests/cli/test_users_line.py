@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from testing.episodes import play
 
+from vlmrl import ToolEnv
 from vlmrl.cli import main as cli
 from vlmrl.env.base import Env, obs
+from vlmrl.env.session import EnvContractError
+from vlmrl.utils.users_line import defined_at
 
 RECIPE = """
 import vlmrl
@@ -80,10 +84,44 @@ def test_an_async_env_names_its_line_too():
     assert trajectory.error.endswith("in step)")
 
 
-def test_an_error_of_vlmrl_itself_names_no_line():
-    class Wrong(Env):
-        def step(self, response_text):
-            return obs(images=[3]), False, {}
+class Wrong(Env):
+    def __init__(self, task, answer):
+        self.answer = answer
 
-    trajectory = play(Wrong, ["a"], max_env_retries_per_turn=0)
-    assert trajectory.error and ", line " not in trajectory.error
+    def step(self, response_text):
+        return self.answer
+
+
+WRONG = f" (tests/cli/test_users_line.py, line {Wrong.step.__code__.co_firstlineno}, in step)."
+
+
+@pytest.mark.parametrize(
+    ("answer", "mistake"),
+    [
+        (None, "it returned None"),
+        ([obs(), True, {}], "it returned [{'obs_str': ''}, True, {}]"),
+        ((obs("x"), False), "it returned 2 elements: ({'obs_str': 'x'}, False)"),
+        ((obs("x"), 1.0, True, False, {}), "it returned 5 elements: ({'obs_str': 'x'}, 1.0, True, False, {})"),
+        (("Which?", False, {}), "its first element is a str; wrap it: obs('Which?')"),
+        ((None, True, {}), "its first element is None; make it with obs(...)"),
+        ((obs(), True, 1.0), "its third element, info, must be a dict, and is 1.0"),
+    ],
+)
+def test_what_step_returned_wrong_is_named_with_the_line_of_step(answer, mistake, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    with pytest.raises(EnvContractError) as error:
+        play(lambda task: Wrong(task, answer), ["a"])
+    assert str(error.value).endswith(f": step must return (obs(...), done, info), but {mistake}{WRONG}")
+
+
+def test_a_reward_of_a_wrong_type_and_no_image_source_name_the_line_of_step(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    with pytest.raises(EnvContractError) as error:
+        play(lambda task: Wrong(task, (obs(), True, {"reward": "right"})), ["a"])
+    assert str(error.value).endswith(f": info['reward'] must be a finite number, but it is 'right'{WRONG}")
+    trajectory = play(lambda task: Wrong(task, (obs(images=[3]), False, {})), ["a"], max_env_retries_per_turn=0)
+    assert trajectory.error and trajectory.error.endswith(f"not a int{WRONG}")
+
+
+def test_a_function_of_vlmrl_or_of_a_package_is_no_line_of_the_user():
+    assert [defined_at(function) for function in (ToolEnv.step, pytest.skip, len)] == [""] * 3

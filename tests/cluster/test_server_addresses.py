@@ -65,7 +65,7 @@ def test_servers_on_several_nodes_want_a_token_each(place):
 def test_servers_on_the_only_node_want_none(place):
     place(server_0=ONE, rank_0=ONE, rank_1=ONE)
     [server] = placed(Config(engine="sglang", cluster=Cluster(ranks=2)))
-    assert (server.url, server.token, server.rank) == ("http://127.0.0.1:30000", None, None)
+    assert (server.url, server.token, server.beside) == ("http://127.0.0.1:30000", None, ())
     assert TOKEN_VARIABLE not in server.process.launch.env
 
 
@@ -74,14 +74,14 @@ def test_colocated_servers_use_the_gpus_of_the_ranks_beside_them(place):
     place(server_0=ONE, server_1=ONE, **ranks)
     servers = placed(Config(engine="sglang", cluster=Cluster(gpus=4), server=ServerSettings(tp=2)))
     assert [server.process.launch.env["CUDA_VISIBLE_DEVICES"] for server in servers] == ["7,6", "5,4"]
-    assert [server.rank for server in servers] == [0, 2]  # whose GPU memory they can map
+    assert [server.beside for server in servers] == [(0, 1), (2, 3)]  # whose GPU memory each of their ranks can map
 
 
 def test_servers_apart_use_their_own_gpus_and_map_no_ranks_memory(place):
     place(server_0=Actor("10.0.0.5", ("2", "3")), rank_0=ONE, rank_1=ONE)
     cluster = Cluster(gpus=4, colocate=False, ranks=2)
     [server] = placed(Config(engine="sglang", cluster=cluster, server=ServerSettings(tp=2)))
-    assert server.process.launch.env["CUDA_VISIBLE_DEVICES"] == "2,3" and server.rank is None
+    assert server.process.launch.env["CUDA_VISIBLE_DEVICES"] == "2,3" and server.beside == ()
 
 
 def test_running_servers_get_the_token_of_the_environment(monkeypatch):
@@ -89,7 +89,7 @@ def test_running_servers_get_the_token_of_the_environment(monkeypatch):
     [server] = placed(
         Config(engine="sglang", cluster=Cluster(ranks=2), server=ServerSettings(urls=("http://node7:30000",)))
     )
-    assert (server.token, server.rank) == ("abc", None)
+    assert (server.token, server.beside) == ("abc", ())
 
 
 def test_a_server_program_that_checks_no_token_is_not_started_on_several_nodes(place, monkeypatch):

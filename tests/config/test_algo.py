@@ -12,7 +12,6 @@ from vlmrl.config import Algo, Config, Rollout, Train
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"loss": "gae"}, "gae is not offered: it needs a critic"),
         ({"dynamic_sampling": "filter"}, "algo.filters must be set with dynamic_sampling"),
         (
             {"options": {"veto.least": 0.1}},
@@ -28,7 +27,11 @@ from vlmrl.config import Algo, Config, Rollout, Train
             "algo.corrections must be unset with algo.old_policy rollout",
         ),
         ({"credit": "turn", "advantage": "reinforce_pp"}, "algo.advantage must be a group baseline with credit turn"),
-        ({"reference": "other/model"}, "algo.reference must be unset with algo.kl_coef 0, .* but it is 'other/model'"),
+        ({"options": {"critic.lr": 1e-3}}, "algo.options must be FUNCTION.NAME of one of .*, but it is 'critic.lr'"),
+        (
+            {"advantage": "gae", "options": {"gae.level": "turn", "critic.lr": 1e-3}},
+            r"algo.advantage must not be gae: it needs a critic, and vlmrl trains none\. Use a group baseline, such as grpo",
+        ),
         (
             {"advantage": "maxrl", "kl": "k1", "kl_coef": 0.1},
             "algo.kl must be k2, k3 or abs with algo.advantage maxrl",
@@ -79,7 +82,6 @@ def test_what_is_near_the_limit_is_accepted():
     Config(algo=Algo(overlong_buffer=200), rollout=LENGTH)
     Config(algo=Algo(advantage="maxrl"), rollout=Rollout(truncated_reward=0.0))
     Config(algo=Algo(advantage="reinforce_pp"), rollout=replace(LENGTH, group_size=1, samples="step_wise"))
-    Config(algo=Algo(reference="other/model", kl_coef=0.1))
 
 
 def test_a_full_batch_has_so_many_optimizer_steps():

@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[2]
     ("make", "message"),
     [
         (lambda: Optim(lr=0.0), "optim.lr must be greater than 0, but it is 0.0."),
+        (lambda: Config(seed=-1), "seed must be from 0 to 2**64 - 1, as torch and NumPy need, but it is -1."),
+        (lambda: Config(seed=2**64), "seed must be from 0 to 2**64 - 1"),
         (lambda: Optim(weight_decay=-0.1), "optim.weight_decay must be 0 or more, but it is -0.1."),
         (lambda: Optim(betas=(0.9, 1.0)), "optim.betas must be in [0, 1), but it is (0.9, 1.0)."),
         (lambda: Algo(entropy_coef=float("inf")), "algo.entropy_coef must be a finite number, but it is inf."),
@@ -32,6 +34,11 @@ ROOT = Path(__file__).parents[2]
         (lambda: Model(path=""), "model.path must be a hub name"),
         (lambda: Eval(samples_per_task=0), "eval.samples_per_task must be greater than 0, but it is 0."),
         (lambda: Eval(solved=float("nan")), "eval.solved must be a finite number, but it is nan."),
+        (
+            lambda: Rollout(truncated_reward=float("nan")),
+            "rollout.truncated_reward must be a finite number, but it is nan",
+        ),
+        (lambda: Rollout(temperature=float("inf")), "rollout.temperature must be a finite number, but it is inf."),
         (lambda: WarmStart(steps=3), "warm_start.demonstrate must be set when warm_start.steps is"),
         (lambda: Config(name="a/b"), "name must be a plain folder name, but it is 'a/b'."),
         (lambda: Config(env="a:b", reward="c:d"), "env and reward cannot both be set"),

@@ -31,7 +31,7 @@ from vlmrl.config.fields import Settings
         (lambda: Config(train=5), "train must be of the type Train, but it is 5."),
         (lambda: Config(env=5), "env must be a function, a class or 'file.py:name', but it is 5."),
         (lambda: Data("rows.json", "test", columns={"prompt": 5}), "data.columns must be of the type dict[str, str]"),
-        (lambda: Train(*range(99)), "Train has 10 settings, but 99 values were given."),
+        (lambda: Train(*range(99)), "Train has 12 settings, but 99 values were given."),
     ],
 )
 def test_a_name_or_a_type_that_is_wrong(make, message):

@@ -38,7 +38,7 @@ def test_it_is_played_by_hand(folder, monkeypatch, capsys):
     output = run(COMMANDS[0], monkeypatch, capsys, typed="77\n78\n")
     assert "How many dots are there?" in output and "Not right. These are the upper ones:" in output
     assert output.count("image 0:") == output.count("image 1:") == 1
-    assert "1 episodes, mean reward 0.000" in output
+    assert "1 episode, mean reward 0.000" in output
 
 
 def test_it_is_shown_as_the_model_sees_it(folder, monkeypatch, capsys):

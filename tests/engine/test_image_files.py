@@ -10,7 +10,6 @@ import io
 import json
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,17 +21,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from testing.fake_sglang import END, FakeSGLang
-from testing.fakes import PAD, item_of, make_item
+from testing.fakes import item_of
 
-from vlmrl.config import ServerSettings
 from vlmrl.engine import image_files
-from vlmrl.engine.base import Request, SamplingParams
 from vlmrl.engine.image_files import EncodedImage, ImageFiles
-from vlmrl.engine.server import Server
-from vlmrl.engine.server_engine import ServerEngine
-from vlmrl.engine.server_pool import ServerPool
-from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.multimodal.pixels import NoPixels
 from vlmrl.types import MediaItem
 
@@ -209,30 +201,3 @@ def test_the_folder_of_a_killed_process_is_deleted_at_the_next_start_and_no_livi
     living.communicate("")
     assert not kept.parent.exists()
     files.close()
-
-
-@pytest.mark.slow
-def test_a_full_disk_fails_no_request_and_no_server(memory: Path):
-    class Words:
-        image_token_id, stop_ids = PAD, frozenset({END})
-
-    fake = FakeSGLang(pad=PAD)
-    servers = ServerPool(SGLangBackend(ServerSettings(urls=(fake.url,), images="file")), [Server(fake.url)])
-    engine = ServerEngine(servers, Words(), banned_ids=[PAD])  # type: ignore[arg-type]
-    engine.versions["default"] = 3
-    request = Request("t", [1, PAD, 2], [make_item("red", 4)], SamplingParams(8))
-
-    async def generate():
-        await engine.start()
-        await engine.serve()
-        shutil.rmtree(next(memory.iterdir()))
-        return await engine.generate(request)
-
-    try:
-        with pytest.warns(RuntimeWarning, match=FULL):
-            assert asyncio.run(generate()).token_ids == [5, 6, END]
-        [body] = fake.bodies_of("/generate")
-        assert body["image_data"][0].startswith("data:image/png;base64,") and engine.retried == 0
-    finally:
-        engine.close()
-        fake.close()

@@ -22,9 +22,8 @@ from testing.episodes import a_task, image, sharp_model
 from testing.tensor_memory import LiveBytes
 
 from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
-from vlmrl.engine.hf import budget as budget_module
 from vlmrl.engine.hf.batch import RunningBatch
-from vlmrl.engine.hf.budget import Budget, RowSize
+from vlmrl.engine.hf.budget import Budget
 from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.engine.hf.kv_cache import BatchCache, GrowingLayer
 from vlmrl.engine.hf.prompts import CachedPrompts
@@ -128,24 +127,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> LiveBytes:
     return count
 
 
-def test_the_counter_sees_what_the_cache_holds(
-    model: LoadedModel, engine_of: Any, held: LiveBytes, monkeypatch: pytest.MonkeyPatch
-):
-    sizes, advance = [], RunningBatch.advance
-
-    def counted(running: RunningBatch) -> None:
-        advance(running)
-        sizes.append((held.bytes, running.cache.nbytes if running.cache is not None else 0))
-
-    monkeypatch.setattr(RunningBatch, "advance", counted)
-    engine = engine_of(keep_kv=False)
-    ask(engine, *(a_request(model, "What?", str(seed), seed=seed, max_tokens=10 + 5 * seed) for seed in range(4)))
-    engine.close()  # its thread may still be in the last call
-    assert len(sizes) > 3 and all(counted == size for counted, size in sizes)
-    assert held.peak > max(size for _, size in sizes)
-
-
-@pytest.mark.parametrize("share", [0.15, 0.35, 1.0])
+@pytest.mark.parametrize("share", [0.15, 1.0])
 def test_responses_are_the_same_whatever_the_budget_and_it_is_kept(
     model: LoadedModel, engine_of: Any, held: LiveBytes, share: float, monkeypatch: pytest.MonkeyPatch
 ):
@@ -382,7 +364,7 @@ def out_of_memory_at(model: LoadedModel, monkeypatch: pytest.MonkeyPatch, *calls
     return rows
 
 
-@pytest.mark.parametrize("calls", [(0,), (1,), (5,), (0, 1), (3, 4)])
+@pytest.mark.parametrize("calls", [(0,), (5,), (0, 1)])
 def test_out_of_memory_splits_the_batch_and_loses_no_response(
     model: LoadedModel, engine_of: Any, monkeypatch: pytest.MonkeyPatch, calls: tuple[int, ...]
 ):
@@ -475,43 +457,10 @@ def test_lockstep_batching_is_repeated_bit_by_bit_with_a_budget(model: LoadedMod
     ]
 
 
-class OnGpu:
-    """Shapes of a model of 1,000 ids and two layers on a GPU: 64 bytes a token."""
-
-    device, dtype = torch.device("cuda", 0), torch.bfloat16
-
-    class Config:
-        hidden_size, vocab_size, num_attention_heads, num_key_value_heads = 32, 1000, 4, 2
-        linear_num_value_heads, linear_num_key_heads, linear_conv_kernel_dim = 4, 2, 4
-        linear_key_head_dim = linear_value_head_dim = 8
-        layer_types = ("full_attention", "linear_attention")
-
-        def get_text_config(self):
-            return self
-
-    config = Config()
-
-
-def test_on_a_gpu_the_budget_is_what_is_free_less_a_reserve(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(budget_module, "free_bytes", lambda device: 3 * 2**30)
-    budget = Budget(OnGpu(), KeptRows(enabled=True), prefill_tokens=100)
-    running = SimpleNamespace(rows=[None], cache=SimpleNamespace(nbytes=1000))
-    reserve = 2**30 + 100 * 32 * 24 * 2 + 2 * 1000 * 32
-    assert budget._total(running) == 1000 + 3 * 2**30 - reserve
-    assert Budget(OnGpu(), KeptRows(enabled=True), 100, limit=5.0)._total(running) == 5.0
-
-
-def test_free_memory_includes_what_the_allocator_has_cached(monkeypatch: pytest.MonkeyPatch):
-    for name, value in {"mem_get_info": (10, 99), "memory_reserved": 7, "memory_allocated": 5}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    assert budget_module.free_bytes(torch.device("cuda", 0)) == 12
-
-
 def test_the_size_of_a_row_counts_attention_by_the_token_and_recurrent_states_by_the_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     plain = BatchCache.extend
-    assert RowSize.of(OnGpu()) == RowSize(2, 2 * 2 * 8 * 2, 4 * (4 * 8 * 8 + (2 * 2 * 8 + 4 * 8) * 4))
     for family in ("qwen3_vl", "qwen3_5"):
         recurrent = sharp_model(tiny.build(tmp_path / family, family))
         engine = HFEngine(recurrent.policy, recurrent.renderer)
@@ -530,17 +479,6 @@ def test_the_size_of_a_row_counts_attention_by_the_token_and_recurrent_states_by
         columns = next(layer._buffers[0].shape[2] for layer in cache.layers if isinstance(layer, GrowingLayer))
         assert cache.nbytes - states == (columns + cache.prefix_columns) * size.token_bytes
         assert states <= size.state_bytes
-
-
-@pytest.mark.parametrize("more", [0, -1])
-def test_kept_rows_are_counted_with_their_states(more: int):
-    budget = Budget(OnGpu(), KeptRows(enabled=True), 100)
-    running = SimpleNamespace(
-        rows=[SimpleNamespace(left=5)] * 3, cache=SimpleNamespace(prefix_columns=6, columns=4, nbytes=0)
-    )
-    copied = 2 * (10 * budget.size.token_bytes + budget.size.state_bytes)
-    budget._limit = budget.needed(running, []) + copied + more
-    assert budget.has_room_for_prefixes(running, [SimpleNamespace(length=10), SimpleNamespace(length=7)]) == (more == 0)
 
 
 def test_a_request_that_fits_only_without_its_prefix_is_computed_again(model: LoadedModel, engine_of: Any):

@@ -75,7 +75,7 @@ def test_an_engine_that_names_no_server_program_is_an_error(engine, message):
 
 
 ALLOWED = {
-    "vlmrl/cli/option_names.py": ['"engine": "use_vllm",'],  # what others call the option
+    "vlmrl/config/option_names.py": ['"engine": "use_vllm",'],  # what others call the option
     "vlmrl/engine/server_backend.py": [  # the registry
         '"sglang": "vlmrl.engine.sglang.backend:SGLangBackend",',
         '"vllm": "vlmrl.engine.vllm.backend:VLLMBackend",',
@@ -85,6 +85,9 @@ ALLOWED = {
         "(`pip install 'vlmrl[sglang]'`).",
         "`vllm`: vLLM servers (`pip install 'vlmrl[vllm]'`). `file.py:Class`: servers of a program of your own "
         '(a `ServerBackend`)."""',
+    ],
+    "vlmrl/config/training.py": [  # the help of `teacher.model`
+        "`sglang:URL` or `vllm:URL`: running servers, several separated by commas, of a model with the policy's tokenizer.",
     ],
     "vlmrl/checks/tested_versions.py": [  # rows of versions
         '{"torch": "2.14", "transformers": "5.19", "sglang": "0.5.23"},',

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from types import SimpleNamespace
 
 import pytest
@@ -57,23 +56,6 @@ def test_a_success_ends_the_outage_also_for_failures_that_arrive_later(clock):
     clock.now += 1
     server.failed(began=1000.5)
     assert server.backoff == pytest.approx(0.5)  # a new outage
-
-
-def test_any_order_of_failures_and_successes_backs_off_no_longer_than_its_outages(clock):
-    rng = random.Random(0)
-    for _ in range(200):
-        server, outages, counted = Server("http://a"), 0, 0.0
-        for _ in range(rng.randint(1, 60)):
-            began = clock.now - rng.choice([0.0, 0.1, 5.0, 500.0])
-            if rng.random() < 0.2:
-                server.answered()
-                outages = 0
-            else:
-                if began > counted:
-                    outages, counted = outages + 1, clock.now
-                server.failed(began)
-            assert server.backoff <= min(LONGEST_BACKOFF, 0.5 * 2 ** max(0, min(outages, 10) - 1)) + 1e-9
-            clock.now += rng.choice([0.001, 0.3, 40.0])
 
 
 class Dying(FakeSGLang):

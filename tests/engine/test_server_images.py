@@ -58,9 +58,9 @@ def named(body: dict) -> list[bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("images", ["inline", "file"])
-def test_a_turn_sends_its_new_image_alone(fakes, images):
-    engine, items = engine_of(fakes[0], images=images), [noise(seed) for seed in range(TURNS)]
+@pytest.mark.parametrize("reads_files", [False, True])
+def test_a_turn_sends_its_new_image_alone(fakes, reads_files):
+    engine, items = engine_of(fakes[0], reads_files=reads_files), [noise(seed) for seed in range(TURNS)]
 
     async def episode():
         await serving(engine)
@@ -178,7 +178,7 @@ def test_images_are_encoded_before_the_engines_time_begins(fakes):
 @pytest.mark.slow
 def test_requests_in_flight_share_the_memory_of_their_images(fakes):
     fakes[0].info.pop("trust_mm_content_hashes")
-    engine, items = engine_of(fakes[0], images="inline", **PATIENT), [noise(seed, side=1024) for seed in range(4)]
+    engine, items = engine_of(fakes[0], **PATIENT), [noise(seed, side=1024) for seed in range(4)]
     count = 16
 
     async def at_once() -> int:

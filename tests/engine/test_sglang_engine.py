@@ -148,14 +148,6 @@ def test_a_stop_at_an_unknown_stop_id_is_refused(fakes, engine_of):
         generate(engine_of(fakes[0]), plain())
 
 
-def test_each_token_has_the_version_of_the_weights_it_was_sampled_from(fakes, engine_of):
-    engine = engine_of(fakes[0])
-    engine.versions |= {"run.1": 4}
-    spans = [{"version": "default", "start": 0, "end": 1}, {"version": "run.1", "start": 1, "end": 3}]
-    fakes[0].meta = {"weight_versions": spans}
-    assert generate(engine, plain()).policy_versions == [3, 4, 4]
-
-
 def test_a_response_from_weights_that_were_never_sent_is_rejected(fakes, engine_of):
     fakes[0].version = "somebody else's"
     with pytest.raises(EngineError, match='weights "somebody else\'s", which this run never sent'):
@@ -172,6 +164,13 @@ def test_a_response_with_wrong_or_missing_logprobs_is_rejected(fakes, engine_of)
         fakes[0].meta = {"output_token_logprobs": logprobs}
         with pytest.raises(EngineError, match="logprobs of other ids, or with logprobs that are not finite"):
             generate(engine, plain())
+
+
+def test_a_response_over_the_limit_is_a_failed_attempt(fakes, engine_of, monkeypatch):
+    engine = engine_of(fakes[0], retries=0)
+    monkeypatch.setattr("vlmrl.engine.server_pool.MOST_BYTES", 10)
+    with pytest.raises(EngineError, match="the response has more than 10 bytes"):
+        generate(engine, plain())
 
 
 def test_a_trajectory_stays_with_its_server(fakes, engine_of):

@@ -48,14 +48,15 @@ def test_groups_and_folders_are_announced_with_what_the_server_has_to_know(serve
     """The fake refuses these paths: it has no process groups and reads no files."""
     receiver = SGLangReceiver(server.url, ranks=2)
     with pytest.raises(WeightsRefused, match=r"/init_weights_update_group: HTTP 404: .*there is no"):
-        receiver.join_group(GroupAddress("vlmrl-1", "10.0.0.1", 29500, 3, "nccl"))
+        receiver.join_group(GroupAddress("vlmrl-1", "10.0.0.1", 29500, 4, 6, "nccl", "vlmrl-0"))
     with pytest.raises(WeightsRefused):
         receiver.receive_broadcast(BUCKET, "v1", "vlmrl-1")
     with pytest.raises(WeightsRefused):
         receiver.load_folder(Path("/weights/v1"), "v1")
-    group = {"master_address": "10.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 3}
+    group = {"master_address": "10.0.0.1", "master_port": 29500, "rank_offset": 4, "world_size": 6}
     tensors = {"names": ["a", "b"], "dtypes": ["bfloat16", "bfloat16"], "shapes": [[2], [1, 1]]}
     assert server.calls == [
+        ("/destroy_weights_update_group", {"group_name": "vlmrl-0"}),
         ("/init_weights_update_group", group | {"group_name": "vlmrl-1", "backend": "nccl"}),
         (
             "/update_weights_from_distributed",

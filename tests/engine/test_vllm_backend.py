@@ -207,20 +207,16 @@ def test_the_command_line_without_gpus_starts_the_cpu_engine(tmp_path):
 
 def test_arguments_have_vllms_forms(tmp_path):
     args = {"enable_prefix_caching": False, "limit-mm-per-prompt": {"image": 4}, "max-model-len": None}
+    args |= {"compilation-config.fast": False, "disable-log-stats": True}
     words = words_of(VLLMBackend(ServerSettings(args=args)).launch(MODEL, tmp_path / "log", "127.0.0.1", 9, gpu=None))
     assert "--no-enable-prefix-caching" in words and "--max-model-len" not in words
     assert json.loads(words["--limit-mm-per-prompt"]) == {"image": 4}
+    assert words["--compilation-config.fast"] == "false" and words["--disable-log-stats"] == ""
 
 
 @pytest.mark.parametrize(("args", "address"), [({}, "127.0.0.1"), ({"host": "0.0.0.0"}, "0.0.0.0")])
 def test_the_address_is_the_settings_or_the_runs(args, address):
     assert VLLMBackend(ServerSettings(args=args)).listens_at("127.0.0.1") == address
-
-
-def test_a_flag_inside_an_argument_is_json(tmp_path):
-    settings = ServerSettings(args={"compilation-config.fast": False, "disable-log-stats": True})
-    words = words_of(VLLMBackend(settings).launch(MODEL, tmp_path / "log", "127.0.0.1", 9, None))
-    assert words["--compilation-config.fast"] == "false" and words["--disable-log-stats"] == ""
 
 
 def test_the_token_is_in_the_environment_and_not_in_the_command_line(tmp_path):
@@ -324,11 +320,6 @@ def test_servers_with_other_logprobs_or_too_old_are_refused():
     backend.check_version("http://a", ServerInfo("0.32.1"))
     with pytest.raises(ValueError, match=r"http://a is vLLM 0\.31\.2, but it must be 0\.32\.0 or newer"):
         backend.check_version("http://a", ServerInfo("0.31.2"))
-
-
-def test_memory_beside_weights_and_cache_counts_in_vllms_share():
-    assert VLLMBackend.memory_includes_runtime
-    assert 0 < VLLMBackend.graph_memory(80 * 2**30) < VLLMBackend.runtime_memory(80 * 2**30)
 
 
 # A server whose child would live on after it, with shared memory, as vLLM's engine process does.

@@ -103,21 +103,15 @@ def test_each_rank_gets_a_handle_of_its_own(server, monkeypatch):
 
 def test_groups_and_folders_are_announced_with_what_the_server_has_to_know(server):
     receiver = VLLMReceiver(server.url, ranks=2, timeout=60.0)
-    receiver.join_group(GroupAddress("vlmrl-1", "10.0.0.1", 29500, 3, "nccl"))
+    receiver.join_group(GroupAddress("vlmrl-1", "10.0.0.1", 29500, 4, 6, "nccl", "vlmrl-0"))
     receiver.receive_broadcast(BUCKET, None, "vlmrl-1")
-    group = {"name": "vlmrl-1", "host": "10.0.0.1", "port": 29500, "size": 3, "backend": "nccl", "timeout": 60.0}
-    joined = ("/init_weight_transfer_engine", {"init_info": group})
+    group = {"name": "vlmrl-1", "host": "10.0.0.1", "port": 29500, "first_rank": 4, "size": 6, "backend": "nccl"}
+    joined = ("/init_weight_transfer_engine", {"init_info": group | {"timeout": 60.0}})
     assert server.calls == [joined, ("/update_weights", {"update_info": HEAD})]
     server.calls.clear()
     receiver.load_folder(Path("/weights/v1"), "v1")
     paths = ["/start_weight_update", "/update_weights", "/finish_weight_update", *RESETS]
     assert server.paths == paths and server.calls[1][1] == {"update_info": {"folder": "/weights/v1"}}
-
-
-def test_an_update_that_an_earlier_sender_left_open_is_closed_first(server):
-    server.open = True
-    VLLMReceiver(server.url).begin()
-    assert server.paths == ["/start_weight_update", "/finish_weight_update", "/start_weight_update"] and server.open
 
 
 def test_a_failed_update_gives_the_weights_no_new_name(server):

@@ -334,21 +334,18 @@ def test_an_episode_in_the_turn_loop_goes_on_in_another_browser(tmp_path):
     assert [[each.label for each in turn.points] for turn in trajectory.turns] == [["left_click"], [], ["left_click"]]
 
 
-def test_sessions_are_bounded_and_wait(tmp_path):
-    async def main():
-        env_class = page_env(tmp_path, RED)
-        async with opened(env_class, sessions=1) as env:
-            second = asyncio.create_task(anext(aiter_of(env_class)))
-            done, _ = await asyncio.wait([second], timeout=0.5)
-            assert not done
-            await env.close()
-            assert await second == 1
-
+async def test_sessions_are_bounded_and_wait(tmp_path):
     async def aiter_of(env_class):
         async with opened(env_class, sessions=1) as env:
             yield len(env.prompt)
 
-    asyncio.run(main())
+    env_class = page_env(tmp_path, RED)
+    async with opened(env_class, sessions=1) as env:
+        second = asyncio.create_task(anext(aiter_of(env_class)))
+        done, _ = await asyncio.wait([second], timeout=0.5)
+        assert not done
+        await env.close()
+        assert await second == 1
 
 
 async def test_an_episode_that_is_cancelled_while_it_opens_keeps_no_session_and_no_tab(tmp_path):

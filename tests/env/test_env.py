@@ -117,7 +117,7 @@ def test_an_object_that_is_not_an_env_is_an_error_at_startup():
         resolve_env(Stranger)
     with pytest.raises(ValueError, match="must be a class or a function that builds an env, but it is a int"):
         resolve_env(7)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="env must be set, or in its place reward, agent, agent_command"):
+    with pytest.raises(ValueError, match="env must be set, or in its place reward, agent"):
         resolve_env(None, None)
     with pytest.raises(ValueError, match="env and reward cannot both be set"):
         resolve_env(Echo, right)

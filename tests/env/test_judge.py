@@ -155,16 +155,15 @@ def test_the_judge_sees_rubric_conversation_reference_and_images(endpoint: Endpo
 
 
 def test_a_verdict_has_its_cost_and_equal_requests_are_sent_once(endpoint: Endpoint):
-    judge = Judge(endpoint.url, "m", price_in=10.0, price_out=50.0)
+    judge = Judge(endpoint.url, "m")
     endpoint.script = [completion("Hm."), completion("<think><score>3</score></think>Fine. <score> 7.5 </score>")]
     first, again = judge.grade("Kind?", CONVERSATION), judge.grade("Kind?", CONVERSATION)
     assert (first.score, first.remarks, first.tokens, first.retries, first.cached) == (0.75, "Fine.", 220, 1, False)
-    assert first.cost == pytest.approx(2 * (100 * 10 + 10 * 50) / 1e6) and first.seconds > 0
+    assert first.seconds > 0
     assert again.metrics == {
         "judge": 0.75,
         "judge_seconds": 0.0,
         "judge_tokens": 0,
-        "judge_cost": 0.0,
         "judge_retries": 0,
         "judge_cached": 1.0,
     }

@@ -9,14 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from testing.episodes import a_task, image, play, play_audited, turn_loop
+from testing.episodes import a_task, image, play, play_audited, turn_loop, wait_until
 from testing.servers import free_port, served
 
 from vlmrl import Env, RemoteEnv, RetryTurn, ToolEnv, obs
@@ -91,13 +91,6 @@ def remote(env: Any, port: int = 0, **options: Any) -> Iterator[tuple[dict[str, 
     server = EnvServer(resolve_env(env, options=options), timeout=20.0)
     with served(create_env_app(server), port) as url:
         yield {"url": url}, server
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 TASK = a_task("?", [image("orange")], seed=7)
@@ -301,29 +294,26 @@ def test_a_hung_remote_env_fails_the_trajectory_and_is_closed_by_the_server():
         wait_until(lambda: len(Mine.closed) == 1)
 
 
-def test_idle_sessions_are_closed_and_all_of_them_at_the_end():
+async def test_idle_sessions_are_closed_and_all_of_them_at_the_end():
     class Mine(Album):
         pass
 
-    async def go() -> None:
-        server = EnvServer(resolve_env(Mine), idle_timeout=60.0, max_sessions=2)
-        body = {"task": serialize_task(TASK), "max_turns": 4, "tool_format": "json"}
-        await server.start("old", body)
-        await server.start("new", body)
-        with pytest.raises(RuntimeError, match="there are 2 sessions"):
-            await server.start("third", body)
-        server.max_sessions, server.max_bytes = 3, 100
-        with pytest.raises(RuntimeError, match="the tasks of the open ones have 100 bytes"):
-            await server.start("large", body, size=101)
-        server.sessions["old"].last_used -= 61
-        await server.close_idle()
-        assert list(server.sessions) == ["new"] and Mine.closed == Mine.opened[:1]
-        with pytest.raises(RuntimeError, match=r"there is no session old: .* idle for 60 s"):
-            await server.step("old", {"response": "red"})
-        await server.close_all()
-        assert not server.sessions and len(Mine.closed) == 2
-
-    asyncio.run(go())
+    server = EnvServer(resolve_env(Mine), idle_timeout=60.0, max_sessions=2)
+    body = {"task": serialize_task(TASK), "max_turns": 4, "tool_format": "json"}
+    await server.start("old", body)
+    await server.start("new", body)
+    with pytest.raises(RuntimeError, match="there are 2 sessions"):
+        await server.start("third", body)
+    server.max_sessions, server.max_bytes = 3, 100
+    with pytest.raises(RuntimeError, match="the tasks of the open ones have 100 bytes"):
+        await server.start("large", body, size=101)
+    server.sessions["old"].last_used -= 61
+    await server.close_idle()
+    assert list(server.sessions) == ["new"] and Mine.closed == Mine.opened[:1]
+    with pytest.raises(RuntimeError, match=r"there is no session old: .* idle for 60 s"):
+        await server.step("old", {"response": "red"})
+    await server.close_all()
+    assert not server.sessions and len(Mine.closed) == 2
 
 
 def test_the_command_serves_an_env_by_its_file(tmp_path: Path):

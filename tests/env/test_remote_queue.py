@@ -22,7 +22,7 @@ from vlmrl.env.remote import client, env_server
 from vlmrl.env.remote.env_server import EnvServer, create_env_app
 from vlmrl.env.remote.serialize import serialize_task
 from vlmrl.multimodal import embedded
-from vlmrl.multimodal.embedded import _Kept
+from vlmrl.utils.kept import Kept
 from vlmrl.utils.work_pool import WorkPool
 
 pytestmark = pytest.mark.slow
@@ -89,7 +89,7 @@ def test_a_response_that_waits_in_the_queue_begins_with_newlines(pool: WorkPool,
     requests = [("PUT", "/sessions/s", START), ("POST", "/sessions/s/step", {"response": "look"})]
     start, step = sent(EnvServer(resolve_env(Frames)), *requests, before_last=close_gate)
     assert start.status_code == step.status_code == 200
-    assert step.content.startswith(b"\n\n\n{") and json.loads(step.content)["done"] is False
+    assert step.content.startswith(b"\n\n\n") and json.loads(step.content)["done"] is False
 
 
 def test_an_error_after_the_first_newline_has_a_kind_and_closes_the_session(monkeypatch: pytest.MonkeyPatch):
@@ -152,9 +152,9 @@ def test_env_timeout_does_not_end_a_call_that_ends_by_itself():
 
 def test_a_frame_that_many_sessions_show_is_encoded_once(monkeypatch: pytest.MonkeyPatch):
     encoded: list[Any] = []
-    original = embedded.encode_pixels
-    monkeypatch.setattr(embedded, "encode_pixels", lambda pixels: encoded.append(pixels) or original(pixels))
-    monkeypatch.setattr(embedded, "_PNGS", _Kept())
+    original = embedded.encode_png
+    monkeypatch.setattr(embedded, "encode_png", lambda image: encoded.append(image) or original(image))
+    monkeypatch.setattr(embedded, "_PNGS", Kept(2**20, len))
     server = EnvServer(resolve_env(Frames))
     starts = [("PUT", f"/sessions/{n}", START) for n in range(4)]
     steps = [("POST", f"/sessions/{n}/step", {"response": "look"}) for n in range(4)]

@@ -11,9 +11,9 @@ from PIL import Image
 from testing.episodes import a_task, image
 
 from vlmrl.env.remote.serialize import deserialize, deserialize_task, serialize, serialize_task
-from vlmrl.multimodal.embedded import _Kept
 from vlmrl.multimodal.images import encode_png, load_image
 from vlmrl.types import Task
+from vlmrl.utils.kept import Kept
 
 
 def round_trip(value):
@@ -97,7 +97,7 @@ def test_a_url_is_sent_as_the_bytes_behind_it_which_are_fetched_once(monkeypatch
         return content
 
     monkeypatch.setattr("vlmrl.multimodal.embedded.fetch", fetch)
-    monkeypatch.setattr("vlmrl.multimodal.embedded._DOWNLOADED", _Kept())
+    monkeypatch.setattr("vlmrl.multimodal.embedded._DOWNLOADED", Kept(2**20, len))
     task = a_task("?", ["http://images.invalid/a.png"])
     for _ in range(4):  # the members of a group
         assert deserialize_task(serialize_task(task)).images == [content]

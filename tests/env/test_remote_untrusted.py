@@ -107,16 +107,13 @@ def test_the_content_of_a_file_that_a_client_names_does_not_come_back(tmp_path: 
 @pytest.mark.parametrize(
     "column", [CANARY, f"file://{CANARY}", f"http://{CANARY_HOST}/a", {"bytes": None, "path": CANARY}]
 )
-def test_an_env_that_shows_a_column_does_not_open_what_a_client_wrote_there(column: Any):
-    async def go() -> None:
-        server = EnvServer(resolve_env(Prompt))
-        body = {"task": serialize_task(a_task(data={"photo": column})), "max_turns": 3, "tool_format": "json"}
-        await server.start("s", body)
-        with harmless(column), pytest.raises(ValueError, match="by a path or URL that the client sent"):
-            await server.step("s", {"response": "photo"})
-        assert not server.sessions
-
-    asyncio.run(go())
+async def test_an_env_that_shows_a_column_does_not_open_what_a_client_wrote_there(column: Any):
+    server = EnvServer(resolve_env(Prompt))
+    body = {"task": serialize_task(a_task(data={"photo": column})), "max_turns": 3, "tool_format": "json"}
+    await server.start("s", body)
+    with harmless(column), pytest.raises(ValueError, match="by a path or URL that the client sent"):
+        await server.step("s", {"response": "photo"})
+    assert not server.sessions
 
 
 def test_a_file_that_the_served_env_itself_names_is_sent_as_its_bytes(tmp_path: Path):

@@ -21,8 +21,7 @@ from vlmrl.engine.scripted import ScriptedEngine
 from vlmrl.gateway.chat import ChatError, ChatRequest, ChatResponse
 from vlmrl.gateway.episode import AgentEpisode
 from vlmrl.gateway.request_tree import RequestTree
-from vlmrl.multimodal import renderer as renderer_module
-from vlmrl.multimodal.images import png_data_uri
+from vlmrl.multimodal.images import data_uri
 from vlmrl.multimodal.messages import is_long
 from vlmrl.multimodal.renderer import Renderer
 from vlmrl.samples import AuditError, audit, emit
@@ -226,7 +225,7 @@ def test_images_are_compared_by_content():
         async def act(episode: AgentEpisode = episode, color: str = color) -> None:
             agent = Agent(episode, says("user", "What is it?", image("red")))
             await agent.ask()
-            agent.messages[0] = says("user", "What is it?", png_data_uri(image(color)))
+            agent.messages[0] = says("user", "What is it?", data_uri(image(color)))
             await agent.ask(says("user", "Sure?"))
 
         played(episode, act)
@@ -547,7 +546,7 @@ def test_a_response_that_was_not_delivered_is_left_out_unless_it_is_continued():
     assert episode.trajectory.metrics["responses_undelivered"] == 1.0
 
 
-def test_a_long_conversation_takes_memory_in_proportion_to_its_length():
+def test_a_long_conversation_and_its_merged_row_take_memory_in_proportion_to_their_length():
     count = 200
     episode = agent_episode(["red"] * count, max_turns=count, max_tokens=100_000)
 
@@ -555,23 +554,11 @@ def test_a_long_conversation_takes_memory_in_proportion_to_its_length():
         agent = Agent(episode, QUESTION)
         for _ in range(count):
             await agent.ask(says("user", "word " * 20))
-        assert sum(len(turn.messages) for turn in episode.trajectory.turns) == count + 1
         assert len(episode._tree._begun) <= 2 * count + 3
 
     played(episode, act)
+    assert sum(len(turn.messages) for turn in episode.trajectory.turns) == count + 1
     assert sum(len(turn.prompt_ids) for turn in episode.trajectory.turns) < 100 * count
-
-
-def test_merged_rows_of_a_long_conversation_take_memory_in_proportion_to_its_length():
-    count = 200
-    episode = agent_episode(["red"] * count, max_turns=count, max_tokens=100_000)
-
-    async def act() -> None:
-        agent = Agent(episode, QUESTION)
-        for _ in range(count):
-            await agent.ask(says("user", "word " * 20))
-
-    played(episode, act)
     emit(episode.trajectory, "merged")
     tracemalloc.start()
     try:
@@ -588,17 +575,14 @@ def many_tools(count: int = 60, description: str = "Searches the reports. " * 40
     return [{"type": "function", "function": {"name": f"tool_{n}", "description": description}} for n in range(count)]
 
 
-def test_long_tools_are_rendered_outside_the_event_loop_and_encoded_once(monkeypatch):
-    threads, sizes = set[str](), list[int]()
-    render, encode, find = Renderer.write, renderer_module.ids_of_text, RequestTree.find
+def test_long_tools_are_rendered_outside_the_event_loop(monkeypatch):
+    threads = set[str]()
+    render, find = Renderer.write, RequestTree.find
 
     def note(tools):
         threads.update([threading.current_thread().name] if tools else [])
 
     monkeypatch.setattr(Renderer, "write", lambda own, m, tools, *a, **o: note(tools) or render(own, m, tools, *a, **o))
-    monkeypatch.setattr(
-        renderer_module, "ids_of_text", lambda backend, text: sizes.append(len(text)) or encode(backend, text)
-    )
     monkeypatch.setattr(RequestTree, "find", lambda own, messages, tools: note(tools) or find(own, messages, tools))
     episode = agent_episode(["a", "b", "c"], max_tokens=200_000)
 
@@ -610,7 +594,6 @@ def test_long_tools_are_rendered_outside_the_event_loop_and_encoded_once(monkeyp
 
     played(episode, act)
     assert threads and all(name.startswith("vlmrl-cpu") for name in threads)
-    assert sum(size > 10_000 for size in sizes) == 1  # a branch with the same tools has their ids
     assert continues(episode) == [None, 0, None]
 
 

@@ -145,7 +145,7 @@ def test_an_agent_that_fails_for_itself_is_an_error(tmp_path):
         raise KeyError("bbox")
 
     trajectory = play(agent, tmp_path, truncated_reward=-1.0)
-    assert trajectory.ending == "error" and "agent seeker, task t: KeyError: 'bbox'\n" in trajectory.error
+    assert trajectory.ending == "error" and "agent seeker, task t: KeyError: 'bbox' (" in trajectory.error
     assert len(trajectory.turns) == 2 and not trajectory.non_retryable
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -81,31 +82,6 @@ def test_a_function_runs_outside_of_the_runs_thread(run, agent):
     assert result["thread"] != threading.get_ident()
 
 
-@pytest.mark.parametrize("kind", ["async", "plain"])
-def test_an_exception_has_the_end_of_its_traceback(run, kind):
-    def plain(task, client):
-        raise KeyError("bbox")
-
-    async def in_loop(task, client):
-        plain(task, client)
-
-    with pytest.raises(AgentError, match=r"(?s)^KeyError: 'bbox'\n.*in plain\n +raise KeyError"):
-        run(plain if kind == "plain" else in_loop)
-
-
-def test_an_agent_that_exits_or_is_cancelled_by_itself_fails_alone(run):
-    async def cancelled(task, client):
-        raise asyncio.CancelledError
-
-    def exits(task, client):
-        sys.exit(3)
-
-    with pytest.raises(AgentError, match="CancelledError"):
-        run(cancelled)
-    with pytest.raises(AgentError, match="SystemExit: 3"):
-        run(exits)
-
-
 def test_a_timeout_of_the_agents_own_is_not_the_deadline(run):
     async def times_out(task, client):
         raise TimeoutError("the shop does not answer")
@@ -159,6 +135,10 @@ def exits(task, client):
     sys.exit(3)
 
 
+async def exits_async(task, client):
+    sys.exit(3)
+
+
 def raises_much(task, client):
     raise ValueError("x" * 100_000)
 
@@ -167,14 +147,16 @@ def raises_much(task, client):
     ("agent", "message"),
     [
         (cancels_itself, r"^it cancelled itself\.$"),
-        (interrupts, r'(?s)^RuntimeError: KeyboardInterrupt: \n  File ".*test_agents.py", line \d+, in interrupts\n'),
+        (interrupts, r"^RuntimeError: KeyboardInterrupt:  \(.*test_agents.py, line \d+, in interrupts\)$"),
+        (groups, r"^JSONDecodeError: .* \(.*test_agents.py, line \d+, in raises\)$"),
+        (raises_unprintable, r"^Unprintable: its text cannot be had \(KeyError\) \(.*, in raises_unprintable\)$"),
         (
-            groups,
-            r'(?s)^JSONDecodeError: .*test_agents.py", line \d+, in raises\n    json.loads.*decoder.py", line \d+',
-        ),
-        (raises_unprintable, r"^Unprintable: its text cannot be had \(KeyError\)\n"),
-        (exits, r'(?s)^RuntimeError: SystemExit: 3\n  File ".*", line \d+, in exits\n    sys.exit\(3\)$'),
-        (raises_much, r"^ValueError: x{2000}\n"),
+            partial(int, "x"),
+            r"^TypeError: .* \(.*, line \d+, in ",
+        ),  # no code of the user's: the last line that is known
+        (exits, r"^RuntimeError: SystemExit: 3 \(.*test_agents.py, line \d+, in exits\)$"),
+        (exits_async, r"^RuntimeError: SystemExit: 3 \(.*test_agents.py, line \d+, in exits_async\)$"),
+        (raises_much, r"^ValueError: x{2000} \("),
     ],
 )
 def test_a_failed_agent_harms_no_other_and_its_own_code_is_named(tmp_path, agent, message):
@@ -361,21 +343,15 @@ def test_a_log_keeps_the_beginning_and_the_end_of_a_long_output(tmp_path, monkey
 
 def test_an_agent_is_checked_before_the_run():
     rollout = Rollout(samples="merged")
-    spec = resolve_agent(Config(agent=answer, agent_options={"bonus": 0.5}, rollout=rollout))
-    assert (spec.name, spec.options, spec.is_async) == ("answer", {"bonus": 0.5}, True)
-    with pytest.raises(
-        ValueError, match=r"agent_options do not fit answer: got an unexpected keyword argument 'bonsu'"
-    ):
-        resolve_agent(Config(agent=answer, agent_options={"bonsu": 1}, rollout=rollout))
+    spec = resolve_agent(Config(agent=answer, rollout=rollout))
+    assert (spec.name, spec.command, spec.is_async) == ("answer", (), True)
     with pytest.raises(ValueError, match="reward must be callable as plain_answer"):
         resolve_agent(Config(agent=answer, reward=plain_answer, rollout=rollout))
-    with pytest.raises(
-        ValueError, match=r"agent_command must begin with a program that can be run, but it is 'no-such-agent'"
-    ):
-        resolve_agent(Config(agent_command="no-such-agent --fast", rollout=rollout))
+    with pytest.raises(ValueError, match=r"agent must begin with a program that can be run, but it is 'no-such-agent'"):
+        resolve_agent(Config(agent="no-such-agent --fast", rollout=rollout))
     with pytest.raises(ValueError, match=r"Make it executable: chmod \+x .*test_agents.py$"):
-        resolve_agent(Config(agent_command=__file__, rollout=rollout))
-    assert len(resolve_agent(Config(agent_command=f"sh -c '{'true; ' * 99}'", rollout=rollout)).name) == 80
+        resolve_agent(Config(agent=__file__, rollout=rollout))
+    assert len(resolve_agent(Config(agent=f"sh -c '{'true; ' * 99}'", rollout=rollout)).name) == 80
 
 
 @pytest.mark.parametrize(
@@ -384,7 +360,7 @@ def test_an_agent_is_checked_before_the_run():
         ({"rollout": Rollout()}, "rollout.samples must be merged or step_wise with agent"),
         ({"rollout": Rollout(samples="merged", history="inline")}, "rollout.history must be append with agent"),
         ({"env": "a:B"}, "env and agent exclude each other"),
-        ({"agent_command": "x"}, "agent and agent_command exclude each other"),
+        ({"agent": " "}, "agent must be a function or a command line, but it is ' '"),
         ({"rollout": Rollout(samples="merged", generate="a:b")}, "rollout.generate and agent exclude each other"),
     ],
 )
@@ -400,8 +376,3 @@ def test_a_ready_made_client_uses_no_proxy(monkeypatch, kind):
     for url in ("http://127.0.0.1:8000/t/x", "http://[::1]:8000/t/x", "https://gateway.example/t/x"):
         http = getattr(AgentClient(url, "k"), kind)()._client
         assert http._transport_for_url(type(http.base_url)(url)) is http._transport
-
-
-def test_options_need_an_agent():
-    with pytest.raises(ValueError, match="agent_options must be unset without agent"):
-        Config(agent_options={"a": 1})

@@ -84,14 +84,6 @@ def results(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
-def check_linear(played, renderer: Renderer, turns: int = 4) -> None:
-    """One chain of requests: each continues the one before, in one row of training, whose prompts are full renders."""
-    assert played.result == "It is red."
-    assert played.continued == [False] + [True] * (turns - 1)
-    assert len(played.rows) == 1
-    assert prompts_are_full_renders(played, renderer, new_store())
-
-
 def answered_arguments(played) -> list[Any]:
     """The arguments of the calls as the last request has them."""
     request, _ = played.exchanges[-1]
@@ -171,34 +163,6 @@ def litellm_sync(client) -> str:
         messages += [message, *results([each.model_dump() for each in message.tool_calls])]
 
 
-OPENAI_FORMS = [openai_sync, openai_async, openai_streaming, openai_stream_helper]
-
-
-@pytest.mark.parametrize("agent", OPENAI_FORMS)
-def test_the_openai_client(agent, renderer):
-    need("openai")
-    played = play_client(agent, RESPONSES, renderer)
-    check_linear(played, renderer)
-    assert answered_arguments(played) == [{"quarter": "top left"}, NOTE, {"quarter": "bottom right"}, {}]
-    assert [len(turn.media) for turn in played.trajectory.turns] == [1, 1, 1, 0]
-
-
-@pytest.mark.parametrize("agent", OPENAI_FORMS)
-def test_calls_that_no_serializer_writes_are_kept_as_sampled(agent, renderer):
-    need("openai")
-    played = play_client(agent, NEVER_CANONICAL, renderer)
-    assert played.result == "It is red."
-    assert played.continued == [False, True, True]
-    assert len(played.rows) == 1
-    assert prompts_are_full_renders(played, renderer, new_store())
-
-
-def test_litellm(renderer, monkeypatch):
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    need("litellm")
-    check_linear(play_client(litellm_sync, RESPONSES, renderer), renderer)
-
-
 def openai_agents(client) -> str:
     from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
 
@@ -255,30 +219,6 @@ def langgraph(client) -> str:
     return graph.compile().invoke({"messages": [question()]})["messages"][-1].content
 
 
-@pytest.mark.parametrize("responses", [RESPONSES, NEVER_CANONICAL], ids=["canonical", "odd"])
-def test_openai_agents(responses, renderer):
-    """Images of tool results are left out by the SDK, so only the question has one."""
-    need("agents")
-    played = play_client(openai_agents, responses, renderer)
-    assert played.result == "It is red."
-    assert played.continued == [False] + [True] * (len(responses) - 1)
-    assert len(played.rows) == 1
-    assert [len(turn.media) for turn in played.trajectory.turns] == [1] + [0] * (len(responses) - 1)
-    assert prompts_are_full_renders(played, renderer, new_store())
-
-
-@pytest.mark.parametrize("responses", [RESPONSES, NEVER_CANONICAL], ids=["canonical", "odd"])
-def test_langgraph(responses, renderer):
-    need("langgraph"), need("langchain_openai")
-    played = play_client(langgraph, responses, renderer)
-    assert played.result == "It is red."
-    assert played.continued == [False] + [True] * (len(responses) - 1)
-    assert len(played.rows) == 1
-    images = [1, 1, 1, 0] if responses is RESPONSES else [1, 0, 1]
-    assert [len(turn.media) for turn in played.trajectory.turns] == images
-    assert prompts_are_full_renders(played, renderer, new_store())
-
-
 ANTHROPIC_TOOLS = [
     {
         "name": each["function"]["name"],
@@ -324,13 +264,41 @@ def anthropic_streaming(client) -> str:
     return anthropic_loop(client, send)
 
 
-@pytest.mark.parametrize("agent", [anthropic_sync, anthropic_streaming])
-def test_the_anthropic_client(agent, renderer):
-    need("anthropic")
-    played = play_client(agent, RESPONSES, renderer)
-    check_linear(played, renderer)
-    assert answered_arguments(played) == [{"quarter": "top left"}, NOTE, {"quarter": "bottom right"}, {}]
-    assert [len(turn.media) for turn in played.trajectory.turns] == [1, 1, 1, 0]
+ARGUMENTS = [{"quarter": "top left"}, NOTE, {"quarter": "bottom right"}, {}]
+IMAGES = {"sampled": [1, 1, 1, 0], "odd": [1, 0, 1]}
+LOST = {
+    "sampled": [1, 0, 0, 0],
+    "odd": [1, 0, 0],
+}  # the SDK leaves out images of tool results, so only the question has one
+
+
+@pytest.mark.parametrize("calls", ["sampled", "odd"])
+@pytest.mark.parametrize(
+    ("package", "agent", "images"),
+    [
+        ("openai", openai_sync, IMAGES),
+        ("openai", openai_async, IMAGES),
+        ("openai", openai_streaming, IMAGES),
+        ("openai", openai_stream_helper, IMAGES),
+        ("litellm", litellm_sync, IMAGES),
+        ("anthropic", anthropic_sync, IMAGES),
+        ("anthropic", anthropic_streaming, IMAGES),
+        ("agents", openai_agents, LOST),
+        ("langgraph", langgraph, IMAGES),
+    ],
+)
+def test_a_clients_requests_are_one_row_as_sampled(package, agent, images, calls, renderer, monkeypatch):
+    """Each request continues the one before, in one row of training, whose prompts are full renders."""
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    need(package), package == "langgraph" and need("langchain_openai")
+    responses = RESPONSES if calls == "sampled" else NEVER_CANONICAL
+    played = play_client(agent, responses, renderer)
+    assert played.result == "It is red."
+    assert played.continued == [False] + [True] * (len(responses) - 1)
+    assert len(played.rows) == 1
+    assert [len(turn.media) for turn in played.trajectory.turns] == images[calls]
+    assert prompts_are_full_renders(played, renderer, new_store())
+    assert calls == "odd" or answered_arguments(played) == ARGUMENTS
 
 
 def smolagents_model(client):
@@ -373,31 +341,28 @@ def smolagents_code(client) -> str:
     return agent.run("What color is it?", images=[crop("blue")])
 
 
-def test_a_smolagents_agent_rewrites_its_history(renderer):
-    """It writes its calls into the history as text, so each request is a branch; both responses are trained."""
+@pytest.mark.parametrize(
+    ("agent", "responses"),
+    [
+        (smolagents_tools, [call("zoom", {"quarter": "top left"}), call("final_answer", {"answer": "red"})]),
+        (
+            smolagents_code,
+            [
+                "Thought: look.\n<code>\nprint(zoom('top left'))\n</code>",
+                "Thought: answer.\n<code>\nfinal_answer('red')\n</code>",
+            ],
+        ),
+    ],
+)
+def test_a_smolagents_agent_rewrites_its_history(agent, responses, renderer):
+    """Calls are written back as text, and `</code>` of the stop string: each request is a branch, and both are trained."""
     need("smolagents")
-    responses = [call("zoom", {"quarter": "top left"}), call("final_answer", {"answer": "red"})]
-    played = play_client(smolagents_tools, responses, renderer)
+    played = play_client(agent, responses, renderer)
     assert played.result == "red"
     assert played.continued == [False, False]
-    assert len(played.rows) == 2
     assert prompts_are_full_renders(played, renderer, new_store())
     first, second = (row.image_ids for row in played.rows)
     assert len(first) == 1 and len(second) == 2 and second[0] == first[0]
-
-
-def test_a_smolagents_code_agent(renderer):
-    """It writes the `</code>` of its stop string back, and the call of its interpreter after it."""
-    need("smolagents")
-    responses = [
-        "Thought: look.\n<code>\nprint(zoom('top left'))\n</code>",
-        "Thought: answer.\n<code>\nfinal_answer('red')\n</code>",
-    ]
-    played = play_client(smolagents_code, responses, renderer)
-    assert played.result == "red"
-    assert played.continued == [False, False]
-    assert len(played.rows) == 2
-    assert prompts_are_full_renders(played, renderer, new_store())
 
 
 def test_clients_share_the_certificates_of_the_machine(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import NoReturn
 
 import pytest
@@ -17,12 +18,14 @@ def cannot(reason: str) -> NoReturn:
 
 
 @pytest.fixture(scope="session")
-def simulated_gpu(tmp_path_factory) -> SimulatedGpu:
+def simulated_gpu(tmp_path_factory) -> Iterator[SimulatedGpu]:
     """Runs scripts on simulated GPUs; the test is skipped where they cannot be built."""
     try:
-        return build(tmp_path_factory.mktemp("gpu_sim"))
+        gpu = build(tmp_path_factory.mktemp("gpu_sim"))
     except CannotSimulate as reason:
         cannot(f"no simulated GPU: {reason}")
+    yield gpu
+    gpu.process.close()
 
 
 @pytest.fixture

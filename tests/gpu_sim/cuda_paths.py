@@ -33,8 +33,8 @@ from vlmrl.train.checkpoint import load_random, random_state, save_random
 from vlmrl.train.controller import RunTrainer, join_process_group
 from vlmrl.train.fsdp import backend_of, forget_unused
 from vlmrl.train.master_weights import make_optimizer
+from vlmrl.train.packing import layout_of
 from vlmrl.train.rank import Rank
-from vlmrl.train.trainer import _layout
 from vlmrl.types import to_device
 from vlmrl.utils.current_gpu import current_gpu
 from vlmrl.weight_sync import SENDERS, nccl
@@ -65,6 +65,12 @@ class NoServer:
     dtype: torch.dtype | None = None
     timeout: float = 1.0
 
+    def begin(self): ...
+    def receive(self, bucket, version): ...
+    def receive_broadcast(self, bucket, version, group): ...
+    def end(self): ...
+    def abort(self): ...
+
     def join_group(self, group):
         assert group.backend == "nccl"
         raise ConnectionRefusedError
@@ -79,7 +85,7 @@ def model_code() -> LoadedModel:
         pick_device("gpu")
     with current_gpu(torch.device("cuda", 0)):
         assert torch.cuda.current_device() == 0
-    assert _layout(loaded.policy, share_prefixes=False) == "packed"
+    assert layout_of(loaded.policy, share_prefixes=False) == "packed"
     tree = tree_attention.plan(torch.tensor([4, 4, 3, 4], device=CUDA))
     query = torch.ones(1, 2, 4, 32, device=CUDA)
     with torch.compiler.set_stance("force_eager"):  # its kernels are compiled in a test of their own
@@ -137,8 +143,8 @@ def server_code(loaded: LoadedModel) -> None:
     assert nccl.NcclSender(sender.update, SenderState()).prepare(bucket).flat.is_cuda
     with suppress(ConnectionError):  # there is no server
         receiver.receive(on_gpu, None)
-    with suppress(ConnectionError):
-        nccl.join(NoServer())
+    update = WeightUpdate((NoServer(),), SENDERS["group"], "run.1", 2**20)
+    assert nccl.NcclSender(update, SenderState())._join([NoServer()])
 
 
 def rows(index, seed):

@@ -1,8 +1,8 @@
-"""One training step of a model of a true shape on a simulated H100, by the trainer itself: real tensors, kernels that do nothing.
+"""Training steps of a model of a true shape on a simulated H100, by the trainer itself: real tensors, kernels that do nothing.
 
-Argument: a JSON object with ``config`` (a Hugging Face config as a dict), ``vision_depth``, ``micro_batches``, ``mini_batches`` and
-``corrections``.
-Prints how often the host waited in each of two steps, where, and the peak memory, as JSON.
+Arguments: a Hugging Face config as JSON, a JSON list of cases, each with ``vision_depth``, ``micro_batches``, ``mini_batches`` and
+``corrections``, and a stance of torch's compiler.
+Prints for each case how often the host waited in each of two steps, where, and the memory after it, as JSON.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tempfile
 import warnings
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,24 +32,25 @@ from vlmrl.types import Sample
 
 RESPONSE = 256
 
-settings = json.loads(sys.argv[1])
-fields = settings["config"]
-config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-config.vision_config.depth = settings["vision_depth"]
-with torch.device("cuda"):
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-with tempfile.TemporaryDirectory() as folder:  # a processor of this family, without a download
-    processor = family_of(config).load_processor(
-        str(tiny.build(Path(folder) / "tiny", config.model_type, max_pixels=512**2))
-    )
-policy = Policy(model, processor).eval()
-policy.enable_gradient_checkpointing()
-store = MediaStore(policy.family, processor)
+
+def policy_of(text: str, vision_depth: int) -> Policy:
+    fields = json.loads(text)
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    config.vision_config.depth = vision_depth
+    with torch.device("cuda"):
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    with tempfile.TemporaryDirectory() as folder:  # a processor of this family, without a download
+        processor = family_of(config).load_processor(
+            str(tiny.build(Path(folder) / "tiny", config.model_type, max_pixels=512**2))
+        )
+    policy = Policy(model, processor).eval()
+    policy.enable_gradient_checkpointing()
+    return policy
 
 
-def a_group(name: str) -> list[Sample]:
+def a_group(policy: Policy, store: MediaStore, name: str) -> list[Sample]:
     """Four rows that share an image and a text."""
-    dice = random.Random(name)
+    dice, config = random.Random(name), policy.config
     pixels = np.random.default_rng(dice.randrange(99)).integers(0, 256, (512, 512, 3), dtype=np.uint8)
     image = store.load(Image.fromarray(pixels))
     visual = [config.vision_start_token_id, *[config.image_token_id] * image.num_tokens, config.vision_end_token_id]
@@ -71,28 +73,31 @@ def a_group(name: str) -> list[Sample]:
     ]
 
 
-count = settings["micro_batches"]
-samples = [sample for number in range(count) for sample in a_group(f"g{number}")]
-algo = Algo(corrections=("token_truncation", "geometric_mask") if settings["corrections"] else ())
-per_step = count // settings["mini_batches"]
-spec = TrainerSpec(algo, Optim(), total_steps=9, tokens_per_micro_batch=2000, groups_per_step=per_step)
-trainer = Trainer(policy, spec)
-steps = []
-for _ in range(2):
-    torch.cuda.reset_peak_memory_stats()
-    before = device_counts()["syncs"]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        trainer.step(samples)
-        torch.cuda.set_sync_debug_mode("default")
-    where = Counter(Path(warning.filename).name for warning in caught if "synchronizing" in str(warning.message))
-    steps.append(
-        {
-            "waits": device_counts()["syncs"] - before,
-            "where": dict(where),
-            "peak": torch.cuda.max_memory_allocated(),
-            "after": torch.cuda.memory_allocated(),
-        }
-    )
-print(json.dumps(steps))
+def steps_of(
+    config: str, vision_depth: int, micro_batches: int, mini_batches: int, corrections: bool
+) -> list[dict[str, Any]]:
+    """What two steps of a new model did."""
+    policy = policy_of(config, vision_depth)
+    store = MediaStore(policy.family, policy.image_processor)
+    samples = [sample for number in range(micro_batches) for sample in a_group(policy, store, f"g{number}")]
+    algo = Algo(corrections=("token_truncation", "geometric_mask") if corrections else ())
+    per_step = micro_batches // mini_batches
+    spec = TrainerSpec(algo, Optim(), total_steps=9, tokens_per_micro_batch=2000, groups_per_step=per_step)
+    trainer = Trainer(policy, spec)
+    steps = []
+    for _ in range(2):
+        before = device_counts()["syncs"]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            trainer.step(samples)
+            torch.cuda.set_sync_debug_mode("default")
+        where = Counter(Path(warning.filename).name for warning in caught if "synchronizing" in str(warning.message))
+        waits = device_counts()["syncs"] - before
+        steps.append({"waits": waits, "where": dict(where), "after": torch.cuda.memory_allocated()})
+    trainer.close()
+    return steps
+
+
+torch.compiler.set_stance(sys.argv[3])
+print(json.dumps([steps_of(sys.argv[1], **case) for case in json.loads(sys.argv[2])]))

@@ -13,6 +13,7 @@ from testing.hostile import junk
 
 from vlmrl import Env, RetryTurn, obs
 from vlmrl.env.session import EnvContractError
+from vlmrl.samples import audit, step_wise
 
 SECONDS = 60.0  # the deadline of one case; it takes milliseconds
 METHODS = ("__init__", "reset", "step", "finish", "format_observation", "close")
@@ -48,6 +49,7 @@ def run(case: dict[str, Any]) -> str:
     else:
         assert trajectory.reward is not None and math.isfinite(trajectory.reward)
         assert all(math.isfinite(value) for turn in trajectory.turns for value in turn.metrics.values())
+        audit(step_wise(trajectory), [trajectory], image_token_id=loop.renderer.image_token_id)
     return trajectory.ending
 
 

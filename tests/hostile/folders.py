@@ -12,7 +12,7 @@ from typing import Any
 from testing.hostile import harmless, text, value
 
 from vlmrl.report.viewer.followed_run import FollowedRun
-from vlmrl.report.viewer.snapshot import write_snapshot
+from vlmrl.report.viewer.page import write_snapshot
 
 SECRET = "TOP-SECRET-OF-ANOTHER-FOLDER"
 MARKUP = "<img src=x onerror=alert(1)>"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import re
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
-from hostile.lora import cases, outcome
 from peft import PeftModel
 from testing.fsdp_script import samples_of
 from torch import nn
@@ -233,8 +230,3 @@ def test_parts_that_a_family_does_not_name_are_counted(folder, monkeypatch):
     monkeypatch.setitem(FAMILIES, "qwen3_vl", Nameless)
     sizes = Sizes.of(shapes_of(Model(path=str(next(folder.glob("tiny-qwen3_vl-*")))), folder))
     assert list(sizes.trained_by_part) == ["other", "language_model"] and sizes.trained == whole.trained
-
-
-def test_generated_settings_adapt_what_they_name_or_are_refused(folder, how_many):
-    ends = [outcome(case, folder) for case in islice(cases(random.Random(0)), how_many(40))]
-    assert {"adapted", "refused"} == set(ends) and ends.count("adapted") > 8

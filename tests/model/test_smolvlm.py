@@ -135,14 +135,13 @@ CHAT = [
 
 
 def test_the_published_template_and_ours_write_the_same(model):
-    """The published one silently drops contents that are strings, so it gets none."""
+    """Before transformers 5.24 the published one silently dropped contents that are strings, so it gets none."""
     wanted = (
         "<|im_start|>System: Be brief.<end_of_utterance>\nUser:<image>What?<end_of_utterance>\n"
         "Assistant: a red square<end_of_utterance>\nUser: And<image><end_of_utterance>\nAssistant:"
     )
     for renderer in (published(model), model.renderer):
         assert renderer.decode(renderer.prompt(CHAT).token_ids) == wanted
-    assert "Be brief." not in full_text(published(model), CHAT)
 
 
 def test_appended_turns_equal_the_full_render(model):

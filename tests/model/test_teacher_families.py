@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,11 +11,14 @@ from family_conformance import load
 from testing.trees import Watched, noise
 
 from vlmrl.algos.distillation import divergence_of
+from vlmrl.checks.doctor_model import highest_id
 from vlmrl.config import Algo, Optim, Teacher
+from vlmrl.engine.server_scores import TeacherScores
 from vlmrl.families import FAMILIES
 from vlmrl.model import divergence
 from vlmrl.model.policy import Policy
 from vlmrl.multimodal.renderer import image_ids
+from vlmrl.run.teaching import skip_padded
 from vlmrl.train.packing import collate, response_logprobs
 from vlmrl.train.trainer import TrainerSpec
 from vlmrl.types import ResponseSpan, Sample
@@ -123,6 +128,44 @@ def test_logprobs_and_gradients_are_those_of_single_rows(parts, share, monkeypat
         assert float((gradient - (0 if plain is None else plain)).abs().max()) < 1e-5 * scale, name
 
 
+@pytest.mark.parametrize("parts", ["qwen3_vl"], indirect=True)
+def test_a_teacher_with_fewer_padded_rows_says_nothing_about_their_ids(parts):
+    model, _ = parts
+    teacher, highest = model.policy.frozen_copy(), highest_id(model.tokenizer)
+    teacher.model.resize_token_embeddings(highest + 1)
+    rows, settings = taught_rows(model), Teacher(model="elsewhere")
+    rows[0].responses, rows[0].teacher_rows = [], []  # what the teacher sees is the policy's row
+    rows[0].response_ids[-1] = rows[1].teacher_rows[1].response_ids[0] = highest + 1
+    skip_padded(rows, highest)
+    assert rows[0].teacher_rows == [None] and rows[1].teacher_rows[1] is None
+    assert all(each is not None for each in [rows[1].teacher_rows[0], *rows[2].teacher_rows])
+    metrics = trainer_of(model, teacher, settings, True, budget=60).step(rows).metrics
+    assert metrics["teacher/share"] == pytest.approx((30 - 5 - 2 - 3) / 30)  # `taught_rows` leaves out 3 tokens itself
+
+
+@pytest.mark.parametrize("parts", ["qwen3_vl"], indirect=True)
+@pytest.mark.parametrize("loss", ["reverse_kl", "forward_kl", "jensen_shannon", "sampled"])
+def test_scores_of_a_server_are_a_teacher_in_the_trainers_process(parts, loss, monkeypatch):
+    """With all ids of the vocabulary listed for each token, in the order of their logprobs."""
+    model, teacher = parts
+    monkeypatch.setattr(divergence, "LOGITS", 4 * len(model.policy.model.lm_head.weight))
+    rows, size = taught_rows(model), len(model.policy.model.lm_head.weight)
+    settings = Teacher(model="elsewhere", coef=0.5, loss=loss)
+    here = trainer_of(model, teacher, settings, True, budget=60).step(rows).metrics
+    for seen in (each for sample in rows for each in sample.teacher_rows if each is not None):
+        with torch.no_grad():
+            logprobs = plain_logprobs(teacher, seen)[:, :size].log_softmax(1)
+        listed = logprobs.topk(size, dim=1)
+        own = logprobs.gather(1, torch.tensor(seen.response_ids)[:, None])[:, 0]
+        seen.teacher_scores = TeacherScores(own.numpy(), listed.indices.numpy(), listed.values.numpy())
+    settings = replace(settings, model="vllm:http://host:1", top_k=None if loss == "sampled" else size)
+    served = trainer_of(model, None, settings, True, budget=60).step(rows).metrics
+    assert served == pytest.approx(here, rel=1e-5, abs=1e-6)
+    rows[0].teacher_rows[0].teacher_scores = None
+    with pytest.raises(ValueError, match="trajectory a/0: no teacher server has scored this row"):
+        trainer_of(model, None, settings, True, budget=60).step(rows)
+
+
 def test_the_teachers_logprobs_reach_the_advantages(parts):
     """The sampled form is REINFORCE with the teacher's logprob minus the policy's as the advantage."""
     model, teacher = parts
@@ -135,3 +178,28 @@ def test_the_teachers_logprobs_reach_the_advantages(parts):
     assert metrics["loss"] == pytest.approx(float(-((theirs - own) * own).mean()), rel=1e-4)
     assert metrics["teacher/kl"] == pytest.approx(float((own - theirs).mean()), rel=1e-4)
     assert metrics["teacher/kl_turn_1"] == pytest.approx(float((own - theirs)[3:].mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("parts", ["qwen3_vl"], indirect=True)
+@pytest.mark.parametrize("loss", ["reverse_kl", "sampled"])
+def test_weights_and_the_schedule_scale_the_teachers_part_alone(parts, loss):
+    """Beside rewards: the loss is that of the rewards plus the coefficient times the weighted part of the teacher."""
+    model, teacher = parts
+    rows = [replace(each, advantage=0.5) for each in taught_rows(model)[:2]]
+
+    def loss_of(**settings):
+        named = Teacher(model="elsewhere", loss=loss, **settings)
+        spec = TrainerSpec(Algo(loss="reinforce"), Optim(), 3, 1000, temperature=TEMPERATURE, teacher=named)
+        trainer = Watched(model.policy, spec, teacher=teacher)
+        trainer.steps_done = 1  # of three: half of the way
+        return trainer.step(rows).metrics
+
+    whole, half, more = loss_of(), loss_of(coef_end=0.0), loss_of(coef=3.0, coef_end=3.0)
+    assert (half["teacher/coef"], more["teacher/coef"]) == (0.5, 3.0)
+    part = 2 * (whole["loss"] - half["loss"])
+    rewards = whole["loss"] - part
+    assert more["loss"] == pytest.approx(rewards + 3 * part, rel=1e-4)
+    for row in rows:
+        for seen in row.teacher_rows:
+            seen.teacher_weights = [2.0] * len(seen.response_ids)
+    assert loss_of()["loss"] == pytest.approx(rewards + 2 * part, rel=1e-4)

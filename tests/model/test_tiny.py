@@ -134,7 +134,7 @@ def test_sizes_can_be_chosen_and_wrong_ones_are_refused(tmp_path):
     assert small.num_parameters() < 300_000
     with pytest.raises(ValueError, match="hidden_size must be a positive multiple of 64, got 100"):
         tiny.build(tmp_path, hidden_size=100)
-    with pytest.raises(ValueError, match=r"one of qwen2_vl, .*, qwen3, got 'llama'"):
+    with pytest.raises(ValueError, match=r"families qwen2_vl, .*, qwen3, but it is 'tiny:llama'"):
         tiny.build(tmp_path, "llama")
 
 
@@ -146,8 +146,10 @@ def test_names_are_built_once_and_other_paths_are_left_alone(tmp_path):
     assert tiny.resolve("tiny:qwen2_5_vl", tmp_path) == folder == str(weights.parent)
     assert weights.stat().st_mtime_ns == made
     assert tiny.resolve("Qwen/Qwen3-VL-2B-Instruct", tmp_path) == "Qwen/Qwen3-VL-2B-Instruct"
-    with pytest.raises(ValueError, match="got 'qwen9'"):
-        tiny.resolve("tiny:qwen9", tmp_path)
+    with pytest.raises(
+        ValueError, match=r"^model.path must be .* but it is 'tiny:qwen3vl'. Perhaps you meant 'qwen3_vl'.$"
+    ):
+        tiny.resolve("tiny:qwen3vl", tmp_path)
 
 
 def test_template_writes_chatml():

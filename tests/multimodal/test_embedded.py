@@ -69,7 +69,7 @@ def test_an_image_is_downloaded_once_while_there_is_room_for_it(tmp_path: Path, 
         for name in ("a", "a", "b", "a"):
             kept = embed_image(f"{url}/{name}.png")
         assert downloads == {"/a.png": 1, "/b.png": 1}
-        monkeypatch.setattr(embedded, "KEPT_BYTES", len(kept))  # room for one
+        monkeypatch.setattr(embedded._DOWNLOADED, "most", len(kept))  # room for one
         for name in ("c", "c", "a", "c"):
             assert embed_image(f"{url}/{name}.png") == kept
     assert downloads == {"/a.png": 2, "/b.png": 1, "/c.png": 2}

@@ -11,8 +11,8 @@ from aiohttp import web
 from testing.servers import answering, free_port
 
 from vlmrl.multimodal import fetch as fetching
-from vlmrl.multimodal.fetch import fetch, image_loop, is_public
-from vlmrl.utils.http import RefusedError, RetryableError
+from vlmrl.multimodal.fetch import fetch, is_public
+from vlmrl.utils.http import RefusedError, RetryableError, http_loop
 
 pytestmark = pytest.mark.slow
 Answer = web.Response | Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -21,7 +21,7 @@ Answer = web.Response | Callable[[web.Request], Awaitable[web.StreamResponse]]
 def get(url: str, seconds: float = 60.0, hosts: Collection[str] | None = None) -> bytes | str:
     """The body, or the error's name and text."""
     try:
-        return image_loop().wait(fetch(url, seconds, hosts))
+        return http_loop().wait(fetch(url, seconds, hosts))
     except (RetryableError, RefusedError) as error:
         return f"{type(error).__name__}: {error}"
 

@@ -17,6 +17,7 @@ from PIL import Image
 from testing.episodes import image, new_store
 
 from vlmrl.multimodal import images
+from vlmrl.multimodal.embedded import embed_image
 from vlmrl.multimodal.images import (
     FORMATS,
     ImageError,
@@ -51,13 +52,32 @@ def header(width: int, height: int) -> bytes:
 LOADS: list[Callable[[Any], Any]] = [load_image, image_size, new_store().load, new_store().measure]
 
 
-@pytest.mark.parametrize("load", [*LOADS, data_uri])
+@pytest.mark.parametrize("load", [*LOADS, data_uri, embed_image])
 def test_a_pipe_is_not_opened(load: Callable[[Any], Any], tmp_path: Path):
     """Opening it would hold the thread until somebody writes to it."""
     os.mkfifo(path := tmp_path / "a.png")
-    for source in (path, str(path), f"file://{path}"):
-        with pytest.raises(ImageError, match="it is no regular file"):
+    for source in (path, str(path), f"file://{path}", "file:///dev/zero", "file:///proc/self/environ"):
+        with pytest.raises(ImageError, match="it is no regular file, or an empty one"):
             load(source)
+
+
+def test_a_tiff_whose_tiles_are_larger_than_it_is_takes_no_memory():
+    """Of 16x16 pixels, with one tile of 32768x32768: decoding it takes 1 GiB."""
+    tags = {256: 16, 257: 16, 258: 8, 259: 8, 262: 1, 277: 1, 322: 2**15, 323: 2**15, 324: 8 + 2 + 12 * 10 + 4, 325: 20}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    content = struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + entries + bytes(4) + zlib.compress(bytes(256))
+    with pytest.raises(ImageError, match="its tiles have more than 67108864 pixels"):
+        load_image(content)
+
+
+@pytest.mark.parametrize("load", [data_uri, embed_image])
+def test_a_file_over_the_limit_is_not_read_whole(load: Callable[[Any], Any], tmp_path: Path, monkeypatch):
+    path = tmp_path / "a.png"
+    path.write_bytes(encoded("PNG") + b"\0" * 100)
+    load(str(path))
+    monkeypatch.setattr(images, "MAX_FILE_BYTES", path.stat().st_size - 1)
+    with pytest.raises(ImageError, match="its file has more than"):
+        load(str(path))
 
 
 @pytest.mark.parametrize("load", LOADS)

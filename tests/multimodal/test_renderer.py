@@ -200,16 +200,6 @@ def test_a_delta_begins_with_the_newline_after_the_end_of_turn(any_renderer):
         assert any_renderer.decode(delta.token_ids).endswith("<|im_start|>assistant\n" + any_renderer.opening)
 
 
-def test_a_tiny_delta_in_full():
-    renderer = tiny_renderer()
-    delta = renderer.delta([user([IMAGE, {"type": "text", "text": "Closer:"}])])
-    assert renderer.decode(delta.token_ids) == (
-        f"\n<|im_start|>user\n{VISION}Closer:<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert delta.images == ["a.png"]
-    assert delta.token_ids.count(renderer.end_of_turn_id) == 1
-
-
 def test_a_delta_never_repeats_system_or_tools(tools_renderer):
     delta = tools_renderer.delta([tool("Look.")], TOOLS)
     text = tools_renderer.decode(delta.token_ids)
@@ -266,14 +256,6 @@ def test_tools_of_different_envs_do_not_share_a_base():
 def test_close_puts_the_end_of_turn_first(any_renderer):
     plain, closed = any_renderer.delta([user("Look.")]), any_renderer.delta([user("Look.")], response=[5])
     assert closed.token_ids == [any_renderer.end_of_turn_id, *plain.token_ids]
-
-
-def test_a_delta_depends_on_its_messages_only():
-    renderer = tiny_renderer()
-    first = renderer.delta([user("Look.")])
-    renderer.prompt([SYSTEM, user("Other.")], TOOLS)
-    renderer.delta([tool("Other.")], TOOLS)
-    assert renderer.delta([user("Look.")]) == first
 
 
 def test_sampled_ids_that_no_encoding_would_give_stay():
@@ -618,14 +600,9 @@ def test_text_excludes_the_end_of_turn_and_nothing_else():
 def test_expand_writes_one_placeholder_per_visual_token():
     assert expand([1, 9, 2, 9], 9, [make_item("a", 3), make_item("b", 1, 2)]) == [1, 9, 9, 9, 2, 9, 9]
     assert expand([1, 9, 9], 9, [make_item("a", 1), make_item("b", 2)]) == [1, 9, 9, 9]
-    assert expand([1, 2], 9, []) == [1, 2]
-    assert expand([1, 2], None, []) == [1, 2]
-
-
-def test_expand_copies():
     ids = [1, 2]
-    expand(ids, 9, []).append(3)
-    assert ids == [1, 2]
+    assert expand(ids, 9, []) == [1, 2] and expand(ids, 9, []) is not ids
+    assert expand([1, 2], None, []) == [1, 2]
 
 
 def test_a_long_rendering_in_a_thread_holds_up_no_other(monkeypatch):

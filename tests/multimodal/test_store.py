@@ -26,9 +26,9 @@ from vlmrl.multimodal.images import (
     ImageError,
     blank,
     content_hash,
+    data_uri,
     encode_png,
     load_image,
-    png_data_uri,
     source_key,
 )
 from vlmrl.multimodal.mm_inputs import merge_mm_inputs
@@ -50,7 +50,7 @@ def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
     return buffer.getvalue()
 
 
-def data_uri(data: bytes) -> str:
+def as_uri(data: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
@@ -74,7 +74,7 @@ def sources(tmp_path) -> list:
     twin = tmp_path / "b.bmp"
     twin.write_bytes(encoded(image, "BMP"))
     hf = [{"bytes": data, "path": None}, {"bytes": None, "path": str(path)}]
-    return [path, str(path), f"file://{path}", twin, data, image, image.copy(), data_uri(data), *hf]
+    return [path, str(path), f"file://{path}", twin, data, image, image.copy(), as_uri(data), *hf]
 
 
 def inputs_of(items: list[MediaItem], processor, family: Family | None = None) -> dict[str, torch.Tensor]:
@@ -174,7 +174,7 @@ def test_content_hash_knows_pixels_size_and_mode_only():
 
 
 def test_source_key_is_short_for_a_long_data_uri():
-    uri = data_uri(encoded(noise((50, 50))))
+    uri = as_uri(encoded(noise((50, 50))))
     assert len(source_key(uri)) < 50
     assert source_key(uri) == source_key(uri[:])
     assert source_key(uri) != source_key(uri[:-8] + "AAAAAAAA")
@@ -209,7 +209,7 @@ def test_transparency_becomes_white(store, tmp_path):
     path = tmp_path / "palette.png"
     path.write_bytes(encoded(palette, transparency=1))
     white = store.load(Image.new("RGB", (32, 32), "white"))
-    uri = data_uri(path.read_bytes())
+    uri = as_uri(path.read_bytes())
     sources = [clear, encoded(clear), clear.convert("LA"), path, path.read_bytes(), Image.open(path), uri]
     assert [store.load(source) is white for source in sources] == [True] * len(sources)
     assert store.load(palette).image.getpixel((0, 0)) == (255, 0, 0)
@@ -257,7 +257,7 @@ def test_an_image_is_measured_as_it_would_be_loaded(size, store, tmp_path):
     turned[ExifTags.Base.Orientation] = 6
     (tmp_path / "a.png").write_bytes(encoded(noise(size)))
     forms = [noise(size), encoded(noise(size)), {"bytes": encoded(noise(size)), "path": None}, str(tmp_path / "a.png")]
-    forms += [data_uri(encoded(noise(size))), encoded(noise(size), "JPEG", exif=turned)]
+    forms += [as_uri(encoded(noise(size))), encoded(noise(size), "JPEG", exif=turned)]
     for source in forms:
         measured, item = store.measure(source), store.load(source)
         assert (measured.shown, measured.num_tokens) == (item.image.size, item.num_tokens)
@@ -283,7 +283,7 @@ def test_transform_comes_before_hash_and_size(processor):
 
 def test_data_uri_holds_the_same_pixels(store):
     item = store.load(noise((90, 70)))
-    uri = png_data_uri(item.image)
+    uri = data_uri(item.image)
     head, _, body = uri.partition(",")
     assert head == "data:image/png;base64"
     back = Image.open(io.BytesIO(base64.b64decode(body)))

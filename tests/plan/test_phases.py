@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 
-import httpx
+import huggingface_hub
 import pytest
 import torch
 
@@ -128,7 +129,8 @@ def test_a_server_and_an_offloaded_trainer_on_one_gpu():
     assert training["optimizer state"] == 800
     update = found["weight update"]  # `TrainerMemory.onload` moves all of the trainer
     assert (update["weights"], update["masters"], update["optimizer state"]) == (200, 400, 800)
-    assert found["weight update"]["bucket"] == GIB / 2 and found["weight update"]["server's weights"] == 200
+    assert found["weight update"]["buckets"] == GIB and found["weight update"]["server's weights"] == 200
+    assert phases(placed(ranks=2))["weight update"]["buckets"] == 1.5 * GIB  # the gathered weights, too
     vllm = phases(placed(), replace(SERVED, engine="vllm"))["forward and backward"]
     assert vllm["server's weights"] == 200 and "server's KV cache" not in vllm
     adapted = phases(placed(), replace(SERVED, model=replace(SERVED.model, lora=Lora(rank=8))))["forward and backward"]
@@ -277,7 +279,7 @@ def test_what_releasing_weights_and_the_optimizers_parts_make_fit():
     assert plans["8B"].fits and not plans["8B"].is_tight
     assert plans["8B"].training_peak / GIB == pytest.approx(51.3, abs=0.1)
     assert plans["30B-A3B"].fits and plans["30B-A3B"].is_tight
-    assert plans["30B-A3B"].training_peak / GIB == pytest.approx(76.0, abs=0.1)
+    assert plans["30B-A3B"].training_peak / GIB == pytest.approx(77.0, abs=0.1)  # the weight update
 
 
 def test_servers_on_another_gpu_are_no_reason_to_offload():
@@ -326,11 +328,11 @@ def test_without_a_gpu_the_plan_is_for_the_cpu(monkeypatch, at_hand):
 
 def test_an_unknown_model_is_asked_for_once(monkeypatch):
     """transformers would repeat the request five times, for 23 s."""
-    asked = []
+    asked, http = [], sys.modules[type(huggingface_hub.get_session()).__module__.partition(".")[0]]  # httpx or httpx2
 
     def unreachable(url, **settings):
         asked.append(url)
-        raise httpx.ConnectError("Name or service not known")
+        raise http.ConnectError("Name or service not known")
 
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unreachable)
     with pytest.raises(

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from vlmrl.config import Config, Eval, Optim, Rollout
-from vlmrl.report.advisories import CHECKS, Advisor, Observed, advisories
+from vlmrl.config import Algo, Config, Eval, Optim, Rollout, Teacher, Train
+from vlmrl.report.advisor import Advisor, idle_steps
+from vlmrl.report.advisories import CHECKS, Observed, advisories
 from vlmrl.report.run_log import RunLog, read_rows
 
 CONFIG = Config(rollout=Rollout(max_tokens=256, max_response_tokens=16), optim=Optim(lr=1e-4))
@@ -34,17 +35,36 @@ def rows(*changes, count=1):
     return [{"step": number, **row} for number, row in enumerate([*sound, *(SOUND | c for c in changes)], start=1)]
 
 
-def record(ending="env_done", tokens=(10,)):
+def record(ending="env_done", tokens=(10,), observation="", images=()):
     error = "TimeoutError" if ending == "error" else None
-    return {"ending": ending, "error": error, "turns": [{"sampled_tokens": count} for count in tokens]}
+    turns = [{"sampled_tokens": count, "observation": observation, "images": images} for count in tokens]
+    return {"ending": ending, "error": error, "turns": turns}
+
+
+def demonstrations(reward):
+    return [{"step": number, "sft/reward": reward} for number in range(1, 12)]
+
+
+def summaries(tokens, copied=0.1):
+    """Two summaries an episode, of so many tokens each."""
+    return {"trajectory/asked_turns": 2.0, "trajectory/asked_tokens": 2.0 * tokens, "env/copied": copied}
 
 
 def evaluation(kind, reward, error=0.02):
     return {"step": 40, f"{kind}/reward/mean": reward, f"{kind}/standard_error": error}
 
 
+TAUGHT = replace(CONFIG, teacher=Teacher(model="average"))
+LONG = "turn/sampled_tokens/mean"
+LENGTH = {LONG: 18.0}
+ENV = replace(CONFIG, env="magnifier.py:Magnifier")
 GUESSED = replace(CONFIG, eval=Eval(chance=0.25))
 START = evaluation("eval", 0.3)
+AT_CHANCE = [*demonstrations(0.475), evaluation("eval", 0.27)]
+NO_FILE = record(tokens=(5, 5), observation="Look [This image cannot be shown: crops/1.png: there is no such file.]")
+LOOKED = record(tokens=(5, 5), images=["3fa9"])
+SEEN, UNSEEN = {"turn/with_images": 0.98}, {"turn/with_images": 0.02}
+ENDLESS = {"ending/max_turns": 1.0, "reward/mean": 0.0, "reward/max": 0.0}
 DONE, CUT, FULL = record(), record("length", [16]), record("max_tokens", [16] * 5)
 CASES = {  # what is observed: where it fires, and where not
     "truncated": (
@@ -69,6 +89,7 @@ CASES = {  # what is observed: where it fires, and where not
         [
             Observed(CONFIG, rows(*[NO_SIGNAL] * 2)),  # chance
             Observed(LONE, rows(*[NO_SIGNAL] * 3)),
+            Observed(replace(CONFIG, algo=Algo(advantage="reinforce_pp")), rows(*[NO_SIGNAL] * 3)),  # with the batch
             Observed(CONFIG, rows(*[NO_SIGNAL | {"reward/mean": 1.0}] * 3)),  # the tasks are solved
             Observed(CONFIG, rows(NO_SIGNAL | {"groups/played": 0.0, "groups/zero_variance": 0.0})),
         ],
@@ -123,6 +144,58 @@ CASES = {  # what is observed: where it fires, and where not
             Observed(CONFIG, rows(), (), [evaluation("eval", 0.6)]),
         ],
     ),
+    "starts_at_chance": (
+        [
+            Observed(GUESSED, [], (), AT_CHANCE),
+            Observed(GUESSED, rows(), (), [*AT_CHANCE, evaluation("eval", 0.6)]),  # also where it rose later
+            Observed(replace(GUESSED, train=Train(steps=0)), [], (), [evaluation("eval", 0.0), *AT_CHANCE]),
+        ],
+        [
+            Observed(CONFIG, [], (), AT_CHANCE),
+            Observed(
+                replace(GUESSED, eval=Eval(chance=0.0)), [], (), [*demonstrations(0.475), evaluation("eval", 0.0)]
+            ),  # no form
+            Observed(
+                replace(GUESSED, teacher=Teacher(model="self", sees=print)), [], (), AT_CHANCE
+            ),  # it shows what decides
+            Observed(GUESSED, [], (), AT_CHANCE[-1:]),  # no warm start
+            Observed(GUESSED, [], (), [*demonstrations(0.3), evaluation("eval", 0.27)]),  # they guess, too
+            Observed(GUESSED, [], (), [*demonstrations(0.475), evaluation("eval", 0.4)]),
+            Observed(GUESSED, [], (), [*demonstrations(0.475), evaluation("eval", 0.1)]),  # it has not even the form
+            Observed(GUESSED, rows(), (), [*demonstrations(0.475), evaluation("eval", 0.4), evaluation("eval", 0.25)]),
+        ],
+    ),
+    "images_vanish": (
+        [Observed(CONFIG, rows(*[{"turn/with_images": 0.98}] * 5, *[{"turn/with_images": 0.02}] * 5))],
+        [
+            Observed(CONFIG, rows(*[{"turn/with_images": 0.98}] * 4, *[{"turn/with_images": 0.02}] * 5)),  # too early
+            Observed(CONFIG, rows(*[{"turn/with_images": 0.98}] * 5, *[{"turn/with_images": 0.2}] * 5)),
+            Observed(CONFIG, rows(*[{"turn/with_images": 0.0}] * 10)),
+            Observed(
+                CONFIG, rows(*[SEEN | {"reward/mean": 0.1}] * 5, *[UNSEEN | {"reward/mean": 0.9}] * 5)
+            ),  # needs none
+        ],
+    ),
+    "images_not_shown": (
+        [Observed(CONFIG, rows(), [NO_FILE] * 4), Observed(CONFIG, rows(), [NO_FILE] * 9 + [LOOKED])],
+        [
+            Observed(CONFIG, rows(), [NO_FILE] * 3),
+            Observed(CONFIG, rows(), [NO_FILE] * 4 + [LOOKED]),
+            Observed(CONFIG, rows(), [LOOKED] * 4),
+        ],
+    ),
+    "never_done": (
+        [Observed(ENV, rows(*[ENDLESS] * 5)[1:])],
+        [
+            Observed(ENV, rows(*[ENDLESS] * 4)[1:]),  # too early
+            Observed(ENV, rows({"ending/max_turns": 0.98}, *[ENDLESS] * 5)[1:]),
+            Observed(ENV, rows(*[ENDLESS | {"reward/mean": 0.4, "reward/max": 1.0}] * 5)[1:]),  # pays by turn
+            Observed(
+                ENV, rows(*[ENDLESS | {"reward/mean": 1.0, "reward/max": 1.0}] * 5)[1:]
+            ),  # solved, paid in finish()
+            Observed(CONFIG, rows(*[ENDLESS] * 5)[1:]),  # no env
+        ],
+    ),
     "long_trajectories_lost": (
         [
             Observed(CONFIG, rows(), [DONE] * 20 + [record("error", [40, 40])] * 4),
@@ -151,6 +224,53 @@ CASES = {  # what is observed: where it fires, and where not
         [Observed(CONFIG, rows(*[{"kl": 2.0}] * 3))],
         [Observed(CONFIG, rows(*[{"kl": 2.0}] * 2)), Observed(CONFIG, [])],
     ),
+    "summaries_grow_or_copy": (
+        [
+            Observed(CONFIG, rows(*[summaries(4)] * 5, *[summaries(8)] * 5)),
+            Observed(CONFIG, rows(*[summaries(64, copied=0.6)] * 10)),
+        ],
+        [
+            Observed(CONFIG, rows(*[summaries(4)] * 5, *[summaries(7)] * 5)),
+            Observed(CONFIG, rows(*[summaries(3)] * 5, *[summaries(7)] * 5)),  # far from the limit of 16
+            Observed(CONFIG, rows(*[summaries(4)] * 4, *[summaries(8)] * 5)),  # too early
+            Observed(CONFIG, rows(*[summaries(8)] * 10)),
+            Observed(CONFIG, rows(*[summaries(63, copied=1.0)] * 10)),
+            Observed(CONFIG, rows(*[summaries(64, copied=0.4)] * 10)),
+        ],
+    ),
+    "teacher_agrees": (
+        [Observed(TAUGHT, rows(*[{"teacher/kl": -1e-5, "teacher/divergence": 1e-4}] * 5))],
+        [
+            Observed(TAUGHT, rows(*[{"teacher/kl": 1e-5, "teacher/divergence": 0.02}] * 5)),
+            Observed(TAUGHT, rows({"teacher/kl": 0.3}, *[{"teacher/kl": 1e-5}] * 5)),  # it has been learned
+            Observed(TAUGHT, rows(*[{"teacher/kl": 0.0}] * 4)),  # too early
+        ],
+    ),
+    "teacher_kl_grows": (
+        [Observed(TAUGHT, rows(*[{"teacher/kl": 0.1}] * 5, *[{"teacher/kl": 0.25}] * 5))],
+        [
+            Observed(TAUGHT, rows(*[{"teacher/kl": 0.25}] * 5, *[{"teacher/kl": 0.1}] * 5)),
+            Observed(TAUGHT, rows(*[{"teacher/kl": 0.01}] * 5, *[{"teacher/kl": 0.05}] * 5)),  # small
+        ],
+    ),
+    "teacher_changes_length": (
+        [
+            Observed(TAUGHT, rows(*[LENGTH | {LONG: 40.0}] * 5, *[LENGTH] * 5)),
+            Observed(TAUGHT, rows(*[LENGTH] * 5, *[LENGTH | {LONG: 40.0}] * 5)),
+        ],
+        [
+            Observed(CONFIG, rows(*[LENGTH | {LONG: 40.0}] * 5, *[LENGTH] * 5)),  # no teacher
+            Observed(TAUGHT, rows(*[LENGTH] * 5, *[LENGTH | {LONG: 30.0}] * 5)),
+        ],
+    ),
+    "stops_looking": (  # as GeoGuesser did
+        [Observed(CONFIG, rows(*[{"turns/mean": 6.7}] * 10, *[{"turns/mean": 1.1, "reward/mean": 0.7}] * 10))],
+        [
+            Observed(CONFIG, rows(*[{"turns/mean": 6.7}] * 10, *[{"turns/mean": 1.1, "reward/mean": 0.3}] * 10)),
+            Observed(CONFIG, rows(*[{"turns/mean": 6.7}] * 10, *[{"turns/mean": 3.0, "reward/mean": 0.7}] * 10)),
+            Observed(CONFIG, rows(*[{"turns/mean": 1.0}] * 10, *[{"turns/mean": 1.0, "reward/mean": 0.7}] * 10)),
+        ],
+    ),
 }
 
 
@@ -175,13 +295,31 @@ def test_a_run_that_is_well_has_no_advisory():
     assert advisories(Observed(CONFIG, [])) == []
 
 
-def test_the_message_names_the_limit_that_cut_every_response_in_the_first_step():
-    [found] = advisories(Observed(CONFIG, rows(NO_SIGNAL)[1:], [CUT] * 8))
-    assert found.message == (
-        "every response was cut at rollout.max_response_tokens (16) before step() was called: raise it, or set rollout.stop "
-        "to the text "
-        "that ends a response."
-    )
+UNLEARNED = [CALLS | {"env/tool_errors": 0.27}, *[CALLS | ERRORS | {"reward/mean": 0.3}] * 5]
+
+
+@pytest.mark.parametrize(
+    ("seen", "message"),
+    [
+        (
+            Observed(CONFIG, rows(NO_SIGNAL)[1:], [CUT] * 8),
+            "every response was cut at rollout.max_response_tokens (16) before step() was called: raise it, or set rollout.stop "
+            "to the text that ends a response.",
+        ),
+        (
+            Observed(CONFIG, rows(*UNLEARNED), [DONE] * 8),
+            "100% of the tool calls of the last five steps failed, and 27% in the first step",
+        ),
+        (
+            Observed(ENV, rows(), [NO_FILE] * 8),
+            "8 of 8 images of Magnifier cannot be shown, and the model reads a text instead, most often: crops/1.png: there is no "
+            "such file. ",
+        ),
+    ],
+)
+def test_a_message_names_what_was_seen(seen, message):
+    [found] = advisories(seen)
+    assert found.message.startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -221,12 +359,6 @@ def test_equal_rewards_are_blamed_on_what_the_metrics_show(changed, records, mes
     assert message in found.message and found.setting == setting
 
 
-def test_a_policy_that_unlearned_its_tool_is_named_with_where_it_came_from():
-    seen = rows(CALLS | {"env/tool_errors": 0.27}, *[CALLS | ERRORS | {"reward/mean": 0.3}] * 5)
-    [found] = advisories(Observed(CONFIG, seen, [DONE] * 8))
-    assert found.message.startswith("100% of the tool calls of the last five steps failed, and 27% in the first step")
-
-
 def test_each_advisory_is_printed_and_written_once_also_after_a_resume(tmp_path):
     said = []
     with RunLog(tmp_path) as log:
@@ -257,3 +389,25 @@ def test_evaluations_are_judged_when_all_are_there(tmp_path):
         advisor.after_evaluations()
     assert [line.split(":")[1][:20] for line in said] == [" with blanked images", " every response was "]
     assert "does not depend on the images" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "count"),
+    [
+        (CONFIG, [NO_SIGNAL] * 3, 3),
+        (CONFIG, [NO_SIGNAL, {}, NO_SIGNAL], 1),
+        (CONFIG, [{"grad_norm": 0.0}] * 2, 2),
+        (CONFIG, [{"grad_norm": None, "groups/trained": 0}], 1),  # every group was filtered
+        (CONFIG, [NO_SIGNAL | {"grad_norm": 0.5}], 1),  # a KL alone moves the weights
+        (LONE, [NO_SIGNAL | {"grad_norm": 0.5}], 0),
+        (TAUGHT, [NO_SIGNAL | {"grad_norm": 0.5}], 0),  # by the teacher
+        (replace(CONFIG, algo=Algo(advantage="reinforce_pp")), [NO_SIGNAL | {"grad_norm": 0.5}], 0),
+        (
+            replace(CONFIG, algo=Algo(advantage="none", kl_coef=1.0)),
+            [NO_SIGNAL | {"grad_norm": 0.5}],
+            0,
+        ),  # a teacher does
+    ],
+)
+def test_steps_that_taught_nothing_are_counted_from_the_last_one_back(config, changes, count):
+    assert idle_steps(rows(*changes), config) == count

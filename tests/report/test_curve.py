@@ -20,5 +20,5 @@ def test_a_curve_is_drawn(tmp_path, steps):
 
 
 def test_a_curve_without_points_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="none of the 1 rows has 'reward/mean'"):
+    with pytest.raises(ValueError, match="none of the 1 rows has reward/mean"):
         draw_curve([{"step": 1, "reward/mean": None}], tmp_path / "curve.png")

@@ -10,9 +10,8 @@ import pytest
 from testing.run_folders import write_run_folder
 
 from vlmrl.report.run_data import LISTS
-from vlmrl.report.viewer.followed_run import FollowedRun
-from vlmrl.report.viewer.overview import overview, search_text
-from vlmrl.report.viewer.snapshot import choose_trajectories, write_snapshot
+from vlmrl.report.viewer.followed_run import FollowedRun, overview, search_text
+from vlmrl.report.viewer.page import choose_trajectories, write_snapshot
 
 
 @pytest.fixture
@@ -63,10 +62,9 @@ def test_after_a_resume_that_cut_the_files_everything_is_sent_again(folder):
     assert [row["reward/mean"] for row in again["metrics"]] == [first["metrics"][0]["reward/mean"], 0.125]
 
 
-def test_a_long_run_is_sent_in_parts(folder, monkeypatch):
-    monkeypatch.setattr("vlmrl.report.viewer.followed_run.MOST_AT_ONCE", 10)
+def test_a_long_run_is_sent_in_parts(folder):
     run = FollowedRun(folder)
-    first = run.updates()
+    first = run.updates(most=10)
     assert first["more"] and len(first["trajectories"]) == 10
     rest = follow(run, first)
     assert not rest["more"] and [row["n"] for row in rest["trajectories"]] == [10, 11, 12, 13]
@@ -129,8 +127,7 @@ def test_a_file_has_all_of_some_steps_the_last_one_included():
     assert choose_trajectories([], 4) == []
 
 
-def test_a_snapshot_has_all_runs_and_each_image_once(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("vlmrl.report.viewer.followed_run.MOST_AT_ONCE", 3)
+def test_a_snapshot_has_all_runs_and_each_image_once(folder, tmp_path):
     write_snapshot([FollowedRun(folder), FollowedRun(folder)], tmp_path / "page.html", "both")
     text = (tmp_path / "page.html").read_text()
     assert text.count('id="trajectory-0-') == text.count('id="trajectory-1-') == 14

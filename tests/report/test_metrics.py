@@ -16,6 +16,7 @@ def test_trajectory_metrics_by_hand():
     of_turns = {key: result.pop(key) for key in list(result) if key.startswith("turn/")}
     assert of_turns["turn/sampled_tokens/mean"] == pytest.approx(5 / 3) and of_turns["turn/sampled_tokens/max"] == 2.0
     assert of_turns["turn/new_prompt_tokens/mean"] == 3.0
+    assert of_turns["turn/with_images"] == 1.0  # of one turn after a first
     assert of_turns["turn/repetition/max"] == of_turns["turn/env_seconds/max"] == 0.0
     assert endings == {
         "ending/env_done": 1 / 3,

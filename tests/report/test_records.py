@@ -25,6 +25,7 @@ def test_a_trajectory_record_by_hand():
     record = trajectory_record(trajectory(turns, task=Task("t", prompt, answer={"x": np.int64(3)}, source="zoom")))
     assert json.loads(json.dumps(record, allow_nan=False)) == record
     first, second = record.pop("turns")
+    assert first.pop("state") != second["state"]
     assert record == {
         "step": None,
         "kind": "train",
@@ -67,6 +68,25 @@ def test_an_agents_turn_has_the_number_of_the_response_that_its_request_continue
     turns[1].received, turns[2].received = ReceivedRequest((), 0), ReceivedRequest((), None)
     records = trajectory_record(trajectory(turns))["turns"]
     assert [record.get("continues", "absent") for record in records] == ["absent", 0, None]
+
+
+def test_a_turn_of_an_episode_with_branches_has_what_it_keeps():
+    turns = [turn(None, {}), turn(None, {}), turn(1.0, {})]
+    turns[1].parent, turns[1].kept = 0, turns[0].length  # goes on
+    turns[2].parent, turns[2].kept = 1, turns[1].length - 1  # as `inline` does
+    assert all("kept_tokens" not in record for record in trajectory_record(trajectory(turns))["turns"])
+    turns[1].asked, turns[2].kept = True, 1
+    records = trajectory_record(trajectory(turns))["turns"]
+    assert [record["asked"] for record in records] == [False, True, False]
+    kept = [(record["parent"], record["kept_tokens"], record["kept_images"]) for record in records]
+    assert kept == [(None, 0, 0), (0, turns[0].length, 0), (1, 1, 0)]
+
+
+def test_turns_that_began_in_one_state_have_one_name_for_it():
+    turns = [turn(None, {}), turn(None, {}), turn(1.0, {})]
+    turns[0].next_state = turns[1].next_state = "5"
+    states = [record["state"] for record in trajectory_record(trajectory(turns))["turns"]]
+    assert states[1] == states[2] != states[0]
 
 
 def test_a_trajectory_without_turns_has_a_record():

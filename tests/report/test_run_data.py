@@ -55,7 +55,7 @@ def test_a_trajectory_without_a_kind_is_of_training(folder):
 
 @pytest.mark.parametrize("image_id", ["0" * 64, "../config", "", "a/b"])
 def test_an_image_that_was_not_kept_is_a_key_error(folder, image_id):
-    with pytest.raises(KeyError, match=r"was not kept: report\.trajectories"):
+    with pytest.raises(KeyError, match="was not kept: of each step, those of the first"):
         vlmrl.load_run(folder).image(image_id)
 
 
@@ -159,6 +159,10 @@ def test_the_folder_itself_may_be_a_link(folder):
         ('{"step": 1}', "is no record of a trajectory: KeyError"),
         ('{"step": "1", "id": "a", "group_id": "a", "ending": "length", "turns": []}', "is no record .* whole number"),
         ('{"step": 1, "id": "a", "group_id": "a", "ending": "length", "turns": [{"images": [1]}]}', "is no record"),
+        (
+            '{"step": 1, "id": "a", "group_id": "a", "ending": "length", "turns": [{"images": [], "parent": 0}]}',
+            "is no record .* parent of its turn 0",
+        ),
     ],
 )
 def test_a_line_that_no_run_writes_is_one_error_that_names_it(folder, line, message):

@@ -17,12 +17,16 @@ def test_tokens_of_one_character_share_a_span_whose_logprob_is_their_sum():
     response = turn(response_ids=[1, 2, 3, 4])
     response.logprobs = [-0.1, -0.2, -0.3, -0.4]
     response.trained = TrainedTokens(
-        np.array([-0.5, -0.25, -0.5, -1.0], np.float32), [1.0, 1.0, 2.0, 3.0], [1, 1, 1, 1]
+        np.array([-0.5, -0.25, -0.5, -1.0], np.float32),
+        [1.0, 1.0, 2.0, 3.0],
+        [1, 1, 1, 1],
+        np.array([-0.25, -0.5, -1.0, np.nan], np.float32),
     )
     assert token_columns(response, TokenTexts(decode)) == {
         "tokens": ["I", "猫", "!"],
         "logprobs": [-0.1, -0.5, -0.4],
         "trainer_logprobs": [-0.5, -0.75, -1.0],
+        "teacher_logprobs": [-0.25, -1.5, None],
         "advantages": [1.0, 2.0, 3.0],
         "loss_mask": [1, 1, 1],
     }
@@ -36,6 +40,7 @@ def test_what_is_not_known_is_none():
         "tokens": ["I", "!"],
         "logprobs": None,
         "trainer_logprobs": None,
+        "teacher_logprobs": None,
         "advantages": None,
         "loss_mask": None,
     }

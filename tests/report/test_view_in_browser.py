@@ -16,7 +16,7 @@ from testing.servers import served
 
 from vlmrl.report.records import trajectory_record
 from vlmrl.report.viewer.followed_run import FollowedRun
-from vlmrl.report.viewer.snapshot import write_snapshot
+from vlmrl.report.viewer.page import write_snapshot
 from vlmrl.report.viewer.view_server import create_view_app
 from vlmrl.types import PointSet, Task, Trajectory, Turn
 
@@ -319,6 +319,66 @@ def test_the_served_page_follows_the_run(browser, tmp_path):
         browser.close()
 
 
+def test_an_episode_with_summaries_is_drawn_as_a_tree(browser, tmp_path):
+    """Responses 1 and 2, then the summary 3; 4 keeps the first 2 tokens of its context and none of its images; 5 goes on."""
+    first = [item_of(name, Image.new("RGB", (20, 10), "red"), 2) for name in ("aa", "bb")]
+
+    def turn(prompt, media=(), parent=None, kept=0, kept_media=0, **more):
+        return Turn(
+            [1] * prompt, list(media), [7] * 3, [-0.5] * 3, [0] * 3, "stop", "a", parent=parent, kept=kept, **more
+        )
+
+    turns = [
+        turn(4),
+        turn(5, first, 0, 7),
+        turn(2, (), 1, 15, 2, asked=True),
+        turn(6, first[1:], 2, 2),
+        turn(1, (), 3, 11),
+    ]
+    turns[2].kept_media, turns[4].kept_media = 2, 1
+    turns[0].messages = [{"role": "user", "content": "Begin."}]
+    record = trajectory_record(Trajectory("t/0", "t", Task("t", "?"), turns, "env_done"), 1, "train")
+    (tmp_path / "run").mkdir()
+    append(tmp_path / "run/trajectories.jsonl", record)
+    append(tmp_path / "run/config.json", {"name": "run"})
+    write_snapshot([FollowedRun(tmp_path / "run")], tmp_path / "page.html", "run")
+    browser.open(tmp_path / "page.html", "view=trajectories")
+    browser.wait("document.querySelectorAll('#main .path').length === 2")
+    assert browser.texts("#main .path button") == ["responses 1–3", "responses 4–5"]
+    left_out = "leaves out 18 tokens and 1 image of the context of response 3"
+    assert browser.texts("#main .path .muted") == ["20 tokens, 9 sampled", f"15 tokens, 6 sampled; {left_out}"]
+    assert browser.texts("#main .branch") == [f"branch: {left_out}"]
+    bars = "[...document.querySelectorAll('#main .track i')].map((bar) => [bar.style.left, bar.style.width])"
+    assert browser.run(bars) == [["0%", "100%"], ["10%", "65%"]]
+    levels = "[...document.querySelectorAll('#main .path button')].map((b) => b.style.marginLeft)"
+    assert browser.run(levels) == ["0em", "1em"]
+
+
+def test_turns_that_began_in_one_state_are_linked(browser, tmp_path):
+    """Two members: the second turn of one and the third of the other begin in the state 5."""
+
+    def member(number, *states):
+        turns = [
+            Turn([1], [], [7], [-0.5], [0], "stop", "a", [{"role": "user", "content": "Go."}], 0.0, next_state=state)
+            for state in states
+        ]
+        return trajectory_record(Trajectory(f"t/{number}", "t", Task("t", "?"), turns, "env_done"), 1, "train")
+
+    (tmp_path / "run").mkdir()
+    append(tmp_path / "run/trajectories.jsonl", member(0, "5", "6", "9"))
+    append(tmp_path / "run/trajectories.jsonl", member(1, "8", "5", "5", "9"))
+    append(tmp_path / "run/config.json", {"name": "run"})
+    write_snapshot([FollowedRun(tmp_path / "run")], tmp_path / "page.html", "run")
+    browser.open(tmp_path / "page.html", "view=trajectories&group=1")
+    browser.wait("document.querySelectorAll('#main section.response').length === 7")
+    links = """[...document.querySelectorAll('#main section.response')].map(
+        (response) => [...response.querySelectorAll('.same button')].map((link) => link.textContent))"""
+    assert browser.run(links) == [[], ["2.3", "2.4"], [], [], [], ["1.2", "2.4"], ["1.2", "2.3"]]
+    browser.open(tmp_path / "page.html", "view=trajectories")
+    browser.wait("document.querySelectorAll('#main section.response').length === 3")
+    assert browser.texts("#main .same") == []
+
+
 def new_trajectory() -> Trajectory:
     message = {"role": "user", "content": "A new question"}
     turn = Turn([1], [], [7], [-0.5], [0], "stop", "new response", [message], 1.0)
@@ -339,8 +399,10 @@ def test_with_a_token_the_address_opens_the_data_and_without_it_the_page_says_so
 def test_an_agents_branches_and_its_log_are_shown(browser, tmp_path):
     folder = write_run_folder(tmp_path / "agents", steps=1, groups=1, group_size=1, turns=4)
     lines = [json.loads(line) for line in (folder / "trajectories.jsonl").read_text().splitlines()]
-    for turn, continues in zip(lines[0]["turns"], [None, 0, 0, None], strict=True):
-        turn["continues"] = continues
+    turns = lines[0]["turns"]
+    added = [turn["prompt_tokens"] + turn["sampled_tokens"] for turn in turns]
+    for turn, parent in zip(turns, [None, 0, 0, None], strict=True):
+        turn |= {"parent": parent, "kept_tokens": 0 if parent is None else added[0], "kept_images": 0}
     (folder / "trajectories.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     log = folder / f"agents/{lines[0]['id']}.log"
     log.parent.mkdir(parents=True)
@@ -349,7 +411,9 @@ def test_an_agents_branches_and_its_log_are_shown(browser, tmp_path):
         browser.open(url, "view=trajectories&kind=train")
         browser.wait("document.querySelectorAll('#main .branch').length === 2")
         shown = browser.texts("#main .branch")
-        assert shown == ["branch: continues response 1", "branch: continues no response of this trajectory"]
+        for line, number, tokens in zip(shown, (2, 3), (added[1], added[0] + added[2]), strict=True):
+            assert line.startswith(f"branch: leaves out {tokens} tokens")
+            assert line.endswith(f"of the context of response {number}")
         browser.click("#main .log summary")
         browser.wait("document.querySelector('#main .log .text')")
         assert browser.texts("#main .log .text") == ["zoomed <b>in</b>"]

@@ -100,272 +100,218 @@ def differ(group):
     return len({trajectory.reward for trajectory in group}) > 1
 
 
-def run(coroutine):
-    asyncio.run(asyncio.wait_for(coroutine, 600))
+async def test_groups_are_started_only_as_far_ahead_as_staleness_allows():
+    play = Play(max_staleness=1)
+    await play.begin()
+    assert play.loop.started == [0, 1, 2, 3]
+    await play.finish(1, 2, 3)
+    assert not play.waiting.done()  # it waits for the first, though three are ready
+    await play.finish(0)
+    batch = await play.waiting
+    assert [group[0].group_id for group in batch.groups] == ["group000000", "group000001"]
+    assert play.loop.started == [0, 1, 2, 3]  # the batch is in training
+    play.loop.engine.policy_version = 1
+    play.buffer.trained()
+    await play.rest()
+    assert play.loop.started == [0, 1, 2, 3, 4, 5]
+    await play.buffer.close()
 
 
-def test_groups_are_started_only_as_far_ahead_as_staleness_allows():
-    async def go():
-        play = Play(max_staleness=1)
-        await play.begin()
-        assert play.loop.started == [0, 1, 2, 3]
-        await play.finish(1, 2, 3)
-        assert not play.waiting.done()  # it waits for the first, though three are ready
-        await play.finish(0)
-        batch = await play.waiting
-        assert [group[0].group_id for group in batch.groups] == ["group000000", "group000001"]
-        assert play.loop.started == [0, 1, 2, 3]  # the batch is in training
-        play.loop.engine.policy_version = 1
-        play.buffer.trained()
-        await play.rest()
-        assert play.loop.started == [0, 1, 2, 3, 4, 5]
-        await play.buffer.close()
-
-    run(go())
-
-
-def test_waiting_keeps_every_group_within_max_staleness():
-    async def go():
-        play, oldest, taken = Play(max_staleness=2), [], []
-        await play.start()
-        for _ in range(5):
-            await play.finish(*reversed(play.loop.started))
-            numbers, _ = await play.take()
-            taken += numbers
-            oldest.append(play.buffer.metrics()["staleness/max"])
-        assert taken == list(range(10))
-        assert oldest == [0, 1, 2, 2, 2]
-        assert play.buffer.metrics()["length_bias/turns"] == 1.0
-        await play.buffer.close()
-
-    run(go())
-
-
-def test_with_corrections_late_groups_are_trained_later():
-    async def go():
-        play = Play(max_staleness=1, too_old="correct")
-        await play.begin()
-        await play.finish(1, 2, 3)
-        assert [group[0].group_id[-1] for group in (await play.waiting).groups] == ["1", "2"]
-        play.loop.engine.policy_version = 1
-        play.buffer.trained()
-        await play.rest()
-        await play.finish(4)
-        assert (await play.take())[0] == [3, 4]
-        await play.finish(0, 5)
+async def test_waiting_keeps_every_group_within_max_staleness():
+    play, oldest, taken = Play(max_staleness=2), [], []
+    await play.start()
+    for _ in range(5):
+        await play.finish(*reversed(play.loop.started))
         numbers, _ = await play.take()
-        assert numbers == [0, 5]
-        metrics = play.buffer.metrics()
-        assert (metrics["staleness/max"], metrics["staleness/too_old"]) == (2, 1)
-        assert metrics["staleness/mean"] == pytest.approx(
-            (2 + 0 + 1 + 0) / 4
-        )  # each group: its first and its last token
-        await play.buffer.close()
-
-    run(go())
+        taken += numbers
+        oldest.append(play.buffer.metrics()["staleness/max"])
+    assert taken == list(range(10))
+    assert oldest == [0, 1, 2, 2, 2]
+    assert play.buffer.metrics()["length_bias/turns"] == 1.0
+    await play.buffer.close()
 
 
-def test_groups_that_are_too_old_are_dropped_counted_and_replaced():
-    async def go():
-        play = Play(max_staleness=1, too_old="drop")
-        await play.start()
-        await play.finish(1, 2, 3)
-        assert (await play.take())[0] == [1, 2]
-        await play.finish(4)
-        assert (await play.take())[0] == [3, 4]
-        await play.finish(0, 5, 6, 7)
-        numbers, batch = await play.take()
-        assert (numbers, batch.too_old) == ([5, 6], 1)
-        assert play.loop.started == list(range(11))
-        assert len(play.buffer.state()["unfinished"]) == 4
-        await play.buffer.close()
-
-    run(go())
-
-
-def test_a_broken_group_makes_room_for_another():
-    async def go():
-        play = Play(max_staleness=1)
-        play.loop.failing = {0}
-        await play.begin()
-        await play.finish(0, 1, 2)
-        batch = await play.waiting
-        assert [group[0].group_id[-1] for group in batch.groups] == ["1", "2"]
-        assert (batch.rollouts.dropped_groups, len(batch.rollouts.failed)) == (1, 2)
-        assert play.loop.started == [0, 1, 2, 3, 4]
-        play.buffer.trained()
-        await play.rest()
-        await play.finish(3, 4)
-        _, following = await play.take()
-        assert (following.rollouts.dropped_groups, following.rollouts.failed) == (0, [])
-        await play.buffer.close()
-
-    run(go())
+async def test_with_corrections_late_groups_are_trained_later():
+    play = Play(max_staleness=1, too_old="correct")
+    await play.begin()
+    await play.finish(1, 2, 3)
+    assert [group[0].group_id[-1] for group in (await play.waiting).groups] == ["1", "2"]
+    play.loop.engine.policy_version = 1
+    play.buffer.trained()
+    await play.rest()
+    await play.finish(4)
+    assert (await play.take())[0] == [3, 4]
+    await play.finish(0, 5)
+    numbers, _ = await play.take()
+    assert numbers == [0, 5]
+    metrics = play.buffer.metrics()
+    assert (metrics["staleness/max"], metrics["staleness/too_old"]) == (2, 1)
+    assert metrics["staleness/mean"] == pytest.approx((2 + 0 + 1 + 0) / 4)  # each group: its first and its last token
+    await play.buffer.close()
 
 
-def test_a_batch_in_training_counts_when_a_broken_group_is_replaced():
-    async def go():
-        play = Play(max_staleness=1)
-        play.loop.failing = {2}
-        await play.begin()
-        await play.finish(0, 1)
+async def test_groups_that_are_too_old_are_dropped_counted_and_replaced():
+    play = Play(max_staleness=1, too_old="drop")
+    await play.start()
+    await play.finish(1, 2, 3)
+    assert (await play.take())[0] == [1, 2]
+    await play.finish(4)
+    assert (await play.take())[0] == [3, 4]
+    await play.finish(0, 5, 6, 7)
+    numbers, batch = await play.take()
+    assert (numbers, batch.too_old) == ([5, 6], 1)
+    assert play.loop.started == list(range(11))
+    assert len(play.buffer.state()["unfinished"]) == 4
+    await play.buffer.close()
+
+
+async def test_a_broken_group_makes_room_for_another():
+    play = Play(max_staleness=1)
+    play.loop.failing = {0}
+    await play.begin()
+    await play.finish(0, 1, 2)
+    batch = await play.waiting
+    assert [group[0].group_id[-1] for group in batch.groups] == ["1", "2"]
+    assert (batch.rollouts.dropped_groups, len(batch.rollouts.failed)) == (1, 2)
+    assert play.loop.started == [0, 1, 2, 3, 4]
+    play.buffer.trained()
+    await play.rest()
+    await play.finish(3, 4)
+    _, following = await play.take()
+    assert (following.rollouts.dropped_groups, following.rollouts.failed) == (0, [])
+    await play.buffer.close()
+
+
+async def test_a_batch_in_training_counts_when_a_broken_group_is_replaced():
+    play = Play(max_staleness=1)
+    play.loop.failing = {2}
+    await play.begin()
+    await play.finish(0, 1)
+    await play.waiting
+    await play.finish(2)
+    assert play.loop.started == [0, 1, 2, 3, 4]  # 2 are in training and 2 are played
+    await play.buffer.close()
+
+
+async def test_groups_are_started_in_place_of_old_ones_before_the_batch_is_awaited():
+    play = Play(max_staleness=1, too_old="drop")
+    await play.start()
+    await play.finish(0, 1, 2, 3)
+    play.loop.engine.policy_version = 5
+    await play.begin()
+    assert play.loop.started == list(range(8))
+    await play.finish(4, 5)
+    batch = await play.waiting
+    assert ([group[0].group_id[-1] for group in batch.groups], batch.too_old) == (["4", "5"], 4)
+    await play.buffer.close()
+
+
+async def test_of_groups_that_are_ready_the_earliest_started_are_taken_first():
+    play = Play(max_staleness=1, too_old="correct")
+    await play.start()
+    for number in (3, 2, 1):
+        await play.finish(number)
+    assert (await play.take())[0] == [1, 2]
+    metrics = play.buffer.metrics()
+    assert (metrics["queue/ready"], metrics["queue/playing"]) == (1, 1)
+    assert metrics["idle/trainer"] > 0
+    await play.buffer.close()
+
+
+async def test_seconds_in_which_no_group_is_played_are_those_after_the_last_one_ended():
+    play, idle = Play(max_staleness=1), []
+    await play.start()
+    for finished in ([0, 1, 2, 3], [], [4, 5]):
+        await play.finish(*finished)
+        await play.take()
+        idle.append(play.buffer.metrics()["idle/rollouts"])
+    assert idle[0] > 0  # all had ended
+    assert idle[1] > 0  # until the first batch was trained
+    assert idle[2] == 0  # two groups were always played
+    await play.buffer.close()
+
+
+async def test_filtered_groups_are_played_and_not_trained():
+    play = Play(filters=[differ], max_staleness=1)
+    play.loop.turns |= {1: 3, 3: 3}  # odd groups have equal rewards
+    await play.start()
+    await play.finish(0, 1, 2, 3)
+    assert (await play.take())[0] == [0]
+    assert play.buffer.metrics()["length_bias/turns"] == 0.5  # 1 against a mean of 2
+    await play.buffer.close()
+
+
+async def test_too_many_failures_raise_in_take():
+    play = Play(max_staleness=1, max_failed_fraction=0.25)
+    play.loop.failing = {0}
+    await play.begin()
+    await play.finish(0)
+    with pytest.raises(RolloutError, match=r"2 trajectories failed where 4 were requested(.|\n)*broken"):
         await play.waiting
-        await play.finish(2)
-        assert play.loop.started == [0, 1, 2, 3, 4]  # 2 are in training and 2 are played
-        await play.buffer.close()
-
-    run(go())
+    await play.buffer.close()
 
 
-def test_groups_are_started_in_place_of_old_ones_before_the_batch_is_awaited():
-    async def go():
-        play = Play(max_staleness=1, too_old="drop")
-        await play.start()
-        await play.finish(0, 1, 2, 3)
-        play.loop.engine.policy_version = 5
-        await play.begin()
-        assert play.loop.started == list(range(8))
-        await play.finish(4, 5)
-        batch = await play.waiting
-        assert ([group[0].group_id[-1] for group in batch.groups], batch.too_old) == (["4", "5"], 4)
-        await play.buffer.close()
-
-    run(go())
-
-
-def test_of_groups_that_are_ready_the_earliest_started_are_taken_first():
-    async def go():
-        play = Play(max_staleness=1, too_old="correct")
-        await play.start()
-        for number in (3, 2, 1):
-            await play.finish(number)
-        assert (await play.take())[0] == [1, 2]
-        metrics = play.buffer.metrics()
-        assert (metrics["queue/ready"], metrics["queue/playing"]) == (1, 1)
-        assert metrics["idle/trainer"] > 0
-        await play.buffer.close()
-
-    run(go())
-
-
-def test_seconds_in_which_no_group_is_played_are_those_after_the_last_one_ended():
-    async def go():
-        play, idle = Play(max_staleness=1), []
-        await play.start()
-        for finished in ([0, 1, 2, 3], [], [4, 5]):
-            await play.finish(*finished)
-            await play.take()
-            idle.append(play.buffer.metrics()["idle/rollouts"])
-        assert idle[0] > 0  # all had ended
-        assert idle[1] > 0  # until the first batch was trained
-        assert idle[2] == 0  # two groups were always played
-        await play.buffer.close()
-
-    run(go())
-
-
-def test_filtered_groups_are_played_and_not_trained():
-    async def go():
-        play = Play(filters=[differ], max_staleness=1)
-        play.loop.turns |= {1: 3, 3: 3}  # odd groups have equal rewards
-        await play.start()
-        await play.finish(0, 1, 2, 3)
-        assert (await play.take())[0] == [0]
-        assert play.buffer.metrics()["length_bias/turns"] == 0.5  # 1 against a mean of 2
-        await play.buffer.close()
-
-    run(go())
-
-
-def test_too_many_failures_raise_in_take():
-    async def go():
-        play = Play(max_staleness=1, max_failed_fraction=0.25)
-        play.loop.failing = {0}
-        await play.begin()
-        await play.finish(0)
-        with pytest.raises(RolloutError, match=r"2 trajectories failed where 4 were requested(.|\n)*broken"):
-            await play.waiting
-        await play.buffer.close()
-
-    run(go())
-
-
-def test_an_error_while_the_loop_trains_is_raised_by_the_next_take():
+async def test_an_error_while_the_loop_trains_is_raised_by_the_next_take():
     """Nothing that is still in play could wake it."""
-
-    async def go():
-        play = Play(max_staleness=1, max_failed_fraction=0.25)
-        play.loop.failing = {2}
-        await play.begin()
-        await play.finish(0, 1)
-        await play.waiting
-        await play.finish(2, 3)
-        with pytest.raises(RolloutError, match=r"(.|\n)*broken"):
-            await play.buffer.take(2)
-        await play.buffer.close()
-
-    run(go())
+    play = Play(max_staleness=1, max_failed_fraction=0.25)
+    play.loop.failing = {2}
+    await play.begin()
+    await play.finish(0, 1)
+    await play.waiting
+    await play.finish(2, 3)
+    with pytest.raises(RolloutError, match=r"(.|\n)*broken"):
+        await play.buffer.take(2)
+    await play.buffer.close()
 
 
 @pytest.mark.parametrize(
     ("mode", "expected", "filtered"),
     [("off", [0], 1), ("filter", [0, 2], 1), ("replace", [0, 0], 1)],
 )
-def test_filters_shorten_a_batch_or_refill_it_or_repeat_groups(mode, expected, filtered):
-    async def go():
-        play = Play(filters=[differ], mode=mode, max_staleness=1)
-        await play.start()
-        await play.finish(0, 1, 2, 3)
-        numbers, batch = await play.take() if mode != "replace" else (expected, await play.buffer.take(1))
-        names = [group[0].group_id.partition("+")[0] for group in batch.groups]
-        assert names == [f"group{number:06d}" for number in expected] and numbers == expected
-        assert batch.filtered >= filtered
-        assert len(batch.rollouts.groups) == len({*expected, 1}) + (
-            mode == "filter"
-        )  # the filtered group is counted too
-        await play.buffer.close()
-
-    run(go())
+async def test_filters_shorten_a_batch_or_refill_it_or_repeat_groups(mode, expected, filtered):
+    play = Play(filters=[differ], mode=mode, max_staleness=1)
+    await play.start()
+    await play.finish(0, 1, 2, 3)
+    numbers, batch = await play.take() if mode != "replace" else (expected, await play.buffer.take(1))
+    names = [group[0].group_id.partition("+")[0] for group in batch.groups]
+    assert names == [f"group{number:06d}" for number in expected] and numbers == expected
+    assert batch.filtered >= filtered
+    assert len(batch.rollouts.groups) == len({*expected, 1}) + (mode == "filter")  # the filtered group is counted too
+    await play.buffer.close()
 
 
-def test_filters_that_pass_nothing_end_the_run():
-    async def go():
-        play = Play(filters=[lambda group: False], mode="filter", max_staleness=1)
-        await play.begin()
-        for _ in range(60):
-            await play.finish(*play.loop.started)
-        assert len(play.loop.started) <= 2 * MAX_ROUNDS + 4
-        with pytest.raises(RolloutError, match=r"only 0 of 2 groups passed algo\.filters"):
-            await play.waiting
-        await play.buffer.close()
-
-    run(go())
+async def test_filters_that_pass_nothing_end_the_run():
+    play = Play(filters=[lambda group: False], mode="filter", max_staleness=1)
+    await play.begin()
+    for _ in range(60):
+        await play.finish(*play.loop.started)
+    assert len(play.loop.started) <= 2 * MAX_ROUNDS + 4
+    with pytest.raises(RolloutError, match=r"only 0 of 2 groups passed algo\.filters"):
+        await play.waiting
+    await play.buffer.close()
 
 
-def test_untrained_groups_restart_after_a_resume():
-    async def go():
-        first = Play(max_staleness=1, too_old="correct")
-        await first.start()
-        await first.finish(1, 2, 3)
-        await first.take()
-        state = first.buffer.state()
-        assert state["unfinished"] == {"0": 0, "3": 3, "4": 4, "5": 5} and state["tasks"]["drawn"] == 6
-        await first.buffer.close()
-        assert not first.loop.started[6:]
+async def test_untrained_groups_restart_after_a_resume():
+    first = Play(max_staleness=1, too_old="correct")
+    await first.start()
+    await first.finish(1, 2, 3)
+    await first.take()
+    state = first.buffer.state()
+    assert state["unfinished"] == {"0": 0, "3": 3, "4": 4, "5": 5} and state["tasks"]["drawn"] == 6
+    await first.buffer.close()
+    assert not first.loop.started[6:]
 
-        second = Play(max_staleness=1, too_old="correct")
-        second.buffer.restore(state)
-        await second.begin()
-        assert second.loop.started == [0, 3, 4, 5]
-        await second.finish(0, 3)
-        assert [group[0].task.id for group in (await second.waiting).groups] == ["0", "3"]
-        second.buffer.trained()
-        await second.rest()
-        assert second.loop.started == [0, 3, 4, 5, 6, 7]
-        assert {number: second.loop.tasks[number] for number in (4, 5, 6, 7)} == {4: "4", 5: "5", 6: "6", 7: "7"}
-        await second.buffer.close()
-
-    run(go())
+    second = Play(max_staleness=1, too_old="correct")
+    second.buffer.restore(state)
+    await second.begin()
+    assert second.loop.started == [0, 3, 4, 5]
+    await second.finish(0, 3)
+    assert [group[0].task.id for group in (await second.waiting).groups] == ["0", "3"]
+    second.buffer.trained()
+    await second.rest()
+    assert second.loop.started == [0, 3, 4, 5, 6, 7]
+    assert {number: second.loop.tasks[number] for number in (4, 5, 6, 7)} == {4: "4", 5: "5", 6: "6", 7: "7"}
+    await second.buffer.close()
 
 
 def test_length_bias_shows_that_long_trajectories_are_lost():
@@ -478,36 +424,27 @@ def tasks_of(batch):
     return [group[0].task.id for group in batch.groups]
 
 
-def test_a_synchronous_batch_is_played_when_it_is_taken_and_named_after_its_step():
-    async def go():
-        buffer = synchronous()
-        batch = await buffer.take(7)
-        assert tasks_of(batch) == ["0", "1"]
-        assert all(trajectory.id.startswith("step000007/") for trajectory in batch.trajectories)
-        assert len({trajectory.id for trajectory in batch.trajectories}) == 4
-        assert buffer.metrics()["data/drawn"] == 2
-
-    run(go())
+async def test_a_synchronous_batch_is_played_when_it_is_taken_and_named_after_its_step():
+    buffer = synchronous()
+    batch = await buffer.take(7)
+    assert tasks_of(batch) == ["0", "1"]
+    assert all(trajectory.id.startswith("step000007/") for trajectory in batch.trajectories)
+    assert len({trajectory.id for trajectory in batch.trajectories}) == 4
+    assert buffer.metrics()["data/drawn"] == 2
 
 
-def test_a_synchronous_batch_is_filtered_and_filled_up():
-    async def go():
-        assert tasks_of(await synchronous([differ]).take(1)) == ["0"]
-        assert tasks_of(await synchronous([differ], "filter").take(1)) == ["0", "2"]
-        assert tasks_of(await synchronous([differ], "replace").take(1)) == ["0", "0"]
-
-    run(go())
+async def test_a_synchronous_batch_is_filtered_and_filled_up():
+    assert tasks_of(await synchronous([differ]).take(1)) == ["0"]
+    assert tasks_of(await synchronous([differ], "filter").take(1)) == ["0", "2"]
+    assert tasks_of(await synchronous([differ], "replace").take(1)) == ["0", "0"]
 
 
-def test_a_synchronous_run_continues_with_the_next_tasks_after_a_resume():
-    async def go():
-        first, second = synchronous(), synchronous()
-        await first.take(1)
-        second.restore(json.loads(json.dumps(first.state())))
-        assert tasks_of(await second.take(2)) == ["2", "3"]
-        await second.close()
-
-    run(go())
+async def test_a_synchronous_run_continues_with_the_next_tasks_after_a_resume():
+    first, second = synchronous(), synchronous()
+    await first.take(1)
+    second.restore(json.loads(json.dumps(first.state())))
+    assert tasks_of(await second.take(2)) == ["2", "3"]
+    await second.close()
 
 
 class CountingLoop(InstantLoop):
@@ -525,12 +462,9 @@ class CountingLoop(InstantLoop):
 
 
 @pytest.mark.parametrize(("max_concurrent", "most"), [(1, 1), (2, 2)])
-def test_no_more_episodes_are_played_at_once_than_max_concurrent(max_concurrent, most):
-    async def go():
-        loop, train = CountingLoop(max_concurrent=max_concurrent), Train(groups_per_batch=2, max_staleness=1)
-        buffer = AsynchronousBuffer(Runner(loop), TaskStream(Tasks()), [], Algo(), train)
-        await buffer.take(1)
-        await buffer.close()
-        assert loop.most == most
-
-    run(go())
+async def test_no_more_episodes_are_played_at_once_than_max_concurrent(max_concurrent, most):
+    loop, train = CountingLoop(max_concurrent=max_concurrent), Train(groups_per_batch=2, max_staleness=1)
+    buffer = AsynchronousBuffer(Runner(loop), TaskStream(Tasks()), [], Algo(), train)
+    await buffer.take(1)
+    await buffer.close()
+    assert loop.most == most

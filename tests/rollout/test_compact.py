@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
+from collections import Counter
+from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 
 import pytest
 from testing.episodes import a_task, decoded, image, new_store, renderer, script
@@ -12,12 +16,14 @@ from testing.episodes import a_task, decoded, image, new_store, renderer, script
 from vlmrl import Env, obs
 from vlmrl.config import Rollout
 from vlmrl.engine.base import Request
+from vlmrl.engine.scripted import ScriptedEngine
 from vlmrl.env.base import RetryTurn, resolve_env
 from vlmrl.rollout.asking_loop import AskingLoop
 from vlmrl.rollout.history import resolve_policy
 from vlmrl.rollout.history_policies import compact, keep_images
 from vlmrl.samples import audit, concat, emit
 from vlmrl.train.credit import states_of
+from vlmrl.types import Completion, Trajectory
 
 REQUEST = "Sum up."
 COLORS = ("red", "green", "blue", "yellow", "black", "white", "orange", "purple")
@@ -34,7 +40,8 @@ class Screens(Env):
 def play(env, responses, policy=None, **limits):
     limits = {"max_turns": 8, "max_tokens": 400, "max_response_tokens": 60} | limits
     policy = policy or partial(compact, turns=2, request=REQUEST)
-    loop = AskingLoop(resolve_env(env), script(responses), renderer(), new_store(), Rollout(**limits), 0, policy)
+    engine = responses if isinstance(responses, ScriptedEngine) else script(responses)
+    loop = AskingLoop(resolve_env(env), engine, renderer(), new_store(), Rollout(**limits), 0, policy)
     trajectory = asyncio.run(loop.play(a_task("Count."), "g", "g/0"))
     if not trajectory.failed:
         check(trajectory)
@@ -42,11 +49,18 @@ def play(env, responses, policy=None, **limits):
 
 
 def check(trajectory):
-    """Every sampled token is trained once in the two forms of rows that such an episode has."""
+    """Every sampled token is trained once, with its logprob, in the two forms of rows that such an episode has."""
+    sampled = [(turn.response_ids, turn.logprobs) for turn in trajectory.turns]
     for form in ("step_wise", "merged"):
         rows = emit(trajectory, form)
         audit(rows, [trajectory], image_token_id=renderer().image_token_id)
         assert sum(sum(row.loss_mask) for row in rows) == trajectory.num_sampled
+        spans = sorted(((span.turn, row, span) for row in rows for span in row.responses), key=itemgetter(0))
+        assert [number for number, _, _ in spans] == list(range(len(sampled)))
+        for number, row, span in spans:
+            trained = slice(span.start, span.end)
+            assert all(row.loss_mask[trained])
+            assert (row.response_ids[trained], row.rollout_logprobs[trained]) == sampled[number]
 
 
 def prompts(trajectory):
@@ -100,6 +114,12 @@ def test_the_env_asks_for_a_summary():
     trajectory = play(Asks, ["a", "remember", "sum", "done"], partial(compact, request=REQUEST))
     assert [turn.asked for turn in trajectory.turns] == [False, False, True, False]
     assert "compact" not in trajectory.turns[1].metrics
+
+
+def test_a_summary_has_the_share_that_it_copies():
+    trajectory = play(Screens, ["a", "b", "Screen 0.", "done"])
+    assert trajectory.turns[2].metrics == {"copied": 1.0}
+    assert "copied" not in trajectory.turns[3].metrics
 
 
 @pytest.mark.parametrize(
@@ -163,35 +183,68 @@ def test_windows_of_images():
     assert kept == ["red", "[image 2]", "blue", "[image 4]", "[image 5]", "white", "[image 7]", "purple"]
 
 
+class Numbered(ScriptedEngine):
+    """Each token has a logprob of its own."""
+
+    numbers = itertools.count(1)
+
+    async def generate(self, request: Request) -> Completion:
+        completion = await super().generate(request)
+        return replace(completion, logprobs=[-float(next(self.numbers)) for _ in completion.token_ids])
+
+
 @pytest.mark.slow
 def test_random_episodes_train_each_sampled_token_once(how_many):
-    """Summaries anywhere, of any size, with images kept by number, env errors, rejected responses and budgets that end them."""
+    """Summaries anywhere, of any size, with images kept by number, env errors, rejected responses and budgets that end them.
+
+    `--hostile 10000` plays more of them.
+    """
+    seen = Counter[str]()
     for seed in range(how_many(300)):
-        rng = random.Random(seed)
-        options = {
-            "at": rng.uniform(0.1, 1),
-            "turns": rng.randrange(4),
-            "keep": rng.randrange(3),
-            "images": rng.randrange(3),
-        }
-
-        class Chance(Screens):
-            def step(self, response_text, rng=rng):
-                if rng.random() < 0.05:
-                    raise RetryTurn("again")
-                if rng.random() < 0.02:
-                    raise OSError("the env's own")
-                shown, done, info = super().step(response_text)
-                return shown, done, info | {"compact": rng.random() < 0.1}
-
-            replayable = False
-            unfinished_reward = 0.0
-
-        def response(request: Request, turn: int, rng=rng) -> str:
-            words = ["done", *(f"[image {rng.randrange(12)}]" for _ in range(3)), "word " * rng.randrange(30), "a"]
-            return rng.choice(words) or "a"
-
-        trajectory = play(
-            Chance, response, partial(compact, **options, request=REQUEST), max_tokens=rng.randrange(60, 400)
+        trajectory = random_episode(random.Random(seed))
+        asked = [number for number, turn in enumerate(trajectory.turns) if turn.asked]
+        after = [trajectory.turns[number + 1] for number in asked if number + 1 < len(trajectory.turns)]
+        in_summary = bool(asked) and asked[-1] == len(trajectory.turns) - 1
+        seen["failed"] += trajectory.failed
+        seen["summaries"] += len(asked)
+        seen["retried"] += bool(trajectory.metrics.get("env_retries")) and not trajectory.failed
+        seen["rejected"] += any(turn.metrics.get("turns_resampled") for turn in trajectory.turns)
+        seen["images kept"] += any(turn.num_images > 1 for turn in after)
+        seen["images dropped"] += any(
+            turn.num_images < trajectory.turns[number].num_images for number, turn in zip(asked, after, strict=False)
         )
-        assert trajectory.failed or trajectory.reward is not None
+        seen[f"{trajectory.ending} in a summary"] += in_summary and trajectory.turns[-1].stop_reason == "length"
+    print(dict(seen))
+    kinds = ("retried", "rejected", "images kept", "images dropped", "length in a summary", "max_tokens in a summary")
+    assert seen["summaries"] > 100 and all(seen[kind] for kind in kinds), seen
+    assert seen["failed"] < how_many(300) / 4, seen
+
+
+def random_episode(rng: random.Random) -> Trajectory:
+    """One episode, checked unless it failed: every response is in one row of each form, with its tokens and its logprobs."""
+    errors, requests = rng.choice((0.0, 0.05)), [rng.random() < 0.1 for _ in COLORS]
+
+    class Chance(Screens):
+        unfinished_reward = 0.0
+
+        def step(self, response_text):
+            if rng.random() < 0.02:
+                raise RetryTurn("again")
+            if rng.random() < errors:
+                raise OSError("the env's own")  # a new env replays the episode
+            shown, done, info = super().step(response_text)
+            return shown, done, info | {"compact": requests[self.turn]}
+
+    def response(request: Request, turn: int) -> str:
+        words = ["done", *(f"[image {rng.randrange(12)}]" for _ in range(3)), "word " * rng.randrange(30), "a"]
+        return rng.choice(words) or "a"
+
+    options = {
+        "at": rng.uniform(0.1, 1),
+        "turns": rng.randrange(4),
+        "keep": rng.randrange(3),
+        "images": rng.randrange(3),
+    }
+    policy = partial(compact, **options, request=REQUEST)
+    engine, limit = Numbered(response, renderer()), rng.randrange(60, 400)
+    return play(Chance, engine, policy, max_tokens=limit, max_response_tokens=rng.choice((20, 60)))

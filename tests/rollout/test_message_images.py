@@ -55,7 +55,7 @@ def png(size: tuple[int, int]) -> bytes:
         (b"\x89PNG no image", "cannot identify image file: it has none of the formats PNG, JPEG"),
         (png((64, 64))[:900], "it does not decode."),
         (Image.open(io.BytesIO(png((64, 64))[:900])), "it does not decode."),
-        ("/no/such/image.png", "there is no such file."),
+        ("/zoom.png", "there is no such file."),
         ("data:image/png;base64,AAAA", "cannot identify image file"),
     ],
     ids=["wide", "high", "flat", "empty", "float", "no image", "cut", "cut, opened lazily", "no file", "uri"],
@@ -64,7 +64,7 @@ def test_the_model_reads_why_an_image_cannot_be_shown(broken: Any, reason: str):
     trajectory = play_audited(shows(broken), ["zoom", "done"])
     prompt = second_prompt(trajectory)
     assert f"[This image cannot be shown: {reason}" in prompt and prompt.count("Closer:") == 1
-    assert "0x7" not in prompt and "/no/such" not in prompt  # no address and no path: the same text in every run
+    assert "0x7" not in prompt and "/zoom.png" not in prompt  # no address and no path: the same text in every run
     assert (trajectory.reward, trajectory.turns[1].media) == (1.0, [])
     assert [turn.metrics.get("images_not_shown") for turn in trajectory.turns] == [1.0, None]
 
@@ -152,10 +152,33 @@ def test_what_is_no_image_source_is_an_error_of_the_env(broken: Any):
     assert "an image is a PIL image, bytes, a path, a URL or a data URI" in (trajectory.error or "")
 
 
-def test_what_the_machine_could_not_read_is_an_error_of_the_env(tmp_path: Path):
+@pytest.mark.parametrize("path", ["crops/none.png", "crops/zoom.png", "loop.png/x.png"])
+def test_a_folder_that_does_not_exist_is_an_error_of_the_env(path: str, tmp_path: Path, monkeypatch):
+    """Not even `crops/zoom.png` after the response "zoom": there is no folder of crops."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "loop.png").write_bytes(png((64, 64)))
-    broken = play(shows(tmp_path / "loop.png" / "x.png"), ["zoom", "done"])  # ENOTDIR: there is no such file
-    assert "there is no such file" in second_prompt(broken)
+    trajectory = play(shows(path), ["zoom", "done"])
+    assert (trajectory.ending, trajectory.non_retryable) == ("error", False)
+    assert f"task t, turn 1: an image does not load: {path!r}: [Errno " in (trajectory.error or "")
+    assert f", in step). Return a path that exists; a relative one starts in {tmp_path}." in (trajectory.error or "")
+
+
+@pytest.mark.parametrize(
+    ("path", "response"), [("pages/page_012.png", "next"), ("12/x.png", "next"), ("Gone/x.png", "gone, the first")]
+)
+def test_a_missing_file_that_a_response_may_have_chosen_is_a_text_to_it(
+    path: str, response: str, tmp_path: Path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pages").mkdir()
+    assert "there is no such file" in second_prompt(play_audited(shows(path), [response, "done"]))
+
+
+def test_a_single_image_needs_no_list():
+    for single in (image(), png((64, 64)), {"bytes": png((64, 64)), "path": None}):
+        assert obs(images=single)["multi_modal_data"] == {"image": [single]}
+    assert obs(images=(image() for _ in range(2)))["multi_modal_data"]["image"][1].size == image().size
+    assert "multi_modal_data" not in obs(images=[]) and "multi_modal_data" not in obs(images=None)
 
 
 def test_a_replay_compares_images_that_do_not_decode():

@@ -306,7 +306,7 @@ def test_an_error_in_one_trajectory_stops_the_rest(lockstep: bool):
         assert len(released) == 8
 
 
-def test_cancelling_from_outside_stops_everything():
+async def test_cancelling_from_outside_stops_everything():
     requested = asyncio.Event()
 
     async def forever(request: Request, turn: int) -> str:
@@ -314,17 +314,14 @@ def test_cancelling_from_outside_stops_everything():
         await asyncio.Event().wait()
         return "a"
 
-    async def go() -> None:
-        running = asyncio.create_task(
-            runner(response=lambda request, turn: forever(request, turn)).play(tasks(), 4, "step1")
-        )
-        await requested.wait()
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(go())
+    running = asyncio.create_task(
+        runner(response=lambda request, turn: forever(request, turn)).play(tasks(), 4, "step1")
+    )
+    await requested.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 def test_threads_of_envs_do_not_pile_up():
@@ -408,7 +405,7 @@ def test_lockstep_batching_gives_the_same_trajectories_twice(model: LoadedModel)
     assert len({str(turns) for _, _, turns in first}) > 9  # a short response may be drawn twice
 
 
-def test_a_lockstep_batch_waits_for_all_and_is_in_task_order():
+async def test_a_lockstep_batch_waits_for_all_and_is_in_task_order():
     batches: list[list[str]] = []
 
     class Naming:
@@ -418,18 +415,15 @@ def test_a_lockstep_batch_waits_for_all_and_is_in_task_order():
             batches.append([request.trajectory_id for request in requests])
             return [f"to {request.trajectory_id}" for request in requests]
 
-    async def go() -> None:
-        engine = LockstepBatching(Naming())  # type: ignore[arg-type]
-        engine.join(4)
-        requests = [asyncio.create_task(engine.generate(Request(name, [1]))) for name in ("g/02", "g/00", "g/01")]
-        await asyncio.sleep(0)  # the three requests are made
-        assert batches == []  # the fourth is missing
-        engine.drop()
-        assert await asyncio.gather(*requests) == ["to g/02", "to g/00", "to g/01"]
-        assert batches == [["g/00", "g/01", "g/02"]]
-        assert engine.policy_version == 3
-
-    asyncio.run(go())
+    engine = LockstepBatching(Naming())  # type: ignore[arg-type]
+    engine.join(4)
+    requests = [asyncio.create_task(engine.generate(Request(name, [1]))) for name in ("g/02", "g/00", "g/01")]
+    await asyncio.sleep(0)  # the three requests are made
+    assert batches == []  # the fourth is missing
+    engine.drop()
+    assert await asyncio.gather(*requests) == ["to g/02", "to g/00", "to g/01"]
+    assert batches == [["g/00", "g/01", "g/02"]]
+    assert engine.policy_version == 3
 
 
 def test_a_cancelled_request_is_not_in_the_lockstep_batch():

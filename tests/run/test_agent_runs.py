@@ -91,7 +91,7 @@ def without_image_counts(row):
     return {name: value for name, value in row.items() if not name.startswith("images/")}
 
 
-def test_a_deterministic_run_of_an_agent_repeats_and_resumes(tmp_path):
+def test_a_deterministic_run_of_an_agent_resumes(tmp_path):
     """An agent that sends one request at a time: its episodes are batched as those of an env."""
 
     def rows(folder, config, resume=False):
@@ -102,7 +102,6 @@ def test_a_deterministic_run_of_an_agent_repeats_and_resumes(tmp_path):
         return [repeatable(row) for row in load_run(settings.folder).metrics]
 
     whole = rows("whole", small(tmp_path))
-    assert rows("again", small(tmp_path)) == whole
     one_step = replace(small(tmp_path).train, steps=1)
     rows("stopped", small(tmp_path, train=one_step))
     resumed = rows("stopped", small(tmp_path), resume=True)
@@ -138,7 +137,7 @@ def letters(trajectory) -> float:
 def test_a_command_is_an_agent(tmp_path):
     (tmp_path / "agent.py").write_text(COMMAND)
     command = f"{shlex.quote(sys.executable)} {tmp_path / 'agent.py'}"
-    settings = small(tmp_path, agent=None, agent_command=command, reward=letters, eval=Eval())
+    settings = small(tmp_path, agent=command, reward=letters, eval=Eval())
     run, rows, _ = train(replace(settings, train=Train(steps=1, groups_per_batch=1)))
     run.close()
     assert next(row for row in rows if "groups/trained" in row)["samples"] == 3
@@ -176,15 +175,14 @@ run_training(Config(
     output_dir="{output}",
     model=Model(path="tiny:qwen3_vl"),
     data=Data(generator=tasks, size=4),
-    agent_command="sh -c 'touch {pids}/$$; sleep 3600'",
+    agent="sh -c 'touch {pids}/$$; sleep 3600'",
     rollout=Rollout(group_size=2, max_tokens=64, max_response_tokens=4, samples="merged"),
     train=Train(steps=1, groups_per_batch=1),
 ))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_run_ends_its_agents(tmp_path, number):
+def test_a_stopped_run_ends_its_agents(tmp_path):
     (tmp_path / "pids").mkdir()
     code = STOPPED.format(pids=tmp_path / "pids", output=tmp_path / "runs")
     process = subprocess.Popen(
@@ -194,10 +192,10 @@ def test_a_stopped_run_ends_its_agents(tmp_path, number):
         while len(list((tmp_path / "pids").iterdir())) < 2:
             assert process.poll() is None, process.stderr.read()
             time.sleep(0.01)
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=300)
     finally:
         process.kill()
-    assert process.returncode == 128 + number, errors
+    assert process.returncode == 143, errors
     for pid in (path.name for path in (tmp_path / "pids").iterdir()):
         assert not Path(f"/proc/{pid}").exists()

@@ -1,4 +1,4 @@
-"""Asynchronous runs: each logprob belongs to the policy version it is labelled with, in one process and under Ray."""
+"""Asynchronous runs: each logprob belongs to the policy version it is labelled with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from testing.runs import short_quickstart, train
 
-from vlmrl.config import Algo, Cluster, Config, Eval, Optim, Rollout, Train, WarmStart
+from vlmrl.config import Algo, Config, Eval, Optim, Rollout, Train, WarmStart
 from vlmrl.model.loading import load_model
 from vlmrl.run import loop
 from vlmrl.samples import concat
@@ -104,11 +104,3 @@ def test_ratios_are_to_the_rollout_policy_unless_old_policy_is_set(tmp_path, old
     else:
         assert min(off[1:]) > 1e-5
         assert max(row["mismatch/ratio_max"] for row in rows) > 1.01
-
-
-def test_under_ray_too_every_logprob_is_of_the_weights_it_says(tmp_path, monkeypatch):
-    pytest.importorskip("ray", reason="needs Ray: pip install 'vlmrl[ray]'")
-    config = ahead(tmp_path, cluster=Cluster(ranks=2))
-    rows, weights, batches = watched(config, monkeypatch)
-    assert [row["staleness/max"] for row in rows] == [0, 1, 1, 1]
-    assert check_every_logprob(config, weights, batches) > 0

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from testing.gpu_memory import GIB, GpuMemory, GpuServer, OutOfGpuMemory
+from testing.gpu_memory import GIB, GpuMemory, GpuServer
 
 from vlmrl.config import Checkpoint, Config, Data, Eval, EvalData, Model, Rollout, ServerSettings, Train, WarmStart
 from vlmrl.engine.server import Server
@@ -236,18 +236,3 @@ def test_a_server_that_is_restarted_between_two_steps_finds_its_memory(gpu, serv
     rows, _, _ = run_once()
     assert server.errors == [] and server.launches == 2
     assert [row["step"] for row in rows if "loss" in row] == [1, 2]
-
-
-def test_without_offloading_the_server_does_not_wake(gpu, server, run_once, monkeypatch):
-    """As it was: the trainer keeps 27.7 GiB, and the server has sized its cache beside the 4 of the weights."""
-    monkeypatch.setattr(gpu.memory, "offload", lambda self: None)
-    monkeypatch.setattr(serving, "_memory_fraction", lambda config, size, backend: None)
-    run_once()
-    assert server.launches > 1  # the run goes on, with a server that is started again beside the trainer
-    assert str(server.errors[0]).startswith("server cache needs 62")
-
-
-def test_a_fraction_that_is_too_large_is_refused_by_the_model(gpu, server, run_once, monkeypatch):
-    monkeypatch.setattr(serving, "server_memory_fraction", lambda *args: 0.99)
-    with pytest.raises(OutOfGpuMemory, match="server graphs needs"):
-        run_once()

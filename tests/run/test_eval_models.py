@@ -9,7 +9,7 @@ import pytest
 
 from vlmrl.config import Config, Lora, Model
 from vlmrl.report.records import plain
-from vlmrl.run.eval_models import EvalModel, resolve_eval_models
+from vlmrl.run.eval_program import EvalModel, resolve_eval_models
 
 TRAINED = Model(path="tiny:qwen3", lora=Lora(rank=4, alpha=8, targets=("q_proj",)), freeze=("projector",))
 GIVEN = Config(model=Model(path="other", device="cuda:1", dtype="bfloat16", max_image_pixels=4096))

@@ -8,6 +8,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file
 from testing.runs import short_quickstart
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -120,6 +121,13 @@ def test_the_hub_gets_it_when_it_is_named(full, tmp_path, monkeypatch):
     export_model(full, "hub:me/zoomer")
     files = {path.name for path in (full / "model").iterdir()}
     assert calls == [("me/zoomer", {"private": True, "exist_ok": True}), ("me/zoomer", files)]
+
+    def unreachable(self, name, **options):
+        raise HfHubHTTPError.__bases__[0]("Name or service not known")
+
+    monkeypatch.setattr(FakeApi, "create_repo", unreachable)
+    with pytest.raises(OSError, match="--to hub:me/zoomer: the model cannot be uploaded: Name or service not known"):
+        export_model(full, "hub:me/zoomer")
 
 
 def test_a_checkpoint_as_the_model_says_how_to_export_it(full):

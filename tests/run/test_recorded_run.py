@@ -14,8 +14,9 @@ from rich.console import Console
 from testing.fakes import make_trajectory
 
 import vlmrl
-from vlmrl import Config, Data, Env, Eval, EvalData, Model, Optim, Rollout, Train, obs
-from vlmrl.report.progress import RunProgress
+from vlmrl import Config, Data, Env, Eval, EvalData, Model, Optim, Rollout, Train, WarmStart, obs
+from vlmrl.report.advisories import PAGE
+from vlmrl.report.progress import Phase, RunProgress
 from vlmrl.report.run_log import RunLog
 from vlmrl.rollout.batches import GroupBatch
 from vlmrl.rollout.runner import RolloutError, Rollouts
@@ -124,6 +125,36 @@ def test_a_run_that_stops_for_too_many_failures_has_written_them(tmp_path: Path)
     run = vlmrl.load_run(settings.folder)
     assert len(run.failures) == len(run.trajectories(1, "train")) >= 2
     assert {failure["retried"] for failure in run.failures} == {False}
+
+
+def test_an_evaluation_that_fails_says_so_in_its_line_and_in_its_error(tmp_path: Path, monkeypatch):
+    data = Data(generator=f"{__file__}:make_task", size=4)
+    settings = config(tmp_path, env=AlwaysFails, eval=Eval(data=EvalData(generator=data.generator, size=4, seed=1)))
+    settings = replace(settings, rollout=replace(settings.rollout, max_failed_fraction=0.5, max_refills=0))
+    notes = []
+    monkeypatch.setattr(Phase, "advance", lambda phase, **numbers: notes.append(numbers))
+    with pytest.raises(RolloutError, match=r"^evaluation eval000000: 3 trajectories failed where 4 were requested"):
+        run_once(settings)
+    assert notes == [{"reward": None, "failed": 1}, {"reward": None, "failed": 2}]
+
+
+class SaysYes(Env):
+    unfinished_reward = 0.25  # as guessing earns; many responses are cut
+
+    def step(self, response_text: str):
+        return obs(""), True, {"reward": 1.0 if response_text == "yes" else 0.25}
+
+
+def test_a_warm_start_that_leaves_the_reward_at_chance_is_named_before_the_first_step_and_at_the_end(tmp_path, capsys):
+    settings = config(tmp_path, env=SaysYes, warm_start=WarmStart(lambda task, turn: "yes", 1, 2))
+    data = EvalData(generator=settings.data.generator, size=2, seed=1)
+    program.run_training(replace(settings, eval=Eval(data=data, chance=0.25)))
+    before, after = capsys.readouterr().out.split("train       1/1")
+    advisory = (
+        "before RL the reward is 0.250 ± 0.000, which is guessing (eval.chance 0.25), and demonstrations earn 1.000: "
+    )
+    assert f"advisory    step 0: {advisory}" in before and f"{PAGE}#starts_at_chance" in before
+    assert f"training is guessing, within two standard errors: see {PAGE}#starts_at_chance\n" in after
 
 
 def test_a_command_that_fails_leaves_a_crash_report_with_the_trajectory(tmp_path: Path, monkeypatch, capsys):

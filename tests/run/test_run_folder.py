@@ -73,7 +73,7 @@ def test_a_failed_attempt_that_trained_no_step_leaves_its_folder_to_the_next(tmp
     (tmp_path / "x/metrics.jsonl").write_text('{"step": 0, "eval/reward/mean": 0.5}\n')
     (tmp_path / "x/notes.txt").write_text("mine")
     (tmp_path / "x/trackers").mkdir()
-    (tmp_path / "x/trackers/wandb.steps").write_text('{"rows of eval": 0}')
+    (tmp_path / "x/trackers/wandb.id").write_text("5f3a")
     assert message_of(tmp_path / "x") is None
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     assert sorted(path.name for path in (tmp_path / "x").iterdir()) == ["metrics.jsonl", "notes.txt"]

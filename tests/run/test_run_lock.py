@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from testing.runs import short_quickstart
 
 from vlmrl.run.program import run_training
 from vlmrl.run.run_lock import run_lock
+from vlmrl.utils.output_files import OutputError
 
 HOLD = """
 import sys
@@ -45,6 +48,26 @@ def test_a_second_run_of_a_name_is_refused_and_changes_nothing(tmp_path, resume)
         ]
     with run_lock(config.folder):
         pass
+
+
+def test_a_folder_is_held_under_all_its_names(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "link").symlink_to("x")
+    with (
+        run_lock(tmp_path / "x"),
+        pytest.raises(ValueError, match=f"process {os.getpid()} on"),
+        run_lock(tmp_path / "link"),
+    ):
+        pass
+
+
+def test_a_read_only_place_is_one_line_that_names_the_option(tmp_path, monkeypatch):
+    def refused(path: Path, *arguments: Any, **options: Any) -> None:
+        raise OSError(errno.EROFS, "x", str(path))
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(OutputError, match=r"cannot be written: Read-only file system.* set output_dir"):
+        run_lock(tmp_path / "x").__enter__()
 
 
 @pytest.mark.slow

@@ -141,11 +141,6 @@ class Plain(ServerBackend):
             {},
             "with engine plain, rollout.top_p must be 1 and top_k 0, but they are 0.5 and 0: it returns",
         ),
-        (
-            {"server": ServerSettings(images="file")},
-            {},
-            "with engine plain, server.images must be inline: it reads no files.",
-        ),
     ],
 )
 def test_settings_that_need_a_missing_capability_are_refused(settings, needs, message):

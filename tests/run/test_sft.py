@@ -18,9 +18,8 @@ from vlmrl.report.run_log import RunLog
 from vlmrl.run import loop
 from vlmrl.run.build import build_run
 from vlmrl.run.program import run_training
-from vlmrl.run.sft import ConversationSource
+from vlmrl.run.sft import ConversationSource, Demonstrated
 from vlmrl.run.stopping import RunStopped, StopRequest
-from vlmrl.run.warm_start import Demonstrated
 from vlmrl.train.checkpoint import load_json
 from vlmrl.types import Sample
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vlmrl.cli import main as cli
 from vlmrl.engine.base import EngineError
 from vlmrl.multimodal.images import load_image
 from vlmrl.run import stopping
@@ -92,31 +94,15 @@ def test_ctrl_c_ends_a_run_whose_env_hangs(tmp_path):
     assert "stopped" in rest and "Traceback" not in rest
 
 
-@pytest.mark.slow
-def test_end_of_input_ends_play(tmp_path):
+def test_end_of_input_ends_play(tmp_path, monkeypatch, capsys):
     (tmp_path / "hang.py").write_text(HANG)
-    command = [
-        sys.executable,
-        "-m",
-        "vlmrl",
-        "play",
-        "hang.py:Hangs",
-        "--data",
-        "hang.py:tasks",
-        "--by-hand",
-        "-n",
-        "1",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 130 and "stopped" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_a_photograph_is_turned_upright(tmp_path):
-    photograph = Image.new("RGB", (40, 20), "red")
-    exif = photograph.getexif()
-    exif[0x0112] = 6
-    photograph.save(tmp_path / "phone.jpg", exif=exif)
-    assert load_image(str(tmp_path / "phone.jpg")).size == (20, 40)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    words = ["vlmrl", "play", "hang.py:Hangs", "--data.generator", "hang.py:tasks", "--by-hand", "-n", "1"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit, match="130"):
+        cli.main()
+    assert "stopped" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["uint16", "float32"])

@@ -6,12 +6,13 @@ import asyncio
 import signal
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 
 import vlmrl
 import vlmrl.train.trainer
-from vlmrl import Config, Data, Env, Eval, Model, Rollout, Train, obs
+from vlmrl import Checkpoint, Config, Data, Env, Eval, Model, Rollout, Train, obs
 
 
 class Ascii(Env):
@@ -52,7 +53,7 @@ def test_it_trains_under_a_running_loop_and_returns_what_was_made(tmp_path, monk
     assert [row["step"] for row in rows if "eval/reward/mean" in row] == [0, 1, 2]
     assert [row["step"] for row in result.metrics] == [row["step"] for row in rows]
     assert {"reward_before", "reward_after"} <= result.summary.keys()
-    assert len(result.trajectories(1)) >= 4 and result.trajectories()[0]["step"] == 2
+    assert len(result.trajectories(1)) >= 4 and result.trajectories()[-1]["step"] == 2
     assert result.model is not None and result.model.tokenizer.encode("a")
     assert sum(weight.numel() for weight in result.model.policy.parameters()) > 1000
 
@@ -62,6 +63,15 @@ def test_a_callback_ends_it_early_with_the_evaluation_and_the_model(tmp_path):
     result = vlmrl.train(config(tmp_path, steps=50), on_step=lambda row: row["step"] == 2)
     assert [row["step"] for row in result.metrics] == [0, 1, 2, 2]
     assert "reward_after" in result.summary and (result.folder / "model/config.json").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_learns_nothing_ends_itself_as_after_its_last_step(tmp_path):
+    changes = {"reward": lambda text, task: 1.0, "env": None, "checkpoint": Checkpoint(every=100)}
+    idle = replace(config(tmp_path), train=Train(steps=50, groups_per_batch=2, stop_after_idle=3), **changes)
+    result = vlmrl.train(idle)
+    assert [row["step"] for row in result.metrics] == [0, 1, 2, 3, 3]
+    assert "reward_after" in result.summary and (result.folder / "checkpoints/step000003").exists()
 
 
 @pytest.mark.slow

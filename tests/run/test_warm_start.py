@@ -1,8 +1,11 @@
 """The supervised steps before reinforcement learning."""
 
+import pytest
+
+from vlmrl.config import Rollout
 from vlmrl.engine.base import Request
-from vlmrl.run.warm_start import Demonstrations
-from vlmrl.types import Task
+from vlmrl.run.sft import Demonstrations, describe_cuts
+from vlmrl.types import Task, Trajectory
 
 
 def test_demonstrations_follow_the_turns_of_a_trajectory_in_all_branches_of_an_agent_and_in_refills():
@@ -22,3 +25,28 @@ def test_demonstrations_follow_the_turns_of_a_trajectory_in_all_branches_of_an_a
     assert responses("warm/0/00.1", "warm/0/00.1~1") == ["a 0", "a 1"]
     demonstrations.begin({"warm/0/00": Task("c", [])})
     assert responses("warm/0/00") == ["c 0"]
+
+
+def test_a_demonstration_that_is_no_text_names_the_task_the_turn_and_the_function():
+    def forgets_to_return(task, turn):
+        pass
+
+    line = forgets_to_return.__code__.co_firstlineno
+    demonstrations = Demonstrations(forgets_to_return)
+    demonstrations.begin({"warm/0/00": Task("tasks/0/32", [])})
+    said = r"^warm_start\.demonstrate\(task 'tasks/0/32', turn 0\) must return the text of a response, but it returned"
+    with pytest.raises(
+        ValueError, match=rf"{said} None \(.*test_warm_start.py, line {line}, in forgets_to_return\)\.$"
+    ):
+        demonstrations.response(Request("warm/0/00", [1]), 0)
+
+
+def test_a_budget_that_ends_demonstrated_episodes_is_named():
+    endings = ["length", "env_done", "length", "max_turns"]
+    trajectories = [Trajectory(str(number), "g", Task("a", []), ending=end) for number, end in enumerate(endings)]
+    assert describe_cuts(trajectories, Rollout(max_response_tokens=4, max_turns=2)) == [
+        "2 of 4 demonstrated episodes were ended by rollout.max_response_tokens (4), not by the env: raise it, unless that is meant.",
+        "1 of 4 demonstrated episodes were ended by rollout.max_turns (2), not by the env: raise it, or let step() return True for "
+        "done at its last turn, unless that is meant.",
+    ]
+    assert describe_cuts(trajectories[1:2], Rollout()) == []

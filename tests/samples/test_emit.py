@@ -25,21 +25,6 @@ def test_concat_gives_responses_mask_1_and_observations_mask_0():
     assert len(row) == 14
 
 
-def test_a_single_turn():
-    turn = make_turn([1, 2], [5], [-0.5], policy_versions=[7])
-    (row,) = concat(make_trajectory(turns=[turn]))
-    lists = (
-        row.prompt_token_ids,
-        row.response_ids,
-        row.loss_mask,
-        row.rollout_logprobs,
-        row.rewards,
-        row.policy_versions,
-    )
-    assert lists == ([1, 2], [5], [1], [-0.5], {0: 1.0}, [7])
-    assert row.media == []
-
-
 def test_a_turns_reward_and_the_final_one_meet_on_the_last_token():
     turns = [make_turn([1], [5, 6], [-0.1, -0.2], reward=-0.5), make_turn([7], [8], [-0.3], reward=0.25)]
     (row,) = concat(make_trajectory(turns=turns, final_reward=2.0))

@@ -281,7 +281,7 @@ class PolicyServerDriver(ServerDriver):
 
 def policy_config(model: Path, folder: Path) -> Config:
     """Two servers of `policy_program.py`. The startup parity check is left out, so that a fault is found by the suite."""
-    settings = ServerSettings(check=False, images="inline", env={"OMP_NUM_THREADS": "1"})
+    settings = ServerSettings(check=False, env={"OMP_NUM_THREADS": "1"})
     engine = f"{Path(__file__).with_name('policy_backend.py')}:PolicyBackend"
     return Config(engine=engine, server=settings, cluster=Cluster(engines=2), **conformance_settings(model, folder))
 

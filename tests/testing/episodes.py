@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -118,3 +119,11 @@ def sharpen(model: Any, end: float) -> None:
         head.bias.zero_()
         head.bias[model.generation_config.eos_token_id[0]] = end
     model.lm_head = head.requires_grad_(False)
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """Wait for what another thread or server does after a test's own calls."""
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

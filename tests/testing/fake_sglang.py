@@ -7,6 +7,7 @@ import base64
 import hashlib
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,11 @@ INFO = {"version": "0.5.23", "tp_size": 1, "dtype": "float32", "device": "cpu", 
 HOLDS_IMAGES = {"trust_mm_content_hashes": True, "mm_preprocess_cache_size_mb": 4096}
 """To add to the ``info`` of a server that keeps processed images."""
 END = 258  # end-of-turn id of its responses
+
+
+def logprob_of(token: int) -> float:
+    """That of a given token, in whatever context."""
+    return -(token % 7 + 1) / 8
 
 
 class FakeSGLang:
@@ -43,6 +49,9 @@ class FakeSGLang:
         self.adapters: set[str] = set()  # names of those that are loaded
         self.images: set[str] = set()  # hashes of those that it holds
         self.read_images = 0
+        self.sees_images = True  # logprobs of given tokens depend on the images
+        self.scale = 1.0  # of the logprobs of given tokens
+        self.encode: Callable[[str], list[int]] = lambda text: list(text.encode())  # its tokenizer
         self.token: str | None = None  # without which it answers only health checks
         self.paused = False
         self.released: set[str] = set()  # tags of memory
@@ -117,6 +126,8 @@ class FakeSGLang:
         for image, hash in zip(body.get("image_data", []), body.get("mm_content_hashes", []), strict=True):
             if not self._has(image, hash):
                 return web.json_response({"error": {"message": "Non-base64 digit found"}}, status=400)
+        if "logprob_start_len" in body:
+            return web.json_response({"output_ids": [], "meta_info": self._scores(body)})
         expanded = len(body["input_ids"]) + body["input_ids"].count(self.pad) * (self.tokens_per_image - 1)
         count = len(self.response)
         meta = {
@@ -126,6 +137,23 @@ class FakeSGLang:
             "weight_versions": [{"version": self.version, "start": 0, "end": count}],
         }
         return web.json_response({"output_ids": self.response, "meta_info": meta | self.meta})
+
+    def _scores(self, body: Any) -> dict[str, Any]:
+        """A token's logprob is :func:`logprob_of` it, minus what the images make of it; its place's most likely ids begin with it."""
+        ids: list[int] = []
+        for token in body["input_ids"]:
+            ids += [token] * (self.tokens_per_image if token == self.pad else 1)
+        hashes = body.get("mm_content_hashes", []) if self.sees_images else []
+        shift = sum(int(hash.removeprefix("sha256:")[:2], 16) for hash in hashes) / 1024
+        own = [[self.scale * logprob_of(token) - shift, token, None] for token in ids[body["logprob_start_len"] :]]
+        count = body["top_logprobs_num"]
+        likely = [[[logprob - other, token + other, None] for other in range(count)] for logprob, token, _ in own]
+        first = {"input_token_logprobs": [[None, own[0][1], None], *own[1:]]}
+        return {"prompt_tokens": len(ids), "input_top_logprobs": [None, *likely[1:]]} | first | self.meta
+
+    async def _tokenize(self, body: Any) -> web.Response:
+        assert body["add_special_tokens"] is False
+        return web.json_response({"tokens": self.encode(body["prompt"])})
 
     def _has(self, image: str, hash: str) -> bool:
         """Whether it has the image of this hash, or now reads it; it then has it if its ``info`` says that it holds images."""

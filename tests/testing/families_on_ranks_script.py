@@ -1,10 +1,9 @@
-"""What `test_families_on_ranks.py` runs on one process and under torchrun on two: three steps of some models, on rows as trees."""
+"""What `test_families_on_ranks.py` runs on one process and on two ranks: three steps of some models, on rows as trees."""
 
 from __future__ import annotations
 
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,8 @@ def train(folder: Path, out: Path, ranks: Ranks, commands: Commands | None) -> d
     }
 
 
-def main(out: Path, *folders: Path) -> None:
+def main(*paths: str) -> None:
+    out, *folders = map(Path, paths)
     ranks = join_process_group("gloo")
     commands = Commands() if ranks.size > 1 else None
     results = {folder.name: train(folder, out, ranks, commands) for folder in folders}
@@ -80,7 +80,3 @@ def main(out: Path, *folders: Path) -> None:
         (out / f"of{ranks.size}.json").write_text(json.dumps(results))
     if commands is not None:
         commands.close()
-
-
-if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))

@@ -1,23 +1,25 @@
-"""What `test_fsdp.py` runs on one process and under torchrun on two: five steps for each case, and scores in bfloat16."""
+"""What `test_fsdp.py` runs on one process and on two ranks: five steps for each case, and scores in bfloat16."""
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
+from torch.distributed.tensor import DTensor
 
 from vlmrl.config import Algo, Config, Lora, Model, Optim, Teacher, Train
 from vlmrl.model.loading import load_model
 from vlmrl.train.controller import Commands, RunTrainer, join_process_group, run_commands
 from vlmrl.train.rank import Rank
 from vlmrl.train.ranks import Ranks
-from vlmrl.train.trainer import TrainerSpec
+from vlmrl.train.trainer import StepOutput, TrainerSpec
 from vlmrl.types import ResponseSpan, Sample
+from vlmrl.weight_sync import SENDERS
+from vlmrl.weight_sync.base import Bucket, WeightUpdate
 
 
 def samples_of(loaded, images: list[bool]) -> list[Sample]:
@@ -75,11 +77,12 @@ class Case:
     kl: float = 0.0
     teacher: bool = False
     weight_decay: float = 0.0
+    compiled: bool = False
+    """Two ranks compile the layers, and one process does not."""
 
 
 LORA = Lora(rank=4)
 CASES = {
-    "images on both ranks": Case(("pppp",)),
     "images on one rank only": Case(("pttt",)),
     "no images": Case(("tttt",), weight_decay=0.1),
     "images in some steps": Case(("pppp", "tttt", "tttt", "pttt"), weight_decay=0.1),
@@ -89,6 +92,7 @@ CASES = {
     "a frozen vision tower, images in some steps": Case(("pttt", "tttt"), {"freeze": ("vision_tower",)}),
     "LoRA, an image, and a KL penalty towards the model without adapters": Case(("tptt",), {"lora": LORA}, kl=0.1),
     "a KL penalty towards a sharded copy": Case(("pttt",), kl=0.1),
+    "compiled layers, an image on one rank only": Case(("pttt",), compiled=True),
     "three micro-batches on two ranks": Case(("ptt",)),
     "a teacher that is the average and sees images on one rank only": Case(("tptt", "tttt"), teacher=True),
 }
@@ -97,7 +101,8 @@ CASES = {
 def train(folder: str, out: Path, ranks: Ranks, commands: Commands | None, name: str) -> dict[str, Any]:
     """The results of five steps, and of the sixth before and after a checkpoint; nothing on ranks other than 0."""
     case = CASES[name]
-    recomputed = Train(gradient_checkpointing=ranks.size > 1)
+    several = ranks.size > 1
+    recomputed = Train(gradient_checkpointing=several, compile_layers=several and case.compiled)
     config = Config(model=Model(path=folder, **case.model), train=recomputed, output_dir=str(out))
     loaded = load_model(config.model, out, 0)
     rank = Rank(config, ranks, loaded if ranks.size == 1 else None)
@@ -122,17 +127,22 @@ def train(folder: str, out: Path, ranks: Ranks, commands: Commands | None, name:
     checkpoint = checkpoint_of(out, name, ranks.size)
     checkpoint.mkdir(parents=True)
     trainer.save(checkpoint)
-    following = [trainer.step(batches[5]).metrics]
+    following = [_numbers(trainer.step(batches[5]))]
     trainer.close()
     for size in sorted({ranks.size, 2}):  # one process also goes on from what two ranks have saved
         restored = trainer.start(spec)
         restored.restore(checkpoint_of(out, name, size))
-        following.append(restored.step(batches[5]).metrics)
+        following.append(_numbers(restored.step(batches[5])))
         restored.close()
     if commands is not None:
         commands.stop()
-    steps = [output.metrics for output in outputs]
+    steps = [_numbers(output) for output in outputs]
     return {"steps": steps, "weights": weights, "logprobs": logprobs, "kl": penalties, "following": following}
+
+
+def _numbers(output: StepOutput) -> dict[str, float]:
+    """The metrics that do not depend on the number of ranks, among which micro-batches are cut otherwise."""
+    return {name: value for name, value in output.metrics.items() if name != "shared_tokens"}
 
 
 def checkpoint_of(out: Path, case: str, ranks: int) -> Path:
@@ -158,6 +168,12 @@ def score_in_bfloat16(folder: str, out: Path, ranks: Ranks, commands: Commands |
     trainer.score(rows)
     after = dict(trainer.named_weights())
     trainer.token_kl(rows)
+    server, gathered, whole = TwoRanks(), set(), DTensor.full_tensor
+    DTensor.full_tensor = lambda weight: gathered.add(str(weight.dtype)) or whole(weight)
+    if ranks.size == 2:
+        update = WeightUpdate((server,), SENDERS["tensor"], "v1", 2**16, dtype=torch.bfloat16)
+        assert not trainer.send(update, {server.url: (0, 1)}).failed
+    DTensor.full_tensor = whole
     checkpoint = checkpoint_of(out, "bfloat16", ranks.size)
     checkpoint.mkdir(parents=True)
     trainer.save(checkpoint)
@@ -165,19 +181,44 @@ def score_in_bfloat16(folder: str, out: Path, ranks: Ranks, commands: Commands |
     if commands is not None:
         commands.stop()
     changed = [name for name, weight in before.items() if not torch.equal(weight, after[name])]
-    return {"scores": scores, "dtypes": sorted({str(weight.dtype) for weight in after.values()}), "changed": changed}
+    for parts in server.received:
+        assert [rank for rank, _ in parts] == [0, 1]  # rank i of a server gets what rank i beside it has
+        for _, weights in parts:
+            assert all(torch.equal(value, after[name].bfloat16()) for name, value in weights)
+    sent = [name for parts in server.received for name, _ in parts[0][1]]
+    dtypes = sorted({str(weight.dtype) for weight in after.values()})
+    return {"scores": scores, "dtypes": dtypes, "changed": changed, "sent": sent, "gathered": sorted(gathered)}
 
 
-def main(folder: str, out: Path) -> None:
+@dataclass
+class TwoRanks:
+    """A server of two ranks; its calls are made by rank 0."""
+
+    url: str = "http://127.0.0.1:1"
+    ranks: int = 2
+    device: str = "cpu"
+    dtype: torch.dtype | None = None
+    timeout: float = 60.0
+    received: list[Any] = field(default_factory=list)
+
+    def begin(self) -> None: ...
+    def receive(self, bucket: Bucket, version: str | None) -> None: ...
+    def end(self) -> None: ...
+    def abort(self) -> None: ...
+
+    def part(self, bucket: Bucket) -> Any:
+        return torch.distributed.get_rank(), bucket.tensors()
+
+    def receive_parts(self, parts: Any, version: str | None) -> None:
+        self.received.append(parts)
+
+
+def main(folder: str, out: str) -> None:
     ranks = join_process_group("gloo")
     commands = Commands() if ranks.size > 1 else None
-    results = {name: train(folder, out, ranks, commands, name) for name in CASES}
-    results["bfloat16"] = score_in_bfloat16(folder, out, ranks, commands)
+    results = {name: train(folder, Path(out), ranks, commands, name) for name in CASES}
+    results["bfloat16"] = score_in_bfloat16(folder, Path(out), ranks, commands)
     if ranks.rank == 0:
-        (out / f"of{ranks.size}.json").write_text(json.dumps(results))
+        Path(out, f"of{ranks.size}.json").write_text(json.dumps(results))
     if commands is not None:
         commands.close()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))

@@ -12,10 +12,11 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+
+from testing.preloaded import Preloaded
 
 SOURCES = Path(__file__).parents[1] / "gpu_sim"
 ROOT = SOURCES.parents[1]
@@ -23,8 +24,6 @@ H100 = 85_028_372_480  # bytes, as CUDA reports them
 COUNTS = ("contexts", "allocated", "peak", "mallocs", "launches", "syncs", "uploads", "downloads")
 # Libraries whose other functions do nothing and succeed, and the runtime, whose other functions raise a clear error.
 DO_NOTHING = ("cu*/lib/libcublas.so.*", "cu*/lib/libcublasLt.so.*", "nccl/lib/libnccl.so.*")
-# After a backward pass, autograd's GPU thread may ask for the interpreter's lock while the interpreter exits, which aborts.
-EXIT = "import os, sys; sys.stdout.flush(); sys.stderr.flush(); os._exit(0)"
 RUNTIME = "cu*/lib/libcudart.so.*"
 
 
@@ -34,43 +33,9 @@ class CannotSimulate(Exception):
 
 @dataclass(frozen=True)
 class SimulatedGpu:
-    """A built library; ``folder`` also gets the caches of the kernels that are compiled."""
+    """A process that the built library is loaded into; it is forked for each script."""
 
-    library: Path
-    folder: Path
-
-    def environment(
-        self,
-        *,
-        devices: int = 1,
-        memory: int = H100,
-        contents: bool = False,
-        nccl_hangs: bool = False,
-        forbidden: int = -1,
-    ) -> dict[str, str]:
-        """The environment of a process that sees ``devices`` GPUs of ``memory`` bytes.
-
-        ``contents``: copies to and from a GPU move bytes; otherwise everything read from a GPU is zero. ``nccl_hangs``: collectives
-        end only when their group is aborted. ``forbidden``: a device that the process must not touch; it aborts with a traceback.
-        """
-        settings = {
-            "LD_PRELOAD": str(self.library),
-            "TRITON_LIBCUDA_PATH": str(self.library.parent),
-            "SIMULATED_CUDA_DEVICES": str(devices),
-            "SIMULATED_CUDA_MEMORY": str(memory),
-            "SIMULATED_CUDA_CONTENTS": str(int(contents)),
-            "SIMULATED_NCCL_HANGS": str(int(nccl_hangs)),
-            "SIMULATED_CUDA_FORBIDDEN": str(forbidden),
-            "PYTHONFAULTHANDLER": "1",
-            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
-            "TRITON_CACHE_DIR": str(self.folder / "triton"),
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
-            "TORCHINDUCTOR_WORKER_START": "subprocess",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "CUDA_MODULE_LOADING": "LAZY",
-        }
-        return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), **settings}
+    process: Preloaded
 
     def run(
         self,
@@ -83,32 +48,47 @@ class SimulatedGpu:
         forbidden: int = -1,
         timeout: float = 600,
         env: dict[str, str] | None = None,
-        check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a Python script, or its source, in a subprocess that sees the simulated GPUs. Its working directory is the repository.
+        """Run a Python script, or its source, in a process that sees ``devices`` GPUs of ``memory`` bytes, in the repository's folder.
 
-        With ``check``, a script that fails raises AssertionError with its output.
+        ``contents``: copies to and from a GPU move bytes; otherwise everything read from a GPU is zero. ``nccl_hangs``: collectives
+        end only when their group is aborted. ``forbidden``: a device that the process must not touch; it aborts with a traceback.
+
+        Raises:
+            AssertionError: the script failed; with its output.
         """
         source = (
             f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
             if isinstance(script, Path)
             else script
         )
-        command = ["-c", f"{source}\n{EXIT}"]
-        settings = self.environment(
-            devices=devices, memory=memory, contents=contents, nccl_hangs=nccl_hangs, forbidden=forbidden
-        )
-        done = subprocess.run(
-            [sys.executable, *command, *map(str, args)],
-            env=settings | (env or {}),
-            cwd=ROOT,
-            timeout=timeout,
-            capture_output=True,
-            text=True,
-        )
-        if check:
-            assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+        settings = {
+            "SIMULATED_CUDA_DEVICES": str(devices),
+            "SIMULATED_CUDA_MEMORY": str(memory),
+            "SIMULATED_CUDA_CONTENTS": str(int(contents)),
+            "SIMULATED_NCCL_HANGS": str(int(nccl_hangs)),
+            "SIMULATED_CUDA_FORBIDDEN": str(forbidden),
+        }
+        done = self.process.run(source, *args, env=settings | (env or {}), timeout=timeout)
+        assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
         return done
+
+
+def _environment(library: Path) -> dict[str, str]:
+    """That of a process with simulated GPUs, which keeps the kernels that it compiles beside the library."""
+    settings = {
+        "LD_PRELOAD": str(library),
+        "TRITON_LIBCUDA_PATH": str(library.parent),
+        "PYTHONFAULTHANDLER": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(library.parent / "inductor"),
+        "TRITON_CACHE_DIR": str(library.parent / "triton"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_WORKER_START": "subprocess",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_MODULE_LOADING": "LAZY",
+    }
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), **settings}
 
 
 def build(folder: Path) -> SimulatedGpu:
@@ -133,7 +113,7 @@ def build(folder: Path) -> SimulatedGpu:
     if done.returncode:
         raise AssertionError(f"the simulated GPU does not compile:\n{done.stderr[-4000:]}")
     (folder / "libcuda.so").symlink_to(library.name)
-    return SimulatedGpu(library, folder)
+    return SimulatedGpu(Preloaded(_environment(library), ROOT))
 
 
 def why_no_triton() -> str | None:

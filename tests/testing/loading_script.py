@@ -1,9 +1,8 @@
-"""What `test_sharded_loading.py` runs under torchrun: each rank loads a sharded policy, and writes its weights and its peak memory."""
+"""What `test_sharded_loading.py` runs on ranks: each rank loads a sharded policy, and writes its weights and its peak memory."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,8 @@ def model_of(folder: Path, case: str) -> Model:
     return Model(path=f"{prefix}{folder / name}", device="cpu", **CASES[case])
 
 
-def main(folder: Path) -> None:
+def main(path: str) -> None:
+    folder = Path(path)
     ranks, commands = join_process_group("gloo"), Commands()
     read: list[str] = []
     _record_reads(read)
@@ -80,7 +80,3 @@ def _record_reads(read: list[str]) -> None:
         return model
 
     sharded_loading.read_weights = noted
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -18,7 +18,7 @@ from vlmrl.engine.base import Request
 from vlmrl.gateway.chat import ChatError, ChatRequest, ChatResponse
 from vlmrl.gateway.episode import AgentEpisode
 from vlmrl.gateway.request_tree import message_of_response
-from vlmrl.multimodal.images import content_hash, load_image, png_data_uri
+from vlmrl.multimodal.images import content_hash, data_uri, load_image
 from vlmrl.multimodal.messages import images_of, parts_of_message
 from vlmrl.multimodal.renderer import Renderer, expand, image_spans
 from vlmrl.types import Completion, ExpertRouting, MediaItem, Message
@@ -188,7 +188,7 @@ class RandomAgent:
 
     async def step_image(self, conversation: Conversation, number: int) -> None:
         colors = COLORS[: 1 + number % 2] if self.with_images else []
-        shown = [image(color) if number % 3 else png_data_uri(image(color)) for color in colors]
+        shown = [image(color) if number % 3 else data_uri(image(color)) for color in colors]
         conversation.messages.append(says("user", TEXTS[number % len(TEXTS)], *shown))
         await self.send(conversation)
 
@@ -220,7 +220,7 @@ class RandomAgent:
         for message in conversation.messages:
             for part in parts_of_message(message):
                 if part["type"] == "image" and number % 2:
-                    part["image"] = png_data_uri(load_image(part["image"]))
+                    part["image"] = data_uri(load_image(part["image"]))
                 elif part["type"] == "image":
                     part["image"] = image(COLORS[number % 4])
         await self.step_ask(conversation, number)

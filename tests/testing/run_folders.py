@@ -102,6 +102,8 @@ def _trajectory(
         ids = [rng.randrange(len(WORDS)) for _ in range(rng.randint(10, 60))]
         logprobs = [-rng.expovariate(2) for _ in ids]
         turn = Turn([1, 2, 3], media, ids, logprobs, [3] * len(ids), "stop", decode(ids))
+        if turns:
+            turn.parent, turn.kept, turn.kept_media = number - 1, turns[-1].length, turns[-1].num_images
         turn.messages = [{"role": "user", "content": content}]
         trainer = np.array(logprobs) + [rng.gauss(0, 0.01) for _ in ids]
         turn.trained = TrainedTokens(trainer, [advantage] * len(ids), [1] * len(ids))

@@ -1,4 +1,4 @@
-"""One of two ranks under torchrun: rank 0 calls a trainer on samples with images, and writes what it pickled for each call.
+"""One of two ranks: rank 0 calls a trainer on samples with images, and writes what it pickled for each call.
 
 Argument: the file for the result, a JSON list with the bytes of each pickled object by call, and what rank 1 had in the end.
 """
@@ -6,7 +6,6 @@ Argument: the file for the result, a JSON list with the bytes of each pickled ob
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -71,20 +70,21 @@ def counted(*arguments, **options):
     return tensor, size
 
 
-ranks, commands, half = join_process_group("gloo"), Commands(), HalfRank()
-if ranks.rank == 0:
-    distributed_c10d._object_to_tensor = counted
-    trainer, samples, by_call = RunTrainer(half, commands), make_samples(), {}
-    for call in CALLS:
-        sizes.clear()
-        getattr(trainer, call)(samples)
-        by_call[call] = list(sizes)
-    commands.stop()
-else:
-    run_commands(half, commands)
-received = [None, None]
-dist.all_gather_object(received, half.trainer.sums)
-commands.close()
-if ranks.rank == 0:
-    whole = {item.id: int(item.pixels.read().sum(dtype=np.int64)) for row in samples for item in row.media}
-    Path(sys.argv[1]).write_text(json.dumps({"bytes": by_call, "sums": received, "whole": whole}))
+def main(out: str) -> None:
+    ranks, commands, half = join_process_group("gloo"), Commands(), HalfRank()
+    if ranks.rank == 0:
+        distributed_c10d._object_to_tensor = counted
+        trainer, samples, by_call = RunTrainer(half, commands), make_samples(), {}
+        for call in CALLS:
+            sizes.clear()
+            getattr(trainer, call)(samples)
+            by_call[call] = list(sizes)
+        commands.stop()
+    else:
+        run_commands(half, commands)
+    received = [None, None]
+    dist.all_gather_object(received, half.trainer.sums)
+    commands.close()
+    if ranks.rank == 0:
+        whole = {item.id: int(item.pixels.read().sum(dtype=np.int64)) for row in samples for item in row.media}
+        Path(out).write_text(json.dumps({"bytes": by_call, "sums": received, "whole": whole}))

@@ -22,12 +22,14 @@ import torch
 
 from testing.engine_drivers import sharpened
 from testing.real_servers import Served, processes_of, served, versions
-from vlmrl.config import Checkpoint, Config, Optim, Train
+from vlmrl.checks.doctor_model import highest_id
+from vlmrl.config import Checkpoint, Config, Optim, Teacher, Train
 from vlmrl.engine.base import paused
 from vlmrl.model.expert_routing import indices_from_routing
 from vlmrl.model.lora import adapters_off, named_adapters
 from vlmrl.report.run_log import read_rows
 from vlmrl.run.program import run_training
+from vlmrl.run.teacher_servers import TeacherServers
 from vlmrl.samples import concat, step_wise
 from vlmrl.train.packing import collate, count_unrecorded_experts
 from vlmrl.types import ExpertRouting, Sample
@@ -59,6 +61,33 @@ def test_episodes_with_images_in_their_observations_are_what_the_trainer_sees(fa
     assert [len(t.turns) for t in played] == [3] * 8
     assert all(len(turn.media) == 1 for t in played for turn in t.turns)
     assert family.largest_difference(played) < family.tolerance
+
+
+def test_a_server_is_a_teacher(family: Served, monkeypatch):
+    """Checked as at a run's start, it scores rows with images as the trainer does with the weights that it serves."""
+    run = family.run
+    rows = [sample for trajectory in family.episodes("taught") for sample in concat(trajectory)]
+    highest = highest_id(run.model.tokenizer)
+    for row in rows:  # a run asks no server about ids that are no tokens
+        row.response_ids = [token if token <= highest else 5 for token in row.response_ids]
+    teacher = Teacher(model=f"{run.config.engine}:{family.server.url}", top_k=5)
+    servers = TeacherServers(replace(run.config, teacher=teacher), run.model)
+    try:
+        [line] = asyncio.run(servers.connect(run.store))
+        assert line.startswith(f"teacher   {family.server.url}: scores what it samples within ")
+        assert servers.score(rows) == {"teacher/retried": 0}
+    finally:
+        servers.scorer.close()
+    monkeypatch.setattr(run.model.policy, "banned_ids", ())  # a teacher's server bans none
+    for row, wanted in zip(rows, family.scores(rows), strict=True):
+        seen, trained = row.teacher_scores, np.array(row.loss_mask, bool)
+        assert np.abs(seen.logprobs - wanted)[trained].max() < family.tolerance
+        assert (np.diff(seen.top_logprobs[trained]) <= 0).all() and (
+            seen.logprobs <= seen.top_logprobs[:, 0] + 1e-5
+        ).all()
+        listed = seen.top_ids == np.array(row.response_ids)[:, None]
+        assert np.allclose(seen.top_logprobs[listed], np.repeat(seen.logprobs, listed.sum(1)), atol=1e-5)
+        assert 0 < np.exp(seen.top_logprobs[trained].astype(float)).sum(1).max() <= 1 + 1e-5
 
 
 def test_all_ways_give_the_same_weights(family: Served):

@@ -5,7 +5,7 @@ A suite has a fixture ``program``, which makes a config from a model's folder an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,12 @@ from vlmrl.engine.server_checks import is_installed
 from vlmrl.model import tiny
 
 
-def mark(items: Iterable[pytest.Item], folder: Path, program: str, title: str) -> None:
-    """Tests in ``folder`` are slow, as they restart servers, and are skipped where the program is not installed."""
+def mark(items: list[pytest.Item], folder: Path, program: str, title: str) -> None:
+    """Tests in ``folder`` are slow, as they restart servers, and are skipped where the program is not installed.
+
+    Those that use ``both`` come last: their servers live until the end, and no more than three servers live at once.
+    """
+    items.sort(key=lambda item: "both" in getattr(item, "fixturenames", ()))
     for item in items:
         if folder in item.path.parents:
             item.add_marker(pytest.mark.slow)

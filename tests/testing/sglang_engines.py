@@ -40,11 +40,16 @@ def settings_and_limits(**settings: Any) -> tuple[ServerSettings, Limits]:
 
 
 def engine_of(
-    *fakes: FakeSGLang, token: str | None = None, routing: ExpertRouters | None = None, **settings: Any
+    *fakes: FakeSGLang,
+    token: str | None = None,
+    routing: ExpertRouters | None = None,
+    reads_files: bool = False,
+    **settings: Any,
 ) -> ServerEngine:
     """An engine with these servers, not started. Their initial weights are policy version 3."""
     config, limits = settings_and_limits(urls=tuple(fake.url for fake in fakes), **(QUICK | settings))
-    servers = ServerPool(SGLangBackend(config), [Server(url, token=token) for url in config.urls], limits=limits)
+    started = [Server(url, token=token, reads_files=reads_files) for url in config.urls]
+    servers = ServerPool(SGLangBackend(config), started, limits=limits)
     engine = ServerEngine(servers, Words(), banned_ids=[PAD], routing=routing)  # type: ignore[arg-type]
     engine.versions["default"] = 3
     return engine

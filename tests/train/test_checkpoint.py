@@ -112,7 +112,7 @@ def test_a_restored_trainer_takes_the_very_steps_that_the_first_one_takes(case, 
 
 def test_a_checkpoint_of_other_trained_parts_is_refused(qwen3_vl, tmp_path):
     trainer_of(qwen3_vl).save(tmp_path)
-    with pytest.raises(ValueError, match=r"made by another model or with other trained parts.*Use the model settings"):
+    with pytest.raises(ValueError, match=r"made by another model or with other trained parts.*Use the settings"):
         trainer_of(qwen3_vl, rank=2).restore(tmp_path)
 
 
@@ -140,7 +140,7 @@ def test_the_weights_of_a_checkpoint_are_read_without_a_trainer(case, qwen3_vl, 
 
 def test_weights_of_other_trained_parts_are_refused(qwen3_vl, tmp_path):
     trainer_of(qwen3_vl).save(tmp_path)
-    with pytest.raises(ValueError, match=r"other trained parts.*such as 'weight/.*Use the model settings"):
+    with pytest.raises(ValueError, match=r"other trained parts.*such as 'weight/.*Use the settings"):
         load_weights(tmp_path, trainer_of(qwen3_vl, rank=2).policy)
 
 

@@ -142,19 +142,19 @@ def test_a_trainer_is_released_before_the_next_one_is_made_and_parameters_stay_o
 def test_servers_get_handles_from_the_rank_on_their_gpu_and_values_from_rank_0_which_keeps_the_weights():
     receivers = tuple(SGLangReceiver(f"http://127.0.0.1:{port}") for port in (1, 2, 3))
     urls = [receiver.url for receiver in receivers]
-    whole, rank_of = WeightUpdate(receivers, IpcSender, "run.1", 2**20), {urls[0]: 0, urls[1]: 2, urls[2]: 2}
-    parts = updates_by_rank(whole, rank_of, ranks=4)
+    whole, beside = WeightUpdate(receivers, IpcSender, "run.1", 2**20), {urls[0]: (0,), urls[1]: (2,), urls[2]: (2,)}
+    parts = updates_by_rank(whole, beside, ranks=4)
     assert [part and (part.receivers, part.keep, part.by_value) for part in parts] == [
         (receivers[:1], True, False),
         None,
         (receivers[1:], False, False),
         None,
     ]
-    [first, other] = updates_by_rank(whole, dict.fromkeys(urls), ranks=2)  # servers on GPUs of their own
+    [first, other] = updates_by_rank(whole, dict.fromkeys(urls, ()), ranks=2)  # servers on GPUs of their own
     assert (first.receivers, first.by_value, other) == (receivers, True, None)
-    [resent] = updates_by_rank(replace(whole, receivers=receivers[1:2], resend=True), rank_of, ranks=1)
+    [resent] = updates_by_rank(replace(whole, receivers=receivers[1:2], resend=True), beside, ranks=1)
     assert resent.by_value  # from rank 0's copy to the server on rank 2's GPU
-    [files, other] = updates_by_rank(replace(whole, sender=DiskSender), rank_of, ranks=2)
+    [files, other] = updates_by_rank(replace(whole, sender=DiskSender), beside, ranks=2)
     assert (files.receivers, other) == (receivers, None)
     whole.abort()
     assert parts[0].aborted.done()

@@ -170,6 +170,14 @@ def test_other_advantages_subtract_the_kl_of_the_whole_trajectory():
     assert [s.advantage for s in samples] == pytest.approx([0.5, -2.5, 2.0])  # of 3, 0, 4.5
 
 
+@pytest.mark.parametrize("name", ["grpo", "rloo", "maxrl", "reinforce_pp"])
+def test_rewards_that_give_infinite_advantages_are_refused(name):
+    trajectories = [make_trajectory(id=each, final_reward=reward) for each, reward in (("a", math.inf), ("b", 0.0))]
+    rows = [row for trajectory in trajectories for row in concat(trajectory)]
+    with pytest.raises(ValueError, match=rf"algo\.advantage {name} must give finite advantages.* from 0\.25 to inf"):
+        assign_advantages(rows, trajectories, Config(algo=Algo(advantage=name)))
+
+
 def test_the_last_turns_reward_includes_the_final_reward():
     trajectory = make_trajectory(turns=group()[0].turns, final_reward=0.5)
     assert rewards_by_turn(trajectory) == [1.0, 3.5]

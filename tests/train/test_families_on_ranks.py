@@ -1,9 +1,6 @@
 """Trees of other families: two ranks over gloo, one of them without images, train as one process does."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,20 +9,16 @@ from vlmrl.model.tiny import build
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).parents[1] / "testing/families_on_ranks_script.py"
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-endpoint", "127.0.0.1:0"]
 FAMILIES = ["qwen3_5", "glm4v", "smolvlm"]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(preloaded, tmp_path_factory):
     """Of one process and of two ranks, by family."""
     out = tmp_path_factory.mktemp("ranks")
-    folders = [str(build(out / "models" / family, family)) for family in FAMILIES]
-    for words in ([], [*TORCHRUN, "--rdzv-backend", "c10d"]):
-        command = [sys.executable, *words, str(SCRIPT), str(out), *folders]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=2400)
-        assert done.returncode == 0, done.stderr[-8000:]
+    folders = [build(out / "models" / family, family) for family in FAMILIES]
+    for size in (1, 2):
+        preloaded.run_ranks(size, "testing.families_on_ranks_script", out, *folders)
     return [json.loads((out / f"of{size}.json").read_text()) for size in (1, 2)]
 
 

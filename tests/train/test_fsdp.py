@@ -13,21 +13,15 @@ from torch.distributed.checkpoint import FileSystemReader, load
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).parents[1] / "testing/fsdp_script.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
 
 
-def run(command, folder, out):
-    done = subprocess.run([*command, str(SCRIPT), str(folder), str(out)], capture_output=True, text=True, timeout=2400)
-    assert done.returncode == 0, done.stderr[-8000:]
-
-
 @pytest.fixture(scope="module")
-def folder(qwen3_vl, tmp_path_factory):
+def folder(preloaded, qwen3_vl, tmp_path_factory):
     """The results and the checkpoints of one process and of two ranks."""
     out = tmp_path_factory.mktemp("parallel")
-    run([*TORCHRUN, "--rdzv-endpoint", "127.0.0.1:0"], qwen3_vl, out)
-    run([sys.executable], qwen3_vl, out)
+    for size in (2, 1):
+        preloaded.run_ranks(size, "testing.fsdp_script", qwen3_vl, out)
     return out
 
 
@@ -94,6 +88,8 @@ def test_weights_keep_their_dtype_and_their_numbers_after_scoring(results, folde
     one, two = (result["bfloat16"] for result in results)
     assert (one["dtypes"], two["dtypes"]) == (["torch.bfloat16"], ["torch.float32"])
     assert one["changed"] == two["changed"] == []
+    assert len(two["sent"]) == len(set(two["sent"])) > 50  # to a server with a rank beside each trainer rank
+    assert two["gathered"] == ["torch.bfloat16"]  # half of the bytes
     saved = checkpointed(checkpoint_of(folder, "bfloat16", 2))
     assert any(name.startswith("reference/") for name in saved)
     assert {weight.dtype for weight in saved.values() if weight.is_floating_point()} == {torch.float32}
@@ -110,7 +106,8 @@ def test_a_checkpoint_of_two_ranks_resumes_on_two_and_on_one(case, results):
 def test_a_recipe_runs_under_torchrun(tmp_path):
     """Rank 0 samples from a copy of its own: the mismatch to the sharded policy shows that it gets the merged weights."""
     recipe = Path(__file__).parents[2] / "recipes/quickstart.py"
-    short = ["--warm-start.steps", "2", "--train.steps", "2", "--train.groups-per-batch", "2", "--data.size", "32"]
+    short = ["--warm-start.steps", "2", "--warm-start.trajectories-per-step", "8", "--rollout.group-size", "4"]
+    short += ["--train.steps", "2", "--train.groups-per-batch", "2", "--data.size", "32", "--eval.no-blank-images"]
     options = [
         *short,
         "--model.lora.rank",

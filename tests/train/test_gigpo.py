@@ -114,6 +114,11 @@ def test_the_last_observation_is_the_state_unless_the_env_names_one():
     assert named[1] != keys[1] and named[0] == keys[0]
 
 
+def test_turns_without_messages_began_in_the_state_that_their_new_tokens_show():
+    keys = states_of(make_trajectory(turns=[make_turn(prompt, [5], [-0.1]) for prompt in ([1], [2], [1])]))
+    assert keys[0] == keys[2] != keys[1]
+
+
 class Named(Env):
     state: object = 7
 

@@ -2,10 +2,7 @@
 
 import json
 import pickle
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -157,13 +154,10 @@ def test_two_rows_that_are_equal_stay_two():
 
 
 @pytest.mark.slow
-def test_under_torchrun_an_images_pixels_cross_once_to_the_rank_that_computes_it(tmp_path):
+def test_on_two_ranks_an_images_pixels_cross_once_to_the_rank_that_computes_it(preloaded, tmp_path):
     """Two processes over gloo; 8 rows with an image of noise each, of which rank 1 computes 4."""
-    script, out = Path(__file__).parents[1] / "testing/sent_bytes_script.py", tmp_path / "sent.json"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    command = [*torchrun, "--rdzv-endpoint", "127.0.0.1:0", str(script), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-8000:]
+    out = tmp_path / "sent.json"
+    preloaded.run_ranks(2, "testing.sent_bytes_script", out)
     found = json.loads(out.read_text())
     (rows, images), later, last = (found["bytes"][call] for call in ("token_kl", "score", "step"))
     pixels = 128 * 128 * 3

@@ -1,10 +1,6 @@
 """Three ranks over gloo load a policy: what each of them holds meanwhile, and that every number is that of one process."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +16,6 @@ from vlmrl.train import sharded_loading
 
 pytestmark = pytest.mark.slow
 RANKS = 3
-TESTS = Path(__file__).parents[1]
 
 
 def build(folder, family, dtype=None):
@@ -41,14 +36,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(folder):
+def results(preloaded, folder):
     """Of each rank."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", "127.0.0.1:0", "--module", "testing.loading_script", str(folder)]
-    paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": paths}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr[-8000:]
+    preloaded.run_ranks(RANKS, "testing.loading_script", folder)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
 
 

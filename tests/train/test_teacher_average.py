@@ -8,8 +8,10 @@ import pytest
 import torch
 from testing.trees import random_rows
 
-from vlmrl.config import Algo, Model, Optim, Teacher
+from vlmrl.config import Algo, Config, Model, Optim, Teacher
 from vlmrl.model.loading import load_model
+from vlmrl.run.run_folder import check_resume
+from vlmrl.train.checkpoint import save_json
 from vlmrl.train.trainer import Trainer, TrainerSpec
 from vlmrl.types import ResponseSpan
 
@@ -46,6 +48,15 @@ def test_a_resumed_average_is_that_of_an_uninterrupted_run(qwen3_vl, tmp_path, d
     after, expected = tensors(resumed), tensors(whole)
     assert after.keys() == expected.keys()
     assert all(torch.equal(after[name], expected[name]) for name in expected)
+
+
+def test_a_checkpoint_with_an_average_is_resumed_by_the_settings_that_made_it(qwen3_vl, tmp_path):
+    new_trainer(qwen3_vl)[1].save(tmp_path)
+    save_json(tmp_path, {"log": {}, "stage": "train"})
+    config = Config(model=Model(path=str(qwen3_vl), device="cpu"), output_dir=str(tmp_path), teacher=SPEC.teacher)
+    assert check_resume(config, tmp_path) == {}
+    with pytest.raises(ValueError, match=r"such as 'teacher/.*model\.freeze, teacher\.model"):
+        check_resume(replace(config, teacher=Teacher()), tmp_path)
 
 
 def test_mini_batches_may_have_different_turns(qwen3_vl):

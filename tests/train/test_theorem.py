@@ -83,8 +83,9 @@ def model(request, tmp_path_factory):
     return load_model(Model(path=f"tiny:{request.param}", device="cpu"), tmp_path_factory.mktemp("models"), seed=0)
 
 
-@pytest.mark.parametrize("images", ["none", "one", "every turn"])
-@pytest.mark.parametrize("reduction", ["token_mean", "prompt_mean"])
+@pytest.mark.parametrize(
+    ("images", "reduction"), [("none", "token_mean"), ("one", "prompt_mean"), ("every turn", "token_mean")]
+)
 def test_gradients_agree_whatever_the_form(model, images, reduction):
     trajectories = play(model, images)
     wanted = gradients(model, trajectories, "concat", reduction, groups_per_step=1).gradients

@@ -198,6 +198,16 @@ def test_tokens_that_cannot_be_corrected_are_counted(model):
     model.policy.load_state_dict(before)
 
 
+@pytest.mark.parametrize(("share", "shared"), [(True, 3.0), (False, 0.0)])
+def test_tokens_of_rows_and_those_that_are_computed_once_are_counted(model, share, shared):
+    rows = [sample(model, "a", [], [20, 21], [1, 1]), sample(model, "b", [], [20, 22, 23], [1, 0, 1])]
+    before = copy.deepcopy(model.policy.state_dict())
+    spec = TrainerSpec(Algo(), Optim(lr=1e-9), 1, tokens_per_micro_batch=10**6, share_prefixes=share)
+    metrics = Trainer(model.policy, spec).step(rows).metrics
+    model.policy.load_state_dict(before)
+    assert (metrics["tokens"], metrics["row_tokens"], metrics["shared_tokens"]) == (4.0, 9.0, shared)
+
+
 def test_a_batch_is_cut_into_optimizer_steps_by_groups(model):
     rows = mixed_samples(model)
     before = copy.deepcopy(model.policy.state_dict())

@@ -5,19 +5,21 @@ from __future__ import annotations
 import gzip
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from testing.servers import served
 
 from vlmrl.cli import main as cli
 from vlmrl.env.remote import env_server
 from vlmrl.retrieval import retrieval_server
 from vlmrl.utils import http_server
-from vlmrl.utils.http_server import BODY, Binding, guarded
+from vlmrl.utils.http_server import BODY, Binding, guarded, send_rest
 from vlmrl.utils.tokens import bearer_headers, bearer_token, is_loopback
 
 pytestmark = pytest.mark.slow
@@ -156,6 +158,42 @@ def test_without_a_token_a_page_elsewhere_makes_no_request(without_token: str, h
     """A browser sends such a POST without asking the server first: it stepped sessions and searched, though the page read nothing."""
     response = httpx.post(without_token, content=b"hello", headers=headers)
     assert response.status_code == status and (status == 200) == (response.text == "hello")
+
+
+async def large(request: web.Request) -> web.StreamResponse:
+    return web.Response(body=bytes(2**26))
+
+
+async def large_stream(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    return await send_rest(request, response, bytes(2**26))
+
+
+async def missing(request: web.Request) -> web.StreamResponse:
+    raise web.HTTPNotFound(text="-" * 2**26)
+
+
+@pytest.mark.parametrize("handler", [large, large_stream, missing])
+def test_a_client_that_never_reads_is_given_up(handler: Handler, monkeypatch: pytest.MonkeyPatch):
+    given_up = threading.Event()
+
+    @web.middleware
+    async def watch(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except ConnectionAbortedError:
+            given_up.set()
+            raise
+
+    monkeypatch.setattr(http_server, "SEND_SECONDS", 0.1)
+    app = web.Application(middlewares=[watch])
+    app.router.add_post("/", handler)
+    with served(guarded(app, None, 100)) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(head("Host: localhost", "Content-Length: 0"))
+            assert given_up.wait(60)
 
 
 def test_the_bodies_of_all_requests_have_a_limit_together(monkeypatch: pytest.MonkeyPatch):

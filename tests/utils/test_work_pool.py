@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vlmrl.utils.threads import DaemonPool, LoopThread
-from vlmrl.utils.work_pool import DeadlineError, SharedTasks, WorkPool, cpu_pool, shared_loop, usable_cores
+from vlmrl.utils.work_pool import DeadlineError, SharedTasks, WorkPool, cpu_pool, usable_cores
 
 LIMIT = 60.0
 
@@ -202,8 +202,3 @@ def test_shared_tasks_compute_once_and_forget_errors():
 
     assert run(main()) == (["CancelledError", "OSError", "OSError", "OSError"], 7)
     assert len(calls) == 2
-
-
-def test_a_shared_loop_is_one_for_its_name():
-    assert shared_loop("test") is shared_loop("test") is not shared_loop("other")
-    assert shared_loop("test").wait(asyncio.sleep(0, 7), LIMIT) == 7

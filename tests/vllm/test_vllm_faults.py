@@ -9,6 +9,9 @@ from pathlib import Path
 
 from testing.real_servers import processes_of, versions
 
+from vlmrl.engine import server_engine
+from vlmrl.engine.server_pool import Limits
+
 
 def engine_core(group: int) -> int:
     """The process of the server's group that samples."""
@@ -16,7 +19,10 @@ def engine_core(group: int) -> int:
     return next(each for each, title in titles.items() if b"EngineCore" in title)
 
 
-def test_a_server_whose_engine_process_has_died_is_restarted_and_gets_the_weights(qwen3):
+def test_a_server_whose_engine_process_has_died_is_restarted_and_gets_the_weights(qwen3, monkeypatch):
+    """Its other process may hold calls until their time limit, and answer health checks with an error, or not at all."""
+    monkeypatch.setattr(server_engine, "PAUSE_SECONDS", 30.0)
+    monkeypatch.setattr(qwen3.run.engine.servers, "limits", Limits(health_every=0.5, health_timeout=15.0))
     restarts = qwen3.run.engine.servers.restarts
     qwen3.change(seed=3)
     os.kill(engine_core(qwen3.server.process.group), signal.SIGKILL)

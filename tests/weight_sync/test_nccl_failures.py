@@ -24,16 +24,19 @@ from vlmrl.weight_sync.base import Bucket, IpcSender, SenderState, WeightsRefuse
 
 
 class Process:
-    """The trainer's process: what would end it, and how often its GPU's stream had to wait for an unfinished collective."""
+    """The trainer's process: its groups, what would end it, and how often its stream waited for an unfinished collective."""
 
     def __init__(self) -> None:
+        self.groups: dict[str, NcclGroup] = {}
         self.killed = threading.Event()
         self.stalls = 0
 
 
 class Work:
-    def __init__(self, group: NcclGroup) -> None:
-        self.group, self.done = group, threading.Event()
+    """Done when all ``servers`` have taken part."""
+
+    def __init__(self, group: NcclGroup, values: torch.Tensor, servers: int) -> None:
+        self.group, self.values, self.waits, self.done = group, values, servers, threading.Event()
 
     def is_completed(self) -> bool:
         return self.done.is_set() or self.group.aborted.is_set()
@@ -48,22 +51,20 @@ class Work:
 
 
 class NcclGroup:
-    """Rank 0's end. ``limit`` is the group's time limit in seconds."""
+    """Rank 0's end. ``limit`` is the group's time limit in seconds, ``servers`` the number of its other ranks."""
 
-    def __init__(self, process: Process, limit: float) -> None:
-        self.process, self.limit = process, limit
+    def __init__(self, process: Process, servers: int, limit: float) -> None:
+        self.process, self.servers, self.limit = process, servers, limit
         self.blocking = os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1"
         self.aborted = threading.Event()
         self.works: list[Work] = []
-        self.sent: list[torch.Tensor] = []
-        self.arrived = threading.Condition()
+        self.changed = threading.Condition()
 
     def broadcast(self, tensors: list[torch.Tensor], options: object) -> Work:
-        work = Work(self)
-        with self.arrived:
+        work = Work(self, tensors[0], self.servers)
+        with self.changed:
             self.works.append(work)
-            self.sent.append(tensors[0])
-            self.arrived.notify_all()
+            self.changed.notify_all()
         if not self.blocking:
             threading.Thread(target=self._watch, args=(work,), daemon=True).start()
         return work
@@ -77,11 +78,23 @@ class NcclGroup:
             time.sleep(0.005)
 
     def take(self, number: int) -> torch.Tensor:
-        """The server's end: broadcast ``number`` is done when the server takes part in it."""
-        with self.arrived:
-            assert self.arrived.wait_for(lambda: len(self.works) > number, PATIENCE)
-        self.works[number].done.set()
-        return self.sent[number]
+        """A server's end of broadcast ``number``: returns when all have taken part. A server answers an abort with an error."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.works) > number or self.aborted.is_set(), PATIENCE)
+            if len(self.works) > number:
+                work = self.works[number]
+                work.waits -= 1
+                self.changed.notify_all()
+                assert self.changed.wait_for(lambda: not work.waits or self.aborted.is_set(), PATIENCE)
+                if not work.waits:
+                    work.done.set()
+                    return work.values
+        raise WeightsRefused("NCCL: the communicator was aborted")
+
+    def abort(self) -> None:
+        with self.changed:
+            self.aborted.set()
+            self.changed.notify_all()
 
 
 @dataclass
@@ -90,7 +103,12 @@ class Server(FakeReceiver):
 
     behaves: str = "well"
     state: SenderState = field(default_factory=SenderState)
+    process: Process = field(default_factory=Process)
+    answers_after: float = 0.1
+    """Seconds after the group's end that the call of a server that hangs takes to fail."""
+    never: threading.Event = field(default_factory=threading.Event)
     received: int = 0
+    taken: int = 0
 
     def end(self) -> None:
         if self.aborted.is_set():
@@ -98,6 +116,7 @@ class Server(FakeReceiver):
         super().end()
 
     def join_group(self, group: nccl.GroupAddress) -> None:
+        self.taken = 0
         self.calls.append("join")
 
     def receive_broadcast(self, bucket: Bucket, version: str | None, group: str) -> None:
@@ -107,11 +126,11 @@ class Server(FakeReceiver):
         if self.received == 2 and self.behaves == "refuse":
             raise WeightsRefused("no such weight")
         if self.received == 2 and self.behaves == "hang":
-            # Its HTTP call ends a little after the group's time limit, or when it is aborted.
-            self.aborted.wait(self.timeout + 0.5)
+            self.process.groups[group].aborted.wait(PATIENCE)
+            self.never.wait(self.answers_after)
             raise TimeoutError("timed out")
-        made = self.state.groups[self.url][1]
-        values = made.take(self.received - 1).view(bucket.flat.dtype)
+        values = self.process.groups[group].take(self.taken).view(bucket.flat.dtype)
+        self.taken += 1
         self.weights.update(Bucket(bucket.names, bucket.shapes, values.clone()).tensors())
 
 
@@ -119,16 +138,19 @@ class Server(FakeReceiver):
 def process(monkeypatch) -> Process:
     made = Process()
 
-    def new_group(*args, timeout, **options):
-        return NcclGroup(made, timeout.total_seconds()), None
+    def new_group(size, *args, group_name, timeout, **options):
+        made.groups[group_name] = NcclGroup(made, size - 1, timeout.total_seconds())
+        return made.groups[group_name], None
 
     class Store:
         def set_timeout(self, timeout) -> None: ...
 
-    monkeypatch.setattr(distributed_c10d, "rendezvous", lambda *args, **options: iter([(Store(), 0, 2)]))
+    monkeypatch.setattr(
+        distributed_c10d, "rendezvous", lambda method, rank, size, **options: iter([(Store(), rank, size)])
+    )
     monkeypatch.setattr(distributed_c10d, "PrefixStore", lambda name, store: store)
     monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", new_group)
-    monkeypatch.setattr(distributed_c10d, "_abort_process_group", lambda group: group.aborted.set())
+    monkeypatch.setattr(distributed_c10d, "_abort_process_group", NcclGroup.abort)
     return made
 
 
@@ -144,36 +166,96 @@ def weights(value: float = 1.0) -> list[tuple[str, torch.Tensor]]:
 @pytest.mark.parametrize("behaves", ["die", "hang"])
 def test_the_process_outlives_a_server_that_fails_in_a_broadcast_and_the_others_get_the_weights(process, behaves):
     state = SenderState()
-    well = Server("http://127.0.0.1:1", state=state)
-    ill = Server("http://127.0.0.1:2", behaves=behaves, timeout=0.2, state=state)
-    result = update_of(well, ill).send(iter(weights(3.0)), state)
+    limit = 0.2 if behaves == "hang" else PATIENCE
+    urls = [f"http://127.0.0.1:{port}" for port in (1, 2, 3)]
+    first, ill, last = (Server(url, timeout=limit, state=state, process=process) for url in urls)
+    ill.behaves = behaves
+    result = update_of(first, ill, last).send(iter(weights(3.0)), state)
     assert set(result.failed) == {ill.url} and result.refused == ()
-    assert {name: weight.tolist() for name, weight in well.weights.items()} == {name: [3, 3] for name in "abc"}
-    assert well.calls == ["join", "begin", "end"]
+    for well in (first, last):
+        assert {name: weight.tolist() for name, weight in well.weights.items()} == {name: [3, 3] for name in "abc"}
+        assert well.calls == ["begin", "join", "join", "end"]
     assert ill.received == 2 and "end" not in ill.calls
+    with_all, without = process.groups.values()
+    assert (with_all.servers, len(with_all.works), with_all.aborted.is_set()) == (3, 2, True)
+    assert (without.servers, len(without.works), without.aborted.is_set()) == (
+        2,
+        2,
+        False,
+    )  # the bucket again, and the last
     assert not process.killed.wait(0.3)  # the group's time limit has passed
-    assert list(state.groups) == [well.url]
+    assert state.group.members == (first.url, last.url) and state.group.handle is without
     assert process.stalls == 0  # nothing waited on the GPU's stream for a collective that was not done
     assert ill.aborted.is_set()
 
 
-def test_a_server_that_hangs_is_named_with_its_time_limit(process):
-    ill = Server("http://127.0.0.1:2", behaves="hang", timeout=0.2)
+def test_a_server_that_died_before_an_update_is_left_out_before_any_collective(process):
+    state = SenderState()
+    servers = [Server(f"http://127.0.0.1:{port}", state=state, process=process) for port in (1, 2)]
+    assert not update_of(*servers).send(iter(weights(3.0)), state).failed
+
+    def refused():
+        raise ConnectionRefusedError("nobody listens")
+
+    servers[1].begin = refused
+    assert set(update_of(*servers).send(iter(weights(4.0)), state).failed) == {servers[1].url}
+    assert servers[0].weights["c"].tolist() == [4, 4] and servers[1].received == 3
+    both, one = process.groups.values()
+    assert (both.aborted.is_set(), len(both.works), len(one.works)) == (True, 3, 3)
+
+
+def test_a_server_that_does_not_join_is_left_out_and_the_others_join_a_group_without_it(process):
+    state = SenderState()
+    well, ill = (Server(f"http://127.0.0.1:{port}", state=state, process=process) for port in (1, 2))
+
+    def join_group(group):
+        raise ConnectionResetError("the process has ended")
+
+    ill.join_group = join_group
+    assert set(update_of(well, ill).send(iter(weights(4.0)), state).failed) == {ill.url}
+    assert well.weights["c"].tolist() == [4, 4] and state.group.members == (well.url,)
+
+
+def test_a_server_leaves_the_last_group_that_it_joined_also_after_a_group_without_it(process):
+    """SGLang keeps every group, and the GPU memory of its communicator, until it is asked to leave it."""
+    state = SenderState()
+    servers = [Server(f"http://127.0.0.1:{port}", state=state, process=process) for port in (1, 2)]
+    left = []
+    for server in servers:
+        server.join_group = lambda group, server=server: (
+            left.append((server.url[-1], group.replaces)),
+            Server.join_group(server, group),
+        )
+    both, second = update_of(*servers), replace(update_of(servers[1]), resend=True)
+    for update in (both, second, both):
+        assert not update.send(iter(weights()), state).failed
+    first, alone, _ = process.groups
+    assert sorted(left[:2]) == [("1", None), ("2", None)]
+    assert left[2] == ("2", first) and sorted(left[3:]) == [("1", first), ("2", alone)]
+
+
+def test_a_server_that_hangs_is_named(process, monkeypatch):
+    monkeypatch.setattr(nccl, "ABORT_SECONDS", 0.05)
+    ill = Server("http://127.0.0.1:2", behaves="hang", timeout=0.2, process=process, answers_after=PATIENCE)
     [error] = update_of(ill).send(iter(weights()), ill.state).failed.values()
-    assert error == "the server http://127.0.0.1:2 took no part in a broadcast for 0.2 s"
+    assert error == "the server http://127.0.0.1:2 took no part in a broadcast"
+    ill.never.set()  # lets its thread end
 
 
-def test_a_server_that_refuses_weights_closes_its_update(process):
-    ill = Server("http://127.0.0.1:2", behaves="refuse")
-    result = update_of(ill).send(iter(weights()), ill.state)
-    assert result.refused == (ill.url,) and ill.calls[-1] == "end"
+def test_a_server_that_refuses_weights_closes_its_update_and_what_follows_at_the_others_is_no_refusal(process):
+    state = SenderState()
+    well, ill = (Server(f"http://127.0.0.1:{port}", state=state, process=process) for port in (1, 2))
+    ill.behaves = "refuse"
+    result = update_of(well, ill).send(iter(weights()), state)
+    assert result.refused == (ill.url,) and result.failed[ill.url] == "no such weight" and ill.calls[-1] == "end"
+    assert "aborted" in result.failed[well.url]
 
 
 def test_an_abort_that_hangs_does_not_hold_up_the_run(process, monkeypatch):
     never = threading.Event()
     monkeypatch.setattr(nccl, "ABORT_SECONDS", 0.05)
     monkeypatch.setattr(distributed_c10d, "_abort_process_group", lambda group: never.wait(PATIENCE))
-    ill = Server("http://127.0.0.1:2", behaves="die", timeout=5)
+    ill = Server("http://127.0.0.1:2", behaves="die", timeout=5, process=process)
     sending = DaemonPool("sending").submit(update_of(ill).send, iter(weights()), ill.state)
     assert set(sending.result(PATIENCE).failed) == {ill.url}
     never.set()
@@ -184,9 +266,9 @@ def test_only_these_groups_are_made_without_a_watchdog(process, monkeypatch, bef
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
     if before is not None:
         monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", before)
-    server = Server("http://127.0.0.1:2")
+    server = Server("http://127.0.0.1:2", process=process)
     assert not update_of(server).send(iter(weights()), server.state).failed
-    assert server.state.groups[server.url][1].blocking
+    assert server.state.group.handle.blocking
     assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
 
 

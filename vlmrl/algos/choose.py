@@ -25,6 +25,9 @@ BUILT_IN: dict[str, tuple[Mapping[str, Callable[..., Any]], tuple[str, ...]]] = 
 }
 """For each setting of ``algo`` that names functions: the built-in ones, and the positional arguments of all of them."""
 
+LOSS_TYPES = {"grpo": "sequence_mean", "dapo": "token_mean", "dr_grpo": "seq_mean_token_sum_norm"}
+"""For each value of TRL's ``loss_type`` that differs from ppo in the reduction only: that reduction."""
+
 
 def choose(algo: Algo, setting: str, code: str | Callable[..., Any] | None = None) -> partial[Any]:
     """The function that ``algo`` names, with its options bound: ``choose(algo, "loss")(inputs)``.
@@ -36,6 +39,10 @@ def choose(algo: Algo, setting: str, code: str | Callable[..., Any] | None = Non
     """
     code = _code(algo, setting) if code is None else code
     built_in, parameters = BUILT_IN[setting]
+    if setting == "loss" and code in LOSS_TYPES:
+        raise ValueError(
+            f"algo.loss {code!r} of TRL is algo.loss ppo with algo.reduction {LOSS_TYPES[code]}: set both."
+        )
     function = find_function(f"algo.{setting}", code, parameters, built_in)
     arguments = len(parameters) + (setting == "advantage" and is_per_token(function))  # the mask of the tokens
     options = algo.options_of(code)

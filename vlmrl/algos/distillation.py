@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch.nn.functional import pad
 
 from vlmrl.algos.losses import LossInputs
 
@@ -52,15 +53,31 @@ def top_k_and_rest(logprobs: torch.Tensor, teacher_logprobs: torch.Tensor, k: in
     Source: SDPO, arXiv 2601.20802 (top-K distillation with a tail term).
     """
     top = teacher_logprobs.topk(min(k, teacher_logprobs.shape[1]), dim=1).indices
-    lowest = torch.finfo(
-        logprobs.dtype
-    ).min  # finite: with all classes taken the rest is empty, and 0 * -inf would be NaN
+    return _cut(logprobs, top), _cut(teacher_logprobs, top)
 
-    def cut(values: torch.Tensor) -> torch.Tensor:
-        rest = values.scatter(1, top, lowest).logsumexp(1, keepdim=True)
-        return torch.cat([values.gather(1, top), rest], dim=1)
 
-    return cut(logprobs), cut(teacher_logprobs)
+def listed_and_rest(
+    logprobs: torch.Tensor, ids: torch.Tensor, listed: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same where only the logprobs ``listed`` ``[n, k]`` of the teacher's classes ``ids`` are known, as from a server.
+
+    The rest is what they leave of 1, and at least 1e-7, below which rounded logprobs say nothing. Classes that are banned for the
+    policy, or that it does not have, count in the rest: the forward KL of one would be infinite.
+    """
+    mine, lowest = _cut(logprobs, ids), torch.finfo(logprobs.dtype).min
+    possible = mine > lowest / 2
+    listed = listed.where(possible[:, :-1], lowest)
+    rest = (1 - listed.exp().sum(1, keepdim=True)).clamp(min=1e-7).log()
+    return mine, torch.cat([listed, rest.where(possible[:, -1:], lowest)], dim=1)
+
+
+def _cut(values: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    """The classes ``top`` and all others as one. One that ``values`` does not have gets the lowest logprob."""
+    lowest = torch.finfo(values.dtype).min  # finite: an empty rest would be -inf, and 0 * -inf NaN
+    size = values.shape[1]
+    taken = values.gather(1, top.clamp(max=size - 1)).where(top < size, lowest)
+    others = pad(values, (0, 1), value=lowest).scatter_(1, top.clamp(max=size), lowest)
+    return torch.cat([taken, others.logsumexp(1, keepdim=True)], dim=1)
 
 
 DIVERGENCES: dict[str, Callable[..., torch.Tensor]] = {
@@ -87,8 +104,32 @@ def clipped(values: torch.Tensor, limit: float | None) -> tuple[torch.Tensor, to
     return values.clamp(-limit, limit), (values.abs() > limit).to(values.dtype)
 
 
+def coefficient(first: float, last: float | None, progress: float) -> float:
+    """From ``first`` to ``last`` in a straight line, with ``progress`` from 0 to 1; ``first`` without a ``last``.
+
+    The coefficient of the teacher's KL beside rewards: KDRL, arXiv 2506.02208.
+    """
+    return first if last is None else first + (last - first) * progress
+
+
+def image_weights(gains: torch.Tensor, share: float) -> torch.Tensor:
+    """Weights ``[tokens]`` of mean 1, by the ``gains``: the teacher's logprob of a token with its images minus that without.
+
+    With them a mean over the tokens is ``share`` times the mean over those with a gain above the average, and 1 - ``share`` times
+    that over the others: the few tokens that depend on an image are not lost among the many that do not.
+    Source: VA-OPD, arXiv 2605.21924 (the KL is averaged within tokens of high and of low visual advantage separately); the boundary
+    is ours.
+    """
+    high = gains > gains.mean()
+    count = int(high.sum())
+    if not 0 < count < len(gains):
+        return torch.ones_like(gains)
+    parts = share * len(gains) / count, (1 - share) * len(gains) / (len(gains) - count)
+    return torch.where(high, *parts)
+
+
 def add_sampled(
-    inputs: LossInputs, known: torch.Tensor, coef: float, limit: float | None
+    inputs: LossInputs, known: torch.Tensor, coef: torch.Tensor | float, limit: float | None
 ) -> tuple[LossInputs, dict[str, torch.Tensor]]:
     """The inputs with ``coef`` times (log q - log p) added to the advantage of each sampled token that is ``known`` to the teacher.
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from vlmrl.data import PromptLength, TaskSource
 from vlmrl.data.row_images import MARK
-from vlmrl.data.source import EMPTY
+from vlmrl.data.source import EMPTY, named_rows
 from vlmrl.multimodal.fetch import is_url
 from vlmrl.multimodal.images import ImageError, describe
+from vlmrl.multimodal.messages import parts_of_message
 from vlmrl.types import Task
 from vlmrl.utils.work_pool import cpu_pool
 
@@ -28,6 +29,8 @@ class RowsReport:
     """Rows with a blank prompt or answer."""
     marks_left: list[int] = field(default_factory=list)
     """Rows whose prompt has more ``<image>`` marks than the row has images."""
+    no_answer: list[int] = field(default_factory=list)
+    """Rows whose ``task.answer`` is ``None``."""
 
 
 def check_rows(source: TaskSource, count: int, length: PromptLength, advance: Callable[[], object]) -> RowsReport:
@@ -67,6 +70,17 @@ def check_rows(source: TaskSource, count: int, length: PromptLength, advance: Ca
     return report
 
 
+def grouped(source: TaskSource, broken: list[tuple[int, str]]) -> list[str]:
+    """What is wrong with the broken rows, those with the same error in one text: ``row 0: ... (3 rows: 0, 4, 7)``."""
+    same: dict[str, list[int]] = {}
+    for row, problem in broken:
+        same.setdefault(problem.removeprefix(source.label(row)), []).append(row)
+    return [
+        source.label(rows[0]) + reason + (f" ({named_rows(rows)})" if len(rows) > 1 else "")
+        for reason, rows in same.items()
+    ]
+
+
 async def _check_images(
     report: RowsReport, label: str, row: int, task: Task, tokens: int, length: PromptLength
 ) -> None:
@@ -89,19 +103,16 @@ async def _check_images(
 
 
 def _note_texts(report: RowsReport, row: int, task: Task) -> None:
-    text = "".join(_text(message.get("content")) for message in task.prompt if message["role"] != "system")
+    shown = [parts_of_message(message) for message in task.prompt if message["role"] != "system"]
+    text = "".join(str(part.get("text", "")) for parts in shown for part in parts)
     if not task.images and not text.strip():
         report.empty["prompt"].append(row)
     if MARK in text:  # those that mark an image are parts of their own by now
         report.marks_left.append(row)
+    if task.answer is None:
+        report.no_answer.append(row)
     if isinstance(task.answer, str) and not task.answer.strip():
         report.empty["answer"].append(row)
-
-
-def _text(content: object) -> str:
-    if not isinstance(content, list):
-        return str(content or "")
-    return "".join(str(part.get("text", "")) for part in content)
 
 
 def _located(label: str, message: str) -> str:

@@ -143,9 +143,9 @@ def check_disk(folder: Path, free: float, writable: bool, needed: float = ENOUGH
 def check_spill(folder: Path, free: float, in_memory: bool) -> Finding:
     """``folder`` is the one for temporary files; ``free`` in GiB."""
     if in_memory:
-        remedy = "Images beyond multimodal.memory_gib would stay in memory: set TMPDIR to a folder on a disk."
+        remedy = "Images beyond a quarter of the memory would stay in memory: set TMPDIR to a folder on a disk."
         return Finding("spill", "warning", f"{folder} is in memory", remedy)
-    found = f"{free:.1f} GiB free in {folder}, for images beyond multimodal.memory_gib"
+    found = f"{free:.1f} GiB free in {folder}, for images beyond a quarter of the memory"
     if free < LEAST_FREE:
         return Finding("spill", "warning", found, "Free space, or set TMPDIR to a folder on another disk.")
     return Finding("spill", "ok", found)

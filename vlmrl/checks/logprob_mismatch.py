@@ -47,9 +47,12 @@ def turn_mismatches(
 
 
 def record_trained(
-    trajectories: Sequence[Trajectory], samples: Sequence[Sample], logprobs: Sequence[np.ndarray]
+    trajectories: Sequence[Trajectory],
+    samples: Sequence[Sample],
+    logprobs: Sequence[np.ndarray],
+    teacher_logprobs: Sequence[np.ndarray] | None = None,
 ) -> dict[str, float | str]:
-    """Write into each turn its largest mismatch and what the trainer computed for its tokens, for the run's log.
+    """Write into each turn its largest mismatch and what trainer and teacher computed for its tokens, for the run's log.
 
     Returns metrics over all turns; arguments as :func:`turn_mismatches`, after the advantages were assigned.
     """
@@ -57,7 +60,9 @@ def record_trained(
         sample = samples[index]
         length, advantage = part.stop - part.start, sample.advantage
         advantages = advantage[part] if isinstance(advantage, list) else [advantage or 0.0] * length
-        trajectory.turns[number].trained = TrainedTokens(logprobs[index][part], advantages, sample.loss_mask[part])
+        theirs = None if teacher_logprobs is None else teacher_logprobs[index][part]
+        trained = TrainedTokens(logprobs[index][part], advantages, sample.loss_mask[part], theirs)
+        trajectory.turns[number].trained = trained
     mismatches = turn_mismatches(trajectories, samples, logprobs)
     by_id = {trajectory.id: trajectory for trajectory in trajectories}
     for mismatch in mismatches:

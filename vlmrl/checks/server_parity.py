@@ -57,6 +57,22 @@ class Question:
     request: Request
     prompt_ids: list[int]
 
+    def row(self, response_ids: list[int]) -> Sample:
+        """The question with a response, to be scored."""
+        length = len(response_ids)
+        return Sample(
+            self.prompt_ids,
+            response_ids,
+            loss_mask=[1] * length,
+            rollout_logprobs=None,
+            policy_versions=[0] * length,
+            group_id="parity",
+            trajectory_id=self.request.trajectory_id,
+            is_last_step=True,
+            stop_reason="length",
+            media=list(self.request.media),
+        )
+
 
 async def check_parity(
     sync: WeightSync,
@@ -85,12 +101,14 @@ async def check_parity(
         await sync.fill(send)
     _check_reach(loaded, await sync.checksums() if checksums else {})
     for server in servers:
-        await _ask(engine, server, questions[0], timeout)  # so that it sees the image under wrong weights
+        await ask(engine, server, questions[0].request, timeout)  # so that it sees the image under wrong weights
     async with engine.asleep():
         await sync.first(send)
     if same_weights:
         _check_equal(loaded, await sync.checksums() if checksums else {}, rounded)
-    responses = {server.url: [await _ask(engine, server, each, timeout) for each in questions] for server in servers}
+    responses = {
+        server.url: [await ask(engine, server, each.request, timeout) for each in questions] for server in servers
+    }
     async with engine.asleep():
         differences = {
             url: [_difference(score, *pair) for pair in zip(questions, each, strict=True)]
@@ -138,10 +156,11 @@ def _check_equal(
             )
 
 
-async def _ask(engine: ServerEngine, server: Server, question: Question, timeout: float) -> Completion:
+async def ask(engine: ServerEngine, server: Server, request: Request, timeout: float) -> Completion:
+    """One attempt. Raises EngineError if the server gives no answer that can be used, or not in ``timeout`` seconds."""
     try:
         async with asyncio.timeout(timeout):
-            return await engine.generate_on(server, question.request)
+            return await engine.generate_on(server, request)
     except TimeoutError:
         reason = f"did not answer in rollout.engine_timeout ({timeout:g} s)"
         raise EngineError(f"startup parity check: the server {server.url} {reason}{server.log_tail()}") from None
@@ -170,20 +189,7 @@ def _compare(backend: ServerBackend, url: str, differences: Sequence[float]) -> 
 
 def _difference(score: Score, question: Question, completion: Completion) -> float:
     """Mean absolute difference of the trainer's logprobs to the server's, in nats."""
-    length = len(completion.token_ids)
-    row = Sample(
-        prompt_token_ids=question.prompt_ids,
-        response_ids=completion.token_ids,
-        loss_mask=[1] * length,
-        rollout_logprobs=completion.logprobs,
-        policy_versions=completion.policy_versions,
-        group_id="parity",
-        trajectory_id=question.request.trajectory_id,
-        is_last_step=True,
-        stop_reason=completion.stop_reason,
-        media=list(question.request.media),
-    )
-    [logprobs] = score([row])
+    [logprobs] = score([question.row(completion.token_ids)])
     return float(np.abs(logprobs - np.array(completion.logprobs)).mean())
 
 

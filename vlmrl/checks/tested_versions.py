@@ -6,7 +6,7 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 
 TESTED: tuple[dict[str, str], ...] = (
-    {"torch": "2.15", "transformers": "5.23"},
+    {"torch": "2.15", "transformers": "5.24"},
     {"torch": "2.11", "transformers": "5.17"},
     {"torch": "2.14", "transformers": "5.19", "sglang": "0.5.23"},
     {"torch": "2.13", "transformers": "5.19", "vllm": "0.32.0"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vlmrl.cli.api_options import ApiOptions
+from vlmrl.cli.eval import ApiOptions
 from vlmrl.cli.recipe import Recipe, RecipePath
 from vlmrl.config import resolve_config
 from vlmrl.config.collection import Collection

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from rich.markup import escape
 from rich.rule import Rule
 from rich.text import Text
 
@@ -63,7 +64,7 @@ def _show(checker: CheckOutput, source: TaskSource, number: int) -> None:
     except RowError as error:
         return checker.problem(f"draw {number}: {error}")
     checker.console.print()
-    checker.console.print(Rule(f"[bold]{task.id}[/bold]", align="left", style="dim"))
+    checker.console.print(Rule(f"[bold]{escape(task.id)}[/bold]", align="left", style="dim"))
     if len(rows) > 1:
         checker.say("rows", f"{len(rows)}, since the chat template changes earlier messages when others follow")
     for sample, row in zip(samples, rows, strict=True):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.rule import Rule
 
@@ -18,6 +19,7 @@ from vlmrl.config import Config, resolve_config
 from vlmrl.env.base import EnvSpec, resolve_envs
 from vlmrl.env.session import EnvError, EnvSession
 from vlmrl.types import ImageSource, Message, Task
+from vlmrl.utils.terminal import Terminal
 
 if TYPE_CHECKING:
     from vlmrl.data import Tasks, TaskSource
@@ -53,7 +55,7 @@ def check(settings: CheckOptions, console: Console | None = None) -> bool:
     from vlmrl.data import load_run_tasks
 
     config = settings.config
-    checker = Checker(config, console or Console(highlight=False))
+    checker = Checker(config, console or Terminal(highlight=False))
     checker.say("model", f"{config.model.path}; chat template: {config.model.chat_template or 'its own'}")
     if config.sft.data:
         check_conversations(checker, config, settings.show, settings.rows)
@@ -110,7 +112,7 @@ class Checker(CheckOutput):
         except (ValueError, EnvError) as error:
             return self.problem(f"draw {number}: {error}")
         self.console.print()
-        self.console.print(Rule(f"[bold]{task.id}[/bold]", align="left", style="dim"))
+        self.console.print(Rule(f"[bold]{escape(task.id)}[/bold]", align="left", style="dim"))
         total = len(rendered.token_ids) + sum(tokens - 1 for _, tokens in images)
         room = f"{max(0, self.config.max_tokens - total)} of rollout.max_tokens ({self.config.max_tokens}) remain for the episode"
         self.say("tokens", f"{total}; {room}")
@@ -127,7 +129,7 @@ class Checker(CheckOutput):
 
     def read(self, source: TaskSource, rows: int | None) -> None:
         """Read the first rows, or all. Print the lengths of their prompts, and each row that cannot be played."""
-        from vlmrl.checks.data_rows import check_rows
+        from vlmrl.checks.data_rows import check_rows, grouped
         from vlmrl.data.source import empty_warning, named_rows
 
         count = len(source) if rows is None else min(rows, len(source))
@@ -147,10 +149,14 @@ class Checker(CheckOutput):
             rows_left = named_rows(report.marks_left)
             why = "more <image> marks than images, and the model reads those left over as text"
             self.say("warning", f"{why}: {rows_left}", "bold yellow")
-        for _, problem in report.broken[:MAX_LISTED]:
+        if report.no_answer:
+            why = f"task.answer is None in {named_rows(report.no_answer)}"
+            self.say("warning", f"{why}: give 'answer' if the env reads it", "bold yellow")
+        problems = grouped(source, report.broken)
+        for problem in problems[:MAX_LISTED]:
             self.problem(problem)
-        if len(report.broken) > MAX_LISTED:
-            self.problem(f"and {len(report.broken) - MAX_LISTED} more such rows")
+        if len(problems) > MAX_LISTED:
+            self.problem(f"and {len(problems) - MAX_LISTED} more problems")
         checked = f"{count - len(report.broken)} of {count} rows can be played, with {sum(report.images)} images"
         self.say("result", checked, "bold red" if report.broken else "bold green")
 

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
+from vlmrl.checks.doctor_machine import (
+    GIB,
+    Finding,
+    check_disk,
+    check_nccl,
+    check_nvcc,
+    existing_folder,
+    machine_findings,
+)
 from vlmrl.cli.recipe import Recipe, RecipeOptions
 from vlmrl.config import Config, resolve_config
-
-if TYPE_CHECKING:
-    from vlmrl.checks.doctor_machine import Finding
 
 
 @dataclass(frozen=True)
@@ -27,8 +36,6 @@ class DoctorCommand:
     """Print a list of objects with `check`, `level`, `found` and `remedy`."""
 
     def run(self, options: Sequence[str]) -> None:
-        from vlmrl.checks.doctor_machine import machine_findings
-
         if self.recipe is None:
             show(machine_findings(Path(Config().output_dir)), self.json)
             return
@@ -61,7 +68,6 @@ def show(findings: Iterable[Finding], as_json: bool) -> None:
 
 def recipe_findings(config: Config, folder: Path, server: bool) -> Iterator[Finding]:
     """The machine's findings, then those of the recipe's files, memory, model and, if wanted, servers."""
-    from vlmrl.checks.doctor_machine import Finding, machine_findings
     from vlmrl.checks.doctor_model import model_findings
     from vlmrl.model.tiny import resolve as resolve_tiny
     from vlmrl.utils.output_files import OutputError, output_errors
@@ -90,7 +96,6 @@ def recipe_findings(config: Config, folder: Path, server: bool) -> Iterator[Find
 
 def missing_packages(config: Config) -> Iterator[Finding]:
     """Errors for packages, and the program of an agent, that the recipe needs and that are not installed."""
-    from vlmrl.checks.doctor_machine import Finding
     from vlmrl.engine.server_backend import new_backend
     from vlmrl.engine.server_checks import check_installed
     from vlmrl.gateway.agents import resolve_agent
@@ -111,10 +116,6 @@ def missing_packages(config: Config) -> Iterator[Finding]:
 
 def server_environment_findings(config: Config) -> Iterator[Finding]:
     """What servers that the run starts need of their environment: the trainer's NCCL and, on GPUs, a CUDA compiler."""
-    import os
-    import sys
-
-    from vlmrl.checks.doctor_machine import check_nccl, check_nvcc
     from vlmrl.engine.server_backend import new_backend
     from vlmrl.engine.server_environment import cuda_home, different_nccl, environment_of, own_toolkit
     from vlmrl.plan.memory_plan import gpu_of
@@ -131,9 +132,6 @@ def server_environment_findings(config: Config) -> Iterator[Finding]:
 
 def memory_findings(config: Config) -> Iterator[Finding]:
     """Whether the plan fits the GPU or the host, and the checkpoints the disk."""
-    import shutil
-
-    from vlmrl.checks.doctor_machine import GIB, check_disk, existing_folder
     from vlmrl.cli.plan import sizes_of
     from vlmrl.plan.memory_plan import MemoryPlan, gpu_of
     from vlmrl.utils.machine_memory import memory_bytes
@@ -152,8 +150,6 @@ def memory_findings(config: Config) -> Iterator[Finding]:
 
 def check_plan(peak: float, memory: float, device: str) -> Finding:
     """``peak`` and ``memory`` in GiB."""
-    from vlmrl.checks.doctor_machine import Finding
-
     found = f"the recipe needs about {peak:.2g} GiB of {memory:.1f} GiB ({device})"
     if peak > memory:
         return Finding("plan", "error", found, "`vlmrl plan RECIPE` says which settings make it fit.")
@@ -162,7 +158,6 @@ def check_plan(peak: float, memory: float, device: str) -> Finding:
 
 def check_server(config: Config) -> Finding:
     """Start the servers and compare weights and logprobs with the trainer's, as a run does at its start."""
-    from vlmrl.checks.doctor_machine import Finding
     from vlmrl.engine.base import EngineError
     from vlmrl.engine.server_backend import SERVER_BACKENDS
     from vlmrl.run.build import build_run

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from vlmrl.cli.api_options import ApiOptions
-from vlmrl.cli.recipe import Recipe, RecipePath
+from vlmrl.cli.recipe import Recipe, RecipeOptions, RecipePath
 from vlmrl.config import resolve_config
+from vlmrl.utils.require import require
+
+if TYPE_CHECKING:
+    from vlmrl.engine.chat_engine import ApiModel
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,44 @@ class EvalCommand:
         from vlmrl.run.eval_program import run_evaluation
 
         run_evaluation(resolve_config(chosen.config, recipe.folder), chosen.models, chosen.out, api)
+
+
+@dataclass(frozen=True)
+class ApiOptions(RecipeOptions):
+    """The options that let a model behind a chat API play in place of the policy."""
+
+    api: str | None = None
+    """Base URL of an OpenAI-compatible chat API, such as https://api.openai.com/v1, whose `--model` plays."""
+    model: str | None = None
+    """Model's name at `--api`."""
+    api_key_variable: str = "OPENAI_API_KEY"
+    """Environment variable with the API's key. No key is sent if it is unset."""
+    api_body: str = "{}"
+    """Further fields of each request as JSON; null leaves a field out: '{"max_tokens": null, "max_completion_tokens": 2000}'."""
+    budget: int | None = None
+    """Tokens that this command may spend at `--api`, of prompts and responses. No request begins once they are spent; those in flight
+    then are the excess. Unset: no limit."""
+
+    def api_model(self) -> ApiModel | None:
+        """The model at ``--api``; ``None`` without one. Raises ValueError for options that do not fit."""
+        from vlmrl.engine.chat_engine import ApiModel
+
+        if self.api is None:
+            if self.budget is not None:
+                raise ValueError("--budget needs --api: only tokens of an API are paid for.")
+            return None
+        is_url = self.api.startswith(("http://", "https://"))
+        require(is_url, "--api", "a URL that begins with http:// or https://", self.api)
+        if not self.model:
+            raise ValueError("--api needs --model: the name that the API has for it.")
+        require(self.budget is None or self.budget > 0, "--budget", "positive", self.budget)
+        try:
+            body = json.loads(self.api_body)
+        except ValueError as error:
+            raise ValueError(f"--api-body must be a JSON object: {error}.") from error
+        if not isinstance(body, dict):
+            raise ValueError(f"--api-body must be a JSON object, but it is {self.api_body!r:.100}.")
+        return ApiModel(self.api, self.model, self.api_key_variable, body, self.budget)
 
 
 @dataclass(frozen=True)

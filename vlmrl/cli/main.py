@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Union
 
 import tyro
@@ -118,10 +117,10 @@ def parse_command(words: Sequence[str]) -> Any:
 def split_at_recipe(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """``train recipe.py --optim.lr 1`` -> ``train recipe.py`` and ``--optim.lr 1``: a recipe must be loaded before its options
     are known. The arguments of other commands are not split."""
-    takes_recipe = arguments[0] in WITH_OPTIONS or (
-        arguments[0] == "play" and ".py" in [Path(word).suffix for word in arguments[1:2]]
-    )
-    words = 3 if arguments[0] == "data" else 2 if takes_recipe else len(arguments)
+    if arguments[0] == "play":  # also without a recipe
+        named = 2 if arguments[1:2] and not arguments[1].startswith("-") else 1
+        return list(arguments[:named]), list(arguments[named:])
+    words = 3 if arguments[0] == "data" else 2 if arguments[0] in WITH_OPTIONS else len(arguments)
     if any(word.startswith("-") for word in arguments[:words]):
         words = len(arguments)
     return list(arguments[:words]), list(arguments[words:])

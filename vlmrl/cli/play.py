@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
-from rich.console import Console
 from rich.markup import escape
 
+from vlmrl.cli.check_output import tokens_text
 from vlmrl.cli.recipe import Recipe, RecipeOptions
-from vlmrl.config import Config, Data, Model, Options, Rollout, resolve_config
+from vlmrl.config import Config, Data, Rollout, resolve_config
 from vlmrl.types import Trajectory
 from vlmrl.utils.require import require
+from vlmrl.utils.terminal import Terminal
 from vlmrl.utils.threads import DaemonPool, run_awake
 
 if TYPE_CHECKING:
@@ -23,11 +25,11 @@ if TYPE_CHECKING:
     from vlmrl.multimodal.renderer import Renderer
     from vlmrl.run.build import Run
 
+MOST_TASKS = 10_000  # of a dataset or a generator that is played without a recipe
+
 
 @dataclass(frozen=True)
-class Shown:
-    """What is played and shown."""
-
+class PlayOptions(RecipeOptions):
     n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 4
     """Number of tasks to play."""
     by_hand: bool = False
@@ -37,58 +39,33 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class PlayOptions(RecipeOptions, Shown):
-    """The options of `vlmrl play RECIPE`."""
-
-
-@dataclass(frozen=True)
-class PlayCommand(Shown):
+class PlayCommand:
     """Play an env, an agent or a recipe on a few tasks and print the episodes: prompts, responses, observations and rewards.
 
-    `vlmrl play RECIPE` takes all settings of the recipe: see `vlmrl play RECIPE --help`."""
+    `vlmrl play RECIPE`: those of a recipe. `vlmrl play file.py:Env --data.generator file.py:tasks`: those of an env.
+    `vlmrl play --agent file.py:run --data.generator file.py:tasks`: those of an agent. All settings of a recipe are options."""
 
     env: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="RECIPE|ENV")] = None
-    """Recipe: `file.py`. Env: `module:Name` or `file.py:Name`. Leave it out with `--agent`, `--agent-command` or
-    `--rollout.generate`."""
-    data: str | None = None
-    """Tasks, unless a recipe has them: a generator (`file.py:function`), or a dataset: a Hub name, or a file or folder.
-    Files: .parquet, .json, .jsonl, .csv. Folders: of such files, or of images."""
-    env_options: Options = field(default_factory=dict)
-    """Keyword arguments of the env, as pairs `NAME VALUE`."""
-    agent: str | None = None
-    """Agent: `module:function` or `file.py:function`, called with the task and a client."""
-    agent_options: Options = field(default_factory=dict)
-    """Keyword arguments of the agent, as pairs `NAME VALUE`."""
-    agent_command: str | None = None
-    """Command line of an agent."""
-    reward: str | None = None
-    """Reward function of an agent's trajectory, or of a single response with `--rollout.max-turns 1`: `file.py:function`."""
-    columns: dict[str, str] = field(default_factory=dict)
-    """Column names of prompt, images and answer as pairs `FIELD COLUMN`, for example `prompt problem`."""
-    split: str = "train"
-    """Split of the dataset."""
-    model: Model = field(default_factory=Model)
-    rollout: Rollout = field(
-        default_factory=lambda: Rollout(max_turns=4, max_response_tokens=128, truncated_reward=0.0)
-    )
-    seed: int = 0
-    """Seed of the sampling and of the weights of tiny models."""
+    """Recipe: `file.py`. Env: `module:Name` or `file.py:Name`. Leave it out with `--agent` or `--rollout.generate`."""
 
     def run(self, options: Sequence[str]) -> None:
-        shown: Shown = self
         if self.env is not None and self.env.endswith(".py"):
             recipe = Recipe.load(self.env)
-            shown = chosen = recipe.options(PlayOptions(config=recipe.config()), options, f"vlmrl play {self.env}")
-            config = resolve_config(chosen.config, recipe.folder)
         else:
-            config = resolve_config(_config(self))
+            recipe = Recipe(self._config, Path.cwd(), inspect.getdoc(PlayCommand) or "")
+        chosen = recipe.options(PlayOptions(recipe.config()), options, f"vlmrl play {self.env or ''}".rstrip())
         try:
-            run_awake(play(config, shown))
+            run_awake(play(resolve_config(chosen.config, recipe.folder), chosen))
         except EOFError:  # the keyboard's
             raise KeyboardInterrupt from None
 
+    def _config(self) -> Config:
+        """The settings without a recipe: the first tasks, in their order, and short episodes."""
+        rollout = Rollout(max_turns=4, max_response_tokens=128, truncated_reward=0.0, samples="merged")
+        return Config(env=self.env, data=Data(size=MOST_TASKS, seed=None), rollout=rollout)
 
-async def play(config: Config, shown: Shown) -> None:
+
+async def play(config: Config, shown: PlayOptions) -> None:
     """Play the tasks of a resolved config one after the other, printing each episode when it ends.
 
     Raises:
@@ -98,42 +75,43 @@ async def play(config: Config, shown: Shown) -> None:
     from vlmrl.run.build import build_run
 
     require(config.engine == "embedded", "engine", "embedded with vlmrl play", config.engine)
-    console = Console(soft_wrap=True, highlight=False)
+    console = Terminal(soft_wrap=True, highlight=False)
     runs = Path(tempfile.gettempdir()) / "vlmrl-play"
     runs.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="play-", dir=runs) as folder:  # images and logs, until the command ends
         samples: Literal["merged", "step_wise"] = "merged" if config.has_agent else "step_wise"  # none are made
         rollout = replace(config.rollout, samples=samples)
         run = build_run(replace(config, rollout=rollout, output_dir=str(runs), name=Path(folder).name))
-        by_hand = KeyboardResponses(console, run.model.renderer, run.folder)
+        by_hand = KeyboardResponses(console, run.model.renderer, rollout.max_response_tokens)
         engine = ScriptedEngine(by_hand.response, run.model.renderer) if shown.by_hand else run.engine
         loop = run.runner(engine=engine).loop
-        played = []
+        played, ended = [], None
         try:
             for index in range(min(shown.n, len(run.tasks))):
                 trajectory = await loop.play(run.tasks.draw(index), f"play/{index:05d}", f"play/{index:05d}/00")
                 _print(console, trajectory, run.model.renderer)
                 played.append(trajectory)
+        except EOFError as error:  # no more responses: the episodes that are complete are worth their summary
+            ended = error
         finally:
             run.close()
-        rewards = [trajectory.reward for trajectory in played if trajectory.reward is not None]
-        console.print(f"\n{len(played)} episodes, mean reward {sum(rewards) / max(1, len(rewards)):.3f}")
-        if shown.page is not None:
+        if played or ended is None:
+            console.print(f"\n{_summary(played)}")
+        if played and shown.page is not None:
             await _write_page(run, played, shown.page)
             console.print(f"episodes with images: {shown.page}")
+        if ended is not None:
+            raise ended
 
 
-def _config(settings: PlayCommand) -> Config:
-    """The config that a recipe would have for these tasks."""
-    if settings.data is None:
-        raise ValueError("--data must be set, unless a recipe (file.py) is played.")
-    data = Data(path=settings.data, split=settings.split, columns=settings.columns, seed=None)
-    if ".py:" in settings.data:
-        data = Data(generator=settings.data, size=settings.n)
-    shared = ("env", "env_options", "agent", "agent_options", "agent_command", "reward", "model", "seed")
-    has_agent = settings.agent is not None or settings.agent_command is not None
-    rollout = replace(settings.rollout, samples="merged") if has_agent else settings.rollout
-    return Config(data=data, rollout=rollout, **{name: getattr(settings, name) for name in shared})
+def _summary(played: Sequence[Trajectory]) -> str:
+    """``3 episodes, mean reward 0.500``; failed ones have no reward: ``3 episodes, of which 1 failed, mean reward 0.500``."""
+    rewards = [trajectory.reward for trajectory in played if trajectory.reward is not None and not trajectory.failed]
+    failed = sum(trajectory.failed for trajectory in played)
+    count = f"{len(played)} episode{'' if len(played) == 1 else 's'}" + (
+        f", of which {failed} failed" if failed else ""
+    )
+    return f"{count}, mean reward " + (f"{sum(rewards) / len(rewards):.3f}" if rewards else "none")
 
 
 async def _write_page(run: Run, played: Sequence[Trajectory], path: Path) -> None:
@@ -141,7 +119,7 @@ async def _write_page(run: Run, played: Sequence[Trajectory], path: Path) -> Non
     from vlmrl.report.run_log import RunLog
     from vlmrl.report.trajectory_log import TrajectoryLog
     from vlmrl.report.viewer.followed_run import FollowedRun
-    from vlmrl.report.viewer.snapshot import write_snapshot
+    from vlmrl.report.viewer.page import write_snapshot
 
     with RunLog(run.folder) as log:
         await TrajectoryLog(log, run.model.renderer.decode, len(played)).write(0, "train", played)
@@ -149,42 +127,56 @@ async def _write_page(run: Run, played: Sequence[Trajectory], path: Path) -> Non
 
 
 class KeyboardResponses:
-    """Prints the prompt that the model would read, writes its images to ``folder``, and reads the response from the keyboard."""
+    """Prints the prompt that the model would read, writes its images to a folder that stays, and reads the response from the keyboard.
 
-    def __init__(self, console: Console, renderer: Renderer, folder: Path) -> None:
+    ``max_tokens`` is ``rollout.max_response_tokens``.
+    """
+
+    def __init__(self, console: Terminal, renderer: Renderer, max_tokens: int) -> None:
         self._console = console
         self._renderer = renderer
-        self._folder = folder
+        self._max_tokens = max_tokens
+        self._folder: Path | None = None
         self._shown: dict[str, list[int]] = {}
         self._keyboard = DaemonPool("keyboard")  # a daemon thread: an unanswered prompt does not block the exit
 
     async def response(self, request: Request, turn: int) -> str:
-        old, new = self._shown.get(request.trajectory_id, []), list(request.prompt_ids)
-        pairs = enumerate(zip(old, new, strict=False))
-        same = next((index for index, (a, b) in pairs if a != b), min(len(old), len(new)))
+        from vlmrl.rollout.record import common_start
+
+        new = list(request.prompt_ids)
+        same = common_start(self._shown.get(request.trajectory_id, []), new)
         self._console.print(f"[dim]{escape(self._renderer.decode(new[same:]))}[/dim]")
         images = sum(token == self._renderer.image_token_id for token in new[:same])
         for number, item in enumerate(request.media[images:], start=images):
+            self._folder = self._folder or Path(tempfile.mkdtemp(prefix="vlmrl-images-"))
             file = self._folder / f"{request.trajectory_id.replace('/', '-')}-{number}.png"
             item.image.save(file)
             self._console.print(f"[cyan]image {number}: {file}[/cyan]")
         self._shown[request.trajectory_id] = new
-        return await self._keyboard.run(self._console.input, "response> ")
+        typed: str = await self._keyboard.run(self._console.input, "response> ")
+        ids, limit = self._renderer.tokenizer.encode(typed, add_special_tokens=False), request.sampling.max_tokens
+        count = len(ids) + (not self._renderer.stop_ids.intersection(ids[-1:]))
+        if count > limit:
+            rules = f"rollout.max_response_tokens is {self._max_tokens}, and rollout.max_tokens limits the episode"
+            message = f"your response has {count} tokens and is cut to {limit}: {rules}"
+            self._console.print(f"[bold red]{message}[/bold red]")
+        return typed
 
 
-def _print(console: Console, trajectory: Trajectory, renderer: Renderer) -> None:
+def _print(console: Terminal, trajectory: Trajectory, renderer: Renderer) -> None:
     """Print one episode. Prompts of `rollout.generate` exist only as tokens and are decoded."""
     from vlmrl.multimodal.renderer import collapse
     from vlmrl.report.records import messages_text
 
     console.print(f"\n[bold]task {escape(trajectory.task.id)}[/bold]  answer {escape(repr(trajectory.task.answer))}")
     for number, turn in enumerate(trajectory.turns):
-        sizes = "".join(f" {item.size[0]}x{item.size[1]} px, {item.num_tokens} tokens;" for item in turn.media)
+        sizes = ";".join(f" {item.size[0]}x{item.size[1]} px, {tokens_text(item.num_tokens)}" for item in turn.media)
         engine_ids = collapse(turn.prompt_ids, renderer.image_token_id, turn.media)
         text = messages_text(turn.messages) if turn.messages else renderer.decode(engine_ids)
         console.print(f"[dim]{escape(text)}[/dim]" + (f"[cyan] images:{sizes}[/cyan]" if sizes else ""))
-        reward = "" if turn.reward is None else f"  reward {turn.reward:g}"
-        console.print(f"[green]turn {number}>[/green] {escape(turn.text)}[yellow]{reward}[/yellow]")
-    total = "none" if trajectory.reward is None else f"{trajectory.reward:g}"
+        numbers = ({} if turn.reward is None else {"reward": turn.reward}) | turn.metrics
+        shown = "".join(f"  {name} {value:g}" for name, value in numbers.items())
+        console.print(f"[green]turn {number}>[/green] {escape(turn.text)}[yellow]{escape(shown)}[/yellow]")
+    total = "none" if trajectory.reward is None or trajectory.failed else f"{trajectory.reward:g}"
     error = f": {escape(trajectory.error)}" if trajectory.error else ""
     console.print(f"[bold]{trajectory.ending}[/bold], reward {total}{error}")

@@ -12,9 +12,11 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from vlmrl.cli.option_names import describe_unknown, option_names
 from vlmrl.config import Config, Data, EvalData
 from vlmrl.config.code import load_object
+from vlmrl.config.option_names import describe_unknown, option_names
+from vlmrl.utils.require import require
+from vlmrl.utils.terminal import printable
 from vlmrl.utils.users_line import users_line
 
 RecipePath = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE")]
@@ -42,8 +44,7 @@ class Recipe:
     @classmethod
     def load(cls, path: str) -> Recipe:
         """Raises ValueError if the file does not exist, is no .py file, cannot be imported or has no ``config``."""
-        if not path.endswith(".py"):
-            raise ValueError(f"RECIPE must be a Python file, which ends in .py, but it is {path!r}.")
+        require(path.endswith(".py"), "RECIPE", "a Python file, which ends in .py", path)
         return cls.of(load_object(f"{path}:config"))
 
     @classmethod
@@ -77,8 +78,10 @@ class Recipe:
             type(default), default=plain, args=words, description=self.description, prog=prog, return_unknown_args=True
         )
         if unknown:
-            found = describe_unknown(unknown[0], option_names(plain))
-            print(f"vlmrl: {found}. For full helptext, run {prog} --help", file=sys.stderr)
+            names = list(option_names(plain))
+            options = [word for word in unknown if word.startswith("--") or "=" in word] or unknown[:1]
+            found = [f"vlmrl: {describe_unknown(word, names)}." for word in options]
+            print("\n".join(found), f"For full helptext, run {prog} --help", file=sys.stderr)
             raise SystemExit(2)
         return replace(chosen, config=joined(recipe, chosen.config))
 
@@ -130,7 +133,8 @@ def errors_in_one_line() -> Iterator[None]:
         if not is_expected and (place is None or place.calls_vlmrl):
             raise
         message = str(error) if is_expected else f"{type(error).__name__}: {error}"
-        print(f"vlmrl: {message}" + (f" ({place})" if place and str(place) not in message else ""), file=sys.stderr)
+        where = f" ({place})" if place and str(place) not in message else ""
+        print(printable(f"vlmrl: {message}{where}"), file=sys.stderr)
         raise SystemExit(1) from error
 
 

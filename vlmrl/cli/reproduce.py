@@ -1,4 +1,4 @@
-"""`vlmrl reproduce`: a recipe's seeds and controls, trained and evaluated, as a table and curves."""
+"""`vlmrl reproduce`: a recipe's seeds and controls, trained and evaluated, as a table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vlmrl.utils.require import require
 
 @dataclass(frozen=True)
 class ReproduceCommand:
-    """Train a recipe with several seeds and controls, evaluate the models, and write a table and curves."""
+    """Train a recipe with several seeds and controls, evaluate the models, and write a table."""
 
     recipe: RecipePath
     """Python file with a function `config() -> Config`. For the options, see `vlmrl reproduce RECIPE --help`."""
@@ -52,19 +52,19 @@ class ReproduceOptions:
     """Controls: `shuffled` trains the first seed with shuffled rewards; `blanked` evaluates the seeds' models with blanked images.
     Unset: `shuffled`, and `blanked` if the recipe sets `eval.blank_images`."""
     output_dir: Path = Path("runs/reproduce")
-    """Folder of the runs. `RECIPE-SETTINGS/results.md` and `curve.png` in it have the results."""
+    """Folder of the runs. `RECIPE-SETTINGS/results.md` in it has the results."""
 
     def __post_init__(self) -> None:
         require(len(set(self.seeds)) == len(self.seeds) > 0, "--seeds", "different numbers, one at least", self.seeds)
 
 
 def run_reproduction(recipe: str, config: Config, chosen: ReproduceOptions, settings: Sequence[str]) -> None:
-    """Run what is not finished, then write the table and the curves. ``settings`` are the recipe's options as they were given.
+    """Run what is not finished, then write the table. ``settings`` are the recipe's options as they were given.
 
     Raises:
         ValueError: the recipe has no held-out tasks, saves no model, or a setting belongs to this command.
     """
-    from vlmrl.report.results import draw_curves, results_markdown
+    from vlmrl.report.results import results_markdown
     from vlmrl.run.evaluate import require_held_out
     from vlmrl.run.reproduction import ExperimentError, launch_process, plan_experiments, reproduce, settings_digest
     from vlmrl.utils.output_files import atomic_write
@@ -84,8 +84,8 @@ def run_reproduction(recipe: str, config: Config, chosen: ReproduceOptions, sett
     except ExperimentError as error:
         raise SystemExit(f"vlmrl: {error}") from None
     title = f"{name}, with other settings" if settings else name
-    draw_curves(results, folder / "curve.png", title=title, chance=config.eval.chance)
     command = ["vlmrl", "reproduce", recipe, "--seeds", *map(str, chosen.seeds), "--controls", *controls, *settings]
-    text = results_markdown(title, shlex.join(command), results, "curve.png", time.strftime("%Y-%m-%d"))
+    text = results_markdown(title, shlex.join(command), results, time.strftime("%Y-%m-%d"))
     atomic_write(folder / "results.md", text)
-    print(f"\nresults   {folder / 'results.md'}\ncurves    {folder / 'curve.png'}")
+    print(f"\nresults   {folder / 'results.md'}")
+    print(f"look at it vlmrl view {shlex.join(str(each.run) for each in experiments)} --serve")

@@ -22,7 +22,7 @@ class TrainCommand:
 
     `vlmrl train recipe.py`: train with its settings.
     `vlmrl train recipe.py --help`: list all settings of the recipe, each with its value.
-    `vlmrl train recipe.py --dry-run`: check settings and data, print the plan, stop.
+    `vlmrl train recipe.py --dry-run`: check settings and the first tasks, print the plan, stop.
     `vlmrl train recipe.py --optim.lr 1e-5 --no-save-model`: every setting is an option.
     `vlmrl train recipe.py --checkpoint.every 10 --resume`: continue from the newest checkpoint.
 
@@ -50,7 +50,8 @@ class SftCommand:
 @dataclass(frozen=True)
 class TrainOptions(RecipeOptions):
     dry_run: bool = False
-    """Check all settings and data, print the plan and exit without training."""
+    """Check all settings, make and render the first two tasks, print the plan and exit without training.
+    `vlmrl data check` reads all rows."""
     resume: bool = False
     """Continue from the newest checkpoint in the run's folder. Without one, start from the beginning."""
 

@@ -13,6 +13,7 @@ from urllib.parse import quote
 import tyro
 
 from vlmrl.utils.http_server import Binding
+from vlmrl.utils.terminal import printable
 
 if TYPE_CHECKING:
     from vlmrl.report.viewer.followed_run import FollowedRun
@@ -60,7 +61,7 @@ class ViewCommand:
             self._write(runs, title)
 
     def _write(self, runs: Sequence[FollowedRun], title: str) -> None:
-        from vlmrl.report.viewer.snapshot import PAGE, write_snapshot
+        from vlmrl.report.viewer.page import PAGE, write_snapshot
         from vlmrl.utils.output_files import check_writable
 
         path = self.out or self.runs[0] / PAGE
@@ -79,7 +80,7 @@ class ViewCommand:
         with binding.open_port() as port:
             address = url_of(self.host, port.getsockname()[1]) + "/"
             hint = f"#token=TOKEN, with the value of {self.token_variable} for TOKEN" if binding.token else ""
-            print(f"{title}: {address}{hint}  (Ctrl-C ends it)", flush=True)
+            print(f"{printable(title)}: {address}{hint}  (Ctrl-C ends it)", flush=True)
             with TemporaryDirectory(prefix="vlmrl-view-") as folder:
                 if self.open:
                     webbrowser.open(_opening(address, binding.token, Path(folder)))

@@ -20,6 +20,7 @@ from vlmrl.config import Config
 PLACEMENT_SECONDS = 300.0  # until there is room for all programs
 START_SECONDS = 300.0  # for Ray to start the launchers
 STOP_SECONDS = 60.0
+ADDRESS = "RAY_ADDRESS"  # the variable of Ray that names a running cluster
 
 
 class Placement:
@@ -90,16 +91,15 @@ class Placement:
 
 
 def _connect(config: Config) -> None:
-    cluster = config.resolved_cluster
     options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False}
-    if cluster.address is None:
+    if not (address := os.environ.get(ADDRESS)):
         cpus = max(_programs(config), os.cpu_count() or 1)  # there may be fewer cores
         # `local`: without an address Ray would join any cluster that it finds on this machine.
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, **options)
         return
     path = [str(Path(vlmrl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, path))}
-    ray.init(address=cluster.address, runtime_env={"env_vars": environment}, **options)
+    ray.init(address=address, runtime_env={"env_vars": environment}, **options)
 
 
 def _programs(config: Config) -> int:
@@ -114,7 +114,7 @@ def _reserve(config: Config) -> PlacementGroup:
     cpus = -(-_programs(config) // cluster.nodes)
     bundle = {"CPU": cpus} | ({"GPU": cluster.gpus // cluster.nodes} if cluster.gpus else {})
     room = placement_group([bundle] * cluster.nodes, strategy="STRICT_SPREAD")
-    if not room.wait(PLACEMENT_SECONDS if cluster.address else 30.0):
+    if not room.wait(PLACEMENT_SECONDS if os.environ.get(ADDRESS) else 30.0):
         remove_placement_group(room)
         raise ClusterError(
             f"no room on {cluster.nodes} nodes with {bundle} each (cluster.gpus {cluster.gpus}, cluster.nodes {cluster.nodes}): Ray "

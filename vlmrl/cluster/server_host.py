@@ -43,10 +43,10 @@ class RayServerHost:
         """``cluster.num_engines`` servers, each on a node with its launcher, or the running ones at ``urls``."""
         cluster = self._config.resolved_cluster
         if backend.settings.urls:
-            attached = external_servers(backend.settings.urls)
-            for server in attached:
-                server.rank = None
-            return attached
+            external = external_servers(backend.settings.urls)
+            for server in external:
+                server.beside = ()
+            return external
         namespace, count = _connect(), cluster.num_engines
         actors = [ray.get_actor(f"server-{number}", namespace) for number in range(count)]
         ranks = [ray.get_actor(f"rank-{number}", namespace) for number in range(cluster.num_ranks)]
@@ -57,18 +57,18 @@ class RayServerHost:
         )
         servers = []
         for number, (actor, host, port) in enumerate(zip(actors, hosts, ports, strict=True)):
-            beside = number * cluster.num_ranks // count  # the first rank on its GPUs, if it is colocated
+            first = number * cluster.num_ranks // count
+            beside = tuple(range(first, first + backend.settings.tp)) if self.colocated else ()
             gpus = nodes[number].gpus
             if self.colocated:
-                gpus = tuple(gpu for node in nodes[count + beside :][: backend.settings.tp] for gpu in node.gpus)
+                gpus = tuple(gpu for rank in beside for gpu in nodes[count + rank].gpus)
             token = backend.new_token(host)
             log = self._config.folder.absolute() / "servers" / f"server-{number}.log"
             launch = backend.launch(model, log, host, port, 0 if cluster.gpus else None)
             launch = launch if token is None else backend.with_token(launch, token)
             if cluster.gpus:
                 launch = replace(launch, env=launch.env | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
-            process, rank = RemoteProcess(actor, launch), beside if self.colocated else None
-            servers.append(Server(f"http://{host}:{port}", process, token=token, rank=rank))
+            servers.append(Server(f"http://{host}:{port}", RemoteProcess(actor, launch), token=token, beside=beside))
         return servers
 
 

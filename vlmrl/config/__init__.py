@@ -10,12 +10,10 @@ from vlmrl.config.data import Conversations, Data, EvalData, Part
 from vlmrl.config.fields import Code, Options, name_of
 from vlmrl.config.gateway import Gateway
 from vlmrl.config.model import Lora, Model
-from vlmrl.config.multimodal import Multimodal
-from vlmrl.config.report import Report
 from vlmrl.config.rollout import Rollout
 from vlmrl.config.run import Config
 from vlmrl.config.servers import ServerSettings
-from vlmrl.config.training import SFT, Algo, Checkpoint, Eval, Optim, Teacher, Train, WarmStart
+from vlmrl.config.training import SFT, Algo, Checkpoint, Eval, Optim, Report, Teacher, Train, WarmStart
 
 __all__ = [
     "SFT",
@@ -31,7 +29,6 @@ __all__ = [
     "Gateway",
     "Lora",
     "Model",
-    "Multimodal",
     "Optim",
     "Options",
     "Part",

@@ -48,8 +48,8 @@ def check_rewards(algo: Algo, rollout: Rollout) -> None:
     require(algo.overlong_buffer <= rollout.max_tokens, "algo.overlong_buffer", limit, algo.overlong_buffer)
 
 
-def check_teacher(algo: Algo, teacher: Teacher) -> None:
-    """Requirements of the algorithm on the teacher."""
+def check_teacher(algo: Algo, teacher: Teacher, rollout: Rollout) -> None:
+    """Requirements of the algorithm and the rollout on the teacher."""
     if algo.advantage == "none":
         rule = "set with algo.advantage none, which trains on no reward"
         require(teacher.model is not None or algo.kl_coef > 0, "teacher.model", rule, teacher.model)
@@ -59,6 +59,9 @@ def check_teacher(algo: Algo, teacher: Teacher) -> None:
     if teacher.model is not None and teacher.loss == "sampled":
         rule = "a policy-gradient loss with teacher.loss sampled, which adds to its advantages"
         require(algo.loss != "sft", "algo.loss", rule, algo.loss)
+    if teacher.servers[0]:
+        rule = "1 with servers as the teacher, which score given tokens at temperature 1"
+        require(rollout.temperature == 1, "rollout.temperature", rule, rollout.temperature)
 
 
 def check_order(rollout: Rollout, train: Train, deterministic: bool) -> None:

@@ -15,7 +15,8 @@ class Cluster(Settings):
 
     section = "cluster"
     gpus: int = 0
-    """Total GPUs of the run, over all nodes. 0: no Ray, unless `ranks` is set. Requires `pip install 'vlmrl[ray]'`."""
+    """Total GPUs of the run, over all nodes. 0: no Ray, unless `ranks` is set. Requires `pip install 'vlmrl[ray]'`.
+    Ray is started on this machine for the run, unless the variable `RAY_ADDRESS` names a running cluster, such as `auto`."""
     ranks: int | None = None
     """Trainer ranks (FSDP2). Unset: one per GPU, or one for every second GPU if servers have GPUs of their own.
     With `gpus` 0, ranks run on CPUs."""
@@ -29,8 +30,6 @@ class Cluster(Settings):
     nodes: int = 1
     """Machines. Ranks and servers are spread evenly over them.
     Each must have the same Python environment, and see the recipe and `output_dir` under the same paths."""
-    address: str | None = None
-    """Address of a running Ray cluster, such as `auto`. Unset: Ray is started on this machine for the duration of the run."""
 
     @property
     def on(self) -> bool:
@@ -61,7 +60,6 @@ class Cluster(Settings):
         require(self.gpus >= 0, "cluster.gpus", "0 (off) or more", self.gpus)
         positive("cluster", self, "ranks", "engines", "nodes")
         if not self.on:
-            require(self.address is None, "cluster.gpus", "set with cluster.address", 0)
             require(self.nodes == 1, "cluster.gpus", "set with cluster.nodes", 0)
             return
         for name, value in (("gpus", self.gpus), ("ranks", self.num_ranks)):

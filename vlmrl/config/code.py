@@ -23,12 +23,12 @@ from types import ModuleType
 from typing import Any
 
 from vlmrl.config.data import Conversations, Data, EvalData, Part
-from vlmrl.config.fields import Code, Codes, Named, Settings, check_type, name_of
+from vlmrl.config.fields import Code, Codes, Named, Settings, check_type, is_command, name_of, perhaps
 from vlmrl.config.gateway import URLS, Gateway
 from vlmrl.config.model import RANDOM, Model
-from vlmrl.config.report import Report
 from vlmrl.config.run import Config
-from vlmrl.config.training import OWN, Algo, Teacher
+from vlmrl.config.training import OWN, Report, Teacher
+from vlmrl.utils.require import require
 
 FILE_MODULE = "vlmrl_file_"
 """Prefix of the modules that :func:`load_object` makes of files. Only the process that loaded a file can import its module."""
@@ -124,19 +124,21 @@ def _resolve_data(field: str, path: str, folder: Path | None) -> str:
 
 def _resolve_model(field: str, path: str, folder: Path | None) -> str:
     """The first local folder of this name, or ``path`` itself: a name on the Hub, or ``tiny:FAMILY``."""
-    if (field, path) in {("teacher.model", own) for own in OWN}:
+    if field == "teacher.model" and (path in OWN or "://" in path):
         return path
     prefix = RANDOM if path.startswith(RANDOM) else ""
     source = path.removeprefix(prefix)
     return prefix + next((str(place) for place in places(source, folder) if place.is_dir()), source)
 
 
-def _resolve_command(field: str, command: str, folder: Path | None) -> str:
-    """The command line with absolute paths of the files that it names, since it runs in a folder of its own."""
+def _resolve_agent(field: str, agent: str | Callable[..., Any], folder: Path | None) -> Any:
+    """The function, or the command line with absolute paths of the files that it names, since it runs in a folder of its own."""
+    if not is_command(agent):
+        return load_code(field, agent, folder)
     try:
-        words = shlex.split(command)
+        words = shlex.split(agent)
     except ValueError as error:
-        raise ValueError(f"{field} must be a command line, but it is {command!r}: {error}.") from error
+        raise ValueError(f"{field} must be a command line, but it is {agent!r}: {error}.") from error
     return shlex.join(_absolute_file(word, folder) for word in words)
 
 
@@ -209,10 +211,10 @@ def find_function(
     """
     if registry and isinstance(code, str) and code not in registry and ":" not in code:
         names = ", ".join(sorted(registry))
-        raise ValueError(f"{field} must be one of {names}, or code such as file.py:function, but it is {code!r}.")
+        rule = f"one of {names}, or code such as file.py:function"
+        raise ValueError(f"{field} must be {rule}, but it is {code!r}.{perhaps(code, registry)}")
     function = registry[code] if isinstance(code, str) and code in registry else load_code(field, code)
-    if not callable(function):
-        raise ValueError(f"{field} must be a function ({', '.join(parameters)}), but it is {function!r}.")
+    require(callable(function), field, f"a function ({', '.join(parameters)})", function)
     return function
 
 
@@ -231,16 +233,16 @@ def resolve_function(
         ValueError: it does not exist, it is not callable, or the call does not fit its signature.
     """
     function = find_function(field, code, parameters, registry or {})
-    if options_field is not None:
-        check_options(options_field, function, len(parameters), options or {})
-        return function
+    signature = inspect.signature(function)
     try:
-        inspect.signature(function).bind(*parameters)
+        (signature.bind if options_field is None else signature.bind_partial)(*parameters)
     except TypeError as error:
         name, call = name_of(function), ", ".join(parameters)
         raise ValueError(
-            f"{field} must be callable as {name}({call}), but its signature is {name}{inspect.signature(function)}: {error}."
+            f"{field} must be callable as {name}({call}), but its signature is {name}{signature}: {error}."
         ) from error
+    if options_field is not None:
+        check_options(options_field, function, len(parameters), options or {})
     return function
 
 
@@ -353,11 +355,10 @@ _RESOLVERS: dict[Any, Resolver] = {
 }
 """By the type of a setting."""
 _PATHS: dict[tuple[type, str], Resolver] = {
-    (Config, "agent_command"): _resolve_command,
+    (Config, "agent"): _resolve_agent,
     (Config, "engine"): _resolve_name,
     (Model, "path"): _resolve_model,
     (Model, "chat_template"): _resolve_template,
-    (Algo, "reference"): _resolve_model,
     (Teacher, "model"): _resolve_model,
     (Data, "path"): _resolve_data,
     (EvalData, "path"): _resolve_data,

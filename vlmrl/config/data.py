@@ -48,7 +48,7 @@ class RowSettings(Settings):
     options: Options = field(default_factory=dict)
     """Keyword arguments of the generator, as pairs `NAME VALUE`."""
     seed: int | None = 0
-    """Seed of the shuffling, of the generator and of each task's env. Evaluations need another one with the same generator.
+    """Seed of the shuffling, of the generator and of each task's env. `eval.data` with the same generator needs another seed.
     `None`: the order of the rows in each epoch, for a curriculum; then the seed of the others is 0."""
 
     def __post_init__(self) -> None:
@@ -97,10 +97,7 @@ class Data(RowSettings):
         positive(self.section, self, "max_prompt_tokens")
         rule = "unset with data.generator, which makes the prompts"
         require(self.prompt is None or self.generator is None, "data.prompt", rule, self.prompt)
-        whole = self.held_out < 1 or self.held_out == int(self.held_out)
-        require(self.held_out >= 0 and whole, "data.held_out", "a fraction or a count of rows", self.held_out)
-        known = {"prompt", "images", "answer", "id", "source"}
-        require(set(self.columns) <= known, "data.columns", f"a mapping from {sorted(known)}", self.columns)
+        _check_rows(self, {"prompt", "images", "answer", "id", "source"})
 
     def with_rows(self, rows: EvalData) -> Data:
         """The data of ``rows``, read as this data is."""
@@ -122,7 +119,7 @@ class Conversations(Settings):
     or `image`, and `tools`: these are the fields `messages`, `images` and `tools`."""
     epochs: float = 1.0
     """Times that each row is trained on. Raise it for a small dataset.
-    Several datasets are mixed by rows times epochs. With `sft.steps` only this ratio counts."""
+    Several datasets are mixed by rows times epochs."""
     turns: Literal["all", "last"] = "all"
     """Responses with a loss. Set `last` if only the last one is worth imitating. A message's own `weight` of 0 leaves it out."""
     held_out: int | float = 0
@@ -131,12 +128,7 @@ class Conversations(Settings):
     def __post_init__(self) -> None:
         require(bool(self.path), f"{self.section}.path", "a dataset", self.path)
         positive(self.section, self, "epochs")
-        whole = self.held_out < 1 or self.held_out == int(self.held_out)
-        require(
-            self.held_out >= 0 and whole, f"{self.section}.held_out", "a fraction or a count of rows", self.held_out
-        )
-        known = {"messages", "images", "tools"}
-        require(set(self.columns) <= known, f"{self.section}.columns", f"a mapping from {sorted(known)}", self.columns)
+        _check_rows(self, {"messages", "images", "tools"})
 
 
 @dataclass(frozen=True)
@@ -161,6 +153,14 @@ class Part(Settings):
         positive("mixture.NAME", self, "weight")
         check_env_or_reward("mixture.NAME.", self.env, self.reward)
         check_held_out("mixture.NAME.data", self.data, "mixture.NAME.eval_data", self.eval_data)
+
+
+def _check_rows(data: Data | Conversations, known: set[str]) -> None:
+    """``held_out`` is a number of rows, and ``columns`` has ``known`` fields."""
+    whole = data.held_out < 1 or data.held_out == int(data.held_out)
+    ok = data.held_out >= 0 and whole
+    require(ok, f"{data.section}.held_out", "a fraction or a count of rows", data.held_out)
+    require(set(data.columns) <= known, f"{data.section}.columns", f"a mapping from {sorted(known)}", data.columns)
 
 
 def check_env_or_reward(prefix: str, env: Code, reward: Codes) -> None:

@@ -7,14 +7,16 @@ import difflib
 import functools
 import math
 import numbers
+import re
 import typing
 from collections.abc import Callable, Iterable
 from pathlib import PurePath
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeGuard
 
 import typeguard
 from tyro.constructors import PrimitiveConstructorSpec
 
+from vlmrl.config.option_names import named_elsewhere
 from vlmrl.utils.require import require
 
 _FLAGS = {"True": True, "true": True, "False": False, "false": False}
@@ -79,6 +81,15 @@ Named = Annotated[str | Callable[..., Any], _code("NAME|FILE.py:NAME")]
 """A built-in function by its name, or code as in :data:`Code`."""
 
 
+Agent = Annotated[str | Callable[..., Any] | None, _code("FILE.py:NAME|COMMAND")]
+"""A function as in :data:`Code`, or a command line: see :func:`is_command`."""
+
+
+def is_command(agent: object) -> TypeGuard[str]:
+    """Whether an agent is a command line, and no function: ``python agent.py`` and ``./agent`` are, ``agent.py:play`` is none."""
+    return isinstance(agent, str) and not re.fullmatch(r"(.*\.py|[\w.]+):[\w.]+", agent)
+
+
 def _codes_of(words: list[str]) -> str | tuple[str, ...] | None:
     if len(words) > 1:
         return tuple(words)
@@ -93,10 +104,10 @@ def weights_of(codes: Any) -> dict[Any, float]:
 
 
 def positive(prefix: str, config: object, *names: str) -> None:
-    """Raises ValueError unless these fields of ``config`` are ``None`` or finite and greater than 0."""
+    """Raises ValueError unless these fields of ``config`` are ``None`` or greater than 0."""
     for name in names:
         value = getattr(config, name)
-        require(value is None or (math.isfinite(value) and value > 0), f"{prefix}.{name}", "greater than 0", value)
+        require(value is None or value > 0, f"{prefix}.{name}", "greater than 0", value)
 
 
 def perhaps(name: str, known: Iterable[str]) -> str:
@@ -115,8 +126,12 @@ class CheckedSettings(type):
         checked = {}
         for name, value in (dict(zip(types, values, strict=False)) | named).items():
             if name not in types:
-                raise ValueError(f"{section or 'the config'} has no setting {name!r}.{perhaps(name, types)}")
-            checked[name] = as_setting(f"{section}.{name}".lstrip("."), value, types[name])
+                ours = named_elsewhere(name)
+                hint = f" {ours}." if ours else perhaps(name, types)
+                raise ValueError(f"{section or 'the config'} has no setting {name!r}.{hint}")
+            full = f"{section}.{name}".lstrip(".")
+            require(not isinstance(value, float) or math.isfinite(value), full, "a finite number", value)
+            checked[name] = as_setting(full, value, types[name])
         return super().__call__(**checked)
 
 

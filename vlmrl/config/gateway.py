@@ -14,7 +14,7 @@ URLS = "urls"
 
 @dataclass(frozen=True)
 class Gateway(Settings):
-    """The HTTP endpoint for `agent` and `agent_command`, and the limits of the agents."""
+    """The HTTP endpoint for `agent`, and the limits of the agents."""
 
     section = "gateway"
     address: str = "127.0.0.1:0"

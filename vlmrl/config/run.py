@@ -16,14 +16,12 @@ from vlmrl.config.checks import (
 )
 from vlmrl.config.cluster import Cluster, check_servers, resolve_cluster
 from vlmrl.config.data import Data, Part, check_env_or_reward
-from vlmrl.config.fields import Code, Codes, Options, Settings
+from vlmrl.config.fields import Agent, Code, Codes, Options, Settings
 from vlmrl.config.gateway import Gateway
 from vlmrl.config.model import Model
-from vlmrl.config.multimodal import Multimodal
-from vlmrl.config.report import Report
 from vlmrl.config.rollout import Rollout
 from vlmrl.config.servers import ServerSettings
-from vlmrl.config.training import SFT, Algo, Checkpoint, Eval, Optim, Teacher, Train, WarmStart
+from vlmrl.config.training import SFT, Algo, Checkpoint, Eval, Optim, Report, Teacher, Train, WarmStart
 from vlmrl.utils.require import require
 
 
@@ -36,7 +34,6 @@ class Config(Settings):
     output_dir: str = "runs"
     """Folder that contains the folders of all runs."""
     model: Model = field(default_factory=Model)
-    multimodal: Multimodal = field(default_factory=Multimodal)
     data: Data = field(default_factory=Data)
     env: Code = None
     """Env: `module:Name` or `file.py:Name` of an Env class, or of a function `build(task, **options)` that returns one."""
@@ -46,13 +43,10 @@ class Config(Settings):
     """Reward function for single-turn tasks, instead of an env: `function(text, task) -> float`.
     Several are a list, or a dict with their weights: the reward is their sum, and each is a metric.
     With an agent: one `function(trajectory) -> float`."""
-    agent: Code = None
+    agent: Agent = None
     """Agent of your own, instead of an env: a function `run(task, client)`, async or not, that calls the OpenAI-compatible endpoint.
-    It returns the reward, or a dict with `reward` and metrics, or nothing if `reward` or a request to the endpoint gives it."""
-    agent_options: Options = field(default_factory=dict)
-    """Keyword arguments of `agent`, as pairs `NAME VALUE`."""
-    agent_command: str | None = None
-    """Command line of an agent, instead of `agent`. It runs without a shell, in a folder of its own.
+    It returns the reward, or a dict with `reward` and metrics, or nothing if `reward` or a request to the endpoint gives it.
+    Or a command line, such as `python agent.py`. It runs without a shell, in a folder of its own.
     Its environment names the endpoint (`OPENAI_BASE_URL`) and the file of the task (`VLMRL_TASK`)."""
     gateway: Gateway = field(default_factory=Gateway)
     group_reward: Code = None
@@ -75,7 +69,7 @@ class Config(Settings):
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     cluster: Cluster = field(default_factory=Cluster)
     seed: int = 0
-    """Seed of weight initialization, sampling and all other random draws outside `data.seed`."""
+    """Seed of weight initialization, sampling and all other random draws outside `data.seed`: from 0 to 2**64 - 1."""
     deterministic: bool = False
     """Make runs reproducible bit by bit: batch rollouts in lockstep and in task order, which is slower."""
     save_model: bool = True
@@ -100,15 +94,13 @@ class Config(Settings):
     @property
     def has_agent(self) -> bool:
         """Whether an agent plays the episodes."""
-        return self.episode_setting in ("agent", "agent_command")
+        return self.agent is not None
 
     @property
     def episode_setting(self) -> str:
         """The setting that names what plays the episodes; ``env`` also stands for a reward function."""
-        if self.agent is not None:
+        if self.has_agent:
             return "agent"
-        if self.agent_command is not None:
-            return "agent_command"
         return "env" if self.rollout.generate is None else "rollout.generate"
 
     @property
@@ -139,11 +131,12 @@ class Config(Settings):
 
     def __post_init__(self) -> None:
         require(self.name not in ("", ".", "..") and "/" not in self.name, "name", "a plain folder name", self.name)
+        require(0 <= self.seed < 2**64, "seed", "from 0 to 2**64 - 1, as torch and NumPy need", self.seed)
         check_data(self.data, self.eval.data, self.mixture)
         self._check_episodes()
         check_samples(self.algo, self.rollout, self.train)
         check_rewards(self.algo, self.rollout)
-        check_teacher(self.algo, self.teacher)
+        check_teacher(self.algo, self.teacher, self.rollout)
         check_order(self.rollout, self.train, self.deterministic)
         _ = self.resolved_cluster  # raises if its numbers do not fit together
         check_asynchronous(self.algo, self.rollout, self.train, self.cluster)
@@ -164,9 +157,6 @@ class Config(Settings):
         has_env = any(part.env is not None or part.reward is not None for part in parts)
         message = "rollout.generate plays whole episodes itself, so env and reward must be unset."
         refuse_if(rollout.generate is not None and has_env, message)
-        require(
-            not self.agent_options or self.agent is not None, "agent_options", "unset without agent", self.agent_options
-        )
         if self.reward is not None and not self.has_agent:
             require(rollout.max_turns == 1, "rollout.max_turns", "1 with a reward function", rollout.max_turns)
         response, total = rollout.max_response_tokens, rollout.max_tokens
@@ -174,18 +164,16 @@ class Config(Settings):
 
     def _check_agent(self) -> None:
         """An agent plays whole episodes, and its requests are turns of exact tokens that may form branches."""
-        both = self.agent is not None and self.agent_command is not None
-        refuse_if(both, "agent and agent_command exclude each other: set the one that plays the episodes.")
-        name = self.episode_setting
-        require(self.agent_command is None or self.agent_command.strip() != "", name, "a command line", "")
+        is_blank = isinstance(self.agent, str) and not self.agent.strip()
+        require(not is_blank, "agent", "a function or a command line", self.agent)
         for part, settings in self.mixture.items():
             own = settings.env is not None or settings.reward is not None
             refuse_if(
-                own, f"mixture.{part}.env and mixture.{part}.reward must be unset with {name}, which plays all parts."
+                own, f"mixture.{part}.env and mixture.{part}.reward must be unset with agent, which plays all parts."
             )
         for other, value in (("env", self.env), ("rollout.generate", self.rollout.generate)):
-            refuse_if(value is not None, f"{other} and {name} exclude each other: both play the episodes.")
+            refuse_if(value is not None, f"{other} and agent exclude each other: both play the episodes.")
         samples, history = self.rollout.samples, self.rollout.history
-        rule = f"merged or step_wise with {name}, whose requests may form branches"
+        rule = "merged or step_wise with agent, whose requests may form branches"
         require(samples != "concat", "rollout.samples", rule, samples)
-        require(history == "append", "rollout.history", f"append with {name}, which makes its own prompts", history)
+        require(history == "append", "rollout.history", "append with agent, which makes its own prompts", history)

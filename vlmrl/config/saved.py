@@ -67,6 +67,8 @@ def from_plain(kind: type[T], values: dict[str, Any], name: str = "") -> T:
 
     ``from_plain(Lora, {"rank": 4, "targets": ["q_proj"]}, "model.lora")``
     """
+    if not isinstance(values, dict):
+        raise ValueError(f"{name or 'config.json'} must be an object, but it is {values!r:.80}.")
     hints = get_type_hints(kind, include_extras=True)
     unknown = sorted(values.keys() - hints.keys())
     if unknown:
@@ -83,10 +85,10 @@ def _value(hint: Any, value: Any, name: str) -> Any:
     if get_origin(hint) in (Union, types.UnionType):
         return _code(value, name) if isinstance(value, str) else value
     if get_origin(hint) is tuple:
-        return tuple(value)
-    if get_origin(hint) is dict and dataclasses.is_dataclass(get_args(hint)[1]):
+        return tuple(value) if isinstance(value, list) else value  # another type is refused with the setting's name
+    if get_origin(hint) is dict and dataclasses.is_dataclass(get_args(hint)[1]) and isinstance(value, dict):
         return {key: _value(get_args(hint)[1], item, f"{name}.{key}") for key, item in value.items()}
-    return float(value) if hint is float else value  # infinity is a string in JSON
+    return float(value) if hint is float and value in ("inf", "-inf", "nan") else value  # strings in JSON
 
 
 def _code(value: str, name: str) -> str:

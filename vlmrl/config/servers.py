@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from vlmrl.config.fields import Options, Settings, positive
 from vlmrl.utils.require import require
@@ -34,10 +33,6 @@ class ServerSettings(Settings):
     `disk`: a folder that both processes read.
     `auto`: `tensor` for servers on this machine without Ray, and for servers on the ranks' GPUs with Ray; otherwise `group`.
     A server program that takes no handles gets `group` instead of `tensor`, or `disk` on the trainer's GPUs."""
-    images: Literal["auto", "inline", "file"] = "auto"
-    """How requests contain images.
-    `inline`: as data. `file`: as the path of a file; as data if it cannot be written. Images that a server holds are only named.
-    `auto`: `file` for servers started on this machine, otherwise `inline`. Set `file` for external servers that read its files."""
     check: bool = True
     """Startup parity check: compare weight checksums and logprobs with the trainer's, and refuse a server that differs."""
     start_timeout: float = 600.0

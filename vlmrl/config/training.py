@@ -1,4 +1,4 @@
-"""Settings of the algorithm, the optimizer, the training loop, evaluation and checkpoints."""
+"""Settings of the algorithm, the optimizer, the training loop, evaluation, checkpoints and trackers."""
 
 from __future__ import annotations
 
@@ -39,14 +39,12 @@ class Algo(Settings):
     """Off-policy corrections for the mismatch between rollout and trainer. The weights of several are multiplied.
     Values: `token_truncation`, `sequence_truncation`, `token_mask`, `geometric_mask`, `veto`, or `file.py:function`."""
     kl_coef: float = 0.0
-    """Coefficient of the KL penalty against the reference model. 0 disables it, and no reference model is loaded."""
+    """Coefficient of the KL penalty against the initial policy; with LoRA, the base model without adapters.
+    0 disables it, and no copy of the policy is kept. For another model, set `teacher.model`."""
     kl: Literal["k1", "k2", "k3", "abs"] = "k3"
     """KL estimator, from the logprobs of the sampled tokens.
     `k2`, `k3` and `abs` are added to the loss.
     `k1` is subtracted from the trajectory's reward: in the loss its gradient would not depend on the reference."""
-    reference: str | None = None
-    """Reference model of the KL penalty: a name on the Hugging Face Hub or a folder.
-    Unset: the initial policy; with LoRA, the base model without adapters."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus. 0 disables it."""
     filters: tuple[Named, ...] = ()
@@ -68,19 +66,16 @@ class Algo(Settings):
 
     def __post_init__(self) -> None:
         require(self.kl_coef >= 0, "algo.kl_coef", "0 or more", self.kl_coef)
-        require(math.isfinite(self.entropy_coef), "algo.entropy_coef", "a finite number", self.entropy_coef)
         require(self.overlong_buffer >= 0, "algo.overlong_buffer", "0 (off) or more", self.overlong_buffer)
+        if self.advantage == "gae":
+            raise ValueError(
+                "algo.advantage must not be gae: it needs a critic, and vlmrl trains none. Use a group baseline, such as grpo, with "
+                "algo.credit turn or gigpo for credit by turn (docs/algorithms.md#why-there-is-no-critic)."
+            )
         self._check_options()
         if self.old_policy == "rollout":
             rule = "unset with algo.old_policy rollout, whose ratios correct for the rollout's policy already"
             require(not self.corrections, "algo.corrections", rule, self.corrections)
-        if "gae" in (self.advantage, self.loss):
-            raise ValueError(
-                "gae is not offered: it needs a critic, and vlmrl trains none. Use a group baseline, such as grpo."
-            )
-        if not self.kl_coef:
-            rule = "unset with algo.kl_coef 0, where no reference model is loaded"
-            require(self.reference is None, "algo.reference", rule, self.reference)
         if self.advantage == "maxrl":
             rule = "with algo.advantage maxrl, whose rewards must be 0 or more"
             require(not self.kl_in_reward, "algo.kl", f"k2, k3 or abs {rule}", self.kl)
@@ -150,6 +145,7 @@ class Teacher(Settings):
     section = "teacher"
     model: str | None = None
     """Who teaches. `self`: the policy with its current weights. `average`: an exponential average of the policy's weights.
+    `sglang:URL` or `vllm:URL`: running servers, several separated by commas, of a model with the policy's tokenizer.
     Otherwise a frozen model of the policy's architecture and with its tokenizer: a name on the Hugging Face Hub or a folder.
     Unset: no teacher."""
     sees: Code = None
@@ -161,10 +157,17 @@ class Teacher(Settings):
     js_weight: float = 0.5
     """The teacher's weight in the mixture of `jensen_shannon`. Towards 1 it acts like `reverse_kl`, towards 0 like `forward_kl`."""
     top_k: int | None = None
-    """Compare only the teacher's most likely tokens, with all others as one class. Set it to repeat a paper that does.
-    Unset: the whole vocabulary, which costs the same here."""
+    """Compare only this many of the teacher's most likely tokens, with all others as one class. Unset: the whole vocabulary.
+    Set it with servers, which send no more than these, or to repeat a paper that does: in the trainer's process it costs the same."""
     coef: float = 1.0
     """Weight of the teacher beside the rewards. With `algo.advantage none` the teacher alone trains."""
+    coef_end: float | None = None
+    """Weight of the teacher at the end of the run: it changes linearly from `coef`. Set it to 0 to let rewards decide at the end.
+    Unset: `coef` throughout."""
+    image_share: float | None = None
+    """Share of the teacher's loss for tokens whose logprobs its images raise more than the average. The other tokens have the rest.
+    Set it, to 0.5, where few tokens of long responses depend on an image. It costs the teacher two more passes.
+    Unset: all tokens count alike."""
     clip: float | None = None
     """Limit of a token's divergence, in nats, or of the absolute value that `sampled` adds. A token above it has no gradient of it.
     Set it where few tokens, such as the first ones of a changed format, have most of the loss. Unset: no limit."""
@@ -175,11 +178,25 @@ class Teacher(Settings):
         positive("teacher", self, "coef", "top_k", "clip")
         require(0 < self.js_weight < 1, "teacher.js_weight", "between 0 and 1, both excluded", self.js_weight)
         require(0 <= self.decay < 1, "teacher.decay", "in [0, 1)", self.decay)
+        require(0 <= (self.coef_end or 0) < math.inf, "teacher.coef_end", "0 or more", self.coef_end)
+        if self.image_share is not None:
+            rule = "between 0 and 1, both excluded"
+            require(0 < self.image_share < 1, "teacher.image_share", rule, self.image_share)
         require(self.sees is None or self.model is not None, "teacher.sees", "unset without teacher.model", self.sees)
         if self.loss == "sampled":
             require(self.top_k is None, "teacher.top_k", "unset with teacher.loss sampled", self.top_k)
-        rule = "self, average, a folder or a name on the Hub: scoring by a server is not supported"
-        require("://" not in (self.model or ""), "teacher.model", rule, self.model)
+        program, urls = self.servers
+        if urls:
+            rule = "set with servers, which send no whole distributions"
+            require(self.loss == "sampled" or self.top_k is not None, "teacher.top_k", rule, self.top_k)
+        rule = "self, average, a folder, a name on the Hub, or servers as PROGRAM:URL"
+        require(bool(program) or "://" not in (self.model or ""), "teacher.model", rule, self.model)
+
+    @property
+    def servers(self) -> tuple[str, tuple[str, ...]]:
+        """The program and the addresses of the servers that ``model`` names; empty where it names a model."""
+        program, _, urls = (self.model or "").partition(":")
+        return (program, tuple(urls.split(","))) if urls.startswith(("http://", "https://")) else ("", ())
 
 
 @dataclass(frozen=True)
@@ -204,7 +221,7 @@ class Optim(Settings):
 
     def __post_init__(self) -> None:
         positive("optim", self, "lr", "grad_clip")
-        require(0 <= self.weight_decay < math.inf, "optim.weight_decay", "0 or more", self.weight_decay)
+        require(self.weight_decay >= 0, "optim.weight_decay", "0 or more", self.weight_decay)
         require(all(0 <= beta < 1 for beta in self.betas), "optim.betas", "in [0, 1)", self.betas)
         require(self.warmup_steps >= 0, "optim.warmup_steps", "0 or more", self.warmup_steps)
 
@@ -237,12 +254,20 @@ class Train(Settings):
     gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass instead of storing them: less memory, more time.
     Unset: True on a GPU, False on a CPU."""
+    compile_layers: bool = False
+    """Compile the decoder's layers by torch.compile in the trainer: fewer kernels, compiled in the first step.
+    Try it for long runs on GPUs, where its speed has not been measured. The embedded engine samples with the layers as they are."""
     image_check: bool = True
     """Before the first update, replace one image by noise and stop the run if logprobs do not change."""
     shuffle_rewards: bool = False
     """Control experiment: shuffle the rewards within each batch, so that nothing can be learned from them."""
+    stop_after_idle: int = 0
+    """Steps in a row without a gradient, or without a group whose rewards differ, after which the training ends. 0: never.
+    Rewards count with an advantage that compares groups, and without a teacher.
+    The run evaluates and saves as after its last step. Set it, to 20 for example, for runs that nobody watches."""
 
     def __post_init__(self) -> None:
+        require(self.stop_after_idle >= 0, "train.stop_after_idle", "0 (never) or more", self.stop_after_idle)
         positive("train", self, "groups_per_batch", "groups_per_step", "tokens_per_micro_batch")
         require(self.steps >= 0, "train.steps", "0 or more", self.steps)
         require(self.max_staleness >= 0, "train.max_staleness", "0 (synchronous) or more", self.max_staleness)
@@ -296,7 +321,6 @@ class Eval(Settings):
     def __post_init__(self) -> None:
         require(self.every >= 0, "eval.every", "0 or more", self.every)
         require(self.temperature >= 0, "eval.temperature", "0 (greedy) or more", self.temperature)
-        require(math.isfinite(self.solved), "eval.solved", "a finite number", self.solved)
         positive("eval", self, "samples_per_task")
 
 
@@ -329,14 +353,22 @@ class SFT(Settings):
     section = "sft"
     data: dict[str, Conversations] = field(default_factory=dict)
     """Conversations to imitate, by names of your own. Unset: no fine-tuning."""
-    steps: int | None = None
-    """Optimizer steps. Unset: those of all epochs of `data`. Set it to stop earlier, or to fix the length of a mixture."""
     rows_per_step: int = 64
     """Conversations per optimizer step. Raise it if the loss is noisy, lower it if there are too few steps."""
     lr: float = 1e-5
     """Peak learning rate of the fine-tuning, after a warmup over the first twentieth. Raise it for LoRA and for tiny models."""
 
     def __post_init__(self) -> None:
-        positive("sft", self, "steps", "rows_per_step", "lr")
+        positive("sft", self, "rows_per_step", "lr")
         for name in self.data:
             require(name.isidentifier(), "sft.data", "named by identifiers", name)
+
+
+@dataclass(frozen=True)
+class Report(Settings):
+    """What a run reports besides the metrics in its folder."""
+
+    section = "report"
+    to: tuple[str, ...] = ()
+    """Trackers that get the metrics, the config, the curve and some trajectories, besides the files in the run's folder:
+    `tensorboard`, `wandb`, or `file.py:Class` (see docs/metrics.md)."""

@@ -18,7 +18,6 @@ from typing import Any
 
 from vlmrl.config import Config, Conversations
 from vlmrl.config.code import local_data
-from vlmrl.data.files import load_rows
 from vlmrl.data.mixture import TaskMixture
 from vlmrl.data.row_images import MARK, OWN_SOURCE, RowImages, image_parts, without_nulls
 from vlmrl.data.source import Row, TaskSource, held_out, task_seed
@@ -64,6 +63,8 @@ def _load(name: str, data: Conversations, seed: int) -> tuple[TaskSource, TaskSo
     local = local_data(data.path, field=f"sft.data.{name}.path")
     if local is not None and (local / EPISODES).is_file():
         local = local / EPISODES
+    from vlmrl.data.files import load_rows  # here: it imports datasets, which a generator does not need
+
     rows = load_rows(str(local or data.path), data.split)
     columns = _found_columns(name, data, rows.columns)
     roots = [Path.cwd()] if local is None else [local if local.is_dir() else local.parent, Path.cwd()]
@@ -195,15 +196,17 @@ def _marks_as_parts(messages: list[Message], images: int) -> list[Message]:
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
     shown = [part for part in parts if part.get("type") in ("image", "image_url")]
     bare = [part for part in shown if not any(part.get(key) is not None for key in OWN_SOURCE)]
-    marked = [
-        m for m in messages if m["role"] in ("user", "tool") and isinstance(m["content"], str) and MARK in m["content"]
-    ]
-    marks = sum(message["content"].count(MARK) for message in marked)
+
+    def is_marked(message: Message) -> bool:
+        content = message["content"]
+        return message["role"] in ("user", "tool") and isinstance(content, str) and MARK in content
+
+    marks = sum(message["content"].count(MARK) for message in messages if is_marked(message))
     if len(shown) > len(bare):
         return messages
     if marks + len(bare) > images:
         raise RowError("marks", f"there are {marks + len(bare)} marks or parts of images, but {images} images.")
-    return [m | {"content": _split_at_marks(m["content"])} if m in marked else m for m in messages]
+    return [each | {"content": _split_at_marks(each["content"])} if is_marked(each) else each for each in messages]
 
 
 def _split_at_marks(text: str) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ import pyarrow
 import pyarrow.compute
 
 from vlmrl.config.code import local_data, places
+from vlmrl.utils.json_files import finite_float
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm"}
@@ -155,8 +156,8 @@ def _bad_line(path: Path) -> str | None:
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                json.loads(line or "{}")
-            except ValueError as error:
+                json.loads(line or "{}", parse_float=finite_float)
+            except (ValueError, RecursionError) as error:
                 return f"line {number} is not JSON ({error}): {line.strip()[:80]!r}"
     return None
 

@@ -1,7 +1,8 @@
 """Puts a row's images into its prompt, always in the row's order.
 
-- A string prompt is a user message. Each ``<image>`` in it marks an image, and more marks than images are an error; in a row without
-  images they are plain text. Images without a mark go first: ``"<image> and this"`` with images a, b is a, b, ``" and this"``.
+- A string prompt is a user message. Each ``<image>`` in it marks an image, and more marks than images are an error; in a row whose
+  column of images is empty they are plain text. Images without a mark go first: ``"<image> and this"`` with images a, b is a, b,
+  ``" and this"``.
 - In a list of messages, ``{"type": "image"}`` parts without a source take the images. User messages whose content is a string
   may have marks too.
 """
@@ -20,6 +21,7 @@ import PIL.Image
 from vlmrl.types import ImageSource, Message
 
 MARK = "<image>"
+PLAIN_MARK = "For a mark that is plain text, give the prompt as messages with a list of parts, where marks are not read"
 OWN_SOURCE = ("image", "url", "path", "base64", "image_url")
 
 
@@ -46,8 +48,7 @@ class RowImages:
         marks = sum(message["content"].count(MARK) for message in marked) if self.sources else 0
         if marks > max(0, len(self.sources) - bare):
             raise ValueError(
-                f"{self.where}: {marks} {MARK} marks for {len(self.sources) - bare} images: each mark needs an image. For a mark that "
-                "is plain text, give the prompt as messages with a list of parts, where marks are not read"
+                f"{self.where}: {marks} {MARK} marks for {len(self.sources) - bare} images: each mark needs an image. {PLAIN_MARK}"
             )
         unmarked = len(self.sources) - bare - marks
         if unmarked < 0 or (unmarked and (bare or not marked)):

@@ -14,15 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vlmrl.config import Data
 from vlmrl.config.code import local_data, resolve_function
-from vlmrl.data.files import Rows, load_rows, task_name
-from vlmrl.data.row_images import RowImages, image_parts
+from vlmrl.data.row_images import MARK, PLAIN_MARK, RowImages, image_parts
 from vlmrl.types import Message, Task
 from vlmrl.utils.require import require
 from vlmrl.utils.users_line import describe_error
+
+if TYPE_CHECKING:
+    from vlmrl.data.files import Rows
 
 Row = dict[str, Any]
 
@@ -87,20 +89,15 @@ def load_split(data: Data, part: str = "") -> tuple[TaskSource, TaskSource | Non
         ValueError: the data, a mapped column or the generator does not exist, the generator's options do not fit it, or no rows
             are left to train on.
     """
-    table = _generated(data, part) if data.generator is not None else _dataset(data, part)
-    ids = table.ids[: data.size]
+    everything, ids = _generated(data, part) if data.generator is not None else _dataset(data, part)
+    ids = ids[: data.size]
     kept_back = held_out(ids, data.held_out)
     sides = [[row for row in range(len(ids)) if (row in kept_back) == side] for side in (False, True)]
     if not sides[0] or (data.held_out and not sides[1]):
         raise ValueError(
             f"data.held_out {data.held_out} keeps back {len(sides[1])} of {len(ids)} rows: some must remain on each side."
         )
-    train, rest = (
-        TaskSource(
-            table.make, rows, data.seed or 0, data.seed is not None, data.max_prompt_tokens, table.label, table.warnings
-        )
-        for rows in sides
-    )
+    train, rest = (replace(everything, rows=rows) for rows in sides)
     return train, rest if data.held_out else None
 
 
@@ -119,16 +116,6 @@ def task_seed(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:4], "big") >> 1
 
 
-@dataclass(frozen=True)
-class _Table:
-    """``make(row)`` and ``label(row)`` for each row, and the rows' ids: from their id column, or their indices."""
-
-    make: Callable[[int], Task]
-    label: Callable[[int], str]
-    ids: Sequence[Any]
-    warnings: Sequence[str] = ()
-
-
 EMPTY = {"prompt": "the model reads nothing", "answer": "any response contains the answer"}
 """What it means that a row has no prompt, or no answer."""
 
@@ -136,9 +123,12 @@ EMPTY = {"prompt": "the model reads nothing", "answer": "any response contains t
 # Datasets
 
 
-def _dataset(data: Data, part: str) -> _Table:
+def _dataset(data: Data, part: str) -> tuple[TaskSource, Sequence[Any]]:
+    """The tasks of all rows, and the rows' ids: from their id column, or their indices."""
     if data.path is None:
         raise ValueError("data names no tasks: set data.path (a file, a folder, a hub name) or data.generator")
+    from vlmrl.data.files import load_rows, task_name  # here: it imports datasets, which a generator does not need
+
     rows = load_rows(data.path, data.split)
     columns = _checked_columns(data, rows.columns)
     local = local_data(data.path)
@@ -167,7 +157,13 @@ def _dataset(data: Data, part: str) -> _Table:
                 row = {**row, columns["prompt"]: data.prompt}
             return _filled(task, row, columns, data.system_prompt, RowImages(where, roots))
 
-    return _Table(make, label, ids, list(_warnings(rows, columns)))
+    return _source(data, make, label, list(_warnings(rows, columns))), ids
+
+
+def _source(
+    data: Data, make: Callable[[int], Task], label: Callable[[int], str], warnings: Sequence[str] = ()
+) -> TaskSource:
+    return TaskSource(make, (), data.seed or 0, data.seed is not None, data.max_prompt_tokens, label, warnings)
 
 
 def _warnings(rows: Rows, columns: dict[str, str]) -> Iterator[str]:
@@ -206,7 +202,7 @@ def _checked_columns(data: Data, present: list[str]) -> dict[str, str]:
 # Generators
 
 
-def _generated(data: Data, part: str) -> _Table:
+def _generated(data: Data, part: str) -> tuple[TaskSource, Sequence[Any]]:
     assert data.generator is not None
     function = resolve_function(
         "data.generator", data.generator, ["index", "seed"], data.options, options_field="data.options"
@@ -227,14 +223,15 @@ def _generated(data: Data, part: str) -> _Table:
                 prompt = _with_system(made.prompt, data.system_prompt)
                 return replace(made, prompt=prompt, seed=made.seed or seed, source=made.source or source, part=part)
             if not isinstance(made, dict) or "prompt" not in made:
-                raise ValueError(
-                    f"{where}: it must return a Task or a dict with a prompt, but it returned {made!r:.200}"
+                shown = (
+                    f"a dict with the keys {', '.join(map(repr, made))}" if isinstance(made, dict) else f"{made!r:.200}"
                 )
+                raise ValueError(f"{where}: it must return a Task or a dict with a prompt, but it returned {shown}")
             task = Task(f"{name}/{data.seed or 0}/{index}", [], source=source, seed=seed, part=part)
             columns = {key: key for key in ("prompt", "images", "answer") if key in made}
             return _filled(task, made, columns, data.system_prompt, RowImages(where, roots))
 
-    return _Table(make, label, range(data.size or 0))
+    return _source(data, make, label), range(data.size or 0)
 
 
 def _own_folder(function: Callable[..., Any]) -> list[Path]:
@@ -267,10 +264,25 @@ def _filled(task: Task, row: Row, columns: dict[str, str], system: str | None, r
     row_images.set_column(row[columns["images"]] if "images" in columns else None)
     prompt = _with_system(row_images.messages(row[columns["prompt"]]), system)
     _check_last(row_images.where, prompt)
+    if "images" not in columns:
+        _check_marks(row_images.where, prompt, row)
     images = [part["image"] for message in prompt for part in image_parts(message)]
     answer = row[columns["answer"]] if "answer" in columns else None
     others = {name: value for name, value in row.items() if name not in columns.values()}
     return replace(task, prompt=prompt, images=images, answer=answer, data=others)
+
+
+def _check_marks(where: str, prompt: list[Message], row: Row) -> None:
+    """Raises ValueError for a mark in a row without ``images`` and without images in its prompt, whose images have another name."""
+    other = next((name for name in row if name.lower().startswith(("image", "img", "picture", "photo"))), None)
+    if other is None or any(image_parts(message) for message in prompt):
+        return
+    if any(message["role"] == "user" and MARK in message["content"] for message in prompt):
+        found = f"has no 'images', only {', '.join(map(repr, row))}"
+        raise ValueError(
+            f"{where}: the prompt has the mark {MARK}, but the row {found}: rename {other!r} to 'images', or map "
+            f"the column: data.columns={{'images': {other!r}}}. {PLAIN_MARK}"
+        )
 
 
 def _check_last(where: str, prompt: list[Message]) -> None:

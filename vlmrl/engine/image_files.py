@@ -138,7 +138,7 @@ class ImageFiles:
             self._warned = True
             warnings.warn(
                 f"an image file cannot be written in {folder} ({error}), so requests to servers contain the image. Free space "
-                "there (in a container: a larger --shm-size), or set the servers' images to inline.",
+                "there (in a container: a larger --shm-size).",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -164,7 +164,8 @@ class LocalProcess:
 class Server:
     """State of the server at ``url``. ``process``: None if the run did not start it. ``reads_files``: it sees this machine's files.
 
-    ``token`` is sent with every request, as a Bearer token. ``rank``: the trainer rank whose GPU memory it can map; None: no rank's.
+    ``token`` is sent with every request, as a Bearer token. ``beside``: the trainer rank whose GPU memory it can map, or such a rank
+    for each of its own ranks; empty: it can map no rank's.
     """
 
     def __init__(
@@ -173,13 +174,13 @@ class Server:
         process: ServerProcess | None = None,
         reads_files: bool = False,
         token: str | None = None,
-        rank: int | None = 0,
+        beside: tuple[int, ...] = (0,),
     ) -> None:
         self.url = url.rstrip("/")
         self.process = process
         self.reads_files = reads_files
         self.token = token
-        self.rank = rank
+        self.beside = beside
         self.ready = False
         """It is healthy and has the current weights: it may serve."""
         self.unresponsive = False

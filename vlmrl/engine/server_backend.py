@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from vlmrl.config import Config, Lora, ServerSettings
+from vlmrl.config import Config, Lora, ServerSettings, Teacher
 from vlmrl.config.code import load_code
 from vlmrl.engine.base import Request, SamplingParams
 from vlmrl.engine.image_files import EncodedImage
@@ -146,6 +146,32 @@ class Attempt:
     """On which the server computes: ``cuda`` or ``cpu``."""
 
 
+@dataclass(frozen=True)
+class ScoreRequest(Request):
+    """A request for the logprobs of given tokens, at temperature 1: those that end the prompt, images expanded."""
+
+    tokens: Sequence[int] = ()
+    """The last ids of the expanded prompt; -1 for one whose logprob is not needed."""
+    most_likely: int = 0
+    """How many of the most likely ids are wanted for each of these tokens."""
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of the whole prompt, images expanded."""
+        return len(self.prompt_ids) + sum(item.num_tokens - 1 for item in self.media)
+
+
+class Scored(NamedTuple):
+    """A server's response to a :class:`ScoreRequest`: ``Scored(12, [(-0.1, 5)], [[(-0.1, 5), (-2.4, 6)]])``."""
+
+    prompt_tokens: int
+    """Length of the prompt as the server counts it, images expanded."""
+    logprobs: Sequence[tuple[float | None, int]]
+    """Per token of the request, its logprob and its id as the server reports it."""
+    most_likely: Sequence[Sequence[tuple[float, int]]]
+    """Per token, logprobs and ids of the most likely ones there, in any order."""
+
+
 class ServerBackend(ABC):
     """A server program: how it is started, and its HTTP API. Has no state but the settings.
 
@@ -194,6 +220,8 @@ class ServerBackend(ABC):
     checksums: ClassVar[Call]
     """With ``capabilities.checksums``: its response is passed to :meth:`parse_checksums`."""
 
+    default_host: ClassVar[str] = "127.0.0.1"
+    """The address at which it listens without an argument ``host``."""
     args_hint: ClassVar[str] = "the arguments that limit it"
     """For an error: the arguments that give a server room for longer prompts."""
     memory_args: ClassVar[tuple[str, ...]] = ()
@@ -248,8 +276,8 @@ class ServerBackend(ABC):
 
     @classmethod
     def graph_memory(cls, gpu_bytes: float) -> float:
-        """What a sleeping server keeps of :meth:`runtime_memory`: its CUDA graphs."""
-        return 0.0125 * gpu_bytes
+        """What a sleeping server keeps of :meth:`runtime_memory`: its CUDA graphs. An assumption until it is measured."""
+        return (0.5 if gpu_bytes < 60 * 2**30 else 1.0) * 2**30
 
     def releases_weights(self, lora: bool) -> bool:
         """Whether a sleeping server releases its weights. Updates must overwrite all: not with adapters (``lora``) or quantization."""
@@ -272,8 +300,9 @@ class ServerBackend(ABC):
         return env | {"PYTHONPATH": os.pathsep.join(filter(None, [str(on_server), path]))}
 
     def listens_at(self, host: str) -> str:
-        """The address at which a server listens that is launched with ``host``, unless a setting overrides it."""
-        return host
+        """The address at which a server listens that is launched with ``host``, or with the argument ``host`` of the settings."""
+        own = self.arguments.get("host", host)
+        return self.default_host if own is None or own is False else str(own)
 
     def new_token(self, host: str) -> str | None:
         """A new token of 256 bits for a server that is launched with ``host``. None: it listens on the loopback address.
@@ -308,6 +337,18 @@ class ServerBackend(ABC):
     @abstractmethod
     def parse(self, attempt: Attempt, response: Any) -> Response:
         """Raises BadResponse if another attempt may succeed, ValueError if none can."""
+
+    def tokenize(self, text: str) -> Call:
+        """Encode ``text``, special tokens in it included: the ids are the field ``tokens`` of the response."""
+        return Call("/tokenize", {"prompt": text, "add_special_tokens": False})
+
+    def score(self, attempt: Attempt) -> Call:
+        """Score the tokens of ``attempt.request``, a :class:`ScoreRequest`: what a teacher server does."""
+        raise NotImplementedError(f"{self.title} scores no given tokens")
+
+    def parse_scores(self, attempt: Attempt, response: Any) -> Scored:
+        """Raises BadResponse, LookupError or TypeError for a response of another form."""
+        raise NotImplementedError(f"{self.title} scores no given tokens")
 
     @abstractmethod
     def abort(self, attempt_id: str) -> Call: ...
@@ -354,11 +395,25 @@ def new_backend(config: Config) -> ServerBackend:
     Raises:
         ValueError: there is none, it is no ServerBackend, or it cannot use ``config.server``.
     """
-    engine = config.engine
+    return _backend(config.engine, config.server)
+
+
+def teacher_backend(teacher: Teacher) -> ServerBackend:
+    """The program of the running servers that ``teacher.model`` names."""
+    program, urls = teacher.servers
+    names = " or ".join(SERVER_BACKENDS)
+    if program not in SERVER_BACKENDS:
+        raise ValueError(
+            f"teacher.model must begin with {names} before the addresses of servers, but it is {teacher.model!r}."
+        )
+    return _backend(program, ServerSettings(urls=urls))
+
+
+def _backend(engine: str, settings: ServerSettings) -> ServerBackend:
     if engine not in SERVER_BACKENDS and ":" not in engine:
         names = ", ".join(["embedded", *SERVER_BACKENDS])
         raise ValueError(f"engine must be one of {names}, or file.py:Class, but it is {engine!r}.")
     found = load_code("engine", SERVER_BACKENDS.get(engine, engine))
     if not (isinstance(found, type) and issubclass(found, ServerBackend)):
         raise ValueError(f"engine must name a subclass of ServerBackend, but {engine} is {found!r}.")
-    return found(config.server)
+    return found(settings)

@@ -81,7 +81,6 @@ def check_capabilities(
             able.tensor_handles or method != "tensor",
             f"server.sync must be one of {methods}: it takes no tensor handles",
         ),
-        (able.image_files or config.server.images != "file", "server.images must be inline: it reads no files"),
     ]
     for kept, rule in rules:
         if not kept:

@@ -256,7 +256,7 @@ class ServerEngine:
         )
         server.in_flight += 1
         try:
-            response = await _unless_drained(server, self.servers.call(server, *self.backend.generate(attempt)))
+            response = await _unless_drained(server, self.servers.call(server, *self._call_for(attempt)))
         except asyncio.CancelledError:
             self._abort(server, attempt.id)
             raise
@@ -271,6 +271,9 @@ class ServerEngine:
         await self.servers.answered(server)
         return completion
 
+    def _call_for(self, attempt: Attempt) -> Call:
+        return self.backend.generate(attempt)
+
     def _check_adapter(self, adapter: str | None, error: ServerError) -> None:
         """Raise what a refused request means if ``error`` names its adapter: the server has unloaded it, or never had it."""
         if adapter is None or not 400 <= error.status < 500 or adapter not in str(error):
@@ -282,17 +285,20 @@ class ServerEngine:
     def _completion(self, attempt: Attempt, response: Any) -> Completion:
         """The checked response. Raises BadResponse if another attempt may succeed, ValueError if none can."""
         try:
-            return completion_of(
-                attempt.request,
-                self.backend.parse(attempt, response),
-                self.versions,
-                adapter=attempt.adapter,
-                routing=self._routing,
-                routing_hint=self.backend.routing_hint,
-            )
+            return self._parsed(attempt, response)
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
             what = f"{type(error).__name__}: {str(error)[:200]}"
             raise BadResponse(f"a response of another form: {what}: {reprlib.repr(response)}") from error
+
+    def _parsed(self, attempt: Attempt, response: Any) -> Completion:
+        return completion_of(
+            attempt.request,
+            self.backend.parse(attempt, response),
+            self.versions,
+            adapter=attempt.adapter,
+            routing=self._routing,
+            routing_hint=self.backend.routing_hint,
+        )
 
     def _abort(self, server: Server, attempt_id: str) -> None:
         call = self.servers.call(server, *self.backend.abort(attempt_id), timeout=ABORT_SECONDS)

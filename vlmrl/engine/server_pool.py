@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import reprlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -20,10 +19,11 @@ import aiohttp
 from vlmrl.engine.base import EngineError
 from vlmrl.engine.server import TAIL, TOKEN_VARIABLE, UNREACHED, Server, ServerError, ServerInfo, suppress_unreachable
 from vlmrl.engine.server_backend import Call, EncodedBody, ServerBackend
-from vlmrl.utils.http import excerpt
+from vlmrl.utils.http import excerpt, read_at_most
 from vlmrl.utils.tokens import bearer
 
 CHECK_SECONDS = 30.0  # time limit of one health check
+MOST_BYTES = 2**30  # of a response: the experts of a long context take hundreds of MiB
 PIECE = 2**18  # bytes of a body that are written at once: what a slow connection does not take yet is copied
 EXPECTED = (*UNREACHED, ServerError, EngineError)  # failures of a server; any other error is one of this program
 
@@ -80,8 +80,6 @@ class ServerPool:
     @property
     def read_files(self) -> bool:
         """Whether requests contain paths of image files instead of the images."""
-        if self.settings.images != "auto":
-            return self.settings.images == "file"
         return self.backend.capabilities.image_files and all(server.reads_files for server in self.all)
 
     async def start(self) -> None:
@@ -139,7 +137,9 @@ class ServerPool:
         method = self._session.get if body is None else self._session.post
         options: dict[str, Any] = {"timeout": aiohttp.ClientTimeout(total=timeout), "allow_redirects": False}
         async with method(server.url + path, headers=headers, **options, **payload) as response:
-            content = await response.read()
+            content = await read_at_most(response, MOST_BYTES)
+            if content is None:
+                raise ServerError(f"{server.url}{path}: the response has more than {MOST_BYTES} bytes", 502)
             if response.status != 200:
                 raise ServerError(
                     f"{server.url}{path}: HTTP {response.status}: {excerpt(content, TAIL)}", response.status
@@ -228,29 +228,20 @@ class ServerPool:
         Its time limit is that of a start: one program runs a dozen others to describe its machine.
         """
         limit = self.settings.start_timeout
+        cause: Exception
         try:
-            response = await self.call(server, *self.backend.info, timeout=limit)
+            return self.backend.parse_info(await self.call(server, *self.backend.info, timeout=limit))
         except UNREACHED as error:
-            raise EngineError(
-                f"the {self.backend.title} server {server.url} reported nothing about itself within {limit:g} s: "
-                f"{type(error).__name__}: {error}{server.log_tail()}"
-            ) from error
+            why, cause = f"reported nothing about itself within {limit:g} s", error
         except ServerError as error:
             if error.status not in (401, 403):
                 raise
-            hint = (
-                f"set the environment variable {TOKEN_VARIABLE} to its API key"
-                if server.process is None
-                else "it has another"
-            )
-            raise EngineError(
-                f"the {self.backend.title} server refuses the token of this run: {hint}. {error}"
-            ) from error
-        try:
-            return self.backend.parse_info(response)
+            own = f"set the environment variable {TOKEN_VARIABLE} to its API key"
+            why, cause = f"refuses the token of this run: {own if server.process is None else 'it has another'}", error
         except (AttributeError, LookupError, TypeError) as error:
-            what = f"{reprlib.repr(response)} ({type(error).__name__}: {error})"
-            raise EngineError(f"the {self.backend.title} server {server.url} reports about itself: {what}") from error
+            why, cause = "reports about itself in another form", error
+        what = f"{type(cause).__name__}: {cause}{server.log_tail()}"
+        raise EngineError(f"the {self.backend.title} server {server.url} {why}: {what}") from cause
 
     async def _is_healthy(self, server: Server, patience: float) -> bool:
         """Whether a health check succeeds within ``patience`` seconds. Also sets ``server.unresponsive``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +17,20 @@ UNKNOWN_EXPERT = -1  # in place of a token's experts, if the server does not ret
 StopReason = Literal["stop", "length", "abort"]
 
 
+LEAST_LOGPROB, MOST_LOGPROB = -1e30, 1e-3  # a server's rounding may leave one just above 0
+
+
 class BadResponse(Exception):
     """A response that cannot be used. Another attempt may succeed."""
 
 
 class StaleWeights(BadResponse):
     """A response sampled with weights that this run never sent: the server needs a resync."""
+
+
+def is_logprob(value: object) -> bool:
+    """Whether a server's value is a number that float32 holds, and no more than 0, its rounding aside."""
+    return type(value) in (int, float) and LEAST_LOGPROB <= value <= MOST_LOGPROB  # type: ignore[operator]
 
 
 def stop_reason_of(reason: object, stopped_at: object, stop_ids: frozenset[int]) -> StopReason:
@@ -76,10 +83,11 @@ def completion_of(
         raise BadResponse(
             f"{len(ids)} sampled ids, of which some are no token ids, or more than {request.sampling.max_tokens}"
         )
-    logprobs = [logprob for logprob, _ in response.logprobs if logprob is not None and math.isfinite(logprob)]
+    logprobs = [logprob for logprob, _ in response.logprobs if logprob is not None and is_logprob(logprob)]
     if [token for _, token in response.logprobs] != ids or len(logprobs) != len(ids):
         raise BadResponse(
-            f"{len(ids)} ids came with {len(response.logprobs)} logprobs of other ids, or with logprobs that are not finite"
+            f"{len(ids)} ids came with {len(response.logprobs)} logprobs of other ids, or with logprobs that are not finite, "
+            "or positive"
         )
     expected = len(request.prompt_ids) + sum(item.num_tokens - 1 for item in request.media)
     if response.prompt_tokens != expected:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
@@ -219,6 +219,10 @@ class WeightSync:
 class HttpReceiver:
     """The part of a :class:`~vlmrl.weight_sync.base.WeightReceiver` that is the same for all programs: its address, calls, aborts."""
 
+    opens: ClassVar[str] = ""
+    """Path that opens an update."""
+    closes: ClassVar[str] = ""
+
     url: str
     ranks: int = 1
     device: str = "cpu"
@@ -238,6 +242,13 @@ class HttpReceiver:
         info = server.info
         dtype = getattr(torch, str(info.dtype), None)
         return cls(server.url, info.tp, info.device, dtype, folder_timeout=folder_timeout, token=server.token)
+
+    def begin(self) -> None:
+        try:
+            self.post(self.opens, {})
+        except WeightsRefused:  # an earlier sender died and left an update open
+            self.post(self.closes, {})
+            self.post(self.opens, {})
 
     def abort(self) -> None:
         self._client.abort()

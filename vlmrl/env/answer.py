@@ -8,7 +8,7 @@ before the env is called again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +34,19 @@ class StepResult:
 
 Answer = list[Message] | StepResult | None
 """What ``reset`` returned, or ``step``."""
+
+
+def step_mistake(returned: Any) -> str | None:
+    """What ``step`` returned in place of ``(obs(...), done, info)``, and the remedy; ``None`` if it returned that."""
+    if not isinstance(returned, tuple) or len(returned) != 3:
+        elements = f"{len(returned)} elements: " if isinstance(returned, tuple) else ""
+        return f"it returned {elements}{returned!r:.200}"
+    observation, _, info = returned
+    if isinstance(observation, str):
+        return f"its first element is a str; wrap it: obs({observation!r:.80})"
+    if not isinstance(observation, dict):
+        return f"its first element is {observation!r:.200}; make it with obs(...)"
+    return None if isinstance(info, dict) else f"its third element, info, must be a dict, and is {info!r:.200}"
 
 
 def read_points(value: Any) -> list[PointSet]:
@@ -66,11 +79,17 @@ def freeze_answer(answer: Answer) -> tuple[Answer, str]:
 
     def freeze_once(source: ImageSource) -> ImageSource:
         if id(source) not in frozen:
-            frozen[id(source)] = _frozen(source)
+            frozen[id(source)] = source
+            if isinstance(source, Image.Image):
+                with suppress(ImageError):
+                    frozen[id(source)] = frozen_image(source)
         return frozen[id(source)]
 
-    shown = _map_answer(answer, freeze_once)
-    return shown, digest_of(shown)
+    if isinstance(answer, StepResult):
+        answer = replace(answer, messages=map_images(answer.messages, freeze_once))
+    elif answer is not None:
+        answer = map_images(answer, freeze_once)
+    return answer, digest_of(answer)
 
 
 def digest_of(answer: Answer) -> str:
@@ -92,18 +111,3 @@ def digest_of(answer: Answer) -> str:
         return repr(item)
 
     return hashlib.blake2b(repr(plain(answer)).encode(), digest_size=16).hexdigest()
-
-
-def _frozen(source: ImageSource) -> ImageSource:
-    if not isinstance(source, Image.Image):
-        return source
-    try:
-        return frozen_image(source)
-    except ImageError:
-        return source
-
-
-def _map_answer(answer: Answer, change: Callable[[ImageSource], ImageSource]) -> Answer:
-    if isinstance(answer, StepResult):
-        return replace(answer, messages=map_images(answer.messages, change))
-    return None if answer is None else map_images(answer, change)

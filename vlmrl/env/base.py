@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,15 +28,17 @@ class RetryTurn(Exception):
     """
 
 
-def obs(text: str = "", images: list[ImageSource] | None = None) -> dict[str, Any]:
-    """An observation: ``obs("Closer:", images=[crop])``.
+def obs(text: str = "", images: list[ImageSource] | ImageSource | None = None) -> dict[str, Any]:
+    """An observation: ``obs("Closer:", images=[crop])``. A single image needs no list.
 
     An image that cannot be shown, for example one of 256x1 pixels or bytes that do not decode, is an error that the model reads:
-    ``[This image cannot be shown: ...]`` in the image's place, counted as ``images_not_shown``. An address that does not answer in
-    time, or a value that is no image source, is an error of the env. Half surrogate pairs in ``text``, which no tokenizer encodes,
-    become question marks.
+    ``[This image cannot be shown: ...]`` in the image's place, counted as ``images_not_shown``. So is a missing file that a response
+    named. Another missing file, an address that does not answer in time, or a value that is no image source, is an error of the env.
+    Half surrogate pairs in ``text``, which no tokenizer encodes, become question marks.
     """
     observation: dict[str, Any] = {"obs_str": encodable(text) if isinstance(text, str) else text}
+    if isinstance(images, str | bytes | dict) or not isinstance(images, Iterable | None):
+        images = [images]
     if images:
         observation["multi_modal_data"] = {"image": list(images)}
     return observation
@@ -179,9 +181,7 @@ def resolve_env(
     """
     options = options or {}
     if env is None and reward is None:
-        raise ValueError(
-            "env must be set, or in its place reward, agent, agent_command or rollout.generate: none of them is."
-        )
+        raise ValueError("env must be set, or in its place reward, agent or rollout.generate: none of them is.")
     check_env_or_reward("", env, reward)
     if reward is not None:
         named = {

@@ -33,6 +33,8 @@ class GymnasiumEnv(Env):
     The reward is the sum of the environment's rewards, also if the episode is cut off.
     """
 
+    unfinished_reward = 0.0  # beside the rewards so far
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # so that pygame, which many render with, needs no display
@@ -79,9 +81,6 @@ class GymnasiumEnv(Env):
             total, done, taken = total + float(reward), terminated or truncated, taken + 1
         frame = obs() if done else obs(self.describe(info), images=[self._frame(observation)])
         return frame, done, {"reward": total, "actions": taken, "invalid": 0}
-
-    def finish(self, ending: str) -> float | None:
-        return 0.0  # the rewards so far count
 
     def close(self) -> None:
         if hasattr(self, "gym"):

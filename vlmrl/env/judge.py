@@ -16,6 +16,7 @@ import os
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,13 +43,12 @@ class JudgeError(Exception):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A score from 0 to 1, the judge's whole response, and the seconds, tokens and money it cost. A cached verdict costs nothing."""
+    """A score from 0 to 1, the judge's whole response, and the seconds and tokens it cost. A cached verdict costs nothing."""
 
     score: float
     text: str
     seconds: float = 0.0
     tokens: int = 0
-    cost: float = 0.0
     retries: int = 0
     cached: bool = False
 
@@ -64,20 +64,9 @@ class Verdict:
             "judge": self.score,
             "judge_seconds": self.seconds,
             "judge_tokens": self.tokens,
-            "judge_cost": self.cost,
             "judge_retries": self.retries,
             "judge_cached": float(self.cached),
         }
-
-
-@dataclass
-class _Usage:
-    """What all attempts for one verdict have cost, the failed ones included."""
-
-    requests: int = 0
-    seconds: float = 0.0
-    tokens_in: int = 0
-    tokens_out: int = 0
 
 
 class Judge:
@@ -85,8 +74,7 @@ class Judge:
 
     ``url`` is the endpoint's, up to ``/v1``. Its key is read from the environment variable ``key_variable``, if that is set. A
     request may take ``timeout`` seconds, and each verdict ``1 + max_retries`` requests, so keep ``rollout.env_timeout`` above their
-    product. At most ``max_concurrent`` requests run at once. Prices are per million tokens, in any currency. ``request`` holds
-    further fields of the request's body.
+    product. At most ``max_concurrent`` requests run at once. ``request`` holds further fields of the request's body.
     """
 
     def __init__(
@@ -99,8 +87,6 @@ class Judge:
         timeout: float = 20.0,
         max_retries: int = 1,
         max_concurrent: int = 16,
-        price_in: float = 0.0,
-        price_out: float = 0.0,
         key_variable: str = "OPENAI_API_KEY",
         request: Mapping[str, Any] | None = None,
     ) -> None:
@@ -109,7 +95,6 @@ class Judge:
         self.url = url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
         self.low, self.high = low, high
         self.max_retries = max_retries
-        self.prices = (price_in, price_out)
         self._body = {"model": model, "temperature": 0.0, "max_tokens": 1024, **(request or {})}
         key = os.environ.get(key_variable)
         self._client = HttpClient(timeout, {"Authorization": f"Bearer {key}"} if key else None)
@@ -128,7 +113,7 @@ class Judge:
         ]
         key = hashlib.sha256(json.dumps(messages).encode()).hexdigest()
         verdict, is_new = self._flight.get(key, self._verdicts.get, lambda: self._grade(key, messages))
-        return verdict if is_new else replace(verdict, seconds=0.0, tokens=0, cost=0.0, retries=0, cached=True)
+        return verdict if is_new else replace(verdict, seconds=0.0, tokens=0, retries=0, cached=True)
 
     def _instructions(self, rubric: str) -> str:
         return (
@@ -139,38 +124,33 @@ class Judge:
 
     def _grade(self, key: str, messages: list[Message]) -> Verdict:
         """Request a verdict and cache it."""
-        usage = _Usage()
+        usage = Counter[str]()  # of all attempts, the failed ones included
+        began = time.perf_counter()
         try:
             score, text = retrying(attempts=self.max_retries + 1)(self._attempt, messages, usage)
         except RetryableError as error:
-            raise JudgeError(f"judge {self.url}: no verdict in {usage.requests} requests: {error}") from error
+            raise JudgeError(f"judge {self.url}: no verdict in {usage['requests']} requests: {error}") from error
         except RefusedError as error:
             raise JudgeError(f"judge {self.url} refuses: {error}") from error
-        cost = (usage.tokens_in * self.prices[0] + usage.tokens_out * self.prices[1]) / 1e6
-        verdict = Verdict(
-            score, text, usage.seconds, usage.tokens_in + usage.tokens_out, cost, retries=usage.requests - 1
-        )
+        seconds = time.perf_counter() - began
+        verdict = Verdict(score, text, seconds, usage["tokens"], retries=usage["requests"] - 1)
         self._verdicts[key] = verdict
         if len(self._verdicts) > CACHE_SIZE:
             self._verdicts.pop(next(iter(self._verdicts)), None)
         return verdict
 
-    def _attempt(self, messages: list[Message], usage: _Usage) -> tuple[float, str]:
+    def _attempt(self, messages: list[Message], usage: Counter[str]) -> tuple[float, str]:
         """One request: the score from 0 to 1, and the response. Adds to ``usage``."""
-        began = time.perf_counter()
-        usage.requests += 1
+        usage["requests"] += 1
         try:
             with self._slots:
                 completion = dict(self._client.post_json(self.url, {**self._body, "messages": messages}))
             tokens = completion.get("usage") or {}
-            usage.tokens_in += int(tokens.get("prompt_tokens") or 0)
-            usage.tokens_out += int(tokens.get("completion_tokens") or 0)
+            usage["tokens"] += sum(int(tokens.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
             text = _response_text(completion)
             return self._score(text), text
         except (ValueError, TypeError, AttributeError, OverflowError) as error:
             raise RetryableError(str(error)) from error
-        finally:
-            usage.seconds += time.perf_counter() - began
 
     def _score(self, text: str) -> float:
         """The only score in a response, from 0 to 1. Raises ValueError if there is none, or more than one."""

@@ -28,6 +28,8 @@ class OpenEnvEnv(Env):
     episode is cut off. A server that fails or cannot be reached is an env error.
     """
 
+    unfinished_reward = 0.0  # beside the rewards so far
+
     def __init__(self, task: Task, url: str) -> None:
         super().__init__(task)
         self.url = url
@@ -69,9 +71,6 @@ class OpenEnvEnv(Env):
         for image in shown.get("multi_modal_data", {}).get("image", []):
             check_embedded(image, f"an image of {type(self).__name__}.show")
         return shown
-
-    def finish(self, ending: str) -> float | None:
-        return 0.0  # the rewards so far count
 
     async def close(self) -> None:  # type: ignore[override]
         if self._client is not None:

@@ -13,16 +13,17 @@ import math
 import numbers
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from vlmrl.env.answer import StepResult, freeze_answer, read_points, with_digest
+from vlmrl.env.answer import StepResult, freeze_answer, read_points, step_mistake, with_digest
 from vlmrl.env.base import Env, EnvSpec, RetryTurn, RewardEnv
 from vlmrl.env.tool_schema import check_tools
 from vlmrl.types import Message, Task
 from vlmrl.utils.threads import DaemonPool, await_user_code
-from vlmrl.utils.users_line import describe_error
+from vlmrl.utils.users_line import defined_at, describe_error
 from vlmrl.utils.work_pool import DeadlineError, abandonable, cpu_pool
 
 
@@ -87,6 +88,10 @@ class EnvSession:
         assert self._env is not None
         return self._env.replayable
 
+    def step_line(self) -> str:
+        """Where the user wrote ``step``: ``" (env.py, line 21, in step)"``."""
+        return defined_at(self._env.step) if self._env is not None else ""
+
     @property
     def _turn(self) -> int:
         return sum(digest != REJECTED for _, digest in self._played)
@@ -125,7 +130,8 @@ class EnvSession:
             if last_turn is not None:
                 self._env.turn = last_turn
             reward = await self._call(self._env.finish, ending)
-            return None if reward is None else self._reward("finish", reward)
+            with _naming(self._env.finish):
+                return None if reward is None else self._reward("finish", reward)
 
         return await self._with_retries(attempt)
 
@@ -141,10 +147,6 @@ class EnvSession:
                 self._thread.close()
             self._env, self._thread = None, None
 
-    async def abandon(self) -> None:
-        """Close the env without waiting for it, because the run is being stopped."""
-        await self._abandon(wait=False)
-
     async def _with_retries(self, attempt: Callable[[], Any]) -> Any:
         for retries_left in reversed(range(self._max_retries + 1)):
             try:
@@ -157,7 +159,7 @@ class EnvSession:
                 reason = str(error) if late else describe_error(error)
                 where = f"env {self._spec.name}, task {self._task.id}, turn {self._turn}"
                 replayable = self._env is None or self._env.replayable
-                await self._abandon()
+                await self.abandon(wait=True)
                 if retries_left == 0 or not replayable:
                     raise EnvError(f"{where}: {reason}") from error
                 self.counts["retries"] += 1
@@ -217,20 +219,16 @@ class EnvSession:
         env.turn, env.last_response = self._turn if turn is None else turn, response
 
         def read(returned: Any) -> Any:
-            observation, done, info = self._checked(returned)
+            if mistake := step_mistake(returned):
+                raise EnvContractError(
+                    f"env {self._spec.name}: step must return (obs(...), done, info), but {mistake}."
+                )
+            observation, done, info = returned
             shown = [] if done else env.format_observation(observation)
             read_shown = partial(self._result, bool(done), info)
             return self._read_awaited(shown, read_shown) if inspect.isawaitable(shown) else read_shown(shown)
 
         return await self._answer(env.step, read, response, may_reject=True)
-
-    def _checked(self, returned: Any) -> tuple[dict[str, Any], Any, dict[str, Any]]:
-        is_step = isinstance(returned, tuple) and len(returned) == 3
-        if is_step and isinstance(returned[0], dict) and isinstance(returned[2], dict):
-            return returned
-        raise EnvContractError(
-            f"env {self._spec.name}: step must return (observation dict, done, info dict), but it returned {returned!r}."
-        )
 
     def _result(self, done: bool, info: dict[str, Any], shown: Any) -> StepResult:
         info = dict(info)
@@ -280,7 +278,8 @@ class EnvSession:
             return self._read_awaited(returned, finish) if inspect.isawaitable(returned) else finish(returned)
 
         def finish(returned: Any) -> Any:
-            answer = read(returned)
+            with _naming(method):
+                answer = read(returned)
             return self._read_awaited(answer, with_digest) if inspect.isawaitable(answer) else with_digest(answer)
 
         answer, digest = await self._call(call, may_reject=may_reject, name=getattr(method, "__name__", repr(method)))
@@ -340,10 +339,10 @@ class EnvSession:
     def _late(self) -> _DeadlineError:
         return _DeadlineError(f"timed out after {self._timeout:g} s")
 
-    async def _abandon(self, wait: bool = True) -> None:
-        """Discard a broken env. Its plain ``close`` is queued in its thread, behind a call that may hang, and not awaited.
+    async def abandon(self, wait: bool = False) -> None:
+        """Discard an env that is broken, or whose run is being stopped.
 
-        An async ``close`` is awaited unless ``wait`` is False.
+        Its plain ``close`` is queued in its thread, behind a call that may hang, and not awaited. With ``wait``, an async one is.
         """
         env, self._env = self._env, None
         if self._thread is not None and not (env is not None and inspect.iscoroutinefunction(env.close)):
@@ -361,6 +360,15 @@ class EnvSession:
             await self._call(env.close)
         except Exception:
             self.counts["close_errors"] += 1
+
+
+@contextmanager
+def _naming(method: Callable[..., Any]) -> Iterator[None]:
+    """Within the context, an EnvContractError says where the user wrote ``method``."""
+    try:
+        yield
+    except EnvContractError as error:
+        raise EnvContractError(f"{str(error).removesuffix('.')}{defined_at(method)}.") from error
 
 
 def _close_late(built: list[Env]) -> None:

@@ -8,16 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vlmrl.utils.json_files import strict_json
+from vlmrl.utils.require import require
 
 Schema = dict[str, Any]
 
 MAX_DEPTH = 100  # of nested arguments
-LITERALS = {
-    "true": True,
-    "false": False,
-    "none": None,
-    "null": None,
-}  # templates write Python's literals, models JSON's
+XML_FORM = "a call is <function=NAME>, then <parameter=NAME>value</parameter> for each argument, then </function>."
+GLM_FORM = "a call is NAME, then <arg_key>NAME</arg_key> and <arg_value>value</arg_value> for each argument, between <tool_call> tags."
+LITERALS = {"true": True, "false": False, "none": None, "null": None}  # templates write Python's, models JSON's
 JSON_TYPES = {
     str: "string",
     type(None): "null",
@@ -45,8 +43,7 @@ def read_tool_calls(text: str, tools: Sequence[Schema] = (), tool_format: str | 
     of all values, so these are converted to the types in the schemas ``tools``.
     """
     name = tool_format or "json"
-    if name not in TOOL_FORMATS:
-        raise ValueError(f"tool_format must be one of {', '.join(TOOL_FORMATS)}, but it is {name!r}.")
+    require(name in TOOL_FORMATS, "tool_format", f"one of {', '.join(TOOL_FORMATS)}", name)
     response = text.rpartition("</think>")[2].partition("<think>")[0]
     return TOOL_FORMATS[name](response, tools)
 
@@ -137,7 +134,7 @@ def _read_xml_call(body: str, schemas: dict[str, Schema]) -> ToolCall:
     header, closed, rest = body.removesuffix("</function>").partition(">")
     name = _xml_name(header, "<function=")
     if name is None or not closed or not body.endswith("</function>"):
-        raise _not_xml()
+        raise ValueError(XML_FORM)
     properties = parameters_of(schemas.get(name, {})).get("properties", {})
     arguments = _read_parameters(rest)
     return ToolCall(name, {key: _typed(value, properties.get(key, {})) for key, value in arguments.items()})
@@ -147,13 +144,13 @@ def _read_parameters(text: str) -> dict[str, str]:
     """``<parameter=a>1</parameter>`` is ``{"a": "1"}``. Raises ValueError for anything else than parameters and whitespace."""
     *parameters, rest = text.split("</parameter>")
     if rest.strip():
-        raise _not_xml()
+        raise ValueError(XML_FORM)
     values = {}
     for parameter in parameters:
         header, closed, value = parameter.lstrip().partition(">")
         name = _xml_name(header, "<parameter=")
         if name is None or not closed:
-            raise _not_xml()
+            raise ValueError(XML_FORM)
         values[name] = value.removeprefix("\n").removesuffix("\n")
     return values
 
@@ -163,12 +160,6 @@ def _xml_name(header: str, start: str) -> str | None:
     name = header.removeprefix(start)
     is_name = header.startswith(start) and name and not {"<", "\n"} & set(name)
     return name.strip() if is_name else None
-
-
-def _not_xml() -> ValueError:
-    return ValueError(
-        "a call is <function=NAME>, then <parameter=NAME>value</parameter> for each argument, then </function>."
-    )
 
 
 def _typed(text: str, schema: Schema) -> Any:
@@ -202,7 +193,7 @@ def _read_glm_call(body: str, schemas: dict[str, Schema]) -> ToolCall:
     *pairs, rest = body[len(name) :].split("</arg_value>")
     rest, name = (rest, name.strip()) if pairs else ("", body.strip())
     if not name or {"<", "\n"} & set(name) or rest.strip():
-        raise _not_glm()
+        raise ValueError(GLM_FORM)
     properties = parameters_of(schemas.get(name, {})).get("properties", {})
     arguments = dict(_read_glm_pair(pair) for pair in pairs)
     return ToolCall(name, {key: _read_glm_value(value, properties.get(key, {})) for key, value in arguments.items()})
@@ -214,7 +205,7 @@ def _read_glm_pair(text: str) -> tuple[str, str]:
     before, key_opened, rest = head.partition("<arg_key>")
     key, key_closed, between = rest.partition("</arg_key>")
     if not (opened and key_opened and key_closed and key) or before.strip() or between.strip():
-        raise _not_glm()
+        raise ValueError(GLM_FORM)
     return key, value
 
 
@@ -233,12 +224,6 @@ def _read_glm_value(text: str, schema: Schema) -> Any:
     kind = JSON_TYPES[type(value)]
     fits = kind in types or (kind == "integer" and "number" in types)
     return text if "string" in types and not fits else value
-
-
-def _not_glm() -> ValueError:
-    return ValueError(
-        "a call is NAME, then <arg_key>NAME</arg_key> and <arg_value>value</arg_value> for each argument, between <tool_call> tags."
-    )
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -127,7 +127,8 @@ class ToolEnv(Env):
     def find_function(self, name: str) -> Callable[..., Any]:
         """The function behind the tool of this name."""
         function = next(function for function in self.functions if function.__name__ == name)
-        return getattr(self, name) if _is_method(function) else function
+        is_method = next(iter(inspect.signature(function).parameters), None) == "self"
+        return getattr(self, name) if is_method else function
 
     def read_calls(self, response: str) -> list[ToolCall]:
         """The calls to run, in order; one with a ``problem`` is not run. An empty list makes the response the answer.
@@ -231,10 +232,6 @@ async def _finished(result: T) -> T:
 async def _end(verdict: Any) -> tuple[dict[str, Any], bool, dict[str, Any]]:
     verdict = await verdict if inspect.isawaitable(verdict) else verdict
     return obs(), True, verdict if isinstance(verdict, dict) else {"reward": verdict}
-
-
-def _is_method(function: Callable[..., Any]) -> bool:
-    return next(iter(inspect.signature(function).parameters), None) == "self"
 
 
 def parts_of(value: Any) -> list[dict[str, Any]]:

@@ -66,6 +66,8 @@ class Family:
 
     vision: ClassVar[bool] = False
     """The model reads images."""
+    joins_images: ClassVar[bool] = False
+    """The vision tower reads the patches of all images as one sequence, and its attention gets ``cu_seqlens``."""
     mrope: ClassVar[bool] = False
     """The model takes position triples ``[3, rows, tokens]``; otherwise ``[rows, tokens]``."""
     recurrent: ClassVar[bool] = False

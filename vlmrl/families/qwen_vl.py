@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import isqrt, log
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -18,14 +18,6 @@ from vlmrl.types import MediaItem, to_device
 
 MAX_RATIO = 200
 """Of the sides of an image that the processors accept."""
-
-
-@dataclass
-class _FeatureOutput:
-    """What Hugging Face's forward reads from ``get_image_features``: features by image occurrence."""
-
-    pooler_output: tuple[torch.Tensor, ...]
-    deepstack_features: list[Any]
 
 
 class _UncountedPlaces:
@@ -67,6 +59,7 @@ class QwenVL(Family):
     """An image is one run of placeholders, each for ``spatial_merge_size ** 2`` patches. Positions are M-RoPE."""
 
     vision = True
+    joins_images = True
     mrope = True
     parts: ClassVar[dict[str, str]] = {
         "vision_tower": r"visual\.(?!.*merger)",
@@ -196,7 +189,7 @@ class QwenVL(Family):
             replaced.append((model.model, "get_placeholder_mask", uncounted.insert_embeds))
             if levels:
                 replaced.append((model.model.language_model, "_deepstack_process", uncounted.add_level))
-        output = _FeatureOutput(embeds, levels)
+        output = SimpleNamespace(pooler_output=embeds, deepstack_features=levels)  # what the model's forward reads
         replaced.append((model.model, "get_image_features", lambda *args, **kwargs: output))
         for module, name, function in replaced:
             setattr(module, name, function)

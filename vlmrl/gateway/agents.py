@@ -15,17 +15,17 @@ import inspect
 import os
 import shlex
 import shutil
-import sysconfig
-import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 from urllib.parse import urlsplit
 
 from vlmrl.config import Config, Gateway, name_of
 from vlmrl.config.code import resolve_function
+from vlmrl.config.fields import is_command
 from vlmrl.gateway.agent_client import AgentClient
 from vlmrl.gateway.agent_command import AgentCommands
 from vlmrl.gateway.command_log import CommandLogs
@@ -33,12 +33,11 @@ from vlmrl.gateway.gateway_server import GatewayServer
 from vlmrl.gateway.task_messages import write_task
 from vlmrl.types import Task, Trajectory
 from vlmrl.utils.threads import DaemonPool, LoopThread, as_error, await_user_code
+from vlmrl.utils.users_line import text_of, users_line
 from vlmrl.utils.work_pool import cpu_pool
 
-FRAMES = 4  # of a failed agent's traceback, in its report
 ERROR_CHARACTERS = 2000
 NAME_CHARACTERS = 80  # of a command, which may be a script for `sh -c`
-OTHER_CODE = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 ANSWER_SECONDS = 1.0  # in which the agents' loop must answer, or an agent blocks it
 WRITE_SECONDS = 60.0  # for a task's images
 
@@ -49,11 +48,10 @@ class AgentError(Exception):
 
 @dataclass(frozen=True)
 class AgentSpec:
-    """A checked agent: its ``function`` (with ``options``) or the words of its ``command``."""
+    """A checked agent: its ``function`` or the words of its ``command``."""
 
     name: str
     function: Callable[..., Any] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
     command: tuple[str, ...] = ()
     reward: Callable[[Trajectory], Any] | None = None
     """Computes the reward of a trajectory. None: the agent returns it or posts it."""
@@ -72,19 +70,16 @@ def resolve_agent(config: Config) -> AgentSpec | None:
     if isinstance(config.reward, tuple | dict):
         raise ValueError(f"reward must be one function with an agent, but it is {config.reward!r}.")
     reward = None if config.reward is None else resolve_function("reward", config.reward, ["trajectory"])
-    if config.agent is None:
-        assert config.agent_command is not None
-        words = tuple(shlex.split(config.agent_command))
+    if is_command(config.agent):
+        words = tuple(shlex.split(config.agent))
         if shutil.which(words[0]) is None:
             remedy = f" Make it executable: chmod +x {words[0]}" if Path(words[0]).is_file() else ""
-            raise ValueError(
-                f"agent_command must begin with a program that can be run, but it is {words[0]!r}.{remedy}"
-            )
+            raise ValueError(f"agent must begin with a program that can be run, but it is {words[0]!r}.{remedy}")
         name = shlex.join(Path(word).name for word in words)
         return AgentSpec(f"{name:.{NAME_CHARACTERS}}", command=words, reward=reward)
-    options = dict(config.agent_options)
-    function = resolve_function("agent", config.agent, ["task", "client"], options, options_field="agent_options")
-    return AgentSpec(name_of(function), function, options, reward=reward)
+    assert config.agent is not None
+    function = resolve_function("agent", config.agent, ["task", "client"])
+    return AgentSpec(name_of(function), function, reward=reward)
 
 
 class Agents:
@@ -144,7 +139,7 @@ class Agents:
         if self.spec.command:
             return await self._run_command(task, client, trajectory_id)
         assert self.spec.function is not None
-        call = partial(self.spec.function, task, client, **self.spec.options)
+        call = partial(self.spec.function, task, client)
         if self.spec.is_async:
             return await self._on_own_loop(call())
         thread = DaemonPool("agent")
@@ -202,27 +197,13 @@ async def _without_interrupt(awaitable: Awaitable[Any]) -> Any:
     try:
         return await await_user_code(awaitable)
     except KeyboardInterrupt as error:
-        raise as_error(error)  # noqa: B904  its cause is the error
+        raise as_error(error) from error
 
 
 def _described(error: BaseException) -> str:
-    """An exception of an agent, with the last frames of its own code and the one that raised it.
-
-    An exception of a task group is described by its first one.
-    """
+    """An exception of an agent, with the user's line that raised it, or else the last one; of a task group, its first exception."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    origin = error.__cause__ or error.__context__
-    raised = origin if type(error) is RuntimeError and origin is not None else error  # such as SystemExit, see as_error
-    frames = traceback.extract_tb(raised.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(OTHER_CODE)][-FRAMES:]
-    shown = [*own, *(frame for frame in frames[-1:] if frame not in own)]
-    lines = [f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}\n    {frame.line}' for frame in shown]
-    return "\n".join([f"{type(error).__name__}: {_text(error):.{ERROR_CHARACTERS}}", *lines])
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as second:
-        return f"its text cannot be had ({type(second).__name__})"
+    frames = [f"{each.filename}, line {each.lineno}, in {each.name}" for each in extract_tb(error.__traceback__)]
+    place = users_line(error) or "".join(frames[-1:])
+    return f"{type(error).__name__}: {text_of(error):.{ERROR_CHARACTERS}}" + (f" ({place})" if place else "")

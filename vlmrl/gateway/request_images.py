@@ -14,12 +14,12 @@ from urllib.parse import unquote, urlsplit
 from vlmrl.config.gateway import Gateway
 from vlmrl.gateway.chat import ChatError
 from vlmrl.gateway.request_body import refuse
-from vlmrl.multimodal.fetch import SECONDS, fetch, image_loop, is_url
+from vlmrl.multimodal.fetch import SECONDS, fetch, is_url
 from vlmrl.multimodal.images import ImageError, ImageUnavailableError, frozen_image
 from vlmrl.multimodal.messages import images_of, map_images
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.types import ImageSource, MediaItem, Message
-from vlmrl.utils.http import RefusedError, RetryableError
+from vlmrl.utils.http import RefusedError, RetryableError, http_loop
 from vlmrl.utils.work_pool import cpu_pool, usable_cores
 
 MAX_NEW_IMAGES = 1024  # of one request
@@ -132,7 +132,7 @@ class RequestImages:
 
     async def _content(self, image: NewImage) -> bytes | Path:
         if isinstance(image.source, str):
-            return await image_loop().run(fetch(image.source, SECONDS, self._hosts))
+            return await http_loop().run(fetch(image.source, SECONDS, self._hosts))
         return image.source
 
 

@@ -7,13 +7,18 @@ rows of one matrix. Only a prefill repeats keys, those of the rows' own columns:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 """Each ``[rows, key heads, columns, width]``."""
+
+CACHE_NAMES = ("cache", "past_key_values")
+"""The argument of transformers' models and layers that is a KV cache: from version 5.24 on, and before."""
 
 ALIGNED = 16  # columns: the GPU's kernel reads a mask in blocks of so many
 _cpu_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -45,6 +50,16 @@ class CachedAttention:
     mask: torch.Tensor
     """``[rows, 1, new, columns]``, as :func:`additive` makes it, for each row's own columns."""
     prefixes: SharedPrefixes | None = None
+
+
+def cache_name(model: nn.Module) -> str:
+    """The one that ``model`` has. Raises ValueError if it has none."""
+    found = [name for name in CACHE_NAMES if name in inspect.signature(model.forward).parameters]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__}.forward must take a KV cache as one of {CACHE_NAMES}, but it takes none."
+        )
+    return found[0]
 
 
 def additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -5,18 +5,35 @@ As in `head.py`, logits exist only for a few tokens at a time, and again in the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from vlmrl.algos.distillation import Divergence
+from vlmrl.algos.distillation import Divergence, listed_and_rest
 from vlmrl.model.head import HeadGradients, chunks, logits_of
 
 LOGITS = (
     2**25
 )  # of one chunk; both models' logits and the terms of a divergence are about eight times as many float32 numbers
+
+
+Compare = Callable[[slice, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""From a slice of the tokens and the policy's logits of them to their divergence, and to the teacher's first choices."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """The side of a teacher that a server runs: for each of ``n`` tokens its most likely ids, the first choice first."""
+
+    ids: torch.Tensor
+    """``[n, k]``"""
+    logprobs: torch.Tensor
+    """``[n, k]``"""
+    tokens: torch.Tensor
+    """As in :class:`Against`."""
+    divergence: Divergence
 
 
 @dataclass(frozen=True)
@@ -34,7 +51,7 @@ class Against:
 
 
 def divergence_from(
-    against: Against,
+    teacher: Against | Listed,
     hidden: torch.Tensor,
     head: torch.Tensor,
     bias: torch.Tensor | None,
@@ -44,18 +61,36 @@ def divergence_from(
     """Each token's divergence in nats, and 1 where both have the same first choice: float32 ``[n]``.
 
     ``hidden`` ``[n, width]``, ``head`` ``[vocabulary, width]`` and ``bias`` are the policy's. Both distributions are those of
-    :func:`~vlmrl.model.head.score_tokens`, at one temperature and with the same banned ids. Where the heads have different numbers of
-    padded rows, both are over the ids that both have.
+    :func:`~vlmrl.model.head.score_tokens`, at one temperature and with the same banned ids; a server's is as it came. Where the heads
+    have different numbers of padded rows, both are over the ids that both have.
     """
-    other, other_bias = (head, bias) if against.head is None else (against.head, against.bias)
+    if isinstance(teacher, Listed):
+        result: Any = _Divergence.apply(hidden, head, bias, _with_listed(teacher), temperature, list(banned_ids))
+        return result
+    other, other_bias = (head, bias) if teacher.head is None else (teacher.head, teacher.bias)
     size = min(len(head), len(other))
     if size < max(len(head), len(other)):
         head, other = head[:size], other[:size]
         bias, other_bias = (None if each is None else each[:size] for each in (bias, other_bias))
         banned_ids = [banned for banned in banned_ids if banned < size]
-    teacher = (against.hidden, other.detach(), None if other_bias is None else other_bias.detach())
-    result: Any = _Divergence.apply(hidden, head, bias, teacher, against.divergence, temperature, list(banned_ids))
+    bans, states, divergence = list(banned_ids), teacher.hidden, teacher.divergence
+    other, other_bias = other.detach(), None if other_bias is None else other_bias.detach()
+
+    def compare(chunk: slice, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            logprobs = logits_of(states[chunk], other, other_bias, temperature, bans).log_softmax(1)
+        return divergence(logits.log_softmax(1), logprobs), logprobs.argmax(1)
+
+    result = _Divergence.apply(hidden, head, bias, compare, temperature, bans)
     return result
+
+
+def _with_listed(teacher: Listed) -> Compare:
+    def compare(chunk: slice, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = teacher.ids[chunk]
+        return teacher.divergence(*listed_and_rest(logits.log_softmax(1), ids, teacher.logprobs[chunk])), ids[:, 0]
+
+    return compare
 
 
 class _Divergence(torch.autograd.Function):
@@ -67,32 +102,28 @@ class _Divergence(torch.autograd.Function):
         hidden: torch.Tensor,
         head: torch.Tensor,
         bias: torch.Tensor | None,
-        teacher: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-        divergence: Divergence,
+        compare: Compare,
         temperature: float,
         banned_ids: list[int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        states, other, other_bias = teacher
         values, agreement = (torch.empty(len(hidden), dtype=torch.float32, device=hidden.device) for _ in range(2))
         for chunk in chunks(len(hidden), head, LOGITS):
             logits = logits_of(hidden[chunk], head, bias, temperature, banned_ids)
-            others = logits_of(states[chunk], other, other_bias, temperature, banned_ids)
-            agreement[chunk] = (logits.argmax(1) == others.argmax(1)).float()
-            values[chunk] = divergence(logits.log_softmax(1), others.log_softmax(1))
-        ctx.save_for_backward(hidden, head, bias, *teacher)
-        ctx.divergence, ctx.temperature, ctx.banned_ids = divergence, temperature, banned_ids
+            values[chunk], choices = compare(chunk, logits)
+            agreement[chunk] = (logits.argmax(1) == choices).float()
+        ctx.save_for_backward(hidden, head, bias)
+        ctx.compare, ctx.temperature, ctx.banned_ids = compare, temperature, banned_ids
         ctx.mark_non_differentiable(agreement)
         return values, agreement
 
     @staticmethod
     def backward(ctx: Any, value_grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-        hidden, head, bias, states, other, other_bias = ctx.saved_tensors
+        hidden, head, bias = ctx.saved_tensors
         gradients = HeadGradients(hidden, head, bias, ctx.needs_input_grad)
         for chunk in chunks(len(hidden), head, LOGITS):
-            others = logits_of(states[chunk], other, other_bias, ctx.temperature, ctx.banned_ids).log_softmax(1)
             with torch.enable_grad():
                 logits = logits_of(hidden[chunk], head, bias, ctx.temperature, ctx.banned_ids).detach().requires_grad_()
-                values = ctx.divergence(logits.log_softmax(1), others)
+                values, _ = ctx.compare(chunk, logits)
             (grad,) = torch.autograd.grad(values, logits, value_grad[chunk])
             gradients.add(chunk, grad.div_(ctx.temperature))
-        return *gradients.result(), None, None, None, None
+        return *gradients.result(), None, None, None

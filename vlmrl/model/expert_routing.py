@@ -9,27 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from vlmrl.model.own_forward import Forward, use_forward
 from vlmrl.types import ExpertRouting
+
+Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""A router's logits, and the weights and indices of each token's experts, ``[tokens, top_k]``."""
 
 
 class ExpertRouters:
     """The routers of ``model``, which are its modules of class ``class_name``, in layer order.
 
-    Each scores ``num_experts`` experts for a token and sends it to ``top_k`` of them. Their ``forward`` is replaced on the instances.
+    Each scores ``num_experts`` experts for a token and sends it to ``top_k`` of them. Their ``forward`` is replaced.
     """
 
     def __init__(self, model: nn.Module, class_name: str) -> None:
         routers: list[Any] = [module for module in model.modules() if type(module).__name__ == class_name]
         assert routers, f"no module is a {class_name}"
         for layer, router in enumerate(routers):
-            router.forward = partial(self._route, layer, router)
+            router.routing, router.layer_number = self, layer
+        use_forward(routers, _routed)
         self.layers = len(routers)
         self.top_k: int = routers[0].top_k
         self.num_experts: int = routers[0].num_experts
@@ -58,9 +62,8 @@ class ExpertRouters:
         """The ``context_fn`` of torch's activation checkpointing: the recomputation replays the same experts as the forward."""
         return nullcontext(), self.replayed(self._replayed)
 
-    def _route(self, layer: int, router: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The router's logits, and the weights and indices of each token's experts, ``[tokens, top_k]``."""
-        logits, weights, chosen = type(router).forward(router, hidden)
+    def route(self, layer: int, logits: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> Routed:
+        """A router's output, with replayed experts and their weights where there are any."""
         if self._recorded is not None:
             self._recorded.append(chosen)
         if self._replayed is not None:
@@ -69,6 +72,16 @@ class ExpertRouters:
             scores = logits.softmax(-1, dtype=torch.float32).gather(-1, chosen)
             weights = (scores / scores.sum(-1, keepdim=True)).to(weights.dtype)
         return logits, weights, chosen
+
+
+def _routed(forward: Forward) -> Forward:
+    # A compiled layer would be compiled for each number of a layer.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def run(router: Any, hidden: torch.Tensor) -> Routed:
+        routed: Routed = router.routing.route(router.layer_number, *forward(router, hidden))
+        return routed
+
+    return run
 
 
 def routing_from_indices(indices: np.ndarray) -> list[ExpertRouting]:

@@ -25,7 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from vlmrl.config import Lora, Model
+from vlmrl.config import Lora, Model, Train
 from vlmrl.config.code import is_local_path, resolve_path
 from vlmrl.config.saved import is_checkpoint
 from vlmrl.families import family_of
@@ -291,18 +291,27 @@ def _found(path: str, cache_dir: Path) -> str:
 
 def _ask_hub_once(name: str) -> None:
     """Raises OSError after one request if the hub does not give the model's config. transformers would repeat it for 23 s."""
-    from httpx import HTTPError
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
         return
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
-    except (HTTPError, OSError) as error:
+    except hub_errors() as error:
         reason = str(error).strip().splitlines()[0]
         raise OSError(
             f"model.path {name!r}: no such folder, and the hub does not give its config.json: {reason}"
         ) from error
+
+
+def hub_errors() -> tuple[type[BaseException], ...]:
+    """What huggingface_hub raises if the hub refuses or cannot be reached: OSError and the HTTPError of its HTTP library.
+
+    That library is httpx in huggingface_hub 1, and httpx2 in huggingface_hub 2.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return HfHubHTTPError.__bases__
 
 
 def is_model_folder(folder: Path) -> bool:
@@ -367,6 +376,14 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 def pick_checkpointing(setting: bool | None, device: torch.device) -> bool:
     """Whether to recompute activations: ``setting``, or by default on a GPU, where memory is what limits a run."""
     return device.type == "cuda" if setting is None else setting
+
+
+def prepare_layers(policy: Policy, train: Train, device: torch.device) -> None:
+    """Checkpoint and compile the layers of a policy that trains on ``device``, as ``train`` says."""
+    if pick_checkpointing(train.gradient_checkpointing, device):
+        policy.enable_gradient_checkpointing()
+    if train.compile_layers:
+        policy.compile_layers()
 
 
 def chat_template_text(name: str | None) -> str | None:

@@ -133,19 +133,22 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight under its Hugging Face name, unsharded and with the adapters merged in, one at a time.
 
-    On sharded models every rank must iterate over all of them: each weight is gathered from all ranks.
+    On sharded models every rank must iterate over all of them: each weight is gathered from all ranks. ``dtype``: what the caller
+    rounds wider weights to; shards are rounded before they are gathered, where no adapter is added.
     """
     adapted = dict(lora_layers(model))
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             continue
-        weight = _whole(parameter)
         owner = name.removesuffix(".base_layer.weight")
         if owner in adapted:
+            weight = _whole(parameter)
             weight = weight + _delta(adapted[owner]).to(weight.dtype)
+        else:
+            weight = _whole(rounded(parameter, dtype))
         yield name.replace(".base_layer.", "."), weight
 
 
@@ -179,6 +182,12 @@ def _delta(layer: Any) -> torch.Tensor:
     name = "default"
     down, up = _whole(layer.lora_A[name].weight), _whole(layer.lora_B[name].weight)
     return layer.scaling[name] * (up.float() @ down.float())
+
+
+def rounded(weight: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A floating point weight that is wider than ``dtype`` in it; others as they are."""
+    wider = dtype is not None and weight.is_floating_point() and weight.dtype.itemsize > dtype.itemsize
+    return weight.to(dtype) if wider else weight
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:

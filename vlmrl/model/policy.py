@@ -19,10 +19,12 @@ from vlmrl.families import family_of
 from vlmrl.families.base import WHY_NOT_PACKED, ImageFeatures
 from vlmrl.families.forks import Forks
 from vlmrl.model import patch_embedding, tree_attention, tree_states
-from vlmrl.model.cached_attention import CachedAttention
-from vlmrl.model.divergence import Against, divergence_from
+from vlmrl.model.cached_attention import CachedAttention, cache_name
+from vlmrl.model.compiled_layers import compile_layers
+from vlmrl.model.divergence import Against, Listed, divergence_from
 from vlmrl.model.expert_routing import ExpertRouters
 from vlmrl.model.head import logits_of, score_tokens
+from vlmrl.model.image_attention import install_image_attention
 from vlmrl.model.lora import adapters_off
 from vlmrl.multimodal.mm_inputs import merge_mm_inputs
 from vlmrl.types import MediaItem, MicroBatch, to_device
@@ -55,10 +57,13 @@ class Policy(nn.Module):
         self.family = family_of(model.config)
         self.image_token_id = self.family.image_token_id
         self.banned_ids = self.family.banned_ids
+        self._cache_name = cache_name(model.model)
         self.routing = ExpertRouters(model, self.family.router) if self.family.router else None
         _check_attention(model.config)
         _check_dropout(model)
         tree_attention.install(model)
+        if self.family.joins_images:
+            install_image_attention(model)
         if self.family.forked_layers is not None:
             tree_states.install_forks(model, self.family.forked_layers, self.family.run_forked)
         patch_embedding.use_linear_patches(model)
@@ -96,7 +101,16 @@ class Policy(nn.Module):
             settings["context_fn"] = self.routing.checkpointed
         getattr(self.model, "activation_checkpointing_enable", old_name)(settings)
 
-    def forward(self, batch: MicroBatch, temperature: float = 1.0, against: Against | None = None) -> TokenScores:
+    def compile_layers(self) -> None:
+        """Compile the decoder layers at their first calls without a KV cache. FSDP must shard them afterwards."""
+        compile_layers(self.model, self.family)
+
+    def forward(
+        self,
+        batch: MicroBatch,
+        temperature: float = 1.0,
+        against: Against | Listed | None = None,
+    ) -> TokenScores:
         """The logprob of each token that ``batch.targets`` marks, given all tokens before it in its row.
 
         With ``against``, also the divergence from a teacher: here, since FSDP gathers the head only within a forward pass.
@@ -120,9 +134,8 @@ class Policy(nn.Module):
         head = self.model.lm_head
         logprobs, entropy = score_tokens(chosen, head.weight, head.bias, labels, temperature, self.banned_ids)
         zeros = hidden.new_zeros(batch.token_ids.shape, dtype=torch.float32)
-        scores = TokenScores(
-            zeros.index_put((rows, places), logprobs), zeros.index_put((rows, places), entropy), chosen.detach()
-        )
+        logprobs, entropy = (zeros.index_put((rows, places), each) for each in (logprobs, entropy))
+        scores = TokenScores(logprobs, entropy, chosen.detach())
         if against is None:
             return scores
         numbers = batch.targets.flatten().cumsum(0) - 1
@@ -173,8 +186,8 @@ class Policy(nn.Module):
         with self.family.insert_features(self.model, images) if images else nullcontext({}) as more:
             output = self.model.model(
                 attention_mask=padding,
-                past_key_values=cache,
                 use_cache=cache is not None,
+                **{self._cache_name: cache},
                 **inputs,
                 **more,
             )

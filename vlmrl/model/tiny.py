@@ -25,6 +25,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from vlmrl import families
+from vlmrl.config.fields import perhaps
 from vlmrl.families import FAMILIES
 from vlmrl.families.base import TINY_HEAD_DIM, Family
 from vlmrl.model.progress_bars import without_progress_bars
@@ -196,7 +197,8 @@ def _publish(file: Path, family: Family) -> None:
 
 def _family(name: str) -> type[Family]:
     if name not in FAMILIES:
-        raise ValueError(f"tiny model family must be one of {', '.join(FAMILIES)}, got {name!r}")
+        rule = f"tiny:FAMILY with one of the families {', '.join(FAMILIES)}"
+        raise ValueError(f"model.path must be {rule}, but it is {'tiny:' + name!r}.{perhaps(name, FAMILIES)}")
     return FAMILIES[name]
 
 

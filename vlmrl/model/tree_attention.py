@@ -47,12 +47,19 @@ class Span:
     is_root: bool
 
 
-Plan = Sequence[Span] | BlockMask
+@dataclass(eq=False)
+class SpanPlan:
+    """The tree for a CPU. Not the list itself: compiled layers would be compiled for its length."""
+
+    tree: Sequence[Span]
+
+
+Plan = SpanPlan | BlockMask
 
 
 def plan(ends: torch.Tensor) -> Plan:
     """The tree for all attention layers. ``ends`` ``[tokens]``: where each token's subtree ends."""
-    return spans(ends.numpy()) if ends.device.type == "cpu" else block_mask(ends)
+    return SpanPlan(spans(ends.numpy())) if ends.device.type == "cpu" else block_mask(ends)
 
 
 def spans(ends: np.ndarray) -> list[Span]:
@@ -91,6 +98,8 @@ def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return blocks.sum(1).int()[None, None], order[None, None]
 
 
+# Compiled layers call it between their graphs: it has graphs of its own, or loops over the tree.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -109,11 +118,16 @@ def attend(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     if isinstance(tree, BlockMask):
         return _flex(query, key, value, tree, scaling).transpose(1, 2).contiguous(), None
-    attended: Any = _SpanAttention.apply(query, key, value, tree, scaling)
+    attended: Any = _SpanAttention.apply(query, key, value, tree.tree, scaling)
     return attended.transpose(1, 2), None
 
 
 AttentionInterface.register(NAME, attend)
+
+
+def raise_recompile_limit() -> None:
+    """Let a function have more compiled versions than torch's limit of 8, beyond which it runs uncompiled."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
 
 
 @cache
@@ -123,7 +137,7 @@ def _compiled_flex() -> Any:
     transformers' own wrapper is made again at each change between training and evaluation. At torch's limit of 8 graphs, flex
     attention would go on uncompiled and compute all scores; with ``fullgraph`` that is an error.
     """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+    raise_recompile_limit()
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 

@@ -8,7 +8,6 @@ of branches before them run together, padded within the recurrence alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from vlmrl.families.forks import Forks, SequenceBatch
+from vlmrl.model.own_forward import Forward, use_forward
 from vlmrl.model.tree_attention import Span, spans
 from vlmrl.types import to_device
 
@@ -108,18 +108,22 @@ def _on(device: torch.device, indices: np.ndarray) -> torch.Tensor:
 def install_forks(
     model: nn.Module, class_name: str, run_forked: Callable[[Any, torch.Tensor, Forks], torch.Tensor]
 ) -> None:
-    """Make the layers of this class take ``forks``. Their ``forward`` is replaced on the instances.
+    """Make the layers of this class take ``forks``.
 
     With forks, ``run_forked`` computes a layer over ``[tokens, hidden]``; without, the layer computes its own forward.
     """
-    for module in model.modules():
-        if type(module).__name__ == class_name:
-            module.forward = partial(_forward, module, run_forked)
+    layers: list[Any] = [module for module in model.modules() if type(module).__name__ == class_name]
+    for layer in layers:
+        layer.run_forked = run_forked
+    use_forward(layers, _forked)
 
 
-def _forward(
-    layer: Any, run_forked: Any, hidden_states: torch.Tensor, forks: Forks | None = None, **options: Any
-) -> torch.Tensor:
-    if forks is None:
-        return type(layer).forward(layer, hidden_states, **options)
-    return run_forked(layer, hidden_states[0], forks)[None]
+def _forked(forward: Forward) -> Forward:
+    # A compiled layer would be compiled for each tree.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def run(layer: Any, hidden_states: torch.Tensor, forks: Forks | None = None, **options: Any) -> Any:
+        if forks is None:
+            return forward(layer, hidden_states, **options)
+        return layer.run_forked(layer, hidden_states[0], forks)[None]
+
+    return run

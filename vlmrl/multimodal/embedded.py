@@ -9,45 +9,24 @@ from __future__ import annotations
 import base64
 import os.path
 import re
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from vlmrl.multimodal.fetch import fetch, image_loop, is_url
-from vlmrl.multimodal.images import DecodedImage, content_of, describe, mime_type, naming
-from vlmrl.multimodal.png import encode_pixels
+from vlmrl.multimodal.fetch import fetch, is_url
+from vlmrl.multimodal.images import DecodedImage, content_of, describe, encode_png, mime_type, naming, read_image_file
+from vlmrl.utils.http import http_loop
+from vlmrl.utils.kept import Kept
 from vlmrl.utils.threads import SingleFlight
 from vlmrl.utils.work_pool import SharedTasks
 
 DATA_URI = re.compile(r"data:image/[A-Za-z0-9.+-]+;base64,[A-Za-z0-9+/]+={0,2}")
 
-KEPT_BYTES = 128 * 2**20  # of downloads, and as many of PNGs
-
-
-class _Kept:
-    """Encoded images by key, up to KEPT_BYTES: the members of a group send the same images. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._contents: dict[str, bytes] = {}  # oldest first
-        self._size = 0
-
-    def get(self, key: str) -> bytes | None:
-        return self._contents.get(key)
-
-    def keep(self, key: str, content: bytes) -> bytes:
-        with self._lock:
-            self._size += len(content) - len(self._contents.pop(key, b""))
-            self._contents[key] = content
-            while self._size > KEPT_BYTES:
-                self._size -= len(self._contents.pop(next(iter(self._contents))))
-        return content
-
-
-_DOWNLOADED, _PNGS = _Kept(), _Kept()
+KEPT_BYTES = 128 * 2**20  # of downloads, and as many of PNGs: the members of a group send the same images
+_DOWNLOADED: Kept[bytes] = Kept(KEPT_BYTES, len)
+_PNGS: Kept[bytes] = Kept(KEPT_BYTES, len)
 _ENCODING: SingleFlight[bytes] = SingleFlight()
 _FETCHING = SharedTasks()
 
@@ -74,7 +53,7 @@ def embed_image(source: Any) -> Any:
     if not isinstance(source, str | Path) or is_data_uri(str(source)):
         return source
     if is_url(source):
-        return image_loop().wait(_fetched(str(source)))
+        return http_loop().wait(_fetched(str(source)))
     if str(source).startswith("data:"):
         content = base64.b64decode(str(source).partition("base64,")[2])
         if not content:
@@ -83,20 +62,18 @@ def embed_image(source: Any) -> Any:
             )
         return content
     with naming(source):
-        content = Path(str(source).removeprefix("file://")).read_bytes()
-        mime_type(content)
-        return content
+        return read_image_file(source)
 
 
 async def fetch_embedded(source: Any) -> Any:
     """The encoded bytes of a source that is a URL, fetched once while it is kept; others as they are. Raises ImageError."""
     content = content_of(source)
-    return await image_loop().run(_fetched(str(content))) if is_url(content) else source
+    return await http_loop().run(_fetched(str(content))) if is_url(content) else source
 
 
 def encode_once(image: DecodedImage) -> bytes:
     """The image as PNG. Images with the same pixels are encoded once while their PNG is kept."""
-    return _ENCODING.get(image.id, _PNGS.get, lambda: _PNGS.keep(image.id, encode_pixels(image.pixels)))[0]
+    return _ENCODING.get(image.id, _PNGS.get, lambda: _PNGS.keep(image.id, encode_png(image.image)))[0]
 
 
 async def _fetched(url: str) -> bytes:

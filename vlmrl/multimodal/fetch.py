@@ -1,4 +1,4 @@
-"""Images at http addresses. One event loop fetches all of a process, so that a slow address holds no thread.
+"""Images at http addresses. The event loop of all requests fetches them, so that a slow address holds no thread.
 
 An address is tried again after a transport error, status 429 or 5xx (`utils/http.py`). All attempts together have a deadline. A body
 has a limit, which is checked while it arrives.
@@ -22,12 +22,10 @@ from vlmrl.utils.http import (
     RefusedError,
     RetryableError,
     async_retrying,
-    http_loop,
     new_session,
     proxy_of,
     read_at_most,
 )
-from vlmrl.utils.threads import LoopThread
 
 SECONDS = 60.0
 """Default deadline of one address: all attempts and pauses together."""
@@ -48,18 +46,8 @@ def is_url(source: object) -> bool:
     return isinstance(source, str) and source.startswith(("http://", "https://"))
 
 
-def image_loop() -> LoopThread:
-    """The event loop that fetches images and awaits the threads that decode them."""
-    return http_loop()
-
-
-def fetch_blocking(url: str, seconds: float = SECONDS) -> bytes:
-    """As :func:`fetch`; the calling thread waits."""
-    return image_loop().wait(fetch(url, seconds))
-
-
 async def fetch(url: str, seconds: float = SECONDS, hosts: Collection[str] | None = None) -> bytes:
-    """The body at ``url``. To be called in :func:`image_loop` only.
+    """The body at ``url``. To be called in :func:`vlmrl.utils.http.http_loop` only.
 
     ``hosts`` limits which hosts may be reached, also by redirects: names or addresses; ``*``: all at public addresses. None: all.
 

@@ -15,15 +15,16 @@ from pathlib import Path
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 
-from vlmrl.multimodal.fetch import fetch_blocking, is_url
-from vlmrl.multimodal.png import encode_pixels
+from vlmrl.multimodal.fetch import fetch, is_url
 from vlmrl.types import ImageSource, MediaItem
-from vlmrl.utils.http import RefusedError, RetryableError
+from vlmrl.utils.http import RefusedError, RetryableError, http_loop
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """The formats that are decoded. PIL knows more, and runs Ghostscript for one of them."""
 MAX_PIXELS = 2**26
 """The largest width * height that is decoded: 67 million, about 0.7 GiB of memory while it is."""
+MAX_FILE_BYTES = 2**29
+"""The largest file that is read whole, to be sent: 512 MiB, more than MAX_PIXELS take without compression."""
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 # PIL decodes an opened image at its first use, which is not thread-safe.
 _DECODING = [threading.Lock() for _ in range(64)]
@@ -135,26 +136,19 @@ def encode_png(image: Image.Image) -> bytes:
     """The image as a PNG file, its EXIF orientation kept; a mode that PNG lacks, such as CMYK, becomes RGB."""
     with naming(image):
         _loaded(image)
-    if image.mode == "RGB" and not image.info and not image.getexif():
-        return encode_pixels(np.asarray(image))
     buffer = io.BytesIO()
     kept = image if image.mode in PNG_MODES else image.convert("RGB")
     kept.save(buffer, format="PNG", compress_level=1, exif=image.getexif())
     return buffer.getvalue()
 
 
-def png_data_uri(image: Image.Image) -> str:
-    """:func:`encode_png` as a data URI."""
-    return "data:image/png;base64," + base64.b64encode(encode_png(image)).decode()
-
-
 def _encoded(source: ImageSource) -> bytes:
     if isinstance(source, bytes):
         return source
     if isinstance(source, DecodedImage):
-        return encode_pixels(source.pixels)
+        return encode_png(source.image)
     if isinstance(source, str | Path) and not is_url(source):
-        return _regular_file(source).read_bytes()
+        return read_image_file(source)
     return encode_png(load_image(source))
 
 
@@ -232,7 +226,7 @@ def content_of(source: ImageSource) -> ImageSource:
 
 def _fetched(source: ImageSource) -> ImageSource:
     source = content_of(source)
-    return fetch_blocking(source) if is_url(source) else source
+    return http_loop().wait(fetch(source)) if is_url(source) else source
 
 
 def _open(source: ImageSource) -> Image.Image:
@@ -255,11 +249,22 @@ def _open(source: ImageSource) -> Image.Image:
     return _allowed(source)
 
 
+def read_image_file(source: str | Path) -> bytes:
+    """The encoded bytes of an image's file, whose header is read first. Raises ValueError, also for more than MAX_FILE_BYTES."""
+    path = _regular_file(source)
+    _identify(path).close()
+    with path.open("rb") as file:
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise _UnfitError(f"its file has more than {MAX_FILE_BYTES} bytes.")
+    return content
+
+
 def _regular_file(source: str | Path) -> Path:
-    """The path of a source. Raises ValueError for a pipe or a device, which might hold the thread that reads it for ever."""
+    """The path of a source. Raises ValueError for a pipe, a device or a file of /proc: reading one might never end."""
     path = Path(str(source).removeprefix("file://"))
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise _UnfitError("it is no regular file.")
+    if path.exists() and not path.is_dir() and not (path.is_file() and path.stat().st_size):
+        raise _UnfitError("it is no regular file, or an empty one.")
     return path
 
 
@@ -280,6 +285,9 @@ def _allowed(image: Image.Image) -> Image.Image:
         raise _UnfitError(f"it is {width}x{height} pixels, but it must have at least one.")
     if width * height > MAX_PIXELS:
         raise _UnfitError(f"it is {width}x{height} pixels, more than {MAX_PIXELS} in all: scale it down first.")
+    tags = getattr(image, "tag_v2", {})  # of a TIFF, whose tiles may be larger than it is: each is decoded whole
+    if tags.get(ExifTags.Base.TileWidth, 0) * tags.get(ExifTags.Base.TileLength, 0) > MAX_PIXELS:
+        raise _UnfitError(f"its tiles have more than {MAX_PIXELS} pixels.")
     return image
 
 

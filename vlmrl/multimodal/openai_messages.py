@@ -17,18 +17,16 @@ def openai_messages(messages: Sequence[Message], address: Callable[[ImageSource]
 
     ``{"type": "image", "image": pil}`` becomes ``{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}``.
     """
-    return [_openai_message(message, address) for message in messages]
 
+    def shown(part: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": {"url": address(part["image"])}} if is_image(part) else part
 
-def _openai_message(message: Message, address: Callable[[ImageSource], str]) -> Message:
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    return {**message, "content": [_openai_part(part, address) for part in content]}
-
-
-def _openai_part(part: dict[str, Any], address: Callable[[ImageSource], str]) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": address(part["image"])}} if is_image(part) else part
+    return [
+        {**message, "content": list(map(shown, message["content"]))}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
 
 
 def request_messages(messages: Sequence[Message], address: Callable[[ImageSource], str] = data_uri) -> list[Message]:

@@ -1,4 +1,4 @@
-"""Bounds the host memory of images' pixels: beyond a budget, the least recently used ones are moved to a file.
+"""Bounds the host memory of images' pixels: beyond a budget, further ones are written to a file.
 
 The file has no name, so the system frees it with the process, however that ends. Pixels are written as they are: its page cache keeps
 in memory what there is room for, and gives that up to others.
@@ -10,21 +10,19 @@ import mmap
 import os
 import tempfile
 import threading
-import time
 import warnings
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from vlmrl.config import Multimodal
 from vlmrl.multimodal.pixels import ArrayPixels
 from vlmrl.utils.machine_memory import is_in_memory, memory_bytes
 
-DEFAULT_SHARE = 0.25  # of the machine's memory
-RETRY_SECONDS = 30.0  # after the file could not be written
+SHARE = 0.25  # of the machine's memory
 MAPPED_BYTES = 2**17  # arrays from this size on are mapped
 MAX_MAPPED = 20_000  # images; Linux allows a process 65,530 mappings by default
 
@@ -46,36 +44,32 @@ class PixelMemory:
     ``budget`` None: a quarter of the memory of this machine or container, which the processes that ``torchrun`` starts there share.
     ``folder`` None: the system's folder for temporary files.
 
-    A thread that adds an image makes room for it, so what is held exceeds the budget by at most one image for each such thread. An
-    image in the file stays there: each read makes an array that belongs to the reader. If the file cannot be written, images stay in
-    memory, and a warning says so once.
+    An image stays where it was put. Each read of one in the file makes an array that belongs to the reader. While the file cannot be
+    written, images stay in memory, and a warning says so once.
     """
 
     def __init__(self, budget: int | None = None, folder: Path | None = None) -> None:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        self.budget = int(DEFAULT_SHARE * memory_bytes()) // processes if budget is None else budget
+        self.budget = int(SHARE * memory_bytes()) // processes if budget is None else budget
         self._folder = folder or Path(tempfile.gettempdir())
         self._lock = threading.Lock()  # of what follows
         self._file: _SpillFile | None = None
-        self._in_memory: OrderedDict[_Entry, None] = OrderedDict()  # the least recently used first
-        self._released: deque[_Entry] = deque()
+        self._released: deque[int | _Slot] = deque()
+        self._images = 0  # in memory
         self._held = self._peak = self._spilled = 0
-        self._retry_at = 0.0  # monotonic seconds
         self._warned = False
 
-    @classmethod
-    def of(cls, settings: Multimodal) -> PixelMemory:
-        return cls(None if settings.memory_gib is None else int(settings.memory_gib * 2**30))
-
-    def hold(self, array: np.ndarray) -> HeldPixels:
+    def hold(self, array: np.ndarray) -> ArrayPixels | FilePixels:
         """A copy of the pixels ``[height, width, 3]``, uint8, as long as somebody refers to it."""
-        entry = _Entry(self._copied(array))
-        pixels = HeldPixels(self, entry)
-        weakref.finalize(pixels, self._release, entry).atexit = False
-        with self._lock:
-            self._keep(entry)
-            self._peak = max(self._peak, self._held)
-        self._make_room()
+        slot = None if self._takes(array.nbytes, self.budget) else self._written(array)
+        try:
+            is_mapped = self._images < MAX_MAPPED
+            pixels = ArrayPixels(_copied(array, is_mapped)) if slot is None else FilePixels(slot, array.shape)
+        except BaseException:  # no memory
+            self._released.append(slot or array.nbytes)
+            raise
+        # The garbage collector may call it anywhere, also in a thread that has the lock: the counts follow later.
+        weakref.finalize(pixels, self._released.append, slot or array.nbytes).atexit = False
         return pixels
 
     def usage(self) -> PixelUsage:
@@ -83,140 +77,90 @@ class PixelMemory:
             self._forget_released()
             return PixelUsage(self._held, self._peak, self._spilled)
 
-    def read(self, entry: _Entry) -> np.ndarray:
-        """The entry's pixels. From now on it is the most recently used one."""
-        array = entry.array
-        if array is None:
-            assert entry.slot is not None
-            return entry.slot.file.read(entry.slot.offset, entry.shape)
+    def _takes(self, size: int, budget: float) -> bool:
+        """Whether an image of ``size`` bytes fits into memory. If it does, it counts from now on."""
         with self._lock:
-            if entry in self._in_memory:
-                self._in_memory.move_to_end(entry)
-        return array
-
-    def _copied(self, array: np.ndarray) -> np.ndarray:
-        """A read-only copy in memory of its own, which the system gets back as soon as nobody uses it.
-
-        From malloc, images that come and go between other data would leave holes: half as much memory again, measured.
-        """
-        if array.nbytes < MAPPED_BYTES or len(self._in_memory) >= MAX_MAPPED:
-            copied = array.copy()
-        else:
-            memory = mmap.mmap(-1, array.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            copied = np.frombuffer(memory, np.uint8).reshape(array.shape)
-            copied[...] = array
-        copied.setflags(write=False)
-        return copied
-
-    def _release(self, entry: _Entry) -> None:
-        """Free the memory of an image that nobody refers to.
-
-        The garbage collector may call it anywhere, also in a thread that has the lock: the counts follow later.
-        """
-        entry.is_released = True
-        entry.array = None
-        self._released.append(entry)
+            self._forget_released()
+            if self._held + size > budget:
+                return False
+            self._images += 1
+            self._held += size
+            self._peak = max(self._peak, self._held)
+            return True
 
     def _forget_released(self) -> None:
         while self._released:
-            entry = self._released.popleft()
-            if entry in self._in_memory:
-                del self._in_memory[entry]
-                self._held -= entry.size
-            elif entry.slot is not None:
-                entry.slot.file.free(entry.slot)
-                self._spilled -= entry.size
+            released = self._released.popleft()
+            if isinstance(released, int):
+                self._images -= 1
+                self._held -= released
+            else:
+                released.file.free(released)
+                self._spilled -= released.size
 
-    def _keep(self, entry: _Entry) -> None:
-        self._in_memory[entry] = None
-        self._held += entry.size
-
-    def _make_room(self) -> None:
-        """Move images to the file until the others fit, or until it cannot be written."""
-        while (found := self._next_to_move()) is not None:
-            entry, array = found
-            try:
-                slot = self._write(array)
-            except OSError as error:
-                self._stay(entry, error)
-                return
-            with self._lock:
-                if entry.is_released:  # while it was written
-                    slot.file.free(slot)
-                else:
-                    entry.slot, entry.array = slot, None
-                    self._spilled += entry.size
-
-    def _next_to_move(self) -> tuple[_Entry, np.ndarray] | None:
-        """The least recently used image, which counts as held no longer. ``None``: all fit, or nothing can be done."""
-        with self._lock:
-            self._forget_released()
-            while self._held > self.budget and self._in_memory and time.monotonic() >= self._retry_at:
-                entry, _ = self._in_memory.popitem(last=False)
-                self._held -= entry.size
-                if (array := entry.array) is not None:
-                    return entry, array
-            return None
-
-    def _write(self, array: np.ndarray) -> _Slot:
-        with self._lock:
-            if self._file is None or self._file.owner != os.getpid():  # a fork must not write to its parent's
-                self._file = _SpillFile(self._folder)
-                if is_in_memory(self._folder):
-                    self._warn(f"go to {self._folder}, which is in memory, so they are not bounded")
-            file, slot = self._file, self._file.slot(array.nbytes)
+    def _written(self, array: np.ndarray) -> _Slot | None:
+        """The place of a new image in the file. ``None``: it cannot be written, and counts as one in memory."""
+        slot = None
         try:
-            file.write(slot.offset, array)
-        except OSError:
             with self._lock:
-                file.free(slot)
-            raise
+                slot = self._opened().slot(array.nbytes)
+                self._spilled += slot.size
+            slot.file.write(slot.offset, array)
+        except OSError as error:
+            if slot is not None:
+                self._released.append(slot)
+            self._warn(f"cannot be written to {self._folder} ({error}), so they stay in memory")
+            self._takes(array.nbytes, float("inf"))
+            return None
         return slot
 
-    def _stay(self, entry: _Entry, error: OSError) -> None:
-        with self._lock:
-            self._retry_at = time.monotonic() + RETRY_SECONDS
-            if not entry.is_released:
-                self._keep(entry)
-                self._in_memory.move_to_end(entry, last=False)
-            self._warn(f"cannot be written to {self._folder} ({error}), so they stay in memory")
+    def _opened(self) -> _SpillFile:
+        if self._file is None or self._file.owner != os.getpid():  # a fork must not write to its parent's
+            self._file = _SpillFile(self._folder)
+            if is_in_memory(self._folder):
+                self._warn(f"go to {self._folder}, which is in memory, so they are not bounded")
+        return self._file
 
     def _warn(self, what: str) -> None:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"images beyond multimodal.memory_gib ({self.budget / 2**30:.3g} GiB) {what}. Set the environment variable TMPDIR to "
-                "a folder on a disk with room for all images of the batches in progress.",
+                f"images beyond a quarter of the memory ({self.budget / 2**30:.3g} GiB) {what}. Set the environment variable TMPDIR "
+                "to a folder on a disk with room for all images of the batches in progress.",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
 
-class HeldPixels:
-    """Pixels in a :class:`PixelMemory`, as long as somebody refers to this object."""
+def _copied(array: np.ndarray, may_map: bool) -> np.ndarray:
+    """A read-only copy in memory of its own, which the system gets back as soon as nobody uses it.
 
-    def __init__(self, memory: PixelMemory, entry: _Entry) -> None:
-        self._memory = memory
-        self._entry = entry
+    From malloc, images that come and go between other data would leave holes: half as much memory again, measured.
+    """
+    if array.nbytes < MAPPED_BYTES or not may_map:
+        copied = array.copy()
+    else:
+        memory = mmap.mmap(-1, array.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        copied = np.frombuffer(memory, np.uint8).reshape(array.shape)
+        copied[...] = array
+    copied.setflags(write=False)
+    return copied
+
+
+@dataclass(frozen=True, eq=False)
+class FilePixels:
+    """Pixels in the file of a :class:`PixelMemory`, as long as somebody refers to this object."""
+
+    slot: _Slot
+    shape: tuple[int, ...]
 
     def read(self) -> np.ndarray:
-        """``[height, width, 3]``, uint8, read-only. It may read a file."""
-        return self._memory.read(self._entry)
+        """``[height, width, 3]``, uint8, read-only."""
+        return self.slot.file.read(self.slot.offset, self.shape)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process gets the array, which its own memory may hold."""
         return ArrayPixels, (self.read(),)
-
-
-class _Entry:
-    """One image of a :class:`PixelMemory`: in memory until ``slot`` is set."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array: np.ndarray | None = array
-        self.shape = array.shape
-        self.size = array.nbytes
-        self.slot: _Slot | None = None
-        self.is_released = False
 
 
 class _Slot(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class ArrayPixels:
-    """Pixels in an array whose memory is not counted here, such as one that is mapped from Ray's object store."""
+    """Pixels in an array."""
 
     array: np.ndarray
 

@@ -31,7 +31,7 @@ from vlmrl.multimodal.added_tokens import ESCAPE, AddedTokens
 from vlmrl.multimodal.messages import kind_of_part, map_texts, parts_of_message, tools_as_user
 from vlmrl.multimodal.tokenizer_backends import backends_of, ids_of_text, most_characters
 from vlmrl.types import ImageSource, MediaItem, Message
-from vlmrl.utils.kept_texts import KeptByText
+from vlmrl.utils.kept import Kept
 
 BASE: list[Message] = [{"role": "system", "content": "."}, {"role": "user", "content": "."}]
 OUR_TEMPLATES = "`chatml`, `smolvlm` for SmolVLM, `glm` for GLM-V"  # for errors
@@ -88,8 +88,8 @@ class Renderer:
         self._tokens = AddedTokens(tokenizer)
         self._backend, self._plain_backend = backends_of(tokenizer)
         self._most_characters = most_characters(self._backend)
-        self._bases: KeptByText[str] = KeptByText(KEPT_BYTES, sys.getsizeof)
-        self._heads: KeptByText[array[int]] = KeptByText(KEPT_BYTES, lambda ids: ids.itemsize * len(ids))
+        self._bases: Kept[str] = Kept(KEPT_BYTES, sys.getsizeof)
+        self._heads: Kept[array[int]] = Kept(KEPT_BYTES, lambda ids: ids.itemsize * len(ids))
         self._keeps_heads = self._most_characters is not None and _cuts_cleanly(tokenizer, self.end_of_turn_id)
         self._texts: dict[int, str] = {}
         self._image: str | None = None
@@ -260,7 +260,7 @@ class Renderer:
         if not self._keeps_heads or end < LONG_HEAD:
             return self.encode_written(text)
         head = text[:end]
-        kept = self._heads.get(head, lambda: array("i", self.encode_written(head)))
+        kept = self._heads.of_text(head, lambda: array("i", self.encode_written(head)))
         return kept.tolist() + self.encode_written(text[end:])
 
     def _check_images(self, ids: Sequence[int], images: Sequence[ImageSource], messages: Sequence[Message]) -> None:
@@ -304,7 +304,7 @@ class Renderer:
 
     def _base(self, tools: list[dict[str, Any]] | None) -> str:
         """What the template writes for the base conversation, up to the end of its last turn."""
-        return self._bases.get(json.dumps(tools), lambda: self._make_base(tools))
+        return self._bases.of_text(json.dumps(tools), lambda: self._make_base(tools))
 
     def _make_base(self, tools: list[dict[str, Any]] | None) -> str:
         text = self.write(BASE, tools, generate=False)

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from vlmrl.families.base import Family, Size
-from vlmrl.multimodal.fetch import SECONDS, fetch, image_loop, is_url
+from vlmrl.multimodal.fetch import SECONDS, fetch, is_url
 from vlmrl.multimodal.images import (
     DecodedImage,
     ImageError,
@@ -30,6 +30,7 @@ from vlmrl.multimodal.images import (
 )
 from vlmrl.multimodal.pixel_memory import PixelMemory
 from vlmrl.types import ImageSource, MediaItem
+from vlmrl.utils.http import http_loop
 from vlmrl.utils.work_pool import DeadlineError, SharedTasks, WorkPool, cpu_pool
 
 T = TypeVar("T")
@@ -94,11 +95,11 @@ class MediaStore:
         """
         if isinstance(source, MediaItem):
             return source
-        return await image_loop().run(self._get(source, seconds))
+        return await http_loop().run(self._get(source, seconds))
 
     def load(self, source: ImageSource) -> MediaItem:
         """As :meth:`get`; the calling thread waits."""
-        return image_loop().wait(self._get(source, SECONDS))
+        return http_loop().wait(self._get(source, SECONDS))
 
     def measure(self, source: ImageSource) -> Measure:
         """The size and token count that the image would have after :meth:`load`, without decoding it.

@@ -293,26 +293,21 @@ def _embedded(
 
 
 def _where(config: Config, device: torch.device, ranks: int) -> str:
-    cluster = config.resolved_cluster
+    cluster, beside = config.resolved_cluster, "the engine beside rank 0"
+    if not cluster.on and ranks == 1:
+        return f"one process, on {device}"
     if not cluster.on:
-        if ranks == 1:
-            return f"one process, on {device}"
-        return (
-            f"one program on {ranks} ranks (FSDP2), {'servers' if config.has_servers else 'the engine'} beside rank 0"
-        )
-    trainer = f"{ranks} trainer ranks (FSDP2)" if ranks > 1 else "1 trainer"
-    machines = f"{cluster.nodes} nodes" if cluster.nodes > 1 else "1 node"
+        return f"one program on {ranks} ranks (FSDP2), {'servers beside rank 0' if config.has_servers else beside}"
+    programs = f"{ranks} trainer ranks (FSDP2)" if ranks > 1 else "1 trainer"
     if config.external_servers:
-        devices = f"{cluster.gpus} GPUs" if cluster.gpus else "the CPUs"
-        return f"{trainer} on {devices} of {machines}, beside servers that run already"
-    if not config.has_servers:
-        devices = f"{cluster.gpus} GPUs" if cluster.gpus else "the CPUs"
-        return f"{trainer} on {devices} of {machines}, the engine beside rank 0"
-    engines = f"{cluster.num_engines} {new_backend(config).title} server{'s' * (cluster.num_engines > 1)}"
-    if not cluster.gpus:
-        return f"{trainer} and {engines} on the CPUs of {machines}"
-    how = "colocated" if cluster.colocate else "apart"
-    return f"{trainer} and {engines} on {cluster.gpus} GPUs of {machines}, {how}"
+        beside = "beside servers that run already"
+    elif config.has_servers:
+        count = cluster.num_engines
+        programs += f" and {count} {new_backend(config).title} server{'s' * (count > 1)}"
+        beside = "colocated" if cluster.colocate else "apart"
+    devices = f"{cluster.gpus} GPUs" if cluster.gpus else "the CPUs"
+    machines = f"{cluster.nodes} nodes" if cluster.nodes > 1 else "1 node"
+    return f"{programs} on {devices} of {machines}, {beside}"
 
 
 def _trainer(config: Config, sizes: Sizes, ranks: int, dtype: torch.dtype) -> dict[str, float]:
@@ -325,9 +320,9 @@ def _trainer(config: Config, sizes: Sizes, ranks: int, dtype: torch.dtype) -> di
     if not config.optim.offload:
         parts["optimizer state"] = 8 * sizes.trained / ranks
     algo = config.algo
-    if algo.kl_coef and (algo.reference is not None or not config.model.lora.rank):
+    if algo.kl_coef and not config.model.lora.rank:
         parts["reference"] = own * sizes.parameters / ranks
-    if config.teacher.model not in (None, "self"):
+    if config.teacher.model not in (None, "self") and not config.teacher.servers[0]:
         average = 4 * sizes.trained if config.teacher.model == "average" and own < 4 else 0
         parts["teacher"] = own * sizes.parameters / ranks + average
     return parts

@@ -82,8 +82,9 @@ def phases_of(
         state = min(state, max(STATE_BYTES, 8.0 * shape.vocabulary * shape.hidden / placement.ranks))
     phases["optimizer step"] = static | {"optimizer state": state} | gradients | asleep
     if placement.engine and placement.copies:
-        bucket = float(BUCKET_BYTES) if config.has_servers else 0.0
-        phases["weight update"] = static | {"bucket": bucket} | sleeping  # a trainer is moved to the GPU as a whole
+        held = 2 + (placement.ranks > 1)  # one on its way, one being joined, and its weights if they are gathered
+        buckets = {"buckets": float(held * BUCKET_BYTES)} if config.has_servers else {}
+        phases["weight update"] = static | buckets | sleeping  # a trainer is moved to the GPU as a whole
     for name, parts in phases.items():
         if features and (name == ROLLOUT or placement.concurrent):
             parts["image features"] = features

@@ -1,22 +1,20 @@
 """Advisories: what is probably wrong with a run, from its metrics, its last trajectories and its config.
 
-    Advisory("truncated", 1, "every response was cut at rollout.max_response_tokens (16) before step() was called: ...",
-             "rollout.max_response_tokens")
-
-:data:`CHECKS` has them by name; each is a pure function. An :class:`Advisor` prints each one once in a run.
+:data:`CHECKS` has them by name; each is a pure function. `advisor.py` prints each one once in a run.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from vlmrl.config import Config
-from vlmrl.report.run_log import RunLog, read_rows
+from vlmrl.config.fields import short_name
 from vlmrl.types import FAILED, TRUNCATED
 
 Record = Mapping[str, Any]
@@ -59,10 +57,22 @@ class Observed:
         values = self.values(name)
         return (values[:width], values[-width:]) if len(values) >= 2 * width else None
 
+    def means(self, name: str, width: int = 5) -> tuple[float, float]:
+        """The means of :meth:`ends`; where there are none NaN, with which no comparison holds."""
+        first, last = self.ends(name, width) or ([math.nan], [math.nan])
+        return statistics.fmean(first), statistics.fmean(last)
+
 
 PAGE = "docs/when_it_does_not_learn.md"
+NOT_SHOWN = re.compile(r"\[This image cannot be shown: (.*?)\.?\]$", re.M)  # what a model reads in an image's place
 LEAST_EPISODES = 4  # fewer say nothing about a step
+LEAST_COPIED = 64  # tokens of a summary: a shorter one may be no more than the facts
 LEAST_GROUPS = 24  # a step or two without a difference are frequent in runs that learn
+
+
+def compares_groups(config: Config) -> bool:
+    """Whether rewards teach only where they differ within a group. Advantages of one's own are taken to be such."""
+    return config.rollout.group_size > 1 and config.algo.advantage not in ("none", "reinforce_pp")
 
 
 def truncated(seen: Observed) -> tuple[str, str] | None:
@@ -81,13 +91,8 @@ def truncated(seen: Observed) -> tuple[str, str] | None:
             "model.max_image_pixels.",
             "rollout.max_tokens",
         )
-    responses = (
-        f"a response of {episodes}"
-        if has_agent
-        else "every response"
-        if all_cut
-        else f"the last response of {episodes}"
-    )
+    responses = "every response" if all_cut else f"the last response of {episodes}"
+    responses = f"a response of {episodes}" if has_agent else responses
     before = " before step() was called" if seen.config.episode_setting == "env" else ""
     return (
         f"{responses} was cut at rollout.max_response_tokens ({rollout.max_response_tokens}){before}: raise it, or set rollout.stop "
@@ -98,7 +103,7 @@ def truncated(seen: Observed) -> tuple[str, str] | None:
 
 def no_signal(seen: Observed) -> tuple[str, str] | None:
     """In no group of the last steps does one member have another reward than the others. A group of one has no others."""
-    if seen.config.rollout.group_size == 1 or seen.config.algo.advantage == "none":
+    if not compares_groups(seen.config):
         return None
     groups, steps, rewards = 0, 0, set()
     for row in reversed(seen.rows):
@@ -106,9 +111,8 @@ def no_signal(seen: Observed) -> tuple[str, str] | None:
             break
         groups, steps = groups + int(row["groups/played"]), steps + 1
         rewards.add(row["reward/mean"])
-    is_solved = (
-        rewards == {max(seen.values("reward/max"), default=0.0)} and seen.values("reward/mean")[0] not in rewards
-    )
+    best = max(seen.values("reward/max"), default=0.0)
+    is_solved = rewards == {best} and seen.values("reward/mean")[0] not in rewards
     if groups < LEAST_GROUPS or is_solved:
         return None
     known = f" ({rewards.pop():g})" if len(rewards) == 1 else ""
@@ -158,13 +162,11 @@ def zero_gradient(seen: Observed) -> tuple[str, str] | None:
 
 def entropy_collapse(seen: Observed) -> tuple[str, str] | None:
     """The policy's entropy is a fifth of what it was, and groups no longer differ, below the reward that was seen."""
-    ends, last = seen.ends("entropy", 5), seen.rows[-5:]
-    if ends is None:
-        return None
-    (before, now), groups = map(statistics.fmean, ends), sum(row.get("groups/played", 0) for row in last)
+    (before, now), last = seen.means("entropy"), seen.rows[-5:]
+    groups = sum(row.get("groups/played", 0) for row in last)
     equal = sum(row.get("groups/zero_variance", 0) for row in last)
     best, reward = max(seen.values("reward/max"), default=0.0), statistics.fmean(seen.values("reward/mean")[-5:] or [0])
-    if now > 0.2 * before or equal < 0.9 * groups or reward >= 0.9 * best:
+    if not now <= 0.2 * before or equal < 0.9 * groups or reward >= 0.9 * best:
         return None
     return (
         f"the entropy fell from {before:.3g} to {now:.3g} nats and {equal:.0f} of the last {groups:.0f} groups have equal rewards, at "
@@ -175,11 +177,8 @@ def entropy_collapse(seen: Observed) -> tuple[str, str] | None:
 
 def mismatch_rising(seen: Observed) -> tuple[str, str] | None:
     """The engine's and the trainer's logprobs drift apart."""
-    ends = seen.ends("logprob_mismatch/mean", 5)
-    if ends is None:
-        return None
-    before, now = map(statistics.fmean, ends)
-    if now < 0.02 or now < 3 * before:
+    before, now = seen.means("logprob_mismatch/mean")
+    if not (now >= 0.02 and now >= 3 * before):
         return None
     return (
         f"the mean difference between the trainer's and the rollout's logprobs rose from {before:.2g} to {now:.2g} nats: the engine "
@@ -210,6 +209,60 @@ def images_not_needed(seen: Observed) -> tuple[str, str] | None:
     )
 
 
+def starts_at_chance(seen: Observed) -> tuple[str, str] | None:
+    """Before RL, and without a teacher, the reward is ``eval.chance`` within two standard errors; demonstrations earn three more."""
+    evaluated, chance = _rewards(seen.evaluations, "eval"), seen.config.eval.chance
+    earned = [row["sft/reward"] for row in seen.evaluations if "sft/reward" in row][-10:]
+    if not chance or not evaluated or not earned or seen.config.teacher.model is not None:
+        return None
+    (reward, error), shown = evaluated[0 if seen.config.train.steps else -1], statistics.fmean(earned)
+    if abs(reward - chance) > 2 * error or shown - reward <= 3 * error:
+        return None
+    return (
+        f"before RL the reward is {reward:.3f} ± {error:.3f}, which is guessing (eval.chance {chance:g}), and demonstrations earn "
+        f"{shown:.3f}: the warm start taught their form, not what answers depend on. Let more be right, or show larger what decides.",
+        "warm_start.demonstrate",
+    )
+
+
+def images_vanish(seen: Observed) -> tuple[str, str] | None:
+    """Turns after the first show a tenth of the images, or fewer, of those of the first five steps, and the reward has not risen."""
+    (before, now), (low, high) = seen.means("turn/with_images"), seen.means("reward/mean")
+    if not (before >= 0.2 and now <= 0.1 * before and high <= low):
+        return None
+    return (
+        f"turns after the first that show an image fell from {before:.0%} to {now:.0%}: the policy no longer asks for one in a form "
+        "that the env takes. Look at responses with vlmrl view; lower optim.lr, set algo.kl_coef, or pay for a well-formed request.",
+        "optim.lr",
+    )
+
+
+def images_not_shown(seen: Observed) -> tuple[str, str] | None:
+    """Nine in ten images that came after a response of the step cannot be shown."""
+    turns = [turn for record in seen.records for turn in record["turns"][1:]]
+    lost = [reason for turn in turns for reason in NOT_SHOWN.findall(turn["observation"])]
+    total = len(lost) + sum(len(turn["images"]) for turn in turns)
+    if len(lost) < max(LEAST_EPISODES, 0.9 * total):
+        return None
+    return (
+        f"{len(lost)} of {total} images of {short_name(seen.config.agent or seen.config.env)} cannot be shown, and the model reads a "
+        f"text instead, most often: {Counter(lost).most_common(1)[0][0]}. Correct the env, or teach the policy what it may ask for.",
+        "env",
+    )
+
+
+def never_done(seen: Observed) -> tuple[str, str] | None:
+    """In all steps, at least five, each episode ended by ``rollout.max_turns``, and none had a reward above 0."""
+    shares, best = map(seen.values, ("ending/max_turns", "reward/max"))
+    if len(shares) < 5 or min(shares) < 1 or max(best, default=1.0) > 0 or seen.config.env is None:
+        return None
+    return (
+        f"in {len(shares)} steps every episode ended by rollout.max_turns ({seen.config.rollout.max_turns}), without a "
+        "reward: the policy needs more turns, or step() never returns True for done, as it must at its last turn.",
+        "env",
+    )
+
+
 def _rewards(evaluations: Sequence[Record], kind: str) -> list[tuple[float, float]]:
     """The mean rewards of the evaluations of one kind, each with its standard error."""
     name = f"{kind}/reward/mean"
@@ -230,9 +283,8 @@ def long_trajectories_lost(seen: Observed) -> tuple[str, str] | None:
         if record["turns"]:
             lengths[record["ending"] in FAILED].append(sum(turn["sampled_tokens"] for turn in record["turns"]))
     lost, kept = lengths[True], lengths[False]
-    if len(lost) < LEAST_EPISODES or len(lost) < 0.1 * len(kept) or not kept:
-        return None
-    if statistics.fmean(lost) < 1.5 * statistics.fmean(kept):
+    enough = kept and len(lost) >= max(LEAST_EPISODES, 0.1 * len(kept))
+    if not enough or statistics.fmean(lost) < 1.5 * statistics.fmean(kept):
         return None
     return (
         f"the {len(lost)} failed trajectories had sampled {statistics.fmean(lost):.0f} tokens on average, the others "
@@ -276,6 +328,80 @@ def high_kl(seen: Observed) -> tuple[str, str] | None:
     )
 
 
+def summaries_grow_or_copy(seen: Observed) -> tuple[str, str] | None:
+    """A summary has twice the tokens of the first steps and half of its limit; or half of it is one run of tokens of its context."""
+    asked = [row for row in seen.rows if row.get("trajectory/asked_turns")]
+    lengths = [row["trajectory/asked_tokens"] / row["trajectory/asked_turns"] for row in asked]
+    if len(lengths) < 10:
+        return None
+    first, last = statistics.fmean(lengths[:5]), statistics.fmean(lengths[-5:])
+    limit = seen.config.rollout.max_response_tokens
+    copied = statistics.fmean(row.get("env/copied", 0.0) for row in asked[-5:])
+    if last >= LEAST_COPIED and copied >= 0.5:
+        found = f"{copied:.0%} of a summary of {last:.0f} tokens is one run of tokens that it repeats from its context"
+    elif last >= 2 * first and last >= limit / 2:
+        found = f"summaries grew from {first:.0f} to {last:.0f} tokens, of rollout.max_response_tokens ({limit})"
+    else:
+        return None
+    return (
+        f"{found}: they cost what they should save. Ask for less (request of rollout.history_options), write them less often, or "
+        "lower rollout.max_response_tokens.",
+        "rollout.history_options",
+    )
+
+
+def teacher_agrees(seen: Observed) -> tuple[str, str] | None:
+    """From the first step on, the teacher says what the policy says."""
+    leads = seen.values("teacher/kl")
+    differ = [abs(each) for each in (*leads, *seen.values("teacher/divergence"))]
+    if len(leads) < 5 or max(differ) > 1e-3:
+        return None
+    return (
+        f"in {len(leads)} steps the teacher never disagreed with the policy (teacher/kl at most {max(differ):.1g} nats): nothing is "
+        "learned from it. It must see more than the policy (teacher.sees), or be another model.",
+        "teacher.sees",
+    )
+
+
+def teacher_kl_grows(seen: Observed) -> tuple[str, str] | None:
+    """The policy goes away from its teacher."""
+    before, now = seen.means("teacher/kl")
+    if not (now >= 0.1 and now >= 2 * before):
+        return None
+    own = " or raise teacher.decay, since policy and average drift off together" * (
+        seen.config.teacher.model == "average"
+    )
+    return (
+        f"the KL to the teacher grew from {before:.2g} to {now:.2g} nats a token, where it should shrink: lower optim.lr{own}; beside "
+        "rewards, raise teacher.coef.",
+        "optim.lr",
+    )
+
+
+def teacher_changes_length(seen: Observed) -> tuple[str, str] | None:
+    """With a teacher, responses become half or twice as long."""
+    before, now = seen.means("turn/sampled_tokens/mean")
+    if seen.config.teacher.model is None or not (now <= before / 2 or now >= 2 * before):
+        return None
+    return (
+        f"with the teacher, responses went from {before:.0f} to {now:.0f} tokens: who sees the answer says it at once, and a teacher "
+        "may prefer longer texts. Look at its lead over the policy with vlmrl view, and set teacher.clip or teacher.coef.",
+        "teacher.clip",
+    )
+
+
+def stops_looking(seen: Observed) -> tuple[str, str] | None:
+    """The reward rises while episodes shrink to half of their turns, and to less than two of them."""
+    (before, now), (low, high) = seen.means("turns/mean", 10), seen.means("reward/mean", 10)
+    if not (now <= before / 2 and now < 2 and high > low):
+        return None
+    return (
+        f"episodes fell from {before:.1f} to {now:.1f} turns while the reward rose from {low:.3g} to {high:.3g}: the policy answers "
+        "without looking. Compare rewards on tasks that need a look; let the env ask for one, or reward it.",
+        "env",
+    )
+
+
 CHECKS: dict[str, Callable[[Observed], tuple[str, str] | None]] = {
     check.__name__: check
     for check in (
@@ -286,10 +412,19 @@ CHECKS: dict[str, Callable[[Observed], tuple[str, str] | None]] = {
         entropy_collapse,
         mismatch_rising,
         images_not_needed,
+        starts_at_chance,
+        images_vanish,
+        images_not_shown,
+        never_done,
         long_trajectories_lost,
         reward_below_start,
         zero_learning_rate,
         high_kl,
+        summaries_grow_or_copy,
+        teacher_agrees,
+        teacher_kl_grows,
+        teacher_changes_length,
+        stops_looking,
     )
 }
 """Each returns a message and the setting to look at, or ``None``."""
@@ -299,39 +434,3 @@ def advisories(seen: Observed) -> list[Advisory]:
     """All advisories that hold now."""
     found = {name: check(seen) for name, check in CHECKS.items()}
     return [Advisory(name, seen.step, *text) for name, text in found.items() if text is not None]
-
-
-class Advisor:
-    """Prints each advisory of a run once, and appends it to ``advisories.jsonl``; also those of before a resume are not repeated."""
-
-    def __init__(self, log: RunLog, config: Config, say: Callable[[str], None]) -> None:
-        self._log = log
-        self._config = config
-        self._say = say
-        self._given = {row["name"] for row in read_rows(log.folder / "advisories.jsonl")}
-        self._rows, self._evaluations = _by_kind(log.rows())
-        self._records: Sequence[Record] = ()
-
-    def after_step(self, row: Record, records: Sequence[Record]) -> None:
-        """Judge a step by its row of metrics and its trajectories."""
-        self._rows.append(row)
-        self._records = records
-        self._give()
-
-    def after_evaluations(self) -> None:
-        """Judge the evaluations that were logged since."""
-        self._rows, self._evaluations = _by_kind(self._log.rows())
-        self._give()
-
-    def _give(self) -> None:
-        seen = Observed(self._config, self._rows, self._records, self._evaluations)
-        new = [each for each in advisories(seen) if each.name not in self._given]
-        self._given |= {each.name for each in new}
-        self._log.append("advisories.jsonl", map(asdict, new))
-        for each in new:
-            self._say(f"advisory    step {each.step}: {each.message} ({PAGE}#{each.name})")
-
-
-def _by_kind(rows: Sequence[Record]) -> tuple[list[Record], list[Record]]:
-    """Rows of training steps, and those of evaluations."""
-    return [row for row in rows if "trajectories" in row], [row for row in rows if "trajectories" not in row]

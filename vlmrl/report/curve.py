@@ -21,23 +21,19 @@ def draw_curve(
     path: Path | str,
     *,
     title: str = "",
-    reward: str = "reward/mean",
-    held_out: str = "eval/reward/mean",
     levels: Mapping[str, float] | None = None,
-    ylabel: str = "reward",
 ) -> None:
     """Draw the reward curve of a run's ``rows`` as a PNG.
 
-    ``reward`` and ``held_out`` name the columns of the training reward (a thin line and a smoothed one) and of the
-    evaluations (markers); rows without these columns are skipped. ``levels`` are dashed reference lines by label:
-    ``{"images blanked": 0.11, "chance": 0.25}``. Raises ValueError if no row has one of the columns.
+    The training reward is a thin line and a smoothed one, evaluations are markers. ``levels`` are dashed reference lines by label:
+    ``{"images blanked": 0.11, "chance": 0.25}``. Raises ValueError if no row has a reward.
     """
     from matplotlib.figure import Figure
 
-    train, evaluations = curve_points(rows, reward), curve_points(rows, held_out)
+    train, evaluations = curve_points(rows, "reward/mean"), curve_points(rows, "eval/reward/mean")
     if not train[0] and not evaluations[0]:
         raise ValueError(
-            f"rows: none of the {len(rows)} rows has {reward!r} or {held_out!r}, so there is nothing to draw."
+            f"rows: none of the {len(rows)} rows has reward/mean or eval/reward/mean, so there is nothing to draw."
         )
     figure = Figure(figsize=(8, 4.5), dpi=160, layout="tight", facecolor="white")
     axes = figure.add_subplot()
@@ -47,7 +43,7 @@ def draw_curve(
         axes.plot(*evaluations, color=HELD_OUT, linewidth=1.4, label="held out", zorder=4, **style)
     for label, value in (levels or {}).items():
         draw_level(axes, label, value)
-    style_axes(axes, title, ylabel)
+    style_axes(axes, title, "reward")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with whole_file(Path(path)) as part:
         figure.savefig(part, format="png")
@@ -67,14 +63,14 @@ def _draw_train(axes: Axes, steps: list[int], values: list[float]) -> None:
     axes.plot(steps, smooth(values), color=TRAIN, linewidth=2.4, label="training, smoothed", zorder=3)
 
 
-def smooth(values: Sequence[float], width: float | None = None) -> list[float]:
-    """A centred Gaussian mean whose standard deviation is ``width`` rows (by default a 40th of the rows, at least 1.5).
+def smooth(values: Sequence[float]) -> list[float]:
+    """A centred Gaussian mean whose standard deviation is a 40th of the rows, at least 1.5.
 
     The weights are renormalised at both ends, so that a constant series stays constant.
     """
     import numpy as np
 
-    width = width or max(1.5, len(values) / 40)
+    width = max(1.5, len(values) / 40)
     reach = min(math.ceil(3 * width), len(values) - 1)
     kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / width) ** 2)
     inside = slice(reach, reach + len(values))

@@ -15,10 +15,10 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
     Over the trajectories that did not fail: ``reward/mean|std|min|max``, ``group_reward/mean|std``, ``turns/mean|max``,
     ``sampled_tokens/mean|max``, ``images/mean`` (a trajectory), ``turn/<what>/mean|max`` (a turn's tokens, seconds and
-    :func:`repetition`), and ``env/<name>`` (the mean over the turns that have it). Over all: ``trajectories``, ``failed``,
-    ``ending/<reason>`` and ``truncated`` (fractions), ``retries/<kind>`` (counts) and ``trajectory/<name>`` (the mean over the
-    trajectories that have it). A summary of no values is left out: two trajectories with rewards 0 and 1 give ``reward/std`` 0.5,
-    no trajectories give no ``reward/`` at all.
+    :func:`repetition`), ``turn/with_images`` (the fraction of the turns after the first that show an image), and ``env/<name>`` (the
+    mean over the turns that have it). Over all: ``trajectories``, ``failed``, ``ending/<reason>`` and ``truncated`` (fractions),
+    ``retries/<kind>`` (counts) and ``trajectory/<name>`` (the mean over the trajectories that have it). A summary of no values is left
+    out: two trajectories with rewards 0 and 1 give ``reward/std`` 0.5, no trajectories give no ``reward/`` at all.
 
     With several sources, or a mixture, there are also ``source/<name>/reward/mean``, ``turns/mean`` and ``trajectories``.
     """
@@ -37,6 +37,8 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     result |= _summary("turn/engine_seconds", [turn.engine_seconds for turn in turns], "mean", "max")
     result |= _summary("turn/env_seconds", [turn.env_seconds for turn in turns], "mean", "max")
     result |= _summary("turn/repetition", [repetition(turn.response_ids) for turn in turns], "mean", "max")
+    if later := [turn for t in played for turn in t.turns[1:]]:
+        result["turn/with_images"] = sum(bool(turn.media) for turn in later) / len(later)
     result |= _retries(trajectories)
     result |= _means("env", [turn.metrics for turn in turns])
     result |= _means("trajectory", [t.metrics for t in trajectories])

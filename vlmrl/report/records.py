@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import numbers
@@ -14,6 +15,7 @@ from vlmrl.config.code import code_path
 from vlmrl.report.metrics import repetition
 from vlmrl.report.token_columns import TokenTexts, token_columns
 from vlmrl.rollout.failures import failure_reason
+from vlmrl.train.credit import states_of
 from vlmrl.types import Message, Trajectory, Turn
 
 Kind = Literal["train", "eval", "blanked", "collect"]
@@ -61,11 +63,13 @@ def trajectory_record(
     ``prompt`` is the text before the first response (the task's, or what the env's ``reset`` returned), ``observation`` the text
     before a later one. An image appears as ``[image]`` in both; ``messages`` has the ids (see :func:`message_parts`). With ``texts``,
     a turn also has the columns of :func:`~vlmrl.report.token_columns.token_columns`. A turn of an agent has ``continues``: the number
-    of the turn whose response its request continues, ``None`` for the first of a branch. So has a turn of an episode whose history
-    policy asked the model, with ``asked``: the policy got this response, not the env. A failed trajectory has ``reason`` (see
-    :func:`~vlmrl.rollout.failures.failure_reason`) and ``retried``: it was played again in the same group.
+    of the turn whose response its request continues, ``None`` for the first of a branch. A turn of an episode with branches has
+    ``parent``, ``kept_tokens`` and ``kept_images``: how much of which turn's context it keeps; and ``asked``: whether a history policy
+    got this response, not the env. ``state`` is equal for turns of a group that began in the same state. A failed trajectory has
+    ``reason`` (see :func:`~vlmrl.rollout.failures.failure_reason`) and ``retried``: it was played again in the same group.
     """
     task, turns = trajectory.task, trajectory.turns
+    is_tree, states = _has_branches(turns), states_of(trajectory)
     failure = {"reason": failure_reason(trajectory), "retried": trajectory.retried} if trajectory.failed else {}
     return {
         "step": step,
@@ -83,11 +87,21 @@ def trajectory_record(
         "error": trajectory.error,
         **failure,
         "metrics": plain(trajectory.metrics),
-        "turns": [_turn_record(trajectory, number, texts) for number in range(len(turns))],
+        "turns": [
+            _turn_record(trajectory, number, texts, is_tree)
+            | {"state": hashlib.blake2b(state.encode(errors="replace"), digest_size=6).hexdigest()}
+            for number, state in enumerate(states)
+        ],
     }
 
 
-def _turn_record(trajectory: Trajectory, number: int, texts: TokenTexts | None) -> dict[str, Any]:
+def _has_branches(turns: Sequence[Turn]) -> bool:
+    """Whether a turn leaves out more of the context before it than an end-of-turn token, as the history ``inline`` does."""
+    after = enumerate(turns[1:])
+    return any(turn.parent != number or turn.kept < turns[number].length - 1 for number, turn in after)
+
+
+def _turn_record(trajectory: Trajectory, number: int, texts: TokenTexts | None, is_tree: bool) -> dict[str, Any]:
     turn = trajectory.turns[number]
     record = {
         "observation": messages_text(turn.messages) if number else None,
@@ -109,9 +123,8 @@ def _turn_record(trajectory: Trajectory, number: int, texts: TokenTexts | None) 
     }
     if turn.received is not None:
         record["continues"] = turn.received.continues
-    elif any(each.asked for each in trajectory.turns):
-        above = None if turn.parent is None else trajectory.turns[turn.parent]
-        record |= {"asked": turn.asked, "continues": turn.parent if above and turn.kept == above.length else None}
+    if is_tree:
+        record |= {"parent": turn.parent, "kept_tokens": turn.kept, "kept_images": turn.kept_media, "asked": turn.asked}
     return record | ({} if texts is None else token_columns(turn, texts))
 
 
@@ -131,15 +144,12 @@ def message_parts(turn: Turn) -> list[dict[str, Any]]:
 def _parts(message: Message, media: Iterator[str]) -> list[dict[str, Any]]:
     content = message.get("content") or []
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    shown = [_part(part, media) for part in parts]
+    shown = [
+        {"image": next(media, None)} if part.get("type") == "image" else {"text": str(part.get("text", part))}
+        for part in parts
+    ]
     rest = {key: value for key, value in message.items() if key not in ("role", "content")}
     return [*shown, {"text": json.dumps(plain(rest), indent=1, ensure_ascii=False)}] if rest else shown
-
-
-def _part(part: dict[str, Any], media: Iterator[str]) -> dict[str, Any]:
-    if part.get("type") == "image":
-        return {"image": next(media, None)}
-    return {"text": str(part.get("text", part))}
 
 
 def messages_text(messages: Sequence[Message]) -> str:

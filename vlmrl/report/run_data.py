@@ -134,7 +134,7 @@ class RunData:
         return groups
 
     def image_path(self, image_id: str) -> Path | None:
-        """The PNG file of an image; ``None`` if it was not kept (``report.trajectories`` limits how many are)."""
+        """The PNG file of an image; ``None`` if it was not kept: of each step, those of the first trajectories are."""
         return self._own_file("images", f"{image_id}.png") if IMAGE_ID.fullmatch(image_id) else None
 
     def image(self, image_id: str) -> Image.Image:
@@ -145,7 +145,9 @@ class RunData:
         """
         path = self.image_path(image_id)
         if path is None:
-            raise KeyError(f"{self.folder}: image {image_id} was not kept: report.trajectories limits how many are.")
+            raise KeyError(
+                f"{self.folder}: image {image_id} was not kept: of each step, those of the first trajectories are."
+            )
         with Image.open(path, formats=["PNG"]) as image:  # other formats start programs
             image.load()
         return image
@@ -181,6 +183,10 @@ class RunData:
         texts = [record["id"], record["group_id"], record["ending"], *images]
         if type(record["step"]) is not int or not all(isinstance(text, str) for text in texts):
             raise TypeError("its step must be a whole number; its ids, its ending and its images must be texts")
+        for number, turn in enumerate(record["turns"]):
+            parent = turn.get("parent")  # the view follows parents up to the first turn
+            if parent is not None and not (type(parent) is int and 0 <= parent < number):
+                raise TypeError(f"the parent of its turn {number} must be the number of a turn before it, or null")
         # older versions of vlmrl logged training alone, without a kind
         self._places.append(_Place(record["step"], record.get("kind", "train"), line.start, line.size))
         if record["ending"] in FAILED:

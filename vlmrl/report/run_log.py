@@ -43,7 +43,7 @@ class RunLog:
     ) -> None:
         self.folder = Path(folder)
         self.trackers = trackers or Trackers.none()
-        if sizes is None and any(self._size(name) for name in self.FILES):
+        if sizes is None and any(_size(self.folder / name) for name in self.FILES):
             raise ValueError(
                 f"run folder {self.folder}: it holds a run already; resume that run or choose another name."
             )
@@ -52,7 +52,7 @@ class RunLog:
         with output_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in self.FILES:
-                if self._size(name) > sizes.get(name, 0):
+                if _size(self.folder / name) > sizes.get(name, 0):
                     os.truncate(self.folder / name, sizes.get(name, 0))
         self.on_row: OnRow | None = None
         """Called with each row of metrics after it is written."""
@@ -75,11 +75,6 @@ class RunLog:
         """Append one line per record to ``name``, one of :data:`FILES`."""
         self.append_lines(name, json_lines(records))
 
-    def append_lines(self, name: str, lines: bytes) -> None:
-        """Append the :func:`json_lines` of records, which a thread may have made."""
-        if lines:
-            self._append(name, lines)
-
     def write_config(self, config: Any) -> None:
         """Write the resolved config (a dataclass or a dict) to ``config.json``."""
         atomic_write(self.folder / "config.json", json.dumps(plain(config), indent=2) + "\n")
@@ -97,7 +92,7 @@ class RunLog:
             name = self._unflushed.pop()
             with output_errors(self.folder / name):
                 os.fsync(self._open[name].fileno())
-        return {name: self._size(name) for name in self.FILES}
+        return {name: _size(self.folder / name) for name in self.FILES}
 
     def close(self, status: Status = "finished") -> None:
         """Close the files and the trackers, which get the ``status`` of the run."""
@@ -113,17 +108,18 @@ class RunLog:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close("finished" if kind is None else "failed")
 
-    def _size(self, name: str) -> int:
-        return _size(self.folder / name)
-
-    def _append(self, name: str, text: bytes) -> None:
-        path, size = self.folder / name, self._size(name)
+    def append_lines(self, name: str, lines: bytes) -> None:
+        """Append the :func:`json_lines` of records, which a thread may have made."""
+        if not lines:
+            return
+        path = self.folder / name
+        size = _size(path)
         with output_errors(path):
             if name not in self._open:
                 self._open[name] = path.open("ab", buffering=0)
             self._unflushed.add(name)
             try:
-                _write_all(self._open[name], text)
+                _write_all(self._open[name], lines)
             except OSError:
                 os.truncate(path, size)  # no half line
                 raise

@@ -43,20 +43,23 @@ class TokenTexts:
 
 
 def token_columns(turn: Turn, texts: TokenTexts) -> dict[str, list[Any] | None]:
-    """``tokens``, ``logprobs``, ``trainer_logprobs``, ``advantages`` and ``loss_mask`` of a response: lists of one length,
-    or ``None``.
+    """``tokens``, ``logprobs``, ``trainer_logprobs``, ``teacher_logprobs``, ``advantages`` and ``loss_mask`` of a response: lists
+    of one length, or ``None``.
 
     An entry is a span of :meth:`TokenTexts.spans`: its logprob is the sum over its tokens, its advantage and mask those of the last
     one. A list of what is not known is ``None``; so is an entry of ``trainer_logprobs`` and ``advantages`` for a token that no sample
-    contains.
+    contains, and of ``teacher_logprobs`` for one that the teacher did not score.
     """
     spans = texts.spans(turn.response_ids)
     counts = [count for _, count in spans]
-    trained = turn.trained
+    trained, theirs = turn.trained, None
+    if trained is not None and trained.teacher_logprobs is not None:
+        theirs = _sums(trained.teacher_logprobs.tolist(), counts)
     return {
         "tokens": [text for text, _ in spans],
         "logprobs": _sums(turn.logprobs, counts),
         "trainer_logprobs": None if trained is None else _sums(trained.logprobs.tolist(), counts),
+        "teacher_logprobs": None if theirs is None else [each if each != "nan" else None for each in theirs],
         "advantages": None if trained is None else _lasts(trained.advantages, counts),
         "loss_mask": None if trained is None else [mask or 0 for mask in _lasts(trained.loss_mask, counts)],
     }

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmrl.multimodal.png import encode_pixels
+from vlmrl.multimodal.images import encode_png
 from vlmrl.report.records import Kind, trajectory_record
 from vlmrl.report.run_log import RunLog, json_lines
 from vlmrl.report.token_columns import Decode, TokenTexts
@@ -17,6 +17,7 @@ from vlmrl.utils.output_files import whole_file
 from vlmrl.utils.work_pool import cpu_pool
 
 IMAGE_SECONDS = 60.0  # for encoding and writing one image
+KEPT_WHOLE = 32  # trajectories of a step or an evaluation whose tokens and images a run keeps
 
 
 class TrajectoryLog:
@@ -91,4 +92,4 @@ def kept_whole(trajectories: Sequence[Trajectory], count: int) -> list[Trajector
 def write_image(item: MediaItem, path: Path) -> None:
     """Write an image at the model's size as a PNG that appears whole or not at all."""
     with whole_file(path) as part:
-        part.write_bytes(encode_pixels(item.pixels.read()))
+        part.write_bytes(encode_png(item.image))

@@ -13,7 +13,6 @@ from typing import Protocol
 
 from vlmrl.types import ImageSource
 from vlmrl.utils.folders import build_folder, cache_root
-from vlmrl.utils.threads import busy
 
 LONGEST_QUERY = 2000  # characters that are searched for: a policy writes queries, and encoders read about 512 tokens
 
@@ -67,7 +66,7 @@ _Request = tuple[list[str], int, "Future[list[list[Hit]]]"]
 
 
 class BatchingRetriever:
-    """Makes ``retriever`` thread-safe: one thread passes it all queries that are waiting, up to about ``max_batch`` at once.
+    """Makes ``retriever`` thread-safe: one caller at a time passes it all queries that are waiting, up to about ``max_batch`` at once.
 
     A neural encoder needs little more time for 64 queries than for one.
     """
@@ -77,31 +76,34 @@ class BatchingRetriever:
         self._retriever = retriever
         self._max_batch = max_batch
         self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="vlmrl-retriever", daemon=True).start()
+        self._turn = threading.Lock()
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         result: Future[list[list[Hit]]] = Future()
         self._requests.put((list(queries), topk, result))
+        with self._turn:
+            while not result.done():
+                self._serve()
         return result.result()
 
-    def _work(self) -> None:
-        while True:
-            batch = [self._requests.get()]
-            while sum(len(queries) for queries, _, _ in batch) < self._max_batch and not self._requests.empty():
-                batch.append(self._requests.get())
-            # One request for many hits does not make all of them find as many.
-            for topk in sorted({topk for _, topk, _ in batch}):
-                self._answer([request for request in batch if request[1] == topk], topk)
+    def _serve(self) -> None:
+        """Answer requests in the order in which they came. There is one at least: the caller's own."""
+        batch = [self._requests.get_nowait()]
+        while sum(len(queries) for queries, _, _ in batch) < self._max_batch and not self._requests.empty():
+            batch.append(self._requests.get())
+        # One request for many hits does not make all of them find as many.
+        for topk in sorted({topk for _, topk, _ in batch}):
+            self._answer([request for request in batch if request[1] == topk], topk)
 
     def _answer(self, batch: list[_Request], topk: int) -> None:
         try:
-            with busy():
-                found = iter(self._retriever.search([query for queries, _, _ in batch for query in queries], topk))
+            found = iter(self._retriever.search([query for queries, _, _ in batch for query in queries], topk))
             for queries, _, result in batch:
                 result.set_result([next(found) for _ in queries])
-        except BaseException as error:  # the thread must live on; every caller of the batch gets the error
+        except BaseException as error:  # every caller that has no answer gets it
             for _, _, result in batch:
-                result.set_exception(error)
+                if not result.done():
+                    result.set_exception(error)
 
 
 def index_folder(kind: str, made_from: object, build: Callable[[Path], None]) -> Path:

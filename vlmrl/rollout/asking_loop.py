@@ -10,6 +10,7 @@ from typing import Any
 from vlmrl.engine.base import EngineError
 from vlmrl.env.session import EnvError
 from vlmrl.multimodal.renderer import Rendered, TooLongError
+from vlmrl.rollout.copies import longest_copy
 from vlmrl.rollout.history import Append, response_message
 from vlmrl.rollout.history_policies import Asker, Messages
 from vlmrl.rollout.record import Prompt
@@ -85,6 +86,8 @@ class AskingLoop(TurnLoop):
         text = self._text(sampled, episode)
         turn = episode.recorder.add(prompt, sampled.completion, text, seconds=sampled.seconds)
         turn.asked, turn.next_state = True, trajectory.turns[number - 1].next_state
+        seen = trajectory.context(number, turn.prompt_length).token_ids
+        turn.metrics["copied"] = longest_copy(turn.response_ids, seen) / max(1, len(turn.response_ids))
         _count(episode, asked_turns=1, asked_tokens=len(turn.response_ids))
         if turn.stop_reason != "stop":
             raise sampler.refuse(sampler.cut(turn) or "max_tokens", "the response was cut.")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,70 +22,8 @@ from vlmrl.rollout.runner import Group, Runner, is_complete
 from vlmrl.types import Trajectory
 
 
-class RolloutBuffer(Protocol):
-    """Supplies one batch of groups for each step of the training loop."""
-
-    async def take(self, step: int) -> GroupBatch:
-        """The next batch. Raises RolloutError if too many trajectories fail or too few groups pass the filters."""
-        ...
-
-    def trained(self) -> None:
-        """Called when the last batch was trained on and the engine has the new weights."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the last batch."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """The position in the data and the groups that were started and not trained, as JSON types, for a checkpoint."""
-        ...
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a :meth:`state`; called before the first batch is taken."""
-        ...
-
-    async def close(self) -> None:
-        """Cancel the groups that are being played."""
-        ...
-
-
 class SynchronousBuffer:
-    """Plays each batch when it is taken, with the newest weights."""
-
-    def __init__(self, runner: Runner, tasks: TaskStream, filters: Sequence[Filter], algo: Algo, train: Train) -> None:
-        self._runner = runner
-        self._tasks = tasks
-        self._filters = filters
-        self._mode = algo.dynamic_sampling
-        self._count = train.groups_per_batch
-
-    async def take(self, step: int) -> GroupBatch:
-        return await fill(self._runner, self._tasks, self._count, f"step{step:06d}", self._filters, self._mode)
-
-    def trained(self) -> None:
-        pass
-
-    def metrics(self) -> dict[str, float]:
-        return self._tasks.metrics()
-
-    def state(self) -> dict[str, Any]:
-        return {"tasks": self._tasks.state()}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self._tasks.restore(state["tasks"])
-
-    async def close(self) -> None:
-        self._tasks.close()
-
-
-class AsynchronousBuffer:
-    """Plays groups all the time; a batch consists of finished groups.
-
-    ``train.too_old`` decides about slow groups. ``wait``: batches are taken in the order in which groups were started, so that no
-    group exceeds ``max_staleness``. ``correct`` and ``drop``: finished groups are taken, the earliest started first; a group that
-    exceeds ``max_staleness`` is then trained with corrections, or dropped.
-    """
+    """Supplies one batch of groups for each step of the training loop: it plays each when it is taken, with the newest weights."""
 
     def __init__(self, runner: Runner, tasks: TaskStream, filters: Sequence[Filter], algo: Algo, train: Train) -> None:
         self._runner = runner
@@ -94,6 +32,41 @@ class AsynchronousBuffer:
         self._mode = algo.dynamic_sampling
         self._train = train
         self._count = train.groups_per_batch
+
+    async def take(self, step: int) -> GroupBatch:
+        """The next batch. Raises RolloutError if too many trajectories fail or too few groups pass the filters."""
+        return await fill(self._runner, self._tasks, self._count, f"step{step:06d}", self._filters, self._mode)
+
+    def trained(self) -> None:
+        """Called when the last batch was trained on and the engine has the new weights."""
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last batch."""
+        return self._tasks.metrics()
+
+    def state(self) -> dict[str, Any]:
+        """The position in the data and the groups that were started and not trained, as JSON types, for a checkpoint."""
+        return {"tasks": self._tasks.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a :meth:`state`; called before the first batch is taken."""
+        self._tasks.restore(state["tasks"])
+
+    async def close(self) -> None:
+        """Cancel the groups that are being played."""
+        self._tasks.close()
+
+
+class AsynchronousBuffer(SynchronousBuffer):
+    """Plays groups all the time; a batch consists of finished groups.
+
+    ``train.too_old`` decides about slow groups. ``wait``: batches are taken in the order in which groups were started, so that no
+    group exceeds ``max_staleness``. ``correct`` and ``drop``: finished groups are taken, the earliest started first; a group that
+    exceeds ``max_staleness`` is then trained with corrections, or dropped.
+    """
+
+    def __init__(self, runner: Runner, tasks: TaskStream, filters: Sequence[Filter], algo: Algo, train: Train) -> None:
+        super().__init__(runner, tasks, filters, algo, train)
         self._slots = asyncio.Semaphore(runner.config.max_concurrent)
         self._started = 0  # number of groups started; a group's number is its place in that order
         self._draws: dict[int, int] = {}  # for each group that is not yet taken: the number of its task's draw
@@ -131,15 +104,15 @@ class AsynchronousBuffer:
         self._admit()
 
     def metrics(self) -> dict[str, float]:
-        return self._tasks.metrics() | self._metrics
+        return super().metrics() | self._metrics
 
     def state(self) -> dict[str, Any]:
         unfinished = {str(number): draw for number, draw in self._draws.items()}
-        return {"tasks": self._tasks.state(), "started": self._started, "unfinished": unfinished}
+        return {**super().state(), "started": self._started, "unfinished": unfinished}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restart groups that were not trained from their beginning: a checkpoint cannot hold the state of an env."""
-        self._tasks.restore(state["tasks"])
+        super().restore(state)
         self._started = state["started"]
         for number, draw in state["unfinished"].items():
             self._start(int(number), draw)
@@ -149,7 +122,7 @@ class AsynchronousBuffer:
         for task in playing:
             task.cancel()
         await asyncio.gather(*playing, return_exceptions=True)
-        self._tasks.close()
+        await super().close()
 
     def _admit(self) -> None:
         """Start as many groups as ``max_staleness`` allows."""

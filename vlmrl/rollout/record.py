@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from vlmrl.multimodal.renderer import image_spans
 from vlmrl.types import Completion, Context, ExpertRouting, MediaItem, Message, ReceivedRequest, Trajectory, Turn
@@ -190,7 +191,7 @@ class TurnRecorder:
 
 def _common_prefix(context: Context, prompt: Prompt, image_token_id: int | None) -> tuple[int, int]:
     """How many tokens and images both begin with. Images are compared by content, and none is cut."""
-    same = _equal_tokens(context.token_ids, prompt.token_ids)
+    same = common_start(context.token_ids, prompt.token_ids)
     images = 0
     for start, end in image_spans(prompt.token_ids, image_token_id, prompt.media):
         if start >= same:
@@ -202,8 +203,8 @@ def _common_prefix(context: Context, prompt: Prompt, image_token_id: int | None)
     return same, images
 
 
-def _equal_tokens(a: list[int], b: list[int]) -> int:
-    """The length of the common prefix, by comparing halves: slices are compared at once."""
+def common_start(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """The length of the common prefix of two lists, or of two strings, by comparing halves: slices are compared at once."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

@@ -134,7 +134,7 @@ class TurnLoop:
             ending, following = self._ending(episode, turn, answer), None
             if ending is None and answer is not None:
                 try:
-                    following = await self._following(episode, turn, await self._load_answer(answer, trajectory))
+                    following = await self._following(episode, turn, await self._load_answer(answer, episode))
                 except EpisodeLimitError as error:  # of a response that the history policy asked for
                     ending = error.ending
             if following is None:
@@ -237,10 +237,13 @@ class TurnLoop:
             passing = isinstance(error, ImageUnavailableError)
             raise (EnvError if passing else TaskError)(f"{_where(trajectory)}: {error}") from error
 
-    async def _load_answer(self, answer: list[Message], trajectory: Trajectory) -> list[Message]:
+    async def _load_answer(self, answer: list[Message], episode: Episode) -> list[Message]:
         """The observation with its images loaded, and a text for each that cannot be shown."""
-        where, seconds = _where(trajectory), self.config.env_timeout
-        messages, not_shown = await load_answer_images(answer, self.store, seconds, where)
+        trajectory, seconds = episode.trajectory, self.config.env_timeout
+        responses, line = [turn.text for turn in trajectory.turns], episode.session.step_line
+        messages, not_shown = await load_answer_images(
+            answer, self.store, seconds, _where(trajectory), line=line, responses=responses
+        )
         if not_shown:
             trajectory.turns[-1].metrics["images_not_shown"] = float(not_shown)
         return messages
@@ -289,13 +292,23 @@ class TurnLoop:
         if trajectory.reward is None and trajectory.ending in TRUNCATED:
             trajectory.final_reward = self.config.truncated_reward
         if trajectory.reward is None:
-            remedy = "set info['reward'] in step, or return a reward from finish"
-            if trajectory.ending in TRUNCATED:
-                remedy += ", or set rollout.truncated_reward"
             name = self.spec.of(trajectory.task).name
             raise EnvContractError(
-                f"env {name}, task {trajectory.task.id}: the episode ended ({trajectory.ending}) without a reward: {remedy}."
+                f"env {name}, task {trajectory.task.id}: the episode ended ({trajectory.ending}) without a reward: "
+                f"{_reward_remedy(trajectory.ending, self.config.max_turns)}{session.step_line()}."
             )
+
+
+def _reward_remedy(ending: Ending, max_turns: int) -> str:
+    """How an episode that ended without a reward gets one."""
+    if ending == "env_done":
+        return "set info['reward'] in step, or return a reward from finish"
+    if ending == "max_turns":
+        return (
+            f"step never returned done within rollout.max_turns ({max_turns}). Return done as True at the end of the episode. If this "
+            "budget may end it, set unfinished_reward in the env's class, or return a reward from finish"
+        )
+    return "set unfinished_reward in the env's class, or rollout.truncated_reward, or return a reward from finish"
 
 
 def _where(trajectory: Trajectory) -> str:

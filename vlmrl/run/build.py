@@ -18,7 +18,7 @@ from vlmrl.data.conversations import load_conversations
 from vlmrl.engine.base import BatchEngine, Engine, RunEngine
 from vlmrl.engine.hf.engine import HFEngine
 from vlmrl.engine.lockstep import LockstepBatching
-from vlmrl.engine.server_backend import new_backend
+from vlmrl.engine.server_backend import new_backend, teacher_backend
 from vlmrl.engine.server_checks import check_sync
 from vlmrl.env.base import resolve_envs
 from vlmrl.gateway.agent_loop import AgentLoop
@@ -26,7 +26,6 @@ from vlmrl.gateway.agents import Agents, resolve_agent
 from vlmrl.model.loading import LoadedModel, chat_template_text, load_model, load_reader
 from vlmrl.model.policy import Policy
 from vlmrl.multimodal.masks import check_masks
-from vlmrl.multimodal.pixel_memory import PixelMemory
 from vlmrl.multimodal.renderer import OUR_TEMPLATES
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.plan.memory_plan import plan_memory
@@ -41,6 +40,7 @@ from vlmrl.rollout.turn_loop import TurnLoop
 from vlmrl.run.off_policy import check_off_policy
 from vlmrl.run.playing import Playing
 from vlmrl.run.serving import LocalServerHost, ServerHost, Serving
+from vlmrl.run.teacher_servers import TeacherServers
 from vlmrl.train.checkpoint import Checkpoints
 from vlmrl.train.controller import Commands, RunTrainer
 from vlmrl.train.rank import Rank
@@ -70,6 +70,8 @@ class Run(Playing):
     """The engine's own copy of the weights. ``None``: it samples from the trainer's, or ``serving`` sends them."""
     serving: Serving | None
     """The inference servers of the run, if it has any."""
+    teachers: TeacherServers | None
+    """The servers that teach, if any do."""
     seconds: PartSeconds = field(default_factory=PartSeconds)
     """Of ``audit``, ``update``, ``transfer`` and ``checkpoint`` since the last step was logged."""
 
@@ -94,6 +96,8 @@ class Run(Playing):
                 self.agents.close()
         finally:
             self.engine.close()
+            if self.teachers is not None:
+                self.teachers.scorer.close()
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -149,7 +153,8 @@ def build_run(config: Config, ranks: Ranks | None = None, commands: Commands | N
     torch.manual_seed(config.seed)
     ranks = ranks or Ranks()
     model = load_model(_model_settings(config, ranks), config.models_dir, config.seed)
-    if config.teacher.model not in (None, *OWN):
+    has_servers = bool(config.teacher.servers[0])
+    if config.teacher.model not in (None, *OWN) and not has_servers:
         check_reader(model, load_reader(replace(config.model, path=config.teacher.model), config.models_dir))
     if spec is not None:
         model.renderer.check_tools(spec.tools)
@@ -160,9 +165,9 @@ def build_run(config: Config, ranks: Ranks | None = None, commands: Commands | N
         )
     if conversations is not None:
         check_masks(model.renderer, config.model.chat_template or f"of {config.model.path}")
-    store = model.new_store(PixelMemory.of(config.multimodal))
-    if config.eval.blank_images and store is None:
-        raise ValueError("eval.blank_images must be False with a text model: its tasks have no images to blank.")
+    store = model.new_store()
+    if store is None:
+        _check_needs_no_images(config)
     shared = _shares_weights(config, ranks)
     trainer = RunTrainer(Rank(config, ranks, model if shared else None), commands)
     serving = None
@@ -186,7 +191,16 @@ def build_run(config: Config, ranks: Ranks | None = None, commands: Commands | N
         engine=_embedded_engine(config, ranks, model, keep_kv) if serving is None else serving.engine,
         copied=None if shared or serving is not None else model.policy,
         serving=serving,
+        teachers=TeacherServers(config, model) if has_servers else None,
     )
+
+
+def _check_needs_no_images(config: Config) -> None:
+    """The settings of a text model."""
+    if config.eval.blank_images:
+        raise ValueError("eval.blank_images must be False with a text model: its tasks have no images to blank.")
+    share = config.teacher.image_share
+    require(share is None, "teacher.image_share", "unset with a text model, whose tasks have no images", share)
 
 
 def _model_settings(config: Config, ranks: Ranks) -> Model:
@@ -246,6 +260,8 @@ def check_names(config: Config) -> None:
     if config.has_servers:
         new_backend(config)
         check_sync(config)
+    if config.teacher.servers[0]:
+        teacher_backend(config.teacher)
     if config.teacher.sees is not None:
         resolve_function("teacher.sees", config.teacher.sees, ["task", "trajectory", "turn"])
     _check_algo(config.algo)

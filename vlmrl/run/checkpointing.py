@@ -13,7 +13,7 @@ from vlmrl.engine.base import paused
 from vlmrl.model.lora import save_adapters
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.run_log import RunLog
-from vlmrl.rollout.buffer import RolloutBuffer
+from vlmrl.rollout.buffer import SynchronousBuffer
 from vlmrl.run.build import Run
 from vlmrl.run.stages import push_weights
 from vlmrl.train.checkpoint import load_json, load_random, random_state, save_json, save_random
@@ -91,7 +91,7 @@ def write_checkpoint(run: Run, trainer: RunTrainer, state: LoopState) -> None:
         save_json(folder, asdict(state))
 
 
-async def restore(run: Run, trainer: RunTrainer, buffer: RolloutBuffer, state: LoopState, checkpoint: Path) -> None:
+async def restore(run: Run, trainer: RunTrainer, buffer: SynchronousBuffer, state: LoopState, checkpoint: Path) -> None:
     """Restore the trainer, the paused engine's weights and the rollout buffer."""
     state.restore(trainer, checkpoint)
     await push_weights(run, trainer, state.step)

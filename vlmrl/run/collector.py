@@ -28,8 +28,7 @@ from vlmrl.report.run_log import RunLog
 from vlmrl.report.trajectory_log import TrajectoryLog
 from vlmrl.run.build import Run
 from vlmrl.run.episode_rows import Recorded, collected_fields, episode_id, read_recorded, write_episodes
-from vlmrl.run.eval_models import resolve_eval_models
-from vlmrl.run.eval_program import build_model_run
+from vlmrl.run.eval_program import build_model_run, resolve_eval_models
 from vlmrl.run.playing import ApiRun, Playing, build_api_run
 from vlmrl.run.run_lock import run_lock
 from vlmrl.types import Trajectory
@@ -38,8 +37,7 @@ from vlmrl.utils.output_files import atomic_write
 from vlmrl.utils.require import require
 from vlmrl.utils.threads import run_awake
 
-SAME = {"collect", "model", "data", "mixture", "env", "env_options", "reward", "rollout", "seed"}
-SAME |= {"agent", "agent_options", "agent_command"}
+SAME = {"collect", "model", "data", "mixture", "env", "env_options", "reward", "rollout", "seed", "agent"}
 """Settings, and sections, that all commands for one folder must share, or its episodes would not mean the same."""
 MAY_DIFFER = {"max_concurrent", "engine_timeout", "env_timeout", "max_refills", "max_failed_fraction"}
 MAY_DIFFER |= {"max_env_retries_per_turn", "kv_cache_gib", "group_size", "over_sampling", "samples"}

@@ -12,6 +12,8 @@ A row is a conversation with what it earned. `datasets.load_dataset("json", data
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,7 +30,9 @@ from vlmrl.report.records import plain
 from vlmrl.rollout.history import response_message
 from vlmrl.types import Message, Task, Trajectory
 from vlmrl.utils.output_files import whole_file
+from vlmrl.utils.require import require
 
+EPISODE_ID = re.compile(r"collect/([0-9]{5,9})/([0-9]{2,9})(?:\.[0-9]{1,9})?")
 BRANCHES = "the agent's requests are no single conversation"
 
 
@@ -39,8 +43,10 @@ def episode_id(task: int, member: int | None = None) -> str:
 
 def place_of(id: str) -> tuple[int, int]:
     """The task and the member of an episode's id, which may be that of a further try: ``collect/00007/01.2`` is ``(7, 1)``."""
-    _, task, member = id.split("/")
-    return int(task), int(member.partition(".")[0])
+    found = EPISODE_ID.fullmatch(id)
+    if found is None:
+        raise ValueError(f"id must be collect/TASK/MEMBER, such as collect/00007/01, but it is {id[:100]!r}.")
+    return int(found[1]), int(found[2])
 
 
 def collected_fields(trajectory: Trajectory, model: str) -> dict[str, Any]:
@@ -118,7 +124,7 @@ class Recorded:
 def read_recorded(folder: Path) -> Recorded:
     """What the folder's ``trajectories.jsonl`` has. A last line that was cut does not count.
 
-    Raises ValueError if it is that of a run.
+    Raises ValueError if it is that of a run, or has a line that no command writes.
     """
     recorded = Recorded()
     for start, size, record in JsonLinesTail(folder / "trajectories.jsonl").lines():
@@ -127,12 +133,23 @@ def read_recorded(folder: Path) -> Recorded:
         recorded.size = start + size
         if record.get("retried"):
             continue
-        trajectory = Trajectory(record["id"], record["group_id"], Task(record["task_id"], []), ending=record["ending"])
-        trajectory.final_reward, trajectory.metrics = record["reward"], record["metrics"]
-        has_row = record["episode"] is not None
-        found = Ended(trajectory, record["tokens"], record.get("reason"), has_row, start, size)
-        recorded.episodes[place_of(record["id"])] = found
+        try:
+            recorded.episodes[place_of(record["id"])] = _ended(record, start, size)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ValueError(
+                f"{folder / 'trajectories.jsonl'}: the line at byte {start} is no record of an episode: {error!r:.200}."
+            ) from error
     return recorded
+
+
+def _ended(record: dict[str, Any], start: int, size: int) -> Ended:
+    trajectory = Trajectory(record["id"], record["group_id"], Task(record["task_id"], []), ending=record["ending"])
+    trajectory.final_reward, trajectory.metrics = record["reward"], record["metrics"]
+    require(math.isfinite(trajectory.reward or 0.0), "reward", "a finite number", trajectory.reward)
+    row, reason = record["episode"], record.get("reason")
+    require(row is None or isinstance(row, dict), "episode", "an object or null", type(row).__name__)
+    require(reason is None or isinstance(reason, str), "reason", "a text or null", type(reason).__name__)
+    return Ended(trajectory, int(record["tokens"]), reason, row is not None, start, size)
 
 
 def kept(group: Sequence[Ended], keep: Keep) -> list[Ended]:
@@ -165,7 +182,8 @@ def write_episodes(folder: Path, keep: Keep) -> dict[str, Any]:
             reasons[each.failure or BRANCHES] += 1
     chosen = [each for group in groups.values() for each in kept(group, keep)]
     tail = JsonLinesTail(folder / "trajectories.jsonl")
-    with whole_file(folder / EPISODES) as part, part.open("w", encoding="utf-8") as file:
+    # half a surrogate pair, which an env may write, becomes "?": UTF-8 has none
+    with whole_file(folder / EPISODES) as part, part.open("w", encoding="utf-8", errors="replace") as file:
         for each in chosen:
             row = tail.reread(each.start, each.size)["episode"]
             file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")

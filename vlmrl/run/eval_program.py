@@ -1,23 +1,27 @@
-"""An evaluation as a program: plays the held-out tasks with each model, prints the tables and writes the results."""
+"""An evaluation as a program: plays the held-out tasks with each model, prints the tables and writes the results.
+
+A model is a Hugging Face folder or name, a run's folder, or one of its checkpoints.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vlmrl.config import Cluster, Config
+from vlmrl.config import Cluster, Config, Lora, Model
+from vlmrl.config.saved import SavedRun, is_checkpoint
 from vlmrl.engine.chat_engine import ApiModel
 from vlmrl.report.advisories import Observed, truncated
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.provenance import provenance
 from vlmrl.run.build import Run, build_run
-from vlmrl.run.eval_models import EvalModel, resolve_eval_models
 from vlmrl.run.eval_report import EvalRow, eval_document, print_report
 from vlmrl.run.evaluate import evaluate_run, require_held_out
 from vlmrl.run.playing import Playing, build_api_run
+from vlmrl.run.run_folder import newest_weights
 from vlmrl.train.checkpoint import load_weights
 from vlmrl.utils.output_files import atomic_write, check_writable
 from vlmrl.utils.threads import run_awake
@@ -105,3 +109,62 @@ async def _rows(run: Playing, name: str, progress: RunProgress) -> list[EvalRow]
             progress.say(f"advisory    {found[0]}")
         rows.append(EvalRow.of(name, result, blanked=blanked, seed=run.config.seed, seconds=seconds))
     return rows
+
+
+@dataclass(frozen=True)
+class EvalModel:
+    """One model to evaluate."""
+
+    name: str
+    """As the user gave it."""
+    settings: Model
+    """What is loaded: the model itself, or the base model of ``checkpoint``."""
+    checkpoint: Path | None = None
+    """The checkpoint whose weights replace those of the base model."""
+    run_folder: Path | None = None
+    """The folder of the run that made it, if a run made it."""
+
+
+def resolve_eval_models(paths: Sequence[str], config: Config) -> list[EvalModel]:
+    """The models that ``paths`` name; without any, the model of ``config``.
+
+    Raises:
+        ValueError: a path is a run's folder that holds no weights, a checkpoint whose run is not around it, or given twice.
+    """
+    if not paths:
+        path = config.model.path
+        return [EvalModel(path, config.model, run_folder=_folder(SavedRun.around(Path(path))))]
+    twice = next((path for number, path in enumerate(paths) if path in paths[:number]), None)
+    if twice is not None:
+        raise ValueError(f"--models must name each model once, but {twice!r} is given twice.")
+    return [_eval_model(path, config.model) for path in paths]
+
+
+def _eval_model(name: str, model: Model) -> EvalModel:
+    path, run = Path(name), SavedRun.around(Path(name))
+    if run is not None and run.folder.samefile(path):
+        path = _weights_of(path)
+    if not is_checkpoint(path):
+        found = str(path.absolute()) if path.is_dir() else name
+        settings = replace(model, path=found, lora=Lora(), freeze=())
+        return EvalModel(name, settings, run_folder=_folder(run))
+    if run is None:
+        raise ValueError(
+            f"--models {name}: a checkpoint needs the config.json of its run in a folder above it, which names the base model. "
+            "Leave it in its run's folder, or export it there: vlmrl export CHECKPOINT --to FOLDER"
+        )
+    return EvalModel(name, replace(run.model, device=model.device, dtype=model.dtype), path, run.folder)
+
+
+def _folder(run: SavedRun | None) -> Path | None:
+    return None if run is None else run.folder
+
+
+def _weights_of(run: Path) -> Path:
+    newest = newest_weights(run)
+    if newest is None:
+        raise ValueError(
+            f"--models {run}: this run's folder holds neither a model nor a checkpoint. Train with --save-model or with "
+            "--checkpoint.every N."
+        )
+    return newest

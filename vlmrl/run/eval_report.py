@@ -17,6 +17,7 @@ from vlmrl.report.estimators import LEVEL, RESAMPLES, Estimate, bootstrap, paire
 from vlmrl.report.records import plain
 from vlmrl.run.evaluate import Evaluation, LeftOut, TaskRewards
 from vlmrl.types import Trajectory
+from vlmrl.utils.terminal import Terminal
 
 FORMAT = 1
 """The version of the JSON form."""
@@ -128,7 +129,7 @@ def eval_document(rows: Sequence[EvalRow], seed: int, origin: dict[str, Any], se
 
 def print_report(console: Console, rows: Sequence[EvalRow], seed: int) -> None:
     """Print the tables: scores, episodes, sources, differences. Outside a terminal they are 120 columns wide."""
-    wide = Console(file=console.file, width=None if console.is_terminal else max(console.width, 120), highlight=False)
+    wide = Terminal(file=console.file, width=None if console.is_terminal else max(console.width, 120), highlight=False)
     wide.print(_scores_table({row.name: row.scores for row in rows}, "held-out tasks"))
     wide.print(_episodes_table(rows))
     by_source = {f"{row.name}: {source}": scores for row in rows for source, scores in row.sources.items()}

@@ -167,15 +167,20 @@ async def evaluate_run(run: Playing, progress: RunProgress, *, label: str, blank
     runner = run.runner(group_size=config.eval.samples_per_task, store=store, rollout=rollout)
     stream = run.stream(run.held_out, store=store, once=True)
     rewards: list[float] = []
+    failed = 0
     try:
         draws = await stream.take(len(run.held_out))
         with progress.phase("evaluate", len(draws) * runner.group_size) as phase:
 
             def ended(trajectory: Trajectory) -> None:
+                nonlocal failed
+                failed += trajectory.failed
                 rewards.extend([] if trajectory.reward is None else [trajectory.reward])
-                phase.advance(reward=sum(rewards) / len(rewards) if rewards else None)
+                phase.advance(reward=sum(rewards) / len(rewards) if rewards else None, failed=failed or None)
 
             rollouts = await runner.play(iter(draws), len(draws), label, ended)
+    except RolloutError as error:
+        raise RolloutError(f"evaluation {label}: {error}", error.failed) from error
     finally:
         stream.close()
     if rollouts.failed:

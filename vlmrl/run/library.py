@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vlmrl.config import Config, resolve_config
 from vlmrl.model.loading import LoadedModel
-from vlmrl.report.run_data import Record, RunData, load_run
+from vlmrl.report.run_data import RunData
 from vlmrl.run.program import run_training
 from vlmrl.run.stopping import StopRequest
 from vlmrl.utils.threads import DaemonPool
@@ -19,35 +18,16 @@ Callback = Callable[[Mapping[str, Any]], object]
 """Gets a row of ``metrics.jsonl``. Returning ``True`` ends the training after this step, as after the last one."""
 
 
-@dataclass(frozen=True)
-class TrainResult:
-    """What a training left: ``result.metrics[-1]["reward/mean"]``, ``result.trajectories()``, ``result.model``."""
+class TrainResult(RunData):
+    """What a training wrote and left: ``result.metrics[-1]["reward/mean"]``, ``result.trajectories(3)``, ``result.model``."""
 
-    run: RunData
-    """All that the run wrote; see :func:`vlmrl.load_run`."""
-    model: LoadedModel | None
-    """The trained model with its tokenizer and image processor. ``None`` with servers: it is in ``folder / "model"``."""
-    interrupted: bool
-    """Whether an interrupt ended it: then ``model`` is that of the last finished step."""
-
-    @property
-    def folder(self) -> Path:
-        """The run's folder."""
-        return self.run.folder
-
-    @property
-    def metrics(self) -> list[Record]:
-        """The rows of ``metrics.jsonl``: one for each training step and each evaluation."""
-        return self.run.metrics
-
-    @property
-    def summary(self) -> Record:
-        """The held-out rewards: ``reward_before``, ``reward_after`` and their standard errors."""
-        return self.run.summary
-
-    def trajectories(self, step: int | None = None) -> list[Record]:
-        """The records of one step's trajectories; by default of the last step that has any."""
-        return self.run.trajectories(self.run.steps[-1] if step is None else step)
+    def __init__(self, folder: Path, model: LoadedModel | None, interrupted: bool) -> None:
+        super().__init__(folder)
+        self.refresh()
+        self.model = model
+        """The trained model with its tokenizer and image processor. ``None`` with servers: it is in ``folder / "model"``."""
+        self.interrupted = interrupted
+        """Whether an interrupt ended it: then ``model`` is that of the last finished step."""
 
 
 def train_config(
@@ -97,7 +77,5 @@ def train_config(
                 stop.request(signal.SIGINT)
     finally:
         thread.close()
-    has_model = run is not None and not run.model.is_on_meta
-    return TrainResult(
-        load_run(resolved.folder), run.model if run is not None and has_model else None, stop.number is not None
-    )
+    model = None if run is None or run.model.is_on_meta else run.model
+    return TrainResult(resolved.folder, model, stop.number is not None)

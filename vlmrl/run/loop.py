@@ -21,7 +21,7 @@ from vlmrl.engine.base import paused
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.run_log import RunLog
 from vlmrl.rollout.batches import GroupBatch
-from vlmrl.rollout.buffer import AsynchronousBuffer, RolloutBuffer, SynchronousBuffer
+from vlmrl.rollout.buffer import AsynchronousBuffer, SynchronousBuffer
 from vlmrl.run.build import Run
 from vlmrl.run.checkpointing import (
     LoopState,
@@ -88,8 +88,11 @@ async def train(
 
 
 async def connect(run: Run, progress: RunProgress) -> None:
-    """Start the servers, if there are any."""
-    for line in await run.connect():
+    """Start the servers, if there are any, and connect to the teacher's."""
+    lines = await run.connect()
+    if run.teachers is not None:
+        lines += await run.teachers.connect(run.store)
+    for line in lines:
         progress.say(line)
 
 
@@ -141,7 +144,7 @@ class TrainingLoop:
 
     run: Run
     trainer: RunTrainer
-    buffer: RolloutBuffer
+    buffer: SynchronousBuffer
     state: LoopState
     evaluator: Evaluator
     recorder: Recorder
@@ -151,6 +154,7 @@ class TrainingLoop:
     async def train_steps(self) -> None:
         """Train on one batch a step. A stop interrupts rollouts and evaluations, and no update."""
         config, state, warned = self.run.config, self.state, False
+        self.recorder.judge_evaluations()
         if not state.evaluated:
             await self.evaluate_after(state.step)
         with self.progress.phase("train", config.train.steps, state.step) as phase:
@@ -168,11 +172,12 @@ class TrainingLoop:
                 del batch  # its images are freed before the next batch is played
                 state.end_step(step, self.buffer.state(), self.recorder.log, evaluated=False)
                 await self.evaluate_after(step)
+                is_last = step == config.train.steps or self.stop.early or self.recorder.is_idle()
                 every = config.checkpoint.every
-                if every and (step % every == 0 or step == config.train.steps):
+                if every and (step % every == 0 or is_last):
                     await self.finish_evaluation(step)  # or a resumed run would lack its metrics
                     await save_checkpoint(self.run, self.trainer, state)
-                if self.stop.early:
+                if is_last:
                     break
             await self.finish_evaluation(state.step)
 
@@ -248,7 +253,7 @@ def train_on(run: Run, trainer: RunTrainer, trajectories: Sequence[Trajectory]) 
         return metrics | {"samples": 0}
     with run.seconds.of("audit"):
         samples, report = audited_samples(run, trajectories)
-        teach(run, trainer, samples, trajectories)
+        metrics |= teach(run, trainer, samples, trajectories)
     metrics["samples"] = report.samples
     metrics |= {f"left_out/{reason}": count for reason, count in report.left_out.items()}
     kl = trainer.token_kl(samples) if algo.kl_in_reward else None
@@ -262,7 +267,8 @@ def train_on(run: Run, trainer: RunTrainer, trajectories: Sequence[Trajectory]) 
     metrics["groups/trained"] = len({sample.group_id for sample in samples})
     with run.seconds.of("update"):
         output = trainer.step(samples)
-    return metrics | output.metrics | record_trained(trajectories, samples, output.logprobs)
+    found = record_trained(trajectories, samples, output.logprobs, output.teacher_logprobs)
+    return metrics | output.metrics | found
 
 
 def small_step_warning(config: Config, step: int, groups: int) -> str | None:
@@ -277,7 +283,7 @@ def small_step_warning(config: Config, step: int, groups: int) -> str | None:
     )
 
 
-def new_buffer(run: Run) -> RolloutBuffer:
+def new_buffer(run: Run) -> SynchronousBuffer:
     config = run.config
     kind = AsynchronousBuffer if config.train.max_staleness else SynchronousBuffer
     return kind(run.runner(), run.stream(run.tasks), run.filters, config.algo, config.train)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vlmrl.config import Model
 from vlmrl.config.saved import SavedRun, is_checkpoint
-from vlmrl.model.loading import LoadedModel, is_model_folder, load_model, on_host
+from vlmrl.model.loading import LoadedModel, hub_errors, is_model_folder, load_model, on_host
 from vlmrl.model.lora import named_adapters, save_adapters
 from vlmrl.run.run_folder import newest_weights
 from vlmrl.train.checkpoint import load_weights
@@ -25,6 +25,7 @@ def export_model(source: Path, to: str, *, adapters: bool = False) -> Path:
 
     Raises:
         ValueError: ``source`` holds no model, ``to`` is a folder with files, or there are no adapters.
+        OSError: the Hub refuses the upload or cannot be reached.
     """
     found = _found_in(source, adapters)
     if to.startswith(HUB):
@@ -55,6 +56,7 @@ def _found_in(source: Path, adapters: bool) -> Path:
 def _write(found: Path, target: Path, adapters: bool) -> None:
     with atomic_folder(target, "--to") as part:
         if not is_checkpoint(found):
+            _check_own_files(found)
             shutil.copytree(found, part, dirs_exist_ok=True)
             return
         settings, loaded = _trained_model(found)
@@ -64,6 +66,15 @@ def _write(found: Path, target: Path, adapters: bool) -> None:
             save_adapters(dict(named_adapters(loaded.policy.model)), settings.lora, loaded.path, part)
         else:
             raise ValueError(f"--adapters: the run of {found} has none (model.lora.rank 0). Export its model.")
+
+
+def _check_own_files(folder: Path) -> None:
+    """Raises ValueError if a link or a pipe is in a folder: an export could publish a file of this machine."""
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise ValueError(
+                f"{path} must be a regular file, but it is a link or something else, which is not exported: copy the file there."
+            )
 
 
 def _trained_model(checkpoint: Path) -> tuple[Model, LoadedModel]:
@@ -85,5 +96,8 @@ def _upload(folder: Path, name: str) -> None:
     from huggingface_hub import HfApi
 
     api = HfApi()
-    api.create_repo(name, private=True, exist_ok=True)
-    api.upload_folder(repo_id=name, folder_path=folder)
+    try:
+        api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder)
+    except hub_errors() as error:
+        raise OSError(f"--to {HUB}{name}: the model cannot be uploaded: {error}") from error

@@ -11,7 +11,6 @@ from vlmrl.engine.base import Engine
 from vlmrl.engine.chat_engine import ApiModel, ChatEngine
 from vlmrl.env.base import EnvSpec, resolve_envs
 from vlmrl.model.loading import Reader, load_reader
-from vlmrl.multimodal.pixel_memory import PixelMemory
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.rollout.chat_loop import ChatLoop
 from vlmrl.rollout.history import HistoryPolicy, resolve_policy
@@ -40,11 +39,12 @@ class Playing(abc.ABC):
 
     def stream(self, tasks: Tasks, *, store: MediaStore | None = None, once: bool = False) -> TaskStream:
         """The draws of ``tasks``, or each task ``once``. ``store`` replaces the run's in measuring prompts."""
+        return TaskStream(tasks, self.prompt_length(store), timeout=self.config.rollout.env_timeout, once=once)
+
+    def prompt_length(self, store: MediaStore | None = None) -> PromptLength:
+        """Counts the tokens of prompts, with the tools of the env. ``store`` replaces the run's."""
         spec = self.spec
-        length = PromptLength(
-            self.model.renderer, store or self.store, lambda task: spec.of(task).tools if spec else []
-        )
-        return TaskStream(tasks, length, timeout=self.config.rollout.env_timeout, once=once)
+        return PromptLength(self.model.renderer, store or self.store, lambda task: spec.of(task).tools if spec else [])
 
     async def connect(self) -> list[str]:
         """Make the engine ready. Returns a line for each server."""
@@ -81,7 +81,7 @@ def build_api_run(config: Config, model: ApiModel) -> ApiRun:
         tasks=tasks,
         held_out=held_out,
         model=reader,
-        store=reader.new_store(PixelMemory.of(config.multimodal)),
+        store=reader.new_store(),
         spec=spec,
         history_policy=resolve_policy(config.rollout),
         engine=ChatEngine(model),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -16,11 +17,11 @@ from vlmrl.algos.choose import note_on_reduction
 from vlmrl.cluster import is_rank, receive_signals
 from vlmrl.config import Cluster, Config, name_of
 from vlmrl.config.fields import short_name
-from vlmrl.data import TaskMixture
+from vlmrl.data import TaskMixture, Tasks
 from vlmrl.families.base import WHY_NOT_PACKED
 from vlmrl.model import tiny
-from vlmrl.multimodal.pixel_memory import PixelMemory
 from vlmrl.plan.memory_plan import plan_memory
+from vlmrl.report.advisories import PAGE
 from vlmrl.report.crash import crash_report
 from vlmrl.report.launch_command import as_program, resume_command, write_command
 from vlmrl.report.progress import RunProgress
@@ -28,7 +29,7 @@ from vlmrl.report.records import plain
 from vlmrl.report.run_log import OnRow, RunLog
 from vlmrl.report.trackers import Status, open_trackers
 from vlmrl.run import loop
-from vlmrl.run.build import Run, build_run, check_names
+from vlmrl.run.build import NO_TASKS, Run, build_run, check_names
 from vlmrl.run.off_policy import describe_correction
 from vlmrl.run.run_folder import check_resume, describe_changes, earlier_run_set_aside, has_finished, trained_steps
 from vlmrl.run.run_lock import run_lock
@@ -37,7 +38,10 @@ from vlmrl.train.controller import Commands, join_process_group, run_commands
 from vlmrl.train.fsdp import backend_of
 from vlmrl.train.rank import Rank
 from vlmrl.utils.output_files import output_errors
-from vlmrl.utils.threads import run_awake
+from vlmrl.utils.threads import DaemonPool, run_awake
+from vlmrl.utils.users_line import describe_error
+
+FIRST_TASKS = 2  # that a dry run makes
 
 
 def run_training(
@@ -83,7 +87,7 @@ def run_training(
     elif not dry_run:
         assert commands is not None
         with stop_on_signals(stop):  # rank 0 decides when to stop, and needs the others to save the checkpoint
-            run_commands(Rank(config, ranks), commands, PixelMemory.of(config.multimodal))
+            run_commands(Rank(config, ranks), commands)
     if commands is not None:
         if ranks.rank == 0 and not dry_run:
             commands.stop()
@@ -195,8 +199,44 @@ def _how_to_continue(run: Run) -> str:
 def _without_weights(config: Config, progress: RunProgress) -> None:
     """Build the run without weights, in this process, to find errors and print the plan."""
     run = build_run(replace(config, model=replace(config.model, device="meta"), cluster=Cluster()))
-    progress.say(summary_of(run))
-    run.close()
+    try:
+        progress.say(summary_of(run))
+        for tasks in (run.tasks, run.held_out or NO_TASKS):
+            for problem in check_first_tasks(run, tasks):
+                progress.say(f"warning   {problem}")
+    finally:
+        run.close()
+
+
+def check_first_tasks(run: Run, tasks: Tasks) -> list[str]:
+    """Make the first tasks and, if an env plays them, render their prompts. Returns what is wrong with them.
+
+    Raises ValueError if none of them can be played.
+    """
+    numbers, problems = range(min(FIRST_TASKS, len(tasks))), []
+    room, length, thread = run.config.rollout.max_tokens, run.prompt_length(), DaemonPool("data")
+
+    def check(number: int) -> None:
+        task = tasks.draw(number)
+        tokens = (
+            length.local(task)[0] if run.spec is not None and task.prompt else 0
+        )  # an empty one is the env's to give
+        if room <= tokens <= (tasks.limit_of(task) or tokens):  # a run leaves out what is over the limit
+            raise ValueError(f"task {task.id}: the prompt has {tokens} tokens, and rollout.max_tokens is {room}")
+
+    for number in numbers:
+        try:
+            thread.submit(check, number).result(run.config.rollout.env_timeout)
+        except TimeoutError:
+            problems.append(f"task {number} was not made in rollout.env_timeout ({run.config.rollout.env_timeout:g} s)")
+            break
+        except Exception as error:  # of a generator's code, the row, an image or the chat template
+            problems.append(str(error) if isinstance(error, ValueError) else describe_error(error))
+    thread.close()
+    if problems and len(problems) == len(numbers):
+        first = problems[0].removesuffix(".")
+        raise ValueError(f"the first tasks cannot be played: {first}. `vlmrl data check` reads all.")
+    return problems
 
 
 def summary_of(run: Run) -> str:
@@ -268,6 +308,11 @@ def report(run: Run, summary: dict[str, float], seconds: float) -> str:
     if chance is not None and error > 0:
         off = abs(summary["reward_blanked"] - chance) / error
         lines.append(f"guessing would give {chance:.3f}: the blanked reward is {off:.1f} standard errors from it")
+    after, after_error = (summary.get(f"reward_after{key}", math.nan) for key in ("", "_standard_error"))
+    if chance and abs(after - chance) <= 2 * after_error:
+        lines.append(
+            f"the held-out reward after training is guessing, within two standard errors: see {PAGE}#starts_at_chance"
+        )
     for name, title in {
         "reward.png": "curve",
         "trajectories.html": "trajectories",

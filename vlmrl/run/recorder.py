@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
-from vlmrl.report.advisories import Advisor
+from vlmrl.config import Config
+from vlmrl.report.advisor import Advisor
+from vlmrl.report.curve import draw_curve
 from vlmrl.report.metrics import trajectory_metrics
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.run_log import RunLog
-from vlmrl.report.trajectory_log import TrajectoryLog
+from vlmrl.report.trajectory_log import KEPT_WHOLE, TrajectoryLog
+from vlmrl.report.viewer.followed_run import FollowedRun
+from vlmrl.report.viewer.page import PAGE, write_snapshot
 from vlmrl.rollout.batches import GroupBatch
-from vlmrl.rollout.buffer import RolloutBuffer
+from vlmrl.rollout.buffer import SynchronousBuffer
 from vlmrl.rollout.failures import list_reasons
 from vlmrl.rollout.runner import RolloutError
 from vlmrl.run.build import Run
-from vlmrl.run.pages import Pages
+from vlmrl.utils.threads import DaemonPool
 
 
 class Recorder:
@@ -26,13 +31,12 @@ class Recorder:
         self._run = run
         self._progress = progress
         self._trajectories = trajectory_log(run, log)
-        self._pages = Pages(run, log)
         self._advisor = Advisor(log, run.config, progress.say)
         self._unwritten: tuple[int, GroupBatch] | None = None
         self._counts: dict[str, float] = {}
         self._began = self._rolled_out = 0.0
 
-    async def play(self, step: int, buffer: RolloutBuffer) -> GroupBatch:
+    async def play(self, step: int, buffer: SynchronousBuffer) -> GroupBatch:
         """Take the step's batch from the buffer. If too many of its trajectories fail, they are written before the error is raised."""
         self._counts = _counts(self._run)
         self._began = time.perf_counter()
@@ -60,18 +64,29 @@ class Recorder:
         records = await self._write_trajectories()
         self.log.log(step, row)
         self._advisor.after_step({"step": step, **row}, records)
-        self._pages.update_if_due()
         return {
             "reward": row.get("reward/mean"),
             "tokens/episode": row.get("sampled_tokens/mean"),
             "tokens/s": row["sampled_tokens"] / (time.perf_counter() - self._began),
         }
 
+    def is_idle(self) -> bool:
+        """Whether the last `train.stop_after_idle` steps taught nothing."""
+        limit = self._run.config.train.stop_after_idle
+        if not 0 < limit <= self._advisor.idle_steps:
+            return False
+        self._progress.say(f"the training ends: its last {limit} steps taught nothing (train.stop_after_idle)")
+        return True
+
+    def judge_evaluations(self) -> None:
+        """Print the advisories on what was evaluated so far."""
+        self._advisor.after_evaluations()
+
     async def finish(self) -> None:
         """Write the curve and the page, and before them the batch of a step that did not end, without the trainer's numbers."""
         await self._write_trajectories()
-        self._advisor.after_evaluations()
-        await self._pages.finish()
+        self.judge_evaluations()
+        await drawing_thread().run(_write_pages, self._run.config, self.log.rows())
 
     async def _write_trajectories(self) -> list[dict[str, Any]]:
         if self._unwritten is None:
@@ -85,9 +100,24 @@ class Recorder:
         return records
 
 
+@functools.cache
+def drawing_thread() -> DaemonPool:
+    """One thread for all runs of the process: matplotlib opens its fonts again for each thread that draws, and keeps them open."""
+    return DaemonPool("pages")
+
+
+def _write_pages(config: Config, rows: list[dict[str, Any]]) -> None:
+    """Draw the reward curve, and write the page of `vlmrl view`, with everything that was logged."""
+    if any({"reward/mean", "eval/reward/mean"} & row.keys() for row in rows):  # supervised steps alone have none
+        levels = {} if config.eval.chance is None else {"chance": config.eval.chance}
+        draw_curve(rows, config.folder / "reward.png", title=config.name, levels=levels)
+    if rows:
+        write_snapshot([FollowedRun(config.folder)], config.folder / PAGE, config.name)
+
+
 def trajectory_log(run: Run, log: RunLog) -> TrajectoryLog:
     """What writes the trajectories of the run's steps and evaluations."""
-    return TrajectoryLog(log, run.model.renderer.decode, run.config.report.trajectories)
+    return TrajectoryLog(log, run.model.renderer.decode, KEPT_WHOLE)
 
 
 def _counts(run: Run) -> dict[str, float]:

@@ -16,7 +16,13 @@ from vlmrl.model.policy import Policy
 from vlmrl.report.launch_command import resume_command
 from vlmrl.report.records import changed_settings, plain
 from vlmrl.report.run_log import check_sizes, read_rows
-from vlmrl.train.checkpoint import KINDS, check_tensors, complete_checkpoints, load_json, newest_checkpoint
+from vlmrl.train.checkpoint import (
+    KINDS,
+    check_tensors,
+    complete_checkpoints,
+    load_json,
+    newest_checkpoint,
+)
 from vlmrl.utils.output_files import remove_folder
 from vlmrl.utils.require import require
 
@@ -39,17 +45,19 @@ def check_resume(config: Config, checkpoint: Path) -> Mapping[str, int]:
     require(is_on[stage], stage, f"set to resume from {checkpoint}, which is in that stage", None)
     past = stage == "train" and not config.train.steps and bool(config.sft.data)
     refuse_if(past, f"{checkpoint} is of training, after the fine-tuning: continue with `vlmrl train RECIPE --resume`.")
-    check_tensors(checkpoint, _trained_shapes(config), KINDS if stage == "train" else KINDS[:1])  # it has no reference
+    check_tensors(checkpoint, _trained_shapes(config), KINDS if stage == "train" else KINDS[:1])  # without references
     return sizes
 
 
 def _trained_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """The shapes of the weights and of the reference that a checkpoint of this run has, by name."""
+    """The shapes of the weights, the reference and the average that a checkpoint of this run has, by name."""
     policy = Policy(shapes_of(config.model, config.models_dir))
     named = {name: (tuple(weight.shape), weight.requires_grad) for name, weight in policy.named_parameters()}
     shapes = {f"weight/{name}": shape for name, (shape, trained) in named.items() if trained}
-    if config.algo.kl_coef and config.algo.reference is None and not config.model.lora.rank:
+    if config.algo.kl_coef and not config.model.lora.rank:
         shapes |= {f"reference/{name}": shape for name, (shape, _) in named.items()}
+    if config.teacher.model == "average":
+        shapes |= {f"teacher/{name}": shape for name, (shape, trained) in named.items() if trained}
     return shapes
 
 

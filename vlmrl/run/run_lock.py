@@ -23,6 +23,7 @@ def run_lock(folder: Path) -> Iterator[None]:
     Raises:
         ValueError: another process holds it. Nothing has been moved or written.
     """
+    folder = Path(os.path.realpath(folder))  # links give it other names
     with output_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         file = (folder.parent / f".{folder.name}.lock").open("a+", encoding="utf-8")

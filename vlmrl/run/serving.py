@@ -189,7 +189,7 @@ class Serving:
 
     def send(self, update: WeightUpdate) -> TransferResult:
         """Send the trainer's weights, from the ranks that hold them."""
-        return self.trainer.send(update, {server.url: server.rank for server in self.engine.servers.all})
+        return self.trainer.send(update, {server.url: server.beside for server in self.engine.servers.all})
 
     async def push(self, policy_version: int) -> dict[str, float]:
         """Send all servers the trainer's weights, or only its adapters if these are sent separately.

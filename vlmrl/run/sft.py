@@ -6,65 +6,74 @@ Both are one stage: a :class:`Source` gives the samples of each optimizer step, 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from statistics import fmean
+from typing import Any
 
 import numpy as np
 
-from vlmrl.config import Algo, Config, Optim
-from vlmrl.engine.base import paused
+from vlmrl.config import Algo, Config, Optim, Rollout
+from vlmrl.config.code import load_code
+from vlmrl.engine.base import Request, paused
+from vlmrl.engine.scripted import ScriptedEngine
 from vlmrl.multimodal.masks import RowError
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.run_log import RunLog
+from vlmrl.rollout.failures import list_reasons
 from vlmrl.run.build import Run
 from vlmrl.run.checkpointing import LoopState, Stage, write_checkpoint
-from vlmrl.run.stages import push_weights
+from vlmrl.run.stages import audited_samples, push_weights
 from vlmrl.run.stopping import StopRequest
-from vlmrl.run.warm_start import Demonstrated
 from vlmrl.samples import audit
 from vlmrl.samples.conversation import samples_of_conversation
 from vlmrl.train.controller import RunTrainer
 from vlmrl.train.trainer import TrainerSpec
-from vlmrl.types import Sample, Task
+from vlmrl.types import Ending, Sample, Task, Trajectory
+from vlmrl.utils.users_line import defined_at
 from vlmrl.utils.work_pool import DeadlineError, cpu_pool
 
 MOST_SHOWN = 5  # bad rows that a message names
 HELD_OUT = "held_out"
 
 
-class Source(Protocol):
-    """What a supervised stage imitates."""
+class Source:
+    """What a supervised stage imitates. Its samples have no held-out ones, no counts and no state, unless a subclass says so."""
 
-    steps: int
-    """Optimizer steps."""
-    optim: Optim
+    def __init__(self, run: Run, progress: RunProgress, steps: int, optim: Optim) -> None:
+        """``steps``: optimizer steps, the first twentieth of which are the warmup."""
+        self.steps = steps
+        self.optim = replace(optim, warmup_steps=steps // 20)
+        self._run, self._say = run, progress.say
 
     async def take(self, step: int) -> list[Sample]:
         """The samples of optimizer step ``step``, from 1."""
-        ...
+        raise NotImplementedError
 
-    def held_out(self) -> AsyncIterator[list[Sample]]:
-        """The samples to measure the loss on, about one step's number at a time."""
-        ...
+    async def held_out(self, part: int) -> list[Sample] | None:
+        """Part ``part``, from 0, of the samples to measure the loss on, about as many as of one step; ``None`` after the last one."""
+        return None
 
     def counts(self) -> dict[str, float]:
         """Metrics: counts since the stage began."""
-        ...
+        return {}
 
     def state(self) -> dict[str, Any]:
         """The position after the last step, for a checkpoint."""
-        ...
+        return {}
 
-    def restore(self, state: dict[str, Any]) -> None: ...
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a :meth:`state`."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End what reads tasks."""
 
 
 def stages_of(config: Config) -> list[Stage]:
@@ -149,39 +158,131 @@ async def _train(
 
 async def _held_out_loss(source: Source, trainer: RunTrainer, stop: StopRequest) -> float | None:
     """The mean negative logprob, in nats, over the trained tokens of the held-out samples. None: there are none."""
-    total, tokens = 0.0, 0
-    parts = source.held_out()
-    while (samples := await stop.interruptible(anext(parts, None))) is not None:
+    total, tokens, parts = 0.0, 0, itertools.count()
+    while (samples := await stop.interruptible(source.held_out(next(parts)))) is not None:
         for sample, logprobs in zip(samples, trainer.score(samples), strict=True):
             total -= float(np.dot(logprobs, sample.loss_mask))
             tokens += sum(sample.loss_mask)
     return total / tokens if tokens else None
 
 
-class ConversationSource:
+class Demonstrations:
+    """The responses that ``demonstrate(task, turn)`` gives. An agent's turns are its requests, in all branches of the trajectory.
+
+    After ``begin({"warm000000/00000/00": task})``, the second request of that trajectory is answered with ``demonstrate(task, 1)``.
+    """
+
+    def __init__(self, demonstrate: Callable[[Task, int], str]) -> None:
+        self._demonstrate = demonstrate
+        self._tasks: dict[str, Task] = {}
+        self._turns = Counter[str]()
+
+    def begin(self, tasks: dict[str, Task]) -> None:
+        """``tasks``, by the ids of their trajectories, are played from now on."""
+        self._tasks = tasks
+        self._turns.clear()
+
+    def response(self, request: Request, _: int) -> str:
+        trajectory_id = request.trajectory_id.partition("~")[0]  # an agent's branches have suffixes
+        turn = self._turns[trajectory_id]
+        self._turns[trajectory_id] += 1
+        task = self._tasks[trajectory_id.partition(".")[0]]  # and so have refills
+        text = self._demonstrate(task, turn)
+        if not isinstance(text, str):
+            call = f"warm_start.demonstrate(task {task.id!r}, turn {turn})"
+            where = defined_at(self._demonstrate)
+            raise ValueError(f"{call} must return the text of a response, but it returned {text!r:.200}{where}.")
+        return text
+
+
+BUDGETS: dict[Ending | None, str] = {
+    "length": "max_response_tokens",
+    "max_turns": "max_turns",
+    "max_tokens": "max_tokens",
+}
+"""By ending, the setting of ``rollout`` that ended the episode."""
+
+NEVER_DONE = ", or let step() return True for done at its last turn"
+
+
+def describe_cuts(trajectories: Sequence[Trajectory], rollout: Rollout) -> list[str]:
+    """A line for each budget that ended demonstrated episodes, which are imitated as they are."""
+    counts = Counter(BUDGETS[each.ending] for each in trajectories if each.ending in BUDGETS)
+    return [
+        f"{count} of {len(trajectories)} demonstrated episodes were ended by rollout.{name} ({getattr(rollout, name)}), "
+        f"not by the env: raise it{NEVER_DONE if name == 'max_turns' else ''}, unless that is meant."
+        for name, count in counts.items()
+    ]
+
+
+class Demonstrated(Source):
+    """Episodes of the run's tasks, which its own env or agent plays with scripted responses."""
+
+    def __init__(self, run: Run, progress: RunProgress) -> None:
+        config = run.config.warm_start
+        super().__init__(run, progress, config.steps, Optim(lr=config.lr))
+        self._demonstrations = Demonstrations(load_code("warm_start.demonstrate", config.demonstrate))
+        engine = ScriptedEngine(self._demonstrations.response, run.model.renderer)
+        self._runner = run.runner(group_size=1, engine=engine)
+        self._tasks = run.stream(run.tasks)
+        self._failed = 0
+        self._rewards: list[float] = []
+
+    async def take(self, step: int) -> list[Sample]:
+        label = f"warm{step - 1:06d}"
+        batch = await self._tasks.take(self._run.config.warm_start.trajectories_per_step)
+        played = [draw.task for draw in batch if draw.error is None]
+        self._demonstrations.begin({f"{label}/{index:05d}/00": task for index, task in enumerate(played)})
+        rollouts = await self._runner.play(iter(batch), len(batch), label)
+        if rollouts.failed:
+            self._failed += len(rollouts.failed)
+            self._say(f"warm start {step}: {len(rollouts.failed)} failed:\n{list_reasons(rollouts.failed)}")
+        if step == 1:
+            for line in describe_cuts(rollouts.trajectories, self._run.config.rollout):
+                self._say(f"warm start: {line}")
+        self._rewards = [each.reward for each in rollouts.trajectories if each.reward is not None]
+        samples, _ = audited_samples(self._run, rollouts.trajectories)
+        for sample in samples:
+            sample.advantage = 0.0  # the trainer requires one, cross entropy does not use it
+        return samples
+
+    def counts(self) -> dict[str, float]:
+        counts = {"sft/failed": float(self._failed)}
+        return counts | ({"sft/reward": fmean(self._rewards)} if self._rewards else {})
+
+    def state(self) -> dict[str, Any]:
+        return {"tasks": self._tasks.state(), "failed": self._failed}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._tasks.restore(state["tasks"])
+        self._failed = state["failed"]
+
+    def close(self) -> None:
+        self._tasks.close()
+
+
+class ConversationSource(Source):
     """The conversations of `sft.data`, mixed, epoch after epoch. Bad rows are counted by reason and left out."""
 
     def __init__(self, run: Run, progress: RunProgress) -> None:
-        config = run.config
         assert run.conversations is not None
-        self._run, self._say = run, progress.say
         self._rows, self._held_out = run.conversations
         self._bad = Counter[str]()
-        epochs = sum(self._rows.weights.values())
-        self.steps = config.sft.steps or math.ceil(epochs / config.sft.rows_per_step)
-        self.optim = replace(config.optim, lr=config.sft.lr, warmup_steps=self.steps // 20)
+        config = run.config
+        steps = math.ceil(sum(self._rows.weights.values()) / config.sft.rows_per_step)
+        super().__init__(run, progress, steps, replace(config.optim, lr=config.sft.lr))
 
     async def take(self, step: int) -> list[Sample]:
         size = self._run.config.sft.rows_per_step
         numbers = range((step - 1) * size, step * size)
         return await self._samples(f"sft{step:06d}", [partial(self._rows.draw, number) for number in numbers])
 
-    async def held_out(self) -> AsyncIterator[list[Sample]]:
+    async def held_out(self, part: int) -> list[Sample] | None:
         rows, size = self._held_out, self._run.config.sft.rows_per_step
-        for start in range(0, len(rows or ()), size):
-            assert rows is not None
-            numbers = range(start, min(start + size, len(rows)))
-            yield await self._samples(HELD_OUT, [partial(rows.__getitem__, number) for number in numbers])
+        if rows is None or part * size >= len(rows):
+            return None
+        numbers = range(part * size, min((part + 1) * size, len(rows)))
+        return await self._samples(HELD_OUT, [partial(rows.__getitem__, number) for number in numbers])
 
     def counts(self) -> dict[str, float]:
         return {f"sft/bad_rows/{reason}": float(count) for reason, count in self._bad.items()}
@@ -191,9 +292,6 @@ class ConversationSource:
 
     def restore(self, state: dict[str, Any]) -> None:
         self._bad = Counter(state["bad_rows"])
-
-    def close(self) -> None:
-        """Nothing is open."""
 
     async def _samples(self, label: str, draws: Sequence[Callable[[], Task]]) -> list[Sample]:
         """The samples of these draws. Raises ValueError if more than `rollout.max_failed_fraction` of them are bad rows."""

@@ -137,7 +137,7 @@ def load_tensors(checkpoint: Path, tensors: Tensors) -> None:
 
 @torch.no_grad()
 def load_weights(checkpoint: Path, policy: nn.Module) -> None:
-    """Overwrite the trained parameters of ``policy`` with those of ``checkpoint``. Frozen parameters stay as they are.
+    """Overwrite the trained parameters of ``policy`` with those of ``checkpoint``. Frozen ones stay as they are.
 
     ``policy`` is a :class:`~vlmrl.model.policy.Policy` that was loaded with the ``model`` settings of the checkpoint's run: the same
     base model, frozen parts and LoRA. Its dtype may differ: a checkpoint holds float32.
@@ -167,7 +167,7 @@ def check_tensors(checkpoint: Path, shapes: Mapping[str, Sequence[int]], kinds: 
         raise ValueError(
             f"checkpoint {checkpoint}: it was made by another model or with other trained parts; {len(names)} tensors differ or are "
             f"only in one of them, such as {name!r}: {saved.get(name, 'none')} in the checkpoint, {wanted.get(name, 'none')} in the "
-            "run. Use the model settings (model.path, model.lora, model.freeze) of the run that made it."
+            "run. Use the settings (model.path, model.lora, model.freeze, teacher.model) of the run that made it."
         )
 
 

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from vlmrl.multimodal.pixel_memory import PixelMemory
 from vlmrl.train.fsdp import COLLECTIVE
 from vlmrl.train.rank import Rank, exhaust, gpu_bytes
 from vlmrl.train.ranks import Ranks
@@ -98,13 +97,12 @@ class RunTrainer:
         with self._command("logprobs", list(samples), temperature):
             return self.rank.logprobs(samples, temperature)
 
-    def send(self, update: WeightUpdate, rank_of: Mapping[str, int | None] | None = None) -> TransferResult:
+    def send(self, update: WeightUpdate, beside: Mapping[str, tuple[int, ...]] | None = None) -> TransferResult:
         """Send the policy's weights to servers. No trainer is needed.
 
-        ``rank_of``: the rank whose GPU memory the server at a URL can map; None: no rank's, so that it gets values. By default 0.
+        ``beside``: :attr:`~vlmrl.engine.server.Server.beside` of the server at a URL; by default rank 0.
         """
-        rank_of = rank_of or {}
-        updates = updates_by_rank(update, rank_of, 1 if update.resend else self.rank.ranks.size)
+        updates = updates_by_rank(update, beside or {}, 1 if update.resend else self.rank.ranks.size)
         if update.resend:
             assert updates[0] is not None
             return self.rank.resend(updates[0])
@@ -159,33 +157,41 @@ class RunTrainer:
                 raise
 
 
-def updates_by_rank(update: WeightUpdate, rank_of: Mapping[str, int | None], ranks: int) -> list[WeightUpdate | None]:
+def updates_by_rank(
+    update: WeightUpdate, beside: Mapping[str, tuple[int, ...]], ranks: int
+) -> list[WeightUpdate | None]:
     """Each rank's part of an update.
 
-    Handles of GPU memory come from the rank whose memory a server can map. Everything else is sent by rank 0, which also keeps the
-    weights for a resend.
+    Handles of GPU memory come from the ranks beside a server: one handle from each, for the server's rank on the same GPU, or all of
+    them from the only one. Everything else is sent by rank 0, which also keeps the weights for a resend.
     """
     by_handle = isinstance(update.sender, type) and issubclass(update.sender, IpcSender)
-    wanted = {receiver.url: rank_of.get(receiver.url, 0) for receiver in update.receivers}
-    sends = {url: rank if by_handle and rank is not None and rank < ranks else 0 for url, rank in wanted.items()}
+    wanted = {receiver.url: beside.get(receiver.url, (0,)) for receiver in update.receivers}
+    sends = {url: own if by_handle and own and max(own) < ranks else (0,) for url, own in wanted.items()}
     updates: list[WeightUpdate | None] = []
     for rank in range(ranks):
-        receivers = tuple(receiver for receiver in update.receivers if sends[receiver.url] == rank)
-        by_value = by_handle and any(wanted[receiver.url] != rank for receiver in receivers)
-        part = replace(update, receivers=receivers, keep=rank == 0, by_value=by_value)
+        receivers = tuple(receiver for receiver in update.receivers if rank in sends[receiver.url])
+        together = {sends[receiver.url] for receiver in receivers if len(sends[receiver.url]) > 1}
+        part = replace(
+            update,
+            receivers=receivers,
+            keep=rank == 0,
+            by_value=by_handle and any(wanted[receiver.url] != sends[receiver.url] for receiver in receivers),
+            beside=next(iter(together), ()),
+        )
         updates.append(part if receivers or rank == 0 else None)
     return updates
 
 
-def run_commands(rank: Rank, commands: Commands, memory: PixelMemory | None = None) -> None:
-    """Run rank 0's commands on this rank, until it stops them. ``memory`` holds the images that it sends."""
-    received = SampleCache(memory)
+def run_commands(rank: Rank, commands: Commands) -> None:
+    """Run rank 0's commands on this rank, until it stops them."""
+    received = SampleCache()
     while True:
         method, arguments = commands.receive()
         if method == STOP:
             return
         if method == "start":
-            received = SampleCache(memory)
+            received = SampleCache()
         arguments = tuple(
             received.unpack(each, commands.receive_images()) if isinstance(each, SampleMessage) else each
             for each in arguments

@@ -12,8 +12,8 @@ import torch
 from vlmrl.algos import choose, is_per_token
 from vlmrl.algos.filters import soft_overlong_penalty
 from vlmrl.config import Algo, Config
-from vlmrl.config.fields import short_name
 from vlmrl.multimodal.messages import images_of, parts_of_message
+from vlmrl.train.token_credit import assign_by_token, finite, trained
 from vlmrl.types import Sample, Trajectory, Turn
 
 
@@ -41,10 +41,10 @@ def assign_advantages(
     if config.train.shuffle_rewards:
         random.Random(f"{config.seed}/{trajectories[0].id}").shuffle(rewards)
     if per_token:
-        _assign_by_token(samples, trajectories, rewards, kl, algo)
+        assign_by_token(samples, trajectories, rewards, kl, algo)
         return {}
-    values = _advantages(rewards, [trajectory.group_id for trajectory in trajectories], algo)
-    of = {trajectory.id: value for trajectory, value in zip(trajectories, values, strict=True)}
+    advantages = _advantages(rewards, [trajectory.group_id for trajectory in trajectories], algo)
+    of = {trajectory.id: value for trajectory, value in zip(trajectories, advantages, strict=True)}
     for sample in samples:
         sample.advantage = of[sample.trajectory_id]
     return {}
@@ -62,48 +62,8 @@ def shaped_reward(trajectory: Trajectory, config: Config) -> float:
 def _kl_by_trajectory(samples: Sequence[Sample], kl: Sequence[np.ndarray] | None, algo: Algo) -> Mapping[str, float]:
     total: dict[str, float] = defaultdict(float)
     for sample, values in zip(samples, kl or (), strict=kl is not None):
-        total[sample.trajectory_id] += algo.kl_coef * float(values[_trained(sample)].sum())
+        total[sample.trajectory_id] += algo.kl_coef * float(values[trained(sample)].sum())
     return total
-
-
-def _assign_by_token(
-    samples: Sequence[Sample],
-    trajectories: Sequence[Trajectory],
-    rewards: Sequence[float],
-    kl: Sequence[np.ndarray] | None,
-    algo: Algo,
-) -> None:
-    """Advantages of a function per token, which gets each trajectory's trained tokens in the order of its samples."""
-    places = {trajectory.id: row for row, trajectory in enumerate(trajectories)}
-    trained = [_trained(sample) for sample in samples]
-    lengths = Counter[int]()
-    for sample, indices in zip(samples, trained, strict=True):
-        lengths[places[sample.trajectory_id]] += len(indices)
-    width = max([1, *lengths.values()])
-    penalties, mask = torch.zeros(2, len(trajectories), width, dtype=torch.float64)
-    filled = Counter[int]()
-    spans = []
-    for number, (sample, indices) in enumerate(zip(samples, trained, strict=True)):
-        row = places[sample.trajectory_id]
-        span = slice(filled[row], filled[row] + len(indices))
-        if kl is not None:
-            penalties[row, span] = algo.kl_coef * torch.from_numpy(kl[number][indices]).double()
-        mask[row, span] = 1
-        filled[row] = span.stop
-        spans.append((row, span))
-    to_go = penalties.flip(1).cumsum(1).flip(1)
-    returns = torch.tensor(rewards, dtype=torch.float64)[:, None] - to_go
-    group_ids = [trajectory.group_id for trajectory in trajectories]
-    advantages = _finite(choose(algo, "advantage")(returns, group_ids, mask), rewards, algo)
-    for sample, indices, place in zip(samples, trained, spans, strict=True):
-        values = np.zeros(len(sample.response_ids))
-        values[indices] = advantages[place].numpy()
-        sample.advantage = values.tolist()
-
-
-def _trained(sample: Sample) -> np.ndarray:
-    """The indices of the sample's trained response tokens."""
-    return np.flatnonzero(sample.loss_mask)
 
 
 def _assign_by_turn(samples: Sequence[Sample], trajectories: Sequence[Trajectory], algo: Algo) -> None:
@@ -131,10 +91,10 @@ def _advantages_by_turn(trajectories: Sequence[Trajectory], algo: Algo) -> dict[
     group_ids = [trajectory.group_id for trajectory in trajectories]
 
     def compare(values: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
-        return _finite(choose(algo, "advantage")(values, groups), values.tolist(), algo)
+        return finite(choose(algo, "advantage")(values, groups), values.tolist(), algo)
 
     found = choose(algo, "credit")(rewards, states, group_ids, compare)
-    _finite(torch.tensor([value for row in found for value in row]), [value for row in rewards for value in row], algo)
+    finite(torch.tensor([value for row in found for value in row]), [value for row in rewards for value in row], algo)
     return {
         (trajectory.id, number): value
         for trajectory, row in zip(trajectories, found, strict=True)
@@ -159,15 +119,16 @@ def rewards_by_turn(trajectory: Trajectory) -> list[float]:
 def states_of(trajectory: Trajectory) -> list[str]:
     """The state in which each turn began, equal within a group for equal states.
 
-    The env's name for it (``info["state"]``), or else the last observation: the messages since the last response, with the content
-    hashes of their images.
+    The env's name for it (``info["state"]``), or else the last observation: the messages since the last response, or the new tokens of
+    a turn without messages, with the content hashes of their images.
     """
-    names = [None, *(turn.next_state for turn in trajectory.turns[:-1])]
-    named = zip(names, trajectory.turns, strict=True)
+    named = zip([None, *(turn.next_state for turn in trajectory.turns)], trajectory.turns, strict=False)
     return [_observation(turn) if name is None else f"state {name}" for name, turn in named]
 
 
 def _observation(turn: Turn) -> str:
+    if not turn.messages:
+        return repr((turn.prompt_ids, [item.id for item in turn.media]))
     responses = [place for place, message in enumerate(turn.messages) if message.get("role") == "assistant"]
     shown = turn.messages[responses[-1] + 1 :] if responses else turn.messages
     images = [item.id for item in turn.media][len(turn.media) - len(images_of(shown)) :]
@@ -177,14 +138,4 @@ def _observation(turn: Turn) -> str:
 
 def _advantages(rewards: Sequence[float], group_ids: Sequence[str], algo: Algo) -> list[float]:
     values = choose(algo, "advantage")(torch.tensor(rewards, dtype=torch.float64), group_ids)
-    return _finite(values, rewards, algo).tolist()
-
-
-def _finite(advantages: torch.Tensor, rewards: Sequence[float], algo: Algo) -> torch.Tensor:
-    """The advantages. Raises ValueError if one is not finite, which would only show in the gradient."""
-    if not bool(advantages.isfinite().all()):
-        raise ValueError(
-            f"algo.advantage {short_name(algo.advantage)} must give finite advantages, but one is not, for rewards from "
-            f"{min(rewards)} to {max(rewards)}: give rewards of moderate size."
-        )
-    return advantages
+    return finite(values, rewards, algo).tolist()

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from vlmrl.algos import LossInputs
+from vlmrl.train.ranks import Ranks
 from vlmrl.types import Sample
 
 NAMES = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs")
@@ -40,3 +41,11 @@ class FiniteCheck:
                     f"{value}."
                 )
         return None
+
+    def error_on_any(self, ranks: Ranks, device: torch.device) -> str | None:
+        """The same on every rank, if one has an error: the others would wait for it in a collective."""
+        error = self.error()
+        found = torch.tensor(float(error is not None), device=device if ranks.size > 1 else torch.device("cpu"))
+        if not ranks.max(found):
+            return None
+        return error or "another rank found a logprob that is not finite: its error names the trajectory."

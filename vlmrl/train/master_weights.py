@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -69,6 +69,12 @@ def make_optimizer(parameters: list[nn.Parameter], settings: Optim, device: torc
     )
 
 
+def clip_gradient(parameters: Sequence[nn.Parameter], most: float) -> float:
+    """Scale the gradients of all ``parameters`` down to the norm ``most``. Returns their norm before, over all ranks."""
+    total: torch.Tensor = nn.utils.clip_grad_norm_(parameters, most)
+    return float(total.full_tensor() if isinstance(total, DTensor) else total)
+
+
 def move_module(module: nn.Module, device: torch.device, memory: HostMemory) -> None:
     """Move a module to ``device``. On the host its parameters are in ``memory``; buffers are small, and move as usual."""
 
@@ -103,10 +109,9 @@ def move_state(
 def step_in_parts(optimizer: torch.optim.Optimizer, device: torch.device, memory: HostMemory) -> None:
     """An optimizer step with the state in ``memory``: that of about STATE_BYTES is on ``device`` at a time."""
     [group] = optimizer.param_groups
-    parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
     everything = group["params"]
     try:
-        for part in _parts(parameters):
+        for part in _parts([parameter for parameter in everything if parameter.grad is not None]):
             group["params"] = part
             move_state(optimizer, device, memory, part)
             optimizer.step()

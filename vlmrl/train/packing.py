@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from typing import Literal
 
 import numpy as np
@@ -23,6 +24,13 @@ from vlmrl.types import MediaItem, MicroBatch, Sample, to_device
 
 Layout = Literal["tree", "packed", "padded"]
 """``tree``: each shared prefix once. ``packed``: rows end to end. ``padded``: one row per sample, padded."""
+
+
+def layout_of(policy: Policy, share_prefixes: bool) -> Layout:
+    """The layout of micro-batches that the model's family allows. On a CPU, padded rows are cheaper than packed ones."""
+    if share_prefixes and policy.family.may_share:
+        return "tree"
+    return "packed" if policy.family.may_share and policy.device.type != "cpu" else "padded"
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,22 @@ class Packed:
         zeros = torch.zeros_like(indices, dtype=torch.float32)
         spread = (zeros.masked_scatter(trained, values) for values in (scores.divergence, scores.agreement))
         return result._replace(**dict(zip(("divergence", "agreement"), spread, strict=True)))
+
+
+def mini_batches(samples: Sequence[Sample], groups_per_step: int | None) -> list[list[int]]:
+    """The sample indices of each optimizer step: ``groups_per_step`` groups, however many rows they have; ``None``: all groups.
+
+    If that does not divide the number of groups, they are split evenly into as many steps as come nearest to it: 9 groups, 4 a
+    step, are 4 and 5, since a last group alone would move the weights as far as 4 others do.
+    """
+    groups: dict[str, list[int]] = {}
+    for index, sample in enumerate(samples):
+        groups.setdefault(sample.group_id, []).append(index)
+    members = list(groups.values())
+    size = groups_per_step or len(members)
+    count = max(1, (len(members) + (size - 1) // 2) // size)
+    edges = [number * len(members) // count for number in range(count + 1)]
+    return [list(chain.from_iterable(members[first:last])) for first, last in pairwise(edges)]
 
 
 def split(
@@ -212,6 +236,11 @@ def per_token(samples: Sequence[Sample], values: Callable[[Sample], Sequence[flo
     for row, sample in enumerate(samples):
         tensor[row, : len(sample.response_ids)] = torch.tensor(values(sample), dtype=torch.float32)
     return tensor
+
+
+def unpadded(samples: Sequence[Sample], rows: torch.Tensor) -> list[np.ndarray]:
+    """For each sample its row ``[response]`` of a tensor ``[rows, longest response]``."""
+    return [row[: len(sample.response_ids)] for sample, row in zip(samples, rows.cpu().numpy(), strict=True)]
 
 
 def expert_indices(

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vlmrl.config import Algo, Config, Lora, Model
-from vlmrl.model.loading import LoadedModel, as_saved, load_model, pick_checkpointing
+from vlmrl.config import Algo, Config, Lora, Model, Teacher
+from vlmrl.model.loading import LoadedModel, as_saved, load_model, prepare_layers
 from vlmrl.model.lora import named_adapters, named_weights
 from vlmrl.model.policy import Policy, without_adapters
 from vlmrl.train.fsdp import forget_unused
@@ -40,11 +40,11 @@ class Rank:
         if loaded is None:
             forget_unused()  # rank 0 had each whole weight for a moment
         else:
-            _set_checkpointing(config, loaded.policy)
+            prepare_layers(loaded.policy, config.train, loaded.policy.device)
         self.device = self.policy.device
         self.trainer: Trainer | None = None
         self.offloaded = False
-        self.sent = SenderState()
+        self.sent = SenderState(collect=self.ranks.collect)
         self._memory = HostMemory()
 
     def start(self, spec: TrainerSpec) -> Trainer:
@@ -52,7 +52,7 @@ class Rank:
         self.trainer = None
         self.onload()
         self._memory = HostMemory()  # without that of the last trainer
-        reference, teacher = self._reference(spec.algo), self._teacher(spec.teacher.model)
+        reference, teacher = self._reference(spec.algo), self._teacher(spec.teacher)
         self.trainer = Trainer(self.policy, spec, reference=reference, teacher=teacher, ranks=self.ranks)
         return self.trainer
 
@@ -62,10 +62,10 @@ class Rank:
         self.onload()
         return getattr(self.trainer, method)(*arguments)
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight under its Hugging Face name, gathered from all ranks."""
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight under its Hugging Face name, gathered from all ranks, in ``dtype`` where :func:`named_weights` can."""
         self.onload()
-        return named_weights(self.policy.model)
+        return named_weights(self.policy.model, dtype)
 
     def named_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The same for LoRA's weights alone, under their names in peft's files."""
@@ -79,8 +79,8 @@ class Rank:
 
     def send(self, updates: Sequence[WeightUpdate | None]) -> TransferResult | None:
         """Gather the policy's weights on all ranks. A rank that has one of the ``updates`` (one for each rank) sends it."""
-        update = updates[self.ranks.rank]
-        weights = as_saved(self.policy.model, self.named_weights())
+        update, whole = updates[self.ranks.rank], updates[0]
+        weights = as_saved(self.policy.model, self.named_weights(whole.dtype if whole else None))
         if update is None:
             exhaust(weights)
             return None
@@ -114,17 +114,16 @@ class Rank:
         forget_unused()
 
     def _reference(self, algo: Algo) -> Scorer | None:
-        """The reference policy of a KL penalty: the one that ``algo.reference`` names, or a copy of the current weights."""
+        """The reference policy of a KL penalty: a copy of the current weights, or with LoRA the base model."""
         if not algo.kl_coef:
             return None
-        if algo.reference is not None:
-            return self._frozen(algo.reference)
         return without_adapters(self.policy) if self.config.model.lora.rank else self._copy()
 
-    def _teacher(self, name: str | None) -> Policy | None:
-        """The policy that ``teacher.model`` names."""
-        if name is None or name == "self":
-            return None if name is None else self.policy
+    def _teacher(self, teacher: Teacher) -> Policy | None:
+        """The policy that ``teacher.model`` names; none for servers."""
+        name = teacher.model
+        if name is None or name == "self" or teacher.servers[0]:
+            return self.policy if name == "self" else None
         return self._copy() if name == "average" else self._frozen(name)
 
     def _frozen(self, path: str) -> Policy:
@@ -134,7 +133,7 @@ class Rank:
     def _copy(self) -> Policy:
         if self.ranks.size == 1:
             return self.policy.frozen_copy()
-        return sharded_copy(self.policy, self.config.model, self.config.models_dir)
+        return sharded_copy(self.policy, self.config.model, self.config.models_dir, self.config.train)
 
 
 def exhaust(weights: Iterator[Any]) -> None:
@@ -151,12 +150,7 @@ def gpu_bytes(device: torch.device) -> float | None:
 def _load(config: Config, model: Model, ranks: Ranks) -> Policy:
     """A policy; with several ranks it is sharded, keeps float32 weights and computes in ``model.dtype``."""
     if ranks.size > 1:
-        return load_sharded(model, config.models_dir, config.seed, config.train.gradient_checkpointing)
+        return load_sharded(model, config.models_dir, config.seed, config.train)
     policy = load_model(model, config.models_dir, config.seed).policy
-    _set_checkpointing(config, policy)
+    prepare_layers(policy, config.train, policy.device)
     return policy
-
-
-def _set_checkpointing(config: Config, policy: Policy) -> None:
-    if pick_checkpointing(config.train.gradient_checkpointing, policy.device):
-        policy.enable_gradient_checkpointing()

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,21 @@ class Ranks:
         if self.size > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
+
+    def collect(self, item: Any, ranks: Sequence[int]) -> list[Any]:
+        """The items of these ranks, in their order, on the first one. The others get an empty list, once the first has called this."""
+        first, *others = ranks
+        if self.rank != first:
+            dist.send_object_list([item], dst=first)
+            dist.recv_object_list([None], src=first)
+            return []
+        items = [item]
+        for other in others:
+            received: list[Any] = [None]
+            dist.recv_object_list(received, src=other)
+            dist.send_object_list([None], dst=other)
+            items += received
+        return items
 
 
 class MetricAccumulator:
@@ -79,3 +94,10 @@ class MetricAccumulator:
             return {}
         numbers = iter(torch.stack([value.double() for values in self._scalars.values() for value in values]).tolist())
         return {name: list(islice(numbers, len(values))) for name, values in self._scalars.items()}
+
+
+def over_steps(name: str, values: list[float]) -> float:
+    """A metric over several optimizer steps: the sum of tokens, the maximum of names that end with ``max``, else the mean."""
+    if name.endswith("tokens"):
+        return sum(values)
+    return max(values) if name.endswith("max") else sum(values) / len(values)

@@ -44,10 +44,8 @@ class RowCache:
         """The message of one call. Called by the sender."""
         message, new = RowMessage([], {}), {}
         for sample in samples:
-            row = (
-                replace(_without_images(sample), advantage=None),
-                list(map(_ids, _seen(sample))),
-            )  # it is set between two calls
+            # The advantage is set between two calls.
+            row = (replace(_without_images(sample), advantage=None), list(map(_ids, _seen(sample))))
             data = pickle.dumps(row)
             key = blake2b(data, digest_size=16).hexdigest()
             message.rows.append((key, sample.advantage))
@@ -124,13 +122,10 @@ class SampleMessage:
 
 
 class SampleCache:
-    """The rows and images that the other ranks have under torchrun. Rank 0 and the others drop the same ones after the same call.
+    """The rows and images that the other ranks have under torchrun. Rank 0 and the others drop the same ones after the same call."""
 
-    ``memory`` holds the pixels of images that arrive.
-    """
-
-    def __init__(self, memory: PixelMemory | None = None) -> None:
-        self._memory = memory or PixelMemory()
+    def __init__(self) -> None:
+        self._memory = PixelMemory()  # of images that arrive
         self.rows = RowCache()
         self.images: Images = {}
         self._ranks_with: dict[str, set[int]] = {}  # on rank 0: the ranks that have an image's pixels

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from vlmrl.config import Model
+from vlmrl.config import Model, Train
 from vlmrl.model.loading import (
     draw_adapters,
     image_processor_of,
-    pick_checkpointing,
     pick_device,
     pick_dtype,
+    prepare_layers,
     read_weights,
     shapes_of,
 )
@@ -32,30 +32,29 @@ Source = Callable[[str], torch.Tensor]
 """A whole weight, or a buffer, by its name in the policy's model."""
 
 
-def load_sharded(config: Model, cache_dir: Path, seed: int, checkpointing: bool | None) -> Policy:
+def load_sharded(config: Model, cache_dir: Path, seed: int, train: Train) -> Policy:
     """The policy of ``config`` over all ranks, with float32 weights. It computes in ``config.dtype``. Every rank calls this."""
-    policy = _empty(config, cache_dir, checkpointing)
+    policy = _empty(config, cache_dir, train)
     _fill(policy, _source(policy, config, cache_dir, seed) if dist.get_rank() == 0 else None)
     return policy
 
 
 @torch.no_grad()
-def sharded_copy(policy: Policy, config: Model, cache_dir: Path) -> Policy:
+def sharded_copy(policy: Policy, config: Model, cache_dir: Path, train: Train) -> Policy:
     """A frozen copy of this rank's shards of ``policy``, which was loaded with ``config``. Nothing is read or sent."""
-    copied = _empty(config, cache_dir, checkpointing=False)
-    pairs = zip(chain(copied.parameters(), copied.buffers()), chain(policy.parameters(), policy.buffers()), strict=True)
-    for mine, current in pairs:
+    copied = _empty(config, cache_dir, replace(train, gradient_checkpointing=False))
+    ours, theirs = (chain(each.parameters(), each.buffers()) for each in (copied, policy))
+    for mine, current in zip(ours, theirs, strict=True):
         mine.copy_(current)
     return copied.requires_grad_(False)
 
 
-def _empty(config: Model, cache_dir: Path, checkpointing: bool | None) -> Policy:
+def _empty(config: Model, cache_dir: Path, train: Train) -> Policy:
     """The sharded policy with its memory, on this rank's device, before any weight is known."""
     device = pick_device(config.device)
     model = shapes_of(_in_float32(config), cache_dir)
     policy = Policy(model, image_processor_of(config, cache_dir)).eval()
-    if pick_checkpointing(checkpointing, device):
-        policy.enable_gradient_checkpointing()
+    prepare_layers(policy, train, device)
     return shard(policy, pick_dtype(config.dtype, device), device).to_empty(device=device)
 
 

@@ -6,16 +6,14 @@ The loop calls :meth:`Trainer.step` on each audited batch whose samples have the
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from vlmrl.algos import KL, LossInputs, choose, choose_all
 from vlmrl.algos.corrections import mismatch
@@ -35,11 +33,29 @@ from vlmrl.train.checkpoint import (
 )
 from vlmrl.train.finite_check import FiniteCheck
 from vlmrl.train.loss_inputs import loss_inputs
-from vlmrl.train.master_weights import HOST, MasterWeights, make_optimizer, move_module, move_state, step_in_parts
-from vlmrl.train.packing import Layout, MicroBatchPlan, count_unrecorded_experts, pack, per_token, split
-from vlmrl.train.ranks import MetricAccumulator, Ranks
+from vlmrl.train.master_weights import (
+    HOST,
+    MasterWeights,
+    clip_gradient,
+    make_optimizer,
+    move_module,
+    move_state,
+    step_in_parts,
+)
+from vlmrl.train.packing import (
+    MicroBatchPlan,
+    count_unrecorded_experts,
+    layout_of,
+    mini_batches,
+    pack,
+    per_token,
+    split,
+    unpadded,
+)
+from vlmrl.train.ranks import MetricAccumulator, Ranks, over_steps
 from vlmrl.train.schedule import learning_rate_factor
-from vlmrl.train.teacher import Taught, TeacherModel
+from vlmrl.train.served_teacher import ServedTeacher
+from vlmrl.train.teacher import Taught, TeacherModel, TeacherTerms
 from vlmrl.types import Sample, to_device
 from vlmrl.utils.current_gpu import on_policy_gpu
 from vlmrl.utils.host_memory import HostMemory
@@ -77,6 +93,8 @@ class StepOutput:
     """For each sample the trainer's logprobs ``[response]``, in nats, before the update."""
     steps_done: int
     """Optimizer steps so far, including those before a resume."""
+    teacher_logprobs: list[np.ndarray] | None = None
+    """For each sample the teacher's logprobs ``[response]``, NaN where it says nothing. None: there is no teacher."""
 
 
 class Trainer:
@@ -110,12 +128,14 @@ class Trainer:
         self._loss = choose(algo, "loss")
         self._reduction = choose(algo, "reduction")
         self._corrections = dict(zip(map(short_name, algo.corrections), choose_all(algo, "corrections"), strict=True))
-        self._layout = _layout(policy, spec.share_prefixes)
+        self._layout = layout_of(policy, spec.share_prefixes)
         self._replay_routing = spec.replay_routing and policy.routing is not None
         self._weights = MasterWeights(policy)
         self.optimizer = make_optimizer(self._weights.parameters, optim, policy.device)
-        self.teacher = None
-        if teacher is not None:
+        self.teacher: TeacherTerms | None = None
+        if spec.teacher.servers[0]:
+            self.teacher = ServedTeacher(spec.teacher, policy.device)
+        elif teacher is not None:
             limits = (self._layout, spec.tokens_per_micro_batch, spec.temperature, self._ranks)
             self.teacher = TeacherModel(spec.teacher, policy, teacher, *limits)
         self._state_memory = HostMemory()  # of `optim.offload`
@@ -126,28 +146,32 @@ class Trainer:
 
         The samples of one trajectory must be adjacent.
         """
-        mini_batches = self._mini_batches(samples)
+        rows_by_step = mini_batches(samples, self._spec.groups_per_step)
         if self._schedule_end is not None:
-            self._left_out = self._schedule_end - len(mini_batches) - self.steps_done
+            self._left_out = self._schedule_end - len(rows_by_step) - self.steps_done
             self._schedule_end = None
-        parts = [[samples[index] for index in indices] for indices in mini_batches]
+        parts = [[samples[index] for index in indices] for indices in rows_by_step]
         # The first part's are those of its own forward pass: its weights have not moved yet.
         old = [None, *(self._score_all(part) for part in parts[1:])]
-        logprobs, steps = [np.empty(0)] * len(samples), []
-        for part, indices, old_logprobs in zip(parts, mini_batches, old, strict=True):
-            metrics, before = self._update(part, old_logprobs)
+        logprobs, theirs = ([np.empty(0)] * len(samples) for _ in range(2))
+        steps = []
+        for part, indices, old_logprobs in zip(parts, rows_by_step, old, strict=True):
+            metrics, before, of_teacher = self._update(part, old_logprobs)
             steps.append(metrics)
-            for index, sample, row in zip(indices, part, before.cpu().numpy(), strict=True):
-                logprobs[index] = _response(sample, row)
+            for index, row in zip(indices, unpadded(part, before), strict=True):
+                logprobs[index] = row
+            if of_teacher is not None:
+                for index, row in zip(indices, unpadded(part, of_teacher), strict=True):
+                    theirs[index] = row
         self.policy.eval()  # in training mode, checkpointed layers take no cache, and an engine may share this model
         names = dict.fromkeys(chain.from_iterable(steps))  # one with fewer turns lacks some of a teacher's
-        metrics = {name: _over_steps(name, [step[name] for step in steps if name in step]) for name in names}
+        metrics = {name: over_steps(name, [step[name] for step in steps if name in step]) for name in names}
         if self._replay_routing:
             metrics["routing/free_tokens"] = count_unrecorded_experts(samples)
         if self._algo.corrections:
             unknown = [sample for sample in samples if sample.rollout_logprobs is None]
             metrics["correction/uncorrected_tokens"] = float(sum(sum(sample.loss_mask) for sample in unknown))
-        return StepOutput(metrics, logprobs, self.steps_done)
+        return StepOutput(metrics, logprobs, self.steps_done, None if self.teacher is None else theirs)
 
     def end_schedule_at(self, position: int) -> None:
         """Let the optimizer steps of the next batch end at this place of the learning-rate schedule, counted in optimizer steps.
@@ -171,38 +195,25 @@ class Trainer:
         """Release the policy after the last step, so that another trainer can train it."""
         self._weights.close()
 
-    def _mini_batches(self, samples: Sequence[Sample]) -> list[list[int]]:
-        """The sample indices of each optimizer step: ``groups_per_step`` groups, however many rows they have.
-
-        If that does not divide the number of groups, they are split evenly into as many steps as come nearest to it: 9 groups, 4 a
-        step, are 4 and 5, since a last group alone would move the weights as far as 4 others do.
-        """
-        groups: dict[str, list[int]] = defaultdict(list)
-        for index, sample in enumerate(samples):
-            groups[sample.group_id].append(index)
-        members = list(groups.values())
-        size = self._spec.groups_per_step or len(members)
-        count = max(1, (len(members) + (size - 1) // 2) // size)
-        edges = [number * len(members) // count for number in range(count + 1)]
-        return [list(chain.from_iterable(members[first:last])) for first, last in pairwise(edges)]
-
     def _update(
         self, samples: list[Sample], old_logprobs: torch.Tensor | None
-    ) -> tuple[dict[str, float], torch.Tensor]:
+    ) -> tuple[dict[str, float], torch.Tensor, torch.Tensor | None]:
         """One optimizer step with gradient accumulation over micro-batches.
 
-        Returns its metrics and the logprobs ``[rows, longest response]`` of the weights before the first step on the batch.
+        Returns its metrics, the logprobs ``[rows, longest response]`` of the weights before the first step on the batch, and those of
+        the teacher, if there is one: NaN where it says nothing.
         """
         device, ranks = self.policy.device, self._ranks
         mask = per_token(samples, lambda sample: sample.loss_mask)
         tokens, mask = float(mask.sum()), to_device(mask, device)
         weights = self._reduction(mask, [s.group_id for s in samples])
-        before = torch.zeros_like(mask)
+        before, theirs = torch.zeros_like(mask), None if self.teacher is None else torch.zeros_like(mask)
         total, accumulator, check = torch.zeros((), device=device), MetricAccumulator(), FiniteCheck()
         self.policy.train()
         plans, taught = self._split(samples), None
         if self.teacher is not None:
-            self.teacher.begin(samples, plans)
+            done = (self.steps_done + self._left_out) / max(1, self._spec.total_steps - 1)
+            self.teacher.begin(samples, plans, min(1.0, done))
         for plan, counts in ranks.shard(plans):
             own, rows = [samples[row] for row in plan.rows], to_device(torch.tensor(plan.rows), device)
             length = max(len(sample.response_ids) for sample in own)
@@ -212,38 +223,33 @@ class Trainer:
             reference = self._reference_logprobs(samples, plan)
             old = scores.logprobs.detach() if old_logprobs is None else old_logprobs[rows, :length]
             inputs = loss_inputs(own, scores.logprobs, old, reference, self._algo.old_policy == "rollout")
-            penalty = torch.zeros_like(old)
+            penalty, of_teacher = torch.zeros_like(old), dict[str, torch.Tensor]()
             if self.teacher is not None and taught is not None:
-                inputs, penalty, taught_metrics = self.teacher.apply(inputs, scores, taught)
-                for name, value in taught_metrics.items():
-                    accumulator.add(name, value, inputs.loss_mask * counts)
+                inputs, penalty, of_teacher = self.teacher.apply(inputs, scores, taught)
             check.add(own, inputs)
             per_token_loss, metrics = self._per_token_loss(inputs, scores, old)
-            per_token_loss = per_token_loss + penalty
-            loss = (per_token_loss * weights[rows, :length] * counts).sum()
+            loss = ((per_token_loss + penalty) * weights[rows, :length] * counts).sum()
+            total += loss.detach()
             if loss.requires_grad:  # not of text alone where only the vision tower is trained
                 (loss * ranks.size).backward()  # ranks average gradients, so this makes their sum
-            total += loss.detach()
-            for name, value in metrics.items():
+            for name, value in (metrics | of_teacher).items():
                 accumulator.add(name, value, inputs.loss_mask * counts)
             if counts:
                 before[rows, :length] = old
-        self._refuse_infinite(check)
+                if theirs is not None and taught is not None:
+                    theirs[rows, :length] = taught.logprobs.where(taught.known > 0, torch.nan)
+        if error := check.error_on_any(ranks, device):
+            self.optimizer.zero_grad(set_to_none=True)  # it is not finite either, and the next step would add to it
+            raise ValueError(error)
         before = ranks.sum(before)
+        theirs = None if theirs is None else ranks.sum(theirs)
         means = accumulator.result(tokens, ranks, device)
         means = means if self.teacher is None else self.teacher.over_known(means)
         if "mismatch/k1" in means:  # the exponential of the mean, not the mean of the micro-batches' exponentials
             means["mismatch/perplexity_ratio"] = float(np.exp(means["mismatch/k1"]))
-        return {"loss": float(ranks.sum(total)), "tokens": tokens, **means, **self._apply_gradient()}, before
-
-    def _refuse_infinite(self, check: FiniteCheck) -> None:
-        """Raise ValueError on every rank if one found a logprob that is not finite: the others would wait for it in a collective."""
-        error, device = check.error(), self.policy.device if self._ranks.size > 1 else torch.device("cpu")
-        if self._ranks.max(torch.tensor(float(error is not None), device=device)):
-            self.optimizer.zero_grad(set_to_none=True)  # it is not finite either, and the next step would add to it
-            raise ValueError(
-                error or "another rank found a logprob that is not finite: its error names the trajectory."
-            )
+        sizes = {"row_tokens": float(sum(map(len, samples))), "shared_tokens": float(sum(sum(p.shared) for p in plans))}
+        means |= sizes | self._apply_gradient()
+        return {"loss": float(ranks.sum(total)), "tokens": tokens, **means}, before, theirs
 
     def _per_token_loss(
         self, inputs: LossInputs, scores: TokenScores, before: torch.Tensor
@@ -272,7 +278,7 @@ class Trainer:
     def rows_by_rank(self, samples: Sequence[Sample], in_steps: bool) -> list[set[int]]:
         """For each rank the indices of the samples that it computes: in the optimizer steps of :meth:`step`, or in :meth:`score`."""
         rows: list[set[int]] = [set() for _ in range(self._ranks.size)]
-        for indices in self._mini_batches(samples) if in_steps else [list(range(len(samples)))]:
+        for indices in mini_batches(samples, self._spec.groups_per_step) if in_steps else [list(range(len(samples)))]:
             plans = self._split([samples[index] for index in indices])
             for rank, own in enumerate(rows):
                 shard = Ranks(rank, self._ranks.size).shard(plans)
@@ -283,8 +289,7 @@ class Trainer:
     def score(self, samples: Sequence[Sample], by_teacher: bool = False) -> list[np.ndarray]:
         """The logprobs ``[response]``, in nats, of each sample's response tokens under the current weights, or under the teacher's."""
         rows = list(samples)
-        logprobs = self._score_all(rows, self.teacher.model if by_teacher and self.teacher else None).cpu().numpy()
-        return [_response(sample, row) for sample, row in zip(rows, logprobs, strict=True)]
+        return unpadded(rows, self._score_all(rows, self.teacher.model if by_teacher and self.teacher else None))
 
     @on_policy_gpu
     @torch.no_grad()
@@ -294,7 +299,7 @@ class Trainer:
         rows = list(samples)
         difference = KL[self._algo.kl](self._score_all(rows), self._score_all(rows, self.reference))
         masked = difference * per_token(rows, lambda sample: sample.loss_mask).to(difference.device)
-        return [_response(sample, row) for sample, row in zip(rows, masked.cpu().numpy(), strict=True)]
+        return unpadded(rows, masked)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The policy's weights as :func:`~vlmrl.model.lora.named_weights` yields them. Every rank must iterate over them."""
@@ -334,14 +339,13 @@ class Trainer:
         tensors = {"steps_done": torch.tensor(self.steps_done), **optimizer_state(self.optimizer, named)}
         tensors |= {f"weight/{name}": weight.detach() for name, weight in named.items()}
         tensors |= {} if self.teacher is None else self.teacher.tensors()
-        if isinstance(self.reference, Policy) and self._algo.reference is None:
+        if isinstance(self.reference, Policy):
             tensors |= {f"reference/{name}": weight.detach() for name, weight in self.reference.named_parameters()}
         return tensors
 
     def _apply_gradient(self) -> dict[str, float]:
         optim = self._optim
-        total: Any = torch.nn.utils.clip_grad_norm_(self._weights.parameters, optim.grad_clip)
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        norm = clip_gradient(self._weights.parameters, optim.grad_clip)
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)  # the next step would add to it
             raise FloatingPointError(
@@ -399,22 +403,3 @@ class Trainer:
             if counts:
                 logprobs[to_device(torch.tensor(plan.rows), logprobs.device), : scores.shape[1]] = scores
         return self._ranks.sum(logprobs)
-
-
-def _layout(policy: Policy, share_prefixes: bool) -> Layout:
-    """The layout of micro-batches that the model's family allows. On a CPU, padded rows are cheaper than packed ones."""
-    if share_prefixes and policy.family.may_share:
-        return "tree"
-    return "packed" if policy.family.may_share and policy.device.type != "cpu" else "padded"
-
-
-def _over_steps(name: str, values: list[float]) -> float:
-    """A metric over several optimizer steps: the sum of ``tokens``, the maximum of names that end with ``max``, else the mean."""
-    if name == "tokens":
-        return sum(values)
-    return max(values) if name.endswith("max") else sum(values) / len(values)
-
-
-def _response(sample: Sample, row: np.ndarray) -> np.ndarray:
-    """The row of the sample's response without padding."""
-    return row[: len(sample.response_ids)]

@@ -106,10 +106,10 @@ class BoundedFunction:
         _close_all(self._idle)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, self._settings  # a copy in another process has its own workers
+        return _copied, self._settings  # a copy, such as that of a task which holds one, has workers of its own
 
 
-def _rebuild(function: str, cpu_seconds: float, memory_mb: int, timeout: float, processes: int) -> BoundedFunction:
+def _copied(function: str, cpu_seconds: float, memory_mb: int, timeout: float, processes: int) -> BoundedFunction:
     return BoundedFunction(function, cpu_seconds=cpu_seconds, memory_mb=memory_mb, timeout=timeout, processes=processes)
 
 

@@ -13,6 +13,7 @@ import atexit
 import json
 import math
 import random
+import threading
 from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
@@ -26,10 +27,11 @@ import tenacity
 from yarl import URL
 
 from vlmrl.utils.threads import LoopThread
-from vlmrl.utils.work_pool import shared_loop
 
 FIRST_PAUSE = 0.25  # seconds; each further pause is twice as long
 RESPONSE_LIMIT = 256 * 2**20  # bytes of one response
+_LOCK = threading.Lock()
+_LOOPS: list[LoopThread] = []
 BAD_ADDRESS = (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError, ValueError)
 
 
@@ -169,7 +171,10 @@ async def read_at_most(response: aiohttp.ClientResponse, limit: int) -> bytes | 
 
 def http_loop() -> LoopThread:
     """The process's event loop for requests that it makes."""
-    return shared_loop("http")
+    with _LOCK:
+        if not _LOOPS:
+            _LOOPS.append(LoopThread("http"))
+        return _LOOPS[0]
 
 
 def new_session(connector: aiohttp.TCPConnector | None = None) -> aiohttp.ClientSession:

@@ -31,6 +31,7 @@ from vlmrl.utils.tokens import bearer_token, is_loopback
 
 BODY = web.RequestKey("body", bytes)  # of a request that a guard has let in
 BODY_SECONDS = 120.0  # in which the whole body of a request must arrive
+SEND_SECONDS = 120.0  # in which a client must read its response, but for an end that fits into the connection's buffers
 # An idle connection stays open for longer than clients keep it, or a request could meet its end on the way. The headers of a request
 # must arrive in this time, too.
 KEEP_ALIVE_SECONDS = 75.0
@@ -141,7 +142,7 @@ def guarded(
     With a ``token``, a request needs the header ``Authorization: Bearer TOKEN`` (but for the ``public`` paths), and is refused before
     its body is read; without one, its ``Host`` must be a name of the loopback address, and no web page of another host may send it.
     A body may have ``max_body`` bytes and take ``seconds`` to arrive, all bodies together a quarter of the memory; handlers
-    find it as ``request[BODY]``.
+    find it as ``request[BODY]``. The connection of a client that does not read its response in SEND_SECONDS is closed.
     """
 
     held, room = 0, max(max_body, memory_bytes() // 4)  # bytes of the bodies of all requests that are being answered
@@ -165,10 +166,13 @@ def guarded(
 
         try:
             request[BODY] = await read_body(request, max_body, "--max-body-mib", seconds, arrived)
-            return await handler(request)
+            return await send_rest(request, await handler(request))
         except BodyError as error:
             return _refused(error.status, str(error))
-        except (web.HTTPException, ConnectionError):
+        except web.HTTPException as error:  # it is a response, too
+            await send_rest(request, error)
+            raise
+        except ConnectionError:
             raise
         except Exception as error:
             log.exception("%s %s failed", request.method, request.path)
@@ -206,6 +210,22 @@ def _has_token(request: web.BaseRequest, token: str) -> bool:
     headers = request.headers.getall("Authorization", [])
     scheme, _, given = headers[0].partition(" ") if len(headers) == 1 else ("", "", "")
     return scheme.lower() == "bearer" and secrets.compare_digest(given.encode(errors="replace"), token.encode())
+
+
+async def send_rest(request: web.Request, response: web.StreamResponse, last: bytes = b"") -> web.StreamResponse:
+    """Send what is left of a response, with ``last`` at its end if it is a stream.
+
+    Raises ConnectionAbortedError if the client does not read it in SEND_SECONDS.
+    """
+    try:
+        async with asyncio.timeout(SEND_SECONDS):
+            await response.prepare(request)
+            await response.write_eof(last)
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionAbortedError("the client does not read the response") from None
+    return response
 
 
 def _refused(status: int, message: str) -> web.Response:

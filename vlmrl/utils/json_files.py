@@ -10,12 +10,18 @@ from pathlib import Path
 from typing import Any
 
 MAX_VALUES = 1_000_000  # of a body: each takes 60 bytes or more, so that 64 MiB of `[],` would take 1.4 GiB
+MOST_BYTES = 64 * 2**20  # of a file: ours are far smaller
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # an escape that is valid only in a pair
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; ``None`` if there is no such file, or something else in it."""
+    """The object in a JSON file; ``None`` if there is no such file, or something else in it.
+
+    Neither a pipe nor a device is read, nor a file of more than MOST_BYTES.
+    """
     try:
+        if not path.is_file() or path.stat().st_size > MOST_BYTES:
+            return None
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
@@ -24,7 +30,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 def strict_json(text: str) -> Any:
     """As ``json.loads``, which also takes ``NaN`` and ``Infinity`` and makes ``1e999`` infinite: here they raise ValueError."""
-    return json.loads(text, parse_constant=_reject_constant, parse_float=_finite)
+    return json.loads(text, parse_constant=_reject_constant, parse_float=finite_float)
 
 
 def json_body(content: bytes) -> dict[str, Any]:
@@ -54,7 +60,8 @@ def _reject_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _finite(text: str) -> float:
+def finite_float(text: str) -> float:
+    """The number of a JSON text. Raises ValueError for one that a float cannot hold, such as 1e999, which ``float`` makes infinite."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text[:20]} is too large a number")

@@ -127,7 +127,7 @@ async def await_user_code(value: Awaitable[T]) -> T:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise
-        raise as_error(error) from None
+        raise as_error(error) from error
 
 
 def run_awake(coroutine: Coroutine[Any, Any, T]) -> T:

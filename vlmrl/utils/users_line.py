@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import sysconfig
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _OURS = str(Path(__file__).parents[1])
 _INSTALLED = tuple({path for name, path in sysconfig.get_paths().items() if name != "data"})
@@ -32,7 +35,7 @@ def users_line(error: BaseException | None) -> UsersLine | None:
         for frame in reversed(traceback.extract_tb(error.__traceback__)):
             if frame.filename.startswith(_OURS):
                 calls_vlmrl = True
-            elif not frame.filename.startswith(("<", *_INSTALLED)) and not _PACKAGES & set(Path(frame.filename).parts):
+            elif _is_users(frame.filename):
                 return UsersLine(frame.filename, frame.lineno or 0, frame.name, calls_vlmrl)
         error = error.__cause__
     return None
@@ -41,7 +44,27 @@ def users_line(error: BaseException | None) -> UsersLine | None:
 def describe_error(error: BaseException) -> str:
     """The error and the user's line that raised it: ``"KeyError: 'level' (env.py, line 21, in step)"``."""
     place = users_line(error)
-    return f"{type(error).__name__}: {error}" + (f" ({place})" if place else "")
+    return f"{type(error).__name__}: {text_of(error)}" + (f" ({place})" if place else "")
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an error, also of one whose own ``__str__`` raises another."""
+    try:
+        return str(error)
+    except Exception as second:
+        return f"its text cannot be had ({type(second).__name__})"
+
+
+def defined_at(function: Callable[..., Any]) -> str:
+    """Where the user wrote ``function``: ``" (env.py, line 21, in step)"``. Nothing for one of vlmrl or of an installed package."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or code.co_filename.startswith(_OURS) or not _is_users(code.co_filename):
+        return ""
+    return f" ({_shown(code.co_filename)}, line {code.co_firstlineno}, in {code.co_name})"
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith(("<", *_INSTALLED)) and not _PACKAGES & set(Path(file).parts)
 
 
 def _shown(file: str) -> str:

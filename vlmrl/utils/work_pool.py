@@ -1,4 +1,4 @@
-"""Threads whose calls have deadlines that do not include the time in the queue, and loops that a process shares."""
+"""Threads whose calls have deadlines that do not include the time in the queue, and work that coroutines share."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from vlmrl.utils.threads import DaemonPool, LoopThread, as_error
+from vlmrl.utils.threads import DaemonPool, as_error
 
 T = TypeVar("T")
 
 _LOCK = threading.Lock()
-_LOOPS: dict[str, LoopThread] = {}
-_POOLS: dict[str, WorkPool] = {}
+_POOLS: list[WorkPool] = []
 
 
 class DeadlineError(Exception):
@@ -127,9 +126,9 @@ def cpu_pool() -> WorkPool:
     One for each core that the process may use. Calls that wait, for example for a network, would hold up all others.
     """
     with _LOCK:
-        if "cpu" not in _POOLS:
-            _POOLS["cpu"] = WorkPool("cpu", usable_cores())
-        return _POOLS["cpu"]
+        if not _POOLS:
+            _POOLS.append(WorkPool("cpu", usable_cores()))
+        return _POOLS[0]
 
 
 def usable_cores() -> int:
@@ -167,14 +166,6 @@ async def abandonable(call: Coroutine[Any, Any, T]) -> T:
     except asyncio.CancelledError:
         task.cancel()
         raise
-
-
-def shared_loop(name: str) -> LoopThread:
-    """The process's loop thread of this name, started at its first use."""
-    with _LOCK:
-        if name not in _LOOPS:
-            _LOOPS[name] = LoopThread(name)
-        return _LOOPS[name]
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:

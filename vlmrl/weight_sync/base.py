@@ -11,7 +11,7 @@ copy, aborts. A :class:`WeightReceiver` is one server's end, made by its backend
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast, runtime_chec
 
 import torch
 
+from vlmrl.model.lora import rounded
 from vlmrl.utils.current_gpu import current_gpu
 from vlmrl.utils.host_memory import HostMemory
 from vlmrl.utils.threads import DaemonPool
@@ -64,8 +65,7 @@ def buckets(weights: NamedWeights, max_bytes: int, dtype: torch.dtype | None = N
     waiting: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, weight in weights:
-        if dtype is not None and weight.is_floating_point() and weight.dtype.itemsize > dtype.itemsize:
-            weight = weight.to(dtype)
+        weight = rounded(weight, dtype)
         if waiting and (size + weight.nbytes > max_bytes or weight.dtype != waiting[0][1].dtype):
             yield _joined(waiting)
             waiting, size = [], 0
@@ -180,6 +180,30 @@ class WeightReceiver(Protocol):
         ...
 
 
+@runtime_checkable
+class PartsReceiver(WeightReceiver, Protocol):
+    """A server whose tensor parallel ranks open memory on different GPUs, each that of the trainer rank beside it."""
+
+    def part(self, bucket: Bucket) -> Any:
+        """What one rank of the server takes for a bucket. It pickles, and needs the bucket until it was received."""
+        ...
+
+    def receive_parts(self, parts: Sequence[Any], version: str | None) -> None:
+        """As :meth:`receive`, with a part for each rank of the server, in their order."""
+        ...
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group with servers."""
+
+    name: str
+    handle: Any
+    """torch's group. None: it was aborted."""
+    members: tuple[str, ...]
+    """The servers' URLs, in the order of their ranks."""
+
+
 @dataclass
 class SenderState:
     """What senders keep from one update of a run to the next. Each process that sends owns one, for as long as its run lasts."""
@@ -188,8 +212,12 @@ class SenderState:
     """The last weights that were sent to stay."""
     gpu: torch.device | None = None
     """The GPU that the last weights were on."""
-    groups: dict[str, tuple[str, Any]] = field(default_factory=dict)
-    """The process group with each server, by URL: its name on the server, and the group."""
+    group: Group | None = None
+    """The process group of this process and the servers."""
+    joined: dict[str, str] = field(default_factory=dict)
+    """The name of the last group that each server was asked to join, by URL: a server that was away is in an older one."""
+    collect: Callable[[Any, Sequence[int]], list[Any]] | None = None
+    """Collects an object of each of these trainer ranks on the first one; the others get an empty list, and wait for it."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +243,9 @@ class WeightUpdate:
     """Keep the weights in host memory, for a resend."""
     by_value: bool = False
     """Send values instead of handles of GPU memory, because a server is not on this process's GPU."""
+    beside: tuple[int, ...] = ()
+    """Trainer ranks, one beside each rank of the one receiver, that all send this update: each a handle of its own GPU's memory. The
+    first calls the server. Empty: this process's handles are for all ranks."""
     aborted: Future[None] = field(default_factory=Future, repr=False, compare=False)
     """Done when the update was aborted in this process. A copy made by ``replace`` has the same one, a pickled copy another."""
 
@@ -242,8 +273,8 @@ Receiver = TypeVar("Receiver", bound=WeightReceiver)
 class ServerSender(Generic[Receiver]):
     """Sends one update to all its servers concurrently. A server that fails gets no further buckets.
 
-    This class passes each bucket to :meth:`WeightReceiver.receive`. A subclass overrides :meth:`prepare`, :meth:`deliver` and
-    :meth:`finish`, and names in ``needs`` the receiver protocol that it calls.
+    This class passes each bucket to :meth:`WeightReceiver.receive`. A subclass overrides :meth:`prepare`, :meth:`deliver` or
+    :meth:`start`, and :meth:`finish`, and names in ``needs`` the receiver protocol that it calls.
     """
 
     needs: ClassVar[type] = WeightReceiver
@@ -279,6 +310,10 @@ class ServerSender(Generic[Receiver]):
         self.begin(receiver)
         receiver.receive(bucket, version)
 
+    def start(self, threads: DaemonPool, receivers: list[Receiver], bucket: Bucket, version: str | None) -> Calls:
+        """Begin to send a prepared bucket to these servers: :meth:`deliver`, in a thread for each."""
+        return {receiver.url: threads.submit(self.deliver, receiver, bucket, version) for receiver in receivers}
+
     def finish(self) -> None:
         """Called at the end, also after an error."""
 
@@ -287,9 +322,6 @@ class ServerSender(Generic[Receiver]):
         if receiver.url not in self._begun:
             receiver.begin()
             self._begun.add(receiver.url)
-
-    def has_begun(self, receiver: Receiver) -> bool:
-        return receiver.url in self._begun
 
     def send(self, weights: NamedWeights) -> TransferResult:
         started = time.perf_counter()
@@ -336,22 +368,16 @@ class ServerSender(Generic[Receiver]):
             yield bucket
 
     def _deliver_to_all(self, threads: DaemonPool, bucket: Bucket, version: str | None) -> Calls:
+        prepared = self.prepare(bucket) if self.receivers else bucket
         receivers = [receiver for url, receiver in self.receivers.items() if url not in self.failed]
-        if not receivers:
-            return {}
-        prepared = self.prepare(bucket)
-        return self._start_for(threads, receivers, lambda receiver: self.deliver(receiver, prepared, version))
+        if not receivers or self.update.aborted.done():
+            return {receiver.url: self.update.aborted for receiver in receivers}
+        return self.start(threads, receivers, prepared, version)
 
     def _end_all(self, threads: DaemonPool) -> None:
-        """Close the open updates, also after an error: a server with an open update refuses the next."""
-        begun = [receiver for receiver in self.receivers.values() if self.has_begun(receiver)]
-        self._wait(self._start_for(threads, begun, lambda receiver: receiver.end()))
-
-    def _start_for(self, threads: DaemonPool, receivers: list[Receiver], call: Callable[[Receiver], None]) -> Calls:
-        """Call it for all receivers concurrently. After an abort nothing is called."""
-        if self.update.aborted.done():
-            return {receiver.url: self.update.aborted for receiver in receivers}
-        return {receiver.url: threads.submit(call, receiver) for receiver in receivers}
+        """Close the open updates, also after an error but not after an abort: a server with an open update refuses the next."""
+        if not self.update.aborted.done():
+            self._wait({url: threads.submit(self.receivers[url].end) for url in self._begun})
 
     def _wait(self, calls: Calls) -> None:
         """Wait until all calls have returned or the transfer is aborted, and note which have failed."""
@@ -371,5 +397,38 @@ class IpcSender(ServerSender[WeightReceiver]):
     Receivers serialize a bucket on a GPU as handles, so it stays alive until all servers have answered.
     """
 
+    def send(self, weights: NamedWeights) -> TransferResult:
+        result = super().send(weights)
+        self._collect(None)  # the server has answered: every rank may free its last bucket
+        return result
+
     def prepare(self, bucket: Bucket) -> Bucket:
-        return bucket.to(CPU) if self.update.by_value else self.to_gpu_of_receivers(bucket)
+        bucket = bucket.to(CPU) if self.update.by_value else self.to_gpu_of_receivers(bucket)
+        if self.update.beside:
+            [receiver] = self.receivers.values()
+            assert isinstance(receiver, PartsReceiver)
+            try:
+                part = receiver.part(bucket)
+            except Exception as error:  # the other ranks wait for this one
+                part = RuntimeError(f"{type(error).__name__}: {error}")
+            self._parts = self._collect(part)
+            self._alive = bucket  # in place of the last one, which the server has taken by now
+        return bucket
+
+    def deliver(self, receiver: WeightReceiver, bucket: Bucket, version: str | None) -> None:
+        if not self.update.beside:
+            super().deliver(receiver, bucket, version)
+        elif self._parts:  # this rank is the first one
+            assert isinstance(receiver, PartsReceiver)
+            for part in self._parts:
+                if isinstance(part, RuntimeError):
+                    raise part
+            self.begin(receiver)
+            receiver.receive_parts(self._parts, version)
+
+    def _collect(self, part: Any) -> list[Any]:
+        """The parts of all ranks beside the server, on the first, once the server has answered for the bucket before."""
+        if not self.update.beside:
+            return []
+        assert self.state.collect is not None
+        return self.state.collect(part, self.update.beside)

@@ -6,10 +6,10 @@ It depends on model, batch and machine, so the first forwards are timed. Results
 
 from __future__ import annotations
 
-import logging
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -19,8 +19,6 @@ T = TypeVar("T")
 
 TRIALS = 6  # timed forwards with each number of threads
 BLOCK = 3  # forwards before the number changes; the first one starts the threads and does not count
-
-log = logging.getLogger(__name__)
 
 
 class CpuThreads:
@@ -33,50 +31,24 @@ class CpuThreads:
     def __init__(self, count: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._all = torch.get_num_threads()
         self._clock = clock
-        chosen = count or (1 if self._all == 1 else None)
-        self._trials = {kind: _Trials((self._all, 1), chosen) for kind in ("decode", "prefill")}
+        self._chosen = dict.fromkeys(("decode", "prefill"), count or (1 if self._all == 1 else None))
+        self._done = Counter[str]()  # forwards by kind
+        self._seconds: dict[str, dict[int, list[float]]] = {kind: {self._all: [], 1: []} for kind in self._chosen}
 
     def run(self, kind: str, tokens: int, forward: Callable[[], T]) -> T:
         """``forward()`` of so many ``tokens``; ``kind`` is decode or prefill."""
-        trials = self._trials[kind]
-        _set_own_threads(trials.count, self._all)
-        if trials.chosen is not None:
-            return forward()
+        trials, chosen = self._seconds[kind], self._chosen[kind]
+        count = chosen or list(trials)[self._done[kind] // BLOCK % 2]
+        _set_own_threads(count, self._all)
         began = self._clock()
         result = forward()
-        if trials.add((self._clock() - began) / tokens):
-            log.info("the embedded engine computes a %s on %s", kind, trials)
+        if chosen is None:
+            if self._done[kind] % BLOCK:
+                trials[count].append((self._clock() - began) / tokens)
+            self._done[kind] += 1
+            if min(map(len, trials.values())) == TRIALS:
+                self._chosen[kind] = min(trials, key=lambda each: statistics.median(trials[each]))
         return result
-
-    def __str__(self) -> str:
-        return ", ".join(f"{kind}: {trials}" for kind, trials in self._trials.items())
-
-
-class _Trials:
-    """Seconds for each token with each of two numbers of threads, in turns, until one is ``chosen``."""
-
-    def __init__(self, counts: tuple[int, int], chosen: int | None) -> None:
-        self.chosen = chosen
-        self._seconds: dict[int, list[float]] = {count: [] for count in counts}
-        self._done = 0
-
-    @property
-    def count(self) -> int:
-        """Of the next forward."""
-        return self.chosen or list(self._seconds)[self._done // BLOCK % 2]
-
-    def add(self, seconds: float) -> bool:
-        """Count a forward. True: the number has just been chosen."""
-        if self._done % BLOCK:
-            self._seconds[self.count].append(seconds)
-        self._done += 1
-        if min(map(len, self._seconds.values())) == TRIALS:
-            self.chosen = min(self._seconds, key=lambda count: statistics.median(self._seconds[count]))
-        return self.chosen is not None
-
-    def __str__(self) -> str:
-        times = (f"{count}: {statistics.median(each) * 1e6:.0f} us" for count, each in self._seconds.items() if each)
-        return f"{self.count} threads ({', '.join(times) or 'as set'} a token)"
 
 
 def _set_own_threads(count: int, others: int) -> None:

@@ -178,11 +178,11 @@ class HFEngine:
     def _sample(self) -> None:
         """Advance the batch, or begin a new one if that fails. A method of its own: the frame of an idle engine holds no rows."""
         before, admitted = list(self._running.rows), list[RequestRow]()
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             with busy(), current_gpu(self.policy.device), torch.inference_mode():
                 self._advance(self._running, admitted)
-        except Exception as error:
+        except BaseException as error:  # without its thread, the engine would never answer
             failure = error.with_traceback(None)  # its frames hold tensors
         if failure is None:
             return
@@ -227,7 +227,7 @@ class HFEngine:
             self._seconds.add("vision", vision)
             self._seconds.add("prefill", time.perf_counter() - began - vision)
 
-    def _recover(self, rows: list[RequestRow], failure: Exception) -> None:
+    def _recover(self, rows: list[RequestRow], failure: BaseException) -> None:
         """Fail the ``rows`` of a batch that failed. If its memory did not suffice, they are sampled on in smaller batches instead.
 
         A single row that does not fit fails alone.

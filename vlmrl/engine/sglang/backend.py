@@ -20,12 +20,14 @@ from vlmrl.engine.server_backend import (
     Attempt,
     Call,
     Capabilities,
+    Scored,
+    ScoreRequest,
     ServedModel,
     ServerBackend,
 )
 from vlmrl.engine.server_response import Response
 from vlmrl.engine.sglang.receiver import SGLangReceiver, serialized
-from vlmrl.engine.sglang.requests import parse_response, request_body
+from vlmrl.engine.sglang.requests import parse_response, parse_scored, request_body, score_request_body
 
 GIB = 2.0**30
 KV_CACHE = {"tags": ["kv_cache"]}
@@ -160,14 +162,6 @@ class SGLangBackend(ServerBackend):
         estimate = (512 + 1.5 * chunk + 2 * graph) * 2**20
         return max(estimate, 10 * GIB) if gib > 60 else estimate
 
-    @classmethod
-    def graph_memory(cls, gpu_bytes: float) -> float:
-        return (0.5 if gpu_bytes < 60 * GIB else 1.0) * GIB
-
-    def listens_at(self, host: str) -> str:
-        own = self.arguments.get("host", host)
-        return "127.0.0.1" if own is None or own is False else str(own)  # SGLang's default, without the argument
-
     def parse_info(self, response: Any) -> ServerInfo:
         return ServerInfo(
             version=str(response.get("version", "unknown")),
@@ -183,6 +177,14 @@ class SGLangBackend(ServerBackend):
 
     def parse(self, attempt: Attempt, response: Any) -> Response:
         return parse_response(attempt, response)
+
+    def score(self, attempt: Attempt) -> Call:
+        assert isinstance(attempt.request, ScoreRequest)
+        return Call("/generate", score_request_body(attempt, attempt.request))
+
+    def parse_scores(self, attempt: Attempt, response: Any) -> Scored:
+        assert isinstance(attempt.request, ScoreRequest)
+        return parse_scored(attempt.request, response)
 
     def abort(self, attempt_id: str) -> Call:
         return Call("/abort_request", {"rid": attempt_id})

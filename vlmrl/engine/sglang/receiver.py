@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import pickle
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,23 +25,28 @@ DEVICE_ARGUMENT = 6  # of `rebuild_cuda_tensor`; SGLang also takes a device's UU
 class SGLangReceiver(HttpReceiver):
     """One server as a :class:`~vlmrl.weight_sync.base.WeightReceiver`, for buckets, process groups and folders."""
 
-    def begin(self) -> None:
-        try:
-            self.post("/begin_weight_update", {})
-        except WeightsRefused:  # an earlier sender died and left an update open
-            self.post("/end_weight_update", {})
-            self.post("/begin_weight_update", {})
+    opens = "/begin_weight_update"
+    closes = "/end_weight_update"
 
     def receive(self, bucket: Bucket, version: str | None) -> None:
         """As handles of GPU memory, or by value from a CPU. Each rank needs its own serialization: handles are reference-counted."""
-        parts = [serialized(_own_memory(bucket.tensors())) for _ in range(self.ranks)]
+        self.receive_parts([self.part(bucket) for _ in range(self.ranks)], version)
+
+    def part(self, bucket: Bucket) -> str:
+        return serialized(_own_memory(bucket.tensors()))
+
+    def receive_parts(self, parts: Sequence[str], version: str | None) -> None:
         self.post("/update_weights_from_tensor", {"serialized_named_tensors": parts} | _version_fields(version))
 
     def join_group(self, group: GroupAddress) -> None:
+        """SGLang gives its tensor parallel rank i the rank ``rank_offset`` + i, and keeps each group that it is not asked to leave."""
+        if group.replaces is not None:
+            with suppress(WeightsRefused):  # a server that was restarted has no such group
+                self.post("/destroy_weights_update_group", {"group_name": group.replaces})
         body = {
             "master_address": group.host,
             "master_port": group.port,
-            "rank_offset": 1,
+            "rank_offset": group.first_rank,
             "world_size": group.size,
             "group_name": group.name,
             "backend": group.backend,
@@ -61,7 +68,7 @@ class SGLangReceiver(HttpReceiver):
         self.post("/update_weights_from_disk", body, self.folder_timeout)
 
     def end(self) -> None:
-        self.post("/end_weight_update", {})
+        self.post(self.closes, {})
 
 
 def _version_fields(version: str | None) -> dict[str, Any]:

@@ -25,12 +25,14 @@ from vlmrl.engine.server_backend import (
     Attempt,
     Call,
     Capabilities,
+    Scored,
+    ScoreRequest,
     ServedModel,
     ServerBackend,
 )
 from vlmrl.engine.server_response import Response
 from vlmrl.engine.vllm.receiver import VLLMReceiver
-from vlmrl.engine.vllm.requests import generate_body, response_of
+from vlmrl.engine.vllm.requests import generate_body, response_of, score_body, scored_of
 
 LOGPROBS = "processed_logprobs"
 SERVE_ARGS = {
@@ -108,6 +110,7 @@ class VLLMBackend(ServerBackend):
     secret_args = MappingProxyType({"api-key": NO_API_KEY, "hf-token": "set the environment variable HF_TOKEN"})
     memory_args = ("gpu-memory-utilization", "kv-cache-memory-bytes")
     memory_includes_runtime = True
+    default_host = "0.0.0.0"
     args_hint = "max-model-len or gpu-memory-utilization"
     routing_hint = f"start it with --{EXPERTS_ARG}, or "
     image_cache_hint = "It must serve /reset_encoder_cache: start it with VLLM_SERVER_DEV_MODE=1."
@@ -138,14 +141,6 @@ class VLLMBackend(ServerBackend):
         """An assumption until it is measured: vLLM measures it at its start."""
         return (4.0 if gpu_bytes < 60 * GIB else 8.0) * GIB
 
-    @classmethod
-    def graph_memory(cls, gpu_bytes: float) -> float:
-        return (0.5 if gpu_bytes < 60 * GIB else 1.0) * GIB
-
-    def listens_at(self, host: str) -> str:
-        own = self.arguments.get("host", host)
-        return "0.0.0.0" if own is None else str(own)  # vLLM's default, without the argument
-
     def parse_info(self, response: Any) -> ServerInfo:
         config, system = response["vllm_config"], response["system_env"]
         model = config["model_config"]
@@ -168,6 +163,14 @@ class VLLMBackend(ServerBackend):
 
     def parse(self, attempt: Attempt, response: Any) -> Response:
         return response_of(attempt, response)
+
+    def score(self, attempt: Attempt) -> Call:
+        assert isinstance(attempt.request, ScoreRequest)
+        return Call("/inference/v1/generate", score_body(attempt, attempt.request))
+
+    def parse_scores(self, attempt: Attempt, response: Any) -> Scored:
+        assert isinstance(attempt.request, ScoreRequest)
+        return scored_of(attempt.request, response)
 
     def abort(self, attempt_id: str) -> Call:
         return Call("/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{attempt_id}"]})

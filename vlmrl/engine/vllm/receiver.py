@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,31 +24,33 @@ OFFSET = 3
 class VLLMReceiver(HttpReceiver):
     """One server as a :class:`~vlmrl.weight_sync.base.WeightReceiver`, for buckets, process groups and folders."""
 
+    opens = "/start_weight_update"
+    closes = "/finish_weight_update"
     _version: str | None = field(default=None, init=False, repr=False, compare=False)
-
-    def begin(self) -> None:
-        try:
-            self.post("/start_weight_update", {})
-        except WeightsRefused:  # an earlier sender died and left an update open
-            self.post("/finish_weight_update", {})
-            self.post("/start_weight_update", {})
 
     def receive(self, bucket: Bucket, version: str | None) -> None:
         """As a handle of GPU memory, or by value from a CPU. Each rank needs its own handle: handles are reference-counted."""
-        head = _head(bucket)
         if bucket.flat.is_cuda:
-            self._update([head | {"handle": _handle(bucket.flat)} for _ in range(self.ranks)], version)
+            self.receive_parts([self.part(bucket) for _ in range(self.ranks)], version)
         else:
-            values = base64.b64encode(bucket.flat.view(torch.uint8).numpy().tobytes()).decode()
-            self._update(head | {"values": values}, version)
+            self._update(self.part(bucket), version)
+
+    def part(self, bucket: Bucket) -> dict[str, Any]:
+        if bucket.flat.is_cuda:
+            return _head(bucket) | {"handle": _handle(bucket.flat)}
+        return _head(bucket) | {"values": base64.b64encode(bucket.flat.view(torch.uint8).numpy().tobytes()).decode()}
+
+    def receive_parts(self, parts: Sequence[dict[str, Any]], version: str | None) -> None:
+        self._update(list(parts), version)
 
     def join_group(self, group: GroupAddress) -> None:
-        fields = ("name", "host", "port", "size", "backend")
+        """A worker is in one group only: it leaves its last one."""
+        fields = ("name", "host", "port", "first_rank", "size", "backend")
         info = {name: getattr(group, name) for name in fields} | {"timeout": self.timeout}
         self.post("/init_weight_transfer_engine", {"init_info": info})
 
     def receive_broadcast(self, bucket: Bucket, version: str | None, group: str) -> None:
-        self._update(_head(bucket), version)  # a worker is in one group only
+        self._update(_head(bucket), version)
 
     def load_folder(self, folder: Path, version: str) -> None:
         self.begin()
@@ -60,7 +63,7 @@ class VLLMReceiver(HttpReceiver):
         Keys, values and image features of the old weights are forgotten. Requests that wait in a pause lose theirs too, and keep their
         tokens. What the image processor has computed depends on no weights.
         """
-        self.post("/finish_weight_update", {"weight_version": self._version})
+        self.post(self.closes, {"weight_version": self._version})
         self._version = None
         response = json.loads(self.post("/reset_prefix_cache?reset_running_requests=true", {}))
         if not response["success"]:

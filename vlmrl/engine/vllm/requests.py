@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vlmrl.engine.image_files import EncodedImage
-from vlmrl.engine.server_backend import BAN, Attempt, EncodedBody
+from vlmrl.engine.server_backend import BAN, Attempt, EncodedBody, Scored, ScoreRequest
 from vlmrl.engine.server_response import UNKNOWN_EXPERT, BadResponse, Response, stop_reason_of
 
 NOT_A_NUMBER = -9999.0  # the logprob that vLLM reports instead of one that is not finite
@@ -18,14 +18,19 @@ DATA_URI = b'"data:'
 
 def generate_body(attempt: Attempt) -> EncodedBody:
     """JSON, in which images are parts that requests share."""
-    request = attempt.request
-    fields: dict[str, Any] = {
-        "request_id": attempt.id,
-        "token_ids": list(request.prompt_ids),
-        "sampling_params": _sampling_params(attempt),
-    }
+    fields: dict[str, Any] = {"sampling_params": _sampling_params(attempt)}
     if attempt.adapter is not None:
         fields["model"] = attempt.adapter
+    return _body(attempt, fields)
+
+
+def score_body(attempt: Attempt, request: ScoreRequest) -> EncodedBody:
+    """JSON as above. vLLM samples at least one token, and reports on all tokens of the prompt."""
+    return _body(attempt, {"sampling_params": {"max_tokens": 1, "prompt_logprobs": request.most_likely}})
+
+
+def _body(attempt: Attempt, fields: dict[str, Any]) -> EncodedBody:
+    fields |= {"request_id": attempt.id, "token_ids": list(attempt.request.prompt_ids)}
     return EncodedBody.of(fields, "content_parts", list(map(_image_part, attempt.images)))
 
 
@@ -60,7 +65,7 @@ def _sampling_params(attempt: Attempt) -> dict[str, Any]:
 
 def response_of(attempt: Attempt, response: dict[str, Any]) -> Response:
     """Raises BadResponse, LookupError or TypeError for a response of another form, ValueError for an unknown stop id."""
-    [choice] = response["choices"]
+    choice = response["choices"][0]
     ids = list(choice["token_ids"] or [])
     entries = [(entry["logprob"], entry["token_id"]) for entry in choice["logprobs"]["content"] or []]
     if any(logprob == NOT_A_NUMBER for logprob, _ in entries):
@@ -77,6 +82,23 @@ def response_of(attempt: Attempt, response: dict[str, Any]) -> Response:
     )
 
 
+def scored_of(request: ScoreRequest, response: dict[str, Any]) -> Scored:
+    """Raises BadResponse, LookupError or TypeError for a response of another form.
+
+    vLLM lists the most likely ids of each place, and the prompt's own id if it is none of them, with their ranks from 1 on.
+    """
+    logprobs: list[tuple[float | None, int]] = []
+    most_likely = []
+    for token, entries in zip(request.tokens, response["prompt_logprobs"][-len(request.tokens) :], strict=False):
+        logprobs.append((None, token) if token < 0 else (entries[str(token)]["logprob"], token))
+        ranked = [(e["logprob"], id) for id, e in (entries or {}).items() if e["rank"] <= request.most_likely]
+        try:
+            most_likely.append([(logprob, int(id)) for logprob, id in ranked])
+        except ValueError as error:
+            raise BadResponse(f"an id of another form: {error}") from error
+    return Scored(response["usage"]["prompt_tokens"], logprobs, most_likely)
+
+
 def _experts(encoded: str, counts: list[int]) -> np.ndarray:
     """A `.npy` file of ``[tokens, layers, top_k]`` in base64. ``counts`` are the tokens that each set of weights sampled.
 
@@ -84,7 +106,7 @@ def _experts(encoded: str, counts: list[int]) -> np.ndarray:
     """
     try:
         experts: np.ndarray = np.load(BytesIO(base64.b64decode(encoded)), allow_pickle=False).astype(np.int32)
-    except (ValueError, EOFError, OSError) as error:
+    except (ValueError, EOFError, OSError, MemoryError) as error:  # its header may claim any size
         raise BadResponse(f"experts of another form: {error}") from error
     if len(counts) > 1:
         experts[: len(experts) - counts[-1]] = UNKNOWN_EXPERT

@@ -27,7 +27,7 @@ from vlmrl.env.browser.marks import marked
 from vlmrl.env.tool_calls import read_tool_calls
 from vlmrl.env.tools import parts_of, problem_with, tool_message
 from vlmrl.types import Message, Task
-from vlmrl.utils.require import import_extra
+from vlmrl.utils.require import import_extra, require
 from vlmrl.utils.work_pool import cpu_pool
 
 T = TypeVar("T")
@@ -152,7 +152,8 @@ class BrowserEnv(Env):
         info: dict[str, Any] = {"invalid": 0, "points": []}
         for action in actions:
             await self._call(self._tab.act(action))
-            info["points"] += self._points(action)
+            if action.points:
+                info["points"].append({"label": action.kind, "at": [list(point) for point in action.points]})
             await self._call(self._tab.advance(action.seconds if action.kind == "wait" else self.step_seconds))
             verdict = await self.judge()
             if verdict is None and action.kind in ("terminate", "answer"):
@@ -160,8 +161,8 @@ class BrowserEnv(Env):
             if verdict is not None:
                 given = verdict if isinstance(verdict, dict) else {"reward": verdict}
                 self._check_finite(given)
-                return obs(), True, info | self._counts() | given
-        return await self._look(), False, info | self._counts()
+                return obs(), True, info | {"blocked_requests": self._tab.blocked} | given
+        return await self._look(), False, info | {"blocked_requests": self._tab.blocked}
 
     def format_observation(self, observation: dict[str, Any]) -> Message | list[Message]:
         """A message of the role ``tool`` if the prompt shows the tool, else of the role ``user``."""
@@ -208,13 +209,6 @@ class BrowserEnv(Env):
         reward = info.get("reward")
         if isinstance(reward, float) and not math.isfinite(reward):
             raise ValueError(f"the page of {type(self).__name__} must give a finite reward, but it gave {reward}.")
-
-    def _points(self, action: Action) -> list[dict[str, Any]]:
-        """Where the action was, for those who look at the episode."""
-        return [{"label": action.kind, "at": [list(point) for point in action.points]}] if action.points else []
-
-    def _counts(self) -> dict[str, float]:
-        return {"blocked_requests": self._tab.blocked}
 
     def _page_of(self, task: Task) -> str | None:
         """The file that the task's column ``page`` names. Raises ValueError if it is not in the folder of the class's own file."""
@@ -274,5 +268,4 @@ def _check_sizes(width: int, height: int, scale: float, step_seconds: float) -> 
         ("scale", scale, 0.1, 4),
         ("step_seconds", step_seconds, 0, 3600),
     ):
-        if not low <= value <= high:
-            raise ValueError(f"env_options.{name} must be from {low} to {high}, but it is {value}.")
+        require(low <= value <= high, f"env_options.{name}", f"from {low} to {high}", value)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from vlmrl.env.browser.browser_tab import BrowserTab, TabKind
 from vlmrl.env.browser.chromium_process import START_SECONDS, ChromiumProcess, check_temporary_folder, find_chromium
 from vlmrl.utils.machine_memory import memory_bytes
+from vlmrl.utils.require import require
 from vlmrl.utils.threads import LoopThread
 
 T = TypeVar("T")
@@ -24,10 +25,7 @@ MAX_SESSIONS = 256
 MAX_EPISODES = 200  # of one tab, whose process is then replaced
 QUEUE_SECONDS = 600.0  # for a free session
 OPENING = 4  # new tabs at once: each takes most of a second of a core, and all of them would miss their deadline
-MEASURE_SECONDS = (
-    1.0,
-    10.0,
-)  # between two measurements of memory: the more, the longer one takes, as with hundreds of tabs
+MEASURE_SECONDS = (1.0, 10.0)  # between two measurements of memory: the more, the longer one takes, as of many tabs
 MEASURE_SHARE = 0.1  # of the time
 
 
@@ -61,8 +59,7 @@ class PoolLimits:
             timeout,
         )
         for name in ("sessions", "memory_mib", "timeout"):
-            if getattr(limits, name) <= 0:
-                raise ValueError(f"env_options.{name} must be positive, but it is {getattr(limits, name)}.")
+            require(getattr(limits, name) > 0, f"env_options.{name}", "positive", getattr(limits, name))
         return limits
 
 

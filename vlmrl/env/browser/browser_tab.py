@@ -78,9 +78,9 @@ class BrowserTab:
         tab = cls(kind, context, page)
         page.on("dialog", tab._on_dialog)
         context.on("page", tab._on_popup)
-        context.on("request", tab._on_request)
-        context.on("requestfinished", tab._on_request_end)
-        context.on("requestfailed", tab._on_request_end)
+        context.on("request", lambda request: tab._pending.add(request))
+        for event in ("requestfinished", "requestfailed"):
+            context.on(event, lambda request: tab._pending.discard(request))
         return tab
 
     async def open(self, url: str, seed: int, place: str, reload: bool) -> None:
@@ -152,14 +152,12 @@ class BrowserTab:
         keyboard = self._page.keyboard
         if action.kind == "type":
             await keyboard.type(action.text)
-        elif action.kind == "key":
-            await self._press(action.keys)
-        elif action.kind in CLICKS or action.kind in ("mouse_move", "left_click_drag", "scroll", "hscroll"):
-            held = action.keys
-            for key in held:
+        elif action.kind in CLICKS or action.kind in ("key", "mouse_move", "left_click_drag", "scroll", "hscroll"):
+            for key in action.keys:
                 await keyboard.down(key)
-            await self._use_mouse(action, points)
-            for key in reversed(held):
+            if action.kind != "key":
+                await self._use_mouse(action, points)
+            for key in reversed(action.keys):
                 await keyboard.up(key)
 
     async def _use_mouse(self, action: Action, points: list[tuple[float, float]]) -> None:
@@ -187,12 +185,6 @@ class BrowserTab:
             await mouse.wheel(-action.pixels, 0)
         await self._page.evaluate("window.vlmrlNextFrame?.()")  # the wheel's event does not wait for the scroll
 
-    async def _press(self, keys: tuple[str, ...]) -> None:
-        for key in keys:
-            await self._page.keyboard.down(key)
-        for key in reversed(keys):
-            await self._page.keyboard.up(key)
-
     def _pixels(self, point: Point) -> tuple[float, float]:
         """A point of the screen in CSS pixels, inside the page."""
         width, height = self.kind.width, self.kind.height
@@ -204,12 +196,6 @@ class BrowserTab:
     async def _block(self, route: Any) -> None:
         self.blocked += 1
         await route.abort("aborted" if route.request.is_navigation_request() else "blockedbyclient")  # the page stays
-
-    def _on_request(self, request: Any) -> None:
-        self._pending.add(request)
-
-    def _on_request_end(self, request: Any) -> None:
-        self._pending.discard(request)
 
     async def _on_dialog(self, dialog: Any) -> None:
         if len(self.dialogs) < MAX_DIALOGS:

@@ -18,9 +18,8 @@ from vlmrl.utils.require import import_extra
 START_SECONDS, PING_SECONDS, STOP_SECONDS = 60.0, 10.0, 5.0
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 VARIABLE = "VLMRL_CHROMIUM"
-MAX_TEMPORARY = 107 - len(
-    "/org.chromium.Chromium.XXXXXX/SingletonSocket"
-)  # bytes; the kernel's limit for a socket's path is 107
+SOCKET = "/org.chromium.Chromium.XXXXXX/SingletonSocket"
+MAX_TEMPORARY = 107 - len(SOCKET)  # bytes; the kernel's limit for a socket's path is 107
 ARGUMENTS = (
     "--disable-smooth-scrolling",  # a scroll is done when its event is
     "--webrtc-ip-handling-policy=disable_non_proxied_udp",  # the one way around a proxy

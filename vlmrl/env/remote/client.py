@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vlmrl.env.answer import read_points
-from vlmrl.env.base import Env, RetryTurn
+from vlmrl.env.base import Env, RetryTurn, encodable
 from vlmrl.env.remote.serialize import checked_tools, deserialize_messages, serialize_task
 from vlmrl.env.session import EnvContractError, TaskError
 from vlmrl.multimodal.images import ImageUnavailableError
@@ -124,7 +124,7 @@ class RemoteEnv(Env):
                 return response
         try:
             error = parse_json(content)
-            kind, message = error["kind"], _printable(str(error["message"]))
+            kind, message = error["kind"], encodable(str(error["message"])[:2000])
         except (ValueError, KeyError, TypeError):
             kind, message = "error", f"{status} {excerpt(content, 300)}"
         if kind == "retry" and path == "/step":
@@ -154,7 +154,3 @@ def _finite(value: Any, name: str) -> float:
     if isinstance(value, bool | int | float) and math.isfinite(value):
         return float(value)
     raise ValueError(f"{name} must be a finite number, but it is {value!r:.100}")
-
-
-def _printable(message: str) -> str:
-    return message[:2000].encode(errors="replace").decode()

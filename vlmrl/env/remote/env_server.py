@@ -38,7 +38,7 @@ from vlmrl.multimodal.fetch import is_url
 from vlmrl.multimodal.images import content_of
 from vlmrl.multimodal.messages import images_of, map_images
 from vlmrl.types import Ending, Message, Task
-from vlmrl.utils.http_server import BODY, Binding, run_server
+from vlmrl.utils.http_server import BODY, Binding, run_server, send_rest
 from vlmrl.utils.json_files import json_body
 from vlmrl.utils.machine_memory import memory_bytes
 from vlmrl.utils.users_line import describe_error
@@ -46,9 +46,7 @@ from vlmrl.utils.work_pool import cpu_pool
 
 HEARTBEAT_SECONDS = 2.0
 LONG_BODY = 100_000  # bytes; parsing them takes about a millisecond
-_CALLS: set[asyncio.Task[tuple[int, bytes]]] = (
-    set()
-)  # they go on if the client leaves, so that no session is left half-way
+_CALLS: set[asyncio.Task[tuple[int, bytes]]] = set()  # they go on if the client leaves: no session is left half-way
 ENDINGS: tuple[str, ...] = get_args(Ending)
 
 
@@ -263,8 +261,7 @@ async def _respond(request: web.Request, call: Coroutine[Any, Any, bytes]) -> we
     while not outcome.done():
         await response.write(b"\n")
         await asyncio.wait([outcome], timeout=HEARTBEAT_SECONDS)
-    await response.write_eof(outcome.result()[1])
-    return response
+    return await send_rest(request, response, outcome.result()[1])
 
 
 async def _outcome(call: Coroutine[Any, Any, bytes]) -> tuple[int, bytes]:

@@ -100,7 +100,10 @@ def serialize_task(task: Task) -> dict[str, Any]:
 def deserialize_task(payload: Any) -> Task:
     """The task of a payload. Raises ValueError for a missing or unknown field, a wrong type, or an image by its path or URL."""
     types = {"id": str, "data": dict, "source": str, "seed": int, "part": str}
-    _check_fields(payload, [field.name for field in fields(Task)], "task")
+    names = sorted(field.name for field in fields(Task))
+    if not isinstance(payload, dict) or sorted(payload) != names:
+        given = sorted(payload) if isinstance(payload, dict) else _shown(payload)
+        raise ValueError(f"task must have the fields {names}, but it has {given}.")
     prompt = deserialize_messages(payload["prompt"], "task.prompt")
     rest = {name: deserialize(payload[name], f"task.{name}") for name in ("answer", *types)}
     for name, kind in types.items():
@@ -121,8 +124,7 @@ def checked_tools(payload: Any) -> list[dict[str, Any]]:
     if not isinstance(payload, list):
         raise ValueError(f"tools must be a list, but it is {_shown(payload)}.")
     for index, tool in enumerate(payload):
-        function = tool.get("function", tool) if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        if not _has_name(tool):
             raise ValueError(f"tools[{index}] must be a dict with a name, but it is {_shown(tool)}.")
         _check_plain(tool, f"tools[{index}]")
     return payload
@@ -154,12 +156,6 @@ def _open_png(encoded: bytes) -> Image.Image:
     return image
 
 
-def _check_fields(payload: Any, names: list[str], name: str) -> None:
-    if not isinstance(payload, dict) or payload.keys() != set(names):
-        given = sorted(payload) if isinstance(payload, dict) else _shown(payload)
-        raise ValueError(f"{name} must have the fields {sorted(names)}, but it has {given}.")
-
-
 def _check_message(message: Any, name: str) -> None:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise ValueError(f"{name} must be a dict with a role out of {', '.join(ROLES)}, but it is {_shown(message)}.")
@@ -169,9 +165,11 @@ def _check_message(message: Any, name: str) -> None:
     if not (content is None or isinstance(content, list)):
         _check_text(content, f"{name}.content")
     _check_plain({key: value for key, value in message.items() if key != "content"}, name)
-    for call in _list(message.get("tool_calls"), f"{name}.tool_calls"):
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    calls = message.get("tool_calls")
+    if not (calls is None or isinstance(calls, list)):
+        raise ValueError(f"{name}.tool_calls must be a list, but it is {_shown(calls)}.")
+    for call in calls or []:
+        if not _has_name(call):
             raise ValueError(f"{name}.tool_calls must hold dicts with a name, but it holds {_shown(call)}.")
 
 
@@ -210,10 +208,9 @@ def _check_plain(value: Any, name: str) -> None:
         raise ValueError(f"{name} must be text, a number, a list or a dict, but it is {_shown(value)}.")
 
 
-def _list(value: Any, name: str) -> list[Any]:
-    if value is not None and not isinstance(value, list):
-        raise ValueError(f"{name} must be a list, but it is {_shown(value)}.")
-    return value or []
+def _has_name(tool_or_call: Any) -> bool:
+    function = tool_or_call.get("function", tool_or_call) if isinstance(tool_or_call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _shown(value: Any) -> str:

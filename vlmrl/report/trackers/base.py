@@ -43,9 +43,12 @@ class TableRow:
         """It decodes images: do not call it on an event loop."""
         turns = trajectory.turns
         media = [item for turn in turns for item in turn.media][:MAX_IMAGES]
+        images = []
+        for item in media:
+            images.append(item.image)
+            images[-1].thumbnail((MAX_SIDE, MAX_SIDE))
         prompt = messages_text(turns[0].messages if turns and turns[0].messages else trajectory.task.prompt)
         response = "\n\n".join(turn.text for turn in turns)
-        images = [_reduced(item.image) for item in media]
         return cls(step, kind, trajectory.id, prompt, response, trajectory.reward, trajectory.ending, images)
 
     def text(self) -> dict[str, Any]:
@@ -62,11 +65,6 @@ class TableRow:
             sheet.paste(each, (left, 0))
             left += each.width
         return sheet
-
-
-def _reduced(image: Image.Image) -> Image.Image:
-    image.thumbnail((MAX_SIDE, MAX_SIDE))
-    return image
 
 
 class Tracker:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from vlmrl.report.run_data import LISTS, RunData
-from vlmrl.report.viewer.overview import overview, search_text
 
-MOST_AT_ONCE = 4000  # entries of each list in one response
+QUESTION_LENGTH = 160  # characters
 
 
 class FollowedRun:
@@ -30,8 +29,10 @@ class FollowedRun:
     def name(self) -> str:
         return self._run.name
 
-    def updates(self, generation: str = "", counts: Mapping[str, int] | None = None) -> dict[str, Any]:
-        """The entries of each list after the first ``counts[name]``, at most 4000 of each.
+    def updates(
+        self, generation: str = "", counts: Mapping[str, int] | None = None, most: int | None = None
+    ) -> dict[str, Any]:
+        """The entries of each list after the first ``counts[name]``, at most ``most`` of each.
 
         ``generation`` changes when a resumed run has cut its files: then, and at first, the response has everything from the
         start, with ``config`` and ``folder`` besides. ``more`` is whether further entries are waiting.
@@ -40,7 +41,7 @@ class FollowedRun:
             self._refresh()
             again = generation != self._run.generation
             starts = {name: 0 if again else max(0, (counts or {}).get(name, 0)) for name in LISTS}
-            lists = {name: self._list(name)[start : start + MOST_AT_ONCE] for name, start in starts.items()}
+            lists = {name: self._list(name)[start:][:most] for name, start in starts.items()}
             more = any(starts[name] + len(rows) < len(self._list(name)) for name, rows in lists.items())
             response = {"generation": self._run.generation, "name": self.name, **lists, "more": more}
         response["summary"] = self._run.summary
@@ -76,3 +77,39 @@ class FollowedRun:
         if self._run.generation != generation:
             self._overviews.clear()
         self._overviews += new
+
+
+def overview(record: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """A few fields of a trajectory's record: ``{"n": 7, "id": "train/3#1", "step": 3, "reward": 1.0, "question": "Which?", ...}``.
+
+    ``n`` is the number of its line in ``trajectories.jsonl``; ``image`` the id of its first image, or ``None``.
+    """
+    turns = record.get("turns") or []
+    kept = ("id", "group_id", "task_id", "source", "reward", "ending")
+    return {
+        "n": number,
+        "step": record.get("step"),
+        "kind": record.get("kind") or "train",
+        **{name: record.get(name) for name in kept},
+        "turns": len(turns),
+        "tokens": sum(turn.get("sampled_tokens") or 0 for turn in turns),
+        "image": next((image for turn in turns for image in turn.get("images") or []), None),
+        "question": _question(record)[:QUESTION_LENGTH],
+    }
+
+
+def _question(record: Mapping[str, Any]) -> str:
+    """The user's text before the first response, or else the prompt."""
+    turns = record.get("turns") or []
+    messages = (turns[0].get("messages") or []) if turns else []
+    parts = [part for message in messages if message["role"] == "user" for part in message["parts"]]
+    text = " ".join(part.get("text") or "" for part in parts).strip()
+    return text or str(record.get("prompt") or "").replace("[image]", "").strip()
+
+
+def search_text(record: Mapping[str, Any]) -> str:
+    """All text of a trajectory in lower case, for a search: its id, prompt, answer, error, responses and observations."""
+    turns = record.get("turns") or []
+    texts = [record.get(name) for name in ("id", "task_id", "prompt", "answer", "error")]
+    texts += [turn.get(name) for turn in turns for name in ("text", "observation")]
+    return "\n".join(str(text) for text in texts if text is not None).lower()

@@ -102,8 +102,23 @@ function single(t, members, number) {
     answerText(t),
     failure(t),
     agentLog(t, number),
+    tree(t),
     chat(t, true),
   );
+}
+
+/* Sets `same` of each turn after the first: all responses on the page to the same state, "2.3" for the second member's third. */
+function linkStates(records) {
+  const of = new Map();
+  let place = 0;
+  records.forEach((t, member) =>
+    t.turns.forEach((turn, i) => {
+      const found = { turn, place: place++, name: records.length > 1 ? `${member + 1}.${i + 1}` : String(i + 1) };
+      turn.same = [];
+      if (i && turn.state) of.set(turn.state, [...(of.get(turn.state) ?? []), found]);
+    }),
+  );
+  for (const all of of.values()) for (const { turn } of all) turn.same = all;
 }
 
 /* The members' records in columns; their prompt once, if they share it. */
@@ -158,6 +173,7 @@ async function drawMain() {
     const wanted = state.side ? group.members : [t];
     const records = await Promise.all(wanted.map((member) => record(owner, member.n)));
     if (mine !== drawing) return;
+    linkStates(records);
     main.replaceChildren(state.side ? sideBySide(group, records) : single(records[0], group.members, t.n));
     main.scrollTop = 0;
   } catch (error) {

@@ -17,6 +17,13 @@ const COLOURS = {
     full: (t) => Math.max(0.05, largest(t, mismatch)),
     legend: (full) => [`\u2212${format(full)}`, `+${format(full)}`],
   },
+  teacher: {
+    label: "teacher \u2212 student",
+    value: lead,
+    has: (turn) => turn.teacher_logprobs && turn.trainer_logprobs,
+    full: (t) => Math.max(0.05, largest(t, lead)),
+    legend: (full) => [`\u2212${format(full)}`, `+${format(full)}`],
+  },
   advantage: {
     label: "advantage",
     value: (turn, i) => turn.advantages?.[i],
@@ -37,6 +44,12 @@ const COLOURS = {
 function mismatch(turn, i) {
   const [trainer, rollout] = [turn.trainer_logprobs?.[i], turn.logprobs?.[i]];
   return known(trainer) && known(rollout) ? trainer - rollout : null;
+}
+
+/* The teacher's logprob minus the trainer's. */
+function lead(turn, i) {
+  const [teacher, trainer] = [turn.teacher_logprobs?.[i], turn.trainer_logprobs?.[i]];
+  return known(teacher) && known(trainer) ? teacher - trainer : null;
 }
 
 function largest(t, value) {
@@ -77,6 +90,7 @@ function tokenTip(turn, i) {
   ];
   if (known(trainer)) lines.push(`trainer logprob ${format(trainer)}`);
   if (known(mismatch(turn, i))) lines.push(`mismatch ${format(mismatch(turn, i), 5)}`);
+  if (known(lead(turn, i))) lines.push(`teacher logprob ${format(turn.teacher_logprobs[i])}`);
   if (known(turn.advantages?.[i])) lines.push(`advantage ${format(turn.advantages[i])}`);
   if (turn.loss_mask) lines.push(turn.loss_mask[i] ? "trained" : "not trained");
   return lines.join("\n");
@@ -129,7 +143,7 @@ function image(id, acted = []) {
   return whenNear(figure, async () => {
     const address = await imageAddress(owner, id).catch(() => null);
     if (address) shown.src = address;
-    else figure.replaceWith(missing("This image was not kept: report.trajectories limits how many are."));
+    else figure.replaceWith(missing("This image was not kept: of each step, those of the first trajectories are."));
   });
 }
 
@@ -206,10 +220,22 @@ function response(t, turn, index) {
       { class: "who" },
       el("strong", {}, t.turns.length > 1 ? `response ${index + 1} of ${t.turns.length}` : "response"),
       facts.map((fact) => el("span", {}, fact)),
+      sameState(turn),
       known(turn.reward) ? el("span", { class: "end" }, "reward ", el("b", {}, format(turn.reward))) : null,
     ),
     responseBody(t, turn),
   );
+}
+
+const LINKS = 6;
+
+/* Links to the other responses to the state that this turn began in. */
+function sameState(turn) {
+  const others = turn.same.filter((other) => other.turn !== turn);
+  if (!others.length) return null;
+  const links = others.slice(0, LINKS).map(({ name, place }) => button(name, () => bringToView(place)));
+  const rest = others.length > LINKS ? `and ${others.length - LINKS} more` : null;
+  return el("span", { class: "same" }, "same state as", links, rest);
 }
 
 function responseBody(t, turn) {
@@ -224,14 +250,5 @@ function responseBody(t, turn) {
   });
 }
 
-/* Above a response to a request of an agent that does not continue the response before it. */
-function branch(turn, index) {
-  if (!index || turn.continues === undefined || turn.continues === index - 1) return null;
-  const from = known(turn.continues)
-    ? `branch: continues response ${turn.continues + 1}`
-    : "branch: continues no response of this trajectory";
-  return el("div", { class: "branch" }, from);
-}
-
 const chat = (t, withPrompt) =>
-  t.turns.flatMap((turn, i) => [branch(turn, i), ...(i || withPrompt ? messages(t, turn, i) : []), response(t, turn, i)]);
+  t.turns.flatMap((turn, i) => [branch(t, i), ...(i || withPrompt ? messages(t, turn, i) : []), response(t, turn, i)]);

@@ -26,6 +26,7 @@ from vlmrl.utils.http_server import guarded
 
 MAX_BODY = 4096  # bytes: no request has a body
 MAX_DIGITS = 16  # of an index
+MOST_AT_ONCE = 4000  # entries of each list in one response
 IMMUTABLE = "private, max-age=31536000, immutable"  # an image's id is its content hash
 
 Answer = Callable[[FollowedRun, web.Request], web.Response]
@@ -59,7 +60,7 @@ def create_view_app(runs: Sequence[FollowedRun], title: str, token: str | None =
 
 def _updates(run: FollowedRun, request: web.Request) -> web.Response:
     counts = {name: int(request.query.get(name, 0)) for name in LISTS}
-    return web.json_response(run.updates(request.query.get("generation", ""), counts))
+    return web.json_response(run.updates(request.query.get("generation", ""), counts, MOST_AT_ONCE))
 
 
 def _trajectory(run: FollowedRun, request: web.Request) -> web.Response:

@@ -33,11 +33,13 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 @dataclass
 class GroupToJoin(WeightTransferInitInfo):
-    """A process group: the trainer is rank 0 and listens at ``host`` and ``port``, this server's workers are the others."""
+    """A process group: the trainer is rank 0 and listens at ``host`` and ``port``, the workers of all servers are the others."""
 
     name: str
     host: str
     port: int
+    first_rank: int
+    """Of this server's workers."""
     size: int
     backend: str
     timeout: float
@@ -77,8 +79,8 @@ class VlmrlWeightTransferEngine(WeightTransferEngine[GroupToJoin, Weights]):
         """Whether the weights are no longer those that vLLM loaded at its start."""
 
     def init_transfer_engine(self, init_info: GroupToJoin) -> None:
-        self.shutdown()  # the trainer makes another group only after a failure
-        self._group = _joined(init_info, 1 + self.parallel_config.rank)
+        self.shutdown()  # of the last group
+        self._group = _joined(init_info, init_info.first_rank + self.parallel_config.rank)
 
     def start_weight_update(self) -> None:
         if self._open:  # the last update failed, and left layers without memory or with a part of its weights

@@ -1,6 +1,6 @@
 """A recipe for a model with random weights: problems with diagrams, and a reward that such a model can raise.
 
-    vlmrl train benchmarks/acceptance/geometry_recipe.py
+    vlmrl train benchmarks/geometry_recipe.py
 
 The problems are those of Geometry3K in `$VLMRL_SHARED/data/geometry3k` where they are, otherwise drawn here. The reward is not for the
 answer but for responses that the tiny tokenizer can decode: it has 500 of a 2B's 151,936 ids.
@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw
 import vlmrl
 from vlmrl import Config, Data, Model, Optim, Rollout, Task, Train
 
-SHARED = Path(os.environ.get("VLMRL_SHARED") or Path(__file__).resolve().parents[3] / "shared")
+SHARED = Path(os.environ.get("VLMRL_SHARED") or Path(__file__).resolve().parents[2] / "shared")
 FOLDER = SHARED / "data/geometry3k"
 SIZE = 512
 

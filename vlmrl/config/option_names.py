@@ -1,10 +1,10 @@
-"""What to say about an option that does not exist: close names, and ours for a name of TRL or verl."""
+"""What to say about an option or a setting that does not exist: ours for a name of TRL or verl, and close names."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 ELSEWHERE = {
     "algo.advantage": "adv_estimator",
@@ -51,13 +51,18 @@ def option_names(options: object, prefix: str = "") -> Iterator[str]:
             yield name
 
 
+def named_elsewhere(name: str, form: Callable[[str], str] = str) -> str:
+    """``"optim.lr is what TRL or verl call learning_rate"``, our setting in this ``form``, or ``""`` for a name of neither."""
+    ours = [setting for setting, theirs in ELSEWHERE.items() if name in theirs.split()]
+    return f"{form(ours[0])} is what TRL or verl call {name}" if ours else ""
+
+
 def describe_unknown(word: str, names: Iterable[str]) -> str:
     """``"there is no option --optim.learning-rate; --optim.lr is what TRL and verl call learning_rate"``."""
     given = word.lstrip("-").partition("=")[0].replace("-", "_")
     last, known = given.rpartition(".")[2], list(names)
-    ours = [name for name, theirs in ELSEWHERE.items() if last in theirs.split()]
-    if ours:
-        return f"there is no option {word}; {_option(ours[0])} is what TRL or verl call {last}"
+    if ours := named_elsewhere(last, _option):
+        return f"there is no option {word}; {ours}"
     close = [name for name in known if name.rpartition(".")[2] == last]
     close += [name for name in difflib.get_close_matches(given, known, n=3) if name not in close]
     lasts = {name.rpartition(".")[2]: name for name in known}

@@ -1,0 +1,99 @@
+"""A whole run whose teacher is on a server: connected, checked, asked for each batch, and closed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from aiohttp import web
+from testing.fake_sglang import END, FakeSGLang, logprob_of
+
+from vlmrl import Algo, Config, Data, Model, Rollout, Teacher, Train
+from vlmrl.checks.doctor_model import highest_id
+from vlmrl.engine.base import EngineError
+from vlmrl.model import tiny
+from vlmrl.model.loading import load_reader
+from vlmrl.report.run_log import read_rows
+from vlmrl.run.program import run_training
+
+
+def with_hint(task, trajectory, turn):
+    return [{"role": "user", "content": f"The answer is a. {turn}"}]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run and its teacher, which has the tokenizer of its policy, and samples as it scores."""
+    fake = FakeSGLang()
+    folder = tiny.build(tmp_path / "model", "qwen3")
+    tokenizer = load_reader(Model(path=str(folder)), tmp_path).tokenizer
+    fake.encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
+    fake.finish = {"type": "length"}
+    fake.meta = {"output_token_logprobs": [[logprob_of(token), token, None] for token in (5, 6, END)]}
+    config = Config(
+        name="served",
+        output_dir=str(tmp_path),
+        model=Model(path=str(folder), device="cpu", dtype="float32"),
+        data=Data(generator=lambda index, seed: {"prompt": "Say a."}, size=8),
+        reward=lambda text, task: 0.0,
+        rollout=Rollout(group_size=1, max_tokens=128, max_response_tokens=6),
+        algo=Algo(advantage="none"),
+        teacher=Teacher(model=f"sglang:{fake.url}", sees=with_hint, top_k=1),
+        train=Train(steps=2, groups_per_batch=3),
+        save_model=False,
+    )
+    yield config, fake
+    fake.close()
+
+
+@pytest.mark.slow
+def test_a_run_learns_from_a_server(run, capfd):
+    config, fake = run
+    run_training(config)
+    rows = [row for row in read_rows(config.folder / "metrics.jsonl") if "teacher/share" in row]
+    assert [row["teacher/share"] for row in rows] == [1, 1]
+    assert all(row["teacher/divergence"] > 0 and row["grad_norm"] > 0 for row in rows)
+    assert [row["teacher/retried"] for row in rows] == [0, 0]
+    assert "scores what it samples within" in capfd.readouterr().out
+    asked = [body for body in fake.bodies_of("/generate") if "logprob_start_len" in body]
+    assert len(asked) == 1 + 2 * 3  # the check, and each episode of two steps
+
+
+@pytest.mark.slow
+def test_rows_with_ids_of_no_token_are_not_scored_and_lower_the_share(run):
+    """The policy's head has more rows than the tokenizer tokens. The server's has not, and lists ids that the policy's has not."""
+    config, fake = run
+    highest, answer = highest_id(load_reader(config.model, config.output_dir).tokenizer), fake._generate
+
+    async def checked(body):
+        if max(body["input_ids"]) > highest:
+            return web.json_response({"error": {"message": "input_ids beyond the vocabulary"}}, status=400)
+        response = await answer(body)
+        content = json.loads(response.body)
+        for listed in content["meta_info"].get("input_top_logprobs", []):
+            for entry in listed or []:
+                entry[1] += 10_000
+        return web.json_response(content)
+
+    fake._generate = checked
+    run_training(replace(config, rollout=replace(config.rollout, max_response_tokens=60)))
+    rows = [row for row in read_rows(config.folder / "metrics.jsonl") if "teacher/share" in row]
+    assert min(row["teacher/share"] for row in rows) < 1 and max(row["teacher/share"] for row in rows) > 0
+    assert all(row["grad_norm"] > 0 for row in rows if row["teacher/share"])
+
+
+@pytest.mark.slow
+def test_a_teacher_that_dies_ends_the_run_with_one_error(run, monkeypatch):
+    config, fake = run
+    monkeypatch.setattr("vlmrl.engine.server.LONGEST_BACKOFF", 0.01)
+    answer, asked = fake._generate, []
+
+    async def dies(body):
+        asked.append(body)
+        fake.dropping = {"/generate"} if len(asked) > 2 else set()
+        return await answer(body)
+
+    fake._generate = dies
+    with pytest.raises(EngineError, match=r"no SGLang server answered in 9 attempts"):
+        run_training(config)

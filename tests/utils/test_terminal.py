@@ -1,0 +1,34 @@
+"""Texts of others do not control the terminal."""
+
+import io
+
+import pytest
+from rich.table import Table
+from rich.text import Text
+
+from vlmrl.cli.recipe import errors_in_one_line
+from vlmrl.utils.terminal import Terminal, printable
+
+HOSTILE = "hi \x1b]52;c;cm0=\x07\x1b[2J\x9b1m\u202eyou\ud800"
+
+
+def test_control_characters_become_escapes():
+    assert printable(HOSTILE) == r"hi \x1b]52;c;cm0=\x07\x1b[2J\x9b1m\u202eyou\ud800"
+    assert printable("Größe:\t中文 🎉 שלום\n") == "Größe:\t中文 🎉 שלום\n"
+
+
+def test_a_terminal_obeys_its_own_styles_only():
+    table = Table(box=None, width=100)
+    table.add_column(Text(HOSTILE), no_wrap=True)
+    console = Terminal(file=io.StringIO(), force_terminal=True, color_system="standard", width=200)
+    for shown in (HOSTILE, Text(HOSTILE), table):
+        console.print(shown, style="bold", markup=False, highlight=False)
+    printed = console.file.getvalue()
+    assert printed.count(r"\x1b[2J") == 3 and "\x1b[1m" in printed
+    assert not any(each in printed for each in ("\x1b]", "\x1b[2J", "\x9b", "\u202e"))
+
+
+def test_an_error_in_one_line_is_printable(capsys):
+    with pytest.raises(SystemExit), errors_in_one_line():
+        raise ValueError(f"row 0: {HOSTILE}")
+    assert capsys.readouterr().err.startswith(r"vlmrl: row 0: hi \x1b]52")

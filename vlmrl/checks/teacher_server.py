@@ -1,0 +1,76 @@
+"""The startup check of teacher servers: their tokenizer is the policy's, and they score tokens as they sample them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from vlmrl.checks.server_parity import TOKENS, TOLERANCE, ParityError, Question, ask
+from vlmrl.engine.base import EngineError, SamplingParams
+from vlmrl.engine.server import UNREACHED, Server, ServerError
+from vlmrl.engine.server_scores import ServerScorer
+from vlmrl.rollout.record import common_start
+
+RESPONSES = 8  # that are sampled at most, until one does not begin with an image placeholder
+PIECES = 2000  # ids whose text is encoded, beside all added tokens
+
+
+async def check_teacher_servers(
+    scorer: ServerScorer, questions: Sequence[Question], tokenizer: Any, timeout: float
+) -> dict[str, float]:
+    """For each URL, the largest mean difference of logprobs of one response, sampled and then scored, in nats.
+
+    Raises:
+        ValueError: a server reads another id from a text, or counts other tokens for an image.
+        ParityError: a server scores a response otherwise than it sampled it.
+        EngineError: a server does not answer, or not in time.
+    """
+    found = {}
+    for server in scorer.servers.all:
+        await _check_tokenizer(scorer, server, tokenizer, timeout)
+        found[server.url] = max([await _difference(scorer, server, each, timeout) for each in questions])
+        if not found[server.url] <= TOLERANCE:
+            raise ParityError(
+                f"the teacher's server {server.url} scores a response with other logprobs than it sampled it with, by "
+                f"{found[server.url]:.2g} nats, where at most {TOLERANCE:g} was expected: they must be at temperature 1, and of the "
+                "tokens and images in the request."
+            )
+    return found
+
+
+async def _check_tokenizer(scorer: ServerScorer, server: Server, tokenizer: Any, timeout: float) -> None:
+    added = "".join(map(str, tokenizer.added_tokens_decoder.values()))
+    text = added + tokenizer.decode(range(0, len(tokenizer), max(1, len(tokenizer) // PIECES)))
+    try:
+        call = scorer.servers.call(server, *scorer.backend.tokenize(text), timeout=timeout)
+        theirs = (await scorer.thread.run(call))["tokens"]
+    except (*UNREACHED, ServerError, LookupError, TypeError) as error:
+        raise EngineError(
+            f"the teacher's server {server.url} encodes no text, so that its tokenizer is not known: {type(error).__name__}: {error}"
+        ) from error
+    mine = tokenizer.encode(text, add_special_tokens=False)
+    if theirs != mine:
+        place = common_start(mine, theirs)
+        raise ValueError(
+            f"the teacher's server {server.url}: its tokenizer must be the policy's, but it reads {theirs[place : place + 3]} where "
+            f"the policy reads {mine[place : place + 3]}, {tokenizer.decode(mine[place : place + 3])!r}. A teacher scores the "
+            "policy's own token ids: serve a model with the same tokenizer."
+        )
+
+
+async def _difference(scorer: ServerScorer, server: Server, question: Question, timeout: float) -> float:
+    """Of the response up to the first image placeholder: a teacher's server bans none, and a policy never samples one."""
+    for seed in range(RESPONSES):
+        request = replace(question.request, sampling=SamplingParams(TOKENS, seed=seed))
+        sampled: Any = await ask(scorer, server, request, timeout)
+        if tokens := scorer.before_images(sampled.token_ids):
+            scores: Any = await ask(scorer, server, scorer.request_of(question.row(tokens)), timeout)
+            logprobs = np.array([logprob for logprob, _ in sampled.logprobs[: len(tokens)]])
+            return float(np.abs(scores.logprobs - logprobs).mean())
+    raise ParityError(
+        f"the teacher's server {server.url} begins each of {RESPONSES} responses with an image placeholder, which no trained model "
+        "does: serve a trained model."
+    )

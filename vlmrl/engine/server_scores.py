@@ -1,0 +1,128 @@
+"""Servers as teachers: the logprobs of given tokens, with the supervision and the retries of a :class:`ServerEngine`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vlmrl.engine.base import EngineError, SamplingParams, check_placeholders
+from vlmrl.engine.server_backend import Attempt, Call, Scored, ScoreRequest
+from vlmrl.engine.server_engine import ServerEngine
+from vlmrl.engine.server_pool import ServerPool
+from vlmrl.engine.server_response import BadResponse, is_logprob
+from vlmrl.multimodal.renderer import Renderer, collapse
+from vlmrl.types import Sample
+
+
+class TeacherScores(NamedTuple):
+    """The logprobs of a row's response tokens under a teacher server's model, in nats; 0 where no token is trained."""
+
+    logprobs: np.ndarray  # float32 [response]
+    top_ids: np.ndarray  # int32 [response, k], the most likely first; the policy may lack some that a larger head has
+    top_logprobs: np.ndarray  # float32 [response, k]
+
+
+class ServerScorer(ServerEngine):
+    """Scores rows on ``servers`` with their ``most_likely`` ids at each token. No weights are sent to them.
+
+    ``seconds_limit``: for one row, with its wait for a server. ``at_once``: rows that servers have at a time; the others of a batch
+    do not wait in a server's queue, where their time would run.
+    """
+
+    def __init__(
+        self,
+        servers: ServerPool,
+        renderer: Renderer,
+        most_likely: int,
+        seconds_limit: float,
+        at_once: int,
+    ) -> None:
+        super().__init__(servers, renderer, banned_ids=())
+        self._most_likely, self._limit, self._at_once = most_likely, seconds_limit, at_once
+
+    def score(self, rows: Sequence[Sample]) -> list[TeacherScores]:
+        """Of each row, its trained tokens. Waits for the servers; not to be called in their loop.
+
+        Raises:
+            EngineError: no server answered, also after retries, or not in time.
+            ValueError: a server reads other tokens or images.
+        """
+        return self.thread.wait(self._score_all([self.request_of(row) for row in rows]))
+
+    def logprobs(self, rows: Sequence[Sample]) -> list[np.ndarray]:
+        """The logprobs ``[response]`` of each row's tokens, in nats."""
+        return [scores.logprobs for scores in self.score(rows)]
+
+    def before_images(self, token_ids: Sequence[int]) -> list[int]:
+        """The ids before the first image placeholder."""
+        return list(takewhile(lambda token: token != self._renderer.image_token_id, token_ids))
+
+    def request_of(self, row: Sample) -> ScoreRequest:
+        """The request to score a row's trained tokens."""
+        pad = self._renderer.image_token_id
+        prompt = collapse(row.token_ids, pad, row.media)
+        tokens = [token if mask else -1 for token, mask in zip(row.response_ids, row.loss_mask, strict=True)]
+        request = ScoreRequest(
+            row.trajectory_id, prompt, row.media, SamplingParams(1), tokens=tokens, most_likely=self._most_likely
+        )
+        check_placeholders(request, pad)
+        return request
+
+    async def _score_all(self, requests: Sequence[ScoreRequest]) -> list[TeacherScores]:
+        room = asyncio.Semaphore(self._at_once)
+
+        async def score(request: ScoreRequest) -> TeacherScores:
+            async with room:
+                return await self._score(request)
+
+        return await asyncio.gather(*map(score, requests))
+
+    async def _score(self, request: ScoreRequest) -> TeacherScores:
+        try:
+            async with asyncio.timeout(self._limit):
+                scores: Any = await self._generate(request)
+        except TimeoutError:
+            reason = f"was not scored in rollout.engine_timeout ({self._limit:g} s)"
+            raise EngineError(f"trajectory {request.trajectory_id}: its row {reason} by teacher.model.") from None
+        self.release(request.trajectory_id)
+        return scores
+
+    def _call_for(self, attempt: Attempt) -> Call:
+        is_score = isinstance(attempt.request, ScoreRequest)
+        return self.backend.score(attempt) if is_score else self.backend.generate(attempt)
+
+    def _parsed(self, attempt: Attempt, response: Any) -> Any:
+        """TeacherScores for a :class:`ScoreRequest`; otherwise the response, whatever the server's weights are named."""
+        if not isinstance(attempt.request, ScoreRequest):
+            return self.backend.parse(attempt, response)
+        return scores_of(attempt.request, self.backend.parse_scores(attempt, response))
+
+
+def scores_of(request: ScoreRequest, scored: Scored) -> TeacherScores:
+    """The checked scores. Raises BadResponse if another attempt may succeed, ValueError if none can."""
+    if scored.prompt_tokens != request.length:
+        raise ValueError(
+            f"trajectory {request.trajectory_id}: the teacher's server counted {scored.prompt_tokens!r:.50} tokens, but the renderer "
+            f"{request.length}: it drops images, or expands or resizes them differently."
+        )
+    size, count = len(request.tokens), request.most_likely
+    if len(scored.logprobs) != size or len(scored.most_likely) != size:
+        raise BadResponse(f"{size} tokens came with {len(scored.logprobs)} logprobs")
+    logprobs = np.zeros(size, np.float32)
+    ids, likely = np.zeros((size, count), np.int32), np.zeros((size, count), np.float32)
+    for place, token in enumerate(request.tokens):
+        if token < 0:
+            continue
+        logprob, reported = scored.logprobs[place]
+        if reported != token or logprob is None or not is_logprob(logprob):
+            raise BadResponse(f"token {token} came as {reported!r:.50} with the logprob {logprob!r:.50}")
+        best = sorted(scored.most_likely[place], reverse=True)[:count]
+        known = len({id for _, id in best if type(id) is int and 0 <= id < 2**31})
+        if known < count or not all(is_logprob(each) for each, _ in best):
+            raise BadResponse(f"{known} of {count} most likely ids, or logprobs that are not finite, or positive")
+        logprobs[place], likely[place], ids[place] = logprob, [each for each, _ in best], [id for _, id in best]
+    return TeacherScores(logprobs, ids, likely)

@@ -1,0 +1,43 @@
+"""A run's teacher servers: connected and checked at its start, then they score each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vlmrl.checks.server_parity import parity_questions
+from vlmrl.checks.teacher_server import check_teacher_servers
+from vlmrl.config import Config
+from vlmrl.engine.server import external_servers
+from vlmrl.engine.server_backend import teacher_backend
+from vlmrl.engine.server_pool import ServerPool
+from vlmrl.engine.server_scores import ServerScorer
+from vlmrl.model.loading import Reader
+from vlmrl.multimodal.store import MediaStore
+from vlmrl.types import Sample
+
+
+class TeacherServers:
+    """The servers that ``teacher.model`` names. Nothing is called before :meth:`connect`."""
+
+    def __init__(self, config: Config, model: Reader) -> None:
+        teacher, self._config, self._model = config.teacher, config, model
+        pool = ServerPool(teacher_backend(teacher), external_servers(teacher.servers[1]))
+        most_likely = 0 if teacher.loss == "sampled" else teacher.top_k or 0
+        limits = config.rollout.engine_timeout, config.rollout.max_concurrent
+        self.scorer = ServerScorer(pool, model.renderer, most_likely, *limits)
+
+    async def connect(self, store: MediaStore | None) -> list[str]:
+        """Wait for the servers, and check them. Returns a line for each."""
+        await self.scorer.start()
+        questions = await parity_questions(self._model.renderer, store, self._config.rollout)
+        limit = self._config.rollout.engine_timeout
+        found = await check_teacher_servers(self.scorer, questions, self._model.tokenizer, limit)
+        await self.scorer.serve()
+        return [f"teacher   {url}: scores what it samples within {nats:.2g} nats" for url, nats in found.items()]
+
+    def score(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Set the scores of all rows that the teacher sees. Returns metrics."""
+        rows = [row for sample in samples for row in (sample.teacher_rows or [sample]) if row is not None]
+        for row, scores in zip(rows, self.scorer.score(rows), strict=True):
+            row.teacher_scores = scores
+        return {"teacher/retried": float(self.scorer.retried)}

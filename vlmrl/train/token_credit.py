@@ -1,0 +1,64 @@
+"""Advantages of tokens: the rows that a function per token gets, and the check that what it returns is finite."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from vlmrl.algos import choose
+from vlmrl.config import Algo
+from vlmrl.config.fields import short_name
+from vlmrl.types import Sample, Trajectory
+
+
+def assign_by_token(
+    samples: Sequence[Sample],
+    trajectories: Sequence[Trajectory],
+    rewards: Sequence[float],
+    kl: Sequence[np.ndarray] | None,
+    algo: Algo,
+) -> None:
+    """Advantages of a function per token, which gets each trajectory's trained tokens in the order of its samples."""
+    places = {trajectory.id: row for row, trajectory in enumerate(trajectories)}
+    indices_of = [trained(sample) for sample in samples]
+    lengths = Counter[int]()
+    for sample, indices in zip(samples, indices_of, strict=True):
+        lengths[places[sample.trajectory_id]] += len(indices)
+    width = max([1, *lengths.values()])
+    penalties, mask = torch.zeros(2, len(trajectories), width, dtype=torch.float64)
+    filled = Counter[int]()
+    spans = []
+    for number, (sample, indices) in enumerate(zip(samples, indices_of, strict=True)):
+        row = places[sample.trajectory_id]
+        span = slice(filled[row], filled[row] + len(indices))
+        if kl is not None:
+            penalties[row, span] = algo.kl_coef * torch.from_numpy(kl[number][indices]).double()
+        mask[row, span] = 1
+        filled[row] = span.stop
+        spans.append((row, span))
+    to_go = penalties.flip(1).cumsum(1).flip(1)
+    returns = torch.tensor(rewards, dtype=torch.float64)[:, None] - to_go
+    group_ids = [trajectory.group_id for trajectory in trajectories]
+    advantages = finite(choose(algo, "advantage")(returns, group_ids, mask), rewards, algo)
+    for sample, indices, place in zip(samples, indices_of, spans, strict=True):
+        values = np.zeros(len(sample.response_ids))
+        values[indices] = advantages[place].numpy()
+        sample.advantage = values.tolist()
+
+
+def trained(sample: Sample) -> np.ndarray:
+    """The indices of the sample's trained response tokens."""
+    return np.flatnonzero(sample.loss_mask)
+
+
+def finite(advantages: torch.Tensor, rewards: Sequence[float], algo: Algo) -> torch.Tensor:
+    """The advantages. Raises ValueError if one is not finite, which would only show in the gradient."""
+    if not bool(advantages.isfinite().all()):
+        raise ValueError(
+            f"algo.advantage {short_name(algo.advantage)} must give finite advantages, but one is not, for rewards from "
+            f"{min(rewards)} to {max(rewards)}: give rewards of moderate size."
+        )
+    return advantages
