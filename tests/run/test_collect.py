@@ -15,10 +15,11 @@ from testing.fakes import make_trajectory
 
 from vlmrl import Env, load_run, obs
 from vlmrl.cli import main as cli
+from vlmrl.config.collection import Keep
 from vlmrl.multimodal.renderer import collapse
 from vlmrl.report.viewer.followed_run import FollowedRun
-from vlmrl.report.viewer.snapshot import write_snapshot
-from vlmrl.run.episode_rows import collected_fields, episode_row
+from vlmrl.report.viewer.page import write_snapshot
+from vlmrl.run.episode_rows import collected_fields, episode_row, read_recorded, write_episodes
 from vlmrl.types import ReceivedRequest
 
 RECIPE = '''
@@ -149,7 +150,7 @@ def test_with_every_fault_each_episode_is_accounted_for_and_none_is_played_twice
     faults = ["429", "cut", "500", "hang", "", *GARBAGE, "", "cut", "429", "", "500"] * 2
     player = Player()
     with fake_api(player, faults) as (api, url):
-        folder = collect(url, "--episodes", "3", "--rollout.engine-timeout", "4")
+        folder = collect(url, "--episodes", "3", "--rollout.engine-timeout", "20")  # 10 s for an answer
         assert len(rows_of(folder)) == 12 and summary_of(folder)["left"] == summary_of(folder)["failed"] == 0
         assert len({row["id"] for row in rows_of(folder)}) == 12 and api.answered == 24
         before = len(api.requests)
@@ -254,6 +255,45 @@ def test_another_model_or_recipe_needs_another_folder(collect, capsys, tmp_path)
     with pytest.raises(SystemExit, match="1"):
         collect(url)
     assert "holds a run" in capsys.readouterr().err
+
+
+RECORD = {"id": "collect/00000/00", "group_id": "collect/00000", "task_id": "t", "ending": "env_done", "reward": 1.0}
+RECORD |= {"metrics": {}, "tokens": 5, "episode": None}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(
+            {"id": id}
+            for id in ("x", "collect/" + "9" * 30 + "/00", "collect/-0001/00", "collect/00000/-1", "other/00000/00")
+        ),
+        {"reward": 10**400},
+        {"reward": "1"},
+        {"tokens": None},
+        {"reason": ["disk"]},
+        {"episode": "none"},
+    ],
+)
+def test_a_line_that_no_command_writes_is_one_error_that_names_it(wrong, tmp_path):
+    file = tmp_path / "trajectories.jsonl"
+    file.write_text(json.dumps(RECORD) + "\n")
+    assert list(read_recorded(tmp_path).episodes) == [(0, 0)]
+    file.write_text(json.dumps(RECORD | wrong) + "\n")
+    with pytest.raises(ValueError, match=rf"{file}: the line at byte 0 is no record of an episode"):
+        read_recorded(tmp_path)
+
+
+def test_a_number_that_a_float_cannot_hold_is_refused_and_half_a_surrogate_pair_is_written(tmp_path):
+    file = tmp_path / "trajectories.jsonl"
+    good = json.dumps(RECORD | {"episode": {"id": "x", "messages": [{"role": "user", "content": "\ud800"}]}}) + "\n"
+    file.write_text(good)
+    assert write_episodes(tmp_path, Keep())["written"] == 1 and rows_of(tmp_path)[0]["messages"][0]["content"] == "?"
+    file.write_text(good + good.replace("1.0", "1e999"))
+    with pytest.raises(
+        ValueError, match=rf"{file}: the line at byte {len(good)} is not JSON: 1e999 is too large a number"
+    ):
+        write_episodes(tmp_path, Keep())
 
 
 @pytest.mark.slow

@@ -11,6 +11,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from vlmrl.report.run_log import read_rows
 
 MARK = "VLMRL_TEST_CLUSTER"  # in the environment of all processes that a test starts
 MEMORY_MONITOR = "RAY_memory_monitor_refresh_ms"  # or Ray ends the ranks where other programs have taken the memory
@@ -89,3 +92,14 @@ def until_trained(run: subprocess.Popen[str], steps: int = 1) -> list[str]:
         if found and int(found.group(1)) >= steps:
             return lines
     raise AssertionError("".join(lines))
+
+
+def until_restarted(run: subprocess.Popen[str], metrics: Path, steps: int = 3) -> list[dict[str, Any]]:
+    """Return the rows of all trained steps when so many of them were trained after a server had been started again."""
+    output = []
+    for line in run.stdout:  # what else the run prints must be read, or it waits
+        output.append(line)
+        rows = [row for row in read_rows(metrics) if "loss" in row]
+        if sum(row["engine/restarts"] == 1 for row in rows) >= steps:
+            return rows
+    raise AssertionError("".join(output))
