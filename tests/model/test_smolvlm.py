@@ -180,3 +180,12 @@ def test_templates_that_do_not_fit_are_refused(model):
         ValueError, match=r"never writes the end-of-turn token '<end_of_utterance>'.*ours: .*`smolvlm` for SmolVLM"
     ):
         Renderer(model.tokenizer, image_token="<image>", chat_template=TEMPLATE.read_text())
+
+
+def test_an_older_torchvision_whose_images_are_resized_by_pil_is_refused(model, monkeypatch):
+    of = AutoImageProcessor.from_pretrained
+    monkeypatch.setattr(AutoImageProcessor, "from_pretrained", lambda path: of(path, backend="pil"))
+    with pytest.raises(
+        ValueError, match=r"smolvlm needs torchvision 0\.27 or newer, but [\d.+a-z]+ is installed: install"
+    ):
+        model.policy.family.load_processor(model.path)

@@ -11,10 +11,12 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
+import torchvision
 import transformers
 from PIL import Image
 from tokenizers import AddedToken
 from torchvision.transforms.v2 import functional as tv
+from transformers.image_processing_backends import PilBackend
 from transformers.image_utils import SizeDict
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
@@ -98,6 +100,11 @@ class SmolVLM(Family):
     def load_processor(self, path: str) -> TileProcessor:
         """Raises ValueError for settings under which another resize of a resized image would change it."""
         images = transformers.AutoImageProcessor.from_pretrained(path)
+        if isinstance(images, PilBackend):  # transformers' choice for images that this torchvision resizes otherwise
+            raise ValueError(
+                f"smolvlm needs torchvision 0.27 or newer, but {torchvision.__version__} is installed: install a newer torch and "
+                "torchvision, or choose another model."
+            )
         longest, side = images.size["longest_edge"], images.max_image_size["longest_edge"]
         if not images.do_resize or not longest or longest % side or longest > 4096:
             raise ValueError(
