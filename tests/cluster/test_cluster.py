@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 from testing.ray_runs import MEMORY_MONITOR, rank_processes, running, training, until_restarted, until_trained
@@ -108,6 +110,10 @@ TWO_NODES = ["--cluster.ranks", "2", "--cluster.nodes", "2"]
 FAILS_AT = ["--algo.options", "half.last"]
 
 
+def rank_logs():
+    return set(Path(tempfile.gettempdir()).glob("vlmrl-rank-*"))
+
+
 def test_a_recipe_trains_on_two_nodes_with_its_own_loss_until_that_fails(nodes, tmp_path):
     """In the third step, on both ranks."""
     with training(tmp_path, "trained", *TWO_NODES, "--train.steps", "3", *FAILS_AT, "3", text=RECIPE) as run:
@@ -136,6 +142,7 @@ def test_a_rank_that_is_killed_is_named_with_its_node_and_ends_the_run(tmp_path)
 
 def test_a_signal_to_the_driver_saves_the_last_step_on_all_ranks(tmp_path):
     steps = ["--train.steps", "1000", "--warm-start.steps", "0", "--checkpoint.every", "500"]
+    before = rank_logs()
     with training(tmp_path, "stopped", "--cluster.ranks", "2", *steps, text=RECIPE) as run:
         begun = until_trained(run)
         run.send_signal(signal.SIGTERM)
@@ -144,6 +151,7 @@ def test_a_signal_to_the_driver_saves_the_last_step_on_all_ranks(tmp_path):
     assert (tmp_path / "runs/own/model/model.safetensors").exists(), output
     [checkpoint] = (tmp_path / "runs/own/checkpoints").iterdir()
     assert "--resume" in output and (checkpoint / "run.json").exists()
+    assert rank_logs() == before  # none is left
 
 
 def test_a_server_that_is_killed_is_started_again_by_its_launcher_and_gets_the_weights(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,12 +67,17 @@ class Launcher:
         return self._process is not None and self._process.alive
 
     def poll(self) -> tuple[int | None, bytes]:
-        """The exit status of the program, None while it runs, and what it has written since the last call."""
-        status = self._started.status  # first: what it wrote before its end is read then
-        with self._started.launch.log.open("rb") as log:
+        """The exit status of the program, None while it runs, and what it has written since the last call.
+
+        The log of a program that ended well or was asked to end is deleted: this is the last call then.
+        """
+        status, path = self._started.status, self._started.launch.log  # what it wrote before its end is read after this
+        with path.open("rb") as log:
             log.seek(self._read)
             written = log.read()
         self._read += len(written)
+        if status in (0, 130, 143):
+            shutil.rmtree(path.parent, ignore_errors=True)
         return status, written
 
     def signal(self, number: int) -> None:
