@@ -69,7 +69,7 @@ def turn_loop(
 ) -> TurnLoop:
     engine: Any = responses if hasattr(responses, "generate") else script(responses)  # type: ignore[arg-type]
     spec = env if isinstance(env, EnvSpec) else resolve_env(env, options=options)
-    limits = {"max_turns": 4, "max_tokens": 1000, "max_response_tokens": 100, "env_timeout": 20.0} | rollout
+    limits = {"max_turns": 4, "max_tokens": 1000, "max_response_tokens": 100, "env_timeout": 600.0} | rollout
     return TurnLoop(spec, engine, renderer(), new_store(), Rollout(**limits))
 
 
