@@ -90,12 +90,12 @@ def an_aborted_update_leaves_the_engine_usable(d: ServerDriver) -> None:
         items = list(d.changed(d.sharp, seed=7).items())
         yield from items[:-1]
         begun.set()
-        given_up.wait(60)
+        given_up.wait(600)
         yield items[-1]
 
     async def abort() -> None:
         push = asyncio.create_task(d.push_weights(slow, d.version))
-        await asyncio.to_thread(begun.wait, 60)
+        await asyncio.to_thread(begun.wait, 600)
         push.cancel()
         with suppress(asyncio.CancelledError):
             await push

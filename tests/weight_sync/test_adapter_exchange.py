@@ -44,7 +44,7 @@ def test_an_adapter_exchanged_while_an_image_is_encoded_is_not_asked_for(fake, e
 
     async def slowly(item):
         encoding.set()
-        assert await asyncio.to_thread(may_encode.wait, 60)
+        assert await asyncio.to_thread(may_encode.wait, 600)
         return await encode(item)
 
     monkeypatch.setattr(engine._images, "encode", slowly)
@@ -53,7 +53,7 @@ def test_an_adapter_exchanged_while_an_image_is_encoded_is_not_asked_for(fake, e
         sync = await synced(engine, tmp_path)
         await exchange(sync, 1)
         response = asyncio.create_task(engine.generate(Request("t", [PAD], [make_item("red", 4)], SamplingParams(8))))
-        await asyncio.to_thread(encoding.wait, 60)
+        await asyncio.to_thread(encoding.wait, 600)
         await exchange(sync, 2)
         await until(lambda: len(fake.adapters) == 1)  # the first one is unloaded
         may_encode.set()
