@@ -130,7 +130,7 @@ def test_a_recipe_trains_on_two_nodes_with_its_own_loss_until_that_fails(nodes, 
 
 
 def test_a_rank_that_is_killed_is_named_with_its_node_and_ends_the_run(tmp_path):
-    options = ["--cluster.ranks", "2", "--train.steps", "1000", "--warm-start.steps", "0"]
+    options = ["--cluster.ranks", "2", "--train.steps", "100000", "--warm-start.steps", "0"]
     with training(tmp_path, "killed", *options, text=RECIPE) as run:
         begun = until_trained(run)
         os.kill(rank_processes("killed")["1"], signal.SIGKILL)
@@ -141,7 +141,7 @@ def test_a_rank_that_is_killed_is_named_with_its_node_and_ends_the_run(tmp_path)
 
 
 def test_a_signal_to_the_driver_saves_the_last_step_on_all_ranks(tmp_path):
-    steps = ["--train.steps", "1000", "--warm-start.steps", "0", "--checkpoint.every", "500"]
+    steps = ["--train.steps", "100000", "--warm-start.steps", "0", "--checkpoint.every", "100000"]
     before = rank_logs()
     with training(tmp_path, "stopped", "--cluster.ranks", "2", *steps, text=RECIPE) as run:
         begun = until_trained(run)
@@ -170,7 +170,7 @@ def test_a_server_that_is_killed_is_started_again_by_its_launcher_and_gets_the_w
 
 def test_a_node_that_is_lost_ends_the_run_and_its_rank_is_named(nodes, tmp_path):
     """The last test of these nodes."""
-    options = [*TWO_NODES, "--train.steps", "1000", "--warm-start.steps", "0"]
+    options = [*TWO_NODES, "--train.steps", "100000", "--warm-start.steps", "0"]
     with training(tmp_path, "lost", *options, text=RECIPE) as run:
         begun = until_trained(run)
         nodes.remove_node(next(iter(nodes.worker_nodes)))

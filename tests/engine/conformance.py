@@ -19,6 +19,7 @@ import pytest
 from testing.engine_drivers import EngineDriver, ServerDriver, prompt_tokens
 from testing.episodes import image
 from testing.fakes import item_of
+from testing.real_servers import TRIES
 
 from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
 from vlmrl.types import Completion
@@ -294,7 +295,7 @@ def interrupted_responses_keep_their_tokens_and_continue_with_the_new_weights(d:
         await d.update(new)
         return requests, list(await asyncio.gather(*tasks))
 
-    for _ in range(5):  # a fast engine may have ended the responses before the update came
+    for _ in range(TRIES):
         d.use(old)
         version = d.version
         requests, responses = d.wait(interrupt())
@@ -344,20 +345,23 @@ def an_error_within_a_pause_ends_it(d: EngineDriver) -> None:
 def a_cancelled_request_is_sampled_no_further(d: EngineDriver) -> None:
     d.use(d.speaking(d.letters()))
 
-    async def cancel() -> Completion:
+    async def cancel() -> tuple[bool, Completion]:
         given_up = asyncio.create_task(d.engine.generate(d.request("given up", ["red"], tokens=LONG)))
         kept = asyncio.create_task(d.engine.generate(d.request("kept", ["red"], tokens=LONG - 50)))
         await d.engine.generate(d.request("short", tokens=8))
-        assert not given_up.done() and not kept.done()
         given_up.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await given_up
+        cancelled = (await asyncio.gather(given_up, return_exceptions=True))[0]
         while await d.running() > 1:
             await asyncio.sleep(0.01)
-        assert not kept.done()  # or the other one would have been sampled to its end
-        return await kept
+        # If the kept one has ended, the other one may have been sampled to its end.
+        return isinstance(cancelled, asyncio.CancelledError) and not kept.done(), await kept
 
-    assert len(d.wait(cancel()).token_ids) == LONG - 50
+    for _ in range(TRIES):
+        is_shorter, kept = d.wait(cancel())
+        assert len(kept.token_ids) == LONG - 50
+        if is_shorter:
+            break
+    assert is_shorter
 
 
 # New weights

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine.conformance import Case, long_responses
-from testing.engine_drivers import ServerDriver, until
+from testing.engine_drivers import ServerDriver
 
 from vlmrl.engine.base import EngineError, Request
 from vlmrl.types import Completion
@@ -38,19 +38,19 @@ def a_hung_server_is_replaced_and_its_requests_are_answered(d: ServerDriver) -> 
 
 
 def answered_in_spite_of(d: ServerDriver, number: signal.Signals) -> None:
-    restarts = d.pool.restarts
+    """On a slow machine, servers that are not struck may be replaced, too."""
+    first = d.process_groups[0]
 
     async def strike() -> tuple[list[Request], list[Completion]]:
         requests, tasks = await long_responses(d)
         d.signal(number)
         responses = list(await asyncio.gather(*tasks))
-        await until(lambda: d.pool.restarts > restarts)
+        await d.until_replaced(first)
         await d.until_all_serve()
         return requests, responses
 
     requests, responses = d.wait(strike())
     d.check(requests, responses)
-    assert d.pool.restarts == restarts + 1
     request = d.request("each", ["red", "green"])
     responses = d.ask_each_server(request)
     d.check([request] * len(responses), responses)
@@ -90,12 +90,12 @@ def an_aborted_update_leaves_the_engine_usable(d: ServerDriver) -> None:
         items = list(d.changed(d.sharp, seed=7).items())
         yield from items[:-1]
         begun.set()
-        given_up.wait(60)
+        given_up.wait(600)
         yield items[-1]
 
     async def abort() -> None:
         push = asyncio.create_task(d.push_weights(slow, d.version))
-        await asyncio.to_thread(begun.wait, 60)
+        await asyncio.to_thread(begun.wait, 600)
         push.cancel()
         with suppress(asyncio.CancelledError):
             await push

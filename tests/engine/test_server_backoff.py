@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 from testing.fake_sglang import FakeSGLang
-from testing.sglang_engines import PATIENT, engine_of, plain, serving, until
+from testing.sglang_engines import engine_of, plain, serving, until
 
 from vlmrl.engine import server as server_module
 from vlmrl.engine.base import EngineError
@@ -75,7 +75,7 @@ class Dying(FakeSGLang):
 @pytest.mark.slow
 def test_a_server_that_drops_1100_requests_at_once_is_asked_again():
     fake = Dying()
-    engine = engine_of(fake, **PATIENT)
+    engine = engine_of(fake)
     fake.hangs = True
 
     async def outage():
@@ -98,7 +98,7 @@ def test_a_success_after_a_failure_lets_waiting_requests_go_on(monkeypatch):
     monkeypatch.setattr(server_module, "FIRST_BACKOFF", 3600.0)
     monkeypatch.setattr(server_module, "LONGEST_BACKOFF", 3600.0)
     fake = FakeSGLang()
-    engine = engine_of(fake, **PATIENT)
+    engine = engine_of(fake)
 
     async def recover():
         await serving(engine)
@@ -111,7 +111,7 @@ def test_a_success_after_a_failure_lets_waiting_requests_go_on(monkeypatch):
         await until(lambda: server.backoff)
         new = asyncio.create_task(engine.generate(plain("new")))
         fake.release_requests()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600):
             return await asyncio.gather(held, retried, new)
 
     try:
@@ -126,7 +126,7 @@ def test_responses_that_cannot_be_used_extend_the_back_off(monkeypatch):
     monkeypatch.setattr(server_module, "FIRST_BACKOFF", 0.01)
     fake = FakeSGLang()
     fake.meta = {"output_token_logprobs": []}
-    engine = engine_of(fake, retries=3, **PATIENT)
+    engine = engine_of(fake, retries=3)
     [server] = engine.servers.all
     found, failed = [], server.failed
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from testing.fake_sglang import HOLDS_IMAGES, FakeSGLang
 from testing.fakes import PAD, item_of
-from testing.sglang_engines import PATIENT, engine_of, serving, until
+from testing.sglang_engines import engine_of, out_of_service, serving, until
 
 from vlmrl.engine.base import Request, SamplingParams
 from vlmrl.engine.image_files import EncodedImage
@@ -146,9 +146,7 @@ def test_a_server_that_was_out_of_service_is_sent_its_images_again(fakes):
     async def episode():
         await serving(engine)
         await play(engine, items)
-        [server] = engine.servers.all
-        fakes[0].sick = True
-        await until(lambda: not server.ready)
+        server = await out_of_service(engine, fakes[0])
         fakes[0].images.clear()
         fakes[0].sick = False
         await until(lambda: server.ready)
@@ -178,7 +176,7 @@ def test_images_are_encoded_before_the_engines_time_begins(fakes):
 @pytest.mark.slow
 def test_requests_in_flight_share_the_memory_of_their_images(fakes):
     fakes[0].info.pop("trust_mm_content_hashes")
-    engine, items = engine_of(fakes[0], **PATIENT), [noise(seed, side=1024) for seed in range(4)]
+    engine, items = engine_of(fakes[0]), [noise(seed, side=1024) for seed in range(4)]
     count = 16
 
     async def at_once() -> int:

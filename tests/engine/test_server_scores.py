@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from testing.fake_sglang import END, FakeSGLang, logprob_of
 from testing.fakes import PAD, item_of
-from testing.sglang_engines import QUICK, Words, settings_and_limits
+from testing.sglang_engines import PATIENT, Words, settings_and_limits
 
 from vlmrl.checks.image_swap import ImageSwapError
 from vlmrl.checks.server_parity import ParityError, Question
@@ -48,9 +48,9 @@ def fake():
 
 @pytest.fixture
 def scorer(fake):
-    config, limits = settings_and_limits(urls=(fake.url,), retries=2, **QUICK)
+    config, limits = settings_and_limits(urls=(fake.url,), retries=2, **PATIENT)
     pool = ServerPool(SGLangBackend(config), [Server(fake.url)], limits=limits)
-    made = ServerScorer(pool, Words(), most_likely=2, seconds_limit=60.0, at_once=2)
+    made = ServerScorer(pool, Words(), most_likely=2, seconds_limit=600.0, at_once=2)
     asyncio.run(made.start())
     asyncio.run(made.serve())
     yield made
@@ -150,12 +150,15 @@ def test_a_server_that_hangs_is_an_error_after_the_limit(fake, scorer):
 @pytest.mark.slow
 def test_servers_have_so_many_rows_at_once(fake, scorer):
     """All rows of a batch in a server's queue would exceed the limit of one."""
-    answer, counts = fake._generate, [0, 0]
+    answer, counts, two = fake._generate, [0, 0], asyncio.Event()
 
     async def counted(body):
         counts[0] += 1
         counts[1] = max(counts)
-        await asyncio.sleep(0.05)
+        if counts[0] == 2:
+            two.set()
+        await two.wait()
+        await asyncio.sleep(0.05)  # a third one would come
         counts[0] -= 1
         return await answer(body)
 

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from testing.fake_sglang import FakeSGLang
 from testing.fakes import PAD, make_item
-from testing.sglang_engines import PATIENT, QUICK, engine_of, plain, serving, until
+from testing.sglang_engines import engine_of, out_of_service, plain, serving, until
 
 from vlmrl.config import ServerSettings
 from vlmrl.engine.base import EngineError, Request, paused
@@ -49,8 +49,7 @@ def test_a_server_is_watched_and_revived_again_after_an_error_of_any_kind(fake, 
 
     async def fail():
         await serving(engine)
-        fake.sick = True
-        await until(lambda: not server.ready)
+        await out_of_service(engine, fake)
         fake.sick = False
         await until(lambda: server.ready)
         return await engine.generate(plain())
@@ -77,28 +76,27 @@ def test_a_server_that_failed_in_a_pause_is_resumed_when_it_is_revived(fake, eng
 
 
 def test_a_server_that_comes_back_as_an_older_version_does_not_serve(fake):
-    engine = engine_of(fake, **(QUICK | {"start_timeout": 1.0}))
-    [server] = engine.servers.all
+    engine = engine_of(fake)
+    pool, [server] = engine.servers, engine.servers.all
 
     async def restart():
         await serving(engine)
-        fake.sick = True
-        await until(lambda: not server.ready)
+        await out_of_service(engine, fake)
         fake.info["version"], fake.sick = "0.5.9", False
         await until(lambda: "0.5.9" in server.last_error)
+        waiting = asyncio.create_task(engine.generate(plain()))
         with pytest.raises(
             EngineError, match=r"no SGLang server has served .*is SGLang 0\.5\.9, but it must be 0\.5\.23 or newer"
         ):
-            await engine.generate(plain())
-        assert not server.ready
+            await engine.thread.run(pool.pick(None, patience=0.1))
+        assert not server.ready and fake.bodies_of("/generate") == []
         fake.info["version"] = "0.5.24"
-        await until(lambda: server.ready)
+        return await waiting
 
     try:
-        asyncio.run(restart())
+        assert asyncio.run(restart()).token_ids == fake.response
     finally:
         engine.close()
-    assert fake.bodies_of("/generate") == []
 
 
 @pytest.mark.parametrize("info", [["a list"], "a string", None])
@@ -138,7 +136,7 @@ def test_servers_do_not_serve_where_the_trainer_cannot_be_offloaded(fake, fails_
 
 
 def test_requests_of_a_closed_engine_are_engine_errors(fake, monkeypatch):
-    engine = engine_of(fake, **PATIENT)
+    engine = engine_of(fake)
 
     async def encoded_late(item):
         await until(lambda: engine.servers._session.closed)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from testing.fake_sglang import FakeSGLang
-from testing.sglang_engines import PATIENT, engine_of, plain, send, synced
+from testing.sglang_engines import engine_of, plain, send, synced
 
 from vlmrl.config import Config, Data, Model, Rollout, ServerSettings, Train
 from vlmrl.engine.base import EngineError, paused
@@ -100,7 +100,7 @@ def fake():
 
 @pytest.mark.slow
 def test_requests_updates_adapters_and_checks_bring_the_token(fake, tmp_path):
-    engine = engine_of(fake, token=TOKEN, **PATIENT)
+    engine = engine_of(fake, token=TOKEN)
 
     async def everything():
         sync = await synced(engine, tmp_path)

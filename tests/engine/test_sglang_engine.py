@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ from PIL import Image
 from testing import sglang_engines
 from testing.fake_sglang import END, FakeSGLang
 from testing.fakes import PAD, Router, make_item
-from testing.sglang_engines import QUICK, serving, until
+from testing.sglang_engines import checked, serving, until
 from torch import nn
 
 from vlmrl.config import Lora, ServerSettings
+from vlmrl.engine import server_pool
 from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
 from vlmrl.engine.server_backend import ServedModel
 from vlmrl.engine.sglang.backend import SGLangBackend
@@ -222,39 +224,43 @@ def test_a_cancelled_request_is_aborted_on_the_server(fakes, engine_of):
     fakes[0].hangs = True
 
     async def give_up():
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.3):
-                await engine.generate(plain())
+        response = asyncio.create_task(engine.generate(plain()))
+        await until(lambda: fakes[0].bodies_of("/generate"))
+        response.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await response
         await until(lambda: fakes[0].aborted)
 
     asyncio.run(give_up())
     assert fakes[0].aborted == [fakes[0].bodies_of("/generate")[0]["rid"]]
 
 
-def test_a_pause_during_a_health_check_does_not_drain_the_server(fakes, engine_of):
-    engine = engine_of(fakes[0])
+def test_a_pause_during_a_health_check_does_not_drain_the_server(fakes, engine_of, monkeypatch):
+    engine, clock = engine_of(fakes[0]), SimpleNamespace(now=0.0)
     server = engine.servers.all[0]
+    monkeypatch.setattr(server_pool, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
     async def pause():
         fakes[0].sick = True  # as a paused server looks
         await until(lambda: server.unresponsive)
         async with paused(engine):
-            await asyncio.sleep(4 * QUICK["health_timeout"])
-        return server.ready
+            clock.now += 2 * engine.servers.limits.health_timeout
+            await checked(engine, server)  # the check that had begun has failed
+            return server.ready
 
     assert asyncio.run(pause())
 
 
 def test_waiting_requests_continue_when_an_unresponsive_server_is_healthy_again(fakes, engine_of):
-    engine = engine_of(fakes[0], health_timeout=30.0, start_timeout=60.0)
+    engine = engine_of(fakes[0], start_timeout=3600.0)
 
     async def doubt():
         fakes[0].sick = True
         await until(lambda: engine.servers.all[0].unresponsive)
         task = asyncio.create_task(engine.generate(plain()))
-        await asyncio.sleep(0.3)
+        await until(lambda: engine._requests)
         fakes[0].sick = False
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             return await task
 
     assert asyncio.run(doubt()).token_ids == [5, 6, END]

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from testing.real_servers import processes_of
+from testing.episodes import wait_until
+from testing.real_servers import left_of, processes_of
 
 from vlmrl.config import Lora, ServerSettings
 from vlmrl.engine.base import Request, SamplingParams
@@ -359,9 +360,7 @@ def test_a_server_that_is_killed_takes_its_children_and_their_shared_memory_with
         assert words == launch.command[3:] and memory.exists()
         assert len(processes_of(group)) == 3  # the server, its child, and the one that watches
         os.kill(group, signal.SIGKILL)
-        end = time.monotonic() + 60
-        while (processes_of(group) or memory.exists()) and time.monotonic() < end:
-            time.sleep(0.05)
-        assert processes_of(group) == [] and not memory.exists()
+        assert left_of([group]) == []
+        wait_until(lambda: not memory.exists())
     finally:
         process.stop()

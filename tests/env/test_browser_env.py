@@ -301,14 +301,17 @@ async def test_nothing_is_kept_from_one_episode_to_the_next(tmp_path):
 async def test_a_page_that_hangs_is_an_env_error_and_others_go_on(tmp_path):
     html = "<button style='width:200px;height:100px' onclick='while (true);'>Hang</button>"
     async with (
-        opened(page_env(tmp_path, html), timeout=3.0) as env,
-        opened(page_env(tmp_path, RED), timeout=3.0) as other,
+        opened(page_env(tmp_path, html), timeout=120.0) as env,
+        opened(page_env(tmp_path, RED), timeout=120.0) as other,
     ):
+        pool, patient = env._pool, env._pool.limits
+        pool.limits = replace(patient, timeout=3.0)
         with pytest.raises(BrowserFailure, match="longer than 3 s"):
             await env.step(click(500, 500))
+        pool.limits = patient
         _, done, _ = await other.step(click(100, 100))
         assert done
-    async with opened(page_env(tmp_path, RED), timeout=3.0) as env:
+    async with opened(page_env(tmp_path, RED), timeout=120.0) as env:
         _, done, _ = await env.step(click(100, 100))
         assert done
 
@@ -358,9 +361,9 @@ async def test_an_episode_that_is_cancelled_while_it_opens_keeps_no_session_and_
         await asyncio.gather(opening, return_exceptions=True)
         await env.close()
     env = spec.build(a_task())
-    await asyncio.wait_for(env.reset(), 60)
+    await asyncio.wait_for(env.reset(), 600)
     contexts = env._lease.process.handle.contexts
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(600):
         while len(contexts) > 1:
             await asyncio.sleep(0.01)
             contexts = env._lease.process.handle.contexts
@@ -374,7 +377,7 @@ onclick = () => { for (let i = 0; i < 40; i++) keep.push(new Uint8Array(10 << 20
 
 
 async def until_ended(pool, process):
-    await asyncio.wait_for(pool.loop.run(process.ended.wait()), 60)
+    await asyncio.wait_for(pool.loop.run(process.ended.wait()), 600)
 
 
 async def test_a_page_that_grows_beyond_twice_the_memory_is_ended_while_its_episode_goes_on(tmp_path):
@@ -398,7 +401,7 @@ async def test_a_browser_above_its_memory_is_replaced_when_its_last_episode_ends
         async with opened(env_class, memory_mib=400) as env:
             pool, process = env._pool, env._lease.process
             process.memory_bytes = above
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(600):
                 while not process.retired:
                     await asyncio.sleep(0.01)
             await env.step(click(500, 500))  # the episode goes on

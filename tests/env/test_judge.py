@@ -60,7 +60,7 @@ class Endpoint:
 
 
 async def hang() -> dict[str, Any]:
-    await asyncio.sleep(30)
+    await asyncio.sleep(3600)
     return completion("<score>10</score>")
 
 
@@ -73,7 +73,6 @@ def endpoint() -> Iterator[Endpoint]:
 
 
 NO_VERDICTS = {
-    "hangs": hang,
     "fails": 500,
     "is busy": 429,
     "refuses": completion(None, refusal="I will not grade this."),
@@ -95,7 +94,7 @@ NO_VERDICTS = {
 
 @pytest.mark.parametrize("kind", NO_VERDICTS)
 def test_an_unusable_response_is_retried_and_then_an_error(endpoint: Endpoint, kind: str):
-    judge = Judge(endpoint.url, "m", timeout=0.5 if kind == "hangs" else 10.0)
+    judge = Judge(endpoint.url, "m", timeout=600.0)
     endpoint.script = [NO_VERDICTS[kind], completion("Fine. <score>8</score>")]
     verdict = judge.grade("Kind?", CONVERSATION)
     assert (verdict.score, verdict.retries, len(endpoint.requests)) == (0.8, 1, 2)
@@ -107,10 +106,27 @@ def test_an_unusable_response_is_retried_and_then_an_error(endpoint: Endpoint, k
     assert len(endpoint.requests) == 2
 
 
-@pytest.mark.parametrize("kind", ["hangs", "refuses", "talks nonsense", "fails"])
+def test_a_request_that_hangs_is_given_up_and_retried_and_then_an_error(endpoint: Endpoint):
+    judge = Judge(endpoint.url, "m", timeout=0.5)
+    endpoint.script = [hang]
+    with pytest.raises(JudgeError, match="no verdict in 2 requests"):
+        judge.grade("Kind?", CONVERSATION)
+
+    async def hang_once() -> dict[str, Any]:
+        judge._client.timeout = 600.0
+        return await hang()
+
+    judge._client.timeout = 3.0
+    endpoint.requests.clear()
+    endpoint.script = [hang_once, completion("Fine. <score>8</score>")]
+    verdict = judge.grade("Other rubric?", CONVERSATION)
+    assert (verdict.score, verdict.retries) == (0.8, 1)
+
+
+@pytest.mark.parametrize("kind", ["refuses", "talks nonsense", "fails"])
 def test_without_a_verdict_the_trajectory_fails_and_has_no_reward(endpoint: Endpoint, kind: str):
     endpoint.script = [NO_VERDICTS[kind]]
-    options = {"url": endpoint.url, "model": "m", "timeout": 0.5 if kind == "hangs" else 10.0}
+    options = {"url": endpoint.url, "model": "m", "timeout": 100.0}
     trajectory = play(JudgeEnv, ["A cat."], options=options, max_turns=1)
     assert (trajectory.ending, trajectory.reward) == ("error", None)
     assert "JudgeError" in trajectory.error and len(endpoint.requests) == 4  # two for the env, two for a fresh one

@@ -7,13 +7,12 @@ import json
 import os
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
-from testing.episodes import a_task, play, play_audited, turn_loop
+from testing.episodes import a_task, play, play_audited, turn_loop, wait_until
 from testing.servers import free_port, served_asgi
 
 pytest.importorskip("mcp", reason="needs mcp: pip install 'vlmrl[mcp]'")
@@ -83,10 +82,7 @@ def is_running(process: int) -> bool:
 
 
 def wait_until_ended(process: int) -> None:
-    deadline = time.monotonic() + 20
-    while is_running(process):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not is_running(process))
 
 
 def result(*blocks: Any) -> CallToolResult:

@@ -2,11 +2,10 @@
 
 import base64
 import io
-import time
 from typing import Any
 
 import pytest
-from testing.episodes import a_task, image, play, play_audited
+from testing.episodes import a_task, image, play, play_audited, wait_until
 from testing.servers import free_port, served_asgi
 
 pytest.importorskip("openenv.core.generic_client", reason="needs openenv: pip install 'vlmrl[openenv]'")
@@ -83,10 +82,7 @@ def test_an_episode_with_a_served_canvas_shows_its_images_and_sums_its_rewards(u
     colors = [[item.image.getpixel((0, 0)) for item in turn.media] for turn in trajectory.turns]
     assert colors == [[(255, 255, 255)], [(255, 0, 0)], []]
     assert trajectory.turns[2].messages[0]["content"] == "One word."
-    deadline = time.monotonic() + 20
-    while opened:  # the server closes the session when its connection ends
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not opened)  # the server closes the session when its connection ends
 
 
 def test_an_episode_that_is_cut_off_keeps_its_rewards(url: str):

@@ -88,7 +88,7 @@ class Tools(ToolEnv):
 @contextmanager
 def remote(env: Any, port: int = 0, **options: Any) -> Iterator[tuple[dict[str, Any], EnvServer]]:
     """The options of a :class:`RemoteEnv` that plays ``env``, and the server behind it."""
-    server = EnvServer(resolve_env(env, options=options), timeout=20.0)
+    server = EnvServer(resolve_env(env, options=options), timeout=600.0)
     with served(create_env_app(server), port) as url:
         yield {"url": url}, server
 
@@ -280,13 +280,20 @@ def test_a_hung_remote_env_fails_the_trajectory_and_is_closed_by_the_server():
 
     class Mine(Album):
         def step(self, response_text: str) -> Any:
-            gate.wait(30)
+            gate.wait(600)
             return super().step(response_text)
 
+    class Impatient(RemoteEnv):
+        def step(self, response_text: str) -> Any:
+            client = self._connection.client
+            patient, client.timeout = client.timeout, 0.5
+            try:
+                return super().step(response_text)
+            finally:
+                client.timeout = patient
+
     with remote(Mine) as (options, server):
-        loop = turn_loop(
-            RemoteEnv, ["red"], options={**options, "timeout": 0.5}, env_timeout=20.0, max_env_retries_per_turn=0
-        )
+        loop = turn_loop(Impatient, ["red"], options={**options, "timeout": 600.0}, max_env_retries_per_turn=0)
         trajectory = asyncio.run(loop.play(TASK, "g", "g/00"))
         assert trajectory.ending == "error" and "SocketTimeoutError" in trajectory.error
         wait_until(lambda: not server.sessions)
@@ -325,7 +332,7 @@ def test_the_command_serves_an_env_by_its_file(tmp_path: Path):
     ) as process:
         try:
             assert b"ZoomEnv at http://127.0.0.1" in process.stdout.readline()
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 600
             while True:
                 try:
                     spec = resolve_env(RemoteEnv, options={"url": f"http://127.0.0.1:{port}"})

@@ -21,12 +21,13 @@ from vlmrl.env.base import resolve_env
 from vlmrl.env.remote import client, env_server
 from vlmrl.env.remote.env_server import EnvServer, create_env_app
 from vlmrl.env.remote.serialize import serialize_task
+from vlmrl.env.session import EnvSession
 from vlmrl.multimodal import embedded
 from vlmrl.utils.kept import Kept
 from vlmrl.utils.work_pool import WorkPool
 
 pytestmark = pytest.mark.slow
-LIMIT = 60.0
+LIMIT = 600.0
 START = {"task": serialize_task(a_task()), "max_turns": 3, "tool_format": "json"}
 
 
@@ -146,8 +147,17 @@ def test_env_timeout_does_not_end_a_call_that_ends_by_itself():
             return obs(), True, {"reward": 1.0}
 
     gone = threading.Event()
-    trajectory = play(Waits, ["a"], env_timeout=0.05)
-    assert (trajectory.ending, trajectory.metrics.get("env_timeouts")) == ("env_done", None)
+    session = EnvSession(resolve_env(Waits), a_task(), max_turns=1, timeout=LIMIT, max_retries=0)
+
+    async def step() -> bool:
+        await session.start()
+        session._timeout = 0.05
+        try:
+            return (await session.step("a")).done
+        finally:
+            await session.close()
+
+    assert asyncio.run(step()) and not session.counts
 
 
 def test_a_frame_that_many_sessions_show_is_encoded_once(monkeypatch: pytest.MonkeyPatch):
@@ -166,10 +176,10 @@ def test_no_session_is_lost_while_responses_wait_for_longer_than_the_clients_tim
     pool: WorkPool, monkeypatch: pytest.MonkeyPatch
 ):
     gate = threading.Event()
-    opening(gate, 16 * 100, monkeypatch)  # 16 sessions, 100 signs of life each: 2 s at least
+    opening(gate, 16 * 200, monkeypatch)  # 16 sessions, 200 signs of life each: 4 s at least
     with served(create_env_app(EnvServer(resolve_env(Frames)))) as url:
         pool._threads.submit(gate.wait, LIMIT)  # the only thread
-        loop = turn_loop(RemoteEnv, lambda request, turn: "x", options={"url": url, "timeout": 1.0}, env_timeout=0.5)
+        loop = turn_loop(RemoteEnv, lambda request, turn: "x", options={"url": url, "timeout": 3.0}, env_timeout=3.0)
 
         async def main() -> list[Any]:
             tasks = [a_task(id=str(number)) for number in range(16)]

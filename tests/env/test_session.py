@@ -26,7 +26,7 @@ from vlmrl.types import Completion, PointSet
 Step = tuple[dict[str, Any], bool, dict[str, Any]]
 
 
-def new_session(env: Any, *, timeout: float = 20.0, max_retries: int = 1, **task: Any) -> EnvSession:
+def new_session(env: Any, *, timeout: float = 600.0, max_retries: int = 1, **task: Any) -> EnvSession:
     return EnvSession(resolve_env(env), a_task(**task), max_turns=4, timeout=timeout, max_retries=max_retries)
 
 
@@ -164,13 +164,13 @@ def test_a_hung_step_fails_its_trajectory_and_is_counted():
     class Hangs(Logged):
         def step(self, response_text: str) -> Step:
             if self.task.id == "bad":
-                time.sleep(30)
+                time.sleep(3600)
             return obs("fine"), True, {"reward": 1.0}
 
-    bad = play(Hangs, ["a"], a_task(id="bad"), env_timeout=0.5, max_env_retries_per_turn=1)
+    bad = play(Hangs, ["a"], a_task(id="bad"), env_timeout=2.0, max_env_retries_per_turn=1)
     assert bad.ending == "error"
     assert bad.error is not None
-    assert "Hangs, task bad, turn 0: timed out after 0.5 s" in bad.error
+    assert "Hangs, task bad, turn 0: timed out after 2 s" in bad.error
     assert (bad.metrics["env_timeouts"], bad.metrics["env_retries"]) == (2.0, 1.0)
     assert bad.reward is None
     assert play(Hangs, ["a"], a_task(id="good")).reward == 2.0  # of step and finish
@@ -233,13 +233,13 @@ def test_hung_envs_do_not_keep_the_process_alive():
         [sys.executable, "-c", SCRIPT, str(Path(__file__).parents[1])],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
         check=True,
     )
     ended = time.time()
     ending, timeouts, last = done.stdout.split()
     assert (ending, timeouts) == ("error", "1.0")
-    assert ended - float(last) < 100  # the env hangs for ever
+    assert ended - float(last) < 600  # the env hangs for ever
 
 
 def test_after_an_error_a_new_env_replays_the_turns():
@@ -459,7 +459,7 @@ def test_every_env_is_closed_once(fails: str, is_async: bool):
     trajectory = play(Made, ["a"], max_turns=1, max_env_retries_per_turn=2)
     assert trajectory.ending == "error"
     for _ in range(3):
-        assert Made.closed.acquire(timeout=10)
+        assert Made.closed.acquire(timeout=600)
     assert [env.closes for env in Made.envs] == [1, 1, 1]
 
 
@@ -472,7 +472,7 @@ def test_an_env_whose_constructor_ends_after_its_deadline_is_closed_and_the_next
             self.number = len(self.log)
             self.log.append("init")
             if self.number == 0:
-                go_on.wait(20)
+                go_on.wait(600)
 
         def shut(self) -> None:
             closed.append(self.number)
@@ -486,7 +486,7 @@ def test_an_env_whose_constructor_ends_after_its_deadline_is_closed_and_the_next
 
         Late.close = close  # type: ignore[assignment,method-assign]
 
-    trajectory = play(Late, ["a"], max_turns=1, env_timeout=1.0)
+    trajectory = play(Late, ["a"], max_turns=1, env_timeout=3.0)
     assert (trajectory.ending, trajectory.metrics["env_timeouts"]) == ("max_turns", 1.0)
     go_on.set()
     wait_until(lambda: sorted(closed) == [0, 1])
@@ -496,7 +496,7 @@ def test_an_async_close_is_called_but_not_awaited_when_the_run_stops():
     class Open(Logged):
         async def step(self, response_text: str) -> Step:  # type: ignore[override]
             self.log.append("step")
-            await asyncio.sleep(20)
+            await asyncio.sleep(3600)
             raise AssertionError
 
         async def close(self) -> None:  # type: ignore[override]
@@ -516,7 +516,7 @@ def test_an_async_close_is_called_but_not_awaited_when_the_run_stops():
             await playing
         assert Open.log[-1] == "step"
         gate.set()
-        await asyncio.wait_for(closed.wait(), 20)
+        await asyncio.wait_for(closed.wait(), 600)
 
     asyncio.run(go())
     assert Open.log[-1] == "closed"
@@ -538,7 +538,7 @@ def test_an_env_is_closed_even_if_the_session_is_cancelled_twice():
     class Slow(Logged):
         def step(self, response_text: str) -> Step:
             begun.set()
-            go_on.wait(20)
+            go_on.wait(600)
             return obs(), True, {}
 
     async def go() -> None:
@@ -556,7 +556,7 @@ def test_an_env_is_closed_even_if_the_session_is_cancelled_twice():
         while "close" not in Slow.log:
             await asyncio.sleep(0.001)
 
-    asyncio.run(asyncio.wait_for(go(), 20))
+    asyncio.run(asyncio.wait_for(go(), 600))
     assert Slow.log == ["reset", "close"]
 
 
@@ -735,7 +735,7 @@ def test_an_envs_cpu_seconds_are_what_it_computed_and_not_what_it_waited():
 
     class Waits(Env):
         def step(self, response_text: str) -> Step:
-            other = threading.Thread(target=burn, args=(0.2,))  # another episode has the core
+            other = threading.Thread(target=burn, args=(1.0,))  # another episode has the core
             other.start()
             other.join()
             return obs("x"), True, {"reward": 1}
@@ -743,7 +743,7 @@ def test_an_envs_cpu_seconds_are_what_it_computed_and_not_what_it_waited():
     computes, _ = run(Computes, ["a"])
     assert 0.05 <= computes.cpu_seconds < computes.seconds + 0.05
     waits, _ = run(Waits, ["a"])
-    assert waits.seconds >= 0.2 and waits.cpu_seconds < 0.1
+    assert waits.seconds >= 1.0 and waits.cpu_seconds < 0.5
 
 
 def test_what_is_computed_after_an_async_step_in_the_envs_thread_counts():

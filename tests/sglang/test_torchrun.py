@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from testing.episodes import wait_until
 from testing.real_servers import servers_of
 
 from vlmrl.report.run_log import read_rows
@@ -31,4 +32,4 @@ def test_two_ranks_train_what_a_server_samples(qwen3_vl, tmp_path):
     assert [row["failed"] for row in rows] == [0, 0]
     assert max(row["logprob_mismatch/max"] for row in rows) < 1e-3  # of the second step: after an update
     assert all(row["weight_sync/bytes"] > 0 and row["grad_norm"] > 0 for row in rows)
-    assert servers_of(folder.absolute()) == []
+    wait_until(lambda: servers_of(folder.absolute()) == [])

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from PIL import Image
 
 from testing.episodes import a_task, image
-from testing.real_servers import processes_of
+from testing.real_servers import left_of
 from vlmrl.config import Cluster, Config, Data, Model, Rollout, ServerSettings, Train
 from vlmrl.engine.base import Request, SamplingParams, paused
 from vlmrl.engine.hf.engine import HFEngine
@@ -248,12 +249,22 @@ class ServerDriver(EngineDriver):
     def process_groups(self) -> list[int]:
         return [server.process.group for server in self.pool.all]  # type: ignore[union-attr]
 
+    async def until_replaced(self, group: int) -> None:
+        """Wait until the first server has another process group than ``group``."""
+
+        def replaced() -> bool:
+            with suppress(AssertionError):  # it is being restarted
+                return self.process_groups[0] != group
+            return False
+
+        await until(replaced)
+
     def close(self) -> None:
         self.groups = self.process_groups
         super().close()
 
     def check_nothing_is_left(self) -> None:
-        assert self.groups and not any(map(processes_of, self.groups))
+        assert self.groups and left_of(self.groups) == []
 
     async def until_all_serve(self) -> None:
         """Wait until every server is found to be healthy, or has been restarted."""

@@ -69,7 +69,7 @@ def turn_loop(
 ) -> TurnLoop:
     engine: Any = responses if hasattr(responses, "generate") else script(responses)  # type: ignore[arg-type]
     spec = env if isinstance(env, EnvSpec) else resolve_env(env, options=options)
-    limits = {"max_turns": 4, "max_tokens": 1000, "max_response_tokens": 100, "env_timeout": 20.0} | rollout
+    limits = {"max_turns": 4, "max_tokens": 1000, "max_response_tokens": 100, "env_timeout": 600.0} | rollout
     return TurnLoop(spec, engine, renderer(), new_store(), Rollout(**limits))
 
 
@@ -123,7 +123,7 @@ def sharpen(model: Any, end: float) -> None:
 
 def wait_until(true: Callable[[], bool]) -> None:
     """Wait for what another thread or server does after a test's own calls."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 600
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.001)

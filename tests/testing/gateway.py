@@ -20,7 +20,7 @@ from vlmrl.gateway.agent_client import AgentClient
 from vlmrl.gateway.gateway_server import GatewayServer
 from vlmrl.utils.threads import LoopThread
 
-PATIENCE = 120.0  # seconds; no test waits for it
+PATIENCE = 600.0  # seconds; no test waits for it
 HELLO = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 
 

@@ -9,7 +9,7 @@ import torch
 
 from vlmrl.weight_sync.base import Bucket
 
-PATIENCE = 60  # seconds, for what takes milliseconds
+PATIENCE = 600  # seconds, for what takes milliseconds
 
 
 @dataclass

@@ -9,7 +9,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ import pytest
 import torch
 
 from testing.engine_drivers import sharpened
-from testing.real_servers import Served, processes_of, served, versions
+from testing.real_servers import TRIES, Served, left_of, processes_of, served, versions
 from vlmrl.checks.doctor_model import highest_id
 from vlmrl.config import Checkpoint, Config, Optim, Teacher, Train
 from vlmrl.engine.base import paused
@@ -184,10 +183,7 @@ def test_a_run_that_is_killed_leaves_no_server(program: Callable[..., Config], q
         group = int(driver.stdout.readline())
         assert len(processes_of(group)) > 1
         driver.kill()
-    end = time.monotonic() + 60
-    while processes_of(group) and time.monotonic() < end:
-        time.sleep(0.2)
-    assert processes_of(group) == []
+    assert left_of([group]) == []
 
 
 # Experts
@@ -273,20 +269,24 @@ def test_adapters_are_sent_separately_and_used_for_sampling(adapted: Served):
 
 def test_responses_keep_the_adapter_that_they_began_with(adapted: Served):
     """Also when it is unloaded while they are sampled."""
-    train_adapters(adapted, 3)
-    asyncio.run(push_adapters(adapted))
-    version, old = adapted.version, adapted.weights()
     requests = [adapted.question(f"kept/{i}", 300) for i in range(8)]
 
-    async def exchange():
+    async def exchange(seed):
         tasks = [asyncio.create_task(adapted.run.engine.generate(request)) for request in requests]
         await adapted.run.engine.generate(adapted.question("short", 8))  # the others have begun by then
-        assert not all(task.done() for task in tasks)
-        train_adapters(adapted, 4)
+        are_sampled = not all(task.done() for task in tasks)
+        train_adapters(adapted, seed)
         await push_adapters(adapted)
-        return await asyncio.gather(*tasks)
+        return are_sampled, await asyncio.gather(*tasks)
 
-    responses = asyncio.run(exchange())
+    for seed in range(3, 3 + 2 * TRIES, 2):
+        train_adapters(adapted, seed)
+        asyncio.run(push_adapters(adapted))
+        version, old = adapted.version, adapted.weights()
+        are_sampled, responses = asyncio.run(exchange(seed + 1))
+        if are_sampled:
+            break
+    assert are_sampled
     assert all(set(response.policy_versions) == {version} for response in responses)
     adapted.set_weights(old)
     rows = [adapted.row_of(*pair) for pair in zip(requests, responses, strict=True)]

@@ -51,7 +51,7 @@ def answering(handler: Handler) -> Iterator[str]:
 
 def asked(app: web.Application, *requests: tuple[str, str, bytes]) -> list[httpx.Response]:
     """The responses to requests (method, path, body), one after another."""
-    with served(app) as url, httpx.Client(base_url=url, timeout=60) as http:
+    with served(app) as url, httpx.Client(base_url=url, timeout=600) as http:
         return [http.request(method, path, content=content) for method, path, content in requests]
 
 
@@ -59,17 +59,16 @@ def asked(app: web.Application, *requests: tuple[str, str, bytes]) -> list[httpx
 def served_asgi(app: Any) -> Iterator[str]:
     """Serve an ASGI app of another package; the value is its address."""
     uvicorn = pytest.importorskip("uvicorn")
-    port = free_port()
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run)
+    listener = open_port("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
-        deadline = time.monotonic() + 20
         while not server.started:
-            assert time.monotonic() < deadline and thread.is_alive()
+            assert thread.is_alive()
             time.sleep(0.01)
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(600)
         assert not thread.is_alive()

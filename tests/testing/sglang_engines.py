@@ -1,10 +1,10 @@
-"""Server engines over fake SGLang servers: health checks are frequent, and time limits short."""
+"""Server engines over fake SGLang servers: health checks are frequent, and a slow machine exceeds no time limit."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,7 @@ from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.model.expert_routing import ExpertRouters
 from vlmrl.weight_sync.base import SenderState, TransferResult, WeightUpdate
 
-QUICK = {"health_every": 0.1, "health_timeout": 0.5, "start_timeout": 3.0}
-PATIENT = {"health_every": 0.1, "health_timeout": 120.0, "start_timeout": 120.0}
+PATIENT = {"health_every": 0.1, "health_timeout": 600.0, "start_timeout": 600.0}
 
 
 class Words:
@@ -47,7 +46,7 @@ def engine_of(
     **settings: Any,
 ) -> ServerEngine:
     """An engine with these servers, not started. Their initial weights are policy version 3."""
-    config, limits = settings_and_limits(urls=tuple(fake.url for fake in fakes), **(QUICK | settings))
+    config, limits = settings_and_limits(urls=tuple(fake.url for fake in fakes), **(PATIENT | settings))
     started = [Server(url, token=token, reads_files=reads_files) for url in config.urls]
     servers = ServerPool(SGLangBackend(config), started, limits=limits)
     engine = ServerEngine(servers, Words(), banned_ids=[PAD], routing=routing)  # type: ignore[arg-type]
@@ -83,7 +82,34 @@ def plain(name: str = "t") -> Request:
     return Request(name, [1, 2, 3], [], SamplingParams(8))
 
 
+async def out_of_service(engine: ServerEngine, fake: FakeSGLang) -> Server:
+    """Let health checks of ``fake`` fail until its server is drained. It is revived when ``fake.sick`` is False again."""
+    pool = engine.servers
+    [server] = [each for each in pool.all if each.url == fake.url]
+    others = [each for each in pool.ready if each is not server]
+    patient, pool.limits = pool.limits, replace(pool.limits, health_timeout=0.1)
+    await checked(engine, server, times=1)  # an earlier check has more patience
+    fake.sick = True
+    await until(lambda: not server.ready)
+    pool.limits = patient
+    for other in others:  # on a slow machine they may have exceeded the short limit, too
+        await checked(engine, other, times=1)
+        await until(lambda other=other: other.ready)  # type: ignore[misc]
+    return server
+
+
+async def checked(engine: ServerEngine, server: Server, times: int = 3) -> None:
+    """Return when ``server`` was checked several times: its watcher clears the event at the beginning of each check."""
+
+    async def request_check() -> None:
+        server.check_health.set()
+
+    for _ in range(times):
+        await engine.thread.run(request_check())
+        await until(lambda: not server.check_health.is_set())
+
+
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(600):
         while not condition():
             await asyncio.sleep(0.01)

@@ -36,7 +36,7 @@ def test_only_the_last_adapter_is_left_on_the_server(adapted):
         return {model["id"] for model in response["data"]} - {adapted.run.model.path}
 
     async def until_unloaded():
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600):
             while len(await loaded()) > 1:
                 await asyncio.sleep(0.1)
         return await loaded()

@@ -30,4 +30,4 @@ def test_a_server_whose_engine_process_has_died_is_restarted_and_gets_the_weight
     played = qwen3.episodes("restarted")
     assert versions(played) == {qwen3.version}
     assert qwen3.largest_difference(played) < qwen3.tolerance
-    assert qwen3.run.engine.servers.restarts == restarts + 1
+    assert qwen3.run.engine.servers.restarts > restarts

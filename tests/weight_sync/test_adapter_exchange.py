@@ -9,7 +9,7 @@ import pytest
 import torch
 from testing.fake_sglang import FakeSGLang
 from testing.fakes import PAD, make_item
-from testing.sglang_engines import PATIENT, engine_of, plain, synced, until
+from testing.sglang_engines import engine_of, out_of_service, plain, synced, until
 
 from vlmrl.engine.base import Request, SamplingParams, paused
 
@@ -28,7 +28,7 @@ def fake():
 @pytest.fixture
 def engine(fake):
     """One attempt per request: an exchange is no failure."""
-    made = engine_of(fake, retries=0, **PATIENT)
+    made = engine_of(fake, retries=0)
     yield made
     made.close()
 
@@ -44,7 +44,7 @@ def test_an_adapter_exchanged_while_an_image_is_encoded_is_not_asked_for(fake, e
 
     async def slowly(item):
         encoding.set()
-        assert await asyncio.to_thread(may_encode.wait, 60)
+        assert await asyncio.to_thread(may_encode.wait, 600)
         return await encode(item)
 
     monkeypatch.setattr(engine._images, "encode", slowly)
@@ -53,7 +53,7 @@ def test_an_adapter_exchanged_while_an_image_is_encoded_is_not_asked_for(fake, e
         sync = await synced(engine, tmp_path)
         await exchange(sync, 1)
         response = asyncio.create_task(engine.generate(Request("t", [PAD], [make_item("red", 4)], SamplingParams(8))))
-        await asyncio.to_thread(encoding.wait, 60)
+        await asyncio.to_thread(encoding.wait, 600)
         await exchange(sync, 2)
         await until(lambda: len(fake.adapters) == 1)  # the first one is unloaded
         may_encode.set()
@@ -83,7 +83,7 @@ def test_a_request_that_arrives_after_its_adapter_was_unloaded_is_sent_again_for
 
 
 def test_a_server_that_lost_the_adapter_gets_it_again_before_it_serves(fake, tmp_path):
-    engine = engine_of(fake, retries=1, **PATIENT)
+    engine = engine_of(fake, retries=1)
 
     async def lose():
         sync = await synced(engine, tmp_path)
@@ -100,13 +100,11 @@ def test_a_server_that_lost_the_adapter_gets_it_again_before_it_serves(fake, tmp
 
 def test_a_server_that_recovers_with_its_adapter_serves_again(fake, tmp_path):
     engine = engine_of(fake)
-    [server] = engine.servers.all
 
     async def recover():
         sync = await synced(engine, tmp_path)
         await exchange(sync, 1)
-        fake.sick = True
-        await until(lambda: not server.ready)
+        server = await out_of_service(engine, fake)
         fake.sick = False
         await until(lambda: server.ready)
         return await engine.generate(plain())

@@ -24,12 +24,23 @@ from vlmrl.weight_sync.base import Bucket, IpcSender, SenderState, WeightsRefuse
 
 
 class Process:
-    """The trainer's process: its groups, what would end it, and how often its stream waited for an unfinished collective."""
+    """The trainer's process: its groups, what would end it, and how often its stream waited for an unfinished collective.
+
+    Its clock advances only while a server hangs, so that a slow machine exceeds no time limit.
+    """
 
     def __init__(self) -> None:
         self.groups: dict[str, NcclGroup] = {}
         self.killed = threading.Event()
         self.stalls = 0
+        self.hung: NcclGroup | None = None
+        """The group in which a server hangs."""
+        self.seconds = 0.0
+
+    def monotonic(self) -> float:
+        if self.hung is not None and not self.hung.aborted.is_set():
+            self.seconds += 1.0
+        return self.seconds
 
 
 class Work:
@@ -70,12 +81,12 @@ class NcclGroup:
         return work
 
     def _watch(self, work: Work) -> None:
-        until = time.monotonic() + self.limit
+        until = self.process.monotonic() + self.limit
         while not work.is_completed():
-            if time.monotonic() > until:
+            if self.process.monotonic() > until:
                 self.process.killed.set()
                 return
-            time.sleep(0.005)
+            time.sleep(nccl.POLL_SECONDS / 2)
 
     def take(self, number: int) -> torch.Tensor:
         """A server's end of broadcast ``number``: returns when all have taken part. A server answers an abort with an error."""
@@ -126,7 +137,8 @@ class Server(FakeReceiver):
         if self.received == 2 and self.behaves == "refuse":
             raise WeightsRefused("no such weight")
         if self.received == 2 and self.behaves == "hang":
-            self.process.groups[group].aborted.wait(PATIENCE)
+            self.process.hung = self.process.groups[group]
+            self.process.hung.aborted.wait(PATIENCE)
             self.never.wait(self.answers_after)
             raise TimeoutError("timed out")
         values = self.process.groups[group].take(self.taken).view(bucket.flat.dtype)
@@ -137,6 +149,7 @@ class Server(FakeReceiver):
 @pytest.fixture
 def process(monkeypatch) -> Process:
     made = Process()
+    monkeypatch.setattr(nccl, "time", SimpleNamespace(monotonic=made.monotonic, sleep=time.sleep))
 
     def new_group(size, *args, group_name, timeout, **options):
         made.groups[group_name] = NcclGroup(made, size - 1, timeout.total_seconds())
@@ -166,9 +179,8 @@ def weights(value: float = 1.0) -> list[tuple[str, torch.Tensor]]:
 @pytest.mark.parametrize("behaves", ["die", "hang"])
 def test_the_process_outlives_a_server_that_fails_in_a_broadcast_and_the_others_get_the_weights(process, behaves):
     state = SenderState()
-    limit = 0.2 if behaves == "hang" else PATIENCE
     urls = [f"http://127.0.0.1:{port}" for port in (1, 2, 3)]
-    first, ill, last = (Server(url, timeout=limit, state=state, process=process) for url in urls)
+    first, ill, last = (Server(url, state=state, process=process) for url in urls)
     ill.behaves = behaves
     result = update_of(first, ill, last).send(iter(weights(3.0)), state)
     assert set(result.failed) == {ill.url} and result.refused == ()
@@ -183,7 +195,8 @@ def test_the_process_outlives_a_server_that_fails_in_a_broadcast_and_the_others_
         2,
         False,
     )  # the bucket again, and the last
-    assert not process.killed.wait(0.3)  # the group's time limit has passed
+    assert (process.seconds > PATIENCE) == (behaves == "hang")  # the group's time limit has passed
+    assert not process.killed.wait(0.1)
     assert state.group.members == (first.url, last.url) and state.group.handle is without
     assert process.stalls == 0  # nothing waited on the GPU's stream for a collective that was not done
     assert ill.aborted.is_set()
@@ -236,7 +249,7 @@ def test_a_server_leaves_the_last_group_that_it_joined_also_after_a_group_withou
 
 def test_a_server_that_hangs_is_named(process, monkeypatch):
     monkeypatch.setattr(nccl, "ABORT_SECONDS", 0.05)
-    ill = Server("http://127.0.0.1:2", behaves="hang", timeout=0.2, process=process, answers_after=PATIENCE)
+    ill = Server("http://127.0.0.1:2", behaves="hang", process=process, answers_after=PATIENCE)
     [error] = update_of(ill).send(iter(weights()), ill.state).failed.values()
     assert error == "the server http://127.0.0.1:2 took no part in a broadcast"
     ill.never.set()  # lets its thread end
@@ -255,7 +268,7 @@ def test_an_abort_that_hangs_does_not_hold_up_the_run(process, monkeypatch):
     never = threading.Event()
     monkeypatch.setattr(nccl, "ABORT_SECONDS", 0.05)
     monkeypatch.setattr(distributed_c10d, "_abort_process_group", lambda group: never.wait(PATIENCE))
-    ill = Server("http://127.0.0.1:2", behaves="die", timeout=5, process=process)
+    ill = Server("http://127.0.0.1:2", behaves="die", process=process)
     sending = DaemonPool("sending").submit(update_of(ill).send, iter(weights()), ill.state)
     assert set(sending.result(PATIENCE).failed) == {ill.url}
     never.set()

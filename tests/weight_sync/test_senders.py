@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -349,7 +350,9 @@ def test_the_weights_that_are_kept_for_a_resend_are_the_last_ones_that_were_sent
     assert receiver.weights["a"].tolist() == [3, 3] and receiver.weights["b"].tolist() == [[-3, -3]]
 
 
-def test_a_process_group_whose_broadcast_failed_is_made_again():
+def test_a_process_group_whose_broadcast_failed_is_made_again(monkeypatch):
+    monkeypatch.setattr(nccl, "ABORT_SECONDS", 0.1)  # gloo ends no broadcast
+    monkeypatch.setattr(nccl, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=time.sleep))  # until the test's end
     url, state = "http://127.0.0.1:1", SenderState()
     ill = failing(GroupMember(url), "receive_broadcast", "the server has died")
     assert update_of("group", ill).send(iter(weights()), state).failed == {url: "the server has died"}

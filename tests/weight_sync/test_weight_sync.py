@@ -12,7 +12,7 @@ from types import MappingProxyType
 import pytest
 import torch
 from testing.fake_sglang import FakeSGLang
-from testing.sglang_engines import send, settings_and_limits
+from testing.sglang_engines import PATIENT, checked, out_of_service, send, settings_and_limits, until
 
 from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
 from vlmrl.engine.server import Server
@@ -35,13 +35,6 @@ class Words:
     stop_ids = frozenset({258})
 
 
-class QuickBackend(SGLangBackend):
-    """Its servers have two seconds for a bucket."""
-
-    def receiver(self, server):
-        return replace(super().receiver(server), timeout=2.0)
-
-
 @pytest.fixture
 def fakes():
     made = [FakeSGLang() for _ in range(2)]
@@ -56,15 +49,10 @@ def sync_of(tmp_path):
     engines = []
 
     def make(*fakes, offload_trainer=None, releases_weights=False, processes=MappingProxyType({}), **settings):
-        quick = {
-            "health_every": 0.1,
-            "health_timeout": 0.5,
-            "start_timeout": 3.0,
-            "sync": "tensor",
-        }
-        config, limits = settings_and_limits(urls=tuple(fake.url for fake in fakes), **(quick | settings))
+        usual = PATIENT | {"sync": "tensor"}
+        config, limits = settings_and_limits(urls=tuple(fake.url for fake in fakes), **(usual | settings))
         known = [Server(fake.url, processes.get(fake.url)) for fake in fakes]
-        servers = ServerPool(QuickBackend(config), known, colocated=offload_trainer is not None, limits=limits)
+        servers = ServerPool(SGLangBackend(config), known, colocated=offload_trainer is not None, limits=limits)
         engine = ServerEngine(servers, Words(), [], None, offload_trainer or (lambda: True), releases_weights)
         engines.append(engine)
         sync = WeightSync(engine, tmp_path, config.sync)
@@ -192,14 +180,11 @@ class Started:
     def stop(self, graceful: bool = True) -> None:
         self.timer.cancel()
         self.alive, self.fake.sick, self.ending = False, True, True
-        self.may_end.wait(10)
+        self.may_end.wait(600)
         self.ending = False
 
     def log_tail(self) -> str:
         return ""
-
-
-PATIENT = {"health_timeout": 10.0}  # a busy machine is no reason to restart a server
 
 
 def colocated(sync_of, fakes, **settings):
@@ -209,15 +194,20 @@ def colocated(sync_of, fakes, **settings):
     return sync_of(*fakes, offload_trainer=lambda: True, processes=processes, **settings), well, ill
 
 
+def limit_starts(sync, seconds):
+    """For later starts of servers."""
+    sync.engine.servers.settings = replace(sync.engine.servers.settings, start_timeout=seconds)
+
+
 @pytest.mark.parametrize("path", ["/pause_generation", "/release_memory_occupation"])
 def test_a_server_that_releases_nothing_is_stopped_until_the_trainer_is_offloaded(fakes, sync_of, path):
-    sync, well, ill = colocated(sync_of, fakes, **PATIENT)
+    sync, well, ill = colocated(sync_of, fakes)
     fakes[1].failing = {path}
 
     async def update():
         async with paused(sync.engine):
             assert (well.alive, ill.alive) == (True, False)
-            await checks(sync, 1)
+            await checked(sync.engine, sync.engine.servers.all[1])
             assert (well.starts, ill.starts) == (1, 1)
             await sync.push(send([3.0, 4.0]), policy_version=1)
         await until(lambda: sync.engine.servers.all[1].ready)
@@ -228,7 +218,7 @@ def test_a_server_that_releases_nothing_is_stopped_until_the_trainer_is_offloade
 
 
 def test_a_server_that_cannot_take_its_memory_back_is_restarted_at_once(fakes, sync_of):
-    sync, well, ill = colocated(sync_of, fakes, health_every=30.0, **PATIENT)
+    sync, well, ill = colocated(sync_of, fakes, health_every=3600.0)
 
     async def update():
         async with paused(sync.engine):
@@ -242,14 +232,14 @@ def test_a_server_that_cannot_take_its_memory_back_is_restarted_at_once(fakes, s
 
 @pytest.mark.parametrize("paused_when_it_dies", [False, True])
 def test_a_pause_waits_for_a_server_that_is_being_started(fakes, sync_of, paused_when_it_dies):
-    sync, _, ill = colocated(sync_of, fakes, **PATIENT)
+    sync, _, ill = colocated(sync_of, fakes)
     ill.delay = 1.0
 
     async def update():
         if paused_when_it_dies:
             async with paused(sync.engine):
                 ill.stop()
-                await checks(sync, 1)
+                await checked(sync.engine, sync.engine.servers.all[1])
         else:
             ill.stop()
         await until(lambda: ill.starts == 2)
@@ -261,7 +251,8 @@ def test_a_pause_waits_for_a_server_that_is_being_started(fakes, sync_of, paused
 
 
 def test_a_server_that_fails_to_start_is_not_started_while_the_trainer_has_its_gpu(fakes, sync_of):
-    sync, _, ill = colocated(sync_of, fakes, start_timeout=0.5)
+    sync, _, ill = colocated(sync_of, fakes)
+    limit_starts(sync, 0.5)
     ill.delay = 3600.0
 
     async def update():
@@ -270,9 +261,10 @@ def test_a_server_that_fails_to_start_is_not_started_while_the_trainer_has_its_g
         async with paused(sync.engine):
             assert not ill.alive
             starts = ill.starts
-            await checks(sync, 1)
+            await checked(sync.engine, sync.engine.servers.all[1])
             assert not ill.alive and ill.starts == starts
             ill.delay = 0.0
+            limit_starts(sync, 600.0)
         await until(lambda: sync.engine.servers.all[1].ready)
 
     asyncio.run(update())
@@ -280,7 +272,8 @@ def test_a_server_that_fails_to_start_is_not_started_while_the_trainer_has_its_g
 
 
 def test_a_pause_that_begins_while_a_server_is_stopped_keeps_it_stopped(fakes, sync_of):
-    sync, _, ill = colocated(sync_of, fakes, start_timeout=0.5)
+    sync, _, ill = colocated(sync_of, fakes)
+    limit_starts(sync, 0.5)
     ill.delay = 3600.0
 
     async def update():
@@ -293,21 +286,21 @@ def test_a_pause_that_begins_while_a_server_is_stopped_keeps_it_stopped(fakes, s
         starts = ill.starts
         ill.may_end.set()
         await pause
-        await checks(sync, 1)
+        await checked(sync.engine, sync.engine.servers.all[1])
         assert not ill.alive and ill.starts == starts
 
     asyncio.run(update())
 
 
 def test_a_pause_that_begins_while_a_server_gets_its_weights_keeps_it_from_serving(fakes, sync_of):
-    sync, _, ill = colocated(sync_of, fakes, **PATIENT)
+    sync, _, ill = colocated(sync_of, fakes)
     attempts, may_have = [], threading.Event()
 
     async def resync(server):
         attempts.append(server)
         if len(attempts) == 1:
             raise EngineError("as the test said")  # so that no pause waits for the next attempt
-        await asyncio.to_thread(may_have.wait, 10)
+        await asyncio.to_thread(may_have.wait, 600)
 
     sync.engine.servers.resync = resync
 
@@ -316,7 +309,7 @@ def test_a_pause_that_begins_while_a_server_gets_its_weights_keeps_it_from_servi
         await until(lambda: len(attempts) == 2)
         await sync.engine.pause()
         may_have.set()
-        await checks(sync, 1)
+        await checked(sync.engine, sync.engine.servers.all[1])
         assert not ill.alive and not sync.engine.servers.all[1].ready
 
     asyncio.run(update())
@@ -326,9 +319,8 @@ def test_a_server_that_recovers_does_not_serve_without_the_adapter(fakes, sync_o
     sync = sync_of(*fakes)
     asyncio.run(sync.push_adapter({"a": torch.ones(2)}, {}, policy_version=1))
     assert sync.engine.adapter in fakes[1].adapters
-    fakes[1].sick, fakes[1].adapters = True, set()
-    asyncio.run(until(lambda: not sync.engine.servers.all[1].ready))
-    fakes[1].dropping = {LOAD}
+    asyncio.run(out_of_service(sync.engine, fakes[1]))
+    fakes[1].adapters, fakes[1].dropping = set(), {LOAD}
     fakes[1].sick = False
     loads = len(fakes[1].bodies_of(LOAD))
     asyncio.run(until(lambda: len(fakes[1].bodies_of(LOAD)) > loads + 1))
@@ -400,15 +392,13 @@ def test_where_the_trainer_cannot_be_offloaded_servers_stay_asleep(fakes, sync_o
 
 def test_a_server_that_was_away_gets_the_weights_before_it_serves_again(fakes, sync_of):
     sync = sync_of(*fakes)
-    fakes[1].sick = True
-    asyncio.run(until(lambda: [server.ready for server in sync.engine.servers.all] == [True, False]))
+    asyncio.run(out_of_service(sync.engine, fakes[1]))
     asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
     assert fakes[1].weights["w"].tolist() == [1, 2]
     fakes[1].sick = False
     asyncio.run(until(lambda: sync.engine.servers.all[1].ready))
     assert fakes[1].weights["w"].tolist() == [3, 4]
-    fakes[0].sick = True
-    asyncio.run(until(lambda: not sync.engine.servers.all[0].ready))
+    asyncio.run(out_of_service(sync.engine, fakes[0]))
     assert sampled(sync) == [1, 1, 1]
 
 
@@ -426,8 +416,7 @@ def test_a_server_that_dies_in_the_midst_of_an_update_is_left_out_until_it_is_cu
 
 def test_weights_that_no_server_could_take_wait_for_the_first_that_recovers(fakes, sync_of):
     sync = sync_of(fakes[0])
-    fakes[0].sick = True
-    asyncio.run(until(lambda: not sync.engine.servers.all[0].ready))
+    asyncio.run(out_of_service(sync.engine, fakes[0]))
     result = asyncio.run(sync.push(send([3.0, 4.0]), policy_version=1))
     assert result.failed == {} and fakes[0].weights["w"].tolist() == [1, 2]
     fakes[0].sick = False
@@ -488,21 +477,3 @@ def test_two_ranks_send_at_once_and_one_of_them_again_to_a_server_on_another_gpu
     on_gpu = SGLangReceiver(fakes[1].url, device="cuda")
     assert not replace(parts[1], receivers=(on_gpu,), resend=True, by_value=True).send((), kept).failed
     assert fakes[1].weights["w"].tolist() == [1, 2]  # the kept weights
-
-
-async def checks(sync, number, times=3):
-    """Return after server ``number`` was checked several times: its watcher clears the event at the beginning of each check."""
-    server = sync.engine.servers.all[number]
-
-    async def request_check():
-        server.check_health.set()
-
-    for _ in range(times):
-        await sync.engine.thread.run(request_check())
-        await until(lambda: not server.check_health.is_set())
-
-
-async def until(condition):
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)

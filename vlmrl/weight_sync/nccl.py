@@ -150,7 +150,7 @@ class NcclSender(ServerSender[GroupReceiver]):
             receivers,
             lambda: handles.append(_process_group(address_for(receivers[0].url), limit)),
             lambda receiver: receiver.join_group(address_for(receiver.url)),
-            JOIN_SECONDS + ABORT_SECONDS,  # a server that has joined waits for the others
+            more_seconds=JOIN_SECONDS,  # a server that has joined waits for the others
         )
         group = Group(name, handles[0] if handles else None, tuple(first_ranks))
         self.state.joined |= dict.fromkeys(first_ranks, name)
@@ -165,7 +165,7 @@ class NcclSender(ServerSender[GroupReceiver]):
         receivers: list[GroupReceiver],
         ours: Callable[[], None],
         theirs: Callable[[GroupReceiver], None],
-        patience: float = ABORT_SECONDS,
+        more_seconds: float = 0.0,
     ) -> Outcomes:
         """Both sides of a collective, each in a thread. A first failure aborts the group, which ends the others.
 
@@ -181,7 +181,7 @@ class NcclSender(ServerSender[GroupReceiver]):
             return dict.fromkeys(calls)
         failed = mine.exception() if mine in first else None
         self._drop(group)
-        wait(waiting, patience)
+        wait(waiting, ABORT_SECONDS + more_seconds)
         outcomes: Outcomes = {
             url: call.exception() if call.done() else TimeoutError(f"the server {url} took no part in a broadcast")
             for url, call in calls.items()
