@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,14 @@ from vlmrl.utils.http_server import ServerThread, free_ports, guarded, open_port
 
 def free_port() -> int:
     return free_ports(1)[0]
+
+
+@contextmanager
+def closed_port() -> Iterator[int]:
+    """A port that refuses connections: it is bound, so that nobody else gets it, and nobody listens."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
 
 
 @contextmanager
@@ -59,17 +68,16 @@ def asked(app: web.Application, *requests: tuple[str, str, bytes]) -> list[httpx
 def served_asgi(app: Any) -> Iterator[str]:
     """Serve an ASGI app of another package; the value is its address."""
     uvicorn = pytest.importorskip("uvicorn")
-    port = free_port()
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run)
+    listener = open_port("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
-        deadline = time.monotonic() + 20
         while not server.started:
-            assert time.monotonic() < deadline and thread.is_alive()
+            assert thread.is_alive()
             time.sleep(0.01)
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(600)
         assert not thread.is_alive()

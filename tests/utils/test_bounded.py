@@ -152,7 +152,7 @@ def test_a_forked_process_has_its_own_workers(file: Path):
     script = f"""
 import os
 from vlmrl import BoundedFunction
-double = BoundedFunction({f"{file}:double"!r}, timeout=20)
+double = BoundedFunction({f"{file}:double"!r})
 double(0)
 child = os.fork()
 wrong = [x for x in range(200) if double(f"{{child == 0}}{{x}}") != 2 * f"{{child == 0}}{{x}}"]
