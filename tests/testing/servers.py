@@ -60,7 +60,7 @@ def answering(handler: Handler) -> Iterator[str]:
 
 def asked(app: web.Application, *requests: tuple[str, str, bytes]) -> list[httpx.Response]:
     """The responses to requests (method, path, body), one after another."""
-    with served(app) as url, httpx.Client(base_url=url, timeout=60) as http:
+    with served(app) as url, httpx.Client(base_url=url, timeout=600) as http:
         return [http.request(method, path, content=content) for method, path, content in requests]
 
 

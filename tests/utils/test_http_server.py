@@ -46,7 +46,7 @@ def head(*lines: str) -> bytes:
 def told(url: str, content: bytes) -> bytes:
     """The server's answer to what is sent over a socket, until it closes the connection."""
     host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
+    with socket.create_connection((host, int(port)), timeout=LIMIT) as connection:
         connection.sendall(content)
         received = bytearray()
         while part := connection.recv(1 << 16):
@@ -62,7 +62,7 @@ def with_token() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def without_token() -> Iterator[str]:
-    with served(guarded(echo(), None, 100, seconds=0.2)) as url:
+    with served(guarded(echo(), None, 100)) as url:
         yield url
 
 
@@ -119,7 +119,8 @@ def test_a_body_is_taken_as_it_was_sent(without_token: str):
 
 
 def test_a_body_that_never_ends_or_is_malformed_is_refused(without_token: str):
-    assert b" 408 " in told(without_token, head("Host: localhost", "Content-Length: 50") + b"half")
+    with served(guarded(echo(), None, 100, seconds=0.2)) as impatient:
+        assert b" 408 " in told(impatient, head("Host: localhost", "Content-Length: 50") + b"half")
     chunked = head("Host: localhost", "Transfer-Encoding: chunked")
     assert b" 400 " in told(without_token, chunked + b"no length\r\n")
 
@@ -196,14 +197,14 @@ def test_a_client_that_never_reads_is_given_up(handler: Handler, monkeypatch: py
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(head("Host: localhost", "Content-Length: 0"))
-            assert given_up.wait(60)
+            assert given_up.wait(LIMIT)
 
 
 def test_the_bodies_of_all_requests_have_a_limit_together(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http_server, "memory_bytes", lambda: 400)
     with served(guarded(echo(), None, 100)) as url:
         host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=60) as slow:
+        with socket.create_connection((host, int(port)), timeout=LIMIT) as slow:
             slow.sendall(head("Host: localhost", "Content-Length: 61", "Connection: close") + b"x" * 60)
             while (response := httpx.post(url, content=b"y" * 50, timeout=LIMIT)).status_code == 200:
                 pass  # until the server has read what the other client sent
