@@ -374,12 +374,14 @@ class Uneven(Gallery):
     """Episodes of different lengths, whose steps take different times, and now and then fail once."""
 
     failures: ClassVar[set[str]] = set()
+    lock: ClassVar = threading.Lock()
 
     def step(self, response_text: str) -> Step:
         observation, _, info = super().step(response_text)
-        if self.turn and response_text not in self.failures and len(self.failures) < 2:
-            self.failures.add(response_text)
-            raise OSError("once")
+        with self.lock:
+            if self.turn and response_text not in self.failures and len(self.failures) < 2:
+                self.failures.add(response_text)
+                raise OSError("once")
         return observation, len(response_text) % 5 == 0, info
 
 
