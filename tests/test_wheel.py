@@ -71,7 +71,7 @@ def test_the_readmes_env_trains_from_another_folder(site, tmp_path):
     ]
     environment = {**os.environ, "PYTHONPATH": str(site)}
     done = subprocess.run(
-        command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "GuessEnv, at most 2 turns" in done.stdout

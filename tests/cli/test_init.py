@@ -41,7 +41,7 @@ def test_what_it_prints_runs(printed, request, monkeypatch, tmp_path):
     if request.node.callspec.params["printed"] == "page":
         need_chromium()
     check, train, test = printed
-    done = subprocess.run([sys.executable, *test[1:]], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, *test[1:]], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     vlmrl_command(monkeypatch, *check[1:])
     vlmrl_command(monkeypatch, *train[1:], "--warm-start.steps", "2", "--train.steps", "1", *SHORT)

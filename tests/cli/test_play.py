@@ -132,7 +132,7 @@ def test_the_history_policy_rewrites_what_is_read_by_hand(qwen3_vl, folder, what
     options = ["--rollout.history", "mine.py:newest"]
     options += ["--rollout.history-options", "k", "2", "--model.path", str(qwen3_vl), "-n", "1", "--by-hand"]
     command = [sys.executable, "-m", "vlmrl", "play", *what, *options]
-    done = subprocess.run(command, input="one\ntwo\nthree\n", capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, input="one\ntwo\nthree\n", capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     first, second, third, _ = done.stdout.split("response> ")
     assert "Question 0" in first and "Again" not in first

@@ -63,7 +63,7 @@ def test_a_wrong_value_is_refused_by_name(make, message):
 
 def run(*arguments, cwd):
     return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=600, check=False
     )
 
 

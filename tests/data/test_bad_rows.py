@@ -7,14 +7,17 @@ import http.server
 import io
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
+from testing.clocks import pass_time
 from testing.episodes import a_task, image, new_store, renderer, turn_loop
 from testing.fakes import make_trajectory
 
@@ -26,6 +29,7 @@ from vlmrl.rollout.batches import fill
 from vlmrl.rollout.buffer import AsynchronousBuffer
 from vlmrl.rollout.runner import RolloutError, Runner
 from vlmrl.types import Task
+from vlmrl.utils import work_pool
 
 LIMIT = 600.0  # seconds, for a machine that is ten times too slow
 
@@ -186,18 +190,26 @@ def test_a_generator_that_blocks_leaves_the_event_loop_free_and_never_runs_twice
     assert sorted(draw.number for draw in [*first, *second]) == [0, 1, 2, 3, 4]
 
 
-def test_a_generator_that_hangs_is_a_bad_row_and_the_next_rows_are_read():
-    hung = threading.Event()
+def test_a_generator_that_hangs_is_a_bad_row_and_the_next_rows_are_read(monkeypatch):
+    hung, passed, loops = threading.Event(), [0.0], []
+    monkeypatch.setattr(work_pool, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0]))
 
     def make(index: int, seed: int) -> dict[str, Any]:
         if index == 0:
+            passed[0] += 2 * LIMIT
+            pass_time(loops[0], 2 * LIMIT)
             hung.wait(LIMIT)
         return {"prompt": "x"}
 
-    tasks = TaskStream(load_tasks(Data(generator=make, size=3, seed=None)), timeout=1.0)
-    draws = asyncio.run(tasks.take(3))
+    tasks = TaskStream(load_tasks(Data(generator=make, size=3, seed=None)), timeout=LIMIT)
+
+    async def go() -> list[Any]:
+        loops.append(asyncio.get_running_loop())
+        return await tasks.take(3)
+
+    draws = asyncio.run(go())
     hung.set()
-    assert [draw.error for draw in draws] == ["not read within 1 s", None, None]
+    assert [draw.error for draw in draws] == ["not read within 600 s", None, None]
     tasks.close()
 
 

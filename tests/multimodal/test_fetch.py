@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, Collection
 
 import pytest
 from aiohttp import web
-from testing.servers import answering, free_port
+from testing.clocks import pass_time
+from testing.servers import answering, closed_port
 
 from vlmrl.multimodal import fetch as fetching
 from vlmrl.multimodal.fetch import fetch, is_public
@@ -91,13 +92,18 @@ def test_a_failure_that_will_stay_is_not_tried_again(failure: Answer, named: str
 def test_attempts_are_limited_and_the_last_failure_is_named(monkeypatch):
     monkeypatch.setattr(fetching, "ATTEMPTS", 2)
     assert fetched(web.Response(status=503)) == ("RetryableError: 503 Service Unavailable (2 attempts)", 2)
-    assert str(get(f"http://127.0.0.1:{free_port()}/")).startswith("RetryableError: ClientConnectorError")
+    with closed_port() as port:
+        assert str(get(f"http://127.0.0.1:{port}/")).startswith("RetryableError: ClientConnectorError")
 
 
 def test_all_attempts_together_have_a_deadline_which_names_the_last_failure():
-    assert fetched(drips, seconds=0.1) == ("RetryableError: no whole response within 0.1 s", 1)
-    assert fetched(web.Response(status=503), drips, seconds=1.0) == (
-        "RetryableError: no whole response within 1 s; the last of 1 failures was 503 Service Unavailable",
+    async def drips_until_the_deadline(request: web.Request) -> web.StreamResponse:
+        pass_time(http_loop().loop)
+        return await drips(request)
+
+    assert fetched(drips_until_the_deadline) == ("RetryableError: no whole response within 60 s", 1)
+    assert fetched(web.Response(status=503), drips_until_the_deadline) == (
+        "RetryableError: no whole response within 60 s; the last of 1 failures was 503 Service Unavailable",
         2,
     )
 

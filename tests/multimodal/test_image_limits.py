@@ -179,20 +179,20 @@ def test_one_image_that_decodes_slowly_does_not_keep_others_from_decoding():
     class Slow(Image.Image):
         def load(self) -> Any:
             entered.set()
-            assert go.wait(60)
+            assert go.wait(600)
             return super().load()
 
     slow = Slow()
     slow._size, slow._mode, slow.im = (64, 32), "RGB", image().im
     thread = threading.Thread(target=load_image, args=[slow], daemon=True)
     thread.start()
-    assert entered.wait(60)
+    assert entered.wait(600)
     others = [image(name) for name in ("red", "green", "blue")]
     found = [each for each in others if id(each) // 16 % 64 != id(slow) // 16 % 64]
     loaded: list[Image.Image] = []
     second = threading.Thread(target=lambda: loaded.extend(map(load_image, found)), daemon=True)
     second.start()
-    second.join(60)
+    second.join(600)
     assert found and len(loaded) == len(found) and thread.is_alive()
     go.set()
-    thread.join(60)
+    thread.join(600)

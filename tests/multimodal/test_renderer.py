@@ -610,7 +610,7 @@ def test_a_long_rendering_in_a_thread_holds_up_no_other(monkeypatch):
     render = renderer.tokenizer.apply_chat_template
 
     def waits_for_another(*args, **options):
-        met.wait(60)
+        met.wait(600)
         return render(*args, **options)
 
     monkeypatch.setattr(renderer.tokenizer, "apply_chat_template", waits_for_another)

@@ -50,7 +50,7 @@ if __name__ == "__main__":
 
 def test_a_recipe_with_its_own_loss_and_advantage_trains(tmp_path):
     (tmp_path / "own.py").write_text(RECIPE)
-    done = subprocess.run([sys.executable, "own.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "own.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "sign + half" in done.stdout and (tmp_path / "runs/own/metrics.jsonl").exists()
 

@@ -230,7 +230,7 @@ def finished_wandb_records(folder, runs):
     """The records when all ``runs`` have ended: W&B's own process writes the last of them after `finish` has returned."""
     from google.protobuf.message import DecodeError
 
-    for _ in range(600):
+    for _ in range(6000):
         with contextlib.suppress(DecodeError):  # a record that is half written
             records = list(wandb_records(folder))
             if sum(record.HasField("exit") for record in records) == runs:

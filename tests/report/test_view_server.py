@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow  # it listens
 def client_of(folder: Path, token: str | None = None) -> Iterator[httpx.Client]:
     with (
         served(create_view_app([FollowedRun(folder)], folder.name, token)) as url,
-        httpx.Client(base_url=url, timeout=60) as http,
+        httpx.Client(base_url=url, timeout=600) as http,
     ):
         yield http
 
@@ -203,8 +203,8 @@ def test_ctrl_c_ends_the_server_without_a_traceback(folder):
     assert server.stdout is not None
     address = re.search(r"http://\S+", server.stdout.readline())
     assert address is not None
-    with urllib.request.urlopen(address[0] + "api/runs/0", timeout=60) as response:  # it has started
+    with urllib.request.urlopen(address[0] + "api/runs/0", timeout=600) as response:  # it has started
         assert json.load(response)["name"] == "geo3k"
     server.send_signal(signal.SIGINT)
-    _, said = server.communicate(timeout=60)
+    _, said = server.communicate(timeout=600)
     assert server.returncode == 0 and said == ""

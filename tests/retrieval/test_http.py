@@ -8,7 +8,7 @@ import httpx
 import pytest
 from aiohttp import web
 from PIL import Image
-from testing.servers import answering, free_port, served
+from testing.servers import answering, closed_port, served
 
 from vlmrl.cli import main as cli
 from vlmrl.multimodal.images import load_image
@@ -17,6 +17,7 @@ from vlmrl.retrieval.retrieval_server import RetrieverServerArguments, create_re
 from vlmrl.utils import http_server
 
 pytestmark = pytest.mark.slow
+LIMIT = 600.0  # seconds, for a machine that is ten times too slow
 
 ROWS = [
     {"id": "p", "title": "Paris", "text": "Paris is the capital of France."},
@@ -43,12 +44,12 @@ def serving(retriever):
 
 def test_the_server_speaks_search_r1s_protocol(corpus):
     with serving(open_retriever("bm25", corpus)) as url:
-        assert httpx.get(f"{url}/health").json() == {"status": "ok", "retriever": "bm25", "passages": 2}
+        assert httpx.get(f"{url}/health", timeout=LIMIT).json() == {"status": "ok", "retriever": "bm25", "passages": 2}
         body = {"queries": ["capital of France", "quantum"], "topk": 1, "return_scores": True}
-        (hit,), nothing = httpx.post(f"{url}/retrieve", json=body).json()["result"]
+        (hit,), nothing = httpx.post(f"{url}/retrieve", json=body, timeout=LIMIT).json()["result"]
         paris = {**ROWS[0], "contents": "Paris\nParis is the capital of France."}
         assert hit["document"] == paris and hit["score"] > 0 and nothing == []
-        plain = httpx.post(f"{url}/retrieve", json={"queries": ["capital of France"]}).json()
+        plain = httpx.post(f"{url}/retrieve", json={"queries": ["capital of France"]}, timeout=LIMIT).json()
         assert [found["id"] for found in plain["result"][0]] == ["p", "r"] and plain["result"][0][0] == paris
         for wrong in (
             {"topk": 3},
@@ -59,7 +60,7 @@ def test_the_server_speaks_search_r1s_protocol(corpus):
             {"queries": [5]},
             [],
         ):
-            assert httpx.post(f"{url}/retrieve", json=wrong).status_code == 422
+            assert httpx.post(f"{url}/retrieve", json=wrong, timeout=LIMIT).status_code == 422
 
 
 def test_a_web_page_whose_name_points_at_the_server_reads_nothing(corpus, monkeypatch):
@@ -70,11 +71,11 @@ def test_a_web_page_whose_name_points_at_the_server_reads_nothing(corpus, monkey
         with served(app, is_guarded=False) as url:
             headers = {"Host": "evil.example"}
             for response in (
-                httpx.get(f"{url}/health", headers=headers),
-                httpx.post(f"{url}/retrieve", json={"queries": ["Paris"]}, headers=headers),
+                httpx.get(f"{url}/health", headers=headers, timeout=LIMIT),
+                httpx.post(f"{url}/retrieve", json={"queries": ["Paris"]}, headers=headers, timeout=LIMIT),
             ):
                 assert response.status_code == 403 and "Paris" not in response.text
-            healthy.append(httpx.get(f"{url}/health").text)
+            healthy.append(httpx.get(f"{url}/health", timeout=LIMIT).text)
 
     monkeypatch.setattr(http_server, "serve_on", serve)
     serve_retriever(RetrieverServerArguments(corpus, port=0))
@@ -136,9 +137,11 @@ def test_temporary_failures_are_retried():
 
 
 def test_an_unreachable_server_is_an_error_after_the_patience():
-    url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(RetrieverError, match=r"/retrieve: no answer in 0.4 s: ClientConnectorError"):
-        HttpRetriever(url, patience=0.4).search(["a"], 1)
+    with (
+        closed_port() as port,
+        pytest.raises(RetrieverError, match=r"/retrieve: no answer in 0.4 s: ClientConnectorError"),
+    ):
+        HttpRetriever(f"http://127.0.0.1:{port}", timeout=600.0, patience=0.4).search(["a"], 1)
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ class Slow(EmptyRetriever):
     def search(self, queries, topk):
         self.batches.append((list(queries), topk))
         if len(self.batches) == 1:
-            assert self.go.wait(10)
+            assert self.go.wait(600)
         if "bad" in queries:
             raise RuntimeError("no such thing")
         return [[Hit(Passage(query, "", ""), float(rank)) for rank in range(topk)] for query in queries]
@@ -192,7 +192,7 @@ def test_waiting_queries_are_answered_in_one_batch(monkeypatch):
             threading.Event().wait(0.01)
     slow.go.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(600)
     # those for other numbers of hits apart: else one client's many would be found for all
     assert slow.batches == [(["a"], 1), (["b"], 1), (["c", "d"], 2), (["bad"], 1)]
     assert answers == {"a": [["a"]], "b": [["b"]], "c": [["c", "c"], ["d", "d"]], "bad": "no such thing"}

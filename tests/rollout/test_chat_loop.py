@@ -7,14 +7,18 @@ from typing import ClassVar
 
 import pytest
 from PIL import Image
+from testing.clocks import pass_time
 from testing.episodes import a_task, image, new_store, renderer
 from testing.fake_api import GARBAGE, call, fake_api, says
 
 from vlmrl import Env, ToolEnv, obs
 from vlmrl.config import Rollout
+from vlmrl.engine import chat_engine
 from vlmrl.engine.chat_engine import LONGEST_WAIT, ApiModel, ChatEngine, retry_after
 from vlmrl.env.base import RetryTurn, resolve_env
 from vlmrl.rollout.chat_loop import ChatLoop
+from vlmrl.utils import http
+from vlmrl.utils.http import http_loop
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +51,7 @@ class Crop(ToolEnv):
 
 
 def play(env, url, task=None, *, api_options=None, history_policy=None, **rollout):
-    limits = {"max_turns": 4, "max_tokens": 1000, "max_response_tokens": 100, "engine_timeout": 20.0} | rollout
+    limits = {"max_turns": 4, "max_tokens": 1000, "max_response_tokens": 100, "engine_timeout": 600.0} | rollout
     api = ChatEngine(ApiModel(url, "m", **(api_options or {})))
     loop = ChatLoop(resolve_env(env), api, renderer(), new_store(), Rollout(**limits), history_policy)
     return asyncio.run(loop.play(task or a_task(), "g", "g/00")), api
@@ -154,13 +158,16 @@ def test_a_passing_fault_is_retried(fault):
 
 def test_an_attempt_that_hangs_is_given_up_after_half_of_the_time():
     with fake_api(says("7"), ["hang"]) as (api, url):
-        trajectory, _ = play(Guess, url, engine_timeout=2.0)
+        api.on_hang = lambda: pass_time(http_loop().loop, 300.0)  # the attempts' limits are kept there
+        trajectory, _ = play(Guess, url, engine_timeout=600.0)
     assert trajectory.reward == 1.0 and len(api.requests) == 2
 
 
-def test_lasting_faults_fail_the_episode_with_their_reason():
-    with fake_api(says("7"), ["garbage"] * 99) as (_, url):
-        trajectory, _ = play(Guess, url, engine_timeout=1.0)
+def test_lasting_faults_fail_the_episode_with_their_reason(monkeypatch):
+    monkeypatch.setattr(http, "FIRST_PAUSE", 700.0)  # longer than the time that is left
+    monkeypatch.setattr(chat_engine, "LONGEST_PAUSE", 700.0)
+    with fake_api(says("7"), ["garbage"]) as (_, url):
+        trajectory, _ = play(Guess, url, engine_timeout=600.0)
     assert trajectory.ending == "error" and "Bad gateway" in trajectory.error and not trajectory.non_retryable
 
 

@@ -38,7 +38,7 @@ def rank(group):
 
 def runner(function, **rollout):
     responses = lambda request, turn: "a" * (1 + int(request.trajectory_id[-1]))  # noqa: E731
-    config = Config(group_reward=function, rollout=Rollout(max_env_retries_per_turn=1, env_timeout=5.0))
+    config = Config(group_reward=function, rollout=Rollout(max_env_retries_per_turn=1, env_timeout=600.0))
     return Runner(turn_loop(Paid, responses, group_size=3, **rollout), group_reward=resolve_group_reward(config))
 
 
@@ -81,7 +81,7 @@ def test_rows_of_the_rollout_are_rewarded_on_the_last_sampled_token():
     trajectory = make_trajectory(turns=[make_turn([1], [5, 6], [-0.1, -0.2])])
     trajectory.samples = emit(trajectory, "concat")
     trajectory.samples[-1].loss_mask[-1] = 0
-    asyncio.run(GroupReward(lambda group: [0.5], timeout=5, tries=1).give([trajectory]))
+    asyncio.run(GroupReward(lambda group: [0.5], timeout=600, tries=1).give([trajectory]))
     assert trajectory.samples[-1].rewards == {0: 0.5, 1: 1.0}
 
 

@@ -211,6 +211,8 @@ def test_envs_that_always_fail_end_the_run(caplog: pytest.LogCaptureFixture):
         def step(self, response_text: str) -> Step:
             raise OSError("always")
 
+    gc.collect()  # what other tests left
+    caplog.clear()
     with pytest.raises(RolloutError, match=r"[56] trajectories failed where 4 were requested"):
         play(runner(Broken, max_failed_fraction=1.0), tasks(), 2)
     gc.collect()
@@ -325,12 +327,12 @@ async def test_cancelling_from_outside_stops_everything():
 
 
 def test_threads_of_envs_do_not_pile_up():
-    before = threading.active_count()
+    before = set(threading.enumerate())
     play(runner(group_size=8), tasks(), 8)
-    deadline = time.monotonic() + LIMIT
-    while threading.active_count() > before + 8 and time.monotonic() < deadline:  # 4 are the image store's
-        time.sleep(0.01)
-    assert threading.active_count() <= before + 8
+    made = [thread for thread in threading.enumerate() if thread not in before and "-env-" in thread.name]
+    for thread in made:
+        thread.join(LIMIT)
+        assert not thread.is_alive()
 
 
 def test_lockstep_batches_above_the_concurrency_limit_do_not_deadlock():
@@ -372,12 +374,14 @@ class Uneven(Gallery):
     """Episodes of different lengths, whose steps take different times, and now and then fail once."""
 
     failures: ClassVar[set[str]] = set()
+    lock: ClassVar = threading.Lock()
 
     def step(self, response_text: str) -> Step:
         observation, _, info = super().step(response_text)
-        if self.turn and response_text not in self.failures and len(self.failures) < 2:
-            self.failures.add(response_text)
-            raise OSError("once")
+        with self.lock:
+            if self.turn and response_text not in self.failures and len(self.failures) < 2:
+                self.failures.add(response_text)
+                raise OSError("once")
         return observation, len(response_text) % 5 == 0, info
 
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 async def zoom_twice(task, client):
     """Shows the image, then a part of it. The reward is the share of sampled characters that are lower case letters."""
     messages = openai_messages(task.prompt)
-    async with httpx.AsyncClient(trust_env=False, timeout=120) as http:
+    async with httpx.AsyncClient(trust_env=False, timeout=600) as http:
 
         async def ask():
             headers = {"authorization": f"Bearer {client.api_key}"}
@@ -193,9 +193,10 @@ def test_a_stopped_run_ends_its_agents(tmp_path):
             assert process.poll() is None, process.stderr.read()
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=300)
+        _, errors = process.communicate(timeout=600)
     finally:
         process.kill()
     assert process.returncode == 143, errors
     for pid in (path.name for path in (tmp_path / "pids").iterdir()):
-        assert not Path(f"/proc/{pid}").exists()
+        while Path(f"/proc/{pid}").exists():  # its guard ends it when the run is gone
+            time.sleep(0.01)

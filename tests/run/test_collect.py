@@ -351,7 +351,7 @@ def tasks(index, seed):
 
 async def twice(task, client):
     messages = openai_messages(task.prompt)
-    async with httpx.AsyncClient(trust_env=False, timeout=120) as http:
+    async with httpx.AsyncClient(trust_env=False, timeout=600) as http:
         for number in range(2):
             if task.id == "t/1" and number:
                 messages = [{"role": "user", "content": "another conversation"}]

@@ -171,7 +171,7 @@ def config_of(folder: Path) -> Config:
         reward=one,
         rollout=Rollout(group_size=2, max_tokens=64, max_response_tokens=8),
         engine="sglang",
-        server=ServerSettings(python="python", start_timeout=60.0),
+        server=ServerSettings(python="python", start_timeout=600.0),
         train=Train(steps=2, groups_per_batch=2, image_check=False),
         eval=Eval(data=EvalData(generator=tasks, size=4), every=1),
         warm_start=WarmStart(steps=2, demonstrate=demonstration, trajectories_per_step=2),

@@ -203,6 +203,8 @@ def test_ctrl_c_stops_cleanly_and_keeps_the_results(tmp_path):
         "0",
         "--eval.data.size",
         "4",
+        "--train.steps",
+        "100000",  # no machine is through before the signal arrives
     ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     for line in process.stdout:

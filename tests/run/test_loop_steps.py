@@ -97,26 +97,26 @@ class SmallRun:
         original = getattr(owner, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.note(" ".join([name, *(str(value) for value in args if isinstance(value, int))]))
-            if self.is_at(self.fails):
+            moment = self.note(" ".join([name, *(str(value) for value in args if isinstance(value, int))]))
+            if moment == self.fails:
                 raise OSError("the disk is full")
             return original(*args, **kwargs)
 
         setattr(owner, name, call)
 
-    def note(self, event: str) -> None:
+    def note(self, event: str) -> tuple[str, int]:
+        """The event, and how often it has come: in one thread, while others come in another."""
         self.events.append(event)
-        if self.is_at(self.stops):
+        moment = (event, self.events.count(event))
+        if moment == self.stops:
             self.stop.request(signal.SIGTERM)
-
-    def is_at(self, moment: tuple[str, int] | None) -> bool:
-        return moment == (self.events[-1], self.events.count(self.events[-1]))
+        return moment
 
     async def step(self, kind: str, response: str) -> Any:
-        self.note(kind)
-        if self.is_at(self.stops) or self.is_at(self.hangs):
+        moment = self.note(kind)
+        if moment in (self.stops, self.hangs):
             await asyncio.get_running_loop().create_future()  # only the stop ends it
-        return None if self.is_at(self.fails) else (obs(), True, {"reward": float(len(self.events) % 2)})
+        return None if moment == self.fails else (obs(), True, {"reward": float(len(self.events) % 2)})
 
     def train(self, checkpoint: Path | None = None) -> list[str]:
         sizes = json.loads((checkpoint / "run.json").read_text())["log"] if checkpoint else None

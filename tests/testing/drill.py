@@ -99,6 +99,11 @@ class DrilledRun:
             "weights": hashlib.sha256((self.home / "model/model.safetensors").read_bytes()).hexdigest(),
         }
 
+    def pace(self) -> float:
+        """The seconds of the last step that it logged: 0 before the first."""
+        steps = [row for row in read_rows(self.home / "metrics.jsonl") if "groups/trained" in row]
+        return sum(steps[-1][f"time/{part}"] for part in ("rollout", "train")) if steps else 0.0
+
     def stage(self) -> tuple[int, str]:
         """The last step in the log and what the run does after it, by the files in its folder."""
         rows = self.rows()
@@ -111,6 +116,8 @@ class DrilledRun:
 
 def interrupt(run: DrilledRun, resumed: bool, number: int, stage: str, luck: random.Random) -> str:
     """Start or continue a run, and send it the signal ``number`` in ``stage`` at a random moment. Returns what it hit.
+
+    A run that is over before that is not hit: this process may have stood still.
 
     The rollouts' stage ends with the update, which leaves no trace in the files: both are hit.
     """
@@ -125,7 +132,7 @@ def interrupt(run: DrilledRun, resumed: bool, number: int, stage: str, luck: ran
         if step > first and seen == stage:
             break
         time.sleep(0.0005)
-    time.sleep({"checkpoint": 0.01, "anything": 3.0}.get(stage, 0.5) * luck.random())
+    time.sleep({"checkpoint": 0.01, "anything": 3.0}.get(stage, min(0.5, run.pace())) * luck.random())
     step, seen = run.stage()
     if process.poll() is None:
         send(process, number)
@@ -136,7 +143,7 @@ def interrupt(run: DrilledRun, resumed: bool, number: int, stage: str, luck: ran
         assert int(saved.name[4:]) == run.stage()[0], f"{run.name}: {saved} is not the last step\n{run.output()}"
         assert run.ranks > 1 or status == 143, f"{run.name}: status {status}\n{run.output()}"
         assert "To continue:" in run.output(), run.output()
-    return f"{seen} after step {step}"
+    return f"{seen} after step {step}" if status else "nothing: the run was over"
 
 
 def send(process: subprocess.Popen[bytes], number: int) -> None:
@@ -163,7 +170,8 @@ def drill(name: str, folder: Path, interruptions: Sequence[tuple[int, str]], luc
         print(f"{name}: {index + 1}. {signal.Signals(number).name} in {hit}", flush=True)
     ended.finish(ended.start("--resume"))
     whole.finish(reference)
-    assert "resumed   from" in ended.output() and len([*(ended.home / "checkpoints").iterdir()]) == 1, ended.output()
+    continued = "resumed   from" in ended.output() or "nothing is left to train" in ended.output()
+    assert continued and len([*(ended.home / "checkpoints").iterdir()]) == 1, ended.output()
     expected, found = whole.results(), ended.results()
     for part, value in expected.items():
         assert found[part] == value, f"{name}: {part} differ, see {folder}"

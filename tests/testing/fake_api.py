@@ -40,6 +40,8 @@ class FakeApi:
         self._met = asyncio.Event()
         self.tokens = (10, 2)
         """Of each prompt and response."""
+        self.on_hang: Callable[[], None] = lambda: None
+        """Called when a request is not answered."""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -58,6 +60,7 @@ class FakeApi:
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         fault = self.faults.pop(0) if self.faults else ""
         if fault == "hang":
+            self.on_hang()
             await asyncio.sleep(3600)
         if fault in GARBAGE:
             return web.Response(body=GARBAGE[fault])

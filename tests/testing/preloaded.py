@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MODULES = (
@@ -58,20 +58,19 @@ class Preloaded:
             AssertionError: one of them failed; with its output.
         """
         source = f"import sys; from {module} import main; main(*sys.argv[1:])"
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        common = {
-            "WORLD_SIZE": count,
-            "LOCAL_WORLD_SIZE": count,
-            "GROUP_WORLD_SIZE": 1,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "TORCHELASTIC_RUN_ID": "preloaded",
-        }
-        ranks = [{"RANK": rank, "LOCAL_RANK": rank, **common} for rank in range(count)]
-        environments = [{name: str(value) for name, value in each.items()} for each in ranks]
-        for done in self._run(source, args, environments, timeout=1200):
-            assert done.returncode == 0, done.stderr[-8000:]
+        with reserved_port() as port:
+            common = {
+                "WORLD_SIZE": count,
+                "LOCAL_WORLD_SIZE": count,
+                "GROUP_WORLD_SIZE": 1,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "TORCHELASTIC_RUN_ID": "preloaded",
+            }
+            ranks = [{"RANK": rank, "LOCAL_RANK": rank, **common} for rank in range(count)]
+            environments = [{name: str(value) for name, value in each.items()} for each in ranks]
+            for done in self._run(source, args, environments, timeout=1200):
+                assert done.returncode == 0, done.stderr[-8000:]
 
     def _run(
         self, source: str, args: Sequence[object], environments: Sequence[dict[str, str]], timeout: float
@@ -90,13 +89,15 @@ class Preloaded:
             ]
             self._process.stdin.write(json.dumps(scripts) + "\n")
             self._process.stdin.flush()
-            children = self._answer()
-            expired = not select.select([self._process.stdout], [], [], timeout)[0]
-            if expired:
-                kill(children)
-            codes = self._answer()
+            children, expired = self._answer(), threading.Event()
+            late = threading.Timer(timeout, lambda: (expired.set(), kill(children)))
+            late.start()
+            try:
+                codes = self._answer()
+            finally:
+                late.cancel()
             texts = [[Path(name).read_text() for name in names] for names in outputs]
-        if expired:
+        if expired.is_set():
             raise subprocess.TimeoutExpired(words, timeout, *texts[0])
         return [subprocess.CompletedProcess(words, code, *text) for code, text in zip(codes, texts, strict=True)]
 
@@ -108,6 +109,15 @@ class Preloaded:
     def close(self) -> None:
         self._process.stdin.close()
         self._process.wait()
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port that the system gives to no other process, and at which one that names it can listen."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 def kill(children: Sequence[int]) -> None:

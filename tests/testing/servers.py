@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,14 @@ from vlmrl.utils.http_server import ServerThread, free_ports, guarded, open_port
 
 def free_port() -> int:
     return free_ports(1)[0]
+
+
+@contextmanager
+def closed_port() -> Iterator[int]:
+    """A port that refuses connections: it is bound, so that nobody else gets it, and nobody listens."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
 
 
 @contextmanager
@@ -61,7 +70,7 @@ def served_asgi(app: Any) -> Iterator[str]:
     uvicorn = pytest.importorskip("uvicorn")
     listener = open_port("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, args=([listener],))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
         while not server.started:

@@ -128,7 +128,7 @@ class Named(Env):
 
 def step_of(env):
     async def play():
-        session = EnvSession(EnvSpec("e", lambda _: env), Task("0", []), max_turns=3, timeout=30, max_retries=0)
+        session = EnvSession(EnvSpec("e", lambda _: env), Task("0", []), max_turns=3, timeout=600, max_retries=0)
         try:
             await session.start()
             return await session.step("go")

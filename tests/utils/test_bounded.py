@@ -119,7 +119,7 @@ def test_threads_share_few_processes_and_one_that_hangs_stops_no_other(file: Pat
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(300)
+        thread.join(600)
     assert len(seen) == 8 and len(set(seen)) <= 2
 
 
@@ -152,7 +152,7 @@ def test_a_forked_process_has_its_own_workers(file: Path):
     script = f"""
 import os
 from vlmrl import BoundedFunction
-double = BoundedFunction({f"{file}:double"!r}, timeout=20)
+double = BoundedFunction({f"{file}:double"!r})
 double(0)
 child = os.fork()
 wrong = [x for x in range(200) if double(f"{{child == 0}}{{x}}") != 2 * f"{{child == 0}}{{x}}"]
@@ -160,7 +160,7 @@ if child == 0:
     os._exit(bool(wrong))
 assert not wrong and os.waitpid(child, 0)[1] == 0
 """
-    assert subprocess.run([sys.executable, "-c", script], timeout=300).returncode == 0
+    assert subprocess.run([sys.executable, "-c", script], timeout=600).returncode == 0
 
 
 @pytest.mark.slow
@@ -168,6 +168,8 @@ def test_a_call_that_waits_ends_also_if_its_caller_was_killed(file: Path, monkey
     """Nobody else would end it: it uses no CPU time and does not read its pipe."""
     monkeypatch.setattr(_Worker, "kill", lambda worker: None)
     worker = _Worker(f"{file}:sleep", cpu_seconds=2, memory_mb=1024, timeout=0.1)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(
+        (TimeoutError, RuntimeError)
+    ):  # the latter if this process stands still until the other has ended
         worker.call((), 0.1)
-    assert worker._process.wait(timeout=300) == -signal.SIGALRM
+    assert worker._process.wait(timeout=600) == -signal.SIGALRM

@@ -10,9 +10,11 @@ import sys
 import pytest
 
 SCRIPT = """
-import resource, torch
+import ctypes, resource, torch
 from vlmrl.utils.machine_memory import keep_freed_memory
 
+PR_SET_THP_DISABLE = 41
+ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)  # a machine's huge pages would be counted as one
 keep_freed_memory()
 
 def faults() -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from aiohttp import web
-from testing.servers import answering, free_port
+from testing.servers import answering, closed_port
 
 from vlmrl.utils import http
 from vlmrl.utils.http import HttpClient, RefusedError, RetryableError
@@ -32,7 +32,7 @@ BODIES: list[bytes] = []
 async def answer(request: web.Request) -> web.StreamResponse:
     BODIES.append(await request.read())
     if request.path == "/hangs":
-        await asyncio.sleep(60)
+        await asyncio.sleep(3600)
     if request.path != "/drips":
         status, text = ANSWERS[request.path]
         return web.Response(status=status, text=text, headers={"Location": "/ok"})
@@ -51,21 +51,21 @@ def url() -> Iterator[str]:
 
 def test_a_response_that_drips_ends_at_the_deadline(url: str):
     with pytest.raises(RetryableError, match=r"no whole response in 0.2 s"):
-        HttpClient(10.0).send("GET", f"{url}/drips", seconds=0.2)
+        HttpClient(600.0).send("GET", f"{url}/drips", seconds=0.2)
     with pytest.raises(RetryableError, match=r"no whole response in 0.1 s"):
         HttpClient(0.1).send("GET", f"{url}/drips")
 
 
 def test_a_silent_server_is_given_up_before_the_deadline(url: str):
-    with pytest.raises(RetryableError, match="SocketTimeoutError"):
-        HttpClient(0.1).send("GET", f"{url}/hangs", seconds=30.0)
+    with pytest.raises(RetryableError, match=r"^(Socket|Connection)TimeoutError"):  # which is for the machine to say
+        HttpClient(0.1).send("GET", f"{url}/hangs", seconds=600.0)
 
 
 def test_a_response_may_have_so_many_bytes(url: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http, "RESPONSE_LIMIT", 100)
-    assert HttpClient(10.0).send("GET", f"{url}/100") == (200, b"x" * 100)
+    assert HttpClient(600.0).send("GET", f"{url}/100") == (200, b"x" * 100)
     with pytest.raises(RetryableError, match="the response has more than 100 bytes"):
-        HttpClient(10.0).send("GET", f"{url}/101")
+        HttpClient(600.0).send("GET", f"{url}/101")
 
 
 @pytest.mark.parametrize(
@@ -82,27 +82,27 @@ def test_a_response_may_have_so_many_bytes(url: str, monkeypatch: pytest.MonkeyP
 )
 def test_responses_are_sorted_into_retryable_and_refused(url: str, path: str, error: type[Exception], message: str):
     with pytest.raises(error) as raised:
-        HttpClient(10.0).post_json(url + path, {})
+        HttpClient(600.0).post_json(url + path, {})
     assert str(raised.value).startswith(message)
 
 
 def test_no_connection_is_retryable_and_no_address_refused():
-    with pytest.raises(RetryableError, match="ClientConnectorError"):
-        HttpClient(10.0).post_json(f"http://127.0.0.1:{free_port()}", {})
+    with closed_port() as port, pytest.raises(RetryableError, match="ClientConnectorError"):
+        HttpClient(600.0).post_json(f"http://127.0.0.1:{port}", {})
     with pytest.raises(RefusedError, match="is no http address"):
-        HttpClient(10.0).post_json("file:///etc/passwd", {})
+        HttpClient(600.0).post_json("file:///etc/passwd", {})
 
 
 def test_a_body_is_ascii_and_finite(url: str):
     BODIES.clear()
-    assert HttpClient(10.0).post_json(f"{url}/ok", {"text": "caf\xe9 \ud800"}) == {"a": 1}
+    assert HttpClient(600.0).post_json(f"{url}/ok", {"text": "caf\xe9 \ud800"}) == {"a": 1}
     with pytest.raises(ValueError, match="not JSON compliant"):
-        HttpClient(10.0).post_json(f"{url}/ok", {"x": float("nan")})
+        HttpClient(600.0).post_json(f"{url}/ok", {"x": float("nan")})
     assert BODIES == [b'{"text": "caf\\u00e9 \\ud800"}']
 
 
 def test_another_thread_aborts_a_request(url: str):
-    client, began = HttpClient(60.0), len(BODIES)
+    client, began = HttpClient(600.0), len(BODIES)
 
     def abort() -> None:
         while len(BODIES) == began:
@@ -118,6 +118,6 @@ def test_another_thread_aborts_a_request(url: str):
 
 def test_a_proxy_of_the_environment_is_used(url: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("http_proxy", url)
-    assert HttpClient(10.0).send("GET", "http://somewhere.invalid/ok") == (200, b'{"a": 1}')
+    assert HttpClient(600.0).send("GET", "http://somewhere.invalid/ok") == (200, b'{"a": 1}')
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    assert HttpClient(10.0).send("GET", f"{url}/ok") == (200, b'{"a": 1}')
+    assert HttpClient(600.0).send("GET", f"{url}/ok") == (200, b'{"a": 1}')

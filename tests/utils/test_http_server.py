@@ -23,6 +23,7 @@ from vlmrl.utils.http_server import BODY, Binding, guarded, send_rest
 from vlmrl.utils.tokens import bearer_headers, bearer_token, is_loopback
 
 pytestmark = pytest.mark.slow
+LIMIT = 600.0  # seconds, for a machine that is ten times too slow
 TOKEN = "s3cret-token"
 
 
@@ -45,7 +46,7 @@ def head(*lines: str) -> bytes:
 def told(url: str, content: bytes) -> bytes:
     """The server's answer to what is sent over a socket, until it closes the connection."""
     host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
+    with socket.create_connection((host, int(port)), timeout=LIMIT) as connection:
         connection.sendall(content)
         received = bytearray()
         while part := connection.recv(1 << 16):
@@ -61,7 +62,7 @@ def with_token() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def without_token() -> Iterator[str]:
-    with served(guarded(echo(), None, 100, seconds=0.2)) as url:
+    with served(guarded(echo(), None, 100)) as url:
         yield url
 
 
@@ -82,15 +83,15 @@ def without_token() -> Iterator[str]:
 )
 def test_a_token_is_wanted_whole(with_token: str, header: str | None, status: int):
     headers = [] if header is None else [(b"Authorization", header.encode("latin-1"))]
-    response = httpx.post(with_token, content=b"hello", headers=headers)
+    response = httpx.post(with_token, content=b"hello", headers=headers, timeout=LIMIT)
     assert response.status_code == status and TOKEN not in response.text
-    assert httpx.get(f"{with_token}/open", headers=headers).status_code == 200
+    assert httpx.get(f"{with_token}/open", headers=headers, timeout=LIMIT).status_code == 200
 
 
 def test_two_tokens_are_none(with_token: str):
     right, wrong = (b"Authorization", f"Bearer {TOKEN}".encode()), (b"Authorization", b"Bearer x")
     for headers in ([wrong, right], [right, wrong], [right, right]):
-        assert httpx.post(with_token, headers=headers).status_code == 401
+        assert httpx.post(with_token, headers=headers, timeout=LIMIT).status_code == 401
 
 
 def test_a_body_that_is_refused_by_its_headers_is_not_awaited(with_token: str, without_token: str):
@@ -103,38 +104,41 @@ def test_a_body_may_have_so_many_bytes_declared_or_not(without_token: str):
         for _ in range(count):
             yield b"x" * 10
 
-    assert httpx.post(without_token, content=b"x" * 100).text == "x" * 100
-    assert httpx.post(without_token, content=chunks(10)).text == "x" * 100
+    assert httpx.post(without_token, content=b"x" * 100, timeout=LIMIT).text == "x" * 100
+    assert httpx.post(without_token, content=chunks(10), timeout=LIMIT).text == "x" * 100
     for content in (b"x" * 101, chunks(11)):
-        response = httpx.post(without_token, content=content)
+        response = httpx.post(without_token, content=content, timeout=LIMIT)
         assert response.status_code == 413 and "more than 100 bytes (--max-body-mib)" in response.text
 
 
 def test_a_body_is_taken_as_it_was_sent(without_token: str):
     packed = gzip.compress(b"x" * 10_000)
-    assert httpx.post(without_token, content=packed, headers={"Content-Encoding": "gzip"}).content == packed
+    assert (
+        httpx.post(without_token, content=packed, headers={"Content-Encoding": "gzip"}, timeout=LIMIT).content == packed
+    )
 
 
 def test_a_body_that_never_ends_or_is_malformed_is_refused(without_token: str):
-    assert b" 408 " in told(without_token, head("Host: localhost", "Content-Length: 50") + b"half")
+    with served(guarded(echo(), None, 100, seconds=0.2)) as impatient:
+        assert b" 408 " in told(impatient, head("Host: localhost", "Content-Length: 50") + b"half")
     chunked = head("Host: localhost", "Transfer-Encoding: chunked")
     assert b" 400 " in told(without_token, chunked + b"no length\r\n")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:8321", "localhost", "localhost:1", "[::1]:8321", "127.1.2.3"])
 def test_without_a_token_names_of_this_machine_are_answered(without_token: str, host: str):
-    assert httpx.post(without_token, content=b"hello", headers={"Host": host}).text == "hello"
+    assert httpx.post(without_token, content=b"hello", headers={"Host": host}, timeout=LIMIT).text == "hello"
 
 
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8321", "127.0.0.1.evil.example", "localhost@evil", "", "[", "0.0.0.0"]
 )
 def test_without_a_token_other_names_are_refused(without_token: str, with_token: str, host: str):
-    response = httpx.post(without_token, content=b"hello", headers={"Host": host})
+    response = httpx.post(without_token, content=b"hello", headers={"Host": host}, timeout=LIMIT)
     assert response.status_code in (400, 403) and "hello" not in response.text
     headers = {"Host": host or "x.example", "Authorization": f"Bearer {TOKEN}"}
     if host != "[":
-        assert httpx.post(with_token, content=b"hello", headers=headers).text == "hello"
+        assert httpx.post(with_token, content=b"hello", headers=headers, timeout=LIMIT).text == "hello"
 
 
 def test_without_a_token_one_name_is_wanted(without_token: str):
@@ -156,7 +160,7 @@ def test_without_a_token_one_name_is_wanted(without_token: str):
 )
 def test_without_a_token_a_page_elsewhere_makes_no_request(without_token: str, headers: dict[str, str], status: int):
     """A browser sends such a POST without asking the server first: it stepped sessions and searched, though the page read nothing."""
-    response = httpx.post(without_token, content=b"hello", headers=headers)
+    response = httpx.post(without_token, content=b"hello", headers=headers, timeout=LIMIT)
     assert response.status_code == status and (status == 200) == (response.text == "hello")
 
 
@@ -193,21 +197,21 @@ def test_a_client_that_never_reads_is_given_up(handler: Handler, monkeypatch: py
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(head("Host: localhost", "Content-Length: 0"))
-            assert given_up.wait(60)
+            assert given_up.wait(LIMIT)
 
 
 def test_the_bodies_of_all_requests_have_a_limit_together(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http_server, "memory_bytes", lambda: 400)
     with served(guarded(echo(), None, 100)) as url:
         host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=60) as slow:
+        with socket.create_connection((host, int(port)), timeout=LIMIT) as slow:
             slow.sendall(head("Host: localhost", "Content-Length: 61", "Connection: close") + b"x" * 60)
-            while (response := httpx.post(url, content=b"y" * 50)).status_code == 200:
+            while (response := httpx.post(url, content=b"y" * 50, timeout=LIMIT)).status_code == 200:
                 pass  # until the server has read what the other client sent
             assert response.status_code == 503 and "more than 100 bytes: try again" in response.text
             slow.sendall(b"z")
             assert slow.makefile("rb").read().endswith(b"x" * 60 + b"z")
-        assert httpx.post(url, content=b"y" * 100).text == "y" * 100
+        assert httpx.post(url, content=b"y" * 100, timeout=LIMIT).text == "y" * 100
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
@@ -320,7 +324,7 @@ def test_the_guard_is_around_what_is_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http_server, "serve_on", lambda listener, app: ran.append(app))
     http_server.run_server(echo(), Binding("127.0.0.1", 0, TOKEN, 100, "MY_TOKEN"), "echo")
     with served(ran[0]) as url:
-        assert httpx.post(url).status_code == 401
+        assert httpx.post(url, timeout=LIMIT).status_code == 401
         headers = {"Authorization": f"Bearer {TOKEN}"}
-        assert httpx.post(url, content=b"hello", headers=headers).text == "hello"
-        assert httpx.post(url, content=b"x" * 101, headers=headers).status_code == 413
+        assert httpx.post(url, content=b"hello", headers=headers, timeout=LIMIT).text == "hello"
+        assert httpx.post(url, content=b"x" * 101, headers=headers, timeout=LIMIT).status_code == 413

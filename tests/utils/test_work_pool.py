@@ -13,7 +13,7 @@ import pytest
 from vlmrl.utils.threads import DaemonPool, LoopThread
 from vlmrl.utils.work_pool import DeadlineError, SharedTasks, WorkPool, cpu_pool, usable_cores
 
-LIMIT = 60.0
+LIMIT = 600.0  # seconds, for a machine that is ten times too slow
 
 
 class Call:

@@ -22,9 +22,10 @@ from vlmrl.env.answer import StepResult, freeze_answer, read_points, step_mistak
 from vlmrl.env.base import Env, EnvSpec, RetryTurn, RewardEnv
 from vlmrl.env.tool_schema import check_tools
 from vlmrl.types import Message, Task
-from vlmrl.utils.threads import DaemonPool, await_user_code
+from vlmrl.utils.threads import DaemonPool
+from vlmrl.utils.user_coroutines import AwaitedThen, await_result, close_result
 from vlmrl.utils.users_line import defined_at, describe_error
-from vlmrl.utils.work_pool import DeadlineError, abandonable, cpu_pool
+from vlmrl.utils.work_pool import DeadlineError, cpu_pool
 
 
 class EnvError(Exception):
@@ -226,7 +227,7 @@ class EnvSession:
             observation, done, info = returned
             shown = [] if done else env.format_observation(observation)
             read_shown = partial(self._result, bool(done), info)
-            return self._read_awaited(shown, read_shown) if inspect.isawaitable(shown) else read_shown(shown)
+            return self._awaited(shown, read_shown) if inspect.isawaitable(shown) else read_shown(shown)
 
         return await self._answer(env.step, read, response, may_reject=True)
 
@@ -275,19 +276,19 @@ class EnvSession:
 
         def call() -> Any:
             returned = method(*args)
-            return self._read_awaited(returned, finish) if inspect.isawaitable(returned) else finish(returned)
+            return self._awaited(returned, finish) if inspect.isawaitable(returned) else finish(returned)
 
         def finish(returned: Any) -> Any:
             with _naming(method):
                 answer = read(returned)
-            return self._read_awaited(answer, with_digest) if inspect.isawaitable(answer) else with_digest(answer)
+            return self._awaited(answer, with_digest) if inspect.isawaitable(answer) else with_digest(answer)
 
         answer, digest = await self._call(call, may_reject=may_reject, name=getattr(method, "__name__", repr(method)))
         return (answer, digest) if digest is not None else await self._frozen(answer)
 
-    async def _read_awaited(self, value: Awaitable[Any], read: Callable[[Any], Any]) -> Any:
+    def _awaited(self, value: Awaitable[Any], read: Callable[[Any], Any]) -> Awaitable[Any]:
         """``read`` of a coroutine's result, in the env's thread."""
-        return await _await_result(await self._in_thread(read, await abandonable(await_user_code(value))))
+        return AwaitedThen(value, partial(self._in_thread, read))
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         def measured() -> Any:
@@ -298,7 +299,12 @@ class EnvSession:
                 self.cpu_seconds += time.thread_time() - began
 
         assert self._thread is not None
-        return await self._thread.run(measured)
+        call = self._thread.submit(measured)
+        try:
+            return await asyncio.wrap_future(call)
+        except asyncio.CancelledError:
+            call.add_done_callback(close_result)
+            raise
 
     async def _frozen(self, answer: Any) -> tuple[Any, str]:
         """The answer with frozen images, and its digest: not in the env's thread, of which there may be a thousand."""
@@ -319,8 +325,8 @@ class EnvSession:
             has_own = self._env is not None and self._env.ends_late_calls
             async with asyncio.timeout(None if has_own else self._timeout) as deadline:
                 if inspect.iscoroutinefunction(method):
-                    return await abandonable(await_user_code(method(*args)))
-                return await _await_result(await self._in_thread(method, *args))
+                    return await await_result(method(*args))
+                return await await_result(await self._in_thread(method, *args))
         except TimeoutError as error:
             if deadline.expired():
                 raise self._late() from error
@@ -377,10 +383,6 @@ def _close_late(built: list[Env]) -> None:
         closing = close()
         if inspect.iscoroutine(closing):
             asyncio.run(closing)
-
-
-async def _await_result(value: Any) -> Any:
-    return await abandonable(await_user_code(value)) if inspect.isawaitable(value) else value
 
 
 def _messages(name: str, value: Any, env: str) -> list[Message]:
