@@ -107,11 +107,9 @@ def test_an_unusable_response_is_retried_and_then_an_error(endpoint: Endpoint, k
     assert len(endpoint.requests) == 2
 
 
-@pytest.mark.parametrize("kind", ["hangs", "refuses", "talks nonsense", "fails"])
-def test_without_a_verdict_the_trajectory_fails_and_has_no_reward(endpoint: Endpoint, kind: str):
-    endpoint.script = [NO_VERDICTS[kind]]
-    options = {"url": endpoint.url, "model": "m", "timeout": 0.5 if kind == "hangs" else 10.0}
-    trajectory = play(JudgeEnv, ["A cat."], options=options, max_turns=1)
+def test_without_a_verdict_the_trajectory_fails_and_has_no_reward(endpoint: Endpoint):
+    endpoint.script = [500]
+    trajectory = play(JudgeEnv, ["A cat."], options={"url": endpoint.url, "model": "m"}, max_turns=1)
     assert (trajectory.ending, trajectory.reward) == ("error", None)
     assert "JudgeError" in trajectory.error and len(endpoint.requests) == 4  # two for the env, two for a fresh one
 
