@@ -157,19 +157,19 @@ def largest_difference(one: list[list[float]], other: list[list[float]]) -> floa
 # The trainer's forward
 
 
-@pytest.mark.parametrize("options", [{}, NUCLEUS])
-def test_logprobs_are_those_of_the_trainers_forward(any_model: LoadedModel, options: dict[str, float]):
+def test_logprobs_are_those_of_the_trainers_forward(any_model: LoadedModel):
+    """With a temperature, top-p and top-k; `tests/model/test_family_runs.py` compares them without."""
     model = any_model
     engine = HFEngine(model.policy, model.renderer)
-    trajectories = play(model, engine, **options)
+    trajectories = play(model, engine, **NUCLEUS)
     samples = [sample for trajectory in trajectories for sample in concat(trajectory)]
     audit(samples, trajectories, image_token_id=model.policy.image_token_id, banned_ids=model.policy.banned_ids)
     assert [len(t.turns) for t in trajectories][1:] == [4] * 3  # noise may run into a limit, and one does
     assert [len(s.media) for s in samples][1:] == [2, 3, 3]
-    temperature = options.get("temperature", 1.0)
+    temperature = NUCLEUS["temperature"]
     assert largest_difference(sampled(samples), trained(model.policy, samples, temperature)) < 1e-4
-    if options:  # the temperature is in them, and top-p and top-k are not
-        assert largest_difference(sampled(samples), trained(model.policy, samples, 1.0)) > 0.1
+    # The temperature is in them, and top-p and top-k are not.
+    assert largest_difference(sampled(samples), trained(model.policy, samples, 1.0)) > 0.1
 
     first, last = samples[2], samples[2].media[-1]
     other = store_of(model).load(image("purple", last.size))

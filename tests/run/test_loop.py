@@ -16,7 +16,6 @@ from vlmrl.report.run_log import RunLog
 from vlmrl.run import loop
 from vlmrl.run.build import build_run
 from vlmrl.run.program import run_training
-from vlmrl.train.credit import assign_advantages
 from vlmrl.types import Task
 
 pytestmark = pytest.mark.slow
@@ -103,29 +102,6 @@ def test_prompts_over_the_limit_are_not_played(tmp_path):
     changes = {"data": replace(config.data, max_prompt_tokens=10), "eval": Eval(), "warm_start": WarmStart()}
     with pytest.raises(ValueError, match=r"data\.max_prompt_tokens leaves nothing: 32 prompts in a row were longer"):
         train(replace(config, **changes))
-
-
-def test_shuffled_rewards_keep_their_values_but_not_their_places():
-    class T:
-        def __init__(self, number):
-            self.id, self.group_id, self.reward = f"t{number}", f"g{number // 4}", float(number)
-
-    class S:
-        def __init__(self, trajectory):
-            self.trajectory_id, self.advantage = trajectory.id, None
-
-    trajectories = [T(number) for number in range(16)]
-    given = {}
-    for shuffled in (False, True):
-        samples = [S(t) for t in trajectories]
-        config = Config(
-            train=Train(shuffle_rewards=shuffled),
-            algo=replace(Config().algo, options={"grpo.scale_by_std": False}),
-        )
-        assign_advantages(samples, trajectories, config)
-        given[shuffled] = [s.advantage for s in samples]
-    assert given[False] == [-1.5, -0.5, 0.5, 1.5] * 4
-    assert given[True] != given[False]
 
 
 def test_rollouts_continue_while_the_trainer_trains(tmp_path):
