@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from vlmrl.cli import main as cli
 from vlmrl.cli.play import PlayCommand, _summary
 from vlmrl.types import Task, Trajectory
 
@@ -125,16 +125,15 @@ def test_a_summary_counts_failed_episodes_but_no_reward_of_theirs():
     assert _summary([]) == "0 episodes, mean reward none"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", [["mine.py:Ask", "--data.generator", "mine.py:tasks"], ["mine.py"]])
-def test_the_history_policy_rewrites_what_is_read_by_hand(qwen3_vl, folder, what):
+def test_the_history_policy_rewrites_what_is_read_by_hand(qwen3_vl, folder, what, monkeypatch, capsys):
     """Typed by hand, each prompt is shown where it differs from the last: with the policy, the question is gone in the third."""
     options = ["--rollout.history", "mine.py:newest"]
     options += ["--rollout.history-options", "k", "2", "--model.path", str(qwen3_vl), "-n", "1", "--by-hand"]
-    command = [sys.executable, "-m", "vlmrl", "play", *what, *options]
-    done = subprocess.run(command, input="one\ntwo\nthree\n", capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    first, second, third, _ = done.stdout.split("response> ")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\nthree\n"))
+    monkeypatch.setattr(sys, "argv", ["vlmrl", "play", *what, *options])
+    cli.main()
+    first, second, third, _ = capsys.readouterr().out.split("response> ")
     assert "Question 0" in first and "Again" not in first
     assert "one" in second and "Again, 0." in second and "Question" not in second
     assert "two" in third and "Again, 1." in third and "one" not in third

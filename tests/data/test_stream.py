@@ -96,24 +96,6 @@ def test_every_draw_is_where_drawing_from_the_first_on_comes_to(weights, number)
     assert before + after == Counter({name: count for name, count in counts.items() if count})
 
 
-def test_no_part_is_ever_far_from_its_share():
-    stream = TaskStream(mixture(a=part(5, weight=0.7), b=part(5, weight=0.2), c=part(5, weight=0.1)))
-    drawn: Counter[str] = Counter()
-    for number, task in enumerate(take(stream, 200), start=1):
-        drawn[task.part] += 1
-        for name, weight in {"a": 0.7, "b": 0.2, "c": 0.1}.items():
-            assert abs(drawn[name] - weight * number) <= 1
-
-
-def test_a_mixture_goes_on_from_its_state():
-    parts = {"a": part(3, weight=1.7), "b": part(4), "c": part(2, weight=0.3)}
-    stream = TaskStream(mixture(**parts))
-    list(take(stream, 31))
-    resumed = TaskStream(mixture(**parts))
-    resumed.restore(stream.state())
-    assert names(take(resumed, 20)) == names(take(stream, 20))
-
-
 def test_a_parts_tasks_carry_its_name_and_by_default_as_their_source():
     [task] = take(TaskStream(mixture(geo=part(1))), 1)
     assert (task.part, task.source) == ("geo", "geo")

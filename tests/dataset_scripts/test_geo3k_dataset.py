@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -48,11 +48,11 @@ def folder(path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
-def test_a_folder_becomes_two_parquet_files(tmp_path):
+def test_a_folder_becomes_two_parquet_files(tmp_path, monkeypatch, capsys):
     source = folder(tmp_path / "source")
-    command = [sys.executable, SCRIPT, "--out", str(tmp_path / "out"), "--source", str(source)]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+    monkeypatch.setattr(sys, "argv", [SCRIPT, "--out", str(tmp_path / "out"), "--source", str(source)])
+    runpy.run_path(SCRIPT, run_name="__main__")
+    shown = capsys.readouterr().out
     assert "train.parquet: 1 rows, 1 left out because they have no image" in shown
     assert "validation.parquet: 1 rows, 0 left out" in shown
     task = load_tasks(Data(str(tmp_path / "out")))[0]

@@ -40,6 +40,13 @@ def test_messages_and_tokens_of_an_episode_show_each_frame():
 
 
 def test_images_are_copied_hashed_and_resized_in_the_threads_for_such_work(monkeypatch: pytest.MonkeyPatch):
+    class Opens(Canvas):
+        def reset(self):
+            super().reset()
+            return [
+                {"role": "user", "content": [{"type": "image", "image": self.canvas}, *self.task.prompt[-1]["content"]]}
+            ]
+
     threads: dict[str, set[str]] = {}
 
     def noted(name: str, function: Any) -> Any:
@@ -49,7 +56,7 @@ def test_images_are_copied_hashed_and_resized_in_the_threads_for_such_work(monke
 
         return call
 
-    loop = turn_loop(Canvas, ["a", "b", "c"])
+    loop = turn_loop(Opens, ["a", "b", "c"])
     for module, name in ((answer, "frozen_image"), (images, "_content_hash"), (images, "_loaded")):
         monkeypatch.setattr(module, name, noted(name, getattr(module, name)))
     monkeypatch.setattr(loop.store._family, "resize", noted("resize", loop.store._family.resize))

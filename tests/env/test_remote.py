@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import subprocess
 import sys
@@ -115,21 +114,6 @@ def test_a_remote_episode_equals_a_local_one():
     assert len(Mine.opened) == len(Mine.closed) == 2
 
 
-def test_a_column_with_nan_reaches_the_served_env():
-    class Mine(Env):
-        def step(self, response_text: str) -> Any:
-            return (
-                obs(),
-                True,
-                {"reward": float(math.isnan(self.task.data["difficulty"])), "most": self.task.data["most"]},
-            )
-
-    task = a_task(data={"difficulty": math.nan, "most": 3.0, "bounds": [-math.inf, math.inf]})
-    with remote(Mine) as (options, _):
-        trajectory = play(RemoteEnv, ["red"], task, options=options)
-    assert (trajectory.ending, trajectory.reward, trajectory.error) == ("env_done", 1.0, None)
-
-
 def test_a_web_page_whose_name_points_at_the_server_reads_nothing():
     with remote(Album) as (options, _):
         headers = {"Host": "evil.example"}
@@ -177,14 +161,6 @@ def test_an_image_that_is_unavailable_once_is_read_again(monkeypatch: pytest.Mon
     with remote(Mine) as (options, _):
         trajectory = play(RemoteEnv, ["red", "quit"], TASK, options=options)
     assert (trajectory.error, trajectory.reward, trajectory.metrics["env_retries"]) == (None, 1.25, 1.0)
-
-
-def test_the_remote_env_receives_the_ending():
-    class Mine(Album):
-        pass
-
-    with remote(Mine) as (options, _):
-        assert play(RemoteEnv, ["red", "blue"], TASK, options=options, max_turns=2).reward == 1.0
 
 
 def test_tools_of_the_served_env_are_known_before_the_first_episode():

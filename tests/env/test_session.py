@@ -597,61 +597,6 @@ def test_finish_is_called_once_at_every_ending_that_is_not_a_failure(
     wait_until(lambda: Finishes.log.count("close") == Finishes.log.count("reset"))
 
 
-class Watched(Image.Image):
-    """An image that notes the threads in which its pixels are used."""
-
-    threads: ClassVar[list[threading.Thread]] = []
-
-    def load(self) -> Any:
-        self.threads.append(threading.current_thread())
-        return super().load()
-
-    def tobytes(self, *args: Any, **options: Any) -> bytes:
-        self.threads.append(threading.current_thread())
-        return super().tobytes(*args, **options)
-
-
-@pytest.mark.parametrize("method", ["reset", "step"])
-def test_images_are_decoded_and_hashed_outside_the_event_loop(method: str):
-    class Shows(Logged):
-        def reset(self) -> Any:
-            return self.shown() if method == "reset" else None
-
-        def step(self, response_text: str) -> Step:
-            return obs("Look.", images=[self.image()] if method == "step" else []), False, {}
-
-        def shown(self) -> Any:
-            return [{"role": "user", "content": [{"type": "image", "image": self.image()}]}]
-
-        def image(self) -> Image.Image:
-            image = Image.new("RGB", (4, 4))
-            image.__class__ = Watched
-            return image
-
-    Watched.threads.clear()
-    session, _ = run(Shows, ["a"])
-    assert Watched.threads
-    assert threading.main_thread() not in Watched.threads
-    assert not session.counts
-
-
-def test_an_image_that_cannot_be_hashed_is_no_error_of_the_run():
-    class Torn(Image.Image):
-        def tobytes(self, *args: Any, **options: Any) -> bytes:
-            raise OSError("image file is truncated")
-
-        load = tobytes  # type: ignore[assignment]
-
-    class Shows(Logged):
-        def step(self, response_text: str) -> Step:
-            image = Image.new("RGB", (4, 4))
-            image.__class__ = Torn
-            return obs("Look.", images=[image]), False, {"reward": 1.0}
-
-    trajectory = play(Shows, ["a", "b"], max_turns=2)
-    assert trajectory.failed or trajectory.reward is not None  # an answer or a failure, and no exception
-
-
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(3), GeneratorExit()])
 @pytest.mark.parametrize("method", ["reset", "step", "finish", "close"])
 def test_what_a_coroutine_raises_is_an_env_error_and_ends_no_run(method: str, error: BaseException):

@@ -348,18 +348,6 @@ def test_an_engine_keeps_few_contexts_of_an_agent_that_always_branches():
 # Budgets
 
 
-def test_the_turn_limit_refuses_a_request():
-    episode = agent_episode(["a", "b"], max_turns=1)
-
-    async def act() -> None:
-        await Agent(episode, QUESTION).ask()
-        with pytest.raises(ChatError, match="has had 1 requests"):
-            await Agent(episode, QUESTION).ask()
-
-    played(episode, act)
-    assert (episode.limit, len(episode.trajectory.turns)) == ("max_turns", 1)
-
-
 def test_a_response_counts_once_while_its_client_waits_for_it():
     others = list[asyncio.Task[ChatResponse]]()
 

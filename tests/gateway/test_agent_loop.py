@@ -8,7 +8,7 @@ import threading
 
 import httpx
 import pytest
-from testing.episodes import a_task, image, new_store, renderer, script, wait_until
+from testing.episodes import a_task, image, new_store, renderer, script
 
 from vlmrl.config import Gateway, Rollout
 from vlmrl.gateway.agent_loop import AgentLoop
@@ -185,23 +185,3 @@ def test_requests_after_the_end_are_refused(tmp_path):
         assert [each.error for each in asyncio.run(played())] == [None, None]
     finally:
         agents.close()
-
-
-def test_a_deadline_ends_the_episode_and_what_it_sampled_is_kept(tmp_path):
-    async def agent(task, client):
-        await ask_twice(task, client)
-        await asyncio.sleep(3600)
-
-    trajectory = play(agent, tmp_path, settings=Gateway(agent_timeout=3.0))
-    assert trajectory.failed and "no end within gateway.agent_timeout (3 s)." in trajectory.error
-
-
-def test_nothing_is_left_of_a_run(tmp_path):
-    before = set(threading.enumerate())
-    play(ask_twice, tmp_path)
-
-    def left() -> list[str]:
-        threads = set(threading.enumerate()) - before
-        return [each.name for each in threads if "agent" in each.name or "gateway" in each.name]
-
-    wait_until(lambda: not left())

@@ -9,7 +9,7 @@ import pytest
 from testing.fakes import PAD, make_item, make_trajectory, make_turn
 
 from vlmrl.samples import AuditError, audit, emit
-from vlmrl.types import ReceivedRequest, Trajectory, Turn
+from vlmrl.types import ReceivedRequest, Trajectory
 
 RED, BLUE, GREEN = make_item("red", 2), make_item("blue", 3), make_item("green", 3)
 
@@ -37,13 +37,6 @@ def check(trajectory: Trajectory) -> None:
         audit(emit(trajectory, how), [trajectory], image_token_id=PAD)
 
 
-def refuse(message: str, number: int, **changes: object) -> None:
-    trajectory = forked()
-    trajectory.turns[number] = replace(trajectory.turns[number], **changes)  # type: ignore[arg-type]
-    with pytest.raises(AuditError, match=f"^{re.escape(f'trajectory t, turn {message}')}"):
-        check(trajectory)
-
-
 def test_a_tree_of_requests_passes():
     check(forked())
     assert [row.loss_mask for row in emit(forked(), "merged")] == [[1, 1, *[0] * 9, 1, 1], [1, 0, 1]]
@@ -53,63 +46,47 @@ def test_a_turn_of_the_turn_loop_has_nothing_to_compare():
     check(make_trajectory())
 
 
-def test_a_changed_image_is_caught():
-    other = make_item("other", 3)
-    refuse(
-        "1, image 1: the request had blue (3 images), but its prompt shows other (3 images).", 1, media=[other, GREEN]
-    )
-
-
-def test_a_lost_later_image_is_caught():
-    refuse(
+OF_THREE = "3: it continues the response of turn {}, but its prompt keeps 9 tokens of turn 2."
+FAULTS: dict[str, tuple[str, int, dict[str, object]]] = {
+    "another image": (
+        "1, image 1: the request had blue (3 images), but its prompt shows other (3 images).",
+        1,
+        {"media": [make_item("other", 3), GREEN]},
+    ),
+    "a lost image": (
         "1, image 2: the request had green (3 images), but its prompt shows nothing (2 images).",
         1,
-        media=[BLUE],
-        prompt_ids=[7, PAD, PAD, PAD, 8, 8],
-    )
-
-
-def test_a_swapped_order_of_images_is_caught():
-    refuse(
-        "1, image 1: the request had blue (3 images), but its prompt shows green (3 images).", 1, media=[GREEN, BLUE]
-    )
-
-
-def test_an_image_of_another_branch_is_caught():
-    refuse(
+        {"media": [BLUE], "prompt_ids": [7, PAD, PAD, PAD, 8, 8]},
+    ),
+    "swapped images": (
+        "1, image 1: the request had blue (3 images), but its prompt shows green (3 images).",
+        1,
+        {"media": [GREEN, BLUE]},
+    ),
+    "an image of another branch": (
         "3, image 1: the request had nothing (1 images), but its prompt shows blue (2 images).",
         3,
-        parent=1,
-        kept=11,
-        kept_media=2,
-    )
-
-
-def test_a_response_that_was_encoded_again_is_caught():
-    refuse(
+        {"parent": 1, "kept": 11, "kept_media": 2},
+    ),
+    "a response that was encoded again": (
         "2: it continues the response of turn 0, but its prompt keeps 4 tokens of turn 0.",
         2,
-        kept=4,
-        prompt_ids=[11, 7, 3],
-    )
+        {"kept": 4, "prompt_ids": [11, 7, 3]},
+    ),
+    "a response that was cut": (
+        "2: it continues the response of turn 0, but its prompt keeps 5 tokens of turn 0.",
+        2,
+        {"kept": 5, "prompt_ids": [7, 3]},
+    ),
+    "another branch": (OF_THREE.format(1), 3, {"received": ReceivedRequest(("red",), 1)}),
+    "its own turn": (OF_THREE.format(3), 3, {"received": ReceivedRequest(("red",), 3)}),
+    "a turn that is not there": (OF_THREE.format(7), 3, {"received": ReceivedRequest(("red",), 7)}),
+}
 
 
-def test_a_response_that_was_cut_is_caught():
-    refuse(
-        "2: it continues the response of turn 0, but its prompt keeps 5 tokens of turn 0.", 2, kept=5, prompt_ids=[7, 3]
-    )
-
-
-def test_a_response_of_the_wrong_branch_is_caught():
-    refuse(
-        "3: it continues the response of turn 1, but its prompt keeps 9 tokens of turn 2.",
-        3,
-        received=ReceivedRequest(("red",), 1),
-    )
-
-
-@pytest.mark.parametrize("number", [3, 7])
-def test_a_request_that_continues_no_earlier_turn_is_caught(number: int):
-    turns: list[Turn] = forked().turns
-    message = f"3: it continues the response of turn {number}, but its prompt keeps 9 tokens of turn 2."
-    refuse(message, 3, received=replace(turns[3].received, continues=number))  # type: ignore[type-var]
+@pytest.mark.parametrize(("message", "number", "changes"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_is_caught(message: str, number: int, changes: dict[str, object]):
+    trajectory = forked()
+    trajectory.turns[number] = replace(trajectory.turns[number], **changes)  # type: ignore[arg-type]
+    with pytest.raises(AuditError, match=f"^{re.escape(f'trajectory t, turn {message}')}"):
+        check(trajectory)

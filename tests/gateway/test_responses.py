@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from testing.episodes import renderer
 from testing.templates import TEMPLATES, real_renderer
 
 from vlmrl.env.tool_calls import ToolCall, read_tool_calls
@@ -141,7 +140,3 @@ def test_the_time_is_in_proportion_to_the_text():
     size = 200_000  # a quadratic search would take minutes
     assert split("<tool_call>" * size)[0] == "<tool_call>" * size
     assert split("<think>" * size)[1] == "<think>" * (size - 1)
-
-
-def test_the_tests_renderer_uses_json():
-    assert renderer().tool_format == "json"

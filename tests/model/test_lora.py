@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from peft import PeftModel
 from testing.fsdp_script import samples_of
 from transformers import AutoModelForImageTextToText
 
 from vlmrl.config import Algo, Lora, Model, Optim
 from vlmrl.model.loading import load_model
-from vlmrl.model.lora import adapters_off, named_adapters, named_weights, save_adapters
+from vlmrl.model.lora import adapters_off, named_weights
 from vlmrl.train.trainer import Trainer, TrainerSpec
 
 ROW = torch.tensor([[5, 6, 7, 300, 20]])
@@ -61,15 +60,6 @@ def test_freezing_names_what_it_cannot_find(tiny_folder):
         load(tiny_folder, freeze=("vision_tower", "projector", "language_model"))
 
 
-def test_only_adapters_of_the_language_model_are_trained(tiny_folder):
-    names = trained(load(tiny_folder, lora=Lora(rank=4)))
-    assert names and all(".lora_" in name and "visual" not in name for name in names)
-    with pytest.raises(
-        ValueError, match=r"model.lora.targets must be names of linear layers .* but 'nothing' fits none"
-    ):
-        load(tiny_folder, lora=Lora(rank=4, targets=("nothing",)))
-
-
 def test_adapters_start_at_nothing_and_can_be_left_out(tiny_folder, adapted):
     plain = logits(load(tiny_folder).policy.model)
     assert torch.equal(logits(load(tiny_folder, lora=Lora(rank=4)).policy.model), plain)
@@ -109,13 +99,6 @@ def test_an_unchanged_policy_has_the_ratio_1(adapted):
     assert output.metrics["mismatch/ratio_max"] == pytest.approx(1, abs=1e-4)
     for mine, before in zip(output.logprobs, scores, strict=True):
         assert mine == pytest.approx(before, abs=1e-4)
-
-
-def test_saved_adapters_are_read_by_peft(tiny_folder, adapted, tmp_path):
-    expected = logits(adapted.policy.model)
-    save_adapters(dict(named_adapters(adapted.policy.model)), Lora(rank=4, alpha=8), str(tiny_folder), tmp_path)
-    base = AutoModelForImageTextToText.from_pretrained(tiny_folder, dtype=torch.float32)
-    assert torch.allclose(logits(PeftModel.from_pretrained(base, tmp_path)), expected, atol=1e-5)
 
 
 def test_merged_weights_have_the_models_dtype(qwen3_vl):

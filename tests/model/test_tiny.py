@@ -116,8 +116,8 @@ def test_a_text_model_has_no_processor(family, tmp_path):
     assert not list(folder.glob("*processor*"))
 
 
-@pytest.mark.parametrize("family", CLASSES)
-def test_one_seed_gives_one_model_and_building_leaves_the_global_seed_alone(family, folders, tmp_path):
+def test_one_seed_gives_one_model_and_building_leaves_the_global_seed_alone(folders, tmp_path):
+    family = "qwen3_vl"
     first = load(folders[family]).state_dict()
     torch.manual_seed(7)
     expected = torch.rand(3)

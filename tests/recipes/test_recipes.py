@@ -3,8 +3,8 @@
 import inspect
 import json
 import os
+import runpy
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,14 +68,14 @@ SMALL_VISION = {
 }
 
 
-def test_minimal_grpo_is_a_page_and_runs(tmp_path):
+def test_minimal_grpo_is_a_page_and_runs(tmp_path, monkeypatch, capsys):
     recipe = ROOT / "recipes/minimal_grpo.py"
     assert len(recipe.read_text().splitlines()) <= 200
     options = ["--steps", "2", "--warm-steps", "2", "--groups", "2", "--group-size", "2"]
-    done = subprocess.run(
-        [sys.executable, recipe, *options], cwd=tmp_path, capture_output=True, text=True, timeout=1000
-    )
-    assert "step    2  reward" in done.stdout, done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(recipe), *options])
+    runpy.run_path(str(recipe), run_name="__main__")
+    assert "step    2  reward" in capsys.readouterr().out
 
 
 @pytest.fixture(params=RECIPES)

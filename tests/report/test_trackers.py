@@ -162,18 +162,6 @@ def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch):
         tracker_classes(("wandb",))
 
 
-def test_a_tracker_that_does_not_start_is_an_error_with_its_remedy(tmp_path, monkeypatch):
-    class NoAccount(ToyTracker):
-        remedy = "Set OFFLINE=1."
-
-        def __init__(self, folder, config):
-            raise RuntimeError("no account")
-
-    monkeypatch.setitem(TRACKERS, "toy", NoAccount)
-    with pytest.raises(ValueError, match=r"report.to toy did not start: no account. Set OFFLINE=1."):
-        open_trackers(("toy",), tmp_path, {})
-
-
 def test_a_plan_refuses_an_unknown_tracker(tmp_path):
     (tmp_path / "recipe.py").write_text(RECIPE.replace('("toy",)', '("tyo",)'))
     try:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
-import torch
 from testing.episodes import (
     ASSISTANT,
     END,
@@ -20,7 +19,6 @@ from testing.episodes import (
     completion,
     decoded,
     image,
-    new_store,
     play,
     renderer,
     script,
@@ -255,15 +253,6 @@ def test_an_engine_that_counts_the_prompt_differently_is_refused():
         play(env(), lambda request, turn: completion("a", prompt_tokens=3))
 
 
-def test_an_image_of_the_prompt_that_does_not_load_fails_its_trajectory():
-    trajectory = play(env(obs("x")), ["a", "b"], a_task("What?", [b"\x89PNG no image"]))
-    assert trajectory.ending == "error"
-    assert trajectory.error is not None
-    assert "image" in trajectory.error
-    assert "13 bytes" in trajectory.error
-    assert trajectory.final_reward is None
-
-
 def test_an_engine_error_or_timeout_fails_the_trajectory():
     def dies(request: Request, turn: int) -> str:
         if turn:
@@ -450,15 +439,3 @@ def test_sampling_options_reach_the_engine():
         return "done"
 
     assert play(env(), response, temperature=0.7, top_p=0.8, top_k=20, stop=("</call>",)).ending == "env_done"
-
-
-def test_one_images_tensors_are_shared_by_reference():
-    red = image("red")
-    store = new_store()
-    loop = turn_loop(env(obs("x", images=[red])), ["a", "done", "a", "done"])
-    loop.store = store
-    first = asyncio.run(loop.play(a_task("What?", [red]), "g", "g/00"))
-    items = [item for turn in first.turns for item in turn.media]
-    assert items[0] is items[1]
-    assert torch.equal(items[0].sizes["image_grid_thw"], torch.tensor([[1, 2, 4]]))
-    assert (store.seen, store.processed) == (2, 1)

@@ -252,7 +252,7 @@ def test_a_stopped_run_saves_the_state_of_its_last_finished_step(small, stops, s
         return
     state = json.loads((one.saved / "run.json").read_text())
     assert (state["step"], state["evaluated"]) == saved
-    assert (one.run.folder / "summary.json").exists()
+    assert (one.run.folder / "summary.json").exists() and (one.run.folder / "reward.png").exists()
     again = small(eval=EVALUATED)
     again.train(one.saved)
     assert again.steps("loss") == [1, 2] and again.steps("eval/reward/mean") == [0, 1, 2]

@@ -151,6 +151,8 @@ def test_a_refused_resume_changes_no_byte(tmp_path, capsys):
 class NoAccount(Tracker):
     """Writes a file, and does not start."""
 
+    remedy = "Set OFFLINE=1."
+
     def __init__(self, folder: Path, config: dict[str, object]) -> None:
         folder.mkdir(parents=True)
         (folder / "toy.txt").touch()
@@ -163,7 +165,7 @@ def test_a_tracker_that_does_not_start_changes_no_byte(tmp_path, monkeypatch, ca
     config = small(tmp_path, report=Report(to=("toy",)))
     config.folder.mkdir(parents=True)
     (config.folder / "metrics.jsonl").write_text(ROW)
-    with pytest.raises(ValueError, match=r"report\.to toy did not start: no account"):
+    with pytest.raises(ValueError, match=r"report\.to toy did not start: no account. Set OFFLINE=1\."):
         run_training(config)
     assert files(config.folder) == {"metrics.jsonl": ROW.encode()}
     assert not config.folder.with_name("quickstart.1").exists() and "earlier" not in capsys.readouterr().out

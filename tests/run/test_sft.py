@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 from rich.console import Console
+from testing import sft_tracker
 from testing.runs import RECIPES, repeatable, short_quickstart
 
 from vlmrl.config import SFT, Checkpoint, Config, Conversations, Data, Eval, EvalData, Model, Rollout, Train, WarmStart
@@ -113,8 +114,10 @@ def test_a_warm_start_that_is_stopped_goes_on_where_it_was_and_training_follows(
     warm = WarmStart(demonstrate=demonstrate, steps=3, trajectories_per_step=2)
     held_out = Eval(data=EvalData(generator=task, size=2, seed=1))
     every = with_tasks(config, warm_start=warm, eval=held_out)
-    whole = replace(every, name="whole")
+    whole = replace(every, name="whole", report=replace(config.report, to=(f"{sft_tracker.__file__}:Steps",)))
     run_training(whole)
+    steps = json.loads((whole.folder / "steps.json").read_text())
+    assert steps == sorted(steps) and steps[-1] == 7  # three of warm start, three of fine-tuning, one of training
     names = [path.name for path in (whole.folder / "checkpoints").iterdir()]
     assert sorted(names) == [
         *(f"sft00000{n}" for n in (1, 2, 3)),
@@ -148,17 +151,6 @@ def test_a_stage_that_was_turned_off_cannot_be_resumed(config):
     run_training(replace(config, save_model=False))
     with pytest.raises(ValueError, match=r"sft must be set to resume from .*sft000003"):
         run_training(with_tasks(config, sft=SFT()), resume=True)
-
-
-def test_trackers_get_rising_steps_over_all_stages(config, tmp_path):
-    from testing import sft_tracker
-
-    everything = with_tasks(
-        config, report=replace(config.report, to=(f"{sft_tracker.__file__}:Steps",)), save_model=False
-    )
-    run_training(everything)
-    steps = json.loads((everything.folder / "steps.json").read_text())
-    assert steps == sorted(steps) and steps[-1] == 4  # three of fine-tuning, one of training
 
 
 def content(sample: Sample) -> tuple:

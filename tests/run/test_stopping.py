@@ -91,7 +91,7 @@ def test_ctrl_c_ends_a_run_whose_env_hangs(tmp_path):
     finally:
         run.kill()
     assert run.returncode == 130, rest
-    assert "stopped" in rest and "Traceback" not in rest
+    assert "stopped by SIGINT after" in rest and "Traceback" not in rest
 
 
 def test_end_of_input_ends_play(tmp_path, monkeypatch, capsys):

@@ -124,11 +124,14 @@ def test_reinforce_pp_whitens_over_trained_tokens(form):
         assert sample.advantage == pytest.approx([wanted * mask for mask in sample.loss_mask], abs=1e-5)
 
 
-def test_shuffled_rewards_are_shuffled_for_an_advantage_per_token_too():
+@pytest.mark.parametrize(
+    "algo", [WHITENED, Algo(options=PLAIN)]
+)  # an advantage for each token, and one for a trajectory
+def test_shuffled_rewards_keep_their_values_but_not_their_places(algo):
     trajectories = outcome_group(*map(float, range(8)), turns=[1] * 8, names="abcdefgh")
     samples, given = [sample for trajectory in trajectories for sample in concat(trajectory)], []
     for shuffled in (False, True):
-        assign_advantages(samples, trajectories, Config(algo=WHITENED, train=Train(shuffle_rewards=shuffled)))
+        assign_advantages(samples, trajectories, Config(algo=algo, train=Train(shuffle_rewards=shuffled)))
         given.append([sample.advantage for sample in samples])
     assert given[1] != given[0] == sorted(given[0]) == sorted(given[1])
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from testing.runs import short_quickstart, train
 
-from vlmrl.algos import LossOutputs, loss
+from vlmrl.algos import LossOutputs
 from vlmrl.config import Algo, Config, Eval, Optim, Rollout, Train, WarmStart
 from vlmrl.run.build import build_run
 from vlmrl.run.program import summary_of
@@ -14,11 +14,6 @@ from vlmrl.run.program import summary_of
 def plain(inputs):
     """Half of REINFORCE: it reads no old logprobs, and declares nothing."""
     return LossOutputs(-0.5 * inputs.advantages * inputs.logprobs)
-
-
-@loss(has_ratio=False)
-def declared(inputs):
-    return plain(inputs)
 
 
 def config(tmp_path, function, too_old: str = "wait", **algo) -> Config:
@@ -34,16 +29,12 @@ def config(tmp_path, function, too_old: str = "wait", **algo) -> Config:
     )
 
 
-@pytest.mark.parametrize(
-    ("function", "old_policy", "phrase"),
-    [(plain, None, "not known to be corrected"), (declared, "trainer", "not corrected")],
-)
-def test_a_loss_without_a_ratio_trains_and_is_not_called_corrected(function, old_policy, phrase, tmp_path):
-    run, rows, _ = train(config(tmp_path, function, old_policy=old_policy))
+def test_a_loss_without_a_ratio_trains_and_is_not_called_corrected(tmp_path):
+    run, rows, _ = train(config(tmp_path, plain))
     plan = summary_of(run)
     run.engine.close()
     assert [row["step"] for row in rows if "loss" in row] == [1, 2]
-    assert f"1 updates ahead at most; too old: wait; {phrase}" in plan
+    assert "1 updates ahead at most; too old: wait; not known to be corrected" in plan
     assert "corrected by the loss's ratio" not in plan
     only_supervised = replace(run, config=replace(run.config, train=replace(run.config.train, steps=0)))
     assert plan.count("\ntraining ") == 1 and not {"training", "rollouts"} & set(summary_of(only_supervised).split())

