@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 
@@ -69,7 +70,7 @@ def test_sglang_scores_the_trained_tokens_of_a_row_with_an_image_in_its_response
     wanted = np.array([logprob_of(token) - shift if token != PAD else 0 for token in seen.response_ids], np.float32)
     assert np.allclose(scores.logprobs, wanted)
     assert scores.top_ids.tolist() == [[3, 4], [4, 5], *[[0, 0]] * 4, [5, 6]]
-    assert np.allclose(scores.top_logprobs[0], [wanted[0], wanted[0] - 1])
+    assert np.allclose(scores.top_logprobs[0], [wanted[0], wanted[0] - 3])
 
 
 def attempt(request: ScoreRequest) -> Attempt:
@@ -106,6 +107,10 @@ def test_vllm_scores_by_prompt_logprobs():
         (Scored(3, [(-1e308, 5)], [[(-1.0, 5)]]), BadResponse, r"with the logprob -1e\+308"),
         (Scored(3, [(-1.0, 5)], [[(2.0, 5)]]), BadResponse, r"or positive"),
         (Scored(3, [(-1.0, 5)], [[(-1.0, 5.5)]]), BadResponse, r"0 of 1 most likely ids"),
+        (Scored(3, [(-1.0, 5)], [[(-2.0, 5), (math.nan, 6), (-0.1, 7)]]), BadResponse, r"is not a number"),
+        (Scored(3, [(-1.0, 5)], [[(-0.1, 6)]]), BadResponse, r"token 5 has the logprob -1 where the most likely"),
+        (Scored(3, [(-1.0, 5)], [[(-0.5, 5)]]), BadResponse, r"token 5 has the logprob -1 where the most likely"),
+        (Scored(3, [(-1.0, 5)], [[(-2.0, 6)]]), BadResponse, r"token 5 has the logprob -1 where the most likely"),
         (Scored(3, [], []), BadResponse, r"1 tokens came with 0 logprobs"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -282,19 +283,19 @@ async def test_idle_sessions_are_closed_and_all_of_them_at_the_end():
         pass
 
     server = EnvServer(resolve_env(Mine), idle_timeout=60.0, max_sessions=2)
-    body = {"task": serialize_task(TASK), "max_turns": 4, "tool_format": "json"}
+    body = json.dumps({"task": serialize_task(TASK), "max_turns": 4, "tool_format": "json"}).encode()
     await server.start("old", body)
     await server.start("new", body)
     with pytest.raises(RuntimeError, match="there are 2 sessions"):
         await server.start("third", body)
     server.max_sessions, server.max_bytes = 3, 100
     with pytest.raises(RuntimeError, match="the tasks of the open ones have 100 bytes"):
-        await server.start("large", body, size=101)
+        await server.start("large", body)
     server.sessions["old"].last_used -= 61
     await server.close_idle()
     assert list(server.sessions) == ["new"] and Mine.closed == Mine.opened[:1]
     with pytest.raises(RuntimeError, match=r"there is no session old: .* idle for 60 s"):
-        await server.step("old", {"response": "red"})
+        await server.step("old", b'{"response": "red"}')
     await server.close_all()
     assert not server.sessions and len(Mine.closed) == 2
 

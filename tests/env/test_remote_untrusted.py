@@ -110,9 +110,9 @@ def test_the_content_of_a_file_that_a_client_names_does_not_come_back(tmp_path: 
 async def test_an_env_that_shows_a_column_does_not_open_what_a_client_wrote_there(column: Any):
     server = EnvServer(resolve_env(Prompt))
     body = {"task": serialize_task(a_task(data={"photo": column})), "max_turns": 3, "tool_format": "json"}
-    await server.start("s", body)
+    await server.start("s", json.dumps(body).encode())
     with harmless(column), pytest.raises(ValueError, match="by a path or URL that the client sent"):
-        await server.step("s", {"response": "photo"})
+        await server.step("s", b'{"response": "photo"}')
     assert not server.sessions
 
 
@@ -123,8 +123,9 @@ def test_a_file_that_the_served_env_itself_names_is_sent_as_its_bytes(tmp_path: 
 
     async def go() -> Any:
         server = EnvServer(resolve_env(Prompt))
-        await server.start("s", {"task": serialize_task(a_task()), "max_turns": 3, "tool_format": "json"})
-        return await server.step("s", {"response": str(tmp_path / "map.png")})
+        start = {"task": serialize_task(a_task()), "max_turns": 3, "tool_format": "json"}
+        await server.start("s", json.dumps(start).encode())
+        return await server.step("s", json.dumps({"response": str(tmp_path / "map.png")}).encode())
 
     part = json.loads(asyncio.run(go()))["messages"][0]["content"][0]
     assert part == {"type": "image", "image": {"$bytes": base64.b64encode(buffer.getvalue()).decode()}}

@@ -72,11 +72,12 @@ def test_rows_with_ids_of_no_token_are_not_scored_and_lower_the_share(run):
         response = await answer(body)
         content = json.loads(response.body)
         for listed in content["meta_info"].get("input_top_logprobs", []):
-            for entry in listed or []:
+            for entry in (listed or [])[1:]:
                 entry[1] += 10_000
         return web.json_response(content)
 
     fake._generate = checked
+    config = replace(config, teacher=replace(config.teacher, top_k=2))
     run_training(replace(config, rollout=replace(config.rollout, max_response_tokens=60)))
     rows = [row for row in read_rows(config.folder / "metrics.jsonl") if "teacher/share" in row]
     assert min(row["teacher/share"] for row in rows) < 1 and max(row["teacher/share"] for row in rows) > 0

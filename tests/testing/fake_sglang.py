@@ -147,7 +147,7 @@ class FakeSGLang:
         shift = sum(int(hash.removeprefix("sha256:")[:2], 16) for hash in hashes) / 1024
         own = [[self.scale * logprob_of(token) - shift, token, None] for token in ids[body["logprob_start_len"] :]]
         count = body["top_logprobs_num"]
-        likely = [[[logprob - other, token + other, None] for other in range(count)] for logprob, token, _ in own]
+        likely = [[[logprob - 3 * other, token + other, None] for other in range(count)] for logprob, token, _ in own]
         first = {"input_token_logprobs": [[None, own[0][1], None], *own[1:]]}
         return {"prompt_tokens": len(ids), "input_top_logprobs": [None, *likely[1:]]} | first | self.meta
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from vlmrl.engine.server_pool import ServerPool
 from vlmrl.engine.server_response import BadResponse, is_logprob
 from vlmrl.multimodal.renderer import Renderer, collapse
 from vlmrl.types import Sample
+
+ROUNDING = 0.05  # of logprobs and probabilities that a server computes in bfloat16
 
 
 class TeacherScores(NamedTuple):
@@ -102,6 +105,15 @@ class ServerScorer(ServerEngine):
         return scores_of(attempt.request, self.backend.parse_scores(attempt, response))
 
 
+def _check_agreement(token: int, logprob: float, best: Sequence[tuple[float, int]]) -> None:
+    """Raises BadResponse for a token's logprob that contradicts those of the most likely ids at its place, rounding aside."""
+    listed = {id: each for each, id in best}
+    too_likely = best and token not in listed and logprob > best[-1][0] + ROUNDING
+    mass = sum(map(math.exp, ({token: logprob} | listed).values()))
+    if too_likely or abs(listed.get(token, logprob) - logprob) > ROUNDING or mass > 1 + ROUNDING:
+        raise BadResponse(f"token {token} has the logprob {logprob:g} where the most likely ids have {best!r:.100}")
+
+
 def scores_of(request: ScoreRequest, scored: Scored) -> TeacherScores:
     """The checked scores. Raises BadResponse if another attempt may succeed, ValueError if none can."""
     if scored.prompt_tokens != request.length:
@@ -120,9 +132,13 @@ def scores_of(request: ScoreRequest, scored: Scored) -> TeacherScores:
         logprob, reported = scored.logprobs[place]
         if reported != token or logprob is None or not is_logprob(logprob):
             raise BadResponse(f"token {token} came as {reported!r:.50} with the logprob {logprob!r:.50}")
-        best = sorted(scored.most_likely[place], reverse=True)[:count]
+        entries = scored.most_likely[place]
+        if any(each != each for each, _ in entries):
+            raise BadResponse("a logprob among the most likely ids is not a number")  # it has no place in their order
+        best = sorted(entries, reverse=True)[:count]
         known = len({id for _, id in best if type(id) is int and 0 <= id < 2**31})
         if known < count or not all(is_logprob(each) for each, _ in best):
             raise BadResponse(f"{known} of {count} most likely ids, or logprobs that are not finite, or positive")
+        _check_agreement(token, logprob, best)
         logprobs[place], likely[place], ids[place] = logprob, [each for each, _ in best], [id for _, id in best]
     return TeacherScores(logprobs, ids, likely)

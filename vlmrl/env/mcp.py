@@ -28,6 +28,9 @@ from vlmrl.utils.require import import_extra
 from vlmrl.utils.work_pool import cpu_pool
 
 DECODING_SECONDS = 60.0  # for the images of one result, without the time in the queue
+MAX_ANSWER = 64 * 2**20  # bytes of one response over HTTP; the client itself limits an event of a stream to 1 MiB
+MAX_OBJECTS = 50_000  # in one response: the client checks each of them in the event loop, which takes about 10 us
+MAX_TOOLS = 1000
 
 
 class McpEnv(ToolEnv):
@@ -105,8 +108,12 @@ class McpEnv(ToolEnv):
     async def _open_client(self) -> AsyncIterator[Any]:
         mcp, connection = import_extra("mcp", "mcp"), self.connection()
         if not isinstance(connection, mcp.StdioServerParameters):
-            async with mcp.Client(connection) as client:
-                yield client
+            http = import_extra("mcp.client.streamable_http", "mcp")
+            headers = {"Accept-Encoding": "identity"}
+            async with http.create_mcp_http_client(headers) as sender:
+                sender.event_hooks = {"response": [_limit]}
+                async with mcp.Client(http.streamable_http_client(connection, http_client=sender)) as client:
+                    yield client
             return
         self.server_log = self.server_log or _default_log()
         with self.server_log.open("a") as log:
@@ -120,6 +127,8 @@ class McpEnv(ToolEnv):
         schemas, page = [], await self._client.list_tools()
         while True:
             schemas += [_schema(tool) for tool in page.tools]
+            if len(schemas) > MAX_TOOLS:
+                raise RuntimeError(f"MCP server {self.server} has more than {MAX_TOOLS} tools.")
             if not page.next_cursor:
                 return schemas
             page = await self._client.list_tools(cursor=page.next_cursor)
@@ -135,6 +144,25 @@ class McpEnv(ToolEnv):
             texts = [content] if isinstance(content, str) else [item for item in content if isinstance(item, str)]
             raise ValueError("\n".join(texts) or "the tool failed.")
         return content
+
+
+async def _limit(response: Any) -> None:
+    """Make a response fail, when it is read, if it is compressed, or has more than MAX_ANSWER bytes or MAX_OBJECTS."""
+    refused = import_extra("httpx2", "mcp").StreamError  # the client reports it as an answer that cannot be read
+    encoding, kind = (response.headers.get(name, "") for name in ("Content-Encoding", "Content-Type"))
+    original, is_stream = response.aiter_raw, kind.startswith("text/event-stream")
+
+    async def limited(chunk_size: int | None = None) -> AsyncIterator[bytes]:
+        if encoding not in ("", "identity"):
+            raise refused(f"it is compressed ({encoding:.50}), although the request forbids that")
+        size = objects = 0
+        async for part in original(chunk_size):
+            size, objects = size + len(part), objects + part.count(b"{")
+            if not is_stream and (size > MAX_ANSWER or objects > MAX_OBJECTS):
+                raise refused(f"it has more than {MAX_ANSWER} bytes, or more than {MAX_OBJECTS} objects")
+            yield part
+
+    response.aiter_raw = limited
 
 
 @cache

@@ -13,6 +13,7 @@ Config(env="echo.py:EchoEnv", env_options={"url": "http://127.0.0.1:8000"}, ...)
 from __future__ import annotations
 
 import abc
+import math
 from typing import Any
 
 from vlmrl.env.base import Env, obs
@@ -63,11 +64,20 @@ class OpenEnvEnv(Env):
         except ValueError as error:
             return obs(str(error)), False, {"reward": 0.0, "invalid": 1}
         result = await self._client.step(action)
-        info = {"reward": float(result.reward or 0.0), "invalid": 0}
+        reward = float(result.reward or 0.0)
+        if not math.isfinite(reward):
+            raise RuntimeError(f"OpenEnv server {self.url}: a reward must be finite, but it is {reward}.")
+        info = {"reward": reward, "invalid": 0}
         return self._shown(result.observation), bool(result.done), info
 
     def _shown(self, observation: dict[str, Any]) -> dict[str, Any]:
+        """The observation of :meth:`show`. What a server sends is an error of its episode, not of the env's code."""
         shown = self.show(observation)
+        text = shown.get("obs_str", "")
+        if not isinstance(text, str | None):
+            raise RuntimeError(
+                f"OpenEnv server {self.url}: the text of {type(self).__name__}.show is {text!r:.100}, no str."
+            )
         for image in shown.get("multi_modal_data", {}).get("image", []):
             check_embedded(image, f"an image of {type(self).__name__}.show")
         return shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -195,7 +196,12 @@ class BrowserTab:
 
     async def _block(self, route: Any) -> None:
         self.blocked += 1
-        await route.abort("aborted" if route.request.is_navigation_request() else "blockedbyclient")  # the page stays
+        with contextlib.suppress(
+            Exception
+        ):  # the tab is closed: Playwright would print a traceback for each such request
+            await route.abort(
+                "aborted" if route.request.is_navigation_request() else "blockedbyclient"
+            )  # the page stays
 
     async def _on_dialog(self, dialog: Any) -> None:
         if len(self.dialogs) < MAX_DIALOGS:

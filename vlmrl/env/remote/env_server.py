@@ -7,7 +7,8 @@ DELETE /sessions/ID           closes the session
 GET    /health                the env's name, its tools, the number of sessions
 
 An error has status 500 and the body {"kind": "retry", "contract" or "error", "message": ...}; a request that breaks the protocol has
-status 422 and the kind "error". Requests and responses hold their images' content: what a client names is never opened.
+status 422 and the kind "error". A session answers one request at a time, but for its DELETE, which ends the others. Requests and
+responses hold their images' content: what a client names is never opened.
 
 Responses are made in parallel, in the process's threads for CPU work, and may wait there for a while if many sessions step at once. A
 response that is not ready after HEARTBEAT_SECONDS begins then, with status 200 and a newline, and has a further newline, which JSON
@@ -20,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, get_args
 
@@ -79,14 +80,14 @@ class RequestError(ValueError):
 class _OpenSession:
     """A session, which images its client may not have opened, and the size of its task's request in bytes.
 
-    ``last_used`` is the time of its last request, ``running`` the number of those that are being answered.
+    ``last_used`` is the time of its last request, ``call`` the one that is being answered.
     """
 
     session: EnvSession
     refuse: Refuse
     size: int
     last_used: float = field(default_factory=time.monotonic)
-    running: int = 0
+    call: asyncio.Task[bytes] | None = None
 
 
 class EnvServer:
@@ -101,10 +102,20 @@ class EnvServer:
         self.max_sessions = max_sessions
         self.max_bytes = memory_bytes() // 4  # of the requests that started the open sessions, which keep their images
         self.sessions: dict[str, _OpenSession] = {}
+        self._starting: set[str] = set()  # names of sessions whose tasks are being read
 
-    async def start(self, name: str, body: dict[str, Any], size: int = 0) -> bytes:
-        """Build the env of the task in a request of ``size`` bytes, and reset it."""
-        task, refuse = await cpu_pool().run(self.timeout, _read_task, body)
+    async def start(self, name: str, content: bytes) -> bytes:
+        """Build the env of the task in the body of a request, and reset it."""
+        if name in self._starting:
+            raise RequestError(f"session {name} is being started already.")
+        self._starting.add(name)
+        try:
+            body = await self.parsed(content)
+            task, refuse = await cpu_pool().run(self.timeout, _read_task, body)
+            if name not in self._starting:
+                raise RuntimeError(f"session {name} was closed before it started.")
+        finally:
+            self._starting.discard(name)
         session = EnvSession(
             self.spec,
             task,
@@ -117,11 +128,11 @@ class EnvServer:
             raise RuntimeError(
                 f"session {name} cannot start: it exists already, or there are {self.max_sessions} sessions (--max-sessions)."
             )
-        if sum(opened.size for opened in self.sessions.values()) + size > self.max_bytes:
+        if sum(opened.size for opened in self.sessions.values()) + len(content) > self.max_bytes:
             raise RuntimeError(
                 f"session {name} cannot start: the tasks of the open ones have {self.max_bytes} bytes, a quarter of the memory."
             )
-        self.sessions[name] = _OpenSession(session, refuse, size)
+        self.sessions[name] = _OpenSession(session, refuse, len(content))
 
         async def call(opened: _OpenSession) -> bytes:
             messages = await session.start()
@@ -130,7 +141,8 @@ class EnvServer:
 
         return await self._use(name, call)
 
-    async def step(self, name: str, body: dict[str, Any]) -> bytes:
+    async def step(self, name: str, content: bytes) -> bytes:
+        body = await self.parsed(content)
         response = _field(body, "response", str)
 
         async def call(opened: _OpenSession) -> bytes:
@@ -141,7 +153,8 @@ class EnvServer:
 
         return await self._use(name, call)
 
-    async def finish(self, name: str, body: dict[str, Any]) -> bytes:
+    async def finish(self, name: str, content: bytes) -> bytes:
+        body = await self.parsed(content)
         ending, response = _field(body, "ending", str), _field(body, "last_response", str)
         turn = _field(body, "last_turn", int, optional=True)
         if ending not in ENDINGS:
@@ -153,10 +166,14 @@ class EnvServer:
         return await self._use(name, call)
 
     async def close(self, name: str) -> bytes:
-        """Close a session. One with a running call is abandoned: it closes when the call ends."""
+        """Close a session, or end its start. One with a running call is abandoned: its env closes when its method returns."""
+        self._starting.discard(name)
         opened = self.sessions.pop(name, None)
-        if opened is not None:
-            await (opened.session.abandon() if opened.running else opened.session.close())
+        if opened is not None and opened.call is not None:
+            opened.call.cancel()
+            await opened.session.abandon()
+        elif opened is not None:
+            await opened.session.close()
         return _dump({})
 
     async def health(self) -> bytes:
@@ -166,11 +183,16 @@ class EnvServer:
 
     async def close_idle(self) -> None:
         oldest = time.monotonic() - self.idle_timeout
-        idle = [name for name, opened in self.sessions.items() if not opened.running and opened.last_used < oldest]
+        idle = [name for name, opened in self.sessions.items() if opened.call is None and opened.last_used < oldest]
         await asyncio.gather(*map(self.close, idle))
 
     async def close_all(self) -> None:
         await asyncio.gather(*map(self.close, list(self.sessions)))
+
+    async def parsed(self, content: bytes) -> dict[str, Any]:
+        """The JSON object in a request's body."""
+        is_long = len(content) > LONG_BODY
+        return await cpu_pool().run(self.timeout, _parse, content) if is_long else _parse(content)
 
     async def _response(self, opened: _OpenSession, messages: list[Message] | None, rest: dict[str, Any]) -> bytes:
         """The JSON of a response with the session's messages. Addresses are fetched first, so that a slow one holds no thread."""
@@ -190,24 +212,28 @@ class EnvServer:
 
         return await cpu_pool().run(self.timeout, response)
 
-    async def _use(self, name: str, call: Callable[[_OpenSession], Awaitable[bytes]]) -> bytes:
+    async def _use(self, name: str, call: Callable[[_OpenSession], Coroutine[Any, Any, bytes]]) -> bytes:
         """One call of a session. An error other than RetryTurn closes the session."""
         opened = self.sessions.get(name)
         if opened is None:
             raise RuntimeError(
                 f"there is no session {name}: it was closed, it failed, or it was idle for {self.idle_timeout:g} s."
             )
-        opened.running += 1
+        if opened.call is not None:
+            raise RequestError(f"session {name} answers another request: wait for its response.")
+        opened.call = asyncio.create_task(call(opened))
         try:
-            return await call(opened)
+            return await opened.call
         except RetryTurn:
             raise
+        except asyncio.CancelledError:
+            raise RuntimeError(f"session {name} was closed.") from None
         except Exception:
             self.sessions.pop(name, None)
             await opened.session.close()
             raise
         finally:
-            opened.running -= 1
+            opened.call = None
             opened.last_used = time.monotonic()
 
 
@@ -220,14 +246,9 @@ def create_env_app(server: EnvServer) -> web.Application:
         cleaner.cancel()
         await server.close_all()
 
-    def with_body(use: Callable[..., Awaitable[bytes]], with_size: bool = False) -> Handler:
-        async def called(name: str, content: bytes) -> bytes:
-            is_long = len(content) > LONG_BODY
-            body = await cpu_pool().run(server.timeout, _parse, content) if is_long else _parse(content)
-            return await (use(name, body, len(content)) if with_size else use(name, body))
-
+    def with_body(use: Callable[[str, bytes], Coroutine[Any, Any, bytes]]) -> Handler:
         async def handler(request: web.Request) -> web.StreamResponse:
-            return await _respond(request, called(request.match_info["name"], request[BODY]))
+            return await _respond(request, use(request.match_info["name"], request[BODY]))
 
         return handler
 
@@ -239,7 +260,7 @@ def create_env_app(server: EnvServer) -> web.Application:
 
     app = web.Application()
     app.cleanup_ctx.append(sessions)
-    app.router.add_put("/sessions/{name}", with_body(server.start, with_size=True))
+    app.router.add_put("/sessions/{name}", with_body(server.start))
     app.router.add_post("/sessions/{name}/step", with_body(server.step))
     app.router.add_post("/sessions/{name}/finish", with_body(server.finish))
     app.router.add_delete("/sessions/{name}", close)
@@ -248,19 +269,26 @@ def create_env_app(server: EnvServer) -> web.Application:
 
 
 async def _respond(request: web.Request, call: Coroutine[Any, Any, bytes]) -> web.StreamResponse:
-    """The response of ``call``, which goes on if the client leaves, after newlines that show that the server is at work."""
+    """The response of ``call``, after newlines that show that the server is at work.
+
+    If the client leaves, the call goes on, and its body counts among those that are being answered until then.
+    """
     outcome = asyncio.create_task(_outcome(call))
     _CALLS.add(outcome)
     outcome.add_done_callback(_CALLS.discard)
-    await asyncio.wait([outcome], timeout=HEARTBEAT_SECONDS)
-    if outcome.done():
-        status, content = outcome.result()
-        return web.Response(status=status, body=content, content_type="application/json")
-    response = web.StreamResponse(headers={"Content-Type": "application/json"})
-    await response.prepare(request)
-    while not outcome.done():
-        await response.write(b"\n")
+    try:
         await asyncio.wait([outcome], timeout=HEARTBEAT_SECONDS)
+        if outcome.done():
+            status, content = outcome.result()
+            return web.Response(status=status, body=content, content_type="application/json")
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        while not outcome.done():
+            await response.write(b"\n")
+            await asyncio.wait([outcome], timeout=HEARTBEAT_SECONDS)
+    except (asyncio.CancelledError, ConnectionError):
+        await asyncio.wait([outcome])
+        raise
     return await send_rest(request, response, outcome.result()[1])
 
 

@@ -1,0 +1,115 @@
+"""What an MCP server over HTTP may answer: too much, compressed, without an end. One trajectory fails, with its reason."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from testing.episodes import play
+from testing.servers import served
+
+pytest.importorskip("mcp", reason="needs mcp: pip install 'vlmrl[mcp]'")
+
+from vlmrl import McpEnv
+from vlmrl.env import mcp
+
+pytestmark = pytest.mark.slow
+CALL = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+TOOL = {"name": "add", "description": "Adds.", "inputSchema": {"type": "object"}}
+Answer = Callable[[web.Request, dict[str, Any]], Any]
+
+
+class Adder(McpEnv):
+    def judge(self, response: str) -> float:
+        return 1.0
+
+
+def texts(message: dict[str, Any], *texts: str) -> dict[str, Any]:
+    """The response to a call of a tool."""
+    blocks = [{"type": "text", "text": text} for text in texts]
+    return {"jsonrpc": "2.0", "id": message["id"], "result": {"content": blocks}}
+
+
+def played(call: Answer, pages: int = 1) -> Any:
+    """An episode with a server that answers a call as ``call`` does, and lists its tool on so many pages."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.method != "POST":
+            return web.Response(status=405)
+        message = await request.json()
+        method, body = message["method"], {"jsonrpc": "2.0", "id": message.get("id")}
+        if method == "initialize":
+            version = message["params"]["protocolVersion"]
+            about = {
+                "protocolVersion": version,
+                "capabilities": {"tools": {}},
+                "serverInfo": {"name": "a", "version": "1"},
+            }
+            return web.json_response({**body, "result": about})
+        if method == "tools/list":
+            page = int(message.get("params", {}).get("cursor", 1))
+            more = {"nextCursor": str(page + 1)} if page < pages else {}
+            return web.json_response({**body, "result": {"tools": [TOOL], **more}})
+        if method == "tools/call":
+            response: web.StreamResponse = await call(request, message)
+            return response
+        return web.Response(status=202 if "id" not in message else 404)
+
+    app = web.Application()
+    app.router.add_route("*", "/mcp", answer)
+    with served(app, is_guarded=False) as url:
+        return play(Adder, [CALL, "done"], options={"server": f"{url}/mcp"}, max_turns=2, max_env_retries_per_turn=0)
+
+
+async def short(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response(texts(message, "3"))
+
+
+async def without_end(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    await response.prepare(request)
+    while True:  # until the client leaves
+        await response.write(b" " * 2**16)
+
+
+async def many_objects(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response(texts(message, *["a"] * 1000))
+
+
+async def compressed(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
+    body = gzip.compress(json.dumps(texts(message, "a" * 2**24)).encode())
+    assert len(body) < 2**16
+    return web.Response(body=body, headers={"Content-Encoding": "gzip", "Content-Type": "application/json"})
+
+
+async def elsewhere(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
+    return web.Response(status=307, headers={"Location": "http://canary.vlmrl.invalid/mcp"})
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (without_end, "it has more than 1048576 bytes, or more than 1000 objects"),
+        (many_objects, "it has more than 1048576 bytes, or more than 1000 objects"),
+        (compressed, "it is compressed (gzip), although the request forbids that"),
+        (elsewhere, "Redirect to http://canary.vlmrl.invalid/mcp not followed"),
+    ],
+)
+def test_an_answer_over_the_limits_fails_its_trajectory_with_the_reason(
+    call: Answer, reason: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(mcp, "MAX_ANSWER", 2**20)
+    monkeypatch.setattr(mcp, "MAX_OBJECTS", 1000)
+    trajectory = played(call)
+    assert trajectory.ending == "error" and reason in trajectory.error
+
+
+def test_pages_of_tools_end_at_a_limit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mcp, "MAX_TOOLS", 3)
+    assert played(short, pages=3).reward == 1.0
+    endless = played(short, pages=10**9)
+    assert endless.ending == "error" and "has more than 3 tools" in endless.error

@@ -1,0 +1,199 @@
+"""What clients of an env server may do at the same time: close, call twice, leave. No env is left, played twice or closed twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import web
+from testing.episodes import a_task, wait_until
+from testing.servers import served
+
+from vlmrl import Env, obs
+from vlmrl.env.base import resolve_env
+from vlmrl.env.remote import env_server
+from vlmrl.env.remote.env_server import EnvServer, create_env_app
+from vlmrl.env.remote.serialize import serialize_task
+from vlmrl.utils import http_server
+from vlmrl.utils.http_server import guarded
+from vlmrl.utils.work_pool import WorkPool
+
+pytestmark = pytest.mark.slow
+LIMIT = 60.0
+START = {"task": serialize_task(a_task()), "max_turns": 3, "tool_format": "json"}
+REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("PUT", "/sessions/s", START),
+    ("POST", "/sessions/s/step", {"response": "a"}),
+    ("POST", "/sessions/s/finish", {"ending": "max_turns", "last_response": "a", "last_turn": 1}),
+]
+
+
+class Held(Env):
+    """Waits in its method ``held`` until the gate opens."""
+
+    held = ""
+    entered: threading.Event
+    gate: threading.Event
+    opened: list[Env]
+    closed: list[Env]
+    played: list[tuple[int, str]]
+
+    def __init_subclass__(cls) -> None:
+        cls.entered, cls.gate, cls.opened, cls.closed, cls.played = threading.Event(), threading.Event(), [], [], []
+
+    def __init__(self, task: Any) -> None:
+        super().__init__(task)
+        self.opened.append(self)
+        self.hold("__init__")
+
+    def hold(self, method: str) -> None:
+        if method == self.held:
+            self.entered.set()
+            assert self.gate.wait(LIMIT)
+
+    def reset(self) -> Any:
+        self.hold("reset")
+
+    def step(self, response_text: str) -> Any:
+        self.hold("step")
+        self.played.append((self.turn, response_text))
+        return obs(response_text), False, {"reward": 1.0}
+
+    def finish(self, ending: str) -> Any:
+        self.hold("finish")
+
+    def close(self) -> Any:
+        self.closed.append(self)
+
+
+class HeldAsync(Held):
+    """The same with coroutines, its constructor aside."""
+
+    async def wait(self, method: str) -> None:
+        if method == self.held:
+            self.entered.set()
+            await asyncio.to_thread(self.gate.wait, LIMIT)
+
+    async def reset(self) -> Any:
+        await self.wait("reset")
+
+    async def step(self, response_text: str) -> Any:
+        await self.wait("step")
+        return obs(response_text), False, {"reward": 1.0}
+
+    async def finish(self, ending: str) -> Any:
+        await self.wait("finish")
+
+    async def close(self) -> Any:
+        self.closed.append(self)
+
+
+@contextmanager
+def serving(env: Any) -> Iterator[tuple[EnvServer, httpx.Client, ThreadPoolExecutor]]:
+    server = EnvServer(resolve_env(env), timeout=LIMIT)
+    with (
+        served(create_env_app(server)) as url,
+        httpx.Client(base_url=url, timeout=LIMIT) as http,
+        ThreadPoolExecutor() as threads,
+    ):
+        yield server, http, threads
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkPool]:
+    """One thread for the server's responses, and for the tasks that it reads."""
+    threads = WorkPool("responses", 1)
+    monkeypatch.setattr(env_server, "cpu_pool", lambda: threads)
+    yield threads
+    threads.close()
+
+
+def test_a_session_that_is_closed_before_its_task_is_read_does_not_start(pool: WorkPool):
+    class Mine(Held):
+        pass
+
+    gate = threading.Event()
+    with serving(Mine) as (server, http, threads):
+        pool._threads.submit(gate.wait, LIMIT)  # the only thread
+        starting = threads.submit(http.put, "/sessions/s", json=START)
+        wait_until(lambda: len(pool._waiting) == 1)
+        assert http.put("/sessions/s", json=START).status_code == 422  # it is being started already
+        assert http.delete("/sessions/s").status_code == 200
+        gate.set()
+        assert "session s was closed before it started" in starting.result().text
+        assert not server.sessions and not Mine.opened
+
+
+@pytest.mark.parametrize("kind", [Held, HeldAsync])
+@pytest.mark.parametrize(("number", "method"), [(0, "__init__"), (0, "reset"), (1, "step"), (2, "finish")])
+def test_a_session_that_is_closed_during_a_call_closes_its_env_once(kind: Any, number: int, method: str):
+    class Mine(kind):  # type: ignore[misc]
+        held = method
+
+    with serving(Mine) as (server, http, threads):
+        for name, path, body in REQUESTS[:number]:
+            assert http.request(name, path, json=body).status_code == 200
+        name, path, body = REQUESTS[number]
+        call = threads.submit(http.request, name, path, json=body)
+        assert Mine.entered.wait(LIMIT)
+        assert http.delete("/sessions/s").status_code == 200 and not server.sessions
+        Mine.gate.set()
+        assert call.result().status_code == 500 and "session s was closed" in call.result().text
+        wait_until(lambda: not [each for each in threading.enumerate() if each.name.startswith("vlmrl-env-")])
+    assert Mine.closed == Mine.opened and len(Mine.opened) == 1
+
+
+@pytest.mark.parametrize(("number", "method"), [(0, "__init__"), (1, "step")])
+def test_a_session_answers_one_request_at_a_time(number: int, method: str):
+    class Mine(Held):
+        held = method
+
+    with serving(Mine) as (_, http, threads):
+        for name, path, body in REQUESTS[:number]:
+            http.request(name, path, json=body)
+        name, path, body = REQUESTS[number]
+        call = threads.submit(http.request, name, path, json=body)
+        assert Mine.entered.wait(LIMIT)
+        second = http.post("/sessions/s/step", json={"response": "b"})
+        assert second.status_code == 422 and "session s answers another request" in second.text
+        Mine.gate.set()
+        assert call.result().status_code == 200
+        assert http.post("/sessions/s/step", json={"response": "c"}).status_code == 200
+    assert Mine.played == ([(0, "a"), (1, "c")] if number else [(0, "c")])
+    assert len(Mine.opened) == len(Mine.closed) == 1
+
+
+def test_the_body_of_a_client_that_left_counts_until_its_call_has_ended(monkeypatch: pytest.MonkeyPatch):
+    class Mine(Held):
+        held = "step"
+
+    connections: list[web.Request] = []
+
+    @web.middleware
+    async def watch(request: web.Request, handler: Any) -> web.StreamResponse:
+        connections.append(request)
+        return await handler(request)
+
+    monkeypatch.setattr(http_server, "memory_bytes", lambda: 4 * 2**20)
+    app = create_env_app(EnvServer(resolve_env(Mine), timeout=LIMIT))
+    app.middlewares.append(watch)
+    content = json.dumps({"response": "x" * 600_000}).encode()
+    with served(guarded(app, None, 2**20)) as url, httpx.Client(base_url=url, timeout=LIMIT) as http:
+        http.put("/sessions/s", json=START)
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as leaving:
+            head = f"POST /sessions/s/step HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
+            leaving.sendall(head.encode() + content)
+            assert Mine.entered.wait(LIMIT)
+        wait_until(lambda: connections[1].transport is None)
+        assert http.put("/sessions/t", content=content).status_code == 503
+        Mine.gate.set()
+        wait_until(lambda: http.put("/sessions/t", content=content).status_code == 422)  # it is read, and holds no task
