@@ -14,6 +14,7 @@ import numbers
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,10 +23,9 @@ from vlmrl.env.answer import StepResult, freeze_answer, read_points, step_mistak
 from vlmrl.env.base import Env, EnvSpec, RetryTurn, RewardEnv
 from vlmrl.env.tool_schema import check_tools
 from vlmrl.types import Message, Task
-from vlmrl.utils.threads import DaemonPool
-from vlmrl.utils.user_coroutines import AwaitedThen, await_result, close_result
+from vlmrl.utils.threads import DaemonPool, await_user_code
 from vlmrl.utils.users_line import defined_at, describe_error
-from vlmrl.utils.work_pool import DeadlineError, cpu_pool
+from vlmrl.utils.work_pool import DeadlineError, abandonable, cpu_pool
 
 
 class EnvError(Exception):
@@ -227,7 +227,7 @@ class EnvSession:
             observation, done, info = returned
             shown = [] if done else env.format_observation(observation)
             read_shown = partial(self._result, bool(done), info)
-            return self._awaited(shown, read_shown) if inspect.isawaitable(shown) else read_shown(shown)
+            return self._read_awaited(shown, read_shown) if inspect.isawaitable(shown) else read_shown(shown)
 
         return await self._answer(env.step, read, response, may_reject=True)
 
@@ -276,19 +276,19 @@ class EnvSession:
 
         def call() -> Any:
             returned = method(*args)
-            return self._awaited(returned, finish) if inspect.isawaitable(returned) else finish(returned)
+            return self._read_awaited(returned, finish) if inspect.isawaitable(returned) else finish(returned)
 
         def finish(returned: Any) -> Any:
             with _naming(method):
                 answer = read(returned)
-            return self._awaited(answer, with_digest) if inspect.isawaitable(answer) else with_digest(answer)
+            return self._read_awaited(answer, with_digest) if inspect.isawaitable(answer) else with_digest(answer)
 
         answer, digest = await self._call(call, may_reject=may_reject, name=getattr(method, "__name__", repr(method)))
         return (answer, digest) if digest is not None else await self._frozen(answer)
 
-    def _awaited(self, value: Awaitable[Any], read: Callable[[Any], Any]) -> Awaitable[Any]:
+    async def _read_awaited(self, value: Awaitable[Any], read: Callable[[Any], Any]) -> Any:
         """``read`` of a coroutine's result, in the env's thread."""
-        return AwaitedThen(value, partial(self._in_thread, read))
+        return await _await_result(await self._in_thread(read, await _await_result(value)))
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         def measured() -> Any:
@@ -303,7 +303,7 @@ class EnvSession:
         try:
             return await asyncio.wrap_future(call)
         except asyncio.CancelledError:
-            call.add_done_callback(close_result)
+            call.add_done_callback(_drop_result)
             raise
 
     async def _frozen(self, answer: Any) -> tuple[Any, str]:
@@ -325,8 +325,8 @@ class EnvSession:
             has_own = self._env is not None and self._env.ends_late_calls
             async with asyncio.timeout(None if has_own else self._timeout) as deadline:
                 if inspect.iscoroutinefunction(method):
-                    return await await_result(method(*args))
-                return await await_result(await self._in_thread(method, *args))
+                    return await _await_result(method(*args))
+                return await _await_result(await self._in_thread(method, *args))
         except TimeoutError as error:
             if deadline.expired():
                 raise self._late() from error
@@ -383,6 +383,30 @@ def _close_late(built: list[Env]) -> None:
         closing = close()
         if inspect.iscoroutine(closing):
             asyncio.run(closing)
+
+
+async def _await_result(value: Any) -> Any:
+    if not inspect.isawaitable(value):
+        return value
+    try:
+        return await abandonable(await_user_code(value))
+    except asyncio.CancelledError:
+        _close_unawaited(value)
+        raise
+
+
+def _drop_result(call: Future[Any]) -> None:
+    """For a call that nobody waits for any more."""
+    if not call.cancelled() and call.exception() is None:
+        _close_unawaited(call.result())
+
+
+def _close_unawaited(value: Any) -> None:
+    """Close a coroutine that nobody will await, and the one that it would have awaited: Python would warn of both."""
+    while inspect.iscoroutine(value) and inspect.getcoroutinestate(value) == inspect.CORO_CREATED:
+        awaited = inspect.getcoroutinelocals(value).get("value")
+        value.close()
+        value = awaited
 
 
 def _messages(name: str, value: Any, env: str) -> list[Message]:

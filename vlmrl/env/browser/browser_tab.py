@@ -196,12 +196,11 @@ class BrowserTab:
 
     async def _block(self, route: Any) -> None:
         self.blocked += 1
+        kind = "aborted" if route.request.is_navigation_request() else "blockedbyclient"  # the page stays
         with contextlib.suppress(
             Exception
         ):  # the tab is closed: Playwright would print a traceback for each such request
-            await route.abort(
-                "aborted" if route.request.is_navigation_request() else "blockedbyclient"
-            )  # the page stays
+            await route.abort(kind)
 
     async def _on_dialog(self, dialog: Any) -> None:
         if len(self.dialogs) < MAX_DIALOGS:
