@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import sqlite3
 import subprocess
@@ -520,6 +521,34 @@ def test_an_async_close_is_called_but_not_awaited_when_the_run_stops():
 
     asyncio.run(go())
     assert Open.log[-1] == "closed"
+
+
+def test_a_coroutine_that_a_cancelled_step_returns_late_is_closed():
+    called, gate, made = threading.Event(), threading.Event(), []
+
+    class Late(Logged):
+        def step(self, response_text: str) -> Any:  # plain, in the env's thread: a ToolEnv's is like this
+            called.set()
+            gate.wait(20)
+            made.append(asyncio.sleep(0))
+            return made[0]
+
+        def close(self) -> None:
+            closed.set()
+
+    closed = threading.Event()
+
+    async def go() -> None:
+        playing = asyncio.create_task(turn_loop(Late, ["a"]).play(a_task(), "g", "g/00"))
+        await asyncio.to_thread(called.wait, 20)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        gate.set()
+        assert await asyncio.to_thread(closed.wait, 20)  # in the same thread, after step
+
+    asyncio.run(go())
+    assert inspect.getcoroutinestate(made[0]) == inspect.CORO_CLOSED
 
 
 def test_an_error_in_close_does_not_fail_the_trajectory():

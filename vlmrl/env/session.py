@@ -14,6 +14,7 @@ import numbers
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 from vlmrl.env.answer import StepResult, freeze_answer, read_points, step_mistake, with_digest
 from vlmrl.env.base import Env, EnvSpec, RetryTurn, RewardEnv
 from vlmrl.env.tool_schema import check_tools
-from vlmrl.types import Message, Task
+from vlmrl.types import TRUNCATED, Message, Task
 from vlmrl.utils.threads import DaemonPool, await_user_code
 from vlmrl.utils.users_line import defined_at, describe_error
 from vlmrl.utils.work_pool import DeadlineError, abandonable, cpu_pool
@@ -131,7 +132,8 @@ class EnvSession:
                 self._env.turn = last_turn
             reward = await self._call(self._env.finish, ending)
             with _naming(self._env.finish):
-                return None if reward is None else self._reward("finish", reward)
+                scored = self._scores_itself and ending in TRUNCATED
+                return self._reward("finish", reward) if reward is not None or scored else None
 
         return await self._with_retries(attempt)
 
@@ -246,7 +248,7 @@ class EnvSession:
         return StepResult(
             messages=_messages("format_observation", shown, self._spec.name),
             done=done,
-            reward=None if reward is None else self._reward("info['reward']", reward),
+            reward=self._reward("info['reward']", reward) if reward is not None or self._scores_itself else None,
             metrics={
                 key: _number(f"info[{key!r}]", value, self._spec.name)
                 for key, value in info.items()
@@ -257,9 +259,14 @@ class EnvSession:
             compact=compact,
         )
 
+    @property
+    def _scores_itself(self) -> bool:
+        """Whether reward functions stand in the place of an env: each response must have a reward."""
+        return isinstance(self._env, RewardEnv)
+
     def _reward(self, name: str, value: Any) -> float:
         """The reward that ``name`` of the env gave: of a reward function, its user knows no env."""
-        if isinstance(self._env, RewardEnv) and not math.isfinite(_as_number(value)):
+        if self._scores_itself and not math.isfinite(_as_number(value)):
             raise EnvContractError(
                 f"the reward function {self._spec.name} must return a finite number, but it returned {value!r}."
             )
@@ -298,7 +305,12 @@ class EnvSession:
                 self.cpu_seconds += time.thread_time() - began
 
         assert self._thread is not None
-        return await self._thread.run(measured)
+        future = self._thread.submit(measured)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(_close_unread)
+            raise
 
     async def _frozen(self, answer: Any) -> tuple[Any, str]:
         """The answer with frozen images, and its digest: not in the env's thread, of which there may be a thousand."""
@@ -377,6 +389,15 @@ def _close_late(built: list[Env]) -> None:
         closing = close()
         if inspect.iscoroutine(closing):
             asyncio.run(closing)
+
+
+def _close_unread(future: Future[Any]) -> None:
+    """Close the coroutine that a call returned when nobody waited for it any more, and the one of the env that it reads."""
+    made = None if future.exception() else future.result()
+    if inspect.iscoroutine(made):
+        read = made.cr_code is EnvSession._read_awaited.__code__ and inspect.getcoroutinelocals(made).get("value")
+        for each in filter(inspect.iscoroutine, (made, read)):
+            each.close()
 
 
 async def _await_result(value: Any) -> Any:
