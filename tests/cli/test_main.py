@@ -17,6 +17,33 @@ def vlmrl_command(monkeypatch, *arguments):
 
 
 @pytest.mark.parametrize(
+    ("word", "said"),
+    [("trian", "'trian'; perhaps you meant 'train'. For full"), ("zzz", "'zzz'; there are train, sft, ")],
+)
+def test_an_unknown_command_is_one_line(monkeypatch, capsys, word, said):
+    with pytest.raises(SystemExit, match="2"):
+        vlmrl_command(monkeypatch, word, "recipe.py")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"vlmrl: there is no command {said}")
+
+
+def test_the_help_of_a_recipe_says_what_the_command_does(monkeypatch, capsys, tmp_path):
+    (tmp_path / "mine.py").write_text('"""Count."""\nfrom vlmrl import Config\ndef config(): return Config()\n')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="0"):
+        vlmrl_command(monkeypatch, "eval", "mine.py", "--help")
+    assert "Evaluate models on the held-out tasks of a recipe.\n\nCount." in capsys.readouterr().out
+
+
+def test_a_missing_file_names_its_neighbours(monkeypatch, capsys, tmp_path):
+    (tmp_path / "recipe.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="1"):
+        vlmrl_command(monkeypatch, "train", "recpie.py")
+    assert capsys.readouterr().err.endswith("recpie.py. Close names there: recipe.py\n")
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ("train recipe.py --optim.lr 1", 2),

@@ -242,6 +242,27 @@ def test_a_row_becomes_a_task(tmp_path):
     )
 
 
+def test_fields_of_a_column_are_named_with_dots(tmp_path):
+    rows = [
+        {"prompt": "Which?", "reward_model": {"ground_truth": truth}, "extra_info": {"index": number}}
+        for number, truth in ((7, "red"), (9, None))
+    ]
+    path = str(jsonl(tmp_path / "a.jsonl", rows))
+    source = load_tasks(Data(path, columns={"answer": "reward_model.ground_truth", "id": "extra_info.index"}))
+    assert (source[0].id, source[0].answer) == (f"{tmp_path.name}/a/7", "red")
+    assert source[0].data == {"reward_model": {"ground_truth": "red"}, "extra_info": {"index": 7}}
+    with pytest.raises(ValueError, match=r"column 'reward_model.ground_truth' is empty"):
+        source[1]
+    with pytest.raises(ValueError, match=r"maps 'answer' to 'reward_model.truth', which"):
+        load_tasks(Data(path, columns={"answer": "reward_model.truth"}))
+
+
+def test_an_empty_field_of_a_column_is_a_warning(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "Which?", "reward_model": {"ground_truth": " "}}])
+    (warning,) = load_tasks(Data(str(path), columns={"answer": "reward_model.ground_truth"})).warnings
+    assert warning.startswith("column 'reward_model.ground_truth' is empty in row 0")
+
+
 def test_seeds_are_stable_and_differ():
     assert [task_seed(0, 0), task_seed(0, 1), task_seed(1, 0)] == [713683445, 1419524863, 208367845]
 

@@ -130,6 +130,21 @@ def test_a_reward_with_another_signature_is_an_error():
         resolve_env(None, 7)  # type: ignore[arg-type]
 
 
+def test_a_reward_function_in_the_form_of_trl_or_verl_is_named():
+    def accuracy(completions, solution, **kwargs):
+        return [1.0 for _ in completions]
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return 1.0
+
+    with pytest.raises(
+        ValueError, match=r"accuracy\(completions, .*has the parameter 'completions' .*porting.md#reward-functions"
+    ):
+        resolve_env(None, accuracy)
+    with pytest.raises(ValueError, match=r"has the parameter 'solution_str' of TRL's or verl's reward functions"):
+        resolve_env(None, compute_score)
+
+
 def test_a_factory_that_returns_something_else_is_named():
     spec = resolve_env(lambda task: "an env")
     with pytest.raises(ValueError, match=r"must return a vlmrl.Env, but it returned a str"):

@@ -108,6 +108,14 @@ def test_ticks_of_a_small_range_have_different_labels(browser, page):
     assert browser.run("labels(ticks(0, 1))") == ["0", "0.5", "1"]
 
 
+def test_curves_leave_out_the_steps_of_a_warm_start(browser, page):
+    browser.open(page, "view=curves")
+    warm = "{name: 'warm', metrics: [{step: 400, 'sft/loss': 1}, {step: 0, 'reward/mean': 0}, {step: 20, 'reward/mean': 1}]}"
+    assert browser.run(f"stepRange([{warm}])") == [0, 20]
+    assert browser.run(f"stepRange([{warm}], ['sft/loss'])") == [0, 400]
+    assert browser.run("stepRange([{metrics: [{step: 3, 'sft/loss': 1}]}])") == [3, 3]
+
+
 def test_tokens_have_colours_and_numbers(browser, page):
     browser.open(page, "view=trajectories")
     browser.wait("document.querySelectorAll('#main .token').length > 10")

@@ -235,7 +235,7 @@ def test_filters_choose_among_what_has_been_played_without_playing_again(collect
         assert [row["reward"] for row in rows_of(folder)] == [1.0] * 8
         collect(url, "--episodes", "3", "--keep.best", "1")
         assert [(row["task"], row["reward"]) for row in rows_of(folder)] == [(task, 1.0) for task in range(4)]
-        assert "8 not written: the filters of --keep" in capsys.readouterr().out
+        assert "8 not written: --keep leaves them out" in capsys.readouterr().out
         collect(url, "--episodes", "3", "--keep.filters", "zero_variance")
         assert len(rows_of(folder)) == 12
         collect(url, "--episodes", "3", "--keep.max-tokens", "11")

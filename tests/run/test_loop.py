@@ -100,7 +100,9 @@ def test_a_mixture_whose_part_nobody_plays_is_refused():
 def test_prompts_over_the_limit_are_not_played(tmp_path):
     config = short_quickstart(tmp_path, save_model=False)
     changes = {"data": replace(config.data, max_prompt_tokens=10), "eval": Eval(), "warm_start": WarmStart()}
-    with pytest.raises(ValueError, match=r"data\.max_prompt_tokens leaves nothing: 32 prompts in a row were longer"):
+    with pytest.raises(
+        ValueError, match=r"data\.max_prompt_tokens \(10\) leaves nothing: 32 prompts in a row were longer"
+    ):
         train(replace(config, **changes))
 
 

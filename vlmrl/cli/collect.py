@@ -22,7 +22,7 @@ class CollectCommand:
 
     def run(self, options: Sequence[str]) -> None:
         recipe = Recipe.load(self.recipe)
-        chosen = recipe.options(CollectOptions(recipe.config()), options, f"vlmrl collect {self.recipe}")
+        chosen = recipe.options(CollectOptions(recipe.config()), options, f"vlmrl collect {self.recipe}", self.__doc__)
         api = chosen.api_model()
         from vlmrl.run.collector import run_collection
 

@@ -36,7 +36,9 @@ class DataCheckCommand:
 
     def run(self, options: Sequence[str]) -> None:
         recipe = Recipe.load(self.recipe)
-        settings = recipe.options(CheckOptions(recipe.config()), options, f"vlmrl data check {self.recipe}")
+        settings = recipe.options(
+            CheckOptions(recipe.config()), options, f"vlmrl data check {self.recipe}", self.__doc__
+        )
         settings = replace(settings, config=resolve_config(settings.config, recipe.folder))
         if not check(settings):
             raise SystemExit(1)
@@ -74,7 +76,7 @@ def check(settings: CheckOptions, console: Console | None = None) -> bool:
         checker.read(source, settings.rows)
     for name, source in _parts(held_out).items() if held_out else ():
         checker.console.print()
-        checker.say(name or "held out", f"{len(source)} tasks held out", style="bold magenta")
+        checker.say("held out", f"{len(source)} tasks" + (f" of {name}" if name else ""), style="bold magenta")
         checker.read(source, settings.rows)
     return not checker.problems
 

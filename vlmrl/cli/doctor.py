@@ -41,7 +41,7 @@ class DoctorCommand:
             return
         recipe = Recipe.load(self.recipe)
         default = DoctorOptions(recipe.config(), self.json)
-        chosen = recipe.options(default, options, f"vlmrl doctor {self.recipe}")
+        chosen = recipe.options(default, options, f"vlmrl doctor {self.recipe}", self.__doc__)
         show(recipe_findings(chosen.config, recipe.folder, chosen.server), chosen.json)
 
 

@@ -25,7 +25,7 @@ class EvalCommand:
 
     def run(self, options: Sequence[str]) -> None:
         recipe = Recipe.load(self.recipe)
-        chosen = recipe.options(EvalOptions(recipe.config()), options, f"vlmrl eval {self.recipe}")
+        chosen = recipe.options(EvalOptions(recipe.config()), options, f"vlmrl eval {self.recipe}", self.__doc__)
         api = chosen.api_model()
         from vlmrl.run.eval_program import run_evaluation
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -110,6 +111,11 @@ def parse_command(words: Sequence[str]) -> Any:
         name = " ".join(words[:count])
         if name in commands:
             return tyro.cli(commands[name], args=words[count:], prog=f"vlmrl {name}", config=(OmitSubcommandPrefixes,))
+    if words and words[0] not in COMMANDS and not words[0].startswith("-"):
+        close = difflib.get_close_matches(words[0], COMMANDS, n=1)
+        known = f"perhaps you meant {close[0]!r}" if close else f"there are {', '.join(COMMANDS)}"
+        print(f"vlmrl: there is no command {words[0]!r}; {known}. For full helptext, run vlmrl --help", file=sys.stderr)
+        raise SystemExit(2)
     every: Any = Union[tuple(Annotated[kind, subcommand(name)] for name, kind in COMMANDS.items())]  # noqa: UP007
     return tyro.cli(every, args=words, prog="vlmrl", description=DESCRIPTION)
 

@@ -24,7 +24,7 @@ class PlanCommand:
 
     def run(self, options: Sequence[str]) -> None:
         recipe = Recipe.load(self.recipe)
-        chosen = recipe.options(PlanOptions(recipe.config()), options, f"vlmrl plan {self.recipe}")
+        chosen = recipe.options(PlanOptions(recipe.config()), options, f"vlmrl plan {self.recipe}", self.__doc__)
         print("\n".join(plan_lines(chosen.config, chosen.gpu, chosen.gpus)))
 
 

@@ -173,7 +173,7 @@ def _print(console: Terminal, trajectory: Trajectory, renderer: Renderer) -> Non
         sizes = ";".join(f" {item.size[0]}x{item.size[1]} px, {tokens_text(item.num_tokens)}" for item in turn.media)
         engine_ids = collapse(turn.prompt_ids, renderer.image_token_id, turn.media)
         text = messages_text(turn.messages) if turn.messages else renderer.decode(engine_ids)
-        console.print(f"[dim]{escape(text)}[/dim]" + (f"[cyan] images:{sizes}[/cyan]" if sizes else ""))
+        console.print(f"[dim]{escape(text)}[/dim]" + (f"\n[cyan]images:{sizes}[/cyan]" if sizes else ""))
         numbers = ({} if turn.reward is None else {"reward": turn.reward}) | turn.metrics
         shown = "".join(f"  {name} {value:g}" for name, value in numbers.items())
         console.print(f"[green]turn {number}>[/green] {escape(turn.text)}[yellow]{escape(shown)}[/yellow]")

@@ -70,12 +70,18 @@ class Recipe:
             raise ValueError(f"{file}: config() must return a vlmrl.Config, but it returned {made!r:.80}.")
         return made
 
-    def options(self, default: CommandOptions, words: Sequence[str], prog: str) -> CommandOptions:
-        """The options of a command from ``words``. ``default`` has the recipe's config; ``prog`` is the command without options."""
+    def options(
+        self, default: CommandOptions, words: Sequence[str], prog: str, what: str | None = None
+    ) -> CommandOptions:
+        """The options of a command from ``words``. ``default`` has the recipe's config; ``prog`` is the command without options.
+
+        ``what`` the command does precedes the recipe's description in its help.
+        """
+        description = "\n\n".join(filter(None, [inspect.cleandoc(what or ""), self.description]))
         recipe = with_one_source(default.config, words)
         plain = replace(default, config=without_options(recipe))
         chosen, unknown = tyro.cli(
-            type(default), default=plain, args=words, description=self.description, prog=prog, return_unknown_args=True
+            type(default), default=plain, args=words, description=description, prog=prog, return_unknown_args=True
         )
         if unknown:
             names = list(option_names(plain))

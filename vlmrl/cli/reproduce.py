@@ -87,5 +87,5 @@ def run_reproduction(recipe: str, config: Config, chosen: ReproduceOptions, sett
     command = ["vlmrl", "reproduce", recipe, "--seeds", *map(str, chosen.seeds), "--controls", *controls, *settings]
     text = results_markdown(title, shlex.join(command), results, time.strftime("%Y-%m-%d"))
     atomic_write(folder / "results.md", text)
-    print(f"\nresults   {folder / 'results.md'}")
-    print(f"look at it vlmrl view {shlex.join(str(each.run) for each in experiments)} --serve")
+    print(f"\nresults       {folder / 'results.md'}")
+    print(f"look at it    vlmrl view {shlex.join(str(each.run) for each in experiments)} --serve")

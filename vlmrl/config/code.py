@@ -168,7 +168,10 @@ def resolve_path(path: str | Path, folder: Path | None = None) -> Path:
     for place in looked:
         if place.exists():
             return place
-    raise ValueError(f"{str(path)!r} does not exist. Looked at: {', '.join(map(str, looked))}")
+    beside = [file.name for each in looked if each.parent.is_dir() for file in each.parent.iterdir()]
+    close = difflib.get_close_matches(Path(path).name, beside, n=3, cutoff=0.75)
+    names = f". Close names there: {', '.join(dict.fromkeys(close))}" if close else ""
+    raise ValueError(f"{str(path)!r} does not exist. Looked at: {', '.join(map(str, looked))}{names}")
 
 
 def is_local_path(path: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,24 @@ class Rows:
         self.columns: list[str] = dataset.column_names
         self._table = dataset.with_format("arrow")
         self._features = hf.Features({name: _undecoded(feature) for name, feature in dataset.features.items()})
+        self._nested: list[str] = []
 
     def __len__(self) -> int:
         return len(self._table)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._features.decode_example(self._table[index].to_pylist()[0])
+        row = self._features.decode_example(self._table[index].to_pylist()[0])
+        return row | {name: _field(row, name) for name in self._nested}
+
+    def add_nested(self, names: Iterable[str]) -> None:
+        """Make fields of columns, such as ``reward_model.ground_truth``, columns of their own. Names of no such field are left out."""
+        for name in names:
+            feature: Any = self._features
+            for key in name.split("."):
+                feature = feature.get(key) if isinstance(feature, dict) else None
+            if name not in self.columns and feature is not None:
+                self._nested.append(name)
+                self.columns.append(name)
 
     def take(self, indices: list[int]) -> list[dict[str, Any]]:
         """Rows by index, in this order; several times faster than reading them one by one."""
@@ -55,15 +67,26 @@ class Rows:
         return hasher.hexdigest()
 
     def column(self, name: str) -> list[Any]:
+        if name in self._nested:
+            root = name.partition(".")[0]
+            return [_field({root: value}, name) for value in self.column(root)]
         return self._table[name].to_pylist()
 
     def empty_texts(self, name: str) -> list[int]:
         """The rows whose text in this column is empty or blank; none if it holds no texts."""
-        column = self._table.data.column(name)
+        column = pyarrow.chunked_array([self.column(name)]) if name in self._nested else self._table.data.column(name)
         if not (pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)):
             return []
         blank = pyarrow.compute.equal(pyarrow.compute.utf8_trim_whitespace(column), "").to_pylist()
         return [row for row, is_blank in enumerate(blank) if is_blank]
+
+
+def _field(row: dict[str, Any], name: str) -> Any:
+    """``{"a": {"b": 1}}`` and ``a.b`` -> 1; None where a part is None."""
+    value: Any = row
+    for key in name.split("."):
+        value = None if value is None else value[key]
+    return value
 
 
 def load_rows(path: str, split: str) -> Rows:

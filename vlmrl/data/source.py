@@ -130,6 +130,7 @@ def _dataset(data: Data, part: str) -> tuple[TaskSource, Sequence[Any]]:
     from vlmrl.data.files import load_rows, task_name  # here: it imports datasets, which a generator does not need
 
     rows = load_rows(data.path, data.split)
+    rows.add_nested(data.columns.values())
     columns = _checked_columns(data, rows.columns)
     local = local_data(data.path)
     name = task_name(local or Path(data.path), data.split)

@@ -125,7 +125,7 @@ class TaskStream:
             self._loading.discard(number)
         if length is not None and limit is not None and length > limit:
             self.too_long += 1
-            self._check_progress()
+            self._check_progress(length, limit)
             return None
         self._last_fit = max(self._last_fit, number)
         return Draw(number, task, media=media)
@@ -160,12 +160,12 @@ class TaskStream:
     def _claimable(self, wanted: int) -> int:
         return min(wanted, len(self.tasks) - self.drawn) if self._once else wanted
 
-    def _check_progress(self) -> None:
+    def _check_progress(self, length: int, limit: int) -> None:
         skipped = min(self._loading, default=self.drawn) - 1 - self._last_fit
         if skipped >= len(self.tasks) and not self._once:
             raise ValueError(
-                f"data.max_prompt_tokens leaves nothing: {skipped} prompts in a row were longer. Raise it, or shrink the images "
-                "(model.max_image_pixels)."
+                f"data.max_prompt_tokens ({limit}) leaves nothing: {skipped} prompts in a row were longer, the last one {length} "
+                "tokens. Raise it, or shrink the images (model.max_image_pixels)."
             )
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:

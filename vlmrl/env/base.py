@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from vlmrl.config import Config, Part
-from vlmrl.config.code import check_options, load_code, resolve_function
+from vlmrl.config.code import check_options, find_function, load_code, resolve_function
 from vlmrl.config.data import check_env_or_reward
 from vlmrl.config.fields import Codes, weights_of
 from vlmrl.env.tool_schema import check_tools
@@ -124,7 +124,7 @@ class RewardEnv(Env):
         if list(self.functions.values()) == [1.0]:
             return obs(), True, {"reward": next(iter(self.functions))(response_text, self.task)}
         scores = {function: function(response_text, self.task) for function in self.functions}
-        total = sum(weight * scores[function] for function, weight in self.functions.items())
+        total = None if None in scores.values() else sum(self.functions[each] * score for each, score in scores.items())
         return obs(), True, {"reward": total, **{_name(function): score for function, score in scores.items()}}
 
     def finish(self, ending: str) -> float | None:
@@ -169,6 +169,17 @@ def resolve_envs(config: Config) -> EnvSpec:
     return EnvSpec(names, lambda task: parts[task.part].build(task), tools, parts)
 
 
+def _reward_function(code: str | Callable[..., Any]) -> Callable[[str, Task], float]:
+    function = find_function("reward", code, ["text", "task"], {})
+    signature = inspect.signature(function)
+    if foreign := {"completions", "solution_str"} & set(signature.parameters):
+        raise ValueError(
+            f"reward {_name(function)}{signature} has the parameter {min(foreign)!r} of TRL's or verl's reward functions. vlmrl calls "
+            "function(text, task) with one response: wrap it (docs/porting.md#reward-functions)."
+        )
+    return resolve_function("reward", function, ["text", "task"])
+
+
 def resolve_env(
     env: str | Callable[..., Any] | None,
     reward: Codes = None,
@@ -184,9 +195,7 @@ def resolve_env(
         raise ValueError("env must be set, or in its place reward, agent or rollout.generate: none of them is.")
     check_env_or_reward("", env, reward)
     if reward is not None:
-        named = {
-            resolve_function("reward", code, ["text", "task"]): weight for code, weight in weights_of(reward).items()
-        }
+        named = {_reward_function(code): weight for code, weight in weights_of(reward).items()}
         return EnvSpec(" + ".join(map(_name, named)), partial(RewardEnv, functions=named))
     target = load_code("env", env)
     name = _name(target)

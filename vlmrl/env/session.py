@@ -14,7 +14,6 @@ import numbers
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,8 +21,8 @@ from typing import Any
 from vlmrl.env.answer import StepResult, freeze_answer, read_points, step_mistake, with_digest
 from vlmrl.env.base import Env, EnvSpec, RetryTurn, RewardEnv
 from vlmrl.env.tool_schema import check_tools
-from vlmrl.types import Message, Task
-from vlmrl.utils.threads import DaemonPool, await_user_code
+from vlmrl.types import TRUNCATED, Message, Task
+from vlmrl.utils.threads import DaemonPool, await_user_code, close_unawaited, drop_result
 from vlmrl.utils.users_line import defined_at, describe_error
 from vlmrl.utils.work_pool import DeadlineError, abandonable, cpu_pool
 
@@ -132,7 +131,8 @@ class EnvSession:
                 self._env.turn = last_turn
             reward = await self._call(self._env.finish, ending)
             with _naming(self._env.finish):
-                return None if reward is None else self._reward("finish", reward)
+                scored = self._scores_itself and ending in TRUNCATED
+                return self._reward("finish", reward) if reward is not None or scored else None
 
         return await self._with_retries(attempt)
 
@@ -247,7 +247,7 @@ class EnvSession:
         return StepResult(
             messages=_messages("format_observation", shown, self._spec.name),
             done=done,
-            reward=None if reward is None else self._reward("info['reward']", reward),
+            reward=self._reward("info['reward']", reward) if reward is not None or self._scores_itself else None,
             metrics={
                 key: _number(f"info[{key!r}]", value, self._spec.name)
                 for key, value in info.items()
@@ -258,9 +258,14 @@ class EnvSession:
             compact=compact,
         )
 
+    @property
+    def _scores_itself(self) -> bool:
+        """Whether reward functions stand in the place of an env: each response must have a reward."""
+        return isinstance(self._env, RewardEnv)
+
     def _reward(self, name: str, value: Any) -> float:
         """The reward that ``name`` of the env gave: of a reward function, its user knows no env."""
-        if isinstance(self._env, RewardEnv) and not math.isfinite(_as_number(value)):
+        if self._scores_itself and not math.isfinite(_as_number(value)):
             raise EnvContractError(
                 f"the reward function {self._spec.name} must return a finite number, but it returned {value!r}."
             )
@@ -303,7 +308,7 @@ class EnvSession:
         try:
             return await asyncio.wrap_future(call)
         except asyncio.CancelledError:
-            call.add_done_callback(_drop_result)
+            call.add_done_callback(drop_result)
             raise
 
     async def _frozen(self, answer: Any) -> tuple[Any, str]:
@@ -391,22 +396,8 @@ async def _await_result(value: Any) -> Any:
     try:
         return await abandonable(await_user_code(value))
     except asyncio.CancelledError:
-        _close_unawaited(value)
+        close_unawaited(value)
         raise
-
-
-def _drop_result(call: Future[Any]) -> None:
-    """For a call that nobody waits for any more."""
-    if not call.cancelled() and call.exception() is None:
-        _close_unawaited(call.result())
-
-
-def _close_unawaited(value: Any) -> None:
-    """Close a coroutine that nobody will await, and the one that it would have awaited: Python would warn of both."""
-    while inspect.iscoroutine(value) and inspect.getcoroutinestate(value) == inspect.CORO_CREATED:
-        awaited = inspect.getcoroutinelocals(value).get("value")
-        value.close()
-        value = awaited
 
 
 def _messages(name: str, value: Any, env: str) -> list[Message]:

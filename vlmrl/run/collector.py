@@ -185,10 +185,10 @@ class Collector:
 
 def _report(folder: Path, counts: dict[str, Any]) -> str:
     lines = [
-        f"\nepisodes  {counts['played']} played, {counts['failed']} failed, {counts['too_long']} with too long a prompt, "
+        f"\nepisodes      {counts['played']} played, {counts['failed']} failed, {counts['too_long']} with too long a prompt, "
         f"{counts['left']} left; {counts['written']} written to {folder / 'episodes.jsonl'}"
     ]
-    lines += [f"          {count} not written: {reason}" for reason, count in counts["reasons"].items()]
+    lines += [f"              {count} not written: {reason}" for reason, count in counts["reasons"].items()]
     if counts["left"]:
-        lines.append("          the same command plays those that are left")
-    return "\n".join([*lines, f"look at it vlmrl view {folder} --serve"])
+        lines.append("              the same command plays those that are left")
+    return "\n".join([*lines, f"look at it    vlmrl view {folder} --serve"])

@@ -189,6 +189,6 @@ def write_episodes(folder: Path, keep: Keep) -> dict[str, Any]:
             file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
     failed = sum(each.failure is not None for each in recorded.episodes.values())
     if filtered := sum(map(len, groups.values())) - len(chosen):
-        reasons["the filters of --keep"] = filtered
+        reasons["--keep leaves them out"] = filtered
     counts = {"played": len(recorded.episodes) - failed, "failed": failed, "written": len(chosen)}
     return counts | {"reasons": dict(reasons.most_common())}

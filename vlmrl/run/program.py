@@ -251,13 +251,13 @@ def summary_of(run: Run) -> str:
         return f"{imitated}\noutput    {run.folder}"
     held_out = f", {len(run.held_out)} held out" if run.held_out is not None else ""
     sources = run.tasks.parts.values() if isinstance(run.tasks, TaskMixture) else [run.tasks]
-    plays = run.spec.name if run.spec else name_of(config.rollout.generate)
+    plays, turns = run.spec.name if run.spec else name_of(config.rollout.generate), config.rollout.max_turns
     if run.agents is not None:
         plays = f"agent {run.agents.spec.name}"
     lines = [
         f"data      {len(run.tasks)} tasks{held_out}",
         *(f"warning   {warning}" for source in sources for warning in source.warnings),
-        f"env       {plays}, at most {config.rollout.max_turns} turns and {config.rollout.max_tokens} tokens",
+        f"env       {plays}, at most {turns} turn{'s' * (turns != 1)} and {config.rollout.max_tokens} tokens",
         *([imitated] if imitated else []),
         *(_training(config) if config.train.steps else []),
     ]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import inspect
 import os
 import queue
 import sys
@@ -128,6 +129,20 @@ async def await_user_code(value: Awaitable[T]) -> T:
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise
         raise as_error(error) from error
+
+
+def close_unawaited(value: Any) -> None:
+    """Close a coroutine that nobody will await, and its argument ``value``, which it would have awaited: Python would warn of both."""
+    while inspect.iscoroutine(value) and inspect.getcoroutinestate(value) == inspect.CORO_CREATED:
+        awaited = inspect.getcoroutinelocals(value).get("value")
+        value.close()
+        value = awaited
+
+
+def drop_result(call: Future[Any]) -> None:
+    """Of a call that has ended, and that nobody waits for any more."""
+    if not call.cancelled() and call.exception() is None:
+        close_unawaited(call.result())
 
 
 def run_awake(coroutine: Coroutine[Any, Any, T]) -> T:

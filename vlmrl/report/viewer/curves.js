@@ -39,8 +39,12 @@ function metricNames() {
     .sort();
 }
 
-function stepRange(list) {
-  const steps = list.flatMap((r) => r.metrics.map((row) => row.step));
+/* A warm start has steps of its own, often more than the training: they count only for its own metrics, or where there are no others. */
+function stepRange(list, names = []) {
+  const rows = list.flatMap((r) => r.metrics),
+    isSft = (name) => name.startsWith("sft/");
+  const others = names.some(isSft) ? [] : rows.filter((row) => !Object.keys(row).some(isSft));
+  const steps = (others.length ? others : rows).map((row) => row.step);
   return steps.length ? [Math.min(...steps), Math.max(...steps)] : [0, 1];
 }
 
@@ -68,7 +72,7 @@ function lines(r, name, label, position, alone) {
 
 function panel([title, metrics]) {
   const list = shownRuns(),
-    span = stepRange(list),
+    span = stepRange(list, Object.keys(metrics)),
     alone = list.length === 1;
   const seriesOf = (r) =>
     Object.entries(metrics).flatMap(([name, label], position) => lines(r, name, label, position, alone));
