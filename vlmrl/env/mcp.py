@@ -148,7 +148,8 @@ class McpEnv(ToolEnv):
 
 async def _limit(response: Any) -> None:
     """Make a response fail, when it is read, if it is compressed, or has more than MAX_ANSWER bytes or MAX_OBJECTS."""
-    refused = import_extra("httpx2", "mcp").StreamError  # the client reports it as an answer that cannot be read
+    library = import_extra("mcp.client.streamable_http", "mcp").httpx2  # the client's
+    refused = library.StreamError  # the client reports it as an answer that cannot be read
     encoding, kind = (response.headers.get(name, "") for name in ("Content-Encoding", "Content-Type"))
     original, is_stream = response.aiter_raw, kind.startswith("text/event-stream")
 
