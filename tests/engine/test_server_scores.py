@@ -179,6 +179,9 @@ class Bytes:
 
     added_tokens_decoder = MappingProxyType({258: "<end>"})
 
+    def get_vocab(self):
+        return {chr(index): index for index in range(259)}
+
     def __len__(self) -> int:
         return 128
 
@@ -209,8 +212,10 @@ def samples(fake, *tokens):
 
 
 @pytest.mark.slow
-def test_a_response_is_checked_up_to_an_image_placeholder_which_servers_do_not_ban(scorer, fake):
-    answer, responses = fake._generate, iter([(PAD, 5), (5, 6, PAD, END)])
+@pytest.mark.parametrize("after", [PAD, 300])
+def test_a_response_is_checked_up_to_an_image_placeholder_or_an_id_of_no_token(scorer, fake, after):
+    """Servers ban neither."""
+    answer, responses = fake._generate, iter([(PAD, 5), (300, 5), (5, 6, after, END)])
 
     async def generate(body):
         if "logprob_start_len" not in body:

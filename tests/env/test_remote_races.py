@@ -36,6 +36,12 @@ REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.fixture
+def whole_responses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow response begins with status 200, whatever comes: none is slow here."""
+    monkeypatch.setattr(env_server, "HEARTBEAT_SECONDS", 600.0)
+
+
 class Held(Env):
     """Waits in its method ``held`` until the gate opens."""
 
@@ -116,6 +122,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkPool]:
     threads.close()
 
 
+@pytest.mark.usefixtures("whole_responses")
 def test_a_session_that_is_closed_before_its_task_is_read_does_not_start(pool: WorkPool):
     class Mine(Held):
         pass
@@ -132,6 +139,7 @@ def test_a_session_that_is_closed_before_its_task_is_read_does_not_start(pool: W
         assert not server.sessions and not Mine.opened
 
 
+@pytest.mark.usefixtures("whole_responses")
 @pytest.mark.parametrize("kind", [Held, HeldAsync])
 @pytest.mark.parametrize(("number", "method"), [(0, "__init__"), (0, "reset"), (1, "step"), (2, "finish")])
 def test_a_session_that_is_closed_during_a_call_closes_its_env_once(kind: Any, number: int, method: str):
@@ -151,6 +159,7 @@ def test_a_session_that_is_closed_during_a_call_closes_its_env_once(kind: Any, n
     assert Mine.closed == Mine.opened and len(Mine.opened) == 1
 
 
+@pytest.mark.usefixtures("whole_responses")
 @pytest.mark.parametrize(("number", "method"), [(0, "__init__"), (1, "step")])
 def test_a_session_answers_one_request_at_a_time(number: int, method: str):
     class Mine(Held):

@@ -49,6 +49,12 @@ NAMES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def whole_responses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow response begins with status 200, whatever comes: none is slow here."""
+    monkeypatch.setattr(env_server, "HEARTBEAT_SECONDS", 600.0)
+
+
 class Prompt(Env):
     """Starts with the task's own messages, as envs/search and GymnasiumEnv do; shows what the response names in the task."""
 

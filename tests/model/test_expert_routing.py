@@ -179,7 +179,8 @@ def test_replay_closes_the_gap_to_an_engine_that_routes_otherwise(model, how):
             for logprob, rollout, mask in zip(scored, sample.rollout_logprobs, sample.loss_mask, strict=True)
             if mask
         )
-    assert mismatch[True] < 0.2 * mismatch[False], mismatch
+    # The engine's batches, and with them its tokens, depend on time: 0.04 to 0.21 were seen. Without a replay it is 1.
+    assert mismatch[True] < 0.5 * mismatch[False], mismatch
 
 
 # In the trainer

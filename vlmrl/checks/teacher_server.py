@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
+from vlmrl.checks.doctor_model import highest_id
 from vlmrl.checks.server_parity import TOKENS, TOLERANCE, ParityError, Question, ask
 from vlmrl.engine.base import EngineError, SamplingParams
 from vlmrl.engine.server import UNREACHED, Server, ServerError
@@ -28,10 +30,10 @@ async def check_teacher_servers(
         ParityError: a server scores a response otherwise than it sampled it.
         EngineError: a server does not answer, or not in time.
     """
-    found = {}
+    found, highest = {}, highest_id(tokenizer)
     for server in scorer.servers.all:
         await _check_tokenizer(scorer, server, tokenizer, timeout)
-        found[server.url] = max([await _difference(scorer, server, each, timeout) for each in questions])
+        found[server.url] = max([await _difference(scorer, server, each, highest, timeout) for each in questions])
         if not found[server.url] <= TOLERANCE:
             raise ParityError(
                 f"the teacher's server {server.url} scores a response with other logprobs than it sampled it with, by "
@@ -61,16 +63,16 @@ async def _check_tokenizer(scorer: ServerScorer, server: Server, tokenizer: Any,
         )
 
 
-async def _difference(scorer: ServerScorer, server: Server, question: Question, timeout: float) -> float:
-    """Of the response up to the first image placeholder: a teacher's server bans none, and a policy never samples one."""
+async def _difference(scorer: ServerScorer, server: Server, question: Question, highest: int, timeout: float) -> float:
+    """Of the response up to its first image placeholder, which no server bans, or id of no token (above ``highest``)."""
     for seed in range(RESPONSES):
         request = replace(question.request, sampling=SamplingParams(TOKENS, seed=seed))
         sampled: Any = await ask(scorer, server, request, timeout)
-        if tokens := scorer.before_images(sampled.token_ids):
+        if tokens := list(takewhile(highest.__ge__, scorer.before_images(sampled.token_ids))):
             scores: Any = await ask(scorer, server, scorer.request_of(question.row(tokens)), timeout)
             logprobs = np.array([logprob for logprob, _ in sampled.logprobs[: len(tokens)]])
             return float(np.abs(scores.logprobs - logprobs).mean())
     raise ParityError(
-        f"the teacher's server {server.url} begins each of {RESPONSES} responses with an image placeholder, which no trained model "
-        "does: serve a trained model."
+        f"the teacher's server {server.url} begins each of {RESPONSES} responses with an image placeholder or an id of no token, "
+        "which no trained model does: serve a trained model."
     )
