@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
+from subprocess import PIPE
 
 import pytest
 from PIL import Image
@@ -121,6 +123,22 @@ def test_an_error_of_the_users_code_is_one_line(capsys):
         raise KeyError("level")
     error = capsys.readouterr().err
     assert error.startswith("vlmrl: KeyError: 'level' (") and "test_mistakes.py, line " in error
+
+
+@pytest.mark.slow
+def test_output_that_nobody_reads_ends_the_command_without_a_message():
+    program = "from vlmrl.cli.recipe import errors_in_one_line\nwith errors_in_one_line():\n  while True: print('line')"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=PIPE, stderr=PIPE) as process:
+        assert process.stdout.readline() == b"line\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+def test_a_broken_pipe_elsewhere_is_reported(capsys):
+    with pytest.raises(SystemExit), errors_in_one_line():
+        raise BrokenPipeError("of a server")
+    assert "of a server" in capsys.readouterr().err
 
 
 def word(text, task):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from vlmrl.utils.terminal import printable
 from vlmrl.utils.users_line import users_line
 
 RecipePath = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE")]
+STANDARD_OUTPUT = 1  # its file descriptor
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ def joined(recipe: Config, chosen: Config) -> Config:
 def errors_in_one_line() -> Iterator[None]:
     """Print errors of the user, the engine or the machine in one line instead of a traceback, and exit with status 1.
 
-    After Ctrl-C the status is 130. An error in vlmrl itself keeps its traceback.
+    After Ctrl-C the status is 130, and 141 if the output's reader has ended. An error in vlmrl itself keeps its traceback.
     """
     try:
         yield
@@ -134,6 +137,8 @@ def errors_in_one_line() -> Iterator[None]:
         print("\nstopped", file=sys.stderr)
         raise SystemExit(130) from None
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads_the_output():
+            raise SystemExit(141) from None  # as of SIGPIPE
         is_expected = isinstance(error, ValueError | OSError) or _ended_the_run(error)
         place = users_line(error)
         if not is_expected and (place is None or place.calls_vlmrl):
@@ -142,6 +147,16 @@ def errors_in_one_line() -> Iterator[None]:
         where = f" ({place})" if place and str(place) not in message else ""
         print(printable(f"vlmrl: {message}{where}"), file=sys.stderr)
         raise SystemExit(1) from error
+
+
+def _nobody_reads_the_output() -> bool:
+    """Whether standard output is a pipe whose reader has ended, as in `vlmrl doctor | head`. What was not read is dropped."""
+    output = select.poll()
+    output.register(STANDARD_OUTPUT, 0)
+    is_broken = any(event & select.POLLERR for _, event in output.poll(0))
+    if is_broken:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STANDARD_OUTPUT)  # else the interpreter's own flush fails
+    return is_broken
 
 
 def _ended_the_run(error: Exception) -> bool:

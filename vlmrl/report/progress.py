@@ -36,7 +36,8 @@ class Phase:
         self._total = total
         self._before = self._done = done
         self._interval = interval
-        self._began = self._printed = time.monotonic()
+        self._first: float | None = None  # when the first unit was finished; it often takes longer than the others
+        self._printed = time.monotonic()
         self._bar = Progress(
             TextColumn("{task.description:<11}"),
             BarColumn(bar_width=24),
@@ -66,11 +67,13 @@ class Phase:
         self._bar.update(self._task, advance=1, note=note)
         now = time.monotonic()
         if not self._console.is_terminal and (now - self._printed > self._interval or self._done == self._total):
-            left = (now - self._began) / (self._done - self._before) * (self._total - self._done)
-            self._console.print(
-                f"{self._name:<11} {self._done}/{self._total}  {note}  {left:.0f} s left", highlight=False
-            )
+            left = ""
+            if self._first is not None:
+                a_unit = (now - self._first) / (self._done - self._before - 1)
+                left = f"  {a_unit * (self._total - self._done):.0f} s left"
+            self._console.print(f"{self._name:<11} {self._done}/{self._total}  {note}{left}", highlight=False)
             self._printed = now
+        self._first = self._first or now
 
 
 def _short(value: float) -> str:
