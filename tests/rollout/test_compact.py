@@ -81,7 +81,7 @@ def test_the_summary_and_what_it_names_replace_the_conversation():
     assert trajectory.reward == 1.0 and trajectory.ending == "env_done"
     assert trajectory.metrics["asked_turns"] == 1
     assert [len(emit(trajectory, form)) for form in ("step_wise", "merged")] == [5, 2]
-    with pytest.raises(ValueError, match=r"step_wise or merge_prefixes"):
+    with pytest.raises(ValueError, match=r"step_wise or merged"):
         concat(trajectory)
 
 

@@ -29,7 +29,7 @@ def concat(trajectory: Trajectory) -> list[Sample]:
         if turns[number].parent != number - 1 or kept < max(above.length - 1, above.prompt_length):
             raise ValueError(
                 f"trajectory {trajectory.id}, turn {number}: its prompt was re-rendered, so the episode is no single row; "
-                "emit it with step_wise or merge_prefixes (rollout.samples)."
+                "set rollout.samples to step_wise or merged."
             )
         _drop(row, above.length - kept)
         _continue_row(row, trajectory, number)
