@@ -164,6 +164,17 @@ def test_a_refused_resume_changes_no_byte(tmp_path, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.slow
+def test_a_damaged_record_costs_a_run_its_page_and_not_its_summary(tmp_path, capsys):
+    config = small(tmp_path)
+    run_training(config)
+    log = config.folder / "trajectories.jsonl"
+    log.write_bytes(b"x" + log.read_bytes()[1:])
+    (config.folder / "summary.json").unlink()
+    run_training(replace(config, train=replace(config.train, steps=2)), resume=True)
+    assert "page could not be written" in capsys.readouterr().out and (config.folder / "summary.json").exists()
+
+
 class NoAccount(Tracker):
     """Writes a file, and does not start."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vlmrl.utils.json_files import finite_float, short_int
+from vlmrl.utils.json_files import finite_float
 
 MOST_BYTES = 256 * 2**20  # of a line: a record of ours has a few MiB
 
@@ -66,7 +66,7 @@ class JsonLinesTail:
     def _object(self, text: bytes) -> dict[str, Any]:
         """The object in a line. NaN and Infinity, which JSON and pages lack, become None; ``1e999`` is an error."""
         try:
-            found = json.loads(text, parse_constant=lambda _: None, parse_float=finite_float, parse_int=short_int)
+            found = json.loads(text, parse_constant=lambda _: None, parse_float=finite_float)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.path}: the line at byte {self._end} is not JSON: {error}") from error
         if not isinstance(found, dict):
