@@ -204,7 +204,7 @@ def test_a_response_that_is_no_json_is_a_failed_attempt_and_health_needs_none():
     chatty = Chatty()
     engine = engine_of(chatty, retries=1)
     try:
-        with pytest.raises(EngineError, match=r"in 2 attempts: ServerError: .*no JSON: <html>busy"):
+        with pytest.raises(EngineError, match=r"in 2 attempts: ServerError: .*the response is not JSON: '<html>busy"):
             asyncio.run(_start_and_generate(engine))
         assert engine.retried == 2
     finally:

@@ -30,6 +30,7 @@ from mcp_types import (
 )
 
 from vlmrl import McpEnv
+from vlmrl.env import mcp
 from vlmrl.env.base import resolve_env
 from vlmrl.env.mcp import _content as content_of
 from vlmrl.env.tools import parts_of
@@ -112,6 +113,14 @@ def test_an_image_that_cannot_be_decoded_becomes_a_text_beside_the_others(conten
     assert content_of(result(image_block(content))) == lost
     first, second, third = content_of(result(TextContent(text="two:"), image_block(content), image_block(png())))
     assert (first, second) == ("two:", lost) and third.image.getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_the_images_of_an_answer_have_a_limit_together(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mcp, "MOST_PIXELS", 2 * 64 * 32)
+    blocks = [image_block(png()) for _ in range(3)]
+    assert len(content_of(result(*blocks[:2]))) == 2
+    with pytest.raises(ValueError, match="its images have more than 4096 pixels in all"):
+        content_of(result(*blocks))
 
 
 def test_an_image_is_decoded_and_hashed_once_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch):

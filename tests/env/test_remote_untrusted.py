@@ -20,7 +20,7 @@ from testing.servers import answering, asked, served
 
 from vlmrl import Env, RemoteEnv, obs
 from vlmrl.env.base import resolve_env
-from vlmrl.env.remote import env_server
+from vlmrl.env.remote import env_server, serialize
 from vlmrl.env.remote.env_server import EnvServer, create_env_app
 from vlmrl.env.remote.serialize import serialize_task
 from vlmrl.env.session import EnvContractError
@@ -206,6 +206,20 @@ def test_an_image_that_decodes_to_gigabytes_is_refused_before_it_is_decoded():
     assert response.status_code == 422 and "12000 x 12000 pixels" in response.text
 
 
+def test_images_that_together_decode_to_gigabytes_are_refused_before_they_are_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """An answer of 3 MiB took 5.6 GiB."""
+    monkeypatch.setattr(serialize, "MOST_PIXELS", 3000)
+    buffer = io.BytesIO()
+    image(size=(32, 32)).save(buffer, format="PNG")
+    part = {"type": "image", "image": {"$image": base64.b64encode(buffer.getvalue()).decode()}}
+    payload = [{"role": "user", "content": [part, part]}]
+    assert len(serialize.deserialize_messages(payload, "messages")[0]["content"]) == 2
+    with pytest.raises(ValueError, match="messages must not show more than 3000 pixels in all, but they show 4096"):
+        serialize.deserialize_messages([*payload, *payload], "messages")
+
+
 class FakeServer:
     """Answers each path of an env server with JSON of the test's choice."""
 
@@ -279,7 +293,7 @@ def test_a_client_opens_nothing_that_a_server_names(played: Any, source: Any):
         {"messages": [], "done": True, "reward": 1.0, "metrics": {}, "points": [{"label": "click", "at": [[0.5]]}]},
         {**shown(), "reward": float("nan")},
         {**shown(), "reward": "much"},
-        {**shown(), "reward": 10**400},
+        {**shown(), "reward": 10**350},
         {**shown(), "metrics": {"x": float("inf")}},
         {**shown(), "metrics": []},
         shown(role="someone"),

@@ -27,7 +27,7 @@ from vlmrl.gateway.request_body import (
 )
 from vlmrl.gateway.request_images import MAX_NEW_IMAGES, NewImage, RequestImages
 from vlmrl.utils import json_files
-from vlmrl.utils.json_files import MAX_VALUES
+from vlmrl.utils.json_files import MAX_DIGITS, MAX_VALUES
 
 USER = {"role": "user", "content": "hello"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "zoom", "arguments": '{"k": 2}'}}
@@ -257,6 +257,13 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(piece, monkeyp
     content = b'{"messages": [' + piece * (MAX_VALUES + 1) + b"1]}"
     monkeypatch.setattr(json_files, "strict_json", lambda text: pytest.fail("it is parsed"))
     assert "commas and opening brackets" in error_of(read_json, content).message
+
+
+def test_a_number_of_thousands_of_digits_is_refused():
+    """Thousands of them hold the interpreter's lock for a second."""
+    content = b'{"seed": ' + b"9" * (MAX_DIGITS + 1) + b"}"
+    assert "has more than 400 digits" in error_of(read_json, content).message
+    assert read_json(content.replace(b"9", b"", 1)) == {"seed": 10**MAX_DIGITS - 1}
 
 
 def test_so_many_new_images_may_be_in_a_request():

@@ -14,7 +14,13 @@ from testing.hostile import junk
 from vlmrl import Env, obs
 from vlmrl.config import Data
 from vlmrl.data import PromptLength, TaskStream, load_tasks
+from vlmrl.data.conversations import _conversation
+from vlmrl.data.row_images import RowImages
+from vlmrl.multimodal.masks import RowError
 from vlmrl.rollout.runner import RolloutError, Runner
+from vlmrl.samples import audit
+from vlmrl.samples.conversation import samples_of_conversation
+from vlmrl.types import Task
 
 TEXTS = (
     "",
@@ -26,6 +32,7 @@ TEXTS = (
     "\x00\u202e",
     "x" * 3000,
 )
+COLUMNS = {"messages": "messages", "images": "images", "tools": "tools"}
 SECONDS = 60.0  # the deadline of one case; it takes milliseconds
 
 
@@ -57,6 +64,33 @@ def run(case: dict[str, Any]) -> str:
         return type(error).__name__
     finally:
         stream.close()
+
+
+def conversations(rng: random.Random) -> Iterator[dict[str, Any]]:
+    """Endlessly: rows of recorded conversations."""
+    while True:
+        response = {"role": "assistant", "content": rng.choice([*TEXTS, junk(rng)])}
+        row: Any = {"messages": [*_messages(rng), response], "tools": rng.choice([None, [], junk(rng)])}
+        row["images"] = [_image(rng) for _ in range(rng.randrange(3))]
+        for _ in range(rng.choice([0, 0, 1])):
+            rng.choice(row["messages"])[rng.choice(["role", "content", "tool_calls", "weight", "from"])] = junk(rng)
+        for _ in range(rng.choice([0, 0, 1])):
+            row[rng.choice(["messages", "images", "tools", "responses"])] = junk(rng)
+        yield row
+
+
+def read(row: dict[str, Any]) -> str:
+    """``rows``, or why the conversation is a bad row. Raises whatever else comes of it."""
+    try:
+        task = _conversation(Task("t", []), row, COLUMNS, "all", RowImages("row 0", []))
+    except Exception:  # which the source of conversations reports as a bad row
+        return "unreadable"
+    try:
+        samples = asyncio.run(samples_of_conversation(task, renderer(), new_store(), max_tokens=4000, seconds=SECONDS))
+        audit(samples, image_token_id=renderer().image_token_id, banned_ids=[])
+        return "rows"
+    except RowError as error:
+        return error.reason
 
 
 class _Once(Env):

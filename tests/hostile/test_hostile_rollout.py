@@ -24,6 +24,14 @@ def test_hostile_rows_are_played_or_counted(how_many):
     assert counts.total() == how_many(60) and len(counts) > 3
 
 
+def test_hostile_conversations_are_trained_on_or_bad_rows(how_many):
+    counts = Counter[str]()
+    for row in islice(rows.conversations(random.Random(0)), how_many(600)):
+        with harmless(row, allowed=(CANARY, CANARY_HOST)):
+            counts[rows.read(row)] += 1
+    assert counts["rows"] > how_many(600) / 50 and len(counts) > 4
+
+
 def test_hostile_env_answers_end_in_an_answer_a_failure_or_an_error_that_names_the_env(how_many):
     counts = ended(env_answers, islice(env_answers.cases(random.Random(0)), how_many(200)))
     assert {"env_done", "error", "EnvContractError"} <= set(counts)

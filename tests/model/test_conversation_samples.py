@@ -123,6 +123,24 @@ def test_long_rows_and_broken_images_are_refused(folder):
     assert error.value.reason == "images"
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": 5},
+        {"content": {"a": 1}},
+        {"content": [{"type": "text", "text": 5}]},
+        {"content": [{"text": "x"}]},
+        {"tool_calls": [{"type": "function", "function": {"name": 5, "arguments": {}}}]},
+    ],
+)
+def test_a_field_of_another_type_is_a_bad_row_and_does_not_stop_the_run(folder, message):
+    prompt = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "x"} | message]
+    row = Task("odd", prompt, data={"tools": [], "trained": [True], "sampled": {}})
+    with pytest.raises(RowError, match="task odd: ") as error:
+        made(load("qwen3_vl", folder), [row])
+    assert error.value.reason == "unreadable"
+
+
 def test_rows_of_all_forms_are_read_with_the_memory_of_their_distinct_images(folder, tmp_path):
     distinct = 6
     for number in range(distinct):

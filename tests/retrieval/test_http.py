@@ -1,8 +1,12 @@
 """Server and client of the retrieval protocol, over real sockets on the loopback address."""
 
+import asyncio
 import io
 import json
+import socket
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -12,7 +16,7 @@ from testing.servers import answering, closed_port, served
 
 from vlmrl.cli import main as cli
 from vlmrl.multimodal.images import load_image
-from vlmrl.retrieval import Hit, HttpRetriever, Passage, RetrieverError, open_retriever
+from vlmrl.retrieval import Hit, HttpRetriever, Passage, RetrieverError, open_retriever, retrieval_server
 from vlmrl.retrieval.retrieval_server import RetrieverServerArguments, create_retriever_app, serve_retriever
 from vlmrl.utils import http_server
 
@@ -157,7 +161,7 @@ def test_an_unreachable_server_is_an_error_after_the_patience():
         json.dumps({"result": [[{"id": 1, "text": "a", "image": "data:../../etc/hostname"}]]}),
         json.dumps({"result": [[{"id": 1, "text": "a", "image": {"path": "/etc/hostname"}}]]}),
         json.dumps({"result": [[{"id": 1, "text": "a\ud800"}]]}),
-        json.dumps({"result": [[{"document": {"id": 1, "text": "a"}, "score": 10**400}]]}),
+        json.dumps({"result": [[{"document": {"id": 1, "text": "a"}, "score": 10**350}]]}),
         json.dumps({"result": [5]}),
         "[" * 100_000,
     ],
@@ -195,3 +199,43 @@ def test_the_command_names_what_is_missing(capsys, monkeypatch):
     with pytest.raises(SystemExit, match="1"):
         cli.main()
     assert capsys.readouterr().err.startswith("vlmrl: corpus 'missing.jsonl' does not exist")
+
+
+def test_a_client_that_leaves_the_queue_leaves_nothing_in_it(monkeypatch):
+    """Or its queries would fill the memory, since its bytes no longer count among those of the bodies."""
+    monkeypatch.setattr(retrieval_server, "THREADS", 1)
+    entered, go, queued, left = (threading.Event() for _ in range(4))
+    searched = []
+
+    class Slow(Images):
+        def search(self, queries, topk):
+            searched.append(queries[0])
+            entered.set()
+            assert go.wait(LIMIT)
+            return super().search(queries, topk)
+
+    @web.middleware
+    async def watch(request, handler):
+        try:
+            asyncio.get_running_loop().call_soon(queued.set)  # the handler has begun to wait
+            return await handler(request)
+        except asyncio.CancelledError:
+            left.set()
+            raise
+
+    app = http_server.guarded(create_retriever_app(Slow(None)), None, 2**20)
+    app.middlewares.append(watch)
+    with served(app) as url, ThreadPoolExecutor(1) as other:
+        answer = other.submit(httpx.post, f"{url}/retrieve", json={"queries": ["first"]}, timeout=LIMIT)
+        assert entered.wait(LIMIT)
+        queued.clear()
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=LIMIT) as connection:
+            body = b'{"queries": ["left"]}'
+            connection.sendall(b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: 21\r\n\r\n" + body)
+            assert queued.wait(LIMIT)
+        assert left.wait(LIMIT)
+        go.set()
+        assert answer.result().status_code == 200
+        assert httpx.post(f"{url}/retrieve", json={"queries": ["last"]}, timeout=LIMIT).status_code == 200
+    assert searched == ["first", "last"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 from dataclasses import replace
@@ -26,6 +27,10 @@ DATA = {"data": Data("rows.jsonl"), "reward": lambda text, task: 1.0}
 
 def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
 
 
 def message_of(folder: Path) -> str | None:
@@ -138,6 +143,17 @@ def test_a_refused_resume_changes_no_byte(tmp_path, capsys):
         with pytest.raises(ValueError, match=reason):
             run_training(other, resume=True)
         assert files(config.folder) == before, reason
+    checkpoint = config.folder / "checkpoints/step000001"
+    for name, damage in itertools.product(
+        ("run.json", "trainer/.metadata", "trainer/__0_0.distcp"), (Path.unlink, cut)
+    ):
+        content = (checkpoint / name).read_bytes()
+        damage(checkpoint / name)
+        damaged = files(config.folder)
+        with pytest.raises(ValueError, match=r"checkpoint .*/step000001 cannot be read: .* delete this one"):
+            run_training(longer, resume=True)
+        assert files(config.folder) == damaged, name
+        (checkpoint / name).write_bytes(content)
     log = config.folder / "trajectories.jsonl"
     log.write_bytes(log.read_bytes()[:-9])
     (config.folder / "metrics.jsonl").open("a").write("{}\n")  # this file alone would be cut
@@ -146,6 +162,17 @@ def test_a_refused_resume_changes_no_byte(tmp_path, capsys):
         run_training(longer, resume=True)
     assert files(config.folder) == before
     capsys.readouterr()
+
+
+@pytest.mark.slow
+def test_a_damaged_record_costs_a_run_its_page_and_not_its_summary(tmp_path, capsys):
+    config = small(tmp_path)
+    run_training(config)
+    log = config.folder / "trajectories.jsonl"
+    log.write_bytes(b"x" + log.read_bytes()[1:])
+    (config.folder / "summary.json").unlink()
+    run_training(replace(config, train=replace(config.train, steps=2)), resume=True)
+    assert "page could not be written" in capsys.readouterr().out and (config.folder / "summary.json").exists()
 
 
 class NoAccount(Tracker):

@@ -22,6 +22,8 @@ ANSWERS = {
     "/made": (201, "made"),
     "/html": (200, "<html>"),
     "/deep": (200, "[" * 100_000),
+    "/many": (200, "[" + "[]," * 500_000 + "[" * 500_000),
+    "/digits": (200, "9" * 4000),
     "/100": (200, "x" * 100),
     "/101": (200, "x" * 101),
     "/moved": (302, ""),
@@ -78,6 +80,8 @@ def test_a_response_may_have_so_many_bytes(url: str, monkeypatch: pytest.MonkeyP
         ("/moved", RefusedError, "302 "),
         ("/html", ValueError, "the response is not JSON: '<html>'"),
         ("/deep", ValueError, "the response is not JSON"),
+        ("/many", ValueError, "the response must not have more than 1000000 commas and opening brackets"),
+        ("/digits", ValueError, "the response is not JSON: '9999"),
     ],
 )
 def test_responses_are_sorted_into_retryable_and_refused(url: str, path: str, error: type[Exception], message: str):

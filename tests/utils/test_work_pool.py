@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import weakref
 from collections.abc import Coroutine
 from typing import Any
 
@@ -128,6 +129,27 @@ def test_a_cancelled_wait_ends_no_call_that_has_begun_and_makes_none_that_waits(
 
     assert run(main()) == "c"
     assert order == ["a", "c"]
+
+
+def test_a_call_that_nobody_awaits_keeps_nothing_of_its_arguments():
+    """Or clients that leave a server's queue would fill its memory with their requests."""
+    running = Call("running", [])
+
+    async def main():
+        pool, argument = WorkPool("work", 1), Call("argument", [])
+        first = asyncio.create_task(pool.run(LIMIT, running))
+        await until(running.entered)
+        second, kept = asyncio.create_task(pool.run(LIMIT, id, argument)), weakref.ref(argument)
+        await asyncio.sleep(0)  # it is in the queue
+        del argument
+        second.cancel()
+        await asyncio.wait([second])
+        del second
+        assert kept() is None
+        running.go.set()
+        await first
+
+    run(main())
 
 
 def test_a_thread_is_not_lost_to_an_event_loop_that_ended():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -19,10 +18,11 @@ import aiohttp
 from vlmrl.engine.base import EngineError
 from vlmrl.engine.server import TAIL, TOKEN_VARIABLE, UNREACHED, Server, ServerError, ServerInfo, suppress_unreachable
 from vlmrl.engine.server_backend import Call, EncodedBody, ServerBackend
-from vlmrl.utils.http import excerpt, read_at_most
+from vlmrl.utils.http import excerpt, parse_json, read_at_most
 from vlmrl.utils.tokens import bearer
 
 CHECK_SECONDS = 30.0  # time limit of one health check
+MOST_VALUES = 2**25  # of a response: 5 for each of 20 likely ids at 300,000 tokens
 MOST_BYTES = 2**30  # of a response: the experts of a long context take hundreds of MiB
 PIECE = 2**18  # bytes of a body that are written at once: what a slow connection does not take yet is copied
 EXPECTED = (*UNREACHED, ServerError, EngineError)  # failures of a server; any other error is one of this program
@@ -120,9 +120,9 @@ class ServerPool:
         """
         content = await self._fetch(server, Call(path, body), timeout)
         try:
-            return json.loads(content) if content.strip() else None
-        except (ValueError, RecursionError):
-            raise ServerError(f"{server.url}{path}: HTTP 200, but no JSON: {excerpt(content, TAIL)}", 502) from None
+            return parse_json(content, MOST_VALUES) if content.strip() else None
+        except ValueError as error:
+            raise ServerError(f"{server.url}{path}: HTTP 200, but {error}", 502) from None
 
     async def _fetch(self, server: Server, call: Call, timeout: float | None) -> bytes:
         """The body of the response to ``call``. A redirect is an error: the run talks only to the servers that it was given."""

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from vlmrl.env.tool_calls import Schema, tool_name
 from vlmrl.env.tools import ToolEnv
-from vlmrl.multimodal.images import frozen_image
+from vlmrl.multimodal.images import MOST_PIXELS, DecodedImage, frozen_image
 from vlmrl.types import Message, Task
 from vlmrl.utils.require import import_extra
 from vlmrl.utils.work_pool import cpu_pool
@@ -180,8 +180,13 @@ def _schema(tool: Any) -> Schema:
 
 
 def _content(result: Any) -> Any:
-    """A tool's result as text, or as a list of texts and images."""
-    items = [item for block in result.content for item in _items(block)]
+    """A tool's result as text, or as a list of texts and images. Raises ValueError if they have more than MOST_PIXELS."""
+    items, values = [], 0
+    for item in (item for block in result.content for item in _items(block)):
+        items.append(item)
+        values += item.pixels.size if isinstance(item, DecodedImage) else 0
+        if values > 3 * MOST_PIXELS:
+            raise ValueError(f"its images have more than {MOST_PIXELS} pixels in all")
     if not items and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(items) if all(isinstance(item, str) for item in items) else items

@@ -23,6 +23,8 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """The formats that are decoded. PIL knows more, and runs Ghostscript for one of them."""
 MAX_PIXELS = 2**26
 """The largest width * height that is decoded: 67 million, about 0.7 GiB of memory while it is."""
+MOST_PIXELS = 4 * MAX_PIXELS
+"""Of all images in one answer of another process, which are decoded at once: 768 MiB."""
 MAX_FILE_BYTES = 2**29
 """The largest file that is read whole, to be sent: 512 MiB, more than MAX_PIXELS take without compression."""
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from vlmrl.retrieval.http_retriever import TOKEN_VARIABLE, passage_payload
 from vlmrl.retrieval.open import open_retriever
 from vlmrl.utils.http_server import BODY, Binding, run_server
 from vlmrl.utils.json_files import json_body
-from vlmrl.utils.threads import DaemonPool
+from vlmrl.utils.work_pool import WorkPool
 
 LIMIT = 1000  # queries in one request, and hits for one query
 MAX_HITS = 10_000  # of one request: a million took 5 GB and held up all other requests for 20 seconds
@@ -46,14 +47,13 @@ class RetrieverServerArguments:
 
 def create_retriever_app(retriever: Retriever, topk: int = 3) -> web.Application:
     """The app, without a guard: POST /retrieve, GET /health. Requests run in parallel threads."""
-    threads = DaemonPool("retriever", THREADS)
+    threads = WorkPool("retriever", THREADS)  # it forgets the queries of clients that leave its queue
 
     async def health(request: web.Request) -> web.Response:
         return web.json_response({"status": "ok", "retriever": retriever.name, "passages": retriever.passages})
 
     async def retrieve(request: web.Request) -> web.Response:
-        answer: web.Response = await threads.run(_answer, retriever, request[BODY], topk)
-        return answer
+        return await threads.run(math.inf, _answer, retriever, request[BODY], topk)
 
     async def end(app: web.Application) -> None:
         threads.close()

@@ -20,6 +20,7 @@ from vlmrl.rollout.buffer import SynchronousBuffer
 from vlmrl.rollout.failures import list_reasons
 from vlmrl.rollout.runner import RolloutError
 from vlmrl.run.build import Run
+from vlmrl.utils.output_files import OutputError
 from vlmrl.utils.threads import DaemonPool
 
 
@@ -86,7 +87,10 @@ class Recorder:
         """Write the curve and the page, and before them the batch of a step that did not end, without the trainer's numbers."""
         await self._write_trajectories()
         self.judge_evaluations()
-        await drawing_thread().run(_write_pages, self._run.config, self.log.rows())
+        try:
+            await drawing_thread().run(_write_pages, self._run.config, self.log.rows())
+        except (ValueError, OutputError) as error:  # a damaged line, a full disk: they only show
+            self._progress.say(f"the curve and the page could not be written: {error}")
 
     async def _write_trajectories(self) -> list[dict[str, Any]]:
         if self._unwritten is None:

@@ -28,7 +28,7 @@ async def samples_of_conversation(
 
     Raises:
         RowError: the conversation cannot be trained on: an image does not load, it is longer than ``max_tokens``, the chat template
-            refuses it, or a response that our policy sampled does not render to the sampled ids.
+            refuses it, a field has another type, or a response that our policy sampled does not render to the sampled ids.
     """
     try:
         rows = await cpu_pool().run(seconds, render_conversation, task, renderer)
@@ -37,6 +37,8 @@ async def samples_of_conversation(
         raise RowError("images", f"task {task.id}: {error}") from error
     except RowError as error:
         raise RowError(error.reason, f"task {task.id}: {error}") from error
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:  # a field of another type
+        raise RowError("unreadable", f"task {task.id}: {type(error).__name__}: {error}") from error
     longest = max(map(len, samples))
     if longest > max_tokens:
         raise RowError(

@@ -69,15 +69,28 @@ class _Reader(FileSystemReader):
     """As torch's, whose metadata are pickled: those of a checkpoint that somebody else made could run any code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / ".metadata"
-        try:
-            with path.open("rb") as file:
-                _MetadataUnpickler(file).load()
-        except pickle.UnpicklingError as error:
-            raise ValueError(
-                f"{path}: it is no metadata of a checkpoint: {error}. Use a checkpoint that you trust."
-            ) from error
+        folder = Path(self.path)
+        with _readable(folder.parent):
+            with (folder / ".metadata").open("rb") as file:
+                metadata = _MetadataUnpickler(file).load()
+            for part in metadata.storage_data.values():
+                if (folder / part.relative_path).stat().st_size < part.offset + part.length:
+                    raise EOFError(f"{part.relative_path} is cut")
         return super().read_metadata(*args, **kwargs)
+
+
+@contextmanager
+def _readable(checkpoint: Path) -> Iterator[None]:
+    """Raise whatever the files of a damaged checkpoint raise as a ValueError that names it."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        causes = error.failures.values() if isinstance(error, CheckpointException) else ()
+        cause = next((cause for cause, _ in causes), error)
+        raise ValueError(
+            f"checkpoint {checkpoint} cannot be read: {type(cause).__name__}: {cause!s:.200}. Use one that is whole and that you "
+            "trust: if you delete this one, the run continues from the one before, or from the start."
+        ) from error
 
 
 class Checkpoints:
@@ -116,7 +129,8 @@ def save_json(checkpoint: Path, values: Mapping[str, Any]) -> None:
 
 
 def load_json(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / "run.json").read_text())
+    with _readable(checkpoint):
+        return dict(json.loads((checkpoint / "run.json").read_text()))
 
 
 def save_tensors(checkpoint: Path, tensors: Tensors) -> None:
@@ -152,7 +166,7 @@ def load_weights(checkpoint: Path, policy: nn.Module) -> None:
 
 def _fill(tensors: Tensors, checkpoint: Path) -> None:
     """Read each of ``tensors`` in place from the checkpoint, which may hold others, too."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _readable(checkpoint):
         warnings.simplefilter("ignore")
         state_dict_loader.load(dict(tensors), storage_reader=_Reader(checkpoint / "trainer"))
 
@@ -224,7 +238,8 @@ def load_random(checkpoint: Path, process: int | str) -> None:
     path = checkpoint / f"random{process}.pt"
     if not path.exists():
         return
-    state = torch.load(path, weights_only=True)  # numbers, and no pickled code
+    with _readable(checkpoint):
+        state = torch.load(path, weights_only=True)  # numbers, and no pickled code
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -26,6 +26,7 @@ import aiohttp
 import tenacity
 from yarl import URL
 
+from vlmrl.utils.json_files import MAX_VALUES, check_values, short_int
 from vlmrl.utils.threads import LoopThread
 
 FIRST_PAUSE = 0.25  # seconds; each further pause is twice as long
@@ -216,10 +217,11 @@ def proxy_of(url: URL) -> dict[str, Any]:
     return {"proxy": URL(proxy).with_user(None), "proxy_auth": aiohttp.BasicAuth.from_url(URL(proxy))}
 
 
-def parse_json(response: bytes) -> Any:
-    """The JSON of a response. Raises ValueError, also for one that is nested too deeply."""
+def parse_json(response: bytes, most_values: int = MAX_VALUES) -> Any:
+    """The JSON of a response. Raises ValueError, also for one that is nested too deeply, or may have more than ``most_values``."""
+    check_values(response, most_values, "the response")
     try:
-        return json.loads(response)
+        return json.loads(response, parse_int=short_int)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the response is not JSON: {excerpt(response, 100)!r}") from error
 

@@ -9,7 +9,10 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
-MAX_VALUES = 1_000_000  # of a body: each takes 60 bytes or more, so that 64 MiB of `[],` would take 1.4 GiB
+MAX_VALUES = 1_000_000  # of a body: each takes 60 bytes or more, so that 64 MiB of `[],` would take 1.4 GiB, and no thread could run
+MAX_DIGITS = (
+    400  # of a whole number, more than a float's: Python takes quadratic time for them, and no other thread runs
+)
 MOST_BYTES = 64 * 2**20  # of a file: ours are far smaller
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # an escape that is valid only in a pair
 
@@ -30,7 +33,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 def strict_json(text: str) -> Any:
     """As ``json.loads``, which also takes ``NaN`` and ``Infinity`` and makes ``1e999`` infinite: here they raise ValueError."""
-    return json.loads(text, parse_constant=_reject_constant, parse_float=finite_float)
+    return json.loads(text, parse_constant=_reject_constant, parse_float=finite_float, parse_int=short_int)
 
 
 def json_body(content: bytes) -> dict[str, Any]:
@@ -38,8 +41,7 @@ def json_body(content: bytes) -> dict[str, Any]:
 
     Raises ValueError for anything else: no JSON in UTF-8, NaN, half of a surrogate pair, nested too deeply, or over MAX_VALUES values.
     """
-    if sum(map(content.count, (b",", b"[", b"{"))) > MAX_VALUES:  # those within texts count, too
-        raise ValueError(f"the body must not have more than {MAX_VALUES} commas and opening brackets.")
+    check_values(content, MAX_VALUES, "the body")
     try:
         text = content.decode()
         body = strict_json(text)
@@ -56,6 +58,12 @@ def json_body(content: bytes) -> dict[str, Any]:
     return body
 
 
+def check_values(content: bytes, most: int, name: str) -> None:
+    """Raise ValueError for a JSON text, called ``name``, that may have more than ``most`` values."""
+    if sum(map(content.count, (b",", b"[", b"{"))) > most:  # those within texts count, too
+        raise ValueError(f"{name} must not have more than {most} commas and opening brackets.")
+
+
 def _reject_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
@@ -66,3 +74,10 @@ def finite_float(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text[:20]} is too large a number")
     return number
+
+
+def short_int(text: str) -> int:
+    """The whole number of a JSON text. Raises ValueError for one of more than MAX_DIGITS digits."""
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"{text[:20]} has more than {MAX_DIGITS} digits")
+    return int(text)

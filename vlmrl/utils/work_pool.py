@@ -62,7 +62,9 @@ class WorkPool:
                 await asyncio.wait([result], timeout=None if left == math.inf else max(left, 0.001))
             return result.result()
         finally:
-            result.cancel()  # without effect on a call that has begun
+            if call.future.cancel():  # it has not begun, and never will
+                call.args = ()
+            result.cancel()
 
     def close(self) -> None:
         """End the threads after the calls that they are in. Calls still in the queue raise RuntimeError."""

@@ -111,6 +111,8 @@ class BrowserTab:
         await self.evaluate("0")  # a click's navigation has begun
         await self._page.wait_for_load_state("load")
         for frame in self._page.frames:
+            if frame.url.startswith("about:blank#"):
+                continue  # an evaluation there never ends: Playwright does not see that such a document has loaded
             await self._evaluate(frame, "(time) => window.vlmrlAdvance?.(time)", 1000 * seconds)
         await self._page.wait_for_load_state("load")
         until = asyncio.get_running_loop().time() + SETTLE_SECONDS

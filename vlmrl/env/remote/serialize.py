@@ -21,7 +21,7 @@ from typing import Any
 from PIL import Image
 
 from vlmrl.multimodal.embedded import check_embedded, embed_image, encode_once
-from vlmrl.multimodal.images import MAX_PIXELS, DecodedImage, describe, encode_png
+from vlmrl.multimodal.images import MAX_PIXELS, MOST_PIXELS, DecodedImage, describe, encode_png
 from vlmrl.multimodal.messages import images_of, map_images
 from vlmrl.types import Message, Task
 
@@ -80,6 +80,9 @@ def deserialize_messages(payload: Any, name: str) -> list[Message]:
     messages = [deserialize(message, f"{name}[{index}]") for index, message in enumerate(payload)]
     for index, message in enumerate(messages):
         _check_message(message, f"{name}[{index}]")
+    pixels = sum(image.width * image.height for image in images_of(messages) if isinstance(image, Image.Image))
+    if pixels > MOST_PIXELS:
+        raise ValueError(f"{name} must not show more than {MOST_PIXELS} pixels in all, but they show {pixels}.")
     return messages
 
 
