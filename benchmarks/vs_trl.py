@@ -330,10 +330,11 @@ def report(settings: Settings, rounds: list[Round]) -> None:
     if any(differ(each.ours, each.theirs) > SAME for each in rounds):
         lengths = [(each.ours.sampled_tokens, each.theirs.sampled_tokens) for each in rounds]
         raise SystemExit(f"the two sides sampled different numbers of tokens, {lengths}: raise --teach.")
-    distinct = settings.distinct_images
+    distinct, threads = settings.distinct_images, torch.get_num_threads()
     print(
         f"\n{settings.turns} turns, {settings.images[0]} images, {settings.groups} groups of {MEMBERS}, "
-        f"{rounds[0].ours.sampled_tokens[0]:.0f} sampled tokens a trajectory, {torch.get_num_threads()} thread{'s'[: torch.get_num_threads() > 1]}; medians of {len(rounds)} rounds"
+        f"{rounds[0].ours.sampled_tokens[0]:.0f} sampled tokens a trajectory, {threads} thread{'s'[: threads > 1]}; "
+        f"medians of {len(rounds)} rounds"
     )
     print(f"{'':<34}{'TRL':>10}{'vlmrl':>10}{'ratio':>10}{'bare loop':>12}{'vlmrl / bare':>14}")
     line("step, seconds", rounds, lambda cost: cost.step, lambda bare: bare[0] + bare[1])
