@@ -18,7 +18,7 @@ PAGES = "2346789"  # the tiny tokenizer has two tokens for each of them
 
 
 def image(seed: int, number: int, side: int) -> Image.Image:
-    """The same image for all members of a group, drawn again for each of them, as a crop would be."""
+    """Equal for equal seeds, and drawn again at each call, as a crop would be."""
     return Image.fromarray(np.random.default_rng([seed, number]).integers(0, 256, (side, side, 3), dtype=np.uint8))
 
 
@@ -37,14 +37,19 @@ def make_task(index: int, seed: int, turns: int, side: int) -> dict[str, Any]:
 class LookEnv(Env):
     """vlmrl's side: a tool message with an image after each call, and TRL's answers to other responses.
 
+    With ``own_images`` each member of a group sees images of its own, except for the prompt's.
     In TRL, a malformed call makes the whole response plain text, which ends the episode; a call that fails is answered by its error.
     """
 
     tools = [get_json_schema(look)]  # noqa: RUF012
 
-    def __init__(self, task: Task, turns: int, side: int) -> None:
+    def __init__(self, task: Task, turns: int, side: int, own_images: bool = False) -> None:
         super().__init__(task)
-        self.turns, self.side, self.number = turns, side, 0
+        self.turns, self.side, self.own_images, self.number = turns, side, own_images, 0
+
+    def reset(self):
+        if self.own_images:
+            self.seed = random.getrandbits(32)
 
     def step(self, response_text):
         calls = read_tool_calls(response_text)
@@ -81,11 +86,11 @@ def demonstrate(task: Task, turn: int) -> str:
 class LookTRL:
     """TRL's side: the public methods are the tools."""
 
-    def __init__(self, turns: int, side: int) -> None:
-        self._turns, self._side = turns, side
+    def __init__(self, turns: int, side: int, own_images: bool) -> None:
+        self._turns, self._side, self._own_images = turns, side, own_images
 
     def reset(self, seed: int, **columns: Any) -> None:
-        self._seed, self._number = seed, 0
+        self._seed, self._number = random.getrandbits(32) if self._own_images else seed, 0
 
     def look(self, page: int) -> list:
         """Look at the next image.

@@ -11,6 +11,10 @@ members of a group differ. Both use the same weights, template, processor and ba
 Unknown tools, malformed calls and wrong arguments have the same consequences on both sides. TRL generates with its transformers
 backend and an `environment_factory`; its vLLM backend is not compared, nor is a server of ours.
 
+Both run whole training loops, their logs included: metrics here and there, and here also the records and images of the trajectories.
+A step lasts from one row of metrics to the next. The members of a group see the same images, or, after the prompt's, images of their
+own, as with crops and browsers (``--images``).
+
 The two alternate, and a round's number is the median of its steps. Medians over the rounds are printed, for each number of threads in
 a process of its own: step times, their share of generation (prefill included), CPU times, how often each distinct image was processed
 (its pixels rescaled and normalized for the vision tower, the step that both sides share) and encoded, and the bound of a bare loop
@@ -26,10 +30,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -39,6 +43,7 @@ import tyro
 from bare_loop import BareLoop
 from datasets import Dataset
 from look_task import QUESTION, LookEnv, LookTRL, demonstrate, image, make_task
+from rich.console import Console
 from transformers import AutoModelForImageTextToText, AutoProcessor, PrinterCallback, TrainerCallback
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from trl import GRPOConfig, GRPOTrainer
@@ -47,10 +52,9 @@ from trl.chat_template_utils import qwen3_vl_chat_template
 from vlmrl import Config, Data, Model, Optim, Rollout, Train, WarmStart
 from vlmrl.data import TaskStream
 from vlmrl.report.progress import RunProgress
+from vlmrl.report.run_log import RunLog
 from vlmrl.run.build import Run, build_run
-from vlmrl.run.loop import train_on
-from vlmrl.run.sft import fine_tune
-from vlmrl.train.trainer import TrainerSpec
+from vlmrl.run.loop import train
 from vlmrl.types import Trajectory
 
 TOP_P = 0.9
@@ -67,6 +71,8 @@ class Settings:
     """Groups of 8 trajectories per step."""
     side: int = 128
     """Of the images, in pixels; 32 x 32 make a visual token."""
+    images: tuple[Literal["shared", "own"], ...] = ("shared", "own")
+    """Whether the members of a group see the same images, or, after the prompt's, images of their own."""
     threads: tuple[int, ...] = (1, 2)
     """Threads of torch; each number is measured in a process of its own, since torch reads it when it starts."""
     steps: int = 5
@@ -76,8 +82,14 @@ class Settings:
     """Supervised steps before the two sides are compared."""
     teach_rounds: int = 5
     """How often they are taught again, if their responses differ."""
-    share_prefixes: bool = True
-    """vlmrl's setting of that name; without it the trainer runs every row whole, as TRL does."""
+
+    @property
+    def own_images(self) -> bool:
+        return self.images == ("own",)
+
+    @property
+    def distinct_images(self) -> int:
+        return self.groups * (1 + (self.turns - 1) * (MEMBERS if self.own_images else 1))
 
 
 @dataclass
@@ -90,6 +102,7 @@ class Cost:
     processed: list[int] = field(default_factory=list)
     encoded: list[int] = field(default_factory=list)
     sampled_tokens: list[float] = field(default_factory=list)  # mean of a trajectory
+    pages: float = 0.0  # CPU seconds of what is drawn once, at the end of the run
 
     def add(self, before: Marks, after: Marks, sampled_tokens: float) -> None:
         self.step.append(after.clock - before.clock)
@@ -140,24 +153,21 @@ class Images:
 IMAGES = Images()
 
 
-def teach(settings: Settings, folder: Path) -> Run:
-    """A run whose tiny model, saved in its folder, gives the scripted responses and no others, in vlmrl and in TRL.
+def teach(settings: Settings, folder: Path) -> Path:
+    """The folder of a tiny model that gives the scripted responses and no others, in vlmrl and in TRL.
 
     Raises SystemExit if the two sides still sample different numbers of tokens after ``settings.teach_rounds`` rounds.
     """
-    run = make_run(settings, folder)
-    IMAGES.watch_tower(run.model.policy.model)
-    probe = replace(settings, steps=1)
+    probe, model = replace(settings, steps=1, images=("shared",)), "tiny:qwen3_vl"
     for number in range(settings.teach_rounds):
-        asyncio.run(fine_tune(run, "warm_start", RunProgress()))
-        run.model.save(run.folder / "model")
         ours, theirs = Cost(), Cost()
-        trajectories = asyncio.run(step_vlmrl(run, probe, ours, f"probe{number}"))
-        step_trl(run.folder / "model", probe, theirs)
+        run, trajectories = train_vlmrl(probe, folder, f"taught{number}", model, ours, settings.teach)
+        model = str(run.folder / "model")
+        train_trl(probe, folder, model, theirs)
         lengths = {each.num_sampled for each in trajectories}
         scripted = {len(trajectory.turns) for trajectory in trajectories} == {settings.turns} and len(lengths) == 1
         if scripted and differ(ours, theirs) <= SAME:
-            return run
+            return Path(model)
     raise SystemExit(
         f"after {settings.teach_rounds} x {settings.teach} supervised steps the two sides do not sample equal responses: "
         f"{ours.sampled_tokens} and {theirs.sampled_tokens} tokens a trajectory. Raise --teach or --teach-rounds."
@@ -169,52 +179,53 @@ def differ(ours: Cost, theirs: Cost) -> float:
     return abs(statistics.mean(ours.sampled_tokens) / statistics.mean(theirs.sampled_tokens) - 1)
 
 
-def make_run(settings: Settings, folder: Path) -> Run:
+def make_run(settings: Settings, folder: Path, name: str, model: str, teach_steps: int) -> Run:
     template = folder / "template.jinja"
     template.write_text(qwen3_vl_chat_template)
     options = {"turns": settings.turns, "side": settings.side}
     return build_run(
         Config(
-            name="vs_trl",
+            name=name,
             output_dir=str(folder),
-            model=Model(device="cpu", dtype="float32", chat_template=str(template)),
+            model=Model(path=model, device="cpu", dtype="float32", chat_template=str(template)),
             data=Data(generator=make_task, size=10_000, options=options),
             env=LookEnv,
-            env_options=options,
+            env_options=options | {"own_images": settings.own_images},
             rollout=Rollout(max_turns=settings.turns, max_tokens=16_384, max_response_tokens=64, top_p=TOP_P),
-            warm_start=WarmStart(demonstrate=demonstrate, steps=settings.teach, trajectories_per_step=4),
+            warm_start=WarmStart(demonstrate=demonstrate, steps=teach_steps, trajectories_per_step=4),
             optim=Optim(lr=TINY_LR),
-            train=Train(groups_per_batch=settings.groups),
-            save_model=False,
+            train=Train(steps=settings.steps + 1, groups_per_batch=settings.groups),
+            save_model=teach_steps > 0,
         )
     )
 
 
-async def step_vlmrl(run: Run, settings: Settings, cost: Cost, label: str) -> list[Trajectory]:
-    """The stages of `vlmrl.run.loop.train`, timed. Returns the last step's trajectories."""
-    config = run.config
-    budget = config.train.tokens_per_micro_batch
-    sizes = {"total_steps": 100, "tokens_per_micro_batch": budget, "share_prefixes": settings.share_prefixes}
-    trainer = run.trainer.start(TrainerSpec(config.algo, config.optim, **sizes))
-    runner, tasks = run.runner(), TaskStream(run.tasks)
-    trajectories: list[Trajectory] = []
-    for step in range(settings.steps + 1):
-        before = Marks.now(run.engine.seconds_busy)
-        rollouts = await runner.play(tasks, settings.groups, f"{label}/{step}")
-        trajectories = rollouts.trajectories
-        train_on(run, trainer, trajectories)
-        run.engine.weights_changed(trainer.steps_done)
-        if step:
-            sampled = statistics.mean(trajectory.num_sampled for trajectory in trajectories)
-            cost.add(before, Marks.now(run.engine.seconds_busy), sampled)
-    trainer.close()
-    return trajectories
+def train_vlmrl(
+    settings: Settings, folder: Path, name: str, model: str, cost: Cost, teach_steps: int = 0
+) -> tuple[Run, list[Trajectory]]:
+    """A whole run. Returns it, closed, with trajectories that were played after it."""
+    run = make_run(settings, folder, name, model, teach_steps)
+    IMAGES.watch_tower(run.model.policy.model)
+    times = StepTimes(cost)
+
+    def on_row(row: Mapping[str, Any]) -> None:
+        if "sampled_tokens/mean" in row:  # the others are of supervised steps
+            times.ended(Marks.now(run.engine.seconds_busy), row["sampled_tokens/mean"])
+
+    with RunLog(run.folder) as log:
+        log.on_row = on_row
+        asyncio.run(train(run, log, RunProgress(Console(quiet=True))))
+    if not teach_steps:
+        cost.pages = time.process_time() - times.last.cpu
+    trajectories = asyncio.run(run.runner().play(TaskStream(run.tasks), settings.groups, "played")).trajectories
+    run.close()
+    return run, trajectories
 
 
-def step_trl(folder: Path, settings: Settings, cost: Cost) -> None:
-    processor = AutoProcessor.from_pretrained(folder)
+def train_trl(settings: Settings, folder: Path, path: str, cost: Cost) -> None:
+    processor = AutoProcessor.from_pretrained(path)
     processor.chat_template = processor.tokenizer.chat_template = qwen3_vl_chat_template
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype="float32", attn_implementation="sdpa")
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype="float32", attn_implementation="sdpa")
     IMAGES.watch_tower(model)
     clock = Clock(model)
     rows = [
@@ -226,10 +237,10 @@ def step_trl(folder: Path, settings: Settings, cost: Cost) -> None:
         model=model,
         processing_class=processor,
         train_dataset=Dataset.from_list(rows),
-        environment_factory=lambda: LookTRL(settings.turns, settings.side),
-        callbacks=[StepTimes(clock, cost)],
+        environment_factory=lambda: LookTRL(settings.turns, settings.side, settings.own_images),
+        callbacks=[TRLSteps(clock, cost)],
         args=GRPOConfig(
-            output_dir=str(folder.parent / "trl"),
+            output_dir=str(folder / "trl"),
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
@@ -269,20 +280,27 @@ class Clock:
         model.generate = timed
 
 
-class StepTimes(TrainerCallback):
+class StepTimes:
     """From the end of one step to the end of the next; the first is not counted."""
 
+    last: Marks | None = None
+
+    def __init__(self, cost: Cost) -> None:
+        self.cost = cost
+
+    def ended(self, now: Marks, sampled_tokens: float) -> None:
+        if self.last is not None:
+            self.cost.add(self.last, now, sampled_tokens)
+        self.last = now
+
+
+class TRLSteps(TrainerCallback):
     def __init__(self, clock: Clock, cost: Cost) -> None:
-        self.clock, self.cost = clock, cost
-        self.before: Marks | None = None
+        self.clock, self.times = clock, StepTimes(cost)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
-        now = Marks.now(self.clock.seconds)
-        if "loss" not in logs:
-            return
-        if self.before is not None:
-            self.cost.add(self.before, now, float(logs["completions/mean_length"]))
-        self.before = now
+        if "loss" in logs:
+            self.times.ended(Marks.now(self.clock.seconds), float(logs["completions/mean_length"]))
 
 
 @dataclass
@@ -295,11 +313,11 @@ class Round:
     """Generating, training, and the CPU time of both."""
 
 
-def play_round(settings: Settings, run: Run, number: int) -> Round:
+def play_round(settings: Settings, folder: Path, model: Path, name: str) -> Round:
     ours, theirs = Cost(), Cost()
-    trajectories = asyncio.run(step_vlmrl(run, settings, ours, f"round{number}"))
-    step_trl(run.folder / "model", settings, theirs)
-    bare = BareLoop(run.folder / "model", trajectories, MEMBERS, run.model.policy.family)
+    run, trajectories = train_vlmrl(settings, folder, name, str(model), ours)
+    train_trl(settings, folder, str(model), theirs)
+    bare = BareLoop(model, trajectories, MEMBERS, run.model.policy.family)
     bare.seconds()
     times = []
     for _ in range(settings.steps):
@@ -312,10 +330,11 @@ def report(settings: Settings, rounds: list[Round]) -> None:
     if any(differ(each.ours, each.theirs) > SAME for each in rounds):
         lengths = [(each.ours.sampled_tokens, each.theirs.sampled_tokens) for each in rounds]
         raise SystemExit(f"the two sides sampled different numbers of tokens, {lengths}: raise --teach.")
-    distinct = settings.groups * settings.turns
+    distinct, threads = settings.distinct_images, torch.get_num_threads()
     print(
-        f"\n{settings.turns} turns, {settings.groups} groups of {MEMBERS}, {rounds[0].ours.sampled_tokens[0]:.0f} sampled tokens a "
-        f"trajectory, {torch.get_num_threads()} thread{'s'[: torch.get_num_threads() > 1]}; medians of {len(rounds)} rounds"
+        f"\n{settings.turns} turns, {settings.images[0]} images, {settings.groups} groups of {MEMBERS}, "
+        f"{rounds[0].ours.sampled_tokens[0]:.0f} sampled tokens a trajectory, {threads} thread{'s'[: threads > 1]}; "
+        f"medians of {len(rounds)} rounds"
     )
     print(f"{'':<34}{'TRL':>10}{'vlmrl':>10}{'ratio':>10}{'bare loop':>12}{'vlmrl / bare':>14}")
     line("step, seconds", rounds, lambda cost: cost.step, lambda bare: bare[0] + bare[1])
@@ -324,6 +343,8 @@ def report(settings: Settings, rounds: list[Round]) -> None:
     line("step, CPU seconds", rounds, lambda cost: cost.cpu, lambda bare: bare[2])
     line("images processed / distinct", rounds, lambda cost: np.divide(cost.processed, distinct))
     line("images encoded / distinct", rounds, lambda cost: np.divide(cost.encoded, distinct))
+    pages = max(each.ours.pages for each in rounds)
+    print(f"Not in a step: vlmrl's curve and page, once at the end of a run: at most {pages:.2f} CPU seconds")
 
 
 def line(
@@ -350,10 +371,11 @@ def both(rounds: list[Round]) -> tuple[list[Cost], list[Cost]]:
 def measure(settings: Settings) -> None:
     IMAGES.watch_processor()
     with tempfile.TemporaryDirectory() as scratch:
-        run = teach(settings, Path(scratch))
-        rounds = [play_round(settings, run, number) for number in range(settings.rounds)]
-        run.engine.close()
-    report(settings, rounds)
+        folder = Path(scratch)
+        model = teach(settings, folder)
+        for images in settings.images:
+            own = replace(settings, images=(images,))
+            report(own, [play_round(own, folder, model, f"{images}{number}") for number in range(settings.rounds)])
 
 
 def main(settings: Settings) -> None:

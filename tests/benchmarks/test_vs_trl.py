@@ -51,6 +51,19 @@ def test_a_response_ends_the_episode_or_is_answered(scripts, response):
     assert (done, len(observation.get("multi_modal_data", {}).get("image", []))) == (ends, images)
 
 
+@pytest.mark.parametrize("own_images", [False, True])
+def test_members_see_the_same_images_or_their_own(scripts, own_images):
+    task, _ = scripts
+    envs = [task.LookEnv(Task("t", []), turns=4, side=32, own_images=own_images) for _ in range(2)]
+    theirs = [task.LookTRL(4, 32, own_images) for _ in range(2)]
+    for env, other in zip(envs, theirs, strict=True):
+        env.reset()
+        other.reset(seed=0)
+    ours = [env.step(CALL)[0]["multi_modal_data"]["image"][0].tobytes() for env in envs]
+    shown = [other.look(3)[0]["image"].tobytes() for other in theirs]
+    assert (len({*ours}), len({*shown}), len({*ours, *shown})) == ((2, 2, 4) if own_images else (1, 1, 1))
+
+
 @pytest.mark.parametrize("response", RESPONSES)
 def test_trl_reads_the_same_calls(scripts, tmp_path, response):
     pytest.importorskip("trl", reason="needs TRL: pip install 'vlmrl[bench]'")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from testing.episodes import sharp_model
 
 from vlmrl.engine.hf.cpu_threads import BLOCK, TRIALS, CpuThreads
+from vlmrl.engine.hf.engine import HFEngine
 
 FORWARDS = 2 * TRIALS * BLOCK  # more than the trials of one kind
 
@@ -57,6 +60,35 @@ def test_the_faster_number_is_chosen(four: None, seconds: dict[int, float], fast
     used = in_own_thread(play)
     assert used[: 2 * BLOCK] == [4] * BLOCK + [1] * BLOCK
     assert used[-3:] == [faster] * 3
+
+
+def test_the_first_weight_update_chooses_once_more(four: None):
+    """The trainer's thread slows down forwards on several threads."""
+
+    def play() -> list[int]:
+        clock = FakeClock({1: 2.0, 4: 1.0})
+        threads, used = CpuThreads(clock=clock), []
+        for seconds in ({1: 2.0, 4: 1.0}, {1: 1.0, 4: 2.0}, {1: 2.0, 4: 1.0}):
+            clock.seconds = seconds
+            used.append([threads.run("decode", 1, clock.forward) for _ in range(FORWARDS + 1)][-1])
+            threads.weights_changed()
+        return used
+
+    assert in_own_thread(play) == [4, 1, 1]
+
+
+def test_an_engine_chooses_once_more_after_a_weight_update(qwen3_vl: Path):
+    model = sharp_model(qwen3_vl)
+    engine = HFEngine(model.policy, model.renderer)
+    threads = engine._resources.threads
+    assert threads is not None
+    timed = [threads._seconds]
+    for version in (1, 2):
+        engine.weights_changed(version)
+        timed.append(threads._seconds)
+    engine.close()
+    assert timed[0] is not timed[1]
+    assert timed[1] is timed[2]
 
 
 def test_decode_and_prefill_have_numbers_of_their_own(four: None):

@@ -1,7 +1,9 @@
 """How many threads the embedded engine computes on, on a CPU: one or all, whichever decodes and prefills faster.
 
 A decode step of a small model is many short operations. In each of them, waiting for a second thread may take longer than it saves.
-It depends on model, batch and machine, so the first forwards are timed. Results differ between the two by float32 rounding.
+It depends on model, batch and machine, so the first forwards are timed, and again after the first weight update: the trainer's thread
+then has helpers of its own, and where there are more threads than cores, waking them takes longer. Results differ between the two by
+float32 rounding.
 """
 
 from __future__ import annotations
@@ -31,9 +33,20 @@ class CpuThreads:
     def __init__(self, count: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._all = torch.get_num_threads()
         self._clock = clock
-        self._chosen = dict.fromkeys(("decode", "prefill"), count or (1 if self._all == 1 else None))
+        self._fixed = count or (1 if self._all == 1 else None)
+        self._trained = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._chosen = dict.fromkeys(("decode", "prefill"), self._fixed)
         self._done = Counter[str]()  # forwards by kind
         self._seconds: dict[str, dict[int, list[float]]] = {kind: {self._all: [], 1: []} for kind in self._chosen}
+
+    def weights_changed(self) -> None:
+        """At the first call, begin to time forwards again. No forward may run meanwhile."""
+        if not self._trained:
+            self._trained = True
+            self._begin()
 
     def run(self, kind: str, tokens: int, forward: Callable[[], T]) -> T:
         """``forward()`` of so many ``tokens``; ``kind`` is decode or prefill."""

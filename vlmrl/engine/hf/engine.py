@@ -54,8 +54,8 @@ class HFEngine:
     padded tokens of one prefill forward, and the visual tokens encoded at once. ``record_expert_routing`` adds their tokens'
     experts to completions, if the model has any. ``images_encoded``, ``tokens_prefilled`` and ``seconds_busy`` count work done.
     ``kv_cache_bytes`` limits the KV cache, prefixes between turns included: requests that do not fit wait
-    (:mod:`vlmrl.engine.hf.budget`). ``threads`` are those of a CPU; by default the engine times one and all in its first forwards
-    and takes what is faster, which changes results by rounding (:mod:`vlmrl.engine.hf.cpu_threads`).
+    (:mod:`vlmrl.engine.hf.budget`). ``threads`` are those of a CPU; by default the engine times one and all in its first forwards, and
+    after the first weight update, and takes what is faster, which changes results by rounding (:mod:`vlmrl.engine.hf.cpu_threads`).
     """
 
     def __init__(
@@ -145,6 +145,8 @@ class HFEngine:
         """Drop everything that the old weights computed. Change the policy's weights only while the engine is paused or idle."""
         self._resources.features.clear()
         self._resources.prefixes.clear(policy_version)
+        if self._resources.threads is not None:
+            self._resources.threads.weights_changed()
 
     def close(self) -> None:
         """End the engine's thread. Waiting requests fail with an EngineError."""
