@@ -1,4 +1,4 @@
-"""What `vlmrl collect` plays, and which of the episodes it writes. These are options of the command, not settings of a recipe."""
+"""The options of `vlmrl collect`: what it plays, and which episodes it writes. They are not settings of a recipe."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def _set_up(target: Any, options: dict[str, Any], name: str) -> Any:
         shared.close()
     raise ValueError(
         f"env {name}: setup must be a plain classmethod: it runs once, before there is an event loop. Call asyncio.run in it, and "
-        "make what belongs to a loop (a client, a lock) in reset."
+        "make objects of an event loop (a client, a lock) in reset."
     )
 
 

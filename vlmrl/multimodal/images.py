@@ -57,7 +57,7 @@ class _UnfitError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class DecodedImage:
-    """An image as it was when it was shown: an :data:`ImageSource` that nobody can change, decoded and hashed once."""
+    """A frozen image: an immutable :data:`ImageSource`, decoded and hashed once."""
 
     id: str
     """:func:`content_hash` of the RGB image."""

@@ -1,4 +1,4 @@
-"""The advisor of a run: prints its advisories, and counts the steps that taught nothing."""
+"""The advisor of a run: prints its advisories, and counts the steps without a learning signal."""
 
 from __future__ import annotations
 

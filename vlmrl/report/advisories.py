@@ -71,7 +71,7 @@ LEAST_GROUPS = 24  # a step or two without a difference are frequent in runs tha
 
 
 def compares_groups(config: Config) -> bool:
-    """Whether rewards teach only where they differ within a group. Advantages of one's own are taken to be such."""
+    """Whether the advantage compares rewards within a group. A user's own advantages are assumed to do so."""
     return config.rollout.group_size > 1 and config.algo.advantage not in ("none", "reinforce_pp")
 
 
@@ -102,7 +102,7 @@ def truncated(seen: Observed) -> tuple[str, str] | None:
 
 
 def no_signal(seen: Observed) -> tuple[str, str] | None:
-    """In no group of the last steps does one member have another reward than the others. A group of one has no others."""
+    """In every group of the last steps all members have equal rewards."""
     if not compares_groups(seen.config):
         return None
     groups, steps, rewards = 0, 0, set()
@@ -161,7 +161,7 @@ def zero_gradient(seen: Observed) -> tuple[str, str] | None:
 
 
 def entropy_collapse(seen: Observed) -> tuple[str, str] | None:
-    """The policy's entropy is a fifth of what it was, and groups no longer differ, below the reward that was seen."""
+    """The entropy fell to a fifth, and rewards within groups no longer differ, below the best reward so far."""
     (before, now), last = seen.means("entropy"), seen.rows[-5:]
     groups = sum(row.get("groups/played", 0) for row in last)
     equal = sum(row.get("groups/zero_variance", 0) for row in last)

@@ -1,4 +1,4 @@
-"""The history modes decide which tokens the next response is sampled from.
+"""History modes: how the prompt of the next response is made.
 
 The turn loop creates one history per trajectory with :func:`new_history`. It renders the prompt and, after each response, the
 continuation. ``append`` adds the observation as the chat template writes it; ``inline`` adds it inside the assistant message, which

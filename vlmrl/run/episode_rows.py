@@ -1,4 +1,4 @@
-"""Collected episodes: their rows in ``episodes.jsonl``, what is recorded of them, and which of them are kept.
+"""Collected episodes: their records, the choice of the kept ones, and the rows of ``episodes.jsonl``.
 
 A row is a conversation with what it earned. `datasets.load_dataset("json", data_files="episodes.jsonl")` loads the file::
 

@@ -24,7 +24,7 @@ from vlmrl.utils.threads import DaemonPool
 
 
 class Recorder:
-    """Times the stages of a step and writes what it gave: ``play``, then ``end_step``; ``finish`` at the end of the run."""
+    """Times the stages of a step and writes its results: ``play``, then ``end_step``; ``finish`` at the end of the run."""
 
     def __init__(self, run: Run, log: RunLog, progress: RunProgress) -> None:
         self.log = log

@@ -1,4 +1,4 @@
-"""Runs the seeds and controls of a recipe one after the other, each in a process of its own. What is finished is not run again."""
+"""Runs the seeds and controls of a recipe one after another, each in its own process. Finished ones are not run again."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _unfinished(experiment: Experiment) -> Iterator[list[str]]:
 
 
 def launch_process(arguments: Sequence[str]) -> int:
-    """Run ``vlmrl`` in a process of its own. Ctrl-C and SIGTERM reach it, and it may save its state."""
+    """Run ``vlmrl`` in its own process. Ctrl-C and SIGTERM are passed on to it, so that it can save its state."""
     process = subprocess.Popen([sys.executable, "-m", "vlmrl", *arguments])
 
     def forward(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""What vlmrl's HTTP servers share: their address, whom they answer, limits on a request's body, and how an app is served.
+"""Common parts of vlmrl's HTTP servers: address, access, limits on a request's body, and serving an app.
 
     app = guarded(create_my_app(), token=None, max_body=2**20)
     run_server(app, Binding("127.0.0.1", 8100, None, 2**20, "MY_TOKEN"), "it serves")    # until Ctrl-C

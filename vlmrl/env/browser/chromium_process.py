@@ -156,7 +156,7 @@ def _drivers() -> list[int]:
 
 
 def _folders(pid: int) -> list[Path]:
-    """The temporary folders of a Chromium, which nobody removes if it or its driver is killed: its profile, and its socket's."""
+    """The temporary folders of a Chromium (profile, socket), which remain if it or its driver is killed."""
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
         if found := re.search(r"--user-data-dir=([^\0]*playwright_chromiumdev_profile-[^\0]+)", words):

@@ -1,4 +1,4 @@
-"""What a tracker is, and the rows of its trajectory table."""
+"""The interface of trackers, and the rows of their trajectory table."""
 
 from __future__ import annotations
 
