@@ -48,8 +48,9 @@ class PlayCommand:
     """Recipe: `file.py`. Env: `module:Name` or `file.py:Name`. Omit it with `--agent` or `--rollout.generate`."""
 
     def run(self, options: Sequence[str]) -> None:
-        has_recipe = self.env is not None and self.env.endswith(".py")
-        recipe = Recipe.load(self.env) if has_recipe else Recipe(self._config, Path.cwd(), "")
+        recipe = Recipe(self._config, Path.cwd(), "")
+        if self.env is not None and self.env.endswith(".py"):
+            recipe = Recipe.load(self.env)
         prog = f"vlmrl play {self.env or ''}".rstrip()
         chosen = recipe.options(PlayOptions(recipe.config()), options, prog, self.__doc__)
         try:

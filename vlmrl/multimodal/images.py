@@ -264,7 +264,7 @@ def _regular_file(source: str | Path) -> Path:
     """The path of a source. Raises ValueError for a pipe, a device or a file of /proc: reading one might never end."""
     path = Path(str(source).removeprefix("file://"))
     if path.exists() and not path.is_dir() and not (path.is_file() and path.stat().st_size):
-        raise _UnfitError("it is no regular file, or an empty one.")
+        raise _UnfitError("it is not a regular file, or it is empty.")
     return path
 
 

@@ -136,7 +136,7 @@ def resolve_policy(config: Rollout) -> HistoryPolicy | None:
         require(
             config.samples != "concat",
             "rollout.samples",
-            "merged or step_wise with a history policy that asks the model, since such an episode is no single row",
+            "merged or step_wise with a history policy that asks the model, since its episodes do not fit one row",
             config.samples,
         )
     function = resolve_function(

@@ -75,7 +75,7 @@ class _Reader(FileSystemReader):
                 _MetadataUnpickler(file).load()
         except pickle.UnpicklingError as error:
             raise ValueError(
-                f"{path}: it is no metadata of a checkpoint: {error}. Use a checkpoint that you trust."
+                f"{path}: it is not the metadata of a checkpoint: {error}. Use a checkpoint that you trust."
             ) from error
         return super().read_metadata(*args, **kwargs)
 

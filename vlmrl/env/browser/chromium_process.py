@@ -39,7 +39,7 @@ def find_chromium(path: str | None) -> str:
     named = path or os.environ.get(VARIABLE)
     found = shutil.which(named) if named else next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
-        what = f"{named} is no program" if named else f"none of {', '.join(NAMES)} is on PATH"
+        what = f"{named} is not a program" if named else f"none of {', '.join(NAMES)} is on PATH"
         raise ValueError(
             f"env_options.chromium: no Chromium was found: {what}. Install one (Debian: apt install chromium), or name its program by "
             f"env_options.chromium or the environment variable {VARIABLE}."
