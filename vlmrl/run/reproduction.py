@@ -99,8 +99,8 @@ def reproduce(experiments: Sequence[Experiment], launch: Launch, say: Callable[[
                 raise SystemExit(status)
             if status:
                 raise ExperimentError(
-                    f"{name}: its command ended with status {status}; its own message is above. What is finished is kept: run the "
-                    "same command again to go on."
+                    f"{name}: its command ended with status {status}; see its message above. Finished runs are kept: repeat "
+                    "the command to continue."
                 )
     return [experiment.result() for experiment in experiments]
 

@@ -41,7 +41,7 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Taught:
-    """What a teacher says about the rows of one micro-batch. Tensors are ``[rows, length]``, 0 where it says nothing."""
+    """A teacher's scores of one micro-batch's rows. Tensors are ``[rows, length]``, 0 where it scores nothing."""
 
     logprobs: torch.Tensor
     known: torch.Tensor

@@ -80,7 +80,7 @@ class Binding:
         return cls(host, port, bearer_token(token_variable), int(max_body_mib * 2**20), token_variable)
 
     def url(self, path: str = "") -> str:
-        """The address, for people to read; it says if a token is required."""
+        """The address to print; it says whether a token is required."""
         return url_of(self.host, self.port) + path + (" (requires a token)" if self.token else "")
 
     def open_port(self) -> socket.socket:
