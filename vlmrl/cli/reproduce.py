@@ -38,8 +38,8 @@ class ReproduceCommand:
         run_reproduction(self.recipe, config, chosen, settings)
 
 
-DESCRIPTION = """Train with each seed, one after the other, then the controls, and evaluate every trained model. What is finished is
-skipped when the command is run again. Any setting of the recipe may follow, such as `--optim.lr 1e-5`, and applies to all of them."""
+DESCRIPTION = """Train with each seed, one after another, then the controls, and evaluate every trained model. A repeated command skips
+finished runs. Any setting of the recipe may follow, such as `--optim.lr 1e-5`, and applies to all runs."""
 
 
 @dataclass(frozen=True)

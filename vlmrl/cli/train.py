@@ -61,7 +61,8 @@ def run_recipe(config: Callable[[], Config]) -> None:
 
 def train_recipe(recipe: Recipe, options: Sequence[str], program: Sequence[str], *, only_sft: bool = False) -> None:
     """Train with a recipe. ``program`` and ``options`` are the command line. ``only_sft``: without reinforcement learning."""
-    chosen = recipe.options(TrainOptions(recipe.config()), options, shlex.join(program))
+    what = SftCommand.__doc__ if only_sft else None
+    chosen = recipe.options(TrainOptions(recipe.config()), options, shlex.join(program), what)
     config = resolve_config(chosen.config, recipe.folder)
     if only_sft:
         require(bool(config.sft.data), "sft.data", "set for vlmrl sft, in the recipe", config.sft.data)
