@@ -1,4 +1,4 @@
-"""What two pages of MiniWoB++ show for a seed, for demonstrations that have no browser.
+"""The content of two MiniWoB++ pages for a seed, for demonstrations without a browser.
 
     python datasets/miniwob_pages.py              # print some
 

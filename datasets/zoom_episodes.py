@@ -1,4 +1,4 @@
-"""Recorded episodes of the quickstart's task as conversations: what `recipes/sft_tiny.py` is fine-tuned on.
+"""Recorded episodes of the quickstart's task as conversations, for `recipes/sft_tiny.py`.
 
     python datasets/zoom_episodes.py runs/zoom_episodes
     python datasets/zoom_episodes.py runs/zoom_solved --min-reward 1      # only those that were solved

@@ -1,4 +1,4 @@
-"""FrozenLake, seen as Gymnasium draws it: the agent walks over a frozen lake to the goal, around the holes.
+"""FrozenLake with Gymnasium's rendered frames: the agent walks over a frozen lake to the goal, around the holes.
 
 A response names its steps between answer tags: ``<answer>right, down</answer>``. The next frame shows the new position. Every task's
 lake is generated from its seed and has a path to the goal. The goal earns 1; a hole ends the episode with 0.

@@ -1,4 +1,4 @@
-r"""geo3k: a geometry problem with a diagram. The agent may have answers scored before it gives its final one.
+r"""geo3k: a geometry problem with a diagram. A tool scores answers before the agent gives its final one.
 
 A response with ``<tool_call>{"name": "calc_score", "arguments": {"answer": "15"}}</tool_call>`` gets the answer's score as
 an observation. A response without a call ends the episode: the answer in its last ``\boxed{}`` earns 1 or 0.

@@ -1,7 +1,7 @@
 """Zoom: the agent sees a coarse image, requests closer crops with a tool, and then answers.
 
 A call is ``<tool_call>{"name": "zoom", "arguments": {"bbox": [0, 0, 500, 500]}}</tool_call>``: left, top, right and bottom in
-thousandths of the image. The agent may call as often as it has turns. A response with ``<answer>...</answer>`` ends the episode.
+thousandths of the image. The agent may call once per turn. A response with ``<answer>...</answer>`` ends the episode.
 """
 
 from PIL import Image

@@ -1,4 +1,4 @@
-"""On-policy distillation on a laptop: the teacher sees a crop, the policy the thumbnail alone. No reward trains anything.
+"""On-policy distillation on a laptop, without rewards: the teacher sees a crop, the policy only the thumbnail.
 
 Each image has four shapes, and the question is about one of them. The policy sees the whole image at 32 x 32 pixels and names a color.
 Its teacher, an average of its own weights, sees the quarter in question, as in Vision-OPD (arXiv 2605.18740). The warm start teaches

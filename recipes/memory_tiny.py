@@ -1,9 +1,9 @@
-"""A tiny text model learns, on a laptop CPU in a few minutes, what to write down before it forgets.
+"""A tiny text model learns, on a laptop CPU in a few minutes, to keep in its summaries what it will need.
 
 Four things are shown, one a turn, each with its color. Then the color of one of the first two is asked for. After every second
 response the model's own summary replaces the conversation (`rollout.history compact`), so the last summary must hold the answer.
-Warm-start steps teach the form: their summaries leave out things at random. Reinforcement learning, whose reward is for the answer
-alone, teaches the rest.
+Warm-start steps teach the format: their summaries omit things at random. Reinforcement learning, with a reward for the answer alone,
+teaches the rest.
 
     python recipes/memory_tiny.py
 """

@@ -1,18 +1,17 @@
-"""MiniWoB++ with a real Qwen3-VL: a mixture of web tasks in Chromium, of whose screenshots the model keeps the last two.
+"""MiniWoB++ with a real Qwen3-VL: a mixture of web tasks in Chromium, with the last two screenshots in the prompt.
 
     pip install 'vlmrl[browser]'                   # and Chromium: apt install chromium
     python recipes/miniwob.py                      # Qwen3-VL-2B-Instruct on one GPU
     python recipes/miniwob.py --model.path Qwen/Qwen3-VL-4B-Instruct --model.lora.rank 32 --optim.lr 1e-5
     vlmrl plan recipes/miniwob.py --gpu h100-80gb  # the memory, without the GPU
 
-The model sees a screenshot of 320 x 420 pixels, reasons shortly and calls Qwen's tool `computer_use`, until the task is done or ten
-responses are used. Before each response the conversation is rendered again with its last two screenshots only. So each
-response is a row of
-its own (`step_wise`), with exactly the prompt that the model saw. Evaluation is on other seeds of the trained tasks and on six tasks
-that are never trained, each with numbers of its own.
+The model sees a screenshot of 320 x 420 pixels, reasons briefly and calls Qwen's tool `computer_use`, until the task is done or ten
+responses are used. Before each response the conversation is rendered again with its last two screenshots only, so each response is
+a row (`step_wise`) with exactly the prompt that the model saw. Evaluation uses other seeds of the trained tasks and six tasks that
+are never trained, and reports each task.
 
-No published run has these pages and this model, so the numbers are ours. Group-relative advantages for a Qwen-VL that uses a computer
-are those of ARPO (Lu et al. 2025, arXiv 2505.16282), whose episodes have up to 15 responses.
+No published run has these pages and this model, so the numbers are ours. Group-relative advantages for a Qwen-VL that uses a
+computer are those of ARPO (Lu et al. 2025, arXiv 2505.16282), whose episodes have up to 15 responses.
 
 Memory, computed by `vlmrl plan recipes/miniwob.py --gpu h100-80gb`: 45 GiB in training; in the rollout the KV cache takes what is
 left. No full run of this recipe has been measured yet.

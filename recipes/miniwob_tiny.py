@@ -5,10 +5,10 @@
     python recipes/miniwob_tiny.py --train.shuffle-rewards  # a control: rewards without information
 
 The page is click-color: four boxes of different colors, and "Click on the red colored box." or the blue one. The agent sees a
-screenshot of 64 x 84 pixels and the instruction. It says of one box after the other which color it has and whether it is the one, and
-clicks the last that it names, in thousandths of the screen: ` pink:no blue:no red:yes! 300 800`. Supervised warm-start steps teach to
-see and to write so, but they click any box, whatever was said of it, so that reward begins at guessing: right once in four times.
-Reinforcement learning teaches where to click. Held-out pages have combinations of colors that never occur in training.
+screenshot of 64 x 84 pixels and the instruction. It names each box's color, says whether it is the wanted one, and clicks the last
+box that it named, in thousandths of the screen: ` pink:no blue:no red:yes! 300 800`. Supervised warm-start steps teach this format,
+but click a random box, so reward begins at guessing, 0.25. Reinforcement learning teaches where to click. Held-out pages have
+combinations of colors that never occur in training.
 """
 
 import random

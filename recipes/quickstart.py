@@ -1,8 +1,8 @@
-"""Quickstart: a tiny vision-language agent learns, on a laptop CPU in a few minutes, to look before it answers.
+"""Quickstart: a tiny vision-language agent learns, on a laptop CPU in a few minutes, to zoom in before it answers.
 
 Each image has four shapes. The agent sees it at 32 x 32 pixels only, must call the zoom tool for the quarter that the question is
-about, sees the crop in the middle of the episode, and answers with a color. 400 supervised warm-start steps teach the form of an
-episode, with answers that are right 42 times in a hundred (guessing: 25); reinforcement learning teaches the rest.
+about, sees the crop in the middle of the episode, and answers with a color. 400 supervised warm-start steps teach the
+format, with 42% right answers (guessing: 25%); reinforcement learning teaches the rest.
 
     python recipes/quickstart.py                            # or: make quickstart
     python recipes/quickstart.py --train.shuffle-rewards    # a control: rewards without information

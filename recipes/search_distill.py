@@ -1,4 +1,4 @@
-r"""Distillation over two turns on a laptop CPU: the teacher's question has the answer in it, the policy must search. No reward trains.
+r"""Distillation over two turns on a laptop CPU, without rewards: the teacher's question contains the answer, the policy must search.
 
 The task is that of `search_tiny.py`: search for a thing, read its color in the passage, and answer with it. The teacher, an average of
 the policy's own weights, is asked `What color is the box 372? It is red.` The warm start teaches both: to answer such a question with

@@ -1,9 +1,9 @@
 """A tiny text model learns to answer with what its search found, on a laptop CPU in a few minutes.
 
 A question is about the color of a thing, which only the corpus contains. The agent searches for the thing, reads the passage in the
-middle of the episode, repeats the color that it read, and answers. 300 supervised warm-start steps teach this form; their answers are
-random colors, so reward begins at guessing (0.25). Reinforcement learning teaches the agent to answer with the color that it read. The
-held-out tasks are about things that do not occur in training.
+middle of the episode, repeats the color that it read, and answers. 300 supervised warm-start steps teach this format; their answers
+are random colors, so reward begins at guessing (0.25). Reinforcement learning teaches the agent to answer with the color that it
+read. The held-out tasks are about things that do not occur in training.
 
     pip install 'vlmrl[search]'
     python recipes/search_tiny.py

@@ -1,4 +1,4 @@
-"""Fine-tune on recorded episodes, then reinforcement learning: the quickstart's task with 200 conversations for its warm start.
+"""Fine-tuning on 200 recorded episodes, then reinforcement learning, on the quickstart's task.
 
     python datasets/zoom_episodes.py runs/zoom_episodes
     vlmrl sft recipes/sft_tiny.py

@@ -1,7 +1,7 @@
 """The quickstart's task for an agent that is a program: `zoom_script.py`, started once for each episode.
 
-The program finds the model at OPENAI_BASE_URL and its task in the file VLMRL_TASK. What it prints is kept as the trajectory's log; its
-exit status says whether it failed; the reward is computed here, from the last response.
+The program finds the model at OPENAI_BASE_URL and its task in the file VLMRL_TASK. Its output is the trajectory's log, an exit
+status other than 0 a failure; the reward is computed here, from the last response.
 
     pip install 'vlmrl[agents]'
     python recipes/agents/zoom_command.py

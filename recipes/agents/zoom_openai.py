@@ -1,8 +1,7 @@
 """The quickstart's task, played by an agent on the `openai` package: it asks, zooms where the model says, and asks again.
 
 The agent is an ordinary function with an ordinary loop. The run gives it a URL and records the tokens and images of its requests.
-What it sends, limits, warm start and seeds are those of `recipes/quickstart.py`, so that both give the same numbers:
-docs/agents.md has the comparison.
+Messages, limits, warm start and seeds are those of `recipes/quickstart.py`, so that both give the same numbers (docs/agents.md).
 
     pip install 'vlmrl[agents]'
     python recipes/agents/zoom_openai.py

@@ -1,7 +1,7 @@
 """The quickstart's task for an agent of the OpenAI Agents SDK, whose `zoom` tool ends a first run; the second one sees the crop.
 
-The SDK leaves images out of tool results in Chat Completions requests, so the crop comes as a user message. The second run goes on
-from the first one's messages: the tokens that were sampled are kept, and the episode is one row of training.
+The SDK leaves images out of tool results in Chat Completions requests, so the crop is sent as a user message. The second run
+continues the first one's messages: the sampled tokens are kept, and the episode is one row of training.
 
     pip install 'vlmrl[agents]' openai-agents
     python recipes/agents/zoom_openai_agents.py

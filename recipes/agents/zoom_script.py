@@ -1,4 +1,4 @@
-"""An agent as a program, which `zoom_command.py` trains. It knows its task's file and an address, and imports nothing of vlmrl."""
+"""An agent as a program, which `zoom_command.py` trains. It reads its task from a file, calls a URL, and imports nothing of vlmrl."""
 
 import base64
 import io

@@ -27,12 +27,19 @@ def test_an_unknown_command_is_one_line(monkeypatch, capsys, word, said):
     assert line.startswith(f"vlmrl: there is no command {said}")
 
 
-def test_the_help_of_a_recipe_says_what_the_command_does(monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("eval", "Evaluate models on the held-out tasks of a recipe."),
+        ("play", "--data.generator file.py:tasks` plays an agent."),
+    ],
+)
+def test_the_help_of_a_recipe_says_what_the_command_does(command, said, monkeypatch, capsys, tmp_path):
     (tmp_path / "mine.py").write_text('"""Count."""\nfrom vlmrl import Config\ndef config(): return Config()\n')
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="0"):
-        vlmrl_command(monkeypatch, "eval", "mine.py", "--help")
-    assert "Evaluate models on the held-out tasks of a recipe.\n\nCount." in capsys.readouterr().out
+        vlmrl_command(monkeypatch, command, "mine.py", "--help")
+    assert f"{said}\n\nCount." in capsys.readouterr().out
 
 
 def test_a_missing_file_names_its_neighbours(monkeypatch, capsys, tmp_path):

@@ -92,7 +92,7 @@ def test_a_mistake_on_the_command_line(monkeypatch, capsys, tmp_path, options, m
         ("'zoom'", "env Ask: tools must be a list of JSON schemas, but it is 'zoom'."),
         (
             "[{'name': 'a', 'parameters': {'type': 'objekt'}}]",
-            "the parameters of tool 'a'['type'] are no valid JSON schema",
+            "the parameters of tool 'a'['type'] are not a valid JSON schema",
         ),
         ("[{'name': 'a'}, {'name': 'a'}]", "env Ask: tools[1]'s name must be used once, but it is 'a'."),
         ("[{'name': 'a', 'parameters': {'type': 'string'}}]", "['type'] must be object"),

@@ -81,8 +81,8 @@ def test_agents_play_at_the_same_time(tmp_path):
     ("result", "message"),
     [
         ("good", "it must return a reward, a dict with `reward` and metrics, or None; it returned 'good'"),
-        (math.nan, "it returned nan, which is no finite number"),
-        ({"reward": 1, "note": "ok"}, "its 'note' is 'ok', which is no finite number"),
+        (math.nan, "it returned nan, which is not a finite number"),
+        ({"reward": 1, "note": "ok"}, "its 'note' is 'ok', which is not a finite number"),
         (10**400, "cannot be read: OverflowError"),
         ({"reward": 1, "lines": 10**5000}, "cannot be read: "),
         (None, r"the episode ended \(env_done\) without a reward: return one, post one to client.reward_url"),

@@ -81,7 +81,7 @@ def test_a_failure_that_may_pass_is_tried_again(failure: Answer):
         ),
         (
             web.Response(status=302, headers={"Location": "file:///etc/passwd"}),
-            "RefusedError: file:///etc/passwd is no http address",
+            "RefusedError: file:///etc/passwd is not an http address",
         ),
     ],
 )
@@ -132,7 +132,7 @@ def test_a_host_of_this_machine_must_be_named(host: str):
     with answering(handle) as url:
         address = url.replace("127.0.0.1", host)
         refused = str(get(address, hosts=["*"]))
-        assert refused.startswith("RefusedError") and "is no public address of the internet" in refused
+        assert refused.startswith("RefusedError") and "is not a public address of the internet" in refused
         assert "is none of those" in str(get(address, hosts=["images.example"]))
         assert reached == []
         assert get(url, hosts=["127.0.0.1"]) == b"png"

@@ -57,7 +57,7 @@ def test_a_pipe_is_not_opened(load: Callable[[Any], Any], tmp_path: Path):
     """Opening it would hold the thread until somebody writes to it."""
     os.mkfifo(path := tmp_path / "a.png")
     for source in (path, str(path), f"file://{path}", "file:///dev/zero", "file:///proc/self/environ"):
-        with pytest.raises(ImageError, match="it is no regular file, or an empty one"):
+        with pytest.raises(ImageError, match="it is not a regular file, or it is empty"):
             load(source)
 
 

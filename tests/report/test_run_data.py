@@ -156,12 +156,15 @@ def test_the_folder_itself_may_be_a_link(folder):
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ("[1]", "must be a JSON object"),
-        ('{"step": 1}', "is no record of a trajectory: KeyError"),
-        ('{"step": "1", "id": "a", "group_id": "a", "ending": "length", "turns": []}', "is no record .* whole number"),
-        ('{"step": 1, "id": "a", "group_id": "a", "ending": "length", "turns": [{"images": [1]}]}', "is no record"),
+        ('{"step": 1}', "is not a record of a trajectory: KeyError"),
+        (
+            '{"step": "1", "id": "a", "group_id": "a", "ending": "length", "turns": []}',
+            "is not a record .* whole number",
+        ),
+        ('{"step": 1, "id": "a", "group_id": "a", "ending": "length", "turns": [{"images": [1]}]}', "is not a record"),
         (
             '{"step": 1, "id": "a", "group_id": "a", "ending": "length", "turns": [{"images": [], "parent": 0}]}',
-            "is no record .* parent of its turn 0",
+            "is not a record .* parent of its turn 0",
         ),
     ],
 )

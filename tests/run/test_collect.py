@@ -280,7 +280,7 @@ def test_a_line_that_no_command_writes_is_one_error_that_names_it(wrong, tmp_pat
     file.write_text(json.dumps(RECORD) + "\n")
     assert list(read_recorded(tmp_path).episodes) == [(0, 0)]
     file.write_text(json.dumps(RECORD | wrong) + "\n")
-    with pytest.raises(ValueError, match=rf"{file}: the line at byte 0 is no record of an episode"):
+    with pytest.raises(ValueError, match=rf"{file}: the line at byte 0 is not a record of an episode"):
         read_recorded(tmp_path)
 
 
@@ -380,5 +380,5 @@ def test_an_agents_conversation_is_a_row_and_its_branches_are_counted(recipe, co
     (row,) = rows_of(folder)
     assert [each["role"] for each in row["messages"]] == ["user", "assistant", "user", "assistant"]
     assert row["messages"][2]["content"] == "more" and [each["message"] for each in row["responses"]] == [1, 3]
-    assert "1 not written: the agent's requests are no single conversation" in capsys.readouterr().out
+    assert "1 not written: the agent's requests are not one conversation" in capsys.readouterr().out
     assert summary_of(folder) == {"played": 2, "failed": 0, "written": 1, "too_long": 0, "left": 0}

@@ -73,9 +73,7 @@ def test_each_experiment_trains_and_is_evaluated_once(tmp_path):
 
 def test_an_error_stops_and_the_next_call_goes_on_there(tmp_path):
     commands = Commands(**{"say-seed4": 1})
-    with pytest.raises(
-        ExperimentError, match=r"say-seed4: its command ended with status 1.*run the same command again"
-    ):
+    with pytest.raises(ExperimentError, match=r"say-seed4: its command ended with status 1.*repeat the command"):
         reproduce(planned(tmp_path), commands, print)
     commands.seen.clear()
     reproduce(planned(tmp_path), commands, print)

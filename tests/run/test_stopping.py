@@ -257,7 +257,7 @@ def test_a_stopped_run_saves_its_checkpoint_though_its_engine_is_dead(tmp_path):
     asyncio.run(save_stopped(run, trainer, LoopState(step=5), SimpleNamespace(say=said.append)))  # type: ignore[arg-type]
     saved = checkpoints.newest()
     assert saved is not None and load_json(saved)["step"] == 5 and (saved / "weights").exists()
-    assert said == ["the engine did not free the GPUs for the trainer: server 0: connection refused"]
+    assert said == ["the engine did not release the GPUs to the trainer: server 0: connection refused"]
 
 
 @pytest.mark.filterwarnings("error")

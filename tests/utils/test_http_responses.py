@@ -93,7 +93,7 @@ def test_responses_are_sorted_into_retryable_and_refused(url: str, path: str, er
 def test_no_connection_is_retryable_and_no_address_refused():
     with closed_port() as port, pytest.raises(RetryableError, match="ClientConnectorError"):
         HttpClient(600.0).post_json(f"http://127.0.0.1:{port}", {})
-    with pytest.raises(RefusedError, match="is no http address"):
+    with pytest.raises(RefusedError, match="is not an http address"):
         HttpClient(600.0).post_json("file:///etc/passwd", {})
 
 

@@ -1,4 +1,4 @@
-"""On-policy distillation: how far the policy's distribution of a token is from a teacher's, in nats.
+"""On-policy distillation: divergences between the policy's and a teacher's distribution of a token, in nats.
 
 A divergence takes ``logprobs`` and ``teacher_logprobs`` ``[n, classes]``, both normalized, and gives ``[n]``. Only ``logprobs`` have
 a gradient. The trainer calls it on the logits of a few tokens at a time (`model/divergence.py`).

@@ -1,4 +1,4 @@
-"""What `vlmrl doctor` finds out about a machine, without a recipe: packages, GPUs, and space in folders.
+"""The findings of `vlmrl doctor` about a machine: packages, GPUs, and space in folders.
 
 Each check is a function of plain facts, and :func:`machine_findings` reads the facts of this machine.
 """

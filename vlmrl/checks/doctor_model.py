@@ -1,4 +1,4 @@
-"""What `vlmrl doctor RECIPE` finds out about the recipe's model: template, tokenizer and patch embedding."""
+"""The findings of `vlmrl doctor RECIPE` about the recipe's model: template, tokenizer and patch embedding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `vlmrl data check` prints of tasks and of conversations: labelled lines, marked text, tables of lengths."""
+"""The output of `vlmrl data check` for tasks and conversations: labelled lines, marked text, tables of lengths."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from vlmrl.config.collection import Collection
 class CollectCommand:
     """Collect episodes of a recipe's training tasks, played by its policy or by another model.
 
-    The same command continues one that was stopped."""
+    Repeat the command to continue a stopped one."""
 
     recipe: RecipePath
     """Python file with a function `config() -> Config`. For its options, see `vlmrl collect RECIPE --help`."""
@@ -33,4 +33,4 @@ class CollectCommand:
 class CollectOptions(Collection, ApiOptions):
     model: str | None = None
     """Model that plays: a model's folder or hub name, a run's folder (the weights that it wrote last), or a checkpoint.
-    With `--api`: its name there. Unset: `model.path`."""
+    With `--api`: the model's name there. Unset: `model.path`."""

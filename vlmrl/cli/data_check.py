@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class DataCheckCommand:
     """Show the first tasks of a recipe as the model will see them, and read every row with its images.
 
-    Of `sft.data` it shows which tokens of the first conversations have a loss, and reads every conversation."""
+    With `sft.data`, also show which tokens of the first conversations have a loss, and read every conversation."""
 
     recipe: RecipePath
     """Python file with a function `config() -> Config`. For its options, see `vlmrl data check RECIPE --help`."""

@@ -1,4 +1,4 @@
-"""`vlmrl doctor`: whether this machine and a recipe's model are fit for a run, and what to do."""
+"""`vlmrl doctor`: problems of this machine and of a recipe's model, and their remedies."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def missing_packages(config: Config) -> Iterator[Finding]:
 
 
 def server_environment_findings(config: Config) -> Iterator[Finding]:
-    """What servers that the run starts need of their environment: the trainer's NCCL and, on GPUs, a CUDA compiler."""
+    """Findings about the servers' environment: it needs the trainer's NCCL and, on GPUs, a CUDA compiler."""
     from vlmrl.engine.server_backend import new_backend
     from vlmrl.engine.server_environment import cuda_home, different_nccl, environment_of, own_toolkit
     from vlmrl.plan.memory_plan import gpu_of

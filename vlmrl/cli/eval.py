@@ -34,7 +34,7 @@ class EvalCommand:
 
 @dataclass(frozen=True)
 class ApiOptions(RecipeOptions):
-    """The options that let a model behind a chat API play in place of the policy."""
+    """The options to play with a model behind a chat API in place of the policy."""
 
     api: str | None = None
     """Base URL of an OpenAI-compatible chat API, such as https://api.openai.com/v1, whose `--model` plays."""
@@ -43,10 +43,10 @@ class ApiOptions(RecipeOptions):
     api_key_variable: str = "OPENAI_API_KEY"
     """Environment variable with the API's key. No key is sent if it is unset."""
     api_body: str = "{}"
-    """Further fields of each request as JSON; null leaves a field out: '{"max_tokens": null, "max_completion_tokens": 2000}'."""
+    """Further fields of each request as JSON; null removes a field: '{"max_tokens": null, "max_completion_tokens": 2000}'."""
     budget: int | None = None
-    """Tokens that this command may spend at `--api`, of prompts and responses. No request begins once they are spent; those in flight
-    then are the excess. Unset: no limit."""
+    """Tokens of prompts and responses that this command may spend at `--api`. Then no request begins; those in flight may exceed it.
+    Unset: no limit."""
 
     def api_model(self) -> ApiModel | None:
         """The model at ``--api``; ``None`` without one. Raises ValueError for options that do not fit."""
@@ -73,8 +73,8 @@ class ApiOptions(RecipeOptions):
 @dataclass(frozen=True)
 class EvalOptions(ApiOptions):
     models: tuple[str, ...] = ()
-    """Models to evaluate. Each is compared with the first one, or with that of `--api`. Unset: `model.path`, or that of `--api` alone.
+    """Models to evaluate, compared with the first one, or with the model of `--api`. Unset: the model of `--api`, or `model.path`.
     A model's folder or hub name, a run's folder (the weights that it wrote last), or a checkpoint: `runs/x/checkpoints/step000020`."""
     out: Path | None = None
     """Write the results to this JSON file, with versions, commit and settings.
-    Those of a run's model are also written to `evaluations` in the run's folder."""
+    Results of a run's model are also written to `evaluations` in the run's folder."""

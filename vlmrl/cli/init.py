@@ -1,4 +1,4 @@
-"""`vlmrl init`: a folder with a recipe, an env or an agent, its test and data, which trains at once."""
+"""`vlmrl init`: write a folder with a runnable recipe, an env or an agent, its test and data."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ STARTERS = Path(__file__).parent / "starter"
 
 @dataclass(frozen=True)
 class InitCommand:
-    """Write a recipe, an env, its test and data into a folder: a first run that learns on a CPU, to change into your own."""
+    """Write a recipe, an env, its test and data into a folder: a run that learns on a CPU, to adapt to your own task."""
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-    """Folder to write to. It is made if it is missing. Files that are there are not overwritten."""
+    """Folder to write to, made if it is missing. Existing files are not overwritten."""
     kind: Literal["vlm", "text", "tool", "agent", "page"] = "vlm"
     """What the run trains.
     `vlm`: an env with images and text.

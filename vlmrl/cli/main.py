@@ -29,8 +29,7 @@ from vlmrl.utils.threads import keeping_exit_status
 
 DESCRIPTION = """Reinforcement learning for vision-language agents.
 
-`vlmrl COMMAND --help` lists the options of a command, `vlmrl train RECIPE --help` all settings of a recipe, and `vlmrl --version`
-prints the version."""
+Run `vlmrl COMMAND --help` for the options of a command, `vlmrl train RECIPE --help` for all settings of a recipe."""
 WITH_OPTIONS = (
     "train",
     "sft",

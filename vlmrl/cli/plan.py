@@ -31,9 +31,9 @@ class PlanCommand:
 @dataclass(frozen=True)
 class PlanOptions(RecipeOptions):
     gpu: str | None = None
-    """GPU to plan for, such as `h100-80gb`. An unknown name prints those that are known. Unset: the GPU at hand, or the CPU."""
+    """GPU to plan for, such as `h100-80gb`. An unknown name prints the known ones. Unset: the GPU of this machine, or the CPU."""
     gpus: int | None = None
-    """Number of GPUs. Unset: those of the recipe.
+    """Number of GPUs. Unset: as in the recipe.
     Above 1 the run is planned on Ray, as with `--cluster.gpus`, with eight GPUs to a machine."""
 
 
@@ -77,7 +77,7 @@ def sizes_of(config: Config) -> Sizes:
     """The sizes of the config's model: from its folder or the hub, or the shape of a published one.
 
     Raises:
-        ValueError: the model's config is neither at hand nor known.
+        ValueError: the model's config is neither stored locally nor built in.
     """
     from vlmrl.plan.memory_plan import sizes_of_model
     from vlmrl.plan.published_models import PUBLISHED, shape_folder
@@ -94,7 +94,7 @@ def sizes_of(config: Config) -> Sizes:
 
 
 def _mode(config: Config, gpus: int | None) -> list[str]:
-    """How the GPUs are used, where the recipe itself does not say it."""
+    """How the GPUs are used, if the recipe does not say it."""
     if gpus is None or gpus == 1:
         return []
     cluster = config.resolved_cluster
@@ -105,7 +105,7 @@ def _mode(config: Config, gpus: int | None) -> list[str]:
 
 
 def _required(config: Config, plan: MemoryPlan, gpu: Gpu) -> list[str]:
-    """The setting without which a run refuses to start: the memory of a server that samples while the trainer uses its GPU."""
+    """The setting that a run requires: the memory of a server that samples while the trainer uses its GPU."""
     from vlmrl.engine.server_backend import new_backend
     from vlmrl.plan.memory_plan import placement_of
     from vlmrl.plan.phases import ROLLOUT
@@ -122,7 +122,7 @@ def _required(config: Config, plan: MemoryPlan, gpu: Gpu) -> list[str]:
 
 
 def _assumed(config: Config, sizes: Sizes) -> list[str]:
-    """What the plan takes for data that is not there."""
+    """What the plan assumes for missing data."""
     path = config.data.path
     lines = [
         f"assumed   trajectories of {config.rollout.max_tokens} tokens in micro-batches of {config.train.tokens_per_micro_batch}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -40,20 +39,20 @@ class PlayOptions(RecipeOptions):
 
 @dataclass(frozen=True)
 class PlayCommand:
-    """Play an env, an agent or a recipe on a few tasks and print the episodes: prompts, responses, observations and rewards.
-
-    `vlmrl play RECIPE`: those of a recipe. `vlmrl play file.py:Env --data.generator file.py:tasks`: those of an env.
-    `vlmrl play --agent file.py:run --data.generator file.py:tasks`: those of an agent. All settings of a recipe are options."""
+    """Play a few tasks and print the episodes: prompts, responses, observations and rewards.
+    `vlmrl play RECIPE` plays a recipe's tasks. Every setting is an option.
+    `vlmrl play file.py:Env --data.generator file.py:tasks` plays an env.
+    `vlmrl play --agent file.py:run --data.generator file.py:tasks` plays an agent."""
 
     env: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="RECIPE|ENV")] = None
-    """Recipe: `file.py`. Env: `module:Name` or `file.py:Name`. Leave it out with `--agent` or `--rollout.generate`."""
+    """Recipe: `file.py`. Env: `module:Name` or `file.py:Name`. Omit it with `--agent` or `--rollout.generate`."""
 
     def run(self, options: Sequence[str]) -> None:
+        recipe = Recipe(self._config, Path.cwd(), "")
         if self.env is not None and self.env.endswith(".py"):
             recipe = Recipe.load(self.env)
-        else:
-            recipe = Recipe(self._config, Path.cwd(), inspect.getdoc(PlayCommand) or "")
-        chosen = recipe.options(PlayOptions(recipe.config()), options, f"vlmrl play {self.env or ''}".rstrip())
+        prog = f"vlmrl play {self.env or ''}".rstrip()
+        chosen = recipe.options(PlayOptions(recipe.config()), options, prog, self.__doc__)
         try:
             run_awake(play(resolve_config(chosen.config, recipe.folder), chosen))
         except EOFError:  # the keyboard's
@@ -66,7 +65,7 @@ class PlayCommand:
 
 
 async def play(config: Config, shown: PlayOptions) -> None:
-    """Play the tasks of a resolved config one after the other, printing each episode when it ends.
+    """Play the tasks of a resolved config one after another, and print each episode when it ends.
 
     Raises:
         ValueError: the engine is not the embedded one.
@@ -79,7 +78,9 @@ async def play(config: Config, shown: PlayOptions) -> None:
     runs = Path(tempfile.gettempdir()) / "vlmrl-play"
     runs.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="play-", dir=runs) as folder:  # images and logs, until the command ends
-        samples: Literal["merged", "step_wise"] = "merged" if config.has_agent else "step_wise"  # none are made
+        samples: Literal["merged", "step_wise"] = (
+            "merged" if config.has_agent else "step_wise"
+        )  # no samples are made here
         rollout = replace(config.rollout, samples=samples)
         run = build_run(replace(config, rollout=rollout, output_dir=str(runs), name=Path(folder).name))
         by_hand = KeyboardResponses(console, run.model.renderer, rollout.max_response_tokens)
@@ -91,7 +92,7 @@ async def play(config: Config, shown: PlayOptions) -> None:
                 trajectory = await loop.play(run.tasks.draw(index), f"play/{index:05d}", f"play/{index:05d}/00")
                 _print(console, trajectory, run.model.renderer)
                 played.append(trajectory)
-        except EOFError as error:  # no more responses: the episodes that are complete are worth their summary
+        except EOFError as error:  # end of the keyboard's input: still print the summary of the finished episodes
             ended = error
         finally:
             run.close()
@@ -127,7 +128,7 @@ async def _write_page(run: Run, played: Sequence[Trajectory], path: Path) -> Non
 
 
 class KeyboardResponses:
-    """Prints the prompt that the model would read, writes its images to a folder that stays, and reads the response from the keyboard.
+    """Prints the prompt that the model would read, saves its images in a folder, and reads the response from the keyboard.
 
     ``max_tokens`` is ``rollout.max_response_tokens``.
     """

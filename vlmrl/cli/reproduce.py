@@ -38,8 +38,8 @@ class ReproduceCommand:
         run_reproduction(self.recipe, config, chosen, settings)
 
 
-DESCRIPTION = """Train with each seed, one after the other, then the controls, and evaluate every trained model. What is finished is
-skipped when the command is run again. Any setting of the recipe may follow, such as `--optim.lr 1e-5`, and applies to all of them."""
+DESCRIPTION = """Train with each seed, one after another, then the controls, and evaluate every trained model. A repeated command skips
+finished runs. Any setting of the recipe may follow, such as `--optim.lr 1e-5`, and applies to all runs."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ReproduceOptions:
     """Controls: `shuffled` trains the first seed with shuffled rewards; `blanked` evaluates the seeds' models with blanked images.
     Unset: `shuffled`, and `blanked` if the recipe sets `eval.blank_images`."""
     output_dir: Path = Path("runs/reproduce")
-    """Folder of the runs. `RECIPE-SETTINGS/results.md` in it has the results."""
+    """Folder of the runs. The results are in its `RECIPE-SETTINGS/results.md`."""
 
     def __post_init__(self) -> None:
         require(len(set(self.seeds)) == len(self.seeds) > 0, "--seeds", "different numbers, one at least", self.seeds)

@@ -19,14 +19,12 @@ class TrainCommand:
 
     recipe: RecipePath
     """Python file with a function `config() -> Config`.
-
     `vlmrl train recipe.py`: train with its settings.
     `vlmrl train recipe.py --help`: list all settings of the recipe, each with its value.
     `vlmrl train recipe.py --dry-run`: check settings and the first tasks, print the plan, stop.
     `vlmrl train recipe.py --optim.lr 1e-5 --no-save-model`: every setting is an option.
     `vlmrl train recipe.py --checkpoint.every 10 --resume`: continue from the newest checkpoint.
-
-    The results are in `runs/NAME/`: metrics, trajectories, the curve and the model."""
+    (Results are in `runs/NAME/`: metrics, trajectories, the curve and the model.)"""
 
     def run(self, options: Sequence[str]) -> None:
         train_recipe(Recipe.load(self.recipe), options, program=["vlmrl", "train", self.recipe])
@@ -38,10 +36,9 @@ class SftCommand:
 
     recipe: RecipePath
     """Python file with a function `config() -> Config` that sets `sft`. It needs an env and tasks only for a held-out reward.
-
-    `vlmrl sft recipe.py --help`: list all settings. `--dry-run`, `--resume` and all others are those of `vlmrl train`.
-    `vlmrl train recipe.py --resume`: go on with reinforcement learning from the last checkpoint (`checkpoint.every`).
-    `vlmrl train recipe.py`: fine-tuning and reinforcement learning in one run."""
+    `vlmrl sft recipe.py --help`: list all options, which are those of `vlmrl train`.
+    `vlmrl train recipe.py --resume`: continue with reinforcement learning from the last checkpoint (`checkpoint.every`).
+    `vlmrl train recipe.py`: fine-tune and train in one run."""
 
     def run(self, options: Sequence[str]) -> None:
         train_recipe(Recipe.load(self.recipe), options, program=["vlmrl", "sft", self.recipe], only_sft=True)
@@ -64,7 +61,8 @@ def run_recipe(config: Callable[[], Config]) -> None:
 
 def train_recipe(recipe: Recipe, options: Sequence[str], program: Sequence[str], *, only_sft: bool = False) -> None:
     """Train with a recipe. ``program`` and ``options`` are the command line. ``only_sft``: without reinforcement learning."""
-    chosen = recipe.options(TrainOptions(recipe.config()), options, shlex.join(program))
+    what = SftCommand.__doc__ if only_sft else None
+    chosen = recipe.options(TrainOptions(recipe.config()), options, shlex.join(program), what)
     config = resolve_config(chosen.config, recipe.folder)
     if only_sft:
         require(bool(config.sft.data), "sft.data", "set for vlmrl sft, in the recipe", config.sft.data)

@@ -25,7 +25,7 @@ TOKEN_VARIABLE = "VLMRL_VIEW_TOKEN"
 class ViewCommand:
     """Show runs as a web page: curves, trajectories with images and tokens, failures, settings.
 
-    Without `--serve`, write the page as one file, with what the runs have so far."""
+    Without `--serve`, write the runs' current state as one HTML file."""
 
     runs: Annotated[
         tuple[Path, ...],
@@ -36,11 +36,11 @@ class ViewCommand:
     serve: bool = False
     """Serve a page that follows the runs, until Ctrl-C."""
     host: str = "127.0.0.1"
-    """Address to listen on. One that other machines can reach needs a token."""
+    """Address to listen on. Any other than the loopback address requires a token."""
     port: int = 0
     """Port to listen on; 0 chooses a free one."""
     token_variable: str = TOKEN_VARIABLE
-    """Environment variable with the token that the page's address must then contain. No token if it is unset."""
+    """Environment variable with the token that the page's URL must contain. Unset: no token."""
     out: Path | None = None
     """File to write, for example `page.html`. By default `trajectories.html` in the folder of the first run."""
     open: bool = False

@@ -1,4 +1,4 @@
-"""Ray places a run's programs on many machines, starts them and watches them. It carries none of their data.
+"""Ray places a run's programs on many machines, starts them and watches them. No data passes through it.
 
 ``launch.py`` starts the recipe's command line on each trainer rank, with ``torchrun``'s variables: from there on, the run is the
 same as under ``torchrun``. Rank 0 starts servers on the other machines by the actors of ``launcher.py`` (``server_host.py``).

@@ -88,9 +88,9 @@ def check_asynchronous(algo: Algo, rollout: Rollout, train: Train, cluster: Clus
 
 
 def check_corrected(algo: Algo, rollout: Rollout, train: Train, loss_has_ratio: bool | None) -> None:
-    """Asynchronous rollouts need something that corrects for their age, unless ``algo.old_policy`` is set.
+    """Asynchronous rollouts need an off-policy correction, unless ``algo.old_policy`` is set.
 
-    ``loss_has_ratio``: as the loss declares; ``None``: not known yet. A loss that imitates (sft) has nothing to correct.
+    ``loss_has_ratio``: as the loss declares; ``None``: not known yet. The loss ``sft`` needs no correction.
     """
     if not train.max_staleness or algo.corrections or algo.old_policy or algo.loss == "sft":
         return

@@ -1,4 +1,4 @@
-"""What `vlmrl collect` plays, and which of the episodes it writes. These are options of the command, not settings of a recipe."""
+"""The options of `vlmrl collect`: what it plays, and which episodes it writes. They are not settings of a recipe."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Collection:
     out: Path | None = None
     """Folder of the episodes. Unset: `runs/NAME-episodes`."""
     tasks: int | None = None
-    """Play the first so many tasks. Unset: all."""
+    """Play only this many tasks, the first ones. Unset: all."""
     episodes: int = 1
     """Episodes of each task."""
     retry_failed: bool = False
-    """Play those again that failed in earlier commands."""
+    """Play episodes again that failed in earlier commands."""
     keep: Keep = field(default_factory=Keep)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What to say about an option or a setting that does not exist: ours for a name of TRL or verl, and close names."""
+"""Suggestions for an unknown option or setting: our name for one of TRL or verl, or close names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the folder of a run says about it: its settings, read back from ``config.json``, and which folders are checkpoints."""
+"""Reads the settings of a run back from its ``config.json``, and finds its checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of inference servers, whatever their program is."""
+"""Settings of inference servers, common to all server programs."""
 
 from __future__ import annotations
 

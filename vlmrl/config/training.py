@@ -169,10 +169,10 @@ class Teacher(Settings):
     Set it, to 0.5, where few tokens of long responses depend on an image. It costs the teacher two more passes.
     Unset: all tokens count alike."""
     clip: float | None = None
-    """Limit of a token's divergence, in nats, or of the absolute value that `sampled` adds. A token above it has no gradient of it.
-    Set it where few tokens, such as the first ones of a changed format, have most of the loss. Unset: no limit."""
+    """Limit of a token's divergence, in nats, or of the absolute value that `sampled` adds. A token above it has no teacher gradient.
+    Set it if few tokens, such as the first ones of a changed format, have most of the loss. Unset: no limit."""
     decay: float = 0.95
-    """With `average`: the weight of the old average at each optimizer step. Raise it if teacher and policy drift off together."""
+    """With `average`: the weight of the old average at each optimizer step. Raise it if teacher and policy drift together."""
 
     def __post_init__(self) -> None:
         positive("teacher", self, "coef", "top_k", "clip")
@@ -187,7 +187,7 @@ class Teacher(Settings):
             require(self.top_k is None, "teacher.top_k", "unset with teacher.loss sampled", self.top_k)
         program, urls = self.servers
         if urls:
-            rule = "set with servers, which send no whole distributions"
+            rule = "set with servers, which do not send whole distributions"
             require(self.loss == "sampled" or self.top_k is not None, "teacher.top_k", rule, self.top_k)
         rule = "self, average, a folder, a name on the Hub, or servers as PROGRAM:URL"
         require(bool(program) or "://" not in (self.model or ""), "teacher.model", rule, self.model)
@@ -264,7 +264,7 @@ class Train(Settings):
     stop_after_idle: int = 0
     """Steps in a row without a gradient, or without a group whose rewards differ, after which the training ends. 0: never.
     Rewards count with an advantage that compares groups, and without a teacher.
-    The run evaluates and saves as after its last step. Set it, to 20 for example, for runs that nobody watches."""
+    The run evaluates and saves as after its last step. Set it for unattended runs, for example to 20."""
 
     def __post_init__(self) -> None:
         require(self.stop_after_idle >= 0, "train.stop_after_idle", "0 (never) or more", self.stop_after_idle)

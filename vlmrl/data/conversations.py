@@ -165,7 +165,7 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
             function["arguments"] = json.loads(arguments or "{}")
         except ValueError as error:
             raise RowError(
-                "unreadable", f"the arguments of a tool call are no JSON ({error}): {arguments!r:.100}."
+                "unreadable", f"the arguments of a tool call are not JSON ({error}): {arguments!r:.100}."
             ) from error
     return {"type": "function", "function": function}
 

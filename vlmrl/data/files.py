@@ -152,7 +152,7 @@ def _load_images(folder: Path, split: str) -> hf.Dataset:
 
 
 def _load_files(paths: list[Path], split: str) -> hf.Dataset:
-    """One split from files, whatever their names."""
+    """One split from files of any name."""
     suffixes = {path.suffix for path in paths}
     if not suffixes <= set(FORMATS):
         raise ValueError(f"data.path must be one of {', '.join(FORMATS)} or a folder, but it is {str(paths[0])!r}")

@@ -1,1 +1,1 @@
-"""Inference engines: `base.py` is the interface of every engine, `server_backend.py` what a server program has to provide."""
+"""Inference engines: `base.py` is the interface of every engine, `server_backend.py` that of a server program."""

@@ -3,8 +3,8 @@
     api = ChatEngine(ApiModel("https://api.openai.com/v1", "gpt-5-mini"))
     response = await api.complete([{"role": "user", "content": "2+2?"}], [], SamplingParams(max_tokens=256), seconds=60.0)
 
-It has neither token ids nor logprobs of ours, so what it samples cannot be trained on by reinforcement learning. It counts the tokens
-that the API reports.
+Its responses have no token ids and logprobs, so they cannot be trained on by reinforcement learning. Tokens are counted as the API
+reports them.
 """
 
 from __future__ import annotations

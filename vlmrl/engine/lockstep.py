@@ -1,4 +1,4 @@
-"""Lockstep batching: what is sampled together depends on the tasks alone, so that a run can be repeated exactly."""
+"""Lockstep batching: batches depend on the tasks alone, so that a run can be repeated exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine whose responses are written by a function: for warm starts, for `vlmrl play` by hand, and for tests."""
+"""An engine whose responses come from a function: for warm starts, for `vlmrl play --by-hand`, and for tests."""
 
 from __future__ import annotations
 

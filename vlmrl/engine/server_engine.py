@@ -1,4 +1,4 @@
-"""An engine that samples from inference servers, whatever their program is.
+"""An engine that samples from inference servers of any program.
 
 Requests contain one placeholder id per image, and the images at the model's own size, or only their hashes if the server holds them.
 All turns of a trajectory go to one server, which has the KV cache of the earlier turns; when it fails, another server starts

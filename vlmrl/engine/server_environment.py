@@ -1,4 +1,4 @@
-"""What the Python environment of servers brings: its NCCL, and the CUDA toolkit that compiles their kernels.
+"""The Python environment of servers: its NCCL, and the CUDA toolkit that compiles their kernels.
 
 Servers usually run in an environment of their own (`server.python`), whose packages this process does not see.
 """

@@ -81,7 +81,7 @@ def completion_of(
     ids = response.token_ids
     if not all(type(token) is int and token >= 0 for token in ids) or len(ids) > request.sampling.max_tokens:
         raise BadResponse(
-            f"{len(ids)} sampled ids, of which some are no token ids, or more than {request.sampling.max_tokens}"
+            f"{len(ids)} sampled ids, some of which are not token ids, or more than {request.sampling.max_tokens}"
         )
     logprobs = [logprob for logprob, _ in response.logprobs if logprob is not None and is_logprob(logprob)]
     if [token for _, token in response.logprobs] != ids or len(logprobs) != len(ids):

@@ -3,9 +3,9 @@
     sync = WeightSync(engine, folder, "tensor")
     result = await sync.push(trainer.send, policy_version=3)      # inside `paused(engine)`
 
-Each set of weights has a name on the servers, and a response contains the name of the weights that sampled each token: a
-response with an unknown name is not used. The transfer itself is a :class:`~vlmrl.weight_sync.base.WeightUpdate`, and
-:class:`HttpReceiver` is what the receivers of all programs share.
+Each version of the weights has a name on the servers. A response names the version that sampled each token, and is rejected if that
+is unknown. The transfer itself is a :class:`~vlmrl.weight_sync.base.WeightUpdate`; :class:`HttpReceiver` is the base class of all
+programs' receivers.
 """
 
 from __future__ import annotations

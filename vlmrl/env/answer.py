@@ -1,8 +1,7 @@
-"""What an env answered: its messages with images that nobody can change, and a digest that a replay is compared by.
+"""An env's answer: its messages with frozen images, and a digest for comparison with a replay.
 
-An env may draw all its frames on one canvas. A message must show the frame as it was, so each PIL image is copied when it is shown,
-and hashed in the same pass. Encoded images (bytes, files, addresses) cannot change under the hands of the turn loop, which loads them
-before the env is called again.
+An env may draw all its frames on one canvas. Each PIL image is therefore copied when it is shown, and hashed in the same pass.
+Encoded images (bytes, files, addresses) need no copy: the turn loop loads them before it calls the env again.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Env(abc.ABC):
     tools: list[dict[str, Any]] = []  # noqa: RUF012  JSON schemas for the chat template
     replayable: bool = True  # the same seed and responses give the same observations
     unfinished_reward: float | None = None
-    """Added to the reward of an episode that a budget ended before ``step`` said done. Unset: ``step``, an own ``finish`` or
+    """Added to the reward of an episode that a budget ended before ``step`` returned done. Unset: ``step``, an own ``finish`` or
     ``rollout.truncated_reward`` must give such an episode its reward."""
 
     turn: int = 0
@@ -71,7 +71,7 @@ class Env(abc.ABC):
     tool_format: str | None = None
     shared: Any = None
     own_thread: DaemonPool | None = None
-    """The thread of the plain methods, where an async one may run what takes long. ``None``: the env is not played by a session."""
+    """The thread of the plain methods, where an async one may run slow calls. ``None``: the env is not played by a session."""
     ends_late_calls: bool = False
     """The env limits the time of its calls, and ``rollout.env_timeout`` does not apply: for work that waits in a queue elsewhere."""
 
@@ -222,7 +222,7 @@ def _set_up(target: Any, options: dict[str, Any], name: str) -> Any:
         shared.close()
     raise ValueError(
         f"env {name}: setup must be a plain classmethod: it runs once, before there is an event loop. Call asyncio.run in it, and "
-        "make what belongs to a loop (a client, a lock) in reset."
+        "make objects of an event loop (a client, a lock) in reset."
     )
 
 

@@ -1,4 +1,4 @@
-"""A language model that grades what an agent did, behind any OpenAI-compatible endpoint.
+"""A judge: a language model behind any OpenAI-compatible endpoint that grades an agent's responses.
 
     judge = Judge("http://127.0.0.1:8000/v1", model="Qwen/Qwen3-32B", high=10)
     verdict = judge.grade("Is the answer kind?", [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Go away"}])

@@ -76,7 +76,7 @@ class OpenEnvEnv(Env):
         text = shown.get("obs_str", "")
         if not isinstance(text, str | None):
             raise RuntimeError(
-                f"OpenEnv server {self.url}: the text of {type(self).__name__}.show is {text!r:.100}, no str."
+                f"OpenEnv server {self.url}: the text of {type(self).__name__}.show is {text!r:.100}, not a str."
             )
         for image in shown.get("multi_modal_data", {}).get("image", []):
             check_embedded(image, f"an image of {type(self).__name__}.show")

@@ -1,4 +1,4 @@
-"""The check of a tool call's arguments. It imports nothing of vlmrl: it may run in a process of its own (`utils/bounded.py`)."""
+"""Checks a tool call's arguments. It imports nothing of vlmrl, since it may run in a separate process (`utils/bounded.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tool calls as models write them: the calls of a response, read in one of the formats that chat templates ask for."""
+"""Parses the tool calls of a response, in one of the formats that chat templates use."""
 
 from __future__ import annotations
 

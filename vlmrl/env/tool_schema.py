@@ -70,6 +70,6 @@ def _check_parameters(name: str, parameters: Any) -> None:
         jsonschema.validators.validator_for(parameters, jsonschema.Draft202012Validator).check_schema(parameters)
     except jsonschema.SchemaError as error:
         place = "".join(f"[{key!r}]" for key in error.absolute_path)
-        raise ValueError(f"{name}{place} are no valid JSON schema: {error.message[:300]}.") from error
+        raise ValueError(f"{name}{place} are not a valid JSON schema: {error.message[:300]}.") from error
     kind = parameters.get("type", "object")
     require(kind == "object", f"{name}['type']", "object, since a call has named arguments", kind)

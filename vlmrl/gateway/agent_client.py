@@ -1,4 +1,4 @@
-"""What an agent is given to reach the model: a URL and a key of its own trajectory."""
+"""The client that an agent gets to reach the model: the URL and key of its trajectory."""
 
 from __future__ import annotations
 

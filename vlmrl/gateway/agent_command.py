@@ -1,4 +1,4 @@
-"""Runs the commands of agents: each in a folder of its own, under a guard that ends with it whatever it started."""
+"""Runs the commands of agents, each in its own folder, under a guard that also ends all processes it started."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def _number(what: str, value: Any) -> float:
     """``value`` as a finite number; NumPy's and torch's scalars too."""
     plain = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
     if not isinstance(plain, Real) or not math.isfinite(plain):
-        raise AgentError(f"{what} {value!r:.200}, which is no finite number.")
+        raise AgentError(f"{what} {value!r:.200}, which is not a finite number.")
     return float(plain)
 
 

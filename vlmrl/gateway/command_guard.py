@@ -1,4 +1,4 @@
-"""Runs an agent's command, and ends with it everything that it started, also if the run is killed.
+"""Runs an agent's command, and ends all processes that it started when it ends or the run is killed.
 
     python command_guard.py SECONDS COMMAND ...
 

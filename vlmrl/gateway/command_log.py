@@ -1,4 +1,4 @@
-"""What commands of agents printed: files of bounded size in the run's folder, of which a bounded number is kept."""
+"""Logs of agents' commands: a bounded number of files of bounded size in the run's folder."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class AgentEpisode:
         self.config = config
         self.recorder = TurnRecorder(trajectory, renderer.image_token_id)
         self.sampler = Sampler(self.recorder, engine, config, seed)
-        self.failure: str | None = None  # why the trajectory must fail, whatever the agent does
+        self.failure: str | None = None  # why the trajectory must fail, even if the agent handles the error
         self.aborted = False  # it must fail because the engine was stopped from outside
         self._posted: float | None = None
         self._posted_keys: set[str] = set()

@@ -1,4 +1,4 @@
-"""The body of a request as JSON, and rules for its fields. What an agent sends is data: each mistake is an answer, never a crash."""
+"""The body of a request as JSON, and rules for its fields. Invalid input gets an error response, never a crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sampled response in the parts that clients know: its reasoning, its content and its tool calls."""
+"""Splits a sampled response into the parts of a chat API: reasoning, content and tool calls."""
 
 from __future__ import annotations
 

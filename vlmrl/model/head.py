@@ -118,7 +118,7 @@ class _Scores(torch.autograd.Function):
 
 
 class HeadGradients:
-    """The gradients of hidden states, head and bias, of which ``wanted`` says what is needed, summed over chunks of tokens."""
+    """The gradients of hidden states, head and bias that ``wanted`` requests, summed over chunks of tokens."""
 
     def __init__(
         self, hidden: torch.Tensor, head: torch.Tensor, bias: torch.Tensor | None, wanted: Sequence[bool]

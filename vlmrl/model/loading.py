@@ -346,7 +346,7 @@ def _hf_config(path: str) -> Any:
     except OSError as error:
         reason = str(error).splitlines()[0]
         raise OSError(
-            f"model.path {path!r} is no local folder, and loading it from the hub failed: {reason}"
+            f"model.path {path!r} is not a local folder, and loading it from the hub failed: {reason}"
         ) from error
 
 

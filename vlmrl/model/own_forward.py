@@ -1,4 +1,4 @@
-"""Modules of Hugging Face models with a forward of ours, under the names of their classes and with their own parameters."""
+"""Replaces the forward of Hugging Face modules; class names and parameters stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vision tower's patch embedding, and its merging of patches, as the linear layers that they are.
+"""The vision tower's patch embedding and patch merging as linear layers.
 
 Qwen-VL's processors cut images into patches, and the model embeds each patch by a 3-D convolution whose kernel covers it. Several
 versions of torch and cuDNN run that convolution 10 to 20 times slower than the equal matrix product (pytorch issue 174051).

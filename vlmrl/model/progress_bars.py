@@ -1,4 +1,4 @@
-"""Keeps transformers' progress bars off the console, which is the run's own."""
+"""Disables transformers' progress bars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The added tokens of a tokenizer, such as ``<|im_end|>`` and ``<tool_call>``, which stay plain text where others write them."""
+"""The added tokens of a tokenizer, such as ``<|im_end|>`` and ``<tool_call>``; in untrusted text they stay plain text."""
 
 from __future__ import annotations
 

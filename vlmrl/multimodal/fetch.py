@@ -36,7 +36,7 @@ TIMES = aiohttp.ClientTimeout(total=None, sock_connect=20.0, sock_read=20.0)  # 
 MAX_REDIRECTS = 10
 REDIRECTS = (301, 302, 303, 307, 308)
 ANY_PUBLIC = "*"
-NOT_PUBLIC = "is no public address of the internet"
+NOT_PUBLIC = "is not a public address of the internet"
 TRANSLATED = [
     ipaddress.ip_network(net) for net in ("::ffff:0:0/96", "64:ff9b::/96")
 ]  # IPv6 addresses that end with an IPv4 one
@@ -83,7 +83,7 @@ async def _get(url: URL, hosts: Collection[str] | None) -> bytes:
                     return await _content(response)
                 url = url.join(URL(response.headers["Location"]))
         except BAD_ADDRESS as error:
-            raise RefusedError(f"{url} is no http address") from error
+            raise RefusedError(f"{url} is not an http address") from error
         except (aiohttp.ClientError, OSError) as error:
             if NOT_PUBLIC in str(error):
                 raise RefusedError(f"{url.host} {NOT_PUBLIC}") from error

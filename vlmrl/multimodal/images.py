@@ -59,7 +59,7 @@ class _UnfitError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class DecodedImage:
-    """An image as it was when it was shown: an :data:`ImageSource` that nobody can change, decoded and hashed once."""
+    """A frozen image: an immutable :data:`ImageSource`, decoded and hashed once."""
 
     id: str
     """:func:`content_hash` of the RGB image."""
@@ -266,7 +266,7 @@ def _regular_file(source: str | Path) -> Path:
     """The path of a source. Raises ValueError for a pipe, a device or a file of /proc: reading one might never end."""
     path = Path(str(source).removeprefix("file://"))
     if path.exists() and not path.is_dir() and not (path.is_file() and path.stat().st_size):
-        raise _UnfitError("it is no regular file, or an empty one.")
+        raise _UnfitError("it is not a regular file, or it is empty.")
     return path
 
 

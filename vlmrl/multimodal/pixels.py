@@ -1,4 +1,4 @@
-"""Where an image's pixels are: the kinds of :class:`vlmrl.types.Pixels`."""
+"""Storage of an image's pixels: the kinds of :class:`vlmrl.types.Pixels`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a run needs before it starts: memory by part and phase, and whether a GPU holds it."""
+"""The memory of a run, planned before it starts: by part and phase, and whether it fits a GPU."""

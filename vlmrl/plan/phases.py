@@ -34,9 +34,9 @@ class GpuSharing:
     ranks: int
     """Trainer ranks over which the trainer is sharded."""
     engine: bool
-    """The run has engines of its own; False: servers that run already, elsewhere."""
+    """The run has its own engines; False: external servers."""
     served: bool
-    """The engine is a server, a process of its own."""
+    """The engine is a server, a separate process."""
     together: bool
     """Engine and trainer are on the same GPUs."""
     offloads: bool

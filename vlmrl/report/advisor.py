@@ -1,4 +1,4 @@
-"""The advisor of a run: prints its advisories, and counts the steps that taught nothing."""
+"""The advisor of a run: prints its advisories, and counts the steps without a learning signal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlmrl.report.run_log import RunLog, read_rows
 
 
 def idle_steps(rows: Sequence[Record], config: Config) -> int:
-    """How many of the last training steps taught nothing: the gradients were 0, or no group's rewards differed, where they should."""
+    """How many of the last training steps had no learning signal: gradients of 0, or no group whose rewards differ."""
     compares = compares_groups(config) and config.teacher.model is None
     count = 0
     for row in reversed(rows):
@@ -41,7 +41,7 @@ class Advisor:
 
     @property
     def idle_steps(self) -> int:
-        """How many of the last training steps taught nothing, also over a resume."""
+        """How many of the last training steps had no learning signal, also over a resume."""
         return idle_steps(self._rows, self._config)
 
     def after_evaluations(self) -> None:

@@ -71,7 +71,7 @@ LEAST_GROUPS = 24  # a step or two without a difference are frequent in runs tha
 
 
 def compares_groups(config: Config) -> bool:
-    """Whether rewards teach only where they differ within a group. Advantages of one's own are taken to be such."""
+    """Whether the advantage compares rewards within a group. A user's own advantages are assumed to do so."""
     return config.rollout.group_size > 1 and config.algo.advantage not in ("none", "reinforce_pp")
 
 
@@ -102,7 +102,7 @@ def truncated(seen: Observed) -> tuple[str, str] | None:
 
 
 def no_signal(seen: Observed) -> tuple[str, str] | None:
-    """In no group of the last steps does one member have another reward than the others. A group of one has no others."""
+    """In every group of the last steps all members have equal rewards."""
     if not compares_groups(seen.config):
         return None
     groups, steps, rewards = 0, 0, set()
@@ -161,7 +161,7 @@ def zero_gradient(seen: Observed) -> tuple[str, str] | None:
 
 
 def entropy_collapse(seen: Observed) -> tuple[str, str] | None:
-    """The policy's entropy is a fifth of what it was, and groups no longer differ, below the reward that was seen."""
+    """The entropy fell to a fifth, and rewards within groups no longer differ, below the best reward so far."""
     (before, now), last = seen.means("entropy"), seen.rows[-5:]
     groups = sum(row.get("groups/played", 0) for row in last)
     equal = sum(row.get("groups/zero_variance", 0) for row in last)
@@ -220,7 +220,8 @@ def starts_at_chance(seen: Observed) -> tuple[str, str] | None:
         return None
     return (
         f"before RL the reward is {reward:.3f} ± {error:.3f}, which is guessing (eval.chance {chance:g}), and demonstrations earn "
-        f"{shown:.3f}: the warm start taught their form, not what answers depend on. Let more be right, or show larger what decides.",
+        f"{shown:.3f}: the warm start taught their format, not the answers. Raise the share of right ones, or enlarge the decisive "
+        "detail.",
         "warm_start.demonstrate",
     )
 
@@ -231,8 +232,8 @@ def images_vanish(seen: Observed) -> tuple[str, str] | None:
     if not (before >= 0.2 and now <= 0.1 * before and high <= low):
         return None
     return (
-        f"turns after the first that show an image fell from {before:.0%} to {now:.0%}: the policy no longer asks for one in a form "
-        "that the env takes. Look at responses with vlmrl view; lower optim.lr, set algo.kl_coef, or pay for a well-formed request.",
+        f"turns after the first that show an image fell from {before:.0%} to {now:.0%}: the policy no longer requests images in a "
+        "valid format. Look at responses with vlmrl view; lower optim.lr, set algo.kl_coef, or reward a well-formed request.",
         "optim.lr",
     )
 
@@ -318,12 +319,12 @@ def zero_learning_rate(seen: Observed) -> tuple[str, str] | None:
 
 
 def high_kl(seen: Observed) -> tuple[str, str] | None:
-    """The policy is more than a nat a token away from the reference, three steps in a row."""
+    """The KL to the reference is above 1 nat a token, three steps in a row."""
     last = seen.values("kl")[-3:]
     if len(last) < 3 or min(last) < 1.0:
         return None
     return (
-        f"the KL to the reference is {last[-1]:.2g} nats a token: the policy has left it. Raise algo.kl_coef, or lower optim.lr.",
+        f"the KL to the reference is {last[-1]:.2g} nats a token: the policy is far from it. Raise algo.kl_coef, or lower optim.lr.",
         "algo.kl_coef",
     )
 
@@ -344,14 +345,14 @@ def summaries_grow_or_copy(seen: Observed) -> tuple[str, str] | None:
     else:
         return None
     return (
-        f"{found}: they cost what they should save. Ask for less (request of rollout.history_options), write them less often, or "
+        f"{found}: they save few tokens. Ask for less (request of rollout.history_options), write them less often, or "
         "lower rollout.max_response_tokens.",
         "rollout.history_options",
     )
 
 
 def teacher_agrees(seen: Observed) -> tuple[str, str] | None:
-    """From the first step on, the teacher says what the policy says."""
+    """Since the first step, teacher and policy agree."""
     leads = seen.values("teacher/kl")
     differ = [abs(each) for each in (*leads, *seen.values("teacher/divergence"))]
     if len(leads) < 5 or max(differ) > 1e-3:
@@ -364,13 +365,11 @@ def teacher_agrees(seen: Observed) -> tuple[str, str] | None:
 
 
 def teacher_kl_grows(seen: Observed) -> tuple[str, str] | None:
-    """The policy goes away from its teacher."""
+    """The policy moves away from its teacher."""
     before, now = seen.means("teacher/kl")
     if not (now >= 0.1 and now >= 2 * before):
         return None
-    own = " or raise teacher.decay, since policy and average drift off together" * (
-        seen.config.teacher.model == "average"
-    )
+    own = " or raise teacher.decay, since policy and average drift together" * (seen.config.teacher.model == "average")
     return (
         f"the KL to the teacher grew from {before:.2g} to {now:.2g} nats a token, where it should shrink: lower optim.lr{own}; beside "
         "rewards, raise teacher.coef.",
@@ -384,8 +383,9 @@ def teacher_changes_length(seen: Observed) -> tuple[str, str] | None:
     if seen.config.teacher.model is None or not (now <= before / 2 or now >= 2 * before):
         return None
     return (
-        f"with the teacher, responses went from {before:.0f} to {now:.0f} tokens: who sees the answer says it at once, and a teacher "
-        "may prefer longer texts. Look at its lead over the policy with vlmrl view, and set teacher.clip or teacher.coef.",
+        f"with the teacher, responses went from {before:.0f} to {now:.0f} tokens: a teacher that sees the answer favors a short "
+        "response, another may prefer longer texts. Look at its lead over the policy with vlmrl view, and set teacher.clip or "
+        "teacher.coef.",
         "teacher.clip",
     )
 

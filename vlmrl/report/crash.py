@@ -1,4 +1,4 @@
-"""The report that a run leaves when an error ends it: ``crash.txt`` in its folder."""
+"""Writes ``crash.txt`` into a run's folder when an error ends the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command that started a run, kept in its folder, so that the command which continues it can be printed."""
+"""Saves the command that started a run in its folder, and derives the command that resumes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where numbers come from: versions of packages, the commit, and the machine."""
+"""The provenance of results: versions of packages, the commit, and the machine."""
 
 from __future__ import annotations
 

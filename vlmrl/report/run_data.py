@@ -113,7 +113,7 @@ class RunData:
             except (AttributeError, KeyError, TypeError) as error:
                 path = self.folder / "trajectories.jsonl"
                 raise ValueError(
-                    f"{path}: the line at byte {line.start} is no record of a trajectory: {error!r}."
+                    f"{path}: the line at byte {line.start} is not a record of a trajectory: {error!r}."
                 ) from error
         return is_new
 

@@ -1,4 +1,4 @@
-"""What every retriever has in common: the passages it returns, its one method, batching of queries, and the folder of its index."""
+"""The interface of retrievers: passages, the one method, batching of queries, and the folder of the index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The turn loop for a history policy that asks the model: for a summary, before what it stands for is forgotten."""
+"""The turn loop for a history policy that asks the model, for example for a summary before it drops earlier turns."""
 
 from __future__ import annotations
 

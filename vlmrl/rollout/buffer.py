@@ -1,4 +1,4 @@
-"""The training loop takes its batches from a buffer: synchronous, or asynchronous with a staleness limit.
+"""The buffers from which the training loop takes batches: synchronous, or asynchronous with a staleness limit.
 
 :class:`SynchronousBuffer` plays a batch when one is requested. :class:`AsynchronousBuffer` keeps playing while the trainer trains.
 The engine has policy version ``v`` after ``v`` weight updates; step ``v + 1`` trains version ``v``. With ``max_staleness`` S, at

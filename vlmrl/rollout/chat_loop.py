@@ -1,7 +1,7 @@
 """Plays an env's episodes with a model behind a chat API: the turn loop, with messages in place of tokens.
 
-Env, tools, images, turns, retries and endings are those of the turn loop. A turn has the response's message and text, and no token:
-what the API does not give is not made up. Budgets of tokens are compared with the counts that the API reports.
+Env, tools, images, turns, retries and endings are those of the turn loop. A turn has the response's message and text, but no tokens.
+Token budgets are compared with the counts that the API reports.
 """
 
 from __future__ import annotations

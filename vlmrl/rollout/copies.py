@@ -1,4 +1,4 @@
-"""How much of a response is copied from what it was sampled from."""
+"""How much of a response is copied from its context."""
 
 from __future__ import annotations
 

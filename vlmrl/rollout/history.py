@@ -1,4 +1,4 @@
-"""The history modes decide which tokens the next response is sampled from.
+"""History modes: how the prompt of the next response is made.
 
 The turn loop creates one history per trajectory with :func:`new_history`. It renders the prompt and, after each response, the
 continuation. ``append`` adds the observation as the chat template writes it; ``inline`` adds it inside the assistant message, which
@@ -136,7 +136,7 @@ def resolve_policy(config: Rollout) -> HistoryPolicy | None:
         require(
             config.samples != "concat",
             "rollout.samples",
-            "merged or step_wise with a history policy that asks the model, since such an episode is no single row",
+            "merged or step_wise with a history policy that asks the model, since its episodes do not fit one row",
             config.samples,
         )
     function = resolve_function(

@@ -1,4 +1,4 @@
-"""History policies: functions that decide which messages the next response is sampled from (`rollout.history`).
+"""History policies: functions that rewrite the messages before the next response (`rollout.history`).
 
 A plain function rewrites the messages before they are rendered again. A coroutine function may ask the model with its second argument,
 an :class:`Asker`; the messages that it returns unchanged are not rendered again.

@@ -1,4 +1,4 @@
-"""Loads the images of messages, and puts the loaded images in place of their sources, which may then be freed.
+"""Loads the images of messages, and replaces their sources, which may then be freed.
 
 An image of an env's answer to a response that cannot be shown becomes a text that says why. The policy may have chosen what the env
 made: a crop of 256x1 pixels is refused by the processor, and an address or a file that a response names may not exist. Such an image

@@ -1,4 +1,4 @@
-"""Makes the engine's requests of one episode within its budgets, for the turn loop, a user's generator and the gateway alike."""
+"""Makes the engine's requests of one episode within its budgets, for the turn loop, a user's generator and the gateway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a teacher sees: for each response of a sample a row whose prompt is the recipe's messages, with the sampled tokens after it."""
+"""A teacher's rows: for each response of a sample, a prompt from the recipe's messages, then the sampled tokens."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ LAST_PAUSE = 150.0  # seconds for the engine of a failed run to offload its memo
 
 @dataclass
 class LoopState:
-    """The loop's part of a checkpoint: the state when the last step ended. A stopped run saves this one, whatever it does then."""
+    """The loop's part of a checkpoint: the state when the last step ended, which a stopped run saves."""
 
     stage: Stage = "train"
     step: int = 0
@@ -152,7 +152,7 @@ async def _pause_last(run: Run, progress: RunProgress) -> None:
         async with asyncio.timeout(LAST_PAUSE):
             await run.engine.pause()
     except Exception as error:
-        progress.say(f"the engine did not free the GPUs for the trainer: {error or type(error).__name__}")
+        progress.say(f"the engine did not release the GPUs to the trainer: {error or type(error).__name__}")
 
 
 def _save_last_weights(run: Run, trainer: RunTrainer, progress: RunProgress) -> None:

@@ -1,11 +1,11 @@
-"""Collects episodes: plays a recipe's training tasks with any model, records every episode, and writes those to learn from.
+"""Collects episodes: plays a recipe's training tasks with any model, records every episode, and writes the best ones.
 
     runs/NAME-episodes/trajectories.jsonl   every episode that ended, failed ones too, for `vlmrl view` and for the next command
     runs/NAME-episodes/episodes.jsonl       the episodes to keep, a JSON object a line (`episode_rows.py`)
     runs/NAME-episodes/images/ID.png        their images, by content
 
-A record is appended when its episode ends, so that a command which was stopped, or killed, continues where it was: an episode that has
-a record is never played again. ``episodes.jsonl`` is made of the records when a command ends.
+A record is appended when its episode ends, so that a stopped or killed command can continue: a recorded episode is never played
+again. ``episodes.jsonl`` is made of the records when a command ends.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run_collection(
 
     Prints what became of all episodes. After Ctrl-C, or an error, what has been played is written all the same.
     """
-    require(config.rollout.generate is None, "rollout.generate", "unset: it makes token ids, and no messages", "set")
+    require(config.rollout.generate is None, "rollout.generate", "unset: it makes token ids, not messages", "set")
     require(config.group_reward is None, "group_reward", "unset: episodes are played one by one", config.group_reward)
     progress = RunProgress()
     folder = collection.out or config.folder.with_name(f"{config.name}-episodes")

@@ -1,4 +1,4 @@
-"""Collected episodes: their rows in ``episodes.jsonl``, what is recorded of them, and which of them are kept.
+"""Collected episodes: their records, the choice of the kept ones, and the rows of ``episodes.jsonl``.
 
 A row is a conversation with what it earned. `datasets.load_dataset("json", data_files="episodes.jsonl")` loads the file::
 
@@ -33,7 +33,7 @@ from vlmrl.utils.output_files import whole_file
 from vlmrl.utils.require import require
 
 EPISODE_ID = re.compile(r"collect/([0-9]{5,9})/([0-9]{2,9})(?:\.[0-9]{1,9})?")
-BRANCHES = "the agent's requests are no single conversation"
+BRANCHES = "the agent's requests are not one conversation"
 
 
 def episode_id(task: int, member: int | None = None) -> str:
@@ -137,7 +137,7 @@ def read_recorded(folder: Path) -> Recorded:
             recorded.episodes[place_of(record["id"])] = _ended(record, start, size)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(
-                f"{folder / 'trajectories.jsonl'}: the line at byte {start} is no record of an episode: {error!r:.200}."
+                f"{folder / 'trajectories.jsonl'}: the line at byte {start} is not a record of an episode: {error!r:.200}."
             ) from error
     return recorded
 

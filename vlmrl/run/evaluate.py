@@ -198,7 +198,7 @@ def require_held_out(config: Config) -> None:
         return
     if not config.data.held_out:
         raise ValueError(
-            "there are no held-out tasks to evaluate on: keep rows of the training data back with --data.held-out 64, or name others "
+            "there are no held-out tasks to evaluate on: hold out training rows with --data.held-out 64, or name others "
             "with --eval.data.path, or with --eval.data.generator and --eval.data.size (in a mixture: --mixture.NAME.eval-data...)."
         )
 

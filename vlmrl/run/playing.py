@@ -1,4 +1,4 @@
-"""What plays a recipe's episodes: its tasks, its env and its images, with its policy (`build.py`) or with an API's model."""
+"""The interface of the parts that play a recipe's episodes, and the parts that play them with a model behind an API."""
 
 from __future__ import annotations
 

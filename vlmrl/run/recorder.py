@@ -25,7 +25,7 @@ from vlmrl.utils.threads import DaemonPool
 
 
 class Recorder:
-    """Times the stages of a step and writes what it gave: ``play``, then ``end_step``; ``finish`` at the end of the run."""
+    """Times the stages of a step and writes its results: ``play``, then ``end_step``; ``finish`` at the end of the run."""
 
     def __init__(self, run: Run, log: RunLog, progress: RunProgress) -> None:
         self.log = log
@@ -72,11 +72,11 @@ class Recorder:
         }
 
     def is_idle(self) -> bool:
-        """Whether the last `train.stop_after_idle` steps taught nothing."""
+        """Whether the last `train.stop_after_idle` steps had no learning signal."""
         limit = self._run.config.train.stop_after_idle
         if not 0 < limit <= self._advisor.idle_steps:
             return False
-        self._progress.say(f"the training ends: its last {limit} steps taught nothing (train.stop_after_idle)")
+        self._progress.say(f"the training ends: its last {limit} steps had no learning signal (train.stop_after_idle)")
         return True
 
     def judge_evaluations(self) -> None:

@@ -1,4 +1,4 @@
-"""Runs the seeds and controls of a recipe one after the other, each in a process of its own. What is finished is not run again."""
+"""Runs the seeds and controls of a recipe one after another, each in its own process. Finished ones are not run again."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def reproduce(experiments: Sequence[Experiment], launch: Launch, say: Callable[[
                 raise SystemExit(status)
             if status:
                 raise ExperimentError(
-                    f"{name}: its command ended with status {status}; its own message is above. What is finished is kept: run the "
-                    "same command again to go on."
+                    f"{name}: its command ended with status {status}; see its message above. Finished runs are kept: repeat "
+                    "the command to continue."
                 )
     return [experiment.result() for experiment in experiments]
 
@@ -113,7 +113,7 @@ def _unfinished(experiment: Experiment) -> Iterator[list[str]]:
 
 
 def launch_process(arguments: Sequence[str]) -> int:
-    """Run ``vlmrl`` in a process of its own. Ctrl-C and SIGTERM reach it, and it may save its state."""
+    """Run ``vlmrl`` in its own process. Ctrl-C and SIGTERM are passed on to it, so that it can save its state."""
     process = subprocess.Popen([sys.executable, "-m", "vlmrl", *arguments])
 
     def forward(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""What a run's folder holds: a checkpoint to continue from, an earlier run to set aside, the weights that were written last."""
+"""A run's folder: finds its checkpoint and its newest weights, and renames an earlier run."""
 
 from __future__ import annotations
 

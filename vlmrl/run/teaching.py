@@ -1,4 +1,4 @@
-"""The teacher of a run: its checks before anything is sampled, and its rows in each batch."""
+"""The teacher of a run: its startup checks, and its rows in each batch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The part of the audit that compares rows with the trajectories they come from, token by token and image by image.
 
-It computes each turn's prompt itself, without the walk in `types.py` that made the rows, so that a fault there is found.
+It computes each turn's prompt independently of the walk in `types.py` that made the rows, so that it finds faults there.
 """
 
 from __future__ import annotations

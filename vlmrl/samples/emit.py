@@ -28,7 +28,7 @@ def concat(trajectory: Trajectory) -> list[Sample]:
         above, kept = turns[number - 1], turns[number].kept
         if turns[number].parent != number - 1 or kept < max(above.length - 1, above.prompt_length):
             raise ValueError(
-                f"trajectory {trajectory.id}, turn {number}: its prompt was re-rendered, so the episode is no single row; "
+                f"trajectory {trajectory.id}, turn {number}: its prompt was re-rendered, so the episode does not fit one row; "
                 "set rollout.samples to step_wise or merged."
             )
         _drop(row, above.length - kept)

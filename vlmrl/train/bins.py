@@ -1,5 +1,4 @@
-"""Joins pieces of a batch into bins of a budget, the largest first, each to the first of the bins that it shares most with and that
-have space.
+"""Packs pieces of a batch into bins of a budget: largest first, each into the bin with space that shares most with it.
 
 It takes n log n steps for n pieces, times the number of common prefixes that are nested in each other.
 """

@@ -147,7 +147,7 @@ class RunTrainer:
         """The other ranks run this method of :class:`Rank` while this one runs it within the context."""
         with self._lock:
             if self._failed:
-                raise RuntimeError("one of the trainer's ranks has failed: the others cannot go on.")
+                raise RuntimeError("one of the trainer's ranks has failed: the others cannot continue.")
             try:
                 if self._commands is not None:
                     self._commands.send(method, *arguments)

@@ -1,4 +1,4 @@
-"""The check that logprobs are finite, for which a GPU is waited for once per mini-batch."""
+"""The check that logprobs are finite, with one GPU synchronization per mini-batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "teache
 
 
 class FiniteCheck:
-    """Looks for logprobs of trained tokens that are not finite in every micro-batch, and reads what it found at the end."""
+    """Checks every micro-batch for logprobs of trained tokens that are not finite, and reads the result at the end."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[Sequence[Sample], list[str], int]] = []  # rows, names, length

@@ -1,4 +1,4 @@
-"""Samples on their way to the ranks: from rank 0 under torchrun, from the driver under Ray.
+"""Sends samples to the ranks: from rank 0 under torchrun, from the driver under Ray.
 
 Each row is sent once for all calls on a batch. Every rank needs all rows, since the plan of micro-batches depends on the rows' lengths
 and images, but under torchrun an image's pixels are sent, once, only to the ranks that compute it.

@@ -1,4 +1,4 @@
-"""A teacher whose model is on servers: they have scored the rows before the step, and the trainer computes no forward pass of it."""
+"""A teacher on servers: they score the rows before the step, so the trainer runs no forward pass of it."""
 
 from __future__ import annotations
 

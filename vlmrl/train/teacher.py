@@ -1,4 +1,4 @@
-"""The teacher of a trainer: what it says about the tokens of each micro-batch, and the average of the policy's weights.
+"""The teacher of a trainer: its scores of each micro-batch's tokens, and the average of the policy's weights.
 
 A teacher's rows have the policy's sampled tokens after other prompts, so they have micro-batches and prefix trees of their own. Their
 hidden states and logprobs are put at the places of the policy's tokens.
@@ -41,7 +41,7 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Taught:
-    """What a teacher says about the rows of one micro-batch. Tensors are ``[rows, length]``, 0 where it says nothing."""
+    """A teacher's scores of one micro-batch's rows. Tensors are ``[rows, length]``, 0 where it scores nothing."""
 
     logprobs: torch.Tensor
     known: torch.Tensor

@@ -1,4 +1,4 @@
-"""Advantages of tokens: the rows that a function per token gets, and the check that what it returns is finite."""
+"""Advantages of tokens: the rows that a function per token gets, and the check that its results are finite."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Helpers that know nothing of the other packages: threads, HTTP requests, files."""
+"""Helpers that import no other package of vlmrl: threads, HTTP requests, files."""

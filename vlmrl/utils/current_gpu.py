@@ -1,4 +1,4 @@
-"""The GPU that a thread uses where none is named."""
+"""Sets a thread's default GPU."""
 
 from __future__ import annotations
 

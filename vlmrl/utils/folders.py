@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, and the package's cache folder."""
+"""Folders that are written atomically, and the package's cache folder."""
 
 from __future__ import annotations
 

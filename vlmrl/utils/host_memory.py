@@ -1,4 +1,4 @@
-"""Host memory that stays: what moves between a GPU and the host again and again is copied into the same page-locked memory.
+"""Persistent page-locked host memory for tensors that move between GPU and host repeatedly.
 
 A copy from or to pageable memory passes through a small buffer of the driver, at a fraction of PCIe's speed, and fresh memory costs a
 fault for each page. torch's own page-locked memory is rounded up to powers of two: up to twice the size of the weights.

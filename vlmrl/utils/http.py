@@ -150,7 +150,7 @@ async def send_request(
         async with _shared_session().request(method, url, **options) as response:
             received = await read_at_most(response, RESPONSE_LIMIT)
     except BAD_ADDRESS as error:
-        raise RefusedError(f"{url} is no http address") from error
+        raise RefusedError(f"{url} is not an http address") from error
     except (aiohttp.ClientError, OSError) as error:
         if type(error) is TimeoutError:
             raise RetryableError(f"no whole response in {times.total:g} s") from error

@@ -1,4 +1,4 @@
-"""What vlmrl's HTTP servers share: their address, whom they answer, limits on a request's body, and how an app is served.
+"""Common parts of vlmrl's HTTP servers: address, access, limits on a request's body, and serving an app.
 
     app = guarded(create_my_app(), token=None, max_body=2**20)
     run_server(app, Binding("127.0.0.1", 8100, None, 2**20, "MY_TOKEN"), "it serves")    # until Ctrl-C
@@ -80,7 +80,7 @@ class Binding:
         return cls(host, port, bearer_token(token_variable), int(max_body_mib * 2**20), token_variable)
 
     def url(self, path: str = "") -> str:
-        """The address, for people to read; it says if a token is required."""
+        """The address to print; it says whether a token is required."""
         return url_of(self.host, self.port) + path + (" (requires a token)" if self.token else "")
 
     def open_port(self) -> socket.socket:

@@ -1,4 +1,4 @@
-"""Reads JSON that others write: files that may be missing or half written, and texts with numbers that JSON does not have."""
+"""Reads untrusted JSON: files that may be missing or half written, and texts with numbers that JSON does not allow."""
 
 from __future__ import annotations
 

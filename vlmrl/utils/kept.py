@@ -1,4 +1,4 @@
-"""Values that are needed again and again, such as the images that all members of a group send."""
+"""A cache of values that are computed once, such as the encoded images that all members of a group send."""
 
 from __future__ import annotations
 

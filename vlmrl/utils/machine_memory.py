@@ -1,4 +1,4 @@
-"""The memory of this machine or container, the folders that are in it, and how the C library keeps what is freed."""
+"""The memory of this machine or container, folders in memory (tmpfs), and the C library's reuse of freed memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, and one-line errors of the disk that they are written to."""
+"""Atomic writes of files and folders, with one-line errors of the disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders for files that must not outlive their process, however it ends."""
+"""Folders for files that are removed when their process ends, even if it is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts of others on a terminal, which would obey their control characters: write to the clipboard, clear the screen, hide a line."""
+"""Prints untrusted text on a terminal with its control characters escaped: they could write to the clipboard or hide a line."""
 
 from __future__ import annotations
 

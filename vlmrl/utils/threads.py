@@ -132,7 +132,7 @@ async def await_user_code(value: Awaitable[T]) -> T:
 
 
 def close_unawaited(value: Any) -> None:
-    """Close a coroutine that nobody will await, and its argument ``value``, which it would have awaited: Python would warn of both."""
+    """Close a coroutine that will not be awaited, and its awaitable argument ``value``, to avoid Python's warnings."""
     while inspect.iscoroutine(value) and inspect.getcoroutinestate(value) == inspect.CORO_CREATED:
         awaited = inspect.getcoroutinelocals(value).get("value")
         value.close()
@@ -140,7 +140,7 @@ def close_unawaited(value: Any) -> None:
 
 
 def drop_result(call: Future[Any]) -> None:
-    """Of a call that has ended, and that nobody waits for any more."""
+    """Drop the result of an ended call that is no longer awaited."""
     if not call.cancelled() and call.exception() is None:
         close_unawaited(call.result())
 

@@ -1,4 +1,4 @@
-"""Tokens of HTTP servers: who must have one, where it is read, how it is sent.
+"""Tokens of HTTP servers: when one is required, where it is read, how it is sent.
 
 A token is in an environment variable, and in no config, log or command line.
 """

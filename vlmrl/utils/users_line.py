@@ -1,4 +1,4 @@
-"""Where in the user's own code an error was raised."""
+"""Finds the line of the user's own code that raised an error."""
 
 from __future__ import annotations
 

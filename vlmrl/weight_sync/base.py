@@ -1,4 +1,4 @@
-"""Weight updates: how the trainer's weights get to the engine.
+"""Weight updates from the trainer to the engine.
 
     update = WeightUpdate(receivers=(receiver,), sender=SENDERS["tensor"], version="run.3", bucket_bytes=2**29)
     result = update.send(policy_weights, SenderState())
@@ -244,7 +244,7 @@ class WeightUpdate:
     by_value: bool = False
     """Send values instead of handles of GPU memory, because a server is not on this process's GPU."""
     beside: tuple[int, ...] = ()
-    """Trainer ranks, one beside each rank of the one receiver, that all send this update: each a handle of its own GPU's memory. The
+    """Trainer ranks that all send this update, each a handle of its own GPU's memory, one for each rank of the one receiver. The
     first calls the server. Empty: this process's handles are for all ranks."""
     aborted: Future[None] = field(default_factory=Future, repr=False, compare=False)
     """Done when the update was aborted in this process. A copy made by ``replace`` has the same one, a pickled copy another."""

@@ -1,9 +1,8 @@
-"""Which waiting requests may join the running batch, so that the KV cache stays within a number of bytes.
+"""Admits waiting requests to the running batch, so that the KV cache stays within a number of bytes.
 
-A batch has two padded tensors for each layer: prompts, with as many columns as the longest one needs, and what the rows have of their
-own, with as many as the longest of these needs. A row is therefore counted with its whole response, before it starts. Requests wait in
-their order until the batch has room. Before a request waits, keys and values that trajectories keep between two turns are dropped, the
-least recently used first.
+A batch has two padded tensors for each layer: one for prompts and one for the rows' own tokens, each as wide as its longest entry. A
+row is therefore counted with its whole response before it starts. Requests wait in order until the batch has room. Before a request
+waits, keys and values that trajectories keep between two turns are evicted, the least recently used first.
 """
 
 from __future__ import annotations

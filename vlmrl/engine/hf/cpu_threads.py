@@ -1,4 +1,4 @@
-"""How many threads the embedded engine computes on, on a CPU: one or all, whichever decodes and prefills faster.
+"""Chooses the embedded engine's CPU threads: one or all, whichever is faster.
 
 A decode step of a small model is many short operations. In each of them, waiting for a second thread may take longer than it saves.
 It depends on model, batch and machine, so the first forwards are timed, and again after the first weight update: the trainer's thread

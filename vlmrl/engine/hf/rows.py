@@ -153,7 +153,7 @@ class BatchState:
 
 
 def complete(row: RequestRow) -> None:
-    """Resolve the row's future with what it has."""
+    """Resolve the row's future with the tokens so far."""
     if not row.future.done():
         reason = row.stop_reason or "abort"
         routing = [*row.expert_routing, None] if row.expert_routing else []

@@ -123,7 +123,7 @@ class BrowserTab:
         return await self._evaluate(self._page, expression, argument)
 
     async def _evaluate(self, frame: Any, expression: str, argument: Any) -> Any:
-        """The value in the document that is there after a navigation which the evaluation met."""
+        """The value in the new document, if the page navigated during the evaluation."""
         for last in (False, False, True):
             try:
                 return await frame.evaluate(expression, argument)

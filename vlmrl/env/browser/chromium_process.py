@@ -39,7 +39,7 @@ def find_chromium(path: str | None) -> str:
     named = path or os.environ.get(VARIABLE)
     found = shutil.which(named) if named else next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
-        what = f"{named} is no program" if named else f"none of {', '.join(NAMES)} is on PATH"
+        what = f"{named} is not a program" if named else f"none of {', '.join(NAMES)} is on PATH"
         raise ValueError(
             f"env_options.chromium: no Chromium was found: {what}. Install one (Debian: apt install chromium), or name its program by "
             f"env_options.chromium or the environment variable {VARIABLE}."
@@ -156,7 +156,7 @@ def _drivers() -> list[int]:
 
 
 def _folders(pid: int) -> list[Path]:
-    """The temporary folders of a Chromium, which nobody removes if it or its driver is killed: its profile, and its socket's."""
+    """The temporary folders of a Chromium (profile, socket), which remain if it or its driver is killed."""
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
         if found := re.search(r"--user-data-dir=([^\0]*playwright_chromiumdev_profile-[^\0]+)", words):

@@ -1,4 +1,4 @@
-"""The tool ``computer_use``: what a model may do with mouse and keyboard, and how its calls are read.
+"""The tool ``computer_use``: mouse and keyboard actions, and the parser of their calls.
 
 Names and meanings are those of Qwen's own tool, so that Qwen2.5-VL and Qwen3-VL can act at once: class ``ComputerUse`` of
 ``cookbooks/utils/agent_function_call.py`` in github.com/QwenLM/Qwen3-VL. Its coordinates are thousandths of the screen for Qwen3-VL

@@ -1,4 +1,4 @@
-"""Numbered marks on the elements of a screenshot, so that a model can name what it clicks."""
+"""Numbered marks on the elements of a screenshot, by which a model can name the element to click."""
 
 from __future__ import annotations
 

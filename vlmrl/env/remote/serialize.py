@@ -4,8 +4,8 @@ A PIL image becomes ``{"$image": "<PNG in base64>"}``, in its own mode; bytes be
 infinities become ``{"$float": "nan"}``. All are restored as what they were. A frozen image becomes the bytes of a PNG, which is made
 once for all messages that show it, and which its receiver decodes once.
 
-A payload holds every image's content. Paths and URLs mean something on the sender's machine only, so the sender replaces them by the
-file's bytes, and the receiver refuses them: nobody can make another machine open a file or an address by naming it.
+A payload holds every image's content. Paths and URLs are valid on the sender's machine only, so the sender replaces them by the file's
+bytes, and the receiver refuses them: a payload cannot make another machine open a file or an address.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def serialize(value: Any, name: str) -> Any:
 
 
 def deserialize(value: Any, name: str) -> Any:
-    """The value that :func:`serialize` was given. Raises ValueError, with ``name``, for what it never writes."""
+    """The inverse of :func:`serialize`. Raises ValueError, with ``name``, for invalid payloads."""
     if isinstance(value, list):
         return [deserialize(item, f"{name}[{index}]") for index, item in enumerate(value)]
     if not isinstance(value, dict):

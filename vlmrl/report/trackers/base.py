@@ -1,4 +1,4 @@
-"""What a tracker is, and the rows of its trajectory table."""
+"""The interface of trackers, and the rows of their trajectory table."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TableRow:
 
 
 class Tracker:
-    """Receives what a run reports. A subclass overrides the methods that it wants.
+    """Receives a run's reports. Subclasses override the methods that they need.
 
     All methods are called in one thread that is the tracker's own, in the order of the run. What they raise is said once, and the run
     goes on. Only what the constructor raises, before the run starts, is the user's to correct.

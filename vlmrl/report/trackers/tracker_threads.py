@@ -1,4 +1,4 @@
-"""The trackers of a run, each in a thread of its own, so that a slow or failing one neither slows nor stops the run."""
+"""Runs each tracker in its own thread, so that a slow or failing tracker neither slows nor stops the run."""
 
 from __future__ import annotations
 

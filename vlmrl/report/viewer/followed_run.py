@@ -1,4 +1,4 @@
-"""A run's folder as a page follows it: what was appended since the page last requested it."""
+"""Follows a run's folder for a page: returns the lines appended since the page's last request."""
 
 from __future__ import annotations
 
