@@ -22,7 +22,7 @@ from vlmrl.utils.http import excerpt, parse_json, read_at_most
 from vlmrl.utils.tokens import bearer
 
 CHECK_SECONDS = 30.0  # time limit of one health check
-MOST_VALUES = 2**25  # of a response: 5 for each of 20 likely ids at 300,000 tokens
+MOST_VALUES = 2**26  # of a response: 4 for each of 100 likely ids at 160,000 tokens
 MOST_BYTES = 2**30  # of a response: the experts of a long context take hundreds of MiB
 PIECE = 2**18  # bytes of a body that are written at once: what a slow connection does not take yet is copied
 EXPECTED = (*UNREACHED, ServerError, EngineError)  # failures of a server; any other error is one of this program
