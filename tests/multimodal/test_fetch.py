@@ -153,11 +153,11 @@ def test_a_redirect_or_a_name_does_not_lead_to_this_machine(monkeypatch: pytest.
 
         with answering(redirect) as url:
             assert get(url) == b"secret" and reached == ["/"]
-            assert "no public address" in str(get(url, hosts=["127.0.0.1", "*"])) and reached == ["/"]
+            assert "not a public address" in str(get(url, hosts=["127.0.0.1", "*"])) and reached == ["/"]
         port = int(inner.rpartition(":")[2])
         address = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: address)
-        assert "no public address" in str(get(f"http://images.example:{port}/", hosts=["*"])) and reached == ["/"]
+        assert "not a public address" in str(get(f"http://images.example:{port}/", hosts=["*"])) and reached == ["/"]
 
 
 def test_public_addresses():
