@@ -78,9 +78,7 @@ async def play(config: Config, shown: PlayOptions) -> None:
     runs = Path(tempfile.gettempdir()) / "vlmrl-play"
     runs.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="play-", dir=runs) as folder:  # images and logs, until the command ends
-        samples: Literal["merged", "step_wise"] = (
-            "merged" if config.has_agent else "step_wise"
-        )  # no samples are made here
+        samples: Literal["merged", "step_wise"] = "merged" if config.has_agent else "step_wise"  # none are made
         rollout = replace(config.rollout, samples=samples)
         run = build_run(replace(config, rollout=rollout, output_dir=str(runs), name=Path(folder).name))
         by_hand = KeyboardResponses(console, run.model.renderer, rollout.max_response_tokens)

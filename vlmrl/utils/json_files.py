@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_VALUES = 1_000_000  # of a body: each takes 60 bytes or more, so that 64 MiB of `[],` would take 1.4 GiB, and no thread could run
-MAX_DIGITS = (
-    400  # of a whole number, more than a float's: Python takes quadratic time for them, and no other thread runs
-)
+MAX_DIGITS = 400  # of a whole number: reading it takes quadratic time, while no other thread runs
 MOST_BYTES = 64 * 2**20  # of a file: ours are far smaller
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # an escape that is valid only in a pair
 
