@@ -60,8 +60,9 @@ def test_a_server_is_watched_and_revived_again_after_an_error_of_any_kind(fake, 
     assert shown == [KeyError, RuntimeError] and server.last_error == ""
 
 
-def test_a_server_that_failed_in_a_pause_is_resumed_when_it_is_revived(fake, engine):
-    """A server may be healthy while it is paused: it would serve, and answer nothing."""
+def test_a_server_that_failed_in_a_pause_is_resumed_when_it_is_revived(fake):
+    """It answers no health check while it is paused."""
+    engine = engine_of(fake, health_timeout=0.1)
     [server] = engine.servers.all
 
     async def fail():
@@ -73,6 +74,7 @@ def test_a_server_that_failed_in_a_pause_is_resumed_when_it_is_revived(fake, eng
 
     asyncio.run(fail())
     assert not fake.paused
+    engine.close()
 
 
 def test_a_server_that_comes_back_as_an_older_version_does_not_serve(fake):

@@ -110,7 +110,7 @@ class FakeSGLang:
         return await handler(body)
 
     async def _health(self, body: Any) -> web.Response:
-        return web.Response(status=503 if self.sick else 200)
+        return web.Response(status=503 if self.sick or self.paused else 200)
 
     async def _server_info(self, body: Any) -> web.Response:
         return web.json_response(self.info)

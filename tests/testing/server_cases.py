@@ -128,15 +128,18 @@ def test_after_an_update_in_bfloat16_images_seen_before_have_new_features(qwen2_
 
 
 def test_a_run_samples_from_the_trained_weights_also_after_a_resume(qwen3: Served, tmp_path: Path):
+    """On a server as a run leaves it that is killed in its startup check: paused, and every weight the same number."""
     config = qwen3.run.config
     settings = replace(config.server, urls=(qwen3.server.url,), args={}, env={})
     config = replace(
         config, output_dir=str(tmp_path), server=settings, optim=Optim(lr=3e-3), checkpoint=Checkpoint(every=2)
     )
-    asyncio.run(
-        qwen3.sync.fill(qwen3.run.serving.send, FILLS[0])
-    )  # as a run leaves it that failed in its startup check
-    run_training(config)
+    asyncio.run(qwen3.sync.fill(qwen3.run.serving.send, FILLS[0]))
+    asyncio.run(qwen3.run.engine.pause())
+    try:
+        run_training(config)
+    finally:
+        asyncio.run(qwen3.run.engine.resume())
     run_training(replace(config, train=Train(steps=4, groups_per_batch=2)), resume=True)
     rows = read_rows(config.folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]

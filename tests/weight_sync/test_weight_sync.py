@@ -443,6 +443,12 @@ def test_after_a_refused_update_servers_get_all_of_its_weights_before_they_serve
     assert {tuple(sampled(sync, f"t{i}")) for i in range(4)} == {(1, 1, 1)}
 
 
+def test_a_server_that_a_killed_run_has_left_paused_is_resumed(fakes, sync_of):
+    """Paused, it answers no health check."""
+    fakes[0].paused = True
+    assert sampled(sync_of(fakes[0]))
+
+
 def test_servers_are_paused_before_their_first_weights_and_never_left_so(fakes, sync_of):
     """A server that is not paused may still count a request that it has answered, and refuse the weights."""
     engine = sync_of(*fakes).engine

@@ -92,6 +92,8 @@ class ServerPool:
         for server in self.all:
             if server.process is not None:
                 server.process.start()
+            elif self.resync is not _nothing:  # this run sends it weights, so that no other run may have paused it now
+                await self._end_pause(server)
         await asyncio.gather(*map(self._until_up, self.all))
 
     async def serve_all(self) -> None:
@@ -306,13 +308,16 @@ class ServerPool:
             server.asleep = server.without_weights = False
             self.restarts += 1
         else:
-            resume = self.call(server, *self.backend.resume, timeout=CHECK_SECONDS)
-            await suppress_unreachable(resume)  # a pause in which it failed has not ended for it
+            await self._end_pause(server)
         await self._until_up(server)
         async with self.update_lock:
             await self.resync(server)
         self._check_not_paused(server)
         await self.serve(server)
+
+    async def _end_pause(self, server: Server) -> None:
+        """End a pause in which the server failed, or an earlier run was killed. A paused server may answer no health check."""
+        await suppress_unreachable(self.call(server, *self.backend.resume, timeout=CHECK_SECONDS))
 
     def _check_not_paused(self, server: Server) -> None:
         if self.paused and self.colocated:

@@ -69,8 +69,8 @@ class ServerScorer(ServerEngine):
     def request_of(self, row: Sample) -> ScoreRequest:
         """The request to score a row's trained tokens.
 
-        A row that ends with the token that opens an image gets one token more, whose score is not needed: SGLang 0.5.23 looks at the
-        token behind each opening token, and answers with HTTP 500 where there is none.
+        A row that ends with the token that opens an image gets one token more, whose score is not needed: servers look at the token
+        behind each opening token to tell images from videos, and one fails (HTTP 500) where there is none.
         """
         pad = self._renderer.image_token_id
         prompt = collapse(row.token_ids, pad, row.media)
