@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from vlmrl.utils.output_files import atomic_folder, remove_folder
+from vlmrl.utils.require import require
 
 Tensors = dict[str, torch.Tensor]
 
@@ -70,7 +71,7 @@ class _Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         folder = Path(self.path)
-        with _readable(folder.parent):
+        with readable(folder.parent):
             with (folder / ".metadata").open("rb") as file:
                 metadata = _MetadataUnpickler(file).load()
             for part in metadata.storage_data.values():
@@ -80,7 +81,7 @@ class _Reader(FileSystemReader):
 
 
 @contextmanager
-def _readable(checkpoint: Path) -> Iterator[None]:
+def readable(checkpoint: Path) -> Iterator[None]:
     """Raise whatever the files of a damaged checkpoint raise as a ValueError that names it."""
     try:
         yield
@@ -129,8 +130,10 @@ def save_json(checkpoint: Path, values: Mapping[str, Any]) -> None:
 
 
 def load_json(checkpoint: Path) -> dict[str, Any]:
-    with _readable(checkpoint):
-        return dict(json.loads((checkpoint / "run.json").read_text()))
+    with readable(checkpoint):
+        values = json.loads((checkpoint / "run.json").read_text())
+        require(isinstance(values, dict), "run.json", "a JSON object", values)
+    return dict(values)
 
 
 def save_tensors(checkpoint: Path, tensors: Tensors) -> None:
@@ -166,7 +169,7 @@ def load_weights(checkpoint: Path, policy: nn.Module) -> None:
 
 def _fill(tensors: Tensors, checkpoint: Path) -> None:
     """Read each of ``tensors`` in place from the checkpoint, which may hold others, too."""
-    with warnings.catch_warnings(), _readable(checkpoint):
+    with warnings.catch_warnings(), readable(checkpoint):
         warnings.simplefilter("ignore")
         state_dict_loader.load(dict(tensors), storage_reader=_Reader(checkpoint / "trainer"))
 
@@ -238,7 +241,7 @@ def load_random(checkpoint: Path, process: int | str) -> None:
     path = checkpoint / f"random{process}.pt"
     if not path.exists():
         return
-    with _readable(checkpoint):
+    with readable(checkpoint):
         state = torch.load(path, weights_only=True)  # numbers, and no pickled code
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
