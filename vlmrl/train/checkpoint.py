@@ -17,8 +17,10 @@ import shutil
 import warnings
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import torch
@@ -27,6 +29,8 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
 from vlmrl.utils.output_files import atomic_folder, remove_folder
 from vlmrl.utils.require import require
@@ -78,6 +82,25 @@ class _Reader(FileSystemReader):
                 if (folder / part.relative_path).stat().st_size < part.offset + part.length:
                     raise EOFError(f"{part.relative_path} is cut")
         return super().read_metadata(*args, **kwargs)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """As torch's, which does not compare the checksums that it wrote: changed bytes would be trained on."""
+        parts = {
+            (part.relative_path, part.offset): part
+            for part in (self.storage_data[item.storage_index] for item in plan.items)
+        }
+        for part in parts.values():
+            with (Path(self.path) / part.relative_path).open("rb") as file:
+                file.seek(part.offset)
+                _check_sums(part.relative_path, BytesIO(file.read(part.length)))
+        return super().read_data(plan, planner)
+
+
+def _check_sums(name: str, file: Path | BytesIO) -> None:
+    """Raises ValueError if a file in torch's form, which is a ZIP archive, has other bytes than were written."""
+    with ZipFile(file) as archive:
+        if archive.testzip() is not None:
+            raise ValueError(f"{name} has other bytes than were written")
 
 
 @contextmanager
@@ -242,6 +265,7 @@ def load_random(checkpoint: Path, process: int | str) -> None:
     if not path.exists():
         return
     with readable(checkpoint):
+        _check_sums(path.name, path)
         state = torch.load(path, weights_only=True)  # numbers, and no pickled code
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
