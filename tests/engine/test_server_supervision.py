@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import logging
 import time
 
@@ -210,6 +211,30 @@ def test_a_response_that_is_no_json_is_a_failed_attempt_and_health_needs_none():
     finally:
         engine.close()
         chatty.close()
+
+
+class Compressing(FakeSGLang):
+    """Its answer is compressed, whatever the request accepts."""
+
+    async def _serve(self, request: web.Request) -> web.Response:
+        response = await super()._serve(request)
+        if request.path == "/generate":
+            assert request.headers["Accept-Encoding"] == "identity"
+            response.headers["Content-Encoding"] = "gzip"
+            response.body = gzip.compress(response.body)
+        return response
+
+
+def test_a_compressed_response_is_not_decompressed():
+    """A MiB of zeros' compression is a GiB: it held up all servers' requests for seconds."""
+    fake = Compressing()
+    engine = engine_of(fake, retries=0)
+    try:
+        with pytest.raises(EngineError, match=r"in 1 attempts: ServerError: .*the response is not JSON"):
+            asyncio.run(_start_and_generate(engine))
+    finally:
+        engine.close()
+        fake.close()
 
 
 def test_a_program_that_does_not_exist_is_named_in_the_servers_log(tmp_path):

@@ -18,7 +18,7 @@ import aiohttp
 from vlmrl.engine.base import EngineError
 from vlmrl.engine.server import TAIL, TOKEN_VARIABLE, UNREACHED, Server, ServerError, ServerInfo, suppress_unreachable
 from vlmrl.engine.server_backend import Call, EncodedBody, ServerBackend
-from vlmrl.utils.http import excerpt, parse_json, read_at_most
+from vlmrl.utils.http import excerpt, parse_json, plain_session, read_at_most
 from vlmrl.utils.tokens import bearer
 
 CHECK_SECONDS = 30.0  # time limit of one health check
@@ -87,8 +87,7 @@ class ServerPool:
 
         Raises EngineError if one is not within ``start_timeout``, ValueError if one is too old.
         """
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        self._session = plain_session(aiohttp.TCPConnector(limit=0, keepalive_timeout=60))
         for server in self.all:
             if server.process is not None:
                 server.process.start()
