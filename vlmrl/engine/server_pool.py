@@ -148,6 +148,8 @@ class ServerPool:
     async def pick(self, preferred: Server | None, patience: float) -> Server:
         """``preferred`` if it serves, else the server with the fewest requests. Waits while none serves, or all are paused.
 
+        A silent server gets one request at a time, unless no other serves: it may answer health checks, and no request.
+
         Raises EngineError after ``patience`` seconds, or when the pool is closed.
         """
         until = time.monotonic() + patience
@@ -158,7 +160,7 @@ class ServerPool:
             if preferred in available and preferred is not None:
                 return preferred
             if available:
-                return min(available, key=lambda server: server.in_flight)
+                return min(available, key=lambda server: (server.silent and server.in_flight > 0, server.in_flight))
             left = until - time.monotonic()
             if left <= 0:
                 servers = ", ".join(f"{server.url}: {server.last_error}".removesuffix(": ") for server in self.all)
