@@ -113,6 +113,14 @@ def test_a_server_that_reports_nothing_about_itself_is_an_engine_error(fake, eng
         asyncio.run(engine.start())
 
 
+def test_a_program_without_such_a_report_is_an_engine_error(fake, engine):
+    fake.failing = {"/server_info"}
+    with pytest.raises(
+        EngineError, match=r"reports nothing about itself \(is it another program\?\): ServerError: .*HTTP 500"
+    ):
+        asyncio.run(engine.start())
+
+
 @pytest.mark.parametrize("fails_at", ["start", "serve"])
 def test_servers_do_not_serve_where_the_trainer_cannot_be_offloaded(fake, fails_at):
     """Before they start: a server sizes its KV cache by what is free then."""

@@ -235,10 +235,10 @@ class ServerPool:
         except UNREACHED as error:
             why, cause = f"reported nothing about itself within {limit:g} s", error
         except ServerError as error:
-            if error.status not in (401, 403):
-                raise
             own = f"set the environment variable {TOKEN_VARIABLE} to its API key"
-            why, cause = f"refuses the token of this run: {own if server.process is None else 'it has another'}", error
+            why, cause = "reports nothing about itself (is it another program?)", error
+            if error.status in (401, 403):
+                why = f"refuses the token of this run: {own if server.process is None else 'it has another'}"
         except (AttributeError, LookupError, TypeError) as error:
             why, cause = "reports about itself in another form", error
         what = f"{type(cause).__name__}: {cause}{server.log_tail()}"
