@@ -206,6 +206,21 @@ def test_a_server_that_scores_what_it_samples_passes_the_check(scorer, fake):
     assert checked(scorer, TEXT_ONLY) == {fake.url: pytest.approx(0, abs=1e-6)}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("logprobs", [[], [[None, 5, None]] * 3, [["-1", 5, None]] * 3])
+def test_a_sampled_response_without_its_logprobs_is_no_answer(scorer, fake, logprobs):
+    fake.meta = {"output_token_logprobs": logprobs}
+    with pytest.raises(EngineError, match=r"gave no answer that can be used: BadResponse: 3 ids came with"):
+        checked(scorer, TEXT_ONLY)
+
+
+@pytest.mark.slow
+def test_a_tokenizer_that_answers_with_no_list_is_an_engine_error(scorer, fake):
+    fake.encode = lambda text: None
+    with pytest.raises(EngineError, match=r"encodes no text, so that its tokenizer is not known: TypeError"):
+        checked(scorer)
+
+
 def samples(fake, *tokens):
     fake.response = list(tokens)
     fake.meta = {"output_token_logprobs": [[logprob_of(token), token, None] for token in tokens]}

@@ -14,7 +14,7 @@ from vlmrl.engine.base import EngineError, SamplingParams, check_placeholders
 from vlmrl.engine.server_backend import Attempt, Call, Scored, ScoreRequest
 from vlmrl.engine.server_engine import ServerEngine
 from vlmrl.engine.server_pool import ServerPool
-from vlmrl.engine.server_response import BadResponse, is_logprob
+from vlmrl.engine.server_response import BadResponse, is_logprob, sampled_logprobs
 from vlmrl.multimodal.renderer import Renderer, collapse
 from vlmrl.types import Sample
 
@@ -101,7 +101,9 @@ class ServerScorer(ServerEngine):
     def _parsed(self, attempt: Attempt, response: Any) -> Any:
         """TeacherScores for a :class:`ScoreRequest`; otherwise the response, whatever the server's weights are named."""
         if not isinstance(attempt.request, ScoreRequest):
-            return self.backend.parse(attempt, response)
+            sampled = self.backend.parse(attempt, response)
+            sampled_logprobs(sampled, attempt.request.sampling.max_tokens)
+            return sampled
         return scores_of(attempt.request, self.backend.parse_scores(attempt, response))
 
 
