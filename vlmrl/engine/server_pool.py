@@ -160,7 +160,9 @@ class ServerPool:
             if preferred in available and preferred is not None:
                 return preferred
             if available:
-                return min(available, key=lambda server: (server.silent and server.in_flight > 0, server.in_flight))
+                return min(
+                    available, key=lambda each: (each.silent and each.in_flight > 0, each.in_flight, each.silent)
+                )
             left = until - time.monotonic()
             if left <= 0:
                 servers = ", ".join(f"{server.url}: {server.last_error}".removesuffix(": ") for server in self.all)
