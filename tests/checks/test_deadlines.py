@@ -52,7 +52,7 @@ class Servers:
 
 
 def check(servers: Servers, **options: Any) -> Any:
-    async def sends(send: Any) -> None: ...
+    async def sends(*_: Any) -> None: ...
 
     async def checksums() -> dict[str, dict[str, str]]:
         return {"http://one": next(servers.sums)}
@@ -103,6 +103,17 @@ def test_only_weights_that_the_trainer_rounds_may_differ_after_an_update(
     sums = [dict(zip((DECAY, CONVOLUTION), each, strict=True)) for each in (("1", "1"), ("0", "0"), sent)]
     with pytest.raises(ParityError, match=f"other weights after an update .*{named}") if named else nullcontext():
         check(Servers(sums=sums), same_weights=True, rounded=rounded)
+
+
+def test_a_run_passes_with_a_server_that_a_failed_one_left_full_of_one_value():
+    """The first fill changes nothing there, the second does."""
+    check(Servers(sums=[{"w.weight of rank 0": each} for each in ("0.01", "0.01", "0.02")]))
+
+
+def test_a_weight_that_no_update_reaches_is_refused():
+    sums = [{"w.weight of rank 0": each, "v.weight of rank 0": "1"} for each in ("2", "0.01", "0.02")]
+    with pytest.raises(ParityError, match=r"http://one has weights that no update reaches: v\.weight of rank 0\. They"):
+        check(Servers(sums=sums))
 
 
 def test_an_engine_that_never_responses_ends_the_image_swap_check():

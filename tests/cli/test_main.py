@@ -37,9 +37,23 @@ def test_an_unknown_command_is_one_line(monkeypatch, capsys, word, said):
 def test_the_help_of_a_recipe_says_what_the_command_does(command, said, monkeypatch, capsys, tmp_path):
     (tmp_path / "mine.py").write_text('"""Count."""\nfrom vlmrl import Config\ndef config(): return Config()\n')
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit, match="0"):
         vlmrl_command(monkeypatch, command, "mine.py", "--help")
     assert f"{said}\n\nCount." in capsys.readouterr().out
+
+
+def test_the_description_of_a_recipe_fits_the_terminal_and_keeps_its_commands(monkeypatch, capsys, tmp_path):
+    code = "    python mine.py      # a comment that is wider than this terminal: not wrapped"
+    (tmp_path / "mine.py").write_text(
+        f'"""Count.\n\n{code}\n\n{"It counts. " * 20}"""\nfrom vlmrl import Config\ndef config(): return Config()\n'
+    )
+    monkeypatch.setenv("COLUMNS", "60")
+    with pytest.raises(SystemExit, match="0"):
+        vlmrl_command(monkeypatch, "train", str(tmp_path / "mine.py"), "--help")
+    shown = capsys.readouterr().out.splitlines()
+    text = [line for line in shown if "counts." in line]
+    assert code in shown and len(text) == 4 and max(map(len, text)) <= 60
 
 
 def test_a_missing_file_names_its_neighbours(monkeypatch, capsys, tmp_path):

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from testing.clocks import pass_time
 from testing.episodes import wait_until
-from testing.fake_sglang import END, FakeSGLang, logprob_of
+from testing.fake_sglang import END, OPENING, FakeSGLang, logprob_of
 from testing.fakes import PAD, item_of
 from testing.sglang_engines import PATIENT, Words, settings_and_limits
 
@@ -75,6 +75,13 @@ def test_sglang_scores_the_trained_tokens_of_a_row_with_an_image_in_its_response
     assert np.allclose(scores.logprobs, wanted)
     assert scores.top_ids.tolist() == [[3, 4], [4, 5], *[[0, 0]] * 4, [5, 6]]
     assert np.allclose(scores.top_logprobs[0], [wanted[0], wanted[0] - 3])
+
+
+@pytest.mark.slow
+def test_a_row_that_ends_where_an_image_would_begin_is_scored(scorer, fake):
+    [scores] = scorer.score([row([1], [2, OPENING])])
+    assert scores.logprobs.tolist() == [logprob_of(2), logprob_of(OPENING)]
+    assert scores.top_ids.shape == scores.top_logprobs.shape == (2, 2)
 
 
 def attempt(request: ScoreRequest) -> Attempt:

@@ -111,6 +111,8 @@ def test_what_was_stopped_before_a_step_has_nothing_to_continue(tmp_path):
     checkpoints = SimpleNamespace(newest=lambda: None)
     run = SimpleNamespace(folder=tmp_path, checkpoints=checkpoints, config=Config(**DATA))
     assert program._how_to_continue(run) == "nothing was saved yet"
+    (tmp_path / "model").mkdir()  # as after a warm start
+    assert program._how_to_continue(run) == f"the model so far is in {tmp_path / 'model'}"
     (tmp_path / "metrics.jsonl").write_text(ROW)
     assert "the results so far are in" in program._how_to_continue(run)
 

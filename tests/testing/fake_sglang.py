@@ -21,6 +21,7 @@ INFO = {"version": "0.5.23", "tp_size": 1, "dtype": "float32", "device": "cpu", 
 HOLDS_IMAGES = {"trust_mm_content_hashes": True, "mm_preprocess_cache_size_mb": 4096}
 """To add to the ``info`` of a server that keeps processed images."""
 END = 258  # end-of-turn id of its responses
+OPENING = 250  # id that opens an image; as SGLang, it fails to score rows that end with it
 
 
 def logprob_of(token: int) -> float:
@@ -127,6 +128,8 @@ class FakeSGLang:
             if not self._has(image, hash):
                 return web.json_response({"error": {"message": "Non-base64 digit found"}}, status=400)
         if "logprob_start_len" in body:
+            if body["input_ids"][-1] == OPENING:
+                return web.Response(status=500)
             return web.json_response({"output_ids": [], "meta_info": self._scores(body)})
         expanded = len(body["input_ids"]) + body["input_ids"].count(self.pad) * (self.tokens_per_image - 1)
         count = len(self.response)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from testing.fake_sglang import END, FakeSGLang
+from testing.fake_sglang import END, OPENING, FakeSGLang
 from testing.fakes import PAD
 from vlmrl.config import ServerSettings
 from vlmrl.engine.base import Request, SamplingParams
@@ -29,6 +29,8 @@ class Words:
     """The part of a renderer that the engine uses."""
 
     image_token_id = PAD
+    image_opening_id = OPENING
+    end_of_turn_id = END
     stop_ids = frozenset({END})
 
 

@@ -18,7 +18,7 @@ from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
 from vlmrl.engine.server import Server
 from vlmrl.engine.server_engine import ServerEngine
 from vlmrl.engine.server_pool import ServerPool
-from vlmrl.engine.server_sync import FILL, WeightSync
+from vlmrl.engine.server_sync import WeightSync
 from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.engine.sglang.receiver import SGLangReceiver
 from vlmrl.weight_sync import SENDERS
@@ -443,13 +443,27 @@ def test_after_a_refused_update_servers_get_all_of_its_weights_before_they_serve
     assert {tuple(sampled(sync, f"t{i}")) for i in range(4)} == {(1, 1, 1)}
 
 
+def test_servers_are_paused_before_their_first_weights_and_never_left_so(fakes, sync_of):
+    """A server that is not paused may still count a request that it has answered, and refuse the weights."""
+    engine = sync_of(*fakes).engine
+
+    async def fail():
+        async with engine.asleep():
+            assert all(fake.paused for fake in fakes)
+            raise EngineError("refused")
+
+    with pytest.raises(EngineError, match="refused"):
+        asyncio.run(fail())
+    assert not any(fake.paused for fake in fakes)
+
+
 def test_a_filled_server_shows_what_no_update_reaches(fakes, sync_of):
     sync = sync_of(fakes[0])
     fakes[0].weights["frozen"] = torch.ones(2)
     fakes[0].unreachable_weights = {"frozen"}
     before = asyncio.run(sync.checksums())[fakes[0].url]
-    asyncio.run(sync.fill(send([1.0, 2.0])))
-    assert fakes[0].weights["w"].tolist() == pytest.approx([FILL, FILL])
+    asyncio.run(sync.fill(send([1.0, 2.0]), 0.25))
+    assert fakes[0].weights["w"].tolist() == [0.25, 0.25]
     assert sync.engine.versions[fakes[0].version] == -1  # of no policy version
     filled = asyncio.run(sync.checksums())[fakes[0].url]
     assert [name for name in before if before[name] == filled[name]] == ["frozen of rank 0"]

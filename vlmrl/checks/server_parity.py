@@ -31,6 +31,10 @@ TOLERANCE = 0.1
 states (0.023 between two layouts of the trainer itself, 28 layers of the 2B shape, random weights) and in a server's logits where it
 rounds them (0.027 at logits of 20). The trainer's own logits are float32."""
 IMAGE = (330, 210)  # pixels: no multiple of any patch size
+FILLS = (
+    0.01,
+    0.02,
+)  # of every weight, to see that updates reach it; the second for servers that a failed run left with the first
 
 
 class ParityError(ValueError):
@@ -97,9 +101,7 @@ async def check_parity(
     engine = sync.engine
     servers, checksums = engine.servers.all, engine.backend.capabilities.checksums
     loaded = await sync.checksums() if checksums else {}
-    async with engine.asleep():
-        await sync.fill(send)
-    _check_reach(loaded, await sync.checksums() if checksums else {})
+    await _check_reach(sync, send, loaded)
     for server in servers:
         await ask(engine, server, questions[0].request, timeout)  # so that it sees the image under wrong weights
     async with engine.asleep():
@@ -134,14 +136,25 @@ async def parity_questions(renderer: Renderer, store: MediaStore | None, rollout
     return questions
 
 
-def _check_reach(before: dict[str, dict[str, str]], filled: dict[str, dict[str, str]]) -> None:
-    for url, sums in before.items():
-        unchanged = [name for name, value in sums.items() if filled[url][name] == value and _is_weight(name)]
-        if unchanged:
-            raise ParityError(
-                f"the server {url} has weights that no update reaches: {_some(unchanged)}. They would keep their values for the "
-                "whole run."
-            )
+async def _check_reach(sync: WeightSync, send: Send, loaded: dict[str, dict[str, str]]) -> None:
+    """Fill all servers' weights with one value. Raises ParityError if a weight keeps its checksum, which was in ``loaded``."""
+    before = loaded
+    for value in FILLS:
+        async with sync.engine.asleep():
+            await sync.fill(send, value)
+        filled = await sync.checksums() if loaded else {}
+        unchanged = {
+            url: names
+            for url, sums in before.items()
+            if (names := [name for name, each in sums.items() if filled[url][name] == each and _is_weight(name)])
+        }
+        if not unchanged:
+            return
+        before = filled
+    url, names = next(iter(unchanged.items()))
+    raise ParityError(
+        f"the server {url} has weights that no update reaches: {_some(names)}. They would keep their values for the whole run."
+    )
 
 
 def _check_equal(

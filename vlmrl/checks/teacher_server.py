@@ -71,7 +71,7 @@ async def _difference(scorer: ServerScorer, server: Server, question: Question, 
         if tokens := list(takewhile(highest.__ge__, scorer.before_images(sampled.token_ids))):
             scores: Any = await ask(scorer, server, scorer.request_of(question.row(tokens)), timeout)
             logprobs = np.array([logprob for logprob, _ in sampled.logprobs[: len(tokens)]])
-            return float(np.abs(scores.logprobs - logprobs).mean())
+            return float(np.abs(scores.logprobs[: len(tokens)] - logprobs).mean())
     raise ParityError(
         f"the teacher's server {server.url} begins each of {RESPONSES} responses with an image placeholder or an id of no token, "
         "which no trained model does: serve a trained model."

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Union
 
-import tyro
 from tyro.conf import OmitSubcommandPrefixes, Suppress, subcommand
 
 import vlmrl
@@ -20,7 +19,7 @@ from vlmrl.cli.export import ExportCommand
 from vlmrl.cli.init import InitCommand
 from vlmrl.cli.plan import PlanCommand
 from vlmrl.cli.play import PlayCommand
-from vlmrl.cli.recipe import errors_in_one_line
+from vlmrl.cli.recipe import errors_in_one_line, parse
 from vlmrl.cli.reproduce import ReproduceCommand
 from vlmrl.cli.serve import ServeEnvCommand, ServeRetrieverCommand
 from vlmrl.cli.train import SftCommand, TrainCommand
@@ -29,8 +28,8 @@ from vlmrl.utils.threads import keeping_exit_status
 
 DESCRIPTION = """Reinforcement learning for vision-language agents.
 
-Run `vlmrl COMMAND --help` for the options of a command, `vlmrl train RECIPE --help` for all settings of a recipe, and
-`vlmrl --version` for the version."""
+Run `vlmrl COMMAND --help` for the options of a command and `vlmrl train RECIPE --help` for all settings of a recipe;
+the version is that of `vlmrl --version`."""
 WITH_OPTIONS = (
     "train",
     "sft",
@@ -110,14 +109,14 @@ def parse_command(words: Sequence[str]) -> Any:
     for count, commands in ((2, NESTED), (1, COMMANDS)):
         name = " ".join(words[:count])
         if name in commands:
-            return tyro.cli(commands[name], args=words[count:], prog=f"vlmrl {name}", config=(OmitSubcommandPrefixes,))
+            return parse(commands[name], args=words[count:], prog=f"vlmrl {name}", config=(OmitSubcommandPrefixes,))
     if words and words[0] not in COMMANDS and not words[0].startswith("-"):
         close = difflib.get_close_matches(words[0], COMMANDS, n=1)
         known = f"perhaps you meant {close[0]!r}" if close else f"there are {', '.join(COMMANDS)}"
         print(f"vlmrl: there is no command {words[0]!r}; {known}. For full helptext, run vlmrl --help", file=sys.stderr)
         raise SystemExit(2)
     every: Any = Union[tuple(Annotated[kind, subcommand(name)] for name, kind in COMMANDS.items())]  # noqa: UP007
-    return tyro.cli(every, args=words, prog="vlmrl", description=DESCRIPTION)
+    return parse(every, args=words, prog="vlmrl", description=DESCRIPTION)
 
 
 def split_at_recipe(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

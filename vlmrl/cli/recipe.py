@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import io
 import os
 import select
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -83,7 +86,7 @@ class Recipe:
         description = "\n\n".join(filter(None, [inspect.cleandoc(what or ""), self.description]))
         recipe = with_one_source(default.config, words)
         plain = replace(default, config=without_options(recipe))
-        chosen, unknown = tyro.cli(
+        chosen, unknown = parse(
             type(default), default=plain, args=words, description=description, prog=prog, return_unknown_args=True
         )
         if unknown:
@@ -93,6 +96,40 @@ class Recipe:
             print("\n".join(found), f"For full helptext, run {prog} --help", file=sys.stderr)
             raise SystemExit(2)
         return replace(chosen, config=joined(recipe, chosen.config))
+
+
+def parse(kind: Any, **options: Any) -> Any:
+    """As `tyro.cli`. Its help has each paragraph of a description in one line; they are wrapped at the terminal's width."""
+    shown = _Held(sys.stdout)
+    try:
+        with redirect_stdout(shown):
+            return tyro.cli(kind, **options)
+    finally:
+        if text := shown.getvalue():
+            print("\n".join(map(_wrapped, text.splitlines())))
+
+
+class _Held(io.StringIO):
+    """What is printed, while tyro sees in it the encoding of ``output`` and whether that is a terminal."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self._output = output
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return str(self._output.encoding)
+
+    def isatty(self) -> bool:
+        return bool(self._output.isatty())
+
+
+def _wrapped(line: str) -> str:
+    is_text = line[:1].isalnum() or line[:1] in ("`", '"')  # no box, no color, no line of code
+    if not is_text or line.startswith("usage:"):
+        return line
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
 
 
 def with_one_source(recipe: Config, words: Sequence[str]) -> Config:

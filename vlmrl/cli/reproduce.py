@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from vlmrl.cli.recipe import Recipe, RecipePath, joined, without_options
+from vlmrl.cli.recipe import Recipe, RecipePath, joined, parse, without_options
 from vlmrl.config import Config
 from vlmrl.utils.require import require
 
@@ -25,7 +25,7 @@ class ReproduceCommand:
 
     def run(self, options: Sequence[str]) -> None:
         recipe = Recipe.load(self.recipe)
-        chosen, settings = tyro.cli(
+        chosen, settings = parse(
             ReproduceOptions,
             args=options,
             description=f"{DESCRIPTION}\n\n{recipe.description}",
@@ -33,7 +33,7 @@ class ReproduceCommand:
             return_unknown_args=True,
         )
         plain = without_options(recipe.config())
-        given = tyro.cli(Config, default=plain, args=settings, prog=f"vlmrl reproduce {self.recipe}")
+        given = parse(Config, default=plain, args=settings, prog=f"vlmrl reproduce {self.recipe}")
         config = joined(recipe.config(), given)
         run_reproduction(self.recipe, config, chosen, settings)
 

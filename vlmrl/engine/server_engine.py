@@ -104,14 +104,19 @@ class ServerEngine:
 
     @asynccontextmanager
     async def asleep(self) -> AsyncIterator[None]:
-        """Before :meth:`serve`: within the context colocated servers are asleep, so that the trainer may use their GPUs.
+        """Before :meth:`serve`: within the context servers are paused, so that they take new weights. Colocated ones are asleep, so
+        that the trainer may use their GPUs.
 
-        Raises EngineError if a server does not answer. After an error within the context the servers stay asleep.
+        Raises EngineError if a server does not answer. After an error within the context colocated servers stay asleep.
         """
-        if not self.servers.colocated:
-            yield
-            return
+        # A server that is not paused may still count a request that it has answered, and refuse new weights for its sake.
         await self.thread.run(self._require_all(self.backend.pause))
+        if not self.servers.colocated:
+            try:
+                yield
+            finally:
+                await self.thread.run(self._call_all(self.backend.resume, self.servers.all))
+            return
         await self.thread.run(self._require_all(self.backend.sleep, asleep=True))
         yield
         await self._offload()

@@ -54,7 +54,9 @@ class ServerScorer(ServerEngine):
             EngineError: no server answered, also after retries, or not in time.
             ValueError: a server reads other tokens or images.
         """
-        return self.thread.wait(self._score_all([self.request_of(row) for row in rows]))
+        found = self.thread.wait(self._score_all([self.request_of(row) for row in rows]))
+        sizes = [len(row.response_ids) for row in rows]
+        return [TeacherScores(*(part[:size] for part in scores)) for size, scores in zip(sizes, found, strict=True)]
 
     def logprobs(self, rows: Sequence[Sample]) -> list[np.ndarray]:
         """The logprobs ``[response]`` of each row's tokens, in nats."""
@@ -65,10 +67,16 @@ class ServerScorer(ServerEngine):
         return list(takewhile(lambda token: token != self._renderer.image_token_id, token_ids))
 
     def request_of(self, row: Sample) -> ScoreRequest:
-        """The request to score a row's trained tokens."""
+        """The request to score a row's trained tokens.
+
+        A row that ends with the token that opens an image gets one token more, whose score is not needed: SGLang 0.5.23 looks at the
+        token behind each opening token, and answers with HTTP 500 where there is none.
+        """
         pad = self._renderer.image_token_id
         prompt = collapse(row.token_ids, pad, row.media)
         tokens = [token if mask else -1 for token, mask in zip(row.response_ids, row.loss_mask, strict=True)]
+        if prompt[-1] == self._renderer.image_opening_id:
+            prompt, tokens = [*prompt, self._renderer.end_of_turn_id], [*tokens, -1]
         request = ScoreRequest(
             row.trajectory_id, prompt, row.media, SamplingParams(1), tokens=tokens, most_likely=self._most_likely
         )

@@ -34,7 +34,6 @@ Send = Callable[[WeightUpdate], TransferResult]
 """Calls :meth:`WeightUpdate.send` on the trainer ranks."""
 
 SYNC_SECONDS = 300.0  # for one bucket: minutes on a slow network, and no longer than a hung server may delay the others
-FILL = 0.01  # the value of every weight while the parity check tests that updates reach all weights
 
 
 class Adapter(NamedTuple):
@@ -88,9 +87,9 @@ class WeightSync:
         """
         await self.engine.thread.run(self._push_adapter(weights, settings, policy_version))
 
-    async def fill(self, send: Send) -> None:
-        """Overwrite every weight with one number, so that a weight that no update reaches is noticed."""
-        await self.engine.thread.run(self._overwrite(send))
+    async def fill(self, send: Send, value: float) -> None:
+        """Overwrite every weight with ``value``, so that a weight that no update reaches is noticed."""
+        await self.engine.thread.run(self._overwrite(send, value))
 
     async def checksums(self) -> dict[str, dict[str, str]]:
         """Checksums of each server's weights, by URL, then by tensor and rank. Equal weights have equal ones."""
@@ -161,11 +160,11 @@ class WeightSync:
             self._unloading.add(task)
             task.add_done_callback(self._unloading.discard)
 
-    async def _overwrite(self, send: Send) -> None:
+    async def _overwrite(self, send: Send, value: float) -> None:
         async with self.engine.servers.update_lock:
             self._send, self._version = send, f"{self._run}.fill"
             self.engine.versions[self._version] = -1  # only the startup parity check samples from it
-            self._check_complete(await self._transfer(self.engine.servers.all, fill=FILL))
+            self._check_complete(await self._transfer(self.engine.servers.all, fill=value))
 
     async def _transfer(
         self, servers: Sequence[Server], resend: bool = False, fill: float | None = None

@@ -321,6 +321,13 @@ class Renderer:
         longer = self.write([*BASE, BASE[1]], tools, generate=False)
         return longer.startswith(text) and not self.stop_ids.isdisjoint(self.encode_written(longer[len(text) :])[:1])
 
+    @cached_property
+    def image_opening_id(self) -> int | None:
+        """The id of the token that the template writes before each image, such as ``<|vision_start|>``. None: it writes none."""
+        if self.image_token is None:
+            return None
+        return next(reversed(self.encode_written(self._image_text().partition(self.image_token)[0])), None)
+
     def _image_text(self) -> str:
         """An image as the template writes it, such as ``<|vision_start|><|image_pad|><|vision_end|>``."""
         if self._image is None:

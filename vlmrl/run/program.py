@@ -191,7 +191,8 @@ def _how_to_continue(run: Run) -> str:
         command = resume_command(run.folder) or "the same program with resume"
         return f"its last checkpoint is {newest}. To continue:\n{command}"
     if not trained_steps(run.folder):
-        return "nothing was saved yet"
+        model = run.folder / "model"  # of a warm start
+        return f"the model so far is in {model}" if model.exists() else "nothing was saved yet"
     why = "no step was finished" if run.config.checkpoint.every else "checkpoints are off (checkpoint.every 0)"
     return f"the results so far are in {run.folder}. It cannot be continued: {why}."
 
