@@ -147,3 +147,34 @@ def test_responses_that_cannot_be_used_extend_the_back_off(monkeypatch):
         engine.close()
         fake.close()
     assert found == pytest.approx([0.01, 0.02, 0.04, 0.08])
+
+
+@pytest.mark.slow
+def test_a_server_that_is_healthy_and_answers_no_request_gets_one_at_a_time(monkeypatch):
+    monkeypatch.setattr(server_module, "SILENT_SECONDS", 0.0)
+    well, mute = FakeSGLang(), FakeSGLang()
+    engine = engine_of(well, mute)
+
+    def counts() -> tuple[int, int]:
+        return len(well.bodies_of("/generate")), len(mute.bodies_of("/generate"))
+
+    async def play() -> None:
+        await serving(engine)
+        mute.hangs = True
+        first = [asyncio.create_task(engine.generate(plain(f"a{i}"))) for i in range(8)]
+        await until(lambda: counts() == (4, 4))
+        for task in first:
+            task.cancel()
+        await asyncio.gather(*first, return_exceptions=True)
+        later = [asyncio.create_task(engine.generate(plain(f"b{i}"))) for i in range(8)]
+        await until(lambda: counts() == (11, 5) and sum(task.done() for task in later) == 7)
+        mute.release_requests()
+        await asyncio.gather(*later)
+        assert not any(server.silent for server in engine.servers.all)
+
+    try:
+        asyncio.run(asyncio.wait_for(play(), 600))
+    finally:
+        engine.close()
+        well.close()
+        mute.close()

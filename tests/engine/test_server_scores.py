@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
+from testing.clocks import pass_time
+from testing.episodes import wait_until
 from testing.fake_sglang import END, OPENING, FakeSGLang, logprob_of
 from testing.fakes import PAD, item_of
 from testing.sglang_engines import PATIENT, Words, settings_and_limits
@@ -20,6 +23,7 @@ from vlmrl.checks.server_parity import ParityError, Question
 from vlmrl.checks.teacher_check import check_teacher_images
 from vlmrl.checks.teacher_server import check_teacher_servers
 from vlmrl.config import ServerSettings, Teacher
+from vlmrl.engine import server as server_module
 from vlmrl.engine.base import EngineError, Request, SamplingParams
 from vlmrl.engine.server import Server
 from vlmrl.engine.server_backend import Attempt, Scored, ScoreRequest, teacher_backend
@@ -211,6 +215,44 @@ def checked(scorer, questions=QUESTIONS):
 def test_a_server_that_scores_what_it_samples_passes_the_check(scorer, fake):
     fake.meta = SAMPLED
     assert checked(scorer, TEXT_ONLY) == {fake.url: pytest.approx(0, abs=1e-6)}
+
+
+@pytest.mark.slow
+def test_a_row_at_a_mute_server_is_scored_by_another_one(fake, monkeypatch):
+    monkeypatch.setattr(server_module, "SILENT_SECONDS", 0.0)
+    mute = FakeSGLang(pad=PAD)
+    config, limits = settings_and_limits(urls=(mute.url, fake.url), **PATIENT)
+    pool = ServerPool(SGLangBackend(config), [Server(url) for url in config.urls], limits=limits)
+    scorer = ServerScorer(pool, Words(), most_likely=2, seconds_limit=600.0, at_once=2)
+    mute.hangs = True
+    try:
+        asyncio.run(scorer.start())
+        asyncio.run(scorer.serve())
+        with ThreadPoolExecutor(1) as thread:
+            scores = thread.submit(scorer.score, [row([1, 2], [3])])
+            wait_until(lambda: mute.bodies_of("/generate"))
+            pass_time(scorer.thread.loop)
+            assert scores.result(600)[0].logprobs.tolist() == [logprob_of(3)]
+        assert scorer.retried == 1
+    finally:
+        mute.release_requests()
+        scorer.close()
+        mute.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("logprobs", [[], [[None, 5, None]] * 3, [["-1", 5, None]] * 3])
+def test_a_sampled_response_without_its_logprobs_is_no_answer(scorer, fake, logprobs):
+    fake.meta = {"output_token_logprobs": logprobs}
+    with pytest.raises(EngineError, match=r"gave no answer that can be used: BadResponse: 3 ids came with"):
+        checked(scorer, TEXT_ONLY)
+
+
+@pytest.mark.slow
+def test_a_tokenizer_that_answers_with_no_list_is_an_engine_error(scorer, fake):
+    fake.encode = lambda text: None
+    with pytest.raises(EngineError, match=r"encodes no text, so that its tokenizer is not known: TypeError"):
+        checked(scorer)
 
 
 def samples(fake, *tokens):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import logging
 import time
 
@@ -114,6 +115,14 @@ def test_a_server_that_reports_nothing_about_itself_is_an_engine_error(fake, eng
         asyncio.run(engine.start())
 
 
+def test_a_program_without_such_a_report_is_an_engine_error(fake, engine):
+    fake.failing = {"/server_info"}
+    with pytest.raises(
+        EngineError, match=r"reports nothing about itself \(is it another program\?\): ServerError: .*HTTP 500"
+    ):
+        asyncio.run(engine.start())
+
+
 @pytest.mark.parametrize("fails_at", ["start", "serve"])
 def test_servers_do_not_serve_where_the_trainer_cannot_be_offloaded(fake, fails_at):
     """Before they start: a server sizes its KV cache by what is free then."""
@@ -212,6 +221,30 @@ def test_a_response_that_is_no_json_is_a_failed_attempt_and_health_needs_none():
     finally:
         engine.close()
         chatty.close()
+
+
+class Compressing(FakeSGLang):
+    """Its answer is compressed, whatever the request accepts."""
+
+    async def _serve(self, request: web.Request) -> web.Response:
+        response = await super()._serve(request)
+        if request.path == "/generate":
+            assert request.headers["Accept-Encoding"] == "identity"
+            response.headers["Content-Encoding"] = "gzip"
+            response.body = gzip.compress(response.body)
+        return response
+
+
+def test_a_compressed_response_is_not_decompressed():
+    """A MiB of zeros' compression is a GiB: it held up all servers' requests for seconds."""
+    fake = Compressing()
+    engine = engine_of(fake, retries=0)
+    try:
+        with pytest.raises(EngineError, match=r"in 1 attempts: ServerError: .*the response is not JSON"):
+            asyncio.run(_start_and_generate(engine))
+    finally:
+        engine.close()
+        fake.close()
 
 
 def test_a_program_that_does_not_exist_is_named_in_the_servers_log(tmp_path):

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import gc
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,9 +109,33 @@ def test_ids_that_were_sampled_are_rendered_or_the_row_is_refused(folder):
     assert error.value.reason == "sampled"
 
 
+def test_of_a_row_that_is_too_long_no_more_is_written_than_shows_that(folder, monkeypatch):
+    """The template writes all messages before each response again: 1,600 short ones took 30 s."""
+    model = load("qwen3_vl", folder)
+    written = []
+    write = model.renderer.write
+    monkeypatch.setattr(model.renderer, "write", lambda *args: written.append(len(args[0])) or write(*args))
+    talk = [shown("Hi", None), {"role": "assistant", "content": "Ho"}] * 800
+    with pytest.raises(RowError, match=r"rollout.max_tokens is 100\.") as error:
+        made(model, [Task("t", talk, data={"tools": [], "trained": [], "sampled": {}})], max_tokens=100)
+    assert error.value.reason == "too_long" and max(written) < 100
+
+
+def test_a_row_that_is_not_written_in_time_is_counted_as_that(folder, monkeypatch):
+    model, ended = load("qwen3_vl", folder), threading.Event()
+    write = model.renderer.write
+    monkeypatch.setattr(model.renderer, "write", lambda *args: ended.wait() and write(*args))
+    try:
+        with pytest.raises(RowError, match=r"task 0: the chat template did not write it in time") as error:
+            made(model, conversations(False)[:1], seconds=0.05)
+    finally:
+        ended.set()
+    assert error.value.reason == "timeout"
+
+
 def test_long_rows_and_broken_images_are_refused(folder):
     model = load("qwen3_vl", folder)
-    with pytest.raises(RowError, match=r"more than rollout.max_tokens \(20\)") as error:
+    with pytest.raises(RowError, match=r"tokens or more, and rollout.max_tokens is 20\.") as error:
         made(model, conversations(True)[:1], max_tokens=20)
     assert error.value.reason == "too_long"
     broken = Task(

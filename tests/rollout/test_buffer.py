@@ -447,6 +447,15 @@ async def test_a_synchronous_run_continues_with_the_next_tasks_after_a_resume():
     await second.close()
 
 
+async def test_a_synchronous_run_may_be_resumed_as_an_asynchronous_one():
+    first, second = synchronous(), Play(max_staleness=1)
+    await first.take(1)
+    second.buffer.restore(first.state())
+    await second.start()
+    assert {number: second.loop.tasks[number] for number in range(4)} == {0: "2", 1: "3", 2: "4", 3: "5"}
+    await second.buffer.close()
+
+
 class CountingLoop(InstantLoop):
     """Counts the episodes that are played at once."""
 

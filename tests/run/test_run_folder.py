@@ -6,7 +6,7 @@ import errno
 import itertools
 import json
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,11 +17,13 @@ from vlmrl.config import Checkpoint, Config, Data, Eval, Model, Report, Train, W
 from vlmrl.report.launch_command import resume_command, write_command
 from vlmrl.report.trackers import TRACKERS, Tracker
 from vlmrl.run import program
+from vlmrl.run.checkpointing import LoopState, best_reward
 from vlmrl.run.program import run_training
-from vlmrl.run.run_folder import earlier_run_set_aside, has_finished
+from vlmrl.run.run_folder import check_resume, earlier_run_set_aside, has_finished, trained_steps
 from vlmrl.utils.output_files import OutputError
 
 ROW = json.dumps({"step": 120, "groups/trained": 4}) + "\n"
+SAVED = asdict(LoopState(batches={"tasks": {"drawn": 4, "too_long": 0}, "started": 4, "unfinished": {"3": 3}}))
 DATA = {"data": Data("rows.jsonl"), "reward": lambda text, task: 1.0}
 
 
@@ -115,11 +117,48 @@ def test_what_was_stopped_before_a_step_has_nothing_to_continue(tmp_path):
     assert "the results so far are in" in program._how_to_continue(run)
 
 
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("run.json must be a JSON object", []),
+        *((f"{name} must be", {key: value for key, value in SAVED.items() if key != name}) for name in SAVED),
+        *((f"{name} must be", SAVED | {name: []}) for name in SAVED),
+        ("stage must be one of", SAVED | {"stage": "rl"}),
+        ("step must be 0 or more", SAVED | {"step": -1}),
+        ("log.metrics.jsonl must be 0 or more", SAVED | {"log": {"metrics.jsonl": -5}}),
+        ("without fields that vlmrl does not know", SAVED | {"steps": 3}),
+        ("batches.tasks must be", SAVED | {"batches": {}}),
+        ("batches.tasks must be", SAVED | {"batches": {"tasks": {"drawn": 3}}}),
+        ("batches.started must be", SAVED | {"batches": SAVED["batches"] | {"started": "4"}}),
+        ("batches.unfinished must be", SAVED | {"batches": SAVED["batches"] | {"unfinished": {"x": 3}}}),
+        ("batches.failed must be", SAVED | {"stage": "warm_start"}),
+        ("batches.bad_rows must be", SAVED | {"stage": "sft"}),
+    ],
+)
+def test_an_edited_state_is_one_error_that_names_the_field(field, values, tmp_path):
+    if "best must be" in field and "best" not in values:
+        values = SAVED | {"best": "high"}  # without it there is none
+    (tmp_path / "run.json").write_text(json.dumps(values))
+    for read in (LoopState.load, lambda path: check_resume(Config(**DATA), path)):
+        with pytest.raises(ValueError, match=rf"checkpoint {tmp_path} cannot be read: .*{field}.* delete this one"):
+            read(tmp_path)
+
+
+def test_edited_records_of_a_run_are_no_bare_errors(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/metrics.jsonl").write_text('{"groups/trained": 4}\n{"step": "two", "groups/trained": 4}\n' + ROW)
+    assert trained_steps(tmp_path / "x") == 120
+    (tmp_path / "best").mkdir()
+    for text in ("[]", "{}", '{"reward": "high"}', "{"):
+        (tmp_path / "best/best.json").write_text(text)
+        assert best_reward(tmp_path, 0.5) == 0.5 and best_reward(tmp_path, None) is None
+
+
 def test_a_run_is_complete_when_all_that_comes_after_its_last_step_is_written(tmp_path):
     config = Config(**DATA, output_dir=str(tmp_path), name="x", train=Train(steps=2))
     checkpoint = tmp_path / "x/checkpoints/step000002"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "run.json").write_text('{"step": 2}')
+    (checkpoint / "run.json").write_text(json.dumps(SAVED | {"step": 2}))
     assert not has_finished(config, checkpoint, True)
     (tmp_path / "x/model").mkdir()
     (tmp_path / "x/summary.json").write_text('{"reward_before": 0.5}')

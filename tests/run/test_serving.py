@@ -11,10 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from aiohttp import web
 from safetensors.torch import load_file
+from testing.fake_sglang import FakeSGLang
 
 from vlmrl.config import Cluster, Config, Data, Eval, Lora, Model, Rollout, ServerSettings, Train
 from vlmrl.engine import server_environment
+from vlmrl.engine.base import EngineError
 from vlmrl.engine.server import ServerInfo
 from vlmrl.engine.server_backend import Capabilities, ServedModel, ServerBackend
 from vlmrl.engine.server_checks import check_capabilities, check_model
@@ -102,6 +105,25 @@ def test_external_servers_need_no_sglang_here_and_get_the_trainers_own_weights(q
         assert run.runner().loop.engine is run.engine  # without lockstep batching
     finally:
         run.engine.close()
+
+
+class Vague(FakeSGLang):
+    """It does not say which weights it has."""
+
+    async def _model_info(self, body):
+        return web.json_response({"model_path": "m"})
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_say_which_weights_it_has_is_an_engine_error(qwen3_vl, tmp_path):
+    fake = Vague()
+    run = build_run(config_of(qwen3_vl, tmp_path, server=ServerSettings(urls=(fake.url,), sync="tensor")))
+    try:
+        with pytest.raises(EngineError, match="did not say which weights it has loaded: KeyError: 'weight_version'"):
+            asyncio.run(run.connect())
+    finally:
+        run.close()
+        fake.close()
 
 
 DECODER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -4,6 +4,7 @@ import os
 import pickle
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -142,6 +143,24 @@ def test_weights_of_other_trained_parts_are_refused(qwen3_vl, tmp_path):
     trainer_of(qwen3_vl).save(tmp_path)
     with pytest.raises(ValueError, match=r"other trained parts.*such as 'weight/.*Use the settings"):
         load_weights(tmp_path, trainer_of(qwen3_vl, rank=2).policy)
+
+
+def test_changed_bytes_within_a_tensor_are_noticed(tmp_path):
+    weights = {"weight/a": torch.ones(8, 16), "weight/b": torch.zeros(4)}
+    save_tensors(tmp_path, weights)
+    save_random(tmp_path, 0, random_state())
+    for file, place, read in (
+        ("trainer/__0_0.distcp", b"\0\0\x80\x3f" * 8, lambda: load_tensors(tmp_path, weights)),
+        ("random0.pt", random_state()["torch"].numpy().tobytes()[:64], lambda: load_random(tmp_path, 0)),
+    ):
+        content = bytearray((tmp_path / file).read_bytes())
+        read()
+        content[content.index(place)] ^= 1
+        (tmp_path / file).write_bytes(content)
+        with pytest.raises(
+            ValueError, match=rf"cannot be read: .*{Path(file).name} has other bytes than were written.* delete this"
+        ):
+            read()
 
 
 class Code:

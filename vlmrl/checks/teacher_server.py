@@ -48,7 +48,7 @@ async def _check_tokenizer(scorer: ServerScorer, server: Server, tokenizer: Any,
     text = added + tokenizer.decode(range(0, len(tokenizer), max(1, len(tokenizer) // PIECES)))
     try:
         call = scorer.servers.call(server, *scorer.backend.tokenize(text), timeout=timeout)
-        theirs = (await scorer.thread.run(call))["tokens"]
+        theirs = list((await scorer.thread.run(call))["tokens"])
     except (*UNREACHED, ServerError, LookupError, TypeError) as error:
         raise EngineError(
             f"the teacher's server {server.url} encodes no text, so that its tokenizer is not known: {type(error).__name__}: {error}"

@@ -25,6 +25,7 @@ TOKEN_VARIABLE = "VLMRL_SERVER_TOKEN"
 """Environment variable with the token of external servers."""
 FIRST_BACKOFF = 0.5  # seconds without requests after an outage began, doubled each time that it goes on
 LONGEST_BACKOFF = 30.0
+SILENT_SECONDS = 30.0
 STOP_SECONDS = 8.0  # from SIGTERM to SIGKILL
 TAIL = 2000  # characters of a log or of a response that an error shows
 UNREACHED = (aiohttp.ClientError, TimeoutError, OSError)  # raised by a call that got no response
@@ -185,6 +186,8 @@ class Server:
         """It is healthy and has the current weights: it may serve."""
         self.unresponsive = False
         """It failed its last health check. It gets no new requests until it passes one."""
+        self.silent = False
+        """A request was given up, and it has answered none since that one began. Where others serve, it gets one request at a time."""
         self.asleep = False
         """Its KV cache memory is released to the trainer."""
         self.without_weights = False
@@ -204,6 +207,7 @@ class Server:
         """Set when it is taken out of service; replaced when it serves again."""
         self._backoff = 0.0  # seconds, of the outage that goes on
         self._failed_at = -math.inf  # when the last failure was counted
+        self._answered_at = -math.inf
 
     @property
     def alive(self) -> bool:
@@ -225,9 +229,13 @@ class Server:
             self._failed_at = time.monotonic()
         self.check_health.set()
 
+    def given_up(self, began: float) -> None:
+        """A request that began at ``began`` got no response in time, or was cancelled. Short waits say nothing about the server."""
+        self.silent |= time.monotonic() - began > SILENT_SECONDS and began > self._answered_at
+
     def answered(self) -> None:
         """A call succeeded: end the back-off."""
-        self._backoff = 0.0
+        self._backoff, self.silent, self._answered_at = 0.0, False, time.monotonic()
 
     def log_tail(self) -> str:
         return "" if self.process is None else self.process.log_tail()

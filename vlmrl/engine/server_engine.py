@@ -260,9 +260,11 @@ class ServerEngine:
             device=server.info.device,
         )
         server.in_flight += 1
+        began = time.monotonic()
         try:
             response = await _unless_drained(server, self.servers.call(server, *self._call_for(attempt)))
         except asyncio.CancelledError:
+            server.given_up(began)
             self._abort(server, attempt.id)
             raise
         except ServerError as error:

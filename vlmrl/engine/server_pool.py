@@ -18,7 +18,7 @@ import aiohttp
 from vlmrl.engine.base import EngineError
 from vlmrl.engine.server import TAIL, TOKEN_VARIABLE, UNREACHED, Server, ServerError, ServerInfo, suppress_unreachable
 from vlmrl.engine.server_backend import Call, EncodedBody, ServerBackend
-from vlmrl.utils.http import excerpt, parse_json, read_at_most
+from vlmrl.utils.http import excerpt, parse_json, plain_session, read_at_most
 from vlmrl.utils.tokens import bearer
 
 CHECK_SECONDS = 30.0  # time limit of one health check
@@ -87,8 +87,7 @@ class ServerPool:
 
         Raises EngineError if one is not within ``start_timeout``, ValueError if one is too old.
         """
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        self._session = plain_session(aiohttp.TCPConnector(limit=0, keepalive_timeout=60))
         for server in self.all:
             if server.process is not None:
                 server.process.start()
@@ -151,6 +150,8 @@ class ServerPool:
     async def pick(self, preferred: Server | None, patience: float) -> Server:
         """``preferred`` if it serves, else the server with the fewest requests. Waits while none serves, or all are paused.
 
+        A silent server gets one request at a time, unless no other serves: it may answer health checks, and no request.
+
         Raises EngineError after ``patience`` seconds, or when the pool is closed.
         """
         until = time.monotonic() + patience
@@ -161,7 +162,9 @@ class ServerPool:
             if preferred in available and preferred is not None:
                 return preferred
             if available:
-                return min(available, key=lambda server: server.in_flight)
+                return min(
+                    available, key=lambda each: (each.silent and each.in_flight > 0, each.in_flight, each.silent)
+                )
             left = until - time.monotonic()
             if left <= 0:
                 servers = ", ".join(f"{server.url}: {server.last_error}".removesuffix(": ") for server in self.all)
@@ -236,10 +239,10 @@ class ServerPool:
         except UNREACHED as error:
             why, cause = f"reported nothing about itself within {limit:g} s", error
         except ServerError as error:
-            if error.status not in (401, 403):
-                raise
             own = f"set the environment variable {TOKEN_VARIABLE} to its API key"
-            why, cause = f"refuses the token of this run: {own if server.process is None else 'it has another'}", error
+            why, cause = "reports nothing about itself (is it another program?)", error
+            if error.status in (401, 403):
+                why = f"refuses the token of this run: {own if server.process is None else 'it has another'}"
         except (AttributeError, LookupError, TypeError) as error:
             why, cause = "reports about itself in another form", error
         what = f"{type(cause).__name__}: {cause}{server.log_tail()}"

@@ -65,6 +65,20 @@ class Response:
     UNKNOWN_EXPERT in all layers of a token: not known."""
 
 
+def sampled_logprobs(response: Response, max_tokens: int) -> list[float]:
+    """The logprobs of the sampled tokens. Raises BadResponse unless each of at most ``max_tokens`` tokens has its own."""
+    ids = response.token_ids
+    if not all(type(token) is int and token >= 0 for token in ids) or len(ids) > max_tokens:
+        raise BadResponse(f"{len(ids)} sampled ids, some of which are not token ids, or more than {max_tokens}")
+    logprobs = [logprob for logprob, _ in response.logprobs if logprob is not None and is_logprob(logprob)]
+    if [token for _, token in response.logprobs] != ids or len(logprobs) != len(ids):
+        raise BadResponse(
+            f"{len(ids)} ids came with {len(response.logprobs)} logprobs of other ids, or with logprobs that are not finite, "
+            "or positive"
+        )
+    return logprobs
+
+
 def completion_of(
     request: Request,
     response: Response,
@@ -78,17 +92,7 @@ def completion_of(
 
     Raises BadResponse if another attempt may succeed, ValueError if none can.
     """
-    ids = response.token_ids
-    if not all(type(token) is int and token >= 0 for token in ids) or len(ids) > request.sampling.max_tokens:
-        raise BadResponse(
-            f"{len(ids)} sampled ids, some of which are not token ids, or more than {request.sampling.max_tokens}"
-        )
-    logprobs = [logprob for logprob, _ in response.logprobs if logprob is not None and is_logprob(logprob)]
-    if [token for _, token in response.logprobs] != ids or len(logprobs) != len(ids):
-        raise BadResponse(
-            f"{len(ids)} ids came with {len(response.logprobs)} logprobs of other ids, or with logprobs that are not finite, "
-            "or positive"
-        )
+    ids, logprobs = response.token_ids, sampled_logprobs(response, request.sampling.max_tokens)
     expected = len(request.prompt_ids) + sum(item.num_tokens - 1 for item in request.media)
     if response.prompt_tokens != expected:
         raise ValueError(

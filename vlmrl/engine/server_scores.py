@@ -14,7 +14,7 @@ from vlmrl.engine.base import EngineError, SamplingParams, check_placeholders
 from vlmrl.engine.server_backend import Attempt, Call, Scored, ScoreRequest
 from vlmrl.engine.server_engine import ServerEngine
 from vlmrl.engine.server_pool import ServerPool
-from vlmrl.engine.server_response import BadResponse, is_logprob
+from vlmrl.engine.server_response import BadResponse, is_logprob, sampled_logprobs
 from vlmrl.multimodal.renderer import Renderer, collapse
 from vlmrl.types import Sample
 
@@ -32,8 +32,8 @@ class TeacherScores(NamedTuple):
 class ServerScorer(ServerEngine):
     """Scores rows on ``servers`` with their ``most_likely`` ids at each token. No weights are sent to them.
 
-    ``seconds_limit``: for one row, with its wait for a server. ``at_once``: rows that servers have at a time; the others of a batch
-    do not wait in a server's queue, where their time would run.
+    ``seconds_limit``: for one try of a row, with its wait for a server. ``at_once``: rows that servers have at a time; the others of
+    a batch do not wait in a server's queue, where their time would run.
     """
 
     def __init__(
@@ -93,14 +93,18 @@ class ServerScorer(ServerEngine):
         return await asyncio.gather(*map(score, requests))
 
     async def _score(self, request: ScoreRequest) -> TeacherScores:
-        try:
-            async with asyncio.timeout(self._limit):
-                scores: Any = await self._generate(request)
-        except TimeoutError:
-            reason = f"was not scored in rollout.engine_timeout ({self._limit:g} s)"
-            raise EngineError(f"trajectory {request.trajectory_id}: its row {reason} by teacher.model.") from None
-        self.release(request.trajectory_id)
-        return scores
+        """A row that is not scored in time gets another try where several servers serve: it may have been at one that is mute."""
+        for _ in range(min(2, len(self.servers.all))):
+            try:
+                async with asyncio.timeout(self._limit):
+                    scores: Any = await self._generate(request)
+                    return scores
+            except TimeoutError:
+                self.retried += 1
+            finally:
+                self.release(request.trajectory_id)
+        reason = f"was not scored in rollout.engine_timeout ({self._limit:g} s)"
+        raise EngineError(f"trajectory {request.trajectory_id}: its row {reason} by teacher.model.")
 
     def _call_for(self, attempt: Attempt) -> Call:
         is_score = isinstance(attempt.request, ScoreRequest)
@@ -109,7 +113,9 @@ class ServerScorer(ServerEngine):
     def _parsed(self, attempt: Attempt, response: Any) -> Any:
         """TeacherScores for a :class:`ScoreRequest`; otherwise the response, whatever the server's weights are named."""
         if not isinstance(attempt.request, ScoreRequest):
-            return self.backend.parse(attempt, response)
+            sampled = self.backend.parse(attempt, response)
+            sampled_logprobs(sampled, attempt.request.sampling.max_tokens)
+            return sampled
         return scores_of(attempt.request, self.backend.parse_scores(attempt, response))
 
 

@@ -8,6 +8,7 @@ new row begins with the changed text.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,14 +40,19 @@ class MaskedRow:
 
 
 def masked_rows(
-    renderer: Renderer, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), trained: Sequence[bool] = ()
+    renderer: Renderer,
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]] = (),
+    trained: Sequence[bool] = (),
+    max_tokens: float = math.inf,
 ) -> list[MaskedRow]:
     """The rows of a conversation. ``trained`` says for each response whether it has a loss; empty: all have.
 
-    Messages after the last trained response are left out.
+    Messages after the last trained response are left out. The template writes all messages before a response again for each, which
+    takes quadratic time: a row stops where it is longer than ``max_tokens``, with each image counted as one.
 
     Raises:
-        RowError: the template refuses the messages, or does not write a response after its generation prompt.
+        RowError: the template refuses the messages, or does not write a response after its generation prompt; or a row is too long.
     """
     shown = renderer.adapt_tool_messages(messages)
     try:
@@ -73,10 +79,18 @@ def masked_rows(
         if is_trained:
             rows[-1].responses[number] = ids
         rows[-1].images = images[: len(images_of(shown[:place]))]
+        if rows[-1].responses:
+            check_length(sum(len(ids) for ids, _ in rows[-1].pieces), max_tokens)
     rows = [row for row in rows if row.responses]
     for row in rows:
         _check_images(renderer, row)
     return rows
+
+
+def check_length(tokens: int, most: float) -> None:
+    """Raises RowError for a row with more than ``most`` tokens, which may have more than those counted."""
+    if tokens > most:
+        raise RowError("too_long", f"it has {tokens} tokens or more, and rollout.max_tokens is {most}.")
 
 
 def check_masks(renderer: Renderer, name: str) -> None:

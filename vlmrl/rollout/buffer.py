@@ -113,8 +113,8 @@ class AsynchronousBuffer(SynchronousBuffer):
     def restore(self, state: dict[str, Any]) -> None:
         """Restart groups that were not trained from their beginning: a checkpoint cannot hold the state of an env."""
         super().restore(state)
-        self._started = state["started"]
-        for number, draw in state["unfinished"].items():
+        self._started = state.get("started") or 0  # none in a checkpoint of synchronous training
+        for number, draw in (state.get("unfinished") or {}).items():
             self._start(int(number), draw)
 
     async def close(self) -> None:

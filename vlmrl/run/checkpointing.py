@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, get_type_hints
 
+from vlmrl.config.fields import check_type
 from vlmrl.engine.base import paused
 from vlmrl.model.lora import save_adapters
 from vlmrl.report.progress import RunProgress
@@ -16,12 +18,29 @@ from vlmrl.report.run_log import RunLog
 from vlmrl.rollout.buffer import SynchronousBuffer
 from vlmrl.run.build import Run
 from vlmrl.run.stages import push_weights
-from vlmrl.train.checkpoint import load_json, load_random, random_state, save_json, save_random
+from vlmrl.train.checkpoint import load_json, load_random, random_state, readable, save_json, save_random
 from vlmrl.train.controller import RunTrainer
+from vlmrl.utils.json_files import read_object
 from vlmrl.utils.output_files import OutputError, atomic_folder, atomic_write
+from vlmrl.utils.require import require
 
 Stage = Literal["warm_start", "sft", "train"]
 """A stage of a run: one of :data:`vlmrl.train.checkpoint.STAGES`."""
+
+
+class _Position(TypedDict):
+    """The state of a :class:`~vlmrl.data.TaskStream`."""
+
+    drawn: int
+    too_long: int
+
+
+_BATCHES: Mapping[str, Mapping[str, Any]] = {
+    "warm_start": {"tasks": _Position, "failed": int},
+    "sft": {"bad_rows": dict[str, int]},
+    "train": {"tasks": _Position, "started": int | None, "unfinished": dict[str, int] | None},
+}
+"""The types of :attr:`LoopState.batches` by stage; ``None`` is for what only asynchronous training has."""
 LAST_PAUSE = 150.0  # seconds for the engine of a failed run to offload its memory for the trainer
 
 
@@ -49,8 +68,13 @@ class LoopState:
 
     @classmethod
     def load(cls, checkpoint: Path | None) -> LoopState:
-        """The state of a checkpoint, or of a run that begins."""
-        return cls() if checkpoint is None else cls(**load_json(checkpoint))
+        """The state of a checkpoint, or of a run that begins. Raises ValueError for another one than a run writes."""
+        if checkpoint is None:
+            return cls()
+        values = load_json(checkpoint)
+        with readable(checkpoint):
+            _check_state(values)
+        return cls(**values)
 
     def end_step(self, step: int, batches: dict[str, Any], log: RunLog | None, *, evaluated: bool) -> None:
         """Keep the state at the end of ``step``."""
@@ -74,6 +98,29 @@ class LoopState:
         load_random(checkpoint, "driver")
         self.random = random_state()
         self.best = best_reward(checkpoint.parents[1], self.best)
+
+
+def _check_state(values: Mapping[str, Any]) -> None:
+    """Raises ValueError, which names the field, for values of a ``run.json`` that have been edited."""
+    kinds = get_type_hints(LoopState)
+    unknown = sorted(values.keys() - kinds.keys())
+    require(not unknown, "run.json", "without fields that vlmrl does not know", unknown)
+    for name, kind in kinds.items():
+        check_type(f"run.json: {name}", values.get(name), kind)
+    for name, kind in _BATCHES[values["stage"]].items():
+        check_type(f"run.json: batches.{name}", values["batches"].get(name), kind)
+    for name, count in _counts("", {key: value for key, value in values.items() if key not in ("summary", "best")}):
+        require(count >= 0, f"run.json: {name}", "0 or more", count)
+    numbers = values["batches"].get("unfinished") or {}
+    require(all(map(str.isdecimal, numbers)), "run.json: batches.unfinished", "with numbers of groups as keys", numbers)
+
+
+def _counts(name: str, value: Any) -> Iterator[tuple[str, int]]:
+    """The whole numbers in JSON types, with the names of their fields."""
+    if isinstance(value, int):
+        yield name, value
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        yield from _counts(f"{name}.{key}".lstrip("."), inner)
 
 
 async def save_checkpoint(run: Run, trainer: RunTrainer, state: LoopState) -> None:
@@ -119,11 +166,8 @@ async def save_best(run: Run, trainer: RunTrainer, state: LoopState, step: int, 
 
 def best_reward(folder: Path, saved: float | None) -> float | None:
     """The best of a checkpoint's reward and of the model in the run's folder ``best``, which may be of a later step."""
-    about = folder / "best" / "best.json"
-    rewards = [] if saved is None else [saved]
-    if about.exists():
-        rewards.append(json.loads(about.read_text())["reward"])
-    return max(rewards, default=None)
+    kept = (read_object(folder / "best" / "best.json") or {}).get("reward")
+    return max((reward for reward in (saved, kept) if isinstance(reward, int | float)), default=None)
 
 
 async def save_stopped(run: Run, trainer: RunTrainer, state: LoopState, progress: RunProgress) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,13 +15,14 @@ from vlmrl.model.policy import Policy
 from vlmrl.report.launch_command import resume_command
 from vlmrl.report.records import changed_settings, plain
 from vlmrl.report.run_log import check_sizes, read_rows
+from vlmrl.run.checkpointing import LoopState
 from vlmrl.train.checkpoint import (
     KINDS,
     check_tensors,
     complete_checkpoints,
-    load_json,
     newest_checkpoint,
 )
+from vlmrl.utils.json_files import read_object
 from vlmrl.utils.output_files import remove_folder
 from vlmrl.utils.require import require
 
@@ -37,10 +37,9 @@ def check_resume(config: Config, checkpoint: Path) -> Mapping[str, int]:
     Raises:
         ValueError: the checkpoint is of another model, or the log is shorter than it was.
     """
-    state = load_json(checkpoint)
-    sizes: Mapping[str, int] = state["log"]
+    state = LoopState.load(checkpoint)
+    sizes, stage = state.log, state.stage
     check_sizes(config.folder, sizes)
-    stage = state.get("stage", "train")
     is_on = {"warm_start": bool(config.warm_start.steps), "sft": bool(config.sft.data), "train": True}
     require(is_on[stage], stage, f"set to resume from {checkpoint}, which is in that stage", None)
     past = stage == "train" and not config.train.steps and bool(config.sft.data)
@@ -63,15 +62,15 @@ def _trained_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 def has_finished(config: Config, checkpoint: Path, has_held_out: bool) -> bool:
     """Whether all steps are done, and the evaluations and the model that come after them were written since the ``checkpoint``."""
-    state = load_json(checkpoint)
-    if state.get("stage", "train") != "train" or state["step"] < config.train.steps:
+    state = LoopState.load(checkpoint)
+    if state.stage != "train" or state.step < config.train.steps:
         return False
     summary, model = config.folder / "summary.json", config.folder / "model"
     written = [summary, model] if config.save_model else [summary]
     if not all(path.exists() and path.stat().st_mtime >= checkpoint.stat().st_mtime for path in written):
         return False
     evaluated = ["reward_after"] * has_held_out + ["reward_blanked"] * config.eval.blank_images
-    return set(evaluated) <= json.loads(summary.read_text(encoding="utf-8")).keys()
+    return set(evaluated) <= (read_object(summary) or {}).keys()
 
 
 def describe_changes(folder: Path, config: Config) -> list[str]:
@@ -115,7 +114,8 @@ def _how_to_continue_earlier(aside: Path) -> str:
 
 def trained_steps(folder: Path) -> int:
     """The last step that is in the metrics of a run; 0 if there is none."""
-    return max((row["step"] for row in read_rows(folder / "metrics.jsonl") if "groups/trained" in row), default=0)
+    steps = (row.get("step") for row in read_rows(folder / "metrics.jsonl") if "groups/trained" in row)
+    return max((step for step in steps if isinstance(step, int)), default=0)
 
 
 def newest_weights(run: Path, saved: str = "model") -> Path | None:

@@ -261,11 +261,11 @@ class Serving:
         call, limit = backend.loaded_weights, backend.settings.start_timeout
         try:
             responses = [await self.engine.thread.run(servers.call(each, *call, timeout=limit)) for each in servers.all]
-        except (*UNREACHED, ServerError) as error:
+            return all(backend.parse_loaded_weights(response) == self.model.path for response in responses)
+        except (*UNREACHED, ServerError, AttributeError, LookupError, TypeError) as error:
             raise EngineError(
                 f"a server did not say which weights it has loaded: {type(error).__name__}: {error}"
             ) from error
-        return all(backend.parse_loaded_weights(response) == self.model.path for response in responses)
 
 
 def auto_method(backend: ServerBackend, host: ServerHost) -> str:

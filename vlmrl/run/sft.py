@@ -321,7 +321,7 @@ class ConversationSource(Source):
             task = await cpu_pool().run(config.env_timeout, draw)
             return await samples_of_conversation(task, model.renderer, self._run.store, name=name, **limits)
         except DeadlineError as error:
-            return RowError("unreadable", f"{name}: a row was not read in time: {error}")
+            return RowError("timeout", f"{name}: a row was not read in time: {error}")
         except RowError as error:
             return error
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from itertools import chain
 
 from vlmrl.multimodal.images import ImageError
-from vlmrl.multimodal.masks import MaskedRow, RowError, masked_rows
+from vlmrl.multimodal.masks import MaskedRow, RowError, check_length, masked_rows
 from vlmrl.multimodal.renderer import Renderer, expand
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.types import MediaItem, ResponseSpan, Sample, Task, Trajectory
@@ -31,26 +32,24 @@ async def samples_of_conversation(
             refuses it, a field has another type, or a response that our policy sampled does not render to the sampled ids.
     """
     try:
-        rows = await cpu_pool().run(seconds, render_conversation, task, renderer)
+        rows = await cpu_pool().run(seconds, render_conversation, task, renderer, max_tokens)
         samples = [await _sample(row, task, renderer, store, seconds, name or task.id) for row in rows]
-    except (ImageError, DeadlineError) as error:
+        check_length(max(map(len, samples)), max_tokens)
+    except ImageError as error:
         raise RowError("images", f"task {task.id}: {error}") from error
+    except DeadlineError as error:
+        raise RowError("timeout", f"task {task.id}: the chat template did not write it in time: {error}.") from error
     except RowError as error:
         raise RowError(error.reason, f"task {task.id}: {error}") from error
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:  # a field of another type
         raise RowError("unreadable", f"task {task.id}: {type(error).__name__}: {error}") from error
-    longest = max(map(len, samples))
-    if longest > max_tokens:
-        raise RowError(
-            "too_long", f"task {task.id}: it has {longest} tokens, more than rollout.max_tokens ({max_tokens})."
-        )
     samples[-1].is_last_step = True
     return samples
 
 
-def render_conversation(task: Task, renderer: Renderer) -> list[MaskedRow]:
-    """The rows of a conversation with their masks. Raises RowError."""
-    rows = masked_rows(renderer, task.prompt, task.data["tools"], task.data["trained"])
+def render_conversation(task: Task, renderer: Renderer, max_tokens: float = math.inf) -> list[MaskedRow]:
+    """The rows of a conversation with their masks. Raises RowError, also for one that is longer than ``max_tokens``."""
+    rows = masked_rows(renderer, task.prompt, task.data["tools"], task.data["trained"], max_tokens)
     rendered = dict(chain.from_iterable(row.responses.items() for row in rows))
     for number, ids in task.data["sampled"].items():
         if number in rendered and rendered[number] != list(ids):

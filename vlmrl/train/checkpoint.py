@@ -17,8 +17,10 @@ import shutil
 import warnings
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import torch
@@ -27,8 +29,11 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
 from vlmrl.utils.output_files import atomic_folder, remove_folder
+from vlmrl.utils.require import require
 
 Tensors = dict[str, torch.Tensor]
 
@@ -70,7 +75,7 @@ class _Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         folder = Path(self.path)
-        with _readable(folder.parent):
+        with readable(folder.parent):
             with (folder / ".metadata").open("rb") as file:
                 metadata = _MetadataUnpickler(file).load()
             for part in metadata.storage_data.values():
@@ -78,9 +83,28 @@ class _Reader(FileSystemReader):
                     raise EOFError(f"{part.relative_path} is cut")
         return super().read_metadata(*args, **kwargs)
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """As torch's, which does not compare the checksums that it wrote: changed bytes would be trained on."""
+        parts = {
+            (part.relative_path, part.offset): part
+            for part in (self.storage_data[item.storage_index] for item in plan.items)
+        }
+        for part in parts.values():
+            with (Path(self.path) / part.relative_path).open("rb") as file:
+                file.seek(part.offset)
+                _check_sums(part.relative_path, BytesIO(file.read(part.length)))
+        return super().read_data(plan, planner)
+
+
+def _check_sums(name: str, file: Path | BytesIO) -> None:
+    """Raises ValueError if a file in torch's form, which is a ZIP archive, has other bytes than were written."""
+    with ZipFile(file) as archive:
+        if archive.testzip() is not None:
+            raise ValueError(f"{name} has other bytes than were written")
+
 
 @contextmanager
-def _readable(checkpoint: Path) -> Iterator[None]:
+def readable(checkpoint: Path) -> Iterator[None]:
     """Raise whatever the files of a damaged checkpoint raise as a ValueError that names it."""
     try:
         yield
@@ -129,8 +153,10 @@ def save_json(checkpoint: Path, values: Mapping[str, Any]) -> None:
 
 
 def load_json(checkpoint: Path) -> dict[str, Any]:
-    with _readable(checkpoint):
-        return dict(json.loads((checkpoint / "run.json").read_text()))
+    with readable(checkpoint):
+        values = json.loads((checkpoint / "run.json").read_text())
+        require(isinstance(values, dict), "run.json", "a JSON object", values)
+    return dict(values)
 
 
 def save_tensors(checkpoint: Path, tensors: Tensors) -> None:
@@ -166,7 +192,7 @@ def load_weights(checkpoint: Path, policy: nn.Module) -> None:
 
 def _fill(tensors: Tensors, checkpoint: Path) -> None:
     """Read each of ``tensors`` in place from the checkpoint, which may hold others, too."""
-    with warnings.catch_warnings(), _readable(checkpoint):
+    with warnings.catch_warnings(), readable(checkpoint):
         warnings.simplefilter("ignore")
         state_dict_loader.load(dict(tensors), storage_reader=_Reader(checkpoint / "trainer"))
 
@@ -238,7 +264,8 @@ def load_random(checkpoint: Path, process: int | str) -> None:
     path = checkpoint / f"random{process}.pt"
     if not path.exists():
         return
-    with _readable(checkpoint):
+    with readable(checkpoint):
+        _check_sums(path.name, path)
         state = torch.load(path, weights_only=True)  # numbers, and no pickled code
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])

@@ -178,17 +178,22 @@ def http_loop() -> LoopThread:
         return _LOOPS[0]
 
 
-def new_session(connector: aiohttp.TCPConnector | None = None) -> aiohttp.ClientSession:
-    """A session for any number of connections, without cookies, that asks for bodies as they are: without compression.
-
-    It is closed when the process ends. To be called in :func:`http_loop`.
-    """
-    session = aiohttp.ClientSession(
-        connector=connector or aiohttp.TCPConnector(limit=0),
+def plain_session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+    """A session without cookies, that asks for bodies as they are: without compression. One that comes compressed stays so."""
+    return aiohttp.ClientSession(
+        connector=connector,
         cookie_jar=aiohttp.DummyCookieJar(),
         headers={"Accept-Encoding": "identity"},
         auto_decompress=False,
     )
+
+
+def new_session(connector: aiohttp.TCPConnector | None = None) -> aiohttp.ClientSession:
+    """A :func:`plain_session` for any number of connections, which is closed when the process ends.
+
+    To be called in :func:`http_loop`.
+    """
+    session = plain_session(connector or aiohttp.TCPConnector(limit=0))
     _SESSIONS.append(session)
     return session
 

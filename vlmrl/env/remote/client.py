@@ -19,10 +19,10 @@ from vlmrl.env.session import EnvContractError, TaskError
 from vlmrl.multimodal.images import ImageUnavailableError
 from vlmrl.types import Message, Task
 from vlmrl.utils.http import HttpClient, RefusedError, RetryableError, excerpt, parse_json
+from vlmrl.utils.require import require
 from vlmrl.utils.tokens import bearer_headers
 
 TOKEN_VARIABLE = "VLMRL_ENV_TOKEN"
-LONGEST_SECONDS = 1800.0  # of one request, whatever signs of life the server sends
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,9 @@ class RemoteEnv(Env):
     """Behaves like the env that the server at ``url`` was started with: its tools, images, metrics and rewards.
 
     A server may be silent for ``timeout`` seconds: while it works on a request or has it in its queue, it sends signs of life, so that
-    the time in its queue does not count, and ``rollout.env_timeout`` does not apply. A server that is unreachable, silent or broken is
-    an env error: a new session replays the turns, and if that fails too, the trajectory fails. No request is retried by itself.
+    the time in its queue, which may be long, does not count, and ``rollout.env_timeout`` does not apply. Whatever it sends, a request
+    ends after ``longest_request`` seconds. A server that is unreachable, silent or broken is an env error: a new session replays the
+    turns, and if that fails too, the trajectory fails. No request is retried by itself.
 
     The environment variable ``token_variable`` holds the server's token, if it wants one. Images in responses are the responses' own
     content: a server cannot make this process open a path or a URL.
@@ -47,9 +48,17 @@ class RemoteEnv(Env):
 
     ends_late_calls = True
 
-    def __init__(self, task: Task, url: str, timeout: float = 50.0, token_variable: str = TOKEN_VARIABLE) -> None:
+    def __init__(
+        self,
+        task: Task,
+        url: str,
+        timeout: float = 50.0,
+        token_variable: str = TOKEN_VARIABLE,
+        longest_request: float = 1800.0,
+    ) -> None:
         super().__init__(task)
         self.url = url.rstrip("/")
+        self._longest_request = longest_request
         self._connection: EnvConnection = self.shared
         self.tools = self._connection.tools
         self.replayable = self._connection.replayable
@@ -58,7 +67,10 @@ class RemoteEnv(Env):
         self._started = False
 
     @classmethod
-    def setup(cls, url: str, timeout: float = 50.0, token_variable: str = TOKEN_VARIABLE) -> EnvConnection:
+    def setup(
+        cls, url: str, timeout: float = 50.0, token_variable: str = TOKEN_VARIABLE, longest_request: float = 1800.0
+    ) -> EnvConnection:
+        require(longest_request > 0, "env_options.longest_request", "greater than 0", longest_request)
         client = HttpClient(timeout, bearer_headers(token_variable))
         try:
             status, response = client.send("GET", f"{url.rstrip('/')}/health")
@@ -116,7 +128,7 @@ class RemoteEnv(Env):
     def _request(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The JSON of a response; an error of the served env is raised here as the same kind of error."""
         client = self._connection.client
-        status, content = client.send(method, self._session + path, body, seconds=LONGEST_SECONDS)
+        status, content = client.send(method, self._session + path, body, seconds=self._longest_request)
         if status == 200:
             with self._protocol():
                 response = dict(parse_json(content))
