@@ -443,6 +443,14 @@ def test_after_a_refused_update_servers_get_all_of_its_weights_before_they_serve
     assert {tuple(sampled(sync, f"t{i}")) for i in range(4)} == {(1, 1, 1)}
 
 
+@pytest.mark.parametrize("broken", ["failing", "dropping"])
+def test_a_server_without_checksums_is_one_error(fakes, sync_of, broken):
+    sync = sync_of(fakes[0])
+    setattr(fakes[0], broken, {"/weights_checker"})
+    with pytest.raises(EngineError, match=rf"the server {fakes[0].url} reported no checksums of its weights: \w+: "):
+        asyncio.run(sync.checksums())
+
+
 def test_a_server_that_a_killed_run_has_left_paused_is_resumed(fakes, sync_of):
     """Paused, it answers no health check."""
     fakes[0].paused = True

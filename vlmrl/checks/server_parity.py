@@ -146,7 +146,7 @@ async def _check_reach(sync: WeightSync, send: Send, loaded: dict[str, dict[str,
         unchanged = {
             url: names
             for url, sums in before.items()
-            if (names := [name for name, each in sums.items() if filled[url][name] == each and _is_weight(name)])
+            if (names := [name for name, each in sums.items() if filled[url].get(name) == each and _is_weight(name)])
         }
         if not unchanged:
             return
@@ -161,7 +161,7 @@ def _check_equal(
     loaded: dict[str, dict[str, str]], sent: dict[str, dict[str, str]], rounded: tuple[str, ...] = ()
 ) -> None:
     for url, sums in loaded.items():
-        changed = [name for name, value in sums.items() if sent[url][name] != value]
+        changed = [name for name, value in sums.items() if sent[url].get(name) != value]
         other = [name for name in changed if not _weight_of(name).endswith(rounded)]
         if other:
             raise ParityError(

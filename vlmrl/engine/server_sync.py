@@ -92,7 +92,10 @@ class WeightSync:
         await self.engine.thread.run(self._overwrite(send, value))
 
     async def checksums(self) -> dict[str, dict[str, str]]:
-        """Checksums of each server's weights, by URL, then by tensor and rank. Equal weights have equal ones."""
+        """Checksums of each server's weights, by URL, then by tensor and rank. Equal weights have equal ones.
+
+        Raises EngineError if a server reports none.
+        """
         return await self.engine.thread.run(self._checksums())
 
     async def _push(self, send: Send, policy_version: int, servers: Sequence[Server] | None) -> TransferResult:
@@ -208,9 +211,14 @@ class WeightSync:
         sums: dict[str, dict[str, str]] = {}
         for server in self.engine.servers.all:
             timeout = self._backend.receiver(server).timeout
-            response = await self.engine.servers.call(server, *self._backend.checksums, timeout=timeout)
-            ranks = enumerate(self._backend.parse_checksums(response))
-            sums[server.url] = {f"{name} of rank {rank}": value for rank, part in ranks for name, value in part.items()}
+            try:
+                response = await self.engine.servers.call(server, *self._backend.checksums, timeout=timeout)
+                ranks = enumerate(self._backend.parse_checksums(response))
+                found = {f"{name} of rank {rank}": value for rank, part in ranks for name, value in part.items()}
+            except (*UNREACHED, ServerError, AttributeError, LookupError, TypeError) as error:
+                why = f"{type(error).__name__}: {error}{server.log_tail()}"
+                raise EngineError(f"the server {server.url} reported no checksums of its weights: {why}") from error
+            sums[server.url] = found
         return sums
 
 
