@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import inspect
 import os
 import random
@@ -64,6 +65,12 @@ def pytest_collection_modifyitems(items) -> None:
     """Files with slow tests come first: with `--dist loadfile`, a long one at the end would leave a core idle."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector skips imported modules and collected tests: 800,000 objects, half a second at each full collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure(config) -> None:
