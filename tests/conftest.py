@@ -104,9 +104,10 @@ def no_process_in_a_fast_test(request, monkeypatch) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def no_tokenizer_kept() -> Iterator[None]:
-    """A file of tests leaves no tokenizer of a real vocabulary behind."""
+    """A file of tests leaves no tokenizer of a real vocabulary behind; memory goes back to the system after the next test."""
     yield
     templates.forget()
+    kept[0] = 0
 
 
 @pytest.fixture(autouse=True)
