@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import importlib
 import inspect
 import os
 import random
@@ -69,6 +70,7 @@ def pytest_collection_modifyitems(items) -> None:
 
 def pytest_collection_finish() -> None:
     """The garbage collector skips imported modules and collected tests: 800,000 objects, half a second at each full collection."""
+    importlib.import_module("hypothesis")  # it asks the collector who holds trio's random state
     gc.collect()
     gc.freeze()
 
