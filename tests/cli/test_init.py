@@ -12,8 +12,17 @@ from testing.browser import need_chromium
 
 from vlmrl.cli import main as cli
 
-SHORT = """--warm-start.steps 2 --warm-start.trajectories-per-step 4 --train.steps 1 --train.groups-per-batch 2 --rollout.group-size 2
---rollout.truncated-reward 0 --data.held-out 4""".split()
+SHORT = ["--warm-start.steps", "2", "--warm-start.trajectories-per-step", "4", "--data.held-out", "4"]
+SHORT += [
+    "--train.steps",
+    "1",
+    "--train.groups-per-batch",
+    "2",
+    "--rollout.group-size",
+    "2",
+    "--rollout.truncated-reward",
+    "0",
+]
 
 
 def vlmrl_command(monkeypatch, *words):
