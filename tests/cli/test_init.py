@@ -12,7 +12,17 @@ from testing.browser import need_chromium
 
 from vlmrl.cli import main as cli
 
-SHORT = ("--data.held-out", "8", "--rollout.group-size", "2", "--rollout.truncated-reward", "0")
+SHORT = ["--warm-start.steps", "2", "--warm-start.trajectories-per-step", "4", "--data.held-out", "4"]
+SHORT += [
+    "--train.steps",
+    "1",
+    "--train.groups-per-batch",
+    "2",
+    "--rollout.group-size",
+    "2",
+    "--rollout.truncated-reward",
+    "0",
+]
 
 
 def vlmrl_command(monkeypatch, *words):
@@ -44,7 +54,7 @@ def test_what_it_prints_runs(printed, request, monkeypatch, tmp_path):
     done = subprocess.run([sys.executable, *test[1:]], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     vlmrl_command(monkeypatch, *check[1:])
-    vlmrl_command(monkeypatch, *train[1:], "--warm-start.steps", "2", "--train.steps", "1", *SHORT)
+    vlmrl_command(monkeypatch, *train[1:], *SHORT)
     (summary,) = (tmp_path / "runs").glob("*/summary.json")
     assert {"reward_before", "reward_after"} <= json.loads(summary.read_text()).keys()
 

@@ -170,10 +170,13 @@ def test_an_error_is_not_kept(memory: Path):
 OWNER = """
 import asyncio, sys
 from pathlib import Path
-from testing.fakes import make_item
+import numpy
 from vlmrl.engine import image_files
+from vlmrl.multimodal.pixels import ArrayPixels
+from vlmrl.types import MediaItem
 image_files.MEMORY = Path(sys.argv[1])
-files, item = image_files.ImageFiles(True), make_item("red", 1)
+pixels = ArrayPixels(numpy.zeros((32, 32, 3), numpy.uint8))  # without torch, whose import takes seconds
+files, item = image_files.ImageFiles(True), MediaItem("red", (32, 32), {}, 1, {}, pixels)
 print(asyncio.run(files.encode(item)).json.decode(), flush=True)
 sys.stdin.read()
 """

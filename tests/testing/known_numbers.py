@@ -9,12 +9,12 @@ so that a check for infinity finds nothing.
 from __future__ import annotations
 
 import weakref
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 aten = torch.ops.aten
 LARGEST = 2**23  # elements of a tensor whose values are kept; larger ones are activations
@@ -55,11 +55,11 @@ class KnownNumbers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves = _leaves((*args, *kwargs.values()))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not any(_on_gpu(leaf) for leaf in leaves):
             return func(*args, **kwargs)
-        values = self._on_cpu(func, leaves, tensors, spec) if _is_small(leaves, tensors) else None
+        values = self._on_cpu(func, tensors, args, kwargs) if _is_small(leaves, tensors) else None
         if func is aten._local_scalar_dense.default:
             return _unknown(args[0].dtype) if values is None else values
         if func in SHAPED_BY_VALUES:
@@ -78,15 +78,20 @@ class KnownNumbers(TorchDispatchMode):
         self._remember(result, values)
         return result
 
-    def _on_cpu(self, func: Any, leaves: list[Any], tensors: list[torch.Tensor], spec: Any) -> Any:
+    def _on_cpu(self, func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
         """The operator's result on the CPU, if all of its inputs are known."""
-        known = {id(tensor): self.of(tensor) for tensor in tensors}
-        if any(value is None for value in known.values()) or func.overloadpacket in UNINITIALIZED:
+        if func.overloadpacket in UNINITIALIZED or any(self.of(tensor) is None for tensor in tensors):
             return None
         with _disable_current_modes(), torch.no_grad():
-            host = tree_map_only(torch.device, lambda _: torch.device("cpu"), [known.get(id(x), x) for x in leaves])
-            args, kwargs = tree_unflatten(host, spec)
-            return func(*args, **kwargs)
+            return func(*(self._host(each) for each in args), **{k: self._host(v) for k, v in kwargs.items()})
+
+    def _host(self, argument: Any) -> Any:
+        """An operator's argument for the CPU."""
+        if isinstance(argument, list | tuple):
+            return [self._host(each) for each in argument]
+        if isinstance(argument, torch.device):
+            return torch.device("cpu")
+        return self.of(argument) if isinstance(argument, torch.Tensor) else argument
 
     def _integers(self, indices: Any) -> list[torch.Tensor | None]:
         """The ``indices`` of ``aten.index``, with integers for a mask."""
@@ -119,6 +124,17 @@ def _key(tensor: torch.Tensor) -> _Key:
     return key
 
 
+def _leaves(arguments: Any) -> list[Any]:
+    """An operator's arguments and the entries of those that are lists; `tree_flatten` takes most of a simulated step's time."""
+    found: list[Any] = []
+    for each in arguments:
+        if isinstance(each, list | tuple):
+            found += each
+        else:
+            found.append(each)
+    return found
+
+
 def _on_gpu(leaf: Any) -> bool:
     device = leaf.device if isinstance(leaf, torch.Tensor) else leaf
     return isinstance(device, torch.device) and device.type == "cuda"
@@ -132,9 +148,15 @@ def _is_small(leaves: list[Any], tensors: list[torch.Tensor]) -> bool:
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors that an operator writes to."""
-    named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-    changed = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [leaf for name in changed for leaf in tree_flatten(named.get(name))[0] if isinstance(leaf, torch.Tensor)]
+    changed = [args[place] if place < len(args) else kwargs.get(name) for place, name in _written_arguments(func)]
+    return [leaf for leaf in _leaves(changed) if isinstance(leaf, torch.Tensor)]
+
+
+@cache
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
+    """The places and names of the arguments that an operator writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return [(place, a.name) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def _unknown(dtype: torch.dtype) -> Any:

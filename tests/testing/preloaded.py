@@ -51,8 +51,10 @@ class Preloaded:
         [done] = self._run(source, args, [env or {}], timeout)
         return done
 
-    def run_ranks(self, count: int, module: str, *args: object) -> None:
+    def run_ranks(self, count: int, module: str, *args: object, **variables: object) -> None:
         """Call the ``main`` of a module with ``args`` as strings, on so many ranks, with the environment that `torchrun` gives them.
+
+        ``variables`` are further ones of the environment.
 
         Raises:
             AssertionError: one of them failed; with its output.
@@ -66,6 +68,7 @@ class Preloaded:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
                 "TORCHELASTIC_RUN_ID": "preloaded",
+                **variables,
             }
             ranks = [{"RANK": rank, "LOCAL_RANK": rank, **common} for rank in range(count)]
             environments = [{name: str(value) for name, value in each.items()} for each in ranks]

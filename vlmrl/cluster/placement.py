@@ -114,7 +114,10 @@ def _reserve(config: Config) -> PlacementGroup:
     cpus = -(-_programs(config) // cluster.nodes)
     bundle = {"CPU": cpus} | ({"GPU": cluster.gpus // cluster.nodes} if cluster.gpus else {})
     room = placement_group([bundle] * cluster.nodes, strategy="STRICT_SPREAD")
-    if not room.wait(PLACEMENT_SECONDS if os.environ.get(ADDRESS) else 30.0):
+    # No node will join a Ray of this run, so that what is not there now never will be.
+    seconds, own = (PLACEMENT_SECONDS, {}) if os.environ.get(ADDRESS) else (30.0, ray.cluster_resources())
+    never = "CPU" in own and any(own.get(name, 0) < count for name, count in bundle.items())
+    if never or not room.wait(seconds):
         remove_placement_group(room)
         raise ClusterError(
             f"no room on {cluster.nodes} nodes with {bundle} each (cluster.gpus {cluster.gpus}, cluster.nodes {cluster.nodes}): Ray "
