@@ -31,9 +31,6 @@ $(STAMP): pyproject.toml
 quickstart: $(STAMP)
 	$(BIN)/python recipes/quickstart.py
 
-# Else each worker compiles all tests anew.
-test test-fast: export PYTHONDONTWRITEBYTECODE =
-
 # Three test files at a time, on one thread each: a test that waits for a process leaves its core idle. Slow files come first.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder

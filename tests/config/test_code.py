@@ -98,8 +98,10 @@ def test_an_import_error_keeps_its_cause_and_leaves_no_module(tmp_path):
         load_object("bad.py:A", tmp_path)
     assert isinstance(error.value.__cause__, ZeroDivisionError)
     assert not {name for name in set(sys.modules) - before if name.startswith("vlmrl_file_")}
-    path.write_text("A = 1\n")  # mended: the next load runs it again
-    assert load_object("bad.py:A", tmp_path) == 1
+    path.write_text(
+        "A = 123\n"
+    )  # mended: the next load runs it again; of another size, since Python may have kept the compiled file
+    assert load_object("bad.py:A", tmp_path) == 123
 
 
 @pytest.mark.parametrize(
