@@ -63,7 +63,7 @@ def test_what_it_prints_runs(printed, request, monkeypatch, tmp_path):
 def test_the_text_starter_learns(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     vlmrl_command(monkeypatch, "init", ".", "--kind", "text")
-    vlmrl_command(monkeypatch, "train", "recipe.py", "--no-save-model", "--train.steps", "20")
+    vlmrl_command(monkeypatch, "train", "recipe.py", "--no-save-model", "--train.steps", "30")
     summary = json.loads((tmp_path / "runs/text/summary.json").read_text())
     assert summary["reward_after"] > summary["reward_before"] + 0.15  # 0.37 where it was written
 
