@@ -146,7 +146,11 @@ async def _check_reach(sync: WeightSync, send: Send, loaded: dict[str, dict[str,
         unchanged = {
             url: names
             for url, sums in before.items()
-            if (names := [name for name, each in sums.items() if filled[url].get(name) == each and _is_weight(name)])
+            if (
+                names := [
+                    name for name, each in sums.items() if filled[url].get(name, each) == each and _is_weight(name)
+                ]
+            )
         }
         if not unchanged:
             return

@@ -28,8 +28,8 @@ from vlmrl.utils.threads import keeping_exit_status
 
 DESCRIPTION = """Reinforcement learning for vision-language agents.
 
-Run `vlmrl COMMAND --help` for the options of a command and `vlmrl train RECIPE --help` for all settings of a recipe;
-the version is that of `vlmrl --version`."""
+Run `vlmrl COMMAND --help` for the options of a command and `vlmrl train RECIPE --help` for all settings of a recipe,
+and `vlmrl --version` for the version."""
 WITH_OPTIONS = (
     "train",
     "sft",

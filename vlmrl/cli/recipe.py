@@ -100,6 +100,8 @@ class Recipe:
 
 def parse(kind: Any, **options: Any) -> Any:
     """As `tyro.cli`. Its help has each paragraph of a description in one line; they are wrapped at the terminal's width."""
+    if {"-h", "--help"}.isdisjoint(options["args"]):
+        return tyro.cli(kind, **options)
     shown = _Held(sys.stdout)
     try:
         with redirect_stdout(shown):

@@ -110,13 +110,14 @@ class ServerEngine:
         Raises EngineError if a server does not answer. After an error within the context colocated servers stay asleep.
         """
         # A server that is not paused may still count a request that it has answered, and refuse new weights for its sake.
-        await self.thread.run(self._require_all(self.backend.pause))
         if not self.servers.colocated:
             try:
+                await self.thread.run(self._require_all(self.backend.pause))
                 yield
             finally:
                 await self.thread.run(self._call_all(self.backend.resume, self.servers.all))
             return
+        await self.thread.run(self._require_all(self.backend.pause))
         await self.thread.run(self._require_all(self.backend.sleep, asleep=True))
         yield
         await self._offload()

@@ -91,8 +91,10 @@ class ServerPool:
         for server in self.all:
             if server.process is not None:
                 server.process.start()
-            elif self.resync is not _nothing:  # this run sends it weights, so that no other run may have paused it now
-                await self._end_pause(server)
+        if (
+            self.resync is not _nothing
+        ):  # servers that get this run's weights: a run that was killed may have left them paused
+            await asyncio.gather(*(self._end_pause(server) for server in self.all if server.process is None))
         await asyncio.gather(*map(self._until_up, self.all))
 
     async def serve_all(self) -> None:
