@@ -152,23 +152,23 @@ def test_responses_that_cannot_be_used_extend_the_back_off(monkeypatch):
 @pytest.mark.slow
 def test_a_server_that_is_healthy_and_answers_no_request_gets_one_at_a_time(monkeypatch):
     monkeypatch.setattr(server_module, "SILENT_SECONDS", 0.0)
-    well, mute = FakeSGLang(), FakeSGLang()
-    engine = engine_of(well, mute)
+    well, silent = FakeSGLang(), FakeSGLang()
+    engine = engine_of(well, silent)
 
     def counts() -> tuple[int, int]:
-        return len(well.bodies_of("/generate")), len(mute.bodies_of("/generate"))
+        return len(well.bodies_of("/generate")), len(silent.bodies_of("/generate"))
 
     async def play() -> None:
         await serving(engine)
-        mute.hangs = True
+        silent.hangs = True
         first = [asyncio.create_task(engine.generate(plain(f"a{i}"))) for i in range(8)]
         await until(lambda: counts() == (4, 4))
         for task in first:
             task.cancel()
         await asyncio.gather(*first, return_exceptions=True)
-        later = [asyncio.create_task(engine.generate(plain(f"b{i}"))) for i in range(8)]
+        later = [asyncio.create_task(engine.generate(plain(f"a{i}"))) for i in range(8)]
         await until(lambda: counts() == (11, 5) and sum(task.done() for task in later) == 7)
-        mute.release_requests()
+        silent.release_requests()
         await asyncio.gather(*later)
         assert not any(server.silent for server in engine.servers.all)
 
@@ -177,4 +177,4 @@ def test_a_server_that_is_healthy_and_answers_no_request_gets_one_at_a_time(monk
     finally:
         engine.close()
         well.close()
-        mute.close()
+        silent.close()

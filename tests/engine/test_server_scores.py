@@ -218,26 +218,31 @@ def test_a_server_that_scores_what_it_samples_passes_the_check(scorer, fake):
 
 
 @pytest.mark.slow
-def test_a_row_at_a_mute_server_is_scored_by_another_one(fake, monkeypatch):
-    monkeypatch.setattr(server_module, "SILENT_SECONDS", 0.0)
-    mute = FakeSGLang(pad=PAD)
-    config, limits = settings_and_limits(urls=(mute.url, fake.url), **PATIENT)
+def test_rows_at_a_silent_server_are_scored_by_another_one(fake, monkeypatch):
+    """Although that may have more requests by then than the silent one, whose rows were given up."""
+    monkeypatch.setattr(server_module, "FIRST_BACKOFF", 3600.0)
+    monkeypatch.setattr(server_module, "LONGEST_BACKOFF", 3600.0)
+    silent = FakeSGLang(pad=PAD)
+    config, limits = settings_and_limits(urls=(silent.url, fake.url), **PATIENT)
     pool = ServerPool(SGLangBackend(config), [Server(url) for url in config.urls], limits=limits)
-    scorer = ServerScorer(pool, Words(), most_likely=2, seconds_limit=600.0, at_once=2)
-    mute.hangs = True
+    scorer = ServerScorer(pool, Words(), most_likely=2, seconds_limit=600.0, at_once=4)
+    silent.hangs = True
     try:
         asyncio.run(scorer.start())
         asyncio.run(scorer.serve())
         with ThreadPoolExecutor(1) as thread:
-            scores = thread.submit(scorer.score, [row([1, 2], [3])])
-            wait_until(lambda: mute.bodies_of("/generate"))
+            rows = [replace(row([1, 2], [token]), trajectory_id=f"t{token}") for token in range(3, 7)]
+            scores = thread.submit(scorer.score, rows)
+            wait_until(lambda: len(silent.bodies_of("/generate")) == 2 and pool.all[1].in_flight == 0)
             pass_time(scorer.thread.loop)
-            assert scores.result(600)[0].logprobs.tolist() == [logprob_of(3)]
-        assert scorer.retried == 1
+            wait_until(lambda: scores.done() or len(silent.bodies_of("/generate")) > 2)
+            silent.release_requests()
+            logprobs = [each.logprobs.tolist() for each in scores.result(600)]
+        assert logprobs == [[logprob_of(token)] for token in range(3, 7)]
+        assert scorer.retried == 2 and len(silent.bodies_of("/generate")) == 2
     finally:
-        mute.release_requests()
         scorer.close()
-        mute.close()
+        silent.close()
 
 
 @pytest.mark.slow

@@ -59,9 +59,7 @@ def test_colocated_ranks_and_servers_share_the_same_gpus(qwen3_vl, tmp_path, mon
     try:
         monkeypatch.setenv("RAY_ADDRESS", node.address)
         with training(tmp_path, "ray-gpus", "--cluster.gpus", "2", text=text, program=TRAIN) as run:
-            wait_until(
-                lambda: run.poll() is not None or all(map(servers_of, logs))
-            )  # they may end soon after they trained
+            wait_until(lambda: run.poll() is not None or all(map(visible_gpus, logs)))
             gpus = [visible_gpus(log) for log in logs]
             output, _ = run.communicate(timeout=900)
     finally:
@@ -83,6 +81,6 @@ def test_colocated_ranks_and_servers_share_the_same_gpus(qwen3_vl, tmp_path, mon
 
 
 def visible_gpus(log: Path) -> str:
-    """CUDA_VISIBLE_DEVICES of the server that writes ``log``."""
-    (server, *_) = servers_of(log)
-    return environment(server)["CUDA_VISIBLE_DEVICES"]
+    """CUDA_VISIBLE_DEVICES of the server that writes ``log``; empty while only the process that starts it has the log open."""
+    values = (environment(process).get("CUDA_VISIBLE_DEVICES") for process in servers_of(log))
+    return next(filter(None, values), "")

@@ -31,10 +31,9 @@ TOLERANCE = 0.1
 states (0.023 between two layouts of the trainer itself, 28 layers of the 2B shape, random weights) and in a server's logits where it
 rounds them (0.027 at logits of 20). The trainer's own logits are float32."""
 IMAGE = (330, 210)  # pixels: no multiple of any patch size
-FILLS = (
-    0.01,
-    0.02,
-)  # of every weight, to see that updates reach it; the second for servers that a failed run left with the first
+FILLS = (0.01, 0.02)
+"""The value of every weight while the check tests that updates reach it. The second is for servers that a failed run left with the
+first, where the first fill changes nothing."""
 
 
 class ParityError(ValueError):

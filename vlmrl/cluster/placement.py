@@ -114,10 +114,7 @@ def _reserve(config: Config) -> PlacementGroup:
     cpus = -(-_programs(config) // cluster.nodes)
     bundle = {"CPU": cpus} | ({"GPU": cluster.gpus // cluster.nodes} if cluster.gpus else {})
     room = placement_group([bundle] * cluster.nodes, strategy="STRICT_SPREAD")
-    # No node joins a Ray that this run started: waiting for more room is useless.
-    seconds, own = (PLACEMENT_SECONDS, {}) if os.environ.get(ADDRESS) else (30.0, ray.cluster_resources())
-    never = "CPU" in own and any(own.get(name, 0) < count for name, count in bundle.items())
-    if never or not room.wait(seconds):
+    if not room.wait(PLACEMENT_SECONDS if os.environ.get(ADDRESS) else 30.0):
         remove_placement_group(room)
         raise ClusterError(
             f"no room on {cluster.nodes} nodes with {bundle} each (cluster.gpus {cluster.gpus}, cluster.nodes {cluster.nodes}): Ray "

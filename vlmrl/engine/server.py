@@ -25,7 +25,7 @@ TOKEN_VARIABLE = "VLMRL_SERVER_TOKEN"
 """Environment variable with the token of external servers."""
 FIRST_BACKOFF = 0.5  # seconds without requests after an outage began, doubled each time that it goes on
 LONGEST_BACKOFF = 30.0
-SILENT_SECONDS = 30.0
+SILENT_SECONDS = 30.0  # that a request must have waited before its server counts as silent
 STOP_SECONDS = 8.0  # from SIGTERM to SIGKILL
 TAIL = 2000  # characters of a log or of a response that an error shows
 UNREACHED = (aiohttp.ClientError, TimeoutError, OSError)  # raised by a call that got no response

@@ -161,7 +161,7 @@ class ServerPool:
             if self.closed:
                 raise EngineError(f"the engine was closed: no {self.backend.title} server serves any more")
             available = [] if self.paused else [s for s in self.ready if not s.backoff and not s.unresponsive]
-            if preferred in available and preferred is not None:
+            if preferred in available and preferred is not None and not preferred.silent:
                 return preferred
             if available:
                 return min(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -69,8 +70,8 @@ class ServerScorer(ServerEngine):
     def request_of(self, row: Sample) -> ScoreRequest:
         """The request to score a row's trained tokens.
 
-        A row that ends with the token that opens an image gets one token more, whose score is not needed: servers look at the token
-        behind each opening token to tell images from videos, and one fails (HTTP 500) where there is none.
+        A row that ends with the token that opens an image gets one token more, whose score is not needed: some servers look at the
+        token behind each opening token, and answer with HTTP 500 if there is none.
         """
         pad = self._renderer.image_token_id
         prompt = collapse(row.token_ids, pad, row.media)
@@ -93,18 +94,22 @@ class ServerScorer(ServerEngine):
         return await asyncio.gather(*map(score, requests))
 
     async def _score(self, request: ScoreRequest) -> TeacherScores:
-        """A row that is not scored in time gets another try where several servers serve: it may have been at one that is mute."""
-        for _ in range(min(2, len(self.servers.all))):
+        """A row that is not scored in time gets another try where there are several servers: the first one may be silent."""
+        tries = min(2, len(self.servers.all))
+        for number in range(tries):
+            self.retried += number
+            began = time.monotonic()
             try:
                 async with asyncio.timeout(self._limit):
                     scores: Any = await self._generate(request)
                     return scores
             except TimeoutError:
-                self.retried += 1
+                if server := self._server_of.get(request.trajectory_id):
+                    server.failed(began)  # its back-off sends the next try to another one
             finally:
                 self.release(request.trajectory_id)
-        reason = f"was not scored in rollout.engine_timeout ({self._limit:g} s)"
-        raise EngineError(f"trajectory {request.trajectory_id}: its row {reason} by teacher.model.")
+        reason = f"was not scored in rollout.engine_timeout ({self._limit:g} s) by teacher.model, in {tries} tries"
+        raise EngineError(f"trajectory {request.trajectory_id}: its row {reason}.")
 
     def _call_for(self, attempt: Attempt) -> Call:
         is_score = isinstance(attempt.request, ScoreRequest)
