@@ -12,6 +12,7 @@ from vlmrl.config import ServerSettings
 from vlmrl.engine.server import UNREACHED, Server, ServerError
 from vlmrl.engine.server_pool import ServerPool
 from vlmrl.engine.sglang.backend import SGLangBackend
+from vlmrl.utils import http
 
 pytestmark = pytest.mark.slow
 
@@ -85,3 +86,26 @@ async def test_a_response_that_is_no_http_fails_the_call_at_once(sent):
 )
 async def test_a_response_without_an_end_fails_the_call_at_its_time_limit(sent):
     assert isinstance(await failure_of(sent, ends=False, timeout=0.3), TimeoutError)
+
+
+async def test_no_request_is_sent_over_a_connection_that_its_server_may_close(monkeypatch):
+    """As vLLM closes one that was idle for 5 s, just when the next request arrives: its server was taken out of service."""
+    monkeypatch.setattr(http, "IDLE_SECONDS", 0.01)
+
+    async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"{}")
+        writer.write(HEAD + b"Content-Length: 2\r\n\r\n{}")
+        await reader.read(1)  # of another request, or the end
+        writer.close()
+
+    server = await asyncio.start_server(answer_once, "127.0.0.1", 0)
+    one = Server(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    pool = ServerPool(SGLangBackend(ServerSettings(urls=("http://unused",))), [])
+    await pool.start()
+    try:
+        for _ in range(2):
+            assert await pool.call(one, "/pause", {}, 600.0) == {}
+            await asyncio.sleep(0.05)
+    finally:
+        await pool.close()
+        server.close()

@@ -87,7 +87,7 @@ class ServerPool:
 
         Raises EngineError if one is not within ``start_timeout``, ValueError if one is too old.
         """
-        self._session = plain_session(aiohttp.TCPConnector(limit=0, keepalive_timeout=60))
+        self._session = plain_session()
         for server in self.all:
             if server.process is not None:
                 server.process.start()

@@ -30,6 +30,9 @@ from vlmrl.utils.json_files import MAX_VALUES, check_values, short_int
 from vlmrl.utils.threads import LoopThread
 
 FIRST_PAUSE = 0.25  # seconds; each further pause is twice as long
+IDLE_SECONDS = 2.0
+"""For which a connection is kept for the next request. vLLM and SGLang close theirs after 5 idle seconds: a request that is sent at
+that moment fails."""
 RESPONSE_LIMIT = 256 * 2**20  # bytes of one response
 _LOCK = threading.Lock()
 _LOOPS: list[LoopThread] = []
@@ -178,10 +181,11 @@ def http_loop() -> LoopThread:
         return _LOOPS[0]
 
 
-def plain_session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
-    """A session without cookies, that asks for bodies as they are: without compression. One that comes compressed stays so."""
+def plain_session(connector: aiohttp.TCPConnector | None = None) -> aiohttp.ClientSession:
+    """A session for any number of connections, without cookies, that asks for bodies as they are: without compression. One that comes
+    compressed stays so."""
     return aiohttp.ClientSession(
-        connector=connector,
+        connector=connector or aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
         cookie_jar=aiohttp.DummyCookieJar(),
         headers={"Accept-Encoding": "identity"},
         auto_decompress=False,
@@ -189,11 +193,8 @@ def plain_session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
 
 
 def new_session(connector: aiohttp.TCPConnector | None = None) -> aiohttp.ClientSession:
-    """A :func:`plain_session` for any number of connections, which is closed when the process ends.
-
-    To be called in :func:`http_loop`.
-    """
-    session = plain_session(connector or aiohttp.TCPConnector(limit=0))
+    """A :func:`plain_session` that is closed when the process ends. To be called in :func:`http_loop`."""
+    session = plain_session(connector)
     _SESSIONS.append(session)
     return session
 
