@@ -31,8 +31,8 @@ from vlmrl.utils.threads import LoopThread
 
 FIRST_PAUSE = 0.25  # seconds; each further pause is twice as long
 IDLE_SECONDS = 2.0
-"""For which a connection is kept for the next request. vLLM and SGLang close theirs after 5 idle seconds: a request that is sent at
-that moment fails."""
+"""For which a connection is kept for the next request. Inference servers close theirs after 5 idle seconds, and a request that is
+sent at that moment fails."""
 RESPONSE_LIMIT = 256 * 2**20  # bytes of one response
 _LOCK = threading.Lock()
 _LOOPS: list[LoopThread] = []
