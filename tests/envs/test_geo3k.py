@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from testing.episodes import a_task, play
 
-from vlmrl import Task
+from vlmrl import BoundedFunction, Task
 from vlmrl.config.code import load_object
 
 FILE = f"{Path(__file__).parents[2]}/envs/geo3k.py"
@@ -313,15 +313,24 @@ HOSTILE = [
 ]
 
 
+@pytest.fixture
+def short_limit(monkeypatch):
+    """A quarter of a second of CPU for a comparison, which has 2: what would take for ever meets either."""
+    compare = BoundedFunction(f"{Path(FILE).with_name('geo3k_maths.py')}:compare", cpu_seconds=0.25)
+    monkeypatch.setitem(is_right.__wrapped__.__globals__, "compare", compare)
+    yield
+    compare.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("gold", ["15", "a + b = 90", "20 y^2 - 10 y"])
 @pytest.mark.parametrize("answer", HOSTILE, ids=[answer[:20] for answer in HOSTILE])
-def test_what_would_take_for_ever_is_wrong(answer, gold):
+def test_what_would_take_for_ever_is_wrong(answer, gold, short_limit):
     began = time.thread_time()
     seen: list[bool] = []
     thread = threading.Thread(target=lambda: seen.append(is_right(answer, gold)), daemon=True)
     thread.start()
-    thread.join(900)  # 2 s of CPU at most
+    thread.join(900)
     assert seen == [False]
     assert time.thread_time() - began < 2
 
@@ -340,7 +349,7 @@ def test_a_hostile_answer_is_graded_while_other_threads_run():
 
 
 @pytest.mark.slow
-def test_an_episode_with_hostile_mathematics_ends_with_reward_0():
+def test_an_episode_with_hostile_mathematics_ends_with_reward_0(short_limit):
     response = "so \\boxed{(a+b+c+d+f+g+h+i+j)^9}"
     trajectory = play(Geo3kEnv, [call("(a+b+c+d+f+g+h+i+l)^9"), response], a_task(answer="15"), max_response_tokens=500)
     assert (trajectory.ending, trajectory.reward, trajectory.metrics.get("env_errors")) == ("env_done", 0.0, None)

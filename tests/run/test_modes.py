@@ -17,12 +17,12 @@ from vlmrl.run.build import build_run
 pytestmark = pytest.mark.slow
 
 TURNS = 3
+ZOOM_OR_ANSWER = load_object(f"{RECIPES / 'quickstart.py'}:demonstrate")
 
 
 def demonstrate(task, turn: int) -> str:
     """Two zooms, then an answer: three turns that show two new images."""
-    shown = load_object(f"{RECIPES / 'quickstart.py'}:demonstrate")
-    return shown(task, 0 if turn < TURNS - 1 else 1)
+    return ZOOM_OR_ANSWER(task, 0 if turn < TURNS - 1 else 1)
 
 
 def settings(folder, **rollout) -> Config:
@@ -41,7 +41,7 @@ def taught(tmp_path_factory) -> str:
     """A tiny model that knows the form of an episode."""
     folder = tmp_path_factory.mktemp("taught")
     base = settings(folder)
-    lessons = WarmStart(demonstrate=demonstrate, steps=80, trajectories_per_step=16)
+    lessons = WarmStart(demonstrate=demonstrate, steps=50, trajectories_per_step=16)
     run, _, _ = train(replace(base, warm_start=lessons, train=replace(base.train, steps=0)))
     run.engine.close()
     return str(run.folder / "model")
