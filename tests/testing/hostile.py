@@ -11,8 +11,10 @@ import json
 import math
 import random
 import string
+import struct
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -226,3 +228,13 @@ def harmless(case: Any, allowed: tuple[str, ...] = ()) -> Iterator[None]:
     assert not reached, f"{shown} reached {reached}"
     seconds = time.process_time() - began
     assert seconds < CPU_SECONDS, f"{shown} took {seconds:.0f} s of CPU time"
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that claims a size and holds no pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    sizes = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", sizes) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
