@@ -8,6 +8,7 @@ from math import isqrt, log
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import transformers
 from transformers import vision_utils
@@ -322,24 +323,21 @@ def mrope_positions(
 
     Source: Qwen2-VL, arXiv 2409.12191, section 2.1; the tests compare it with each model's own rule.
     """
-    ids = torch.as_tensor(token_ids, dtype=torch.long)
-    parts: list[torch.Tensor] = []
-    done = 0
-    visual = (ids == image_token_id).nonzero().flatten().tolist() if image_token_id is not None and grids else []
-    cursor = 0
+    ids, done, cursor = np.asarray(token_ids), 0, 0
+    positions = np.empty((3, len(ids)), dtype=np.int64)
+    visual = np.flatnonzero(ids == image_token_id).tolist() if grids else []
     for height, width in grids:
         first = visual[cursor]
-        parts.append((torch.arange(first - done) + start).expand(3, -1))
+        positions[:, done:first] = np.arange(start, start + first - done)
         start += first - done
-        rows = torch.arange(height).repeat_interleave(width)
-        columns = torch.arange(width).repeat(height)
-        parts.append(torch.stack([torch.zeros_like(rows), rows, columns]) + start)
+        done, cursor = first + height * width, cursor + height * width
+        positions[0, first:done] = start
+        positions[1, first:done].reshape(height, width)[:] = np.arange(start, start + height)[:, None]
+        positions[2, first:done].reshape(height, width)[:] = np.arange(start, start + width)
         start += max(height, width)
-        done = first + height * width
-        cursor += height * width
-    rest = len(ids) - done
-    parts.append((torch.arange(rest) + start).expand(3, -1))
-    return torch.cat(parts, dim=1), start + rest
+    end = start + len(ids) - done
+    positions[:, done:] = np.arange(start, end)
+    return torch.from_numpy(positions), end
 
 
 def merged_grid(image_grid_thw: torch.Tensor, merge_size: int) -> tuple[int, int]:

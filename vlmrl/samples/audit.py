@@ -206,8 +206,10 @@ def _check_images(samples: Sequence[Sample], row: int, image_token_id: int | Non
 
 def _placeholder_runs(token_ids: Sequence[int], image_token_id: int) -> list[tuple[int, int]]:
     """The first token and the length of each run of placeholders."""
-    edges = np.flatnonzero(np.diff(np.array(token_ids) == image_token_id, prepend=False, append=False))
-    return [(int(start), int(end - start)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+    marked = np.zeros(len(token_ids) + 2, dtype=bool)  # none before the first token and after the last
+    marked[1:-1] = np.array(token_ids) == image_token_id
+    edges = np.flatnonzero(marked[1:] != marked[:-1]).tolist()
+    return [(start, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def _check_expert_routing(sample: Sample, routing: ExpertRouters | None) -> None:
