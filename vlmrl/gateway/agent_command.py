@@ -72,7 +72,7 @@ class AgentCommands:
         """Kill what is still there, and delete the folder."""
         for lifeline in tuple(self._lifelines):
             self._cut(lifeline)
-        command_guard.remove_folder(self.folder)
+        command_guard.delete_all(self.folder)
 
     def _cut(self, lifeline: int) -> None:
         self._lifelines.discard(lifeline)

@@ -83,7 +83,7 @@ def children() -> list[int]:
     return found
 
 
-def remove_folder(folder: Path) -> None:
+def delete_all(folder: Path) -> None:
     """Delete a folder and all that is in it, as far as that is possible. Python's own way fails for folders nested 1,000 deep."""
     with contextlib.suppress(OSError):
         subprocess.run(["rm", "-rf", "--", folder], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
@@ -94,7 +94,7 @@ def run_guarded() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     guard = Guard(float(sys.argv[1]), sys.argv[2:])
     status = guard.wait()
-    remove_folder(folder)
+    delete_all(folder)
     if guard.run_has_ended:
         with contextlib.suppress(OSError):  # another command's folder is still there
             folder.parent.rmdir()
