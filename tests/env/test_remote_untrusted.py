@@ -302,6 +302,11 @@ def test_a_client_opens_nothing_that_a_server_names(played: Any, source: Any):
         {**shown(), "metrics": {"reward": 1}},
         {**shown(), "metrics": {str(number): 1 for number in range(1001)}},
         {**shown(), "metrics": {"x" * 201: 1}},
+        {**shown(), "points": [{"label": "x" * 10_000, "at": [[0.5, 0.5]]}]},
+        {**shown(), "points": [{"label": "", "at": [[0.5, 0.5]] * 10_001}]},
+        shown(note="x" * 2**22),  # no template shows it
+        shown(role="developer", content="x" * 2**22),
+        shown(content=[{"type": "text", "text": "x", "note": "x" * 2**22}]),
         shown(role="someone"),
         shown(role={"$bytes": "AA=="}),
         shown(content="\ud800"),

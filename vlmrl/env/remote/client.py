@@ -25,6 +25,7 @@ from vlmrl.utils.tokens import bearer_headers
 TOKEN_VARIABLE = "VLMRL_ENV_TOKEN"
 MAX_METRICS = 1000  # of one step: each name has a mean in every row of the run's metrics
 MAX_NAME = 200  # characters of a metric's name
+MAX_POINTS = 10_000  # places of one step, and characters in their labels: they are logged with its trajectory
 OWN_KEYS = frozenset({"reward", "points", "state", "compact"})  # of a step's info, which are no metrics
 
 
@@ -108,7 +109,7 @@ class RemoteEnv(Env):
         with self._protocol():
             messages = deserialize_messages(response["messages"], "messages")
             info = _metrics(response["metrics"])
-            info["points"] = [asdict(each) for each in read_points(response.get("points", []))]
+            info["points"] = _points(response.get("points", []))
             if response["reward"] is not None:
                 info["reward"] = moderate_number(response["reward"], "reward")
             return {"messages": messages}, bool(response["done"]), info
@@ -161,6 +162,14 @@ def _no_server(url: str, reason: str) -> ValueError:
     return ValueError(
         f"env_options.url: no env server answers at {url} ({reason}). Start one with `vlmrl env serve ENV`."
     )
+
+
+def _points(given: Any) -> list[dict[str, Any]]:
+    points = read_points(given)
+    size = sum(len(each.label) + len(each.at) for each in points)
+    if size > MAX_POINTS:
+        raise ValueError(f"points must have at most {MAX_POINTS} places and characters in labels, but they have {size}")
+    return [asdict(each) for each in points]
 
 
 def _metrics(given: Mapping[str, Any]) -> dict[str, Any]:
