@@ -91,3 +91,13 @@ def test_nothing_is_overwritten(monkeypatch, capsys, tmp_path):
         vlmrl_command(monkeypatch, "init", str(tmp_path))
     assert "env.py exist already" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["env.py"] and (tmp_path / "env.py").read_text() == "mine"
+
+
+def test_nothing_is_written_through_a_link(monkeypatch, capsys, tmp_path):
+    """Also through one whose target does not exist yet."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/env.py").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SystemExit, match="1"):
+        vlmrl_command(monkeypatch, "init", str(tmp_path / "mine"))
+    assert "env.py exist already" in capsys.readouterr().err
+    assert not (tmp_path / "elsewhere").exists() and len(list((tmp_path / "mine").iterdir())) == 1

@@ -116,7 +116,8 @@ def test_a_reward_that_is_not_finite_fails_its_trajectory_and_not_the_run(tmp_pa
     env_class = page_env(tmp_path, f"{RED}{FIELD}", "window.reward === undefined ? null : Number(field.value || 'x')")
     spec = resolve_env(env_class, options={"width": 192, "height": 128, "tools_in_prompt": False})
     trajectory = play(spec, [click(100, 700)], max_tokens=4000, max_response_tokens=400)
-    assert trajectory.ending == "error" and "must give a finite reward, but it gave nan" in trajectory.error
+    rule = "the reward of the page of PageEnv must be a number from -1e+15 to 1e+15, but it is nan"
+    assert trajectory.ending == "error" and rule in trajectory.error
 
 
 async def test_the_model_may_end_the_task(tmp_path):

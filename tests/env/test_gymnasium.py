@@ -93,6 +93,20 @@ def test_the_image_comes_before_the_prompts_last_text():
     assert env.gym.closed
 
 
+def test_a_simulation_that_breaks_fails_its_trajectory_and_not_the_run():
+    """A policy's actions may be what makes its rewards NaN."""
+
+    class Broken(RampEnv):
+        def make(self):
+            gym = super().make()
+            gym.step = lambda action: (gym.render(), float("nan"), False, False, {"level": 0})
+            return gym
+
+    trajectory = play(Broken, ["1"])
+    assert trajectory.ending == "error"
+    assert "the reward of Broken must be a number from -1e+15 to 1e+15, but it is nan" in trajectory.error
+
+
 def test_an_environment_without_frames_is_named():
     class Blind(RampEnv):
         as_observation = False

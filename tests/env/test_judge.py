@@ -87,6 +87,7 @@ NO_VERDICTS = {
     "sends a list": [1, 2],
     "counts in words": {**completion("<score>2</score>"), "usage": {"prompt_tokens": "many"}},
     "counts in a list": {**completion("<score>2</score>"), "usage": [1]},
+    "counts more than there are": {**completion("<score>2</score>"), "usage": {"prompt_tokens": 10**308}},
     "counts nan": '{"choices": [{"message": {"content": "<score>2</score>"}}], "usage": {"prompt_tokens": NaN}}',
     "is no JSON": "<html>",
 }

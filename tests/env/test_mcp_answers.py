@@ -76,6 +76,16 @@ async def without_end(request: web.Request, message: dict[str, Any]) -> web.Stre
         await response.write(b" " * 2**16)
 
 
+async def many_events(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
+    """Each would write to the clipboard of a terminal that shows its name."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for _ in range(100):
+        await response.write(b"event: \x1b]52;c;AAAA\x07\ndata: a\n\n" * 100)
+    await response.write(b"data: " + json.dumps(texts(message, "3")).encode() + b"\n\n")
+    return response
+
+
 async def many_objects(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
     return web.json_response(texts(message, *["a"] * 1000))
 
@@ -94,18 +104,20 @@ async def elsewhere(request: web.Request, message: dict[str, Any]) -> web.Stream
     ("call", "reason"),
     [
         (without_end, "it has more than 1048576 bytes, or more than 1000 objects"),
+        (many_events, "SSE stream ended without a response"),
         (many_objects, "it has more than 1048576 bytes, or more than 1000 objects"),
         (compressed, "it is compressed (gzip), although the request forbids that"),
         (elsewhere, "Redirect to http://canary.vlmrl.invalid/mcp not followed"),
     ],
 )
 def test_an_answer_over_the_limits_fails_its_trajectory_with_the_reason(
-    call: Answer, reason: str, monkeypatch: pytest.MonkeyPatch
+    call: Answer, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(mcp, "MAX_ANSWER", 2**20)
     monkeypatch.setattr(mcp, "MAX_OBJECTS", 1000)
     trajectory = played(call)
     assert trajectory.ending == "error" and reason in trajectory.error
+    assert not caplog.records  # without a handler, warnings are printed as they are
 
 
 def test_pages_of_tools_end_at_a_limit(monkeypatch: pytest.MonkeyPatch):

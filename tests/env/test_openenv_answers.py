@@ -49,8 +49,12 @@ def test_a_server_that_answers_well_plays(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("answers", "reason"),
     [
-        ({"reward": math.nan}, "OpenEnv server http://env.invalid: a reward must be finite, but it is nan"),
-        ({"reward": math.inf}, "a reward must be finite, but it is inf"),
+        (
+            {"reward": math.nan},
+            "OpenEnv server http://env.invalid: a reward must be a number from -1e+15 to 1e+15, but it is nan",
+        ),
+        ({"reward": math.inf}, "a reward must be a number from -1e+15 to 1e+15, but it is inf"),
+        ({"reward": 1e308}, "a reward must be a number from -1e+15 to 1e+15, but it is 1e+308"),
         ({"reward": "much"}, "could not convert string to float"),
         ({"reward": 10**400}, "int too large to convert to float"),
         ({"then": {"text": 5}}, "the text of Shown.show is 5, not a str"),

@@ -241,6 +241,32 @@ print(Image.open(task["images"][0]).size)
 
 
 @pytest.mark.slow
+def test_orphans_of_a_command_do_not_stay_as_zombies_while_it_runs(run):
+    """Each keeps a process id of the machine until then."""
+    code = """
+import os, time
+reader, writer = os.pipe()
+if not (parent := os.fork()):
+    if not (orphan := os.fork()):
+        os._exit(0)
+    os.write(writer, b"%d" % orphan)
+    os._exit(0)
+os.waitpid(parent, 0)
+orphan = os.read(reader, 20).decode()
+while os.path.exists(f"/proc/{orphan}"):
+    time.sleep(0.01)
+"""
+    assert run(python(code), agent_timeout=120.0) is None
+
+
+@pytest.mark.slow
+def test_a_folder_nested_too_deep_for_python_to_delete_fails_no_command(run, tmp_path):
+    code = "import os\nprint(os.getcwd())\nfor _ in range(2000):\n    os.mkdir('a')\n    os.chdir('a')"
+    assert run(python(code)) is None
+    assert not Path((tmp_path / "agents/step1/0/00.log").read_text().strip()).exists()
+
+
+@pytest.mark.slow
 def test_a_failed_command_is_reported_with_the_end_of_its_output(run):
     with pytest.raises(AgentError, match=r"(?s)^exit status 3; the end of its output:\n1\n.*19\nbad$"):
         run(python("import sys\nprint(*range(20), sep='\\n')\nsys.exit(print('bad') or 3)"))

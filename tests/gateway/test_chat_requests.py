@@ -296,6 +296,14 @@ def test_nested_arguments_and_schemas_have_a_limit():
     assert "levels deep" in error_of(openai_chat, tools=[tool]).message
 
 
+@pytest.mark.parametrize("arguments", ['{"a": [' + "[]," * 100_000 + "1]}", '{"a": NaN}', '{"a": ' + "9" * 401 + "}"])
+def test_arguments_have_the_limits_of_a_body(arguments: str):
+    """In the body their commas may be escaped: 60 MiB of `\\u005b\\u005d\\u002c` stopped all threads for six seconds."""
+    message = {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "a", "arguments": arguments}}]}
+    error = error_of(openai_chat, message, USER)
+    assert error.status == 400 and "must be a JSON object with at most 100000 commas and brackets" in error.message
+
+
 def test_the_longest_stop_strings_cost_little_at_each_token():
     """The embedded engine decodes as many tokens as the longest one may have."""
     sizes: list[int] = []

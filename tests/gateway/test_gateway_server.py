@@ -161,7 +161,7 @@ def test_a_reward_is_posted():
     with serving(episode) as served:
         assert served.post("/reward", {"reward": 0.5}).json() == {"reward": 0.5}
         assert served.post("/reward", {"reward": 1}).json() == {"reward": 1.5}
-        for wrong in (None, True, "1", {}, 10**400):
+        for wrong in (None, True, "1", {}, 10**400, 1e300):
             assert served.post("/reward", {"reward": wrong}).status_code == 400
         assert served.post("/reward", {"reward": 1, "id": "x" * 257}).status_code == 400
         assert episode.posted_reward == 1.5

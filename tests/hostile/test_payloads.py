@@ -24,6 +24,9 @@ from vlmrl.env.remote.serialize import serialize_task
 from vlmrl.env.session import EnvContractError
 from vlmrl.env.tool_calls import ToolCall
 from vlmrl.env.tools import problem_with
+from vlmrl.report.metrics import trajectory_metrics
+from vlmrl.report.records import trajectory_record
+from vlmrl.report.run_log import json_lines
 from vlmrl.retrieval.http_retriever import parse_hits
 from vlmrl.utils.http import RetryableError
 
@@ -166,7 +169,9 @@ def test_hostile_clients_of_an_env_server(hostile):
 def responses(rng: random.Random) -> dict[str, bytes]:
     """What a server returns for each kind of request."""
     tools = rng.choice(([],) * 6 + ([{"name": "f", "parameters": schema(rng)}], payload(rng)))
-    step = {"messages": messages(rng), "done": rng.random() < 0.3, "reward": 1.0, "metrics": {"x": 1}}
+    name = rng.choice(("x", "x", "state", "compact", "points", text(rng, 1)))
+    metrics = {name: rng.choice((1, 1, value(rng, 0)))}
+    step = {"messages": messages(rng), "done": rng.random() < 0.3, "reward": 1.0, "metrics": metrics}
     if rng.random() < 0.2:
         step[rng.choice((*step, "extra"))] = payload(rng)
     start = {"messages": rng.choice((None, messages(rng))), "tools": tools, "replayable": True}
@@ -193,6 +198,8 @@ def test_hostile_env_servers(hostile):
             with harmless(case, OWN), suppress(EnvContractError):
                 trajectory = play(RemoteEnv, ["a", "b"], options={"url": url}, max_turns=2)
                 assert not trajectory.failed or trajectory.error
+                trajectory_metrics([trajectory] * 2)
+                json_lines([trajectory_record(trajectory)])
 
 
 def schema(rng: random.Random, depth: int = 4) -> Any:

@@ -423,6 +423,15 @@ def test_rewards_that_do_not_add_up():
     refuse(message.format(0.0, None), *concat(unrewarded), trajectories=[unrewarded])
 
 
+def test_rewards_whose_sum_depends_on_the_order_pass():
+    """0.5 is lost beside 1e17."""
+    turns = [make_turn([1], [5], [-0.1], reward=1e17), make_turn([2], [6], [-0.1], reward=-1e17)]
+    trajectory = make_trajectory(turns=turns, final_reward=0.5)
+    (whole,) = concat(trajectory)
+    assert (whole.reward, trajectory.reward) == (0.0, 0.5)
+    audit([whole], [trajectory], image_token_id=None)
+
+
 @pytest.mark.parametrize("ending", ["error", "aborted"])
 def test_a_failed_trajectory(ending):
     failed = make_trajectory(ending=ending, error="the env hung")

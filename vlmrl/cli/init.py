@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ def write_starter(folder: Path, kind: str) -> list[Path]:
     """
     sources = sorted((STARTERS / kind).iterdir())
     targets = [folder / source.name.removesuffix(".txt") for source in sources]
-    taken = [str(target) for target in targets if target.exists()]
+    taken = [str(target) for target in targets if os.path.lexists(target)]
     from vlmrl.utils.output_files import output_errors
 
     if taken:

@@ -21,6 +21,7 @@ from PIL import Image
 
 from vlmrl.env.base import Env, obs
 from vlmrl.types import Message
+from vlmrl.utils.json_files import moderate_number
 from vlmrl.utils.require import import_extra
 
 
@@ -79,6 +80,7 @@ class GymnasiumEnv(Env):
         while taken < len(actions) and not done:
             observation, reward, terminated, truncated, info = self.gym.step(actions[taken])
             total, done, taken = total + float(reward), terminated or truncated, taken + 1
+        total = moderate_number(total, f"the reward of {type(self).__name__}")  # actions may break a simulation
         frame = obs() if done else obs(self.describe(info), images=[self._frame(observation)])
         return frame, done, {"reward": total, "actions": taken, "invalid": 0}
 

@@ -24,6 +24,7 @@ from typing import Any
 from vlmrl.multimodal.images import data_uri
 from vlmrl.types import Message
 from vlmrl.utils.http import HttpClient, RefusedError, RetryableError, retrying
+from vlmrl.utils.json_files import moderate_number
 from vlmrl.utils.threads import SingleFlight
 
 SCORE = re.compile(r"<score>(.*?)</score>", re.DOTALL)
@@ -146,7 +147,8 @@ class Judge:
             with self._slots:
                 completion = dict(self._client.post_json(self.url, {**self._body, "messages": messages}))
             tokens = completion.get("usage") or {}
-            usage["tokens"] += sum(int(tokens.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
+            for name in ("prompt_tokens", "completion_tokens"):
+                usage["tokens"] += int(moderate_number(tokens.get(name) or 0, f"usage.{name}"))
             text = _response_text(completion)
             return self._score(text), text
         except (ValueError, TypeError, AttributeError, OverflowError) as error:

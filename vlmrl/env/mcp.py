@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shlex
 import tempfile
@@ -29,7 +30,9 @@ from vlmrl.utils.work_pool import cpu_pool
 
 DECODING_SECONDS = 60.0  # for the images of one result, without the time in the queue
 MAX_ANSWER = 64 * 2**20  # bytes of one response over HTTP; the client itself limits an event of a stream to 1 MiB
-MAX_OBJECTS = 50_000  # in one response: the client checks each of them in the event loop, which takes about 10 us
+MAX_OBJECTS = (
+    50_000  # in one response, or lines of a stream: the client checks each in the event loop, which takes about 10 us
+)
 MAX_TOOLS = 1000
 
 
@@ -57,7 +60,10 @@ class McpEnv(ToolEnv):
 
     @classmethod
     def setup(cls, **options: Any) -> Any:
-        return import_extra("mcp", "mcp")  # fails at startup if it is missing
+        library = import_extra("mcp", "mcp")  # fails at startup if it is missing
+        for logger in (logging.getLogger("mcp"), import_extra("mcp.client.session", "mcp").logger):
+            logger.setLevel(logging.CRITICAL)  # they print a server's texts, with control characters, without an end
+        return library
 
     def connection(self) -> Any:
         """The address, or the command's ``StdioServerParameters``.
@@ -147,20 +153,24 @@ class McpEnv(ToolEnv):
 
 
 async def _limit(response: Any) -> None:
-    """Make a response fail, when it is read, if it is compressed, or has more than MAX_ANSWER bytes or MAX_OBJECTS."""
+    """Make a response fail, when it is read, if it is compressed, or has more than MAX_ANSWER bytes or MAX_OBJECTS.
+
+    A stream of events has them in all, however long it is open.
+    """
     library = import_extra("mcp.client.streamable_http", "mcp").httpx2  # the client's
     refused = library.StreamError  # the client reports it as an answer that cannot be read
     encoding, kind = (response.headers.get(name, "") for name in ("Content-Encoding", "Content-Type"))
-    original, is_stream = response.aiter_raw, kind.startswith("text/event-stream")
+    original = response.aiter_raw
+    mark, unit = (b"\n", "lines") if kind.lower().startswith("text/event-stream") else (b"{", "objects")
 
     async def limited(chunk_size: int | None = None) -> AsyncIterator[bytes]:
         if encoding not in ("", "identity"):
             raise refused(f"it is compressed ({encoding:.50}), although the request forbids that")
         size = objects = 0
         async for part in original(chunk_size):
-            size, objects = size + len(part), objects + part.count(b"{")
-            if not is_stream and (size > MAX_ANSWER or objects > MAX_OBJECTS):
-                raise refused(f"it has more than {MAX_ANSWER} bytes, or more than {MAX_OBJECTS} objects")
+            size, objects = size + len(part), objects + part.count(mark)
+            if size > MAX_ANSWER or objects > MAX_OBJECTS:
+                raise refused(f"it has more than {MAX_ANSWER} bytes, or more than {MAX_OBJECTS} {unit}")
             yield part
 
     response.aiter_raw = limited

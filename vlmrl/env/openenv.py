@@ -13,12 +13,12 @@ Config(env="echo.py:EchoEnv", env_options={"url": "http://127.0.0.1:8000"}, ...)
 from __future__ import annotations
 
 import abc
-import math
 from typing import Any
 
 from vlmrl.env.base import Env, obs
 from vlmrl.multimodal.embedded import check_embedded
 from vlmrl.types import Message, Task
+from vlmrl.utils.json_files import moderate_number
 from vlmrl.utils.require import import_extra
 
 
@@ -64,9 +64,7 @@ class OpenEnvEnv(Env):
         except ValueError as error:
             return obs(str(error)), False, {"reward": 0.0, "invalid": 1}
         result = await self._client.step(action)
-        reward = float(result.reward or 0.0)
-        if not math.isfinite(reward):
-            raise RuntimeError(f"OpenEnv server {self.url}: a reward must be finite, but it is {reward}.")
+        reward = moderate_number(float(result.reward or 0.0), f"OpenEnv server {self.url}: a reward")
         info = {"reward": reward, "invalid": 0}
         return self._shown(result.observation), bool(result.done), info
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,7 @@ class AgentCommands:
     async def run(self, command: Sequence[str], folder: Path, environment: Mapping[str, str], log: CommandLog) -> int:
         """Run ``command`` to its end. Returns its exit status, negative for a signal. Cancellation ends it: SIGTERM, then SIGKILL.
 
-        Processes that it started and that are still there when it has ended are killed.
+        Processes that it started and that are still there when it has ended are killed, and ``folder`` is deleted.
         """
         (reader, writer), (alive, lifeline) = os.pipe(), os.pipe()
         os.set_blocking(reader, False)
@@ -73,7 +72,7 @@ class AgentCommands:
         """Kill what is still there, and delete the folder."""
         for lifeline in tuple(self._lifelines):
             self._cut(lifeline)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        command_guard.delete_all(self.folder)
 
     def _cut(self, lifeline: int) -> None:
         self._lifelines.discard(lifeline)

@@ -172,14 +172,15 @@ class Agents:
     async def _run_command(self, task: Task, client: AgentClient, trajectory_id: str) -> None:
         assert self._commands is not None
         folder = self._commands.new_folder()
-        log = self._logs.open(trajectory_id)
+        log, file = self._logs.open(trajectory_id), None
         try:
             file = await cpu_pool().run(WRITE_SECONDS, write_task, task, folder)
             environment = _environment(client, file)
             status = await self._commands.run(self.spec.command, folder, environment, log)
         finally:
             tail = log.close()
-            shutil.rmtree(folder, ignore_errors=True)
+            if file is None:  # no command has begun, at whose end the folder is deleted
+                shutil.rmtree(folder, ignore_errors=True)
         if status != 0:
             how = f"exit status {status}" if status > 0 else f"ended by signal {-status}"
             raise AgentError(f"{how}" + (f"; the end of its output:\n{tail}" if tail else ", without any output"))

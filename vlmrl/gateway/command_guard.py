@@ -4,18 +4,19 @@
 
 The command has a session of its own, and this process ends with its status. SIGTERM is passed on to its process group, followed by
 SIGKILL after SECONDS. Then its other processes are killed: on Linux also those in sessions of their own, which become children of this
-process. Standard input is a pipe from the run; if the run ends, the command is killed, and its working folder deleted.
+process. Standard input is a pipe from the run; if the run ends, the command is killed. At the end the working folder is deleted, here
+and not in the run: a folder may hold so many files that deleting them would stop the run's event loop.
 """
 
 import contextlib
 import ctypes
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,12 @@ SET_CHILD_SUBREAPER = 36  # of prctl(2): orphans below this process become its c
 class Guard:
     def __init__(self, seconds: float, command: list[str]) -> None:
         self.run_has_ended = False
+        self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._signal: signal.Signals | None = None
         with contextlib.suppress(AttributeError):  # not on Linux
             ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
-        signal.signal(signal.SIGTERM, lambda *_: self._stop(seconds))
+        signal.signal(signal.SIGTERM, lambda *_: self._stop())
         signal.signal(signal.SIGALRM, lambda *_: self._send(signal.SIGKILL))
         threading.Thread(target=self._watch_run, daemon=True).start()
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -37,16 +39,21 @@ class Guard:
             self._send(self._signal)
 
     def wait(self) -> int:
-        """The command's status, when nothing is left of it."""
+        """The command's status, when nothing is left of it, or what is left has not ended for SECONDS though it was killed."""
         assert self._process is not None
-        status = self._process.wait()
+        pid, status = 0, 0
+        while pid != self._process.pid:  # or one of its orphans: a zombie keeps its process id
+            pid, status = os.waitpid(-1, 0)
         self._send(signal.SIGKILL)
+        until = time.monotonic() + self._seconds
         with contextlib.suppress(ChildProcessError):  # none is left
-            while True:
+            while time.monotonic() < until:
                 for child in children():
                     os.kill(child, signal.SIGKILL)
-                os.waitpid(-1, 0)
-        return status
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+                time.sleep(0.001)
+        return os.waitstatus_to_exitcode(status)
 
     def _watch_run(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGALRM))  # they are for the main thread
@@ -54,9 +61,9 @@ class Guard:
         self.run_has_ended = True
         self._send(signal.SIGKILL)
 
-    def _stop(self, seconds: float) -> None:
+    def _stop(self) -> None:
         self._send(signal.SIGTERM)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)
 
     def _send(self, number: signal.Signals) -> None:
         self._signal = number  # for a command that is just being started
@@ -76,13 +83,19 @@ def children() -> list[int]:
     return found
 
 
+def delete_all(folder: Path) -> None:
+    """Delete a folder and all that is in it, as far as that is possible. Python's own way fails for folders nested 1,000 deep."""
+    with contextlib.suppress(OSError):
+        subprocess.run(["rm", "-rf", "--", folder], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+
+
 def run_guarded() -> None:
     folder = Path.cwd()
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     guard = Guard(float(sys.argv[1]), sys.argv[2:])
     status = guard.wait()
+    delete_all(folder)
     if guard.run_has_ended:
-        shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # another command's folder is still there
             folder.parent.rmdir()
     if status < 0:  # end by the same signal

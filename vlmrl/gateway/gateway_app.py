@@ -36,6 +36,7 @@ from vlmrl.gateway.http_exchange import ClientLeftError, Exchange
 from vlmrl.gateway.request_body import MAX_KEY_LENGTH, ParsedRequest, read_json, refuse
 from vlmrl.gateway.request_images import RequestImages
 from vlmrl.utils.http_server import BODY_SECONDS, BodyError, names_this_machine, read_body
+from vlmrl.utils.json_files import MOST_NUMBER
 from vlmrl.utils.tokens import is_loopback
 from vlmrl.utils.work_pool import DeadlineError, cpu_pool
 
@@ -296,8 +297,8 @@ class GatewayApp:
         reward, key = body.get("reward"), body.get("id")
         if key is not None and not (isinstance(key, str) and len(key) <= MAX_KEY_LENGTH):
             refuse("id", f"a string of at most {MAX_KEY_LENGTH} characters", key)
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or abs(reward) > 1e300:
-            refuse("reward", "a finite number", reward)
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or abs(reward) > MOST_NUMBER:
+            refuse("reward", f"a number from {-MOST_NUMBER:g} to {MOST_NUMBER:g}", reward)
 
         episode = opened.episode
 

@@ -11,6 +11,7 @@ from typing import Any
 
 MAX_VALUES = 1_000_000  # of a body: each takes 60 bytes or more, so that 64 MiB of `[],` would take 1.4 GiB, and no thread could run
 MAX_DIGITS = 400  # of a whole number: reading it takes quadratic time, while no other thread runs
+MOST_NUMBER = 1e15  # of a reward or a metric: sums of larger ones overflow, or lose the small ones
 MOST_BYTES = 64 * 2**20  # of a file: ours are far smaller
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # an escape that is valid only in a pair
 
@@ -72,6 +73,13 @@ def finite_float(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text[:20]} is too large a number")
     return number
+
+
+def moderate_number(value: Any, name: str) -> float:
+    """A reward or metric of another process. Raises ValueError, with ``name``, unless it is a number from -1e15 to 1e15."""
+    if isinstance(value, bool | int | float) and abs(value) <= MOST_NUMBER:  # NaN is not
+        return float(value)
+    raise ValueError(f"{name} must be a number from {-MOST_NUMBER:g} to {MOST_NUMBER:g}, but it is {value!r:.100}")
 
 
 def short_int(text: str) -> int:

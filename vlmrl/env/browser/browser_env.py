@@ -12,7 +12,6 @@ docs/browser.md has a whole example, and every option.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from vlmrl.env.browser.marks import marked
 from vlmrl.env.tool_calls import read_tool_calls
 from vlmrl.env.tools import parts_of, problem_with, tool_message
 from vlmrl.types import Message, Task
+from vlmrl.utils.json_files import moderate_number
 from vlmrl.utils.require import import_extra, require
 from vlmrl.utils.work_pool import cpu_pool
 
@@ -160,7 +160,7 @@ class BrowserEnv(Env):
                 verdict = self.end(action)
             if verdict is not None:
                 given = verdict if isinstance(verdict, dict) else {"reward": verdict}
-                self._check_finite(given)
+                self._check_reward(given)
                 return obs(), True, info | {"blocked_requests": self._tab.blocked} | given
         return await self._look(), False, info | {"blocked_requests": self._tab.blocked}
 
@@ -204,11 +204,11 @@ class BrowserEnv(Env):
         center = ((left + right) / 2 / self._kind.width, (top + bottom) / 2 / self._kind.height)
         return replace(action, points=(*action.points[:-1], center))
 
-    def _check_finite(self, info: dict[str, Any]) -> None:
+    def _check_reward(self, info: dict[str, Any]) -> None:
         """An error of this episode: what a policy types into a page may be what makes its reward NaN, and must not stop the run."""
         reward = info.get("reward")
-        if isinstance(reward, float) and not math.isfinite(reward):
-            raise ValueError(f"the page of {type(self).__name__} must give a finite reward, but it gave {reward}.")
+        if isinstance(reward, int | float):
+            moderate_number(reward, f"the reward of the page of {type(self).__name__}")
 
     def _page_of(self, task: Task) -> str | None:
         """The file that the task's column ``page`` names. Raises ValueError if it is not in the folder of the class's own file."""

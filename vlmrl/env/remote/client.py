@@ -5,9 +5,8 @@ Config(env="vlmrl:RemoteEnv", env_options={"url": "http://127.0.0.1:8100"}, ...)
 
 from __future__ import annotations
 
-import math
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,10 +18,15 @@ from vlmrl.env.session import EnvContractError, TaskError
 from vlmrl.multimodal.images import ImageUnavailableError
 from vlmrl.types import Message, Task
 from vlmrl.utils.http import HttpClient, RefusedError, RetryableError, excerpt, parse_json
+from vlmrl.utils.json_files import moderate_number
 from vlmrl.utils.require import require
 from vlmrl.utils.tokens import bearer_headers
 
 TOKEN_VARIABLE = "VLMRL_ENV_TOKEN"
+MAX_METRICS = 1000  # of one step: each name has a mean in every row of the run's metrics
+MAX_NAME = 200  # characters of a metric's name
+MAX_POINTS = 10_000  # places of one step, and characters in their labels: they are logged with its trajectory
+OWN_KEYS = frozenset({"reward", "points", "state", "compact"})  # of a step's info, which are no metrics
 
 
 @dataclass(frozen=True)
@@ -104,12 +108,10 @@ class RemoteEnv(Env):
         response = self._request("POST", "/step", {"response": response_text})
         with self._protocol():
             messages = deserialize_messages(response["messages"], "messages")
-            info: dict[str, Any] = {
-                str(name): _finite(value, f"metrics.{name}") for name, value in response["metrics"].items()
-            }
-            info["points"] = [asdict(each) for each in read_points(response.get("points", []))]
+            info = _metrics(response["metrics"])
+            info["points"] = _points(response.get("points", []))
             if response["reward"] is not None:
-                info["reward"] = _finite(response["reward"], "reward")
+                info["reward"] = moderate_number(response["reward"], "reward")
             return {"messages": messages}, bool(response["done"]), info
 
     def format_observation(self, observation: dict[str, Any]) -> Message | list[Message]:
@@ -119,7 +121,7 @@ class RemoteEnv(Env):
         body = {"ending": ending, "last_response": self.last_response, "last_turn": self.turn}
         response = self._request("POST", "/finish", body)
         with self._protocol():
-            return None if response["reward"] is None else _finite(response["reward"], "reward")
+            return None if response["reward"] is None else moderate_number(response["reward"], "reward")
 
     def close(self) -> None:
         if self._started:
@@ -162,7 +164,18 @@ def _no_server(url: str, reason: str) -> ValueError:
     )
 
 
-def _finite(value: Any, name: str) -> float:
-    if isinstance(value, bool | int | float) and math.isfinite(value):
-        return float(value)
-    raise ValueError(f"{name} must be a finite number, but it is {value!r:.100}")
+def _points(given: Any) -> list[dict[str, Any]]:
+    points = read_points(given)
+    size = sum(len(each.label) + len(each.at) for each in points)
+    if size > MAX_POINTS:
+        raise ValueError(f"points must have at most {MAX_POINTS} places and characters in labels, but they have {size}")
+    return [asdict(each) for each in points]
+
+
+def _metrics(given: Mapping[str, Any]) -> dict[str, Any]:
+    if len(given) > MAX_METRICS or not OWN_KEYS.isdisjoint(given) or max(map(len, given), default=0) > MAX_NAME:
+        rule = (
+            f"at most {MAX_METRICS}, with names of at most {MAX_NAME} characters, none of {', '.join(sorted(OWN_KEYS))}"
+        )
+        raise ValueError(f"metrics must be {rule}, but they are {list(given)!r:.200}")
+    return {encodable(name): moderate_number(value, f"metrics.{name}") for name, value in given.items()}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import json
 import math
 from dataclasses import fields
 from pathlib import Path
@@ -28,6 +29,7 @@ from vlmrl.types import Message, Task
 IMAGE, BYTES, FLOAT, ESCAPED = "$image", "$bytes", "$float", "$dict"
 MARKERS = frozenset({IMAGE, BYTES, FLOAT, ESCAPED})
 FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+MAX_TEXT = 2**22  # characters of the messages of one payload, about a million tokens
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -80,6 +82,9 @@ def deserialize_messages(payload: Any, name: str) -> list[Message]:
     messages = [deserialize(message, f"{name}[{index}]") for index, message in enumerate(payload)]
     for index, message in enumerate(messages):
         _check_message(message, f"{name}[{index}]")
+    size = len(json.dumps(map_images(messages, lambda image: None), ensure_ascii=False))
+    if size > MAX_TEXT:  # what no chat template shows has no limit of tokens, and is kept with its turn
+        raise ValueError(f"{name} must have at most {MAX_TEXT} characters beside their images, but they have {size}.")
     pixels = sum(image.width * image.height for image in images_of(messages) if isinstance(image, Image.Image))
     if pixels > MOST_PIXELS:
         raise ValueError(f"{name} must not show more than {MOST_PIXELS} pixels in all, but they show {pixels}.")
