@@ -75,6 +75,13 @@ def test_a_folder_that_cannot_be_made_is_one_line(monkeypatch, capsys, tmp_path)
     assert "set DIR to another" in capsys.readouterr().err
 
 
+def test_a_file_in_place_of_the_folder_is_named(monkeypatch, capsys, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="1"):
+        vlmrl_command(monkeypatch, "init", str(tmp_path / "file"))
+    assert "DIR must be a folder, but" in capsys.readouterr().err
+
+
 def test_without_pytest_it_says_how_to_install_it(monkeypatch, capsys, tmp_path):
     find = importlib.util.find_spec
     monkeypatch.setattr(
