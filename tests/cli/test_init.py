@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from testing.browser import need_chromium
@@ -57,6 +58,14 @@ def test_what_it_prints_runs(printed, request, monkeypatch, tmp_path):
     vlmrl_command(monkeypatch, *train[1:], *SHORT)
     (summary,) = (tmp_path / "runs").glob("*/summary.json")
     assert {"reward_before", "reward_after"} <= json.loads(summary.read_text()).keys()
+
+
+def test_the_images_that_the_vlm_starter_holds_out_are_not_trained_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    vlmrl_command(monkeypatch, "init", ".")
+    rows = [json.loads(line) for line in Path("data.jsonl").read_text().splitlines()]
+    images = {Path(row["images"][0]).read_bytes() for row in rows}
+    assert len(rows) == len(images) == 180 and "held_out=60" in Path("recipe.py").read_text()
 
 
 @pytest.mark.slow
