@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from testing.browser import need_chromium
@@ -59,6 +60,14 @@ def test_what_it_prints_runs(printed, request, monkeypatch, tmp_path):
     assert {"reward_before", "reward_after"} <= json.loads(summary.read_text()).keys()
 
 
+def test_the_images_that_the_vlm_starter_holds_out_are_not_trained_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    vlmrl_command(monkeypatch, "init", ".")
+    rows = [json.loads(line) for line in Path("data.jsonl").read_text().splitlines()]
+    images = {Path(row["images"][0]).read_bytes() for row in rows}
+    assert len(rows) == len(images) == 180 and "held_out=60" in Path("recipe.py").read_text()
+
+
 @pytest.mark.slow
 def test_the_text_starter_learns(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -73,6 +82,13 @@ def test_a_folder_that_cannot_be_made_is_one_line(monkeypatch, capsys, tmp_path)
     with pytest.raises(SystemExit, match="1"):
         vlmrl_command(monkeypatch, "init", str(tmp_path / "file/mine"))
     assert "set DIR to another" in capsys.readouterr().err
+
+
+def test_a_file_in_place_of_the_folder_is_named(monkeypatch, capsys, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="1"):
+        vlmrl_command(monkeypatch, "init", str(tmp_path / "file"))
+    assert "DIR must be a folder, but" in capsys.readouterr().err
 
 
 def test_without_pytest_it_says_how_to_install_it(monkeypatch, capsys, tmp_path):

@@ -125,6 +125,15 @@ def test_a_summary_counts_failed_episodes_but_no_reward_of_theirs():
     assert _summary([]) == "0 episodes, mean reward none"
 
 
+def test_a_backslash_continues_a_response_that_is_typed(qwen3_vl, folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("<tool_call>\\\n{}\\\n</tool_call>\ntwo\n"))
+    options = ["--data.generator", "mine.py:tasks", "--rollout.max-turns", "2", "--model.path", str(qwen3_vl)]
+    monkeypatch.setattr(sys, "argv", ["vlmrl", "play", "mine.py:Ask", *options, "-n", "1", "--by-hand"])
+    cli.main()
+    output = capsys.readouterr().out
+    assert "turn 0> <tool_call>\n{}\n</tool_call>" in output and "turn 1> two" in output
+
+
 @pytest.mark.parametrize("what", [["mine.py:Ask", "--data.generator", "mine.py:tasks"], ["mine.py"]])
 def test_the_history_policy_rewrites_what_is_read_by_hand(qwen3_vl, folder, what, monkeypatch, capsys):
     """Typed by hand, each prompt is shown where it differs from the last: with the policy, the question is gone in the third."""

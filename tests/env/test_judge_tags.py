@@ -107,13 +107,13 @@ def test_long_responses_take_linear_time(piece: str):
 def test_one_whole_score_is_wanted(response: str):
     judge = Judge("http://judge.invalid/v1", "m")
     assert judge._score("<think><score>9</score></think>So: <score> 3 </score>.") == 0.3
-    with pytest.raises(ValueError, match="must hold one score"):
+    with pytest.raises(ValueError, match="must hold one score as <score>NUMBER"):
         judge._score(response)
 
 
 def test_a_response_full_of_scores_takes_linear_time():
     judge = Judge("http://judge.invalid/v1", "m")
     began = time.process_time()
-    with pytest.raises(ValueError, match="must hold one score"):
+    with pytest.raises(ValueError, match="must hold one score as <score>NUMBER"):
         judge._score("<score>" * 200_000)
     assert time.process_time() - began < 20

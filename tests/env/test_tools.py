@@ -18,6 +18,7 @@ from testing.templates import TEMPLATES, full_text, ids_of, real_renderer
 
 from vlmrl import Config, Data, Env, Model, ToolCall, ToolEnv, obs, read_tags, read_tool_calls
 from vlmrl.env.base import resolve_env
+from vlmrl.env.session import EnvContractError
 from vlmrl.env.tools import parts_of, problem_with, tool_schema
 from vlmrl.model import tiny
 from vlmrl.multimodal.renderer import BASE, Renderer
@@ -369,6 +370,15 @@ def test_a_subclass_may_override_a_tool_and_judge_with_metrics():
     env = new(Loud)
     assert step(env, call("draw", color="red"))[0] == {"tool_results": [[{"type": "text", "text": "RED"}]]}
     assert step(env, "abc")[2] == {"reward": 0.5, "length": 3}
+
+
+def test_what_judge_must_not_return_names_judge_and_its_line():
+    class Yes(Sums):
+        def judge(self, response: str) -> float:
+            return "yes"  # type: ignore[return-value]
+
+    with pytest.raises(EnvContractError, match=r"env Yes: judge must .* returned 'yes' \(.*, line \d+, in judge\)\."):
+        play(Yes, ["4 m"])
 
 
 def test_an_env_without_judge_is_an_error_at_startup():

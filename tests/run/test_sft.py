@@ -18,7 +18,7 @@ from vlmrl.report.progress import RunProgress
 from vlmrl.report.run_log import RunLog
 from vlmrl.run import loop
 from vlmrl.run.build import build_run
-from vlmrl.run.program import run_training
+from vlmrl.run.program import run_training, summary_of
 from vlmrl.run.sft import ConversationSource, Demonstrated
 from vlmrl.run.stopping import RunStopped, StopRequest
 from vlmrl.train.checkpoint import load_json
@@ -70,6 +70,12 @@ def with_tasks(config: Config, **changes) -> Config:
     return replace(
         config, data=Data(generator=task, size=8), reward=reward, rollout=rollout, **{"train": train} | changes
     )
+
+
+def test_the_plan_names_the_steps_of_all_epochs(config):
+    run = build_run(config)
+    run.engine.close()
+    assert "6 conversations, 2 held out; 3 steps of 4, lr 0.001" in summary_of(run)
 
 
 def logged(config: Config) -> list[dict]:

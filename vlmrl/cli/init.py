@@ -51,6 +51,8 @@ def write_starter(folder: Path, kind: str) -> list[Path]:
     taken = [str(target) for target in targets if os.path.lexists(target)]
     from vlmrl.utils.output_files import output_errors
 
+    if folder.is_file():
+        raise ValueError(f"DIR must be a folder, but {folder} is a file: name another.")
     if taken:
         raise ValueError(f"{', '.join(taken)} exist already, and vlmrl init overwrites nothing: name another folder.")
     with output_errors(folder, "DIR"):

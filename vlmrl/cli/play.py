@@ -32,7 +32,7 @@ class PlayOptions(RecipeOptions):
     n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 4
     """Number of tasks to play."""
     by_hand: bool = False
-    """Read the responses from the keyboard instead of sampling them."""
+    """Read the responses from the keyboard instead of sampling them. A backslash at a line's end continues the response."""
     page: Path | None = None
     """Also write the episodes, with their images, to this HTML file."""
 
@@ -152,7 +152,7 @@ class KeyboardResponses:
             item.image.save(file)
             self._console.print(f"[cyan]image {number}: {file}[/cyan]")
         self._shown[request.trajectory_id] = new
-        typed: str = await self._keyboard.run(self._console.input, "response> ")
+        typed: str = await self._keyboard.run(self._typed)
         ids, limit = self._renderer.tokenizer.encode(typed, add_special_tokens=False), request.sampling.max_tokens
         count = len(ids) + (not self._renderer.stop_ids.intersection(ids[-1:]))
         if count > limit:
@@ -160,6 +160,13 @@ class KeyboardResponses:
             message = f"your response has {count} tokens and is cut to {limit}: {rules}"
             self._console.print(f"[bold red]{message}[/bold red]")
         return typed
+
+    def _typed(self) -> str:
+        """The response: a line, and the next one where it ends with a backslash."""
+        lines = [self._console.input("response> ")]
+        while lines[-1].endswith("\\"):
+            lines[-1:] = [lines[-1][:-1], self._console.input("........> ")]
+        return "\n".join(lines)
 
 
 def _print(console: Terminal, trajectory: Trajectory, renderer: Renderer) -> None:

@@ -159,7 +159,9 @@ class Judge:
         opened = text.rpartition("</think>")[2].split("<score>")[1:]
         scores = [score.strip() for score, closed, _ in (rest.partition("</score>") for rest in opened) if closed]
         if len(opened) != 1 or len(scores) != 1 or not NUMBER.fullmatch(scores[0]):
-            raise ValueError(f"the response must hold one score, but it holds {scores[:10]}: {text[-200:]!r}")
+            raise ValueError(
+                f"the response must hold one score as <score>NUMBER</score>, but it holds {scores[:10]}: {text[-200:]!r}"
+            )
         score = float(scores[0])
         if not self.low <= score <= self.high:
             raise ValueError(f"the score must be from {self.low:g} to {self.high:g}, but it is {score:g}")

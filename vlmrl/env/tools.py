@@ -33,11 +33,13 @@ from typing import Any, ClassVar, TypeVar
 from PIL import Image
 
 from vlmrl.env.base import Env, encodable, obs
+from vlmrl.env.session import EnvContractError
 from vlmrl.env.tool_calls import Schema, ToolCall, parameters_of, read_tool_calls, tool_name
 from vlmrl.env.tool_schema import check_arguments
 from vlmrl.multimodal.images import DecodedImage
 from vlmrl.types import Message
 from vlmrl.utils.threads import DaemonPool
+from vlmrl.utils.users_line import defined_at
 
 T = TypeVar("T")
 
@@ -147,13 +149,23 @@ class ToolEnv(Env):
     def step(self, response_text: str) -> Any:
         calls = list(self.read_calls(response_text))
         if not calls:
-            return _end(self.judge(response_text))
+            return self._end(self.judge(response_text))
         late = ToolCall(problem=f"at most {self.max_calls} calls are taken at once.")
         calls[self.max_calls :] = [late] * len(calls[self.max_calls :])
         started = [self._start(call, len(calls) > 1) for call in calls]
         if any(isinstance(call, Future) and not _has_value(call) for call in started):
             return self._collect(started)
         return _finished(self._observe([self._read(call) if isinstance(call, Future) else call for call in started]))
+
+    async def _end(self, verdict: Any) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        """The last result of ``step``, with what ``judge`` returned."""
+        verdict = await verdict if inspect.isawaitable(verdict) else verdict
+        if isinstance(verdict, str | bytes | list | tuple):
+            raise EnvContractError(
+                f"env {type(self).__name__}: judge must return a number, or a dict with a reward, but it returned "
+                f"{verdict!r:.200}{defined_at(self.judge)}."
+            )
+        return obs(), True, verdict if isinstance(verdict, dict) else {"reward": verdict}
 
     def format_observation(self, observation: dict[str, Any]) -> Message | list[Message]:
         """A message of the role ``tool`` for each result. A template without that role gets a user message with tags."""
@@ -227,11 +239,6 @@ def _call_now(function: Callable[..., Any], *args: Any, **arguments: Any) -> Fut
 
 async def _finished(result: T) -> T:
     return result
-
-
-async def _end(verdict: Any) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-    verdict = await verdict if inspect.isawaitable(verdict) else verdict
-    return obs(), True, verdict if isinstance(verdict, dict) else {"reward": verdict}
 
 
 def parts_of(value: Any) -> list[dict[str, Any]]:

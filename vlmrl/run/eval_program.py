@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vlmrl.config import Cluster, Config, Lora, Model
+from vlmrl.config.code import resolve_path
 from vlmrl.config.saved import SavedRun, is_checkpoint
 from vlmrl.engine.chat_engine import ApiModel
 from vlmrl.report.advisories import Observed, truncated
@@ -129,7 +130,8 @@ def resolve_eval_models(paths: Sequence[str], config: Config) -> list[EvalModel]
     """The models that ``paths`` name; without any, the model of ``config``.
 
     Raises:
-        ValueError: a path is a run's folder that holds no weights, a checkpoint whose run is not around it, or given twice.
+        ValueError: a path is a run's folder that does not exist or holds no weights, a checkpoint whose run is not around it,
+            or given twice.
     """
     if not paths:
         path = config.model.path
@@ -137,7 +139,18 @@ def resolve_eval_models(paths: Sequence[str], config: Config) -> list[EvalModel]
     twice = next((path for number, path in enumerate(paths) if path in paths[:number]), None)
     if twice is not None:
         raise ValueError(f"--models must name each model once, but {twice!r} is given twice.")
+    for path in paths:
+        if Path(path).parent.resolve() == Path(config.output_dir).resolve():
+            _check_run(path)
     return [_eval_model(path, config.model) for path in paths]
+
+
+def _check_run(path: str) -> None:
+    """Raises ValueError if there is no such run, before ``runs/NAME`` is taken for a hub's OWNER/NAME."""
+    try:
+        resolve_path(path)
+    except ValueError as error:
+        raise ValueError(f"--models: {error}") from error
 
 
 def _eval_model(name: str, model: Model) -> EvalModel:

@@ -22,6 +22,7 @@ import numpy as np
 
 from vlmrl.config import Algo, Config, Optim, Rollout
 from vlmrl.config.code import load_code
+from vlmrl.data import TaskMixture
 from vlmrl.engine.base import Request, paused
 from vlmrl.engine.scripted import ScriptedEngine
 from vlmrl.multimodal.masks import RowError
@@ -261,6 +262,11 @@ class Demonstrated(Source):
         self._tasks.close()
 
 
+def sft_steps(rows: TaskMixture, config: Config) -> int:
+    """The steps of fine-tuning: all rows of every epoch, `sft.rows_per_step` a step."""
+    return math.ceil(sum(rows.weights.values()) / config.sft.rows_per_step)
+
+
 class ConversationSource(Source):
     """The conversations of `sft.data`, mixed, epoch after epoch. Bad rows are counted by reason and left out."""
 
@@ -269,8 +275,7 @@ class ConversationSource(Source):
         self._rows, self._held_out = run.conversations
         self._bad = Counter[str]()
         config = run.config
-        steps = math.ceil(sum(self._rows.weights.values()) / config.sft.rows_per_step)
-        super().__init__(run, progress, steps, replace(config.optim, lr=config.sft.lr))
+        super().__init__(run, progress, sft_steps(self._rows, config), replace(config.optim, lr=config.sft.lr))
 
     async def take(self, step: int) -> list[Sample]:
         size = self._run.config.sft.rows_per_step
