@@ -14,7 +14,7 @@ from testing.fakes import make_trajectory, make_turn
 
 from vlmrl.config import Algo, Rollout, Train
 from vlmrl.data import TaskStream
-from vlmrl.rollout.batches import MAX_ROUNDS
+from vlmrl.rollout.batches import MAX_REJECTED
 from vlmrl.rollout.buffer import AsynchronousBuffer, IdleTimer, LengthBias, SynchronousBuffer
 from vlmrl.rollout.runner import RolloutError, Runner
 from vlmrl.types import Task
@@ -251,6 +251,17 @@ async def test_too_many_failures_raise_in_take():
     await play.buffer.close()
 
 
+async def test_failures_are_a_fraction_of_all_groups_played_since_the_last_batch():
+    play = Play(filters=[lambda group: False], mode="filter", max_staleness=1, max_failed_fraction=0.25)
+    play.loop.failing = {9}
+    await play.begin()
+    for _ in range(4):
+        await play.finish(*play.loop.started)
+    assert play.buffer._error is None and play.buffer._batch.rollouts.failed  # 2 trajectories, of 20 and more
+    await play.buffer.close()
+    play.waiting.cancel()
+
+
 async def test_an_error_while_the_loop_trains_is_raised_by_the_next_take():
     """Nothing that is still in play could wake it."""
     play = Play(max_staleness=1, max_failed_fraction=0.25)
@@ -285,7 +296,7 @@ async def test_filters_that_pass_nothing_end_the_run():
     await play.begin()
     for _ in range(60):
         await play.finish(*play.loop.started)
-    assert len(play.loop.started) <= 2 * MAX_ROUNDS + 4
+    assert len(play.loop.started) <= 2 * MAX_REJECTED + 4
     with pytest.raises(RolloutError, match=r"only 0 of 2 groups passed algo\.filters"):
         await play.waiting
     await play.buffer.close()

@@ -17,7 +17,7 @@ import numpy as np
 
 from vlmrl.config import Algo, Train
 from vlmrl.data import TaskStream
-from vlmrl.rollout.batches import MAX_ROUNDS, Filter, GroupBatch, fill, passes, repeated, too_few
+from vlmrl.rollout.batches import Filter, GroupBatch, check_rejected, fill, passes, repeated
 from vlmrl.rollout.runner import Group, Runner, is_complete
 from vlmrl.types import Trajectory
 
@@ -162,9 +162,10 @@ class AsynchronousBuffer(SynchronousBuffer):
 
     def _ended(self, trajectory: Trajectory) -> None:
         if trajectory.failed:
-            failed = self._batch.rollouts.failed
-            failed.append(trajectory)
-            self._runner.stop_if_too_many(failed, self._count * self._runner.group_size)
+            rollouts = self._batch.rollouts
+            rollouts.failed.append(trajectory)
+            requested = (len(rollouts.groups) + self._count) * self._runner.group_size
+            self._runner.stop_if_too_many(rollouts.failed, requested)
 
     def _settle(self, number: int, group: Group) -> None:
         """Keep a finished group for training, or start another one in place of a failed or filtered group."""
@@ -174,8 +175,7 @@ class AsynchronousBuffer(SynchronousBuffer):
         elif self._mode == "filter" and not passes(group, self._filters):
             self._batch.filtered += 1
             rollouts.groups.append(group)
-            if self._batch.filtered >= MAX_ROUNDS * self._count:
-                raise too_few(f"group {number}", len(self._ready), self._count, rollouts.failed)
+            check_rejected(f"group {number}", self._batch, len(self._ready), self._count)
         else:
             self._ready[number] = group
             return
