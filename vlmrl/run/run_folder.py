@@ -65,8 +65,9 @@ def has_finished(config: Config, checkpoint: Path, has_held_out: bool) -> bool:
     state = LoopState.load(checkpoint)
     if state.stage != "train" or state.step < config.train.steps:
         return False
-    summary, model = config.folder / "summary.json", config.folder / "model"
-    written = [summary, model] if config.save_model else [summary]
+    summary = config.folder / "summary.json"
+    weights = ["model", "adapters"] if config.model.lora.rank else ["model"]
+    written = [summary, *(config.folder / name for name in weights if config.save_model)]
     if not all(path.exists() and path.stat().st_mtime >= checkpoint.stat().st_mtime for path in written):
         return False
     evaluated = ["reward_after"] * has_held_out + ["reward_blanked"] * config.eval.blank_images
