@@ -325,6 +325,20 @@ async def test_untrained_groups_restart_after_a_resume():
     await second.buffer.close()
 
 
+async def test_a_resume_with_a_smaller_staleness_restarts_no_more_groups_than_that_allows():
+    play = Play(max_staleness=1)
+    unfinished = {str(number): number for number in range(2, 9)}
+    state = {"tasks": {"drawn": 9, "too_long": 0}, "started": 9, "unfinished": unfinished}
+    play.buffer.restore(state)
+    await play.rest()
+    assert play.loop.started == [2, 3, 4, 5] and play.buffer.state() == state
+    for taken in ([2, 3], [4, 5], [6, 7], [8, 9]):
+        await play.finish(*play.loop.started)
+        assert (await play.take())[0] == taken
+        assert play.buffer.metrics()["staleness/max"] <= 1
+    await play.buffer.close()
+
+
 def test_length_bias_shows_that_long_trajectories_are_lost():
     lengths = LengthBias()
     groups = [[make_trajectory(str(turns), [make_turn([1], [5, 6], [0.0, 0.0])] * turns)] for turns in (1, 3)]

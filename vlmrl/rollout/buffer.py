@@ -70,6 +70,7 @@ class AsynchronousBuffer(SynchronousBuffer):
         self._slots = asyncio.Semaphore(runner.config.max_concurrent)
         self._started = 0  # number of groups started; a group's number is its place in that order
         self._draws: dict[int, int] = {}  # for each group that is not yet taken: the number of its task's draw
+        self._restored: list[tuple[int, int]] = []  # the same of groups of a checkpoint that are not started again yet
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._ready: dict[int, Group] = {}
         self._in_training = 0
@@ -107,15 +108,15 @@ class AsynchronousBuffer(SynchronousBuffer):
         return super().metrics() | self._metrics
 
     def state(self) -> dict[str, Any]:
-        unfinished = {str(number): draw for number, draw in self._draws.items()}
+        unfinished = {str(number): draw for number, draw in [*self._draws.items(), *self._restored]}
         return {**super().state(), "started": self._started, "unfinished": unfinished}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restart groups that were not trained from their beginning: a checkpoint cannot hold the state of an env."""
         super().restore(state)
         self._started = state.get("started") or 0  # none in a checkpoint of synchronous training
-        for number, draw in (state.get("unfinished") or {}).items():
-            self._start(int(number), draw)
+        self._restored = sorted((int(number), draw) for number, draw in (state.get("unfinished") or {}).items())
+        self._admit()
 
     async def close(self) -> None:
         playing = list(self._playing.values())
@@ -127,8 +128,11 @@ class AsynchronousBuffer(SynchronousBuffer):
     def _admit(self) -> None:
         """Start as many groups as ``max_staleness`` allows."""
         while len(self._draws) + self._in_training < (self._train.max_staleness + 1) * self._count:
-            self._start(self._started, self._tasks.claim())
-            self._started += 1
+            if self._restored:  # more than fit, after a resume with a smaller `max_staleness` or batch
+                self._start(*self._restored.pop(0))
+            else:
+                self._start(self._started, self._tasks.claim())
+                self._started += 1
 
     def _start(self, number: int, draw: int) -> None:
         self._draws[number] = draw
