@@ -170,6 +170,16 @@ def test_a_stage_that_was_turned_off_cannot_be_resumed(config):
         run_training(with_tasks(config, sft=SFT()), resume=True)
 
 
+def test_the_rows_of_a_step_stay_over_a_resume(config):
+    """The position is counted in steps: with 8 rows a step, the 2 steps of 4 would have been all."""
+    run_training(replace(config, save_model=False))
+    shutil.rmtree(config.folder / "checkpoints/sft000003")
+    before = (config.folder / "config.json").read_bytes()
+    with pytest.raises(ValueError, match=r"sft\.rows_per_step must be 4, as until .*sft000002, but it is 8"):
+        run_training(replace(config, sft=replace(config.sft, rows_per_step=8)), resume=True)
+    assert (config.folder / "config.json").read_bytes() == before
+
+
 def content(sample: Sample) -> tuple:
     return sample.token_ids, len(sample.prompt_token_ids), sample.loss_mask, sample.image_ids
 
