@@ -70,9 +70,44 @@ def test_dynamic_sampling_gives_up_or_ends_with_the_tasks():
     def never(group):
         return False
 
-    with pytest.raises(RolloutError, match=r"s: after 16 rounds only 0 of 2 groups passed algo.filters"):
+    with pytest.raises(RolloutError, match=r"s: only 0 of 2 groups passed algo.filters, and 32 did not"):
         asyncio.run(fill(runner(), tasks(), 2, "s", [never], "filter"))
     assert ids(play(8, "filter", supply=5)) == ["0", "2", "4"]
+
+
+def test_a_last_group_may_need_more_rounds_than_the_others():
+    def rare(group):
+        return int(group[0].task.id) in (0, 1, 2, 30)
+
+    batch = asyncio.run(fill(runner(), tasks(), 4, "s", [rare], "filter"))
+    assert (ids(batch), batch.filtered) == (["0", "1", "2", "30"], 27)
+
+
+def test_failures_are_a_fraction_of_all_that_was_played_for_the_step():
+    """The group of task 5 fails in a round of one group."""
+
+    class Once(Paid):
+        def step(self, response_text):
+            if self.task.id == "5":
+                raise OSError("no")
+            return super().step(response_text)
+
+    def rare(group):
+        return int(group[0].task.id) in (0, 1, 2, 6)
+
+    def filled(limit):
+        played = runner(Once, max_refills=0, max_failed_fraction=limit)
+        return asyncio.run(fill(played, tasks(), 4, "s", [rare], "filter"))
+
+    assert ids(filled(1 / 3)) == [
+        "0",
+        "1",
+        "2",
+        "6",
+    ]  # two trajectories of 12: those of four groups, of task 4's and of another one
+    with pytest.raises(RolloutError, match="2 trajectories failed where 12 were requested") as raised:
+        filled(0.15)
+    assert len(raised.value.failed) == 2
 
 
 def test_a_users_own_filter_by_path(tmp_path):

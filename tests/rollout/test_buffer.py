@@ -14,7 +14,7 @@ from testing.fakes import make_trajectory, make_turn
 
 from vlmrl.config import Algo, Rollout, Train
 from vlmrl.data import TaskStream
-from vlmrl.rollout.batches import MAX_ROUNDS
+from vlmrl.rollout.batches import MAX_REJECTED
 from vlmrl.rollout.buffer import AsynchronousBuffer, IdleTimer, LengthBias, SynchronousBuffer
 from vlmrl.rollout.runner import RolloutError, Runner
 from vlmrl.types import Task
@@ -251,6 +251,17 @@ async def test_too_many_failures_raise_in_take():
     await play.buffer.close()
 
 
+async def test_failures_are_a_fraction_of_all_groups_played_since_the_last_batch():
+    play = Play(filters=[lambda group: False], mode="filter", max_staleness=1, max_failed_fraction=0.25)
+    play.loop.failing = {9}
+    await play.begin()
+    for _ in range(4):
+        await play.finish(*play.loop.started)
+    assert play.buffer._error is None and play.buffer._batch.rollouts.failed  # 2 trajectories, of 20 and more
+    await play.buffer.close()
+    play.waiting.cancel()
+
+
 async def test_an_error_while_the_loop_trains_is_raised_by_the_next_take():
     """Nothing that is still in play could wake it."""
     play = Play(max_staleness=1, max_failed_fraction=0.25)
@@ -285,7 +296,7 @@ async def test_filters_that_pass_nothing_end_the_run():
     await play.begin()
     for _ in range(60):
         await play.finish(*play.loop.started)
-    assert len(play.loop.started) <= 2 * MAX_ROUNDS + 4
+    assert len(play.loop.started) <= 2 * MAX_REJECTED + 4
     with pytest.raises(RolloutError, match=r"only 0 of 2 groups passed algo\.filters"):
         await play.waiting
     await play.buffer.close()
@@ -312,6 +323,20 @@ async def test_untrained_groups_restart_after_a_resume():
     assert second.loop.started == [0, 3, 4, 5, 6, 7]
     assert {number: second.loop.tasks[number] for number in (4, 5, 6, 7)} == {4: "4", 5: "5", 6: "6", 7: "7"}
     await second.buffer.close()
+
+
+async def test_a_resume_with_a_smaller_staleness_restarts_no_more_groups_than_that_allows():
+    play = Play(max_staleness=1)
+    unfinished = {str(number): number for number in range(2, 9)}
+    state = {"tasks": {"drawn": 9, "too_long": 0}, "started": 9, "unfinished": unfinished}
+    play.buffer.restore(state)
+    await play.rest()
+    assert play.loop.started == [2, 3, 4, 5] and play.buffer.state() == state
+    for taken in ([2, 3], [4, 5], [6, 7], [8, 9]):
+        await play.finish(*play.loop.started)
+        assert (await play.take())[0] == taken
+        assert play.buffer.metrics()["staleness/max"] <= 1
+    await play.buffer.close()
 
 
 def test_length_bias_shows_that_long_trajectories_are_lost():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -17,8 +20,10 @@ from vlmrl.config import Checkpoint, Config, Eval, Lora, Model, WarmStart
 from vlmrl.config.saved import read_config
 from vlmrl.model.loading import load_reader
 from vlmrl.report.records import plain
+from vlmrl.run.checkpointing import save_model
 from vlmrl.run.model_export import export_model
 from vlmrl.run.program import run_training
+from vlmrl.utils.output_files import OutputError
 
 pytestmark = pytest.mark.slow
 
@@ -70,6 +75,23 @@ def test_transformers_loads_it_with_its_processor_and_template(full, tmp_path):
     assert processor.image_processor.size == own.image_processor.size
     messages = [{"role": "user", "content": [{"type": "text", "text": "What color?"}]}]
     assert processor.apply_chat_template(messages, add_generation_prompt=True).startswith("<|im_start|>user")
+
+
+def test_adapters_that_cannot_be_written_leave_the_earlier_ones_whole(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "x")
+
+    trainer = SimpleNamespace(named_adapters=lambda: [("base_model.model.q_proj.lora_A.weight", torch.ones(2, 2))])
+    model = SimpleNamespace(path="x", is_on_meta=False, save=lambda folder, weights: None)
+    first = Model(path="x", lora=Lora(rank=2))
+    run = SimpleNamespace(config=SimpleNamespace(model=first), model=model, folder=tmp_path, colocated=False)
+    asyncio.run(save_model(run, trainer))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "adapters").iterdir()}
+    run.config.model = replace(first, lora=Lora(rank=4))
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(OutputError, match="adapters cannot be written: No space left on device"):
+        asyncio.run(save_model(run, trainer))
+    assert {path.name: path.read_bytes() for path in (tmp_path / "adapters").iterdir()} == before
 
 
 def test_adapters_give_the_merged_model_on_their_real_base(adapted, tmp_path):

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from testing.runs import short_quickstart
 
-from vlmrl.config import Checkpoint, Config, Data, Eval, Model, Report, Train, WarmStart
+from vlmrl.config import Checkpoint, Config, Data, Eval, Lora, Model, Report, Train, WarmStart
 from vlmrl.report.launch_command import resume_command, write_command
 from vlmrl.report.trackers import TRACKERS, Tracker
 from vlmrl.run import program
@@ -166,6 +166,10 @@ def test_a_run_is_complete_when_all_that_comes_after_its_last_step_is_written(tm
     (tmp_path / "x/summary.json").write_text('{"reward_after": 0.5}')
     assert has_finished(config, checkpoint, True)
     assert not has_finished(replace(config, train=Train(steps=3)), checkpoint, True)
+    adapted = replace(config, model=replace(config.model, lora=Lora(rank=2)))
+    assert not has_finished(adapted, checkpoint, True)
+    (tmp_path / "x/adapters").mkdir()
+    assert has_finished(adapted, checkpoint, True)
 
 
 @pytest.mark.slow

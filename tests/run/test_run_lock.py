@@ -61,6 +61,17 @@ def test_a_folder_is_held_under_all_its_names(tmp_path):
         pass
 
 
+def test_a_new_run_in_place_of_a_link_holds_the_links_name(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "link").symlink_to("x")
+    with run_lock(tmp_path / "link"):
+        (tmp_path / "link").rename(tmp_path / "link.1")  # as an earlier run is set aside
+        (tmp_path / "link").mkdir()
+        for name in ("link", "link.1", "x"):
+            with pytest.raises(ValueError, match=f"process {os.getpid()} on"), run_lock(tmp_path / name):
+                pass
+
+
 def test_a_read_only_place_is_one_line_that_names_the_option(tmp_path, monkeypatch):
     def refused(path: Path, *arguments: Any, **options: Any) -> None:
         raise OSError(errno.EROFS, "x", str(path))

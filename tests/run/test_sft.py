@@ -116,6 +116,23 @@ def test_bad_rows_are_counted_and_too_many_of_them_end_the_run(config, rows, tmp
     assert "row 0 of" in str(error.value) and "no image 'none.png'" in str(error.value)
 
 
+def test_a_step_whose_rows_are_all_bad_takes_no_optimizer_step_and_the_schedule_goes_on(config, rows, tmp_path):
+    good = (tmp_path / "rows.jsonl").read_text().splitlines()[:4]
+    broken = [line.replace("red.png", "none.png") for line in good]
+    rates = {}
+    for name, lines in ("good", good), ("bad", [broken[0], *good[1:3], broken[3]]):  # the last one is held out
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        data = {"rows": Conversations(path=str(tmp_path / f"{name}.jsonl"), epochs=1.0, held_out=1)}
+        sft, optim = replace(config.sft, data=data, rows_per_step=1), replace(config.optim, schedule="linear")
+        run = replace(config, name=name, sft=sft, optim=optim, rollout=replace(config.rollout, max_failed_fraction=1.0))
+        run_training(run)
+        rates[name] = {row["step"]: row.get("sft/lr") for row in logged(run)}
+    del rates["good"][0]  # of the held-out loss, which needs a row
+    assert len(set(rates["good"].values())) == 3
+    left_out = [step for step, rate in rates["bad"].items() if rate is None]
+    assert len(left_out) == 1 and rates["bad"] == rates["good"] | {left_out[0]: None}
+
+
 def test_a_warm_start_that_is_stopped_goes_on_where_it_was_and_training_follows(config, monkeypatch):
     warm = WarmStart(demonstrate=demonstrate, steps=3, trajectories_per_step=2)
     held_out = Eval(data=EvalData(generator=task, size=2, seed=1))
@@ -157,6 +174,16 @@ def test_a_stage_that_was_turned_off_cannot_be_resumed(config):
     run_training(replace(config, save_model=False))
     with pytest.raises(ValueError, match=r"sft must be set to resume from .*sft000003"):
         run_training(with_tasks(config, sft=SFT()), resume=True)
+
+
+def test_the_rows_of_a_step_stay_over_a_resume(config):
+    """The position is counted in steps: with 8 rows a step, the 2 steps of 4 would have been all."""
+    run_training(replace(config, save_model=False))
+    shutil.rmtree(config.folder / "checkpoints/sft000003")
+    before = (config.folder / "config.json").read_bytes()
+    with pytest.raises(ValueError, match=r"sft\.rows_per_step must be 4, as until .*sft000002, but it is 8"):
+        run_training(replace(config, sft=replace(config.sft, rows_per_step=8)), resume=True)
+    assert (config.folder / "config.json").read_bytes() == before
 
 
 def content(sample: Sample) -> tuple:

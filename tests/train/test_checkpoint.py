@@ -54,6 +54,19 @@ def test_the_newest_stay(tmp_path):
     assert checkpoints.newest() == tmp_path / "step000100"
 
 
+def test_copies_under_other_names_are_no_checkpoints_and_stay(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    write(checkpoints, 5)
+    (tmp_path / "step000005").rename(tmp_path / "step000005.good")
+    (tmp_path / "step000006.tar.gz").touch()
+    (tmp_path / "step000007").touch()
+    assert checkpoints.newest() is None
+    for step in (8, 999_999, 1_000_000):
+        write(checkpoints, step)
+    assert checkpoints.newest() == tmp_path / "step1000000"
+    assert names(tmp_path) == ["step000005.good", "step000006.tar.gz", "step000007", "step1000000"]
+
+
 def test_a_checkpoint_that_was_not_finished_is_none(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     write(checkpoints, 1)

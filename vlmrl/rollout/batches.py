@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from vlmrl.rollout.runner import Group, RolloutError, Rollouts, Runner
 from vlmrl.types import Trajectory
 
 Filter = Callable[[Sequence[Trajectory]], bool]
-MAX_ROUNDS = 16  # of sampling for one batch, before the run stops
+MAX_REJECTED = 16  # times the groups of a batch: the run stops if the filters reject so many
 
 
 @dataclass
@@ -34,25 +35,22 @@ async def fill(
     """A batch of ``count`` groups that pass all ``filters``.
 
     Dynamic sampling ``mode``: ``off`` plays ``count`` groups and keeps those that pass, ``filter`` continues until ``count`` pass,
-    ``replace`` repeats kept groups. Raises RolloutError if too few groups pass in :data:`MAX_ROUNDS` rounds.
+    ``replace`` repeats kept groups. Raises RolloutError if the filters reject :data:`MAX_REJECTED` times ``count`` groups.
     """
     batch = GroupBatch()
-    for number in range(MAX_ROUNDS):
+    for number in itertools.count():
         suffix = f".{number}" if number else ""
         missing = count - len(batch.groups)
-        try:
-            rollouts = await runner.play(tasks, missing, label + suffix, over_sampling=runner.config.over_sampling)
-        except RolloutError as error:
-            error.failed = batch.rollouts.failed + error.failed
-            raise
+        rollouts = await runner.play(
+            tasks, missing, label + suffix, over_sampling=runner.config.over_sampling, earlier=batch.rollouts
+        )
         batch.rollouts.add(rollouts)
         kept = [group for group in rollouts.groups if passes(group, filters)]
         batch.filtered += len(rollouts.groups) - len(kept)
         batch.groups += kept
         if mode != "filter" or len(batch.groups) == count or not rollouts.groups:
             break
-    else:
-        raise too_few(label, len(batch.groups), count, batch.rollouts.failed)
+        check_rejected(label, batch, len(batch.groups), count)
     if mode == "replace":
         batch.groups = repeated(batch.groups, count)
     return batch
@@ -68,12 +66,14 @@ def repeated(groups: list[Group], count: int) -> list[Group]:
     return [_copy(group, number) for number in range(copies) for group in groups][:count]
 
 
-def too_few(label: str, passed: int, count: int, failed: Sequence[Trajectory]) -> RolloutError:
-    return RolloutError(
-        f"{label}: after {MAX_ROUNDS} rounds only {passed} of {count} groups passed algo.filters: the tasks are too easy or too "
-        "hard, or the filters too strict.",
-        failed,
-    )
+def check_rejected(label: str, batch: GroupBatch, passed: int, count: int) -> None:
+    """Raises RolloutError if the filters rejected too many groups for a batch of ``count``, of which ``passed`` are there."""
+    if batch.filtered >= MAX_REJECTED * count:
+        raise RolloutError(
+            f"{label}: only {passed} of {count} groups passed algo.filters, and {batch.filtered} did not: the tasks are too easy "
+            "or too hard, or the filters too strict.",
+            batch.rollouts.failed,
+        )
 
 
 def _copy(group: Group, number: int) -> Group:

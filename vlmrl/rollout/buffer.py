@@ -17,7 +17,7 @@ import numpy as np
 
 from vlmrl.config import Algo, Train
 from vlmrl.data import TaskStream
-from vlmrl.rollout.batches import MAX_ROUNDS, Filter, GroupBatch, fill, passes, repeated, too_few
+from vlmrl.rollout.batches import Filter, GroupBatch, check_rejected, fill, passes, repeated
 from vlmrl.rollout.runner import Group, Runner, is_complete
 from vlmrl.types import Trajectory
 
@@ -70,6 +70,7 @@ class AsynchronousBuffer(SynchronousBuffer):
         self._slots = asyncio.Semaphore(runner.config.max_concurrent)
         self._started = 0  # number of groups started; a group's number is its place in that order
         self._draws: dict[int, int] = {}  # for each group that is not yet taken: the number of its task's draw
+        self._restored: list[tuple[int, int]] = []  # the same of groups of a checkpoint that are not started again yet
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._ready: dict[int, Group] = {}
         self._in_training = 0
@@ -107,15 +108,15 @@ class AsynchronousBuffer(SynchronousBuffer):
         return super().metrics() | self._metrics
 
     def state(self) -> dict[str, Any]:
-        unfinished = {str(number): draw for number, draw in self._draws.items()}
+        unfinished = {str(number): draw for number, draw in [*self._draws.items(), *self._restored]}
         return {**super().state(), "started": self._started, "unfinished": unfinished}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restart groups that were not trained from their beginning: a checkpoint cannot hold the state of an env."""
         super().restore(state)
         self._started = state.get("started") or 0  # none in a checkpoint of synchronous training
-        for number, draw in (state.get("unfinished") or {}).items():
-            self._start(int(number), draw)
+        self._restored = sorted((int(number), draw) for number, draw in (state.get("unfinished") or {}).items())
+        self._admit()
 
     async def close(self) -> None:
         playing = list(self._playing.values())
@@ -127,8 +128,11 @@ class AsynchronousBuffer(SynchronousBuffer):
     def _admit(self) -> None:
         """Start as many groups as ``max_staleness`` allows."""
         while len(self._draws) + self._in_training < (self._train.max_staleness + 1) * self._count:
-            self._start(self._started, self._tasks.claim())
-            self._started += 1
+            if self._restored:  # more than fit, after a resume with a smaller `max_staleness` or batch
+                self._start(*self._restored.pop(0))
+            else:
+                self._start(self._started, self._tasks.claim())
+                self._started += 1
 
     def _start(self, number: int, draw: int) -> None:
         self._draws[number] = draw
@@ -162,9 +166,10 @@ class AsynchronousBuffer(SynchronousBuffer):
 
     def _ended(self, trajectory: Trajectory) -> None:
         if trajectory.failed:
-            failed = self._batch.rollouts.failed
-            failed.append(trajectory)
-            self._runner.stop_if_too_many(failed, self._count * self._runner.group_size)
+            rollouts = self._batch.rollouts
+            rollouts.failed.append(trajectory)
+            requested = (len(rollouts.groups) + self._count) * self._runner.group_size
+            self._runner.stop_if_too_many(rollouts.failed, requested)
 
     def _settle(self, number: int, group: Group) -> None:
         """Keep a finished group for training, or start another one in place of a failed or filtered group."""
@@ -174,8 +179,7 @@ class AsynchronousBuffer(SynchronousBuffer):
         elif self._mode == "filter" and not passes(group, self._filters):
             self._batch.filtered += 1
             rollouts.groups.append(group)
-            if self._batch.filtered >= MAX_ROUNDS * self._count:
-                raise too_few(f"group {number}", len(self._ready), self._count, rollouts.failed)
+            check_rejected(f"group {number}", self._batch, len(self._ready), self._count)
         else:
             self._ready[number] = group
             return

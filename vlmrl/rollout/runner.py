@@ -94,6 +94,7 @@ class Runner:
         label: str,
         on_end: Callable[[Trajectory], None] = lambda trajectory: None,
         over_sampling: float = 1.0,
+        earlier: Rollouts | None = None,
     ) -> Rollouts:
         """Play ``count`` complete groups, or fewer if the tasks run out. A bad row counts as a failed group, without being played.
 
@@ -103,12 +104,13 @@ class Runner:
             label: the prefix of all group and trajectory ids.
             on_end: called with each trajectory as it ends.
             over_sampling: starts this many times the missing groups, and cancels the rest once there are enough.
+            earlier: what was played before for the same step; its groups and failures count in the fraction that failed.
 
         Raises:
             RolloutError: more than ``max_failed_fraction`` of the requested trajectories failed; the message has the commonest
                 reasons.
         """
-        rollouts = Rollouts()
+        rollouts, earlier = Rollouts(), earlier or Rollouts()
         if self._lockstep:  # a lockstep batch holds whole groups
             at_once = max(1, self.config.max_concurrent // self.group_size)
             slots = asyncio.Semaphore(at_once * self.group_size)
@@ -120,7 +122,8 @@ class Runner:
         def ended(trajectory: Trajectory) -> None:
             if trajectory.failed:
                 rollouts.failed.append(trajectory)
-                self.stop_if_too_many(rollouts.failed, count * self.group_size)
+                requested = (len(earlier.groups) + count) * self.group_size
+                self.stop_if_too_many(earlier.failed + rollouts.failed, requested)
             on_end(trajectory)
 
         while len(rollouts.groups) < count:

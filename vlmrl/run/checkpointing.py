@@ -152,7 +152,8 @@ async def save_model(run: Run, trainer: RunTrainer) -> None:
     _save_weights(run, trainer, run.folder / "model")
     model = run.config.model
     if model.lora.rank:
-        save_adapters(dict(trainer.named_adapters()), model.lora, run.model.path, run.folder / "adapters")
+        with atomic_folder(run.folder / "adapters") as part:
+            save_adapters(dict(trainer.named_adapters()), model.lora, run.model.path, part)
 
 
 async def save_best(run: Run, trainer: RunTrainer, state: LoopState, step: int, reward: float) -> None:
@@ -165,7 +166,12 @@ async def save_best(run: Run, trainer: RunTrainer, state: LoopState, step: int, 
 
 
 def best_reward(folder: Path, saved: float | None) -> float | None:
-    """The best of a checkpoint's reward and of the model in the run's folder ``best``, which may be of a later step."""
+    """The best of a checkpoint's reward and of the model in the run's folder ``best``, which may be of a later step.
+
+    None if that folder is gone: the next evaluation keeps its model.
+    """
+    if not (folder / "best").exists():
+        return None
     kept = (read_object(folder / "best" / "best.json") or {}).get("reward")
     return max((reward for reward in (saved, kept) if isinstance(reward, int | float)), default=None)
 

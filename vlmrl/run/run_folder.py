@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from vlmrl.config import Config
 from vlmrl.config.checks import refuse_if
@@ -44,6 +45,12 @@ def check_resume(config: Config, checkpoint: Path) -> Mapping[str, int]:
     require(is_on[stage], stage, f"set to resume from {checkpoint}, which is in that stage", None)
     past = stage == "train" and not config.train.steps and bool(config.sft.data)
     refuse_if(past, f"{checkpoint} is of training, after the fine-tuning: continue with `vlmrl train RECIPE --resume`.")
+    before, now = _changed(config.folder, config).get("sft.rows_per_step", (None, None))
+    if stage == "sft" and before is not None:
+        raise ValueError(
+            f"sft.rows_per_step must be {before}, as until {checkpoint}, but it is {now}: the position in the data is counted in "
+            "steps, so that rows would be skipped or repeated. For less memory, lower train.tokens_per_micro_batch."
+        )
     check_tensors(checkpoint, _trained_shapes(config), KINDS if stage == "train" else KINDS[:1])  # without references
     return sizes
 
@@ -65,8 +72,9 @@ def has_finished(config: Config, checkpoint: Path, has_held_out: bool) -> bool:
     state = LoopState.load(checkpoint)
     if state.stage != "train" or state.step < config.train.steps:
         return False
-    summary, model = config.folder / "summary.json", config.folder / "model"
-    written = [summary, model] if config.save_model else [summary]
+    summary = config.folder / "summary.json"
+    weights = ["model", "adapters"] if config.model.lora.rank else ["model"]
+    written = [summary, *(config.folder / name for name in weights if config.save_model)]
     if not all(path.exists() and path.stat().st_mtime >= checkpoint.stat().st_mtime for path in written):
         return False
     evaluated = ["reward_after"] * has_held_out + ["reward_blanked"] * config.eval.blank_images
@@ -75,11 +83,13 @@ def has_finished(config: Config, checkpoint: Path, has_held_out: bool) -> bool:
 
 def describe_changes(folder: Path, config: Config) -> list[str]:
     """The settings that differ from those in the run's ``config.json``, a line each."""
-    settings = read_settings(folder)
-    if settings is None:
-        return []
-    changed = changed_settings(settings, plain(config))
+    changed = _changed(folder, config)
     return [f"          {name} is now {new}, and was {old}" for name, (old, new) in changed.items()]
+
+
+def _changed(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
+    settings = read_settings(folder)
+    return {} if settings is None else changed_settings(settings, plain(config))
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 
@@ -17,13 +17,23 @@ from vlmrl.utils.output_files import output_errors
 def run_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of the run whose files are in ``folder``. The lock's file is beside the folder, which may be renamed.
 
+    A link has two locks, of its own name and of the folder that it leads to: a new run takes over the link's name alone.
+
     The kernel releases the lock when the process ends, however it ends. On a file system that several machines share it holds between
     them, if that file system has locks; where it has none, the run goes on without.
 
     Raises:
         ValueError: another process holds it. Nothing has been moved or written.
     """
-    folder = Path(os.path.realpath(folder))  # links give it other names
+    named, real = Path(os.path.realpath(folder.parent)) / folder.name, Path(os.path.realpath(folder))
+    with ExitStack() as locks:
+        for path in dict.fromkeys((named, real)):
+            locks.enter_context(_lock(path))
+        yield
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
     with output_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         file = (folder.parent / f".{folder.name}.lock").open("a+", encoding="utf-8")

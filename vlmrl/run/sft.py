@@ -142,7 +142,10 @@ async def _train(
             began = time.perf_counter()
             samples = await stop.interruptible(source.take(step))
             read = time.perf_counter()
-            metrics = {f"sft/{name}": value for name, value in trainer.step(samples).metrics.items()}
+            metrics: dict[str, float] = {}
+            if samples:  # none if rollout.max_failed_fraction is 1 and all of them failed
+                trainer.end_schedule_at(step)
+                metrics = {f"sft/{name}": value for name, value in trainer.step(samples).metrics.items()}
             del samples  # its images are freed before the next ones are read
             metrics |= {**source.counts(), "time/sft_data": read - began, "time/sft_update": time.perf_counter() - read}
             loss = None
@@ -151,7 +154,7 @@ async def _train(
                 metrics |= {} if loss is None else {"sft/held_out_loss": loss}
             if log is not None:
                 log.log(step, metrics)
-            phase.advance(loss=metrics["sft/loss"], held_out=loss)
+            phase.advance(loss=metrics.get("sft/loss"), held_out=loss)
             state.end_step(step, source.state(), log, evaluated=True)
             if log is not None and save and (step % save == 0 or step == source.steps):
                 await asyncio.to_thread(write_checkpoint, run, trainer, state)
@@ -161,7 +164,7 @@ async def _held_out_loss(source: Source, trainer: RunTrainer, stop: StopRequest)
     """The mean negative logprob, in nats, over the trained tokens of the held-out samples. None: there are none."""
     total, tokens, parts = 0.0, 0, itertools.count()
     while (samples := await stop.interruptible(source.held_out(next(parts)))) is not None:
-        for sample, logprobs in zip(samples, trainer.score(samples), strict=True):
+        for sample, logprobs in zip(samples, trainer.score(samples) if samples else (), strict=True):
             total -= float(np.dot(logprobs, sample.loss_mask))
             tokens += sum(sample.loss_mask)
     return total / tokens if tokens else None
@@ -242,7 +245,7 @@ class Demonstrated(Source):
             for line in describe_cuts(rollouts.trajectories, self._run.config.rollout):
                 self._say(f"warm start: {line}")
         self._rewards = [each.reward for each in rollouts.trajectories if each.reward is not None]
-        samples, _ = audited_samples(self._run, rollouts.trajectories)
+        samples = audited_samples(self._run, rollouts.trajectories)[0] if rollouts.trajectories else []
         for sample in samples:
             sample.advantage = 0.0  # the trainer requires one, cross entropy does not use it
         return samples
@@ -316,7 +319,8 @@ class ConversationSource(Source):
             self._say("\n".join(lines))
         samples = [sample for each in made if not isinstance(each, RowError) for sample in each]
         policy = self._run.model.policy
-        audit(samples, image_token_id=policy.image_token_id, banned_ids=policy.banned_ids)
+        if samples:
+            audit(samples, image_token_id=policy.image_token_id, banned_ids=policy.banned_ids)
         return samples
 
     async def _made(self, name: str, draw: Callable[[], Task]) -> list[Sample] | RowError:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import re
 import shutil
 import warnings
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -41,7 +42,6 @@ STAGES = {"warm_start": "warm_start", "sft": "sft", "train": "step"}
 """The stages of a run in order, with how the names of their checkpoints begin."""
 KINDS = ("weight/", "reference/", "teacher/")
 """How the names of the tensors begin that are compared. Optimizer state has the weights' names, as far as they ever had a gradient."""
-
 
 _METADATA = {
     "torch.distributed.checkpoint.metadata": (
@@ -140,8 +140,13 @@ class Checkpoints:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints of a run's folder ``checkpoints``, oldest first."""
-    return [path for prefix in STAGES.values() for path in sorted(folder.glob(f"{prefix}[0-9]*"))]
+    """The complete checkpoints of a run's folder ``checkpoints``, oldest first. Other names, such as those of copies, are none."""
+    prefixes = list(STAGES.values())
+    names = re.compile(f"({'|'.join(prefixes)})([0-9]+)")
+    found = [(names.fullmatch(path.name), path) for path in folder.glob("*") if path.is_dir()]
+    return [
+        path for _, _, path in sorted((prefixes.index(name[1]), int(name[2]), path) for name, path in found if name)
+    ]
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
