@@ -30,9 +30,7 @@ from vlmrl.utils.work_pool import cpu_pool
 
 DECODING_SECONDS = 60.0  # for the images of one result, without the time in the queue
 MAX_ANSWER = 64 * 2**20  # bytes of one response over HTTP; the client itself limits an event of a stream to 1 MiB
-MAX_OBJECTS = (
-    50_000  # in one response, or lines of a stream: the client checks each in the event loop, which takes about 10 us
-)
+MAX_OBJECTS = 50_000  # in a response, or lines of a stream: the client checks each in the event loop, in about 10 us
 MAX_TOOLS = 1000
 
 
