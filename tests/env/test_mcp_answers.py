@@ -86,6 +86,15 @@ async def many_events(request: web.Request, message: dict[str, Any]) -> web.Stre
     return response
 
 
+async def many_short_lines(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
+    """A carriage return ends a line of a stream, too."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(b"event: x\rdata: a\r\r" * 1000)
+    await response.write(b"data: " + json.dumps(texts(message, "3")).encode() + b"\n\n")
+    return response
+
+
 async def many_objects(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
     return web.json_response(texts(message, *["a"] * 1000))
 
@@ -104,7 +113,8 @@ async def elsewhere(request: web.Request, message: dict[str, Any]) -> web.Stream
     ("call", "reason"),
     [
         (without_end, "it has more than 1048576 bytes, or more than 1000 objects"),
-        (many_events, "SSE stream ended without a response"),
+        (many_events, "it has more than 1048576 bytes, or more than 1000 lines"),
+        (many_short_lines, "it has more than 1048576 bytes, or more than 1000 lines"),
         (many_objects, "it has more than 1048576 bytes, or more than 1000 objects"),
         (compressed, "it is compressed (gzip), although the request forbids that"),
         (elsewhere, "Redirect to http://canary.vlmrl.invalid/mcp not followed"),
@@ -117,7 +127,8 @@ def test_an_answer_over_the_limits_fails_its_trajectory_with_the_reason(
     monkeypatch.setattr(mcp, "MAX_OBJECTS", 1000)
     trajectory = played(call)
     assert trajectory.ending == "error" and reason in trajectory.error
-    assert not caplog.records  # without a handler, warnings are printed as they are
+    printed = [record for record in caplog.records if record.name.startswith(("mcp", "client"))]
+    assert not printed  # without a handler, warnings are printed as they are
 
 
 def test_pages_of_tools_end_at_a_limit(monkeypatch: pytest.MonkeyPatch):

@@ -196,6 +196,7 @@ def test_payloads_are_encoded_and_decoded_outside_the_event_loop(monkeypatch: py
     assert len(during) == 4 and all("vlmrl-cpu" in name for name in during)
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_an_image_that_decodes_to_gigabytes_is_refused_before_it_is_decoded():
     bomb = {
         "$image": base64.b64encode(png_header(12_000, 12_000)).decode()

@@ -24,7 +24,7 @@ COLORS = ("red", "blue", "green")
 
 
 def episode(name: str, rng: random.Random) -> Any:
-    """It says something with its name, now and then the same again, or a call."""
+    """An episode whose model says a text with ``name`` in it, at times the same one twice, or makes a call."""
 
     def response(request: Any, turn: int) -> str:
         said = f"{name} says {rng.randrange(30)}."

@@ -99,12 +99,7 @@ def test_failures_are_a_fraction_of_all_that_was_played_for_the_step():
         played = runner(Once, max_refills=0, max_failed_fraction=limit)
         return asyncio.run(fill(played, tasks(), 4, "s", [rare], "filter"))
 
-    assert ids(filled(1 / 3)) == [
-        "0",
-        "1",
-        "2",
-        "6",
-    ]  # two trajectories of 12: those of four groups, of task 4's and of another one
+    assert ids(filled(1 / 3)) == ["0", "1", "2", "6"]  # 2 of 12 trajectories failed: 6 groups of 2 were requested
     with pytest.raises(RolloutError, match="2 trajectories failed where 12 were requested") as raised:
         filled(0.15)
     assert len(raised.value.failed) == 2

@@ -302,6 +302,17 @@ async def test_filters_that_pass_nothing_end_the_run():
     await play.buffer.close()
 
 
+async def test_filters_end_no_run_whose_next_batch_is_ready():
+    """The trainer is busy with a step, in which many groups are rejected."""
+    play = Play(filters=[lambda group: int(group[0].group_id[5:]) < 2], mode="filter", max_staleness=3)
+    await play.start()
+    for _ in range(60):
+        await play.finish(*play.loop.started)
+    assert len(play.loop.started) > 2 * MAX_REJECTED + 8
+    assert (await play.take())[0] == [0, 1]
+    await play.buffer.close()
+
+
 async def test_untrained_groups_restart_after_a_resume():
     first = Play(max_staleness=1, too_old="correct")
     await first.start()

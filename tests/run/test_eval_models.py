@@ -94,7 +94,7 @@ def test_a_model_that_is_given_twice_is_refused():
 def test_a_misspelt_run_is_not_taken_for_a_hub_name(run, monkeypatch):
     monkeypatch.chdir(run.parent.parent)
     (run.parent / "quickstart").mkdir()
-    with pytest.raises(ValueError, match=r"^--models: 'runs/quickstrt' does not exist.*Close names there: quickstart"):
+    with pytest.raises(ValueError, match=r"^model 'runs/quickstrt' does not exist.*Close names there: quickstart"):
         resolve_eval_models(["runs/quickstrt"], GIVEN)
 
 

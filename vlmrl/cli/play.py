@@ -164,7 +164,7 @@ class KeyboardResponses:
     def _typed(self) -> str:
         """The response: a line, and the next one where it ends with a backslash."""
         lines = [self._console.input("response> ")]
-        while lines[-1].endswith("\\"):
+        while (len(lines[-1]) - len(lines[-1].rstrip("\\"))) % 2:  # two are a backslash of LaTeX
             lines[-1:] = [lines[-1][:-1], self._console.input("........> ")]
         return "\n".join(lines)
 

@@ -54,13 +54,15 @@ class McpEnv(ToolEnv):
         self._served: set[str] = set()
         self._client: Any = None
         self._closing = asyncio.Event()
+        self._refused = ""  # why the last response was not read
         self._holder: asyncio.Task[None] | None = None
 
     @classmethod
     def setup(cls, **options: Any) -> Any:
         library = import_extra("mcp", "mcp")  # fails at startup if it is missing
         for logger in (logging.getLogger("mcp"), import_extra("mcp.client.session", "mcp").logger):
-            logger.setLevel(logging.CRITICAL)  # they print a server's texts, with control characters, without an end
+            if logger.level == logging.NOTSET:  # they print a server's texts, with control characters, without an end
+                logger.setLevel(logging.CRITICAL)
         return library
 
     def connection(self) -> Any:
@@ -115,7 +117,7 @@ class McpEnv(ToolEnv):
             http = import_extra("mcp.client.streamable_http", "mcp")
             headers = {"Accept-Encoding": "identity"}
             async with http.create_mcp_http_client(headers) as sender:
-                sender.event_hooks = {"response": [_limit]}
+                sender.event_hooks = {"response": [self._limit]}
                 async with mcp.Client(http.streamable_http_client(connection, http_client=sender)) as client:
                     yield client
             return
@@ -138,40 +140,44 @@ class McpEnv(ToolEnv):
             page = await self._client.list_tools(cursor=page.next_cursor)
 
     async def _call_tool(self, name: str, /, **arguments: Any) -> Any:
+        self._refused = ""
         try:
             result = await self._client.call_tool(name, arguments)
             content = await cpu_pool().run(DECODING_SECONDS, _content, result)
         except Exception as error:  # also a ValueError, which would be shown to the model
-            reason = f"{_reason(error)}{self._where_to_look()}"
+            reason = f"{self._refused or _reason(error)}{self._where_to_look()}"
             raise RuntimeError(f"MCP server {self.server}, tool {name}: {reason}") from error
         if result.is_error:
             texts = [content] if isinstance(content, str) else [item for item in content if isinstance(item, str)]
             raise ValueError("\n".join(texts) or "the tool failed.")
         return content
 
+    async def _limit(self, response: Any) -> None:
+        """Make a response fail, when it is read, if it is compressed, or has more than MAX_ANSWER bytes or MAX_OBJECTS.
 
-async def _limit(response: Any) -> None:
-    """Make a response fail, when it is read, if it is compressed, or has more than MAX_ANSWER bytes or MAX_OBJECTS.
+        The limits of a stream are for all its events together; its lines are counted.
+        """
+        library = import_extra("mcp.client.streamable_http", "mcp").httpx2  # the client's
+        encoding, kind = (response.headers.get(name, "") for name in ("Content-Encoding", "Content-Type"))
+        original, is_stream = response.aiter_raw, kind.lower().startswith("text/event-stream")
 
-    A stream of events has them in all, however long it is open.
-    """
-    library = import_extra("mcp.client.streamable_http", "mcp").httpx2  # the client's
-    refused = library.StreamError  # the client reports it as an answer that cannot be read
-    encoding, kind = (response.headers.get(name, "") for name in ("Content-Encoding", "Content-Type"))
-    original = response.aiter_raw
-    mark, unit = (b"\n", "lines") if kind.lower().startswith("text/event-stream") else (b"{", "objects")
+        def refuse(why: str) -> None:
+            self._refused = why  # the client does not report why a stream ended
+            raise library.StreamError(why)
 
-    async def limited(chunk_size: int | None = None) -> AsyncIterator[bytes]:
-        if encoding not in ("", "identity"):
-            raise refused(f"it is compressed ({encoding:.50}), although the request forbids that")
-        size = objects = 0
-        async for part in original(chunk_size):
-            size, objects = size + len(part), objects + part.count(mark)
-            if size > MAX_ANSWER or objects > MAX_OBJECTS:
-                raise refused(f"it has more than {MAX_ANSWER} bytes, or more than {MAX_OBJECTS} {unit}")
-            yield part
+        async def limited(chunk_size: int | None = None) -> AsyncIterator[bytes]:
+            if encoding not in ("", "identity"):
+                refuse(f"it is compressed ({encoding:.50}), although the request forbids that")
+            size = objects = 0
+            async for part in original(chunk_size):
+                size += len(part)
+                objects += len(part.splitlines()) if is_stream else part.count(b"{")
+                if size > MAX_ANSWER or objects > MAX_OBJECTS:
+                    unit = "lines" if is_stream else "objects"
+                    refuse(f"it has more than {MAX_ANSWER} bytes, or more than {MAX_OBJECTS} {unit}")
+                yield part
 
-    response.aiter_raw = limited
+        response.aiter_raw = limited
 
 
 @cache

@@ -32,7 +32,7 @@ class AgentCommands:
     async def run(self, command: Sequence[str], folder: Path, environment: Mapping[str, str], log: CommandLog) -> int:
         """Run ``command`` to its end. Returns its exit status, negative for a signal. Cancellation ends it: SIGTERM, then SIGKILL.
 
-        Processes that it started and that are still there when it has ended are killed, and ``folder`` is deleted.
+        Processes that it started and that are still there when it has ended are killed.
         """
         (reader, writer), (alive, lifeline) = os.pipe(), os.pipe()
         os.set_blocking(reader, False)

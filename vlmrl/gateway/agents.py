@@ -28,6 +28,7 @@ from vlmrl.config.code import resolve_function
 from vlmrl.config.fields import is_command
 from vlmrl.gateway.agent_client import AgentClient
 from vlmrl.gateway.agent_command import AgentCommands
+from vlmrl.gateway.command_guard import delete_all
 from vlmrl.gateway.command_log import CommandLogs
 from vlmrl.gateway.gateway_server import GatewayServer
 from vlmrl.gateway.task_messages import write_task
@@ -172,15 +173,14 @@ class Agents:
     async def _run_command(self, task: Task, client: AgentClient, trajectory_id: str) -> None:
         assert self._commands is not None
         folder = self._commands.new_folder()
-        log, file = self._logs.open(trajectory_id), None
+        log = self._logs.open(trajectory_id)
         try:
             file = await cpu_pool().run(WRITE_SECONDS, write_task, task, folder)
             environment = _environment(client, file)
             status = await self._commands.run(self.spec.command, folder, environment, log)
         finally:
             tail = log.close()
-            if file is None:  # no command has begun, at whose end the folder is deleted
-                shutil.rmtree(folder, ignore_errors=True)
+            asyncio.get_running_loop().run_in_executor(None, delete_all, folder)  # it may hold 100,000 files
         if status != 0:
             how = f"exit status {status}" if status > 0 else f"ended by signal {-status}"
             raise AgentError(f"{how}" + (f"; the end of its output:\n{tail}" if tail else ", without any output"))

@@ -4,8 +4,7 @@
 
 The command has a session of its own, and this process ends with its status. SIGTERM is passed on to its process group, followed by
 SIGKILL after SECONDS. Then its other processes are killed: on Linux also those in sessions of their own, which become children of this
-process. Standard input is a pipe from the run; if the run ends, the command is killed. At the end the working folder is deleted, here
-and not in the run: a folder may hold so many files that deleting them would stop the run's event loop.
+process. Standard input is a pipe from the run; if the run ends, the command is killed, and its working folder deleted.
 """
 
 import contextlib
@@ -39,17 +38,19 @@ class Guard:
             self._send(self._signal)
 
     def wait(self) -> int:
-        """The command's status, when nothing is left of it, or what is left has not ended for SECONDS though it was killed."""
+        """The command's status, when nothing is left of it, or after SECONDS of killing what is left."""
         assert self._process is not None
         pid, status = 0, 0
         while pid != self._process.pid:  # or one of its orphans: a zombie keeps its process id
             pid, status = os.waitpid(-1, 0)
         self._send(signal.SIGKILL)
+        self._process = None  # its number may be given again
         until = time.monotonic() + self._seconds
         with contextlib.suppress(ChildProcessError):  # none is left
             while time.monotonic() < until:
                 for child in children():
-                    os.kill(child, signal.SIGKILL)
+                    with contextlib.suppress(PermissionError):  # another user's
+                        os.kill(child, signal.SIGKILL)
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
                 time.sleep(0.001)
@@ -94,8 +95,8 @@ def run_guarded() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     guard = Guard(float(sys.argv[1]), sys.argv[2:])
     status = guard.wait()
-    delete_all(folder)
     if guard.run_has_ended:
+        delete_all(folder)
         with contextlib.suppress(OSError):  # another command's folder is still there
             folder.parent.rmdir()
     if status < 0:  # end by the same signal

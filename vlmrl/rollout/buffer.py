@@ -70,7 +70,7 @@ class AsynchronousBuffer(SynchronousBuffer):
         self._slots = asyncio.Semaphore(runner.config.max_concurrent)
         self._started = 0  # number of groups started; a group's number is its place in that order
         self._draws: dict[int, int] = {}  # for each group that is not yet taken: the number of its task's draw
-        self._restored: list[tuple[int, int]] = []  # the same of groups of a checkpoint that are not started again yet
+        self._restored: list[tuple[int, int]] = []  # as _draws, of a checkpoint's groups that wait to be started again
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._ready: dict[int, Group] = {}
         self._in_training = 0
@@ -179,7 +179,8 @@ class AsynchronousBuffer(SynchronousBuffer):
         elif self._mode == "filter" and not passes(group, self._filters):
             self._batch.filtered += 1
             rollouts.groups.append(group)
-            check_rejected(f"group {number}", self._batch, len(self._ready), self._count)
+            if len(self._ready) < self._count:
+                check_rejected(f"group {number}", self._batch, len(self._ready), self._count)
         else:
             self._ready[number] = group
             return

@@ -140,7 +140,7 @@ def resolve_eval_models(paths: Sequence[str], config: Config) -> list[EvalModel]
     if twice is not None:
         raise ValueError(f"--models must name each model once, but {twice!r} is given twice.")
     for path in paths:
-        if Path(path).parent.resolve() == Path(config.output_dir).resolve():
+        if path.count("/") == 1 and Path(path).parent.resolve() == Path(config.output_dir).resolve():
             _check_run(path)
     return [_eval_model(path, config.model) for path in paths]
 
@@ -150,7 +150,7 @@ def _check_run(path: str) -> None:
     try:
         resolve_path(path)
     except ValueError as error:
-        raise ValueError(f"--models: {error}") from error
+        raise ValueError(f"model {error}") from error
 
 
 def _eval_model(name: str, model: Model) -> EvalModel:

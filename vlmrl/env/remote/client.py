@@ -18,7 +18,7 @@ from vlmrl.env.session import EnvContractError, TaskError
 from vlmrl.multimodal.images import ImageUnavailableError
 from vlmrl.types import Message, Task
 from vlmrl.utils.http import HttpClient, RefusedError, RetryableError, excerpt, parse_json
-from vlmrl.utils.json_files import moderate_number
+from vlmrl.utils.json_files import MOST_METRIC, moderate_number
 from vlmrl.utils.require import require
 from vlmrl.utils.tokens import bearer_headers
 
@@ -178,4 +178,4 @@ def _metrics(given: Mapping[str, Any]) -> dict[str, Any]:
             f"at most {MAX_METRICS}, with names of at most {MAX_NAME} characters, none of {', '.join(sorted(OWN_KEYS))}"
         )
         raise ValueError(f"metrics must be {rule}, but they are {list(given)!r:.200}")
-    return {encodable(name): moderate_number(value, f"metrics.{name}") for name, value in given.items()}
+    return {encodable(name): moderate_number(value, f"metrics.{name}", MOST_METRIC) for name, value in given.items()}
