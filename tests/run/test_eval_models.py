@@ -98,6 +98,12 @@ def test_a_misspelt_run_is_not_taken_for_a_hub_name(run, monkeypatch):
         resolve_eval_models(["runs/quickstrt"], GIVEN)
 
 
+def test_a_name_without_a_folder_is_no_run(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (named,) = resolve_eval_models(["tiny:qwen3_vl"], replace(GIVEN, output_dir="."))
+    assert named.settings.path == "tiny:qwen3_vl"
+
+
 def test_settings_of_another_version_are_refused(run):
     config = plain(Config())
     config["model"]["gone"] = 1
