@@ -160,14 +160,19 @@ def test_a_server_that_is_healthy_and_answers_no_request_gets_one_at_a_time(monk
 
     async def play() -> None:
         await serving(engine)
-        silent.hangs = True
+        well.hangs = silent.hangs = True
         first = [asyncio.create_task(engine.generate(plain(f"a{i}"))) for i in range(8)]
         await until(lambda: counts() == (4, 4))
+        well.release_requests()
+        await until(lambda: sum(task.done() for task in first) == 4)
         for task in first:
             task.cancel()
         await asyncio.gather(*first, return_exceptions=True)
+        well.hangs = True
         later = [asyncio.create_task(engine.generate(plain(f"a{i}"))) for i in range(8)]
-        await until(lambda: counts() == (11, 5) and sum(task.done() for task in later) == 7)
+        await until(lambda: counts() == (11, 5))
+        well.release_requests()
+        await until(lambda: sum(task.done() for task in later) == 7)
         silent.release_requests()
         await asyncio.gather(*later)
         assert not any(server.silent for server in engine.servers.all)

@@ -76,7 +76,8 @@ class FakeSGLang:
     def release_requests(self) -> None:
         """Answer the held requests."""
         self.hangs = self.hangs_unread = False
-        self.thread.loop.call_soon_threadsafe(self._going.set)
+        going, self._going = self._going, asyncio.Event()  # for those that are held later
+        self.thread.loop.call_soon_threadsafe(going.set)
 
     async def _start(self) -> str:
         app = web.Application(client_max_size=2**30)
