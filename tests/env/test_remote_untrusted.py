@@ -198,9 +198,8 @@ def test_payloads_are_encoded_and_decoded_outside_the_event_loop(monkeypatch: py
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_an_image_that_decodes_to_gigabytes_is_refused_before_it_is_decoded():
-    bomb = {
-        "$image": base64.b64encode(png_header(12_000, 12_000)).decode()
-    }  # decoding it would say that its data is cut
+    # Decoding it would say that its data is cut.
+    bomb = {"$image": base64.b64encode(png_header(12_000, 12_000)).decode()}
     response = start(EnvServer(resolve_env(Prompt)), images=[bomb])
     assert response.status_code == 422 and "12000 x 12000 pixels" in response.text
 

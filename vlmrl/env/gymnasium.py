@@ -21,8 +21,7 @@ from PIL import Image
 
 from vlmrl.env.base import Env, obs
 from vlmrl.types import Message
-from vlmrl.utils.json_files import moderate_number
-from vlmrl.utils.require import import_extra
+from vlmrl.utils.require import import_extra, moderate_number
 
 
 class GymnasiumEnv(Env):

@@ -24,7 +24,7 @@ from typing import Any
 from vlmrl.multimodal.images import data_uri
 from vlmrl.types import Message
 from vlmrl.utils.http import HttpClient, RefusedError, RetryableError, retrying
-from vlmrl.utils.json_files import moderate_number
+from vlmrl.utils.require import moderate_number
 from vlmrl.utils.threads import SingleFlight
 
 SCORE = re.compile(r"<score>(.*?)</score>", re.DOTALL)

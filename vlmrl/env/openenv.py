@@ -18,8 +18,7 @@ from typing import Any
 from vlmrl.env.base import Env, obs
 from vlmrl.multimodal.embedded import check_embedded
 from vlmrl.types import Message, Task
-from vlmrl.utils.json_files import moderate_number
-from vlmrl.utils.require import import_extra
+from vlmrl.utils.require import import_extra, moderate_number
 
 
 class OpenEnvEnv(Env):

@@ -36,7 +36,7 @@ from vlmrl.gateway.http_exchange import ClientLeftError, Exchange
 from vlmrl.gateway.request_body import MAX_KEY_LENGTH, ParsedRequest, read_json, refuse
 from vlmrl.gateway.request_images import RequestImages
 from vlmrl.utils.http_server import BODY_SECONDS, BodyError, names_this_machine, read_body
-from vlmrl.utils.json_files import MOST_NUMBER
+from vlmrl.utils.require import MOST_NUMBER
 from vlmrl.utils.tokens import is_loopback
 from vlmrl.utils.work_pool import DeadlineError, cpu_pool
 

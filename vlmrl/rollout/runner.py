@@ -110,14 +110,8 @@ class Runner:
             RolloutError: more than ``max_failed_fraction`` of the requested trajectories failed; the message has the commonest
                 reasons.
         """
-        rollouts, earlier = Rollouts(), earlier or Rollouts()
-        if self._lockstep:  # a lockstep batch holds whole groups
-            at_once = max(1, self.config.max_concurrent // self.group_size)
-            slots = asyncio.Semaphore(at_once * self.group_size)
-        else:
-            at_once = math.ceil(count * over_sampling)
-            slots = asyncio.Semaphore(self.config.max_concurrent)
-        started = 0
+        rollouts, earlier, started = Rollouts(), earlier or Rollouts(), 0
+        at_once, slots = self._limits(math.ceil(count * over_sampling))
 
         def ended(trajectory: Trajectory) -> None:
             if trajectory.failed:
@@ -151,6 +145,13 @@ class Runner:
                 if not is_complete(group):
                     rollouts.drop(group)
         return rollouts
+
+    def _limits(self, groups: int) -> tuple[int, asyncio.Semaphore]:
+        """How many of ``groups`` are played at once, and the slots of their trajectories."""
+        if self._lockstep:  # a lockstep batch holds whole groups
+            at_once = max(1, self.config.max_concurrent // self.group_size)
+            return at_once, asyncio.Semaphore(at_once * self.group_size)
+        return groups, asyncio.Semaphore(self.config.max_concurrent)
 
     async def play_group(
         self, task: Task, group_id: str, slots: asyncio.Semaphore, on_end: Callable[[Trajectory], None]

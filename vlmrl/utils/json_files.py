@@ -12,8 +12,7 @@ from typing import Any
 MAX_VALUES = 1_000_000  # of a body: each takes 60 bytes or more, so that 64 MiB of `[],` would take 1.4 GiB, and no thread could run
 MAX_DIGITS = 400  # of a whole number: reading it takes quadratic time, while no other thread runs
 SEPARATORS = (b",", b"[", b"{", rb"\u002c", rb"\u002C", rb"\u005b", rb"\u005B", rb"\u007b", rb"\u007B")
-MOST_NUMBER = 1e15  # of a reward: sums of larger ones lose the small ones
-MOST_METRIC = 1e100  # whose means are finite
+"""What comes before a value, also escaped: a text within JSON may be JSON that is read later."""
 MOST_BYTES = 64 * 2**20  # of a file: ours are far smaller
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # an escape that is valid only in a pair
 
@@ -61,9 +60,7 @@ def json_body(content: bytes) -> dict[str, Any]:
 
 def check_values(content: bytes, most: int, name: str) -> None:
     """Raise ValueError for a JSON text, called ``name``, that may have more than ``most`` values."""
-    if (
-        sum(map(content.count, SEPARATORS)) > most
-    ):  # those within texts count, too, as a text may be JSON that is read later
+    if sum(map(content.count, SEPARATORS)) > most:
         raise ValueError(f"{name} must not have more than {most} commas and opening brackets.")
 
 
@@ -77,13 +74,6 @@ def finite_float(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text[:20]} is too large a number")
     return number
-
-
-def moderate_number(value: Any, name: str, most: float = MOST_NUMBER) -> float:
-    """A reward or metric that others made. Raises ValueError, with ``name``, unless it is a number from ``-most`` to ``most``."""
-    if isinstance(value, bool | int | float) and abs(value) <= most:  # NaN is not
-        return float(value)
-    raise ValueError(f"{name} must be a number from {-most:g} to {most:g}, but it is {value!r:.100}")
 
 
 def short_int(text: str) -> int:

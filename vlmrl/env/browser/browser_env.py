@@ -26,8 +26,7 @@ from vlmrl.env.browser.marks import marked
 from vlmrl.env.tool_calls import read_tool_calls
 from vlmrl.env.tools import parts_of, problem_with, tool_message
 from vlmrl.types import Message, Task
-from vlmrl.utils.json_files import moderate_number
-from vlmrl.utils.require import import_extra, require
+from vlmrl.utils.require import import_extra, moderate_number, require
 from vlmrl.utils.work_pool import cpu_pool
 
 T = TypeVar("T")

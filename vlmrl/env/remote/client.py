@@ -18,8 +18,7 @@ from vlmrl.env.session import EnvContractError, TaskError
 from vlmrl.multimodal.images import ImageUnavailableError
 from vlmrl.types import Message, Task
 from vlmrl.utils.http import HttpClient, RefusedError, RetryableError, excerpt, parse_json
-from vlmrl.utils.json_files import MOST_METRIC, moderate_number
-from vlmrl.utils.require import require
+from vlmrl.utils.require import MOST_METRIC, moderate_number, require
 from vlmrl.utils.tokens import bearer_headers
 
 TOKEN_VARIABLE = "VLMRL_ENV_TOKEN"
