@@ -263,7 +263,7 @@ def shown(**message: Any) -> dict[str, Any]:
 
 
 def test_a_fake_server_that_keeps_to_the_protocol_plays(played: Any):
-    trajectory = played(step=shown())
+    trajectory = played(step=shown() | {"metrics": {"started": 1.8e18}})  # nanoseconds since 1970
     assert (trajectory.ending, trajectory.reward) == ("max_turns", 2.0)
 
 

@@ -303,7 +303,7 @@ def test_arguments_have_the_rules_of_a_body(arguments: str):
     assert error.status == 400 and "must be a JSON object" in error.message
 
 
-@pytest.mark.parametrize("piece", [rb"\u002c", rb"\u002C", rb"\u005b\u005D", rb"\u007B\u007d"])
+@pytest.mark.parametrize("piece", [rb"\u002c", rb"\u002C", rb"\u005b", rb"\u005B", rb"\u007b", rb"\u007B"])
 def test_values_of_arguments_count_among_those_of_the_body(piece: bytes):
     """The arguments of a call are a text: 60 MiB of `\\u005b\\u005d\\u002c` stopped all threads for six seconds."""
     with pytest.raises(ChatError, match="must not have more than 1000000 commas"):
