@@ -42,18 +42,18 @@ class Check:
 
 CHECKS = (  # those that tell most for their time first
     Check("versions", "versions and device", 1),
-    Check("mismatch", "logprob mismatch of rollout and trainer in bfloat16", 3),
-    Check("geometry", "20 steps of a random 2B on geometry problems", 6),
+    Check("mismatch", "logprob mismatch of rollout and trainer in bfloat16", 2),
+    Check("geometry", "20 steps of a random 2B on geometry problems", 5),
     Check("kernels", "kernels against float64 on the CPU", 5),
     Check("trace", "profiler traces of a step, eager and compiled", 3),
     Check("colocated", "offload and weights by CUDA IPC", 2),
-    Check("memory", "peak memory of a step against the plan", 4),
+    Check("memory", "peak memory of a step against the plan", 2),
     Check("collectives", "NCCL between two GPUs", 2),
-    Check("sglang", "SGLang: parity, weights by IPC with sleep and wake, LoRA, an asynchronous run", 18),
+    Check("sglang", "SGLang: parity, weights by IPC with sleep and wake, LoRA, an asynchronous run", 15),
     Check("vllm", "vLLM: parity, weights by IPC with sleep and wake", 7),
-    Check("update", "benchmarks/gpu_update.py", 3),
-    Check("families", "tiny models of each family against the CPU", 2),
-    Check("quickstart", "recipes/quickstart.py", 4),
+    Check("update", "benchmarks/gpu_update.py", 5),
+    Check("families", "tiny models of each family against the CPU", 4),
+    Check("quickstart", "recipes/quickstart.py", 7),
 )
 NAMES = [check.name for check in CHECKS]
 TERMINATED = threading.Event()  # by SIGTERM

@@ -267,15 +267,11 @@ def has_trl() -> bool:
     return True
 
 
-def report(settings: Settings, results: dict[str, Result], samples: int) -> None:
-    print("| | seconds | samples/s | tokens computed/s | utilisation | peak GiB |\n" + "| --- " * 6 + "|")
-    for name, result in results.items():
-        used = result.flops / result.seconds / (settings.peak_tflops * 1e12)
-        rates = f"{samples / result.seconds:.2f} | {result.tokens / result.seconds:.0f}"
-        print(f"| {name} | {result.seconds:.3f} | {rates} | {used:.1%} | {result.gib:.1f} |")
-    for name in ("packed", "TRL"):
-        if name in results:
-            print(f"samples per second, shared / {name}: {results[name].seconds / results['shared'].seconds:.2f}")
+def show(settings: Settings, name: str, result: Result, samples: int) -> None:
+    """The variant's row of the table, as soon as it is measured."""
+    used = result.flops / result.seconds / (settings.peak_tflops * 1e12)
+    rates = f"{samples / result.seconds:.2f} | {result.tokens / result.seconds:.0f}"
+    print(f"| {name} | {result.seconds:.3f} | {rates} | {used:.1%} | {result.gib:.1f} |", flush=True)
 
 
 def main(settings: Settings) -> None:
@@ -286,12 +282,21 @@ def main(settings: Settings) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         shape = Shape(settings, Path(scratch))
         layouts: dict[str, Layout] = {"shared": "tree", "packed": "packed"}
-        results = {name: run_ours(shape, settings, layout) for name, layout in layouts.items()}
+        results: dict[str, Result] = {}
+        print(
+            "| | seconds | samples/s | tokens computed/s | utilisation | peak GiB |\n" + "| --- " * 6 + "|", flush=True
+        )
+        for name, layout in layouts.items():
+            results[name] = run_ours(shape, settings, layout)
+            show(settings, name, results[name], len(shape.samples))
         if has_trl():
             results["TRL"] = run_trl(shape, settings, results["packed"], Path(scratch))
+            show(settings, "TRL", results["TRL"], len(shape.samples))
         else:
             print("trl is not installed: its update is left out.")
-        report(settings, results, len(shape.samples))
+        for name in ("packed", "TRL"):
+            if name in results:
+                print(f"samples per second, shared / {name}: {results[name].seconds / results['shared'].seconds:.2f}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 from acceptance.models import random_model, sampled
-from acceptance.report import CPU, Report, free, gib, mismatch, require, within
+from acceptance.report import CPU, Report, free, gib, mismatch, require, synchronize, within
 
 from vlmrl.config import Algo, Optim
 from vlmrl.engine.sglang.receiver import serialized
@@ -58,8 +58,9 @@ def offload(report: Report) -> str:
     apart, _ = mismatch(trainer.score(rows), scores)
     trainer.step(rows)
     text = f"{gib(held)} on the GPU, {gib(left)} while offloaded; {away:.1f} s to the host at first; "
-    again = seconds(lambda: trainer.to(CPU, memory))
-    returned = seconds(lambda: trainer.to(report.device, memory))
+    again, returned = (
+        seconds(lambda d=device: (trainer.to(d, memory), synchronize(report.device))) for device in (CPU, report.device)
+    )
     text += f"then {held / again / 1e9:.1f} GB/s to the host and {held / returned / 1e9:.1f} back; "
     require(left <= LEFT, f"an offloaded trainer must leave less than {gib(LEFT)} on the GPU: {text}")
     return text + within(logprobs=(apart, 1e-6))

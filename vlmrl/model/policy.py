@@ -23,6 +23,7 @@ from vlmrl.model.cached_attention import CachedAttention, cache_name
 from vlmrl.model.compiled_layers import compile_layers
 from vlmrl.model.divergence import Against, Listed, divergence_from
 from vlmrl.model.expert_routing import ExpertRouters
+from vlmrl.model.fused_norms import use_fused_norms
 from vlmrl.model.head import logits_of, score_tokens
 from vlmrl.model.image_attention import install_image_attention
 from vlmrl.model.lora import adapters_off
@@ -67,6 +68,7 @@ class Policy(nn.Module):
         if self.family.forked_layers is not None:
             tree_states.install_forks(model, self.family.forked_layers, self.family.run_forked)
         patch_embedding.use_linear_patches(model)
+        use_fused_norms(model)
 
     @property
     def device(self) -> torch.device:

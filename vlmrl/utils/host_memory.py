@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Hashable
+from contextlib import suppress
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -54,7 +55,13 @@ def _allocated(tensor: torch.Tensor) -> torch.Tensor:
     """Uninitialized host memory for a tensor, in pages of its own."""
     if not tensor.is_cuda or tensor.nbytes < LOCKED_LEAST:
         return torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
-    memory = torch.frombuffer(mmap.mmap(-1, tensor.nbytes), dtype=torch.uint8)
+    pages = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A forked process must not have them: at a write after the fork, this process would get other pages than the GPU copies from.
+    pages.madvise(mmap.MADV_DONTFORK)
+    with suppress(OSError):  # a kernel without huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    # Page-locking touches the pages one by one, on one thread: 2 s for 4 GiB beside an H100, 0.2 s for huge pages that were touched.
+    memory = torch.frombuffer(pages, dtype=torch.uint8).zero_()
     address, runtime = memory.data_ptr(), torch.cuda.cudart()
     if runtime.cudaHostRegister(address, tensor.nbytes, 0) == runtime.cudaError.success:
         weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False

@@ -1,0 +1,29 @@
+"""Norms that a GPU computes by one kernel: the same formula as transformers' own, for every family."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import rms_norm
+
+from vlmrl.config import Model
+from vlmrl.families import FAMILIES
+from vlmrl.model.fused_norms import fusible_norms
+from vlmrl.model.loading import load_model
+
+OTHER_FORMULA = {"qwen3_5": "Qwen3_5RMSNorm"}  # its weight is added to 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_kernel_computes_what_the_module_computes(name, tmp_path):
+    model = load_model(Model(path=f"tiny:{name}", device="cpu", dtype="float32"), tmp_path, seed=0).policy.model
+    norms = fusible_norms(model)
+    for norm in norms:
+        torch.nn.init.normal_(norm.weight)
+        hidden = torch.randn(3, 5, len(norm.weight))
+        fused = rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
+        torch.testing.assert_close(fused, norm(hidden), rtol=2e-6, atol=2e-6)
+    others = {type(each).__name__ for each in model.modules() if type(each).__name__.endswith("RMSNorm")} - {
+        type(norm).__name__ for norm in norms
+    }
+    assert others == {OTHER_FORMULA[name]} if name in OTHER_FORMULA else norms and not others, others
