@@ -24,6 +24,6 @@ def test_a_layer_of_the_2b_has_few_kernels_and_few_graphs_for_all_lengths(triton
     done = triton_gpu.run(SCRIPT, "qwen3", json.dumps(TEXT_2B), *LENGTHS, timeout=1800)
     found = json.loads(done.stdout.splitlines()[-1])
     kernels = {how: found[how]["forward"] + found[how]["backward"] for how in ("eager", "compiled")}
-    assert kernels["compiled"] <= 45 < 120 < kernels["eager"]
+    assert kernels["compiled"] <= 30 < 50 < kernels["eager"] <= 60  # 135 without fused norms
     assert found["compiled"]["peak"] <= found["eager"]["peak"]
     assert len(LENGTHS) == 25 and found["graphs"][-1] <= 16  # with and without gradient, flex attention's included

@@ -294,3 +294,31 @@ assert back.cpu().sum() == 0
 def test_copies_are_read_only_after_a_wait(simulated_gpu):
     """Page-locked memory has a copy's values after a synchronization only, so that a wait that is missing shows."""
     simulated_gpu.run(ORDER, contents=True, timeout=900)
+
+
+FORKED = """
+import os, re, signal
+
+import torch
+
+from vlmrl.utils.host_memory import HostMemory
+
+host = HostMemory().copy_of("w", torch.ones(2**20, device="cuda"))
+torch.cuda.synchronize()
+maps = open("/proc/self/smaps").read()
+mappings = [(*(int(each, 16) for each in found[1].split("-")), found[2]) for found in re.finditer(
+    r"^([0-9a-f]+-[0-9a-f]+) .*?VmFlags: ([a-z ]+)$", maps, re.M | re.S)]
+[flags] = [flags.split() for first, end, flags in mappings if first <= host.data_ptr() < end]
+assert {"dc", "hg"} <= set(flags), flags  # no copy in a forked process; huge pages
+child = os.fork()
+if not child:
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # no traceback
+    os._exit(int(host[0]))
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_process_has_no_page_locked_memory(simulated_gpu):
+    """With copy-on-write pages, a write after the fork would move this process to other pages than those that the GPU copies."""
+    simulated_gpu.run(FORKED, contents=True)

@@ -73,8 +73,8 @@ def test_the_parts_of_a_step_are_those_of_the_plan(step):
 def test_the_defaults_of_a_2b_fit_an_h100_and_did_not_without_checkpointing(step):
     """The first step is without optimizer state, which arrives at its end: a run that fits one step may not fit two."""
     before = step("geo3k", 1, "--train.gradient-checkpointing", False)
-    assert peak(before, "backward", 0) / GIB == pytest.approx(79.0, abs=0.5)
-    assert peak(before, "backward", 1) / GIB == pytest.approx(94.9, abs=0.5)
+    assert peak(before, "backward", 0) / GIB == pytest.approx(66.6, abs=0.5)
+    assert peak(before, "backward", 1) / GIB == pytest.approx(82.5, abs=0.5)
     after = step("geo3k", 1, "--train.gradient-checkpointing", None, memory=H100)
     assert peak(after, "backward", 1) / GIB == pytest.approx(40.9, abs=0.5)
     assert peak(after, "optimizer", 1) / GIB == pytest.approx(35.7, abs=0.3)  # the fused optimizer makes no copies

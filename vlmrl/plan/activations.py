@@ -11,6 +11,7 @@ from typing import Any
 
 from vlmrl.families import family_of
 from vlmrl.families.base import LargestImage, VisionShape
+from vlmrl.model.fused_norms import fusible_norms
 from vlmrl.model.head import LOGITS_ON_GPU
 from vlmrl.model.policy import head_width, layer_kinds
 
@@ -29,6 +30,8 @@ class ModelShape:
     intermediate: int
     vocabulary: int
     qk_norm: bool
+    fused_norms: bool = True
+    """Whether a norm is one kernel: :mod:`vlmrl.model.fused_norms`."""
     experts_per_token: int = 0
     largest_layer: int = 0
     """Parameters of the largest layer that FSDP gathers as a whole."""
@@ -58,6 +61,7 @@ class ModelShape:
             intermediate=text.moe_intermediate_size if experts else text.intermediate_size,
             vocabulary=text.vocab_size,
             qk_norm=any(name.endswith("q_norm") for name in names),
+            fused_norms=bool(fusible_norms(model)),
             experts_per_token=experts,
             largest_layer=max(sizes, default=0),
             outside_layers=total - sum(sizes),
@@ -72,14 +76,20 @@ class ModelShape:
             return self.experts_per_token * (8 * self.intermediate + 6 * self.hidden)
         return 8 * self.intermediate
 
+    def norm_bytes(self, adapted: bool = False) -> int:
+        """For each number of its input: input and output, 4. As eight kernels: its float32 input and its output, 6, and its normalized
+        input, 2, for the gradient of its weight."""
+        if self.fused_norms:
+            return 4
+        return 6 if adapted else 8
+
     def layer_bytes(self, adapted: bool) -> int:
         """Of one layer, per token.
 
-        A norm: its float32 input and its output, 6H, and its normalized input, 2H, for the gradient of its weight. Most families norm
-        queries and keys, too. Attention: queries, keys, values, output, and a float32 log-sum-exp. ``adapted``: only adapters are
-        trained, so the norms' weights have no gradient.
+        A norm: :meth:`norm_bytes`. Most families norm queries and keys, too. Attention: queries, keys, values, output, and a float32
+        log-sum-exp. ``adapted``: only adapters are trained, so the norms' weights have no gradient.
         """
-        norm = 6 if adapted else 8
+        norm = self.norm_bytes(adapted)
         qk_norm = norm - 2 if self.qk_norm else 0
         attention = (4 + qk_norm) * (self.queries + self.keys) + 4 * self.heads
         return 2 * norm * self.hidden + attention + self.mlp_bytes
@@ -113,7 +123,9 @@ def micro_batch_memory(shape: ModelShape, size: MicroBatchSize, gradients: Gradi
     hidden, tokens = shape.hidden, size.tokens
     layer = float(shape.layer_bytes(gradients.adapted))
     kept = 2 * hidden if gradients.checkpointed else layer
-    outside = (10 * tokens + 2 * size.targets) * hidden  # the final norm, its output, and the hidden states of targets
+    outside = (
+        (shape.norm_bytes() + 2) * tokens + 2 * size.targets
+    ) * hidden  # the final norm, its output, the states of targets
     activations = tokens * shape.layers * kept + outside
     chunk = min(size.targets, max(1, LOGITS_ON_GPU // shape.vocabulary)) * shape.vocabulary
     head = max(12 * chunk, 10 * chunk + (4 * hidden * shape.vocabulary if gradients.head else 0))
