@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn.functional import rms_norm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from vlmrl.config import Model
 from vlmrl.families import FAMILIES
@@ -27,3 +28,14 @@ def test_the_kernel_computes_what_the_module_computes(name, tmp_path):
         type(norm).__name__ for norm in norms
     }
     assert others == {OTHER_FORMULA[name]} if name in OTHER_FORMULA else norms and not others, others
+
+
+class ShiftedRMSNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states) + hidden_states
+
+
+def test_another_formula_is_left_alone():
+    assert fusible_norms(LlamaRMSNorm(8)) and not fusible_norms(ShiftedRMSNorm(8))
+    with torch.device("meta"):
+        assert fusible_norms(LlamaRMSNorm(8)) and not fusible_norms(ShiftedRMSNorm(8))
