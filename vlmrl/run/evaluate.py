@@ -117,6 +117,8 @@ class Evaluator:
         self._trajectories = trajectory_log(run, log)
         self._summary = summary
         self._background: asyncio.Task[Evaluation | None] | None = None
+        self.overdue = False
+        """Whether a stop has dropped one: the next finished step is evaluated in its place."""
 
     async def evaluate(self, step: int, name: str | None = None, blank_images: bool = False) -> Evaluation | None:
         """Evaluate under the current weights. With a ``name`` the reward goes to the summary under it. None: no tasks are held out."""
@@ -140,21 +142,29 @@ class Evaluator:
             self._summary[f"{name}_tasks_left_out"] = float(result.left_out.total)
         return result
 
+    def is_due(self, step: int) -> bool:
+        """Whether an evaluation is due after this step, which is not the last one."""
+        config = self._run.config
+        return config.eval.every > 0 and step < config.train.steps and (self.overdue or step % config.eval.every == 0)
+
     def after_step(self, step: int) -> None:
         """Start the evaluation that is due after this step, in the background."""
-        config = self._run.config
-        if config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
-            self._background = asyncio.create_task(self.evaluate(step))
+        if self.is_due(step):
+            self._background, self.overdue = asyncio.create_task(self.evaluate(step)), False
 
     async def wait(self) -> Evaluation | None:
         """The result of the evaluation in the background, if there is one. Raises its error."""
-        task, self._background = self._background, None
-        return None if task is None else await task
+        if self._background is None:
+            return None
+        result, self._background = await self._background, None
+        return result
 
     async def cancel(self) -> None:
+        """Drop the evaluation in the background, if there is one."""
         if self._background is not None:
             self._background.cancel()
             await asyncio.gather(self._background, return_exceptions=True)
+            self._background, self.overdue = None, True
 
 
 async def evaluate_run(run: Playing, progress: RunProgress, *, label: str, blank_images: bool = False) -> Evaluation:
