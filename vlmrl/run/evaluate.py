@@ -163,8 +163,8 @@ class Evaluator:
         """Drop the evaluation in the background, if there is one."""
         if self._background is not None:
             self._background.cancel()
-            await asyncio.gather(self._background, return_exceptions=True)
-            self._background, self.overdue = None, True
+            [result] = await asyncio.gather(self._background, return_exceptions=True)
+            self._background, self.overdue = None, isinstance(result, BaseException)  # else it had ended already
 
 
 async def evaluate_run(run: Playing, progress: RunProgress, *, label: str, blank_images: bool = False) -> Evaluation:
