@@ -137,6 +137,21 @@ def test_turns_and_weights_choose_the_responses_and_sampled_ids_are_kept_by_resp
     assert task.data["trained"] == [True, False] and "weight" not in task.prompt[3]
 
 
+def test_the_responses_in_a_prompt_have_no_loss_beside_a_completion(tmp_path):
+    """As in TRL: the rows of a preference or a multi-turn dataset would also train what others have said before."""
+    ask, say = ({"role": role, "content": role} for role in ("user", "assistant"))
+    rows = [
+        {"prompt": [ask, say, ask], "completion": [say, ask, say]},
+        {"prompt": [ask], "completion": [say]},
+        {"prompt": [ask, say], "completion": [ask]},
+    ]
+    found = load(written(tmp_path, rows))[0]
+    assert [found[number].data["trained"] for number in range(2)] == [[False, True, True], [True]]
+    assert load(written(tmp_path, rows), turns="last")[0][0].data["trained"] == [False, False, True]
+    with pytest.raises(RowError, match="no response has a loss"):
+        found[2]
+
+
 def row(*talk, **columns):
     return {"messages": [{"role": role, "content": text} for role, text in talk], "images": None} | columns
 
@@ -148,7 +163,10 @@ BAD = {
     "marks": [row(("user", "<image><image>a"), SAY, images=["1.png"])],
     "images": [row(ASK, SAY, images=["none.png"]), row(("user", "<image>"), SAY, images=["1.png", "1.png"])],
     "untrained": [{"messages": IGNORED, "images": None}],
-    "unreadable": [{"messages": "no JSON", "images": None}, {"messages": 7, "images": None}],
+    "unreadable": [
+        *({"messages": each, "images": None} for each in ("no JSON", 7)),
+        *({"messages": [IGNORED[0], IGNORED[1] | {"weight": weight}], "images": None} for weight in (0.5, "0", -1)),
+    ],
 }
 
 

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 from testing.episodes import a_task, turn_loop
 
 from vlmrl import Env, RetryTurn, obs
-from vlmrl.config import Config, Data, Eval, EvalData, Part
+from vlmrl.config import Config, Data, Eval, EvalData, Part, Train
+from vlmrl.data import TaskStream
+from vlmrl.report.progress import RunProgress
 from vlmrl.rollout.runner import RolloutError, Rollouts, Runner
-from vlmrl.run.evaluate import Evaluation, LeftOut, TaskRewards, require_held_out, summarize_rollouts
+from vlmrl.run import evaluate as evaluation_module
+from vlmrl.run.evaluate import (
+    Evaluation,
+    Evaluator,
+    LeftOut,
+    TaskRewards,
+    evaluate_run,
+    require_held_out,
+    summarize_rollouts,
+)
+from vlmrl.types import Task
 
 
 class Strict(Env):
@@ -85,11 +99,50 @@ def test_pass_at_k_counts_rewards_from_the_threshold_on():
     ]
 
 
-def test_tasks_of_one_id_stay_apart():
-    rollouts = play("pays", "fails")
-    for group in rollouts.groups:
-        group[0].task = a_task(id="same")
-    assert [task.id for task in summarize_rollouts(rollouts, "eval").tasks] == ["same", "same#2"]
+class Answered(Env):
+    """Pays the task's answer, and crashes without one."""
+
+    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+        return obs(), True, {"reward": float(self.task.answer)}
+
+
+class HeldOut(list[Task]):
+    def limit_of(self, task: Task) -> None: ...
+
+
+@pytest.mark.parametrize(("first", "names"), [("0", ["same", "same#2"]), (None, ["same#2"])])
+def test_tasks_of_one_id_keep_their_names_where_one_of_them_is_left_out(first, names):
+    """By these names the rewards of two models are compared, task by task."""
+    tasks = HeldOut(a_task(id="same", answer=answer) for answer in (first, "1"))
+    loop = turn_loop(Answered, lambda request, turn: "a", max_failed_fraction=1.0, max_refills=0)
+    run: Any = SimpleNamespace(
+        config=Config(data=Data("rows.jsonl", held_out=2)),
+        held_out=tasks,
+        store=None,
+        model=SimpleNamespace(new_store=lambda *_: None),
+        runner=lambda **_: Runner(loop, group_size=1),
+        stream=lambda tasks, **_: TaskStream(tasks, once=True),
+    )
+    result = asyncio.run(evaluate_run(run, RunProgress(Console(quiet=True)), label="eval"))
+    assert [task.id for task in result.tasks] == names and result.tasks[-1].rewards == [1.0]
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_a_stop_leaves_an_evaluation_overdue_unless_it_has_ended(monkeypatch, has_ended):
+    """As the evaluation after step 2 of an asynchronous run, which has trained step 3 meanwhile."""
+    monkeypatch.setattr(evaluation_module, "trajectory_log", lambda *_: None)
+    config = Config(data=Data("rows.jsonl"), eval=Eval(every=2), train=Train(steps=4))
+    evaluator = Evaluator(SimpleNamespace(config=config), None, None, {})  # type: ignore[arg-type]
+    evaluator.evaluate = lambda step: asyncio.sleep(0 if has_ended else 1e6)  # type: ignore[method-assign, assignment]
+
+    async def stop() -> None:
+        evaluator.after_step(2)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        await evaluator.cancel()
+
+    asyncio.run(stop())
+    assert evaluator.is_due(3) is not has_ended and not evaluator.is_due(4)
 
 
 def test_held_out_tasks_are_needed():

@@ -268,6 +268,19 @@ def test_a_stop_interrupts_the_evaluation_that_an_asynchronous_update_waits_for_
     assert (state["step"], state["evaluated"]) == (2, False) and one.events.count("weights_changed 2") == 1
 
 
+def test_an_evaluation_that_an_asynchronous_run_dropped_is_made_up_for_after_the_step_that_was_finished(small):
+    """The evaluation after step 2 is stopped when step 3 is trained: its weights are gone, and those of step 3 are evaluated."""
+    algo, evaluated = Algo(corrections=("token_truncation",)), Eval(data=EVALUATED.data, every=2)
+    settings = {"train": train(6, max_staleness=1), "algo": algo, "eval": evaluated, "checkpoint": Checkpoint(every=9)}
+    one = small(stops=("step", 3), hangs=("evaluate", 2), **settings)
+    with pytest.raises(RunStopped):
+        one.train()
+    assert one.steps("eval/reward/mean") == [0]
+    again = small(**settings)
+    again.train(one.saved)
+    assert again.steps("loss") == [1, 2, 3, 4, 5, 6] and again.steps("eval/reward/mean") == [0, 3, 4, 6]
+
+
 @pytest.mark.parametrize(("plays", "save_model", "rescued"), [(1, True, False), (3, True, True), (3, False, False)])
 def test_a_run_that_fails_keeps_its_weights_if_it_took_a_step(small, plays, save_model, rescued):
     one = small(fails=("play", plays), save_model=save_model)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import itertools
 import json
 import os
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +19,10 @@ from vlmrl.config import Checkpoint, Config, Data, Eval, Lora, Model, Report, Tr
 from vlmrl.report.launch_command import resume_command, write_command
 from vlmrl.report.trackers import TRACKERS, Tracker
 from vlmrl.run import program
-from vlmrl.run.checkpointing import LoopState, best_reward
+from vlmrl.run.checkpointing import LoopState, best_reward, save_model, save_summary, write_checkpoint
 from vlmrl.run.program import run_training
-from vlmrl.run.run_folder import check_resume, earlier_run_set_aside, has_finished, trained_steps
+from vlmrl.run.run_folder import check_resume, earlier_run_set_aside, has_finished, newest_weights, trained_steps
+from vlmrl.train.checkpoint import Checkpoints
 from vlmrl.utils.output_files import OutputError
 
 ROW = json.dumps({"step": 120, "groups/trained": 4}) + "\n"
@@ -161,6 +164,7 @@ def test_a_run_is_complete_when_all_that_comes_after_its_last_step_is_written(tm
     (checkpoint / "run.json").write_text(json.dumps(SAVED | {"step": 2}))
     assert not has_finished(config, checkpoint, True)
     (tmp_path / "x/model").mkdir()
+    (tmp_path / "x/model/config.json").touch()
     (tmp_path / "x/summary.json").write_text('{"reward_before": 0.5}')
     assert not has_finished(config, checkpoint, True) and has_finished(config, checkpoint, False)
     (tmp_path / "x/summary.json").write_text('{"reward_after": 0.5}')
@@ -169,7 +173,29 @@ def test_a_run_is_complete_when_all_that_comes_after_its_last_step_is_written(tm
     adapted = replace(config, model=replace(config.model, lora=Lora(rank=2)))
     assert not has_finished(adapted, checkpoint, True)
     (tmp_path / "x/adapters").mkdir()
+    (tmp_path / "x/adapters/adapter_config.json").touch()
     assert has_finished(adapted, checkpoint, True)
+
+
+def test_a_clock_that_goes_back_does_not_make_an_earlier_model_the_newest(tmp_path):
+    """A run of one step was finished, and goes on after the clock was set back."""
+    config = Config(**DATA, output_dir=str(tmp_path), name="x", train=Train(steps=2))
+    folder = config.folder
+    weights = SimpleNamespace(is_on_meta=False, save=lambda part, _: (part / "config.json").touch())
+    checkpoints = Checkpoints(folder / "checkpoints", 2)
+    run = SimpleNamespace(folder=folder, config=config, checkpoints=checkpoints, model=weights, colocated=False)
+    trainer, state = SimpleNamespace(save=lambda part: None), LoopState(**SAVED | {"step": 2})
+    ahead = [folder / "model/config.json", folder / "summary.json"]
+    (folder / "model").mkdir(parents=True)
+    for file in ahead:
+        file.write_text("{}")
+        os.utime(file, (time.time() + 3600,) * 2)
+    write_checkpoint(run, trainer, state)
+    checkpoint = checkpoints.newest()
+    assert newest_weights(folder) == checkpoint and not has_finished(config, checkpoint, False)
+    save_summary(run, state)
+    asyncio.run(save_model(run, trainer))
+    assert newest_weights(folder) == folder / "model" and has_finished(config, checkpoint, False)
 
 
 @pytest.mark.slow

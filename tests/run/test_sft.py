@@ -170,6 +170,37 @@ def test_a_warm_start_that_is_stopped_goes_on_where_it_was_and_training_follows(
     assert logged(every) == logged(whole) and weights(every) == weights(whole)
 
 
+@pytest.mark.parametrize("last", [2, 3])
+def test_a_stop_while_the_loss_is_measured_saves_the_step_that_was_trained(config, monkeypatch, last):
+    """Saved as the step before it, its rows would be trained on twice."""
+    config = replace(config, eval=Eval(every=1))
+    whole, stopped = (
+        replace(config, name=name, checkpoint=Checkpoint(every=every)) for name, every in (("a", 1), ("b", 9))
+    )
+    run_training(whole)
+    stop, run, original = StopRequest(), build_run(stopped), ConversationSource.held_out
+    log, parts = RunLog(run.folder), []
+
+    async def stopped_at_the_last_step(source, part):
+        parts.append(part)
+        if parts.count(0) == last + 1:  # the first time is before any step
+            stop.request(signal.SIGTERM)
+        return await original(source, part)
+
+    monkeypatch.setattr(ConversationSource, "held_out", stopped_at_the_last_step)
+    with pytest.raises(RunStopped):
+        asyncio.run(loop.train(run, log, RunProgress(Console(quiet=True)), None, stop))
+    log.close()
+    monkeypatch.undo()
+    state = load_json(max((run.folder / "checkpoints").iterdir()))
+    assert (state["step"], state["evaluated"]) == (last, False)
+    run_training(stopped, resume=True)
+    rows = [{} for _ in range(4)]
+    for row in logged(stopped):
+        rows[row["step"]] |= row
+    assert rows == logged(whole) and weights(stopped) == weights(whole)
+
+
 def test_a_stage_that_was_turned_off_cannot_be_resumed(config):
     run_training(replace(config, save_model=False))
     with pytest.raises(ValueError, match=r"sft must be set to resume from .*sft000003"):

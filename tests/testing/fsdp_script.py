@@ -15,7 +15,7 @@ from vlmrl.config import Algo, Config, Lora, Model, Optim, Teacher, Train
 from vlmrl.model.loading import load_model
 from vlmrl.train.controller import Commands, RunTrainer, join_process_group, run_commands
 from vlmrl.train.rank import Rank
-from vlmrl.train.ranks import Ranks
+from vlmrl.train.ranks import MetricAccumulator, Ranks
 from vlmrl.train.trainer import StepOutput, TrainerSpec
 from vlmrl.types import ResponseSpan, Sample
 from vlmrl.weight_sync import SENDERS
@@ -213,10 +213,20 @@ class TwoRanks:
         self.received.append(parts)
 
 
+def metrics_of_some_ranks(ranks: Ranks) -> dict[str, float]:
+    """As of a loss that reports a metric only where its rows have one. Rank 0 has one token and rank 1 three."""
+    accumulator, mask = MetricAccumulator(), torch.ones(1, 3 if ranks.rank else 1)
+    added = {"both": 4.0, "second": 8.0} if ranks.rank else {"first": 2.0, "both": 8.0, "first_max": 3.0}
+    for name, value in added.items():
+        accumulator.add(name, torch.tensor(value), mask)
+    return accumulator.result(4.0, ranks, torch.device("cpu"))
+
+
 def main(folder: str, out: str) -> None:
     ranks = join_process_group("gloo")
     commands = Commands() if ranks.size > 1 else None
     results = {name: train(folder, Path(out), ranks, commands, name) for name in CASES}
+    results["metrics"] = metrics_of_some_ranks(ranks)
     results["bfloat16"] = score_in_bfloat16(folder, Path(out), ranks, commands)
     if ranks.rank == 0:
         Path(out, f"of{ranks.size}.json").write_text(json.dumps(results))

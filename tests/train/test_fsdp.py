@@ -78,6 +78,11 @@ def test_the_vision_tower_takes_the_steps_that_show_images(case, steps, folder):
         assert {count for name, count in taken.items() if "visual" not in name} == {5}
 
 
+def test_a_metric_that_one_rank_has_stays_apart_from_those_of_others(results):
+    """Without an agreement on names, the sums of other metrics would be added up, or a collective would fail."""
+    assert results[1]["metrics"] == {"first": 0.5, "both": 5.0, "second": 6.0, "first_max": 3.0}
+
+
 def test_two_ranks_compute_in_bfloat16_as_one_process_does(results):
     one, two = (result["bfloat16"] for result in results)
     for mine, theirs in zip(one["scores"], two["scores"], strict=True):

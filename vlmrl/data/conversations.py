@@ -110,13 +110,22 @@ def _found_columns(name: str, data: Conversations, present: Sequence[str]) -> di
 def _conversation(task: Task, row: Row, columns: Mapping[str, str], turns: str, row_images: RowImages) -> Task:
     """The task of a row: its messages in OpenAI's form with their images, its tools, and which responses are trained."""
     given = row[columns["messages"]] if "messages" in columns else [*row["prompt"], *row["completion"]]
+    first = 0 if "messages" in columns else len(row["prompt"])  # a prompt's responses have no loss, as in TRL
     messages = [_message(message) for message in _parsed(given)]
     _check_roles(messages)
     weights = [message.pop("weight", None) for message in messages]
     responses = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    trained = [weights[place] != 0 and (turns == "all" or place == responses[-1]) for place in responses]
+    for place in responses:
+        if weights[place] not in (None, 0, 1):
+            raise RowError(
+                "unreadable", f"message {place}: its weight must be 0 or 1, but it is {weights[place]!r:.50}."
+            )
+    first = responses[-1] if turns == "last" else first
+    trained = [weights[place] != 0 and place >= first for place in responses]
     if not any(trained):
-        raise RowError("untrained", "no response has a loss: the weights of all of them are 0.")
+        raise RowError(
+            "untrained", "no response has a loss: the weights of all of them are 0, or all are in the prompt."
+        )
     try:
         row_images.set_column(row[columns["images"]] if "images" in columns else None)
         prompt = row_images.messages(_marks_as_parts(messages, len(row_images.sources)))

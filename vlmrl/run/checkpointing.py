@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -41,6 +42,8 @@ _BATCHES: Mapping[str, Mapping[str, Any]] = {
     "train": {"tasks": _Position, "started": int | None, "unfinished": dict[str, int] | None},
 }
 """The types of :attr:`LoopState.batches` by stage; ``None`` is for what only asynchronous training has."""
+SAVED_LAST = {"model": "config.json", "adapters": "adapter_config.json"}
+"""A file of each folder of weights in Hugging Face form, by which its time is known."""
 LAST_PAUSE = 150.0  # seconds for the engine of a failed run to offload its memory for the trainer
 
 
@@ -136,6 +139,7 @@ def write_checkpoint(run: Run, trainer: RunTrainer, state: LoopState) -> None:
         trainer.save(folder)
         save_random(folder, "driver", state.random)
         save_json(folder, asdict(state))
+        date_last(folder / "run.json", run.folder)
 
 
 async def restore(run: Run, trainer: RunTrainer, buffer: SynchronousBuffer, state: LoopState, checkpoint: Path) -> None:
@@ -154,6 +158,7 @@ async def save_model(run: Run, trainer: RunTrainer) -> None:
     if model.lora.rank:
         with atomic_folder(run.folder / "adapters") as part:
             save_adapters(dict(trainer.named_adapters()), model.lora, run.model.path, part)
+            date_last(part / SAVED_LAST["adapters"], run.folder)
 
 
 async def save_best(run: Run, trainer: RunTrainer, state: LoopState, step: int, reward: float) -> None:
@@ -214,6 +219,7 @@ def _save_last_weights(run: Run, trainer: RunTrainer, progress: RunProgress) -> 
 
 def save_summary(run: Run, state: LoopState) -> None:
     atomic_write(run.folder / "summary.json", json.dumps(state.summary, indent=2) + "\n")
+    date_last(run.folder / "summary.json", run.folder)
 
 
 def _save_weights(run: Run, trainer: RunTrainer, folder: Path, about: dict[str, float] | None = None) -> None:
@@ -225,3 +231,16 @@ def _save_weights(run: Run, trainer: RunTrainer, folder: Path, about: dict[str, 
         run.model.save(part, trainer.named_weights() if run.model.is_on_meta else None)
         if about is not None:
             (part / "best.json").write_text(json.dumps(about) + "\n")
+        date_last(part / SAVED_LAST["model"], run.folder)
+
+
+def date_last(written: Path, run: Path) -> None:
+    """Date the file ``written`` after all that the run in the folder ``run`` has saved, also if the clock has gone back since.
+
+    The times say what a run wrote last: its model or a checkpoint.
+    """
+    weights = [run / name / file for name, file in SAVED_LAST.items()]
+    saved = [*weights, run / "summary.json", *(run / "checkpoints").glob("*/run.json")]
+    latest = max((file.stat().st_mtime_ns for file in saved if file != written and file.exists()), default=0)
+    if written.stat().st_mtime_ns < latest:
+        os.utime(written, ns=(latest, latest + 1_000_000))  # a millisecond later: file systems round

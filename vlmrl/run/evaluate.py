@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -21,7 +21,7 @@ from vlmrl.rollout.runner import Group, RolloutError, Rollouts
 from vlmrl.run.build import Run
 from vlmrl.run.playing import Playing
 from vlmrl.run.recorder import trajectory_log
-from vlmrl.types import Trajectory
+from vlmrl.types import Task, Trajectory
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class TaskRewards:
     """The rewards of one task's trajectories: ``TaskRewards("geo/3", "geo", [1.0, 0.0])``."""
 
     id: str
-    """The task's id. If several tasks have it, ``#2`` and so on follow it."""
+    """The task's id. If several held-out tasks have it, ``#2`` and so on follow it, also where some of them are left out."""
     source: str
     rewards: list[float]
 
@@ -117,6 +117,8 @@ class Evaluator:
         self._trajectories = trajectory_log(run, log)
         self._summary = summary
         self._background: asyncio.Task[Evaluation | None] | None = None
+        self.overdue = False
+        """Whether a stop has dropped one: the next finished step is evaluated in its place."""
 
     async def evaluate(self, step: int, name: str | None = None, blank_images: bool = False) -> Evaluation | None:
         """Evaluate under the current weights. With a ``name`` the reward goes to the summary under it. None: no tasks are held out."""
@@ -140,21 +142,29 @@ class Evaluator:
             self._summary[f"{name}_tasks_left_out"] = float(result.left_out.total)
         return result
 
+    def is_due(self, step: int) -> bool:
+        """Whether an evaluation is due after this step, which is not the last one."""
+        config = self._run.config
+        return config.eval.every > 0 and step < config.train.steps and (self.overdue or step % config.eval.every == 0)
+
     def after_step(self, step: int) -> None:
         """Start the evaluation that is due after this step, in the background."""
-        config = self._run.config
-        if config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
-            self._background = asyncio.create_task(self.evaluate(step))
+        if self.is_due(step):
+            self._background, self.overdue = asyncio.create_task(self.evaluate(step)), False
 
     async def wait(self) -> Evaluation | None:
         """The result of the evaluation in the background, if there is one. Raises its error."""
-        task, self._background = self._background, None
-        return None if task is None else await task
+        if self._background is None:
+            return None
+        result, self._background = await self._background, None
+        return result
 
     async def cancel(self) -> None:
+        """Drop the evaluation in the background, if there is one."""
         if self._background is not None:
             self._background.cancel()
-            await asyncio.gather(self._background, return_exceptions=True)
+            [result] = await asyncio.gather(self._background, return_exceptions=True)
+            self._background, self.overdue = None, isinstance(result, BaseException)  # else it had ended already
 
 
 async def evaluate_run(run: Playing, progress: RunProgress, *, label: str, blank_images: bool = False) -> Evaluation:
@@ -185,7 +195,8 @@ async def evaluate_run(run: Playing, progress: RunProgress, *, label: str, blank
         stream.close()
     if rollouts.failed:
         progress.say(f"{label}: {len(rollouts.failed)} trajectories failed:\n{list_reasons(rollouts.failed)}")
-    result = summarize_rollouts(rollouts, label, stream.too_long, config.eval.solved)
+    names = _distinct_names([draw.task for draw in draws])
+    result = summarize_rollouts(rollouts, label, stream.too_long, config.eval.solved, names)
     if result.left_out.total:
         progress.say(f"{label}: the mean reward is over {len(result.tasks)} tasks, {result.left_out}")
     return result
@@ -203,8 +214,12 @@ def require_held_out(config: Config) -> None:
         )
 
 
-def summarize_rollouts(rollouts: Rollouts, label: str, too_long: int = 0, solved: float = 1.0) -> Evaluation:
+def summarize_rollouts(
+    rollouts: Rollouts, label: str, too_long: int = 0, solved: float = 1.0, names: Mapping[int, str] | None = None
+) -> Evaluation:
     """The rewards of the tasks whose groups are complete. The others are counted, and do not enter the mean.
+
+    ``names``: those of the tasks by :func:`id`, where they are not their ids.
 
     Raises RolloutError if there are none.
     """
@@ -214,15 +229,20 @@ def summarize_rollouts(rollouts: Rollouts, label: str, too_long: int = 0, solved
         raise RolloutError(
             f"{label}: there is no mean reward, since no task was played to its end: {left_out}.", rollouts.failed
         )
-    return Evaluation(_by_task(rollouts.groups), solved, left_out, rollouts.trajectories, failed=rollouts.failed)
+    tasks = [_task_rewards(group, names or {}) for group in rollouts.groups]
+    return Evaluation(tasks, solved, left_out, rollouts.trajectories, failed=rollouts.failed)
 
 
-def _by_task(groups: Sequence[Group]) -> list[TaskRewards]:
+def _task_rewards(group: Group, names: Mapping[int, str]) -> TaskRewards:
+    task = group[0].task
+    return TaskRewards(names.get(id(task), task.id), task.source, [member.reward or 0.0 for member in group])
+
+
+def _distinct_names(tasks: Sequence[Task]) -> dict[int, str]:
+    """The names of tasks by :func:`id`: counted over all of them, since models are compared by task, and leave out others."""
     seen: Counter[str] = Counter()
-    tasks = []
-    for group in groups:
-        task = group[0].task
+    names = {}
+    for task in tasks:
         seen[task.id] += 1
-        name = task.id if seen[task.id] == 1 else f"{task.id}#{seen[task.id]}"
-        tasks.append(TaskRewards(name, task.source, [member.reward or 0.0 for member in group]))
-    return tasks
+        names[id(task)] = task.id if seen[task.id] == 1 else f"{task.id}#{seen[task.id]}"
+    return names

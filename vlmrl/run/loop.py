@@ -156,6 +156,7 @@ class TrainingLoop:
         config, state, warned = self.run.config, self.state, False
         self.recorder.judge_evaluations()
         if not state.evaluated:
+            self.evaluator.overdue = True
             await self.evaluate_after(state.step)
         with self.progress.phase("train", config.train.steps, state.step) as phase:
             for step in range(state.step + 1, config.train.steps + 1):
@@ -170,7 +171,8 @@ class TrainingLoop:
                     warned = True
                 phase.advance(**await self.recorder.end_step(self.buffer.metrics() | metrics))
                 del batch  # its images are freed before the next batch is played
-                state.end_step(step, self.buffer.state(), self.recorder.log, evaluated=False)
+                evaluated = not self.evaluator.is_due(step)
+                state.end_step(step, self.buffer.state(), self.recorder.log, evaluated=evaluated)
                 await self.evaluate_after(step)
                 is_last = step == config.train.steps or self.stop.early or self.recorder.is_idle()
                 every = config.checkpoint.every

@@ -16,7 +16,7 @@ from vlmrl.model.policy import Policy
 from vlmrl.report.launch_command import resume_command
 from vlmrl.report.records import changed_settings, plain
 from vlmrl.report.run_log import check_sizes, read_rows
-from vlmrl.run.checkpointing import LoopState
+from vlmrl.run.checkpointing import SAVED_LAST, LoopState
 from vlmrl.train.checkpoint import (
     KINDS,
     check_tensors,
@@ -28,8 +28,6 @@ from vlmrl.utils.output_files import remove_folder
 from vlmrl.utils.require import require
 
 TRACKER_FOLDERS = ("trackers", "tensorboard")
-SAVED_LAST = {"model": "config.json", "adapters": "adapter_config.json"}
-"""A file of each folder of weights in Hugging Face form, by which its time is known."""
 
 
 def check_resume(config: Config, checkpoint: Path) -> Mapping[str, int]:
@@ -74,8 +72,9 @@ def has_finished(config: Config, checkpoint: Path, has_held_out: bool) -> bool:
         return False
     summary = config.folder / "summary.json"
     weights = ["model", "adapters"] if config.model.lora.rank else ["model"]
-    written = [summary, *(config.folder / name for name in weights if config.save_model)]
-    if not all(path.exists() and path.stat().st_mtime >= checkpoint.stat().st_mtime for path in written):
+    written = [summary, *(config.folder / name / SAVED_LAST[name] for name in weights if config.save_model)]
+    last = (checkpoint / "run.json").stat().st_mtime_ns
+    if not all(path.exists() and path.stat().st_mtime_ns >= last for path in written):
         return False
     evaluated = ["reward_after"] * has_held_out + ["reward_blanked"] * config.eval.blank_images
     return set(evaluated) <= (read_object(summary) or {}).keys()
@@ -134,5 +133,5 @@ def newest_weights(run: Path, saved: str = "model") -> Path | None:
     times = {run / saved: run / saved / SAVED_LAST[saved]}
     if checkpoint is not None:
         times[checkpoint] = checkpoint / "run.json"
-    written = {path: file.stat().st_mtime for path, file in times.items() if file.exists()}
+    written = {path: file.stat().st_mtime_ns for path, file in times.items() if file.exists()}
     return max(written, key=lambda path: written[path], default=None)

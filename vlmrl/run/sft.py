@@ -32,7 +32,7 @@ from vlmrl.rollout.failures import list_reasons
 from vlmrl.run.build import Run
 from vlmrl.run.checkpointing import LoopState, Stage, write_checkpoint
 from vlmrl.run.stages import audited_samples, push_weights
-from vlmrl.run.stopping import StopRequest
+from vlmrl.run.stopping import RunStopped, StopRequest
 from vlmrl.samples import audit
 from vlmrl.samples.conversation import samples_of_conversation
 from vlmrl.train.controller import RunTrainer
@@ -135,8 +135,9 @@ async def _train(
 ) -> None:
     """The steps of a stage after ``state.step``. A stop interrupts what is read or played, and no update."""
     evaluate, save = run.config.eval.every, run.config.checkpoint.every
-    if not state.step and log is not None and (loss := await _held_out_loss(source, trainer, stop)) is not None:
-        log.log(0, {"sft/held_out_loss": loss})
+    is_due = not state.step or not state.evaluated
+    if is_due and log is not None and (loss := await _held_out_loss(source, trainer, stop)) is not None:
+        log.log(state.step, {"sft/held_out_loss": loss})
     with progress.phase(state.stage.replace("_", " "), source.steps, state.step) as phase:
         for step in range(state.step + 1, source.steps + 1):
             began = time.perf_counter()
@@ -148,14 +149,17 @@ async def _train(
                 metrics = {f"sft/{name}": value for name, value in trainer.step(samples).metrics.items()}
             del samples  # its images are freed before the next ones are read
             metrics |= {**source.counts(), "time/sft_data": read - began, "time/sft_update": time.perf_counter() - read}
-            loss = None
+            loss, evaluated = None, True
             if log is not None and (step == source.steps or (evaluate and step % evaluate == 0)):
-                loss = await _held_out_loss(source, trainer, stop)
+                try:
+                    loss = await _held_out_loss(source, trainer, stop)
+                except RunStopped:  # the trained step is finished without it, and the next interruptible part raises it
+                    evaluated = False
                 metrics |= {} if loss is None else {"sft/held_out_loss": loss}
             if log is not None:
                 log.log(step, metrics)
             phase.advance(loss=metrics.get("sft/loss"), held_out=loss)
-            state.end_step(step, source.state(), log, evaluated=True)
+            state.end_step(step, source.state(), log, evaluated=evaluated)
             if log is not None and save and (step % save == 0 or step == source.steps):
                 await asyncio.to_thread(write_checkpoint, run, trainer, state)
 

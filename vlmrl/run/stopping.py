@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 GRACE_SECONDS = 25.0  # for saving after SIGTERM: most schedulers and torchrun kill a process 30 seconds after it
-SAME_SIGNAL_SECONDS = 1.0  # torchrun passes on the Ctrl-C that the terminal has sent to all processes, also to this one
+SAME_SIGNAL_SECONDS = 1.0  # launchers such as torchrun pass on the Ctrl-C that the terminal has sent to all processes
 
 
 class RunStopped(Exception):
@@ -71,7 +71,8 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(stop: StopRequest, grace_seconds: float | None = None) -> Iterator[None]:
-    """Let SIGINT and SIGTERM request the stop. A second SIGINT ends the process; a second SIGTERM, which launchers pass on, does not.
+    """Let SIGINT and SIGTERM request the stop. A second SIGINT ends the process, unless it comes within a second: launchers pass the
+    first one on. A second SIGTERM does not.
 
     ``grace_seconds`` after SIGTERM the process ends, whatever it does: a scheduler would kill it, and servers that it started with it.
     Only the main thread can set handlers: in another one this does nothing.
@@ -98,10 +99,8 @@ def stop_on_signals(stop: StopRequest, grace_seconds: float | None = None) -> It
             if number == signal.SIGINT:
                 _say("stopping: the last finished step is saved first; Ctrl-C again stops at once")
             stop.request(number)
-        elif number == signal.SIGINT:
-            is_same = "TORCHELASTIC_RUN_ID" in os.environ and now - first < SAME_SIGNAL_SECONDS
-            if not is_same:
-                _end_process(number, "stopped at once: what was not saved yet is lost")
+        elif number == signal.SIGINT and now - first >= SAME_SIGNAL_SECONDS:
+            _end_process(number, "stopped at once: what was not saved yet is lost")
 
     earlier = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

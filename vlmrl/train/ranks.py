@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +43,14 @@ class Ranks:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
 
+    def union(self, names: Iterable[str]) -> list[str]:
+        """The names of all ranks, in the same order on each."""
+        of_ranks = [list(names)]
+        if self.size > 1:
+            own, of_ranks = of_ranks[0], [[]] * self.size
+            dist.all_gather_object(of_ranks, own)
+        return list(dict.fromkeys(chain.from_iterable(of_ranks)))
+
     def collect(self, item: Any, ranks: Sequence[int]) -> list[Any]:
         """The items of these ranks, in their order, on the first one. The others get an empty list, once the first has called this."""
         first, *others = ranks
@@ -79,10 +87,11 @@ class MetricAccumulator:
         self._scalars[name].append(number)
 
     def result(self, tokens: float, ranks: Ranks, device: torch.device) -> dict[str, float]:
-        """The metrics over the ``tokens`` trained tokens of all ranks. Every rank must have added the same names."""
+        """The metrics over the ``tokens`` trained tokens of all ranks, of which each may have added other names."""
         read, where = self._read(), device if ranks.size > 1 else torch.device("cpu")
-        maxima = {name: max(-torch.inf, *values) for name, values in read.items() if name.endswith("max")}
-        sums = {name: sum(values) for name, values in read.items() if name not in maxima}
+        names = ranks.union(read)
+        maxima = {name: max([-torch.inf, *read.get(name, [])]) for name in names if name.endswith("max")}
+        sums = {name: sum(read.get(name, [])) for name in names if name not in maxima}
         summed = ranks.sum(torch.tensor(list(sums.values()), dtype=torch.float64, device=where))
         largest = ranks.max(torch.tensor(list(maxima.values()), dtype=torch.float64, device=where))
         means = (summed / max(1.0, tokens)).tolist()

@@ -52,7 +52,7 @@ class HostMemory:
 
 
 def _allocated(tensor: torch.Tensor) -> torch.Tensor:
-    """Uninitialized host memory for a tensor, in pages of its own."""
+    """Host memory for a tensor, in pages of its own."""
     if not tensor.is_cuda or tensor.nbytes < LOCKED_LEAST:
         return torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
     pages = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
