@@ -1,10 +1,12 @@
 """The supervised steps before reinforcement learning."""
 
+from unittest.mock import MagicMock
+
 import pytest
 
-from vlmrl.config import Rollout
+from vlmrl.config import Config, Data, Optim, Rollout, WarmStart
 from vlmrl.engine.base import Request
-from vlmrl.run.sft import Demonstrations, describe_cuts
+from vlmrl.run.sft import Demonstrated, Demonstrations, describe_cuts
 from vlmrl.types import Task, Trajectory
 
 
@@ -50,3 +52,13 @@ def test_a_budget_that_ends_demonstrated_episodes_is_named():
         "done at its last turn, unless that is meant.",
     ]
     assert describe_cuts(trajectories[1:2], Rollout()) == []
+
+
+def test_the_optimizer_state_is_where_that_of_the_run_is():
+    """A run whose optimizer state does not fit beside its weights needs `optim.offload` in the warm start, too."""
+    data, lessons = (
+        Data(generator=lambda index, seed: {"prompt": "-"}, size=1),
+        WarmStart(steps=40, demonstrate=str, lr=0.1),
+    )
+    config = Config(data=data, reward=lambda text, task: 0.0, warm_start=lessons, optim=Optim(lr=0.5, offload=True))
+    assert Demonstrated(MagicMock(config=config), MagicMock()).optim == Optim(lr=0.1, warmup_steps=2, offload=True)

@@ -228,7 +228,7 @@ class Demonstrated(Source):
 
     def __init__(self, run: Run, progress: RunProgress) -> None:
         config = run.config.warm_start
-        super().__init__(run, progress, config.steps, Optim(lr=config.lr))
+        super().__init__(run, progress, config.steps, Optim(lr=config.lr, offload=run.config.optim.offload))
         self._demonstrations = Demonstrations(load_code("warm_start.demonstrate", config.demonstrate))
         engine = ScriptedEngine(self._demonstrations.response, run.model.renderer)
         self._runner = run.runner(group_size=1, engine=engine)
