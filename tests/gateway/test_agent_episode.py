@@ -601,6 +601,7 @@ def test_long_tools_are_rendered_outside_the_event_loop(monkeypatch):
         [says("user", "")] * 5000,
         ([], many_tools()),
         {"a": [[]] * 10_001},
+        ([], [{"type": "function", "function": {"name": "a", "parameters": {"properties": {"b" * 10_001: {}}}}}]),
     ],
 )
 def test_what_takes_long_to_render(value):
