@@ -179,6 +179,15 @@ def test_a_long_body_of_a_reward_does_not_stop_the_event_loop(monkeypatch):
         assert served.server._app._held == 0
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_models_name_has_a_limit_since_each_event_of_a_stream_repeats_it(path):
+    with serving(others(), others()) as served:
+        longest = served.post(path, HELLO | {"stream": True, "model": "m" * 1024})
+        assert longest.status_code == 200 and len(longest.content) < 10_000
+        refused = served.post(path, HELLO | {"stream": True, "model": "m" * 1025})
+        assert refused.status_code == 400 and "1024 characters" in refused.text
+
+
 def test_a_flood_of_requests_is_answered():
     with serving(others(), others(), max_in_flight=4) as served, ThreadPoolExecutor(32) as pool:
         statuses = [response.status_code for response in pool.map(lambda _: served.post(), range(200))]
