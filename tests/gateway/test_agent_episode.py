@@ -601,10 +601,24 @@ def test_long_tools_are_rendered_outside_the_event_loop(monkeypatch):
         [says("user", "")] * 5000,
         ([], many_tools()),
         {"a": [[]] * 10_001},
+        ([], [{"type": "function", "function": {"name": "a", "parameters": {"properties": {"b" * 10_001: {}}}}}]),
     ],
 )
 def test_what_takes_long_to_render(value):
     assert is_long(value) and not is_long(([says("user", "a" * 5000)], many_tools(1)))
+
+
+def test_the_tools_of_a_refused_request_are_not_the_trajectorys():
+    """A teacher would see them, though no response did, and they may have 64 MiB."""
+    episode = agent_episode(["a"])
+
+    async def act() -> None:
+        await Agent(episode, QUESTION, tools=[ZOOM]).ask()
+        with pytest.raises(ChatError, match="max_tokens"):
+            await Agent(episode, QUESTION, tools=many_tools()).ask()
+
+    played(episode, act)
+    assert episode.trajectory.tools == [ZOOM]
 
 
 def test_more_messages_than_tokens_are_refused_before_they_are_read():

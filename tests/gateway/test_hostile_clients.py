@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -15,7 +16,9 @@ from testing.agent_episodes import agent_episode
 from testing.episodes import wait_until
 from testing.gateway import HELLO, PATIENCE, Gate, png, serving, uri
 
+from vlmrl.gateway import gateway_app
 from vlmrl.gateway.chat import ChatResponse
+from vlmrl.gateway.request_images import RequestImages
 from vlmrl.multimodal import renderer as renderer_module
 from vlmrl.multimodal.renderer import Renderer
 from vlmrl.utils import work_pool
@@ -137,6 +140,52 @@ def test_all_bodies_together_have_a_limit():
         while not other_is_served(served):  # until the server has noticed
             pass
         assert served.server._app._held == 0
+
+
+def test_images_that_wait_to_be_loaded_count_among_the_bodies(monkeypatch):
+    """Else 64 requests of each trajectory, with 48 MiB of images each, could wait for two threads."""
+    begun, loaded, load = threading.Event(), asyncio.Event(), RequestImages._load
+
+    async def slow(own, image):
+        begun.set()
+        await loaded.wait()
+        return await load(own, image)
+
+    monkeypatch.setattr(RequestImages, "_load", slow)
+    image = uri(png() + bytes(600_000))
+    parts = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": "what?"}]
+    with serving(others(), others(), max_body=2**20, max_held=2**20) as served, ThreadPoolExecutor(1) as clients:
+        app = served.server._app
+        first = clients.submit(served.post, body={"messages": [{"role": "user", "content": parts}]})
+        assert begun.wait(PATIENCE)
+        refused = served.post(body=json.dumps(HELLO).encode() + b" " * 600_000, client=served.clients[1])
+        served.server._server.thread.loop.call_soon_threadsafe(loaded.set)
+        assert first.result().status_code == 200
+        assert refused.status_code == 503 and app._held == 0
+
+
+def test_a_long_body_of_a_reward_does_not_stop_the_event_loop(monkeypatch):
+    threads = list[str]()
+    read = gateway_app.read_json
+    monkeypatch.setattr(
+        gateway_app, "read_json", lambda content: threads.append(threading.current_thread().name) or read(content)
+    )
+    with serving(others()) as served:
+        for padding in (10, 2**20):
+            body = json.dumps({"reward": 1.0, "why": "x" * padding}).encode()
+            assert served.post("/reward", body=body).status_code == 200
+        short, long = threads
+        assert long.startswith("vlmrl-cpu") and not short.startswith("vlmrl-cpu")
+        assert served.server._app._held == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_models_name_has_a_limit_since_each_event_of_a_stream_repeats_it(path):
+    with serving(others(), others()) as served:
+        longest = served.post(path, HELLO | {"stream": True, "model": "m" * 1024})
+        assert longest.status_code == 200 and len(longest.content) < 10_000
+        refused = served.post(path, HELLO | {"stream": True, "model": "m" * 1025})
+        assert refused.status_code == 400 and "1024 characters" in refused.text
 
 
 def test_a_flood_of_requests_is_answered():

@@ -350,6 +350,21 @@ def test_special_tokens_in_schemas_stay_text(special, tools_renderer):
     assert tools_renderer.decode(ids(special)) == tools_renderer.decode(ids("plain")).replace("plain", special)
 
 
+@pytest.mark.parametrize("tag", ["|im_end|", "|image_pad|", "tool_call", "/tool_call"])
+def test_a_field_of_a_schema_that_a_template_writes_as_a_tag_makes_no_token(tag):
+    """Qwen3-Coder's template writes fields of a schema that it does not know as ``<FIELD>value</FIELD>``."""
+    tags = "{{ '<' ~ key ~ '>' ~ (value | tojson) ~ '</' ~ key ~ '>\\n' }}"
+    shown = "{% for tool in tools or [] %}{% for key, value in tool.function.items() %}" + tags
+    template = shown + "{% endfor %}{% endfor %}" + tiny_renderer().chat_template
+    each = Renderer(tiny.tokenizer(), image_token=PAD, chat_template=template)
+
+    def ids(name: str) -> list[int]:
+        return each.prompt([user("hi")], [{"type": "function", "function": {"name": "zoom", name: "x"}}]).token_ids
+
+    assert special_ids(each, ids(tag)) == special_ids(each, ids("plain"))
+    assert f"<{tag}>" in each.decode(ids(tag)) and each._tokens.ids.keys() >= {f"<{tag}>"}
+
+
 def test_special_tokens_in_tool_calls_roles_and_names_stay_text():
     renderer = tiny_renderer()
     call = {"type": "function", "function": {"name": "a<|im_end|>", "arguments": {"<|im_start|>": ["<|im_end|>", 1]}}}

@@ -15,6 +15,7 @@ from vlmrl.gateway.request_body import (
     count_field,
     flag_field,
     list_field,
+    model_field,
     object_field,
     one_text,
     refuse,
@@ -52,8 +53,7 @@ def read_anthropic_request(body: dict[str, Any], images: RequestImages) -> Parse
         reads_calls=choice.get("type") != "none",
         overridden=_overridden(body, choice),
     )
-    model = text_field(body.get("model") or "", "model")
-    return ParsedRequest(chat, model, stream=flag_field(body.get("stream"), "stream"))
+    return ParsedRequest(chat, model_field(body.get("model")), stream=flag_field(body.get("stream"), "stream"))
 
 
 def _overridden(body: dict[str, Any], choice: dict[str, Any]) -> tuple[str, ...]:

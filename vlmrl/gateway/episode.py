@@ -198,7 +198,6 @@ class AgentEpisode:
         if len(request.messages) > self.config.max_tokens:  # a message has a token or more
             raise self.sampler.too_long(f"at least {len(request.messages)}")
         messages, not_shown = await self._load(request.messages)
-        self.trajectory.tools = request.tools
         found = await self._apart((messages, request.tools), partial(self._tree.find, messages, request.tools))
         prompt, continues = await self._render(found, messages, request.tools)
         above = self.recorder.turns[prompt.parent] if continues and prompt.parent is not None else None
@@ -211,6 +210,7 @@ class AgentEpisode:
         except BaseException:
             self._engine_ids.give_back(engine_id)
             raise
+        self.trajectory.tools = request.tools  # not those of a request that was refused: no response saw them
         turn = self.recorder.add(
             prompt,
             sampled.completion,

@@ -24,7 +24,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from aiohttp import web
 
@@ -34,19 +34,20 @@ from vlmrl.gateway.chat import ChatError, ChatRequest, ChatResponse
 from vlmrl.gateway.episode import AgentEpisode
 from vlmrl.gateway.http_exchange import ClientLeftError, Exchange
 from vlmrl.gateway.request_body import MAX_KEY_LENGTH, ParsedRequest, read_json, refuse
-from vlmrl.gateway.request_images import RequestImages
+from vlmrl.gateway.request_images import RequestImages, new_bytes
 from vlmrl.utils.http_server import BODY_SECONDS, BodyError, names_this_machine, read_body
 from vlmrl.utils.require import MOST_NUMBER
 from vlmrl.utils.tokens import is_loopback
 from vlmrl.utils.work_pool import DeadlineError, cpu_pool
 
+T = TypeVar("T")
 HEARTBEAT_SECONDS = 10.0
 WRITE_SECONDS = 60.0  # in which a client must read what was written
 LONG_BODY = 100_000  # bytes; parsing them takes about a millisecond
 PARSE_SECONDS = 60.0  # in which a thread must parse a body
 MAX_IN_FLIGHT = 64  # requests of one trajectory
 MAX_BODY = 64 * 2**20  # bytes of one request, images included
-MAX_HELD = 2**30  # bytes of all bodies that have arrived and are not parsed yet
+MAX_HELD = 2**30  # bytes of all bodies that are not parsed yet, and of the images that are not loaded yet
 KEPT_IDS = 100_000  # of closed trajectories, whose requests are answered with 410 in place of 404
 ROUTES = "POST /v1/chat/completions, POST /v1/messages, POST /v1/messages/count_tokens, GET /v1/models and POST /reward"
 RESPONSES_REMEDY = (
@@ -224,9 +225,9 @@ class GatewayApp:
             code = {400: "body", 408: "slow_body", 413: "large_body"}[error.status]
             raise ChatError(error.status, code, str(error)) from None
 
-    def _release(self, exchange: Exchange) -> None:
-        self._held -= exchange.held
-        exchange.held = 0
+    def _release(self, exchange: Exchange, kept: int = 0) -> None:
+        self._held -= exchange.held - kept
+        exchange.held = kept
 
     async def _complete(self, exchange: Exchange, opened: OpenEpisode) -> None:
         parsed = await self._read(exchange, opened)
@@ -268,17 +269,21 @@ class GatewayApp:
         def parse(content: bytes) -> ParsedRequest:
             return exchange.api.read(read_json(content), opened.images)
 
-        content = await self._body(exchange)
-        try:
-            is_long = len(content) > LONG_BODY
-            parsed = await cpu_pool().run(PARSE_SECONDS, parse, content) if is_long else parse(content)
-        except DeadlineError as error:
-            raise ChatError(503, "late", f"the body was not parsed in {PARSE_SECONDS:g} s.") from error
-        del content
-        self._release(exchange)
+        parsed = await self._parsed(await self._body(exchange), parse)
+        self._release(exchange, new_bytes(parsed.chat.messages))  # they wait for threads that all episodes share
         messages = await opened.images.load(parsed.chat.messages)
+        self._release(exchange)
         chat = replace(parsed.chat, messages=messages)
         return replace(parsed, chat=chat, model=parsed.model or MODEL)
+
+    async def _parsed(self, content: bytes, parse: Callable[[bytes], T]) -> T:
+        """``parse(content)``; in a thread if it is long, which would stop the event loop."""
+        if len(content) <= LONG_BODY:
+            return parse(content)
+        try:
+            return await cpu_pool().run(PARSE_SECONDS, parse, content)
+        except DeadlineError as error:
+            raise ChatError(503, "late", f"the body was not parsed in {PARSE_SECONDS:g} s.") from error
 
     async def _count_tokens(self, exchange: Exchange, opened: OpenEpisode) -> None:
         chat = (await self._read(exchange, opened)).chat
@@ -293,7 +298,8 @@ class GatewayApp:
         await exchange.json(200, {"object": "list", "data": [model], "has_more": False} if is_list else model)
 
     async def _reward(self, exchange: Exchange, opened: OpenEpisode) -> None:
-        body = read_json(await self._body(exchange))
+        body = await self._parsed(await self._body(exchange), read_json)
+        self._release(exchange)
         reward, key = body.get("reward"), body.get("id")
         if key is not None and not (isinstance(key, str) and len(key) <= MAX_KEY_LENGTH):
             refuse("id", f"a string of at most {MAX_KEY_LENGTH} characters", key)

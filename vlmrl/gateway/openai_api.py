@@ -15,6 +15,7 @@ from vlmrl.gateway.request_body import (
     count_field,
     flag_field,
     list_field,
+    model_field,
     object_field,
     one_text,
     refuse,
@@ -102,7 +103,7 @@ def read_openai_request(body: dict[str, Any], images: RequestImages) -> ParsedRe
     )
     return ParsedRequest(
         chat,
-        model=text_field(body.get("model") or "", "model"),
+        model=model_field(body.get("model")),
         stream=flag_field(body.get("stream"), "stream"),
         include_usage=bool(object_field(options, "stream_options").get("include_usage")) if options else False,
         logprobs=flag_field(body.get("logprobs"), "logprobs"),

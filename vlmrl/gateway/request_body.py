@@ -15,6 +15,7 @@ MAX_DEPTH = 100  # of tool schemas and of a call's arguments
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256  # characters; each sampled token is compared with their tokens
 MAX_SEED = 2**63
+MAX_MODEL_LENGTH = 1024  # characters of a model's name, which each event of a stream repeats
 MAX_KEY_LENGTH = 256  # characters of a reward's id
 FORM_REMEDY = "ask for the form in the prompt or offer it as a tool, since the run samples from the policy alone"
 
@@ -73,6 +74,14 @@ def count_field(value: Any, field: str) -> int | None:
     if value is not None and (type(value) is not int or value < 1):
         refuse(field, "a whole number of at least 1", value)
     return value
+
+
+def model_field(value: Any) -> str:
+    """The model's name, ``""`` if there is none."""
+    name = text_field(value or "", "model")
+    if len(name) > MAX_MODEL_LENGTH:
+        refuse("model", f"a name of at most {MAX_MODEL_LENGTH} characters", name)
+    return name
 
 
 def seed_field(value: Any) -> int | None:

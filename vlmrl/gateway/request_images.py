@@ -136,6 +136,12 @@ class RequestImages:
         return image.source
 
 
+def new_bytes(messages: Sequence[Message]) -> int:
+    """The bytes of the embedded images that are not loaded yet."""
+    new = [image for image in images_of(messages) if isinstance(image, NewImage)]
+    return sum(len(image.source) for image in new if isinstance(image.source, bytes))
+
+
 async def _decodes(source: bytes | Path) -> bool:
     """Whether the model's processor, and not the image, is why it does not load."""
     try:

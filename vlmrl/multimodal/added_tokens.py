@@ -23,8 +23,11 @@ class AddedTokens:
         self._stand_ins = {  # the character itself first: the others contain it
             text: ESCAPE + chr(ord(ESCAPE) + i) for i, text in enumerate([ESCAPE, *self.ids], start=1)
         }
-        self._originals = {stand_in: text for text, stand_in in self._stand_ins.items()}
+        self._nothing = ESCAPE + chr(ord(ESCAPE) + len(self._stand_ins) + 1)
+        self._originals = {stand_in: text for text, stand_in in self._stand_ins.items()} | {self._nothing: ""}
+        self._tags = {text[1:-1] for text in self.ids if text[:1] + text[-1:] == "<>"}  # what tags make tokens of
         self._in_json = [json.dumps(text, ensure_ascii=False)[1:-1] for text in self._stand_ins]
+        self._in_json += [json.dumps({tag: 0}, ensure_ascii=False)[1:-2] for tag in self._tags]
 
     def escape(self, text: str, tokens: Iterable[str] | None = None) -> str:
         """``text`` with ``tokens`` (all added ones if None) replaced by their stand-ins."""
@@ -34,12 +37,18 @@ class AddedTokens:
         return text
 
     def escape_tools(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """The schemas with all texts escaped; the same ones if they hold no token, which takes a tenth of the time to find out."""
+        """The schemas with all texts escaped; the same ones if they hold no token, which takes a tenth of the time to find out.
+
+        Some templates, such as Qwen3-Coder's, write a name as a tag: ``|im_end|`` must not become ``<|im_end|>``.
+        """
         if not tools:
             return None
         written = json.dumps(list(tools), ensure_ascii=False)
         holds_any = any(token in written for token in self._in_json)
-        return map_texts(list(tools), self.escape) if holds_any else list(tools)
+        return map_texts(list(tools), self._escape_name) if holds_any else list(tools)
+
+    def _escape_name(self, text: str) -> str:
+        return self._nothing + text if text in self._tags else self.escape(text)
 
     def restored(self, text: str) -> str:
         """``text`` with the tokens in place of their stand-ins."""

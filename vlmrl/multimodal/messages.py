@@ -42,14 +42,14 @@ def parts_of_message(message: Message) -> list[dict[str, Any]]:
 def is_long(value: Any) -> bool:
     """Whether messages, tool schemas or both hold so much that rendering them would stop the event loop.
 
-    Counts the characters of all texts, names of fields apart, and each value as one; it stops counting at :data:`LONG_TEXT`.
+    Counts the characters of all texts, names of fields included, and each value as one; it stops counting at :data:`LONG_TEXT`.
     """
     left, inner = LONG_TEXT, [value]
     while inner and left >= 0:
         each = inner.pop()
         left -= 1 + (len(each) if isinstance(each, str) else 0)
         if isinstance(each, dict | list | tuple):
-            inner.extend(each.values() if isinstance(each, dict) else each)
+            inner.extend((*each, *each.values()) if isinstance(each, dict) else each)
     return left < 0
 
 
