@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from testing.browser import need_chromium
 from testing.browsers import processes, running
 
 from vlmrl.env.browser.browser_pool import PoolLimits
+from vlmrl.env.browser.chromium_process import ChromiumProcess
 
 pytestmark = pytest.mark.slow
 
@@ -109,6 +111,25 @@ def test_no_folder_is_left_of_a_chromium_that_is_killed(folder):
     process.communicate()
     assert_all_end(started)
     assert folders_left(folder) == []
+
+
+def test_a_chromium_whose_driver_is_killed_while_it_starts_is_ended(folder):
+    program, written = folder / "chromium", folder / "pid"
+    program.write_text(f"#!/bin/sh\necho $$ > {written}.part && mv {written}.part {written} && exec sleep 600\n")
+    program.chmod(0o755)
+
+    async def kill_the_driver() -> int:
+        starting = asyncio.create_task(ChromiumProcess.start(str(program), lambda process: None))
+        while not written.exists():
+            assert not starting.done(), starting
+            await asyncio.sleep(0.01)
+        [driver] = (pid for pid in processes() if b"run-driver" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        os.kill(driver, signal.SIGKILL)
+        with pytest.raises(Exception, match="closed"):
+            await starting
+        return int(written.read_text())
+
+    assert_all_end([asyncio.run(kill_the_driver())])
 
 
 def test_a_chromium_that_hangs_ends_with_its_program_whether_that_returns_or_is_killed(folder):

@@ -82,7 +82,7 @@ def test_adapters_that_cannot_be_written_leave_the_earlier_ones_whole(tmp_path, 
         raise OSError(errno.ENOSPC, "x")
 
     trainer = SimpleNamespace(named_adapters=lambda: [("base_model.model.q_proj.lora_A.weight", torch.ones(2, 2))])
-    model = SimpleNamespace(path="x", is_on_meta=False, save=lambda folder, weights: None)
+    model = SimpleNamespace(path="x", is_on_meta=False, save=lambda folder, weights: (folder / "config.json").touch())
     first = Model(path="x", lora=Lora(rank=2))
     run = SimpleNamespace(config=SimpleNamespace(model=first), model=model, folder=tmp_path, colocated=False)
     asyncio.run(save_model(run, trainer))

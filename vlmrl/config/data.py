@@ -121,8 +121,8 @@ class Conversations(Settings):
     """Times that each row is trained on. Raise it for a small dataset.
     Several datasets are mixed by rows times epochs."""
     turns: Literal["all", "last"] = "all"
-    """Responses with a loss; with columns `prompt` and `completion`, those of the completion. Set `last` if only the last one is worth
-    imitating. A message's own `weight` of 0 leaves it out."""
+    """Responses with a loss. Set `last` if only the last one is worth imitating.
+    With columns `prompt` and `completion`, those of the prompt have none. A message's own `weight` of 0 leaves it out."""
     held_out: int | float = 0
     """Rows held out to measure the loss on: a count, or a fraction if below 1. Set it to see when more epochs stop helping."""
 

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import tempfile
+import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from vlmrl.utils.require import import_extra
 START_SECONDS, PING_SECONDS, STOP_SECONDS = 60.0, 10.0, 5.0
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 VARIABLE = "VLMRL_CHROMIUM"
+MARK = "VLMRL_CHROMIUM_MARK"  # in the environment of a Chromium's processes, to find those that outlive the main one
 SOCKET = "/org.chromium.Chromium.XXXXXX/SingletonSocket"
 MAX_TEMPORARY = 107 - len(SOCKET)  # bytes; the kernel's limit for a socket's path is 107
 ARGUMENTS = (
@@ -60,7 +62,7 @@ def check_temporary_folder() -> None:
 class ChromiumProcess:
     """A running Chromium. ``alive`` turns false when it ends; ``on_end`` is then called once."""
 
-    def __init__(self, playwright: Any, handle: Any, control: Any, pids: list[int]) -> None:
+    def __init__(self, playwright: Any, handle: Any, control: Any, pids: list[int], mark: str) -> None:
         self.handle = handle
         self.alive = True
         self.retired = False  # it gets no new tabs
@@ -69,6 +71,7 @@ class ChromiumProcess:
         self._playwright = playwright
         self._control = control
         self._pids = pids  # of Chromium's main process, and of its driver
+        self._mark = mark
         self._folders = _folders(pids[0])
 
     @classmethod
@@ -77,16 +80,17 @@ class ChromiumProcess:
         api = import_extra("playwright.async_api", "browser")
         before = set(_drivers())
         playwright = await api.async_playwright().start()
-        driver = set(_drivers()) - before
+        driver, mark = set(_drivers()) - before, uuid.uuid4().hex
         try:
-            handle = await playwright.chromium.launch(executable_path=program, args=list(ARGUMENTS))
+            environment = {**os.environ, MARK: mark}
+            handle = await playwright.chromium.launch(executable_path=program, args=list(ARGUMENTS), env=environment)
             control = await handle.new_browser_cdp_session()
             infos = (await control.send("SystemInfo.getProcessInfo"))["processInfo"]
         except BaseException:
-            await _stop(playwright, driver)
+            await _stop(playwright, driver, mark)
             raise
         main = [info["id"] for info in infos if info["type"] == "browser"]
-        self = cls(playwright, handle, control, [*main, *driver])
+        self = cls(playwright, handle, control, [*main, *driver], mark)
 
         def ended(*_: Any) -> None:
             self.alive = False
@@ -117,13 +121,13 @@ class ChromiumProcess:
         with contextlib.suppress(Exception):
             async with asyncio.timeout(STOP_SECONDS):
                 await self.handle.close()
-        await _stop(self._playwright, self._pids)
+        await _stop(self._playwright, self._pids, self._mark)
         await asyncio.to_thread(self._remove_folders)
 
     def kill_now(self) -> None:
         """End its processes without waiting for them."""
         self.alive = False
-        _kill(self._pids)
+        _kill([*self._pids, *_marked(self._mark)])
         self._remove_folders()
 
     def _remove_folders(self) -> None:
@@ -131,11 +135,22 @@ class ChromiumProcess:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _stop(playwright: Any, pids: Iterable[int]) -> None:
+async def _stop(playwright: Any, pids: Iterable[int], mark: str) -> None:
     with contextlib.suppress(Exception):
         async with asyncio.timeout(STOP_SECONDS):
             await playwright.stop()
     _kill(pids)
+    _kill(await asyncio.to_thread(_marked, mark))
+
+
+def _marked(mark: str) -> list[int]:
+    """The processes of the Chromium with this mark; empty where there is no /proc."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"{MARK}={mark}".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
 
 
 def _kill(pids: Iterable[int]) -> None:
