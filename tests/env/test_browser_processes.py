@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -123,11 +124,12 @@ def test_a_chromium_whose_driver_is_killed_while_it_starts_is_ended(folder):
         while not written.exists():
             assert not starting.done(), starting
             await asyncio.sleep(0.01)
-        [driver] = (pid for pid in processes() if b"run-driver" in Path(f"/proc/{pid}/cmdline").read_bytes())
-        os.kill(driver, signal.SIGKILL)
+        started = int(written.read_text())
+        [driver] = re.findall(r"^PPid:\s+(\d+)$", Path(f"/proc/{started}/status").read_text(), re.MULTILINE)
+        os.kill(int(driver), signal.SIGKILL)
         with pytest.raises(Exception, match="closed"):
             await starting
-        return int(written.read_text())
+        return started
 
     assert_all_end([asyncio.run(kill_the_driver())])
 
