@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.functional import rms_norm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from vlmrl.config import Model
 from vlmrl.families import FAMILIES
-from vlmrl.model.fused_norms import fusible_norms
+from vlmrl.model.fused_norms import by_kernel, fusible_norms
 from vlmrl.model.loading import load_model
 
 OTHER_FORMULA = {"qwen3_5": "Qwen3_5RMSNorm"}  # its weight is added to 1
@@ -22,8 +21,7 @@ def test_the_kernel_computes_what_the_module_computes(name, tmp_path):
     for norm in norms:
         torch.nn.init.normal_(norm.weight)
         hidden = torch.randn(3, 5, len(norm.weight))
-        fused = rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
-        torch.testing.assert_close(fused, norm(hidden), rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(by_kernel(norm, norm.weight, hidden), norm(hidden), rtol=2e-6, atol=2e-6)
     others = {type(each).__name__ for each in model.modules() if type(each).__name__.endswith("RMSNorm")} - {
         type(norm).__name__ for norm in norms
     }
@@ -36,6 +34,9 @@ class ShiftedRMSNorm(LlamaRMSNorm):
 
 
 def test_another_formula_is_left_alone():
+    without = LlamaRMSNorm(8)
+    without.weight = None
+    assert not fusible_norms(without)
     assert fusible_norms(LlamaRMSNorm(8)) and not fusible_norms(ShiftedRMSNorm(8))
     with torch.device("meta"):
         assert fusible_norms(LlamaRMSNorm(8)) and not fusible_norms(ShiftedRMSNorm(8))
