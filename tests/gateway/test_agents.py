@@ -417,3 +417,27 @@ def test_a_ready_made_client_uses_no_proxy(monkeypatch, kind):
     for url in ("http://127.0.0.1:8000/t/x", "http://[::1]:8000/t/x", "https://gateway.example/t/x"):
         http = getattr(AgentClient(url, "k"), kind)()._client
         assert http._transport_for_url(type(http.base_url)(url)) is http._transport
+
+
+@pytest.mark.parametrize("kind", ["plain", "async", "returns a coroutine", "fails"])
+def test_the_clients_of_an_agent_are_closed_at_its_end_except_those_on_a_connection_of_its_own(run, kind):
+    httpx, made = pytest.importorskip("httpx"), []
+    pytest.importorskip("openai")
+    shared = httpx.Client()
+
+    def plain(task, client):
+        made.extend([client.openai(), client.openai(http_client=shared)])
+        if kind == "fails":
+            raise ValueError("bad")
+
+    async def asynchronous(task, client):
+        made.extend([client.async_openai(), client.openai(http_client=shared)])
+
+    if kind == "fails":
+        with pytest.raises(AgentError, match="bad"):
+            run(plain)
+    else:
+        coroutine = (lambda task, client: asynchronous(task, client)) if "returns" in kind else asynchronous
+        run(plain if kind == "plain" else coroutine)
+    assert [each.is_closed() for each in made] == [True, False]
+    shared.close()

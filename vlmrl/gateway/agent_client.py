@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import ssl
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -25,6 +27,7 @@ class AgentClient:
     url: str  # of the trajectory
     api_key: str = field(repr=False)
     model: str = MODEL
+    _made: list[Any] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def base_url(self) -> str:
@@ -77,11 +80,30 @@ class AgentClient:
     def _client(self, package: str, name: str, base_url: str, options: dict[str, Any]) -> Any:
         module = import_extra(package, "agents")
         kind = "DefaultAsyncHttpxClient" if name.startswith("Async") else "DefaultHttpxClient"
-        if "http_client" not in options:
+        is_ours = "http_client" not in options  # the agent's own may be shared by its episodes
+        if is_ours:
             host = urlsplit(self.url).netloc.rpartition("@")[2]
             no_proxy = {f"all://{host}": None}
             options["http_client"] = getattr(module, kind)(verify=_certificates(), mounts=no_proxy)
-        return getattr(module, name)(**{"base_url": base_url, "api_key": self.api_key, "timeout": None, **options})
+        made = getattr(module, name)(**{"base_url": base_url, "api_key": self.api_key, "timeout": None, **options})
+        if is_ours:
+            self._made.append(made)
+        return made
+
+    def close(self) -> None:
+        """Close the clients made here that are not async. Python would close their connections at some later time."""
+        for made in self._made:
+            if not inspect.iscoroutinefunction(made.close):
+                with suppress(Exception):  # of a client that the agent has changed or closed
+                    made.close()
+
+    async def close_all(self) -> None:
+        """As :meth:`close`, with the async ones. To be called on the event loop that they ran on."""
+        self.close()
+        for made in self._made:
+            if inspect.iscoroutinefunction(made.close):
+                with suppress(Exception):
+                    await made.close()
 
 
 @cache

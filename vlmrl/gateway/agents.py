@@ -142,18 +142,18 @@ class Agents:
         assert self.spec.function is not None
         call = partial(self.spec.function, task, client)
         if self.spec.is_async:
-            return await self._on_own_loop(call())
+            return await self._on_own_loop(call(), client)
         thread = DaemonPool("agent")
         try:
-            result = await thread.run(call)
+            result = await thread.run(_call, call, client)
         finally:
             thread.close()
-        return await self._on_own_loop(result) if inspect.isawaitable(result) else result  # a decorated async function
+        return await self._on_own_loop(result, client) if inspect.isawaitable(result) else result
 
-    async def _on_own_loop(self, awaitable: Awaitable[Any]) -> Any:
+    async def _on_own_loop(self, awaitable: Awaitable[Any], client: AgentClient) -> Any:
         if self._loop is None or self._loop.loop.is_closed():  # an agent stopped it
             self._loop = LoopThread("agents")
-        return await self._loop.run(_without_interrupt(awaitable))
+        return await self._loop.run(_await(awaitable, client))
 
     async def _replace_blocked_loop(self) -> bool:
         """Whether the agents' loop does not answer. Then agents that start later get a new one."""
@@ -193,12 +193,26 @@ def _environment(client: AgentClient, task_file: Path) -> Mapping[str, str]:
     return os.environ | direct | client.environment | {"VLMRL_TASK": str(task_file), "PYTHONUNBUFFERED": "1"}
 
 
-async def _without_interrupt(awaitable: Awaitable[Any]) -> Any:
-    """Await an agent. A KeyboardInterrupt that it raises becomes a RuntimeError, or it would end the loop of all async agents."""
+def _call(function: Callable[[], Any], client: AgentClient) -> Any:
+    """Call an agent, then close its clients. What a decorated async function returns is still to be awaited."""
+    result = None
+    try:
+        result = function()
+    finally:
+        if not inspect.isawaitable(result):
+            client.close()
+    return result
+
+
+async def _await(awaitable: Awaitable[Any], client: AgentClient) -> Any:
+    """Await an agent, then close its clients. A KeyboardInterrupt that it raises becomes a RuntimeError, or it would end the loop of
+    all async agents."""
     try:
         return await await_user_code(awaitable)
     except KeyboardInterrupt as error:
         raise as_error(error) from error
+    finally:
+        await client.close_all()
 
 
 def _described(error: BaseException) -> str:

@@ -26,6 +26,7 @@ import aiohttp
 import tenacity
 from yarl import URL
 
+from vlmrl.utils import open_files
 from vlmrl.utils.json_files import MAX_VALUES, check_values, short_int
 from vlmrl.utils.threads import LoopThread
 
@@ -184,6 +185,7 @@ def http_loop() -> LoopThread:
 def plain_session(connector: aiohttp.TCPConnector | None = None) -> aiohttp.ClientSession:
     """A session for any number of connections, without cookies, that asks for bodies as they are: without compression. One that comes
     compressed stays so."""
+    open_files.allow_many()
     return aiohttp.ClientSession(
         connector=connector or aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
         cookie_jar=aiohttp.DummyCookieJar(),

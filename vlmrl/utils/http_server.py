@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from vlmrl.utils import open_files
 from vlmrl.utils.machine_memory import memory_bytes
 from vlmrl.utils.require import require
 from vlmrl.utils.threads import LoopThread
@@ -247,6 +248,7 @@ def run_server(app: web.Application, binding: Binding, announcement: str) -> Non
 
 def open_port(host: str, port: int) -> socket.socket:
     """Listen at an address. Port 0 chooses a free one. Raises OSError if the port is in use or cannot be opened."""
+    open_files.allow_many()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=2048)
 
