@@ -243,11 +243,28 @@ async def test_filtered_groups_are_played_and_not_trained():
 
 async def test_too_many_failures_raise_in_take():
     play = Play(max_staleness=1, max_failed_fraction=0.25)
-    play.loop.failing = {0}
+    play.loop.failing = {0, 1}
     await play.begin()
-    await play.finish(0)
-    with pytest.raises(RolloutError, match=r"2 trajectories failed where 4 were requested(.|\n)*broken"):
+    await play.finish(0, 1)
+    with pytest.raises(RolloutError, match=r"3 trajectories failed where 8 were requested(.|\n)*broken"):
         await play.waiting
+    await play.buffer.close()
+
+
+async def test_failures_are_a_fraction_of_all_batches_in_play():
+    """Group 3 of 8 fails: an eighth of the four batches that play at once, while the first one waits for group 0."""
+    play = Play(max_staleness=3, max_failed_fraction=0.2)
+    play.loop.failing = {3}
+    await play.begin()
+    await play.finish(1, 2, 3, 4, 5, 6, 7)
+    await play.finish(0)
+    assert [group[0].group_id for group in (await play.waiting).groups] == ["group000000", "group000001"]
+    play.buffer.trained()
+    await play.rest()
+    play.loop.failing = {8}  # groups 8, 9 and 10 are in play: those that were ready before do not count
+    await play.finish(8)
+    with pytest.raises(RolloutError, match=r"2 trajectories failed where 6 were requested"):
+        await play.buffer.take(2)
     await play.buffer.close()
 
 

@@ -75,6 +75,7 @@ class AsynchronousBuffer(SynchronousBuffer):
         self._ready: dict[int, Group] = {}
         self._in_training = 0
         self._batch = GroupBatch()  # failed and filtered groups since the last batch was taken
+        self._ready_before: set[int] = set()  # the groups that had finished by then
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
         self._length_bias = LengthBias()
@@ -90,6 +91,7 @@ class AsynchronousBuffer(SynchronousBuffer):
         if self._error is not None:  # of a group that may have ended long ago, while the loop trained
             raise self._error
         groups = [self._pop(number) for number in numbers]
+        self._ready_before = set(self._ready)
         self._in_training = self._count
         batch, self._batch = self._batch, GroupBatch()
         batch.rollouts.groups += groups
@@ -168,7 +170,8 @@ class AsynchronousBuffer(SynchronousBuffer):
         if trajectory.failed:
             rollouts = self._batch.rollouts
             rollouts.failed.append(trajectory)
-            requested = (len(rollouts.groups) + self._count) * self._runner.group_size
+            in_play = len(self._draws.keys() - self._ready_before)  # since then, of up to `max_staleness` + 1 batches
+            requested = (len(rollouts.groups) + max(in_play, self._count)) * self._runner.group_size
             self._runner.stop_if_too_many(rollouts.failed, requested)
 
     def _settle(self, number: int, group: Group) -> None:
