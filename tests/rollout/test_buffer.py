@@ -367,6 +367,28 @@ async def test_a_resume_with_a_smaller_staleness_restarts_no_more_groups_than_th
     await play.buffer.close()
 
 
+async def test_a_synchronous_run_plays_the_groups_that_an_asynchronous_one_had_in_play():
+    """Draws 5, 2 and 7 were in play, of 9. A checkpoint of the synchronous run has those that it has not reached."""
+
+    class AtOnce(ManualLoop):
+        async def play(self, task, group_id, trajectory_id):
+            turn = make_turn([1], [5], [-0.1])
+            return replace(make_trajectory(trajectory_id, [turn], final_reward=1.0), group_id=group_id, task=task)
+
+    async def played(state):
+        loop, train = AtOnce(), Train(groups_per_batch=2)
+        buffer = SynchronousBuffer(Runner(loop), TaskStream(Tasks()), (), Algo(), train)
+        buffer.restore(state)
+        batch = await buffer.take(1)
+        await buffer.close()
+        return [group[0].task.id for group in batch.groups], json.loads(json.dumps(buffer.state()))
+
+    state = {"tasks": {"drawn": 9, "too_long": 0}, "started": 4, "unfinished": {"1": 5, "2": 2, "3": 7}}
+    tasks, state = await played(state)
+    assert (tasks, state["unfinished"], state["tasks"]["drawn"]) == (["5", "2"], {"3": 7}, 9)
+    assert (await played(state))[0] == ["7", "9"]
+
+
 def test_length_bias_shows_that_long_trajectories_are_lost():
     lengths = LengthBias()
     groups = [[make_trajectory(str(turns), [make_turn([1], [5, 6], [0.0, 0.0])] * turns)] for turns in (1, 3)]
