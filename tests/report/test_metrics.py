@@ -1,6 +1,7 @@
 """Metrics of trajectories, computed by hand."""
 
 import pytest
+from testing.fakes import make_trajectory, make_turn
 from testing.trajectories import IMAGE, trajectory, turn
 
 from vlmrl.report.metrics import repetition, trajectory_metrics
@@ -46,6 +47,13 @@ def test_trajectory_metrics_by_hand():
         "retries/turns_resampled": 0.0,
         "trajectory/env_timeouts": 3.0,
     }
+
+
+def test_numbers_that_responses_wrote_have_a_mean_however_large_they_are():
+    played = [make_trajectory(name, [make_turn([1], [5], [-0.1])], final_reward=1.0) for name in "ab"]
+    for each in played:
+        each.turns[0].metrics = {"guess": 1.5e308}
+    assert trajectory_metrics(played)["env/guess"] == 1.5e308
 
 
 def test_repetition_counts_four_grams_that_occurred_before():

@@ -135,3 +135,17 @@ def test_over_sampling_stops_the_stragglers_and_closes_their_envs():
     assert batch.rollouts.stopped_groups == 1 and batch.rollouts.failed == []
     closed = sorted(Slow.closed.get(timeout=600) for _ in range(6))
     assert closed == ["0", "0", "1", "1", "2", "2"]
+
+
+def test_over_sampled_groups_count_in_the_fraction_that_failed():
+    """Group 0 of 4 fails, where 2 are needed: a quarter of what is played."""
+
+    class Unlucky(Paid):
+        def step(self, response_text):
+            if self.task.id == "0":
+                raise OSError("no")
+            return super().step(response_text)
+
+    played = runner(Unlucky, max_refills=0, max_failed_fraction=0.25, over_sampling=2.0)
+    batch = asyncio.run(fill(played, tasks(), 2, "s", [], "off"))
+    assert len(batch.groups) == 2 and not batch.rollouts.bad_rows

@@ -243,11 +243,28 @@ async def test_filtered_groups_are_played_and_not_trained():
 
 async def test_too_many_failures_raise_in_take():
     play = Play(max_staleness=1, max_failed_fraction=0.25)
-    play.loop.failing = {0}
+    play.loop.failing = {0, 1}
     await play.begin()
-    await play.finish(0)
-    with pytest.raises(RolloutError, match=r"2 trajectories failed where 4 were requested(.|\n)*broken"):
+    await play.finish(0, 1)
+    with pytest.raises(RolloutError, match=r"3 trajectories failed where 8 were requested(.|\n)*broken"):
         await play.waiting
+    await play.buffer.close()
+
+
+async def test_failures_are_a_fraction_of_all_batches_in_play():
+    """Group 3 of 8 fails: an eighth of the four batches that play at once, while the first one waits for group 0."""
+    play = Play(max_staleness=3, max_failed_fraction=0.2)
+    play.loop.failing = {3}
+    await play.begin()
+    await play.finish(1, 2, 3, 4, 5, 6, 7)
+    await play.finish(0)
+    assert [group[0].group_id for group in (await play.waiting).groups] == ["group000000", "group000001"]
+    play.buffer.trained()
+    await play.rest()
+    play.loop.failing = {8}  # groups 8, 9 and 10 are in play: those that were ready before do not count
+    await play.finish(8)
+    with pytest.raises(RolloutError, match=r"2 trajectories failed where 6 were requested"):
+        await play.buffer.take(2)
     await play.buffer.close()
 
 
@@ -348,6 +365,28 @@ async def test_a_resume_with_a_smaller_staleness_restarts_no_more_groups_than_th
         assert (await play.take())[0] == taken
         assert play.buffer.metrics()["staleness/max"] <= 1
     await play.buffer.close()
+
+
+async def test_a_synchronous_run_plays_the_groups_that_an_asynchronous_one_had_in_play():
+    """Draws 5, 2 and 7 were in play, of 9. A checkpoint of the synchronous run has those that it has not reached."""
+
+    class AtOnce(ManualLoop):
+        async def play(self, task, group_id, trajectory_id):
+            turn = make_turn([1], [5], [-0.1])
+            return replace(make_trajectory(trajectory_id, [turn], final_reward=1.0), group_id=group_id, task=task)
+
+    async def played(state):
+        loop, train = AtOnce(), Train(groups_per_batch=2)
+        buffer = SynchronousBuffer(Runner(loop), TaskStream(Tasks()), (), Algo(), train)
+        buffer.restore(state)
+        batch = await buffer.take(1)
+        await buffer.close()
+        return [group[0].task.id for group in batch.groups], json.loads(json.dumps(buffer.state()))
+
+    state = {"tasks": {"drawn": 9, "too_long": 0}, "started": 4, "unfinished": {"1": 5, "2": 2, "3": 7}}
+    tasks, state = await played(state)
+    assert (tasks, state["unfinished"], state["tasks"]["drawn"]) == (["5", "2"], {"3": 7}, 9)
+    assert (await played(state))[0] == ["7", "9"]
 
 
 def test_length_bias_shows_that_long_trajectories_are_lost():

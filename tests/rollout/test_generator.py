@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import threading
 
 import numpy as np
@@ -13,7 +14,7 @@ from testing.episodes import PAD, a_task, image, new_store, renderer, script
 
 from vlmrl.config import Config, Rollout
 from vlmrl.rollout.generator import GeneratorLoop, resolve_generate
-from vlmrl.samples import AuditError, audit, concat, emit, from_columns
+from vlmrl.samples import audit, concat, emit, from_columns
 from vlmrl.types import Completion
 
 TASK = a_task("What?", [image("red")])
@@ -117,13 +118,42 @@ def test_logprobs_that_columns_leave_out_come_from_the_record_too():
     check(trajectory)
 
 
-def test_a_prompt_that_was_not_shown_is_found_by_the_audit():
-    async def lying(client, renderer, task):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda row: {"prompt_token_ids": [[*row["prompt_token_ids"][0], 5]]},
+            "turn 0, prompt token .*: the model saw nothing",
+        ),
+        (lambda row: {"is_last_step": [False]}, "is_last_step must be set on its last row alone"),
+        (
+            lambda row: {
+                "rewards": [[0.5, *[0.0] * (len(row["response_ids"][0]) - 1)]],
+                "rollout_logprobs": [[0.5] * len(row["response_ids"][0])],
+            },
+            "rollout_logprobs must be finite and at most 0",
+        ),
+        (
+            lambda row: (
+                {name: 2 * column for name, column in row.items()}
+                | {
+                    "loss_masks": [row["loss_masks"][0], [0] * len(row["loss_masks"][0])],
+                    "rollout_logprobs": None,
+                    "is_last_step": [False, True],
+                }
+            ),
+            "no token has mask 1, so there is nothing to train on",
+        ),
+    ],
+)
+def test_rows_that_break_a_rule_of_the_batch_fail_their_trajectory_alone(change, message):
+    async def generate(client, renderer, task):
         ids = renderer.prompt([{"role": "user", "content": "Hi"}]).token_ids
-        return as_columns(client, ids, [*ids, 5], await client.generate(ids))
+        row = as_columns(client, ids, ids, await client.generate(ids))
+        return row | change(row)
 
-    with pytest.raises(AuditError, match=r"turn 0, prompt token \d+: the model saw nothing"):
-        check(play(lying))
+    failed = play(generate)
+    assert failed.ending == "error" and re.search(message, failed.error)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from vlmrl.config import Checkpoint, Config, Eval, Lora, Model, WarmStart
 from vlmrl.config.saved import read_config
 from vlmrl.model.loading import load_reader
 from vlmrl.report.records import plain
-from vlmrl.run.checkpointing import save_model
+from vlmrl.run.checkpointing import LoopState, save_model, save_stopped
 from vlmrl.run.model_export import export_model
 from vlmrl.run.program import run_training
 from vlmrl.utils.output_files import OutputError
@@ -92,6 +92,21 @@ def test_adapters_that_cannot_be_written_leave_the_earlier_ones_whole(tmp_path, 
     with pytest.raises(OutputError, match="adapters cannot be written: No space left on device"):
         asyncio.run(save_model(run, trainer))
     assert {path.name: path.read_bytes() for path in (tmp_path / "adapters").iterdir()} == before
+
+
+def test_a_stopped_run_saves_its_adapters_too(tmp_path):
+    trainer = SimpleNamespace(
+        named_adapters=lambda: [("base_model.model.q_proj.lora_A.weight", torch.ones(2, 2))], steps_done=3
+    )
+    model = SimpleNamespace(path="x", is_on_meta=False, save=lambda folder, weights: (folder / "config.json").touch())
+    settings = SimpleNamespace(
+        model=Model(path="x", lora=Lora(rank=2)), checkpoint=Checkpoint(every=0), save_model=True
+    )
+    checkpoints = SimpleNamespace(newest=lambda: None)
+    run = SimpleNamespace(config=settings, model=model, folder=tmp_path, colocated=False, checkpoints=checkpoints)
+    said: list[str] = []
+    asyncio.run(save_stopped(run, trainer, LoopState(step=3), SimpleNamespace(say=said.append)))
+    assert load_file(tmp_path / "adapters/adapter_model.safetensors") and (tmp_path / "model").exists() and not said
 
 
 def test_adapters_give_the_merged_model_on_their_real_base(adapted, tmp_path):

@@ -78,6 +78,19 @@ def test_the_plan_names_the_steps_of_all_epochs(config):
     assert "6 conversations, 2 held out; 3 steps of 4, lr 0.001" in summary_of(run)
 
 
+@pytest.mark.parametrize(("epochs", "rows_per_step", "sizes"), [(1.0, 4, [3, 3]), (1.0, 64, [6]), (0.5, 2, [1, 2])])
+async def test_each_row_is_trained_as_often_as_its_dataset_has_epochs(config, epochs, rows_per_step, sizes):
+    """Also where the rows do not fill the last step."""
+    data = {name: replace(each, epochs=epochs) for name, each in config.sft.data.items()}
+    run = build_run(replace(config, sft=replace(config.sft, data=data, rows_per_step=rows_per_step)))
+    source = ConversationSource(run, RunProgress(Console(quiet=True)))
+    assert source.steps == len(sizes)
+    taken = [[sample.token_ids for sample in await source.take(step)] for step in range(1, source.steps + 1)]
+    assert [len(step) for step in taken] == sizes
+    assert len({tuple(row) for step in taken for row in step}) == sum(sizes)
+    run.close()
+
+
 def logged(config: Config) -> list[dict]:
     lines = (config.folder / "metrics.jsonl").read_text().splitlines()
     return [repeatable(json.loads(line)) for line in lines]

@@ -8,6 +8,8 @@ import statistics
 
 import pytest
 import torch
+from testing.agent_episodes import agent_episode, says
+from testing.episodes import image
 from testing.fakes import make_trajectory, make_turn
 
 from vlmrl.algos.advantages import grpo
@@ -15,6 +17,7 @@ from vlmrl.algos.turn_credit import gigpo
 from vlmrl.config import Algo, Config
 from vlmrl.env.base import Env, EnvSpec, obs
 from vlmrl.env.session import EnvContractError, EnvSession
+from vlmrl.gateway.chat import ChatRequest
 from vlmrl.samples import concat, step_wise
 from vlmrl.train.credit import assign_advantages, states_of
 from vlmrl.types import Task
@@ -112,6 +115,26 @@ def test_the_last_observation_is_the_state_unless_the_env_names_one():
     same.next_state = "3"
     named = states_of(make_trajectory(turns=[same, other]))
     assert named[1] != keys[1] and named[0] == keys[0]
+
+
+def test_an_image_that_a_request_shares_with_an_earlier_one_is_part_of_its_state():
+    """An agent that sends only what it sees now: its third request is the second again, whose image it keeps."""
+
+    def states(*colors):
+        episode = agent_episode([str(number) for number in range(len(colors))])
+
+        async def act():
+            for color in colors:
+                await episode.complete(ChatRequest([says("user", "What now?", image(color))]))
+            episode.finish()
+
+        asyncio.run(act())
+        assert [len(turn.media) for turn in episode.trajectory.turns] == [1, 1, 0]
+        return states_of(episode.trajectory)
+
+    red, blue, same = states("red", "blue", "blue")
+    assert red != blue == same
+    assert states("red", "green", "green")[2] != same
 
 
 def test_turns_without_messages_began_in_the_state_that_their_new_tokens_show():

@@ -354,7 +354,7 @@ class SFT(Settings):
     data: dict[str, Conversations] = field(default_factory=dict)
     """Conversations to imitate, by names of your own. Unset: no fine-tuning."""
     rows_per_step: int = 64
-    """Conversations per optimizer step. Raise it if the loss is noisy, lower it if there are too few steps."""
+    """Maximum conversations per optimizer step; steps have about as many. Raise it if the loss is noisy, lower it for more steps."""
     lr: float = 1e-5
     """Peak learning rate of the fine-tuning, after a warmup over the first twentieth. Raise it for LoRA and for tiny models."""
 

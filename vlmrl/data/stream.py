@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from vlmrl.data.mixture import Tasks
@@ -84,6 +84,7 @@ class TaskStream:
         self._length = length
         self._timeout = timeout
         self._once = once
+        self._returned: dict[int, None] = {}  # earlier draws that are claimed again before new ones, in order
         self._loading: set[int] = set()  # draws that were claimed and are not loaded yet
         self._last_fit = -1  # the last draw whose prompt is not too long
         self._thread: WorkPool | None = None  # of size 1, started at its first use
@@ -101,10 +102,21 @@ class TaskStream:
 
     def claim(self) -> int:
         """The number of the next draw, for :meth:`load`."""
-        number = self.drawn
-        self.drawn += 1
+        number = next(iter(self._returned), self.drawn)
+        if number in self._returned:
+            del self._returned[number]
+        else:
+            self.drawn += 1
         self._loading.add(number)
         return number
+
+    def give_back(self, numbers: Iterable[int]) -> None:
+        """Claim these earlier draws again, before new ones."""
+        self._returned |= dict.fromkeys(numbers)
+
+    def is_returned(self, number: int) -> bool:
+        """Whether a draw was given back and not claimed since."""
+        return number in self._returned
 
     async def load(self, number: int) -> Draw | None:
         """Draw ``number``, from 0. ``None``: its prompt is too long, which is counted. Raises as :meth:`take`."""

@@ -249,7 +249,7 @@ class EnvSession:
             done=done,
             reward=self._reward("info['reward']", reward) if reward is not None or self._scores_itself else None,
             metrics={
-                key: _number(f"info[{key!r}]", value, self._spec.name)
+                key: _number(f"env {self._spec.name}: info[{key!r}] must be a finite number, but it is", value)
                 for key, value in info.items()
                 if isinstance(value, numbers.Real)
             },
@@ -265,11 +265,9 @@ class EnvSession:
 
     def _reward(self, name: str, value: Any) -> float:
         """The reward that ``name`` of the env gave: of a reward function, its user knows no env."""
-        if self._scores_itself and not math.isfinite(_as_number(value)):
-            raise EnvContractError(
-                f"the reward function {self._spec.name} must return a finite number, but it returned {value!r}."
-            )
-        return _number(name, value, self._spec.name)
+        if self._scores_itself:
+            return _number(f"the reward function {self._spec.name} must return a finite number, but it returned", value)
+        return _number(f"env {self._spec.name}: {name} must be a finite number, but it is", value)
 
     async def _answer(
         self, method: Callable[..., Any], read: Callable[[Any], Any], *args: Any, may_reject: bool = False
@@ -375,11 +373,11 @@ class EnvSession:
 
 @contextmanager
 def _naming(method: Callable[..., Any]) -> Iterator[None]:
-    """Within the context, an EnvContractError says where the user wrote ``method``."""
+    """Within the context, an error says where the user wrote ``method``."""
     try:
         yield
-    except EnvContractError as error:
-        raise EnvContractError(f"{str(error).removesuffix('.')}{defined_at(method)}.") from error
+    except (EnvContractError, EnvError) as error:
+        raise type(error)(f"{str(error).removesuffix('.')}{defined_at(method)}.") from error
 
 
 def _close_late(built: list[Env]) -> None:
@@ -427,16 +425,18 @@ def _check_texts(name: str, content: Any, env: str) -> None:
             ) from error
 
 
-def _number(name: str, value: Any, env: str) -> float:
-    number = _as_number(value)
-    if not math.isfinite(number):
-        raise EnvContractError(f"env {env}: {name} must be a finite number, but it is {value!r}.")
-    return number
+def _number(what: str, value: Any) -> float:
+    """``value`` as a finite float.
 
-
-def _as_number(value: Any) -> float:
-    """``value`` as a float; NaN if it is no number."""
+    Raises an error of ``what`` and the value: EnvContractError for what is no number; EnvError for NaN and infinity, which a
+    response may have led to ("nan"), and must not end the run.
+    """
     try:
-        return math.nan if isinstance(value, str | bytes) else float(value)
+        number = None if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):
-        return math.nan
+        number = None
+    if number is None:
+        raise EnvContractError(f"{what} {value!r}.")
+    if not math.isfinite(number):
+        raise EnvError(f"{what} {value!r}.")
+    return number

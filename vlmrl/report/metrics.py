@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -86,7 +87,7 @@ def _ending_fractions(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 def _summary(name: str, values: Sequence[float], *kinds: str) -> dict[str, float]:
     functions: dict[str, Callable[[Sequence[float]], float]]
-    functions = {"mean": statistics.fmean, "std": statistics.pstdev, "min": min, "max": max}
+    functions = {"mean": _mean, "std": statistics.pstdev, "min": min, "max": max}
     return {f"{name}/{kind}": float(functions[kind](values)) for kind in kinds if values}
 
 
@@ -95,4 +96,12 @@ def _means(prefix: str, records: Iterable[Mapping[str, float]]) -> dict[str, flo
     for metrics in records:
         for name, value in metrics.items():
             values[name].append(value)
-    return {f"{prefix}/{name}": statistics.fmean(given) for name, given in sorted(values.items())}
+    return {f"{prefix}/{name}": _mean(given) for name, given in sorted(values.items())}
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Finite for all finite values: an env may return a number that a response has written, such as two of 1e308."""
+    try:
+        return statistics.fmean(values)
+    except OverflowError:
+        return math.fsum(value / len(values) for value in values)

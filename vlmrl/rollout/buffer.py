@@ -32,6 +32,12 @@ class SynchronousBuffer:
         self._mode = algo.dynamic_sampling
         self._train = train
         self._count = train.groups_per_batch
+        self._started = (
+            0  # number of groups that asynchronous training has started; a group's number is its place in that order
+        )
+        self._restored: list[
+            tuple[int, int]
+        ] = []  # a checkpoint's groups that wait to be started again: numbers and draws
 
     async def take(self, step: int) -> GroupBatch:
         """The next batch. Raises RolloutError if too many trajectories fail or too few groups pass the filters."""
@@ -46,11 +52,22 @@ class SynchronousBuffer:
 
     def state(self) -> dict[str, Any]:
         """The position in the data and the groups that were started and not trained, as JSON types, for a checkpoint."""
-        return {"tasks": self._tasks.state()}
+        waiting = [(number, draw) for number, draw in self._restored if self._tasks.is_returned(draw)]
+        return self._state(waiting)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a :meth:`state`; called before the first batch is taken."""
+        """Continue from a :meth:`state`; called before the first batch is taken. Groups that were not trained are played first."""
+        self._load(state)
+        self._tasks.give_back(draw for _, draw in self._restored)
+
+    def _state(self, unfinished: Sequence[tuple[int, int]]) -> dict[str, Any]:
+        numbers = {str(number): draw for number, draw in unfinished}
+        return {"tasks": self._tasks.state(), "started": self._started, "unfinished": numbers}
+
+    def _load(self, state: dict[str, Any]) -> None:
         self._tasks.restore(state["tasks"])
+        self._started = state.get("started") or 0
+        self._restored = sorted((int(number), draw) for number, draw in (state.get("unfinished") or {}).items())
 
     async def close(self) -> None:
         """Cancel the groups that are being played."""
@@ -68,13 +85,12 @@ class AsynchronousBuffer(SynchronousBuffer):
     def __init__(self, runner: Runner, tasks: TaskStream, filters: Sequence[Filter], algo: Algo, train: Train) -> None:
         super().__init__(runner, tasks, filters, algo, train)
         self._slots = asyncio.Semaphore(runner.config.max_concurrent)
-        self._started = 0  # number of groups started; a group's number is its place in that order
         self._draws: dict[int, int] = {}  # for each group that is not yet taken: the number of its task's draw
-        self._restored: list[tuple[int, int]] = []  # as _draws, of a checkpoint's groups that wait to be started again
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._ready: dict[int, Group] = {}
         self._in_training = 0
         self._batch = GroupBatch()  # failed and filtered groups since the last batch was taken
+        self._ready_before: set[int] = set()  # the groups that had finished by then
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
         self._length_bias = LengthBias()
@@ -90,6 +106,7 @@ class AsynchronousBuffer(SynchronousBuffer):
         if self._error is not None:  # of a group that may have ended long ago, while the loop trained
             raise self._error
         groups = [self._pop(number) for number in numbers]
+        self._ready_before = set(self._ready)
         self._in_training = self._count
         batch, self._batch = self._batch, GroupBatch()
         batch.rollouts.groups += groups
@@ -108,14 +125,11 @@ class AsynchronousBuffer(SynchronousBuffer):
         return super().metrics() | self._metrics
 
     def state(self) -> dict[str, Any]:
-        unfinished = {str(number): draw for number, draw in [*self._draws.items(), *self._restored]}
-        return {**super().state(), "started": self._started, "unfinished": unfinished}
+        return self._state([*self._draws.items(), *self._restored])
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restart groups that were not trained from their beginning: a checkpoint cannot hold the state of an env."""
-        super().restore(state)
-        self._started = state.get("started") or 0  # none in a checkpoint of synchronous training
-        self._restored = sorted((int(number), draw) for number, draw in (state.get("unfinished") or {}).items())
+        self._load(state)
         self._admit()
 
     async def close(self) -> None:
@@ -168,7 +182,8 @@ class AsynchronousBuffer(SynchronousBuffer):
         if trajectory.failed:
             rollouts = self._batch.rollouts
             rollouts.failed.append(trajectory)
-            requested = (len(rollouts.groups) + self._count) * self._runner.group_size
+            in_play = len(self._draws.keys() - self._ready_before)  # since then, of up to `max_staleness` + 1 batches
+            requested = (len(rollouts.groups) + max(in_play, self._count)) * self._runner.group_size
             self._runner.stop_if_too_many(rollouts.failed, requested)
 
     def _settle(self, number: int, group: Group) -> None:

@@ -26,6 +26,7 @@ from vlmrl.multimodal.renderer import Renderer, expand
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.rollout.record import Prompt, TurnRecorder
 from vlmrl.rollout.sampler import AbortedError, Sampler
+from vlmrl.samples.audit import audit
 from vlmrl.samples.columns import from_columns, rollout_metrics
 from vlmrl.types import Completion, Ending, ImageSource, MediaItem, ResponseSpan, Sample, Task, Trajectory
 from vlmrl.utils.threads import await_user_code
@@ -139,9 +140,18 @@ class Client:
                     raise ValueError(
                         f"trajectory {result.id}: its metric {name!r} must be a finite number, but it is {value!r:.100}."
                     )
-        if not from_columns:
+        result = replace(result, group_id=self.group_id, task=self.recorder.trajectory.task)
+        if from_columns:
+            self._check_rows(result)
+        else:
             self._check_turns(result)
-        return replace(result, group_id=self.group_id, task=self.recorder.trajectory.task)
+        return result
+
+    def _check_rows(self, trajectory: Trajectory) -> None:
+        """The rules of a batch hold for the rows, or this trajectory would end the run. Experts are left to the batch's audit."""
+        rows = [replace(sample, expert_routing=[]) for sample in trajectory.samples or []]
+        if not trajectory.failed:
+            audit(rows, [trajectory], image_token_id=self._loop.renderer.image_token_id)
 
     def _check_turns(self, trajectory: Trajectory) -> None:
         """The turns are those that were recorded; only what is no token, such as their rewards, may differ."""

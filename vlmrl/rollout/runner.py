@@ -111,12 +111,13 @@ class Runner:
                 reasons.
         """
         rollouts, earlier, started = Rollouts(), earlier or Rollouts(), 0
-        at_once, slots = self._limits(math.ceil(count * over_sampling))
+        most = math.ceil(count * over_sampling)
+        at_once, slots = self._limits(most)
+        requested = (len(earlier.groups) + most) * self.group_size
 
         def ended(trajectory: Trajectory) -> None:
             if trajectory.failed:
                 rollouts.failed.append(trajectory)
-                requested = (len(earlier.groups) + count) * self.group_size
                 self.stop_if_too_many(earlier.failed + rollouts.failed, requested)
             on_end(trajectory)
 

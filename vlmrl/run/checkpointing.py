@@ -154,11 +154,7 @@ async def save_model(run: Run, trainer: RunTrainer) -> None:
     if run.colocated:
         await run.engine.pause()
     _save_weights(run, trainer, run.folder / "model")
-    model = run.config.model
-    if model.lora.rank:
-        with atomic_folder(run.folder / "adapters") as part:
-            save_adapters(dict(trainer.named_adapters()), model.lora, run.model.path, part)
-            date_last(part / SAVED_LAST["adapters"], run.folder)
+    _save_adapters(run, trainer)
 
 
 async def save_best(run: Run, trainer: RunTrainer, state: LoopState, step: int, reward: float) -> None:
@@ -190,7 +186,7 @@ async def save_stopped(run: Run, trainer: RunTrainer, state: LoopState, progress
         await asyncio.to_thread(write_checkpoint, run, trainer, state)
     save_summary(run, state)
     if run.config.save_model and trainer.steps_done:
-        _save_last_weights(run, trainer, progress)
+        _save_last_weights(run, trainer, progress, with_adapters=True)
 
 
 async def save_after_failure(run: Run, trainer: RunTrainer, progress: RunProgress) -> None:
@@ -210,9 +206,12 @@ async def _pause_last(run: Run, progress: RunProgress) -> None:
         progress.say(f"the engine did not release the GPUs to the trainer: {error or type(error).__name__}")
 
 
-def _save_last_weights(run: Run, trainer: RunTrainer, progress: RunProgress) -> None:
+def _save_last_weights(run: Run, trainer: RunTrainer, progress: RunProgress, with_adapters: bool = False) -> None:
+    """``with_adapters``: those of LoRA too, which are gathered from all ranks: after a failure one may not answer."""
     try:
         _save_weights(run, trainer, run.folder / "model")
+        if with_adapters:
+            _save_adapters(run, trainer)
     except (RuntimeError, OutputError) as error:  # the trainer may have failed, or the disk be full
         progress.say(f"the weights of the last step could not be saved: {error}")
 
@@ -232,6 +231,15 @@ def _save_weights(run: Run, trainer: RunTrainer, folder: Path, about: dict[str, 
         if about is not None:
             (part / "best.json").write_text(json.dumps(about) + "\n")
         date_last(part / SAVED_LAST["model"], run.folder)
+
+
+def _save_adapters(run: Run, trainer: RunTrainer) -> None:
+    """Write LoRA adapters, if the run trains any, as peft does."""
+    model = run.config.model
+    if model.lora.rank:
+        with atomic_folder(run.folder / "adapters") as part:
+            save_adapters(dict(trainer.named_adapters()), model.lora, run.model.path, part)
+            date_last(part / SAVED_LAST["adapters"], run.folder)
 
 
 def date_last(written: Path, run: Path) -> None:

@@ -33,7 +33,7 @@ from vlmrl.run.build import NO_TASKS, Run, build_run, check_names
 from vlmrl.run.off_policy import describe_correction
 from vlmrl.run.run_folder import check_resume, describe_changes, earlier_run_set_aside, has_finished, trained_steps
 from vlmrl.run.run_lock import run_lock
-from vlmrl.run.sft import sft_steps
+from vlmrl.run.sft import step_draws
 from vlmrl.run.stopping import GRACE_SECONDS, RunStopped, StopRequest, stop_on_signals
 from vlmrl.train.controller import Commands, join_process_group, run_commands
 from vlmrl.train.fsdp import backend_of
@@ -248,10 +248,9 @@ def summary_of(run: Run) -> str:
     if run.conversations is not None:
         rows, kept = run.conversations
         counts = f"{len(rows)} conversations, {len(kept or ())} held out"
-        steps = sft_steps(rows, config)
-        imitated = (
-            f"sft       {counts}; {steps} step{'s' * (steps != 1)} of {config.sft.rows_per_step}, lr {config.sft.lr:g}"
-        )
+        draws = step_draws(rows, config.sft.rows_per_step)
+        steps, size = len(draws), max(map(len, draws))
+        imitated = f"sft       {counts}; {steps} step{'s' * (steps != 1)} of {size}, lr {config.sft.lr:g}"
     if config.only_sft:
         return f"{imitated}\noutput    {run.folder}"
     held_out = f", {len(run.held_out)} held out" if run.held_out is not None else ""

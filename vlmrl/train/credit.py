@@ -14,7 +14,7 @@ from vlmrl.algos.filters import soft_overlong_penalty
 from vlmrl.config import Algo, Config
 from vlmrl.multimodal.messages import images_of, parts_of_message
 from vlmrl.train.token_credit import assign_by_token, finite, trained
-from vlmrl.types import Sample, Trajectory, Turn
+from vlmrl.types import MediaItem, Sample, Trajectory, Turn
 
 
 def assign_advantages(
@@ -131,9 +131,11 @@ def _observation(turn: Turn) -> str:
         return repr((turn.prompt_ids, [item.id for item in turn.media]))
     responses = [place for place, message in enumerate(turn.messages) if message.get("role") == "assistant"]
     shown = turn.messages[responses[-1] + 1 :] if responses else turn.messages
-    images = [item.id for item in turn.media][len(turn.media) - len(images_of(shown)) :]
+    # Of the messages, since the turn may keep some of them of another one. A history policy may add images that are not loaded here.
+    images = images_of(shown)
+    images = images if all(isinstance(image, MediaItem) for image in images) else turn.media
     texts = [(message.get("role"), [part.get("text") for part in parts_of_message(message)]) for message in shown]
-    return repr((texts, images))
+    return repr((texts, [item.id for item in images]))
 
 
 def _advantages(rewards: Sequence[float], group_ids: Sequence[str], algo: Algo) -> list[float]:
