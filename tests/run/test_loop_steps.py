@@ -290,6 +290,31 @@ def test_a_run_that_fails_keeps_its_weights_if_it_took_a_step(small, plays, save
     assert not (one.run.folder / "summary.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("fails", "saved"),
+    [
+        (("play", 1), None),  # no step was finished
+        (("play", 3), (1, True)),
+        (("evaluate", 2), (1, False)),
+        (("step", 2), None),  # the trainer may hold half an update
+        (("weights_changed 2", 1), None),  # or a whole one, which a resumed run would take again
+    ],
+)
+def test_a_run_that_fails_outside_an_update_saves_the_state_of_its_last_finished_step(small, fails, saved):
+    settings = {"train": train(3), "eval": EVALUATED, "checkpoint": Checkpoint(every=9)}
+    one = small(fails=fails, **settings)
+    with pytest.raises((EnvContractError, OSError)):
+        one.train()
+    if saved is None:
+        assert one.run.checkpoints.newest() is None
+        return
+    state = json.loads((one.saved / "run.json").read_text())
+    assert (state["step"], state["evaluated"]) == saved
+    again = small(**settings)
+    again.train(one.saved)
+    assert again.steps("loss") == [1, 2, 3] and again.steps("eval/reward/mean") == [0, 1, 2, 3]
+
+
 def test_the_engine_is_resumed_when_training_fails(small):
     one = small(fails=("step", 1))
     with pytest.raises(OSError, match="the disk is full"):

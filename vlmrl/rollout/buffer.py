@@ -32,12 +32,8 @@ class SynchronousBuffer:
         self._mode = algo.dynamic_sampling
         self._train = train
         self._count = train.groups_per_batch
-        self._started = (
-            0  # number of groups that asynchronous training has started; a group's number is its place in that order
-        )
-        self._restored: list[
-            tuple[int, int]
-        ] = []  # a checkpoint's groups that wait to be started again: numbers and draws
+        self._started = 0  # groups that asynchronous training has started, which are numbered in this order
+        self._restored: list[tuple[int, int]] = []  # numbers and draws of a checkpoint's groups to be played again
 
     async def take(self, step: int) -> GroupBatch:
         """The next batch. Raises RolloutError if too many trajectories fail or too few groups pass the filters."""

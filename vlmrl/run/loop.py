@@ -131,9 +131,8 @@ async def saved_at_the_end(
             await save_stopped(run, trainer, state, progress)
         await recorder.finish()
         raise
-    except BaseException:
-        if run.config.save_model and trainer.steps_done:
-            await save_after_failure(run, trainer, progress)
+    except BaseException as error:
+        await save_after_failure(run, trainer, state, progress, error)
         await recorder.finish()
         raise
 
@@ -163,6 +162,7 @@ class TrainingLoop:
                 batch = await self.stop.interruptible(self.recorder.play(step, self.buffer))
                 if step == 1:
                     await self.check_first_batch(batch)
+                state.is_updating = True
                 metrics = await update(self.run, self.trainer, batch.trajectories, step, self.evaluator, self.stop)
                 self.buffer.trained()
                 warning = small_step_warning(config, step, metrics["groups/trained"])
