@@ -19,6 +19,7 @@ from vlmrl.engine.base import Engine, EngineError
 from vlmrl.env.session import EnvError
 from vlmrl.gateway.chat import ChatError, ChatRequest, ChatResponse, IssuedCall
 from vlmrl.gateway.engine_ids import EngineIds
+from vlmrl.gateway.request_body import size_beside
 from vlmrl.gateway.request_tree import Found, RequestTree
 from vlmrl.gateway.responses import split_response
 from vlmrl.multimodal.images import ImageUnavailableError
@@ -33,6 +34,7 @@ from vlmrl.utils.work_pool import DeadlineError, cpu_pool
 
 T = TypeVar("T")
 MAX_KEYS = 10_000  # of posted rewards
+MAX_BESIDE = 2**24  # characters of reasoning and calls in all turns of an episode, which are kept and logged with it
 
 
 class AgentEpisode:
@@ -71,6 +73,7 @@ class AgentEpisode:
         self._engine_ids = EngineIds(trajectory.id, engine)
         self._in_flight: set[asyncio.Task[ChatResponse]] = set()
         self._counts = Counter[str]()
+        self._beside = 0  # characters of reasoning and calls in the messages of all prompts
         self._finished = False
         self._one_long = asyncio.Semaphore()  # the threads are shared: one for each episode's long requests
 
@@ -200,6 +203,7 @@ class AgentEpisode:
         messages, not_shown = await self._load(request.messages)
         found = await self._apart((messages, request.tools), partial(self._tree.find, messages, request.tools))
         prompt, continues = await self._render(found, messages, request.tools)
+        self._count_beside(prompt)
         above = self.recorder.turns[prompt.parent] if continues and prompt.parent is not None else None
         engine_id = self._engine_ids.take(above)
         draw, stop = (number, request.seed or 0), request.stop
@@ -227,6 +231,14 @@ class AgentEpisode:
         if not_shown > known:
             turn.metrics["images_not_shown"] = float(not_shown - known)
         return self._record(number, turn, sampled.completion.prompt_tokens, request, found)
+
+    def _count_beside(self, prompt: Prompt) -> None:
+        """Count what no template need show of a prompt's new messages. Raises ChatError if it is too much for one episode."""
+        size = size_beside(prompt.messages)
+        if size and self._beside + size > MAX_BESIDE:
+            rule = f"an episode keeps at most {MAX_BESIDE} characters of reasoning and calls: send less of them back."
+            raise ChatError(400, "messages", rule)
+        self._beside += size
 
     async def _load(self, messages: list[Message]) -> tuple[list[Message], int]:
         """The messages with their images loaded, and how many cannot be shown.
