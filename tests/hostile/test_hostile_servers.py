@@ -117,7 +117,7 @@ def test_a_sample_of_what_servers_may_answer(engine, how_many):
         lambda response: response["meta_info"].update(
             weight_versions=[{"version": "default", "start": 0, "end": 10**12}]
         ),
-        lambda response: response["meta_info"].update(output_token_logprobs=[[-1e308, 5, None], [-1.0, END, None]]),
+        lambda response: response["meta_info"].update(output_token_logprobs=[[-1e6, 5, None], [-1.0, END, None]]),
         lambda response: response["meta_info"].update(output_token_logprobs=[[2.0, 5, None], [-1.0, END, None]]),
         lambda response: response.update(output_ids=[5.0, END]),
         lambda response: response.update(output_ids=[-5, END]),

@@ -17,7 +17,7 @@ UNKNOWN_EXPERT = -1  # in place of a token's experts, if the server does not ret
 StopReason = Literal["stop", "length", "abort"]
 
 
-LEAST_LOGPROB, MOST_LOGPROB = -1e30, 1e-3  # a server's rounding may leave one just above 0
+LEAST_LOGPROB, MOST_LOGPROB = -1e5, 1e-3  # no model has lower ones; a server's rounding may leave one just above 0
 MOST_IDS = 2**31  # of a vocabulary whose size is not known
 
 
@@ -30,7 +30,7 @@ class StaleWeights(BadResponse):
 
 
 def is_logprob(value: object) -> bool:
-    """Whether a server's value is a number that float32 holds, and no more than 0, its rounding aside."""
+    """Whether a server's value is a logprob that a model may have: no more than 0, its rounding aside."""
     return type(value) in (int, float) and LEAST_LOGPROB <= value <= MOST_LOGPROB  # type: ignore[operator]
 
 
