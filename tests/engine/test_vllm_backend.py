@@ -150,8 +150,9 @@ def test_experts_are_requested_and_read_from_the_first_token_without_known_ones(
     assert parse(response(**once), expert_routing=True).experts.tolist() == [0, 1, 2, 0]
     assert parse(response(**once)).experts is None
     assert parse(response(routed_experts=None), expert_routing=True).experts is None
-    with pytest.raises(BadResponse, match="experts of another form"):
-        parse(response(routed_experts="AAAA"), expert_routing=True)
+    for wrong in (b"\0\0\0", b"\x93NUMPY\x01\x00\x01\x00(", b"\x93NUMPY\x01\x00\xff\xff" + b"[" * 65535):
+        with pytest.raises(BadResponse, match="experts of another form"):
+            parse(response(routed_experts=base64.b64encode(wrong).decode()), expert_routing=True)
 
 
 def test_experts_of_earlier_weights_are_unknown():

@@ -17,6 +17,7 @@ from testing.servers import answering, free_port
 
 from vlmrl import Judge, JudgeError, ToolEnv, weighted_reward
 from vlmrl.config.code import load_object
+from vlmrl.env import judge as judge_module
 
 pytestmark = pytest.mark.slow
 
@@ -90,6 +91,12 @@ NO_VERDICTS = {
     "counts more than there are": {**completion("<score>2</score>"), "usage": {"prompt_tokens": 10**308}},
     "counts nan": '{"choices": [{"message": {"content": "<score>2</score>"}}], "usage": {"prompt_tokens": NaN}}',
     "is no JSON": "<html>",
+    "is endless": completion("a" * 9 * 2**20 + "<score>2</score>"),
+}
+LONG = {
+    "is cut off": completion("a" * 10**6, "length"),
+    "refuses in a list": completion(None, refusal=["a" * 10**6]),
+    "gives long scores": completion(f"<score>{'a' * 10**6}</score>" * 2),
 }
 
 
@@ -105,6 +112,22 @@ def test_an_unusable_response_is_retried_and_then_an_error(endpoint: Endpoint, k
     with pytest.raises(JudgeError, match="no verdict in 2 requests"):
         judge.grade("Other rubric?", CONVERSATION)
     assert len(endpoint.requests) == 2
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_an_error_does_not_repeat_all_that_a_judge_sent(endpoint: Endpoint, kind: str):
+    endpoint.script = [LONG[kind]]
+    with pytest.raises(JudgeError, match="no verdict in 1 requests") as error:
+        Judge(endpoint.url, "m", timeout=600.0, max_retries=0).grade("Kind?", CONVERSATION)
+    assert len(str(error.value)) < 2000
+
+
+def test_verdicts_that_are_kept_have_a_limit_of_bytes(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(judge_module, "KEPT_BYTES", 4000)
+    judge = Judge(endpoint.url, "m")
+    endpoint.script = [completion("a" * 1000 + "<score>8</score>")]
+    verdicts = [judge.grade(rubric, CONVERSATION) for rubric in ("first", "second", "first", "third", "first")]
+    assert [verdict.cached for verdict in verdicts] == [False, False, True, False, False]
 
 
 def test_a_request_that_hangs_is_given_up_and_retried_and_then_an_error(endpoint: Endpoint):

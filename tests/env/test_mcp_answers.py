@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, web
 from testing.episodes import play
 from testing.servers import served
 
@@ -34,10 +34,16 @@ def texts(message: dict[str, Any], *texts: str) -> dict[str, Any]:
     return {"jsonrpc": "2.0", "id": message["id"], "result": {"content": blocks}}
 
 
-def played(call: Answer, pages: int = 1) -> Any:
-    """An episode with a server that answers a call as ``call`` does, and lists its tool on so many pages."""
+def played(
+    call: Answer, pages: int = 1, listen: Callable[[web.Request], Any] | None = None, tools: Any = (TOOL,)
+) -> Any:
+    """An episode with a server that answers a call as ``call`` does, and lists its ``tools`` on so many pages. With ``listen`` it has
+    a session, and answers every GET so."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
+        if request.method == "GET" and listen is not None:
+            listened: web.StreamResponse = await listen(request)
+            return listened
         if request.method != "POST":
             return web.Response(status=405)
         message = await request.json()
@@ -49,11 +55,11 @@ def played(call: Answer, pages: int = 1) -> Any:
                 "capabilities": {"tools": {}},
                 "serverInfo": {"name": "a", "version": "1"},
             }
-            return web.json_response({**body, "result": about})
+            return web.json_response({**body, "result": about}, headers={"Mcp-Session-Id": "s"} if listen else {})
         if method == "tools/list":
             page = int(message.get("params", {}).get("cursor", 1))
             more = {"nextCursor": str(page + 1)} if page < pages else {}
-            return web.json_response({**body, "result": {"tools": [TOOL], **more}})
+            return web.json_response({**body, "result": {"tools": list(tools), **more}})
         if method == "tools/call":
             response: web.StreamResponse = await call(request, message)
             return response
@@ -99,6 +105,28 @@ async def many_objects(request: web.Request, message: dict[str, Any]) -> web.Str
     return web.json_response(texts(message, *["a"] * 1000))
 
 
+async def many_values(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
+    """Small values that hold no object: parsing them holds the interpreter, and takes a hundred times their size."""
+    body = {**texts(message), "result": {"content": [], "structuredContent": {"a": [[]] * 5000}}}
+    return web.json_response(body)
+
+
+async def many_objects_in_an_event(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    blocks = {**texts(message), "result": {"content": [{}] * 1001}}
+    await response.write(b"data: " + json.dumps(blocks).encode() + b"\n\n")
+    return response
+
+
+async def a_long_text(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response(texts(message, "a" * 600, "a" * 600))
+
+
+async def text_with_the_signs_of_values(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response(texts(message, '"{[,\\' * 25))
+
+
 async def compressed(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
     body = gzip.compress(json.dumps(texts(message, "a" * 2**24)).encode())
     assert len(body) < 2**16
@@ -112,10 +140,13 @@ async def elsewhere(request: web.Request, message: dict[str, Any]) -> web.Stream
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        (without_end, "it has more than 1048576 bytes, or more than 1000 objects"),
-        (many_events, "it has more than 1048576 bytes, or more than 1000 lines"),
-        (many_short_lines, "it has more than 1048576 bytes, or more than 1000 lines"),
-        (many_objects, "it has more than 1048576 bytes, or more than 1000 objects"),
+        (without_end, "it has more than 1048576 bytes"),
+        (many_events, "it has more than 1000 lines"),
+        (many_short_lines, "it has more than 1000 lines"),
+        (many_objects, "it has more than 1000 objects"),
+        (many_objects_in_an_event, "it has more than 1000 objects"),
+        (many_values, "it has more than 4000 values"),
+        (a_long_text, "its texts have more than 1000 characters in all"),
         (compressed, "it is compressed (gzip), although the request forbids that"),
         (elsewhere, "Redirect to http://canary.vlmrl.invalid/mcp not followed"),
     ],
@@ -123,12 +154,40 @@ async def elsewhere(request: web.Request, message: dict[str, Any]) -> web.Stream
 def test_an_answer_over_the_limits_fails_its_trajectory_with_the_reason(
     call: Answer, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(mcp, "MAX_ANSWER", 2**20)
-    monkeypatch.setattr(mcp, "MAX_OBJECTS", 1000)
+    limits = {"MAX_ANSWER": 2**20, "MAX_OBJECTS": 1000, "MAX_LINES": 1000, "MAX_VALUES": 4000, "MAX_TEXT": 1000}
+    for name, most in limits.items():
+        monkeypatch.setattr(mcp, name, most)
     trajectory = played(call)
     assert trajectory.ending == "error" and reason in trajectory.error
     printed = [record for record in caplog.records if record.name.startswith(("mcp", "client"))]
     assert not printed  # without a handler, warnings are printed as they are
+
+
+def test_signs_within_a_text_are_no_values(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mcp, "MAX_VALUES", 60)
+    monkeypatch.setattr(mcp, "MAX_OBJECTS", 20)
+    assert played(text_with_the_signs_of_values).reward == 1.0
+
+
+def test_a_server_does_not_make_the_client_listen_again_and_again(monkeypatch: pytest.MonkeyPatch):
+    """It ends each stream at once, and asks for no pause before the next one."""
+    heard = []
+
+    async def listen(request: web.Request) -> web.StreamResponse:
+        heard.append(request.headers.get("Last-Event-ID"))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"id: 1\nretry: 0\ndata: \n\n")
+        return response
+
+    async def after_100(request: web.Request, message: dict[str, Any]) -> web.StreamResponse:
+        for _ in range(100):  # episodes are long: the client could listen once for each
+            async with ClientSession() as session, session.get(str(request.url)):
+                pass
+        return await short(request, message)
+
+    assert played(after_100, listen=listen).reward == 1.0
+    assert len(heard) < 100 + 5
 
 
 def test_pages_of_tools_end_at_a_limit(monkeypatch: pytest.MonkeyPatch):
@@ -136,3 +195,5 @@ def test_pages_of_tools_end_at_a_limit(monkeypatch: pytest.MonkeyPatch):
     assert played(short, pages=3).reward == 1.0
     endless = played(short, pages=10**9)
     assert endless.ending == "error" and "has more than 3 tools" in endless.error
+    empty = played(short, pages=10**9, tools=())
+    assert empty.ending == "error" and "has more than 3 tools, or pages of them" in empty.error

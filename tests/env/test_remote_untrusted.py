@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import itertools
 import json
 import threading
 from dataclasses import dataclass
@@ -235,6 +236,8 @@ class FakeServer:
         if request.method == "DELETE":
             return web.json_response({})
         response = self.responses[name if request.method != "PUT" else "start"]
+        if callable(response):
+            response = response()
         if isinstance(response, Answer):
             return web.Response(status=response.status, body=response.body, headers=response.headers)
         return web.Response(body=response if isinstance(response, bytes) else json.dumps(response).encode())
@@ -321,6 +324,14 @@ def test_a_response_that_breaks_the_protocol_fails_its_trajectory_and_no_other(p
     with harmless(response, OWN):
         trajectory = played(step=response)
     assert trajectory.ending == "error" and trajectory.error.encode() and len(trajectory.error) < 3000
+
+
+def test_names_of_metrics_have_a_limit_over_all_steps(played: Any):
+    """Each has a mean in every row of the run's metrics."""
+    steps = itertools.count()
+    trajectory = played(step=lambda: shown() | {"metrics": {f"{next(steps)}": 1.0 for _ in range(600)}})
+    assert trajectory.ending == "error" and "must be at most 1000 in all episodes" in trajectory.error
+    assert len(trajectory.turns) == 1 and next(steps) == 1200
 
 
 @pytest.mark.parametrize("tools", [5, [5], [{}], [{"function": {"name": 5}}], [{"name": "f", "parameters": "\ud800"}]])

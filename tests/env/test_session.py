@@ -269,6 +269,15 @@ def test_after_an_error_a_new_env_replays_the_turns():
     assert session.counts == {"errors": 1, "retries": 1}
 
 
+def test_of_a_long_error_the_beginning_and_the_end_are_kept():
+    class Quoting(Env):
+        def step(self, response: str) -> Any:
+            raise RuntimeError("The server sent " + "a" * 10**6 + ", which is no answer.")
+
+    error = play(Quoting, ["a"]).error
+    assert len(error) < 11_000 and "The server sent a" in error and "a, which is no answer." in error
+
+
 @pytest.mark.parametrize("method", ["__init__", "reset", "finish"])
 def test_an_error_anywhere_is_retried(method: str):
     class Flaky(Logged):

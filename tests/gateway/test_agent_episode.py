@@ -430,6 +430,20 @@ def test_an_engine_that_counts_other_prompt_tokens_fails_the_episode():
     assert "the engine counted 3 prompt tokens" in str(episode.failure)
 
 
+def test_a_text_that_is_too_long_in_any_case_is_neither_looked_up_nor_rendered(monkeypatch):
+    """Looking 60 MB up, and rendering them, stopped the event loop for 2 s."""
+    for name in ("prompt", "clean_tools"):
+        monkeypatch.setattr(Renderer, name, lambda *args, **options: pytest.fail("it is rendered"))
+    monkeypatch.setattr(RequestTree, "find", lambda *args: pytest.fail("it is looked up"))
+    episode = agent_episode([], max_tokens=100)
+    field = {"type": "object", "properties": {"a" * 10_000: {}}}
+    long = {"type": "function", "function": {"name": "f", "parameters": field}}
+    for request in (ChatRequest([says("user", "a" * 10_000)]), ChatRequest([QUESTION], [long])):
+        for call in (episode.complete, episode.count_tokens):
+            with pytest.raises(ChatError, match=r"rollout\.max_tokens is 100"):
+                asyncio.run(call(request))
+
+
 def test_an_engine_that_takes_too_long_fails_the_episode():
     async def response(request: Request, turn: int) -> str:
         await asyncio.Event().wait()

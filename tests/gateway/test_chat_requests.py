@@ -168,6 +168,14 @@ WRONG = [
     ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "type"),
     ({"messages": [{"role": "system", "content": [{"type": "image_url", "image_url": ""}]}]}, "type"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "tool_call_id"),
+    (
+        {"messages": [{"role": "tool", "content": "x", "tool_call_id": "c" * 257}]},
+        "tool_call_id must be a string of at most 256",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [CALL | {"id": "c" * 257}]}]},
+        "id must be a string of at most 256",
+    ),
     ({"messages": [{"role": "assistant", "tool_calls": {}}, USER], "tools": 1}, "tools"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "function"),
     ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "id": None}]}]}, "id"),
@@ -201,6 +209,10 @@ WRONG_FOR_ANTHROPIC = [
     ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "tool_result"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}]}, "base64"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c" * 257}]}]},
+        "256 characters",
+    ),
     ({"messages": [{"role": "assistant", "content": [{"type": "image"}]}, USER]}, "tool_use"),
     ({"system": 5}, "system"),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "custom"),
@@ -242,6 +254,16 @@ def test_a_mistake_of_anthropics_form_is_answered(fields, named):
 )
 def test_a_body_that_is_no_json_is_answered(content):
     assert error_of(read_json, content).status == 400
+
+
+def test_texts_that_follow_each_other_are_one_also_beside_an_image():
+    """Empty ones have no tokens, so that no limit of those would hold for their number."""
+    text, shown = {"type": "text", "text": ""}, {"type": "image_url", "image_url": {"url": uri(png())}}
+    [message] = openai_chat(
+        {"role": "user", "content": [text] * 1000 + [shown] + [text | {"text": "a"}] * 1000}
+    ).messages
+    assert [part["type"] for part in message["content"]] == ["text", "image", "text"]
+    assert message["content"][2]["text"] == "a" * 1000
 
 
 def test_a_body_of_json_is_read():

@@ -167,6 +167,9 @@ def test_a_reward_is_posted():
         assert episode.posted_reward == 1.5
         for _ in range(2):  # one with an id counts once
             assert served.post("/reward", {"reward": 1.0, "id": "judge"}).json() == {"reward": 2.5}
+        refused = served.post("/reward", {"reward": 1e15, "id": "much"})
+        assert refused.status_code == 400 and "must not make the sum of the posted rewards exceed 1e+15" in refused.text
+        assert served.post("/reward", {"reward": 1, "id": "much"}).json() == {"reward": 3.5}
 
 
 def test_rewards_take_little_memory():

@@ -16,7 +16,8 @@ from testing.agent_episodes import agent_episode
 from testing.episodes import wait_until
 from testing.gateway import HELLO, PATIENCE, Gate, png, serving, uri
 
-from vlmrl.gateway import gateway_app
+from vlmrl.gateway import episode as episode_module
+from vlmrl.gateway import gateway_app, request_body
 from vlmrl.gateway.chat import ChatResponse
 from vlmrl.gateway.request_images import RequestImages
 from vlmrl.multimodal import renderer as renderer_module
@@ -272,6 +273,30 @@ def test_long_requests_of_one_episode_leave_threads_to_others(monkeypatch):
         assert response.status_code == 200
         assert {count.result().status_code for count in counts} <= {200, 400} and all(in_time)
     pool.close()
+
+
+def test_what_a_template_shows_to_no_model_has_a_limit_too(monkeypatch):
+    """It has no tokens, and is kept and logged with its turn: six requests made a line of the log that no command reads."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "b" * 900})}}
+    kept = [{"reasoning_content": "hm " * 300}, {"tool_calls": [call]}]
+    episode = agent_episode(lambda request, turn: "fine")
+
+    def body(number: int, times: int = 1):
+        asked = [{"role": "user", "content": f"{number}"}]
+        return {"messages": [*asked, *[{"role": "assistant", "content": "", **kept[number % 2]}] * times, *asked]}
+
+    monkeypatch.setattr(request_body, "MAX_BESIDE", 1500)
+    monkeypatch.setattr(episode_module, "MAX_BESIDE", 4000)
+    with serving(episode) as served:
+        for number in range(2):
+            refused = served.post(body=body(number, times=2))
+            assert refused.status_code == 400 and "at most 1500 characters of reasoning and calls" in refused.text
+        assert [served.post(body=body(number)).status_code for number in range(4)] == [200] * 4
+        refused = served.post(body=body(4))
+        assert refused.status_code == 400 and "an episode keeps at most 4000 characters of reasoning" in refused.text
+        assert served.post().status_code == 200
+    episode.finish()
+    assert len(episode.trajectory.turns) == 5 and episode.failure is None
 
 
 def test_what_is_no_http_is_refused():

@@ -7,6 +7,7 @@ import json
 import pytest
 from testing.templates import TEMPLATES, real_renderer
 
+from vlmrl.env import tool_calls
 from vlmrl.env.tool_calls import ToolCall, read_tool_calls
 from vlmrl.gateway.responses import split_response
 
@@ -140,3 +141,14 @@ def test_the_time_is_in_proportion_to_the_text():
     size = 200_000  # a quadratic search would take minutes
     assert split("<tool_call>" * size)[0] == "<tool_call>" * size
     assert split("<think>" * size)[1] == "<think>" * (size - 1)
+
+
+@pytest.mark.parametrize("tool_format", ["xml", "glm"])
+def test_tools_are_looked_up_once_for_all_calls(tool_format, monkeypatch):
+    """3,000 calls among 3,000 tools took the event loop 3 s."""
+    looked = []
+    monkeypatch.setattr(tool_calls, "tool_name", lambda tool: looked.append(tool) or tool["name"])
+    tools = [{"name": f"tool{number}"} for number in range(10)]
+    text = {"xml": "<function=tool3></function>", "glm": "tool3"}[tool_format]
+    calls = split_response(f"<tool_call>{text}</tool_call>" * 5, tools, tool_format, reads_calls=True)[2]
+    assert [call.name for call in calls] == ["tool3"] * 5 and len(looked) == 10

@@ -7,6 +7,8 @@ import itertools
 import json
 import math
 import random
+import re
+from typing import Any
 
 import pytest
 from hostile.servers import END, cases
@@ -24,6 +26,7 @@ from vlmrl.types import Completion
 
 DEADLINE = 60.0  # seconds for one response, which takes milliseconds
 KNOWN = {"default": 0, "run.1": 1}
+VOCABULARY = 1000
 
 
 class Words:
@@ -48,7 +51,7 @@ def engine(request):
     server = Server("http://127.0.0.1:9")
     pool = Answering(SGLangBackend(ServerSettings(urls=(server.url,))), [server], limits=Limits(retries=0))
     routing = ExpertRouters(nn.ModuleList([Router()]), "Router") if request.param else None
-    made = ServerEngine(pool, Words(), banned_ids=[PAD], routing=routing)
+    made = ServerEngine(pool, Words(), banned_ids=[PAD], routing=routing, vocabulary=VOCABULARY)
     made.versions |= KNOWN
     yield made
     made.close()
@@ -73,11 +76,22 @@ def check(result: Completion | Exception) -> None:
         assert len(str(result)) < 5000
         return
     size = len(result.token_ids)
-    assert size <= 8 and all(type(token) is int and token >= 0 for token in result.token_ids)
+    assert 0 < size <= 8 or result.stop_reason == "abort"
+    assert all(type(token) is int and 0 <= token < VOCABULARY and token != PAD for token in result.token_ids)
     assert len(result.logprobs) == len(result.policy_versions) == size
     assert all(math.isfinite(logprob) for logprob in result.logprobs)
     assert set(result.policy_versions) <= set(KNOWN.values())
     assert result.stop_reason in ("stop", "length", "abort") and result.prompt_tokens == 3
+
+
+def answer(ids: list[int]) -> dict[str, Any]:
+    meta = {
+        "finish_reason": {"type": "stop", "matched": END},
+        "prompt_tokens": 3,
+        "output_token_logprobs": [[-1.0, token, None] for token in ids],
+        "weight_versions": [{"version": "default", "start": 0, "end": len(ids)}],
+    }
+    return {"output_ids": ids, "meta_info": meta}
 
 
 def test_a_sample_of_what_servers_may_answer(engine, how_many):
@@ -103,22 +117,23 @@ def test_a_sample_of_what_servers_may_answer(engine, how_many):
         lambda response: response["meta_info"].update(
             weight_versions=[{"version": "default", "start": 0, "end": 10**12}]
         ),
-        lambda response: response["meta_info"].update(output_token_logprobs=[[-1e308, 5, None], [-1.0, END, None]]),
+        lambda response: response["meta_info"].update(output_token_logprobs=[[-1e6, 5, None], [-1.0, END, None]]),
         lambda response: response["meta_info"].update(output_token_logprobs=[[2.0, 5, None], [-1.0, END, None]]),
         lambda response: response.update(output_ids=[5.0, END]),
         lambda response: response.update(output_ids=[-5, END]),
         lambda response: response.update(output_ids=[5] * 9),
         lambda response: response.pop("meta_info"),
+        lambda response: response.update(more=[0] * 20_000),
+        lambda response: response.update(answer([])),
+        lambda response: response.update(answer([PAD, END])),
+        lambda response: response.update(answer([VOCABULARY, END])),
+        lambda response: response.update(answer([2**32, END])),
     ],
 )
 def test_a_response_of_another_form_is_a_failed_attempt(engine, spoil):
-    meta = {
-        "finish_reason": {"type": "stop", "matched": END},
-        "prompt_tokens": 3,
-        "output_token_logprobs": [[-1.0, 5, None], [-1.0, END, None]],
-        "weight_versions": [{"version": "default", "start": 0, "end": 2}],
-    }
-    response = {"output_ids": [5, END], "meta_info": meta}
+    response = answer([5, END])
     spoil(response)
     result = asyncio.run(outcome(engine, (200, json.dumps(response).encode())))
-    assert isinstance(result, EngineError) and "in 1 attempts: BadResponse" in str(result)
+    assert isinstance(result, EngineError) and re.search(
+        "in 1 attempts: (BadResponse|.* more than 10800 commas)", str(result)
+    )

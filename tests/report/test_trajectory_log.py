@@ -9,6 +9,7 @@ from testing.fakes import item_of
 from testing.trajectories import IMAGE, turn
 
 import vlmrl
+from vlmrl.report import json_lines, trajectory_log
 from vlmrl.report.run_log import RunLog
 from vlmrl.report.trajectory_log import TrajectoryLog, kept_whole
 from vlmrl.types import Task, Trajectory
@@ -49,6 +50,19 @@ def test_the_first_groups_and_failed_trajectories_are_kept_whole_and_the_others_
     assert run.image("b1ue").getpixel((0, 0)) == (0, 0, 255)
     [failure] = run.failures
     assert (failure["reason"], failure["retried"], failure["turns"]) == ("TimeoutError: N s", True, 1)
+
+
+def test_long_texts_are_cut_where_no_command_could_read_the_line(tmp_path, monkeypatch):
+    """An env's message of a role that the template does not show has no tokens."""
+    monkeypatch.setattr(trajectory_log, "MOST_LINE", 400_000)
+    monkeypatch.setattr(json_lines, "MOST_BYTES", 4 * 400_000)
+    whole, long = played("a", "0"), played("b", "0")
+    whole.turns[0].messages = [{"role": "developer", "content": "x" * 100_000}]
+    long.turns[0].messages = [{"role": "developer", "content": "\1" * 1_000_000, "name": "n" * 20_000}]
+    run = write(tmp_path, (1, "train", [whole, long]))
+    kept, cut = run.trajectories(1, "train")
+    assert kept["prompt"] == "x" * 100_000 and cut["reward"] == 1.0
+    assert cut["prompt"] == "\1" * 10_000 + " [990000 characters are left out]"
 
 
 def test_records_are_made_off_the_event_loop(tmp_path):

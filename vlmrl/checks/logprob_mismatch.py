@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vlmrl.algos.losses import MAX_LOG_RATIO
 from vlmrl.types import Sample, TrainedTokens, Trajectory
 
 
@@ -28,7 +29,7 @@ def turn_mismatches(
     """The mismatch of each turn in ``samples``; ``logprobs`` are the trainer's, one array ``[response]`` for each sample.
 
     Samples without rollout logprobs are left out. k3 is the mean of exp(d) - 1 - d, d the trainer's logprob minus the rollout's
-    (Schulman, "Approximating KL divergence", 2020).
+    (Schulman, "Approximating KL divergence", 2020), which counts as MAX_LOG_RATIO at most.
     """
     turns: list[tuple[str, int]] = []
     differences: list[np.ndarray] = []
@@ -41,7 +42,8 @@ def turn_mismatches(
     sizes = np.array([len(d) for d in differences])
     starts = np.cumsum(sizes) - sizes
     d = np.concatenate(differences)
-    mean, k3 = np.add.reduceat(np.abs(d), starts) / sizes, np.add.reduceat(np.expm1(d) - d, starts) / sizes
+    bounded = np.minimum(d, MAX_LOG_RATIO)  # a server may report any logprob, and a metric must be finite
+    mean, k3 = np.add.reduceat(np.abs(d), starts) / sizes, np.add.reduceat(np.expm1(bounded) - bounded, starts) / sizes
     numbers = zip(turns, sizes, mean, np.maximum.reduceat(np.abs(d), starts), k3, strict=True)
     return [TurnMismatch(name, turn, int(n), float(m), float(top), float(k)) for (name, turn), n, m, top, k in numbers]
 

@@ -34,6 +34,7 @@ from vlmrl.weight_sync.base import WeightReceiver
 
 BAN = -1e9
 """Bias on a banned token's logit: the token gets no probability, and the logprobs of the others are normalized without it."""
+TOKEN_VALUES, OTHER_VALUES = 100, 10_000  # in a response: of each token, and beside them
 DECODER_LAYERS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 """The layers of every decoder of transformers without recurrent layers."""
 NO_API_KEY = (
@@ -144,6 +145,13 @@ class Attempt:
     """Return the experts of all tokens from ``request.routing_from`` on."""
     device: str
     """On which the server computes: ``cuda`` or ``cpu``."""
+
+    @property
+    def most_values(self) -> int:
+        """How many values the JSON of the response may have: those of each token, with its bytes and the likely ids at its place."""
+        if isinstance(self.request, ScoreRequest):
+            return OTHER_VALUES + self.request.length * (TOKEN_VALUES + 16 * self.request.most_likely)
+        return OTHER_VALUES + self.request.sampling.max_tokens * TOKEN_VALUES
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,8 @@ class AdapterExchanged(Exception):
 
 
 class ServerEngine:
-    """Samples from ``servers``. ``banned_ids`` are never sampled; with ``routing``, completions contain the experts of their tokens.
+    """Samples from ``servers``. ``banned_ids`` are never sampled, nor is any id from ``vocabulary`` on; with ``routing``, completions
+    contain the experts of their tokens.
 
     With colocated servers, a pause also puts them to sleep. Before they wake, ``offload_trainer`` moves the trainer to host memory;
     it returns False if it cannot, and the servers stay paused. With ``releases_weights``, sleeping servers give up the memory of their
@@ -53,6 +54,7 @@ class ServerEngine:
         routing: ExpertRouters | None = None,
         offload_trainer: Callable[[], bool] = lambda: True,
         releases_weights: bool = False,
+        vocabulary: int | None = None,
     ) -> None:
         self.servers = servers
         self.backend = servers.backend
@@ -68,6 +70,7 @@ class ServerEngine:
         self.thread = LoopThread("servers")
         self._renderer = renderer
         self._banned_ids = banned_ids
+        self._vocabulary = vocabulary
         self._routing = routing
         self._offload_trainer = offload_trainer
         self._releases_weights = releases_weights
@@ -263,7 +266,8 @@ class ServerEngine:
         server.in_flight += 1
         began = time.monotonic()
         try:
-            response = await _unless_drained(server, self.servers.call(server, *self._call_for(attempt)))
+            call = self.servers.call(server, *self._call_for(attempt), most_values=attempt.most_values)
+            response = await _unless_drained(server, call)
         except asyncio.CancelledError:
             server.given_up(began)
             self._abort(server, attempt.id)
@@ -306,6 +310,8 @@ class ServerEngine:
             adapter=attempt.adapter,
             routing=self._routing,
             routing_hint=self.backend.routing_hint,
+            banned_ids=self._banned_ids,
+            vocabulary=self._vocabulary,
         )
 
     def _abort(self, server: Server, attempt_id: str) -> None:

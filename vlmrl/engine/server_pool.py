@@ -19,10 +19,11 @@ from vlmrl.engine.base import EngineError
 from vlmrl.engine.server import TAIL, TOKEN_VARIABLE, UNREACHED, Server, ServerError, ServerInfo, suppress_unreachable
 from vlmrl.engine.server_backend import Call, EncodedBody, ServerBackend
 from vlmrl.utils.http import excerpt, parse_json, plain_session, read_at_most
+from vlmrl.utils.json_files import MAX_VALUES
 from vlmrl.utils.tokens import bearer
 
 CHECK_SECONDS = 30.0  # time limit of one health check
-MOST_VALUES = 2**26  # of a response: 4 for each of 100 likely ids at 160,000 tokens
+MOST_VALUES = 2**26  # of any response: 4 for each of 100 likely ids at 160,000 tokens
 MOST_BYTES = 2**30  # of a response: the experts of a long context take hundreds of MiB
 PIECE = 2**18  # bytes of a body that are written at once: what a slow connection does not take yet is copied
 EXPECTED = (*UNREACHED, ServerError, EngineError)  # failures of a server; any other error is one of this program
@@ -116,14 +117,22 @@ class ServerPool:
         processes = [server.process for server in self.all if server.process is not None]
         await asyncio.gather(*(asyncio.to_thread(process.stop) for process in processes))
 
-    async def call(self, server: Server, path: str, body: Any = None, timeout: float | None = None) -> Any:
-        """GET ``path``, or POST ``body`` (JSON as Python objects, or an EncodedBody). Returns the JSON of the response.
+    async def call(
+        self,
+        server: Server,
+        path: str,
+        body: Any = None,
+        timeout: float | None = None,
+        most_values: int = MAX_VALUES,
+    ) -> Any:
+        """GET ``path``, or POST ``body`` (JSON as Python objects, or an EncodedBody). Returns the JSON of the response, which may have
+        ``most_values``: reading a million holds the interpreter for up to half a second.
 
         Raises ServerError if the server answers with an error or not in JSON, and one of UNREACHED if it does not answer.
         """
         content = await self._fetch(server, Call(path, body), timeout)
         try:
-            return parse_json(content, MOST_VALUES) if content.strip() else None
+            return parse_json(content, min(most_values, MOST_VALUES)) if content.strip() else None
         except ValueError as error:
             raise ServerError(f"{server.url}{path}: HTTP 200, but {error}", 502) from None
 

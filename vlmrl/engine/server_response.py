@@ -17,7 +17,8 @@ UNKNOWN_EXPERT = -1  # in place of a token's experts, if the server does not ret
 StopReason = Literal["stop", "length", "abort"]
 
 
-LEAST_LOGPROB, MOST_LOGPROB = -1e30, 1e-3  # a server's rounding may leave one just above 0
+LEAST_LOGPROB, MOST_LOGPROB = -1e5, 1e-3  # no model has lower ones; a server's rounding may leave one just above 0
+MOST_IDS = 2**31  # of a vocabulary whose size is not known
 
 
 class BadResponse(Exception):
@@ -29,7 +30,7 @@ class StaleWeights(BadResponse):
 
 
 def is_logprob(value: object) -> bool:
-    """Whether a server's value is a number that float32 holds, and no more than 0, its rounding aside."""
+    """Whether a server's value is a logprob that a model may have: no more than 0, its rounding aside."""
     return type(value) in (int, float) and LEAST_LOGPROB <= value <= MOST_LOGPROB  # type: ignore[operator]
 
 
@@ -79,6 +80,15 @@ def sampled_logprobs(response: Response, max_tokens: int) -> list[float]:
     return logprobs
 
 
+def _check_ids(response: Response, banned_ids: Sequence[int], vocabulary: int) -> None:
+    """Raises BadResponse for what a policy cannot sample: no token at all, a banned id, one outside of its vocabulary."""
+    ids = set(response.token_ids)
+    if not ids and response.stop_reason != "abort":
+        raise BadResponse("it holds no token, though it was not aborted")
+    if wrong := [id for id in ids if id >= vocabulary] + sorted(ids.intersection(banned_ids)):
+        raise BadResponse(f"the id {wrong[0]} is banned, or outside of the policy's vocabulary of {vocabulary} ids")
+
+
 def completion_of(
     request: Request,
     response: Response,
@@ -87,12 +97,16 @@ def completion_of(
     adapter: str | None = None,
     routing: ExpertRouters | None = None,
     routing_hint: str = "",
+    banned_ids: Sequence[int] = (),
+    vocabulary: int | None = None,
 ) -> Completion:
     """The checked response, with policy ``versions`` by the name of the weights.
 
-    Raises BadResponse if another attempt may succeed, ValueError if none can.
+    ``vocabulary`` is the number of ids that the policy knows. Raises BadResponse if another attempt may succeed, ValueError if none
+    can.
     """
     ids, logprobs = response.token_ids, sampled_logprobs(response, request.sampling.max_tokens)
+    _check_ids(response, banned_ids, MOST_IDS if vocabulary is None else vocabulary)
     expected = len(request.prompt_ids) + sum(item.num_tokens - 1 for item in request.media)
     if response.prompt_tokens != expected:
         raise ValueError(

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 import threading
 import time
 from collections import Counter
@@ -24,6 +25,7 @@ from typing import Any
 from vlmrl.multimodal.images import data_uri
 from vlmrl.types import Message
 from vlmrl.utils.http import HttpClient, RefusedError, RetryableError, retrying
+from vlmrl.utils.kept import Kept
 from vlmrl.utils.require import moderate_number
 from vlmrl.utils.threads import SingleFlight
 
@@ -35,7 +37,9 @@ MARKUP = re.compile(
 )
 """The first character of what only this module may write: the prompt's tags, and the headings of its messages."""
 ESCAPES = {"<": "&lt;", "[": "\\["}
-CACHE_SIZE = 65_536  # verdicts
+MOST_BYTES = 8 * 2**20  # of one response
+VERDICT_BYTES = 500  # that a verdict takes with its key, beside its text
+KEPT_BYTES = 256 * 2**20  # of the verdicts that are kept
 
 
 class JudgeError(Exception):
@@ -98,9 +102,9 @@ class Judge:
         self.max_retries = max_retries
         self._body = {"model": model, "temperature": 0.0, "max_tokens": 1024, **(request or {})}
         key = os.environ.get(key_variable)
-        self._client = HttpClient(timeout, {"Authorization": f"Bearer {key}"} if key else None)
+        self._client = HttpClient(timeout, {"Authorization": f"Bearer {key}"} if key else None, limit=MOST_BYTES)
         self._slots = threading.Semaphore(max_concurrent)
-        self._verdicts: dict[str, Verdict] = {}  # oldest first
+        self._verdicts: Kept[Verdict] = Kept(KEPT_BYTES, lambda verdict: VERDICT_BYTES + sys.getsizeof(verdict.text))
         self._flight: SingleFlight[Verdict] = SingleFlight()
 
     def grade(self, rubric: str, conversation: Sequence[Message], reference: str = "") -> Verdict:
@@ -135,10 +139,7 @@ class Judge:
             raise JudgeError(f"judge {self.url} refuses: {error}") from error
         seconds = time.perf_counter() - began
         verdict = Verdict(score, text, seconds, usage["tokens"], retries=usage["requests"] - 1)
-        self._verdicts[key] = verdict
-        if len(self._verdicts) > CACHE_SIZE:
-            self._verdicts.pop(next(iter(self._verdicts)), None)
-        return verdict
+        return self._verdicts.keep(key, verdict)
 
     def _attempt(self, messages: list[Message], usage: Counter[str]) -> tuple[float, str]:
         """One request: the score from 0 to 1, and the response. Adds to ``usage``."""
@@ -160,7 +161,7 @@ class Judge:
         scores = [score.strip() for score, closed, _ in (rest.partition("</score>") for rest in opened) if closed]
         if len(opened) != 1 or len(scores) != 1 or not NUMBER.fullmatch(scores[0]):
             raise ValueError(
-                f"the response must hold one score as <score>NUMBER</score>, but it holds {scores[:10]}: {text[-200:]!r}"
+                f"the response must hold one score as <score>NUMBER</score>, but it holds {scores[:10]!r:.200}: {text[-200:]!r}"
             )
         score = float(scores[0])
         if not self.low <= score <= self.high:
@@ -190,7 +191,7 @@ def _response_text(completion: dict[str, Any]) -> str:
         raise ValueError(f"the response is not a chat completion: {str(completion)[:200]}") from error
     if ending not in (None, "stop") or not isinstance(text, str):
         raise ValueError(
-            f"the response is incomplete (finish_reason {ending}): {choice['message'].get('refusal') or text!r}"
+            f"the response is incomplete (finish_reason {ending!r:.50}): {choice['message'].get('refusal') or text!r:.500}"
         )
     return text
 

@@ -21,6 +21,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from vlmrl.env.json_size import JsonSize
 from vlmrl.env.tool_calls import Schema, tool_name
 from vlmrl.env.tools import ToolEnv
 from vlmrl.multimodal.images import MOST_PIXELS, DecodedImage, frozen_image
@@ -30,8 +31,12 @@ from vlmrl.utils.work_pool import cpu_pool
 
 DECODING_SECONDS = 60.0  # for the images of one result, without the time in the queue
 MAX_ANSWER = 64 * 2**20  # bytes of one response over HTTP; the client itself limits an event of a stream to 1 MiB
-MAX_OBJECTS = 50_000  # in a response, or lines of a stream: the client checks each in the event loop, in about 10 us
-MAX_TOOLS = 1000
+MAX_TEXT = 2**22  # characters of the texts of one result, about a million tokens
+MAX_OBJECTS = 10_000  # in a response: the client checks each in the event loop, and takes 50 us for one that is wrong
+MAX_VALUES = 100_000  # in a response, which holds the interpreter while it is parsed
+MAX_LINES = 50_000  # of a stream, each of which is read in the event loop
+MAX_TOOLS = 1000  # and pages of them
+RESUME_SECONDS = 1.0  # before a stream that ended is asked for again; a server may ask for no pause at all
 
 
 class McpEnv(ToolEnv):
@@ -131,13 +136,14 @@ class McpEnv(ToolEnv):
 
     async def _list_tools(self) -> list[Schema]:
         schemas, page = [], await self._client.list_tools()
-        while True:
+        for _ in range(MAX_TOOLS):
             schemas += [_schema(tool) for tool in page.tools]
             if len(schemas) > MAX_TOOLS:
-                raise RuntimeError(f"MCP server {self.server} has more than {MAX_TOOLS} tools.")
+                break
             if not page.next_cursor:
                 return schemas
             page = await self._client.list_tools(cursor=page.next_cursor)
+        raise RuntimeError(f"MCP server {self.server} has more than {MAX_TOOLS} tools, or pages of them.")
 
     async def _call_tool(self, name: str, /, **arguments: Any) -> Any:
         self._refused = ""
@@ -153,31 +159,41 @@ class McpEnv(ToolEnv):
         return content
 
     async def _limit(self, response: Any) -> None:
-        """Make a response fail, when it is read, if it is compressed, or has more than MAX_ANSWER bytes or MAX_OBJECTS.
+        """Make a response fail, when it is read, if it is compressed or over a limit; of a stream, all events together.
 
-        The limits of a stream are for all its events together; its lines are counted.
+        The stream that a server may send messages of its own on is refused, as an env reads none: the client would open it again and
+        again. A response's stream that ended is resumed after a pause.
         """
         library = import_extra("mcp.client.streamable_http", "mcp").httpx2  # the client's
         encoding, kind = (response.headers.get(name, "") for name in ("Content-Encoding", "Content-Type"))
-        original, is_stream = response.aiter_raw, kind.lower().startswith("text/event-stream")
+        original, size = response.aiter_raw, JsonSize(kind.lower().startswith("text/event-stream"))
 
         def refuse(why: str) -> None:
             self._refused = why  # the client does not report why a stream ended
             raise library.StreamError(why)
 
+        if response.request.method == "GET":
+            if "Last-Event-ID" not in response.request.headers:
+                raise library.StreamError("an env reads no stream of the server's own")
+            await asyncio.sleep(RESUME_SECONDS)
+
         async def limited(chunk_size: int | None = None) -> AsyncIterator[bytes]:
             if encoding not in ("", "identity"):
                 refuse(f"it is compressed ({encoding:.50}), although the request forbids that")
-            size = objects = 0
             async for part in original(chunk_size):
-                size += len(part)
-                objects += len(part.splitlines()) if is_stream else part.count(b"{")
-                if size > MAX_ANSWER or objects > MAX_OBJECTS:
-                    unit = "lines" if is_stream else "objects"
-                    refuse(f"it has more than {MAX_ANSWER} bytes, or more than {MAX_OBJECTS} {unit}")
+                size.add(part)
+                if excess := _excess(size):
+                    refuse(f"it has more than {excess}")
                 yield part
 
         response.aiter_raw = limited
+
+
+def _excess(size: JsonSize) -> str:
+    """The limit that a response exceeds, or ``""``: ``10000 objects``."""
+    limits = [(size.bytes, MAX_ANSWER, "bytes"), (size.values, MAX_VALUES, "values")]
+    limits += [(size.objects, MAX_OBJECTS, "objects"), (size.lines, MAX_LINES, "lines")]
+    return next((f"{most} {unit}" for count, most, unit in limits if count > most), "")
 
 
 @cache
@@ -194,15 +210,21 @@ def _schema(tool: Any) -> Schema:
 
 
 def _content(result: Any) -> Any:
-    """A tool's result as text, or as a list of texts and images. Raises ValueError if they have more than MOST_PIXELS."""
-    items, values = [], 0
+    """A tool's result as text, or as a list of texts and images. Raises ValueError if they exceed MAX_TEXT or MOST_PIXELS."""
+    items, values, characters = [], 0, 0
     for item in (item for block in result.content for item in _items(block)):
         items.append(item)
         values += item.pixels.size if isinstance(item, DecodedImage) else 0
+        characters += len(item) if isinstance(item, str) else 0
         if values > 3 * MOST_PIXELS:
             raise ValueError(f"its images have more than {MOST_PIXELS} pixels in all")
+        if characters > MAX_TEXT:
+            raise ValueError(f"its texts have more than {MAX_TEXT} characters in all")
     if not items and result.structured_content is not None:
-        return json.dumps(result.structured_content, ensure_ascii=False)
+        text = json.dumps(result.structured_content, ensure_ascii=False)
+        if len(text) > MAX_TEXT:
+            raise ValueError(f"its structured content has more than {MAX_TEXT} characters")
+        return text
     return "\n".join(items) if all(isinstance(item, str) for item in items) else items
 
 

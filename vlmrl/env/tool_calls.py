@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from vlmrl.utils.json_files import strict_json
 from vlmrl.utils.require import require
 
 Schema = dict[str, Any]
+Tools = Sequence[Schema] | Mapping[str, Schema]
 
 MAX_DEPTH = 100  # of nested arguments
 XML_FORM = "a call is <function=NAME>, then <parameter=NAME>value</parameter> for each argument, then </function>."
@@ -36,11 +37,11 @@ class ToolCall:
     problem: str = ""
 
 
-def read_tool_calls(text: str, tools: Sequence[Schema] = (), tool_format: str | None = None) -> list[ToolCall]:
+def read_tool_calls(text: str, tools: Tools = (), tool_format: str | None = None) -> list[ToolCall]:
     """The calls of a response, in order, without those inside its reasoning (``<think>``).
 
     ``tool_format`` is a key of :data:`TOOL_FORMATS`; ``None`` means ``json``. The formats ``xml`` and ``glm`` have no types, or not
-    of all values, so these are converted to the types in the schemas ``tools``.
+    of all values, so these are converted to the types in the schemas ``tools``, a list or as :func:`by_name` gives them.
     """
     name = tool_format or "json"
     require(name in TOOL_FORMATS, "tool_format", f"one of {', '.join(TOOL_FORMATS)}", name)
@@ -48,24 +49,29 @@ def read_tool_calls(text: str, tools: Sequence[Schema] = (), tool_format: str | 
     return TOOL_FORMATS[name](response, tools)
 
 
-def read_json_calls(text: str, tools: Sequence[Schema] = ()) -> list[ToolCall]:
+def read_json_calls(text: str, tools: Tools = ()) -> list[ToolCall]:
     """``<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>``: Qwen2.5, Qwen3, Qwen3-VL, and vlmrl's templates."""
     return _each_call(text, _read_json_call)
 
 
-def read_xml_calls(text: str, tools: Sequence[Schema] = ()) -> list[ToolCall]:
+def read_xml_calls(text: str, tools: Tools = ()) -> list[ToolCall]:
     """``<tool_call><function=add><parameter=a>1</parameter></function></tool_call>``: Qwen3.5, Qwen3.6, Qwen3-Coder."""
-    schemas = {tool_name(tool): tool for tool in tools}
+    schemas = by_name(tools)
     return _each_call(text, lambda body: _read_xml_call(body.strip(), schemas))
 
 
-def read_glm_calls(text: str, tools: Sequence[Schema] = ()) -> list[ToolCall]:
+def read_glm_calls(text: str, tools: Tools = ()) -> list[ToolCall]:
     """``<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>``, newlines between: GLM-4.5 and later."""
-    schemas = {tool_name(tool): tool for tool in tools}
+    schemas = by_name(tools)
     return _each_call(text, lambda body: _read_glm_call(body, schemas))
 
 
-TOOL_FORMATS: dict[str, Callable[[str, Sequence[Schema]], list[ToolCall]]] = {
+def by_name(tools: Tools) -> Mapping[str, Schema]:
+    """The schemas by their names. To be made once where many calls are read one by one."""
+    return tools if isinstance(tools, Mapping) else {tool_name(tool): tool for tool in tools}
+
+
+TOOL_FORMATS: dict[str, Callable[[str, Tools], list[ToolCall]]] = {
     "json": read_json_calls,
     "xml": read_xml_calls,
     "glm": read_glm_calls,
@@ -130,7 +136,7 @@ def _check_depth(arguments: dict[str, Any]) -> None:
     raise ValueError(f"the arguments are nested more than {MAX_DEPTH} levels deep.")
 
 
-def _read_xml_call(body: str, schemas: dict[str, Schema]) -> ToolCall:
+def _read_xml_call(body: str, schemas: Mapping[str, Schema]) -> ToolCall:
     header, closed, rest = body.removesuffix("</function>").partition(">")
     name = _xml_name(header, "<function=")
     if name is None or not closed or not body.endswith("</function>"):
@@ -188,7 +194,7 @@ def _literal(text: str) -> Any:
         return text
 
 
-def _read_glm_call(body: str, schemas: dict[str, Schema]) -> ToolCall:
+def _read_glm_call(body: str, schemas: Mapping[str, Schema]) -> ToolCall:
     name = body.partition("<arg_key>")[0]
     *pairs, rest = body[len(name) :].split("</arg_value>")
     rest, name = (rest, name.strip()) if pairs else ("", body.strip())

@@ -14,6 +14,7 @@ from vlmrl.gateway.request_body import (
     check_depth,
     count_field,
     flag_field,
+    id_field,
     list_field,
     model_field,
     object_field,
@@ -111,7 +112,7 @@ def _user(content: Any, where: str, images: RequestImages) -> list[Message]:
 def _result(block: dict[str, Any], where: str, images: RequestImages) -> Message:
     content = block.get("content")
     shown = "" if content is None else _content(content, f"{where}.content", images)
-    call = text_field(block.get("tool_use_id"), f"{where}.tool_use_id")
+    call = id_field(block.get("tool_use_id"), f"{where}.tool_use_id")
     return {"role": "tool", "content": shown, "tool_call_id": call}
 
 
@@ -169,7 +170,7 @@ def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
     arguments = object_field(block.get("input"), f"{where}.input")
     check_depth(arguments, f"{where}.input")
     name = text_field(block.get("name"), f"{where}.name")
-    call = text_field(block.get("id"), f"{where}.id")
+    call = id_field(block.get("id"), f"{where}.id")
     return {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

@@ -19,6 +19,7 @@ from vlmrl.engine.base import Engine, EngineError
 from vlmrl.env.session import EnvError
 from vlmrl.gateway.chat import ChatError, ChatRequest, ChatResponse, IssuedCall
 from vlmrl.gateway.engine_ids import EngineIds
+from vlmrl.gateway.request_body import size_beside
 from vlmrl.gateway.request_tree import Found, RequestTree
 from vlmrl.gateway.responses import split_response
 from vlmrl.multimodal.images import ImageUnavailableError
@@ -29,10 +30,12 @@ from vlmrl.rollout.message_images import load_answer_images, load_images
 from vlmrl.rollout.record import Prompt, TurnRecorder
 from vlmrl.rollout.sampler import AbortedError, EpisodeLimitError, Sampler, derive_seed
 from vlmrl.types import Ending, MediaItem, Message, ReceivedRequest, Trajectory, Turn
+from vlmrl.utils.require import MOST_NUMBER
 from vlmrl.utils.work_pool import DeadlineError, cpu_pool
 
 T = TypeVar("T")
 MAX_KEYS = 10_000  # of posted rewards
+MAX_BESIDE = 2**24  # characters of reasoning and calls in all turns of an episode, which are kept and logged with it
 
 
 class AgentEpisode:
@@ -71,6 +74,7 @@ class AgentEpisode:
         self._engine_ids = EngineIds(trajectory.id, engine)
         self._in_flight: set[asyncio.Task[ChatResponse]] = set()
         self._counts = Counter[str]()
+        self._beside = 0  # characters of reasoning and calls in the messages of all prompts
         self._finished = False
         self._one_long = asyncio.Semaphore()  # the threads are shared: one for each episode's long requests
 
@@ -104,10 +108,9 @@ class AgentEpisode:
         try:
             if len(request.messages) > limit:  # a message has a token or more
                 raise TooLongError(len(request.messages))
-            messages = self.renderer.adapt_tool_messages(request.messages)
-            rendered = await self._apart(
-                (messages, request.tools), partial(self.renderer.prompt, messages, request.tools, limit=limit)
-            )
+            messages, tools = self.renderer.adapt_tool_messages(request.messages), request.tools
+            await self._apart((messages, tools), partial(self.renderer.check_length, messages, tools, limit))
+            rendered = await self._apart((messages, tools), partial(self.renderer.prompt, messages, tools, limit=limit))
         except TooLongError as error:
             message = f"the prompt has at least {error.least} tokens, and rollout.max_tokens is {limit}."
             raise ChatError(400, "max_tokens", message) from error
@@ -132,15 +135,22 @@ class AgentEpisode:
     def post_reward(self, reward: float, key: str | None = None) -> None:
         """Add to ``posted_reward``, once for each ``key``, if there is one: a client that got no answer posts again.
 
-        Raises ChatError: there are :data:`MAX_KEYS` keys.
+        Raises ChatError: there are :data:`MAX_KEYS` keys, or the sum is out of range.
         """
+        total = (self._posted or 0.0) + reward
         if key is not None:
             if key in self._posted_keys:
                 return
             if len(self._posted_keys) >= MAX_KEYS:
                 raise ChatError(400, "id", f"the trajectory has {MAX_KEYS} rewards with an id: post their sum.")
+        if abs(total) > MOST_NUMBER:
+            rule = (
+                f"reward must not make the sum of the posted rewards exceed {MOST_NUMBER:g}, but it would be {total:g}."
+            )
+            raise ChatError(400, "reward", rule)
+        if key is not None:
             self._posted_keys.add(key)
-        self._posted = (self._posted or 0.0) + reward
+        self._posted = total
 
     @property
     def limit(self) -> Ending | None:
@@ -198,8 +208,9 @@ class AgentEpisode:
         if len(request.messages) > self.config.max_tokens:  # a message has a token or more
             raise self.sampler.too_long(f"at least {len(request.messages)}")
         messages, not_shown = await self._load(request.messages)
-        found = await self._apart((messages, request.tools), partial(self._tree.find, messages, request.tools))
+        found = await self._apart((messages, request.tools), partial(self._find, messages, request.tools))
         prompt, continues = await self._render(found, messages, request.tools)
+        self._count_beside(prompt)
         above = self.recorder.turns[prompt.parent] if continues and prompt.parent is not None else None
         engine_id = self._engine_ids.take(above)
         draw, stop = (number, request.seed or 0), request.stop
@@ -227,6 +238,22 @@ class AgentEpisode:
         if not_shown > known:
             turn.metrics["images_not_shown"] = float(not_shown - known)
         return self._record(number, turn, sampled.completion.prompt_tokens, request, found)
+
+    def _find(self, messages: list[Message], tools: list[dict[str, Any]]) -> Found:
+        """What is known of a request. Raises EpisodeLimitError for one that is too long to be looked up and rendered."""
+        try:
+            self.renderer.check_length(messages, tools, self.config.max_tokens)
+        except TooLongError as error:
+            raise self.sampler.too_long(f"at least {error.least}") from error
+        return self._tree.find(messages, tools)
+
+    def _count_beside(self, prompt: Prompt) -> None:
+        """Count what no template need show of a prompt's new messages. Raises ChatError if it is too much for one episode."""
+        size = size_beside(prompt.messages)
+        if size and self._beside + size > MAX_BESIDE:
+            rule = f"an episode keeps at most {MAX_BESIDE} characters of reasoning and calls: send less of them back."
+            raise ChatError(400, "messages", rule)
+        self._beside += size
 
     async def _load(self, messages: list[Message]) -> tuple[list[Message], int]:
         """The messages with their images loaded, and how many cannot be shown.

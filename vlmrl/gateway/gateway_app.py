@@ -33,7 +33,7 @@ from vlmrl.gateway.agent_client import MODEL
 from vlmrl.gateway.chat import ChatError, ChatRequest, ChatResponse
 from vlmrl.gateway.episode import AgentEpisode
 from vlmrl.gateway.http_exchange import ClientLeftError, Exchange
-from vlmrl.gateway.request_body import MAX_KEY_LENGTH, ParsedRequest, read_json, refuse
+from vlmrl.gateway.request_body import MAX_KEY_LENGTH, ParsedRequest, check_beside, read_json, refuse
 from vlmrl.gateway.request_images import RequestImages, new_bytes
 from vlmrl.utils.http_server import BODY_SECONDS, BodyError, names_this_machine, read_body
 from vlmrl.utils.require import MOST_NUMBER
@@ -267,7 +267,9 @@ class GatewayApp:
         """The request of a body, with its images loaded."""
 
         def parse(content: bytes) -> ParsedRequest:
-            return exchange.api.read(read_json(content), opened.images)
+            read = exchange.api.read(read_json(content), opened.images)
+            check_beside(read.chat.messages)
+            return read
 
         parsed = await self._parsed(await self._body(exchange), parse)
         self._release(exchange, new_bytes(parsed.chat.messages))  # they wait for threads that all episodes share

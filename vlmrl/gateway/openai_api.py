@@ -14,6 +14,7 @@ from vlmrl.gateway.request_body import (
     check_depth,
     count_field,
     flag_field,
+    id_field,
     list_field,
     model_field,
     object_field,
@@ -140,7 +141,7 @@ def _message(value: Any, where: str, images: RequestImages) -> Message:
         message.get("content"), f"{where}.content", images if role in ("user", "tool") else None
     )
     if role == "tool":
-        shown["tool_call_id"] = text_field(message.get("tool_call_id"), f"{where}.tool_call_id")
+        shown["tool_call_id"] = id_field(message.get("tool_call_id"), f"{where}.tool_call_id")
     return shown
 
 
@@ -173,7 +174,7 @@ def _call(value: Any, where: str) -> dict[str, Any]:
             refuse(field, "a JSON object", arguments)
     check_depth(object_field(arguments, field), field)
     return {
-        "id": text_field(call.get("id"), f"{where}.id"),
+        "id": id_field(call.get("id"), f"{where}.id"),
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }

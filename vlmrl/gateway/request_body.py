@@ -6,9 +6,11 @@ import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NoReturn
 
 from vlmrl.gateway.chat import ChatError, ChatRequest
+from vlmrl.types import Message
 from vlmrl.utils.json_files import json_body
 
 MAX_DEPTH = 100  # of tool schemas and of a call's arguments
@@ -16,7 +18,10 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 256  # characters; each sampled token is compared with their tokens
 MAX_SEED = 2**63
 MAX_MODEL_LENGTH = 1024  # characters of a model's name, which each event of a stream repeats
-MAX_KEY_LENGTH = 256  # characters of a reward's id
+MAX_KEY_LENGTH = 256  # characters of a reward's id, or of a tool call's
+MAX_BESIDE = (
+    2**22
+)  # characters of reasoning and calls in a request: a template may show none of them, so that they have no tokens
 FORM_REMEDY = "ask for the form in the prompt or offer it as a tool, since the run samples from the policy alone"
 
 
@@ -48,6 +53,13 @@ def read_json(content: bytes) -> dict[str, Any]:
 def text_field(value: Any, field: str) -> str:
     if not isinstance(value, str):
         refuse(field, "a string", value)
+    return value
+
+
+def id_field(value: Any, field: str) -> str:
+    """A tool call's id."""
+    if not isinstance(value, str) or len(value) > MAX_KEY_LENGTH:
+        refuse(field, f"a string of at most {MAX_KEY_LENGTH} characters", value)
     return value
 
 
@@ -123,7 +135,30 @@ def refuse_fields(body: Mapping[str, Any], refused: Mapping[str, tuple[Sequence[
 
 
 def one_text(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Parts as the content of a message: a string if they hold no image."""
-    if all(part["type"] == "text" for part in parts):
-        return "".join(part["text"] for part in parts)
-    return parts
+    """Parts as the content of a message: a string if they hold no image. Texts that follow each other are one."""
+    joined: list[dict[str, Any]] = []
+    for kind, run in groupby(parts, lambda part: part["type"]):
+        same = list(run)
+        joined += [{"type": "text", "text": "".join(part["text"] for part in same)}] if kind == "text" else same
+    if all(part["type"] == "text" for part in joined):
+        return "".join(part["text"] for part in joined)
+    return joined
+
+
+def size_beside(messages: Sequence[Message]) -> int:
+    """The characters of what messages hold beside their contents: reasoning and calls. They are kept with the turn of a request."""
+    found = 0
+    for message in messages:
+        calls = message.get("tool_calls")
+        found += len(message.get("reasoning_content") or "")
+        found += len(json.dumps(calls, ensure_ascii=False)) if calls else 0
+    return found
+
+
+def check_beside(messages: Sequence[Message]) -> None:
+    """Raise ChatError for messages with more than MAX_BESIDE characters beside their contents."""
+    if (size := size_beside(messages)) > MAX_BESIDE:
+        rule = (
+            f"must hold at most {MAX_BESIDE} characters of reasoning and calls, but they hold {size}: send less back."
+        )
+        raise ChatError(400, "messages", f"messages {rule}")

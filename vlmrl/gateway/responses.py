@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vlmrl.env.tool_calls import ToolCall, read_tool_calls
+from vlmrl.env.tool_calls import ToolCall, by_name, read_tool_calls
 
 Schema = dict[str, Any]
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
@@ -29,7 +29,7 @@ def split_response(
 
     ``opening`` is what the generation prompt writes before the text: reasoning that it begins goes on in the text. It has no stop.
     """
-    read = tools if reads_calls else ()
+    read = by_name(tools) if reads_calls else {}  # once for all calls: an agent may offer thousands of tools
     begun = "" if "</think>" in opening else opening
     parts = _parts(begun + text, read, tool_format)
     ends = [position for each in stop if (position := text.find(each)) >= 0]
@@ -39,7 +39,7 @@ def split_response(
     return parts
 
 
-def _parts(text: str, tools: Sequence[Schema], tool_format: str | None) -> tuple[str, str, list[ToolCall]]:
+def _parts(text: str, tools: Mapping[str, Schema], tool_format: str | None) -> tuple[str, str, list[ToolCall]]:
     reasoning, body = _without_reasoning(text)
     if not tools:
         return body, reasoning, []
@@ -58,7 +58,7 @@ def _parts(text: str, tools: Sequence[Schema], tool_format: str | None) -> tuple
     return content, reasoning, calls
 
 
-def _call(text: str, tools: Sequence[Schema], tool_format: str | None) -> ToolCall:
+def _call(text: str, tools: Mapping[str, Schema], tool_format: str | None) -> ToolCall:
     try:
         return read_tool_calls(text, tools, tool_format)[0]
     except (AttributeError, TypeError):  # the agent's schemas are no JSON schemas, so that they type no argument

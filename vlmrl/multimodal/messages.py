@@ -53,6 +53,17 @@ def is_long(value: Any) -> bool:
     return left < 0
 
 
+def characters_of(value: Any) -> int:
+    """The characters of all texts in messages or tool schemas, names of fields included."""
+    found, inner = 0, [value]
+    while inner:
+        each = inner.pop()
+        found += len(each) if isinstance(each, str) else 0
+        if isinstance(each, dict | list | tuple):
+            inner.extend((*each, *each.values()) if isinstance(each, dict) else each)
+    return found
+
+
 def _text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 

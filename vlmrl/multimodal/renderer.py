@@ -28,7 +28,7 @@ from typing import Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from vlmrl.multimodal.added_tokens import ESCAPE, AddedTokens
-from vlmrl.multimodal.messages import kind_of_part, map_texts, parts_of_message, tools_as_user
+from vlmrl.multimodal.messages import characters_of, kind_of_part, map_texts, parts_of_message, tools_as_user
 from vlmrl.multimodal.tokenizer_backends import backends_of, ids_of_text, most_characters
 from vlmrl.types import ImageSource, MediaItem, Message
 from vlmrl.utils.kept import Kept
@@ -111,6 +111,15 @@ class Renderer:
     def check_tools(self, tools: Sequence[dict[str, Any]]) -> None:
         """Raise ValueError if the chat template does not render the tools."""
         self._shown_tools(tools)
+
+    def check_length(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], limit: int) -> None:
+        """Raise TooLongError for contents and tools whose texts certainly have more than ``limit`` tokens, without rendering them."""
+        shown = [message.get("content") for message in messages]
+        self._check_characters(characters_of((shown, list(tools))), limit)
+
+    def _check_characters(self, characters: int, limit: int | None) -> None:
+        if limit is not None and self._most_characters and characters > limit * self._most_characters:
+            raise TooLongError(-(-characters // self._most_characters))
 
     def _shown_tools(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
         schemas = self.clean_tools(tools)
@@ -248,8 +257,7 @@ class Renderer:
         *,
         keeps_head: bool = False,
     ) -> Rendered:
-        if limit is not None and self._most_characters and len(text) > limit * self._most_characters:
-            raise TooLongError(-(-len(text) // self._most_characters))
+        self._check_characters(len(text), limit)
         ids = self._encode_prompt(text) if keeps_head else self.encode_written(text)
         self._check_images(ids, images, messages)
         return Rendered(ids, images)

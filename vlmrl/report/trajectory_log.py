@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmrl.multimodal.images import encode_png
+from vlmrl.multimodal.messages import map_texts
 from vlmrl.report.records import Kind, trajectory_record
 from vlmrl.report.run_log import RunLog, json_lines
 from vlmrl.report.token_columns import Decode, TokenTexts
@@ -17,6 +18,8 @@ from vlmrl.utils.output_files import whole_file
 from vlmrl.utils.work_pool import cpu_pool
 
 IMAGE_SECONDS = 60.0  # for encoding and writing one image
+MOST_LINE = 64 * 2**20  # bytes of a record with all its texts; a reader takes four times as many
+LONG_TEXT = 10_000  # characters of a text that is cut in a longer record
 KEPT_WHOLE = 32  # trajectories of a step or an evaluation whose tokens and images a run keeps
 
 
@@ -63,7 +66,7 @@ class TrajectoryLog:
             {**trajectory_record(each, step, kind, self._texts if id(each) in whole else None), **self._extra(each)}
             for each in trajectories
         ]
-        return records, json_lines(records)
+        return records, b"".join(map(_line, records))
 
     async def _write_images(self, media: Iterable[Sequence[MediaItem]]) -> None:
         """Write the images that have no file yet, in the process's threads for images."""
@@ -74,6 +77,17 @@ class TrajectoryLog:
             self._images.mkdir(exist_ok=True)
             pool = cpu_pool()
             await asyncio.gather(*(pool.run(IMAGE_SECONDS, write_image, items[key], paths[key]) for key in missing))
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    """The line of a record. Of one that no command could read any more, long texts are cut: an env may show what takes no tokens."""
+    line = json_lines([record])
+    return line if len(line) <= MOST_LINE else json_lines([map_texts(record, _cut)])
+
+
+def _cut(text: str) -> str:
+    left_out = len(text) - LONG_TEXT
+    return text if left_out <= 0 else f"{text[:LONG_TEXT]} [{left_out} characters are left out]"
 
 
 def kept_whole(trajectories: Sequence[Trajectory], count: int) -> list[Trajectory]:

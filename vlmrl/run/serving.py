@@ -153,7 +153,8 @@ class Serving:
         )
         pool = ServerPool(backend, host.servers(backend, served), colocated=colocated)
         releases = colocated and backend.releases_weights(bool(config.model.lora.rank))
-        engine = ServerEngine(pool, model.renderer, model.policy.banned_ids, routing, trainer.offload, releases)
+        policy, size = model.policy, model.policy.config.get_text_config().vocab_size
+        engine = ServerEngine(pool, model.renderer, policy.banned_ids, routing, trainer.offload, releases, size)
         sync = WeightSync(engine, config.folder.absolute() / "weights", method)
         return cls(config, model, engine, sync, trainer, adapters)
 

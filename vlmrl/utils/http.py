@@ -70,12 +70,20 @@ class HttpResponse(NamedTuple):
 class HttpClient:
     """Requests that block the calling thread, for any number of threads.
 
-    ``timeout``, in seconds, limits the time to connect and between two parts of a response. ``headers`` go with each request.
-    Without ``proxies`` the environment's are not used.
+    ``timeout``, in seconds, limits the time to connect and between two parts of a response, ``limit`` its bytes (None:
+    RESPONSE_LIMIT). ``headers`` go with each request. Without ``proxies`` the environment's are not used.
     """
 
-    def __init__(self, timeout: float, headers: Mapping[str, str] | None = None, *, proxies: bool = True) -> None:
+    def __init__(
+        self,
+        timeout: float,
+        headers: Mapping[str, str] | None = None,
+        *,
+        proxies: bool = True,
+        limit: int | None = None,
+    ) -> None:
         self.timeout = timeout
+        self.limit = limit
         self.headers = dict(headers or {})
         self._proxies = proxies
         self._pending: set[Future[HttpResponse]] = set()
@@ -89,7 +97,7 @@ class HttpClient:
         The whole response may take ``seconds``, by default ``timeout``.
 
         Raises:
-            RetryableError: no connection, no whole response in time, or one of more than RESPONSE_LIMIT bytes.
+            RetryableError: no connection, no whole response in time, or one of more than ``limit`` bytes.
             RefusedError: no valid address.
             ValueError: the body holds what JSON lacks, such as NaN.
             ConnectionAbortedError: :meth:`abort` was called.
@@ -100,7 +108,7 @@ class HttpClient:
         content = None if body is None else json.dumps(body, allow_nan=False).encode()
         headers = self.headers if body is None else self.headers | {"Content-Type": "application/json"}
         times = aiohttp.ClientTimeout(total=seconds or self.timeout, sock_connect=self.timeout, sock_read=self.timeout)
-        sending = send_request(method, URL(url), content, headers, times, proxies=self._proxies)
+        sending = send_request(method, URL(url), content, headers, times, proxies=self._proxies, limit=self.limit)
         future = asyncio.run_coroutine_threadsafe(sending, http_loop().loop)
         self._pending.add(future)
         if self._aborted:  # before the future was pending
@@ -144,15 +152,17 @@ async def send_request(
     times: aiohttp.ClientTimeout,
     *,
     proxies: bool = True,
+    limit: int | None = None,
 ) -> HttpResponse:
     """One request, to be sent in :func:`http_loop`. Redirects are not followed. Raises as :meth:`HttpClient.send`."""
     data = None if content is None else BytesIO(content)  # sent in parts: it may have the size of a bucket of weights
+    most = RESPONSE_LIMIT if limit is None else limit
     options: dict[str, Any] = {"data": data, "headers": headers, "timeout": times, "allow_redirects": False}
     try:
         if proxies:
             options |= proxy_of(url)
         async with _shared_session().request(method, url, **options) as response:
-            received = await read_at_most(response, RESPONSE_LIMIT)
+            received = await read_at_most(response, most)
     except BAD_ADDRESS as error:
         raise RefusedError(f"{url} is not an http address") from error
     except (aiohttp.ClientError, OSError) as error:
@@ -160,7 +170,7 @@ async def send_request(
             raise RetryableError(f"no whole response in {times.total:g} s") from error
         raise RetryableError(f"{type(error).__name__}: {error}") from error
     if received is None:
-        raise RetryableError(f"the response has more than {RESPONSE_LIMIT} bytes")
+        raise RetryableError(f"the response has more than {most} bytes")
     return HttpResponse(response.status, received, response.headers)
 
 

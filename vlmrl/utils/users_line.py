@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+MOST_CHARACTERS = 10_000  # of an error's text, which a run keeps with its trajectory: it may quote what a server sent
 _OURS = str(Path(__file__).parents[1])
 _INSTALLED = tuple({path for name, path in sysconfig.get_paths().items() if name != "data"})
 _PACKAGES = {"site-packages", "dist-packages"}
@@ -48,11 +49,13 @@ def describe_error(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """The text of an error, also of one whose own ``__str__`` raises another."""
+    """The text of an error, also of one whose own ``__str__`` raises another; of a long one, its beginning and end."""
     try:
-        return str(error)
+        text = str(error)
     except Exception as second:
         return f"its text cannot be had ({type(second).__name__})"
+    half = MOST_CHARACTERS // 2
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
 
 
 def defined_at(function: Callable[..., Any]) -> str:

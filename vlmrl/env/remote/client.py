@@ -8,7 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from vlmrl.env.answer import read_points
@@ -22,7 +22,7 @@ from vlmrl.utils.require import MOST_METRIC, moderate_number, require
 from vlmrl.utils.tokens import bearer_headers
 
 TOKEN_VARIABLE = "VLMRL_ENV_TOKEN"
-MAX_METRICS = 1000  # of one step: each name has a mean in every row of the run's metrics
+MAX_METRICS = 1000  # of one server in all: each name has a mean in every row of the run's metrics
 MAX_NAME = 200  # characters of a metric's name
 MAX_POINTS = 10_000  # places of one step, and characters in their labels: they are logged with its trajectory
 OWN_KEYS = frozenset({"reward", "points", "state", "compact"})  # of a step's info, which are no metrics
@@ -30,11 +30,12 @@ OWN_KEYS = frozenset({"reward", "points", "state", "compact"})  # of a step's in
 
 @dataclass(frozen=True)
 class EnvConnection:
-    """What all sessions of a process share: the HTTP client, and the attributes of the served env's class."""
+    """What all sessions of a process share: the HTTP client, the attributes of the served env's class, the names of metrics so far."""
 
     client: HttpClient
     tools: list[dict[str, Any]]
     replayable: bool
+    metrics: set[str] = field(default_factory=set)
 
 
 class RemoteEnv(Env):
@@ -107,7 +108,7 @@ class RemoteEnv(Env):
         response = self._request("POST", "/step", {"response": response_text})
         with self._protocol():
             messages = deserialize_messages(response["messages"], "messages")
-            info = _metrics(response["metrics"])
+            info = _metrics(response["metrics"], self._connection.metrics)
             info["points"] = _points(response.get("points", []))
             if response["reward"] is not None:
                 info["reward"] = moderate_number(response["reward"], "reward")
@@ -171,10 +172,16 @@ def _points(given: Any) -> list[dict[str, Any]]:
     return [asdict(each) for each in points]
 
 
-def _metrics(given: Mapping[str, Any]) -> dict[str, Any]:
-    if len(given) > MAX_METRICS or not OWN_KEYS.isdisjoint(given) or max(map(len, given), default=0) > MAX_NAME:
-        rule = (
-            f"at most {MAX_METRICS}, with names of at most {MAX_NAME} characters, none of {', '.join(sorted(OWN_KEYS))}"
-        )
+def _metrics(given: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
+    """The metrics of a step. ``known`` are the names so far, to which those of this step are added."""
+    if (
+        len(known.union(given)) > MAX_METRICS
+        or not OWN_KEYS.isdisjoint(given)
+        or max(map(len, given), default=0) > MAX_NAME
+    ):
+        names = f"names of at most {MAX_NAME} characters, none of {', '.join(sorted(OWN_KEYS))}"
+        rule = f"at most {MAX_METRICS} in all episodes, with {names}"
         raise ValueError(f"metrics must be {rule}, but they are {list(given)!r:.200}")
-    return {encodable(name): moderate_number(value, f"metrics.{name}", MOST_METRIC) for name, value in given.items()}
+    metrics = {encodable(name): moderate_number(value, f"metrics.{name}", MOST_METRIC) for name, value in given.items()}
+    known.update(metrics)
+    return metrics

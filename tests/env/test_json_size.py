@@ -1,0 +1,26 @@
+"""Counting the values of a JSON text while it arrives."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from vlmrl.env.json_size import JsonSize
+
+TEXT = json.dumps({'a,"[{': [1, {"\\": '"\\', "b\\": [[], "{,\\\\"]}]}).encode()  # 3 commas, 3 lists, 2 objects
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 3, 7, len(TEXT)])
+def test_values_within_strings_do_not_count_however_the_text_is_cut(length: int, is_stream: bool):
+    size = JsonSize(is_stream)
+    for start in range(0, len(TEXT), length):
+        size.add(TEXT[start : start + length])
+    assert (size.bytes, size.values, size.objects) == (len(TEXT), 3 + 3 + 2, 2)
+
+
+def test_in_a_stream_an_open_string_ends_with_its_line():
+    stream = JsonSize(is_stream=True)
+    stream.add(b': "\ndata: [{},1]\r: "\r\ndata: [')
+    assert (stream.values, stream.objects, stream.lines) == (4, 1, 3)
