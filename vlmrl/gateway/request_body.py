@@ -21,7 +21,7 @@ MAX_MODEL_LENGTH = 1024  # characters of a model's name, which each event of a s
 MAX_KEY_LENGTH = 256  # characters of a reward's id, or of a tool call's
 MAX_BESIDE = (
     2**22
-)  # characters of reasoning and calls in a request: a template may show none of them, so that they have no tokens
+)  # characters of reasoning and calls in a request: they have no tokens where a template does not show them
 FORM_REMEDY = "ask for the form in the prompt or offer it as a tool, since the run samples from the policy alone"
 
 
