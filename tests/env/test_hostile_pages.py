@@ -30,7 +30,7 @@ def on_click(script: str) -> str:
 )
 async def test_a_reward_that_is_no_number_stays_in_its_page(tmp_path, value, what):
     async with opened(page_env(tmp_path, on_click(f"window.reward = {value}"))) as env:
-        with pytest.raises(ValueError, match="reward_script of .* must give a number") as raised:
+        with pytest.raises(ValueError, match=r"reward_script of .* must give a number") as raised:
             await env.step(click(500, 500))
         assert str(raised.value).endswith(f"but it gave {what}.")
 

@@ -50,6 +50,11 @@ def _found_in(source: Path, adapters: bool) -> Path:
         raise ValueError(
             f"{source} must be a run, a checkpoint or a saved model, but it holds no {what}, nor a checkpoint."
         )
+    if newest.is_symlink() and not is_checkpoint(newest):
+        raise ValueError(
+            f"{newest} must be a folder of the run, but it is a link to {newest.resolve()}, whose files would be published: name that "
+            "folder, if you mean it."
+        )
     return newest
 
 
@@ -86,7 +91,7 @@ def _trained_model(checkpoint: Path) -> tuple[Model, LoadedModel]:
             "run's folder."
         )
     models = run.folder.absolute().parent / ".models"
-    loaded = load_model(on_host(run.model, models), models, run.settings["seed"])
+    loaded = load_model(on_host(run.model, models), models, run.seed)
     load_weights(checkpoint, loaded.policy)
     return run.model, loaded
 

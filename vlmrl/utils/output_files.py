@@ -49,7 +49,7 @@ def output_errors(path: Path, option: str = "output_dir") -> Iterator[None]:
 
 
 def regular_file(folder: Path, *names: str) -> Path | None:
-    """The regular file ``folder/NAME/...``; ``None`` if it is anything else, or if a name leads to another place: a link, ``..``.
+    """The regular file ``folder/NAME/...``; ``None`` if it is anything else, or if a name leads elsewhere: a link, ``..``, ``/etc``.
 
     ``folder`` itself may be a link.
     """
@@ -57,7 +57,8 @@ def regular_file(folder: Path, *names: str) -> Path | None:
     try:
         # Path.resolve raises where links go in circles
         is_own = os.path.realpath(path) == str(Path(os.path.realpath(folder)).joinpath(*names))
-        return path if is_own and path.is_file() else None
+        is_absolute = any(os.path.isabs(name) for name in names)  # joined, it would replace the folder
+        return path if is_own and not is_absolute and path.is_file() else None
     except (OSError, ValueError):  # a name that no file can have
         return None
 
