@@ -226,7 +226,9 @@ def test_a_checkpoint_names_no_file_elsewhere(tmp_path, elsewhere):
 def test_the_metadata_of_a_checkpoint_are_read_once(tmp_path, monkeypatch):
     """Between two readings the file may become another one, whose code the second, torch's own, would run."""
     save_tensors(tmp_path, {"weight/a": torch.ones(2)})
-    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.pickle.load", lambda file: pytest.fail("read by torch"))
+    monkeypatch.setattr(
+        "torch.distributed.checkpoint.filesystem.pickle.load", lambda file: pytest.fail("read by torch")
+    )
     tensors = {"weight/a": torch.zeros(2)}
     load_tensors(tmp_path, tensors)
     assert tensors["weight/a"].tolist() == [1, 1]

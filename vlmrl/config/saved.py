@@ -43,7 +43,9 @@ class SavedRun:
     def seed(self) -> int:
         """The seed of its random weights. Raises ValueError if it is none."""
         seed = self.settings.get("seed")
-        require(type(seed) is int and 0 <= seed < 2**64, "seed", "a whole number from 0 to 2**64 - 1 in config.json", seed)
+        require(
+            type(seed) is int and 0 <= seed < 2**64, "seed", "a whole number from 0 to 2**64 - 1 in config.json", seed
+        )
         return int(seed or 0)
 
 

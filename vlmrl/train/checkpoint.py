@@ -77,7 +77,9 @@ class _Reader(FileSystemReader):
         folder = Path(self.path)
         with readable(folder.parent):
             with _own_file(folder, ".metadata").open("rb") as file:
-                metadata: Metadata = _MetadataUnpickler(file).load()  # once: the file may be another one when torch reads it
+                metadata: Metadata = _MetadataUnpickler(
+                    file
+                ).load()  # once: the file may be another one when torch reads it
             for part in (metadata.storage_data or {}).values():
                 if _own_file(folder, part.relative_path).stat().st_size < part.offset + part.length:
                     raise EOFError(f"{part.relative_path} is cut")
