@@ -9,6 +9,7 @@ import datasets as hf
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from vlmrl.config import Data
 from vlmrl.data import load_tasks
@@ -63,3 +64,15 @@ def test_a_row_that_is_not_utf_8_is_a_bad_row(tmp_path):
     with pytest.raises(ValueError, match=r"row 0 of .*a\.jsonl.*UnicodeDecodeError"):
         tasks[0]
     assert tasks[1].prompt == [{"role": "user", "content": "b"}]
+
+
+def test_texts_of_a_metadata_file_that_look_like_dates_are_refused(tmp_path):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    Image.new("RGB", (8, 8)).save(folder / "a.png")
+    (folder / "metadata.jsonl").write_text('{"file_name": "a.png", "answer": "2020-01-01"}\n')
+    with pytest.raises(ValueError, match=r"the texts of 'answer' look like times.*write metadata\.csv"):
+        load_rows(str(folder), "train")
+    (folder / "metadata.jsonl").unlink()
+    (folder / "metadata.csv").write_text("file_name,answer\na.png,2020-01-01\n")
+    assert load_rows(str(folder), "train")[0]["answer"] == "2020-01-01"

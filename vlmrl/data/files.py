@@ -100,7 +100,10 @@ def load_rows(path: str, split: str) -> Rows:
         ValueError: the data does not exist, cannot be read, or has no rows; the message names the file and, if known, the line.
     """
     local = local_data(path)
-    dataset = _load_local(local, split) if local else _load_hub(path, split)
+    try:
+        dataset = _load_local(local, split) if local else _load_hub(path, split)
+    except RecursionError:
+        raise ValueError(f"data.path {path!r} has folders that are nested too deeply: move the files up.") from None
     if not len(dataset):
         raise ValueError(f"data.path {path!r} has no rows in the split {split!r}.")
     return Rows(dataset)
@@ -148,6 +151,11 @@ def _load_images(folder: Path, split: str) -> hf.Dataset:
     except Exception as error:  # datasets raises many kinds
         raise ValueError(f"data.path {str(folder)!r} cannot be read as a folder of images: {error}") from error
     dataset = dataset.rename_column("image", "images")
+    if changed := [name for name, feature in dataset.features.items() if _times_as_texts(feature) != feature]:
+        raise ValueError(
+            f"data.path {str(folder)!r}: the texts of {changed[0]!r} look like times, which the reader of metadata.jsonl changes: "
+            "write metadata.csv, where they stay texts."
+        )
     label = dataset.features.get("label")
     if isinstance(label, hf.ClassLabel):
         answers = [label.names[number] for number in dataset["label"]]

@@ -61,8 +61,11 @@ def _found_in(source: Path, adapters: bool) -> Path:
 def _write(found: Path, target: Path, adapters: bool) -> None:
     with atomic_folder(target, "--to") as part:
         if not is_checkpoint(found):
-            _check_own_files(found)
-            shutil.copytree(found, part, dirs_exist_ok=True)
+            try:
+                _check_own_files(found)
+                shutil.copytree(found, part, dirs_exist_ok=True)
+            except RecursionError:
+                raise ValueError(f"{found} has folders that are nested too deeply for a model: remove them.") from None
             return
         settings, loaded = _trained_model(found)
         if not adapters:
