@@ -39,6 +39,13 @@ async def generate(client, renderer, task):
 """
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    path = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("VLMRL_CACHE", str(path))
+    return path
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MINE)
@@ -56,6 +63,17 @@ def test_a_generator_plays_by_itself(qwen3_vl, folder, capsys):
     output = capsys.readouterr().out
     assert output.count("My own prompt.") == 2 and "Question" not in output.replace("question", "")
     assert "2 episodes, mean reward 0.500" in output
+
+
+def test_a_folder_that_another_user_made_in_tmp_is_not_used(qwen3_vl, folder, cache, monkeypatch, capsys):
+    (folder / "theirs").mkdir()
+    (folder / "tmp").mkdir()
+    (folder / "tmp/vlmrl-play").symlink_to(folder / "theirs")
+    before = (folder / "theirs").stat().st_mtime_ns
+    monkeypatch.setattr("tempfile.tempdir", str(folder / "tmp"))
+    play(qwen3_vl, "--rollout.generate", "mine.py:generate")
+    assert "mean reward 0.500" in capsys.readouterr().out
+    assert (folder / "theirs").stat().st_mtime_ns == before and not any((cache / "play").glob("play-*"))
 
 
 def test_an_env_and_a_generator_are_too_many(qwen3_vl, folder):

@@ -300,6 +300,16 @@ async def test_idle_sessions_are_closed_and_all_of_them_at_the_end():
     assert not server.sessions and len(Mine.closed) == 2
 
 
+async def test_the_memory_of_a_task_counts_and_not_the_bytes_of_its_request():
+    server = EnvServer(resolve_env(Album))
+    server.max_bytes = 2**22
+    task = serialize_task(TASK) | {"data": {"many": [{}] * 40_000}}  # 160 kB, of which 9 MB are made
+    body = json.dumps({"task": task, "max_turns": 4, "tool_format": "json"}).encode()
+    with pytest.raises(RuntimeError, match=r"the tasks of the open ones have 4194304 bytes"):
+        await server.start("many", body)
+    assert not server.sessions
+
+
 def test_the_command_serves_an_env_by_its_file(tmp_path: Path):
     port = free_port()
     command = [sys.executable, "-m", "vlmrl", "env", "serve", str(ROOT / "envs/zoom.py:ZoomEnv"), "--port", str(port)]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from vlmrl import Config
-from vlmrl.config.saved import from_plain, read_settings
+from vlmrl.config.saved import SavedRun, from_plain, read_settings
+from vlmrl.model.loading import chat_template_text
 from vlmrl.run.model_export import export_model
 
 
@@ -48,3 +50,27 @@ def test_an_export_publishes_no_file_from_outside_of_the_models_folder(put, tmp_
     with pytest.raises(ValueError, match=r"notes\.txt must be a regular file"):
         export_model(model, str(tmp_path / "second"))
     assert not (tmp_path / "second").exists()
+
+
+def test_an_export_publishes_no_folder_that_a_run_links_to(tmp_path):
+    private = tmp_path / "private"
+    private.mkdir()
+    (private / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/model").symlink_to(private)
+    with pytest.raises(ValueError, match=r"run/model must be a folder of the run, but it is a link to .*private"):
+        export_model(tmp_path / "run", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_seed_of_a_runs_settings_is_a_number():
+    for settings in ({}, {"seed": "x"}, {"seed": -1}):
+        with pytest.raises(ValueError, match="seed must be a whole number"):
+            _ = SavedRun(Path(), settings).seed
+    assert SavedRun(Path(), {"seed": 3}).seed == 3
+
+
+def test_a_pipe_is_not_read_as_a_chat_template(tmp_path):
+    os.mkfifo(tmp_path / "a.jinja")
+    with pytest.raises(ValueError, match=r"a\.jinja is no regular file"):
+        chat_template_text(str(tmp_path / "a.jinja"))

@@ -64,6 +64,11 @@ def test_a_trajectory_whose_id_names_no_file_has_no_log(folder, trajectory_id):
     assert vlmrl.load_run(folder).log_path(trajectory_id) is None
 
 
+def test_a_trajectory_whose_id_is_a_path_shows_no_log_from_elsewhere(folder, tmp_path):
+    (tmp_path / "auth.log").write_text("somebody logged in")
+    assert vlmrl.load_run(folder).log_path(str(tmp_path / "auth")) is None
+
+
 def test_a_run_that_goes_on_is_read_line_by_line(folder):
     run = vlmrl.load_run(folder)
     assert not run.refresh()

@@ -108,6 +108,16 @@ def test_ticks_of_a_small_range_have_different_labels(browser, page):
     assert browser.run("labels(ticks(0, 1))") == ["0", "0.5", "1"]
 
 
+def test_ticks_of_numbers_without_a_next_one_have_an_end(browser, page):
+    browser.open(page)
+    assert browser.run("[ticks(0, 0.93), ticks(1, 5), ticks(1e22, 1e22 + 4e6).length < 6, ticks(1e999, 1e999)]") == [
+        [0, 0.5],
+        [1, 2, 3, 4, 5],
+        True,
+        [float("inf")],
+    ]
+
+
 def test_curves_leave_out_the_steps_of_a_warm_start(browser, page):
     browser.open(page, "view=curves")
     warm = "{name: 'warm', metrics: [{step: 400, 'sft/loss': 1}, {step: 0, 'reward/mean': 0}, {step: 20, 'reward/mean': 1}]}"

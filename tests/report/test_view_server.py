@@ -102,6 +102,16 @@ def test_links_in_a_runs_folder_are_not_followed(tmp_path):
     assert load_run(folder).image_path("outside") is None
 
 
+def test_a_file_that_becomes_a_pipe_holds_up_no_request(tmp_path):
+    folder = write_run_folder(tmp_path / "run", steps=1, groups=1, group_size=1)
+    with client_of(folder) as client:
+        assert client.get("/api/runs/0").status_code == 200
+        (folder / "trajectories.jsonl").unlink()
+        os.mkfifo(folder / "trajectories.jsonl")
+        for path in ("/trajectories/0", "", "/search?text=a"):
+            assert client.get(f"/api/runs/0{path}").status_code == 400
+
+
 @pytest.mark.parametrize(
     ("path", "status"),
     [

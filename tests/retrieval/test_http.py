@@ -135,6 +135,23 @@ def responding(*responses):
 FOUND = json.dumps({"result": [[{"id": 3, "contents": '"Rome"\nA city.'}]]})
 
 
+def test_a_response_has_a_limit_of_bytes():
+    passage = Passage("p", "", "x" * 100_000)
+
+    class Pages:
+        name, passages = "pages", 1
+
+        def search(self, queries, topk):
+            return [[Hit(passage, 1.0)] * topk for _ in queries]
+
+    with serving(Pages()) as url:
+        body = {"queries": ["a", "b"], "topk": 1000}  # 400 MB, which took 1 GB and held up the event loop for a second
+        refused = httpx.post(f"{url}/retrieve", json=body, timeout=LIMIT)
+        assert refused.status_code == 422 and "send fewer queries, or a smaller topk" in refused.json()["detail"]
+        few = httpx.post(f"{url}/retrieve", json={**body, "topk": 3}, timeout=LIMIT).json()["result"]
+        assert [len(hits) for hits in few] == [3, 3]
+
+
 def test_temporary_failures_are_retried():
     with responding((503, "starting"), (429, "busy"), (200, FOUND)) as url:
         assert HttpRetriever(url).search(["rome"], 1) == [[Hit(Passage("3", "Rome", "A city."), 0.0)]]

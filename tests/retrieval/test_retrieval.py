@@ -119,6 +119,22 @@ def test_images_inside_a_parquet_file_stay_encoded(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": 5}, r"corpus .*, row 0: text must be a text, but it is 5"),
+        ({"text": "Paris", "title": ["a"]}, r"corpus .*, row 0: title must be a text"),
+        ({"text": None}, r"corpus .* must have words of two letters"),
+        ({"text": "the"}, r"corpus .* must have words of two letters"),
+    ],
+)
+def test_a_corpus_that_cannot_be_searched_is_refused(tmp_path, monkeypatch, row, message):
+    monkeypatch.setenv("VLMRL_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "corpus.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=message):
+        retrieval.open_retriever("bm25", str(tmp_path / "corpus.jsonl"))
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"retriever": "elastic"}, "retriever must be bm25, dense, nothing or the address of a server"),

@@ -201,3 +201,34 @@ def test_pickled_code_in_a_checkpoint_is_not_run(tmp_path):
     with pytest.raises(ValueError, match="cannot be read: UnpicklingError: Weights only load failed"):
         load_random(tmp_path, 0)
     assert not marker.exists()
+
+
+@pytest.mark.parametrize("elsewhere", ["absolute", "above", "link", "pipe"])
+def test_a_checkpoint_names_no_file_elsewhere(tmp_path, elsewhere):
+    checkpoint, others = tmp_path / "checkpoint", tmp_path / "private.distcp"
+    save_tensors(checkpoint, {"weight/a": torch.ones(2)})
+    file = checkpoint / "trainer/.metadata"
+    metadata = pickle.loads(file.read_bytes())
+    (name,) = {part.relative_path for part in metadata.storage_data.values()}
+    (checkpoint / "trainer" / name).rename(others)
+    if elsewhere == "link":
+        (checkpoint / "trainer" / name).symlink_to(others)
+    for part in metadata.storage_data.values():
+        part.relative_path = {"absolute": str(others), "above": "../../private.distcp"}.get(elsewhere, name)
+    file.write_bytes(pickle.dumps(metadata))
+    if elsewhere == "pipe":
+        file.unlink()
+        os.mkfifo(file)
+    with pytest.raises(ValueError, match="which is no regular file of its own"):
+        load_tensors(checkpoint, {"weight/a": torch.zeros(2)})
+
+
+def test_the_metadata_of_a_checkpoint_are_read_once(tmp_path, monkeypatch):
+    """Between two readings the file may become another one, whose code the second, torch's own, would run."""
+    save_tensors(tmp_path, {"weight/a": torch.ones(2)})
+    monkeypatch.setattr(
+        "torch.distributed.checkpoint.filesystem.pickle.load", lambda file: pytest.fail("read by torch")
+    )
+    tensors = {"weight/a": torch.zeros(2)}
+    load_tensors(tmp_path, tensors)
+    assert tensors["weight/a"].tolist() == [1, 1]

@@ -112,6 +112,11 @@ def test_what_cannot_be_written_is_said_before_the_work(tmp_path, name):
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match=r"set --out to another"):
         check_writable(tmp_path / name, "--out")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")  # what has the name is replaced, and not opened
+    os.mkfifo(tmp_path / "pipe")
+    for other in ("link", "pipe"):
+        check_writable(tmp_path / other, "--out")
+        (tmp_path / other).unlink()
     check_writable(tmp_path / "new/file", "--out")
     assert [each.name for each in tmp_path.iterdir()] == ["file", "new"] and not any((tmp_path / "new").iterdir())
 

@@ -15,6 +15,8 @@ from vlmrl.cli.check_output import tokens_text
 from vlmrl.cli.recipe import Recipe, RecipeOptions
 from vlmrl.config import Config, Data, Rollout, resolve_config
 from vlmrl.types import Trajectory
+from vlmrl.utils.folders import CACHE_VARIABLE, cache_root
+from vlmrl.utils.output_files import output_errors
 from vlmrl.utils.require import require
 from vlmrl.utils.terminal import Terminal
 from vlmrl.utils.threads import DaemonPool, run_awake
@@ -75,8 +77,9 @@ async def play(config: Config, shown: PlayOptions) -> None:
 
     require(config.engine == "embedded", "engine", "embedded with vlmrl play", config.engine)
     console = Terminal(soft_wrap=True, highlight=False)
-    runs = Path(tempfile.gettempdir()) / "vlmrl-play"
-    runs.mkdir(exist_ok=True)
+    runs = cache_root() / "play"  # not in /tmp, where another user could put a model of this name
+    with output_errors(runs, f"the environment variable {CACHE_VARIABLE}"):
+        runs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="play-", dir=runs) as folder:  # images and logs, until the command ends
         samples: Literal["merged", "step_wise"] = "merged" if config.has_agent else "step_wise"  # none are made
         rollout = replace(config.rollout, samples=samples)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Self, TypeVar, Union, get_args, get_origin, g
 from vlmrl.config.model import Model
 from vlmrl.config.run import Config
 from vlmrl.utils.json_files import read_object
+from vlmrl.utils.require import require
 
 T = TypeVar("T")
 SECTIONS = {"model", "rollout", "train"}
@@ -37,6 +38,15 @@ class SavedRun:
     def model(self) -> Model:
         """The model that it trained. Raises ValueError if another version of vlmrl has other settings."""
         return from_plain(Model, self.settings["model"], "model")
+
+    @property
+    def seed(self) -> int:
+        """The seed of its random weights. Raises ValueError if it is none."""
+        seed = self.settings.get("seed")
+        require(
+            type(seed) is int and 0 <= seed < 2**64, "seed", "a whole number from 0 to 2**64 - 1 in config.json", seed
+        )
+        return int(seed or 0)
 
 
 def read_settings(folder: Path) -> dict[str, Any] | None:

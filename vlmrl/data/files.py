@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,10 @@ class Rows:
         column = pyarrow.chunked_array([self.column(name)]) if name in self._nested else self._table.data.column(name)
         if not (pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)):
             return []
-        blank = pyarrow.compute.equal(pyarrow.compute.utf8_trim_whitespace(column), "").to_pylist()
+        try:
+            blank = pyarrow.compute.equal(pyarrow.compute.utf8_trim_whitespace(column), "").to_pylist()
+        except pyarrow.ArrowInvalid:  # no UTF-8: its rows are bad ones
+            return []
         return [row for row, is_blank in enumerate(blank) if is_blank]
 
 
@@ -96,7 +100,10 @@ def load_rows(path: str, split: str) -> Rows:
         ValueError: the data does not exist, cannot be read, or has no rows; the message names the file and, if known, the line.
     """
     local = local_data(path)
-    dataset = _load_local(local, split) if local else _load_hub(path, split)
+    try:
+        dataset = _load_local(local, split) if local else _load_hub(path, split)
+    except RecursionError:
+        raise ValueError(f"data.path {path!r} has folders that are nested too deeply: move the files up.") from None
     if not len(dataset):
         raise ValueError(f"data.path {path!r} has no rows in the split {split!r}.")
     return Rows(dataset)
@@ -144,6 +151,11 @@ def _load_images(folder: Path, split: str) -> hf.Dataset:
     except Exception as error:  # datasets raises many kinds
         raise ValueError(f"data.path {str(folder)!r} cannot be read as a folder of images: {error}") from error
     dataset = dataset.rename_column("image", "images")
+    if changed := [name for name, feature in dataset.features.items() if _times_as_texts(feature) != feature]:
+        raise ValueError(
+            f"data.path {str(folder)!r}: the texts of {changed[0]!r} look like times, which the reader of metadata.jsonl changes: "
+            "write metadata.csv, where they stay texts."
+        )
     label = dataset.features.get("label")
     if isinstance(label, hf.ClassLabel):
         answers = [label.names[number] for number in dataset["label"]]
@@ -156,11 +168,48 @@ def _load_files(paths: list[Path], split: str) -> hf.Dataset:
     suffixes = {path.suffix for path in paths}
     if not suffixes <= set(FORMATS):
         raise ValueError(f"data.path must be one of {', '.join(FORMATS)} or a folder, but it is {str(paths[0])!r}")
+    for path in paths:
+        if not (path.is_file() and path.stat().st_size):
+            raise ValueError(f"data.path cannot be read: {path} is empty, or it is no regular file, such as a pipe.")
     files = {_base(split): [str(path) for path in paths]}
+    kind = FORMATS[suffixes.pop()]
     try:
-        return hf.load_dataset(FORMATS[suffixes.pop()], data_files=files, split=split)
+        dataset = hf.load_dataset(kind, data_files=files, split=split)
+        return _with_texts(dataset, paths, split) if kind == "json" else dataset
     except Exception as error:  # datasets raises many kinds: StopIteration, ArrowInvalid, DatasetGenerationError
         raise ValueError(f"data.path cannot be read: {_describe_error(paths, error)}") from error
+
+
+def _with_texts(dataset: hf.Dataset, paths: list[Path], split: str) -> hf.Dataset:
+    """The rows of JSON files, read again if a column or a field holds times: JSON has none, so these were texts like 2020-01-01."""
+    features = hf.Features(_times_as_texts(dict(dataset.features)))
+    if features == dataset.features:
+        return dataset
+    stamps = [path.stat().st_mtime_ns for path in paths]  # for the cache of `datasets`, which does not read the files
+    texts = hf.Dataset.from_generator(
+        _json_rows, features, gen_kwargs={"paths": tuple(map(str, paths)), "stamps": tuple(stamps)}
+    )
+    places = hf.ReadInstruction.from_spec(split).to_absolute({_base(split): len(texts)})
+    return texts.select([row for place in places for row in range(len(texts))[place.from_ : place.to]])
+
+
+def _times_as_texts(feature: Any) -> Any:
+    if isinstance(feature, hf.Value):
+        return hf.Value("string") if re.match(r"timestamp|date|time|duration", feature.dtype) else feature
+    if isinstance(feature, dict):
+        return {name: _times_as_texts(inner) for name, inner in feature.items()}
+    if isinstance(feature, hf.List):
+        return hf.List(_times_as_texts(feature.feature), length=feature.length)
+    return feature
+
+
+def _json_rows(paths: tuple[str, ...], stamps: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+    """The rows of files with a JSON object a line, or with one list of them."""
+    for path in paths:
+        with Path(path).open(encoding="utf-8-sig") as lines:
+            first = lines.read(1)
+            lines.seek(0)
+            yield from json.load(lines) if first == "[" else map(json.loads, filter(str.strip, lines))
 
 
 def _describe_error(paths: list[Path], error: BaseException) -> str:
@@ -203,8 +252,8 @@ def _base(split: str) -> str:
 
 
 def _undecoded(feature: Any) -> Any:
-    if isinstance(feature, hf.Image):
-        return hf.Image(mode=feature.mode, decode=False)
+    if hasattr(feature, "decode") and not isinstance(feature, hf.Json):  # decoding a PDF, too, opens what its row names
+        return replace(feature, decode=False)
     if isinstance(feature, dict):
         return {name: _undecoded(inner) for name, inner in feature.items()}
     if isinstance(feature, hf.List):

@@ -392,7 +392,10 @@ def chat_template_text(name: str | None) -> str | None:
         return None
     ours = TEMPLATES / f"{name}.jinja"
     try:
-        return (ours if ours.is_file() else resolve_path(name)).read_text()
+        path = ours if ours.is_file() else resolve_path(name)
+        if not path.is_file():
+            raise ValueError(f"{path} is no regular file")
+        return path.read_text()
     except (ValueError, OSError) as error:
         raise ValueError(
             f"model.chat_template must be a Jinja file or one of ours ({OUR_TEMPLATES}), but it is {name!r}: {error}"

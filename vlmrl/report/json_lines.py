@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vlmrl.utils.json_files import finite_float
+from vlmrl.utils.output_files import open_regular
 
 MOST_BYTES = 256 * 2**20  # of a line: a record of ours has a few MiB
 
@@ -37,7 +38,7 @@ class JsonLinesTail:
             return False
         if not self.path.exists():
             return True
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             file.seek(self._end - len(self._last))
             return file.read(len(self._last)) != self._last
 
@@ -48,7 +49,7 @@ class JsonLinesTail:
         """
         if not self.path.exists():
             return
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             file.seek(self._end)
             while (text := file.readline(MOST_BYTES)).endswith(b"\n"):
                 line = Line(self._end, len(text), self._object(text))
@@ -59,7 +60,7 @@ class JsonLinesTail:
 
     def reread(self, start: int, size: int) -> dict[str, Any]:
         """The line at ``start``, of ``size`` bytes."""
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             file.seek(start)
             return self._object(file.read(size))
 

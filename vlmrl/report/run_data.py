@@ -193,6 +193,7 @@ class RunData:
             self.failures.append({key: record.get(key) for key in FAILURE} | {"turns": len(record["turns"])})
 
     def _reread(self, place: _Place) -> Record:
+        self._check_regular("trajectories.jsonl")
         return {"kind": place.kind, **self._tails["trajectories"].reread(place.start, place.size)}
 
     def _start_over(self) -> None:

@@ -32,7 +32,10 @@ class Bm25:
 
         def build_index(folder: Path) -> None:
             index = self._bm25s.BM25(k1=k1, b=b)
-            index.index(self._words(list(corpus.texts()), as_ids=True), show_progress=False)
+            words = self._words(list(corpus.texts()), as_ids=True)
+            if not any(words.ids):
+                raise ValueError(f"corpus {corpus.name} must have words of two letters or more beside stopwords.")
+            index.index(words, show_progress=False)
             index.save(folder)
 
         made_from = (corpus.digest(), k1, b, stopwords, self._bm25s.__version__)

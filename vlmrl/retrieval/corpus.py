@@ -63,6 +63,11 @@ class Corpus:
 
     def _passage(self, index: int, row: dict[str, Any]) -> Passage:
         title, text = row.get("title"), row.get("text")
+        for name in ("title", "text", "contents"):
+            if not isinstance(row.get(name), str | None):
+                raise ValueError(
+                    f"corpus {self.name}, row {index}: {name} must be a text, but it is {row[name]!r:.80}."
+                )
         if text is None:
             title, _, text = (row.get("contents") or "").partition("\n")
         id = next((row[key] for key in ("id", "_id") if row.get(key) is not None), index)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import reprlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +20,7 @@ from vlmrl.utils.work_pool import WorkPool
 
 LIMIT = 1000  # queries in one request, and hits for one query
 MAX_HITS = 10_000  # of one request: a million took 5 GB and held up all other requests for 20 seconds
+MAX_BYTES = 2**26  # of one response: passages may be whole pages and have images
 THREADS = 32  # requests that search at the same time; a batching retriever joins them
 
 
@@ -70,8 +73,28 @@ def _answer(retriever: Retriever, content: bytes, topk: int) -> web.Response:
         queries, wanted, scored = _read(content, topk)
     except ValueError as error:
         return web.json_response({"detail": str(error)}, status=422)
-    found = retriever.search(queries, wanted)
-    return web.json_response({"result": [[_payload(hit, scored) for hit in hits] for hits in found]})
+    found = _result(retriever.search(queries, wanted), scored)
+    if found is None:
+        detail = (
+            f"a response may have at most {MAX_BYTES} bytes, but the passages and images of {len(queries)} queries with topk {wanted} "
+            "have more: send fewer queries, or a smaller topk."
+        )
+        return web.json_response({"detail": detail}, status=422)
+    return web.Response(text=found, content_type="application/json")
+
+
+def _result(found: Sequence[Sequence[Hit]], scored: bool) -> str | None:
+    """The JSON of a response, hit by hit: one text of all of it would hold up the event loop. ``None``: more than MAX_BYTES."""
+    size, lists = 0, []
+    for hits in found:
+        texts = []
+        for hit in hits:
+            texts.append(json.dumps(_payload(hit, scored)))
+            size += len(texts[-1])
+            if size > MAX_BYTES:
+                return None
+        lists.append(f"[{', '.join(texts)}]")
+    return f'{{"result": [{", ".join(lists)}]}}'
 
 
 def _read(content: bytes, topk: int) -> tuple[list[str], int, bool]:

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 
 from vlmrl.config import Cluster, Config, Lora, Model
@@ -48,7 +49,8 @@ def run_evaluation(
         rows += own
         if model.run_folder is not None:
             settings = replace(config, model=model.settings)
-            path = model.run_folder / "evaluations" / f"{time.strftime('%Y%m%dT%H%M%S')}-{Path(model.name).name}.json"
+            now = datetime.now().strftime("%Y%m%dT%H%M%S.%f")  # two evaluations may end in one second
+            path = model.run_folder / "evaluations" / f"{now}-{Path(model.name).name}.json"
             write_document(path, eval_document(own, config.seed, origin, settings))
             progress.say(f"results of {model.name}: {path}")
     print_report(progress.console, rows, config.seed)

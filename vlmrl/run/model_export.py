@@ -50,14 +50,22 @@ def _found_in(source: Path, adapters: bool) -> Path:
         raise ValueError(
             f"{source} must be a run, a checkpoint or a saved model, but it holds no {what}, nor a checkpoint."
         )
+    if newest.is_symlink() and not is_checkpoint(newest):
+        raise ValueError(
+            f"{newest} must be a folder of the run, but it is a link to {newest.resolve()}, whose files would be published: name that "
+            "folder, if you mean it."
+        )
     return newest
 
 
 def _write(found: Path, target: Path, adapters: bool) -> None:
     with atomic_folder(target, "--to") as part:
         if not is_checkpoint(found):
-            _check_own_files(found)
-            shutil.copytree(found, part, dirs_exist_ok=True)
+            try:
+                _check_own_files(found)
+                shutil.copytree(found, part, dirs_exist_ok=True)
+            except RecursionError:
+                raise ValueError(f"{found} has folders that are nested too deeply for a model: remove them.") from None
             return
         settings, loaded = _trained_model(found)
         if not adapters:
@@ -86,7 +94,7 @@ def _trained_model(checkpoint: Path) -> tuple[Model, LoadedModel]:
             "run's folder."
         )
     models = run.folder.absolute().parent / ".models"
-    loaded = load_model(on_host(run.model, models), models, run.settings["seed"])
+    loaded = load_model(on_host(run.model, models), models, run.seed)
     load_weights(checkpoint, loaded.policy)
     return run.model, loaded
 

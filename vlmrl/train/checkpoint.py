@@ -29,11 +29,11 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from vlmrl.utils.output_files import atomic_folder, remove_folder
+from vlmrl.utils.output_files import atomic_folder, regular_file, remove_folder
 from vlmrl.utils.require import require
 
 Tensors = dict[str, torch.Tensor]
@@ -76,12 +76,16 @@ class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         folder = Path(self.path)
         with readable(folder.parent):
-            with (folder / ".metadata").open("rb") as file:
-                metadata = _MetadataUnpickler(file).load()
-            for part in metadata.storage_data.values():
-                if (folder / part.relative_path).stat().st_size < part.offset + part.length:
+            with _own_file(folder, ".metadata").open("rb") as file:
+                metadata: Metadata = _MetadataUnpickler(
+                    file
+                ).load()  # once: the file may be another one when torch reads it
+            for part in (metadata.storage_data or {}).values():
+                if _own_file(folder, part.relative_path).stat().st_size < part.offset + part.length:
                     raise EOFError(f"{part.relative_path} is cut")
-        return super().read_metadata(*args, **kwargs)
+            metadata.storage_meta = metadata.storage_meta or StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
+        return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """As torch's, which does not compare the checksums that it wrote: changed bytes would be trained on."""
@@ -94,6 +98,16 @@ class _Reader(FileSystemReader):
                 file.seek(part.offset)
                 _check_sums(part.relative_path, BytesIO(file.read(part.length)))
         return super().read_data(plan, planner)
+
+
+def _own_file(folder: Path, name: str) -> Path:
+    """A regular file of a checkpoint, which may name a file elsewhere, or a pipe. Raises FileNotFoundError or ValueError."""
+    path = regular_file(folder, name)
+    if path is None and not (folder / name).exists():
+        raise FileNotFoundError(f"there is no {name}")
+    if path is None:
+        raise ValueError(f"it names {name[-80:]!r}, which is no regular file of its own")
+    return path
 
 
 def _check_sums(name: str, file: Path | BytesIO) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_VALUES = 1_000_000  # of a body: each takes 60 bytes or more, so that 64 MiB of `[],` would take 1.4 GiB, and no thread could run
+VALUE_BYTES = 128  # that a comma or an opening bracket may take once it is parsed: `{},` has two, and takes 220
 MAX_DIGITS = 400  # of a whole number: reading it takes quadratic time, while no other thread runs
 SEPARATORS = (b",", b"[", b"{", rb"\u002c", rb"\u002C", rb"\u005b", rb"\u005B", rb"\u007b", rb"\u007B")
 """What comes before a value, also escaped: a text within JSON may be JSON that is read later."""
@@ -62,6 +63,11 @@ def check_values(content: bytes, most: int, name: str) -> None:
     """Raise ValueError for a JSON text, called ``name``, that may have more than ``most`` values."""
     if sum(map(content.count, SEPARATORS)) > most:
         raise ValueError(f"{name} must not have more than {most} commas and opening brackets.")
+
+
+def parsed_bytes(content: bytes) -> int:
+    """The memory that a JSON text may take once it is parsed: for `{},{},` 75 times its size."""
+    return len(content) + VALUE_BYTES * sum(map(content.count, SEPARATORS[:3]))
 
 
 def _reject_constant(constant: str) -> None:

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from safetensors import SafetensorError
 
@@ -49,7 +50,7 @@ def output_errors(path: Path, option: str = "output_dir") -> Iterator[None]:
 
 
 def regular_file(folder: Path, *names: str) -> Path | None:
-    """The regular file ``folder/NAME/...``; ``None`` if it is anything else, or if a name leads to another place: a link, ``..``.
+    """The regular file ``folder/NAME/...``; ``None`` if it is anything else, or if a name leads elsewhere: a link, ``..``, ``/etc``.
 
     ``folder`` itself may be a link.
     """
@@ -57,19 +58,33 @@ def regular_file(folder: Path, *names: str) -> Path | None:
     try:
         # Path.resolve raises where links go in circles
         is_own = os.path.realpath(path) == str(Path(os.path.realpath(folder)).joinpath(*names))
-        return path if is_own and path.is_file() else None
+        is_absolute = any(Path(name).is_absolute() for name in names)  # joined, it would replace the folder
+        return path if is_own and not is_absolute and path.is_file() else None
     except (OSError, ValueError):  # a name that no file can have
         return None
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it. Raises ValueError for a pipe or a device, also if it took the place of a file just now."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would wait for a writer
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return os.fdopen(handle, "rb")
+    os.close(handle)
+    raise ValueError(f"{path}: it must be a regular file, but it is a pipe, a device or a folder.")
+
+
 def check_writable(path: Path, option: str) -> None:
-    """Make the folder of the file ``path``. Raises OutputError, which names ``option``, unless the file can be written."""
+    """Make the folder of the file ``path``. Raises OutputError, which names ``option``, unless :func:`whole_file` can write it.
+
+    What has its name already is not opened: in somebody else's folder it may be a link or a pipe.
+    """
     with output_errors(path, option):
         path.parent.mkdir(parents=True, exist_ok=True)
-        is_new = not path.exists()
-        path.open("a").close()
-        if is_new:
-            path.unlink()
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        part = _part_of(path)
+        part.touch(exist_ok=False)
+        part.unlink()
 
 
 @contextmanager
@@ -78,7 +93,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
     Several may write the same file: the last one stays.
     """
-    part = path.with_name(f".part-{uuid.uuid4().hex[:12]}-{path.name}")  # writers may look at the suffix
+    part = _part_of(path)
     with output_errors(path):
         try:
             yield part
@@ -86,6 +101,10 @@ def whole_file(path: Path) -> Iterator[Path]:
         except BaseException:
             part.unlink(missing_ok=True)
             raise
+
+
+def _part_of(path: Path) -> Path:
+    return path.with_name(f".part-{uuid.uuid4().hex[:12]}-{path.name}")  # writers may look at the suffix
 
 
 def atomic_write(path: Path, text: str) -> None:

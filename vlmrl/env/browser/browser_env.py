@@ -34,6 +34,14 @@ T = TypeVar("T")
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 MAX_ACTIONS = 8  # of one response
 MAX_TREE = 20_000  # characters of an accessibility tree
+SHORT_VALUE = """async (script) => {
+  let value = (0, eval)(script);
+  value = await (typeof value === "function" ? value() : value);
+  if (value === undefined || value === null || ["number", "boolean"].includes(typeof value)) return value ?? null;
+  if (typeof value === "string") return JSON.stringify(value.slice(0, 100));
+  return Array.isArray(value) ? `a list of ${value.length} values` : `a value of the type ${typeof value}`;
+}"""
+"""The value of a script if it is a number or null, else what it is: a long value would be copied through all processes."""
 
 
 class BrowserEnv(Env):
@@ -104,10 +112,10 @@ class BrowserEnv(Env):
 
     async def judge(self) -> float | dict[str, Any] | None:
         """The reward, or an info dict with one, which ends the episode; ``None`` while it goes on. Called after each action."""
-        reward = await self.evaluate(self.reward_script)
+        reward = await self.evaluate(SHORT_VALUE, self.reward_script)
         if reward is not None and not isinstance(reward, int | float):
             name = f"reward_script of {type(self).__name__}"
-            raise ValueError(f"{name} must give a number, or null while the episode goes on, but it gave {reward!r}.")
+            raise ValueError(f"{name} must give a number, or null while the episode goes on, but it gave {reward}.")
         return None if reward is None else float(reward)
 
     def end(self, action: Action) -> float:
@@ -183,8 +191,7 @@ class BrowserEnv(Env):
         """The observation of the page as it is now."""
         tab = self._tab
         shown: Any = await self._call(tab.screenshot())
-        lines = [f"The page showed a dialog, which was accepted: {dialog}" for dialog in tab.dialogs]
-        tab.dialogs.clear()
+        lines = [f"The page showed a dialog, which was accepted: {dialog}" for dialog in tab.take_dialogs()]
         if self.observe == "marks":
             self._boxes = await self._call(tab.boxes())
             shown = await cpu_pool().run(self._pool.limits.timeout, marked, shown, self._boxes, self.scale)

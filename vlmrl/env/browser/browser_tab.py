@@ -14,7 +14,8 @@ from vlmrl.env.browser.computer_use import CLICKS, Action, Point
 
 HERE = Path(__file__).parent
 DEAD_PROXY = "http://127.0.0.1:9"  # of every context: what is not intercepted reaches nothing
-MAX_DIALOGS = 10  # of one observation
+MAX_DIALOGS = 10  # of one observation; later ones are dismissed, which ends `while (confirm(...))`
+MOST_DIALOGS = 100  # of one observation; a page with more of them waits for an answer until the call's deadline
 SETTLE_SECONDS = 2.0  # for requests of the page after an action
 
 
@@ -48,6 +49,7 @@ class BrowserTab:
         self.episodes = 0
         self.blocked = 0
         self.dialogs: list[str] = []
+        self._dialogs_shown = 0  # since the last observation
         self._context = context
         self._page = page
         self._pointer = (kind.width / 2, kind.height / 2)
@@ -96,7 +98,7 @@ class BrowserTab:
             self._place = place
         self.episodes += 1
         self.blocked = 0
-        self.dialogs.clear()
+        self.take_dialogs()
         self._pending.clear()
         await self._page.mouse.move(-1, -1)  # or the last episode's pointer would hover over the new page
         if reload or self._page.url != self._loaded or without_query(url) != without_query(self._loaded):
@@ -205,9 +207,20 @@ class BrowserTab:
             await route.abort(kind)
 
     async def _on_dialog(self, dialog: Any) -> None:
-        if len(self.dialogs) < MAX_DIALOGS:
+        self._dialogs_shown += 1
+        accepted = self._dialogs_shown <= MAX_DIALOGS
+        if accepted:
             self.dialogs.append(f"{dialog.type}: {dialog.message}"[:500])
-        await dialog.accept()
+        if self._dialogs_shown > MOST_DIALOGS:
+            return
+        with contextlib.suppress(Exception):  # the tab is closed
+            await (dialog.accept() if accepted else dialog.dismiss())
+
+    def take_dialogs(self) -> list[str]:
+        """The dialogs since the last observation."""
+        self._dialogs_shown = 0
+        taken, self.dialogs = self.dialogs, []
+        return taken
 
     async def _on_popup(self, page: Any) -> None:
         if page is not self._page:

@@ -23,7 +23,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
 import tyro
 from aiohttp import web
@@ -40,7 +40,7 @@ from vlmrl.multimodal.images import content_of
 from vlmrl.multimodal.messages import images_of, map_images
 from vlmrl.types import Ending, Message, Task
 from vlmrl.utils.http_server import BODY, Binding, run_server, send_rest
-from vlmrl.utils.json_files import json_body
+from vlmrl.utils.json_files import json_body, parsed_bytes
 from vlmrl.utils.machine_memory import memory_bytes
 from vlmrl.utils.users_line import describe_error
 from vlmrl.utils.work_pool import cpu_pool
@@ -78,7 +78,7 @@ class RequestError(ValueError):
 
 @dataclass
 class _OpenSession:
-    """A session, which images its client may not have opened, and the size of its task's request in bytes.
+    """A session, which images its client may not have opened, and the memory of its task in bytes.
 
     ``last_used`` is the time of its last request, ``call`` the one that is being answered.
     """
@@ -100,7 +100,7 @@ class EnvServer:
         self.timeout = timeout
         self.idle_timeout = idle_timeout
         self.max_sessions = max_sessions
-        self.max_bytes = memory_bytes() // 4  # of the requests that started the open sessions, which keep their images
+        self.max_bytes = memory_bytes() // 4  # of the tasks of the open sessions, which keep their images
         self.sessions: dict[str, _OpenSession] = {}
         self._starting: set[str] = set()  # names of sessions whose tasks are being read
 
@@ -110,29 +110,28 @@ class EnvServer:
             raise RequestError(f"session {name} is being started already.")
         self._starting.add(name)
         try:
-            body = await self.parsed(content)
-            task, refuse = await cpu_pool().run(self.timeout, _read_task, body)
+            new = await cpu_pool().run(self.timeout, _read_start, content)
             if name not in self._starting:
                 raise RuntimeError(f"session {name} was closed before it started.")
         finally:
             self._starting.discard(name)
         session = EnvSession(
             self.spec,
-            task,
-            max_turns=_field(body, "max_turns", int),
+            new.task,
+            max_turns=new.max_turns,
             timeout=self.timeout,
             max_retries=0,  # the client retries
-            tool_format=_field(body, "tool_format", str, optional=True) or "json",
+            tool_format=new.tool_format,
         )
         if name in self.sessions or len(self.sessions) >= self.max_sessions:
             raise RuntimeError(
                 f"session {name} cannot start: it exists already, or there are {self.max_sessions} sessions (--max-sessions)."
             )
-        if sum(opened.size for opened in self.sessions.values()) + len(content) > self.max_bytes:
+        if sum(opened.size for opened in self.sessions.values()) + new.size > self.max_bytes:
             raise RuntimeError(
                 f"session {name} cannot start: the tasks of the open ones have {self.max_bytes} bytes, a quarter of the memory."
             )
-        self.sessions[name] = _OpenSession(session, refuse, len(content))
+        self.sessions[name] = _OpenSession(session, new.refuse, new.size)
 
         async def call(opened: _OpenSession) -> bytes:
             messages = await session.start()
@@ -142,8 +141,7 @@ class EnvServer:
         return await self._use(name, call)
 
     async def step(self, name: str, content: bytes) -> bytes:
-        body = await self.parsed(content)
-        response = _field(body, "response", str)
+        response = _field(await self.parsed(content), "response", str)
 
         async def call(opened: _OpenSession) -> bytes:
             result = await opened.session.step(response)
@@ -157,6 +155,7 @@ class EnvServer:
         body = await self.parsed(content)
         ending, response = _field(body, "ending", str), _field(body, "last_response", str)
         turn = _field(body, "last_turn", int, optional=True)
+        del body  # it may take 75 times its bytes
         if ending not in ENDINGS:
             raise RequestError(f"ending must be one of {', '.join(ENDINGS)}, but it is {ending!r:.100}.")
 
@@ -325,11 +324,24 @@ def serve_env(arguments: EnvServerArguments) -> None:
     run_server(app, binding, f"{spec.name} at {binding.url()}")
 
 
-def _read_task(body: dict[str, Any]) -> tuple[Task, Refuse]:
-    """The task of a request, and which images its env may not show."""
+class _Start(NamedTuple):
+    """What a request starts: a task, which images its env may not show, and the memory that the task takes."""
+
+    task: Task
+    refuse: Refuse
+    max_turns: int
+    tool_format: str
+    size: int
+
+
+def _read_start(content: bytes) -> _Start:
+    """The start of a session, in one call: a parsed body, which may take 75 times its bytes, waits nowhere."""
+    body = _parse(content)
+    max_turns = _field(body, "max_turns", int)
+    tool_format = _field(body, "tool_format", str, optional=True) or "json"
     try:
         task = deserialize_task(body.get("task"))
-        return task, refusing_sources_of(vars(task))
+        return _Start(task, refusing_sources_of(vars(task)), max_turns, tool_format, parsed_bytes(content))
     except RecursionError:
         raise RequestError("task must not be nested so deeply.") from None
     except ValueError as error:

@@ -3,15 +3,14 @@
 const SIDE = 1000; // of the SVG's own square, which is stretched over the chart
 const charts = new Set(); // those on the page, for a common cursor
 
-/* Round numbers from lo to hi: ticks(0, 0.93) is [0, 0.2, 0.4, 0.6, 0.8]. */
+/* Round numbers from lo to hi: ticks(0, 0.93) is [0, 0.5]. */
 function ticks(lo, hi, wanted = 4) {
   const rough = (hi - lo) / wanted || 1,
     power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((n) => n * power).find((size) => size >= rough);
-  const found = [];
-  for (let i = Math.ceil(lo / step - 1e-9); i * step <= hi + step * 1e-9; i++)
-    found.push(Number((i * step).toPrecision(12)));
-  return found;
+  const first = Math.ceil(lo / step - 1e-9), // beyond 2 ** 53 a number plus 1 is itself
+    all = Array.from({ length: wanted + 1 }, (_, i) => (first + i) * step);
+  return unique(all.filter((tick) => tick <= hi + step * 1e-9).map((tick) => Number(tick.toPrecision(12))));
 }
 
 /* The ticks as texts, with as many digits as make them differ: labels([6.2078, 6.208]) is ["6.2078", "6.208"]. */

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmrl.report.viewer.followed_run import FollowedRun
-from vlmrl.utils.output_files import whole_file
+from vlmrl.utils.output_files import open_regular, whole_file
 
 STYLES = ("page", "charts", "trajectories", "narrow")
 SCRIPTS = ("dom", "source", "state", "charts", "curves", "turns", "branches", "trajectory", "list", "tables", "app")
@@ -65,7 +65,8 @@ def _data_uris(files: dict[str, Path]) -> Iterator[tuple[str, str]]:
     """Images as data URIs, until they are :data:`MOST_IMAGE_BYTES`."""
     size = 0
     for image_id, path in files.items():
-        content = path.read_bytes()
+        with open_regular(path) as file:
+            content = file.read(MOST_IMAGE_BYTES)
         size += len(content)
         if size > MOST_IMAGE_BYTES:
             return

@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from vlmrl.report.run_data import LISTS
+from vlmrl.report.run_data import LISTS, MOST_BYTES
 from vlmrl.report.viewer.followed_run import FollowedRun
 from vlmrl.report.viewer.page import page_halves
 from vlmrl.utils.http_server import guarded
+from vlmrl.utils.output_files import open_regular
 
 MAX_BODY = 4096  # bytes: no request has a body
 MAX_DIGITS = 16  # of an index
@@ -73,7 +75,7 @@ def _log(run: FollowedRun, request: web.Request) -> web.Response:
     if path is None:
         raise IndexError
     headers = {"Cache-Control": "no-store"}
-    return web.Response(body=path.read_bytes(), content_type="text/plain", charset="utf-8", headers=headers)
+    return web.Response(body=_content(path), content_type="text/plain", charset="utf-8", headers=headers)
 
 
 def _search(run: FollowedRun, request: web.Request) -> web.Response:
@@ -85,7 +87,12 @@ def _image(run: FollowedRun, request: web.Request) -> web.Response:
     path = run.image_path(request.match_info["image_id"])
     if path is None:
         raise IndexError
-    return web.Response(body=path.read_bytes(), content_type="image/png", headers={"Cache-Control": IMMUTABLE})
+    return web.Response(body=_content(path), content_type="image/png", headers={"Cache-Control": IMMUTABLE})
+
+
+def _content(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return file.read(MOST_BYTES)
 
 
 ANSWERS: dict[str, Answer] = {

@@ -1,0 +1,78 @@
+"""What a file's reader makes of somebody else's file: texts stay texts, nothing that a row names is opened, a pipe is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import datasets as hf
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from vlmrl.config import Data
+from vlmrl.data import load_tasks
+from vlmrl.data.files import load_rows
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(hf.config, "HF_DATASETS_CACHE", tmp_path / "hf_cache")
+
+
+ROWS = [
+    {"prompt": "When?", "answer": "2020-01-01", "more": {"since": "2019-05-06T07:08:09Z", "mixed": [1, "a"]}},
+    {"prompt": "And then?", "answer": "2021-02-03 04:05:06", "more": {"since": "2019-05-06T07:08:09Z", "mixed": 5}},
+]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_texts_that_look_like_dates_stay_texts(tmp_path, name):
+    text = "".join(json.dumps(row) + "\n" for row in ROWS) if name == "rows.jsonl" else json.dumps(ROWS)
+    (tmp_path / name).write_text(text)
+    tasks = load_tasks(Data(str(tmp_path / name)))
+    assert [task.answer for task in tasks] == ["2020-01-01", "2021-02-03 04:05:06"]
+    assert tasks[0].data == {"more": ROWS[0]["more"]}
+    assert load_tasks(Data(str(tmp_path / name), split="train[1:]"))[0].answer == "2021-02-03 04:05:06"
+    (tmp_path / name).write_text(text.replace("2020-01-01", "2000-01-01"))
+    assert load_tasks(Data(str(tmp_path / name)))[0].answer == "2000-01-01"
+
+
+@pytest.mark.parametrize("kind", ["Audio", "Video", "Pdf", "Nifti"])
+def test_a_column_that_calls_itself_audio_or_a_pdf_opens_no_file(tmp_path, kind):
+    named = {"bytes": None, "path": "http://127.0.0.1:9/a"}
+    column = pa.array([named], pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+    features = {"prompt": {"dtype": "string", "_type": "Value"}, "x": {"_type": kind}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    table = pa.table({"prompt": ["Which?"], "x": column}).replace_schema_metadata(metadata)
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert load_rows(str(tmp_path / "a.parquet"), "train")[0] == {"prompt": "Which?", "x": named}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
+@pytest.mark.parametrize("put", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_neither_a_pipe_nor_a_device_is_read_as_rows(tmp_path, put, suffix):
+    put(tmp_path / f"train.{suffix}")
+    with pytest.raises(ValueError, match=rf"train\.{suffix} is empty, or it is no regular file"):
+        load_rows(str(tmp_path), "train")
+
+
+def test_a_row_that_is_not_utf_8_is_a_bad_row(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "caf\xe9", "answer": "a"}\n{"prompt": "b", "answer": "b"}\n')
+    tasks = load_tasks(Data(str(tmp_path / "a.jsonl")))
+    with pytest.raises(ValueError, match=r"row 0 of .*a\.jsonl.*UnicodeDecodeError"):
+        tasks[0]
+    assert tasks[1].prompt == [{"role": "user", "content": "b"}]
+
+
+def test_texts_of_a_metadata_file_that_look_like_dates_are_refused(tmp_path):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    Image.new("RGB", (8, 8)).save(folder / "a.png")
+    (folder / "metadata.jsonl").write_text('{"file_name": "a.png", "answer": "2020-01-01"}\n')
+    with pytest.raises(ValueError, match=r"the texts of 'answer' look like times.*write metadata\.csv"):
+        load_rows(str(folder), "train")
+    (folder / "metadata.jsonl").unlink()
+    (folder / "metadata.csv").write_text("file_name,answer\na.png,2020-01-01\n")
+    assert load_rows(str(folder), "train")[0]["answer"] == "2020-01-01"
