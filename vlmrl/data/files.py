@@ -252,7 +252,7 @@ def _base(split: str) -> str:
 
 
 def _undecoded(feature: Any) -> Any:
-    if hasattr(feature, "decode") and not isinstance(feature, hf.Json):  # decoding a PDF, too, opens what its row names
+    if hasattr(feature, "decode") and type(feature).__name__ != "Json":  # decoding a PDF, too, opens what its row names
         return replace(feature, decode=False)
     if isinstance(feature, dict):
         return {name: _undecoded(inner) for name, inner in feature.items()}

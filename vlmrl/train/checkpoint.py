@@ -79,7 +79,7 @@ class _Reader(FileSystemReader):
             with _own_file(folder, ".metadata").open("rb") as file:
                 metadata: Metadata = _MetadataUnpickler(
                     file
-                ).load()  # once: the file may be another one when torch reads it
+                ).load()  # alone: torch would read what may be another file by now
             for part in (metadata.storage_data or {}).values():
                 if _own_file(folder, part.relative_path).stat().st_size < part.offset + part.length:
                     raise EOFError(f"{part.relative_path} is cut")
