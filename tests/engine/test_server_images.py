@@ -14,7 +14,7 @@ from testing.fake_sglang import HOLDS_IMAGES, FakeSGLang
 from testing.fakes import PAD, item_of
 from testing.sglang_engines import engine_of, out_of_service, serving, until
 
-from vlmrl.engine.base import Request, SamplingParams
+from vlmrl.engine.base import EngineError, Request, SamplingParams
 from vlmrl.engine.image_files import EncodedImage
 from vlmrl.engine.server_backend import Attempt
 from vlmrl.engine.server_engine import ServerEngine
@@ -114,7 +114,7 @@ def test_a_request_that_is_refused_with_all_its_images_is_an_error(fakes):
         await serving(engine)
         await play(engine, items)
         fakes[0].statuses = [400, 400]
-        with pytest.raises(ValueError, match="set by the test"):
+        with pytest.raises(EngineError, match="set by the test"):
             await engine.generate(request_of(items))
 
     asyncio.run(episode())

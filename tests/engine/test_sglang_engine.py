@@ -214,7 +214,7 @@ def test_another_server_takes_over_and_keeps_the_trajectory(fakes, engine_of):
 
 def test_a_refused_request_is_not_sent_again(fakes, engine_of):
     fakes[0].statuses = [400]
-    with pytest.raises(ValueError, match="HTTP 400: set by the test"):
+    with pytest.raises(EngineError, match=r"trajectory .*HTTP 400: set by the test"):  # of this trajectory alone
         generate(engine_of(fakes[0]), plain())
     assert len(fakes[0].bodies_of("/generate")) == 1
 

@@ -202,7 +202,7 @@ class ServerEngine:
             except (*UNREACHED, ServerError, BadResponse) as error:
                 if isinstance(error, ServerError) and error.status == 400:
                     if all(image.json is not None for image in images):
-                        raise ValueError(f"trajectory {request.trajectory_id}: {error}") from error
+                        raise EngineError(f"trajectory {request.trajectory_id}: {error}") from error
                     name_images = False  # the server has dropped one since
                     self.resent += 1
                     server.images.difference_update(request.media)
