@@ -162,7 +162,6 @@ class TrainingLoop:
                 batch = await self.stop.interruptible(self.recorder.play(step, self.buffer))
                 if step == 1:
                     await self.check_first_batch(batch)
-                state.is_updating = True
                 metrics = await update(self.run, self.trainer, batch.trajectories, step, self.evaluator, self.stop)
                 self.buffer.trained()
                 warning = small_step_warning(config, step, metrics["groups/trained"])
@@ -173,6 +172,7 @@ class TrainingLoop:
                 del batch  # its images are freed before the next batch is played
                 evaluated = not self.evaluator.is_due(step)
                 state.end_step(step, self.buffer.state(), self.recorder.log, evaluated=evaluated)
+                self.trainer.is_ahead = False
                 await self.evaluate_after(step)
                 is_last = step == config.train.steps or self.stop.early or self.recorder.is_idle()
                 every = config.checkpoint.every
