@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_half_of_the_groups_or_fewer_are_reported(train, groups, warns):
 class Beside(Ranks):
     """Rank 0 of two, whose other rank differs by ``other``."""
 
-    other: dict[str, Any] = {}
+    other: ClassVar[dict[str, Any]] = {}
 
     def gather(self, item: Any) -> list[Any]:
         return [item, item | self.other]

@@ -247,15 +247,15 @@ class GeneratorLoop:
             trajectory.ending, trajectory.error = "aborted", str(error)
         except EngineError as error:
             trajectory.ending, trajectory.error = "error", str(error)
-        except Exception:
-            reward = self.config.truncated_reward
+        except Exception as error:
+            reward, failure = self.config.truncated_reward, error
             if reward is not None and trajectory.turns and client.sampler.limit(trajectory.turns) is not None:
                 try:
                     return client.adopt(client.trajectory(reward))  # as an agent that a budget stopped
                 except ValueError as refused:  # it has branches
-                    error = refused
-            late = isinstance(error, TimeoutError)
-            reason = f"no end within {limit:g} s" if late else describe_error(error)
+                    failure = refused
+            late = isinstance(failure, TimeoutError)
+            reason = f"no end within {limit:g} s" if late else describe_error(failure)
             trajectory.ending, trajectory.error = "error", f"{name_of(self.generate)}, task {task.id}: {reason}"
         finally:
             client.ended = True

@@ -103,9 +103,9 @@ def run_training(
 
 
 def check_ranks(config: Config, ranks: Ranks) -> None:
-    """Raises ValueError on each rank if one of them has other settings of what every rank computes, as after another command line.
+    """Raises ValueError on each rank if one has other settings of what all compute, as after another command line.
 
-    They would wait for each other in different collectives, or add gradients of different models. Paths and devices may differ between machines.
+    They would wait for each other in different collectives, or add gradients of different models. Paths and devices may differ.
     """
     model = replace(config.model, path="-", device="-", chat_template=None)
     settings = {"model": model, "train": config.train, "deterministic": config.deterministic}
