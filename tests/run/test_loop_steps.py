@@ -316,6 +316,19 @@ def test_a_run_that_fails_outside_an_update_saves_the_state_of_its_last_finished
     assert again.steps("loss") == [1, 2, 3] and again.steps("eval/reward/mean") == [0, 1, 2, 3]
 
 
+def test_an_asynchronous_step_is_finished_and_saved_when_the_evaluation_before_it_failed(small):
+    algo = Algo(corrections=("token_truncation",))
+    settings = {"train": train(3, max_staleness=1), "algo": algo, "eval": EVALUATED, "checkpoint": Checkpoint(every=9)}
+    one = small(fails=("evaluate", 2), **settings)
+    with pytest.raises(EnvContractError, match="step must return"):
+        one.train()
+    state = json.loads((one.saved / "run.json").read_text())
+    assert (state["step"], state["evaluated"]) == (2, False) and one.events.count("weights_changed 2") == 1
+    again = small(**settings)
+    again.train(one.saved)
+    assert again.steps("loss") == [1, 2, 3] and again.steps("eval/reward/mean") == [0, 2, 3]
+
+
 def test_a_stopped_run_whose_checkpoint_cannot_be_saved_saves_the_rest(small):
     """Such as one whose other rank was killed, for which the launcher sends this one SIGTERM."""
     one = small(stops=("play", 3), fails=("save", 1), save_model=True, checkpoint=Checkpoint(every=9))

@@ -224,7 +224,7 @@ async def update(
 ) -> dict[str, Any]:
     """Train on one batch and push the weights to the engine. In an asynchronous run the engine samples during training.
 
-    A running evaluation finishes under the weights it began with; ``stop`` interrupts it, and the step is finished without it.
+    A running evaluation finishes under the weights it began with. The step is finished without one that ``stop`` interrupts or that fails.
     """
 
     def train_batch() -> dict[str, Any]:
@@ -241,6 +241,9 @@ async def update(
         await stop.interruptible(evaluator.wait())
     except RunStopped:  # the next interruptible part raises it
         await evaluator.cancel()
+    except Exception as error:  # raised when the step is finished
+        await evaluator.cancel()
+        evaluator.failure = error
     with run.seconds.of("transfer"):
         async with paused(run.engine):
             return metrics | await push_weights(run, trainer, step)
