@@ -224,7 +224,8 @@ async def update(
 ) -> dict[str, Any]:
     """Train on one batch and push the weights to the engine. In an asynchronous run the engine samples during training.
 
-    A running evaluation finishes under the weights it began with. The step is finished without one that ``stop`` interrupts or that fails.
+    A running evaluation finishes under the weights it began with. The step is finished without one that fails or that ``stop``
+    interrupts, and the loop raises why.
     """
 
     def train_batch() -> dict[str, Any]:

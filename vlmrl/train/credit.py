@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from vlmrl.algos.filters import soft_overlong_penalty
 from vlmrl.config import Algo, Config
 from vlmrl.multimodal.messages import images_of, parts_of_message
 from vlmrl.train.token_credit import assign_by_token, finite, trained
-from vlmrl.types import MediaItem, Sample, Trajectory, Turn
+from vlmrl.types import MediaItem, Message, Sample, Trajectory, Turn
 
 
 def assign_advantages(
@@ -145,17 +145,25 @@ def states_of(trajectory: Trajectory) -> list[str]:
     """The state in which each turn began, equal within a group for equal states.
 
     The env's name for it (``info["state"]``), or else the last observation: the messages since the last response, or the new tokens of
-    a turn without messages, with the content hashes of their images.
+    a turn without messages, with the content hashes of their images. The system message is part of it, also where a turn keeps it of
+    another one.
     """
-    named = zip([None, *(turn.next_state for turn in trajectory.turns)], trajectory.turns, strict=False)
-    return [_observation(turn) if name is None else f"state {name}" for name, turn in named]
+    names, systems, turns = list[str](), list[list[Message]](), trajectory.turns
+    for turn, name in zip(turns, [None, *(turn.next_state for turn in turns)], strict=False):
+        above = None if turn.parent is None else turns[turn.parent]
+        continues = above is not None and turn.kept >= above.length - 1  # its messages are an observation
+        own = [] if continues else list(takewhile(lambda message: message.get("role") == "system", turn.messages))
+        systems.append(own or ([] if turn.parent is None else systems[turn.parent]))
+        names.append(_observation(turn, systems[-1], len(own)) if name is None else f"state {name}")
+    return names
 
 
-def _observation(turn: Turn) -> str:
+def _observation(turn: Turn, system: Sequence[Message], own: int) -> str:
+    """``own``: how many of the turn's messages are the ``system`` ones."""
     if not turn.messages:
         return repr((turn.prompt_ids, [item.id for item in turn.media]))
     responses = [place for place, message in enumerate(turn.messages) if message.get("role") == "assistant"]
-    shown = turn.messages[responses[-1] + 1 :] if responses else turn.messages
+    shown = [*system, *turn.messages[responses[-1] + 1 if responses else own :]]
     # Of the messages, since the turn may keep some of them of another one. A history policy may add images that are not loaded here.
     images = images_of(shown)
     images = images if all(isinstance(image, MediaItem) for image in images) else turn.media
