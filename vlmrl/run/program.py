@@ -214,7 +214,7 @@ def _how_to_continue(run: Run) -> str:
     if not trained_steps(run.folder):
         model = run.folder / "model"  # of a warm start
         return f"the model so far is in {model}" if model.exists() else "nothing was saved yet"
-    why = "no step was finished" if run.config.checkpoint.every else "checkpoints are off (checkpoint.every 0)"
+    why = "no checkpoint was saved" if run.config.checkpoint.every else "checkpoints are off (checkpoint.every 0)"
     return f"the results so far are in {run.folder}. It cannot be continued: {why}."
 
 
