@@ -52,6 +52,29 @@ def test_an_episode_of_two_turns_is_one_linear_history():
     assert renderer().decode(row.token_ids).count(PAD) == 4  # expanded, two tokens an image
 
 
+async def branches(client, renderer, task):
+    """Two responses to the same prompt."""
+    prompt = renderer.prompt(task.prompt)
+    for _ in range(2):
+        await client.generate(prompt.token_ids, prompt.images)
+    return client.trajectory(reward=1.0)
+
+
+def test_an_episode_that_does_not_fit_one_row_fails_where_one_is_wanted():
+    """In the batch it would end the run. Also one that a budget cut, which has `rollout.truncated_reward`."""
+
+    async def too_many(client, renderer, task):
+        prompt = renderer.prompt(task.prompt)
+        while True:
+            await client.generate(prompt.token_ids, prompt.images)
+
+    for generate, settings in ((branches, {}), (too_many, {"truncated_reward": 0.0})):
+        trajectory = play(generate, **settings)
+        assert trajectory.failed and "turn 1: its prompt does not continue the turn before it" in trajectory.error
+        whole = play(generate, samples="merged", **settings)
+        assert not whole.failed and check(whole, "merged").samples == len(whole.turns) > 1
+
+
 def as_columns(client, ids, prompt_ids, completion, **more):
     return {
         "prompt_token_ids": [prompt_ids],

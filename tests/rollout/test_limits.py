@@ -148,7 +148,7 @@ def test_branches_of_a_generator_are_rows_of_their_own():
         await client.generate([*other, *b.token_ids, *more])
         return client.trajectory(1.0)
 
-    trajectory = by_generator(engine("stop"), branches, max_turns=4)
+    trajectory = by_generator(engine("stop"), branches, max_turns=4, samples="merged")
     assert [(turn.parent, turn.kept > 0) for turn in trajectory.turns] == [
         (None, False),
         (0, True),

@@ -98,9 +98,10 @@ class SmallRun:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             moment = self.note(" ".join([name, *(str(value) for value in args if isinstance(value, int))]))
+            result = original(*args, **kwargs)
             if moment == self.fails:
                 raise OSError("the disk is full")
-            return original(*args, **kwargs)
+            return result
 
         setattr(owner, name, call)
 
@@ -313,6 +314,29 @@ def test_a_run_that_fails_outside_an_update_saves_the_state_of_its_last_finished
     again = small(**settings)
     again.train(one.saved)
     assert again.steps("loss") == [1, 2, 3] and again.steps("eval/reward/mean") == [0, 1, 2, 3]
+
+
+def test_an_asynchronous_step_is_finished_and_saved_when_the_evaluation_before_it_failed(small):
+    algo = Algo(corrections=("token_truncation",))
+    settings = {"train": train(3, max_staleness=1), "algo": algo, "eval": EVALUATED, "checkpoint": Checkpoint(every=9)}
+    one = small(fails=("evaluate", 2), **settings)
+    with pytest.raises(EnvContractError, match="step must return"):
+        one.train()
+    state = json.loads((one.saved / "run.json").read_text())
+    assert (state["step"], state["evaluated"]) == (2, False) and one.events.count("weights_changed 2") == 1
+    again = small(**settings)
+    again.train(one.saved)
+    assert again.steps("loss") == [1, 2, 3] and again.steps("eval/reward/mean") == [0, 2, 3]
+
+
+def test_a_stopped_run_whose_checkpoint_cannot_be_saved_saves_the_rest(small):
+    """Such as one whose other rank was killed, for which the launcher sends this one SIGTERM."""
+    one = small(stops=("play", 3), fails=("save", 1), save_model=True, checkpoint=Checkpoint(every=9))
+    with pytest.raises(RunStopped):
+        one.train()
+    assert "could not be saved: the disk is full" in one.said.getvalue() and one.run.checkpoints.newest() is None
+    for name in ("model/config.json", "summary.json", "reward.png", "trajectories.html"):
+        assert (one.run.folder / name).exists(), name
 
 
 def test_the_engine_is_resumed_when_training_fails(small):

@@ -16,7 +16,7 @@ from vlmrl.config import SFT, Checkpoint, Config, Conversations, Data, Eval, Eva
 from vlmrl.config.code import load_object
 from vlmrl.report.progress import RunProgress
 from vlmrl.report.run_log import RunLog
-from vlmrl.run import loop
+from vlmrl.run import loop, sft
 from vlmrl.run.build import build_run
 from vlmrl.run.program import run_training, summary_of
 from vlmrl.run.sft import ConversationSource, Demonstrated
@@ -70,6 +70,20 @@ def with_tasks(config: Config, **changes) -> Config:
     return replace(
         config, data=Data(generator=task, size=8), reward=reward, rollout=rollout, **{"train": train} | changes
     )
+
+
+def test_a_stage_that_fails_after_an_update_saves_no_checkpoint_that_would_train_it_again(config, monkeypatch):
+    measured = []
+
+    async def fails(*_):
+        measured.append(None)
+        if len(measured) == 2:
+            raise OSError("the rows are gone")
+
+    monkeypatch.setattr(sft, "_held_out_loss", fails)
+    with pytest.raises(OSError, match="the rows are gone"):
+        run_training(replace(config, checkpoint=Checkpoint(every=9)))
+    assert (config.folder / "model/config.json").exists() and not list(config.folder.glob("checkpoints/*"))
 
 
 def test_the_plan_names_the_steps_of_all_epochs(config):

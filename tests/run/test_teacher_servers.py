@@ -9,13 +9,14 @@ import pytest
 from aiohttp import web
 from testing.fake_sglang import END, FakeSGLang, logprob_of
 
-from vlmrl import Algo, Config, Data, Model, Rollout, Teacher, Train
+from vlmrl import Algo, Checkpoint, Config, Data, Model, Rollout, Teacher, Train
 from vlmrl.checks.doctor_model import highest_id
 from vlmrl.engine.base import EngineError
 from vlmrl.model import tiny
 from vlmrl.model.loading import load_reader
 from vlmrl.report.run_log import read_rows
 from vlmrl.run.program import run_training
+from vlmrl.train.checkpoint import newest_checkpoint
 
 
 def with_hint(task, trajectory, turn):
@@ -41,6 +42,7 @@ def run(tmp_path):
         algo=Algo(advantage="none"),
         teacher=Teacher(model=f"sglang:{fake.url}", sees=with_hint, top_k=1),
         train=Train(steps=2, groups_per_batch=3),
+        checkpoint=Checkpoint(every=9),
         save_model=False,
     )
     yield config, fake
@@ -85,16 +87,17 @@ def test_rows_with_ids_of_no_token_are_not_scored_and_lower_the_share(run):
 
 
 @pytest.mark.slow
-def test_a_teacher_that_dies_ends_the_run_with_one_error(run, monkeypatch):
+def test_a_teacher_that_dies_ends_the_run_with_one_error_and_the_last_step_is_saved(run, monkeypatch):
     config, fake = run
     monkeypatch.setattr("vlmrl.engine.server.LONGEST_BACKOFF", 0.01)
     answer, asked = fake._generate, []
 
     async def dies(body):
         asked.append(body)
-        fake.dropping = {"/generate"} if len(asked) > 2 else set()
+        fake.dropping = {"/generate"} if len(asked) > 1 + 3 + 1 else set()  # in the second step
         return await answer(body)
 
     fake._generate = dies
     with pytest.raises(EngineError, match=r"no SGLang server answered in 9 attempts"):
         run_training(config)
+    assert newest_checkpoint(config.folder / "checkpoints") == config.folder / "checkpoints/step000001"

@@ -32,6 +32,30 @@ def group():
     ]
 
 
+@pytest.mark.parametrize("credit", ["turn", "gigpo"])
+def test_members_whose_summaries_came_at_different_times_are_compared_by_the_turns_of_the_env(credit):
+    """They did the same for the same rewards: nothing distinguishes them, nor a summary from the response after it."""
+
+    def played(name, *kinds):
+        turns = [make_turn([1, 2], [5, 6], [-0.1, -0.2], reward=None if kind == "asked" else 1.0) for kind in kinds]
+        states = 0
+        for turn, kind in zip(turns, kinds, strict=True):
+            turn.asked, states = kind == "asked", states + (kind != "asked")
+            turn.next_state = f"s{states}"
+        return make_trajectory(name, turns=turns, final_reward=None)
+
+    trajectories = [played("a", "", "", ""), played("b", "", "asked", "", ""), played("c", "", "", "asked", "")]
+    samples = [sample for trajectory in trajectories for sample in step_wise(trajectory)]
+    assign_advantages(samples, trajectories, Config(algo=Algo(credit=credit)))
+    assert {value for sample in samples for value in sample.advantage} == {0.0}
+    more = played("d", "", "", "asked")  # a budget cut the summary: it stands for the turn that did not come
+    more.turns[0].reward = 2.0
+    both = [trajectories[0], more]
+    samples = [sample for trajectory in both for sample in step_wise(trajectory)]
+    assign_advantages(samples, both, Config(algo=Algo(credit="turn", options=PLAIN)))
+    assert [sample.advantage[0] for sample in samples] == [0.0, 0.5, 0.5, 0.0, -0.5, -0.5]
+
+
 def test_one_number_for_a_whole_episode():
     trajectories = group()  # rewards 4, 1, 5; mean 10/3
     samples = [sample for trajectory in trajectories for sample in step_wise(trajectory)]

@@ -137,6 +137,26 @@ def test_an_image_that_a_request_shares_with_an_earlier_one_is_part_of_its_state
     assert states("red", "green", "green")[2] != same
 
 
+def test_requests_are_in_one_state_only_if_their_system_messages_are_the_same():
+    """An agent that sends each observation alone after a system message, which the first request of a kind shows as new."""
+    sent = [("plan", "A"), ("plan", "B"), ("plan", "A"), ("act", "A"), ("act", "B")]
+    episode = agent_episode([str(number) for number in range(len(sent))])
+
+    async def act():
+        for system, observation in sent:
+            await episode.complete(ChatRequest([says("system", system), says("user", observation)]))
+        episode.finish()
+
+    asyncio.run(act())
+    states = states_of(episode.trajectory)
+    texts = [int(turn.text[0]) for turn in episode.trajectory.turns]
+    found = {
+        sent[number]: {state for each, state in zip(texts, states, strict=True) if sent[each] == sent[number]}
+        for number in texts
+    }
+    assert len(set(states)) == 4 and all(len(each) == 1 for each in found.values())
+
+
 def test_turns_without_messages_began_in_the_state_that_their_new_tokens_show():
     keys = states_of(make_trajectory(turns=[make_turn(prompt, [5], [-0.1]) for prompt in ([1], [2], [1])]))
     assert keys[0] == keys[2] != keys[1]

@@ -28,6 +28,7 @@ from vlmrl.rollout.record import Prompt, TurnRecorder
 from vlmrl.rollout.sampler import AbortedError, Sampler
 from vlmrl.samples.audit import audit
 from vlmrl.samples.columns import from_columns, rollout_metrics
+from vlmrl.samples.emit import check_one_row
 from vlmrl.types import Completion, Ending, ImageSource, MediaItem, ResponseSpan, Sample, Task, Trajectory
 from vlmrl.utils.threads import await_user_code
 from vlmrl.utils.users_line import describe_error
@@ -145,6 +146,8 @@ class Client:
             self._check_rows(result)
         else:
             self._check_turns(result)
+            if self._loop.config.samples == "concat":
+                check_one_row(result)
         return result
 
     def _check_rows(self, trajectory: Trajectory) -> None:
@@ -245,11 +248,14 @@ class GeneratorLoop:
         except EngineError as error:
             trajectory.ending, trajectory.error = "error", str(error)
         except Exception as error:
-            reward = self.config.truncated_reward
+            reward, failure = self.config.truncated_reward, error
             if reward is not None and trajectory.turns and client.sampler.limit(trajectory.turns) is not None:
-                return client.trajectory(reward)  # as an agent that a budget stopped
-            late = isinstance(error, TimeoutError)
-            reason = f"no end within {limit:g} s" if late else describe_error(error)
+                try:
+                    return client.adopt(client.trajectory(reward))  # as an agent that a budget stopped
+                except ValueError as refused:  # it has branches
+                    failure = refused
+            late = isinstance(failure, TimeoutError)
+            reason = f"no end within {limit:g} s" if late else describe_error(failure)
             trajectory.ending, trajectory.error = "error", f"{name_of(self.generate)}, task {task.id}: {reason}"
         finally:
             client.ended = True

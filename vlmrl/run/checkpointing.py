@@ -68,7 +68,6 @@ class LoopState:
 
     def __post_init__(self) -> None:
         self.random = random_state()  # in a file of its own
-        self.is_updating = False  # the trainer may be ahead of this state
 
     @classmethod
     def load(cls, checkpoint: Path | None) -> LoopState:
@@ -82,7 +81,7 @@ class LoopState:
 
     def end_step(self, step: int, batches: dict[str, Any], log: RunLog | None, *, evaluated: bool) -> None:
         """Keep the state at the end of ``step``."""
-        self.step, self.evaluated, self.batches, self.is_updating = step, evaluated, batches, False
+        self.step, self.evaluated, self.batches = step, evaluated, batches
         self.log = {} if log is None else log.sizes()
         self.random = random_state()
 
@@ -181,7 +180,7 @@ def best_reward(folder: Path, saved: float | None) -> float | None:
 async def save_stopped(run: Run, trainer: RunTrainer, state: LoopState, progress: RunProgress) -> None:
     """Save a run that was stopped: a checkpoint of its last step, where checkpoints are on, then its weights."""
     await _pause_last(run, progress)
-    await _save_last_checkpoint(run, trainer, state)
+    await _save_last_checkpoint(run, trainer, state, progress)
     save_summary(run, state)
     if run.config.save_model and trainer.steps_done:
         _save_last_weights(run, trainer, progress, with_adapters=True)
@@ -192,28 +191,35 @@ async def save_after_failure(
 ) -> None:
     """Write what a run that failed has trained, if the engine and the trainer still allow it.
 
-    The weights, and before them a checkpoint of the last step, unless an update failed or Ctrl-C ended the run at once.
+    The weights, and before them a checkpoint of the last step, unless the trainer may hold half a step more or Ctrl-C ended the run.
     """
     if not trainer.steps_done:
         return
     await _pause_last(run, progress)
-    if isinstance(error, Exception) and not state.is_updating:
-        try:
-            await _save_last_checkpoint(run, trainer, state)
-            if run.config.checkpoint.every:
-                progress.say(f"step {state.step} is saved: to continue from it, resume the run")
-        except (RuntimeError, OutputError) as failure:
-            progress.say(f"the state of the last step could not be saved: {failure}")
+    if (
+        isinstance(error, Exception)
+        and not trainer.is_ahead
+        and await _save_last_checkpoint(run, trainer, state, progress)
+    ):
+        progress.say(f"step {state.step} is saved: to continue from it, resume the run")
     if run.config.save_model:
         _save_last_weights(run, trainer, progress)
 
 
-async def _save_last_checkpoint(run: Run, trainer: RunTrainer, state: LoopState) -> None:
-    """Write a checkpoint of the last step where checkpoints are on, unless it has one."""
-    newest = run.checkpoints.newest()
-    saved = None if newest is None else LoopState.load(newest)
-    if run.config.checkpoint.every and (saved is None or (saved.stage, saved.step) != (state.stage, state.step)):
-        await asyncio.to_thread(write_checkpoint, run, trainer, state)
+async def _save_last_checkpoint(run: Run, trainer: RunTrainer, state: LoopState, progress: RunProgress) -> bool:
+    """Write a checkpoint of the last step where checkpoints are on, unless it has one. Returns whether it has one.
+
+    What else can be saved does not depend on it: a rank may be gone, or the disk be full. That is said.
+    """
+    if not run.config.checkpoint.every:
+        return False
+    try:
+        if run.checkpoints.newest() != run.checkpoints.path(state.step, state.stage):
+            await asyncio.to_thread(write_checkpoint, run, trainer, state)
+    except Exception as failure:
+        progress.say(f"the state of the last step could not be saved: {failure}")
+        return False
+    return True
 
 
 async def _pause_last(run: Run, progress: RunProgress) -> None:

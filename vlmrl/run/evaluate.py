@@ -118,7 +118,9 @@ class Evaluator:
         self._summary = summary
         self._background: asyncio.Task[Evaluation | None] | None = None
         self.overdue = False
-        """Whether a stop has dropped one: the next finished step is evaluated in its place."""
+        """Whether one was dropped, by a stop or an error: the next finished step is evaluated in its place."""
+        self.failure: Exception | None = None
+        """The error of one that failed while a step was trained, for :meth:`after_step`."""
 
     async def evaluate(self, step: int, name: str | None = None, blank_images: bool = False) -> Evaluation | None:
         """Evaluate under the current weights. With a ``name`` the reward goes to the summary under it. None: no tasks are held out."""
@@ -148,7 +150,9 @@ class Evaluator:
         return config.eval.every > 0 and step < config.train.steps and (self.overdue or step % config.eval.every == 0)
 
     def after_step(self, step: int) -> None:
-        """Start the evaluation that is due after this step, in the background."""
+        """Start the evaluation that is due after this step, in the background. Raises the error of the last one, if it failed."""
+        if self.failure is not None:
+            raise self.failure
         if self.is_due(step):
             self._background, self.overdue = asyncio.create_task(self.evaluate(step)), False
 

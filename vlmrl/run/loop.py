@@ -162,7 +162,6 @@ class TrainingLoop:
                 batch = await self.stop.interruptible(self.recorder.play(step, self.buffer))
                 if step == 1:
                     await self.check_first_batch(batch)
-                state.is_updating = True
                 metrics = await update(self.run, self.trainer, batch.trajectories, step, self.evaluator, self.stop)
                 self.buffer.trained()
                 warning = small_step_warning(config, step, metrics["groups/trained"])
@@ -173,6 +172,7 @@ class TrainingLoop:
                 del batch  # its images are freed before the next batch is played
                 evaluated = not self.evaluator.is_due(step)
                 state.end_step(step, self.buffer.state(), self.recorder.log, evaluated=evaluated)
+                self.trainer.is_ahead = False
                 await self.evaluate_after(step)
                 is_last = step == config.train.steps or self.stop.early or self.recorder.is_idle()
                 every = config.checkpoint.every
@@ -224,7 +224,8 @@ async def update(
 ) -> dict[str, Any]:
     """Train on one batch and push the weights to the engine. In an asynchronous run the engine samples during training.
 
-    A running evaluation finishes under the weights it began with; ``stop`` interrupts it, and the step is finished without it.
+    A running evaluation finishes under the weights it began with. The step is finished without one that fails or that ``stop``
+    interrupts, and the loop raises why.
     """
 
     def train_batch() -> dict[str, Any]:
@@ -241,6 +242,9 @@ async def update(
         await stop.interruptible(evaluator.wait())
     except RunStopped:  # the next interruptible part raises it
         await evaluator.cancel()
+    except Exception as error:  # raised when the step is finished
+        await evaluator.cancel()
+        evaluator.failure = error
     with run.seconds.of("transfer"):
         async with paused(run.engine):
             return metrics | await push_weights(run, trainer, step)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from vlmrl.algos.choose import note_on_reduction
 from vlmrl.cluster import is_rank, receive_signals
 from vlmrl.config import Cluster, Config, name_of
+from vlmrl.config.checks import refuse_if
 from vlmrl.config.fields import short_name
 from vlmrl.data import TaskMixture, Tasks
 from vlmrl.families.base import WHY_NOT_PACKED
@@ -25,7 +26,7 @@ from vlmrl.report.advisories import PAGE
 from vlmrl.report.crash import crash_report
 from vlmrl.report.launch_command import as_program, resume_command, write_command
 from vlmrl.report.progress import RunProgress
-from vlmrl.report.records import plain
+from vlmrl.report.records import flat, plain
 from vlmrl.report.run_log import OnRow, RunLog
 from vlmrl.report.trackers import Status, open_trackers
 from vlmrl.run import loop
@@ -38,6 +39,7 @@ from vlmrl.run.stopping import GRACE_SECONDS, RunStopped, StopRequest, stop_on_s
 from vlmrl.train.controller import Commands, join_process_group, run_commands
 from vlmrl.train.fsdp import backend_of
 from vlmrl.train.rank import Rank
+from vlmrl.train.ranks import Ranks
 from vlmrl.utils.output_files import output_errors
 from vlmrl.utils.threads import DaemonPool, run_awake
 from vlmrl.utils.users_line import describe_error
@@ -74,6 +76,8 @@ def run_training(
     with output_errors(config.models_dir):
         tiny.resolve(config.model.source, config.models_dir)  # before ranks are known: then only rank 0 builds models
     ranks = join_process_group(backend_of(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+    if not dry_run:
+        check_ranks(config, ranks)
     commands = Commands() if ranks.size > 1 else None
     is_program, stop, run = stop is None, stop or StopRequest(), None
     if ranks.rank == 0:
@@ -96,6 +100,22 @@ def run_training(
     if stop.number is not None and is_program:
         raise SystemExit(128 + stop.number)
     return run
+
+
+def check_ranks(config: Config, ranks: Ranks) -> None:
+    """Raises ValueError on each rank if one has other settings of what all compute, as after another command line.
+
+    They would wait for each other in different collectives, or add gradients of different models. Paths and devices may differ.
+    """
+    model = replace(config.model, path="-", device="-", chat_template=None)
+    settings = {"model": model, "train": config.train, "deterministic": config.deterministic}
+    first, *others = ranks.gather(flat(plain(settings)))
+    for number, other in enumerate(others, start=1):
+        for name in sorted(first.keys() | other.keys()):
+            here, there = first.get(name), other.get(name)
+            rule = f"the same on all ranks, but it is {here!r} on rank 0 and {there!r} on rank {number}"
+            remedy = "start the same program with the same options on every machine"
+            refuse_if(here != there, f"{name} must be {rule}: {remedy}.")
 
 
 def _launch(config: Config, command: Sequence[str] | None) -> None:
@@ -194,7 +214,7 @@ def _how_to_continue(run: Run) -> str:
     if not trained_steps(run.folder):
         model = run.folder / "model"  # of a warm start
         return f"the model so far is in {model}" if model.exists() else "nothing was saved yet"
-    why = "no step was finished" if run.config.checkpoint.every else "checkpoints are off (checkpoint.every 0)"
+    why = "no checkpoint was saved" if run.config.checkpoint.every else "checkpoints are off (checkpoint.every 0)"
     return f"the results so far are in {run.folder}. It cannot be continued: {why}."
 
 

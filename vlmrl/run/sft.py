@@ -160,6 +160,7 @@ async def _train(
                 log.log(step, metrics)
             phase.advance(loss=metrics.get("sft/loss"), held_out=loss)
             state.end_step(step, source.state(), log, evaluated=evaluated)
+            trainer.is_ahead = False
             if log is not None and save and (step % save == 0 or step == source.steps):
                 await asyncio.to_thread(write_checkpoint, run, trainer, state)
 

@@ -22,16 +22,11 @@ def concat(trajectory: Trajectory) -> list[Sample]:
     Raises:
         ValueError: a turn's prompt does not continue the previous one, so that the episode is more than one row.
     """
+    check_one_row(trajectory)
     turns = trajectory.turns
     row = _row_of(trajectory, 0)
     for number in range(1, len(turns)):
-        above, kept = turns[number - 1], turns[number].kept
-        if turns[number].parent != number - 1 or kept < max(above.length - 1, above.prompt_length):
-            raise ValueError(
-                f"trajectory {trajectory.id}, turn {number}: its prompt was re-rendered, so the episode does not fit one row; "
-                "set rollout.samples to step_wise or merged."
-            )
-        _drop(row, above.length - kept)
+        _drop(row, turns[number - 1].length - turns[number].kept)
         _continue_row(row, trajectory, number)
     unplaced = 0.0  # the rewards of turns none of whose tokens remain in the row
     for span in row.responses:
@@ -45,6 +40,17 @@ def concat(trajectory: Trajectory) -> list[Sample]:
     _append_unsampled(row, trajectory.tail_ids, row.policy_versions[-1])
     row.is_last_step = True
     return [row]
+
+
+def check_one_row(trajectory: Trajectory) -> None:
+    """Raises ValueError if a turn's prompt does not continue the previous one, so that the episode is more than one row."""
+    for number in range(1, len(trajectory.turns)):
+        turn, above = trajectory.turns[number], trajectory.turns[number - 1]
+        if turn.parent != number - 1 or turn.kept < max(above.length - 1, above.prompt_length):
+            raise ValueError(
+                f"trajectory {trajectory.id}, turn {number}: its prompt does not continue the turn before it, so the episode does not "
+                "fit one row: set rollout.samples to step_wise or merged."
+            )
 
 
 def step_wise(trajectory: Trajectory) -> list[Sample]:

@@ -141,13 +141,17 @@ class Checkpoints:
     def newest(self) -> Path | None:
         return newest_checkpoint(self.folder)
 
+    def path(self, step: int, stage: str) -> Path:
+        """The folder of the checkpoint of ``step`` of one of :data:`STAGES`."""
+        return self.folder / f"{STAGES[stage]}{step:06d}"
+
     @contextmanager
     def new(self, step: int, stage: str = "train") -> Iterator[Path]:
-        """A folder to write to, for ``step`` of one of :data:`STAGES`. It becomes a checkpoint if the block raises no error."""
+        """A folder to write to. It becomes a checkpoint if the block raises no error."""
         for prefix in STAGES.values():  # by a run that was killed while it wrote or deleted one
             for left in self.folder.glob(f".{prefix}*"):
                 shutil.rmtree(left, ignore_errors=True)
-        with atomic_folder(self.folder / f"{STAGES[stage]}{step:06d}") as partial:
+        with atomic_folder(self.path(step, stage)) as partial:
             yield partial
         for old in complete_checkpoints(self.folder)[: -self.keep]:
             remove_folder(old)

@@ -44,6 +44,8 @@ class RunTrainer:
         """``commands`` reach the other ranks. None: there is one rank."""
         self.rank = rank
         self.steps_done = 0
+        self.is_ahead = False
+        """Whether a step has begun that the loop's state does not count yet: a checkpoint of that state would train it twice."""
         self._commands = commands
         self._samples = SampleCache()
         self._failed = False
@@ -57,11 +59,12 @@ class RunTrainer:
     def start(self, spec: TrainerSpec) -> RunTrainer:
         """Start a new trainer: each supervised stage has one, then the run."""
         with self._command("start", spec):
-            self._samples, self.steps_done = SampleCache(), 0
+            self._samples, self.steps_done, self.is_ahead = SampleCache(), 0, False
             self.rank.start(spec)
         return self
 
     def step(self, samples: Sequence[Sample]) -> StepOutput:
+        self.is_ahead = True
         output = self._call_on("step", samples)
         self.steps_done = output.steps_done
         return output

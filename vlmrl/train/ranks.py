@@ -45,11 +45,14 @@ class Ranks:
 
     def union(self, names: Iterable[str]) -> list[str]:
         """The names of all ranks, in the same order on each."""
-        of_ranks = [list(names)]
+        return list(dict.fromkeys(chain.from_iterable(self.gather(list(names)))))
+
+    def gather(self, item: T) -> list[T]:
+        """The items of all ranks, on each of them."""
+        items = [item] * self.size
         if self.size > 1:
-            own, of_ranks = of_ranks[0], [[]] * self.size
-            dist.all_gather_object(of_ranks, own)
-        return list(dict.fromkeys(chain.from_iterable(of_ranks)))
+            dist.all_gather_object(items, item)
+        return items
 
     def collect(self, item: Any, ranks: Sequence[int]) -> list[Any]:
         """The items of these ranks, in their order, on the first one. The others get an empty list, once the first has called this."""
