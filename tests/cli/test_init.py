@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,9 @@ from pathlib import Path
 import pytest
 from testing.browser import need_chromium
 
+from vlmrl.cli import init
 from vlmrl.cli import main as cli
+from vlmrl.utils.output_files import OutputError
 
 SHORT = ["--warm-start.steps", "2", "--warm-start.trajectories-per-step", "4", "--data.held-out", "4"]
 SHORT += [
@@ -117,3 +121,19 @@ def test_nothing_is_written_through_a_link(monkeypatch, capsys, tmp_path):
         vlmrl_command(monkeypatch, "init", str(tmp_path / "mine"))
     assert "env.py exist already" in capsys.readouterr().err
     assert not (tmp_path / "elsewhere").exists() and len(list((tmp_path / "mine").iterdir())) == 1
+
+
+def test_a_full_disk_leaves_no_half_of_a_starter(monkeypatch, tmp_path):
+    copy = init.shutil.copyfile
+
+    def full(source, target, **options):
+        copy(source, target, **options)
+        if Path(target).name == "recipe.py":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(init.shutil, "copyfile", full)
+        with pytest.raises(OutputError, match="No space left"):
+            init.write_starter(tmp_path / "own", "vlm")
+    assert not list((tmp_path / "own").iterdir())
+    assert init.write_starter(tmp_path / "own", "vlm")

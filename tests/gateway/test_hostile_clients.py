@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
@@ -18,7 +19,8 @@ from testing.gateway import HELLO, PATIENCE, Gate, png, serving, uri
 
 from vlmrl.gateway import episode as episode_module
 from vlmrl.gateway import gateway_app, request_body
-from vlmrl.gateway.chat import ChatResponse
+from vlmrl.gateway.chat import ChatRequest, ChatResponse
+from vlmrl.gateway.request_body import ParsedRequest
 from vlmrl.gateway.request_images import RequestImages
 from vlmrl.multimodal import renderer as renderer_module
 from vlmrl.multimodal.renderer import Renderer
@@ -163,6 +165,52 @@ def test_images_that_wait_to_be_loaded_count_among_the_bodies(monkeypatch):
         served.server._server.thread.loop.call_soon_threadsafe(loaded.set)
         assert first.result().status_code == 200
         assert refused.status_code == 503 and app._held == 0
+
+
+VALUES = [{} for _ in range(20_000)]  # 80 KB, which take 2.5 MiB once they are parsed
+FULL_OF_VALUES = HELLO | {
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "x": VALUES}}}]
+}
+
+
+def test_what_the_values_of_a_body_take_counts_until_they_are_rendered(monkeypatch):
+    """3.3 MiB of values took 113 MiB, of which 64 requests of each trajectory could wait for one thread."""
+    gate = Gate()
+    waits, load = asyncio.Event(), RequestImages.load
+
+    async def slow(own, messages):
+        await waits.wait()
+        return await load(own, messages)
+
+    episode = agent_episode(gate, max_tokens=10**6)
+    with serving(episode, others(), max_body=2**20, max_held=3 * 2**20) as served, ThreadPoolExecutor(1) as clients:
+        app, loop = served.server._app, served.run_loop
+        assert other_is_served(served)
+        monkeypatch.setattr(RequestImages, "load", slow)
+        first = clients.submit(served.post, body=FULL_OF_VALUES)
+        wait_until(lambda: app._held > 2**21)
+        refused = served.post(body=FULL_OF_VALUES, client=served.clients[1])
+        assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+        served.server._server.thread.loop.call_soon_threadsafe(waits.set)
+        loop.wait(gate.reached("began"), PATIENCE)
+        wait_until(lambda: app._held == 0)  # it is rendered, and waits for the engine only
+        loop.wait(gate.open(), PATIENCE)
+        assert first.result().status_code == 200
+
+
+def test_a_refused_request_leaves_nothing_in_memory():
+    """Its error and a future referred to each other, and kept the request until Python looked for such circles."""
+    bodies = [{"messages": [user("red " * 30_000)]}, {"messages": [user("hi")], "n": 2}, FULL_OF_VALUES]
+    with serving(others()) as served:
+        served.post()
+        gc.collect()
+        gc.disable()
+        try:
+            assert {served.post(body=body).status_code for body in bodies} == {400}
+            assert served.post("/v1/messages/count_tokens", bodies[0]).status_code == 400
+            wait_until(lambda: not [each for each in gc.get_objects() if type(each) in (ParsedRequest, ChatRequest)])
+        finally:
+            gc.enable()
 
 
 def test_a_long_body_of_a_reward_does_not_stop_the_event_loop(monkeypatch):

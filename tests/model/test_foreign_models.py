@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from vlmrl.config import Model
-from vlmrl.model.loading import load_model
+from vlmrl.model.loading import load_model, on_host
 
 
 def copied(folder: Path, to: Path) -> Path:
@@ -62,3 +63,26 @@ def test_pickled_code_in_weights_is_not_run(qwen3_vl, tmp_path):
     with pytest.raises(Exception, match=r"(?i)weights_only|unpickl|safetensors|no file named"):
         load_model(Model(path=str(folder), device="cpu"), tmp_path, seed=0)
     assert not marker.exists()
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "{other}/model.safetensors", "pipe", "missing", 5])
+def test_an_index_of_weights_names_no_file_elsewhere(name, qwen3_vl, tmp_path):
+    """transformers opens what it names: another model's weights, or a pipe, which it waits for."""
+    other, folder = copied(qwen3_vl, tmp_path / "other"), copied(qwen3_vl, tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    os.mkfifo(folder / "pipe")
+    with safe_open(folder / "weights.safetensors", "pt") as file:
+        names = list(file.keys())
+    index = folder / "model.safetensors.index.json"
+
+    def write(shard: object) -> Model:
+        index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, shard)}))
+        return Model(path=str(folder), device="cpu")
+
+    assert load_model(write("weights.safetensors"), tmp_path, seed=0).policy is not None
+    hostile = write(name.format(other=other) if isinstance(name, str) else name)
+    for read in (lambda: load_model(hostile, tmp_path, seed=0), lambda: on_host(hostile, tmp_path)):
+        with pytest.raises(
+            ValueError, match=r"model\.path .*index\.json must name regular files in its folder, but it names"
+        ):
+            read()

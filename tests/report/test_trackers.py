@@ -140,6 +140,29 @@ def test_a_tracker_that_hangs_holds_nobody(tmp_path, monkeypatch, status, limit)
     assert "is still sending; the run ends without it" in open_still
 
 
+def test_a_tracker_that_exits_or_changes_a_row_harms_no_other(tmp_path):
+    said, toy = [], ToyTracker(tmp_path, {})
+
+    class Exits(ToyTracker):
+        def log(self, step, values):
+            values.clear()
+            raise SystemExit(3)
+
+    exits = Exits(tmp_path, {})
+    with RunLog(tmp_path, trackers=Trackers({"exits": exits, "toy": toy}, tmp_path, say=said.append)) as log:
+        log.log(1, {"loss": 1})
+        log.log(2, {"loss": 2})
+    assert toy.calls == [(1, {"loss": 1}), (2, {"loss": 2}), "finished"] and exits.calls == ["finished"]
+    assert len(said) == 1 and "tracker exits failed: SystemExit: 3; the run goes on" in said[0]
+
+
+def test_two_trackers_of_one_name_are_refused(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.py").write_text("from vlmrl.report.trackers import Tracker\nclass Own(Tracker): pass\n")
+    with pytest.raises(ValueError, match=r"report\.to must have each name once, but it has 'Own' several times"):
+        tracker_classes([f"{tmp_path}/a.py:Own", f"{tmp_path}/b.py:Own"])
+
+
 def test_a_tracker_is_named_by_its_file(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from vlmrl.report.trackers import Tracker\n"

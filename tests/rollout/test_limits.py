@@ -155,3 +155,19 @@ def test_branches_of_a_generator_are_rows_of_their_own():
         (None, False),
         (2, True),
     ]
+
+
+class SetsTools(Talks):
+    """As the client of an env server, whose tools come with each session."""
+
+    def reset(self):
+        call = {"name": "f", "description": "red " * 300, "parameters": {"type": "object", "properties": {}}}
+        self.tools = [{"type": "function", "function": call}]
+
+
+def test_tools_that_an_env_has_set_fail_its_trajectory_and_are_no_bad_row():
+    failed = play(SetsTools, [], TASK, **LIMITS)
+    assert (failed.ending, failed.non_retryable) == ("error", False)
+    assert "with the 1 tools that its env has set" in failed.error and "rollout.max_tokens (200)" in failed.error
+    long = Task("t", [{"role": "user", "content": "red " * 300}])
+    assert play(SetsTools, [], long, **LIMITS).non_retryable  # it does not fit without them either

@@ -73,10 +73,10 @@ def test_a_new_run_in_place_of_a_link_holds_the_links_name(tmp_path):
 
 
 def test_a_read_only_place_is_one_line_that_names_the_option(tmp_path, monkeypatch):
-    def refused(path: Path, *arguments: Any, **options: Any) -> None:
+    def refused(path: Path | str, *arguments: Any, **options: Any) -> None:
         raise OSError(errno.EROFS, "x", str(path))
 
-    monkeypatch.setattr(Path, "open", refused)
+    monkeypatch.setattr(os, "open", refused)
     with pytest.raises(OutputError, match=r"cannot be written: Read-only file system.* set output_dir"):
         run_lock(tmp_path / "x").__enter__()
 
@@ -93,3 +93,18 @@ def test_a_killed_process_holds_nothing(tmp_path):
     held.communicate()
     with run_lock(tmp_path / "x"):
         pass
+
+
+def test_a_lock_is_written_through_no_link_and_no_pipe(tmp_path):
+    """A folder of runs may be somebody else's: a link in it emptied the file that it leads to."""
+    other, lock = tmp_path / "other", tmp_path / ".run.lock"
+    other.write_text("precious")
+    for make in (lambda: lock.symlink_to(other), lambda: os.mkfifo(lock)):
+        make()
+        with (
+            pytest.raises(ValueError, match=r"\.run\.lock must be a regular file, .*: remove it"),
+            run_lock(tmp_path / "run"),
+        ):
+            pass
+        lock.unlink()
+    assert other.read_text() == "precious"

@@ -57,6 +57,21 @@ def write_starter(folder: Path, kind: str) -> list[Path]:
         raise ValueError(f"{', '.join(taken)} exist already, and vlmrl init overwrites nothing: name another folder.")
     with output_errors(folder, "DIR"):
         folder.mkdir(parents=True, exist_ok=True)
-        for source, target in zip(sources, targets, strict=True):
-            (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target)
+        try:
+            for source, target in zip(sources, targets, strict=True):
+                _copy(source, target)
+        except BaseException:  # half of a starter would be in the way of the next try
+            for target in targets:
+                shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
+            raise
     return targets
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file, or a folder. `shutil.copytree` would hide that the disk is full."""
+    if source.is_file():
+        shutil.copyfile(source, target)
+        return
+    target.mkdir()
+    for each in source.iterdir():
+        _copy(each, target / each.name)

@@ -78,6 +78,11 @@ class EnvSession:
         return self._env.tools
 
     @property
+    def sets_tools(self) -> bool:
+        """Whether the tools are the env's own, as those of a server, and not its class's."""
+        return self.tools is not self._spec.of(self._task).tools
+
+    @property
     def tool_format(self) -> str | None:
         """The format in which the env reads tool calls."""
         assert self._env is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -35,6 +36,8 @@ class ChatRequest:
     seed: int | None = None
     reads_calls: bool = True  # False: a call in the response stays text (tool_choice none)
     overridden: tuple[str, ...] = ()  # sampling parameters of the client in place of which the run's are used
+    on_rendered: Callable[[], object] = field(default=bool, repr=False, compare=False)
+    """Called when the prompt is made, and has no more tokens than a prompt may have."""
 
 
 @dataclass(frozen=True)

@@ -210,6 +210,7 @@ class AgentEpisode:
         messages, not_shown = await self._load(request.messages)
         found = await self._apart((messages, request.tools), partial(self._find, messages, request.tools))
         prompt, continues = await self._render(found, messages, request.tools)
+        request.on_rendered()
         self._count_beside(prompt)
         above = self.recorder.turns[prompt.parent] if continues and prompt.parent is not None else None
         engine_id = self._engine_ids.take(above)

@@ -20,6 +20,7 @@ import asyncio
 import logging
 import secrets
 import threading
+import traceback
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -35,6 +36,7 @@ from vlmrl.gateway.episode import AgentEpisode
 from vlmrl.gateway.http_exchange import ClientLeftError, Exchange
 from vlmrl.gateway.request_body import MAX_KEY_LENGTH, ParsedRequest, check_beside, read_json, refuse
 from vlmrl.gateway.request_images import RequestImages, new_bytes
+from vlmrl.multimodal.messages import bytes_of
 from vlmrl.utils.http_server import BODY_SECONDS, BodyError, names_this_machine, read_body
 from vlmrl.utils.require import MOST_NUMBER
 from vlmrl.utils.tokens import is_loopback
@@ -47,7 +49,7 @@ LONG_BODY = 100_000  # bytes; parsing them takes about a millisecond
 PARSE_SECONDS = 60.0  # in which a thread must parse a body
 MAX_IN_FLIGHT = 64  # requests of one trajectory
 MAX_BODY = 64 * 2**20  # bytes of one request, images included
-MAX_HELD = 2**30  # bytes of all bodies that are not parsed yet, and of the images that are not loaded yet
+MAX_HELD = 2**30  # bytes of all bodies, and of what was parsed of them, until they are rendered
 KEPT_IDS = 100_000  # of closed trajectories, whose requests are answered with 410 in place of 404
 ROUTES = "POST /v1/chat/completions, POST /v1/messages, POST /v1/messages/count_tokens, GET /v1/models and POST /reward"
 RESPONSES_REMEDY = (
@@ -156,6 +158,7 @@ class GatewayApp:
             self.counts[_name_of(error)] += 1
             with suppress(ClientLeftError):
                 await exchange.error(error, _retry_headers(error))
+            _clear_frames(error)
         except ClientLeftError:
             self.counts["client_left"] += 1
         return exchange.response or web.Response()
@@ -212,12 +215,7 @@ class GatewayApp:
         """The body of a request, for which there must be memory now. It counts until it is released."""
 
         def arrived(size: int) -> None:
-            exchange.held += size
-            self._held += size
-            if self._held > self._max_held:
-                raise ChatError(
-                    503, "busy", f"the requests that arrive now have more than {self._max_held} bytes: try again."
-                )
+            self._hold(exchange, exchange.held + size)
 
         try:
             return await read_body(exchange.request, self._max_body, "the gateway's limit", self._body_seconds, arrived)
@@ -225,13 +223,28 @@ class GatewayApp:
             code = {400: "body", 408: "slow_body", 413: "large_body"}[error.status]
             raise ChatError(error.status, code, str(error)) from None
 
-    def _release(self, exchange: Exchange, kept: int = 0) -> None:
-        self._held -= exchange.held - kept
-        exchange.held = kept
+    def _hold(self, exchange: Exchange, size: int) -> None:
+        """Count ``size`` bytes of memory for a request. Raises ChatError if there is no room for them."""
+        more = size - exchange.held
+        self._held += more
+        exchange.held = size
+        if more > 0 and self._held > self._max_held:
+            raise ChatError(
+                503, "busy", f"the requests that arrive now have more than {self._max_held} bytes: try again."
+            )
+
+    def _release(self, exchange: Exchange) -> None:
+        self._hold(exchange, 0)
 
     async def _complete(self, exchange: Exchange, opened: OpenEpisode) -> None:
         parsed = await self._read(exchange, opened)
-        sampling, delivered = _Sampling(opened, parsed.chat), False
+        loop = asyncio.get_running_loop()
+
+        def rendered() -> None:  # in the run's loop
+            with suppress(RuntimeError):  # the server's has ended
+                loop.call_soon_threadsafe(self._release, exchange)
+
+        sampling, delivered = _Sampling(opened, replace(parsed.chat, on_rendered=rendered)), False
         try:
             await self._wait(exchange, parsed, sampling.response)
             response = sampling.response.result()
@@ -266,15 +279,16 @@ class GatewayApp:
     async def _read(self, exchange: Exchange, opened: OpenEpisode) -> ParsedRequest:
         """The request of a body, with its images loaded."""
 
-        def parse(content: bytes) -> ParsedRequest:
+        def parse(content: bytes) -> tuple[ParsedRequest, int]:
             read = exchange.api.read(read_json(content), opened.images)
             check_beside(read.chat.messages)
-            return read
+            return read, bytes_of((read.chat.messages, read.chat.tools))
 
-        parsed = await self._parsed(await self._body(exchange), parse)
-        self._release(exchange, new_bytes(parsed.chat.messages))  # they wait for threads that all episodes share
+        parsed, size = await self._parsed(await self._body(exchange), parse)
+        # it waits for threads that all episodes share, to load its images and to render it
+        self._hold(exchange, size + new_bytes(parsed.chat.messages))
         messages = await opened.images.load(parsed.chat.messages)
-        self._release(exchange)
+        self._hold(exchange, size)
         chat = replace(parsed.chat, messages=messages)
         return replace(parsed, chat=chat, model=parsed.model or MODEL)
 
@@ -289,8 +303,9 @@ class GatewayApp:
 
     async def _count_tokens(self, exchange: Exchange, opened: OpenEpisode) -> None:
         chat = (await self._read(exchange, opened)).chat
-        counting = asyncio.run_coroutine_threadsafe(opened.episode.count_tokens(chat), opened.loop)
-        await exchange.json(200, {"input_tokens": await asyncio.wrap_future(counting)})
+        counting = opened.episode.count_tokens(chat)
+        count = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(counting, opened.loop))
+        await exchange.json(200, {"input_tokens": count})
 
     async def _models(self, exchange: Exchange, opened: OpenEpisode) -> None:
         """The list of models, or one of them, in OpenAI's and in Anthropic's form at once."""
@@ -324,6 +339,14 @@ class GatewayApp:
         "GET /models": _models,
         "POST /reward": _reward,
     }
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Clear the variables of the calls that raised an error. A future and its error refer to each other, and so to the calls: a
+    refused request would stay in memory until Python looks for such circles."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _fail(episode: AgentEpisode, reason: str) -> None:

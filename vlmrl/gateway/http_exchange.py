@@ -50,7 +50,7 @@ class ClientLeftError(Exception):
 
 
 class Exchange:
-    """A request and its response. ``held`` bytes of its body are not parsed yet."""
+    """A request and its response. ``held`` bytes of memory count for it until it is rendered."""
 
     def __init__(self, request: web.Request, write_seconds: float) -> None:
         self.request = request

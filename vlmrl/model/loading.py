@@ -22,7 +22,7 @@ from transformers import (
     GenerationConfig,
 )
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from vlmrl.config import Lora, Model, Train
@@ -157,6 +157,7 @@ def _build(config: Model, path: str, seed: int) -> Any:
         torch.manual_seed(seed)
         model = _random(auto, hf_config, dtype).to(device)
     else:
+        _check_indexes(path)
         model, found = auto.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True)
         _check_weights(model, found, path)
         model = model.to(device)
@@ -164,6 +165,28 @@ def _build(config: Model, path: str, seed: int) -> Any:
     if config.lora.rank:
         _adapt(model, config.lora, seed)
     return model
+
+
+def _check_indexes(path: str) -> None:
+    """Raises ValueError unless the indexes of a model's weights name files in its own folder: transformers opens what they name."""
+    for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+        index = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        if index is None:
+            continue
+        named = (read_object(Path(index)) or {}).get("weight_map")
+        values = named.values() if isinstance(named, dict) else [named]
+        for shard in {each if isinstance(each, str) else repr(each) for each in values}:
+            if not _is_own_file(Path(path), shard):
+                raise ValueError(
+                    f"model.path {path!r}: the weight_map of its {name} must name regular files in its folder, but it names "
+                    f"{shard[:200]!r}: download the model again, from a source that you trust."
+                )
+
+
+def _is_own_file(folder: Path, name: str) -> bool:
+    """Whether a name leads to a regular file below the folder, which is unknown where ``folder`` is a hub name."""
+    is_below = not Path(name).is_absolute() and ".." not in Path(name).parts
+    return is_below and (not folder.is_dir() or (folder / name).is_file())
 
 
 def _check_weights(model: Any, found: dict[str, Any], path: str) -> None:
@@ -206,6 +229,7 @@ def _adapt(model: Any, lora: Lora, seed: int) -> None:
 
 def _is_stored_in_bfloat16(path: str) -> bool:
     """Whether all weights of a checkpoint, in a folder or under a hub name, are bfloat16 in safetensors files."""
+    _check_indexes(path)
     index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
     if index is not None:
         files, _ = get_checkpoint_shard_files(path, index)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
 from vlmrl.types import ImageSource, Message
+from vlmrl.utils.json_files import VALUE_BYTES
 
 LONG_TEXT = 10_000  # characters; encoding them takes about 2 ms
 
@@ -54,14 +56,26 @@ def is_long(value: Any) -> bool:
 
 
 def characters_of(value: Any) -> int:
-    """The characters of all texts in messages or tool schemas, names of fields included."""
-    found, inner = 0, [value]
+    """The characters of all texts in messages or tool schemas, names of fields included, and one for each other value."""
+    return sum(len(each) if isinstance(each, str) else 1 for each in _values(value))
+
+
+def bytes_of(value: Any) -> int:
+    """The memory that messages and tool schemas take at most, without their images."""
+    return sum(sys.getsizeof(each) if isinstance(each, str) else VALUE_BYTES for each in _values(value))
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """All that is in a JSON value, itself and names of fields included."""
+    inner = [value]
     while inner:
         each = inner.pop()
-        found += len(each) if isinstance(each, str) else 0
-        if isinstance(each, dict | list | tuple):
-            inner.extend((*each, *each.values()) if isinstance(each, dict) else each)
-    return found
+        if isinstance(each, dict):
+            inner += each
+            inner += each.values()
+        elif isinstance(each, list | tuple):
+            inner += each
+        yield each
 
 
 def _text(text: str) -> dict[str, Any]:

@@ -122,13 +122,7 @@ class TurnLoop:
 
     async def _play(self, episode: Episode, messages: list[Message]) -> Ending:
         trajectory, history = episode.trajectory, episode.history
-        try:
-            rendered = await self._render(episode, messages, history.prompt, messages)
-        except TooLongError as error:
-            raise self._prompt_too_long(trajectory, f"at least {error.least}") from error
-        prompt = await self._prompt(rendered, messages, trajectory)
-        if prompt.length >= self.config.max_tokens:
-            raise self._prompt_too_long(trajectory, str(prompt.length))
+        prompt = await self._first_prompt(episode, messages)
         while True:
             turn, answer = await self._turn(prompt, episode)
             ending, following = self._ending(episode, turn, answer), None
@@ -141,6 +135,37 @@ class TurnLoop:
                 trajectory.tail_ids = history.tail(turn)
                 return ending or "max_tokens"
             prompt = following
+
+    async def _first_prompt(self, episode: Episode, messages: list[Message]) -> Prompt:
+        """The prompt of the first response. Raises TaskError; EnvError if tools that the env has set are at fault."""
+        try:
+            return await self._whole_prompt(episode, episode.history, messages)
+        except TaskError as error:
+            tools = episode.session.tools
+            if not (tools and episode.session.sets_tools and await self._is_playable(episode, messages)):
+                raise
+            raise EnvError(
+                f"{_where(episode.trajectory)}: with the {len(tools)} tools that its env has set, {error}"
+            ) from error
+
+    async def _is_playable(self, episode: Episode, messages: list[Message]) -> bool:
+        """Whether the first messages make a prompt if there are no tools."""
+        try:
+            await self._whole_prompt(episode, self._history([]), messages)
+        except TaskError:
+            return False
+        return True
+
+    async def _whole_prompt(self, episode: Episode, history: Append, messages: list[Message]) -> Prompt:
+        trajectory = episode.trajectory
+        try:
+            rendered = await self._render(episode, messages, history.prompt, messages)
+        except TooLongError as error:
+            raise self._prompt_too_long(trajectory, f"at least {error.least}") from error
+        prompt = await self._prompt(rendered, messages, trajectory)
+        if prompt.length >= self.config.max_tokens:
+            raise self._prompt_too_long(trajectory, str(prompt.length))
+        return prompt
 
     async def _following(self, episode: Episode, turn: Turn, answer: list[Message]) -> Prompt | None:
         """The prompt after the last ``turn`` and the env's ``answer``, ``None`` if it leaves no room for a response."""

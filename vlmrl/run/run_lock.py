@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import TextIO
 
 from vlmrl.utils.output_files import output_errors
 
@@ -36,7 +39,7 @@ def run_lock(folder: Path) -> Iterator[None]:
 def _lock(folder: Path) -> Iterator[None]:
     with output_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        file = (folder.parent / f".{folder.name}.lock").open("a+", encoding="utf-8")
+        file = _open(folder.parent / f".{folder.name}.lock")
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -52,3 +55,20 @@ def _lock(folder: Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
         file.flush()
         yield
+
+
+def _open(path: Path) -> TextIO:
+    """Open a lock's file, which is written: a link in a folder of somebody else's could lead to any file."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        handle = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+    else:
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            return os.fdopen(handle, "a+", encoding="utf-8")
+        os.close(handle)
+    raise ValueError(
+        f"{path} must be a regular file, since it is the lock of a run, but it is a link or a device: remove it."
+    )

@@ -52,6 +52,11 @@ def tracker_classes(names: Sequence[str]) -> dict[str, type[Tracker]]:
     for name in names:
         if name not in TRACKERS and ":" not in name:
             raise ValueError(f"report.to must be of {', '.join(TRACKERS)} or file.py:Class, but one is {name!r}.")
+    shown = [name.rpartition(":")[2] for name in names]
+    if twice := {name for name in shown if shown.count(name) > 1}:
+        raise ValueError(
+            f"report.to must have each name once, but it has {min(twice)!r} several times: rename a class."
+        )
     return {name.rpartition(":")[2]: _tracker_class(name) for name in names}
 
 

@@ -43,7 +43,7 @@ class Trackers:
         """One row of metrics. Returns at once."""
         shown = self.earlier_steps + step
         for thread in self._threads:
-            thread.put(lambda tracker: tracker.log(shown, values))
+            thread.put(lambda tracker: tracker.log(shown, dict(values)))  # its own, which it may change
 
     def log_trajectories(self, step: int, kind: str, trajectories: Sequence[Trajectory]) -> None:
         """The trajectories of a step or an evaluation. Returns at once: images are decoded in the trackers' threads."""
@@ -110,7 +110,7 @@ class TrackerThread:
         while (call := self._queue.get()) is not None:
             try:
                 call(self._tracker)
-            except Exception as error:
+            except BaseException as error:  # a library that exits must not end the thread unsaid
                 self._complain(f"failed: {type(error).__name__}: {error}")
 
     def _complain(self, what: str) -> None:
