@@ -169,7 +169,10 @@ def _build(config: Model, path: str, seed: int) -> Any:
 
 def _check_indexes(path: str) -> None:
     """Raises ValueError unless the indexes of a model's weights name files in its own folder: transformers opens what they name."""
-    for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+    names = [SAFE_WEIGHTS_INDEX_NAME] + [WEIGHTS_INDEX_NAME] * Path(
+        path
+    ).is_dir()  # each asks the hub, which may be out of reach
+    for name in names:
         index = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
         if index is None:
             continue

@@ -129,9 +129,10 @@ def _rewards_by_place(trajectory: Trajectory) -> list[float]:
 
 
 def _states_by_place(trajectory: Trajectory) -> list[str]:
-    return list(
-        dict(zip(_places(trajectory), states_of(trajectory), strict=True)).values()
-    )  # the env's turn is the last
+    by_place = dict(
+        zip(_places(trajectory), states_of(trajectory), strict=True)
+    )  # of a place, the env's turn is the last
+    return list(by_place.values())
 
 
 def rewards_by_turn(trajectory: Trajectory) -> list[float]:
