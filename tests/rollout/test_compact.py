@@ -22,7 +22,7 @@ from vlmrl.rollout.asking_loop import AskingLoop
 from vlmrl.rollout.history import resolve_policy
 from vlmrl.rollout.history_policies import compact, keep_images
 from vlmrl.samples import audit, concat, emit
-from vlmrl.train.credit import states_of
+from vlmrl.train.turn_states import states_of
 from vlmrl.types import Completion, Trajectory
 
 REQUEST = "Sum up."

@@ -22,7 +22,7 @@ from vlmrl.rollout.runner import RolloutError, Runner
 from vlmrl.run import loop
 from vlmrl.run.build import build_run
 from vlmrl.samples import audit, emit
-from vlmrl.train.credit import rewards_by_turn
+from vlmrl.train.turn_states import rewards_by_turn
 
 
 class Paid(Env):

@@ -14,7 +14,8 @@ from vlmrl.algos import advantage
 from vlmrl.config import Algo, Config, Rollout, Train
 from vlmrl.run.build import build_run
 from vlmrl.samples import concat, step_wise
-from vlmrl.train.credit import assign_advantages, rewards_by_turn, shaped_reward
+from vlmrl.train.credit import assign_advantages, shaped_reward
+from vlmrl.train.turn_states import rewards_by_turn
 
 PLAIN = {"grpo.scale_by_std": False}
 

@@ -19,7 +19,8 @@ from vlmrl.env.base import Env, EnvSpec, obs
 from vlmrl.env.session import EnvContractError, EnvSession
 from vlmrl.gateway.chat import ChatRequest
 from vlmrl.samples import concat, step_wise
-from vlmrl.train.credit import assign_advantages, states_of
+from vlmrl.train.credit import assign_advantages
+from vlmrl.train.turn_states import states_of
 from vlmrl.types import Task
 
 PLAIN = {"grpo.scale_by_std": False}

@@ -11,7 +11,7 @@ from testing.fake_sglang import FakeSGLang
 from testing.fakes import PAD, make_item
 from testing.sglang_engines import engine_of, out_of_service, plain, synced, until
 
-from vlmrl.engine.base import Request, SamplingParams, paused
+from vlmrl.engine.base import EngineError, Request, SamplingParams, paused
 
 pytestmark = pytest.mark.slow
 
@@ -122,6 +122,6 @@ def test_another_refusal_is_an_error_whatever_happened_to_the_adapter(fake, engi
         fake.statuses = [400]
         await engine.generate(plain())
 
-    with pytest.raises(ValueError, match="HTTP 400: set by the test"):
+    with pytest.raises(EngineError, match="HTTP 400: set by the test"):
         asyncio.run(update())
     assert len(fake.bodies_of("/generate")) == 1

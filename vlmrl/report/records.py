@@ -15,7 +15,7 @@ from vlmrl.config.code import code_path
 from vlmrl.report.metrics import repetition
 from vlmrl.report.token_columns import TokenTexts, token_columns
 from vlmrl.rollout.failures import failure_reason
-from vlmrl.train.credit import states_of
+from vlmrl.train.turn_states import states_of
 from vlmrl.types import Message, Trajectory, Turn
 
 Kind = Literal["train", "eval", "blanked", "collect"]
