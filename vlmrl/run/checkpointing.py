@@ -191,7 +191,7 @@ async def save_after_failure(
 ) -> None:
     """Write what a run that failed has trained, if the engine and the trainer still allow it.
 
-    The weights, and before them a checkpoint of the last step, unless the trainer may hold half a step more or Ctrl-C ended the run.
+    First a checkpoint of the last finished step, unless the trainer is ahead of that step or Ctrl-C ended the run; then the weights.
     """
     if not trainer.steps_done:
         return

@@ -10,7 +10,7 @@ MOST = 2**16
 def allow_many() -> None:
     """Raise this process's limit to :data:`MOST`, or to the system's hard limit: many systems set it to 1,024.
 
-    256 episodes have a socket at each end of a connection of an agent, a server or an environment.
+    256 concurrent episodes need hundreds of sockets: both ends of an agent's connection are in this process.
     """
     with suppress(ImportError, ValueError, OSError):  # not on Windows; macOS refuses more than its own limit
         import resource
