@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -655,6 +656,29 @@ def test_a_csv_file_is_read_and_empty_answers_are_reported(tmp_path):
     tasks = load_tasks(Data(str(tmp_path / "a.csv"), seed=None))
     assert (tasks[0].prompt[0]["content"], tasks[0].answer, tasks[0].data) == ("What?", "yes", {"level": 1})
     assert list(tasks.warnings) == ["column 'answer' is empty in row 1: any response contains the answer"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", "prompt,answer\nx,7\ny,\n"),
+        ("a.jsonl", '{"prompt": "x", "answer": 7}\n{"prompt": "y", "answer": 2.5}\n'),
+        ("a.jsonl", '{"prompt": "x", "answer": 123456789012345678901234}\n'),
+    ],
+)
+def test_whole_numbers_that_a_reader_made_floats_are_reported(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    [warning] = load_tasks(Data(str(tmp_path / name))).warnings
+    assert re.match(
+        r"column 'answer' holds floats such as (7.0|1.2345678901234569e\+23) \(row 0\): .* Write answers as texts",
+        warning,
+    )
+
+
+@pytest.mark.parametrize("answers", ["1\n2", "0.5\n2.5", "007\n8", "x\n1.0"])
+def test_answers_that_are_as_the_file_has_them_are_not_reported(tmp_path, answers):
+    (tmp_path / "a.csv").write_text("answer\n" + answers)
+    assert load_tasks(Data(str(tmp_path / "a.csv"), prompt="x")).warnings == []
 
 
 def test_a_folder_of_images_has_their_folders_as_answers(tmp_path):

@@ -73,9 +73,12 @@ class Rows:
             return [_field({root: value}, name) for value in self.column(root)]
         return self._table[name].to_pylist()
 
+    def _arrow(self, name: str) -> pyarrow.ChunkedArray:
+        return pyarrow.chunked_array([self.column(name)]) if name in self._nested else self._table.data.column(name)
+
     def empty_texts(self, name: str) -> list[int]:
         """The rows whose text in this column is empty or blank; none if it holds no texts."""
-        column = pyarrow.chunked_array([self.column(name)]) if name in self._nested else self._table.data.column(name)
+        column = self._arrow(name)
         if not (pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)):
             return []
         try:
@@ -83,6 +86,13 @@ class Rows:
         except pyarrow.ArrowInvalid:  # no UTF-8: its rows are bad ones
             return []
         return [row for row, is_blank in enumerate(blank) if is_blank]
+
+    def whole_floats(self, name: str) -> list[int]:
+        """The rows that have a float such as 3.0 in this column; none if it holds no floats."""
+        column = self._arrow(name)
+        if not pyarrow.types.is_floating(column.type):
+            return []
+        return [row for row, number in enumerate(column.to_pylist()) if number is not None and number.is_integer()]
 
 
 def _field(row: dict[str, Any], name: str) -> Any:

@@ -172,6 +172,12 @@ def _warnings(rows: Rows, columns: dict[str, str]) -> Iterator[str]:
         empty = rows.empty_texts(columns[key]) if columns.get(key) in rows.columns else []
         if empty:
             yield empty_warning(key, f"column {columns[key]!r}", empty)
+    name = columns.get("answer")
+    if name in rows.columns and (whole := rows.whole_floats(name)):
+        yield (
+            f"column {name!r} holds floats such as {rows[whole[0]][name]} ({named_rows(whole)}): if the file has whole numbers there, "
+            "its reader made them floats, since a row is empty, has a fraction, or needs more than 64 bits. Write answers as texts"
+        )
 
 
 def empty_warning(key: str, what: str, rows: Sequence[int]) -> str:
