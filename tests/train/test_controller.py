@@ -128,6 +128,7 @@ def test_a_rank_that_hangs_between_two_commands_is_noticed_as_soon_as_one_that_h
     try:
         output = started[0].communicate(timeout=120)[1]
         assert started[0].returncode == 1 and "Timed out waiting 1000ms for send operation" in output
+        assert "a rank did not receive `offload`: it hangs, or has ended" in output
         assert started[1].poll() is None
     finally:
         for each in started:

@@ -219,7 +219,10 @@ class Commands:
         self._group: Any = dist.new_group(backend="gloo", timeout=limit)
 
     def send(self, method: str, *arguments: Any) -> None:
-        dist.broadcast_object_list([(method, arguments)], src=0, group=self._group)
+        try:
+            dist.broadcast_object_list([(method, arguments)], src=0, group=self._group)
+        except RuntimeError as error:
+            raise RuntimeError(f"a rank did not receive `{method}`: it hangs, or has ended. See its output.") from error
 
     def receive(self) -> tuple[str, tuple[Any, ...]]:
         received: list[Any] = [None]
