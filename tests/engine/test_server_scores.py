@@ -218,6 +218,28 @@ def test_a_server_that_scores_what_it_samples_passes_the_check(scorer, fake):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_servers_of_another_model_than_the_first_are_refused(fake, scale):
+    """Each of them scores what it samples."""
+    other = FakeSGLang(pad=PAD)
+    other.scale, fake.meta = scale, SAMPLED
+    other.meta = {"output_token_logprobs": [[scale * logprob_of(token), token, None] for token in (5, 6, END)]}
+    config, limits = settings_and_limits(urls=(fake.url, other.url), **PATIENT)
+    pool = ServerPool(SGLangBackend(config), [Server(url) for url in config.urls], limits=limits)
+    scorer = ServerScorer(pool, Words(), most_likely=2, seconds_limit=600.0, at_once=4)
+    try:
+        asyncio.run(scorer.start())
+        if scale == 1:
+            assert checked(scorer, TEXT_ONLY) == {url: pytest.approx(0, abs=1e-6) for url in config.urls}
+            return
+        with pytest.raises(ParityError, match=rf"the same model, but {other.url} scores .* than {fake.url}, by 0\.\d+"):
+            checked(scorer, TEXT_ONLY)
+    finally:
+        scorer.close()
+        other.close()
+
+
+@pytest.mark.slow
 def test_rows_at_a_silent_server_are_scored_by_another_one(fake, monkeypatch):
     """Although that may have more requests by then than the silent one, whose rows were given up."""
     monkeypatch.setattr(server_module, "FIRST_BACKOFF", 3600.0)

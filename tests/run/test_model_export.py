@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,9 +131,16 @@ def test_of_a_run_the_weights_that_it_wrote_last_are_exported(adapted, tmp_path)
 
     assert exported("saved") == adapted / "model"
     assert exported("own", adapters=True) == adapted / "adapters"
-    checkpoint = adapted / "checkpoints/step000001"
-    (checkpoint / "run.json").touch()  # as a run that went on, and was killed before it saved a model
-    assert exported("later") == exported("later-own", adapters=True) == checkpoint
+    # As a run that went on, and was killed before it saved a model.
+    later = shutil.copytree(adapted / "checkpoints/step000001", adapted / "checkpoints/step000002")
+    try:
+        state = json.loads((later / "run.json").read_text())
+        (later / "run.json").write_text(json.dumps(state | {"step": 2}))
+        (adapted / "model/config.json").touch()
+        (adapted / "adapters/adapter_config.json").touch()
+        assert exported("later") == exported("later-own", adapters=True) == later
+    finally:
+        shutil.rmtree(later)
 
 
 def test_what_cannot_be_exported_is_said(full, tmp_path):

@@ -177,24 +177,37 @@ def test_a_run_is_complete_when_all_that_comes_after_its_last_step_is_written(tm
     assert has_finished(adapted, checkpoint, True)
 
 
-def test_a_clock_that_goes_back_does_not_make_an_earlier_model_the_newest(tmp_path):
-    """A run of one step was finished, and goes on after the clock was set back."""
+@pytest.mark.parametrize("hours", [1, -1])
+def test_a_copy_or_a_clock_that_goes_back_does_not_change_which_weights_are_the_newest(tmp_path, hours):
+    """A run was finished, and goes on. What it wrote before is dated after that, or what it writes after is dated before."""
     config = Config(**DATA, output_dir=str(tmp_path), name="x", train=Train(steps=2))
     folder = config.folder
     weights = SimpleNamespace(is_on_meta=False, save=lambda part, _: (part / "config.json").touch())
     checkpoints = Checkpoints(folder / "checkpoints", 2)
     run = SimpleNamespace(folder=folder, config=config, checkpoints=checkpoints, model=weights, colocated=False)
-    trainer, state = SimpleNamespace(save=lambda part: None), LoopState(**SAVED | {"step": 2})
-    ahead = [folder / "model/config.json", folder / "summary.json"]
-    (folder / "model").mkdir(parents=True)
-    for file in ahead:
-        file.write_text("{}")
-        os.utime(file, (time.time() + 3600,) * 2)
+    trainer, state = SimpleNamespace(save=lambda part: None), LoopState(**SAVED | {"step": 1})
+
+    def save_all():
+        save_summary(run, state)
+        asyncio.run(save_model(run, trainer))
+
+    def date(*files):
+        for file in files:
+            os.utime(file, (time.time() + hours * 3600,) * 2)
+
+    folder.mkdir()
+    save_all()
+    assert newest_weights(folder) == folder / "model"
+    write_checkpoint(run, trainer, state)
+    save_all()
+    assert newest_weights(folder) == folder / "model"
+    state.step = 2
     write_checkpoint(run, trainer, state)
     checkpoint = checkpoints.newest()
+    date(*[folder / "model/config.json", folder / "summary.json"] if hours > 0 else [checkpoint / "run.json"])
     assert newest_weights(folder) == checkpoint and not has_finished(config, checkpoint, False)
-    save_summary(run, state)
-    asyncio.run(save_model(run, trainer))
+    save_all()
+    date(*[checkpoint / "run.json"] if hours > 0 else [folder / "model/config.json", folder / "summary.json"])
     assert newest_weights(folder) == folder / "model" and has_finished(config, checkpoint, False)
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +23,31 @@ from vlmrl.train.rank import HOST, Rank
 from vlmrl.train.ranks import Ranks
 from vlmrl.train.trainer import StepOutput, TrainerSpec
 from vlmrl.types import Sample
+from vlmrl.utils.http_server import free_ports
 from vlmrl.weight_sync.base import IpcSender, WeightUpdate
 from vlmrl.weight_sync.disk import DiskSender
 
 GPU = torch.device("cuda", 0)
 ROW = Sample([1, 2], [3], [1], [-1.0], [0], "g", "t", True, "stop", [], advantage=1.0)
+
+HANGS = """
+import os
+import signal
+from datetime import timedelta
+
+from vlmrl.train import controller
+
+ranks = controller.join_process_group("gloo")
+controller.COLLECTIVE = timedelta(seconds=1)
+commands = controller.Commands()
+if ranks.rank == 0:
+    commands.send("offload")
+    commands.gather(None)
+    commands.send("offload")
+commands.receive()
+commands.gather(None)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
 
 
 class FakeTrainer:
@@ -87,6 +110,30 @@ def test_after_an_error_no_command_reaches_the_ranks_that_may_wait_in_another_co
             call()
     assert commands.methods == [("call", "step"), ("call", "close")]
     assert not trainer.offload()
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_between_two_commands_is_noticed_as_soon_as_one_that_hangs_in_a_step():
+    """Rank 0 waited for seven days until it had sent the next command."""
+    variables = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0]), "WORLD_SIZE": "2"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", HANGS],
+            env=variables | {"TORCHELASTIC_RUN_ID": "hangs", "RANK": str(number), "LOCAL_RANK": str(number)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        output = started[0].communicate(timeout=120)[1]
+        assert started[0].returncode == 1 and "Timed out waiting 1000ms for send operation" in output
+        assert "a rank did not receive `offload`: it hangs, or has ended" in output
+        assert started[1].poll() is None
+    finally:
+        for each in started:
+            each.kill()
+            each.communicate()
 
 
 @pytest.fixture

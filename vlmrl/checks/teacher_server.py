@@ -1,4 +1,4 @@
-"""The startup check of teacher servers: their tokenizer is the policy's, and they score tokens as they sample them."""
+"""The startup check of teacher servers: their tokenizer is the policy's, they score tokens as they sample them, and all alike."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from vlmrl.engine.base import EngineError, SamplingParams
 from vlmrl.engine.server import UNREACHED, Server, ServerError
 from vlmrl.engine.server_scores import ServerScorer
 from vlmrl.rollout.record import common_start
+from vlmrl.types import Sample
 
 RESPONSES = 8  # that are sampled at most, until one does not begin with an image placeholder
 PIECES = 2000  # ids whose text is encoded, beside all added tokens
@@ -27,18 +28,28 @@ async def check_teacher_servers(
 
     Raises:
         ValueError: a server reads another id from a text, or counts other tokens for an image.
-        ParityError: a server scores a response otherwise than it sampled it.
+        ParityError: a server scores a response otherwise than it sampled it, or than the first server.
         EngineError: a server does not answer, or not in time.
     """
-    found, highest = {}, highest_id(tokenizer)
+    found, first, highest = {}, list[tuple[Sample, np.ndarray]](), highest_id(tokenizer)
     for server in scorer.servers.all:
         await _check_tokenizer(scorer, server, tokenizer, timeout)
-        found[server.url] = max([await _difference(scorer, server, each, highest, timeout) for each in questions])
+        sampled = [await _sampled(scorer, server, each, highest, timeout) for each in questions]
+        first = first or sampled
+        found[server.url] = max([await _difference(scorer, server, *each, timeout) for each in sampled])
         if not found[server.url] <= TOLERANCE:
             raise ParityError(
                 f"the teacher's server {server.url} scores a response with other logprobs than it sampled it with, by "
                 f"{found[server.url]:.2g} nats, where at most {TOLERANCE:g} was expected: they must be at temperature 1, and of the "
                 "tokens and images in the request."
+            )
+        apart = max(
+            [await _difference(scorer, server, *each, timeout) for each in first if first is not sampled], default=0
+        )
+        if not apart <= TOLERANCE:
+            raise ParityError(
+                f"the teacher's servers must serve the same model, but {server.url} scores a response with other logprobs than "
+                f"{scorer.servers.all[0].url}, by {apart:.2g} nats, where at most {TOLERANCE:g} was expected: each row goes to any."
             )
     return found
 
@@ -63,16 +74,22 @@ async def _check_tokenizer(scorer: ServerScorer, server: Server, tokenizer: Any,
         )
 
 
-async def _difference(scorer: ServerScorer, server: Server, question: Question, highest: int, timeout: float) -> float:
-    """Of the response up to its first image placeholder, which no server bans, or id of no token (above ``highest``)."""
+async def _sampled(
+    scorer: ServerScorer, server: Server, question: Question, highest: int, timeout: float
+) -> tuple[Sample, np.ndarray]:
+    """A response and its logprobs, up to its first image placeholder, which no server bans, or id of no token (above ``highest``)."""
     for seed in range(RESPONSES):
         request = replace(question.request, sampling=SamplingParams(TOKENS, seed=seed))
         sampled: Any = await ask(scorer, server, request, timeout)
         if tokens := list(takewhile(highest.__ge__, scorer.before_images(sampled.token_ids))):
-            scores: Any = await ask(scorer, server, scorer.request_of(question.row(tokens)), timeout)
-            logprobs = np.array([logprob for logprob, _ in sampled.logprobs[: len(tokens)]])
-            return float(np.abs(scores.logprobs[: len(tokens)] - logprobs).mean())
+            return question.row(tokens), np.array([logprob for logprob, _ in sampled.logprobs[: len(tokens)]])
     raise ParityError(
         f"the teacher's server {server.url} begins each of {RESPONSES} responses with an image placeholder or an id of no token, "
         "which no trained model does: serve a trained model."
     )
+
+
+async def _difference(scorer: ServerScorer, server: Server, row: Sample, logprobs: np.ndarray, timeout: float) -> float:
+    """How far a server's scores of a response are from its ``logprobs``, in the mean over the tokens."""
+    scores: Any = await ask(scorer, server, scorer.request_of(row), timeout)
+    return float(np.abs(scores.logprobs[: len(logprobs)] - logprobs).mean())

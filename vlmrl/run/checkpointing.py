@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -19,7 +19,15 @@ from vlmrl.report.run_log import RunLog
 from vlmrl.rollout.buffer import SynchronousBuffer
 from vlmrl.run.build import Run
 from vlmrl.run.stages import push_weights
-from vlmrl.train.checkpoint import load_json, load_random, random_state, readable, save_json, save_random
+from vlmrl.train.checkpoint import (
+    load_json,
+    load_random,
+    newest_checkpoint,
+    random_state,
+    readable,
+    save_json,
+    save_random,
+)
 from vlmrl.train.controller import RunTrainer
 from vlmrl.utils.json_files import read_object
 from vlmrl.utils.output_files import OutputError, atomic_folder, atomic_write
@@ -43,7 +51,9 @@ _BATCHES: Mapping[str, Mapping[str, Any]] = {
 }
 """The types of :attr:`LoopState.batches` by stage; ``None`` is for what only asynchronous training has."""
 SAVED_LAST = {"model": "config.json", "adapters": "adapter_config.json"}
-"""A file of each folder of weights in Hugging Face form, by which its time is known."""
+"""A file of each folder of weights in Hugging Face form, without which it is not whole."""
+ORDER = "saved.json"
+"""In a run's folder: after which checkpoint the models and the summary were written. Times change when a folder is copied."""
 LAST_PAUSE = 150.0  # seconds for the engine of a failed run to offload its memory for the trainer
 
 
@@ -139,7 +149,6 @@ def write_checkpoint(run: Run, trainer: RunTrainer, state: LoopState) -> None:
         trainer.save(folder)
         save_random(folder, "driver", state.random)
         save_json(folder, asdict(state))
-        date_last(folder / "run.json", run.folder)
 
 
 async def restore(run: Run, trainer: RunTrainer, buffer: SynchronousBuffer, state: LoopState, checkpoint: Path) -> None:
@@ -245,7 +254,7 @@ def _save_last_weights(run: Run, trainer: RunTrainer, progress: RunProgress, wit
 
 def save_summary(run: Run, state: LoopState) -> None:
     atomic_write(run.folder / "summary.json", json.dumps(state.summary, indent=2) + "\n")
-    date_last(run.folder / "summary.json", run.folder)
+    record_saved(run.folder, "summary.json")
 
 
 def _save_weights(run: Run, trainer: RunTrainer, folder: Path, about: dict[str, float] | None = None) -> None:
@@ -257,7 +266,8 @@ def _save_weights(run: Run, trainer: RunTrainer, folder: Path, about: dict[str, 
         run.model.save(part, trainer.named_weights() if run.model.is_on_meta else None)
         if about is not None:
             (part / "best.json").write_text(json.dumps(about) + "\n")
-        date_last(part / SAVED_LAST["model"], run.folder)
+    if about is None:
+        record_saved(run.folder, folder.name)
 
 
 def _save_adapters(run: Run, trainer: RunTrainer) -> None:
@@ -266,16 +276,28 @@ def _save_adapters(run: Run, trainer: RunTrainer) -> None:
     if model.lora.rank:
         with atomic_folder(run.folder / "adapters") as part:
             save_adapters(dict(trainer.named_adapters()), model.lora, run.model.path, part)
-            date_last(part / SAVED_LAST["adapters"], run.folder)
+        record_saved(run.folder, "adapters")
 
 
-def date_last(written: Path, run: Path) -> None:
-    """Date the file ``written`` after all that the run in the folder ``run`` has saved, also if the clock has gone back since.
+def record_saved(run: Path, name: str) -> None:
+    """Note in the folder ``run`` that ``name`` in it was written after all of its checkpoints."""
+    last = _digest(newest_checkpoint(run / "checkpoints"))
+    atomic_write(run / ORDER, json.dumps((read_object(run / ORDER) or {}) | {name: last}) + "\n")
 
-    The times say what a run wrote last: its model or a checkpoint.
+
+def is_newer(run: Path, name: str, checkpoint: Path | None) -> bool:
+    """Whether the folder ``run`` has ``name``, written after its newest ``checkpoint``.
+
+    A run of an earlier version has no such order. The times of its files, which a copy of the folder may have changed, are compared.
     """
-    weights = [run / name / file for name, file in SAVED_LAST.items()]
-    saved = [*weights, run / "summary.json", *(run / "checkpoints").glob("*/run.json")]
-    latest = max((file.stat().st_mtime_ns for file in saved if file != written and file.exists()), default=0)
-    if written.stat().st_mtime_ns < latest:
-        os.utime(written, ns=(latest, latest + 1_000_000))  # a millisecond later: file systems round
+    written = run / name / SAVED_LAST.get(name, "")
+    if checkpoint is None or not written.exists():
+        return written.exists()
+    if (order := read_object(run / ORDER)) is not None:
+        return bool(order.get(name) == _digest(checkpoint))
+    return written.stat().st_mtime_ns >= (checkpoint / "run.json").stat().st_mtime_ns
+
+
+def _digest(checkpoint: Path | None) -> str | None:
+    """What distinguishes a checkpoint from another one of the same name, such as of a step that was trained again."""
+    return None if checkpoint is None else hashlib.sha256((checkpoint / "run.json").read_bytes()).hexdigest()

@@ -16,7 +16,7 @@ from vlmrl.model.policy import Policy
 from vlmrl.report.launch_command import resume_command
 from vlmrl.report.records import changed_settings, plain
 from vlmrl.report.run_log import check_sizes, read_rows
-from vlmrl.run.checkpointing import SAVED_LAST, LoopState
+from vlmrl.run.checkpointing import LoopState, is_newer
 from vlmrl.train.checkpoint import (
     KINDS,
     check_tensors,
@@ -70,14 +70,12 @@ def has_finished(config: Config, checkpoint: Path, has_held_out: bool) -> bool:
     state = LoopState.load(checkpoint)
     if state.stage != "train" or state.step < config.train.steps:
         return False
-    summary = config.folder / "summary.json"
     weights = ["model", "adapters"] if config.model.lora.rank else ["model"]
-    written = [summary, *(config.folder / name / SAVED_LAST[name] for name in weights if config.save_model)]
-    last = (checkpoint / "run.json").stat().st_mtime_ns
-    if not all(path.exists() and path.stat().st_mtime_ns >= last for path in written):
+    written = ["summary.json", *(weights if config.save_model else [])]
+    if not all(is_newer(config.folder, name, checkpoint) for name in written):
         return False
     evaluated = ["reward_after"] * has_held_out + ["reward_blanked"] * config.eval.blank_images
-    return set(evaluated) <= (read_object(summary) or {}).keys()
+    return set(evaluated) <= (read_object(config.folder / "summary.json") or {}).keys()
 
 
 def describe_changes(folder: Path, config: Config) -> list[str]:
@@ -130,8 +128,4 @@ def trained_steps(folder: Path) -> int:
 def newest_weights(run: Path, saved: str = "model") -> Path | None:
     """The weights that a run wrote last: its newest checkpoint, or its folder ``saved`` (``model`` or ``adapters``)."""
     checkpoint = newest_checkpoint(run / "checkpoints")
-    times = {run / saved: run / saved / SAVED_LAST[saved]}
-    if checkpoint is not None:
-        times[checkpoint] = checkpoint / "run.json"
-    written = {path: file.stat().st_mtime_ns for path, file in times.items() if file.exists()}
-    return max(written, key=lambda path: written[path], default=None)
+    return run / saved if is_newer(run, saved, checkpoint) else checkpoint

@@ -30,7 +30,7 @@ from vlmrl.train.trainer import StepOutput, TrainerSpec
 from vlmrl.types import Sample
 from vlmrl.weight_sync.base import IpcSender, TransferResult, WeightUpdate
 
-BETWEEN_COMMANDS = timedelta(days=7)  # a rank's time limit for the next command: rollouts may take long
+BETWEEN_COMMANDS = timedelta(days=7)  # another rank's time limit for the next command: rollouts may take long
 STOP = "stop"
 
 
@@ -209,13 +209,20 @@ def run_commands(rank: Rank, commands: Commands) -> None:
 
 
 class Commands:
-    """The channel between rank 0 and the others: a process group with a longer time limit than the collectives within a step."""
+    """The channel between rank 0 and the others: a process group in which only these wait longer than in a collective of a step.
+
+    They receive a command as soon as they have done the last one, so that rank 0 notices a rank that hangs, or whose machine is gone.
+    """
 
     def __init__(self) -> None:
-        self._group: Any = dist.new_group(backend="gloo", timeout=BETWEEN_COMMANDS)
+        limit = COLLECTIVE if dist.get_rank() == 0 else BETWEEN_COMMANDS
+        self._group: Any = dist.new_group(backend="gloo", timeout=limit)
 
     def send(self, method: str, *arguments: Any) -> None:
-        dist.broadcast_object_list([(method, arguments)], src=0, group=self._group)
+        try:
+            dist.broadcast_object_list([(method, arguments)], src=0, group=self._group)
+        except RuntimeError as error:
+            raise RuntimeError(f"a rank did not receive `{method}`: it hangs, or has ended. See its output.") from error
 
     def receive(self) -> tuple[str, tuple[Any, ...]]:
         received: list[Any] = [None]
