@@ -20,9 +20,9 @@ from vlmrl.rollout.buffer import SynchronousBuffer
 from vlmrl.run.build import Run
 from vlmrl.run.stages import push_weights
 from vlmrl.train.checkpoint import (
+    complete_checkpoints,
     load_json,
     load_random,
-    newest_checkpoint,
     random_state,
     readable,
     save_json,
@@ -53,7 +53,7 @@ _BATCHES: Mapping[str, Mapping[str, Any]] = {
 SAVED_LAST = {"model": "config.json", "adapters": "adapter_config.json"}
 """A file of each folder of weights in Hugging Face form, without which it is not whole."""
 ORDER = "saved.json"
-"""In a run's folder: after which checkpoint the models and the summary were written. Times change when a folder is copied."""
+"""In a run's folder: after which checkpoints the models and the summary were written. Times change when a folder is copied."""
 LAST_PAUSE = 150.0  # seconds for the engine of a failed run to offload its memory for the trainer
 
 
@@ -281,8 +281,8 @@ def _save_adapters(run: Run, trainer: RunTrainer) -> None:
 
 def record_saved(run: Path, name: str) -> None:
     """Note in the folder ``run`` that ``name`` in it was written after all of its checkpoints."""
-    last = _digest(newest_checkpoint(run / "checkpoints"))
-    atomic_write(run / ORDER, json.dumps((read_object(run / ORDER) or {}) | {name: last}) + "\n")
+    earlier = list(map(_digest, complete_checkpoints(run / "checkpoints")))
+    atomic_write(run / ORDER, json.dumps((read_object(run / ORDER) or {}) | {name: earlier}) + "\n")
 
 
 def is_newer(run: Path, name: str, checkpoint: Path | None) -> bool:
@@ -294,10 +294,10 @@ def is_newer(run: Path, name: str, checkpoint: Path | None) -> bool:
     if checkpoint is None or not written.exists():
         return written.exists()
     if (order := read_object(run / ORDER)) is not None:
-        return bool(order.get(name) == _digest(checkpoint))
+        return _digest(checkpoint) in str(order.get(name))  # of any type, in a folder of others
     return written.stat().st_mtime_ns >= (checkpoint / "run.json").stat().st_mtime_ns
 
 
-def _digest(checkpoint: Path | None) -> str | None:
+def _digest(checkpoint: Path) -> str:
     """What distinguishes a checkpoint from another one of the same name, such as of a step that was trained again."""
-    return None if checkpoint is None else hashlib.sha256((checkpoint / "run.json").read_bytes()).hexdigest()
+    return hashlib.sha256((checkpoint / "run.json").read_bytes()).hexdigest()
