@@ -134,15 +134,6 @@ def raises_unprintable(task, client):
     raise Unprintable
 
 
-class UnprintableExit(BaseException):
-    def __str__(self):
-        sys.exit(3)
-
-
-def exits_unprintably(task, client):
-    raise UnprintableExit
-
-
 def exits(task, client):
     sys.exit(3)
 
@@ -166,10 +157,6 @@ def raises_much(task, client):
             partial(int, "x"),
             r"^TypeError: .* \(.*, line \d+, in ",
         ),  # no code of the user's: the last line that is known
-        (
-            exits_unprintably,
-            r"^RuntimeError: UnprintableExit: its text cannot be had \(SystemExit\) \(.*, in exits_unprintably\)$",
-        ),
         (exits, r"^RuntimeError: SystemExit: 3 \(.*test_agents.py, line \d+, in exits\)$"),
         (exits_async, r"^RuntimeError: SystemExit: 3 \(.*test_agents.py, line \d+, in exits_async\)$"),
         (raises_much, r"^ValueError: x{2000} \("),
