@@ -12,16 +12,19 @@ import torch
 from testing.fake_sglang import FakeSGLang
 from testing.sglang_engines import engine_of, plain, send, synced
 
-from vlmrl.config import Config, Data, Model, Rollout, ServerSettings, Train
+from vlmrl.config import Config, Data, Gateway, Model, Rollout, ServerSettings, Train
 from vlmrl.engine.base import EngineError, paused
 from vlmrl.engine.server import TOKEN_VARIABLE, LocalProcess, Server, external_servers
 from vlmrl.engine.server_backend import Call, Capabilities, ServedModel
 from vlmrl.engine.server_pool import ServerPool
 from vlmrl.engine.sglang.backend import SGLangBackend
 from vlmrl.engine.vllm.backend import VLLMBackend
+from vlmrl.gateway.agent_client import AgentClient
+from vlmrl.gateway.agents import Agents, AgentSpec
 from vlmrl.model import tiny
 from vlmrl.run.program import run_training
 from vlmrl.run.serving import LocalServerHost
+from vlmrl.types import Task
 from vlmrl.utils.http_server import free_ports
 from vlmrl.utils.tokens import is_loopback
 
@@ -88,6 +91,18 @@ def test_running_servers_get_the_token_of_the_environment(monkeypatch):
     assert [server.token for server in external_servers(settings.urls)] == [TOKEN, TOKEN]
     receiver = SGLangBackend(settings).receiver(Server("http://node7:30000", token=TOKEN))
     assert receiver.token == TOKEN and TOKEN not in repr(receiver)
+
+
+@pytest.mark.slow
+def test_an_agents_command_does_not_get_it(monkeypatch, tmp_path):
+    monkeypatch.setenv(TOKEN_VARIABLE, "t0psecret")
+    agents = Agents(AgentSpec("env", command=("env",)), Gateway(), tmp_path)
+    try:
+        asyncio.run(agents.run(Task("t", []), AgentClient("http://127.0.0.1:9/t/x", "k"), "g"))
+    finally:
+        agents.close()
+    log = (tmp_path / "g.log").read_text()
+    assert "t0psecret" not in log and "OPENAI_API_KEY=k" in log
 
 
 @pytest.fixture

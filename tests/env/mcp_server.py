@@ -9,7 +9,8 @@ from pathlib import Path
 
 from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
-from mcp_types import CallToolResult, ImageContent, TextContent
+from mcp.shared.exceptions import MCPError
+from mcp_types import INTERNAL_ERROR, INVALID_PARAMS, CallToolResult, ImageContent, TextContent
 from PIL import Image as Pillow
 
 server = MCPServer("paint", log_level="CRITICAL")
@@ -65,6 +66,16 @@ def odd() -> CallToolResult:
     data = base64.b64encode(bytes(broken)).decode()
     blocks = [TextContent(text="here:"), ImageContent(data=data, mime_type="image/png")]
     return CallToolResult(content=blocks)
+
+
+@server.tool()
+def divide(a: int, b: int) -> int:
+    """Divide, and refuse 0 as an error of the protocol."""
+    if b == 0:
+        raise MCPError(INVALID_PARAMS, "b must not be 0")
+    if b < 0:
+        raise MCPError(INTERNAL_ERROR, "no space left")
+    return a // b
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from PIL import Image, ImageDraw
-from testing.episodes import a_task, play, play_audited, turn_loop
+from testing.episodes import a_task, decoded, play, play_audited, turn_loop
 
 from vlmrl import Env, ToolEnv, obs
 from vlmrl.env import answer
@@ -37,6 +37,29 @@ def test_messages_and_tokens_of_an_episode_show_each_frame():
     assert [turn.media[0].image.getpixel((0, 0)) for turn in turns] == RGB[:2]
     kept = [turn.messages[0]["content"][0]["image"] for turn in turns]
     assert [image.image.getpixel((0, 0)) for image in kept] == RGB[:2]
+
+
+@pytest.mark.parametrize("history", ["append", "rerender"])
+def test_messages_that_the_env_changes_later_stay_as_they_were_shown(history: str):
+    class Changes(Env):
+        """Shows the same message after each response, with another text."""
+
+        def reset(self):
+            self.message = {"role": "user", "content": [{"type": "text", "text": "Start."}]}
+            return [self.message]
+
+        def step(self, response_text: str):
+            self.message["content"][0]["text"] = f"Frame {self.turn}."
+            return obs(), self.turn == 2, {"reward": 1.0}
+
+        def format_observation(self, observation: dict[str, Any]):
+            return self.message
+
+    trajectory = play_audited(Changes, ["a", "b", "c"], history=history, samples="step_wise")
+    shown = ["Start.", "Frame 0.", "Frame 1."]
+    assert [turn.messages[0]["content"][0]["text"] for turn in trajectory.turns] == shown
+    last = decoded([*trajectory.prompts()][-1][0])
+    assert all(text in last for text in shown)
 
 
 def test_images_are_copied_hashed_and_resized_in_the_threads_for_such_work(monkeypatch: pytest.MonkeyPatch):

@@ -190,6 +190,15 @@ def http_server():
 
 
 @slow
+def test_arguments_that_the_server_refuses_are_shown_to_the_model_and_its_own_errors_are_not():
+    responses = [call("divide", a=4, b=0) + call("divide", a=4, b=2), "done"]
+    trajectory = play_audited(Painter, responses, a_task(), options={"server": COMMAND}, max_tokens=4000)
+    assert texts(trajectory, 1) == ["Error: b must not be 0", "2"] and trajectory.reward == 1.0
+    failed = play(Painter, [call("divide", a=4, b=-1)], a_task(), options={"server": COMMAND}, max_tokens=4000)
+    assert failed.ending == "error" and "no space left" in failed.error
+
+
+@slow
 def test_an_episode_over_stdio_has_images_parallel_calls_and_tool_errors():
     responses = [
         call("paint", color="red") + call("add", a=1, b=2) + call("paint", color="blue"),
@@ -204,7 +213,7 @@ def test_an_episode_over_stdio_has_images_parallel_calls_and_tool_errors():
     assert errors == [
         "Error: Error executing tool paint: none is no color",
         "Error: add: arguments.a: 'one' is not of type 'integer'.",
-        "Error: there is no tool 'fly'; the tools are paint, add, whoami, vanish, hang, odd.",
+        "Error: there is no tool 'fly'; the tools are paint, add, whoami, vanish, hang, odd, divide.",
     ]
     assert trajectory.turns[1].metrics == {"tool_calls": 4.0, "tool_errors": 3.0}
     wait_until_ended(int(process))

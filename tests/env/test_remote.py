@@ -24,7 +24,7 @@ from vlmrl.env.base import resolve_env
 from vlmrl.env.remote import client
 from vlmrl.env.remote.env_server import EnvServer, create_env_app
 from vlmrl.env.remote.serialize import serialize_task
-from vlmrl.env.session import EnvContractError
+from vlmrl.env.session import EnvContractError, EnvSession
 from vlmrl.multimodal.images import ImageUnavailableError
 from vlmrl.types import PointSet
 
@@ -113,6 +113,26 @@ def test_a_remote_episode_equals_a_local_one():
     assert (there.ending, there.reward) == (here.ending, here.reward) == ("env_done", 2.5)
     assert there.turns[2].metrics == here.turns[2].metrics == {"turn": 2.0, "most": 4.0, "seed": 7.0}
     assert len(Mine.opened) == len(Mine.closed) == 2
+
+
+def test_a_servers_env_names_its_states_and_asks_for_summaries():
+    class Rooms(Env):
+        def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+            return obs(), False, {"state": 7 + self.turn, "compact": self.turn == 1}
+
+    async def results(options: dict[str, Any]) -> list[Any]:
+        session = EnvSession(resolve_env(RemoteEnv, options=options), TASK, max_turns=4, timeout=600.0, max_retries=0)
+        try:
+            await session.start()
+            return [await session.step(response) for response in "ab"]
+        finally:
+            await session.close()
+
+    with remote(Rooms) as (options, _):
+        assert [(result.state, result.compact) for result in asyncio.run(results(options))] == [
+            ("7", False),
+            ("8", True),
+        ]
 
 
 def test_a_web_page_whose_name_points_at_the_server_reads_nothing():

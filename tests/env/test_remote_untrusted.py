@@ -303,6 +303,8 @@ def test_a_client_opens_nothing_that_a_server_names(played: Any, source: Any):
         {**shown(), "metrics": {"reward": 1}},
         {**shown(), "metrics": {str(number): 1 for number in range(1001)}},
         {**shown(), "metrics": {"x" * 201: 1}},
+        {**shown(), "state": ["x"]},
+        {**shown(), "state": "x" * 10_001},
         {**shown(), "points": [{"label": "x" * 10_000, "at": [[0.5, 0.5]]}]},
         {**shown(), "points": [{"label": "", "at": [[0.5, 0.5]] * 10_001}]},
         shown(note="x" * 2**22),  # no template shows it

@@ -307,7 +307,14 @@ def test_retries_end_and_the_error_names_env_task_and_turn():
     assert Broken.log.count("step") == 3
 
 
-@pytest.mark.parametrize("error", [StopIteration("end"), SystemExit(2), asyncio.CancelledError(), CancelledError()])
+class UnprintableExit(SystemExit):
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "error", [StopIteration("end"), SystemExit(2), asyncio.CancelledError(), CancelledError(), UnprintableExit()]
+)
 def test_cancellation_errors_of_an_env_are_env_errors(error: BaseException):
     class Odd(Logged):
         def step(self, response_text: str) -> Step:

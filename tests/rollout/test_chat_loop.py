@@ -148,6 +148,17 @@ def test_a_history_policy_rewrites_what_the_api_sees():
         play(Guess, "http://127.0.0.1:1", history="inline")
 
 
+def test_what_a_history_policy_changes_in_its_messages_is_sent_once():
+    def marking(messages):
+        messages[0]["content"] += " (first)"
+        return messages
+
+    texts = iter("127")
+    with fake_api(lambda body: {"content": next(texts)}) as (api, url):
+        play(Guess, url, history="rerender", history_policy=marking)
+    assert [str(each["messages"]).count("(first)") for each in api.requests] == [1, 1, 1]
+
+
 @pytest.mark.parametrize("fault", ["500", "429", "cut", *GARBAGE])
 def test_a_passing_fault_is_retried(fault):
     with fake_api(says("7"), [fault, fault]) as (api, url):

@@ -152,6 +152,15 @@ def test_a_policy_of_the_user_may_ask_and_change_nothing():
     assert "Think" not in prompts(trajectory)[2] and trajectory.reward == 1.0
 
 
+def test_what_a_policy_of_the_user_changes_in_its_messages_is_shown_to_the_model():
+    async def marking(messages, asker):
+        messages[-1]["content"][-1]["text"] += " (last)"
+        return messages
+
+    trajectory = play(Screens, ["a", "done"], marking)
+    assert "Screen 0. (last)" in prompts(trajectory)[1]
+
+
 def test_an_error_of_the_users_policy_fails_the_episode_with_its_line():
     async def fails(messages, asker):
         raise KeyError("mine")

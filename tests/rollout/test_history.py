@@ -149,6 +149,23 @@ def test_a_rerendered_history_that_only_grows_is_linear():
     assert prompts(trajectory)[1] == f"{START}a{END}\n{USER}{SEEN}Look.{END}\n{ASSISTANT}"
 
 
+def test_a_policy_may_change_the_messages_that_it_gets():
+    def marking(messages):
+        messages[-1]["content"][-1]["text"] += " (last)"
+        messages[0]["content"][-1]["text"] += " (first)"
+        return messages
+
+    task = a_task("Count.", [image()])
+    loop = turn_loop(Shows, ["a", "b", "done"] * 2, history="rerender", samples="step_wise")
+    loop.history_policy = marking
+    asyncio.run(loop.play(task, "g", "g/00"))
+    trajectory = asyncio.run(loop.play(task, "g", "g/01"))  # of the same task
+    assert task.prompt == a_task("Count.", task.images).prompt
+    assert trajectory.turns[1].messages[0]["content"][-1]["text"] == "Look."
+    last = prompts(trajectory)[2]
+    assert last.count("(first)") == last.count("(last)") == 1
+
+
 def test_one_rendered_row_marks_the_responses_and_counts_the_rest():
     trajectory = play(Shows, ["a", "done"], history="rerender")
     (row,) = emit(trajectory, "concat")

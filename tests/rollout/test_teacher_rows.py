@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from testing.episodes import PAD, a_task, image, new_store, play, renderer
+from testing.episodes import PAD, a_task, decoded, image, new_store, play, renderer
 
 from vlmrl import Env, obs
 from vlmrl.rollout.teacher_rows import TeacherRows, seen_messages
@@ -51,6 +51,18 @@ def test_the_answer_in_the_system_prompt_goes_through_all_turns_and_a_turn_can_b
     text = renderer().decode(rows[1].prompt_token_ids)
     assert "The answer is" in text and "Closer:" in text and "look" in text and PAD in text
     assert rows[1].response_ids == trajectory.turns[1].response_ids and len(rows[1].media) == 2
+
+
+def test_what_a_function_changes_in_the_messages_is_part_of_its_own_turn_alone():
+    def sees(task, trajectory, turn):
+        messages = seen_messages(trajectory, turn)
+        messages[0]["content"][-1]["text"] += f" Hint {turn}."
+        return messages
+
+    trajectory, _, rows = taught(sees)
+    texts = [decoded(row.prompt_token_ids) for row in rows]
+    assert ["Hint 0" in text for text in texts] == [True, False] and "Hint 1" in texts[1]
+    assert "Hint" not in str(trajectory.turns[0].messages) + str(trajectory.task.prompt)
 
 
 def test_a_function_that_fails_is_named_with_its_trajectory_and_turn():

@@ -35,6 +35,7 @@ MAX_TEXT = 2**22  # characters of the texts of one result, about a million token
 MAX_OBJECTS = 10_000  # in a response: the client checks each in the event loop, and takes 50 us for one that is wrong
 MAX_VALUES = 100_000  # in a response, which holds the interpreter while it is parsed
 MAX_LINES = 50_000  # of a stream, each of which is read in the event loop
+INVALID_PARAMS = -32602  # JSON-RPC's code: some servers report the model's wrong arguments so, and not in a result
 MAX_TOOLS = 1000  # and pages of them
 RESUME_SECONDS = 1.0  # before a stream that ended is asked for again; a server may ask for no pause at all
 
@@ -151,6 +152,11 @@ class McpEnv(ToolEnv):
             result = await self._client.call_tool(name, arguments)
             content = await cpu_pool().run(DECODING_SECONDS, _content, result)
         except Exception as error:  # also a ValueError, which would be shown to the model
+            text = str(getattr(error, "message", ""))
+            if (
+                getattr(error, "code", None) == INVALID_PARAMS and len(text) <= MAX_TEXT
+            ):  # of a call that fits its schema
+                raise ValueError(text or "the arguments are invalid.") from error
             reason = f"{self._refused or _reason(error)}{self._where_to_look()}"
             raise RuntimeError(f"MCP server {self.server}, tool {name}: {reason}") from error
         if result.is_error:

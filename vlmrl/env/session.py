@@ -21,6 +21,7 @@ from typing import Any
 from vlmrl.env.answer import StepResult, freeze_answer, read_points, step_mistake, with_digest
 from vlmrl.env.base import Env, EnvSpec, RetryTurn, RewardEnv
 from vlmrl.env.tool_schema import check_tools
+from vlmrl.multimodal.messages import copied
 from vlmrl.types import TRUNCATED, Message, Task
 from vlmrl.utils.threads import DaemonPool, await_user_code, close_unawaited, drop_result
 from vlmrl.utils.users_line import defined_at, describe_error
@@ -411,7 +412,7 @@ def _messages(name: str, value: Any, env: str) -> list[Message]:
         )
     for message in messages:
         _check_texts(name, message.get("content"), env)
-    return list(messages)
+    return [copied(message) for message in messages]  # an env may keep its own, and change them
 
 
 def _check_texts(name: str, content: Any, env: str) -> None:

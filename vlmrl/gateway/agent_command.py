@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -60,6 +61,7 @@ class AgentCommands:
             finally:
                 with contextlib.suppress(ProcessLookupError):  # it has ended
                     process.terminate()
+                    process.send_signal(signal.SIGCONT)  # the command may have stopped its parent
                 await process.wait()
         finally:
             if lifeline in self._lifelines:

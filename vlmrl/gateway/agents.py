@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 from vlmrl.config import Config, Gateway, name_of
 from vlmrl.config.code import resolve_function
 from vlmrl.config.fields import is_command
+from vlmrl.engine.server import TOKEN_VARIABLE
 from vlmrl.gateway.agent_client import AgentClient
 from vlmrl.gateway.agent_command import AgentCommands
 from vlmrl.gateway.command_guard import delete_all
@@ -187,10 +188,12 @@ class Agents:
 
 
 def _environment(client: AgentClient, task_file: Path) -> Mapping[str, str]:
-    """The environment of a command: this process's, the endpoint and the task. No proxy is used for the endpoint."""
+    """The environment of a command: this process's without the servers' token, the endpoint and the task. No proxy is used for the
+    endpoint."""
     host = urlsplit(client.base_url).hostname or ""
     direct = {name: ",".join(filter(None, [os.environ.get(name), host])) for name in ("NO_PROXY", "no_proxy")}
-    return os.environ | direct | client.environment | {"VLMRL_TASK": str(task_file), "PYTHONUNBUFFERED": "1"}
+    own = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    return own | direct | client.environment | {"VLMRL_TASK": str(task_file), "PYTHONUNBUFFERED": "1"}
 
 
 def _call(function: Callable[[], Any], client: AgentClient) -> Any:

@@ -85,9 +85,35 @@ def children() -> list[int]:
 
 
 def delete_all(folder: Path) -> None:
-    """Delete a folder and all that is in it, as far as that is possible. Python's own way fails for folders nested 1,000 deep."""
+    """Delete a folder and all that is in it, as far as that is possible. Python's own way fails for folders nested 1,000 deep.
+
+    A folder in which something is mounted stays: a sandbox that was killed may have left the user's own folders there.
+    """
+    if mounted := mounts_in(folder):
+        print(
+            f"{folder} is not deleted, since {mounted[0]} is a mount: unmount it, then delete the folder.",
+            file=sys.stderr,
+        )
+        return
+    _run("rm", "-rf", "--", folder)
+    if folder.is_dir() and not folder.is_symlink():  # it holds folders without the right to write, such as Go's modules
+        _run("chmod", "-R", "u+rwX", "--", folder)
+        _run("rm", "-rf", "--", folder)
+
+
+def mounts_in(folder: Path) -> list[str]:
+    """The places in a folder where something is mounted, on Linux."""
     with contextlib.suppress(OSError):
-        subprocess.run(["rm", "-rf", "--", folder], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+        places = [line.split(" ")[4] for line in lines]  # in which a space is written \040
+        beginning = str(folder.resolve()).replace(" ", "\\040") + "/"
+        return [place for place in places if place.startswith(beginning)]
+    return []
+
+
+def _run(*command: Any) -> None:
+    with contextlib.suppress(OSError):
+        subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
 
 
 def run_guarded() -> None:

@@ -87,6 +87,21 @@ def kind_of_part(part: dict[str, Any]) -> tuple[str, bool]:
     return part["type"], isinstance(part.get("text"), Markup)
 
 
+def copied(value: Any) -> Any:
+    """The same messages in dicts and lists of their own, for code that may keep and change them. Images are not copied."""
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    return [copied(item) for item in value] if isinstance(value, list) else value
+
+
+def same_messages(messages: Sequence[Message], others: Sequence[Message]) -> bool:
+    """Whether messages are equal, with the same images."""
+    try:
+        return bool(messages == others)
+    except ValueError:  # of arrays
+        return False
+
+
 def images_of(messages: Iterable[Message]) -> list[ImageSource]:
     """The images of the messages' parts, in order."""
     contents = [message.get("content") for message in messages]

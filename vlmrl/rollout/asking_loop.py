@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from vlmrl.engine.base import EngineError
 from vlmrl.env.session import EnvError
+from vlmrl.multimodal.messages import copied, same_messages
 from vlmrl.multimodal.renderer import Rendered, TooLongError
 from vlmrl.rollout.copies import longest_copy
 from vlmrl.rollout.history import Append, response_message
@@ -50,9 +50,9 @@ class AskingLoop(TurnLoop):
         tokens = limit if appended is None else appended.length
         before = [*history.messages, response_message(turn), *answer]
         ask = partial(self._ask, episode)
-        asker = Asker(ask, tokens, limit, history.task, answer, episode.is_compact_requested)
+        asker = Asker(ask, tokens, limit, copied(history.task), copied(answer), episode.is_compact_requested)
         history.messages = await self._rewritten(before, asker)
-        if len(history.messages) == len(before) and all(map(operator.is_, history.messages, before)):
+        if same_messages(history.messages, before):
             return appended
         try:
             rendered = await self._render(episode, history.messages, history.whole, history.messages)
@@ -65,7 +65,7 @@ class AskingLoop(TurnLoop):
     async def _rewritten(self, messages: Messages, asker: Asker) -> Messages:
         assert self.history_policy is not None
         try:
-            return list(await self.history_policy(list(messages), asker))
+            return list(await self.history_policy(copied(messages), asker))
         except (EnvError, EngineError, EpisodeLimitError):
             raise
         except Exception as error:

@@ -17,7 +17,7 @@ from vlmrl.engine.chat_engine import ApiResponse, ChatEngine
 from vlmrl.env.base import EnvSpec
 from vlmrl.env.session import EnvContractError, EnvSession, TaskError
 from vlmrl.multimodal.images import data_uri
-from vlmrl.multimodal.messages import images_of
+from vlmrl.multimodal.messages import copied, images_of
 from vlmrl.multimodal.openai_messages import answer_calls, request_messages, response_text
 from vlmrl.multimodal.renderer import Rendered, Renderer
 from vlmrl.multimodal.store import MediaStore
@@ -46,7 +46,7 @@ class ChatHistory(Append):
                 "messages hold images, but the recipe's model, whose image sizes the API gets, reads text only."
             )
         self._messages += messages
-        self.request = request_messages(self._policy(list(self._messages)), self._address)
+        self.request = request_messages(self._policy(copied(self._messages)), self._address)
         return Rendered([], images_of(messages))
 
     def continuation(self, turn: Turn, messages: Sequence[Message]) -> Continuation:

@@ -16,7 +16,7 @@ from typing import Any
 
 from vlmrl.config import Rollout
 from vlmrl.config.code import find_function, resolve_function
-from vlmrl.multimodal.messages import is_long, tools_as_user
+from vlmrl.multimodal.messages import copied, is_long, tools_as_user
 from vlmrl.multimodal.renderer import Rendered, Renderer
 from vlmrl.rollout.history_policies import HISTORY_POLICIES, Messages
 from vlmrl.types import Message, Turn
@@ -104,7 +104,7 @@ class Rerender(Append):
 
     def rewritten(self) -> Messages:
         """The conversation as the policy rewrites it."""
-        return self._policy(list(self.messages))
+        return self._policy(copied(self.messages))  # which may change them
 
 
 def response_message(turn: Turn) -> Message:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vlmrl.config import name_of
+from vlmrl.multimodal.messages import copied, same_messages
 from vlmrl.multimodal.renderer import Rendered, Renderer, expand
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.rollout.history import response_message
@@ -29,9 +30,9 @@ def seen_messages(trajectory: Trajectory, turn: int) -> list[Message]:
     node = trajectory.turns[turn]
     is_whole = any(message["role"] == "assistant" for message in node.messages)
     if node.parent is None or is_whole or node.kept < trajectory.turns[node.parent].length - 1:
-        return list(node.messages)
+        return [copied(message) for message in node.messages]
     above = trajectory.turns[node.parent]
-    return [*seen_messages(trajectory, node.parent), response_message(above), *node.messages]
+    return [*seen_messages(trajectory, node.parent), *copied([response_message(above), *node.messages])]
 
 
 class TeacherRows:
@@ -91,7 +92,7 @@ class TeacherRows:
         parent = trajectory.turns[turn].parent
         if parent is not None and parent in prompts:
             above, size = prompts[parent], len(prompts[parent].messages)
-            if _same(messages[: size + 1], [*above.messages, response_message(trajectory.turns[parent])]):
+            if same_messages(messages[: size + 1], [*above.messages, response_message(trajectory.turns[parent])]):
                 sampled = trajectory.turns[parent].response_ids
                 shown = self._renderer.adapt_tool_messages(messages[size + 1 :])
                 added = self._expanded(self._renderer.delta(shown, trajectory.tools, response=sampled), messages)
@@ -106,10 +107,3 @@ class TeacherRows:
             raise ValueError("a text model's teacher must see no images.")
         media = [] if self._store is None else [self._store.load(image) for image in rendered.images]
         return TeacherPrompt(messages, expand(rendered.token_ids, self._renderer.image_token_id, media), media)
-
-
-def _same(messages: Sequence[Message], others: Sequence[Message]) -> bool:
-    try:
-        return bool(messages == others)
-    except ValueError:  # of arrays
-        return False

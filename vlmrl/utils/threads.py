@@ -23,6 +23,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future
 from typing import Any, Generic, TypeVar
 
+from vlmrl.utils.users_line import text_of
+
 T = TypeVar("T")
 
 GRACE_SECONDS = 2.0  # at the end of a program, for threads that compute
@@ -270,6 +272,6 @@ def as_error(error: BaseException) -> BaseException:
     """``error``, or a RuntimeError in place of one that asyncio would act on: a cancellation, or the end of a coroutine or loop."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration | CancelledError):
         return error
-    wrapped = RuntimeError(f"{type(error).__name__}: {error}")
+    wrapped = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
     wrapped.__cause__ = error
     return wrapped

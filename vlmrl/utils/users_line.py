@@ -52,7 +52,7 @@ def text_of(error: BaseException) -> str:
     """The text of an error, also of one whose own ``__str__`` raises another; of a long one, its beginning and end."""
     try:
         text = str(error)
-    except Exception as second:
+    except BaseException as second:  # it must not end the run in place of the error
         return f"its text cannot be had ({type(second).__name__})"
     half = MOST_CHARACTERS // 2
     return text if len(text) <= MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"

@@ -24,6 +24,7 @@ from vlmrl.utils.tokens import bearer_headers
 TOKEN_VARIABLE = "VLMRL_ENV_TOKEN"
 MAX_METRICS = 1000  # of one server in all: each name has a mean in every row of the run's metrics
 MAX_NAME = 200  # characters of a metric's name
+MAX_STATE = 10_000  # characters of a state's name
 MAX_POINTS = 10_000  # places of one step, and characters in their labels: they are logged with its trajectory
 OWN_KEYS = frozenset({"reward", "points", "state", "compact"})  # of a step's info, which are no metrics
 
@@ -110,6 +111,7 @@ class RemoteEnv(Env):
             messages = deserialize_messages(response["messages"], "messages")
             info = _metrics(response["metrics"], self._connection.metrics)
             info["points"] = _points(response.get("points", []))
+            info["state"], info["compact"] = _state(response.get("state")), bool(response.get("compact"))
             if response["reward"] is not None:
                 info["reward"] = moderate_number(response["reward"], "reward")
             return {"messages": messages}, bool(response["done"]), info
@@ -170,6 +172,12 @@ def _points(given: Any) -> list[dict[str, Any]]:
     if size > MAX_POINTS:
         raise ValueError(f"points must have at most {MAX_POINTS} places and characters in labels, but they have {size}")
     return [asdict(each) for each in points]
+
+
+def _state(given: Any) -> str | None:
+    if given is not None and not (isinstance(given, str) and len(given) <= MAX_STATE):
+        raise ValueError(f"state must be a string of at most {MAX_STATE} characters, or null, but it is {given!r:.200}")
+    return None if given is None else encodable(given)
 
 
 def _metrics(given: Mapping[str, Any], known: set[str]) -> dict[str, Any]:

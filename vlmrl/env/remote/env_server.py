@@ -147,7 +147,9 @@ class EnvServer:
             result = await opened.session.step(response)
             points = [asdict(each) for each in result.points]
             rest = {"done": result.done, "reward": result.reward, "metrics": result.metrics, "points": points}
-            return await self._response(opened, result.messages, rest)
+            return await self._response(
+                opened, result.messages, rest | {"state": result.state, "compact": result.compact}
+            )
 
         return await self._use(name, call)
 
