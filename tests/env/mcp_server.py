@@ -3,6 +3,7 @@
 import base64
 import io
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -79,4 +80,9 @@ def divide(a: int, b: int) -> int:
 
 
 if __name__ == "__main__":
+    stays = "--stay" in sys.argv
+    if stays:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     server.run()
+    while stays:
+        signal.pause()

@@ -270,6 +270,23 @@ def test_closing_ends_the_process_of_a_tool_that_hangs(tmp_path: Path):
 
 
 @slow
+def test_a_server_that_ignores_its_end_is_killed_when_closing_takes_longer_than_a_call_may():
+    """The client would kill it after four seconds; cancelled before that, it left the process and waited for it without end."""
+    seen: list[int] = []
+
+    async def go():
+        env = resolve_env(Painter, options={"server": f"{COMMAND} --stay"}).build(a_task())
+        await env.reset()
+        observation, _, _ = await env.step(call("whoami"))
+        seen.append(int(observation["tool_results"][0][0]["text"]))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(env.close(), 0.5)
+
+    asyncio.run(go())
+    wait_until_ended(seen[0])
+
+
+@slow
 def test_no_process_is_left_after_a_run_is_stopped():
     seen: list[int] = []
 

@@ -15,6 +15,7 @@ import logging
 import os
 import shlex
 import tempfile
+import uuid
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import cache, partial
@@ -26,6 +27,7 @@ from vlmrl.env.tool_calls import Schema, tool_name
 from vlmrl.env.tools import ToolEnv
 from vlmrl.multimodal.images import MOST_PIXELS, DecodedImage, frozen_image
 from vlmrl.types import Message, Task
+from vlmrl.utils.marked_processes import MARK, kill_processes, marked_processes
 from vlmrl.utils.require import import_extra
 from vlmrl.utils.work_pool import cpu_pool
 
@@ -62,6 +64,7 @@ class McpEnv(ToolEnv):
         self._closing = asyncio.Event()
         self._refused = ""  # why the last response was not read
         self._holder: asyncio.Task[None] | None = None
+        self._mark = uuid.uuid4().hex  # in the environment of a command and of all that it starts
 
     @classmethod
     def setup(cls, **options: Any) -> Any:
@@ -104,6 +107,8 @@ class McpEnv(ToolEnv):
         try:
             await asyncio.wait([self._holder])
         finally:
+            if not self._holder.done():  # closing took longer than a call may: the client gives a command six seconds
+                kill_processes(marked_processes(self._mark))
             self._holder.cancel()
 
     async def _hold(self, opened: asyncio.Future[Any]) -> None:
@@ -128,6 +133,7 @@ class McpEnv(ToolEnv):
                     yield client
             return
         self.server_log = self.server_log or _default_log()
+        connection = connection.model_copy(update={"env": {**(connection.env or {}), MARK: self._mark}})
         with self.server_log.open("a") as log:
             async with mcp.Client(mcp.stdio_client(connection, errlog=log)) as client:
                 yield client
@@ -153,9 +159,7 @@ class McpEnv(ToolEnv):
             content = await cpu_pool().run(DECODING_SECONDS, _content, result)
         except Exception as error:  # also a ValueError, which would be shown to the model
             text = str(getattr(error, "message", ""))
-            if (
-                getattr(error, "code", None) == INVALID_PARAMS and len(text) <= MAX_TEXT
-            ):  # of a call that fits its schema
+            if getattr(error, "code", None) == INVALID_PARAMS and len(text) <= MAX_TEXT:
                 raise ValueError(text or "the arguments are invalid.") from error
             reason = f"{self._refused or _reason(error)}{self._where_to_look()}"
             raise RuntimeError(f"MCP server {self.server}, tool {name}: {reason}") from error

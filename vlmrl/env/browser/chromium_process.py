@@ -7,19 +7,18 @@ import contextlib
 import os
 import re
 import shutil
-import signal
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from vlmrl.utils.marked_processes import MARK, kill_processes, marked_processes
 from vlmrl.utils.require import import_extra
 
 START_SECONDS, PING_SECONDS, STOP_SECONDS = 60.0, 10.0, 5.0
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 VARIABLE = "VLMRL_CHROMIUM"
-MARK = "VLMRL_CHROMIUM_MARK"  # in the environment of a Chromium's processes, to find those that outlive the main one
 SOCKET = "/org.chromium.Chromium.XXXXXX/SingletonSocket"
 MAX_TEMPORARY = 107 - len(SOCKET)  # bytes; the kernel's limit for a socket's path is 107
 ARGUMENTS = (
@@ -82,7 +81,7 @@ class ChromiumProcess:
         playwright = await api.async_playwright().start()
         driver, mark = set(_drivers()) - before, uuid.uuid4().hex
         try:
-            environment = {**os.environ, MARK: mark}
+            environment = {**os.environ, MARK: mark}  # to find those that outlive the main one
             handle = await playwright.chromium.launch(executable_path=program, args=list(ARGUMENTS), env=environment)
             control = await handle.new_browser_cdp_session()
             infos = (await control.send("SystemInfo.getProcessInfo"))["processInfo"]
@@ -117,7 +116,7 @@ class ChromiumProcess:
         """End all its processes: at once with ``kill``, else by their own shutdown, for which they get some seconds."""
         self.alive, self.retired = False, True
         if kill:
-            _kill(self._pids[:1])
+            kill_processes(self._pids[:1])
         with contextlib.suppress(Exception):
             async with asyncio.timeout(STOP_SECONDS):
                 await self.handle.close()
@@ -127,7 +126,7 @@ class ChromiumProcess:
     def kill_now(self) -> None:
         """End its processes without waiting for them."""
         self.alive = False
-        _kill([*self._pids, *_marked(self._mark)])
+        kill_processes([*self._pids, *marked_processes(self._mark)])
         self._remove_folders()
 
     def _remove_folders(self) -> None:
@@ -139,24 +138,8 @@ async def _stop(playwright: Any, pids: Iterable[int], mark: str) -> None:
     with contextlib.suppress(Exception):
         async with asyncio.timeout(STOP_SECONDS):
             await playwright.stop()
-    _kill(pids)
-    _kill(await asyncio.to_thread(_marked, mark))
-
-
-def _marked(mark: str) -> list[int]:
-    """The processes of the Chromium with this mark; empty where there is no /proc."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if f"{MARK}={mark}".encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found
-
-
-def _kill(pids: Iterable[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+    kill_processes(pids)
+    kill_processes(await asyncio.to_thread(marked_processes, mark))
 
 
 def _drivers() -> list[int]:
