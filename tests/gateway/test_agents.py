@@ -302,6 +302,13 @@ def test_what_a_command_leaves_is_killed_also_in_a_session_of_its_own(run, tmp_p
 
 
 @pytest.mark.slow
+def test_what_a_command_leaves_is_killed_also_if_it_kills_its_guard(run, tmp_path):
+    with pytest.raises(AgentError, match="ended by signal 9"):
+        run(["sh", "-c", f"setsid sleep 3600 & echo $! > {tmp_path / 'pid'}; kill -9 $PPID; sleep 3600"])
+    wait_until_ended(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.slow
 def test_a_command_beyond_its_deadline_is_ended(run, tmp_path):
     pid = tmp_path / "pid"
     while not pid.exists():  # the deadline of a slow machine may come before

@@ -8,11 +8,13 @@ import os
 import signal
 import sys
 import tempfile
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vlmrl.gateway import command_guard
 from vlmrl.gateway.command_log import CommandLog
+from vlmrl.utils.marked_processes import MARK, kill_processes, marked_processes
 
 KILL_SECONDS = 5.0  # from SIGTERM to SIGKILL
 READ_BYTES = 65536
@@ -40,6 +42,7 @@ class AgentCommands:
         loop = asyncio.get_running_loop()
         loop.add_reader(reader, _drain, reader, log)
         self._lifelines.add(lifeline)
+        mark = uuid.uuid4().hex  # a command may kill its guard
         guard = [sys.executable, "-I", "-S", command_guard.__file__, str(KILL_SECONDS)]
         try:
             try:
@@ -47,7 +50,7 @@ class AgentCommands:
                     *guard,
                     *command,
                     cwd=folder,
-                    env=environment,
+                    env={**environment, MARK: mark},
                     stdin=alive,
                     stdout=writer,
                     stderr=writer,
@@ -63,6 +66,7 @@ class AgentCommands:
                     process.terminate()
                     process.send_signal(signal.SIGCONT)  # the command may have stopped its parent
                 await process.wait()
+                kill_processes(await asyncio.to_thread(marked_processes, mark))
         finally:
             if lifeline in self._lifelines:
                 self._cut(lifeline)
