@@ -264,7 +264,7 @@ def _json_rows(paths: tuple[str, ...], stamps: tuple[int, ...], features: dict[s
 
 def _written(value: Any, feature: Any) -> Any:
     """The value with its parts of the kind ``Json`` as JSON, texts too."""
-    if value is None or not _holds_json(feature):
+    if value is None or isinstance(feature, hf.Value):
         return value
     if isinstance(feature, dict):
         return {name: _written(value.get(name), inner) for name, inner in feature.items()}
