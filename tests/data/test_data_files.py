@@ -72,6 +72,16 @@ def test_the_parts_of_a_saved_dataset_are_those_that_the_split_names(tmp_path):
         prompts("many", "valid[:3]")
 
 
+def test_a_file_and_a_saved_dataset_have_no_split_of_another_name(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    load_rows(str(tmp_path / "rows.jsonl"), "train[1:]")._table.save_to_disk(tmp_path / "saved")
+    for name in ("rows.jsonl", "saved"):
+        with pytest.raises(ValueError, match=rf"data.split 'test\[:1\]': .*{name} has one split, whose name is train"):
+            load_rows(str(tmp_path / name), "test[:1]")
+    (tmp_path / "rows.jsonl").rename(tmp_path / "geo_test.jsonl")
+    assert len(load_rows(str(tmp_path / "geo_test.jsonl"), "test[:1]")) == 1
+
+
 def test_a_copy_in_a_hidden_folder_is_not_read(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"prompt": "new"}\n')
     (tmp_path / ".ipynb_checkpoints").mkdir()

@@ -151,16 +151,28 @@ def _load_hub(path: str, split: str) -> hf.Dataset:
 
 def _load_local(path: Path, split: str) -> hf.Dataset:
     if path.is_file():
+        _check_only_split(path, split)
         return _load_files([path], split)
     if not any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
         has_images = _is_image_folder(path)
         return _load_images(path, split) if has_images else _load_files(_files_of_split(path, split), split)
     saved = hf.load_from_disk(str(path))
-    splits = {_base(split): saved} if isinstance(saved, hf.Dataset) else saved
+    if isinstance(saved, hf.Dataset):
+        _check_only_split(path, split)
+        saved = hf.DatasetDict({_base(split): saved})
     try:
-        return _rows_of_split(splits, split)
+        return _rows_of_split(saved, split)
     except ValueError as error:
-        raise ValueError(f"data.split {split!r} is not in {path}, which has: {', '.join(splits)} ({error})") from error
+        raise ValueError(f"data.split {split!r} is not in {path}, which has: {', '.join(saved)} ({error})") from error
+
+
+def _check_only_split(path: Path, split: str) -> None:
+    """Raises ValueError for ``test`` of ``rows.jsonl``, which would be all of its rows; ``validation`` of ``validation.jsonl`` is."""
+    if (name := _base(split)) != "train" and name not in re.split(r"[-_.]", path.name):
+        raise ValueError(
+            f"data.split {split!r}: {path} has one split, whose name is train: take a part of it, such as train[:100] or "
+            "train[100:], or hold rows out with data.held_out."
+        )
 
 
 def _rows_of_split(splits: dict[str, hf.Dataset], split: str) -> hf.Dataset:
