@@ -19,7 +19,7 @@ from typing import Any
 from vlmrl.config import Config, Conversations
 from vlmrl.config.code import local_data
 from vlmrl.data.mixture import TaskMixture
-from vlmrl.data.row_images import MARK, OWN_SOURCE, RowImages, image_parts, read_json, without_nulls
+from vlmrl.data.row_images import MARK, OWN_SOURCE, RowImages, image_parts, json_as_written, without_nulls
 from vlmrl.data.source import Row, TaskSource, held_out, task_seed
 from vlmrl.multimodal.masks import RowError
 from vlmrl.types import Message, Task
@@ -146,7 +146,7 @@ def _conversation(task: Task, row: Row, columns: Mapping[str, str], turns: str, 
 
 def _parsed(value: Any) -> list[dict[str, Any]]:
     """A list of objects that may be written as JSON."""
-    found = read_json(value) if isinstance(value, str) else value
+    found = json_as_written(value) if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
         raise RowError("unreadable", f"messages and tools must be lists of objects, not {value!r:.100}.")
     return found
@@ -162,8 +162,8 @@ def _message(given: dict[str, Any]) -> Message:
     )
     if role == "function_call":
         message = {"role": "assistant", "content": ""}
-        calls = read_json(given["value"]) if "value" in given else [given]
-    calls = read_json(calls) if isinstance(calls, str) else calls
+        calls = json_as_written(given["value"]) if "value" in given else [given]
+    calls = json_as_written(calls) if isinstance(calls, str) else calls
     if calls:
         message["tool_calls"] = [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
     return message
@@ -174,7 +174,7 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):  # as in the API; templates write an object
         try:
-            function["arguments"] = read_json(arguments or "{}")
+            function["arguments"] = json_as_written(arguments or "{}")
         except ValueError as error:
             raise RowError(
                 "unreadable", f"the arguments of a tool call are not JSON ({error}): {arguments!r:.100}."

@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.compute
 
 from vlmrl.config.code import local_data, places
-from vlmrl.data.row_images import read_json
+from vlmrl.data.row_images import json_as_written
 from vlmrl.utils.json_files import finite_float
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
@@ -29,7 +29,7 @@ class ExactJson:
     """In place of the ``Json`` of ``datasets``, which rounds numbers: 57.29 becomes 57.290000000000006."""
 
     def decode_example(self, written: str, token_per_repo_id: Any = None) -> Any:
-        return read_json(written)
+        return json_as_written(written)
 
 
 class Rows:

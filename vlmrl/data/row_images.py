@@ -141,7 +141,7 @@ class JsonObject(dict[str, Any]):
     """An object that was read from JSON: its nulls are its own."""
 
 
-def read_json(text: str) -> Any:
+def json_as_written(text: str) -> Any:
     """A JSON text, whose objects are :class:`JsonObject`."""
     return json.loads(text, object_hook=JsonObject)
 

@@ -21,6 +21,7 @@ from typing import Any
 from vlmrl.env.answer import StepResult, freeze_answer, read_points, step_mistake, with_digest
 from vlmrl.env.base import Env, EnvSpec, RetryTurn, RewardEnv
 from vlmrl.env.tool_schema import check_tools
+from vlmrl.multimodal.images import copy_on_write
 from vlmrl.types import TRUNCATED, Message, Task
 from vlmrl.utils.threads import DaemonPool, await_user_code, close_unawaited, drop_result
 from vlmrl.utils.users_line import defined_at, describe_error
@@ -191,7 +192,7 @@ class EnvSession:
         return messages
 
     def _build(self, built: list[Env]) -> Env:
-        built.append(self._spec.build(self._task.copy()))  # group members and replays must not share a task
+        built.append(self._spec.build(self._task.copy(copy_on_write)))  # group members and replays must not share it
         if built[0].tools is not self._spec.of(self._task).tools:
             try:
                 check_tools(built[0].tools, f"env {self._spec.name}")

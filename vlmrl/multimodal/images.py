@@ -251,6 +251,22 @@ def _open(source: ImageSource) -> Image.Image:
     return _allowed(source)
 
 
+def copy_on_write(source: ImageSource) -> ImageSource:
+    """A PIL image as another one in the same memory, which is copied when it is drawn on; other sources as they are.
+
+    The members of a group share their task's images, and an env may draw on them. One that does not decode stays as it is: whoever
+    shows it raises the error.
+    """
+    if not isinstance(source, Image.Image):
+        return source
+    try:
+        image = _loaded(source)._new(source.im)
+    except Exception:
+        return source
+    image.readonly = 1
+    return image
+
+
 def read_image_file(source: str | Path) -> bytes:
     """The encoded bytes of an image's file, whose header is read first. Raises ValueError, also for more than MAX_FILE_BYTES."""
     path = _regular_file(source)
