@@ -8,7 +8,7 @@ Modules pass these to each other. They hold data; the modules that make them hol
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -49,14 +49,14 @@ class Task:
     seed: int = 0  # the same for all members of a group
     part: str = ""  # the part of a mixture that the task belongs to, whose env plays it
 
-    def copy(self) -> Task:
-        """A copy that an env may change. Everything is copied except the images.
+    def copy(self, own_image: Callable[[ImageSource], ImageSource] = lambda image: image) -> Task:
+        """A copy that an env may change. Everything is copied except the images, of which it has what ``own_image`` returns.
 
         Raises:
             ValueError: the task holds something that cannot be copied, such as a connection.
         """
         try:
-            return copy.deepcopy(self, {id(image): image for image in self.images})
+            return copy.deepcopy(self, {id(image): own_image(image) for image in self.images})
         except Exception as error:
             raise ValueError(
                 f"task {self.id} cannot be copied for each of its episodes ({error}): keep only data in the task, and create "

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+from typing import Any
 
 import datasets
 import numpy as np
@@ -112,6 +113,38 @@ def test_images_of_tables_are_bytes_structs_and_pil_images(tmp_path):
     for table in (pil, raw, struct):
         table.to_parquet(tmp_path / "rows.parquet")
         assert shape(load(tmp_path / "rows.parquet")[0][0]) == [("user", 1, "a", 2), ("assistant", "b")]
+
+
+def test_nulls_that_were_written_as_json_are_kept_and_those_of_columns_are_not(tmp_path):
+    arguments = {"x": None, "y": [None, {"z": None}]}
+    tool = {"name": "zoom", "parameters": {"properties": {"x": {"default": None}}}}
+
+    def row(call: dict, tools: Any) -> dict:
+        return {
+            "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""} | call],
+            "tools": tools,
+        }
+
+    def read(rows) -> list:
+        found = load(written(tmp_path, rows))[0]
+        return [(task.prompt[1]["tool_calls"][0]["function"]["arguments"], task.data["tools"]) for task in found]
+
+    whole = {"function": {"name": "zoom", "arguments": json.dumps(arguments)}}
+    assert read([row({"tool_calls": [whole]}, json.dumps([tool]))]) == [(arguments, [tool])]
+    assert read([row({"tool_calls": json.dumps([{"name": "zoom", "arguments": arguments}])}, [])]) == [(arguments, [])]
+    table = [row({"tool_calls": [{"function": {"name": "f", "arguments": each}}]}, []) for each in ({"x": 1}, {"y": 2})]
+    datasets.Dataset.from_list(table, on_mixed_types=None).to_parquet(tmp_path / "rows.parquet")
+    rows = load(tmp_path / "rows.parquet")[0]
+    assert [task.prompt[1]["tool_calls"][0]["function"]["arguments"] for task in rows] == [{"x": 1}, {"y": 2}]
+
+
+@pytest.mark.parametrize("name", ["system", "system_prompt", "persona"])
+def test_a_column_of_system_messages_is_the_first_message_of_rows_without_one(tmp_path, name):
+    talk = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    own = [{"from": "system", "value": "own"}, *talk]
+    rows = [{name: text, "conversations": each} for text, each in (("S", talk), ("", talk), (None, talk), ("S", own))]
+    found = load(written(tmp_path, rows), columns={"system": name} if name == "persona" else {})[0]
+    assert [shape(task)[:-2] for task in found] == [[("system", "S")], [], [], [("system", "own")]]
 
 
 def test_function_call_messages_are_tool_calls(tmp_path):

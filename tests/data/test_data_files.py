@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from vlmrl.config import Data
-from vlmrl.data import load_tasks
+from vlmrl.data import files, load_tasks
 from vlmrl.data.files import load_rows
 
 
@@ -37,6 +37,56 @@ def test_texts_that_look_like_dates_stay_texts(tmp_path, name):
     assert load_tasks(Data(str(tmp_path / name), split="train[1:]"))[0].answer == "2021-02-03 04:05:06"
     (tmp_path / name).write_text(text.replace("2020-01-01", "2000-01-01"))
     assert load_tasks(Data(str(tmp_path / name)))[0].answer == "2000-01-01"
+
+
+MIXED = ["4", "007", "1.50", "true", "null", '"a"', '["a"]', '{"x": 1}', 4, 57.29, 3.141592653589793, ["b"], None]
+"""Texts that are also JSON, among values of other types."""
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.json"])
+def test_texts_beside_values_of_other_types_stay_texts_and_numbers_keep_their_digits(tmp_path, name):
+    rows = [{"answer": value, "more": [{"x": value}, {"y": 57.29}]} for value in MIXED]
+    text = "".join(json.dumps(row) + "\n" for row in rows) if name == "train.jsonl" else json.dumps(rows)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / name).write_text(text)
+    assert list(load_rows(str(tmp_path / "data"), "train[2:]")) == rows[2:]
+    assert list(files.Rows(files._load_hub(str(tmp_path / "data"), "train[2:]"))) == rows[2:]
+
+
+def test_the_parts_of_a_saved_dataset_are_those_that_the_split_names(tmp_path):
+    rows = hf.Dataset.from_dict({"prompt": list("abcdefg")})
+    rows.save_to_disk(tmp_path / "one")
+    hf.DatasetDict(train=rows, test=rows.select([0, 1])).save_to_disk(tmp_path / "many")
+
+    def prompts(name: str, split: str) -> str:
+        return "".join(load_rows(str(tmp_path / name), split).column("prompt"))
+
+    for name in ("one", "many"):
+        assert (prompts(name, "train"), prompts(name, "train[:3]"), prompts(name, "train[3:]")) == (
+            "abcdefg",
+            "abc",
+            "defg",
+        )
+    assert prompts("many", "train[5:]+test") == "fgab"
+    with pytest.raises(ValueError, match=r"'valid\[:3\]' is not in .*many, which has: train, test"):
+        prompts("many", "valid[:3]")
+
+
+def test_a_file_and_a_saved_dataset_have_no_split_of_another_name(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    load_rows(str(tmp_path / "rows.jsonl"), "train[1:]")._table.save_to_disk(tmp_path / "saved")
+    for name in ("rows.jsonl", "saved"):
+        with pytest.raises(ValueError, match=rf"data.split 'test\[:1\]': .*{name} has one split, whose name is train"):
+            load_rows(str(tmp_path / name), "test[:1]")
+    (tmp_path / "rows.jsonl").rename(tmp_path / "geo_test.jsonl")
+    assert len(load_rows(str(tmp_path / "geo_test.jsonl"), "test[:1]")) == 1
+
+
+def test_a_copy_in_a_hidden_folder_is_not_read(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"prompt": "new"}\n')
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    (tmp_path / ".ipynb_checkpoints/train-checkpoint.jsonl").write_text('{"prompt": "old"}\n')
+    assert list(load_rows(str(tmp_path), "train")) == [{"prompt": "new"}]
 
 
 @pytest.mark.parametrize("kind", ["Audio", "Video", "Pdf", "Nifti"])

@@ -13,8 +13,8 @@ import datasets as hf
 import pytest
 from PIL import Image
 
-from vlmrl.config import Data
-from vlmrl.data import TaskSource, load_split, load_tasks, task_seed
+from vlmrl.config import Config, Data, Eval, EvalData
+from vlmrl.data import TaskSource, load_run_tasks, load_split, load_tasks, task_seed
 from vlmrl.types import Task
 
 
@@ -709,3 +709,19 @@ def test_a_script_in_a_datasets_folder_does_not_run(tmp_path):
     (folder / "train.jsonl").write_text('{"problem": "a"}\n')
     assert len(load_tasks(Data(path=str(folder), columns={"prompt": "problem"}))) == 1
     assert not (tmp_path / "ran").exists()
+
+
+def test_an_evaluation_of_what_is_trained_is_warned_of(tmp_path):
+    def warned(data: Data, held_out: EvalData) -> bool:
+        tasks, _ = load_run_tasks(Config(data=data, eval=Eval(data=held_out), reward=len))
+        assert isinstance(tasks, TaskSource)
+        return any("eval.data has the tasks that are trained on" in warning for warning in tasks.warnings)
+
+    def made(index, seed):
+        return {"prompt": f"{index} {seed}"}
+
+    path = str(jsonl(tmp_path / "a.jsonl", [{"prompt": text} for text in "abcd"]))
+    assert warned(Data(generator=made, size=8), EvalData(generator=made, size=4))
+    assert not warned(Data(generator=made, size=8), EvalData(generator=made, size=4, seed=1))
+    assert warned(Data(path), EvalData(path, size=2, seed=3))
+    assert not warned(Data(path, split="train[:2]"), EvalData(path, split="train[2:]"))

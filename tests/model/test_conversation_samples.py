@@ -109,6 +109,19 @@ def test_ids_that_were_sampled_are_rendered_or_the_row_is_refused(folder):
     assert error.value.reason == "sampled"
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "glm4v"])
+def test_a_response_that_a_stop_string_ended_is_trained_without_the_token_that_ends_it(family, folder):
+    model = load(family, folder)
+    task = conversations(True)[1]
+    (sample,) = made(model, [task])
+    spans = [sample.response_ids[span.start : span.end] for span in sample.responses]
+    sampled = {0: spans[0][:-1], 1: spans[1], 2: spans[2][:-1]}
+    (stopped,) = made(model, [replace(task, data=task.data | {"sampled": sampled})])
+    assert stopped.token_ids == sample.token_ids
+    assert [stopped.response_ids[span.start : span.end] for span in stopped.responses] == [*sampled.values()]
+    assert sum(stopped.loss_mask) == sum(map(len, sampled.values())) == sum(sample.loss_mask) - 2
+
+
 def test_of_a_row_that_is_too_long_no_more_is_written_than_shows_that(folder, monkeypatch):
     """The template writes all messages before each response again: 1,600 short ones took 30 s."""
     model = load("qwen3_vl", folder)

@@ -29,6 +29,7 @@ from vlmrl.multimodal.images import (
     content_hash,
     data_uri,
     encode_png,
+    image_size,
     load_image,
     source_key,
 )
@@ -316,6 +317,16 @@ def test_a_png_keeps_the_mode_and_the_orientation_and_cmyk_becomes_rgb():
     assert load_image(encode_png(turned)).size == (32, 64)
     modes = [Image.open(io.BytesIO(encode_png(noise((8, 8), mode)))).mode for mode in ("L", "RGBA", "CMYK")]
     assert modes == ["L", "RGBA", "RGB"]
+    for mode in ("I", "F"):  # converting them to RGB would clip
+        with pytest.raises(ValueError, match="holds more than 8 bits a channel"):
+            encode_png(Image.new(mode, (8, 8), 1000))
+
+
+def test_an_orientation_in_xmp_is_measured_as_it_is_shown():
+    xmp = b'<rdf:Description tiff:Orientation="6" xmlns:tiff="http://ns.adobe.com/tiff/1.0/"/>'
+    file = io.BytesIO()
+    noise((64, 32)).save(file, "JPEG", xmp=xmp)
+    assert image_size(file.getvalue()) == load_image(file.getvalue()).size == (32, 64)
 
 
 # What is no image

@@ -11,9 +11,11 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from PIL import Image, ImageDraw
 from testing.episodes import COLORS, a_task, image, script, sharp_model, turn_loop
 
 from vlmrl import Env, Task, Trajectory, obs
@@ -81,6 +83,27 @@ def failing(*ids: str, once: bool = False) -> type[Env]:
             return super().step(response_text)
 
     return Fails
+
+
+class Marks(Env):
+    """Draws on its task's image, and shows it."""
+
+    def __init__(self, task: Task) -> None:
+        self.image = task.images[0]
+
+    def step(self, response_text: str) -> Step:
+        ImageDraw.Draw(self.image).rectangle((8 * self.turn, 0, 8 * self.turn + 4, 4), fill="white")
+        return obs(images=[self.image]), self.turn == 2, {"reward": 1.0}
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_what_one_member_draws_on_the_image_of_its_task_no_other_sees(kind: str, tmp_path: Path):
+    image("blue").save(tmp_path / "a.png")
+    shown = image("blue") if kind == "memory" else Image.open(tmp_path / "a.png")
+    loop = turn_loop(Marks, lambda request, turn: "mark", max_concurrent=1)
+    (group,) = asyncio.run(Runner(loop, group_size=3).play(iter([a_task(images=[shown])]), 1, "g")).groups
+    seen = [[item.id for turn in each.turns for item in turn.media] for each in group]
+    assert seen[0] == seen[1] == seen[2] and len(set(seen[0])) == 3
 
 
 def test_groups_come_in_task_order_with_ids_that_sort_likewise():

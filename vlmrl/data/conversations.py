@@ -4,14 +4,14 @@
   `vlmrl collect` writes has this form.
 - TRL's: the same with ``{"type": "image"}`` parts or ``<image>`` marks, whose images are in a column ``images``; or ``prompt`` and
   ``completion`` as lists of messages.
-- ShareGPT's and LLaVA's: a column ``conversations`` of ``{"from", "value"}``, ``<image>`` marks and a column ``image`` or ``images``.
+- ShareGPT's and LLaVA's: a column ``conversations`` of ``{"from", "value"}``, ``<image>`` marks and a column ``image`` or ``images``;
+  the system message may be in a column ``system`` or ``system_prompt``.
 
 Tool calls are those of OpenAI's API, with arguments as JSON or as an object, ``function_call`` messages, or plain text.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from vlmrl.config import Config, Conversations
 from vlmrl.config.code import local_data
 from vlmrl.data.mixture import TaskMixture
-from vlmrl.data.row_images import MARK, OWN_SOURCE, RowImages, image_parts, without_nulls
+from vlmrl.data.row_images import MARK, OWN_SOURCE, RowImages, image_parts, json_as_written, without_nulls
 from vlmrl.data.source import Row, TaskSource, held_out, task_seed
 from vlmrl.multimodal.masks import RowError
 from vlmrl.types import Message, Task
@@ -30,6 +30,7 @@ COLUMNS = {
     "messages": ("messages", "conversations", "conversation"),
     "images": ("images", "image"),
     "tools": ("tools",),
+    "system": ("system", "system_prompt"),
 }
 """The columns that a field is looked for in, without `sft.data.NAME.columns`."""
 ROLES = {
@@ -112,6 +113,8 @@ def _conversation(task: Task, row: Row, columns: Mapping[str, str], turns: str, 
     given = row[columns["messages"]] if "messages" in columns else [*row["prompt"], *row["completion"]]
     first = 0 if "messages" in columns else len(row["prompt"])  # a prompt's responses have no loss, as in TRL
     messages = [_message(message) for message in _parsed(given)]
+    if "system" in columns and row[columns["system"]] and not any(each["role"] == "system" for each in messages):
+        messages.insert(0, {"role": "system", "content": row[columns["system"]]})
     _check_roles(messages)
     weights = [message.pop("weight", None) for message in messages]
     responses = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
@@ -143,7 +146,7 @@ def _conversation(task: Task, row: Row, columns: Mapping[str, str], turns: str, 
 
 def _parsed(value: Any) -> list[dict[str, Any]]:
     """A list of objects that may be written as JSON."""
-    found = json.loads(value) if isinstance(value, str) else value
+    found = json_as_written(value) if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
         raise RowError("unreadable", f"messages and tools must be lists of objects, not {value!r:.100}.")
     return found
@@ -159,8 +162,8 @@ def _message(given: dict[str, Any]) -> Message:
     )
     if role == "function_call":
         message = {"role": "assistant", "content": ""}
-        calls = json.loads(given["value"]) if "value" in given else [given]
-    calls = json.loads(calls) if isinstance(calls, str) else calls
+        calls = json_as_written(given["value"]) if "value" in given else [given]
+    calls = json_as_written(calls) if isinstance(calls, str) else calls
     if calls:
         message["tool_calls"] = [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
     return message
@@ -171,7 +174,7 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):  # as in the API; templates write an object
         try:
-            function["arguments"] = json.loads(arguments or "{}")
+            function["arguments"] = json_as_written(arguments or "{}")
         except ValueError as error:
             raise RowError(
                 "unreadable", f"the arguments of a tool call are not JSON ({error}): {arguments!r:.100}."

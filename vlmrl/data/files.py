@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,21 @@ import pyarrow
 import pyarrow.compute
 
 from vlmrl.config.code import local_data, places
+from vlmrl.data.row_images import json_as_written
 from vlmrl.utils.json_files import finite_float
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm"}
 _METADATA = {f"metadata{suffix}" for suffix in (".csv", ".jsonl", ".parquet")}
 _SPLIT_NAMES = {"train", "validation", "val", "valid", "dev", "test"}
+
+
+@dataclass(frozen=True)
+class ExactJson:
+    """In place of the ``Json`` of ``datasets``, which rounds numbers: 57.29 becomes 57.290000000000006."""
+
+    def decode_example(self, written: str, token_per_repo_id: Any = None) -> Any:
+        return json_as_written(written)
 
 
 class Rows:
@@ -126,7 +135,14 @@ def task_name(path: Path, split: str) -> str:
 
 def _load_hub(path: str, split: str) -> hf.Dataset:
     try:
-        return hf.load_dataset(path, split=split)
+        dataset = hf.load_dataset(path, split=split)
+        if not _changes_texts(dataset):
+            return dataset
+        builder = hf.load_dataset_builder(path)
+        if "Json" not in [kind.__name__ for kind in type(builder).__mro__]:
+            return dataset
+        files = hf.DownloadManager().download(builder.config.data_files[_base(split)])  # it has them already
+        return _with_texts(dataset, list(map(Path, files)), split)
     except OSError as error:  # not found, offline, not allowed: all of them are OSErrors
         looked = ", ".join(map(str, places(path)))
         message = f"data.path {path!r} is nothing local (looked at: {looked}), and the hub says: {error}"
@@ -135,16 +151,34 @@ def _load_hub(path: str, split: str) -> hf.Dataset:
 
 def _load_local(path: Path, split: str) -> hf.Dataset:
     if path.is_file():
+        _check_only_split(path, split)
         return _load_files([path], split)
     if not any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
         has_images = _is_image_folder(path)
         return _load_images(path, split) if has_images else _load_files(_files_of_split(path, split), split)
     saved = hf.load_from_disk(str(path))
     if isinstance(saved, hf.Dataset):
-        return saved
-    if split not in saved:
-        raise ValueError(f"data.split {split!r} is not in {path}, which has: {', '.join(saved)}")
-    return saved[split]
+        _check_only_split(path, split)
+        saved = hf.DatasetDict({_base(split): saved})
+    try:
+        return _rows_of_split(saved, split)
+    except ValueError as error:
+        raise ValueError(f"data.split {split!r} is not in {path}, which has: {', '.join(saved)} ({error})") from error
+
+
+def _check_only_split(path: Path, split: str) -> None:
+    """Raises ValueError for ``test`` of ``rows.jsonl``, which would be all of its rows; ``validation`` of ``validation.jsonl`` is."""
+    if (name := _base(split)) != "train" and name not in re.split(r"[-_.]", path.name):
+        raise ValueError(
+            f"data.split {split!r}: {path} has one split, whose name is train: take a part of it, such as train[:100] or "
+            "train[100:], or hold rows out with data.held_out."
+        )
+
+
+def _rows_of_split(splits: dict[str, hf.Dataset], split: str) -> hf.Dataset:
+    """The rows that ``split`` names, such as ``train[:100]``."""
+    places = hf.ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
+    return hf.concatenate_datasets([splits[place.splitname].select(range(place.from_, place.to)) for place in places])
 
 
 def _is_image_folder(folder: Path) -> bool:
@@ -191,16 +225,23 @@ def _load_files(paths: list[Path], split: str) -> hf.Dataset:
 
 
 def _with_texts(dataset: hf.Dataset, paths: list[Path], split: str) -> hf.Dataset:
-    """The rows of JSON files, read again if a column or a field holds times: JSON has none, so these were texts like 2020-01-01."""
-    features = hf.Features(_times_as_texts(dict(dataset.features)))
-    if features == dataset.features:
+    """The rows of JSON files, read again where the reader of ``datasets`` changes texts.
+
+    Times were texts like 2020-01-01, since JSON has none. Where values have several types, such as contents that are texts or lists
+    of parts, that reader takes a text for JSON, so that the response "4" is a number, and cuts numbers to ten digits.
+    """
+    if not _changes_texts(dataset):
         return dataset
+    features = hf.Features(_times_as_texts(dict(dataset.features)))
     stamps = [path.stat().st_mtime_ns for path in paths]  # for the cache of `datasets`, which does not read the files
-    texts = hf.Dataset.from_generator(
-        _json_rows, features, gen_kwargs={"paths": tuple(map(str, paths)), "stamps": tuple(stamps)}
-    )
-    places = hf.ReadInstruction.from_spec(split).to_absolute({_base(split): len(texts)})
-    return texts.select([row for place in places for row in range(len(texts))[place.from_ : place.to]])
+    given = {"paths": tuple(map(str, paths)), "stamps": tuple(stamps), "features": features}
+    return _rows_of_split({_base(split): hf.Dataset.from_generator(_json_rows, features, gen_kwargs=given)}, split)
+
+
+def _changes_texts(dataset: hf.Dataset) -> bool:
+    """Whether the dataset has a column or a field that :func:`_with_texts` reads again."""
+    features = dict(dataset.features)
+    return _times_as_texts(features) != features or _holds_json(features)
 
 
 def _times_as_texts(feature: Any) -> Any:
@@ -213,13 +254,33 @@ def _times_as_texts(feature: Any) -> Any:
     return feature
 
 
-def _json_rows(paths: tuple[str, ...], stamps: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+def _is_json(feature: Any) -> bool:
+    return type(feature).__name__ == "Json"  # older versions of datasets have none
+
+
+def _holds_json(feature: Any) -> bool:
+    if isinstance(feature, dict):
+        return any(map(_holds_json, feature.values()))
+    return _holds_json(feature.feature) if isinstance(feature, hf.List) else _is_json(feature)
+
+
+def _json_rows(paths: tuple[str, ...], stamps: tuple[int, ...], features: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The rows of files with a JSON object a line, or with one list of them."""
     for path in paths:
         with Path(path).open(encoding="utf-8-sig") as lines:
             first = lines.read(1)
             lines.seek(0)
-            yield from json.load(lines) if first == "[" else map(json.loads, filter(str.strip, lines))
+            rows = json.load(lines) if first == "[" else map(json.loads, filter(str.strip, lines))
+            yield from (_written(row, features) for row in rows)
+
+
+def _written(value: Any, feature: Any) -> Any:
+    """The value with its parts of the kind ``Json`` as JSON, texts too."""
+    if value is None or isinstance(feature, hf.Value):
+        return value
+    if isinstance(feature, dict):
+        return {name: _written(value.get(name), inner) for name, inner in feature.items()}
+    return [_written(each, feature.feature) for each in value] if isinstance(feature, hf.List) else json.dumps(value)
 
 
 def _describe_error(paths: list[Path], error: BaseException) -> str:
@@ -246,7 +307,8 @@ def _bad_line(path: Path) -> str | None:
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
     """The files whose names contain the split's name as a word. For ``train``, all files if none names any split."""
-    files = next((found for suffix in FORMATS if (found := sorted(folder.rglob(f"*{suffix}")))), [])
+    visible = [path for path in folder.rglob("*") if not any(part[0] == "." for part in path.relative_to(folder).parts)]
+    files = next((found for suffix in FORMATS if (found := sorted(p for p in visible if p.suffix == suffix))), [])
     words = {file: set(re.split(r"[-_./]", str(file.relative_to(folder)))) for file in files}
     named = [file for file in files if _base(split) in words[file]]
     if not named and _base(split) == "train" and not any(words[file] & _SPLIT_NAMES for file in files):
@@ -262,7 +324,9 @@ def _base(split: str) -> str:
 
 
 def _undecoded(feature: Any) -> Any:
-    if hasattr(feature, "decode") and type(feature).__name__ != "Json":  # decoding a PDF, too, opens what its row names
+    if _is_json(feature):
+        return ExactJson()
+    if hasattr(feature, "decode"):  # decoding a PDF, too, opens what its row names
         return replace(feature, decode=False)
     if isinstance(feature, dict):
         return {name: _undecoded(inner) for name, inner in feature.items()}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 from vlmrl.config import Config, Data, EvalData
 from vlmrl.data.source import TaskSource, load_split
@@ -78,4 +79,19 @@ def load_run_tasks(config: Config) -> tuple[Tasks, Tasks | None]:
 
 def _load(data: Data, eval_data: EvalData, part: str = "") -> tuple[TaskSource, TaskSource | None]:
     tasks, held_out = load_split(data, part)
-    return tasks, load_split(data.with_rows(eval_data), part)[0] if eval_data.is_set else held_out
+    if not eval_data.is_set:
+        return tasks, held_out
+    read = data.with_rows(eval_data)
+    if _rows_of(read) == _rows_of(data):
+        name = f"mixture.{part}.eval_data" if part else "eval.data"
+        remedy = f"{name}.seed" if data.generator is not None else f"{name}.split to another one, or held_out instead"
+        warning = f"{name} has the tasks that are trained on, so that no evaluation is of held-out ones: set {remedy}"
+        tasks = replace(tasks, warnings=[*tasks.warnings, warning])
+    return tasks, load_split(read, part)[0]
+
+
+def _rows_of(data: Data) -> tuple[Any, ...]:
+    """The settings that decide which rows there are, whatever their number and order."""
+    if data.generator is not None:
+        return data.generator, data.options, data.seed or 0
+    return data.path, data.split

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -136,8 +137,19 @@ def _interleaved(pieces: list[str], queue: Iterator[ImageSource], unmarked: int)
     return parts
 
 
+class JsonObject(dict[str, Any]):
+    """An object that was read from JSON: its nulls are its own."""
+
+
+def json_as_written(text: str) -> Any:
+    """A JSON text, whose objects are :class:`JsonObject`."""
+    return json.loads(text, object_hook=JsonObject)
+
+
 def without_nulls(value: Any) -> Any:
     """A copy without the keys whose value is null: columnar files give each object the keys of all rows' objects."""
+    if isinstance(value, JsonObject):
+        return value
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -21,6 +21,7 @@ from typing import Any
 from vlmrl.env.answer import StepResult, freeze_answer, read_points, step_mistake, with_digest
 from vlmrl.env.base import Env, EnvSpec, RetryTurn, RewardEnv
 from vlmrl.env.tool_schema import check_tools
+from vlmrl.multimodal.images import copy_on_write
 from vlmrl.multimodal.messages import copied
 from vlmrl.types import TRUNCATED, Message, Task
 from vlmrl.utils.threads import DaemonPool, await_user_code, close_unawaited, drop_result
@@ -174,7 +175,8 @@ class EnvSession:
 
     async def _open(self) -> list[Message] | None:
         self._thread, self._built = DaemonPool("env"), []
-        env: Env = await self._call(self._build, self._built)
+        own = await self._in_pool(lambda: {id(image): copy_on_write(image) for image in self._task.images})
+        env: Env = await self._call(self._build, self._built, own)
         env.max_turns, env.own_thread = self._max_turns, self._thread
         env.tool_format = env.tool_format or self._tool_format
         self._env = env
@@ -191,8 +193,9 @@ class EnvSession:
         self._start_digest = digest
         return messages
 
-    def _build(self, built: list[Env]) -> Env:
-        built.append(self._spec.build(self._task.copy()))  # group members and replays must not share a task
+    def _build(self, built: list[Env], own: dict[int, Any]) -> Env:
+        task = self._task.copy(lambda image: own[id(image)])  # group members and replays must not share it
+        built.append(self._spec.build(task))
         if built[0].tools is not self._spec.of(self._task).tools:
             try:
                 check_tools(built[0].tools, f"env {self._spec.name}")
@@ -293,7 +296,7 @@ class EnvSession:
             return self._read_awaited(answer, with_digest) if inspect.isawaitable(answer) else with_digest(answer)
 
         answer, digest = await self._call(call, may_reject=may_reject, name=getattr(method, "__name__", repr(method)))
-        return (answer, digest) if digest is not None else await self._frozen(answer)
+        return (answer, digest) if digest is not None else await self._in_pool(freeze_answer, answer)
 
     async def _read_awaited(self, value: Awaitable[Any], read: Callable[[Any], Any]) -> Any:
         """``read`` of a coroutine's result, in the env's thread."""
@@ -315,10 +318,10 @@ class EnvSession:
             call.add_done_callback(drop_result)
             raise
 
-    async def _frozen(self, answer: Any) -> tuple[Any, str]:
-        """The answer with frozen images, and its digest: not in the env's thread, of which there may be a thousand."""
+    async def _in_pool(self, work: Callable[..., Any], *args: Any) -> Any:
+        """One piece of work on images: not in the env's thread, of which there may be a thousand."""
         try:
-            return await cpu_pool().run(self._timeout, freeze_answer, answer)
+            return await cpu_pool().run(self._timeout, work, *args)
         except DeadlineError as error:
             raise self._late() from error
 

@@ -14,11 +14,13 @@ from vlmrl.config import Rollout, name_of
 from vlmrl.engine.base import Engine
 from vlmrl.gateway.agents import AgentError, Agents
 from vlmrl.gateway.episode import AgentEpisode
+from vlmrl.multimodal.images import copy_on_write
 from vlmrl.multimodal.renderer import Renderer
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.types import Task, Trajectory
 from vlmrl.utils.threads import DaemonPool, await_user_code
 from vlmrl.utils.users_line import describe_error
+from vlmrl.utils.work_pool import cpu_pool
 
 
 class AgentLoop:
@@ -43,7 +45,8 @@ class AgentLoop:
         try:
             client = await self.agents.server.open(episode)
             try:
-                result = await self.agents.run(task.copy(), client, trajectory_id)
+                own = await cpu_pool().run(math.inf, task.copy, copy_on_write)
+                result = await self.agents.run(own, client, trajectory_id)
             except AgentError as error:
                 failure = str(error)
             finally:

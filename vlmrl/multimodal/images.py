@@ -27,6 +27,8 @@ MOST_PIXELS = 4 * MAX_PIXELS
 """Of all images in one answer of another process, which are decoded at once: 768 MiB."""
 MAX_FILE_BYTES = 2**29
 """The largest file that is read whole, to be sent: 512 MiB, more than MAX_PIXELS take without compression."""
+ORIENTED = {"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"}
+"""Of a PIL image's ``info``: where a file may say how its image is rotated."""
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 # PIL decodes an opened image at its first use, which is not thread-safe.
 _DECODING = [threading.Lock() for _ in range(64)]
@@ -138,6 +140,8 @@ def encode_png(image: Image.Image) -> bytes:
     """The image as a PNG file, its EXIF orientation kept; a mode that PNG lacks, such as CMYK, becomes RGB."""
     with naming(image):
         _loaded(image)
+        if image.mode not in PNG_MODES:
+            _upright(image)  # refuses more than 8 bits a channel
     buffer = io.BytesIO()
     kept = image if image.mode in PNG_MODES else image.convert("RGB")
     kept.save(buffer, format="PNG", compress_level=1, exif=image.getexif())
@@ -159,7 +163,7 @@ def image_size(source: ImageSource) -> tuple[int, int]:
     with naming(source):
         image = _open(_fetched(source))
         width, height = image.size
-        exif = image.getexif() if "exif" in image.info else {}  # without this condition, a PNG would be decoded
+        exif = image.getexif() if ORIENTED & image.info.keys() else {}  # without this condition, a PNG would be decoded
         sideways = exif.get(ExifTags.Base.Orientation, 1) >= 5  # rotated by 90 or 270 degrees
         return (height, width) if sideways else (width, height)
 
@@ -249,6 +253,22 @@ def _open(source: ImageSource) -> Image.Image:
             f"an image is a PIL image, bytes, a path, a URL or a data URI, not a {type(source).__name__}."
         )
     return _allowed(source)
+
+
+def copy_on_write(source: ImageSource) -> ImageSource:
+    """A PIL image as another one in the same memory, which is copied when it is drawn on; other sources as they are.
+
+    The members of a group share their task's images, and an env may draw on them. One that does not decode stays as it is: whoever
+    shows it raises the error.
+    """
+    if not isinstance(source, Image.Image):
+        return source
+    try:
+        image = _loaded(source)._new(source.im)
+    except Exception:
+        return source
+    image.readonly = 1
+    return image
 
 
 def read_image_file(source: str | Path) -> bytes:

@@ -38,6 +38,13 @@ class MaskedRow:
     responses: dict[int, list[int]] = field(default_factory=dict)
     """The ids of each trained response, by its number among the conversation's responses."""
 
+    def leave_out_end(self, number: int) -> None:
+        """The token that ends response ``number``, if this row has it, gets no loss."""
+        if (ids := self.responses.get(number)) is not None:
+            place = next(place for place, piece in enumerate(self.pieces) if piece[0] is ids)
+            self.pieces[place : place + 1] = [(ids[:-1], True), (ids[-1:], False)]
+            self.responses[number] = ids[:-1]
+
 
 def masked_rows(
     renderer: Renderer,

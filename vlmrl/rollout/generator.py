@@ -22,6 +22,7 @@ from typing import Any, get_args
 from vlmrl.config import Rollout, name_of
 from vlmrl.config.code import load_code
 from vlmrl.engine.base import Engine, EngineError
+from vlmrl.multimodal.images import copy_on_write
 from vlmrl.multimodal.renderer import Renderer, expand
 from vlmrl.multimodal.store import MediaStore
 from vlmrl.rollout.record import Prompt, TurnRecorder
@@ -238,7 +239,8 @@ class GeneratorLoop:
         limit = self.config.max_turns * (self.config.engine_timeout + self.config.env_timeout)
         try:
             async with asyncio.timeout(limit):
-                playing = await_user_code(self.generate(client, self.renderer, task.copy()))
+                own = await cpu_pool().run(math.inf, task.copy, copy_on_write)
+                playing = await_user_code(self.generate(client, self.renderer, own))
                 result = await abandonable(playing)  # it may ignore that it is cancelled
             if isinstance(result, Mapping):  # reading them takes microseconds for each token
                 return await cpu_pool().run(math.inf, client.adopt, result)

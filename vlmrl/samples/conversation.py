@@ -52,7 +52,10 @@ def render_conversation(task: Task, renderer: Renderer, max_tokens: float = math
     rows = masked_rows(renderer, task.prompt, task.data["tools"], task.data["trained"], max_tokens)
     rendered = dict(chain.from_iterable(row.responses.items() for row in rows))
     for number, ids in task.data["sampled"].items():
-        if number in rendered and rendered[number] != list(ids):
+        if rendered.get(number, [])[:-1] == list(ids):  # a stop string or a limit ended it, not the policy
+            for row in rows:
+                row.leave_out_end(number)
+        elif number in rendered and rendered[number] != list(ids):
             raise RowError(
                 "sampled",
                 f"response {number} renders to {len(rendered[number])} ids that are not the {len(ids)} sampled ones: the text "
