@@ -152,9 +152,10 @@ def test_a_policy_of_the_user_may_ask_and_change_nothing():
     assert "Think" not in prompts(trajectory)[2] and trajectory.reward == 1.0
 
 
-def test_an_error_of_the_users_policy_fails_the_episode_with_its_line():
+@pytest.mark.parametrize("error", [KeyError("mine"), asyncio.CancelledError("mine"), SystemExit("mine")])
+def test_an_error_of_the_users_policy_fails_the_episode_with_its_line(error: BaseException):
     async def fails(messages, asker):
-        raise KeyError("mine")
+        raise error
 
     trajectory = play(Screens, ["a", "b"], fails)
     assert trajectory.failed and "mine" in trajectory.error and "test_compact.py" in trajectory.error
