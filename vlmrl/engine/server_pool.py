@@ -299,6 +299,8 @@ class ServerPool:
     async def _check(self, server: Server, broken: bool) -> None:
         """Check the server's health, and revive it if it cannot serve. Raises if that fails."""
         checkable = not broken and not server.asleep  # a server that is asleep now has failed to wake: restart it
+        if checkable and not server.ready:
+            await self._end_pause(server)
         healthy = checkable and await self._is_healthy(server, self.limits.health_timeout)
         if server.ready and (healthy or (self.paused and server.alive)):
             return
