@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from vlmrl import Algo, Config, Data, Eval, EvalData, Model, Part, Rollout, WarmStart
+from vlmrl.algos.choose import BUILT_IN, choose, choose_all
 from vlmrl.config.code import (
     code_path,
     load_object,
@@ -155,14 +156,16 @@ def test_code_becomes_its_object_and_paths_become_absolute(folder):
             data=Data("rows.jsonl"),
             model=Model("model", chat_template="my.jinja"),
             rollout=Rollout(history="mine.py:newest"),
-            algo=Algo(filters=("mine.py:keep", "zero_variance"), options={"mine.py:keep.k": 2}),
+            algo=Algo(
+                filters=("mine.py:keep", "zero_variance"), reduction="mine.py:best", options={"mine.py:keep.k": 2}
+            ),
             eval=Eval(data=EvalData(generator="mine.py:tasks", size=1)),
             warm_start=WarmStart(demonstrate="mine.py:show"),
         ),
         folder,
     )
     assert config.env is load_object(f"{mine}:Env") and config.group_reward is load_object(f"{mine}:best")
-    assert config.rollout.history == f"{mine}:newest"
+    assert config.rollout.history == f"{mine}:newest" and config.algo.reduction == f"{mine}:best"
     assert config.eval.data.generator is load_object(f"{mine}:tasks")
     assert config.warm_start.demonstrate is load_object(f"{mine}:show")
     assert (config.data.path, config.model.path) == (str(folder / "rows.jsonl"), str(folder / "model"))
@@ -178,6 +181,18 @@ def test_the_parts_of_a_mixture_are_resolved(folder):
     resolved = resolve_config(Config(mixture={"a": part}), folder).mixture["a"]
     assert resolved.reward is load_object(f"{folder}/mine.py:judge")
     assert resolved.data.path == resolved.eval_data.path == str(folder / "rows.jsonl")
+
+
+def test_every_built_in_function_may_be_named(folder):
+    built_in = {setting: list(registry) for setting, (registry, _) in BUILT_IN.items()}
+    built_in["advantage"].remove("none")  # it needs a teacher
+    for setting in ("corrections", "filters"):
+        built_in[setting] = [tuple(built_in[setting])]
+    for setting, names in built_in.items():
+        for name in names:
+            config = Config(algo=Algo(**{setting: name}))
+            assert resolve_config(config, folder) == config
+            assert (choose_all if isinstance(name, tuple) else choose)(config.algo, setting)
 
 
 def test_names_that_are_no_files_stay(folder):

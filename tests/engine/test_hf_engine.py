@@ -430,7 +430,7 @@ def test_a_forward_that_leaves_its_thread_fails_its_requests_and_the_engine_answ
     with monkeypatch.context() as patched:
         patched.setattr(mine.policy, "hidden", lambda *args, **options: sys.exit("a library gave up"))
         with pytest.raises(EngineError, match="the embedded engine failed: SystemExit: a library gave up"):
-            ask(engine, request)
+            asyncio.run(asyncio.wait_for(engine.generate(request), 900))
     assert same(*ask(engine, request), alone(mine, request))
     engine.close()
 

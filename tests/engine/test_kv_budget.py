@@ -457,6 +457,20 @@ def test_lockstep_batching_is_repeated_bit_by_bit_with_a_budget(model: LoadedMod
     ]
 
 
+def test_a_request_that_can_never_fit_fails_alone_in_a_lockstep_batch(model: LoadedModel, engine_of: Any):
+    fits, long = a_request(model, "What?", "fits"), a_request(model, "What? " * 500, "long")
+    lockstep = LockstepBatching(engine_of(kv_cache_bytes=1.1 * worst_case(engine_of(), fits)))
+
+    async def go() -> list[Any]:
+        lockstep.join(2)
+        waiting = (lockstep.generate(request) for request in (long, fits))
+        return await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 600)
+
+    failed, response = asyncio.run(go())
+    assert isinstance(failed, EngineError) and "rollout.kv_cache_gib must be at least" in str(failed)
+    assert same(response, ask(engine_of(), fits)[0])
+
+
 def test_the_size_of_a_row_counts_attention_by_the_token_and_recurrent_states_by_the_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

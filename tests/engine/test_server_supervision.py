@@ -61,20 +61,25 @@ def test_a_server_is_watched_and_revived_again_after_an_error_of_any_kind(fake, 
     assert shown == [KeyError, RuntimeError] and server.last_error == ""
 
 
-def test_a_server_that_failed_in_a_pause_is_resumed_when_it_is_revived(fake):
-    """It answers no health check while it is paused."""
-    engine = engine_of(fake, health_timeout=0.1)
+def test_a_server_that_failed_in_a_pause_is_resumed_before_it_counts_as_dead(fake):
+    """It answers no health check while it is paused, also if the check had begun before."""
+    engine = engine_of(fake, health_timeout=1e9)
     [server] = engine.servers.all
 
     async def fail():
         await serving(engine)
-        async with paused(engine):
-            assert fake.paused
-            await engine.thread.run(engine.servers.drain(server))
-        await until(lambda: server.ready)
+        for begins_before in (False, True):
+            async with paused(engine):
+                assert fake.paused
+                if begins_before:
+                    engine.servers.paused = False  # as before the pause: the check begins
+                    await until(lambda: server.unresponsive)
+                    engine.servers.paused = True
+                await engine.thread.run(engine.servers.drain(server))
+            await until(lambda: server.ready)
+            assert not fake.paused
 
     asyncio.run(fail())
-    assert not fake.paused
     engine.close()
 
 

@@ -42,6 +42,8 @@ LOOK["function"]["parameters"]["properties"]["union"] = {
     "anyOf": [{"type": "string", "pattern": "a"}, {"type": "string"}]
 }
 LOOK["function"]["parameters"]["properties"]["listed"] = {"type": ["string"]}
+LOOK["function"]["parameters"]["properties"]["side"] = {"$ref": "#/$defs/Side"}
+LOOK["function"]["parameters"]["$defs"] = {"Side": {"type": "string", "enum": ["5"]}}
 UNKNOWN = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
 
 
@@ -120,6 +122,7 @@ def test_calls_are_read_as_the_template_writes_them(hostile):
         ("look\n<arg_key>any</arg_key>\n<arg_value>red</arg_value>\n", {"any": "red"}),
         ("look\n<arg_key>union</arg_key>\n<arg_value>5</arg_value>\n", {"union": "5"}),
         ("look\n<arg_key>listed</arg_key>\n<arg_value>null</arg_value>\n", {"listed": "null"}),
+        ("look\n<arg_key>side</arg_key>\n<arg_value>5</arg_value>\n", {"side": "5"}),
         ("look\n<arg_key>new</arg_key>\n<arg_value>true</arg_value>\n", {"new": True}),
     ],
 )

@@ -161,12 +161,30 @@ def test_xml_calls_take_their_types_from_the_schemas():
         ({"type": "integer"}, "seven", "seven"),
         (True, "7", "7"),
         ({"anyOf": [True, {"type": "integer"}]}, "7", 7),
+        ({"oneOf": [{"type": "integer"}, {"type": "null"}]}, "7", 7),
+        ({"enum": [1, 7]}, "7", 7),
+        ({"enum": ["1", "7"]}, "7", "7"),
+        ({"const": 7}, "7", 7),
+        ({"$ref": "#/$defs/Point"}, '{"x": 7}', {"x": 7}),
+        ({"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}, '{"x": 7}', {"x": 7}),
+        ({"allOf": [{"$ref": "#/$defs/Point"}], "description": "."}, '{"x": 7}', {"x": 7}),
+        ({"$ref": "#/$defs/Size"}, "7", "7"),
+        ({"$ref": "#/$defs/Circle"}, "7", "7"),
+        ({"$ref": "#/$defs/Nothing"}, "7", "7"),
+        ({"$ref": "https://example.com/schema"}, "7", "7"),
     ],
 )
 def test_an_xml_argument_has_the_type_of_its_schema(schema: dict[str, Any], text: str, value: Any):
-    tool = {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}}}
+    defined = {
+        "Point": {"type": "object", "properties": {"x": {"type": "integer"}}},
+        "Size": {"type": "string", "enum": ["1", "7"]},
+        "Circle": {"$ref": "#/$defs/Circle"},
+    }
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}, "$defs": defined}}
     written = f"<tool_call><function=f><parameter=x>{text}</parameter></function></tool_call>"
     assert read_tool_calls(written, [tool], "xml") == [ToolCall("f", {"x": value})]
+    others = {"name": "f", "parameters": {"type": "object", "additionalProperties": schema, "$defs": defined}}
+    assert read_tool_calls(written, [others], "xml") == [ToolCall("f", {"x": value})]
 
 
 @pytest.mark.parametrize(

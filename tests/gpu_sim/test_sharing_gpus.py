@@ -184,7 +184,7 @@ assert [len(response.token_ids) for response in responses] == [2] * 4
 assert failures == [0]
 budget.RESERVE_BYTES = 2.0**50
 try:
-    asyncio.run(engine.generate_batch([request]))
+    asyncio.run(engine.generate(request))
 except EngineError as error:
     assert "rollout.kv_cache_gib must be set, or the GPU must have" in str(error), error
 else:

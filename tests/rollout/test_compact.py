@@ -161,9 +161,10 @@ def test_what_a_policy_of_the_user_changes_in_its_messages_is_shown_to_the_model
     assert "Screen 0. (last)" in prompts(trajectory)[1]
 
 
-def test_an_error_of_the_users_policy_fails_the_episode_with_its_line():
+@pytest.mark.parametrize("error", [KeyError("mine"), asyncio.CancelledError("mine"), SystemExit("mine")])
+def test_an_error_of_the_users_policy_fails_the_episode_with_its_line(error: BaseException):
     async def fails(messages, asker):
-        raise KeyError("mine")
+        raise error
 
     trajectory = play(Screens, ["a", "b"], fails)
     assert trajectory.failed and "mine" in trajectory.error and "test_compact.py" in trajectory.error

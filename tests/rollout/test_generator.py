@@ -296,3 +296,31 @@ def test_a_generator_that_ignores_its_deadline_holds_up_nobody_and_samples_nothi
 
     asyncio.run(play_two())
     assert len(later) == 1 and "has ended" in later[0]
+
+
+def test_the_engine_keeps_nothing_for_a_request_that_the_episode_did_not_wait_for():
+    reached, late, left, kept = asyncio.Event(), asyncio.Event(), list[asyncio.Task](), set()
+
+    async def respond(request, turn):
+        reached.set()
+        await late.wait()
+        kept.add(request.trajectory_id)  # as the embedded engine keeps the keys and values of a response
+        return "late"
+
+    async def leaves_one(client, renderer, task):
+        prompt = renderer.prompt(task.prompt)
+        left.append(asyncio.create_task(client.generate(prompt.token_ids)))
+        await reached.wait()
+        raise OSError("enough")
+
+    engine = script(respond)
+    engine.release = kept.discard
+    loop = GeneratorLoop(leaves_one, engine, renderer(), new_store(), Rollout(max_tokens=1000), 0)
+
+    async def go():
+        await loop.play(a_task(), "g", "g/00")
+        late.set()
+        await left[0]
+
+    asyncio.run(go())
+    assert not kept

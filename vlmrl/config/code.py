@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from vlmrl.config.data import Conversations, Data, EvalData, Part
-from vlmrl.config.fields import Code, Codes, Named, Settings, check_type, is_command, name_of, perhaps
+from vlmrl.config.fields import Code, Codes, Named, NamedOrNone, Settings, check_type, is_command, name_of, perhaps
 from vlmrl.config.gateway import URLS, Gateway
 from vlmrl.config.model import RANDOM, Model
 from vlmrl.config.run import Config
@@ -351,7 +351,7 @@ _RESOLVERS: dict[Any, Resolver] = {
     Code: load_code,
     Codes: _load_codes,
     Named: _resolve_name,
-    Named | None: _resolve_name,
+    NamedOrNone: _resolve_name,
     tuple[Named, ...]: _resolve_names,
     dict[str, Part]: _resolve_parts,
     dict[str, Conversations]: _resolve_parts,

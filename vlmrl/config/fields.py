@@ -79,6 +79,7 @@ Codes = Annotated[
 """One function as in :data:`Code`; or several, as a list, or as a dict with a weight for each."""
 Named = Annotated[str | Callable[..., Any], _code("NAME|FILE.py:NAME")]
 """A built-in function by its name, or code as in :data:`Code`."""
+NamedOrNone = Annotated[str | Callable[..., Any] | None, _code("NAME|FILE.py:NAME")]
 
 
 Agent = Annotated[str | Callable[..., Any] | None, _code("FILE.py:NAME|COMMAND")]

@@ -71,7 +71,8 @@ class Config(Settings):
     seed: int = 0
     """Seed of weight initialization, sampling and all other random draws outside `data.seed`: from 0 to 2**64 - 1."""
     deterministic: bool = False
-    """Make runs reproducible bit by bit: batch rollouts in lockstep and in task order, which is slower."""
+    """Make runs reproducible bit by bit: batch rollouts in lockstep and in task order, which is slower.
+    Episodes of a generator or an agent that samples several responses at the same time are not reproducible."""
     save_model: bool = True
     """At the end, save the trained model in Hugging Face format to the run's folder."""
     report: Report = field(default_factory=Report)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from vlmrl.config.data import Conversations, EvalData
-from vlmrl.config.fields import Code, Named, Options, Settings, positive, short_name
+from vlmrl.config.fields import Code, Named, NamedOrNone, Options, Settings, positive, short_name
 from vlmrl.utils.require import require
 
 
@@ -28,7 +28,7 @@ class Algo(Settings):
     loss: Named = "ppo"
     """Policy loss.
     Values: `ppo`, `dual_clip`, `gspo`, `cispo`, `sapo`, `dppo_tv`, `dppo_kl`, `reinforce`, `sft`, or `file.py:function`."""
-    reduction: Code = None
+    reduction: NamedOrNone = None
     """Loss aggregation over the tokens of a mini-batch.
     Unset: that of the loss's paper, `sequence_mean` for `gspo` and `sapo`, otherwise `token_mean`.
     Values: `token_mean`, `sequence_mean`, `seq_mean_token_sum_norm`, `prompt_mean`, or `file.py:function`."""

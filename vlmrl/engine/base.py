@@ -117,7 +117,9 @@ async def paused(engine: Engine) -> AsyncIterator[None]:
 class BatchEngine(Engine, Protocol):
     """An engine that can also sample several requests as one batch, which the caller composes."""
 
-    async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]: ...
+    async def generate_batch(self, requests: Sequence[Request]) -> Sequence[Completion | BaseException]:
+        """The responses; of a request that failed, its error, which fails no other."""
+        ...
 
 
 class RunEngine(Engine, Protocol):

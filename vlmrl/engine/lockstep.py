@@ -64,12 +64,16 @@ class LockstepBatching:
 
     async def _sample(self, batch: list[tuple[Request, asyncio.Future[Completion]]]) -> None:
         try:
-            completions = await self.engine.generate_batch([request for request, _ in batch])
+            results = await self.engine.generate_batch([request for request, _ in batch])
         except BaseException as error:
             for _, future in batch:
                 if not future.done():
                     future.set_exception(error)
             return
-        for (_, future), completion in zip(batch, completions, strict=True):
-            if not future.done():
-                future.set_result(completion)
+        for (_, future), result in zip(batch, results, strict=True):
+            if future.done():
+                continue
+            if isinstance(result, BaseException):
+                future.set_exception(result)
+            else:
+                future.set_result(result)

@@ -54,7 +54,7 @@ class ScriptedEngine:
         return [await self.generate(request) for request in requests]
 
     def release(self, trajectory_id: str) -> None:
-        del self._turns[trajectory_id]
+        self._turns.pop(trajectory_id, None)
 
     async def pause(self) -> None:
         """Nothing to do: there are no weights."""

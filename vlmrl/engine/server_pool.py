@@ -259,8 +259,11 @@ class ServerPool:
         what = f"{type(cause).__name__}: {cause}{server.log_tail()}"
         raise EngineError(f"the {self.backend.title} server {server.url} {why}: {what}") from cause
 
-    async def _is_healthy(self, server: Server, patience: float) -> bool:
-        """Whether a health check succeeds within ``patience`` seconds. Also sets ``server.unresponsive``."""
+    async def _is_healthy(self, server: Server, patience: float, ends_pause: bool = False) -> bool:
+        """Whether a health check succeeds within ``patience`` seconds. Also sets ``server.unresponsive``.
+
+        ``ends_pause``: a server that does not serve may have failed in a pause, in which it answers no check, and is resumed.
+        """
         until = time.monotonic() + patience
         while server.alive:
             left = until - time.monotonic()
@@ -274,6 +277,8 @@ class ServerPool:
                 if left <= 0:
                     break
                 server.unresponsive = True
+            if ends_pause and not (server.ready or self.paused):
+                await self._end_pause(server)
             await asyncio.sleep(min(0.5, left))
         return False
 
@@ -299,7 +304,7 @@ class ServerPool:
     async def _check(self, server: Server, broken: bool) -> None:
         """Check the server's health, and revive it if it cannot serve. Raises if that fails."""
         checkable = not broken and not server.asleep  # a server that is asleep now has failed to wake: restart it
-        healthy = checkable and await self._is_healthy(server, self.limits.health_timeout)
+        healthy = checkable and await self._is_healthy(server, self.limits.health_timeout, ends_pause=True)
         if server.ready and (healthy or (self.paused and server.alive)):
             return
         await self.drain(server)

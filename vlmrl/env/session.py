@@ -410,9 +410,8 @@ async def _await_result(value: Any) -> Any:
 def _messages(name: str, value: Any, env: str) -> list[Message]:
     messages = [value] if isinstance(value, dict) else value
     if not isinstance(messages, list | tuple) or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise EnvContractError(
-            f"env {env}: {name} must return messages (dicts with a role), but it returned {value!r}."
-        )
+        rule = "must return messages (dicts with a role)"
+        raise EnvContractError(f"env {env}: {name} {rule}, but it returned {value!r}.")
     for message in messages:
         _check_texts(name, message.get("content"), env)
     return [copied(message) for message in messages]  # an env may keep its own, and change them

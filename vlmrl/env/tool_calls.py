@@ -141,9 +141,9 @@ def _read_xml_call(body: str, schemas: Mapping[str, Schema]) -> ToolCall:
     name = _xml_name(header, "<function=")
     if name is None or not closed or not body.endswith("</function>"):
         raise ValueError(XML_FORM)
-    properties = parameters_of(schemas.get(name, {})).get("properties", {})
+    parameters = parameters_of(schemas.get(name, {}))
     arguments = _read_parameters(rest)
-    return ToolCall(name, {key: _typed(value, properties.get(key, {})) for key, value in arguments.items()})
+    return ToolCall(name, {key: _typed(value, key, parameters) for key, value in arguments.items()})
 
 
 def _read_parameters(text: str) -> dict[str, str]:
@@ -168,20 +168,47 @@ def _xml_name(header: str, start: str) -> str | None:
     return name.strip() if is_name else None
 
 
-def _typed(text: str, schema: Schema) -> Any:
+def _schema_of(key: str, parameters: Schema) -> Any:
+    """The schema of the argument ``key``."""
+    return parameters.get("properties", {}).get(key, parameters.get("additionalProperties", {}))
+
+
+def _typed(text: str, key: str, parameters: Schema) -> Any:
     """An XML argument converted to its schema's type; unchanged if the schema allows strings, or if it cannot be converted."""
+    schema = _schema_of(key, parameters)
     if not isinstance(schema, dict):  # `true` allows every value
         return text
-    types = _types(schema)
+    types = _types(schema, parameters)
     if not types or "string" in types:
         return None if schema.get("nullable") and text.lower() in ("none", "null") else text
     return _literal(text)
 
 
-def _types(schema: Schema) -> set[str]:
-    """The JSON types that a schema declares; empty if it declares none."""
-    options = [option for option in (schema, *schema.get("anyOf", ())) if isinstance(option, dict)]
-    return {kind for option in options for kind in _as_list(option.get("type", []))}
+def _types(schema: Schema, parameters: Schema) -> set[str]:
+    """The JSON types that a schema declares, by its parts and values and by references into ``parameters``, too; empty if none."""
+    found, followed, waiting = set[str](), set[str](), [schema]
+    while waiting:
+        option = waiting.pop()
+        if not isinstance(option, dict):
+            continue
+        found.update(_as_list(option.get("type", [])))
+        if "type" not in option:
+            values = [*option.get("enum", ()), *([option["const"]] if "const" in option else ())]
+            found.update(JSON_TYPES[type(value)] for value in values if type(value) in JSON_TYPES)
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            waiting += option.get(keyword, ())
+        reference = option.get("$ref", "")
+        if reference.startswith("#/") and reference not in followed:
+            followed.add(reference)
+            waiting.append(_part(parameters, reference))
+    return found
+
+
+def _part(schema: Any, reference: str) -> Any:
+    """The part of a schema that ``#/$defs/Point`` names; None if there is none."""
+    for key in reference.removeprefix("#/").split("/"):
+        schema = schema.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(schema, dict) else None
+    return schema
 
 
 def _literal(text: str) -> Any:
@@ -200,9 +227,9 @@ def _read_glm_call(body: str, schemas: Mapping[str, Schema]) -> ToolCall:
     rest, name = (rest, name.strip()) if pairs else ("", body.strip())
     if not name or {"<", "\n"} & set(name) or rest.strip():
         raise ValueError(GLM_FORM)
-    properties = parameters_of(schemas.get(name, {})).get("properties", {})
+    parameters = parameters_of(schemas.get(name, {}))
     arguments = dict(_read_glm_pair(pair) for pair in pairs)
-    return ToolCall(name, {key: _read_glm_value(value, properties.get(key, {})) for key, value in arguments.items()})
+    return ToolCall(name, {key: _read_glm_value(value, key, parameters) for key, value in arguments.items()})
 
 
 def _read_glm_pair(text: str) -> tuple[str, str]:
@@ -215,17 +242,18 @@ def _read_glm_pair(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _read_glm_value(text: str, schema: Schema) -> Any:
+def _read_glm_value(text: str, key: str, parameters: Schema) -> Any:
     """A value as chat templates of GLM write it: a string as it is, anything else as JSON.
 
     What the schema declares to be a string, by ``"type": "string"``, is never taken for JSON; where it declares other types beside
     strings, or strings in another way, what fits none of its types is a string.
     """
+    schema = _schema_of(key, parameters)
     if not isinstance(schema, dict):
         return _literal(text)
     if schema.get("type") == "string" and not schema.get("nullable"):
         return text
-    types = _types(schema) | ({"null"} if schema.get("nullable") else set())
+    types = _types(schema, parameters) | ({"null"} if schema.get("nullable") else set())
     value = _literal(text)
     kind = JSON_TYPES[type(value)]
     fits = kind in types or (kind == "integer" and "number" in types)

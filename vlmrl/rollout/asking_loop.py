@@ -17,6 +17,7 @@ from vlmrl.rollout.record import Prompt
 from vlmrl.rollout.sampler import EpisodeLimitError
 from vlmrl.rollout.turn_loop import Episode, TurnLoop
 from vlmrl.types import Message, Turn
+from vlmrl.utils.threads import await_user_code
 from vlmrl.utils.users_line import describe_error
 
 
@@ -65,7 +66,7 @@ class AskingLoop(TurnLoop):
     async def _rewritten(self, messages: Messages, asker: Asker) -> Messages:
         assert self.history_policy is not None
         try:
-            return list(await self.history_policy(copied(messages), asker))
+            return list(await await_user_code(self.history_policy(copied(messages), asker)))
         except (EnvError, EngineError, EpisodeLimitError):
             raise
         except Exception as error:

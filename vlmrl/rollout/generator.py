@@ -90,6 +90,8 @@ class Client:
             self.recorder.add(prompt, own, text, seconds=sampled.seconds, number=number)
         finally:
             self.sampler.end(number)
+            if self.ended:  # without this request: the engine may have kept something for it since
+                loop.engine.release(self.trajectory_id)
         return found
 
     async def images(self, images: Sequence[ImageSource]) -> list[MediaItem]:

@@ -111,16 +111,19 @@ class HFEngine:
         return self._resources.prefixes.policy_version
 
     async def generate(self, request: Request) -> Completion:
-        return (await self.generate_batch([request]))[0]
+        [result] = await self.generate_batch([request])
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
-    async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
-        """Serve ``requests`` as one batch, which other requests can join only once it has started."""
+    async def generate_batch(self, requests: Sequence[Request]) -> list[Completion | BaseException]:
+        """Serve ``requests`` as one batch, which other requests can join only once it has started. Of one that fails, the error."""
         if self._closed:
             raise EngineError("the embedded engine is closed.")
         rows = [self._row(request) for request in requests]
         self._inbox.put(rows)
         try:
-            return list(await asyncio.gather(*(asyncio.wrap_future(row.future) for row in rows)))
+            return await asyncio.gather(*(asyncio.wrap_future(row.future) for row in rows), return_exceptions=True)
         except asyncio.CancelledError:
             for row in rows:
                 row.abandoned = True
