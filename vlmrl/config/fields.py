@@ -80,6 +80,7 @@ Codes = Annotated[
 Named = Annotated[str | Callable[..., Any], _code("NAME|FILE.py:NAME")]
 """A built-in function by its name, or code as in :data:`Code`."""
 NamedOrNone = Annotated[str | Callable[..., Any] | None, _code("NAME|FILE.py:NAME")]
+"""As :data:`Named`, or unset."""
 
 
 Agent = Annotated[str | Callable[..., Any] | None, _code("FILE.py:NAME|COMMAND")]
