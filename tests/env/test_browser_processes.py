@@ -10,11 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from testing.browser import need_chromium
-from testing.browsers import processes, running
+from testing.browsers import left_of, processes, started
 
 from vlmrl.env.browser.browser_pool import PoolLimits
 from vlmrl.env.browser.chromium_process import ChromiumProcess
@@ -56,9 +57,9 @@ def start(folder: Path, ending: str = "return") -> subprocess.Popen[str]:
     return process
 
 
-def assert_all_end(pids: list[int]) -> None:
+def assert_all_end(found: dict[int, int]) -> None:
     until = time.monotonic() + 60
-    while left := [pid for pid in pids if running(pid)]:
+    while left := left_of(found):
         assert time.monotonic() < until, f"still running: {left}"
         time.sleep(0.05)
 
@@ -80,22 +81,22 @@ def folder():
 
 def test_after_sigkill(folder):
     process = start(folder)
-    started = processes(process.pid)
-    assert len(started) > 3
+    begun = processes(process.pid)
+    assert len(begun) > 3
     process.kill()
     process.communicate()
-    assert_all_end(started)
+    assert_all_end(begun)
     assert left_in(folder) == []
 
 
 @pytest.mark.parametrize(("ending", "status"), [("return", 0), ("raise", 1)])
 def test_after_the_programs_own_end(folder, ending, status):
     process = start(folder, ending)
-    started = processes(process.pid)
+    begun = processes(process.pid)
     _, errors = process.communicate()
     assert process.returncode == status
     assert "never retrieved" not in errors
-    assert_all_end(started)
+    assert_all_end(begun)
     assert left_in(folder) == []
 
 
@@ -106,11 +107,11 @@ def folders_left(folder: Path) -> list[str]:
 
 def test_no_folder_is_left_of_a_chromium_that_is_killed(folder):
     process = start(folder)
-    started = processes(process.pid)
+    begun = processes(process.pid)
     assert len(left_in(folder)) == 3, left_in(folder)  # the profile, its socket, and the driver's
-    os.kill(main_of(started), signal.SIGKILL)
+    os.kill(main_of(begun), signal.SIGKILL)
     process.communicate()
-    assert_all_end(started)
+    assert_all_end(begun)
     assert folders_left(folder) == []
 
 
@@ -119,19 +120,20 @@ def test_a_chromium_whose_driver_is_killed_while_it_starts_is_ended(folder):
     program.write_text(f"#!/bin/sh\necho $$ > {written}.part && mv {written}.part {written} && exec sleep 600\n")
     program.chmod(0o755)
 
-    async def kill_the_driver() -> int:
+    async def kill_the_driver() -> dict[int, int]:
         starting = asyncio.create_task(ChromiumProcess.start(str(program), lambda process: None))
         while not written.exists():
             assert not starting.done(), starting
             await asyncio.sleep(0.01)
-        started = int(written.read_text())
-        [driver] = re.findall(r"^PPid:\s+(\d+)$", Path(f"/proc/{started}/status").read_text(), re.MULTILINE)
+        pid = int(written.read_text())
+        begun = {pid: started(pid)}
+        [driver] = re.findall(r"^PPid:\s+(\d+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
         os.kill(int(driver), signal.SIGKILL)
         with pytest.raises(Exception, match="closed"):
             await starting
-        return started
+        return begun
 
-    assert_all_end([asyncio.run(kill_the_driver())])
+    assert_all_end(asyncio.run(kill_the_driver()))
 
 
 def test_a_chromium_that_hangs_ends_with_its_program_whether_that_returns_or_is_killed(folder):
@@ -141,16 +143,16 @@ def test_a_chromium_that_hangs_ends_with_its_program_whether_that_returns_or_is_
     returns, killed = start(folder / "a"), start(folder / "b")
     hanging, all_hanging = processes(returns.pid), processes(killed.pid)
     os.kill(main_of(hanging), signal.SIGSTOP)
-    for pid in all_hanging[1:]:  # a Chromium that hangs does not notice that its driver has ended
+    for pid in list(all_hanging)[1:]:  # a Chromium that hangs does not notice that its driver has ended
         os.kill(pid, signal.SIGSTOP)
     killed.kill()
     killed.communicate()
     returns.communicate()
-    assert_all_end([*hanging, *all_hanging])
+    assert_all_end(hanging | all_hanging)
     assert folders_left(folder / "a") == []
 
 
-def main_of(pids: list[int]) -> int:
+def main_of(pids: Iterable[int]) -> int:
     (main,) = [pid for pid in pids if chromium_main(pid)]
     return main
 
@@ -163,10 +165,10 @@ def chromium_main(pid: int) -> bool:
 def test_after_sigterm_and_ctrl_c(folder):
     for number in (signal.SIGTERM, signal.SIGINT):
         process = start(folder)
-        started = processes(process.pid)
+        begun = processes(process.pid)
         process.send_signal(number)
         process.communicate()
-        assert_all_end(started)
+        assert_all_end(begun)
 
 
 def test_a_temporary_folder_that_is_too_long_for_sockets_is_refused_by_name(folder, monkeypatch):

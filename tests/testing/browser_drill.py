@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from testing.browsers import call, click, processes, running
+from testing.browsers import call, click, left_of, processes
 from vlmrl import MiniWobEnv
 from vlmrl.env.base import resolve_env
 from vlmrl.env.session import EnvError, EnvSession
@@ -149,13 +149,13 @@ async def drill(episodes: int, sessions: int, kills: int, seed: int = 0, every: 
     result.playing = time.monotonic() - began
     for helper in helpers:
         helper.cancel()
-    seen = [pid for pid in processes() if pid not in others]
+    seen = {pid: start for pid, start in processes().items() if pid not in others}
     result.pool = dict(pool.counts)
     await asyncio.to_thread(pool.close)
     until = time.monotonic() + 120  # Playwright gives a stopped Chromium 30 s
-    while any(map(running, seen)) and time.monotonic() < until:
+    while left_of(seen) and time.monotonic() < until:
         await asyncio.sleep(0.1)
-    result.left, result.seconds = [pid for pid in seen if running(pid)], time.monotonic() - began
+    result.left, result.seconds = left_of(seen), time.monotonic() - began
     return result
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -54,12 +53,12 @@ def shown(observation: dict[str, Any]) -> bytes:
     return image
 
 
-def processes(parent: int | None = None) -> list[int]:
-    """The running processes below ``parent``, by default this one, that are Chromium or Playwright's driver."""
+def processes(parent: int | None = None) -> dict[int, int]:
+    """The running processes below ``parent``, by default this one, that are Chromium or Playwright's driver, for :func:`left_of`."""
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     children: dict[int, list[tuple[int, str]]] = {}
     for pid in pids:
-        line, state, above = _describe(pid)
+        line, state, above, _ = _describe(pid)
         if state not in ("Z", ""):
             children.setdefault(above, []).append((pid, line))
     found, todo = [], [os.getpid() if parent is None else parent]
@@ -68,18 +67,28 @@ def processes(parent: int | None = None) -> list[int]:
             todo.append(pid)
             if "chromium" in line or "run-driver" in line:
                 found.append(pid)
-    return sorted(found)
+    return {pid: started(pid) for pid in sorted(found)}
 
 
-def running(pid: int) -> bool:
-    """Whether a process runs; one that has ended may wait for its parent."""
-    return _describe(pid)[1] not in ("Z", "")
+def started(pid: int) -> int:
+    """When a process started, in the kernel's ticks."""
+    return _describe(pid)[3]
 
 
-def _describe(pid: int) -> tuple[str, str, int]:
+def left_of(found: dict[int, int]) -> list[int]:
+    """The processes, with the times of their starts, that still run: one that has ended may wait for its parent.
+
+    The time is compared since a number is given again, within minutes where tests start many processes and threads.
+    """
+    seen = {pid: _describe(pid) for pid in found}
+    return [pid for pid, (_, state, _, start) in seen.items() if state not in ("Z", "") and start == found[pid]]
+
+
+def _describe(pid: int) -> tuple[str, str, int, int]:
+    """A process's command line, state, parent and start; of one that has ended, empty."""
     try:
         line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        state = re.match(r".*\) (\S) (\d+) ", Path(f"/proc/{pid}/stat").read_text(), re.DOTALL)
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
-        return "", "", 0
-    return (line, state[1], int(state[2])) if state else ("", "", 0)
+        return "", "", 0, 0
+    return line, fields[0], int(fields[1]), int(fields[19])
